@@ -1,4 +1,4 @@
-# The whole menu: setup dashboard browser games helm run test test-nightly compose-test simulation check load learning docs locks clean.
+# The whole menu: setup dashboard browser games helm run test test-fast test-nightly compose-test simulation check load learning docs locks clean.
 # A clean machine needs python3 (3.11 to 3.13) with pip and venv.
 
 PYTHON ?= python3
@@ -14,7 +14,7 @@ MODULES  := dashboard/node_modules/.package-lock.json
 SERVED   := services/scheduler
 PAGE     := $(SERVED)/page/index.html
 
-.PHONY: setup dashboard browser games helm run run-gsm8k test test-nightly compose-test simulation check load learning docs locks clean
+.PHONY: setup dashboard browser games helm run run-gsm8k test test-fast test-nightly compose-test simulation check load learning docs locks clean
 
 setup: $(STAMP)
 	@$(MAKE) --no-print-directory dashboard || echo "The dashboard is not built, for the reason above; all else works without it. Again: make dashboard"
@@ -74,26 +74,33 @@ games: setup
 
 # What tests of the chart render it with. Without it they are skipped, and say so.
 helm: setup
-	@command -v helm >/dev/null || test -x $(BIN)/helm || $(BIN)/python -m tests.helm_binary $(BIN)/helm \
+	@command -v helm >/dev/null || test -x $(BIN)/helm || $(BIN)/python -m tests.support.helm_binary $(BIN)/helm \
 	|| echo "helm cannot be had: tests that need it are skipped"
 
-# Whole files side by side, two at a time: most of the suite waits for processes. One after another: make test JOBS=0
+# What guards a merge, on two cores within 12 minutes: two files at a time, most of them wait for processes. One after
+# another: make test JOBS=0
 JOBS ?= 2
-test: setup browser games helm
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+test: setup browser
+	$(PYTEST)
 
-# What is too long to guard a merge: fuzzing, power cuts, hostile environments, soaks. Run it before a release.
+# Unit tests alone: no servers.
+test-fast: setup
+	$(PYTEST) tests/unit
+
+# What is too long to guard a merge, or needs large libraries: random kills, power cuts, fuzzing, long browser paths,
+# ALFWorld, MiniWoB, the chart, two hosts, load tests. Before a release.
 test-nightly: setup browser games helm
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m nightly
+	$(PYTEST) -m nightly
 
 # docker-compose.yml on this machine's Docker: images are built, jobs run while containers are added and killed. Without
 # an engine, or compose, it is skipped. It keeps to a project, ports and volumes of its own, and removes them.
 compose-test: setup
-	OPENTINKER_COMPOSE_TEST=1 $(BIN)/python -m pytest tests/test_compose.py tests/test_compose_up.py -s
+	OPENTINKER_COMPOSE_TEST=1 $(BIN)/python -m pytest tests/nightly/test_compose.py tests/nightly/test_compose_up.py -s
 
 # The queue on a fake clock, 500 seeds of 10,000 events each: minutes of one core. Tests play a part of it.
 simulation: setup
-	OPENTINKER_PLACEMENT_EVENTS=10000 $(BIN)/python -m pytest tests/test_placement.py -s -k whatever_happens --timeout=0
+	OPENTINKER_PLACEMENT_EVENTS=10000 $(BIN)/python -m pytest tests/unit/scheduler/test_placement.py -s -k whatever_happens -m "nightly or not nightly" --timeout=0
 
 check: setup $(MODULES)
 	$(BIN)/ruff format --check .

@@ -30,7 +30,7 @@ from loadtest._report import Report
 from loadtest._target import ROOT, Target, target
 from opentinker.client import AsyncClient
 from opentinker.shared.api_types import Worker
-from tests.toys import toy_model
+from tests.support.toys import toy_model
 
 SUBMIT_P99_S, READ_P99_S, WORSE = 0.150, 0.050, 2.0
 RESTART_S, CANCEL_S, USED_S, DECISIONS = 3.0, 5.0, 1.0, 50.0

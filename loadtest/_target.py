@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from opentinker.client import AsyncClient
 from opentinker.local.discovery import key_in, read_state
 from opentinker.shared.config import LOOPBACK_HOSTS
-from tests.toys import toy_model
+from tests.support.toys import toy_model
 
 ROOT = Path(__file__).resolve().parent.parent
 START_S = 120.0

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from opentinker.shared.spec import JobSpec, parse_spec
-from tests.cluster import Cluster, toy_cluster
+from tests.support.cluster import Cluster, toy_cluster
 
 CASES = [
     (0.5, 0.5, 2),

@@ -24,8 +24,8 @@ from opentinker.services.scheduler.placement.reconciler import Reconciler
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import JobState, Pool, WorkerInfo
 from tests.conftest import Server, start_nats, start_valkey
-from tests.factories import make_spec
-from tests.scheduling import context
+from tests.support.factories import make_spec
+from tests.support.scheduling import context
 
 TARGET = 50.0
 BEAT_S = 3600.0

@@ -43,7 +43,7 @@ from opentinker.shared.nn.layout import layout
 from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.types.core import WeightVersion
 from opentinker.shared.types.trajectories import Group, Trajectory
-from tests.factories import group_of, trajectory_of
+from tests.support.factories import group_of, trajectory_of
 
 CHARACTERS_PER_TOKEN = 4
 VOCABULARY = 16_384

@@ -31,10 +31,10 @@ from opentinker.local.processes import free_port as free_port  # noqa: PLC0414 -
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.store import Store
-from tests.api import OPERATOR, OPERATOR_FILE, Http, bearing
+from tests.support.api import OPERATOR, OPERATOR_FILE, Http, bearing
 
 if TYPE_CHECKING:
-    from tests.cluster import Cluster
+    from tests.support.cluster import Cluster
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 """A shell without job control starts background commands with Ctrl-C ignored, and every child would inherit that."""
@@ -49,13 +49,13 @@ WAIT_S = 90.0
 
 FIGURE = "figure"
 LONG = (
-    *("test_kills.py", "test_end_to_end_vllm.py", "test_deterministic.py", "test_ranks.py", "test_engine_vllm.py"),
-    *("test_run.py", "test_engine_vllm_own.py", "test_end_to_end.py", "test_row_jobs.py", "test_torch_learner.py"),
-    *("test_isolation.py", "test_served_jobs.py", "test_inference_vllm.py", "test_openenv.py", "test_miniwob.py"),
-    *("test_published.py", "test_dashboard.py", "test_two_hosts.py", "test_seeing_vllm.py", "test_launcher.py"),
-    *("test_loadtest.py", "test_docs_site.py", "test_row_ranks.py", "test_cancelling.py"),
+    *("test_end_to_end_vllm.py", "test_kills.py", "test_dashboard.py", "test_ranks.py", "test_env_service.py"),
+    *("test_deterministic.py", "test_engine_vllm.py", "test_isolation.py", "test_end_to_end.py", "test_artifacts.py"),
+    *("test_supervised_jobs.py", "test_inference.py", "test_run.py", "test_reconciler.py", "test_rl_learner.py"),
+    *("test_eval_episodes.py", "test_inference_vllm.py", "test_engine_vllm_own.py", "test_supervised_ranks.py"),
 )
-"""They begin before all others, the longest first, so that no process is left alone with one of them in the end."""
+"""Files that start before all others, the longest first, so that one process does not run them alone at the end."""
+NIGHTLY = Path(__file__).parent / "nightly"
 
 
 Figure = Callable[[str], None]
@@ -74,7 +74,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
                 terminalreporter.write_line(line)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what is in tests/nightly, before pytest deselects by markers, and sort."""
+    for item in items:
+        if item.path.is_relative_to(NIGHTLY):
+            item.add_marker(pytest.mark.nightly)
     items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
 
 
@@ -253,7 +258,7 @@ async def ctx(
     nats_server: Server, valkey_server: Server, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Context]:
     """The surroundings of a scheduler; job directories lie in `tmp_path / "data"`."""
-    from tests.scheduling import context
+    from tests.support.scheduling import context
 
     monkeypatch.setattr("opentinker.services.scheduler.jobs.check_environment.ENV_CHECK_S", WAIT_S)
     async with context(nats_server, valkey_server, "scheduler-0", tmp_path / "data") as ctx:
@@ -263,7 +268,7 @@ async def ctx(
 @pytest.fixture
 async def client(ctx: Context) -> AsyncIterator[AsyncClient]:
     """Of a scheduler that runs in `ctx`."""
-    from tests.scheduling import scheduler
+    from tests.support.scheduling import scheduler
 
     async with scheduler(ctx) as url, AsyncClient(url, wait_s=WAIT_S) as client:
         yield client
@@ -272,7 +277,7 @@ async def client(ctx: Context) -> AsyncIterator[AsyncClient]:
 @pytest.fixture
 async def http(ctx: Context) -> AsyncIterator[Http]:
     """A session with a scheduler that runs in `ctx`."""
-    from tests.scheduling import scheduler
+    from tests.support.scheduling import scheduler
 
     async with scheduler(ctx) as url, aiohttp.ClientSession(headers=bearing()) as session:
         yield Http(session, url)

@@ -1,0 +1,102 @@
+"""Jobs cancelled while real workers load their models: files that never end hold the loads."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from opentinker.shared.types.core import JobState, WorkerInfo
+from tests.conftest import until
+from tests.samples.row_samples import chat_model, copies, row_spec, write_rows
+from tests.support.cluster import ROOT, Cluster, toy_model
+
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
+    directory = tmp_path_factory.mktemp("cancelling")
+    # Libraries are imported while a lease is held, and hold the interpreter: that is not to count as silence here.
+    async with Cluster(directory, trainers=0, rollout_workers=0, env_workers=0, worker_ttl_s=60) as cluster:
+        yield cluster
+
+
+async def seen(cluster: Cluster, name: str) -> WorkerInfo | None:
+    return next((worker for worker in await cluster.store.workers() if worker.id == name), None)
+
+
+async def is_free_again(cluster: Cluster, name: str, before: WorkerInfo) -> None:
+    """In the same process, which has begun anew: nobody has seen it end."""
+
+    async def idle() -> bool:
+        worker = await seen(cluster, name)
+        return worker is not None and worker.status == "idle" and worker.incarnation != before.incarnation
+
+    await until(idle)
+    assert cluster.processes[name].pid == before.pid and cluster.processes[name].exits == []
+    assert "begins_anew" in cluster.logs(name)
+
+
+async def cancelled(cluster: Cluster, job: str) -> None:
+    """With nothing held, and not for a fault of its workers."""
+    await cluster.client.cancel(job)
+
+    async def free() -> bool:
+        return job not in {lease.job for lease in await cluster.store.leases()}
+
+    await until(free)
+    record = await cluster.store.job(job)
+    assert (record.state, record.restarts, record.rollout_losses) == (JobState.CANCELLED, 0, 0)
+
+
+def endless(system: Cluster, event: str, path: Path, **more: str) -> Path:
+    """Workers that are added from now on wait for ever at this place. Gives a file that is there when one does."""
+    mark = path.parent.with_suffix(".reached")
+    system.env |= {"PYTHONPATH": str(ROOT / "tests" / "support" / "endless"), "ENDLESS_MARK": str(mark), **more}
+    system.env |= {"ENDLESS_EVENT": event, "ENDLESS_PATH": str(path)}
+    return mark
+
+
+async def test_trainer_that_is_loading_is_free_again(system: Cluster, tmp_path: Path) -> None:
+    model = chat_model(tmp_path / "model")
+    rows = write_rows(tmp_path / "rows.jsonl", copies(4))
+    (model / "generation_config.json").write_text("{}")
+    job = await system.submit(row_spec(model, rows))
+    reached = endless(system, "open", model / "generation_config.json")
+    name = system.add("trainer")
+    await until(reached.exists)
+    before = await seen(system, name)
+    assert before is not None and before.status == "loading"
+    await cancelled(system, job)
+    await is_free_again(system, name, before)
+
+
+@pytest.mark.nightly
+async def test_vllm_that_is_starting_is_free_again_and_serves_the_next_job(
+    system: Cluster, tiny: Path, tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny, model)
+    parts: dict[str, Any] = {"name": "chat", "kind": "inference"}
+    job = (await system.client.submit({**parts, "model": {"base": str(model)}}))["id"]
+    reached = endless(system, "glob.glob", model, ENDLESS_CHILD="1")
+    name = system.add("rollout_worker")
+    await until(reached.exists)
+    assert system.children(name)
+    before = await seen(system, name)
+    assert before is not None and before.status == "loading"
+    await cancelled(system, job)
+    await is_free_again(system, name, before)
+    assert system.children(name) == [], "its engine is gone"
+    toy = {"model": {"base": str(toy_model(tmp_path / "toy"))}, "rollout": {"engine": "toy"}}
+    served = (await system.client.submit({**parts, **toy}))["id"]
+
+    async def serves() -> bool:
+        return (await system.store.job(served)).state == JobState.RUNNING
+
+    await until(serves)

@@ -1,0 +1,591 @@
+"""The dashboard in a real browser, on a scheduler that runs here and on a whole cluster.
+
+make browser dashboard        what these tests need; without either they are skipped, and say so
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import shutil
+import signal as signal_of
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import orjson
+import pytest
+from playwright.async_api import Browser, Page, Route, async_playwright, expect
+
+from opentinker.services.scheduler.http import dashboard
+from opentinker.shared.messaging.bus import Bus
+from opentinker.shared.messaging.subjects import LOG, METRIC, TIMELINE
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.security.authorization import Role
+from opentinker.shared.spec import parse_spec
+from opentinker.shared.state.store import Store
+from opentinker.shared.types.core import JobState
+from opentinker.shared.types.telemetry import LogLine, MetricPoint, Segment, TimelinePart
+from tests.conftest import WAIT_S, Server, until
+from tests.support.api import OPERATOR, SPEC, Http, new_key_of, write_checkpoint
+from tests.support.cluster import Cluster, toy_cluster
+from tests.support.factories import make_spec
+from tests.support.scheduling import context, new_job, scheduler
+
+expect.set_options(timeout=WAIT_S * 1000)
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+BUILT = (dashboard.HOME / dashboard.INDEX).exists()
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine: make browser (as root, on Debian)"),
+    pytest.mark.skipif(not BUILT, reason="the dashboard is not built: make dashboard"),
+]
+PAYLOAD = '<img src=x onerror="window.pwned=1"><script>window.pwned=1</script>{{7*7}}'
+WHOLE = re.compile(r"^\s*live\s*(· \d+ points? (is|are) nowhere any more)?\s*$")
+LIVE_AGAIN_S = 15.0
+"""5 is meant, of a machine that does nothing else."""
+Open = Callable[..., Awaitable["Tab"]]
+
+
+class Tab:
+    """A tab, and all that it asked for and complained about."""
+
+    def __init__(self, tab: Page, url: str) -> None:
+        self.page, self.url = tab, url
+        self.asked: list[str] = []
+        self.complaints: list[str] = []
+        tab.set_default_timeout(WAIT_S * 1000)
+        tab.on("request", lambda request: self.asked.append(request.url))
+        tab.on("pageerror", lambda error: self.complaints.append(str(error)))
+        tab.on("console", lambda said: self.complaints.append(said.text) if "Security Policy" in said.text else None)
+        tab.on("dialog", lambda dialog: dialog.accept())
+
+    async def go(self, *parts: str) -> None:
+        await self.page.goto(f"{self.url}/#/{'/'.join(parts)}")
+
+    async def shows(self, text: str) -> None:
+        await expect(self.page.locator("body")).to_contain_text(text)
+
+
+@pytest.fixture
+async def chromium() -> AsyncIterator[Browser]:
+    async with async_playwright() as playwright:
+        sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []
+        browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=sandbox)
+        yield browser
+        await browser.close()
+
+
+@pytest.fixture
+async def opened(chromium: Browser) -> AsyncIterator[Open]:
+    """Opens tabs; each with a memory of its own. At the end none has complained or asked anybody else."""
+    tabs: list[Tab] = []
+    async with AsyncExitStack() as stack:
+
+        async def open(url: str, key: str = OPERATOR, **settings: Any) -> Tab:
+            ground = await chromium.new_context(accept_downloads=True, **settings)
+            stack.push_async_callback(ground.close)
+            if key:
+                await ground.add_init_script(f"sessionStorage.setItem('opentinker-key', {orjson.dumps(key).decode()})")
+            tab = Tab(await ground.new_page(), url)
+            tabs.append(tab)
+            await tab.go()
+            return tab
+
+        yield open
+        for tab in tabs:
+            assert tab.complaints == []
+            elsewhere = [url for url in tab.asked if not url.startswith((f"{tab.url}/", "blob:", "ws://127.0.0.1:"))]
+            assert elsewhere == []
+            assert await tab.page.evaluate("window.pwned") is None
+
+
+class Trainer:
+    """Says what a trainer would, point by point."""
+
+    def __init__(self, bus: Bus, job: str, source: str = "trainer") -> None:
+        self._bus, self._job, self._source = bus, job, source
+        self._seq = 0
+
+    async def says(self, step: int, values: dict[str, float]) -> None:
+        point = MetricPoint(
+            job=self._job,
+            source=self._source,
+            incarnation="one",
+            seq=self._seq,
+            time=1e9 + step,
+            step=step,
+            values=values,
+        )
+        self._seq += 1
+        await self._bus.emit(METRIC, point, job=self._job, source=self._source)
+
+
+def reward(mean: float) -> dict[str, float]:
+    return {"reward/mean": mean, "reward/std": 0.1, "step_seconds": 0.5, "exact": mean / 2}
+
+
+async def saved(tab: Tab, button: str) -> bytes:
+    """The file that it gives."""
+    async with tab.page.expect_download() as download:
+        await tab.page.get_by_role("button", name=button).click()
+    path = await (await download.value).path()
+    return await asyncio.to_thread(path.read_bytes)
+
+
+def value(tab: Tab, chart: str) -> Any:
+    return tab.page.locator(f'[data-chart="{chart}"] .legend b').first
+
+
+# --- who looks ------------------------------------------------------------------------------------------------------
+
+
+async def test_a_key_is_asked_for_and_stays_in_the_tab(opened: Open, http: Http) -> None:
+    job = await http.job()
+    tab = await opened(http.url, key="")
+    await tab.page.get_by_label("API key").fill(OPERATOR[:-1])
+    await tab.page.get_by_role("button", name="Sign in").click()
+    await tab.shows("this is not an OpenTinker key")
+    await tab.page.get_by_label("API key").fill(OPERATOR)
+    await tab.page.get_by_role("button", name="Sign in").click()
+    await tab.shows(job)
+    await tab.shows("operator of default")
+    assert await tab.page.evaluate("localStorage.length + document.cookie.length") == 0
+    assert not [url for url in tab.asked if OPERATOR in url]
+    await tab.page.get_by_role("button", name="Sign out").click()
+    await tab.shows("This server asks for a key")
+    assert await tab.page.evaluate("sessionStorage.length") == 0
+
+
+async def test_a_server_without_keys_says_so_loudly(
+    opened: Open, nats_server: Server, valkey_server: Server, store: Store, tmp_path: Path
+) -> None:
+    async with context(nats_server, valkey_server, "scheduler-0", tmp_path, auth=False) as ctx, scheduler(ctx) as url:
+        tab = await opened(url, key="")
+        await tab.shows("This server asks for no key")
+        await tab.shows("No jobs yet")
+
+
+@pytest.mark.nightly
+async def test_a_viewer_sees_all_of_its_tenant_and_no_way_to_change_it(opened: Open, http: Http, store: Store) -> None:
+    await http.job()
+    async with http.session.get(f"{http.url}/v1/jobs") as response:
+        other = (await response.json())["jobs"][0]["id"]
+    viewer = await new_key_of(store, "red", Role.VIEWER)
+    tab = await opened(http.url, viewer)
+    await tab.shows("No jobs yet")
+    await tab.go("jobs", other)
+    await tab.shows(f"no job '{other}'")
+    await tab.go("cluster")
+    await tab.shows("for operators")
+    own = await new_key_of(store, "default", Role.VIEWER)
+    tab = await opened(http.url, own)
+    await tab.go("jobs", other)
+    await expect(tab.page.get_by_role("heading", level=1)).to_have_text("test")
+    assert await tab.page.get_by_role("button", name="Cancel").count() == 0
+    assert await tab.page.get_by_role("link", name="Submit").count() == 0
+
+
+# --- what is seen ---------------------------------------------------------------------------------------------------
+
+
+async def test_curves_are_those_of_the_job_and_go_on(opened: Open, http: Http, bus: Bus) -> None:
+    job = await http.job()
+    trainer = Trainer(bus, job)
+    for step in range(1, 31):
+        await trainer.says(step, reward(0.25))
+    tab = await opened(http.url)
+    await tab.go("jobs", job)
+    await expect(value(tab, "Reward")).to_have_text("0.25")
+    await expect(value(tab, "Success")).to_have_text("0.125")
+    for step in range(31, 61):
+        await trainer.says(step, reward(0.75))
+    await expect(value(tab, "Reward")).to_have_text("0.75")
+    lines = (await saved(tab, "Reward as CSV")).decode().splitlines()
+    assert lines[0] == 'step,"reward"' and lines[1] == "1,0.25" and lines[60] == "60,0.75"
+    assert (await saved(tab, "Reward as PNG")).startswith(b"\x89PNG")
+
+
+@pytest.mark.nightly
+async def test_ten_thousand_points_are_drawn(opened: Open, http: Http, bus: Bus) -> None:
+    job = await http.job()
+    trainer = Trainer(bus, job)
+    for step in range(1, 10_001):
+        await trainer.says(step, reward((step % 100) / 100))
+    tab = await opened(http.url)
+    paint = "performance.getEntriesByName('first-contentful-paint')[0]?.startTime"
+    await tab.page.wait_for_function(paint)
+    await tab.go("jobs", job)
+    await expect(tab.page.locator('[data-chart="Reward"] .tools small')).to_have_text(
+        "step 10.0k", timeout=WAIT_S * 1000
+    )
+    drawn = """async () => {
+        const began = performance.now();
+        document.querySelector('[aria-label="smooth"] button:last-child').click();
+        await new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)));
+        return performance.now() - began;
+    }"""
+    took = [await tab.page.evaluate(drawn), await tab.page.evaluate(paint)]
+    print(f"all charts anew in {took[0]:.0f} ms, first paint after {took[1]:.0f} ms", end=" ")
+    assert max(took) < 10_000
+
+
+async def test_an_eval_jobs_result_stands_on_its_page_and_in_the_list(opened: Open, http: Http, store: Store) -> None:
+    spec = parse_spec({"name": "judge", "kind": "eval", "model": {"base": "m"}, "environment": {"name": "bandit"}})
+    job = "j-0123456789"
+    await store.create_job(id=job, spec=spec.model_dump(mode="json"), tenant="default")
+    values = {"val/reward/mean": 0.5, "val/reward/low": 0.4, "val/reward/high": 0.6, "val/pass/1": 0.891}
+    result = {"version": "1.197", "step": 197, "values": values}
+    progress = {"val/reward/mean": 0.5, "val/pass/1": 0.891}
+    await store.update(job, result=orjson.dumps(result).decode(), progress=orjson.dumps(progress).decode())
+    tab = await opened(http.url)
+    await expect(tab.page.locator("tr", has_text=job)).to_contain_text("val/pass/1 0.891")
+    await tab.go("jobs", job)
+    card = tab.page.get_by_role("region", name="Result")
+    await expect(card).to_contain_text("weights 1.197")
+    await expect(card.locator("tr", has_text="reward/mean")).to_contain_text("0.5" + "0.4 to 0.6")
+    await expect(card.locator("tr", has_text="pass/1")).to_contain_text("0.891")
+
+
+async def test_curves_open_as_they_were_measured(opened: Open, http: Http, bus: Bus) -> None:
+    job = await http.job()
+    trainer = Trainer(bus, job)
+    for step, mean in enumerate((0.0, 0.0, 1.0), 1):
+        await trainer.says(step, {**reward(mean), "lr": mean})
+    tab = await opened(http.url)
+    await tab.go("jobs", job)
+    await expect(tab.page.get_by_role("group", name="smooth").get_by_role("button", pressed=True)).to_have_text("off")
+    await expect(value(tab, "Reward")).to_have_text("1")
+
+
+async def test_steps_that_were_rolled_back_are_gone(opened: Open, http: Http, bus: Bus) -> None:
+    job = await http.job()
+    trainer = Trainer(bus, job)
+    for step in range(1, 11):
+        await trainer.says(step, reward(0.5))
+    await Trainer(bus, job, "trainer-again").says(4, reward(0.9))
+    tab = await opened(http.url)
+    await tab.go("jobs", job)
+    await expect(value(tab, "Reward")).to_have_text("0.9")
+    lines = (await saved(tab, "Reward as CSV")).decode().splitlines()
+    assert [line.split(",")[0] for line in lines[1:]] == ["1", "2", "3", "4"]
+
+
+@pytest.mark.nightly
+async def test_what_a_worker_did_while_its_messages_were_lost_is_not_known(opened: Open, http: Http, bus: Bus) -> None:
+    job = await http.job()
+    for seq in (0, 1, 4, 5):
+        segments = [Segment(lane="training", kind="step", start=1000.0 + seq, end=1000.8 + seq)]
+        part = TimelinePart(job=job, worker="trainer-0", incarnation="one", seq=seq, segments=segments)
+        await bus.emit(TIMELINE, part, job=job, worker="trainer-0")
+    tab = await opened(http.url)
+    await tab.go("jobs", job, "timeline")
+    await tab.shows("2 are nowhere any more")
+    lanes = tab.page.locator(".timeline canvas")
+    await lanes.press("ArrowUp")
+    await lanes.press("ArrowLeft")
+    await expect(tab.page.locator(".chosen")).to_contain_text("training of trainer-0: step 800 ms")
+
+
+async def test_many_env_workers_are_one_lane_until_it_is_opened(opened: Open, http: Http, bus: Bus) -> None:
+    job = await http.job()
+    for number in range(8):
+        segments = [Segment(lane="env", kind="turn", start=1000.0 + number, end=1004.0 + number, level=2.0)]
+        part = TimelinePart(job=job, worker=f"env-{number}", incarnation="one", seq=0, segments=segments)
+        await bus.emit(TIMELINE, part, job=job, worker=f"env-{number}")
+    tab = await opened(http.url)
+    await tab.go("jobs", job, "timeline")
+    rows, fold = tab.page.locator(".timeline li"), tab.page.get_by_role("button", name="env: each worker for itself")
+    await expect(rows).to_have_text(re.compile(r"env 8 workers\d+%"))
+    await tab.page.locator(".timeline canvas").press("ArrowLeft")
+    await expect(tab.page.locator(".chosen")).to_contain_text(re.compile(r"env of 8 workers: turn \d+ ms, \d\.\d at"))
+    await fold.click()
+    await expect(rows).to_have_count(8)
+    await expect(rows.last).to_contain_text("env-7")
+    await fold.click()
+    await expect(rows).to_have_count(1)
+
+
+async def test_two_runs_are_compared(opened: Open, http: Http, bus: Bus) -> None:
+    jobs = [await http.job(), await http.job()]
+    for job, mean in zip(jobs, (0.25, 0.75), strict=True):
+        await Trainer(bus, job).says(1, reward(mean))
+    tab = await opened(http.url)
+    await tab.go("jobs", jobs[0])
+    await expect(value(tab, "Reward")).to_have_text("0.25")
+    await tab.page.get_by_label("Compare with").select_option(jobs[1])
+    await expect(tab.page.locator('[data-chart="Reward"] .legend')).to_contain_text(f"{jobs[1]} 0.75")
+
+
+async def test_words_of_others_stay_words(opened: Open, http: Http, ctx: Context, store: Store, bus: Bus) -> None:
+    spec = {**SPEC, "rollout": {"max_tokens": 8, "stop": [PAYLOAD]}}
+    status, body = await http.submit(spec)
+    assert status == 201, body
+    job = body["id"]
+    home = ctx.settings.data_dir / "jobs" / job
+    episode: dict[str, Any] = {
+        **{"step": 1, "group": 7, "sample": 0, "environment": PAYLOAD, "worker": PAYLOAD, "versions": ["1.0"]},
+        **{"reward": 1.0, "rewards": {"": 1.0}, "components": {}, "scores": {PAYLOAD: 1.0}, "metrics": {PAYLOAD: 0.5}},
+        **{"ending": "env_done", "stops": ["eos"], "tokens": 2, "turns": 1, "seconds": 0.1},
+        "views": [
+            {
+                **{"seat": PAYLOAD, "stream": "", "reward": 1.0, "messages": [{"role": PAYLOAD, "content": PAYLOAD}]},
+                "tokens": {
+                    **{"text": [PAYLOAD], "ids": [1], "mask": [1], "logprobs": [-0.5], "advantages": [1.0]},
+                    **{"versions": [[0, 1, PAYLOAD]], "left_out": 0},
+                },
+            }
+        ],
+    }
+    (home / "rollouts").mkdir(parents=True)
+    (home / "rollouts" / "step-000001.jsonl").write_bytes(orjson.dumps(episode) + b"\n")
+    (seen,) = episode["views"]
+    exam: dict[str, Any] = {
+        "index": 0,
+        "reward": 1.0,
+        "metrics": {PAYLOAD: 0.5},
+        "ending": "env_done",
+        "messages": seen["messages"],
+    }
+    exam["views"] = [{"seat": PAYLOAD, "stream": "", "tokens": seen["tokens"] | {"advantages": None}}]
+    (home / "transcripts").mkdir()
+    (home / "transcripts" / "step-000001.jsonl").write_bytes(orjson.dumps(exam) + b"\n")
+    await store.update(job, event="note", detail={"words": PAYLOAD})
+    line = LogLine(
+        job=job,
+        service=PAYLOAD,
+        worker=PAYLOAD,
+        level="error",
+        time=time.time(),
+        event=PAYLOAD,
+        fields={PAYLOAD: PAYLOAD},
+        trace=PAYLOAD,
+    )
+    await bus.emit(LOG, line, job=job, level="error")
+    await Trainer(bus, job).says(1, {"reward/mean": 0.5, PAYLOAD: 1.0})
+    write_checkpoint(ctx, job, 1, {"model.safetensors": b"weights"})
+    tab = await opened(http.url)
+    await tab.go("jobs", job, "log")
+    for part in (".log .event .said", ".log .error .who", ".log .error .said > b", ".log .error .said pre"):
+        await expect(tab.page.locator(part, has_text=PAYLOAD).first).to_be_attached(timeout=WAIT_S * 1000)
+    await tab.go("jobs", job, "episodes")
+    await expect(tab.page.locator(".talk .words")).to_have_text(PAYLOAD)
+    for colour in ("mask", "logprob", "advantage", "version"):
+        await tab.page.get_by_role("button", name=colour, exact=True).click()
+        await expect(tab.page.locator(".tokens span")).to_have_text(PAYLOAD)
+    assert PAYLOAD in str(await tab.page.locator(".tokens span").get_attribute("title"))
+    await tab.page.get_by_role("button", name="evaluations", exact=True).click()
+    for colour in ("mask", "logprob", "version"):
+        await tab.page.get_by_role("button", name=colour, exact=True).click()
+        await expect(tab.page.locator(".tokens span")).to_have_text(PAYLOAD)
+    await expect(tab.page.get_by_role("button", name="advantage", exact=True)).to_have_count(0)
+    await tab.page.get_by_role("button", name="text", exact=True).click()
+    await expect(tab.page.locator(".talk .words")).to_have_text(PAYLOAD)
+    await tab.go("jobs", job, "config")
+    await expect(tab.page.locator(".config tr", has_text="rollout.stop")).to_contain_text("<script>")
+    for view in ("curves", "checkpoints"):
+        await tab.go("jobs", job, view)
+        await expect(tab.page.locator(f'.tabs a[aria-current="page"][href$="{view}"]')).to_be_visible()
+    await tab.go("jobs", job)
+    await expect(tab.page.locator(f"#metric-names option[value={orjson.dumps(PAYLOAD).decode()}]")).to_have_count(1)
+    await tab.page.get_by_label("Another metric").fill(PAYLOAD)
+    await tab.page.keyboard.press("Enter")
+    await expect(tab.page.locator(".chart h3").last).to_have_text(PAYLOAD)
+
+
+async def test_every_view_fits_a_phone_and_is_reached_by_keys(opened: Open, http: Http, bus: Bus, ctx: Context) -> None:
+    job = await http.job()
+    await Trainer(bus, job).says(1, reward(0.5) | {f"swap/{part}_s": 0.1 for part in ("load", "pause", "resume")})
+    write_checkpoint(ctx, job, 1, {"model.safetensors": b"weights"})
+    tab = await opened(http.url, viewport={"width": 375, "height": 700}, color_scheme="dark")
+    assert await tab.page.evaluate("document.documentElement.dataset.theme") == "dark"
+    views = ((), ("cluster",), ("submit",), *(("jobs", job, part) for part in PARTS))
+    for view in views:
+        await tab.go(*view)
+        await expect(tab.page.locator("main .empty", has_text="…")).to_have_count(0)
+        wide = await tab.page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+        assert wide <= 0, view
+    await tab.go()
+    await tab.shows(job)
+    for _ in range(20):
+        await tab.page.keyboard.press("Tab")
+        if await tab.page.evaluate("document.activeElement.getAttribute('href')") == f"#/jobs/{job}":
+            break
+    await tab.page.keyboard.press("Enter")
+    await expect(value(tab, "Reward")).to_have_text("0.5")
+
+
+PARTS = ("curves", "timeline", "episodes", "log", "config", "checkpoints")
+
+
+# --- live, with real services ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.nightly
+async def test_a_real_run_is_seen_live_through_a_restart_of_nats(opened: Open, tmp_path: Path) -> None:
+    """And nobody hears another job with a credential of their own."""
+    async with toy_cluster(tmp_path, rollout_workers=2) as (cluster, model):
+        train = {"learner": "simulated", "steps": 100_000, "simulated_step_s": 0.1}
+        job, other = [await cluster.submit(make_spec(model__base=str(model), train=train)) for _ in range(2)]
+        await cluster.reaches(job, 3)
+        tab = await opened(f"http://127.0.0.1:{cluster.http_port}")
+        await tab.go("jobs", job)
+        signal = tab.page.locator(".signal")
+        await expect(signal).to_have_attribute("data-way", "live")
+        await of_its_pipeline(tab, job)
+        await tab.go("jobs", job)
+        await moves(tab)
+        asked = len(tab.asked)
+        await moves(tab)
+        assert not [url for url in tab.asked[asked:] if "/metrics" in url], "it hears, and does not ask"
+        await cluster.stop("nats", signal_of.SIGKILL)
+        await expect(signal).to_have_attribute("data-way", "joining")
+        cluster.start("nats")
+        began = time.monotonic()
+        await expect(signal).to_have_attribute("data-way", "live")
+        took = time.monotonic() - began
+        print(f"live again after {took:.1f} s", end=" ")
+        assert took <= LIVE_AGAIN_S
+        await moves(tab)
+        await expect(signal).to_have_text(WHOLE)
+        lines = (await saved(tab, "Reward as CSV")).decode().splitlines()[1:]
+        lost = re.search(r"\d+", str(await signal.text_content()))  # a server that is killed may lose the last word
+        steps = [int(line.split(",")[0]) for line in lines]
+        absent = set(range(1, max(steps) + 1)) - set(steps)
+        assert len(steps) == len(set(steps)) and len(absent) <= int(lost[0] if lost else 0)
+
+        async def foreign(route: Route) -> None:
+            """What the page asks for is another job; what it is given hears this one."""
+            answer = await route.fetch(url=f"{tab.url}/v1/jobs/{job}/stream-credentials")
+            said = (await answer.text()).replace(f"metric.{job}", f"metric.{other}")
+            await route.fulfill(response=answer, body=said)
+
+        await tab.page.route(f"**/v1/jobs/{other}/stream-credentials", foreign)
+        await tab.go("jobs", other)
+        await expect(signal).to_have_attribute("data-way", "polling")
+        await expect(signal).to_contain_text(re.compile("permission", re.IGNORECASE))
+
+
+@pytest.mark.nightly
+async def test_a_checkpoint_is_talked_to(opened: Open, tmp_path: Path) -> None:
+    async with toy_cluster(tmp_path) as (cluster, model):
+        train = {"learner": "simulated", "steps": 3}
+        job = await cluster.submit(make_spec(model__base=str(model), train=train))
+        assert (await cluster.wait(job))["state"] == "succeeded"
+        tab = await opened(f"http://127.0.0.1:{cluster.http_port}")
+        await tab.go("jobs", job)
+        await expect(tab.page.locator(".signal")).to_have_attribute("data-way", "ended")
+        await expect(tab.page.locator('[data-chart="Reward"] .tools small')).to_have_text("step 3")
+        await tab.go("jobs", job, "checkpoints")
+        assert (await saved(tab, "Download")).startswith(b"manifest.json")
+        await tab.page.get_by_role("button", name="Chat with this").first.click()
+        await tab.page.get_by_label("Message").fill("123=")
+        await tab.page.get_by_role("button", name="Send").click()
+        answer = tab.page.locator(".chat .message.assistant .words")
+        await expect(answer).to_have_text(re.compile("[a-z0-9]+"))
+        await expect(tab.page.get_by_role("button", name="Send")).to_be_visible(timeout=WAIT_S * 1000)
+        await cluster.client.cancel((await cluster.client.jobs())[0]["id"])
+        await its_adapter_is_asked(tab, cluster, model)
+
+
+async def its_adapter_is_asked(tab: Tab, cluster: Cluster, base: Path) -> None:
+    trained = await new_job(
+        cluster.store, "j-maths00000", JobState.SUCCEEDED, model={"base": str(base)}, train={"steps": 1}
+    )
+    surroundings: Any = SimpleNamespace(settings=SimpleNamespace(data_dir=cluster.data))
+    files = {"adapter_config.json": b'{"r": 4}', "adapter_model.safetensors": b"weights"}
+    write_checkpoint(surroundings, trained, 1, files)
+    serving = {"adapters": [{"name": "maths", "from": f"{trained}@1"}]}
+    spec = {"name": "talk", "kind": "inference", "model": {"base": str(base)}, "rollout": {"engine": "toy"}}
+    job = (await cluster.client.submit({**spec, "serving": serving}))["id"]
+    await until(partial(_is_running, cluster, job))
+    await tab.go("jobs", job, "chat")
+    await tab.page.get_by_label("Model").select_option("maths")
+    await tab.page.get_by_label("Message").fill("123=")
+    async with tab.page.expect_request("**/v1/chat/completions") as asked:
+        await tab.page.get_by_role("button", name="Send").click()
+    said: Any = (await asked.value).post_data_json
+    assert said["model"] == "maths"
+    answer = tab.page.locator(".chat .message.assistant .words")
+    await expect(answer).to_have_text(re.compile("[a-z0-9]+"))
+
+
+async def _is_running(cluster: Cluster, job: str) -> bool:
+    return bool((await cluster.client.job(job))["state"] == "running")
+
+
+async def of_its_pipeline(tab: Tab, job: str) -> None:
+    """What its workers are busy with, and the tokens that it is made of."""
+    await tab.go("jobs", job, "timeline")
+    for lane in ("training", "generation", "swap"):
+        await expect(tab.page.locator(f'[data-lane="{lane}"]').first).to_contain_text("%")
+    played = tab.page.locator('[data-lane="env"]').filter(has_text="env_worker-0")
+    await expect(played).to_contain_text("%")
+    await tab.page.locator(".timeline canvas").press("ArrowLeft")
+    await expect(tab.page.locator(".timeline .chosen")).to_contain_text(re.compile(r"of [a-z]+-0: [a-z]+ \d+ ms"))
+    await tab.go("jobs", job, "episodes")
+    for colour in ("version", "logprob", "mask"):
+        await tab.page.get_by_role("button", name=colour, exact=True).click()
+        sampled = tab.page.locator('.tokens span[title*="weights 1."]').first
+        await expect(sampled).to_have_css("background-color", re.compile("rgb|color"))
+    await tab.page.get_by_label("follow the newest").uncheck()  # else the next step takes the place of what is chosen
+    await tab.page.locator(".tokens").first.press("End")
+    await expect(tab.page.locator(".tokens + .chosen").first).to_contain_text(re.compile(r"token \d+, "))
+    await expect(tab.page.locator('.rewards[aria-label^="rewards"]').first).to_be_visible()
+
+
+async def moves(tab: Tab) -> None:
+    """Until the curves have reached a later step."""
+    shown = tab.page.locator('[data-chart="Reward"] .tools small')
+    await expect(shown).to_have_text(re.compile(r"step \d+"))
+    await expect(shown).not_to_have_text(str(await shown.text_content()))
+
+
+# --- what is done ---------------------------------------------------------------------------------------------------
+
+
+async def test_a_job_is_cloned_looked_at_submitted_paused_and_cancelled(opened: Open, http: Http) -> None:
+    job = await http.job()
+    tab = await opened(http.url)
+    await tab.go("jobs", job)
+    await tab.page.get_by_role("button", name="Clone").click()
+    spec = tab.page.get_by_label("Spec")
+    await expect(spec).to_have_value(re.compile('"name": "test-again"'))
+    whole = await spec.input_value()
+    await spec.fill(whole.replace('"group_size": 2', '"group_size": -2'))
+    await tab.page.get_by_role("button", name="Validate").click()
+    await tab.shows("It would not run as it is")
+    await tab.shows("algorithm.group_size")
+    await spec.fill(whole)
+    await tab.page.get_by_role("button", name="Submit").click()
+    await expect(tab.page.get_by_role("heading", level=1)).to_have_text("test-again")
+    await tab.page.get_by_role("button", name="Pause").click()
+    await expect(tab.page.locator(".top .state")).to_have_text("paused")
+    await tab.page.get_by_role("button", name="Cancel").click()
+    await expect(tab.page.locator(".top .state")).to_have_text("cancelled")
+    await tab.go()
+    await tab.page.get_by_label("State").select_option("cancelled")
+    rows = tab.page.locator(".jobs tbody tr")
+    await expect(rows).to_have_count(1)
+    await expect(rows).to_contain_text("test-again")
+    await tab.page.get_by_label("State").select_option("")
+    await tab.page.get_by_label("Search jobs").fill(f"{job} rl")
+    await expect(rows).to_have_count(1)
+    await expect(rows).to_contain_text(job)
+
+
+async def test_toml_is_a_spec_too(opened: Open, http: Http) -> None:
+    tab = await opened(http.url)
+    await tab.go("submit")
+    await tab.page.get_by_label("Spec").fill('name = "of-toml"\nkind = "rl\n')
+    await tab.page.get_by_role("button", name="Validate").click()
+    await tab.shows("neither TOML nor JSON")
+    await tab.page.get_by_label("Spec").fill('name = "of-toml"\nsteps = 3\n')
+    await tab.page.get_by_role("button", name="Validate").click()
+    await tab.shows("It would not run as it is")

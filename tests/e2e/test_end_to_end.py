@@ -1,0 +1,531 @@
+"""Jobs through the whole system: real processes and servers, the simulated engine and learner. Submitted over HTTP."""
+
+from __future__ import annotations
+
+import re
+import resource
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import orjson
+import pytest
+import pytest_asyncio
+
+from opentinker.client import ApiError
+from opentinker.services.trainer import checkpoint
+from opentinker.shared.messaging.permissions import HISTORY
+from opentinker.shared.messaging.subjects import SERVICES
+from opentinker.shared.spec import JobSpec
+from opentinker.shared.types.core import Pool
+from tests.conftest import WAIT_S, until
+from tests.samples import canaries
+from tests.samples.upload_samples import PARITY
+from tests.support.api import OPERATOR, bearing
+from tests.support.cluster import SERVERS, Cluster, toy_cluster, toy_model, undocumented
+from tests.support.factories import make_spec
+from tests.support.lineage import faults
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+PER_STEP = {
+    *(f"reward/{part}" for part in ("mean", "std", "min", "max")),
+    *(f"staleness/{part}" for part in ("min", "mean", "max")),
+    *("reward/env/copy_digits", "exact", "zero_variance", "response_length/mean", "response_length/max"),
+    *("turns/mean", "stop/eos", "stop/length", "spans/mean", "tokens", "trainer/tokens_per_s", "trainer/wait_share"),
+    *("swap/pause_s", "swap/transfer_s", "swap/load_s", "swap/resume_s", "swap/seconds"),
+    *("queue/pending_groups", "queue/running_groups", "step_seconds", "train_seconds"),
+}
+PER_SERVICE = {
+    "rollout_worker-0": {
+        *("rollout/tokens_per_s", "rollout/episodes_per_s", "rollout/running_groups", "rollout/swap_load_s"),
+    },
+    "env_worker-0": {"env/sessions", "env/steps", "env/steps_per_s", "env/ended/done"},
+    "scheduler": {
+        *("scheduler/tickets_issued", "scheduler/tickets_issued_per_s", "scheduler/groups_accepted"),
+        *("scheduler/running_groups", "scheduler/pending_groups", "queue/tickets", "queue/scores", "queue/groups"),
+    },
+}
+
+
+class System:
+    """A cluster shared by the tests of this module: every job finds the processes that the one before has left."""
+
+    def __init__(self, cluster: Cluster, model: Path) -> None:
+        self.cluster, self.model = cluster, model
+
+    def spec(self, **changes: Any) -> JobSpec:
+        return job_spec(self.model, **changes)
+
+
+def job_spec(model: Path, **changes: Any) -> JobSpec:
+    """10 quick steps of 4 groups of 4."""
+    quick: dict[str, Any] = {
+        "algorithm": {"group_size": 4, "groups_per_batch": 4, "max_staleness": 2},
+        "train": {"learner": "simulated", "steps": 10, "simulated_step_s": 0.02, "checkpoint_every": 4},
+    }
+    return make_spec(model={"base": str(model)}, **{**quick, **changes})
+
+
+def faults_of(cluster: Cluster, job: str, spec: JobSpec) -> list[str]:
+    return faults(
+        cluster.lines(job),
+        cluster.manifest(job).resumed,
+        steps=spec.train.steps,
+        groups_per_batch=spec.algorithm.groups_per_batch,
+        max_staleness=spec.algorithm.max_staleness,
+    )
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def system(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[System]:
+    async with toy_cluster(tmp_path_factory.mktemp("system")) as (cluster, model):
+        yield System(cluster, model)
+
+
+@pytest.fixture
+def shared(request: pytest.FixtureRequest, system: System) -> Iterator[System]:
+    """The shared system; its logs are shown if the test fails, and no process may have ended by itself."""
+    failed = request.session.testsfailed
+    yield system
+    ended = {name: p.exits for name, p in system.cluster.processes.items() if p.exits}
+    if ended or request.session.testsfailed > failed:
+        system.cluster.show()
+    assert ended == {}
+
+
+async def free(cluster: Cluster) -> None:
+    """Until no trainer and no rollout worker works for a job."""
+
+    async def idle() -> bool:
+        leased = [w for w in await cluster.store.workers() if w.pool in (Pool.TRAINER, Pool.ROLLOUT)]
+        return bool(leased) and all(w.status == "idle" and w.job is None for w in leased)
+
+    await until(idle)
+
+
+# --- a job's whole life ---------------------------------------------------------------------------------------------
+
+
+async def test_job_runs_from_submission_to_download(shared: System, tmp_path: Path) -> None:
+    cluster, spec = shared.cluster, shared.spec()
+    job = await cluster.submit(spec)
+    events = [event async for event in cluster.client.events(job)]
+    record = await cluster.wait(job)
+    assert (record["state"], record["step"]) == ("succeeded", 10), record["reason"]
+
+    kinds = [event["event"] for event in events]
+    life = [kind for kind in kinds if kind not in ("checkpoint", "nothing_learned")]
+    assert life == ["queued", "starting", "model_loaded", "running", "succeeded"]
+    assert [event["step"] for event in events if event["event"] == "checkpoint"] == [4, 8, 10]
+
+    assert faults_of(cluster, job, spec) == []
+    ledger = await cluster.ledger(job)
+    assert ledger.balanced and ledger.trained == 40 and ledger.failed == {}
+    assert ledger.issued == ledger.accepted + ledger.running
+
+    points = await cluster.client.metrics(job, source="trainer")
+    assert [point["step"] for point in points] == list(range(1, 11))
+    assert set(points[-1]["values"]) >= PER_STEP
+    assert record["metrics"]["trainer"]["step"] == 10
+
+    told = await cluster.client.rollouts(job)
+    assert told["step"] == 10 and len(told["rollouts"]) == 4
+    assert [said["role"] for said in told["rollouts"][0]["views"][0]["messages"]][-2:] == ["user", "assistant"]
+    tokens = told["rollouts"][0]["views"][0]["tokens"]
+    assert tokens is not None
+    lengths = {len(tokens["text"]), len(tokens["ids"]), len(tokens["mask"]), len(tokens["logprobs"])}
+    assert lengths == {len(tokens["ids"])} and tokens["left_out"] == 0 and tokens["advantages"] is None
+    assert sum(tokens["mask"]) == told["rollouts"][0]["tokens"] == sum(b - a for a, b, _ in tokens["versions"])
+    (spread,) = await cluster.client.distributions(job)
+    assert spread["step"] == 10 and sum(spread["reward"]["counts"]) == points[-1]["values"]["trajectories"]
+
+    assert {line["trace"] for line in cluster.lines(job)} == {record["trace"].split("-")[1]}
+
+    async def all_spent() -> bool:
+        (spent,) = (await cluster.client.usage(job=job))["usage"]
+        trained = sum(point["values"]["tokens"] for point in points)
+        counted = spent["tokens_trained"] == trained <= spent["tokens_generated"]
+        return bool(counted and spent["cpu_s"] and spent["bytes_stored"])
+
+    await until(all_spent)
+
+    async def all_said() -> bool:
+        return {line["service"] for line in await cluster.client.log_lines(job)} >= {
+            "scheduler", "trainer", "rollout-worker"
+        }  # fmt: skip
+
+    await until(all_said)
+
+    async def all_shown() -> bool:
+        segments = [s for part in await cluster.client.timeline(job) for s in part["segments"]]
+        kinds = {(s["lane"], s["kind"]) for s in segments}
+        made = {s["version"] for s in segments if (s["lane"], s["kind"]) == ("training", "step")}
+        return made == {f"1.{step}" for step in range(1, 11)} and kinds >= {
+            *(("generation", "rollout"), ("env", "rollout"), ("training", "wait"), ("training", "checkpoint")),
+            *(("swap", "publish"), ("env", "open"), ("env", "turn")),
+        }
+
+    await until(all_shown)
+
+    target = await cluster.client.download(job, tmp_path / "model")
+    assert (target / "manifest.json").exists()
+
+
+async def test_no_secret_is_anywhere_but_in_its_file(shared: System) -> None:
+    """Passwords of all users and the operator's key, over a whole job and what a wrong key is told."""
+    cluster = shared.cluster
+    job = await cluster.submit(shared.spec())
+    record = await cluster.wait(job)
+    events = [event async for event in cluster.client.events(job)]
+    passwords = [cluster.access.password(server, user) for server in SERVERS for user in (*SERVICES, "operator")]
+    wrong = OPERATOR[:-8] + "AAAAAAAA"
+    async with (
+        aiohttp.ClientSession() as session,
+        session.get(f"http://127.0.0.1:{cluster.http_port}/v1/jobs", headers=bearing(wrong)) as refused,
+    ):
+        told = [("job", str(record)), ("events", str(events)), ("answer", await refused.text())]
+    places, looked_at = canaries.found(cluster, [*passwords, wrong], told)
+    assert places == [] and looked_at > 50, places
+    places, _ = canaries.found(cluster, [OPERATOR.split("_")[3]], told)
+    given = {f"environment of {name}" for name in cluster.processes}  # by these tests, to their own clients
+    assert set(places) <= given, places
+    places, _ = canaries.found(cluster, passwords, [("planted", f"a log line with {passwords[0]}")])
+    assert places == ["planted"], "the test finds what is there"
+
+
+async def test_an_uploaded_environment_is_trained_on_in_a_sandbox(shared: System) -> None:
+    cluster = shared.cluster
+    pushed = await cluster.client.push_environment(PARITY)
+    assert pushed["checked"]
+    spec = shared.spec(environment={"name": "upload:parity", "config": {"largest": 9}})
+    job = await cluster.submit(spec)
+    record = await cluster.wait(job)
+    assert (record["state"], record["environment"]) == ("succeeded", pushed["environment"]), record["reason"]
+    assert faults_of(cluster, job, spec) == []
+    points = await cluster.client.metrics(job, source="trainer")
+    assert undocumented({name for point in points for name in point["values"]}) == []
+
+
+@pytest.mark.parametrize("forgets", [False, True], ids=["one stream", "a stream per request"])
+async def test_what_agents_ask_over_http_is_trained_on(shared: System, forgets: bool) -> None:
+    cluster = shared.cluster
+    spec = shared.spec(
+        environment={"name": "tests.samples.agent_samples:Echo", "config": {"asks": 3, "forgets": forgets}},
+        rollout={"engine": "toy", "max_turns": 3, "max_tokens": 24, "max_tokens_per_turn": 8},
+        train={"learner": "simulated", "steps": 3, "simulated_step_s": 0.0},
+    )
+    job = await cluster.submit(spec)
+    record = await cluster.wait(job)
+    assert record["state"] == "succeeded", record["reason"]
+    assert faults_of(cluster, job, spec) == []
+    points = await cluster.client.metrics(job, source="trainer")
+    assert {point["values"]["turns/mean"] for point in points} == {3.0}
+
+
+async def test_job_starts_from_another_jobs_checkpoint_which_is_swept_meanwhile(shared: System) -> None:
+    """The only trainer is busy with the first job, which sweeps the checkpoint before the second one can begin."""
+    cluster = shared.cluster
+    train = {"learner": "simulated", "simulated_step_s": 0.02, "checkpoint_every": 2, "keep_checkpoints": 2}
+    first = await cluster.submit(shared.spec(train={**train, "steps": 40}))
+    await until(lambda: steps_of(cluster, first))
+    chosen = steps_of(cluster, first)[-1]
+    second = (await cluster.client.submit(shared.spec(), from_checkpoint=f"{first}@{chosen}"))["id"]
+    assert (await cluster.wait(first))["state"] == "succeeded"
+    assert chosen not in steps_of(cluster, first)
+    assert (await cluster.wait(second))["state"] == "succeeded"
+    loaded = [event for event in await cluster.client.event_log(second) if event["event"] == "model_loaded"]
+    assert [dict(event)["from"] for event in loaded] == [f"{first}@{chosen}"]
+    assert faults_of(cluster, second, shared.spec()) == []
+    await until(lambda: not (cluster.data / "jobs" / second / "start").exists())
+
+
+def steps_of(cluster: Cluster, job: str) -> list[int]:
+    """Of its checkpoints."""
+    return [manifest.step for _, manifest in checkpoint.listing(cluster.data / "jobs" / job / "checkpoints")]
+
+
+async def test_every_service_reports_while_the_job_runs(shared: System) -> None:
+    cluster = shared.cluster
+    spec = shared.spec(rollout={"engine": "toy", "max_tokens": 8, "toy": {"seconds_per_token": 0.05}})
+    job = await cluster.submit(spec)
+
+    async def reported() -> bool:
+        points = await cluster.client.metrics(job)
+        return all(
+            any(point["source"] == source and set(point["values"]) >= names for point in points)
+            for source, names in PER_SERVICE.items()
+        )
+
+    await until(reported)
+    assert (await cluster.wait(job))["state"] == "succeeded"
+    assert undocumented({name for point in await cluster.client.metrics(job) for name in point["values"]}) == []
+    points = await cluster.client.metrics(job, source="scheduler")
+    issued = [point["values"]["scheduler/tickets_issued"] for point in points]
+    assert issued == sorted(issued) and issued[-1] > 0
+    assert max(point["values"]["queue/groups"] for point in points) > 0
+
+
+async def test_cancelled_job_lets_go_of_its_workers_and_the_next_one_runs(shared: System) -> None:
+    cluster = shared.cluster
+    job = await cluster.submit(shared.spec(train={"learner": "simulated", "steps": 10_000, "simulated_step_s": 0.02}))
+    waiting = await cluster.submit(shared.spec())
+
+    async def stored() -> bool:
+        streams = [queue for queue in await cluster.client.queues() if queue["stream"] not in HISTORY]
+        return any(subject.endswith(f".{job}") for queue in streams for subject in queue["subjects"])
+
+    await cluster.reaches(job, 3)
+    await until(stored)
+    assert (await cluster.client.job(waiting))["state"] == "queued"
+    await cluster.client.cancel(job)
+    assert (await cluster.wait(job))["state"] == "cancelled"
+    assert (await cluster.wait(waiting))["state"] == "succeeded"
+    await free(cluster)
+    assert (await cluster.ledger(job)).balanced
+    saved, logged = (await cluster.client.checkpoints(job))[-1]["step"], cluster.lines(job)[-1]["step"]
+    assert saved - logged in (0, 1)  # the step that was being computed counts
+
+    async def cleared() -> bool:
+        return not await stored()
+
+    await until(cleared)
+
+
+async def test_every_sample_has_several_turns_when_the_environment_has(shared: System) -> None:
+    cluster = shared.cluster
+    spec = shared.spec(
+        environment={"name": "tests.samples.env_samples:Counting", "config": {"turns": 3}},
+        rollout={"engine": "toy", "max_tokens": 24, "max_turns": 3, "max_tokens_per_turn": 8},
+    )
+    job = await cluster.submit(spec)
+    assert (await cluster.wait(job))["state"] == "succeeded"
+    assert {line["turns/mean"] for line in cluster.lines(job)} == {3.0}
+    assert {line["reward/mean"] for line in cluster.lines(job)} == {3.0}
+
+
+async def test_two_seats_are_rewarded_each_for_itself_and_their_streams_count_once(shared: System) -> None:
+    cluster = shared.cluster
+    spec = shared.spec(
+        environment={"name": "tests.samples.env_samples:Duel", "config": {"rounds": 2}},
+        rollout={"engine": "toy", "max_tokens": 16, "max_turns": 2, "max_tokens_per_turn": 8},
+        validation={"every": 10, "episodes": 8},
+    )
+    job = await cluster.submit(spec)
+    assert (await cluster.wait(job))["state"] == "succeeded"
+    assert faults_of(cluster, job, spec) == []
+    lines = cluster.lines(job)
+    for line in lines:
+        assert line["trajectories"] == 4 * 4 * 3, "one of second, two of first"
+        assert line["turns/mean"] == 2.0 and line["ending/env_done"] == 1.0
+        assert line["reward/seat/first"] == -line["reward/seat/second"] and line["reward/mean"] == 0.0
+    assert any(line["reward/seat/first"] for line in lines)
+    for line in cluster.lines(job, "validation.jsonl"):
+        assert line["val/reward/seat/first"] == -line["val/reward/seat/second"] != 0.0
+        assert (line["val/reward/mean"], line["val/component/outcome"], line["val/failed"]) == (0.0, 0.0, 0.0)
+    points = await cluster.client.metrics(job)
+    assert undocumented({name for point in points for name in point["values"]}) == []
+
+
+async def test_staleness_zero_trains_on_the_newest_weights_only(shared: System) -> None:
+    cluster = shared.cluster
+    spec = shared.spec(algorithm={"group_size": 4, "groups_per_batch": 4, "max_staleness": 0})
+    job = await cluster.submit(spec)
+    assert (await cluster.wait(job))["state"] == "succeeded"
+    assert faults_of(cluster, job, spec) == []
+    assert {line["staleness/max"] for line in cluster.lines(job)} == {0.0}
+
+
+# --- bad input ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("how", "ending", "words"),
+    [
+        ("raise", "env_error", "the board is on fire"),
+        ("hang", "env_timeout", r"the episode's 0\.\d+ s were over|no end after 0\.5 s"),
+        ("nan", "env_bad_reply", "must be finite, not nan"),
+    ],
+)
+async def test_job_fails_when_its_environment_always_does(shared: System, how: str, ending: str, words: str) -> None:
+    cluster = shared.cluster
+    spec = shared.spec(
+        environment={"name": "tests.samples.env_samples:Misbehaving", "config": {"how": how}},
+        rollout={"engine": "toy", "max_tokens": 8, "retries": 1, "episode_timeout_s": 0.5 if how == "hang" else 20.0},
+    )
+    job = await cluster.submit(spec)
+    record = await cluster.wait(job)
+    assert record["state"] == "failed"
+    assert "groups failed (rollout.max_failed_share is 0.5)" in record["reason"]
+    assert ending in record["reason"] and re.search(words, record["reason"]), record["reason"]
+    ledger = await cluster.ledger(job)
+    assert set(ledger.failed) == {ending} and ledger.failed[ending] >= 20 and ledger.accepted == 0
+    lines = cluster.logs("rollout_worker-0").splitlines()
+    tries = [orjson.loads(line) for line in lines if '"event":"episode_failed"' in line and job in line]
+    assert len(tries) > ledger.failed[ending], "they were retried"
+    assert all(line["job"] == job and line["episode"].startswith(f"{job}-{line['group']}-") for line in tries)
+    await free(cluster)
+
+
+async def test_job_goes_on_past_groups_that_fail(shared: System) -> None:
+    cluster = shared.cluster
+    spec = shared.spec(
+        environment={"name": "tests.samples.env_samples:Moody", "config": {"how": "raise", "every": 4}},
+        rollout={"engine": "toy", "max_tokens": 8, "retries": 1},
+    )
+    job = await cluster.submit(spec)
+    assert (await cluster.wait(job))["state"] == "succeeded"
+    assert faults_of(cluster, job, spec) == []
+    ledger = await cluster.ledger(job)
+    assert ledger.balanced and ledger.trained == 40 and ledger.failed["env_error"] >= 10
+    failures = [event for event in await cluster.client.event_log(job) if event["event"] == "group_failed"]
+    assert {event["reason"] for event in failures} == {"env_error"}
+    assert all(event["group"] % 4 == 0 and "the board is on fire" in event["error"] for event in failures)
+    assert cluster.lines(job)[-1]["failed/env_error"] >= 10
+
+
+async def test_every_mistake_of_a_spec_is_answered_at_once(shared: System, tmp_path: Path) -> None:
+    data = shared.spec().model_dump(mode="json")
+    data["model"]["base"] = str(tmp_path / "nowhere")
+    data["environment"]["name"] = "copy_digit"
+    data["train"]["steps"] = 0
+    with pytest.raises(ApiError) as refused:
+        await shared.cluster.client.submit(data)
+    problems = {m["field"]: m["problem"] for m in refused.value.mistakes}
+    assert set(problems) == {"model.base", "environment.name", "train.steps"}
+    assert "does not exist" in problems["model.base"]
+    assert "copy_digits" in problems["environment.name"]
+
+
+async def test_tokenizer_without_a_chat_template_is_refused_unless_the_spec_allows_it(
+    shared: System, tmp_path: Path
+) -> None:
+    model = toy_model(tmp_path / "bare")
+    (model / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}')
+    spec = job_spec(model)
+    with pytest.raises(ApiError, match="has no chat template") as refused:
+        await shared.cluster.client.submit(spec)
+    assert [m["field"] for m in refused.value.mistakes] == ["model.chat_template"]
+    data = spec.model_dump(mode="json")
+    data["model"]["chat_template"] = "plain"
+    job = str((await shared.cluster.client.submit(data))["id"])
+    assert (await shared.cluster.wait(job))["state"] == "succeeded"
+
+
+async def test_model_that_cannot_be_read_fails_the_job_with_its_reason(shared: System, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    job = await shared.cluster.submit(job_spec(tmp_path))
+    record = await shared.cluster.wait(job)
+    assert record["state"] == "failed"
+    assert "no tokenizer in model" in record["reason"]
+    await free(shared.cluster)
+
+
+async def test_group_too_large_for_a_message_fails_the_job_with_the_numbers(tmp_path: Path) -> None:
+    async with toy_cluster(tmp_path, nats={"max_payload": "16KB"}) as (cluster, model):
+        job = await cluster.submit(job_spec(model, algorithm={"group_size": 100, "groups_per_batch": 4}))
+        record = await cluster.wait(job)
+        assert record["state"] == "failed"
+        for words in ("algorithm.group_size is 100", "rollout.context_length is 4096", "limit 16384", "max_payload"):
+            assert words in record["reason"], record["reason"]
+        await free(cluster)
+        assert cluster.processes["rollout_worker-0"].exits == []
+
+
+@pytest.mark.nightly
+async def test_job_goes_on_while_the_disk_takes_nothing(tmp_path: Path) -> None:
+    """No log line, no metrics and no checkpoint can be written for a while: nothing ends, and only time is lost."""
+    async with toy_cluster(tmp_path) as (cluster, model):
+        train = {"learner": "simulated", "steps": 60, "simulated_step_s": 0.08, "checkpoint_every": 4}
+        spec = job_spec(model, train=train)
+        job = await cluster.submit(spec)
+        await until(lambda: steps_of(cluster, job))
+        trainer = cluster.processes["trainer-0"].pid
+        _, hard = resource.prlimit(trainer, resource.RLIMIT_FSIZE)
+        resource.prlimit(trainer, resource.RLIMIT_FSIZE, (64, hard))  # bytes per file
+        last = steps_of(cluster, job)[-1]  # or the next one, if it was being put in place
+        await cluster.reaches(job, last + 16)
+        refused = {event["event"] for event in await cluster.client.event_log(job)}
+        assert {"checkpoint_failed", "metrics_log_failed"} <= refused
+        assert steps_of(cluster, job)[-1] <= last + 4
+        resource.prlimit(trainer, resource.RLIMIT_FSIZE, (hard, hard))
+        assert (await cluster.wait(job))["state"] == "succeeded"
+        assert faults_of(cluster, job, spec) == [], "no line of metrics.jsonl is missing"
+        assert cluster.processes["trainer-0"].exits == []
+
+
+# --- who comes and goes ---------------------------------------------------------------------------------------------
+
+
+def slow_spec(model: Path, **changes: Any) -> JobSpec:
+    """Episodes of a fifth of a second, steps without end."""
+    slow = {
+        "rollout": {"engine": "toy", "max_tokens": 8, "toy": {"seconds_per_token": 0.05}},
+        "train": {"learner": "simulated", "steps": 10_000, "checkpoint_every": 5, "simulated_step_s": 0.05},
+    }
+    return job_spec(model, **{**slow, **changes})
+
+
+@pytest.mark.nightly
+async def test_env_workers_come_and_go_while_a_job_runs(tmp_path: Path) -> None:
+    async with toy_cluster(tmp_path) as (cluster, model):
+        spec = slow_spec(model)
+        job = await cluster.submit(spec)
+        await cluster.reaches(job, 2)
+
+        async def busy(name: str) -> bool:
+            return any(w.id == name and w.detail.get("sessions") for w in await cluster.store.workers())
+
+        joined = cluster.add("env_worker")
+        await until(lambda: busy(joined))
+        assert await cluster.stop("env_worker-0") == 0  # SIGTERM: drains
+        await cluster.reaches(job, await cluster.step(job) + 3)
+        cluster.start("env_worker-0")
+        await until(lambda: busy("env_worker-0"))
+        assert await cluster.stop(joined, signal.SIGKILL) == -signal.SIGKILL
+        await cluster.reaches(job, await cluster.step(job) + 10)  # all groups of the lost worker are behind us
+        ledger, lines = await cluster.ledger(job), cluster.lines(job)
+        assert ledger.balanced and ledger.failed == {}
+        assert faults(lines, {1: 0}, steps=len(lines), groups_per_batch=4, max_staleness=2) == []
+        await cluster.client.cancel(job)
+
+
+@pytest.mark.nightly
+async def test_rollout_worker_joins_late_and_may_die_during_a_swap(tmp_path: Path) -> None:
+    patient = {"swap_timeout_s": 3 * WAIT_S, "worker_ttl_s": 3 * WAIT_S}  # nobody shall wait for these
+    async with toy_cluster(tmp_path, **patient) as (cluster, model):
+        toy = {"seconds_per_token": 0.01, "swap_seconds": 0.4}
+        spec = slow_spec(
+            model, rollout={"engine": "toy", "max_tokens": 8, "toy": toy}, resources={"rollout_workers": 2}
+        )
+        job = await cluster.submit(spec)
+        await cluster.reaches(job, 3)
+        joined = cluster.add("rollout_worker")
+
+        def both_serve() -> bool:
+            lines = cluster.lines(job)
+            return bool(lines) and lines[-1]["rollout_workers"] == 2
+
+        await until(both_serve)
+        version = len(cluster.lines(job))
+
+        async def generates() -> bool:
+            points = await cluster.client.metrics(job, source=joined, names=["rollout/groups"])
+            return any(p["values"]["rollout/groups"] > 0 and p["step"] >= version - 1 for p in points)
+
+        await until(generates)
+
+        await cluster.reaches(job, await cluster.step(job) + 1)  # its weights are on their way now
+        step, killed = await cluster.step(job), time.monotonic()
+        cluster.kill(joined)
+        await cluster.reaches(job, step + 3)
+        print(f"three steps further {time.monotonic() - killed:.2f} s after the kill")
+        await until(lambda: both_serve() and len(cluster.processes[joined].exits) == 1)  # it came back
+        await cluster.client.cancel(job)
+        ledger = await cluster.ledger(job)
+        assert ledger.balanced and ledger.failed == {}
+        assert max(line["staleness/max"] for line in cluster.lines(job)) <= 2
+        assert all(not p.exits for name, p in cluster.processes.items() if name not in (*SERVERS, joined))

@@ -1,0 +1,300 @@
+"""Every process and both servers killed at random moments: the job ends well by itself, and nothing is lost or doubled.
+
+The seed of a run is printed; OPENTINKER_KILL_SEED repeats it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from opentinker.shared.spec import JobSpec
+from opentinker.shared.state.store import Store
+from opentinker.shared.types.core import Pool, WeightVersion, WorkerInfo
+from tests.conftest import until
+from tests.support.cluster import SERVERS, Cluster, toy_cluster
+from tests.support.factories import make_spec
+from tests.support.lineage import faults, lineage
+from tests.support.scheduling import running
+
+SERVICES = ("trainer-0", "rollout_worker-0", "env_worker-0", "scheduler")
+GROUPS_PER_BATCH = 4
+STEP_S = 0.08
+LONGEST_PAUSE_S = 1.9
+"""Between two kills."""
+
+
+def seed() -> int:
+    """Of this run; printed, so that a failure can be repeated."""
+    chosen = int(os.environ.get("OPENTINKER_KILL_SEED", random.SystemRandom().randrange(10**6)))
+    print(f"OPENTINKER_KILL_SEED={chosen}")
+    return chosen
+
+
+def toy_spec(model: Path, *, steps: int, **changes: Any) -> JobSpec:
+    """About ten steps a second when nothing is killed; a checkpoint each second."""
+    fields: dict[str, Any] = {
+        "algorithm": {"group_size": 2, "groups_per_batch": GROUPS_PER_BATCH, "max_staleness": 2},
+        "rollout": {"engine": "toy", "max_tokens": 8, "toy": {"seconds_per_token": 0.01}},
+        "train": {"learner": "simulated", "steps": steps, "simulated_step_s": STEP_S, "checkpoint_every": 10},
+    }
+    return make_spec(model={"base": str(model)}, **{**fields, **changes})
+
+
+async def check(cluster: Cluster, job: str, spec: JobSpec) -> None:
+    """Nothing lost, nothing trained twice within the lineage, the ledger balanced and equal to what was trained."""
+    steps, batch = spec.train.steps, spec.algorithm.groups_per_batch
+    manifest, lines = cluster.manifest(job), cluster.lines(job)
+    assert manifest.step == steps
+    found = faults(
+        lines, manifest.resumed, steps=steps, groups_per_batch=batch, max_staleness=spec.algorithm.max_staleness
+    )
+    assert found == [], (found, manifest.resumed, [(x["epoch"], x["step"], x["seqs"]) for x in lines])
+    ledger = await cluster.ledger(job)
+    assert ledger.balanced, ledger
+    assert ledger.trained == steps * batch == manifest.ledger["trained"], ledger
+    # The last versions need nobody: the job ends whether or not they have reached the rollout workers.
+    oldest = steps - 1 - spec.algorithm.max_staleness
+    assert WeightVersion(max(manifest.resumed), oldest) <= ledger.version <= WeightVersion(manifest.epoch, steps), (
+        ledger
+    )
+    if spec.validation is not None:
+        evaluated = {line["step"]: line for line in cluster.lines(job, "validation.jsonl")}
+        whole = [step for step, line in evaluated.items() if not line["val/missing"] and not line["val/failed"]]
+        assert steps in whole, evaluated
+        values = {line["val/reward/mean"] for step, line in evaluated.items() if step in whole}
+        assert len(values) == 1, "the same start states, whoever was killed, and the toy learns nothing"
+
+
+async def harm(cluster: Cluster, job: str, random_: random.Random, names: tuple[str, ...], kills: int) -> int:
+    """Kill the processes in turn, in a random order and at random moments, until it is enough or the job is over."""
+    order = random_.sample(names, len(names))
+    for done in range(kills):
+        await asyncio.sleep(random_.uniform(0.3, LONGEST_PAUSE_S))
+        if "succeeded" in (await cluster.store.job(job)).state:
+            return done
+        name = order[done % len(order)]
+        print(f"{time.strftime('%X')} kill {name} at step {await cluster.step(job)}")
+        cluster.kill(name)
+    return kills
+
+
+async def survives(cluster: Cluster, spec: JobSpec, *, seed: int, kills: int, names: tuple[str, ...]) -> None:
+    """The job ends well although every one of the processes was killed meanwhile."""
+    assert spec.train.steps * STEP_S > len(names) * LONGEST_PAUSE_S, "the job could end before everybody's turn"
+    job = await cluster.submit(spec)
+    await cluster.reaches(job, 1)
+    done = await harm(cluster, job, random.Random(seed), names, kills)
+    print(f"{done} kills")
+    record = await cluster.wait(job)
+    assert record["state"] == "succeeded", record["reason"]
+    assert {name for name in names if -signal.SIGKILL in cluster.processes[name].exits} == set(names)
+    await check(cluster, job, spec)
+
+
+async def test_job_survives_kills_of_its_services(tmp_path: Path) -> None:
+    async with toy_cluster(tmp_path) as (cluster, model):
+        spec = toy_spec(model, steps=100, validation={"every": 9, "episodes": 12})
+        await survives(cluster, spec, seed=seed(), kills=5, names=SERVICES)
+
+
+async def test_job_survives_kills_of_the_servers(tmp_path: Path) -> None:
+    async with toy_cluster(tmp_path) as (cluster, model):
+        await survives(cluster, toy_spec(model, steps=60), seed=seed(), kills=4, names=SERVERS)
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+async def test_job_survives_kills_of_reference_forward(tmp_path: Path, tiny: Path) -> None:
+    """Groups that a killed instance had in hand come again; its model is loaded anew."""
+    algorithm = {"group_size": 2, "groups_per_batch": GROUPS_PER_BATCH, "max_staleness": 2, "kl_coef": 0.05}
+    async with Cluster(tmp_path, references=1) as cluster:
+        spec = toy_spec(tiny, steps=60, algorithm=algorithm)
+        await survives(cluster, spec, seed=seed(), kills=2, names=("reference_forward-0", "rollout_worker-0"))
+        (scored,) = [int(w.detail["groups"]) for w in await cluster.store.workers() if w.pool == "reference"]
+        assert scored > 0, "by the second life"
+
+
+@pytest.mark.slow
+async def test_job_survives_kills_of_everything(tmp_path: Path) -> None:
+    names = (*SERVICES, *SERVERS, "trainer-1", "rollout_worker-1", "env_worker-1")
+    async with toy_cluster(tmp_path, trainers=2, rollout_workers=2, env_workers=2) as (cluster, model):
+        await survives(cluster, toy_spec(model, steps=250), seed=seed(), kills=15, names=names)
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+async def test_job_of_two_ranks_goes_on_from_its_checkpoint_when_one_is_killed(tmp_path: Path, tiny: Path) -> None:
+    async with Cluster(tmp_path) as cluster:
+        train = {"steps": 10, "checkpoint_every": 3, "keep_checkpoints": 2, "parallel": "zero3"}
+        spec = toy_spec(tiny, steps=10, train=train, resources={"trainer_ranks": 2})
+        job = await cluster.submit(spec)
+        await cluster.reaches(job, 4)
+        (rank,) = cluster.children("trainer-0")
+        os.kill(rank, signal.SIGKILL)
+        record = await cluster.wait(job)
+        assert record["state"] == "succeeded", record["reason"]
+        assert "RankLost" in cluster.logs("trainer-0") and "killed by signal 9" in cluster.logs("trainer-0")
+        assert cluster.manifest(job).resumed[2] >= 3
+        assert all(line["trainer/rank_imbalance"] < 2 for line in cluster.lines(job))
+        await check(cluster, job, spec)
+        await until(lambda: cluster.children("trainer-0") == [])
+
+
+@pytest.mark.slow
+async def test_nothing_is_lost_while_nats_and_redis_are_away(tmp_path: Path) -> None:
+    """For longer than a heartbeat lasts."""
+    async with toy_cluster(tmp_path, worker_ttl_s=2, heartbeat_s=0.4) as (cluster, model):
+        spec = toy_spec(model, steps=80)
+        job = await cluster.submit(spec)
+        await cluster.reaches(job, 10)
+        for server in SERVERS:
+            await cluster.stop(server)
+        await asyncio.sleep(3)
+        for server in SERVERS:
+            cluster.start(server)
+        back = time.monotonic()
+        step = cluster.lines(job)[-1]["step"]
+        await cluster.reaches(job, step + 5)
+        print(f"useful work again {time.monotonic() - back:.1f} s after the servers")
+        assert (await cluster.wait(job))["state"] == "succeeded"
+        await check(cluster, job, spec)
+
+
+async def test_trainer_that_slept_beyond_its_lease_writes_nothing_more(tmp_path: Path) -> None:
+    async with toy_cluster(tmp_path, trainers=2, worker_ttl_s=4, heartbeat_s=0.4) as (cluster, model):
+        spec = toy_spec(model, steps=10_000)
+        job = await cluster.submit(spec)
+        await cluster.reaches(job, 15)
+        (first,) = [w.id for w in await cluster.store.workers() if w.job == job and w.pool == "trainer"]
+        cluster.pause(first)
+
+        def taken_over() -> bool:
+            return bool(cluster.lines(job)[-1]["epoch"] == 2)
+
+        await until(taken_over)
+        cluster.resume(first)
+
+        async def let_go() -> bool:
+            return any(w.id == first and w.job is None and w.status == "idle" for w in await cluster.store.workers())
+
+        await until(let_go)
+        await until(lambda: cluster.manifest(job).epoch == 2)
+        epochs = [line["epoch"] for line in cluster.lines(job)]
+        assert epochs == sorted(epochs), "a line of epoch 1 after one of epoch 2"
+        manifest = cluster.manifest(job)
+        assert manifest.resumed.keys() == {1, 2} and manifest.resumed[2] in (10, 20)
+        kept = lineage(cluster.lines(job), manifest.resumed)
+        assert [line["step"] for line in kept] == list(range(1, len(kept) + 1))
+        ledger = await cluster.ledger(job)
+        assert ledger.balanced and ledger.version.epoch == 2
+        await cluster.client.cancel(job)
+
+
+@pytest.mark.nightly
+async def test_trainer_that_wakes_while_its_successor_loads_writes_nothing(tmp_path: Path) -> None:
+    """The successor loads until the test lets it die; then the old one, which is free by then, has the job again."""
+    async with toy_cluster(tmp_path, worker_ttl_s=4, heartbeat_s=0.4) as (cluster, model):
+        train = {"learner": "simulated", "steps": 10_000, "simulated_step_s": STEP_S, "checkpoint_every": 10_000}
+        job = await cluster.submit(toy_spec(model, steps=10_000, train=train))
+        await cluster.reaches(job, 5)
+        cluster.pause("trainer-0")
+        async with loading(cluster.store, "trainer-9", job):
+
+            async def is_given_away() -> bool:
+                return await cluster.store.epoch(job) == 2
+
+            await until(is_given_away)
+            before, record = cluster.lines(job), await cluster.store.job(job)
+            version = (await cluster.ledger(job)).version
+            cluster.resume("trainer-0")
+
+            async def let_go() -> bool:
+                found = {w.id: w for w in await cluster.store.workers()}
+                return "trainer-0" in found and found["trainer-0"].status == "idle"
+
+            await until(let_go)
+            logs = cluster.logs("trainer-0")
+            refused = {name: logs.count(name) for name in ("checkpoint_refused", "fenced")}
+            print(f"writes refused, by what the trainer said: {refused}")
+            assert sum(refused.values()) >= 1
+            assert cluster.lines(job) == before
+            after = await cluster.store.job(job)
+            assert (after.step, after.state, after.epoch) == (record.step, "starting", 2)
+            assert (await cluster.ledger(job)).version == version
+            assert not list((cluster.data / "jobs" / job / "checkpoints").glob("step-*"))
+
+        def goes_on() -> bool:
+            return bool(cluster.lines(job)[-1]["epoch"] == 3)
+
+        await until(goes_on)
+        assert len(lineage(cluster.lines(job), {3: 0})) >= 1
+        assert (await cluster.ledger(job)).balanced
+        await cluster.client.cancel(job)
+
+
+@asynccontextmanager
+async def loading(store: Store, id: str, job: str) -> AsyncIterator[None]:
+    """A trainer that takes its lease and loads for ever; it leaves at the end of the block."""
+    info = WorkerInfo(id=id, incarnation="loads", pool=Pool.TRAINER, host="here", pid=1)
+
+    async def live() -> None:
+        while True:
+            mine = await store.lease(id) is not None
+            now = msgspec.structs.replace(info, job=job if mine else None, status="loading" if mine else "idle")
+            await store.beat(now, 60.0)
+            await asyncio.sleep(0.1)
+
+    async with running(live()):
+        yield
+    await store.leave(info)
+
+
+# --- the oracle itself ----------------------------------------------------------------------------------------------
+
+
+def planted() -> list[dict[str, Any]]:
+    """Epoch 1 made steps 1-5, epoch 2 went on from 3, epoch 3 died before its first checkpoint, epoch 4 from 6."""
+
+    def line(epoch: int, step: int, seqs: list[int]) -> dict[str, Any]:
+        return {"epoch": epoch, "step": step, "seqs": seqs, "staleness/max": 1.0}
+
+    first = [line(1, step, [10 * step, 10 * step + 1]) for step in range(1, 6)]
+    second = [line(2, step, [10 * step + 1, 10 * step + 2]) for step in range(4, 9)]
+    third = [line(3, 7, [71, 72])]
+    fourth = [line(4, step, [10 * step + 1, 10 * step + 2]) for step in range(7, 11)]
+    return [*first, *second, *third, *fourth]
+
+
+RESUMED = {1: 0, 2: 3, 4: 6}
+
+
+def found(lines: list[dict[str, Any]]) -> list[str]:
+    return faults(lines, RESUMED, steps=10, groups_per_batch=2, max_staleness=2)
+
+
+def test_oracle_accepts_a_lineage_with_rolled_back_steps() -> None:
+    assert found(planted()) == []
+    assert [line["epoch"] for line in lineage(planted(), RESUMED)] == [1, 1, 1, 2, 2, 2, 4, 4, 4, 4]
+
+
+def test_oracle_finds_planted_faults() -> None:
+    lines = planted()
+    assert found([line for line in lines if (line["epoch"], line["step"]) != (2, 5)]) == ["step 5 was made 0 times"]
+    assert "step 2 was made 2 times" in found([*lines, lines[1]])
+    doubled = [*lines[:-1], {**lines[-1], "seqs": [101, 20]}]
+    assert found(doubled) == ["group 20 was trained 2 times"]
+    assert found([*lines[:-1], {**lines[-1], "seqs": [101]}]) == ["step 10 has 1 groups"]
+    assert found([*lines[:-1], {**lines[-1], "staleness/max": 3.0}]) == ["step 10 has staleness 3.0"]
+    beyond = {"epoch": 4, "step": 11, "seqs": [111, 112], "staleness/max": 0.0}
+    assert found([*lines, beyond]) == ["step 11 is beyond the end"]

@@ -1,0 +1,155 @@
+"""Real services: jobs that are paused, interrupted and resumed, workers that are lent, schedulers that die."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from opentinker.client import ApiConflict
+from opentinker.shared.types.core import JobState
+from tests.conftest import until
+from tests.e2e.test_kills import check, toy_spec
+from tests.support.cluster import Cluster, toy_cluster
+
+
+async def has_let_go(cluster: Cluster, job: str) -> bool:
+    busy = {worker.job for worker in await cluster.store.workers()} | {
+        lease.job for lease in await cluster.store.leases()
+    }
+    return job not in busy
+
+
+async def test_paused_job_has_saved_what_it_trained_and_goes_on_from_there(tmp_path: Path) -> None:
+    async with toy_cluster(tmp_path) as (cluster, model):
+        train = {"learner": "simulated", "steps": 40, "simulated_step_s": 0.05, "checkpoint_every": 1000}
+        spec = toy_spec(model, steps=40, train=train)
+        job = await cluster.submit(spec)
+        await cluster.reaches(job, 5)
+        assert (await cluster.client.pause(job))["state"] == "paused"
+        await until(lambda: has_let_go(cluster, job))
+        step = cluster.manifest(job).step
+        assert step >= 5 and cluster.lines(job)[-1]["step"] == step, "not a step is lost"
+        assert (await cluster.ledger(job)).balanced
+        assert (await cluster.client.pause(job))["state"] == "paused", "again is fine"
+        other = await cluster.submit(toy_spec(model, steps=3))
+        assert (await cluster.wait(other))["state"] == "succeeded", "the workers are free"
+        assert (await cluster.client.resume(job))["state"] in ("queued", "starting")
+        record = await cluster.wait(job)
+        assert record["state"] == "succeeded", record["reason"]
+        assert cluster.manifest(job).resumed[2] == step
+        await check(cluster, job, spec)
+        with pytest.raises(ApiConflict, match="succeeded"):
+            await cluster.client.pause(job)
+        with pytest.raises(ApiConflict, match="nothing to resume"):
+            await cluster.client.resume(job)
+
+
+@pytest.mark.slow
+async def test_interrupted_job_goes_on_where_it_was(tmp_path: Path) -> None:
+    async with toy_cluster(tmp_path, queue_preempt_after_s=0.2, queue_min_run_s=0.5) as (cluster, model):
+        train = {"learner": "simulated", "steps": 60, "simulated_step_s": 0.05, "checkpoint_every": 1000}
+        spec = toy_spec(model, steps=60, train=train)
+        low = await cluster.submit(spec)
+        await cluster.reaches(low, 5)
+        high = await cluster.submit(toy_spec(model, steps=5, resources={"priority": 5}))
+        assert (await cluster.wait(high))["state"] == "succeeded"
+        record = await cluster.wait(low)
+        assert record["state"] == "succeeded", record["reason"]
+        events = await cluster.client.event_log(low)
+        (preempted,) = [event for event in events if event["event"] == "preempted"]
+        assert preempted["by"] == high
+        assert [line["step"] for line in cluster.lines(low)] == list(range(1, 61)), "nothing is trained again"
+        await check(cluster, low, spec)
+
+
+@pytest.mark.slow
+async def test_lent_rollout_worker_finishes_its_groups_before_it_goes(tmp_path: Path) -> None:
+    async with toy_cluster(tmp_path, rollout_workers=2, trainers=2) as (cluster, model):
+        spec = toy_spec(model, steps=80, resources={"rollout_workers": 2})
+        wide = await cluster.submit(spec)
+
+        async def both() -> bool:
+            return sum(w.job == wide and w.pool == "rollout" for w in await cluster.store.workers()) == 2
+
+        await until(both)
+        await cluster.reaches(wide, 3)
+        narrow = await cluster.submit(toy_spec(model, steps=10))
+        assert (await cluster.wait(narrow))["state"] == "succeeded"
+        assert (await cluster.wait(wide))["state"] == "succeeded"
+        assert [e for e in await cluster.client.event_log(wide) if e["event"] == "rollout_worker_taken_back"]
+        repeated = [
+            line for name in cluster.processes for line in cluster.logs(name).splitlines() if "tickets_r" in line
+        ]
+        assert repeated == [], "no group was thrown away"
+        await check(cluster, wide, spec)
+
+
+async def leads(cluster: Cluster) -> str:
+    found: Any = await cluster.store.redis.get("leader")
+    return str(found)
+
+
+@pytest.mark.slow
+async def test_second_scheduler_takes_over_and_the_first_can_grant_nothing_when_it_wakes(tmp_path: Path) -> None:
+    """SIGSTOP for longer than its leadership lasts, jobs placed meanwhile, SIGCONT: everything that it then tries to
+    write is refused, and counted by the leases that are as they were."""
+    async with toy_cluster(tmp_path, trainers=2, rollout_workers=2, worker_ttl_s=4, heartbeat_s=0.4) as (
+        cluster,
+        model,
+    ):
+        cluster.env |= {"OPENTINKER_HTTP_PORT": "0"}
+        cluster._add("scheduler", "scheduler-2")
+        first = await cluster.submit(toy_spec(model, steps=10_000))
+        await cluster.reaches(first, 3)
+        assert '"scheduler"' in await leads(cluster)
+        cluster.pause("scheduler")
+
+        async def second_leads() -> bool:
+            return '"scheduler-2"' in await leads(cluster)
+
+        await until(second_leads)
+        epoch = (await cluster.store.job(first)).epoch
+        second = await cluster.store.create_job(
+            id="j-aftersleep", spec=(await cluster.store.job(first)).spec, tenant="t"
+        )
+
+        async def begun() -> bool:
+            return (await cluster.store.job(second)).state == JobState.RUNNING
+
+        await until(begun)
+        before = sorted((lease.worker, lease.job, lease.epoch) for lease in await cluster.store.leases())
+        cluster.resume("scheduler")
+        await until(lambda: "leads_no_more" in cluster.logs("scheduler"))
+        await cluster.client.jobs()  # it serves HTTP as before
+        assert sorted((lease.worker, lease.job, lease.epoch) for lease in await cluster.store.leases()) == before
+        assert (await cluster.store.job(first)).epoch == epoch, "nobody was disturbed"
+        assert '"scheduler-2"' in await leads(cluster)
+
+
+@pytest.mark.slow
+async def test_scheduler_that_is_killed_answers_soon_and_freed_workers_are_used(tmp_path: Path) -> None:
+    async with toy_cluster(tmp_path) as (cluster, model):
+        job = await cluster.submit(toy_spec(model, steps=10_000))
+        await cluster.reaches(job, 3)
+        before = await cluster.store.job(job)
+        killed = time.monotonic()
+        cluster.kill("scheduler")
+        assert (await cluster.client.job(job))["state"] == "running"  # it asks until somebody answers
+        print(f"first correct answer {time.monotonic() - killed:.2f} s after the kill (goal 3 s)")
+        await cluster.reaches(job, (await cluster.step(job)) + 3)
+        after = await cluster.store.job(job)
+        assert (after.epoch, after.version, after.restarts) == (before.epoch, before.version, 0), "nobody was disturbed"
+        following = await cluster.submit(toy_spec(model, steps=3))
+        await cluster.client.cancel(job)
+        await until(lambda: has_let_go(cluster, job))
+        free = time.monotonic()
+
+        async def used() -> bool:
+            return bool([lease for lease in await cluster.store.leases() if lease.job == following])
+
+        await until(used)
+        print(f"freed workers were used {time.monotonic() - free:.2f} s after they were free (goal 1 s)")
+        assert (await cluster.wait(following))["state"] == "succeeded"

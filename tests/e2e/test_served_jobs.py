@@ -1,0 +1,175 @@
+"""Whole jobs on environments that run elsewhere: served by their user from the command line, and behind URLs."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from aiohttp import web
+
+from opentinker.client import ApiError
+from opentinker.serve.ws_client import AsyncServing
+from opentinker.shared.security.egress import LOOPBACK
+from opentinker.shared.spec import JobSpec
+from tests.conftest import WAIT_S, until
+from tests.support.cluster import PYTHONPATH, Cluster, toy_cluster
+from tests.support.factories import make_spec
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
+DIGITS = "opentinker.envs.builtin.copy_digits:CopyDigits"
+
+
+class System:
+    def __init__(self, cluster: Cluster, model: Path) -> None:
+        self.cluster, self.model = cluster, model
+
+    def spec(self, environment: str, steps: int = 5, **changes: Any) -> JobSpec:
+        return make_spec(
+            model={"base": str(self.model)},
+            environment={"name": environment, "config": {"digits": 2}},
+            algorithm={"group_size": 2, "groups_per_batch": 2, "max_staleness": 2},
+            train={"learner": "simulated", "steps": steps, "simulated_step_s": 0.05, "checkpoint_every": 10},
+            **changes,
+        )
+
+    @property
+    def url(self) -> str:
+        return self.cluster.client.url
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def system(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[System]:
+    allow = ",".join(LOOPBACK)
+    async with toy_cluster(tmp_path_factory.mktemp("served"), env_egress_allow=allow) as (cluster, model):
+        yield System(cluster, model)
+
+
+def command(*arguments: str, log: Path) -> subprocess.Popen[bytes]:
+    environ = {**os.environ, "PYTHONPATH": PYTHONPATH, "PYTHONUNBUFFERED": "1"}
+    with log.open("wb") as file:
+        return subprocess.Popen(
+            [sys.executable, "-m", "opentinker.cli", "env", "serve", *arguments], env=environ, stdout=file, stderr=file
+        )
+
+
+async def ended(process: subprocess.Popen[bytes]) -> int:
+    await until(lambda: process.poll() is not None, WAIT_S)
+    return process.returncode
+
+
+async def test_serve_with_a_job_plays_it_to_its_end(system: System, tmp_path: Path) -> None:
+    job = tmp_path / "job.json"
+    job.write_text(system.spec("served:whatever").model_dump_json())
+    log = tmp_path / "serve.log"
+    process = command(DIGITS, "--name", "digits", "--job", str(job), "--url", system.url, log=log)
+    assert await ended(process) == 0, log.read_text()
+    record = (await system.cluster.client.jobs())[0]
+    assert record["state"] == "succeeded"
+    whole = await system.cluster.client.job(record["id"])
+    assert whole["spec"]["environment"]["name"] == "served:digits" and whole["ledger"]["failed"] == {}
+
+
+async def test_what_nobody_serves_is_refused_with_what_to_do(system: System) -> None:
+    with pytest.raises(ApiError, match="opentinker env serve module:Class --name nobody"):
+        await system.cluster.submit(system.spec("served:nobody"))
+
+
+async def test_a_wrong_config_is_refused_by_the_process_that_serves_it(system: System) -> None:
+    from opentinker.envs.builtin.copy_digits import CopyDigits
+
+    async with AsyncServing(CopyDigits, name="strict", url=system.url):
+        spec = system.spec("served:strict").model_dump(mode="json")
+        spec["environment"]["config"] = {"digits": "many"}
+        with pytest.raises(ApiError, match=r"environment\.config\.digits"):
+            await system.cluster.client.submit(spec)
+
+
+@pytest.mark.nightly
+async def test_a_job_outlives_kills_of_the_scheduler_and_of_a_process_that_serves(
+    system: System, tmp_path: Path
+) -> None:
+    cluster = system.cluster
+    serve = [DIGITS, "--name", "killed", "--concurrency", "4", "--url", system.url]
+    processes = [command(*serve, log=tmp_path / f"{n}.log") for n in range(2)]
+    try:
+
+        async def serving() -> set[str]:
+            return {w.incarnation for w in await cluster.store.workers() if w.detail.get("served") == "served:killed"}
+
+        async def two() -> bool:
+            return len(await serving()) == 2
+
+        await until(two)
+        job = await cluster.submit(system.spec("served:killed", steps=20))
+        await cluster.reaches(job, 3)
+        cluster.kill("scheduler")
+        await cluster.reaches(job, 7)
+        processes[0].kill()
+        processes[0].wait()
+        await cluster.reaches(job, 11)
+        before = await serving()  # the killed one may still be among them
+        processes[0] = command(*serve, log=tmp_path / "again.log")
+        record = await cluster.wait(job)
+        assert record["state"] == "succeeded", record["reason"]
+        assert (await cluster.ledger(job)).balanced
+
+        async def successor_serves() -> bool:
+            now = await serving()
+            return len(now) == 2 and bool(now - before)
+
+        await until(successor_serves)
+    finally:
+        for process in processes:
+            process.send_signal(signal.SIGTERM)
+    assert [await ended(process) for process in processes] == [0, 0]
+
+
+async def test_jobs_play_environments_behind_urls(system: System, tmp_path: Path) -> None:
+    log = tmp_path / "listen.log"
+    process = command(DIGITS, "--listen", "127.0.0.1:0", log=log)
+    try:
+        async with environment_server() as http:
+            await until(lambda: "ws://" in log.read_text(), WAIT_S)
+            found = re.search(r"ws://[\d.]+:\d+", log.read_text())
+            assert found is not None
+            for url in (found[0], http):
+                spec = system.spec(url).model_dump(mode="json")
+                spec["environment"]["config"] = {"config": {"digits": 2}}
+                record = await system.cluster.wait((await system.cluster.client.submit(spec))["id"])
+                assert record["state"] == "succeeded", record["reason"]
+    finally:
+        process.send_signal(signal.SIGTERM)
+    assert await ended(process) == 0
+
+
+@asynccontextmanager
+async def environment_server() -> AsyncIterator[str]:
+    """Copies digits, as the published wire has it."""
+
+    async def reset(request: web.Request) -> web.Response:
+        body = await request.json()
+        assert body["digits"] == 2
+        return web.json_response({"observation": f"{body['seed'] % 100:02d}=", "system_prompt": None})
+
+    async def step(request: web.Request) -> web.Response:
+        reward = float(any(map(str.isdigit, (await request.json())["action"])))
+        return web.json_response({"observation": "", "reward": reward, "done": True, "info": {"exact": reward}})
+
+    app = web.Application()
+    app.add_routes([web.post("/reset", reset), web.post("/step", step)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()

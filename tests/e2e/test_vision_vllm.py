@@ -1,0 +1,134 @@
+"""vLLM and the trainer on the same images: logprobs, before and after weights or an adapter have travelled."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import torch
+
+from opentinker.sdk.merge_adapter import merge
+from opentinker.services.rollout_worker.engines.base import Completion, Engine, Sampling
+from opentinker.services.rollout_worker.renderer import Renderer, images_of
+from opentinker.services.trainer.learners.rl import TorchLearner
+from opentinker.shared.spec import LoraSpec
+from opentinker.shared.types.core import Message, WeightVersion
+from tests.support.factories import V0
+from tests.support.learning import torch_spec
+from tests.support.seeing import Plain, ask, make, picture, shown, together
+from tests.support.vllm_engines import GROUP_S, TOLERANCE, Trainer
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.usefixtures("quiet_end"),
+]
+CHATS = [
+    ask(picture(1, 90, 60), "what is it? "),
+    ask(picture(2), "what is it? "),
+    ask("this: ", picture(2), " that: ", picture(1, 90, 60), " and once more ", picture(2)),
+    [Message(role="user", content="what is it? ")],
+]
+"""Alike in their tokens, apart in what they show."""
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(tmp_path_factory.mktemp("seeing"), "parts")
+
+
+def engine_of(base: Path, lora: LoraSpec | None = None) -> Any:
+    from opentinker.services.rollout_worker.engines.vllm import VllmEngine
+
+    return VllmEngine(str(base), eos_ids=[1], context_length=256, max_concurrent=8, lora=lora, group_timeout_s=GROUP_S)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(base: Path) -> AsyncIterator[Any]:
+    vllm = engine_of(base)
+    await vllm.start()
+    yield vllm
+    await vllm.close()
+
+
+def learner_of(base: Path, **model: Any) -> TorchLearner:
+    """One step further than the base."""
+    spec = torch_spec(
+        base, model={"base": str(base), **model}, train={"lr": 3e-3}, algorithm={"group_size": 2, "groups_per_batch": 1}
+    )
+    learner = TorchLearner(spec)
+    learner.load(None)
+    eyes = Renderer.load(str(base), "model")
+    answers = ([5, 9, 30], [8, 7, 6])
+    learner.step([together([shown(eyes, CHATS[0], said, index=n, reward=n) for n, said in enumerate(answers)])], V0)
+    return learner
+
+
+async def answers(engine: Engine, base: Path, name: str) -> list[Completion]:
+    """To all at once, and to the first again."""
+    eyes = Renderer.load(str(base), "model")
+
+    async def answer(number: int, chat: list[Message]) -> Completion:
+        ids = eyes.prompt(chat)
+        pictures = eyes.shown(eyes.pictures(chat, ids), images_of(chat))
+        return await engine.generate(f"{name}-{number}", ids, Sampling(max_tokens=12, seed=number), shown=pictures)
+
+    return await asyncio.gather(*(answer(number, chat) for number, chat in enumerate([*CHATS, CHATS[0]])))
+
+
+def worst(plain: Plain, said: list[Completion]) -> float:
+    """How far the logprobs of the engine are from those of transformers."""
+    rows = zip([*CHATS, CHATS[0]], said, strict=True)
+    return max(
+        float((torch.tensor(done.logprobs) - torch.from_numpy(plain.logprobs(chat, done.ids))).abs().max())
+        for chat, done in rows
+    )
+
+
+async def test_what_vllm_sees_the_trainer_sees_before_and_after_a_swap(
+    base: Path, engine: Engine, tmp_path: Path
+) -> None:
+    await engine.serve(WeightVersion(0, 0))
+    first = await answers(engine, base, "first")
+    assert worst(Plain(base), first) < TOLERANCE
+    learner = await asyncio.to_thread(learner_of, base)
+    trainer = await Trainer(engine).form()
+    await trainer.publish(WeightVersion(1, 1), learner._weights(frozen=False))
+    learner.save(tmp_path / "c")
+    plain = Plain(tmp_path / "c")
+    then = await answers(engine, base, "then")
+    assert worst(plain, then) < TOLERANCE < worst(plain, first)
+    assert {span.version for done in then for span in done.spans} == {WeightVersion(1, 1)}
+
+    eyes = Renderer.load(str(base), "model")
+    group = together(
+        [
+            shown(eyes, chat, done.ids, logprobs=[0.0] * len(eyes.prompt(chat)) + done.logprobs, index=n, reward=n % 2)
+            for n, (chat, done) in enumerate(zip(CHATS, then, strict=False))
+        ]
+    )
+    assert learner.step([group], V0)["mismatch/max"] < TOLERANCE
+
+
+async def test_an_adapter_travels_to_a_model_that_sees(base: Path, tmp_path: Path) -> None:
+    lora = LoraSpec(rank=4, alpha=64.0)
+    vllm = engine_of(base, lora)
+    try:
+        await vllm.start()
+        learner = await asyncio.to_thread(learner_of, base, lora=lora.model_dump())
+        trainer = await Trainer(vllm).form()
+        await trainer.publish(WeightVersion(1, 1), learner._weights(frozen=False))
+        said = await answers(vllm, base, "adapted")
+    finally:
+        await vllm.close()
+    learner.save(tmp_path / "adapter")
+    for file in (tmp_path / "adapter" / "trainer").iterdir():
+        file.unlink()
+    (tmp_path / "adapter" / "trainer").rmdir()  # a download has none
+    merge(tmp_path / "adapter", tmp_path / "merged")
+    assert worst(Plain(tmp_path / "merged"), said) < TOLERANCE < worst(Plain(base), said)

@@ -1,0 +1,531 @@
+"""Environments in sandboxes, played through the env worker's sessions: what they may do, and that who attacks ends its
+own episode and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import json
+import os
+import shutil
+import socket
+import threading
+import zipfile
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import uvloop
+
+from opentinker.envs.runtime import child_process, fair_queue
+from opentinker.envs.runtime.child_pool import ChildPool
+from opentinker.envs.runtime.packages import Packages
+from opentinker.envs.runtime.resolver import Resolver
+from opentinker.envs.runtime.sandboxes import Sandboxes
+from opentinker.envs.runtime.sessions import Sessions
+from opentinker.envs.runtime.venv_overlay import Runtime
+from opentinker.sdk.environments import pack
+from opentinker.services.scheduler.environments.upload import Uploads
+from opentinker.shared.config import Settings
+from opentinker.shared.data import uploads
+from opentinker.shared.data.uploads import Pin
+from opentinker.shared.types.core import Ending, StopReason
+from opentinker.shared.types.env_protocol import CloseSession, EnvCheck, OpenSession, SessionReply, StepSession
+from opentinker.shared.types.errors import SpecError
+from tests.conftest import soon, until
+from tests.integration.access.test_sandbox import DEADLY
+from tests.samples import attacks
+from tests.samples.upload_samples import PARITY, hostile, package, receive
+from tests.support.cluster import PYTHONPATH
+
+WITHSTOOD = [name for name in attacks.ATTACKS if name not in DEADLY]
+
+
+class Worker:
+    """An env worker without a bus: what it holds, and sessions to play."""
+
+    def __init__(self, settings: Settings, sandboxes: Sandboxes) -> None:
+        self.data = settings.data_dir
+        self.sandboxes = sandboxes
+        self.host = ChildPool(children=3, per_child=4, modules=settings.env_modules, sandboxes=sandboxes)
+        self.sessions = Sessions("w", limit=20, resolver=Resolver(modules=settings.env_modules), host=self.host)
+        self.isolation: Literal["process", "sandbox"] = "sandbox"
+        self._count = 0
+
+    def push(self, directory: Path) -> str:
+        held = Uploads(self.data, 32)
+        package, version, _ = receive(held, pack(directory))
+        return str(uploads.Reference(package.name, version.version, version.digest))
+
+    async def open(
+        self, name: str, job: str = "j", deadline_s: float = 60.0, **config: Any
+    ) -> tuple[str, SessionReply]:
+        self._count += 1
+        session = f"s{self._count}"
+        request = OpenSession(job=job, session=session, environment=name, isolation=self.isolation, config=config,
+                              row=3, seed=4, deadline_s=deadline_s, answer_within_s=60.0)  # fmt: skip
+        return session, await self.sessions.open(request)
+
+    async def step(self, session: str, text: str = "x", turn: int = 0) -> SessionReply:
+        return await self.sessions.step(StepSession(session=session, turn=turn, text=text, stop=StopReason.EOS))
+
+    async def said(self, name: str, job: str = "j", **config: Any) -> str:
+        session, opened = await self.open(name, job, **config)
+        assert opened.failure is None, opened.error
+        reply = await self.step(session)
+        assert reply.failure is None, reply.error
+        await self.sessions.close(CloseSession(session=session))
+        await until(lambda: not self.sessions._closing)
+        return str(reply.messages[0].content)
+
+
+@pytest.fixture
+async def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Worker]:
+    monkeypatch.setenv("OPENTINKER_NATS_URL", "nats://user:secret@127.0.0.1:1")
+    monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
+    settings = Settings(data_dir=tmp_path / "data", env_modules=True, sandbox_memory_mb=512, sandbox_disk_mb=32)
+    worker = Worker(settings, await Sandboxes.open(settings))
+    assert worker.sandboxes.unavailable == ""
+    yield worker
+    await worker.sessions.drain(0.01)
+    await worker.host.close()
+    await worker.sandboxes.close()
+
+
+@pytest.fixture
+def listening() -> Iterator[str]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield str(server.getsockname()[1])
+
+
+# --- playing --------------------------------------------------------------------------------------------------------
+
+
+async def test_an_agent_asks_its_model_inside_of_its_sandbox(worker: Worker) -> None:
+    """Its endpoint listens on the loopback of the sandbox, which no other process can reach."""
+    session, opened = await worker.open("tests.samples.agent_samples:Echo")
+    assert opened.failure is None, opened.error
+    assert opened.messages[0].text == "row 3 seed 4 turn 0="
+    assert (await worker.step(session, "yes")).messages[0].text == "row 3 seed 4 turn 1="
+    last = await worker.step(session, "yes", 1)
+    assert (last.reward, last.done) == (2.0, True)
+
+
+async def test_an_uploaded_environment_is_played_by_one_warm_child(worker: Worker, tmp_path: Path) -> None:
+    name = worker.push(PARITY)
+    for text, reward in (("even", 1.0), ("odd", 0.0)):
+        session, opened = await worker.open(name)
+        assert "even or odd?" in str(opened.messages[0].content), opened.error
+        played = await worker.step(session, text)
+        assert (played.reward, played.done) == (reward, True)
+    assert len(worker.host._children) == 1
+
+
+async def test_a_child_is_shared_within_a_job_and_never_between_jobs(worker: Worker, tmp_path: Path) -> None:
+    name = worker.push(hostile(tmp_path / "hostile"))
+    first, again, other = await worker.said(name), await worker.said(name), await worker.said(name, job="another")
+    assert first == again
+    keys = [child.key for child in worker.host._children]
+    assert keys == [f"{name} of j", f"{name} of another"]
+    pid, uid, variables = other.split(" ", 2)
+    assert int(uid) > 0 and int(pid) < 100
+    seen = {
+        "ENV_EPISODE",
+        "HOME",
+        "LANG",
+        "OMP_NUM_THREADS",
+        "PATH",
+        "PWD",
+        "PYTHONDONTWRITEBYTECODE",
+        "PYTHONPATH",
+        "PYTHONSAFEPATH",
+    }
+    assert set(json.loads(variables.replace("'", '"'))) == seen | {"USER"}
+
+
+COSTLY = """
+from opentinker import Environment, Step
+from opentinker.envs.base import user
+
+
+class Small(Environment):
+    cost = 8.0
+
+    async def open(self, row, seed):
+        return [user("x")]
+
+    async def step(self, action):
+        return Step(done=True)
+"""
+
+
+async def test_what_an_upload_costs_counts_in_its_sandbox(worker: Worker, tmp_path: Path) -> None:
+    name = worker.push(package(tmp_path / "small", small__py=COSTLY))
+    opened = [(await worker.open(name))[1] for _ in range(2)]
+    assert [(reply.failure, reply.busy) for reply in opened] == [(None, False)] * 2
+    assert worker.sessions.load == 16.0
+    assert (await worker.open(name))[1].busy, "a worker of 20 has no room for a third"
+    assert (worker.sessions.active, worker.sessions.load) == (2, 16.0)
+    together = await asyncio.gather(*(worker.open(worker.push(PARITY)) for _ in range(4)))
+    assert [reply.busy for _, reply in together] == [False] * 4
+    assert (await worker.open(worker.push(PARITY)))[1].busy
+
+
+async def test_a_cost_that_a_child_says_is_checked(worker: Worker, tmp_path: Path) -> None:
+    code = COSTLY.replace("async def open", "async def open_", 1) + (
+        '    async def open(self, row, seed):\n        type(self).cost = float("nan")\n        return [user("x")]\n'
+    )
+    _, reply = await worker.open(worker.push(package(tmp_path / "small", small__py=code)))
+    assert reply.failure == Ending.ENV_BAD_REPLY and "cost must be above 0" in reply.error
+
+
+async def test_an_idle_child_leaves_its_place_or_ends(
+    worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = worker.push(PARITY)
+    for job in ("a", "b", "c", "d"):
+        session, opened = await worker.open(name, job)
+        assert opened.failure is None and not opened.busy
+        await worker.step(session, "odd")
+        await until(lambda: all(child.sessions == 0 for child in worker.host._children))
+    assert [child.key[-1] for child in worker.host._children] == ["b", "c", "d"]
+    monkeypatch.setattr(child_process, "IDLE_S", 0.05)
+    session, _ = await worker.open(name, "d")
+    await worker.step(session, "odd")
+    last = worker.host._children[-1]
+    await until(lambda: last.gone == "nobody needed it any more")
+    await last.ended()
+
+
+async def test_who_waits_for_a_child_gets_one_in_the_end(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fair_queue, "TURN_S", 0.0)
+    worker.host._limit = worker.host._spare = 1
+    name = worker.push(PARITY)
+    first, opened = await worker.open(name, "greedy")
+    assert opened.failure is None and not opened.busy
+    _, refused = await worker.open(name, "patient")
+    assert refused.busy
+    _, more = await worker.open(name, "greedy")
+    assert more.busy, "its child takes no more while somebody waits"
+    await worker.step(first, "odd")
+    await until(lambda: worker.host._children[0].sessions == 0)
+    _, again = await worker.open(name, "greedy")
+    assert again.busy, "the place is not its own any more"
+    _, placed = await worker.open(name, "patient")
+    assert placed.failure is None and not placed.busy
+    assert [child.key for child in worker.host._children] == [f"{name} of patient"]
+
+
+def test_who_stops_asking_does_not_wait() -> None:
+    waiting = fair_queue.FairQueue()
+    waiting.refused("a", 0.0)
+    assert waiting.due(fair_queue.TURN_S - 1) is None
+    for now in range(0, 20, 4):
+        waiting.refused("b", float(now))
+    assert waiting.due(16.0) == "b"
+    waiting.placed("b")
+    assert waiting.due(16.0) is None
+
+
+def test_sandboxes_hold_on_the_loop_that_services_run_on(tmp_path: Path) -> None:
+    async def play() -> None:
+        settings = Settings(data_dir=tmp_path / "data")
+        worker = Worker(settings, await Sandboxes.open(settings))
+        name = worker.push(hostile(tmp_path / "hostile"))
+        await worker.said(name)
+        for attack in ("die", "hang_up"):
+            session, _ = await worker.open(name, attack=attack)
+            reply = await soon(worker.step(session))
+            assert (reply.failure, "process ended" in reply.error) == (Ending.ENV_ERROR, True), reply.error
+        session, _ = await worker.open(name, attack="endless")
+        child = next(child for child in worker.host._children if child.sessions > 0)
+        playing = asyncio.create_task(worker.step(session))
+        await asyncio.sleep(0)
+        await worker.sessions.close(CloseSession(session=session))
+        assert (await playing).failure == Ending.CANCELLED
+        await soon(child.ended())
+        await worker.host.close()
+        await worker.sandboxes.close()
+
+    uvloop.run(play())
+
+
+async def test_what_the_operator_wrote_can_be_isolated_too(worker: Worker) -> None:
+    _, opened = await worker.open("copy_digits", digits=3)
+    assert opened.failure is None, opened.error
+    variables = await worker.said("tests.samples.env_samples:Blocking", how="variables")
+    assert "OPENTINKER_NATS_URL" not in variables and "PYTHONSAFEPATH" in variables
+
+
+async def test_settings_are_checked_by_the_package_in_a_sandbox(worker: Worker, tmp_path: Path) -> None:
+    name = worker.push(PARITY)
+    assert await worker.host.check(EnvCheck(name=name, config={"largest": 7}, isolation="sandbox")) == []
+    assert await worker.host.check(EnvCheck(name=name, config=None, isolation="sandbox")) == []
+    wrong = await worker.host.check(EnvCheck(name=name, config={"largest": "x", "y": 1}, isolation="sandbox"))
+    assert {mistake["field"] for mistake in wrong} == {"environment.config.largest", "environment.config.y"}
+    broken = worker.push(package(tmp_path / "x", small__py="1 / 0\n"))
+    (mistake,) = await worker.host.check(EnvCheck(name=broken, config=None, isolation="sandbox"))
+    assert "ZeroDivisionError" in mistake["problem"]
+    assert worker.host._children == []
+
+
+# --- attacks --------------------------------------------------------------------------------------------------------
+
+
+async def test_attacks_get_errors_and_everybody_goes_on(worker: Worker, tmp_path: Path, listening: str) -> None:
+    secret = worker.data / "jobs" / "j-other" / "metrics.jsonl"
+    secret.parent.mkdir(parents=True)
+    secret.write_text("of another tenant")
+    name = worker.push(hostile(tmp_path / "hostile"))
+    neighbour, _ = await worker.open(worker.push(PARITY), "another")
+    known = {"secret": str(secret), "service": str(os.getpid()), "port": listening}
+    for attack in ("kill_everybody", "kill_parent"):  # there is nobody but itself, and a parent that it cannot hurt
+        await worker.said(name, attack=attack)
+    came = {attack: await worker.said(name, attack=attack, known=known) for attack in WITHSTOOD}
+    assert {attack: text for attack, text in came.items() if text.startswith("SUCCEEDED")} == {}
+    assert "No such file" in came["host_file"]
+    assert len(worker.host._children) == 2
+    assert (await worker.step(neighbour, "odd")).failure is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("attack", "ending", "words"),
+    [
+        ("die", Ending.ENV_ERROR, "process ended"),
+        ("memory_of_many", Ending.ENV_ERROR, "MB of memory; at most 512 (sandbox_memory_mb)"),
+        ("many_files", Ending.ENV_ERROR, "files in /tmp"),
+        ("forge", Ending.ENV_ERROR, "an answer of 2,147,483,648 bytes"),
+        ("hang_up", Ending.ENV_ERROR, "it closed its socket and went on"),
+        ("flood", Ending.ENV_TIMEOUT, "were over"),
+        ("endless", Ending.ENV_TIMEOUT, "were over"),
+    ],
+)
+async def test_who_overdoes_it_ends_its_own_episode_alone(
+    worker: Worker, tmp_path: Path, attack: str, ending: Ending, words: str
+) -> None:
+    name = worker.push(hostile(tmp_path / "hostile"))
+    neighbour, _ = await worker.open(worker.push(PARITY), "another")
+    await worker.said(name)  # the child is warm, so that its start is no part of the deadline
+    deadline_s = 60.0 if ending == Ending.ENV_ERROR else 8.0
+    session, opened = await worker.open(name, deadline_s=deadline_s, attack=attack)
+    assert opened.failure is None, opened.error
+    child = next(child for child in worker.host._children if child.key == f"{name} of j")
+    reply = await soon(worker.step(session))
+    assert (reply.failure, words in reply.error) == (ending, True), reply.error
+    await soon(child.ended())
+    assert (await worker.step(neighbour, "odd")).failure is None
+    assert (await worker.said(name)).startswith(tuple("123456789"))
+
+
+# --- levels and packages that cannot be had -------------------------------------------------------------------------
+
+
+async def test_without_sandboxes_a_session_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    settings = Settings(data_dir=tmp_path, sandbox_bwrap="/no/bwrap")
+    worker = Worker(settings, await Sandboxes.open(settings))
+    _, opened = await worker.open(worker.push(PARITY))
+    assert opened.failure == Ending.ENV_ERROR
+    assert "environment.isolation" in opened.error and "give the path of bubblewrap" in opened.error
+    assert worker.host._children == []
+
+
+async def test_an_upload_is_never_played_outside_of_a_sandbox(worker: Worker) -> None:
+    request = OpenSession(job="j", session="s", environment=worker.push(PARITY), config={}, row=0, seed=0,
+                          deadline_s=10.0, answer_within_s=10.0)  # fmt: skip
+    opened = await worker.sessions.open(request)
+    assert opened.failure == Ending.ENV_ERROR and "environment.name" in opened.error
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({"requirements__lock": f"pydantic==2.5.0 --hash=sha256:{'0' * 64}\n"}, "needs pydantic<3,>=2.11"),
+        ({"environment__toml": 'name = "small"\nclass = "small:Small"\npython = "<3"\n'}, "is for Python <3"),
+    ],
+)
+async def test_packages_that_cannot_work_here_say_why(
+    worker: Worker, tmp_path: Path, files: dict[str, str], words: str
+) -> None:
+    with pytest.raises(SpecError, match=words):
+        await worker.sandboxes.program(worker.push(package(tmp_path / "x", **files)))
+
+
+async def test_a_package_that_is_gone_is_said_to_be(worker: Worker) -> None:
+    name = worker.push(PARITY)
+    Uploads(worker.data, 32).delete("default", "parity", None)
+    with pytest.raises(SpecError, match="it was deleted, or this env worker has another data_dir"):
+        await worker.sandboxes.program(name)
+
+
+def test_a_lock_answers_for_what_it_brings_and_we_for_what_we_lend() -> None:
+    runtime = Runtime()
+    assert {"/runtime/lent/pydantic", "/runtime/lent/numpy", "/runtime/src/opentinker"} <= set(runtime.binds([]))
+    theirs = [Pin("pydantic", "2.12.5", ""), Pin("pydantic-core", "2.41.5", ""), Pin("numpy", "2.0.0", "")]
+    assert runtime.conflicts(theirs) == []
+    lent = set(runtime.binds(theirs))
+    assert "/runtime/lent/msgspec" in lent and not {"/runtime/lent/pydantic", "/runtime/lent/numpy"} & lent
+    (conflict,) = runtime.conflicts([Pin("pydantic-core", "2.41.5", "")])
+    assert conflict.startswith("pydantic-core==2.41.5, and what plays environments here needs pydantic-core==")
+    assert runtime.conflicts([Pin("pydantic", "1.0", 'python_version < "3"')]) == []
+
+
+# --- virtual environments -------------------------------------------------------------------------------------------
+
+
+WHEEL = "games_kit-1.0-py3-none-any.whl"
+
+
+def wheel(directory: Path, trap: Path) -> str:
+    """A wheel whose .pth file makes `trap` in every interpreter that starts with it; gives its line of a lock."""
+    place = directory / WHEEL
+    files = {
+        "games_kit.py": "LARGEST = 7\n",
+        "games_kit.pth": f"import pathlib; pathlib.Path({str(trap)!r}).touch()\n",
+        "games_kit-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: games-kit\nVersion: 1.0\n",
+        "games_kit-1.0.dist-info/WHEEL": "Wheel-Version: 1.0\nGenerator: x\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    lines = []
+    with zipfile.ZipFile(place, "w") as archive:
+        for name, text in files.items():
+            digest = base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).decode().rstrip("=")
+            lines.append(f"{name},sha256={digest},{len(text)}")
+            archive.writestr(name, text)
+        archive.writestr("games_kit-1.0.dist-info/RECORD", "\n".join([*lines, "games_kit-1.0.dist-info/RECORD,,", ""]))
+    return f"games-kit==1.0 --hash=sha256:{hashlib.sha256(place.read_bytes()).hexdigest()}\n"
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where uv finds wheels, and nowhere else."""
+    directory = tmp_path / "index"
+    directory.mkdir()
+    monkeypatch.setenv("UV_FIND_LINKS", str(directory))
+    monkeypatch.setenv("UV_NO_INDEX", "1")
+    monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path / "cache"))
+    return directory
+
+
+USES = """
+import games_kit
+from opentinker import Environment, Step
+from opentinker.envs.base import user
+
+class Small(Environment):
+    async def open(self, row, seed):
+        return [user("go")]
+
+    async def step(self, action):
+        return Step(messages=[user(f"{games_kit.LARGEST} {games_kit.__file__}")])
+"""
+
+
+async def test_the_lock_is_installed_once_and_no_code_of_it_runs_outside(
+    worker: Worker, tmp_path: Path, index: Path
+) -> None:
+    trap = tmp_path / "trap"
+    place = package(tmp_path / "x", requirements__lock=wheel(index, trap), small__py=USES)
+    name = worker.push(place)
+    others = [Packages(worker.data), Packages(worker.data)]
+    found = await asyncio.gather(*(packages.find(name) for packages in others))
+    assert found[0].venv == found[1].venv
+    assert [path.name for path in found[0].venv.parent.iterdir() if path.is_dir()] == [found[0].venv.name]
+    made = found[0].venv.stat().st_ino
+    assert (await worker.said(name)).startswith("7 /venv/lib/")
+    assert found[0].venv.stat().st_ino == made
+    assert not trap.exists()
+
+
+async def test_a_package_that_is_pushed_again_gets_its_virtual_environment_again(
+    worker: Worker, tmp_path: Path, index: Path
+) -> None:
+    """The scheduler takes away what nobody names any more, also what this worker has played."""
+    place = package(tmp_path / "x", requirements__lock=wheel(index, tmp_path / "trap"), small__py=USES)
+    name = worker.push(place)
+    packages = Packages(worker.data)
+    first = await packages.find(name)
+    shutil.rmtree(first.venv.parent)
+    again = await packages.find(name)
+    assert again.venv == first.venv and again.venv.is_dir()
+    assert await packages.find(name) is again
+
+
+async def test_a_virtual_environment_has_a_limit_and_says_its_size(
+    worker: Worker, tmp_path: Path, index: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = worker.push(package(tmp_path / "x", requirements__lock=wheel(index, tmp_path / "trap"), small__py=USES))
+    removing: list[threading.Thread] = []
+    remove = shutil.rmtree
+
+    def noted(*args: Any, **options: Any) -> None:
+        removing.append(threading.current_thread())
+        remove(*args, **options)
+
+    with monkeypatch.context() as patched, pytest.raises(SpecError, match=r"takes more than 0 MB \(upload_venv_mb\)"):
+        patched.setattr(shutil, "rmtree", noted)
+        await Packages(worker.data, 0).find(name)
+    assert removing and threading.main_thread() not in removing, "it may be large, and the event loop must go on"
+    lock = uploads.load(worker.data, uploads.parse(name).digest).lock_digest
+    assert uploads.venv_bytes(worker.data, lock) == 0
+    assert not [path for path in uploads.venvs_dir(worker.data, lock).iterdir() if path.is_dir()]
+    await Packages(worker.data, 64).find(name)
+    assert uploads.venv_bytes(worker.data, lock) > 1000
+
+
+async def test_a_uv_lock_is_installed_too(worker: Worker, tmp_path: Path, index: Path) -> None:
+    digest = wheel(index, tmp_path / "trap").rpartition("=")[2].strip()
+    lock = f"""
+version = 1
+requires-python = ">=3.11"
+
+[[package]]
+name = "small"
+version = "1"
+source = {{ virtual = "." }}
+dependencies = [{{ name = "games-kit" }}]
+
+[package.metadata]
+requires-dist = [{{ name = "games-kit" }}]
+
+[[package]]
+name = "games-kit"
+version = "1.0"
+source = {{ registry = "https://example.org/simple" }}
+wheels = [{{ url = "https://example.org/{WHEEL}", hash = "{digest}" }}]
+"""
+    project = (
+        '[project]\nname = "small"\nversion = "1"\nrequires-python = ">=3.11"\ndependencies = ["games-kit"]\n'
+        f'[tool.uv]\ncache-dir = "{tmp_path / "trap"}"\n[tool.opentinker]\nclass = "small:Small"\n'
+    )
+    files = {"environment__toml": "", "requirements__lock": "", "pyproject__toml": project, "uv__lock": lock}
+    name = worker.push(package(tmp_path / "x", **files, small__py=USES))
+    assert (await worker.said(name)).startswith("7 /venv/lib/")
+    assert not (tmp_path / "trap").exists()  # nor does uv do what the package tells it
+
+
+async def test_what_cannot_be_installed_is_told_in_uvs_words_and_tried_again(
+    worker: Worker, tmp_path: Path, index: Path
+) -> None:
+    line = wheel(index, tmp_path / "trap")
+    made = index / WHEEL
+    content = made.read_bytes()
+    made.unlink()
+    name = worker.push(package(tmp_path / "x", requirements__lock=line, small__py=USES))
+    with pytest.raises(SpecError, match=r"its virtual environment cannot be made: `uv pip` says:(?s:.*)games-kit"):
+        await worker.sandboxes.program(name)
+    wheel(index, tmp_path / "another trap")
+    with pytest.raises(SpecError, match=r"Hash mismatch"):
+        await worker.sandboxes.program(name)
+    made.write_bytes(content)
+    assert (await worker.said(name)).startswith("7 ")
+
+
+async def test_nothing_is_built_from_source(worker: Worker, tmp_path: Path, index: Path) -> None:
+    source = index / "games_kit-1.0.tar.gz"
+    source.write_bytes(b"nobody looks into it")
+    line = f"games-kit==1.0 --hash=sha256:{hashlib.sha256(source.read_bytes()).hexdigest()}\n"
+    with pytest.raises(SpecError, match="no usable wheels"):
+        await worker.sandboxes.program(worker.push(package(tmp_path / "x", requirements__lock=line)))

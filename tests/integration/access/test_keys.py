@@ -1,0 +1,463 @@
+"""Who may ask the API: keys, from `opentinker up` to the client; what they open, and when they no longer do."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import stat
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import aiohttp
+import msgspec
+import orjson
+import pytest
+from redis.exceptions import RedisError
+
+from opentinker.local.discovery import key_for
+from opentinker.local.up import Plan, locked, operator_key
+from opentinker.sdk.client import AsyncClient
+from opentinker.sdk.http import ApiError, api_key
+from opentinker.services.scheduler.http import auth
+from opentinker.services.scheduler.http.auth import register_operator
+from opentinker.shared.config import load_settings
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.security.authorization import MAY, SCOPES, Action, Principal, Role, Verdict, authorize, outranks
+from opentinker.shared.security.key_text import digest_of, new_key, parse, read_key, write_key
+from opentinker.shared.security.redact import redacted
+from opentinker.shared.state import keys as keys_module
+from opentinker.shared.state.keys import Key, Keys
+from opentinker.shared.state.store import Store
+from opentinker.shared.types.errors import Conflict, NotFound, OpenTinkerError, SpecError
+from tests.conftest import soon, until
+from tests.support.api import OPERATOR, SPEC, Http, bearing, new_key_of, read_events
+from tests.support.scheduling import scheduler
+
+NOTHING_GIVEN = ("OPENTINKER_API_KEY", "OPENTINKER_API_KEY_FILE", "OPENTINKER_ADMIN_KEY_FILE", "OPENTINKER_URL")
+
+
+@pytest.fixture
+def nothing_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in NOTHING_GIVEN:
+        monkeypatch.delenv(name, raising=False)
+
+
+# --- what a key looks like ------------------------------------------------------------------------------------------
+
+
+def test_a_key_says_its_deployment_and_its_id_and_shows_a_slip_of_the_pen() -> None:
+    key = new_key("prod")
+    env, id = parse(key) or ("", "")
+    assert env == "prod" and key.startswith(f"ot_prod_{id}_") and len({new_key("prod") for _ in range(100)}) == 100
+    wrong = [key[:-1], key + "a", key.swapcase(), key.replace("prod", "test"), "", "ot_prod", key[::-1], f" {key}"]
+    wrong += [key[:n] + ("a" if key[n] != "a" else "b") + key[n + 1 :] for n in range(8, len(key)) if key[n] != "_"]
+    assert [text for text in wrong if parse(text)] == []
+
+
+def test_a_key_in_a_text_loses_its_secret() -> None:
+    for env in ("local", "prod2"):
+        key = new_key(env)
+        public = key.removesuffix(key.rpartition("_")[2])
+        assert redacted(f"see {key}, and {key[:-9]}.") == f"see {public}***, and {public}***."
+
+
+# --- who may what ---------------------------------------------------------------------------------------------------
+
+
+def test_each_role_may_what_the_one_before_may_and_more() -> None:
+    roles = [MAY[role] for role in (Role.VIEWER, Role.MEMBER, Role.ADMIN, Role.OPERATOR)]
+    assert all(less < more for less, more in itertools.pairwise(roles))
+    assert roles[-1] == SCOPES and set(MAY) == set(Role)
+
+
+@pytest.mark.parametrize("role", Role)
+@pytest.mark.parametrize("action", Action)
+def test_an_action_is_allowed_where_role_and_scopes_allow_it_on_what_is_the_tenant_s(
+    role: Role, action: Action
+) -> None:
+    free, about = action is Action.FREE, action is Action.ABOUT
+    for scopes in (SCOPES, frozenset[Action](), frozenset({action})):
+        who = Principal("red", role, "k", scopes)
+        may = free or about or (action in scopes and action in MAY[role])
+        assert (
+            authorize(who, action) is authorize(who, action, "red") is (Verdict.ALLOWED if may else Verdict.FORBIDDEN)
+        )
+        everywhere = free or (role is Role.OPERATOR and action in (Action.KEYS_READ, Action.KEYS_WRITE))
+        foreign = Verdict.FORBIDDEN if not may else Verdict.ALLOWED if everywhere else Verdict.UNKNOWN
+        assert authorize(who, action, "blue") is foreign
+    assert authorize(None, action) is (Verdict.ALLOWED if free else Verdict.FORBIDDEN)
+
+
+def test_nobody_gives_more_than_they_have() -> None:
+    admin = Principal("red", Role.ADMIN, "k", SCOPES)
+    narrow = Principal("red", Role.ADMIN, "k", frozenset({Action.KEYS_WRITE, Action.JOBS_READ}))
+    assert outranks(admin, Role.ADMIN, SCOPES) and not outranks(admin, Role.OPERATOR, SCOPES)
+    assert not outranks(narrow, Role.VIEWER, SCOPES) and outranks(narrow, Role.VIEWER, {Action.JOBS_READ})
+
+
+# --- what Redis knows -----------------------------------------------------------------------------------------------
+
+
+async def test_redis_never_sees_a_secret(store: Store) -> None:
+    key = await new_key_of(store)
+    _, id = parse(key) or ("", "")
+    found = await Keys(store.redis).find(id)
+    assert found is not None and found.digest == digest_of(key) and found.fits(digest_of(key), time.time())
+    stored = [str(await store.redis.hgetall(name)) for name in await store.redis.keys("key:*")]
+    assert stored and not any(key.rpartition("_")[2] in text for text in stored)
+
+
+async def test_a_rotated_key_stays_valid_for_its_time_of_grace(store: Store) -> None:
+    key, keys, now = await new_key_of(store), Keys(store.redis), time.time()
+    _, id = parse(key) or ("", "")
+    second, third = new_key("local", id), new_key("local", id)
+    for _ in range(2):  # a client that lost the connection says it again
+        await keys.rotate(id, second, now=now, grace_s=60.0)
+    found = await keys.find(id)
+    assert found is not None
+    assert [found.fits(digest_of(text), now + s) for text, s in ((key, 59), (key, 61), (second, 1e9))] == [
+        *(True, False, True)
+    ]
+    await keys.rotate(id, third, now=now, grace_s=60.0)
+    found = await keys.find(id)
+    assert found is not None
+    assert [found.fits(digest_of(text), now) for text in (key, second, third)] == [False, True, True]
+
+
+async def test_what_is_over_is_not_rotated_and_revoking_twice_is_fine(store: Store) -> None:
+    keys, now = Keys(store.redis), time.time()
+    _, id = parse(await new_key_of(store)) or ("", "")
+    _, old = parse(await new_key_of(store, expires=now - 1.0)) or ("", "")
+    for _ in range(2):
+        await keys.revoke(id, now=now)
+    for name, problem in ((id, "revoked"), (old, "expired")):
+        with pytest.raises(Conflict, match=problem):
+            await keys.rotate(name, new_key("local", name), now=now, grace_s=1.0)
+    for missing in (keys.revoke("x" * 10, now=now), keys.rotate("x" * 10, "", now=now, grace_s=1.0)):
+        with pytest.raises(NotFound):
+            await missing
+    assert {key.id: key.state(now) for key in await keys.of("default")} == {id: "revoked", old: "expired"}
+    assert await store.redis.ttl(f"key:{id}") > 0 and await store.redis.ttl(f"key:{old}") > 0
+
+
+async def test_a_tenant_has_so_many_keys_and_forgotten_ones_do_not_count(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keys_module, "MOST_KEYS", 2)
+    first = await new_key_of(store, "red")
+    await new_key_of(store, "red")
+    with pytest.raises(Conflict, match="2 keys"):
+        await new_key_of(store, "red")
+    await store.redis.delete(f"key:{(parse(first) or ('', ''))[1]}")  # as after KEPT_S
+    await new_key_of(store, "red")
+    await new_key_of(store, "blue")
+    assert set(await Keys(store.redis).tenants()) == {"red", "blue"}
+
+
+# --- what they open -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def closed(ctx: Context) -> AsyncIterator[Http]:
+    """A scheduler, and a session that bears nothing."""
+    async with scheduler(ctx) as url, aiohttp.ClientSession() as session:
+        yield Http(session, url)
+
+
+BAD = [
+    (None, "asks for a key"),
+    (OPERATOR, "asks for a key"),
+    (f"Basic {OPERATOR}", "asks for a key"),
+    ("Bearer", "asks for a key"),
+    (f"Bearer {OPERATOR[:-1]}", "or it is incomplete"),
+    ("Bearer \xff\udcff", "or it is incomplete"),
+    (f"Bearer {new_key('elsewhere')}", "a key of 'elsewhere', and this server is 'local'"),
+    (f"Bearer {new_key('local')}", "does not know"),
+    (f"Bearer {new_key('local', (parse(OPERATOR) or ('', ''))[1])}", "does not know"),
+]
+
+
+@pytest.mark.parametrize(("header", "why"), BAD, ids=range(len(BAD)))
+async def test_a_wrong_key_opens_nothing_and_is_told_why(closed: Http, header: str | None, why: str) -> None:
+    headers = {} if header is None else {"Authorization": header.encode("utf-8", "surrogateescape").decode("latin-1")}
+    for path in ("/v1/jobs", "/nowhere", "/metrics", "/openapi.json", "/healthz/../v1/jobs", "//healthz"):
+        status, body = await closed("GET", path, headers=headers)
+        assert (status, body["title"]) == (401, "Unauthorized"), path
+        assert why in body["detail"] and "OPENTINKER_API_KEY" in body["hint"] and OPERATOR not in str(body)
+    status, body = await closed("GET", "/v1/jobs/x/v1/models", headers=headers)  # as OpenAI's API says it
+    assert status == 401 and why in body["error"]["message"] and body["error"]["code"] == "invalid_api_key"
+    assert [(await closed("GET", path, headers=headers))[0] for path in ("/healthz", "/readyz")] == [200, 200]
+
+
+async def test_clients_of_tinker_are_told_that_its_api_is_not_there(closed: Http) -> None:
+    for path, headers in (("/api/v1/get_server_capabilities", {"X-API-Key": "tml-1"}), ("/api/v1/create_session", {})):
+        status, body = await closed("POST", path, headers=headers)
+        assert status == 404 and body["detail"].startswith("there is no Tinker API here yet")
+
+
+async def test_a_key_that_nobody_can_have_been_given_costs_no_question_to_redis(
+    closed: Http, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def away(*_: object) -> None:
+        raise RedisError("away")
+
+    monkeypatch.setattr(Keys, "find", away)
+    answers = [(await closed("GET", "/v1/jobs", headers={"Authorization": header or ""}))[0] for header, _ in BAD[:5]]
+    assert answers == [401] * 5
+    assert (await closed("GET", "/v1/jobs", headers=bearing(new_key("elsewhere"))))[0] == 401
+    assert (await closed("GET", "/v1/jobs", headers=bearing(new_key("local"))))[0] == 503
+
+
+async def test_who_guesses_keys_waits_for_other_guesses_and_holds_up_nobody_else(
+    closed: Http, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auth, "CACHE_S", -1.0)  # a known key is looked up each time
+    key, find, go_on = await new_key_of(store), Keys.find, asyncio.Event()
+    _, known = parse(key) or ("", "")
+    assert (await closed("GET", "/v1/jobs", headers=bearing(key)))[0] == 200
+    looking: set[str] = set()
+
+    async def slowly(self: Keys, id: str) -> Key | None:
+        if id != known:
+            looking.add(id)
+            await go_on.wait()
+        return await find(self, id)
+
+    monkeypatch.setattr(Keys, "find", slowly)
+    guesses = [asyncio.create_task(closed("GET", "/v1/jobs", headers=bearing(new_key("local")))) for _ in range(50)]
+    await until(lambda: len(looking) == auth.STRANGERS)
+    for _ in range(5):
+        assert (await closed("GET", "/v1/jobs", headers=bearing(key)))[0] == 200
+    assert len(looking) == auth.STRANGERS and not any(guess.done() for guess in guesses)
+    go_on.set()
+    assert {status for status, _ in await asyncio.gather(*guesses)} == {401}
+
+
+async def test_a_good_key_opens_and_its_use_is_noted_once_a_minute(
+    closed: Http, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auth, "CACHE_S", -1.0)
+    key = await new_key_of(store)
+    _, id = parse(key) or ("", "")
+    began = time.time()
+    for header in (f"Bearer {key}", f"bearer  {key}"):
+        status, body = await closed("GET", "/v1/jobs", headers={"Authorization": header})
+        assert (status, body["jobs"]) == (200, [])
+    found = await Keys(store.redis).find(id)
+    assert found is not None and found.used >= began
+    await store.redis.hset(f"key:{id}", "used", 1.0)
+    await closed("GET", "/v1/jobs", headers=bearing(key))
+    found = await Keys(store.redis).find(id)
+    assert found is not None and found.used >= began
+    await store.redis.hset(f"key:{id}", "used", time.time() - 30.0)
+    before = await Keys(store.redis).find(id)
+    await closed("GET", "/v1/jobs", headers=bearing(key))
+    assert await Keys(store.redis).find(id) == before
+
+
+async def test_a_revoked_key_opens_nothing_a_second_later_at_any_scheduler(
+    ctx: Context, store: Store, tmp_path: Path
+) -> None:
+    second = Context(**{**vars(ctx), "worker": "scheduler-1", "stopping": asyncio.Event(), "detail": {}})
+    async with scheduler(ctx) as url, scheduler(second) as other, aiohttp.ClientSession() as session:
+        for end, why in (("revoke", "revoked"), ("expire", "expired"), ("rotate", "rotated")):
+            key = await new_key_of(store)
+            _, id = parse(key) or ("", "")
+            both = [Http(session, url), Http(session, other)]
+            assert [(await http("GET", "/v1/jobs", headers=bearing(key)))[0] for http in both] == [200, 200]
+            now = time.time()
+            match end:
+                case "revoke":
+                    await Keys(store.redis).revoke(id, now=now)
+                case "expire":
+                    await store.redis.hset(f"key:{id}", "expires", now)
+                case "rotate":
+                    await Keys(store.redis).rotate(id, new_key("local", id), now=now, grace_s=0.0)
+            await asyncio.sleep(auth.CACHE_S)  # what is believed for so long is believed no longer
+            for http in both:
+                status, body = await http("GET", "/v1/jobs", headers=bearing(key))
+                assert status == 401 and (why in body["detail"] or "does not know" in body["detail"])
+    assert auth.CACHE_S + auth.LOOK_S < 1.0
+
+
+async def test_what_a_key_has_open_is_cut_off_when_it_is_over(closed: Http, store: Store) -> None:
+    key, stays = await new_key_of(store), await new_key_of(store)
+    _, job = await closed("POST", "/v1/jobs", data=orjson.dumps(SPEC), headers=bearing(key))
+    events = f"{closed.url}/v1/jobs/{job['id']}/events"
+    async with (
+        closed.session.get(events, headers=bearing(key)) as ending,
+        closed.session.get(events, headers=bearing(stays)) as staying,
+        closed.session.ws_connect(f"{closed.url}/v1/served/x", headers=bearing(key)) as socket,
+    ):
+        assert len(await soon(read_events(ending, 1))) == len(await soon(read_events(staying, 1))) == 1
+        await Keys(store.redis).revoke((parse(key) or ("", ""))[1], now=time.time())
+        with pytest.raises(aiohttp.ClientPayloadError):
+            await soon(ending.content.read())
+        assert (await soon(socket.receive())).type in (aiohttp.WSMsgType.CLOSE, aiohttp.WSMsgType.CLOSED)
+        await closed("POST", f"/v1/jobs/{job['id']}/cancel", headers=bearing(stays))
+        assert (await soon(read_events(staying)))[-1]["event"] == "cancelled"
+
+
+# --- the first key of all -------------------------------------------------------------------------------------------
+
+
+async def test_a_server_nobody_could_ask_does_not_start(ctx: Context, store: Store) -> None:
+    named = ctx.settings
+    ctx.settings = named.model_copy(update={"admin_key_file": None})
+    with pytest.raises(SpecError, match="opentinker keys init FILE"):
+        await register_operator(ctx)
+    ctx.settings = named
+    await register_operator(ctx)
+    ctx.settings = named.model_copy(update={"admin_key_file": None})
+    await register_operator(ctx)  # there is one now
+    ctx.settings = named.model_copy(update={"key_env": "prod"})
+    with pytest.raises(SpecError, match="a key of 'local', and key_env is 'prod'"):
+        await register_operator(ctx)
+
+
+async def test_a_revoked_operator_s_key_does_not_come_back_by_its_file(
+    closed: Http, ctx: Context, store: Store
+) -> None:
+    assert (await closed("GET", "/v1/workers", headers=bearing()))[0] == 200
+    await Keys(store.redis).revoke((parse(OPERATOR) or ("", ""))[1], now=time.time())
+    await register_operator(ctx)
+    await asyncio.sleep(auth.CACHE_S)
+    assert (await closed("GET", "/v1/workers", headers=bearing()))[0] == 401
+
+
+@pytest.mark.parametrize("content", [None, b"", b"short", b"0123456789abcdef" * 4, b"\xff" * 40])
+def test_a_file_that_holds_no_key_is_refused_at_start(tmp_path: Path, content: bytes | None) -> None:
+    file = tmp_path / "key"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(SpecError, match="admin_key_file"):
+        read_key(file)
+
+
+@pytest.mark.usefixtures("nothing_given")
+def test_up_makes_a_key_that_its_owner_alone_can_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run").mkdir()
+    path = operator_key(Plan(data_dir=tmp_path))
+    assert path is not None and stat.S_IMODE(path.stat().st_mode) == 0o600
+    key = read_key(path)
+    assert operator_key(Plan(data_dir=tmp_path, host="0.0.0.0")) == path and read_key(path) == key
+    monkeypatch.setenv("OPENTINKER_KEY_ENV", "prod")
+    with pytest.raises(OpenTinkerError, match="a key of 'local', and key_env is 'prod'"):
+        operator_key(Plan(data_dir=tmp_path))
+    monkeypatch.setenv("OPENTINKER_ADMIN_KEY_FILE", str(tmp_path / "own"))
+    assert operator_key(Plan(data_dir=tmp_path)) == tmp_path / "own"
+
+
+@pytest.mark.usefixtures("nothing_given")
+def test_the_key_that_is_made_at_the_first_start_is_shown_nowhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, terminal in (("a", True), ("b", False)):
+        monkeypatch.setattr("sys.stdout.isatty", lambda terminal=terminal: terminal)
+        (tmp_path / name / "run").mkdir(parents=True)
+        paths = [operator_key(Plan(data_dir=tmp_path / name)) for _ in range(2)]
+        assert paths[0] is not None
+        shown = capsys.readouterr()
+        assert read_key(paths[0]) not in shown.out + shown.err
+
+
+# --- without keys ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.org"])
+def test_no_server_listens_for_others_without_keys(host: str, tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="auth = false is refused"):
+        load_settings(None, {"OPENTINKER_HTTP_HOST": host, "OPENTINKER_AUTH": "false"})
+    assert load_settings(None, {"OPENTINKER_HTTP_HOST": host}).auth
+    with pytest.raises(OpenTinkerError, match="--no-auth is refused"):
+        operator_key(Plan(data_dir=tmp_path, host=host, auth=False))
+
+
+@pytest.fixture
+async def without(ctx: Context) -> AsyncIterator[Http]:
+    """A server that asks for no keys."""
+    ctx.settings = ctx.settings.model_copy(update={"auth": False, "admin_key_file": None})
+    async with scheduler(ctx) as url, aiohttp.ClientSession() as session:
+        yield Http(session, url)
+
+
+PAGES = [
+    ({"Origin": "http://evil.example"}, "no pages of others"),
+    ({"Origin": "http://localhost:3000"}, "no pages of others"),
+    ({"Origin": "null"}, "no pages of others"),
+    ({"Host": "evil.example"}, "asks for no key"),
+    ({"Host": "127.0.0.1.evil.example:8080", "Origin": "http://127.0.0.1.evil.example:8080"}, "asks for no key"),
+    ({"Host": "[::1"}, "asks for no key"),
+]
+
+
+@pytest.mark.parametrize(("headers", "why"), PAGES)
+async def test_a_server_without_keys_answers_no_page_of_another_site(
+    without: Http, headers: dict[str, str], why: str
+) -> None:
+    for method, path in (("POST", "/v1/jobs"), ("GET", "/v1/jobs"), ("GET", "/healthz")):
+        status, body = await without(method, path, headers=headers)
+        assert status == 403 and why in body["detail"]
+
+
+async def test_a_server_without_keys_says_so_and_answers_its_own_pages_and_programs(without: Http) -> None:
+    port = without.url.rpartition(":")[2]
+    for headers in ({}, {"Origin": without.url}, {"Host": f"localhost:{port}"}, {"Host": f"[::1]:{port}"}):
+        assert (await without("GET", "/v1/workers", headers=headers))[0] == 200
+    assert (await without("GET", "/healthz"))[1]["auth"] == "off"
+    async with without.session.get(f"{without.url}/v1/jobs") as response:
+        assert response.headers["X-OpenTinker-Auth"] == "off"
+
+
+# --- clients --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("nothing_given")
+async def test_the_client_takes_the_key_from_a_parameter_a_variable_or_a_file(
+    closed: Http, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def ask(key: str | None = None) -> None:
+        async with AsyncClient(closed.url, api_key=key) as client:
+            assert await client.jobs() == []
+
+    await ask(OPERATOR)
+    with pytest.raises(ApiError, match="asks for a key; set OPENTINKER_API_KEY") as refused:
+        await ask()
+    assert refused.value.status == 401
+    monkeypatch.setenv("OPENTINKER_API_KEY_FILE", str(tmp_path / "nowhere"))
+    with pytest.raises(OpenTinkerError, match="OPENTINKER_API_KEY_FILE"):
+        await ask()
+    write_key(tmp_path / "key", OPERATOR)
+    monkeypatch.setenv("OPENTINKER_API_KEY_FILE", str(tmp_path / "key"))
+    await ask()
+    monkeypatch.setenv("OPENTINKER_API_KEY", new_key("local"))
+    with pytest.raises(ApiError, match="does not know this key"):
+        await ask()
+
+
+@pytest.mark.usefixtures("nothing_given")
+def test_in_the_directory_of_a_running_server_its_key_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("OPENTINKER_DATA_DIR", raising=False)
+    home = tmp_path / "runs" / "one"
+    url = "http://127.0.0.1:8123"
+    with locked(home):
+        path = operator_key(Plan(data_dir=home))
+        state = {"url": url, "admin_key_file": str(path)}
+        (home / "run" / "state.json").write_bytes(msgspec.json.encode(state))
+        assert path is not None
+        for same in (url, "http://localhost:8123", f"{url}/v1/jobs/j-0123456789"):
+            assert api_key(same) == key_for(same) == read_key(path)
+        for other in (
+            "http://127.0.0.1:8124",
+            "https://127.0.0.1:8123",
+            "http://example.org:8123",
+            "nonsense",
+            "http://[",
+            "http://x:y",
+        ):
+            assert key_for(other) == ""
+        monkeypatch.setenv("OPENTINKER_API_KEY", "mine")
+        assert api_key(url) == "mine"
+    assert key_for(url) == ""  # it runs no more

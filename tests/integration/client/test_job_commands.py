@@ -1,0 +1,205 @@
+"""`jobs`, `job`, `cancel`, `logs` and `events` of the command line against a scheduler."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import os
+import pty
+import signal
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+import orjson
+import pytest
+import structlog
+
+from opentinker import AsyncClient
+from opentinker.cli import common
+from opentinker.cli.artifacts import _kinds
+from opentinker.cli.observability import bars
+from opentinker.cli.views.job_summary import doing
+from opentinker.cli.views.job_table import ChangeLines
+from opentinker.cli.views.watch import event_line
+from opentinker.shared.types.manifest import short_list
+from tests.conftest import until
+from tests.integration.client.test_cli import environ, typed
+from tests.support.api import OPERATOR
+from tests.support.factories import make_spec
+
+WAIT_S = 60.0
+
+
+
+@pytest.fixture
+def on(client: AsyncClient, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> list[str]:
+    monkeypatch.setenv("OPENTINKER_API_KEY", OPERATOR)
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.__stderr__))  # the scheduler is in this process
+    request.addfinalizer(structlog.reset_defaults)
+    return ["--url", client.url]
+
+
+async def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return await asyncio.to_thread(typed, *arguments)
+
+
+async def listed(*arguments: object) -> list[str]:
+    return [job["name"] for job in orjson.loads((await run("jobs", "--json", *arguments)).stdout)]
+
+
+async def test_jobs_are_chosen_by_state_kind_and_name_and_cancelled_together(
+    client: AsyncClient, on: list[str]
+) -> None:
+    ids = [(await client.submit(make_spec(name=f"sweep {n}")))["id"] for n in range(3)]
+    other = (await client.submit(make_spec(name="other")))["id"]
+    await client.cancel(ids[0])
+    assert await listed("--name", "Sweep", *on) == ["sweep 2", "sweep 1", "sweep 0"]
+    assert await listed("--state", "queued", "--kind", "rl", "-n", 2, *on) == ["other", "sweep 2"]
+    assert await listed("--kind", "sft", *on) == []
+    assert "choose from queued" in (await run("jobs", "--state", "done", *on)).stderr
+    both = await run("cancel", ids[1], "j-0000000000", *on)
+    assert both.returncode == 1 and both.stdout == f"{ids[1]}  cancelled\n" and "no job 'j-0000000000'" in both.stderr
+    assert "--yes" in (await run("cancel", "--all", *on)).stderr
+    for wrong in (("cancel",), ("cancel", other, "--all"), ("cancel", other, "--kind", "rl")):
+        assert (await run(*wrong, *on)).returncode == 2
+    rest = await run("cancel", "--all", "--state", "queued", "--yes", "--json", *on)
+    assert {job["id"] for job in orjson.loads(rest.stdout)} == {ids[2], other}
+    assert (await run("cancel", "--all", "--yes", *on)).stdout == "no such job is going on\n"
+
+
+async def test_a_job_is_shown_shortly_unless_all_is_asked_for(client: AsyncClient, on: list[str]) -> None:
+    id = (await client.submit(make_spec(name="mine")))["id"]
+    short, full = (await run("job", id, *on)).stdout, (await run("job", id, "--full", *on)).stdout
+    assert len(short.splitlines()) < 20 < len(full.splitlines())
+    assert "spec" not in short and '"algorithm"' in full and "s ago)" in short
+    assert "since  " in full and "e+09" not in full
+
+
+async def test_a_job_that_is_not_there_is_said_without_routes(on: list[str]) -> None:
+    for command in ("job", "events", "logs", "watch", "artifacts"):
+        done = await run(command, "j-nope", *on)
+        assert done.returncode == 1 and "no job 'j-nope'" in done.stderr and "/v1" not in done.stderr
+        assert "jobs lists yours" in done.stderr and "Traceback" not in done.stderr
+    missing = orjson.loads((await run("job", "j-nope", "--json", *on)).stdout)
+    assert missing["status"] == 404 and "no job 'j-nope'" in missing["error"]
+
+
+async def test_levels_of_logs_have_their_usual_names(client: AsyncClient, on: list[str]) -> None:
+    id = (await client.submit(make_spec()))["id"]
+    assert (await run("logs", id, "--level", "WARN", *on)).returncode == 0
+    assert "choose from debug" in (await run("logs", id, "--level", "loud", *on)).stderr
+
+
+async def test_what_to_delete_is_asked_in_words(on: list[str]) -> None:
+    done = await run("delete", "j-0000000000", *on)
+    assert done.returncode == 2 and "say what to delete: --step STEP" in done.stderr
+    assert "Invalid value" not in done.stderr
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_table_fits_its_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = Terminal()
+    monkeypatch.setattr("sys.stdout", shown)
+    monkeypatch.setattr("shutil.get_terminal_size", lambda *_, **__: os.terminal_size((40, 20)))
+    row = ["j-0123456789", "a long name of a job", "queued", "waits for a free rollout worker"]
+    common.print_table(["id", "name", "state", "reason"], [row], empty="", last_below=True)
+    lines = shown.getvalue().splitlines()
+    assert lines[0].split() == ["id", "name", "state"] and max(map(len, lines)) <= 40
+    assert lines[-1] == "  waits for a free rollout worker"
+
+
+def test_lists_and_counts_are_short_and_grammatical() -> None:
+    assert short_list(range(1, 8)) == "1, 2, 3, 4, 5, 6, 7"
+    assert short_list(range(1, 201)) == "1, 2, 3, ... (194 more) ..., 198, 199, 200"
+    assert [line.partition("#")[0].strip() for line in bars([2, 3, 4, 6], [1, 1, 1, 1, 1], 1)] == [
+        *("1", "2", "3", "4 to 5", "6 or more"),
+    ]
+    files = [{"kind": "logs", "bytes": 1000}, {"kind": "logs", "bytes": 500}]
+    assert _kinds(files) == "2 logs (1.5 kB)"  # type: ignore[arg-type]
+
+
+def test_events_and_endings_read_as_people_write() -> None:
+    line = event_line({"event": "running", "time": 0.0, "epoch": -1, "since": 1795393246.6, "state": "running"})
+    assert "epoch" not in line and "1795393246" not in line and "since=" in line
+    job = {"state": "failed", "kind": "rl", "step": 1, "steps": 2, "reason": "no such model."}
+    assert doing(job) == ["It has failed at step 1 of 2: no such model."]
+
+
+# --- jobs --watch -----------------------------------------------------------------------------------------------------
+
+
+def watching(stdout: int, *arguments: str) -> subprocess.Popen[bytes]:
+    argv = [sys.executable, "-m", "opentinker.cli", "jobs", "--watch", *arguments]
+    return subprocess.Popen(argv, stdout=stdout, env={**environ(), "OPENTINKER_API_KEY": OPERATOR, "TERM": "xterm"})
+
+
+async def interrupted(process: subprocess.Popen[bytes]) -> int:
+    process.send_signal(signal.SIGINT)
+    return await asyncio.to_thread(process.wait, WAIT_S)
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+async def test_jobs_watched_in_a_pipe_are_a_line_per_change(
+    client: AsyncClient, on: list[str], tmp_path: Path, as_json: bool
+) -> None:
+    id = (await client.submit(make_spec(name="watched")))["id"]
+    file = tmp_path / "lines"
+    with file.open("w") as out:
+        process = watching(out.fileno(), "--state", "queued", *on, *(["--json"] if as_json else []))
+    try:
+        await until(lambda: id in file.read_text(), WAIT_S)
+        await client.cancel(id)
+        await until(lambda: file.read_text().count(id) == 2, WAIT_S)
+        assert await interrupted(process) == 130
+    finally:
+        process.kill()
+        process.wait()
+    first, last = file.read_text().splitlines()
+    if as_json:
+        assert (orjson.loads(first)["name"], orjson.loads(last)) == ("watched", {"id": id, "listed": False})
+    else:
+        assert f"  {id}  watched  queued  0/" in first and last.endswith(f"  {id}  no longer listed")
+
+
+async def test_jobs_watched_on_a_terminal_are_a_table_redrawn_in_place(client: AsyncClient, on: list[str]) -> None:
+    id = (await client.submit(make_spec(name="watched")))["id"]
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (20, 100))
+    os.set_blocking(ours, False)
+    process = watching(theirs, *on)
+    os.close(theirs)
+    shown = b""
+
+    def shows(text: bytes) -> bool:
+        nonlocal shown
+        with contextlib.suppress(BlockingIOError):
+            shown += os.read(ours, 65536)
+        return text in shown
+
+    try:
+        await until(lambda: shows(b"queued"), WAIT_S)
+        assert id.encode() in shown and b"1 job at " in shown
+        await client.cancel(id)
+        await until(lambda: shows(b"cancelled"), WAIT_S)
+        assert b"\x1b[1A" in shown, "the cursor moves up before the table is drawn again"
+        assert await interrupted(process) == 130
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+
+
+def test_jobs_watched_report_progress_in_forty_parts() -> None:
+    out = io.StringIO()
+    lines = ChangeLines(out)
+    job = {"id": "j-1", "name": "n", "state": "running", "steps": 400, "reason": "", "waiting_for": ""}
+    for step in range(401):
+        lines.show([{**job, "step": step}])  # type: ignore[typeddict-item]
+    assert [line.split("  ")[4] for line in out.getvalue().splitlines()] == [f"{n}/400" for n in range(0, 401, 10)]

@@ -1,0 +1,584 @@
+"""Inference jobs, asked with OpenAI's own client: answers, streams, tools, errors, and what happens when one dies."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import sys
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+from nats.aio.client import Client as Nats
+
+from opentinker.client import ApiConflict, ApiError, AsyncClient
+from opentinker.sdk.inference import text_of
+from opentinker.services.rollout_worker.inference_job import InferenceJob
+from opentinker.shared.messaging.bus import Bus
+from opentinker.shared.messaging.streaming import ask
+from opentinker.shared.messaging.subjects import GENERATE
+from opentinker.shared.openai.inference import GenerateChunk, GenerateRequest
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.state.store import Store
+from opentinker.shared.types.core import JobState, Message
+from tests.conftest import WAIT_S, Server, soon, until
+from tests.support.api import bearing, write_checkpoint
+from tests.support.inference import Site, site_of
+from tests.support.scheduling import kinds, new_job
+
+HELLO: Any = [{"role": "user", "content": "Hello?"}]
+ADD: Any = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+    },
+}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 3}}\n</tool_call>'
+
+
+@pytest.fixture
+async def site(client: AsyncClient, ctx: Context, nats_server: Server, valkey_server: Server) -> AsyncIterator[Site]:
+    async with site_of(client, nats_server, valkey_server, ctx.settings.data_dir) as site:
+        yield site
+
+
+async def collected(stream: Any) -> tuple[str, list[Any]]:
+    """The text of a stream, and its chunks."""
+    chunks = [chunk async for chunk in stream]
+    choices = [choice for chunk in chunks for choice in chunk.choices]
+    return "".join(
+        getattr(c, "text", None) or getattr(getattr(c, "delta", None), "content", None) or "" for c in choices
+    ), chunks
+
+
+# --- answers --------------------------------------------------------------------------------------------------------
+
+
+async def test_a_chat_is_answered_whole_and_streamed_alike(site: Site) -> None:
+    job = await site.job()
+    async with site.openai(job) as model:
+        (first, *others) = [card.id for card in (await model.models.list()).data]
+        assert (first, others) == ("some/model", ["chat", job])
+        for name in (first, *others):
+            assert (await model.models.retrieve(name)).id == name
+        with pytest.raises(openai.NotFoundError, match="`gpt` does not exist here; this job has: some/model, chat, j-"):
+            await model.models.retrieve("gpt")
+        whole = await model.chat.completions.create(model=first, messages=HELLO, logprobs=True, seed=5)
+        (choice,) = whole.choices
+        assert (choice.message.content, choice.finish_reason) == ("Hello there.", "stop")
+        assert choice.logprobs is not None and choice.logprobs.content is not None
+        assert [token.token for token in choice.logprobs.content] == [*"Hello there.", "<|im_end|>"]
+        assert choice.logprobs.content[0].bytes == [ord("H")] and choice.logprobs.content[0].logprob == -0.5
+        assert whole.system_fingerprint == "weights-3.7" and whole.model == first
+        assert whole.usage is not None and whole.usage.completion_tokens == 13
+        stream = await model.chat.completions.create(
+            model="chat", messages=HELLO, stream=True, logprobs=True, stream_options={"include_usage": True}
+        )
+        text, chunks = await collected(stream)
+        assert text == "Hello there." and len(chunks) > 5 and chunks[-1].usage == whole.usage
+        tokens = [t.token for c in chunks for d in c.choices if d.logprobs for t in d.logprobs.content]
+        assert tokens == [token.token for token in choice.logprobs.content]
+        assert [d.finish_reason for c in chunks for d in c.choices][-1] == "stop"
+        assert len({chunk.id for chunk in chunks}) == 1
+    prompt, sampling = site.speakers["rollout-0"].asked[0]
+    assert prompt == "<|im_start|>user\nHello?<|im_end|>\n<|im_start|>assistant\n"
+    assert (sampling.seed, sampling.temperature, sampling.max_tokens) == (5, 1.0, 10_000 - whole.usage.prompt_tokens)
+
+
+async def test_sampling_is_what_the_request_says(site: Site) -> None:
+    job = await site.job()
+    async with site.openai(job) as model:
+        cut = await model.chat.completions.create(
+            model=job, messages=HELLO, max_completion_tokens=4, temperature=0, top_p=0.5, extra_body={"top_k": 7}
+        )
+        assert (cut.choices[0].message.content, cut.choices[0].finish_reason) == ("Hell", "length")
+    sampling = site.speakers["rollout-0"].asked[0][1]
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens) == (0.0, 0.5, 7, 4)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_text_ends_before_its_stop_string_also_where_tokens_cut_it(site: Site, stream: bool) -> None:
+    site.words = lambda prompt: "one ## two ### three"
+    job = await site.job()
+    async with site.openai(job) as model:
+        answer: Any = await model.completions.create(model="chat", prompt="Count: ", stop=["###"], stream=stream)
+        text = (await collected(answer))[0] if stream else answer.choices[0].text
+    assert text == "one ## two "
+    assert site.speakers["rollout-0"].asked[0][0] == "Count: "
+
+
+async def test_plain_completions_take_token_ids_too(site: Site) -> None:
+    job = await site.job()
+    async with site.openai(job) as model:
+        answer = await model.completions.create(model=job, prompt=[5, 6, 7], logprobs=0)
+        assert answer.choices[0].text == "Hello there." and answer.usage is not None
+        assert answer.usage.prompt_tokens == 3
+        assert answer.choices[0].logprobs is not None and answer.choices[0].logprobs.tokens is not None
+        assert "".join(answer.choices[0].logprobs.tokens) == "Hello there.<|im_end|>"
+        assert answer.choices[0].logprobs.text_offset == list(range(13))
+        stream = await model.completions.create(model=job, prompt=[5, 6, 7], logprobs=0, stream=True)
+        listed = [choice.logprobs for chunk in (await collected(stream))[1] for choice in chunk.choices]
+        assert [place for found in listed for place in found.text_offset] == list(range(13))
+        with pytest.raises(openai.BadRequestError, match="token ids up to"):
+            await model.completions.create(model=job, prompt=[5, 10**6])
+        with pytest.raises(openai.BadRequestError, match="one prompt at a time"):
+            await model.completions.create(model=job, prompt=["a", "b"])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_chat_tells_the_likeliest_tokens(site: Site, stream: bool) -> None:
+    job = await site.job()
+    options: Any = {"model": job, "messages": HELLO, "logprobs": True, "top_logprobs": 3, "stream": stream}
+    async with site.openai(job) as model:
+        answer: Any = await model.chat.completions.create(**options)
+        choices = [c for chunk in (await collected(answer))[1] for c in chunk.choices] if stream else answer.choices
+    listed = [token for choice in choices if choice.logprobs for token in choice.logprobs.content]
+    assert [(token.token, token.logprob) for token in listed] == [
+        (mark, -0.5) for mark in [*"Hello there.", "<|im_end|>"]
+    ]
+    tops = [[(top.token, top.logprob, top.bytes) for top in token.top_logprobs] for token in listed]
+    assert tops[0] == [("a", -0.25, [97]), ("H", -0.5, [72]), ("b", -3.0, [98])]
+    assert [top[1][0] for top in tops] == [token.token for token in listed] and {len(top) for top in tops} == {3}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_completion_tells_the_likeliest_tokens_and_the_sampled_one(site: Site, stream: bool) -> None:
+    job = await site.job()
+    async with site.openai(job) as model:
+        answer: Any = await model.completions.create(model=job, prompt="Hello?", logprobs=1, stream=stream)
+        choices = [c for chunk in (await collected(answer))[1] for c in chunk.choices] if stream else answer.choices
+    tops = [top for choice in choices if choice.logprobs for top in choice.logprobs.top_logprobs or []]
+    assert tops == [{"a": -0.25, mark: -0.5} for mark in [*"Hello there.", "<|im_end|>"]]
+
+
+async def test_a_call_of_a_tool_comes_with_the_likeliest_tokens(site: Site) -> None:
+    site.words = lambda prompt: CALL
+    job = await site.job()
+    options: Any = {"model": job, "messages": HELLO, "tools": [ADD], "logprobs": True, "top_logprobs": 2}
+    async with site.openai(job) as model:
+        (whole,) = (await model.chat.completions.create(**options)).choices
+        _, chunks = await collected(await model.chat.completions.create(**options, stream=True))
+    (streamed,) = [choice.logprobs for chunk in chunks for choice in chunk.choices if choice.logprobs]
+    assert whole.logprobs.model_dump() == streamed.model_dump() and {
+        len(token.top_logprobs) for token in streamed.content
+    } == {2}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_tools_are_offered_called_and_answered(site: Site, stream: bool) -> None:
+    site.words = lambda prompt: "It is 4." if "tool_response" in prompt else f"I add.\n{CALL}"
+    job = await site.job()
+    async with site.openai(job) as model:
+        answer: Any = await model.chat.completions.create(model=job, messages=HELLO, tools=[ADD], stream=stream)
+        if stream:
+            _, chunks = await collected(answer)
+            deltas = [choice for chunk in chunks for choice in chunk.choices]
+            words = "".join(choice.delta.content or "" for choice in deltas)
+            (call,) = [call for choice in deltas for call in choice.delta.tool_calls or []]
+            finish = deltas[-1].finish_reason
+        else:
+            (call,), finish = answer.choices[0].message.tool_calls, answer.choices[0].finish_reason
+            words = answer.choices[0].message.content
+        assert words == "I add."
+        assert (call.function.name, json.loads(call.function.arguments), finish) == ("add", {"a": 3}, "tool_calls")
+        asked: Any = {
+            "role": "assistant",
+            "tool_calls": [{"id": call.id, "type": "function", "function": call.function.model_dump()}],
+        }
+        result: Any = {"role": "tool", "tool_call_id": call.id, "content": "4"}
+        last = await model.chat.completions.create(model=job, messages=[*HELLO, asked, result], tools=[ADD])
+        assert last.choices[0].message.content == "It is 4."
+    assert '"name": "add"' in site.speakers["rollout-0"].asked[0][0]
+
+
+# --- refusals -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"n": 2}, "n can only be 1"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty is not supported"),
+        ({"response_format": {"type": "json_object"}}, "nothing forces a format"),
+        ({"temperature": 11}, "temperature: must be a number from 0 to 10"),
+        ({"top_p": 0}, "top_p: must be a number above 0"),
+        ({"extra_body": {"guided_regex": "x"}}, "guided_regex is not supported"),
+        ({"extra_body": {"chat_template_kwargs": {"enable_thinking": True}}}, "chat_template_kwargs is not supported"),
+        ({"tool_choice": "required"}, "nothing forces"),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls can only be true"),
+        ({"verbosity": "low"}, "verbosity is not supported"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs can be 20 at most"),
+        ({"top_logprobs": 2}, "top_logprobs needs logprobs = true"),
+        ({"extra_body": {"prompt": "x"}}, "prompt is not supported at chat/completions"),
+        ({"extra_body": {"echo": True}}, "echo is not supported at chat/completions"),
+        ({"max_tokens": 0}, "max_tokens: must be a whole number of at least 1"),
+        ({"messages": [{"role": "user", "content": "x" * 20_000}]}, "maximum context length is 10000"),
+        ({"messages": [{"role": "user", "content": "x" * 700_000}]}, r"the prompt has 700\d\d\d bytes"),
+    ],
+)
+async def test_what_cannot_be_done_is_refused_in_words(site: Site, options: dict[str, Any], said: str) -> None:
+    job = await site.job()
+    async with site.openai(job) as model:
+        with pytest.raises(openai.BadRequestError, match=said) as refused:
+            await model.chat.completions.create(**{"model": job, "messages": HELLO, **options})
+    assert refused.value.type == "invalid_request_error"
+    assert site.speakers["rollout-0"].asked == []
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"logprobs": 6}, "logprobs can be 5 at most"),
+        ({"extra_body": {"max_completion_tokens": 3}}, "max_completion_tokens is not supported at completions"),
+        ({"extra_body": {"messages": HELLO}}, "messages is not supported at completions"),
+        ({"extra_body": {"tools": [ADD]}}, "tools is not supported at completions"),
+        ({"extra_body": {"top_logprobs": 0}}, "top_logprobs is not supported at completions"),
+    ],
+)
+async def test_what_a_completion_cannot_have_is_refused(site: Site, options: dict[str, Any], said: str) -> None:
+    job = await site.job()
+    async with site.openai(job) as model:
+        with pytest.raises(openai.BadRequestError, match=said):
+            await model.completions.create(**{"model": job, "prompt": "x", **options})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_that_breaks_something_ends_alone(site: Site, stream: bool) -> None:
+    def words(prompt: str) -> str:
+        if "break" in prompt:
+            raise LookupError("nobody thought of this")
+        return "Hello there."
+
+    site.words = words
+    job = await site.job()
+    asked: Any = [{"role": "user", "content": "break"}]
+    async with site.openai(job) as model:
+        with pytest.raises(openai.InternalServerError, match=r"fault of ours \(LookupError\)"):
+            await model.chat.completions.create(model=job, messages=asked, stream=stream)
+        assert (await model.chat.completions.create(model=job, messages=HELLO)).choices
+    assert not site._lives["rollout-0"].done()
+
+
+async def test_what_the_message_bus_does_not_carry_is_refused(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = await site.job()
+    monkeypatch.setattr(Nats, "max_payload", property(lambda nats: 4_000))
+    async with site.openai(job) as model:
+        with pytest.raises(openai.APIStatusError, match=r"the request has \d+ bytes.*max_payload") as refused:
+            await model.completions.create(model=job, prompt="x" * 5_000)
+        assert refused.value.status_code == 413
+        site.words = lambda prompt: "a" * 1_000
+        with pytest.raises(openai.InternalServerError, match=r"max_payload.*ask for fewer tokens"):
+            await model.completions.create(model=job, prompt="x")
+        with pytest.raises(openai.APIError, match=r"max_payload.*ask for fewer tokens"):
+            await collected(await model.completions.create(model=job, prompt="x", stream=True))
+        site.words = lambda prompt: "a"
+        assert (await model.completions.create(model=job, prompt="x")).choices[0].text == "a"
+    assert not site._lives["rollout-0"].done()
+
+
+async def test_errors_below_the_endpoint_have_openai_s_shape(site: Site) -> None:
+    job = await site.job()
+    async with site.openai(job) as model:
+        with pytest.raises(openai.NotFoundError, match="this job has: some/model, chat") as refused:
+            await model.chat.completions.create(model="gpt", messages=HELLO)
+        assert refused.value.code == "model_not_found"
+    async with aiohttp.ClientSession(headers=bearing()) as session:
+        for method, path, body, status in [
+            ("POST", f"{job}/v1/chat/completions", "{", 400),
+            ("POST", f"{job}/v1/chat/completions", "[]", 400),
+            ("POST", f"{job}/v1/chat/completions", '{"messages": []}', 400),
+            ("POST", f"{job}/v1/chat/completions", " " * 1_048_577, 413),
+            ("GET", f"{job}/v1/chat/completions", "", 405),
+            ("GET", f"{job}/v1/embeddings", "", 404),
+            ("GET", "j-0000000000/v1/models", "", 404),
+        ]:
+            async with session.request(
+                method, f"{site.client.url}/v1/jobs/{path}", data=io.BytesIO(body.encode())
+            ) as response:
+                error = (await response.json())["error"]
+                assert (response.status, error["type"]) == (status, "invalid_request_error"), path
+                assert error["message"]
+
+
+async def test_jobs_that_answer_nothing_say_why(site: Site, store: Store) -> None:
+    rl = await new_job(store, "j-0123456789")
+    over = await site.job()
+    await site.client.cancel(over)
+    waiting = (
+        await site.client.submit(
+            {"name": "x", "kind": "inference", "model": {"base": "m"}, "resources": {"rollout_workers": 1}}
+        )
+    )["id"]
+    for job, kind, said in [
+        (rl, openai.BadRequestError, "is of kind rl.*start.from = 'j-0123456789@latest'"),
+        (over, openai.ConflictError, "has cancelled"),
+    ]:
+        async with site.openai(job) as model:
+            with pytest.raises(kind, match=said):
+                await model.chat.completions.create(model="x", messages=HELLO)
+    await site.runs(waiting)
+
+
+# --- life -----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_job_needs_rollout_workers_alone_and_is_completed(site: Site, store: Store, ctx: Context) -> None:
+    job = await site.job()
+    record = await site.client.job(job)
+    assert (record["kind"], record["endpoint"]) == ("inference", f"/v1/jobs/{job}/v1")
+    assert [worker["pool"] for worker in record["workers"]] == ["rollout"] and "train" not in record["spec"]
+    assert await kinds(store, job) == ["queued", "starting", "running"]
+    for _ in range(2):  # it may be repeated
+        assert (await site.client.complete(job))["state"] == "succeeded"
+    with pytest.raises(ApiConflict, match="succeeded already"):
+        await site.client.cancel(job)
+    again = await site.job()  # the worker is free
+    assert (await site.client.cancel(again))["state"] == "cancelled"
+    with pytest.raises(ApiConflict, match="cancelled already"):
+        await site.client.complete(again)
+    with pytest.raises(ApiConflict, match="kind rl, and ends by itself"):
+        await site.client.complete(await new_job(store, "j-0123456789"))
+
+
+async def test_a_queued_job_waits_for_a_worker_and_says_so(site: Site) -> None:
+    first = await site.job()
+    second = (await site.client.submit({"name": "y", "kind": "inference", "model": {"base": "m"}}))["id"]
+
+    async def waits() -> bool:
+        held = f"a free rollout worker (held by inference job {first}; cancel it or add a rollout worker; "
+        lends = "an inference job lends its workers after 120 s without requests)"
+        return bool((await site.client.job(second))["waiting_for"] == held + lends)
+
+    await until(waits)
+    async with site.openai(second) as model:
+        with pytest.raises(openai.InternalServerError, match="is queued: it waits for a free rollout worker"):
+            await model.models.list()
+
+
+async def test_an_idle_job_ends(site: Site) -> None:
+    job = (
+        await site.client.submit({"name": "x", "kind": "inference", "model": {"base": "m"}, "serving": {"idle_s": 0.2}})
+    )["id"]
+    record = await site.client.wait(job, 60)
+    assert (record["state"], record["reason"]) == ("succeeded", "idle for 0.2 s (serving.idle_s)")
+
+
+async def test_a_worker_that_is_lost_is_replaced_and_the_request_waits_for_it(site: Site) -> None:
+    job = await site.job()
+    await site.kill("rollout-0")
+    async with site.openai(job) as model:
+        asking = asyncio.create_task(model.chat.completions.create(model=job, messages=HELLO))
+        await site.worker("rollout-1")
+        assert (await soon(asking)).choices[0].message.content == "Hello there."
+    assert (await site.client.job(job))["state"] == "running"
+
+
+async def test_a_request_that_has_no_answer_yet_goes_to_another_worker(site: Site) -> None:
+    await site.worker("rollout-1")
+    job = await site.job(resources={"rollout_workers": 2})
+    await until(lambda: len(site.speakers) == 2)
+    for speaker in site.speakers.values():
+        speaker.gate = asyncio.Event()
+    async with site.openai(job) as model:
+        asking = asyncio.create_task(model.chat.completions.create(model=job, messages=HELLO))
+        await until(lambda: any(speaker.running for speaker in site.speakers.values()))
+        (at_it,) = [id for id, speaker in site.speakers.items() if speaker.running]
+        (other,) = site.speakers.keys() - {at_it}
+        gate = site.speakers[other].gate
+        assert gate is not None
+        gate.set()
+        await site.kill(at_it)
+        assert (await soon(asking)).choices[0].message.content == "Hello there."
+
+
+async def test_a_stream_whose_worker_is_lost_ends_with_an_error(site: Site) -> None:
+    job = await site.job()
+    site.speakers["rollout-0"].gate, site.speakers["rollout-0"].at = asyncio.Event(), 4
+    async with site.openai(job) as model:
+        stream = await model.chat.completions.create(model=job, messages=HELLO, stream=True)
+        got = ""
+        with pytest.raises(openai.APIError, match="is gone"):
+            async for chunk in stream:
+                got += chunk.choices[0].delta.content or ""
+                if got == "Hell":
+                    await site.kill("rollout-0")
+        assert got == "Hell"
+
+
+async def test_an_engine_that_dies_ends_its_worker(site: Site) -> None:
+    job = await site.job()
+    site.speakers["rollout-0"].died.set_result(None)
+    life = site._lives["rollout-0"]
+    await until(life.done)
+    with pytest.raises(Exception, match="killed by the test"):
+        life.result()
+    await site.worker("rollout-0")
+    async with site.openai(job) as model:
+        assert (await model.chat.completions.create(model=job, messages=HELLO)).choices
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_goes_away_frees_the_engine(site: Site, stream: bool) -> None:
+    job = await site.job()
+    speaker = site.speakers["rollout-0"]
+    speaker.gate, speaker.at = asyncio.Event(), 3
+    async with site.openai(job) as model:
+        asking = asyncio.create_task(model.chat.completions.create(model=job, messages=HELLO, stream=stream))
+        await until(lambda: speaker.running)
+        if stream:
+            opened: Any = await soon(asking)
+            await opened.close()
+        else:
+            asking.cancel()
+        await until(lambda: not speaker.running)
+
+
+async def test_requests_of_a_scheduler_that_is_gone_are_given_up(site: Site, bus: Bus, store: Store) -> None:
+    job = await site.job()
+    speaker = site.speakers["rollout-0"]
+    speaker.gate = asyncio.Event()
+    (worker,) = [w for w in await store.workers() if w.job == job]
+    question = GenerateRequest(
+        id="q", asker="nobody", job=job, model="some/model", messages=[Message(role="user", content="?")]
+    )
+    pieces = ask(bus, GENERATE, question, silence_s=60.0, worker=worker.address)
+    waiting: asyncio.Task[GenerateChunk] = asyncio.create_task(anext(pieces))
+    await until(lambda: speaker.running)
+    await until(lambda: not speaker.running)
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    await pieces.aclose()
+
+
+async def test_nothing_is_begun_when_the_job_is_over(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    end, said = InferenceJob._end, asyncio.get_running_loop().create_future()
+
+    async def ended(over: InferenceJob) -> None:
+        await end(over)
+        late = GenerateRequest(id="q", asker="nobody", job=over.lease.job, model="some/model", text="x")
+        async with aclosing(ask(over.bus, GENERATE, late, silence_s=WAIT_S, worker=over.address)) as pieces:
+            said.set_result(await anext(pieces))
+
+    monkeypatch.setattr(InferenceJob, "_end", ended)
+    await site.client.cancel(await site.job())
+    refusal = (await soon(said)).refusal
+    assert refusal is not None and (refusal.status, refusal.elsewhere) == (503, True)
+
+
+async def test_who_has_just_asked_when_the_job_ends_is_told(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    end, said = InferenceJob._end, list[tuple[str, GenerateChunk]]()
+
+    async def ended(over: InferenceJob) -> None:
+        def asks(id: str) -> None:
+            async def send(piece: GenerateChunk) -> None:
+                await asyncio.sleep(0)
+                said.append((id, piece))
+
+            over._begin(GenerateRequest(id=id, asker="nobody", job=over.lease.job, model="some/model", text="x"), send)
+
+        asks("not yet begun")
+        over.over = True
+        asks("being refused")
+        await end(over)
+        said.append(("after", GenerateChunk(seq=0)))
+
+    monkeypatch.setattr(InferenceJob, "_end", ended)
+    await site.client.cancel(await site.job())
+    await until(lambda: "after" in dict(said))
+    assert sorted(id for id, _ in said[:2]) == ["being refused", "not yet begun"]
+    assert all(piece.refusal is not None and piece.refusal.elsewhere for _, piece in said[:2])
+
+
+async def test_more_than_may_wait_is_refused_for_the_moment(site: Site) -> None:
+    job = await site.job(serving={"max_concurrent": 1, "max_waiting": 1})
+    speaker = site.speakers["rollout-0"]
+    speaker.gate = asyncio.Event()
+    async with site.openai(job) as model:
+        two = [asyncio.create_task(model.chat.completions.create(model=job, messages=HELLO)) for _ in range(2)]
+
+        async def both() -> bool:
+            (worker,) = (await site.client.job(job))["workers"]
+            return bool(worker["detail"]["requests"] == 2)
+
+        await until(both)
+        with pytest.raises(openai.RateLimitError, match="2 requests are being answered or wait") as refused:
+            await model.chat.completions.create(model=job, messages=HELLO)
+        assert refused.value.code == "overloaded" and refused.value.response.headers["Retry-After"]
+        assert len(speaker.running) == 1
+        speaker.gate.set()
+        for asking in two:
+            assert (await soon(asking)).choices
+
+
+async def test_a_request_has_its_time(site: Site) -> None:
+    job = await site.job(serving={"request_timeout_s": 0.2})
+    site.speakers["rollout-0"].gate = asyncio.Event()
+    async with site.openai(job) as model:
+        with pytest.raises(openai.InternalServerError, match=r"no answer within 0.2 s \(serving.request_timeout_s\)"):
+            await model.chat.completions.create(model=job, messages=HELLO)
+
+
+# --- chat -----------------------------------------------------------------------------------------------------------
+
+
+async def opentinker(*arguments: str, lines: str = "") -> tuple[int, str, str]:
+    """Exit status, output and complaints of a command."""
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "opentinker.cli", *arguments, stdin=pipe, stdout=pipe, stderr=pipe
+    )
+    out, complaints = await soon(process.communicate(lines.encode()))
+    assert process.returncode is not None
+    return process.returncode, out.decode(), complaints.decode()
+
+
+async def test_people_chat_line_by_line(site: Site) -> None:
+    site.words = lambda prompt: f"Answer {prompt.count('<|im_start|>user')}."
+    job = await site.job()
+    url = ["--url", site.client.url]
+    status, out, _ = await opentinker("chat", job, *url, "--system", "Be short.", lines="one\n\ntwo\n")
+    assert (status, out) == (0, "Answer 1.\nAnswer 2.\n")
+    prompts = [prompt for prompt, _ in site.speakers["rollout-0"].asked]
+    assert "Be short." in prompts[1] and "one<|im_end|>" in prompts[1] and "Answer 1.<|im_end|>" in prompts[1]
+    status, out, _ = await opentinker("chat", job, *url, "-m", "once", "--json", "--seed", "3", "--max-tokens", "4")
+    chunks = [json.loads(line) for line in out.splitlines()]
+    assert status == 0 and "".join(text_of(chunk) for chunk in chunks) == "Answ"
+    assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+    assert site.speakers["rollout-0"].asked[-1][1].seed == 3
+    status, _, complaints = await opentinker("chat", job, *url, "-m", "x", "--model", "other")
+    assert status == 1 and "The model `other` does not exist here" in complaints
+
+
+async def test_an_answer_that_breaks_off_is_an_error_of_the_client(site: Site) -> None:
+    job = await site.job()
+    site.speakers["rollout-0"].gate, site.speakers["rollout-0"].at = asyncio.Event(), 4
+    got = ""
+    with pytest.raises(ApiError, match=r"the answer broke off: .* is gone"):
+        async for chunk in site.client.chat(job, HELLO):
+            got += text_of(chunk)
+            if got == "Hell":
+                await site.kill("rollout-0")
+    assert got == "Hell"
+
+
+# --- what is served -------------------------------------------------------------------------------------------------
+
+
+ADAPTER = {"adapter_config.json": b"", "adapter_model.safetensors": b"x"}
+
+
+async def test_a_checkpoint_is_kept_for_the_job_and_named(site: Site, ctx: Context, store: Store) -> None:
+    other = await new_job(store, "j-0123456789", JobState.SUCCEEDED, model__base="some/model")
+    write_checkpoint(ctx, other, 7, {"model.safetensors": b"\x02\0\0\0\0\0\0\0{}"})
+    job = await site.job(start={"from": f"{other}@latest"})
+    async with site.openai(job) as model:
+        assert (await model.models.list()).data[0].id == f"{other}@7"
+        assert (await model.chat.completions.create(model=f"{other}@7", messages=HELLO)).choices
+    with pytest.raises(ApiError, match=r"model\.lora.*needs start\.from"):
+        await site.client.submit({"name": "x", "kind": "inference", "model": {"base": "m", "lora": {}}})

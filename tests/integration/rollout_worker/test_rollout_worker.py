@@ -1,0 +1,387 @@
+"""A rollout worker's lease over real servers with a simulated engine: lost engines, and tickets without an end."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.abc
+import os
+import sys
+import threading
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import structlog
+
+from opentinker.services.rollout_worker.engines.base import (
+    Completion,
+    EngineError,
+    EngineLost,
+    Progress,
+    Sampling,
+    Shown,
+)
+from opentinker.services.rollout_worker.engines.toy import ToyEngine
+from opentinker.services.rollout_worker.episode import Sessions
+from opentinker.services.rollout_worker.renderer import Renderer
+from opentinker.services.rollout_worker.rl_job import MAX_DELIVERIES, RolloutJob
+from opentinker.services.rollout_worker.service import ENGINE, import_engine
+from opentinker.services.scheduler.jobs.tickets import JUDGED_FROM, too_many_failures
+from opentinker.shared.config import Settings
+from opentinker.shared.messaging.bus import Bus, StreamFull
+from opentinker.shared.messaging.subjects import GROUP, GROUPS, SWAP, TICKET, TICKETS, Subject
+from opentinker.shared.runtime.leased_worker import LeasedWorker
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.spec import ToySpec
+from opentinker.shared.state.staleness import Admission
+from opentinker.shared.state.store import Store
+from opentinker.shared.types.core import JobState, Lease, Message, Pool, SwapCommand, WeightVersion
+from opentinker.shared.types.env_protocol import SessionReply, StepSession
+from tests.conftest import WAIT_S, Server, soon, until
+from tests.support.factories import make_spec, make_ticket
+from tests.unit.rollout_worker.test_episode import Chars
+
+EOS = 1
+
+
+class Asking:
+    """An environment side that asks once and is content with every answer."""
+
+    async def open(self, **_: Any) -> SessionReply:
+        return SessionReply(worker="env-0", messages=[Message(role="user", content="7=")])
+
+    async def step(self, worker: str, request: StepSession) -> SessionReply:
+        return SessionReply(worker="env-0", reward=1.0, done=True)
+
+    async def close(self, **_: Any) -> None:
+        pass
+
+
+class Mortal(ToyEngine):
+    """Dies of every request while `poisoned`, or by itself when told to."""
+
+    def __init__(self) -> None:
+        super().__init__(ToySpec(), eos_id=EOS, vocab_size=128, context_length=64)
+        self.version = WeightVersion(1, 0)
+        self.poisoned = False
+        self.died = asyncio.Event()
+
+    async def generate(
+        self,
+        request: str,
+        prompt_ids: list[int],
+        sampling: Sampling,
+        progress: Progress | None = None,
+        shown: Sequence[Shown] = (),
+    ) -> Completion:
+        if self.poisoned:
+            raise EngineLost("killed by its request")
+        return await super().generate(request, prompt_ids, sampling, progress, shown)
+
+    async def watch(self) -> None:
+        await self.died.wait()
+        raise EngineLost("killed while idle")
+
+
+class Bench:
+    """One job and the lives of a rollout worker that serves it."""
+
+    def __init__(self, bus: Bus, store: Store) -> None:
+        self.bus, self.store = bus, store
+        self.job = f"j-{uuid.uuid4().hex[:8]}"
+        self.spec = make_spec(rollout__max_concurrent_groups=32, rollout__engine="toy")
+        self.admission = Admission(store.redis, self.job, epoch=1)
+        self.sessions: Sessions = Asking()
+
+    async def issue(self, groups: int) -> None:
+        await self.store.create_job(id=self.job, spec=self.spec.model_dump(mode="json"), tenant="t")
+        await self.store.transition(self.job, JobState.RUNNING)
+        await self.admission.restore(step=0, max_staleness=0, groups_per_batch=groups, total=groups, discarded={})
+        for seq in (await self.admission.issue(groups))[1]:
+            await self.bus.publish(TICKET, make_ticket(job=self.job, seq=seq), f"{self.job}/{seq}", job=self.job)
+
+    async def tickets(self) -> int:
+        return await self.bus.count("TICKETS", TICKET.at(job=self.job))
+
+    def live(self, engine: Mortal) -> asyncio.Task[None]:
+        """A new process: claims tickets until it is cancelled or fails."""
+
+        async def unused(*_: object) -> None:
+            raise AssertionError
+
+        log = structlog.get_logger()
+        ctx = Context("rollout-worker", "rollout-0", Settings(), self.bus, self.store, log)
+        worker = LeasedWorker(ctx, Pool.ROLLOUT, unused)
+        lease = Lease(job=self.job, worker="rollout-0", incarnation=worker.info.incarnation, epoch=1, pool=Pool.ROLLOUT)
+        renderer = Renderer(Chars(), "model", frozenset({EOS}))
+        job = RolloutJob(worker, lease, self.spec, engine, renderer, self.sessions)
+        job.weights.set()
+        return asyncio.create_task(job.run())
+
+
+@pytest.fixture
+def bench(bus: Bus, store: Store, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    monkeypatch.setattr("opentinker.services.rollout_worker.rl_job.TICKET_WAIT_S", 0.5)
+    return Bench(bus, store)
+
+
+async def test_an_engine_that_dies_while_idle_ends_the_worker(bench: Bench) -> None:
+    await bench.issue(0)
+    engine = Mortal()
+    life = bench.live(engine)
+    engine.died.set()
+    with pytest.raises(EngineLost, match="while idle"):
+        await soon(life)
+
+
+async def test_tickets_that_kill_every_engine_fail_in_the_end_and_with_them_the_job(bench: Bench) -> None:
+    await bench.issue(JUDGED_FROM)
+    deaths = 0
+    while await bench.tickets():
+        engine = Mortal()
+        engine.poisoned = True
+        life = bench.live(engine)
+
+        async def over(life: asyncio.Task[None] = life) -> bool:
+            return life.done() or not await bench.tickets()
+
+        await until(over)
+        if life.done():
+            with pytest.raises(EngineLost):
+                life.result()
+            deaths += 1
+            assert deaths < 4 * MAX_DELIVERIES, "there is no end"
+        life.cancel()
+        await asyncio.wait([life])
+    assert deaths > 1
+    ledger = await bench.admission.ledger()
+    assert ledger.failed == {"engine_error": JUDGED_FROM}
+    assert "engine_error 20" in (too_many_failures(ledger, bench.spec.rollout.max_failed_share) or "")
+    assert "came to no end" in (await bench.store.latest_event(bench.job, "group_failed") or {})["error"]
+
+
+async def test_tickets_of_a_lost_engine_are_played_by_the_next(bench: Bench) -> None:
+    await bench.issue(3)
+    engine = Mortal()
+    engine.poisoned = True
+    with pytest.raises(EngineLost):
+        await soon(bench.live(engine))
+    life = bench.live(Mortal())
+
+    async def played() -> bool:
+        return await bench.bus.count("GROUPS", GROUP.at(job=bench.job)) == 3
+
+    await until(played)
+    life.cancel()
+    await asyncio.wait([life])
+    assert (await bench.admission.ledger()).failed == {}
+
+
+class Uneven(Mortal):
+    """Requests of some samples never end, those of others fail."""
+
+    def __init__(self, *, hanging: set[int], failing: set[int]) -> None:
+        super().__init__()
+        self.hanging, self.failing = hanging, failing
+        self.freed: list[int] = []
+
+    async def generate(
+        self,
+        request: str,
+        prompt_ids: list[int],
+        sampling: Sampling,
+        progress: Progress | None = None,
+        shown: Sequence[Shown] = (),
+    ) -> Completion:
+        index = int(request.split("-")[-3])
+        if index in self.failing:
+            raise EngineError("this one never works")
+        if index in self.hanging:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.freed.append(index)
+        return await super().generate(request, prompt_ids, sampling, progress, shown)
+
+
+async def test_an_oversampled_group_is_closed_when_enough_episodes_have_ended(bench: Bench) -> None:
+    """Two of five are wanted: one hangs, one fails for good, and the group is whole and numbered from 0."""
+    bench.spec = make_spec(rollout__engine="toy", rollout__oversample=3, rollout__retries=0)
+    await bench.issue(1)
+    engine = Uneven(hanging={0}, failing={2})
+    life = bench.live(engine)
+
+    async def played() -> bool:
+        return await bench.tickets() == 0
+
+    await until(played)
+    consumer = await bench.bus.consume(GROUP, "look", batch=1, start_seq=1, job=bench.job)
+    delivery = await consumer.next(WAIT_S)
+    assert delivery is not None and delivery.noun is not None
+    assert [t.index for t in delivery.noun.trajectories] == [0, 1]
+    delivery.noun.check()
+    await consumer.close(delete=True)
+    assert engine.freed == [0], "what is cut off is cancelled"
+    ledger = await bench.admission.ledger()
+    assert (ledger.accepted, ledger.failed) == (1, {})
+    life.cancel()
+    await asyncio.wait([life])
+
+
+async def test_an_oversampled_group_fails_when_too_few_are_left(bench: Bench) -> None:
+    bench.spec = make_spec(rollout__engine="toy", rollout__oversample=1, rollout__retries=0)
+    await bench.issue(1)
+    life = bench.live(Uneven(hanging={1}, failing={0, 2}))
+
+    async def over() -> bool:
+        return await bench.tickets() == 0
+
+    await until(over)
+    assert (await bench.admission.ledger()).failed == {"engine_error": 1}
+    life.cancel()
+    await asyncio.wait([life])
+
+
+class Unseeded(Asking):
+    """Counts its episodes, and begins each with their number: state that siblings share."""
+
+    def __init__(self) -> None:
+        self.opened = 0
+
+    async def open(self, **_: Any) -> SessionReply:
+        self.opened += 1
+        return SessionReply(worker="env-0", messages=[Message(role="user", content=f"{self.opened}=")])
+
+
+@pytest.mark.parametrize("choice", ["warn", "fail"])
+async def test_siblings_that_begin_differently_are_told_of_and_trained_only_by_choice(
+    bench: Bench, choice: str
+) -> None:
+    bench.spec = make_spec(rollout__engine="toy", rollout__opening_mismatch=choice, rollout__retries=0)
+    bench.sessions = Unseeded()
+    await bench.issue(2)
+    life = bench.live(Mortal())
+
+    async def over() -> bool:
+        return await bench.tickets() == 0
+
+    await until(over)
+    ledger = await bench.admission.ledger()
+    assert (ledger.accepted, ledger.failed) == ((2, {}) if choice == "warn" else (0, {"env_bad_reply": 2}))
+    (event,) = (e for e in await bench.store.events(bench.job) if e["event"] == "opening_mismatch")
+    assert "samples 0 and 1 began differently: from token 3 on it is '1=" in event["differs"]
+    life.cancel()
+    await asyncio.wait([life])
+
+
+async def test_groups_wait_while_the_store_is_full_and_go_on_with_nothing_lost(
+    small_server: Server, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("opentinker.services.rollout_worker.rl_job.FULL_PAUSE_S", 0.05)
+    async with Bus.connect(small_server.url, "test") as bus:
+        for stream in (TICKETS, GROUPS):
+            await bus.js.add_stream(stream)
+        bench = Bench(bus, store)
+        await bench.issue(3)
+        with pytest.raises(StreamFull):
+            for number in range(10_000):
+                await bus.publish(Subject(GROUP.pattern, bytes), bytes(4096), f"other/{number}", job="other")
+        life = bench.live(Mortal())
+
+        async def said() -> list[str]:
+            return [e["error"] for e in await store.events(bench.job) if e["event"] == "stream_full"]
+
+        await until(said)
+        assert await bus.count("GROUPS", GROUP.at(job=bench.job)) == 0
+        assert (await bench.admission.ledger()).running == 3
+        await bus.purge("GROUPS", GROUP.at(job="other"))
+
+        async def played() -> bool:
+            return await bench.tickets() == 0
+
+        await until(played)
+        assert await bus.count("GROUPS", GROUP.at(job=bench.job)) == 3
+        ledger = await bench.admission.ledger()
+        assert (ledger.accepted, ledger.running, ledger.failed) == (3, 0, {})
+        assert len(await said()) == 1, "said with every try"
+        life.cancel()
+        await asyncio.wait([life])
+
+
+# --- swaps ----------------------------------------------------------------------------------------------------------
+
+
+class Slow(Mortal):
+    """Its swaps take until they are let go on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.began, self.go_on, self.closed = asyncio.Event(), asyncio.Event(), False
+
+    async def receive(self, command: SwapCommand) -> dict[str, float]:
+        self.began.set()
+        await self.go_on.wait()
+        assert not self.closed, "an engine that is closed in the middle of a swap ends it with a traceback"
+        return {}
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+async def test_a_swap_under_way_ends_before_the_engine_is_closed(bench: Bench) -> None:
+    await bench.issue(0)
+    engine = Slow()
+
+    async def live() -> None:
+        try:
+            await bench.live(engine)
+        finally:
+            await engine.close()
+
+    addresses: list[str] = []
+
+    async def listens() -> list[str]:
+        addresses[:] = [w.address for w in await bench.store.workers() if w.ready_for(bench.job)]
+        return addresses
+
+    command = SwapCommand(job=bench.job, epoch=1, action="receive", generation=0, version=WeightVersion(1, 1))
+    life = asyncio.create_task(live())
+    await until(listens)
+    swap = asyncio.create_task(bench.bus.request(SWAP, command, WAIT_S, worker=addresses[0]))
+    await soon(engine.began.wait())
+    engine.died.set()  # the job's end comes between
+    engine.go_on.set()
+    assert (await soon(swap)).ok
+    with pytest.raises(EngineLost, match="while idle"):
+        await soon(life)
+    assert engine.closed
+
+
+# --- imports --------------------------------------------------------------------------------------------------------
+
+
+class Held(importlib.abc.MetaPathFinder):
+    """Stands in the way of an import until the event loop has turned."""
+
+    def __init__(self) -> None:
+        self.asked, self.turned = threading.Event(), threading.Event()
+
+    def find_spec(self, name: str, *_: object) -> None:
+        if name == ENGINE:
+            self.asked.set()
+            raise ImportError("the loop turned" if self.turned.wait(WAIT_S) else "the loop stood still")
+
+
+async def test_the_first_job_of_a_process_that_loads_late_holds_up_no_heartbeat(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    held = Held()
+    monkeypatch.setattr(sys, "meta_path", [held, *sys.meta_path])
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    monkeypatch.delitem(sys.modules, ENGINE, raising=False)
+    importing = asyncio.create_task(import_engine(make_spec(rollout__engine="vllm")))
+    await until(held.asked.is_set)
+    held.turned.set()
+    with pytest.raises(ImportError, match="the loop turned"):
+        await soon(importing)

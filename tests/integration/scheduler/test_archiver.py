@@ -1,0 +1,345 @@
+"""Jobs' leavings on their way into the artifact store when something goes wrong: nothing is lost, nothing stuck."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import orjson
+import pytest
+
+from opentinker.services.scheduler.artifacts import checkpoint_dir
+from opentinker.services.scheduler.artifacts.archiver import Archiver
+from opentinker.services.scheduler.artifacts.checkpoint_dir import CheckpointView
+from opentinker.services.scheduler.artifacts.checkpoint_metrics import Measured
+from opentinker.services.scheduler.artifacts.retention import Rule
+from opentinker.services.scheduler.artifacts.store import DirectoryStore, StoreUnavailable
+from opentinker.shared.messaging.bus import NoReply
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.state.store import Store
+from opentinker.shared.types.core import JobRecord, JobState
+from opentinker.shared.types.manifest import read_manifest
+from tests.conftest import Server
+from tests.support.api import SPEC, write_checkpoint
+from tests.support.factories import make_spec
+from tests.support.scheduling import context
+
+FILES = {"model.safetensors": b"weights", "trainer/state.json": b"{}"}
+PATH = "checkpoints/step-000010"
+
+
+@pytest.fixture
+async def ctx(nats_server: Server, valkey_server: Server, store: Store, tmp_path: Path) -> AsyncIterator[Context]:
+    async with context(nats_server, valkey_server, "scheduler-0", tmp_path / "data") as ctx:
+        yield ctx
+
+
+@pytest.fixture
+def apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store is on another file system than the jobs; those are put away as soon as they are over."""
+    monkeypatch.setattr(DirectoryStore, "apart", True)
+    monkeypatch.setattr("opentinker.services.scheduler.artifacts.archiver.LINGER_S", -60.0)
+
+
+async def begun(ctx: Context) -> str:
+    """A job that has had a trainer, and a checkpoint."""
+    job = f"j-{uuid.uuid4().hex[:10]}"
+    await ctx.store.create_job(id=job, spec=SPEC, tenant="default")
+    await ctx.store.transition(job, JobState.STARTING, epoch=1)
+    write_checkpoint(ctx, job, 10, FILES)
+    return job
+
+
+async def over(ctx: Context, job: str) -> None:
+    await ctx.store.transition(job, JobState.SUCCEEDED, epoch=1)
+    await ctx.store.ended(job)
+
+
+async def record(ctx: Context, job: str) -> JobRecord:
+    return (await ctx.store.jobs([job]))[0]
+
+
+def staged(ctx: Context, job: str) -> Path:
+    (place,) = (ctx.settings.data_dir / "staged" / "default" / job).glob("step-000010.*")
+    return place
+
+
+async def size_of(keeping: Archiver, job: str, name: str = "model.safetensors") -> int | None:
+    """In the store."""
+    return await keeping.artifacts.store.stat(f"default/{job}/{(await keeping.index.of(job))[PATH].at}/{name}")
+
+
+async def tar_of(keeping: Archiver, job: JobRecord, first: int = 0) -> tuple[str, bytes]:
+    archive = await checkpoint_dir.open_archive(await keeping.artifacts.checkpoints(job), 10, everything=True)
+    try:
+        return archive.etag, b"".join([chunk async for chunk in archive.chunks(first, archive.size - first)])
+    finally:
+        archive.close()
+
+
+async def test_disk_that_refuses_costs_no_checkpoint(
+    ctx: Context, apart: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, keeping = await begun(ctx), Archiver(ctx)
+    await keeping.index.open(job)
+    await over(ctx, job)
+    home = ctx.settings.data_dir / "jobs" / job / PATH
+
+    def full(source: Path, target: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_dir, "hard_link", full)
+        for _ in range(2):
+            await keeping.look()
+            await keeping.put()
+    assert (home / "model.safetensors").read_bytes() == b"weights", "it is the last copy"
+    assert job in await keeping.index.opened(), "it is tried again"
+    await keeping.look()
+    await keeping.put()
+    assert (await keeping.index.of(job)).keys() == {PATH} and home.exists()
+    await keeping.look()
+    assert job not in await keeping.index.opened() and not home.exists()
+    assert await size_of(keeping, job) == 7
+
+
+async def test_what_the_store_cannot_have_stays_where_it_is(ctx: Context, apart: None) -> None:
+    job, keeping = await begun(ctx), Archiver(ctx)
+    home = ctx.settings.data_dir / "jobs" / job / PATH
+    (home / "model.safetensors").write_bytes(b"half")
+    await keeping.index.open(job)
+    await over(ctx, job)
+    await keeping.look()
+    assert job not in await keeping.index.opened()
+    assert (home / "model.safetensors").read_bytes() == b"half" and (home / "trainer" / "state.json").exists()
+
+
+async def test_download_goes_on_when_the_checkpoint_has_moved_into_the_store(ctx: Context) -> None:
+    job, keeping = await record(ctx, await begun(ctx)), Archiver(ctx)
+    before = await tar_of(keeping, job)
+    await keeping.look()
+    await keeping.put()
+    shutil.rmtree(ctx.settings.data_dir / "jobs" / job.id)
+    etag, rest = await tar_of(keeping, job, first=1000)
+    assert (etag, before[1][:1000] + rest) == before
+
+
+@pytest.mark.parametrize("text", [b"", b"{"])
+async def test_torn_manifest_of_what_is_staged_is_staged_again(ctx: Context, text: bytes) -> None:
+    job, keeping = await begun(ctx), Archiver(ctx)
+    await keeping.look()
+    torn = staged(ctx, job)
+    (torn / "manifest.json").write_bytes(text)
+    await keeping.put()
+    assert await keeping.index.of(job) == {} and not torn.exists()
+    torn.mkdir(parents=True)
+    (torn / "manifest.json").write_bytes(text)
+    await keeping.look()
+    await keeping.put()
+    assert (await keeping.index.of(job)).keys() == {PATH}
+
+
+async def test_one_that_cannot_be_put_or_removed_holds_up_no_other(
+    ctx: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs, keeping = sorted([await begun(ctx), await begun(ctx), await begun(ctx)]), Archiver(ctx)
+    await keeping.look()
+    places = [staged(ctx, job) for job in jobs]
+    (places[0] / "model.safetensors").unlink()
+    store = keeping.artifacts.store
+    put, delete = store.put, store.delete
+
+    async def refuses(key: str, *rest: Any) -> None:
+        if key.startswith(f"default/{jobs[1]}/"):
+            raise StoreUnavailable("not this one")
+        await (put if rest else delete)(key, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "put", refuses)
+        patch.setattr(store, "delete", refuses)
+        await keeping.put()
+        kept = [(await keeping.index.of(job)).keys() for job in jobs]
+        assert kept == [set(), set(), {PATH}] and not places[0].exists() and places[1].exists()
+        await keeping.look()
+        await keeping.put()
+        assert (await keeping.index.of(jobs[0])).keys() == {PATH}, "it is staged and put again"
+    await keeping.put()
+    assert (await keeping.index.of(jobs[1])).keys() == {PATH}
+    at = (await keeping.index.of(jobs[1]))[PATH].at
+    for job in jobs:
+        await keeping.index.remove("default", job, [PATH])
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "delete", refuses)
+        await keeping.remove()
+    assert await keeping.index.removing() == [f"default/{jobs[1]}/{at}"]
+
+
+async def test_history_that_does_not_answer_is_asked_again(
+    ctx: Context, apart: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, keeping = await begun(ctx), Archiver(ctx)
+    await keeping.look()
+    await keeping.put()
+    await over(ctx, job)
+
+    async def away(*args: Any, **keys: Any) -> None:
+        raise NoReply("history: the server is away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ctx.bus, "history", away)
+        await keeping.look()
+    assert job in await keeping.index.opened()
+    await keeping.look()
+    assert job not in await keeping.index.opened()
+
+
+async def test_published_while_the_leader_puts_it(ctx: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    job, leader, publisher = await record(ctx, await begun(ctx)), Archiver(ctx), Archiver(ctx)
+    (held,) = await publisher.artifacts.checkpoints(job)
+
+    async def late(key: str, file: Path) -> None:
+        await leader.put()
+        raise StoreUnavailable(f"{file} has gone")
+
+    monkeypatch.setattr(publisher.artifacts.store, "put", late)
+    kept = await publisher.keep(job, held)
+    assert kept.manifest == held.manifest
+    monkeypatch.setattr(publisher, "stage", None)  # it is not even asked
+    assert await publisher.keep(job, held) == kept
+
+
+async def test_what_was_measured_brings_nothing_back(ctx: Context) -> None:
+    job, keeping = await begun(ctx), Archiver(ctx)
+    await keeping.look()
+    await keeping.put()
+    entry = (await keeping.index.of(job))[PATH]
+    await keeping.index.note(job, entry, 0.5)
+    measured = (await keeping.index.of(job))[PATH]
+    assert measured == msgspec.structs.replace(entry, metric=0.5)
+    await keeping.index.note(job, entry, 0.9)
+    assert (await keeping.index.of(job))[PATH] == measured, "it is another one by now"
+    await keeping.index.remove("default", job, [PATH])
+    await keeping.index.note(job, measured, 0.9)
+    (held,) = [replace(held, metric=0.9) for held in await keeping.artifacts.checkpoints(await record(ctx, job))]
+    await keeping._note(await record(ctx, job), [held], {10: measured})
+    assert await keeping.index.of(job) == {}
+
+
+async def test_what_killed_schedulers_left_is_swept(ctx: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    job, keeping, data = await begun(ctx), Archiver(ctx), ctx.settings.data_dir
+    checkpoint = data / "jobs" / job / PATH
+    await keeping.look()
+    await keeping.put()
+    assert list((data / "staged").iterdir()) == [], "no empty directories stay"
+    mark = uuid.uuid4().hex
+    kept = data / "artifacts" / "default" / job / (await keeping.index.of(job))[PATH].at
+    left = [
+        data / "staged" / "default" / job / f".step-000010-{mark}",
+        data / "staged" / "default" / "j-another" / f".files-{mark}",
+        checkpoint.with_name(f".removing-{mark}"),
+        data / "artifacts" / "default" / f".removing-{mark}",
+        kept / f".putting-{mark}",
+    ]
+    for place in left[:-1]:
+        place.mkdir(parents=True)
+        (place / "file").write_bytes(b"half")
+    left[-1].write_bytes(b"half")
+    trainers = checkpoint.with_name(".removing-step-000010-1-1")
+    trainers.mkdir()
+    keeping.sweep()
+    assert all(place.exists() for place in left), "somebody may be at it"
+    monkeypatch.setattr("opentinker.services.scheduler.artifacts.archiver.ORPHAN_S", -60.0)
+    keeping.sweep()
+    assert not any(place.exists() for place in left) and list((data / "staged").iterdir()) == []
+    assert trainers.exists() and (checkpoint / "model.safetensors").exists()
+    assert await size_of(keeping, job) == 7
+
+
+# --- the best by a metric of evaluations, which come after the checkpoints ------------------------------------------
+
+
+def evaluated(ctx: Context, job: str, step: int, exact: float | None = None, epoch: int = 1) -> None:
+    """A line of the trainer's, when an evaluation is over."""
+    metrics = {} if exact is None else {"val/exact": exact}
+    with (ctx.settings.data_dir / "jobs" / job / "validation.jsonl").open("ab") as file:
+        file.write(orjson.dumps({"epoch": epoch, "step": step, **metrics}) + b"\n")
+
+
+async def judged(ctx: Context, **validation: Any) -> str:
+    """A job that keeps its newest checkpoint and the best one, by evaluations every ten steps."""
+    rules = {"keep_last": 1, "keep_best": 1, "best_metric": "val/exact"}
+    plan = {"every": 10, "episodes": 4} | validation
+    spec = make_spec(artifacts=rules, validation=plan, train={"steps": 100}).model_dump(mode="json")
+    job = f"j-{uuid.uuid4().hex[:10]}"
+    await ctx.store.create_job(id=job, spec=spec, tenant="default")
+    await ctx.store.transition(job, JobState.STARTING, epoch=1)
+    return job
+
+
+async def after(ctx: Context, keeping: Archiver, job: str, *steps: int, epoch: int = 1) -> list[int]:
+    """Steps that are kept once the trainer has saved these, and swept them."""
+    for step in steps:
+        directory = write_checkpoint(ctx, job, step, FILES, epoch)
+        await keeping.look()
+        await keeping.put()
+        shutil.rmtree(directory)
+    await keeping.look()
+    await keeping.put()
+    return sorted(kept.manifest.step for kept in (await keeping.index.of(job)).values() if kept.manifest is not None)
+
+
+async def test_checkpoint_whose_evaluation_is_still_to_come_stays(ctx: Context) -> None:
+    job, keeping = await judged(ctx), Archiver(ctx)
+    assert await after(ctx, keeping, job, 10, 15, 20) == [10, 20], "15 is never evaluated"
+    evaluated(ctx, job, 10, 0.9)
+    assert await after(ctx, keeping, job, 30) == [10, 20, 30]
+    evaluated(ctx, job, 20, 0.5)
+    assert await after(ctx, keeping, job) == [10, 30]
+    evaluated(ctx, job, 30, 0.95)
+    assert await after(ctx, keeping, job, 40) == [30, 40], "a better one"
+
+
+async def test_checkpoint_that_will_not_be_evaluated_any_more_goes(ctx: Context) -> None:
+    job, keeping = await judged(ctx), Archiver(ctx)
+    assert await after(ctx, keeping, job, 10, 20, 30) == [10, 20, 30]
+    evaluated(ctx, job, 10)  # without the metric: none of its episodes was played
+    assert await after(ctx, keeping, job) == [20, 30]
+    evaluated(ctx, job, 30, 0.1)  # they come in order: that of 20 was cut off
+    assert await after(ctx, keeping, job, 40, 45) == [30, 40, 45]
+    await over(ctx, job)
+    assert await after(ctx, keeping, job) == [30, 45], "the job is over"
+
+
+async def test_what_was_measured_before_a_rollback_is_of_other_weights(ctx: Context) -> None:
+    """The first trainer came to step 20 and was evaluated there, the second one went on from 10."""
+    job, keeping = await judged(ctx), Archiver(ctx)
+    evaluated_at = ctx.settings.data_dir / "jobs" / job
+    evaluated_at.mkdir(parents=True)
+    for step, exact in ((10, 0.4), (20, 0.9)):
+        evaluated(ctx, job, step, exact)
+    directory = write_checkpoint(ctx, job, 20, FILES, epoch=2)
+    manifest = msgspec.structs.replace(read_manifest(directory), resumed={1: 0, 2: 10})
+    (directory / "manifest.json").write_bytes(msgspec.json.encode(manifest))
+    held = [CheckpointView(manifest, keeping.artifacts.workshop, "", here=True)]
+    rule = Rule.of((await record(ctx, job)).spec)
+    (found,) = Measured().of(evaluated_at, held, rule, over=False)
+    assert found.metric is None and found.awaited
+    evaluated(ctx, job, 20, 0.1, epoch=2)
+    (found,) = Measured().of(evaluated_at, held, rule, over=False)
+    assert found.metric == 0.1 and not found.awaited
+    (resumed,) = Measured().of(
+        evaluated_at, [replace(held[0], manifest=msgspec.structs.replace(manifest, step=10))], rule, over=False
+    )
+    assert resumed.metric == 0.4, "these weights are those of the first trainer"
+
+
+def test_only_what_is_evaluated_is_waited_for() -> None:
+    rule = Rule(last=1, best=1, metric="val/exact", every=10, at_start=False, steps=25)
+    assert [step for step in range(30) if rule.is_due(step)] == [10, 20, 25]
+    assert Rule(last=1, best=1, metric="reward/mean").is_due(10) is False

@@ -1,0 +1,268 @@
+"""Whoever hears a job live is cut off when the key or the job is over: real nats-servers, real connections."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from opentinker.local.embedded import nats_binary
+from opentinker.local.server_users import Access, WebSocket
+from opentinker.services.scheduler.streams.disconnect import StreamDisconnector
+from opentinker.services.scheduler.streams.nats_auth import NatsAuthCallout
+from opentinker.shared.messaging.permissions import SYSTEM
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.security.key_text import digest_of, new_key, parse
+from opentinker.shared.state import stream_connections
+from opentinker.shared.state.keys import Keys
+from opentinker.shared.state.store import Store
+from opentinker.shared.state.stream_connections import Connection, Group, StreamConnections
+from opentinker.shared.state.stream_credentials import StreamCredentials
+from tests.conftest import Server, free_port, nats_conf, until
+from tests.support.api import Http, new_key_of
+from tests.support.factories import make_spec
+from tests.support.scheduling import running, scheduler
+from tests.support.streams import (
+    Guarded,
+    Listener,
+    comes_in,
+    connected,
+    given,
+    guarded_context,
+    guarded_nats,
+    job_of,
+)
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+    with guarded_nats(tmp_path_factory.mktemp("guarded")) as guarded:
+        yield guarded
+
+
+@pytest.fixture
+async def ctx(guarded: Guarded, valkey_server: Server, store: Store, tmp_path: Path) -> AsyncIterator[Context]:
+    async with guarded_context(guarded, valkey_server, store, tmp_path / "data") as ctx:
+        yield ctx
+
+
+@pytest.fixture
+async def api(ctx: Context) -> AsyncIterator[Http]:
+    async with scheduler(ctx) as url, aiohttp.ClientSession() as session:
+        yield Http(session, url)
+
+
+@asynccontextmanager
+async def listening(token: str, guarded: Guarded) -> AsyncIterator[Listener]:
+    async with connected(guarded.websocket, token=token) as listener:
+        await listener.said()
+        yield listener
+
+
+def id_of(key: str) -> str:
+    return (parse(key) or ("", ""))[1]
+
+
+Over = Callable[[Store, str, str], Awaitable[object]]
+
+
+async def revoked(store: Store, key: str, job: str) -> None:
+    await Keys(store.redis).revoke(id_of(key), now=time.time())
+
+
+async def rotated_away(store: Store, key: str, job: str) -> None:
+    await Keys(store.redis).rotate(id_of(key), new_key("local", id_of(key)), now=time.time(), grace_s=0.0)
+
+
+async def its_end_brought_forward(store: Store, key: str, job: str) -> None:
+    """The server that let it in was told another time."""
+    await store.redis.hset(f"key:{id_of(key)}", "expires", time.time() - 1.0)
+
+
+async def demoted(store: Store, key: str, job: str) -> None:
+    await store.redis.hset(f"key:{id_of(key)}", "scopes", "checkpoints:read")
+
+
+async def moved_to_another_tenant(store: Store, key: str, job: str) -> None:
+    await store.redis.hset(f"key:{id_of(key)}", "tenant", "blue")
+
+
+async def its_job_deleted(store: Store, key: str, job: str) -> None:
+    await store.redis.delete(f"job:{job}")
+
+
+ENDS: tuple[Over, ...] = (
+    *(revoked, rotated_away, its_end_brought_forward, demoted, moved_to_another_tenant, its_job_deleted),
+)
+
+
+async def test_connections_end_with_what_they_were_opened_for_and_others_stay(
+    api: Http, store: Store, guarded: Guarded
+) -> None:
+    """Each takes about a second at most; here it is waited for, and what stays is asked after all others have gone."""
+    took: dict[str, float] = {}
+    async with AsyncExitStack() as stack:
+
+        async def opened(key: str) -> tuple[str, str, list[Listener]]:
+            job = await job_of(api, key)
+            token = str((await given(api, job, key))["token"])
+            both = [await stack.enter_async_context(listening(token, guarded)) for _ in range(2)]
+            return job, token, both
+
+        stays = [await opened(await new_key_of(store, "red")) for _ in range(2)]
+        for end in ENDS:
+            key = await new_key_of(store, "red")
+            job, token, both = await opened(key)
+            began = time.monotonic()
+            await end(store, key, job)
+            await until(lambda both=both: all(listener.closed for listener in both))  # type: ignore[misc]
+            took[end.__name__] = time.monotonic() - began
+            assert not await comes_in(guarded.websocket, token=token), end.__name__
+        for _, token, both in stays:
+            for listener in both:
+                await listener.said()
+                assert not listener.closed
+            assert await comes_in(guarded.websocket, token=token)
+    print("\nclosed after s:", {name: round(seconds, 2) for name, seconds in took.items()})
+
+
+async def test_rotation_ends_what_the_secret_before_opened_when_its_grace_is_over(
+    api: Http, store: Store, guarded: Guarded
+) -> None:
+    key = await new_key_of(store, "red")
+    job = await job_of(api, key)
+    new = new_key("local", id_of(key))
+    token = str((await given(api, job, key))["token"])
+    async with listening(token, guarded) as old:
+        await Keys(store.redis).rotate(id_of(key), new, now=time.time(), grace_s=3600.0)
+        async with listening(str((await given(api, job, new))["token"]), guarded) as newer:
+            assert await comes_in(guarded.websocket, token=token)
+            await store.redis.hset(f"key:{id_of(key)}", "old_until", time.time())
+            await until(lambda: old.closed)
+            await newer.said()
+            assert not newer.closed and not await comes_in(guarded.websocket, token=token)
+
+
+async def test_key_revoked_while_no_scheduler_runs_is_cut_off_by_the_next_one(
+    ctx: Context, store: Store, guarded: Guarded
+) -> None:
+    async with aiohttp.ClientSession() as session, AsyncExitStack() as stack:
+        async with scheduler(ctx) as url:
+            key, api = await new_key_of(store, "red"), Http(session, url)
+            token = str((await given(api, await job_of(api, key), key))["token"])
+            listener = await stack.enter_async_context(listening(token, guarded))
+        await revoked(store, key, "")
+        await listener.said()
+        assert not listener.closed
+        async with scheduler(ctx):
+            await until(lambda: listener.closed)
+            connections = StreamConnections(store.redis)
+
+            async def forgotten() -> bool:
+                return await connections.groups(time.time()) == []
+
+            await until(forgotten)  # its server says that it has it no more
+
+
+async def test_scheduler_and_operator_are_no_users_of_the_servers_account(ctx: Context, guarded: Guarded) -> None:
+    """KICK is SYSTEM's alone; and that one may say and hear nothing else."""
+    async with connected(guarded.server.url, user=SYSTEM, password=guarded.access.password("nats", "scheduler")) as it:
+        for subject in ("$SYS.REQ.SERVER.PING", "$SYS.REQ.SERVER.X.RELOAD", "metric.j.t", "$JS.API.INFO", "x"):
+            await it.nc.publish(subject, b"")
+        for subject in (">", "$SYS.>", "$SYS.ACCOUNT.>", "_INBOX.>", "$SYS.REQ.SERVER.*.KICK"):
+            await it.nc.subscribe(subject)
+        await it.said()
+        assert len(it.refused) == 10, it.refused
+    assert not await comes_in(guarded.websocket, user=SYSTEM, password=guarded.access.password("nats", "scheduler"))
+    assert not await comes_in(guarded.server.url, user=SYSTEM, password="x" * 64)
+
+
+async def test_more_connections_than_most_are_refused(
+    api: Http, store: Store, guarded: Guarded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream_connections, "MOST", 2)
+    key = await new_key_of(store, "red")
+    token = str((await given(api, await job_of(api, key), key))["token"])
+    assert [await comes_in(guarded.websocket, token=token) for _ in range(3)] == [True, True, False]
+
+
+async def test_what_is_noted_is_forgotten_in_time(store: Store) -> None:
+    connections, group, now = StreamConnections(store.redis), Group("k", "s", "j"), time.time()
+    early, late = Connection("A", 1), Connection("B", 2)
+    await connections.note(group, early, until=now + 10.0, now=now)
+    await connections.note(group, late, until=now + 900.0, now=now)
+    assert await connections.groups(now) == [group] and await connections.of(group, now) == [early, late]
+    later = now + 10.0 + stream_connections.SLACK_S + 1.0
+    assert await connections.of(group, later) == [late]
+    assert await store.redis.ttl(f"streams:open:{group.name}") > 900.0
+    await connections.gone(group, [early])
+    assert await connections.groups(later) == [group]
+    assert await connections.groups(now + 900.0 + stream_connections.SLACK_S + 1.0) == []
+    await connections.note(group, late, until=now + 900.0, now=now)
+    await connections.gone(group, [late])
+    assert await connections.groups(now) == [] and not await store.redis.keys("streams:open*")
+
+
+# --- several nats-servers -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two_servers(tmp_path: Path) -> Iterator[list[Guarded]]:
+    """A cluster without JetStream, of which none of this needs anything."""
+    routes = [free_port(), free_port()]
+    made: list[Guarded] = []
+    access = Access(tmp_path / "access", nats_conf(tmp_path, 1))
+    try:
+        for number, route in enumerate(routes):
+            port, directory = free_port(), tmp_path / f"server-{number}"
+            directory.mkdir()
+            conf = nats_conf(directory, port, server_name=f"s{number}")
+            shipped = re.sub(r"^jetstream \{.*?^\}", "", conf.read_text(), flags=re.DOTALL | re.MULTILINE)
+            named = ", ".join(f'"nats://127.0.0.1:{other}"' for other in routes if other != route)
+            shipped += (
+                f'\ncluster {{ name: "two", listen: "127.0.0.1:{route}", routes: [{named}], no_advertise: true }}\n'
+            )
+            conf.write_text(shipped)
+            (directory / "access").mkdir()
+            for file in access.folder.iterdir():  # the same users everywhere
+                (directory / "access" / file.name).write_bytes(file.read_bytes())
+            own = Access(directory / "access", conf, WebSocket(free_port()))
+            server = Server([str(nats_binary()), "-c", str(own.nats_conf)], port, f"nats://127.0.0.1:{port}")
+            made.append(Guarded(server, own))
+        yield made
+    finally:
+        for one in made:
+            one.server.kill()
+
+
+async def test_connection_to_another_server_of_a_cluster_is_closed(
+    two_servers: list[Guarded], valkey_server: Server, store: Store, tmp_path: Path
+) -> None:
+    here, there = two_servers
+    key, job = await new_key_of(store, "red"), "j-clustered0"
+    await store.create_job(id=job, spec=make_spec().model_dump(mode="json"), tenant="red")
+    token, _ = await StreamCredentials(store.redis).give(
+        key=id_of(key), secret=digest_of(key), tenant="red", job=job, now=time.time(), life_s=600.0
+    )
+    async with (
+        guarded_context(here, valkey_server, store, tmp_path / "data", streams=False) as ctx,
+        running(NatsAuthCallout(ctx).run()),
+        running(StreamDisconnector(ctx).run()),
+        AsyncExitStack() as stack,
+    ):
+        for guarded in (here, there):
+
+            async def lets_in(guarded: Guarded = guarded) -> bool:
+                return await comes_in(guarded.websocket, token=token)
+
+            await until(lets_in)  # the servers have found each other, and the question its way
+        both = [await stack.enter_async_context(listening(token, guarded)) for guarded in two_servers]
+        await revoked(store, key, job)
+        await until(lambda: all(listener.closed for listener in both))
+        for guarded in two_servers:
+            assert not await comes_in(guarded.websocket, token=token)

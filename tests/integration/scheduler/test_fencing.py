@@ -1,0 +1,328 @@
+"""A scheduler that led, was stopped, and wakes when another one leads: it records, deletes and loses nothing.
+
+Stopped at every single point: before each command to Redis and each piece of work on files that keeping does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import shutil
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from opentinker.services.scheduler.artifacts.archiver import Archiver
+from opentinker.services.scheduler.artifacts.store import DirectoryStore
+from opentinker.services.scheduler.jobs.cleanup import JobCleaner
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.state.artifacts import ArtifactEntry, ArtifactIndex
+from opentinker.shared.state.store import Store
+from opentinker.shared.state.usage import Usage
+from opentinker.shared.types.core import JobState
+from opentinker.shared.types.errors import Fenced
+from tests.conftest import Server
+from tests.support.api import write_checkpoint
+from tests.support.factories import make_spec
+from tests.support.scheduling import context
+
+PATH = "checkpoints/step-000010"
+
+
+@pytest.fixture
+async def ctx(nats_server: Server, valkey_server: Server, store: Store, tmp_path: Path) -> AsyncIterator[Context]:
+    async with context(nats_server, valkey_server, "scheduler-0", tmp_path / "data") as ctx:
+        yield ctx
+
+
+@pytest.fixture
+async def own(ctx: Context) -> AsyncIterator[Store]:
+    """The connection of whoever is stopped."""
+    async with Store.connect(ctx.settings.redis_url, "old") as own:
+        yield own
+
+
+@pytest.fixture(params=[pytest.param(1, marks=pytest.mark.slow), 6])
+def stride(request: pytest.FixtureRequest) -> int:
+    """Every so many operations are tried."""
+    return int(request.param)
+
+
+def said(at: int, stride: int, refused: int) -> None:
+    points = at // stride - 1
+    print(f"\nstopped at {points} points, refused {refused} times, recorded and deleted nothing then")
+    assert at > 40 and refused > points / 2
+
+
+class Stopped:
+    """Whose task is stopped before its operation number `at`, while `meanwhile` happens."""
+
+    def __init__(self, at: int, meanwhile: Callable[[], Awaitable[None]]) -> None:
+        self.at, self.meanwhile, self.count = at, meanwhile, 0
+        self.task: asyncio.Task[Any] | None = None
+
+    async def point(self) -> None:
+        if asyncio.current_task() is not self.task:
+            return
+        self.count += 1
+        if self.count == self.at:
+            task, self.task = self.task, None  # what happens meanwhile is no work of ours
+            await self.meanwhile()
+            self.task = task
+
+    def watch(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+        command, to_thread = store.redis.execute_command, asyncio.to_thread
+
+        async def commanded(*args: Any, **options: Any) -> Any:
+            await self.point()
+            return await command(*args, **options)
+
+        async def threaded(function: Any, *args: Any, **options: Any) -> Any:
+            await self.point()
+            return await to_thread(function, *args, **options)
+
+        monkeypatch.setattr(store.redis, "execute_command", commanded)
+        monkeypatch.setattr(asyncio, "to_thread", threaded)
+
+    async def run(self, work: Callable[[], Awaitable[None]]) -> bool:
+        """True: it was refused."""
+        self.task = asyncio.current_task()
+        try:
+            await work()
+        except Fenced:
+            return True
+        finally:
+            self.task = None
+        return False
+
+
+async def lead(store: Store) -> int:
+    return int(await store.redis.incr("leader:epoch"))
+
+
+async def state_of(ctx: Context) -> dict[str, Any]:
+    """All of Redis that keeping writes."""
+    redis, found = ctx.store.redis, dict[str, Any]()
+    for name in sorted(await redis.keys("*")):
+        if not name.startswith(("artifact:", "stored:", "published:", "job", "spent:")) or ":op:" in name:
+            continue
+        match await redis.type(name):
+            case "hash":
+                found[name] = await redis.hgetall(name)
+            case "set":
+                found[name] = await redis.smembers(name)
+            case "zset":
+                found[name] = await redis.zrange(name, 0, -1)
+            case "stream":
+                found[name] = await redis.xlen(name)
+    return found
+
+
+def files_of(ctx: Context) -> dict[str, str]:
+    data = ctx.settings.data_dir
+    return {
+        path.relative_to(data).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for part in ("artifacts", "jobs")
+        for path in sorted((data / part).rglob("*"))
+        if path.is_file()
+    }
+
+
+async def whole(ctx: Context, job: str) -> dict[int, int]:
+    """Epoch by step of what the index says is kept, all of whose files are in the store, and nothing else is there."""
+    keeping = Archiver(ctx)
+    index, found, places = await keeping.index.of(job), dict[int, int](), set[str]()
+    for kept in index.values():
+        manifest = kept.manifest
+        names = [""] if manifest is None else [f"/{name}" for name in (*manifest.files, "manifest.json")]
+        for name in names:
+            file = ctx.settings.data_dir / "artifacts" / "default" / job / (kept.at + name)
+            wanted = kept.sha256 if manifest is None else getattr(manifest.files.get(name[1:]), "sha256", None)
+            digest = hashlib.sha256(file.read_bytes()).hexdigest()
+            assert wanted in (None, digest), f"{file} is not what the index says"
+            places.add(f"default/{job}/{kept.at}{name}")
+        if manifest is not None:
+            found[manifest.step] = manifest.epoch
+    assert (await keeping.artifacts.store.list(f"default/{job}")).keys() == places
+    assert (await keeping.index.stored("default")).get(job, 0) == sum(kept.bytes for kept in index.values())
+    return found
+
+
+def sweep(ctx: Context, job: str, step: int) -> None:
+    """As the trainer does."""
+    directory = ctx.settings.data_dir / "jobs" / job / f"checkpoints/step-{step:06d}"
+    for path in sorted(directory.rglob("*"), reverse=True):
+        path.unlink() if path.is_file() else path.rmdir()
+    directory.rmdir()
+
+
+async def twice(keeping: Archiver) -> None:
+    for _ in range(2):
+        await keeping.look()
+        await keeping.put()
+
+
+def weights(text: str) -> dict[str, bytes]:
+    return {"model.safetensors": text.encode(), "trainer/state.json": b"{}"}
+
+
+async def test_leader_stopped_anywhere_while_a_job_runs(
+    ctx: Context, own: Store, stride: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Meanwhile the trainer resumes, writes step 20 anew and sweeps; the next leader puts and removes."""
+    spec = make_spec(artifacts={"keep_last": 1}).model_dump(mode="json")
+    at, refused, done = 1, 0, False
+    while not done:
+        job = f"j-{uuid.uuid4().hex[:10]}"
+        await ctx.store.create_job(id=job, spec=spec, tenant="default")
+        await ctx.store.transition(job, JobState.STARTING, epoch=1)
+        write_checkpoint(ctx, job, 10, weights("ten"))
+        old = Archiver(replace(ctx, store=own), await lead(ctx.store))
+        await old.look()
+        await old.put()
+        sweep(ctx, job, 10)
+        write_checkpoint(ctx, job, 20, weights("twenty"))
+        before: list[Any] = []
+
+        async def meanwhile(job: str = job, before: list[Any] = before) -> None:
+            sweep(ctx, job, 20)
+            write_checkpoint(ctx, job, 20, weights("twenty again"), epoch=2)
+            write_checkpoint(ctx, job, 30, weights("thirty"), epoch=2)
+            await twice(Archiver(ctx, await lead(ctx.store)))
+            sweep(ctx, job, 20)
+            before += [await state_of(ctx), files_of(ctx)]
+
+        stopped = Stopped(at, meanwhile)
+        with monkeypatch.context() as patch:
+            stopped.watch(own, patch)
+            refused += await stopped.run(lambda old=old: twice(old))  # type: ignore[misc]
+        done = not before
+        if not done:
+            assert [await state_of(ctx), files_of(ctx)] == before, f"stopped before operation {at}"
+        await twice(Archiver(ctx, await lead(ctx.store)))
+        assert await whole(ctx, job) == ({20: 1} if done else {30: 2}), f"stopped before operation {at}"
+        assert list((ctx.settings.data_dir / "staged").iterdir()) == []
+        await ctx.store.transition(job, JobState.CANCELLED, epoch=1)
+        await ctx.store.redis.srem("artifact:open", job)
+        at += stride
+    said(at, stride, refused)
+
+
+@pytest.mark.nightly
+async def test_leader_stopped_anywhere_when_a_job_is_over(
+    ctx: Context, own: Store, stride: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it left is put away, to a store apart, and expires; meanwhile the next leader does all of that."""
+    monkeypatch.setattr(DirectoryStore, "apart", True)
+    monkeypatch.setattr("opentinker.services.scheduler.artifacts.archiver.LINGER_S", -60.0)
+    spec = make_spec(artifacts={"keep_last": 1, "expire_days": 1e-9}).model_dump(mode="json")
+    at, refused, done = 1, 0, False
+    while not done:
+        job = f"j-{uuid.uuid4().hex[:10]}"
+        await ctx.store.create_job(id=job, spec=spec, tenant="default")
+        await ctx.store.transition(job, JobState.STARTING, epoch=1)
+        for step in (10, 20):
+            write_checkpoint(ctx, job, step, weights(str(step)))
+        (ctx.settings.data_dir / "jobs" / job / "metrics.jsonl").write_bytes(b'{"step": 1}\n')
+        await ctx.store.transition(job, JobState.SUCCEEDED, epoch=1)
+        await ctx.store.ended(job)
+        old = Archiver(replace(ctx, store=own), await lead(ctx.store))
+        await old.index.open(job)
+        before: list[Any] = []
+
+        async def meanwhile(job: str = job, before: list[Any] = before) -> None:
+            leader = Archiver(ctx, await lead(ctx.store))
+            await twice(leader)
+            await twice(leader)
+            before += [await state_of(ctx), files_of(ctx)]
+
+        async def work(old: Archiver = old) -> None:
+            await twice(old)
+            await twice(old)
+
+        stopped = Stopped(at, meanwhile)
+        with monkeypatch.context() as patch:
+            stopped.watch(own, patch)
+            refused += await stopped.run(work)
+        done = not before
+        if not done:
+            assert [await state_of(ctx), files_of(ctx)] == before, f"stopped before operation {at}"
+        assert await whole(ctx, job) == {}
+        told = [event["event"] for event in await ctx.store.events(job)]
+        assert told.count("artifacts_expired") <= 1 and told.count("checkpoints_removed") <= 1, (at, told)
+        assert not (ctx.settings.data_dir / "jobs" / job).exists()
+        assert list((ctx.settings.data_dir / "staged").iterdir()) == []
+        at += stride
+    said(at, stride, refused)
+
+
+async def test_everything_a_leader_writes_of_artifacts_is_refused_from_an_earlier_one(ctx: Context) -> None:
+    """Each of these by itself: nothing of Redis changes."""
+    store, job = ctx.store, "j-fenced0000"
+    await store.create_job(id=job, spec=make_spec().model_dump(mode="json"), tenant="default")
+    await store.redis.sadd("jobs:ending", job)
+    earlier, now = await lead(store), await lead(store)
+    index, kept = ArtifactIndex(store.redis), ArtifactEntry(path="logs.jsonl", bytes=3, created=0.0)
+    other = ArtifactEntry(path=PATH, place=f"{PATH}.x", bytes=3, created=0.0)
+    writes: dict[str, Callable[[int], Awaitable[object]]] = {
+        "add": lambda leader: index.add("default", job, kept, leader=leader),
+        "note": lambda leader: index.note(job, kept, 0.5, leader=leader),
+        "discard": lambda leader: index.discard("default", job, other.path, other.place, leader=leader),
+        "remove": lambda leader: index.remove("default", job, [kept.path], leader=leader),
+        "removed": lambda leader: index.removed(f"default/{job}/{kept.at}", leader=leader),
+        "sweep": lambda leader: index.sweep("default", job, [10], leader=leader),
+        "sweep_all": lambda leader: index.sweep_all(job, leader=leader),
+        "swept": lambda leader: index.swept(job, leader=leader),
+        "open": lambda leader: index.open(job, leader=leader),
+        "close": lambda leader: index.close(job, 1.0, leader=leader),
+        "over": lambda leader: index.over(job, leader=leader),
+        "usage": lambda leader: Usage(store.redis).store("default", 3, leader=leader),
+        "event": lambda leader: store.update(job, event="artifacts_expired", leader=leader),
+        "ended": lambda leader: store.ended(job, leader=leader),
+    }
+    for name, write in writes.items():
+        before = await state_of(ctx)
+        with pytest.raises(Fenced):
+            await write(earlier)
+        assert await state_of(ctx) == before, name
+        await write(now)
+        assert await state_of(ctx) != before, f"{name} does nothing at all"
+
+
+async def test_leader_that_wakes_opens_no_job_that_is_put_away(ctx: Context) -> None:
+    """Clearing: the next leader has cleared the job, and keeping has closed it, while the one before slept."""
+    job = "j-cleared000"
+    await ctx.store.create_job(id=job, spec=make_spec().model_dump(mode="json"), tenant="default")
+    await ctx.store.transition(job, JobState.CANCELLED)
+    sleeping = JobCleaner(ctx, await lead(ctx.store))
+    await lead(ctx.store)
+    with pytest.raises(Fenced):
+        await sleeping.look()
+    assert await ArtifactIndex(ctx.store.redis).opened() == [] and await ctx.store.ending_jobs() == [job]
+
+
+async def test_place_in_the_store_is_never_used_again(ctx: Context) -> None:
+    """A checkpoint that was removed, and is wanted again, gets another one; what lies staged under an old one goes."""
+    keeping = Archiver(ctx, await lead(ctx.store))
+    job = "j-placed0000"
+    await ctx.store.create_job(id=job, spec=make_spec().model_dump(mode="json"), tenant="default")
+    await ctx.store.transition(job, JobState.STARTING, epoch=1)
+    write_checkpoint(ctx, job, 10, weights("ten"))
+    await keeping.look()
+    (place,) = (ctx.settings.data_dir / "staged" / "default" / job).iterdir()
+    copy = ctx.settings.data_dir / "copy"
+    shutil.copytree(place, copy)
+    await keeping.put()
+    first = (await keeping.index.of(job))[PATH]
+    await keeping.index.remove("default", job, [PATH])
+    place.parent.mkdir(parents=True)
+    copy.rename(place)  # as if we had died before it was dropped
+    await keeping.put()
+    assert await keeping.index.is_removed(f"default/{job}/{first.at}") and await keeping.index.of(job) == {}
+    await twice(keeping)
+    second = (await keeping.index.of(job))[PATH]
+    assert second.at != first.at and second.manifest == first.manifest and await whole(ctx, job) == {10: 1}

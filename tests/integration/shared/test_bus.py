@@ -1,0 +1,593 @@
+"""The bus over a real NATS server, also one that is killed and comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from opentinker.shared.messaging.bus import Bus, Consumer, ConsumerDeleted, NoReply, NoResponders, StreamFull, TooLarge
+from opentinker.shared.messaging.consumer import EXPIRES_S
+from opentinker.shared.messaging.subjects import ENV_STEP, GROUP, GROUPS, METRIC, TICKET, WAKE, Subject, token
+from opentinker.shared.runtime.telemetry import MetricSource
+from opentinker.shared.types.codec import WireError
+from opentinker.shared.types.core import StopReason, Ticket
+from opentinker.shared.types.env_protocol import SessionReply, StepSession
+from opentinker.shared.types.errors import OpenTinkerError
+from opentinker.shared.types.telemetry import MetricPoint
+from tests.conftest import WAIT_S, Server, soon, until
+from tests.support.factories import make_ticket
+
+
+@pytest.fixture
+def job(request: pytest.FixtureRequest) -> str:
+    return token(request.node.name)
+
+
+@asynccontextmanager
+async def connected(server: Server, name: str = "test") -> AsyncIterator[Bus]:
+    async with Bus.connect(server.url, name) as bus:
+        await bus.ensure_streams()
+        yield bus
+
+
+def restart(server: Server, away_s: float) -> asyncio.Task[None]:
+    """Kill now, start again after `away_s`, while the test goes on."""
+    server.kill()
+
+    async def later() -> None:
+        await asyncio.sleep(away_s)
+        await asyncio.to_thread(server.start)
+
+    return asyncio.create_task(later())
+
+
+async def publish(bus: Bus, job: str, *seqs: int) -> None:
+    await asyncio.gather(*(bus.publish(TICKET, make_ticket(job=job, seq=seq), f"{job}/{seq}", job=job) for seq in seqs))
+
+
+async def take(consumer: Consumer[Ticket], count: int, within_s: float = WAIT_S) -> list[int]:
+    """The numbers of the next `count` different tickets, each acknowledged."""
+    seen: list[int] = []
+    deadline = time.monotonic() + within_s
+    while len(seen) < count:
+        delivery = await consumer.next(max(0.0, deadline - time.monotonic()))
+        assert delivery is not None, f"only {len(seen)} of {count} came within {within_s} s"
+        assert delivery.noun is not None
+        assert await delivery.ack_sync()
+        if delivery.noun.seq not in seen:
+            seen.append(delivery.noun.seq)
+    return seen
+
+
+# --- request and reply --------------------------------------------------------------------------------------------
+
+
+def step(text: str = "hello") -> StepSession:
+    return StepSession(session="s", turn=0, text=text, stop=StopReason.EOS)
+
+
+async def test_request_is_answered_by_who_serves_it(bus: Bus) -> None:
+    async def handler(noun: StepSession) -> SessionReply:
+        return SessionReply(worker="w", error=noun.text)
+
+    subscription = await bus.serve(ENV_STEP, handler, worker="answer")
+    assert (await bus.request(ENV_STEP, step("x"), WAIT_S, worker="answer")).error == "x"
+    await subscription.unsubscribe()
+
+
+async def test_request_that_nobody_serves_fails_at_once(bus: Bus) -> None:
+    with pytest.raises(NoResponders):
+        await soon(bus.request(ENV_STEP, step(), 10 * WAIT_S, worker="nobody"))
+
+
+async def test_request_without_answer_ends_at_its_time(bus: Bus) -> None:
+    async def handler(noun: StepSession) -> SessionReply:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    subscription = await bus.serve(ENV_STEP, handler, worker="slow")
+    with pytest.raises(NoReply):
+        await bus.request(ENV_STEP, step(), 0.1, worker="slow")
+    await subscription.unsubscribe()
+
+
+async def test_slow_request_does_not_hold_up_others(bus: Bus) -> None:
+    gate = asyncio.Event()
+
+    async def handler(noun: StepSession) -> SessionReply:
+        if noun.text == "slow":
+            await gate.wait()
+        return SessionReply(worker="w", error=noun.text)
+
+    subscription = await bus.serve(ENV_STEP, handler, worker="both")
+    slow = asyncio.create_task(bus.request(ENV_STEP, step("slow"), WAIT_S, worker="both"))
+    assert (await bus.request(ENV_STEP, step("fast"), WAIT_S, worker="both")).error == "fast"
+    gate.set()
+    assert (await slow).error == "slow"
+    await subscription.unsubscribe()
+
+
+async def test_handler_that_raises_or_garbage_leaves_the_server_serving(bus: Bus) -> None:
+    async def handler(noun: StepSession) -> SessionReply:
+        if noun.text == "bad":
+            raise RuntimeError("no")
+        return SessionReply(worker="w")
+
+    subscription = await bus.serve(ENV_STEP, handler, worker="hardy")
+    with pytest.raises(NoReply):
+        await bus.request(ENV_STEP, step("bad"), 0.1, worker="hardy")
+    await bus.nc.publish(ENV_STEP.at(worker="hardy"), b"\xc1garbage")
+    assert (await bus.request(ENV_STEP, step(), WAIT_S, worker="hardy")).worker == "w"
+    await subscription.unsubscribe()
+
+
+async def test_reply_of_the_wrong_kind_is_a_wire_error(bus: Bus) -> None:
+    async def answer(msg: object) -> None:
+        await msg.respond(b"\x01")  # type: ignore[attr-defined]
+
+    subscription = await bus.nc.subscribe(ENV_STEP.at(worker="liar"), cb=answer)
+    with pytest.raises(WireError):
+        await bus.request(ENV_STEP, step(), WAIT_S, worker="liar")
+    await subscription.unsubscribe()
+
+
+async def test_queue_shares_requests(bus: Bus) -> None:
+    counts = [0, 0]
+
+    def handler(place: int) -> Callable[[StepSession], object]:
+        async def answer(noun: StepSession) -> SessionReply:
+            counts[place] += 1
+            return SessionReply(worker="w")
+
+        return answer
+
+    subscriptions = [await bus.serve(ENV_STEP, handler(i), queue="q", worker="shared") for i in (0, 1)]  # type: ignore[arg-type]
+    await asyncio.gather(*(bus.request(ENV_STEP, step(), WAIT_S, worker="shared") for _ in range(100)))
+    assert sum(counts) == 100 and min(counts) > 10
+    for subscription in subscriptions:
+        await subscription.unsubscribe()
+
+
+async def test_wake_reaches_listeners(bus: Bus) -> None:
+    heard = asyncio.Event()
+
+    async def wake(_: dict[str, object]) -> None:
+        heard.set()
+
+    subscription = await bus.listen(WAKE, wake, who="me")
+    await bus.emit(WAKE, {"job": "x"}, who="me")
+    await soon(heard.wait())
+    await subscription.unsubscribe()
+
+
+# --- publish ------------------------------------------------------------------------------------------------------
+
+
+async def test_message_id_is_stored_once(bus: Bus, job: str) -> None:
+    await publish(bus, job, 1, 1, 1, 2)
+    assert await bus.count("TICKETS", TICKET.at(job=job)) == 2
+
+
+async def test_full_job_is_refused_while_another_publishes(own_server: Server) -> None:
+    async with connected(own_server) as bus:
+        await bus.js.update_stream(GROUPS.evolve(max_msgs_per_subject=3, discard_new_per_subject=True))
+        group = Subject(GROUP.pattern, Ticket)
+        for seq in range(3):
+            await bus.publish(group, make_ticket(seq=seq), f"full/{seq}", job="full")
+        with pytest.raises(StreamFull):
+            await bus.publish(group, make_ticket(seq=3), "full/3", job="full")
+        await bus.publish(group, make_ticket(), "other/0", job="other")
+        await bus.purge("GROUPS", GROUP.at(job="full"))
+        await bus.publish(group, make_ticket(seq=3), "full/3", job="full")
+        assert await bus.count("GROUPS", GROUP.at(job="full")) == 1
+
+
+async def test_a_full_store_is_said_to_the_publisher_and_takes_messages_again_when_there_is_room(
+    small_server: Server,
+) -> None:
+    """Of the whole server: what one subject has filled is missing to all others."""
+    async with Bus.connect(small_server.url, "test") as bus:
+        await bus.js.add_stream(GROUPS)
+        group = Subject(GROUP.pattern, bytes)
+        stored = 0
+        with pytest.raises(StreamFull, match="insufficient resources"):
+            while stored < 100:
+                await bus.publish(group, bytes(100_000), f"big/{stored}", job="big")
+                stored += 1
+        assert 10 < stored < 25
+        with pytest.raises(StreamFull):
+            await bus.publish(group, b"small", "small/0", job="small")
+        await bus.purge("GROUPS", GROUP.at(job="big"))
+        await bus.publish(group, b"small", "small/0", job="small")
+        assert await bus.count("GROUPS", GROUP.at(job="small")) == 1
+
+
+async def test_a_store_too_small_for_our_streams_is_refused_with_what_to_do(small_server: Server) -> None:
+    async with Bus.connect(small_server.url, "test") as bus:
+        with pytest.raises(OpenTinkerError, match=r"stream METRICS.*352 MiB.*store_dir.*raise max_file_store"):
+            await bus.ensure_streams()
+
+
+async def test_a_publish_that_is_not_stored_says_so_once(bus: Bus, job: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([{"error": {"code": 503, "err_code": 10008, "description": "unavailable"}}] * 5)
+    publish = bus._acks.publish
+
+    async def unavailable(subject: str, payload: bytes, headers: dict[str, str]) -> dict[str, Any]:
+        answer = next(answers, None)
+        return answer or await publish(subject, payload, headers)
+
+    monkeypatch.setattr(bus._acks, "publish", unavailable)
+    monkeypatch.setattr("opentinker.shared.messaging.bus.PATIENCE_S", 0.1)
+    with capture_logs() as logs:
+        await bus.publish(TICKET, make_ticket(job=job), f"{job}/0", job=job)
+    assert [(line["event"], line["error"]) for line in logs] == [("publish_waits", "unavailable")]
+
+
+async def test_nothing_but_the_disk_limits_the_groups_between_two_checkpoints(own_server: Server) -> None:
+    """At any limit a trainer would wait for groups, and the checkpoint that makes room would never come."""
+    async with connected(own_server) as bus:
+        await bus.js.update_stream(GROUPS.evolve(max_msgs_per_subject=1, discard_new_per_subject=True))
+        await bus.ensure_streams()
+        group = Subject(GROUP.pattern, Ticket)
+        for seq in range(2):
+            await bus.publish(group, make_ticket(seq=seq), f"long/{seq}", job="long")
+        config = (await bus.js.stream_info("GROUPS")).config
+        assert (config.max_msgs, config.max_msgs_per_subject, config.max_bytes, config.max_age) == (-1, -1, -1, 0)
+
+
+async def test_message_over_the_limit_of_the_server_is_refused_with_both_numbers(bus: Bus, job: str) -> None:
+    group = Subject(GROUP.pattern, bytes)
+    limit = bus.nc.max_payload
+    overhead = len(b"NATS/1.0\r\nNats-Msg-Id: m\r\n\r\n") + 5  # msgpack: type and length
+    with pytest.raises(TooLarge, match=f"{limit + 1} bytes.* {limit} "):
+        await soon(bus.publish(group, bytes(limit + 1 - overhead), "m", job=job))
+    await bus.publish(group, bytes(limit - overhead), "m", job=job)
+    assert await bus.count("GROUPS", GROUP.at(job=job)) == 1, "the largest one is stored"
+    await bus.purge("GROUPS", GROUP.at(job=job))
+
+
+async def test_publish_and_next_after_close_raise_instead_of_waiting(nats_server: Server, job: str) -> None:
+    async with Bus.connect(nats_server.url, "closing") as bus:
+        await bus.ensure_streams()
+    with pytest.raises(Exception, match="closed"):
+        await soon(publish(bus, job, 1))
+
+
+# --- consume ------------------------------------------------------------------------------------------------------
+
+
+async def test_message_is_delivered_at_once_to_a_waiting_consumer(
+    bus: Bus, job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not with the next ask: that is sent when this one expires, EXPIRES_S later."""
+    monkeypatch.setattr("opentinker.shared.messaging.consumer.EXPIRES_S", 2 * WAIT_S)
+    consumer = await bus.consume(TICKET, f"c-{job}", batch=8, job=job)
+    for seq in range(10):
+        waiting = asyncio.create_task(consumer.next(WAIT_S))
+        await until(lambda: consumer._asks)
+        await publish(bus, job, seq)
+        delivery = await waiting
+        assert delivery is not None and delivery.noun == make_ticket(job=job, seq=seq)
+        await delivery.ack()
+    await consumer.close(delete=True)
+
+
+async def test_many_processes_share_a_durable_without_a_limit_on_what_is_under_way(bus: Bus, job: str) -> None:
+    for seq in range(12 * 32):
+        await bus.publish(TICKET, make_ticket(job=job, seq=seq), f"{job}/{seq}", job=job)
+    workers = [await bus.consume(TICKET, f"roll-{job}", batch=32, job=job) for _ in range(12)]
+    held = [[await worker.next(WAIT_S, limit=32 - n) for n in range(32)] for worker in workers]
+    assert sorted(d.noun.seq for deliveries in held for d in deliveries if d and d.noun) == list(range(12 * 32))
+    for worker in workers:
+        await worker.close()
+
+
+async def test_delivery_goes_on_after_asks_expired(bus: Bus, job: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("opentinker.shared.messaging.consumer.EXPIRES_S", 0.2)
+    consumer = await bus.consume(TICKET, f"c-{job}", batch=8, job=job)
+    waiting = asyncio.create_task(consumer.next(2 * WAIT_S))
+    await until(lambda: consumer._serial == 1)
+    monkeypatch.setattr("opentinker.shared.messaging.consumer.EXPIRES_S", 4 * WAIT_S)
+    await until(lambda: consumer._serial == 2)  # the first ask has ended without a message
+    await publish(bus, job, 1)
+    assert await soon(waiting) is not None
+    await consumer.close(delete=True)
+
+
+async def test_next_gives_none_after_its_time(bus: Bus, job: str) -> None:
+    consumer = await bus.consume(TICKET, f"c-{job}", batch=8, job=job)
+    began = time.monotonic()
+    assert await consumer.next(0.1) is None
+    assert await consumer.next(0.0) is None
+    assert 0.1 <= time.monotonic() - began < EXPIRES_S, "no longer than asked for"
+    await consumer.close(delete=True)
+
+
+async def test_message_not_acked_comes_again(bus: Bus, job: str) -> None:
+    consumer = await bus.consume(TICKET, f"c-{job}", batch=8, ack_wait_s=1.0, job=job)
+    await publish(bus, job, 1)
+    first = await consumer.next(WAIT_S)
+    again = await consumer.next(WAIT_S)
+    assert first is not None and again is not None
+    assert (first.deliveries, again.deliveries, first.seq) == (1, 2, again.seq)
+    await again.nak()
+    once_more = await consumer.next(WAIT_S)
+    assert once_more is not None and once_more.deliveries == 3
+    await once_more.term()
+    await until(lambda: _none_left(bus, job))
+    await consumer.close(delete=True)
+
+
+async def _none_left(bus: Bus, job: str) -> bool:
+    return await bus.count("TICKETS", TICKET.at(job=job)) == 0
+
+
+async def test_ack_sync_deletes_from_a_work_queue(bus: Bus, job: str) -> None:
+    consumer = await bus.consume(TICKET, f"c-{job}", batch=8, job=job)
+    await publish(bus, job, 1, 2, 3)
+    assert sorted(await take(consumer, 3)) == [1, 2, 3]
+    assert await bus.count("TICKETS", TICKET.at(job=job)) == 0
+    await consumer.close(delete=True)
+
+
+async def test_limit_is_never_exceeded(bus: Bus, job: str) -> None:
+    """What one consumer does not want is left for the other."""
+    one = await bus.consume(TICKET, f"c-{job}", batch=64, job=job)
+    other = await bus.consume(TICKET, f"c-{job}", batch=64, job=job)
+    await publish(bus, job, *range(20))
+    for _ in range(3):
+        delivery = await one.next(WAIT_S, limit=1)
+        assert delivery is not None
+    assert await one.next(0.1, limit=0) is None
+    assert len(await take(other, 17)) == 17
+    await one.close()
+    await other.close(delete=True)
+
+
+async def test_shrinking_limits_take_every_message_once(bus: Bus, job: str) -> None:
+    consumer = await bus.consume(TICKET, f"c-{job}", batch=8, job=job)
+    await publish(bus, job, *range(50))
+    got = []
+    for i in range(50):
+        delivery = await consumer.next(WAIT_S, limit=1 + i % 5)
+        assert delivery is not None and delivery.noun is not None
+        got.append(delivery.noun.seq)
+        await delivery.ack()
+    assert sorted(got) == list(range(50))
+    await consumer.close(delete=True)
+
+
+async def test_closing_gives_unread_messages_back(bus: Bus, job: str) -> None:
+    one = await bus.consume(TICKET, f"c-{job}", batch=16, job=job)
+    await publish(bus, job, *range(10))
+    assert await one.next(WAIT_S) is not None  # nine more are on their way to it or there
+    await until(lambda: len(one._ready) == 9)
+    await one.close()
+    other = await bus.consume(TICKET, f"c-{job}", batch=16, job=job)
+    assert len(await take(other, 9)) == 9
+    await other.close(delete=True)
+
+
+async def test_start_seq_makes_the_consumer_anew(bus: Bus, job: str) -> None:
+    group = Subject(GROUP.pattern, Ticket)
+    seqs = [await bus.publish(group, make_ticket(seq=i), f"{job}/{i}", job=job) for i in range(6)]
+    first = await bus.consume(group, f"c-{job}", batch=8, job=job)
+    await take(first, 6)
+    again = await bus.consume(group, f"c-{job}", batch=8, start_seq=seqs[2] + 1, job=job)
+    assert await take(again, 3) == [3, 4, 5]
+    with pytest.raises(ConsumerDeleted):
+        while True:
+            await first.next(WAIT_S)
+    await first.close()
+    await again.close(delete=True)
+    await bus.purge("GROUPS", GROUP.at(job=job))
+
+
+async def test_undecodable_message_is_delivered_with_its_error(bus: Bus, job: str) -> None:
+    consumer = await bus.consume(TICKET, f"c-{job}", batch=8, job=job)
+    for payload in (b"\xc1", b"", b"\x93\x01\x02\x03"):
+        await bus.js.publish(TICKET.at(job=job), payload)
+        delivery = await consumer.next(WAIT_S)
+        assert delivery is not None and delivery.noun is None and "Ticket" in delivery.error
+        await delivery.term()
+    await consumer.close(delete=True)
+
+
+async def test_consumer_that_vanished_is_made_again(bus: Bus, job: str) -> None:
+    consumer = await bus.consume(TICKET, f"c-{job}", batch=8, job=job)
+    await bus.delete_consumer("TICKETS", f"c-{job}")  # no ask is on its way yet, so nobody tells it
+    await publish(bus, job, 1)
+    assert await take(consumer, 1) == [1]
+    await consumer.close(delete=True)
+
+
+async def test_busy_consumer_does_not_pile_up_asks(bus: Bus, job: str) -> None:
+    consumer = await bus.consume(TICKET, f"c-{job}", batch=16, job=job)
+    await publish(bus, job, *range(1000))
+    for _ in range(1000):
+        delivery = await consumer.next(WAIT_S)
+        assert delivery is not None
+        await delivery.ack()
+        assert len(consumer._ready) + sum(ask.left for ask in consumer._asks) <= 16
+    info = await bus.js.consumer_info("TICKETS", f"c-{job}")
+    assert (info.num_waiting or 0) <= 8, "more than 100 asks were made; the server may serve those it has in turns"
+    await consumer.close(delete=True)
+
+
+# --- metrics ------------------------------------------------------------------------------------------------------
+
+
+async def test_metric_points_are_kept_as_history(bus: Bus, job: str) -> None:
+    source = MetricSource(bus, job, "trainer")
+    sent = [await source.emit(i, {"reward": i / 2}) for i in range(5)]
+    await bus.nc.flush()
+
+    async def kept() -> bool:
+        return await bus.count("METRICS", METRIC.at(job=job, source="trainer")) == 5
+
+    await until(kept)
+    found = await bus.history(METRIC, 0, 100, job=job, source="*")
+    assert [point for _, point in found] == sent
+    assert [point.seq for _, point in await bus.history(METRIC, found[2][0], 100, job=job, source="*")] == [3, 4]
+    assert [point.seq for _, point in await bus.history(METRIC, 0, 2, job=job, source="*")] == [0, 1]
+    assert await bus.history(METRIC, 0, 2, job="none", source="*") == []
+
+
+async def test_metric_that_is_not_a_number_is_left_out(bus: Bus, job: str) -> None:
+    heard: list[MetricPoint] = []
+
+    async def hear(point: MetricPoint) -> None:
+        heard.append(point)
+
+    subscription = await bus.listen(METRIC, hear, job=job, source="*")
+    await MetricSource(bus, job, "trainer").emit(1, {"good": 1.0, "nan": float("nan"), "inf": float("inf")})
+    await until(lambda: heard)
+    assert heard[0].values == {"good": 1.0}
+    await subscription.unsubscribe()
+
+
+async def test_what_was_emitted_is_with_the_server_once_it_has_settled(own_server: Server) -> None:
+    async with Bus.connect(own_server.url, "test") as bus:
+        source = MetricSource(bus, "j", "trainer")
+        for step in range(20):
+            await source.emit(step, {"reward": 1.0})
+        assert bus.nc.pending_data_size > 0
+        await bus.settle()
+        assert bus.nc.pending_data_size == 0
+        own_server.kill()
+        await until(lambda: not bus.nc.is_connected)
+        await soon(bus.settle())  # nobody waits for a server that is away
+
+
+async def test_points_that_die_with_the_server_are_sent_again_once_it_is_back(own_server: Server) -> None:
+    async with Bus.connect(own_server.url, "test") as bus:
+        await bus.ensure_streams()
+        source = MetricSource(bus, "j", "trainer")
+        sent = [await source.emit(1, {"reward": 1.0})]
+        await bus.settle()
+        own_server.process.send_signal(signal.SIGSTOP)  # what comes now is in its socket, and dies with it
+        sent += [await source.emit(step, {"reward": 1.0}) for step in range(2, 12)]
+        await until(lambda: bus.nc.pending_data_size == 0)
+        own_server.kill()
+        await until(lambda: not bus.nc.is_connected)
+        sent.append(await source.emit(12, {"reward": 1.0}))
+        own_server.start()
+
+        async def whole() -> bool:
+            with contextlib.suppress(NoReply):
+                kept = [point for _, point in await bus.history(METRIC, 0, 100, job="j", source="*")]
+                return len(kept) == len(sent) and sorted(kept, key=lambda point: point.seq) == sent
+            return False
+
+        await until(whole)
+        source.close()
+
+
+# --- a server that goes away --------------------------------------------------------------------------------------
+
+
+async def test_connect_waits_for_a_server_that_comes_later(own_server: Server) -> None:
+    back = restart(own_server, 0.5)
+    async with connected(own_server) as bus:
+        assert bus.nc.is_connected
+    await back
+
+
+async def test_publish_survives_a_restart(own_server: Server) -> None:
+    async with connected(own_server) as bus:
+        await publish(bus, "j", *range(50))
+        under_way = asyncio.create_task(publish(bus, "j", *range(50, 500)))
+        await asyncio.sleep(0.01)
+        back = restart(own_server, 0.3)
+        await soon(under_way)
+        await back
+        assert await bus.count("TICKETS", TICKET.at(job="j")) == 500
+
+
+async def test_next_survives_a_restart(own_server: Server) -> None:
+    async with connected(own_server) as bus, connected(own_server, "other") as producer:
+        consumer = await bus.consume(TICKET, "c", batch=8, job="j")
+        waiting = asyncio.create_task(consumer.next(WAIT_S))
+        await until(lambda: consumer._asks)
+        await bus.nc.flush()
+        await restart(own_server, 0.3)
+        await publish(producer, "j", 1)
+        assert await waiting is not None
+        await consumer.close()
+
+
+async def test_ack_sync_survives_a_restart(own_server: Server) -> None:
+    async with connected(own_server) as bus:
+        consumer = await bus.consume(TICKET, "c", batch=8, job="j")
+        await publish(bus, "j", 1)
+        delivery = await consumer.next(WAIT_S)
+        assert delivery is not None
+        back = restart(own_server, 0.3)
+        if not await delivery.ack_sync():  # the server had not yet written down that it delivered: it comes again
+            assert await take(consumer, 1) == [1]
+        await back
+        assert await bus.count("TICKETS", TICKET.at(job="j")) == 0
+        await consumer.close()
+
+
+async def test_calls_wait_while_the_server_is_away(own_server: Server) -> None:
+    async with connected(own_server) as bus:
+        await publish(bus, "j", 1)
+        back = restart(own_server, 0.3)
+        assert await bus.count("TICKETS", TICKET.at(job="j")) == 1
+        await bus.purge("TICKETS", TICKET.at(job="j"))
+        await back
+
+
+@pytest.mark.parametrize("seed", [2])
+async def test_all_messages_arrive_over_random_restarts(own_server: Server, seed: int) -> None:
+    """Bursts, pauses, and kills at random moments: everything acked is delivered, and nothing stalls."""
+    dice = random.Random(seed)
+    total = 600
+    async with connected(own_server) as bus, connected(own_server, "producer") as producer:
+        consumer = await bus.consume(TICKET, "c", batch=dice.choice((4, 16, 64)), ack_wait_s=1.5, job="j")
+        produced = asyncio.Event()
+
+        async def produce() -> None:
+            seq = 0
+            while seq < total:
+                burst = min(dice.choice((1, 3, 40)), total - seq)
+                await publish(producer, "j", *range(seq, seq + burst))
+                seq += burst
+                await asyncio.sleep(dice.choice((0.0, 0.01, 0.1)))
+            produced.set()
+
+        async def kill() -> None:
+            for _ in range(3):
+                await asyncio.sleep(dice.uniform(0.05, 0.6))
+                await restart(own_server, dice.uniform(0.0, 0.4))
+
+        seen: set[int] = set()
+        tasks = [asyncio.create_task(produce()), asyncio.create_task(kill())]
+        last = time.monotonic()
+        while len(seen) < total:
+            delivery = await consumer.next(0.5)
+            assert time.monotonic() - last < WAIT_S, (
+                f"stalled with {len(seen)} of {total}, produced: {produced.is_set()}"
+            )
+            if delivery is None:
+                continue
+            assert delivery.noun is not None
+            if dice.random() < 0.02:
+                continue  # not acked: comes again
+            if await delivery.ack_sync():
+                seen.add(delivery.noun.seq)
+                last = time.monotonic()
+        await asyncio.gather(*tasks)
+        assert seen == set(range(total))
+        assert await _none_left(bus, "j")
+        await consumer.close()

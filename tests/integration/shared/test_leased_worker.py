@@ -1,0 +1,476 @@
+"""A worker follows its lease: taken, moved to another job, taken away, and what the job's ending does."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, NoReturn
+
+import msgspec
+import pytest
+import structlog
+
+from opentinker.shared.asyncio_tools import finish_uncancelled
+from opentinker.shared.config import Settings
+from opentinker.shared.messaging.bus import Bus
+from opentinker.shared.messaging.subjects import WAKE
+from opentinker.shared.runtime import leased_worker
+from opentinker.shared.runtime.leased_worker import LeasedWorker
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.spec import JobSpec
+from opentinker.shared.state.store import Store
+from opentinker.shared.types.core import JobState, Lease, Pool, WorkerInfo
+from opentinker.shared.types.errors import Fenced, JobFailed, OpenTinkerError
+from tests.conftest import WAIT_S, soon, until
+from tests.support.factories import make_spec
+
+Behaviour = Callable[[Lease], Awaitable[None]]
+
+
+class Bench:
+    """One worker in this process, and the scheduler's side of its leases."""
+
+    def __init__(self, ctx: Context, pool: Pool) -> None:
+        self.ctx = ctx
+        self.log: list[tuple[str, str, int]] = []
+        self.behaviour: Behaviour = self.forever
+        self.worker = LeasedWorker(ctx, pool, self.work)
+        self.serving = asyncio.create_task(self.worker.serve())
+
+    async def forever(self, lease: Lease) -> None:
+        await asyncio.Event().wait()
+
+    async def work(self, worker: LeasedWorker, lease: Lease, spec: JobSpec) -> None:
+        self.log.append(("began", lease.job, lease.epoch))
+        try:
+            await self.behaviour(lease)
+        finally:
+            self.log.append(("left", lease.job, lease.epoch))
+
+    async def grant(self, job: str, epoch: int, incarnation: str = "") -> None:
+        await self.ctx.store.revoke(self.ctx.worker)
+        await self.ctx.store.grant(
+            Lease(
+                job=job,
+                worker=self.ctx.worker,
+                pool=Pool.ROLLOUT,
+                incarnation=incarnation or self.worker.info.incarnation,
+                epoch=epoch,
+            )
+        )
+        await self.wake()
+
+    async def revoke(self) -> None:
+        await self.ctx.store.revoke(self.ctx.worker)
+        await self.wake()
+
+    async def wake(self) -> None:
+        await self.ctx.bus.emit(WAKE, {}, who=self.ctx.worker)
+
+    async def seen(self, *expected: tuple[str, str, int]) -> None:
+        await until(lambda: self.log == list(expected))
+
+    async def status(self, status: str) -> None:
+        async def reported() -> bool:
+            return [worker.status for worker in await self.ctx.store.workers()] == [status]
+
+        await until(reported)
+
+
+@asynccontextmanager
+async def at_the_bench(bus: Bus, store: Store, pool: Pool = Pool.ROLLOUT, **settings: Any) -> AsyncIterator[Bench]:
+    for job in ("a", "b"):
+        spec: dict[str, Any] = make_spec(name=job).model_dump(mode="json")
+        await store.create_job(id=job, spec=spec, tenant="t")
+        await store.transition(job, JobState.STARTING)
+    ctx = Context(
+        service="rollout", worker="w-0", settings=Settings(**settings), bus=bus, store=store, log=structlog.get_logger()
+    )
+    bench = Bench(ctx, pool)
+    await until(lambda: ctx.is_ready)
+    yield bench
+    ctx.stopping.set()
+    await asyncio.wait([bench.serving], timeout=WAIT_S)
+    assert bench.serving.done()
+
+
+@pytest.fixture
+async def bench(bus: Bus, store: Store) -> AsyncIterator[Bench]:
+    async with at_the_bench(bus, store, drain_s=0.1) as bench:
+        yield bench
+
+
+async def test_lease_is_taken_and_left(bench: Bench) -> None:
+    await bench.status("idle")
+    await bench.grant("a", 1)
+    await bench.seen(("began", "a", 1))
+    await bench.status("loading")
+    await bench.revoke()
+    await bench.seen(("began", "a", 1), ("left", "a", 1))
+    await bench.status("idle")
+    assert bench.worker.info.job is None
+
+
+async def test_a_worker_that_no_job_wants_says_so_and_ends(
+    bus: Bus, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leased_worker, "GRANT_S", 0.05)
+    async with at_the_bench(bus, store, heartbeat_s=0.05, idle_exit_s=0.2) as bench:
+        await bench.grant("a", 1)
+        await bench.seen(("began", "a", 1))
+        await bench.revoke()
+        await bench.seen(("began", "a", 1), ("left", "a", 1))
+        await soon(bench.ctx.stopping.wait())
+
+
+async def test_a_lease_that_comes_while_an_idle_worker_goes_is_worked_for(
+    bus: Bus, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leased_worker, "GRANT_S", WAIT_S)
+    async with at_the_bench(bus, store, heartbeat_s=0.05, idle_exit_s=0.05, drain_s=0.1) as bench:
+        await bench.status("draining")
+        await bench.grant("a", 1)
+        await bench.seen(("began", "a", 1))
+        await bench.status("loading")
+        assert not bench.ctx.stopping.is_set()
+
+
+async def test_lease_that_is_taken_back_ends_when_its_work_has_ended(bench: Bench) -> None:
+    done = asyncio.Event()
+
+    async def until_taken_back(_: Lease) -> None:
+        await bench.worker.ended()
+        await done.wait()
+
+    bench.behaviour = until_taken_back
+    await bench.grant("a", 1)
+    await bench.seen(("began", "a", 1))
+    assert not bench.worker.ending
+    lease = await bench.ctx.store.lease(bench.ctx.worker)
+    assert lease is not None
+    await bench.ctx.store.start_drain(msgspec.structs.replace(lease, leaves_by=time.time() + 600))
+    await bench.wake()
+    await until(lambda: bench.worker.ending)
+    assert bench.log == [("began", "a", 1)], "it may end what it has begun"
+    done.set()
+    await bench.seen(("began", "a", 1), ("left", "a", 1))
+    await bench.status("idle")
+    await bench.revoke()
+    await bench.grant("b", 1)
+    await bench.seen(("began", "a", 1), ("left", "a", 1), ("began", "b", 1))
+    assert not bench.worker.ending
+
+
+async def test_lease_that_is_taken_back_before_it_is_seen_is_not_begun(bench: Bench) -> None:
+    incarnation = bench.worker.info.incarnation
+    lease = Lease(job="a", worker=bench.ctx.worker, pool=Pool.ROLLOUT, incarnation=incarnation, epoch=1, leaves_by=9e9)
+    await bench.ctx.store.grant(lease)
+    await bench.wake()
+    await bench.grant("b", 1)
+    await bench.seen(("began", "b", 1))
+
+
+async def test_new_epoch_ends_the_old_life_first(bench: Bench) -> None:
+    await bench.grant("a", 1)
+    await bench.seen(("began", "a", 1))
+    await bench.grant("a", 2)
+    await bench.seen(("began", "a", 1), ("left", "a", 1), ("began", "a", 2))
+    await bench.grant("b", 1)
+    await bench.seen(
+        ("began", "a", 1), ("left", "a", 1), ("began", "a", 2), ("left", "a", 2), ("began", "b", 1)
+    )  # fmt: skip
+
+
+async def test_lease_is_found_without_a_wake(bus: Bus, store: Store) -> None:
+    async with at_the_bench(bus, store, heartbeat_s=0.05) as bench:
+        lease = Lease(job="a", worker="w-0", pool=Pool.ROLLOUT, incarnation=bench.worker.info.incarnation, epoch=1)
+        await store.grant(lease)
+        await bench.seen(("began", "a", 1))
+        await store.revoke("w-0")
+        await bench.seen(("began", "a", 1), ("left", "a", 1))
+
+
+async def test_lease_of_an_earlier_process_is_ignored(bus: Bus, store: Store) -> None:
+    async with at_the_bench(bus, store, heartbeat_s=0.02) as bench:
+        await bench.grant("a", 1, incarnation="earlier")
+        await bench.grant("b", 1)
+        await bench.seen(("began", "b", 1))
+        await bench.grant("b", 2, incarnation="earlier")
+        await bench.seen(("began", "b", 1), ("left", "b", 1))
+
+
+async def test_job_that_cannot_go_on_fails_with_its_reason(bench: Bench) -> None:
+    async def fail(lease: Lease) -> None:
+        raise JobFailed("no such model")
+
+    bench.behaviour = fail
+    await bench.grant("a", 1)
+
+    async def failed() -> bool:
+        return (await bench.ctx.store.job("a")).state == JobState.FAILED
+
+    await until(failed)
+    assert (await bench.ctx.store.job("a")).reason == "rollout: no such model"
+    await bench.status("idle")
+    bench.behaviour = bench.forever
+    await bench.grant("b", 1)
+    await bench.seen(("began", "a", 1), ("left", "a", 1), ("began", "b", 1))
+
+
+async def test_failure_of_a_job_that_has_ended_is_no_failure_of_the_worker(bench: Bench) -> None:
+    async def fail(lease: Lease) -> None:
+        await bench.ctx.store.transition("a", JobState.CANCELLED, step=3)
+        raise JobFailed("too late")
+
+    bench.behaviour = fail
+    await bench.grant("a", 1)
+    await bench.seen(("began", "a", 1), ("left", "a", 1))
+    await bench.status("idle")
+    assert (await bench.ctx.store.job("a")).state == JobState.CANCELLED
+
+
+async def out_of_memory(lease: Lease) -> None:
+    raise JobFailed("not enough memory")
+
+
+async def test_worker_that_cannot_load_a_job_that_another_serves_ends_alone(bench: Bench) -> None:
+    bench.behaviour = out_of_memory
+    await bench.ctx.store.transition("a", JobState.RUNNING)
+    other = WorkerInfo(id="w-1", incarnation="i", pool=Pool.ROLLOUT, host="h", pid=1, job="a", status="ready")
+    await bench.ctx.store.beat(other, 30.0)
+    await bench.grant("a", 1)
+    with pytest.raises(OpenTinkerError, match="which others serve: not enough memory"):
+        await bench.serving
+    assert (await bench.ctx.store.job("a")).state == JobState.RUNNING
+
+
+async def test_worker_that_cannot_load_a_job_that_nobody_serves_any_more_fails_it(bench: Bench) -> None:
+    """Or it would be tried without end."""
+    bench.behaviour = out_of_memory
+    await bench.ctx.store.transition("a", JobState.RUNNING)
+    await bench.grant("a", 1)
+    await bench.seen(("began", "a", 1), ("left", "a", 1))
+    await bench.status("idle")
+    assert (await bench.ctx.store.job("a")).state == JobState.FAILED
+
+
+async def test_worker_that_served_a_running_job_may_fail_it(bench: Bench) -> None:
+    async def fail(lease: Lease) -> None:
+        await bench.worker.status("ready", job=lease.job, epoch=lease.epoch)
+        raise JobFailed("a group does not fit into a message")
+
+    bench.behaviour = fail
+    await bench.ctx.store.transition("a", JobState.RUNNING)
+    await bench.grant("a", 1)
+    await bench.seen(("began", "a", 1), ("left", "a", 1))
+    await bench.status("idle")
+    assert (await bench.ctx.store.job("a")).state == JobState.FAILED
+
+
+@pytest.mark.parametrize(("pool", "then"), [(Pool.TRAINER, JobState.RUNNING), (Pool.ROLLOUT, JobState.FAILED)])
+async def test_failure_of_an_old_epoch(bus: Bus, store: Store, pool: Pool, then: JobState) -> None:
+    """A trainer of the past fails nothing; a rollout lease outlives trainers, so its failure counts."""
+    async with at_the_bench(bus, store, pool) as bench:
+
+        async def fail(lease: Lease) -> None:
+            await store.transition("a", JobState.RUNNING, epoch=9)
+            await bench.worker.status("ready", job="a", epoch=1)
+            raise JobFailed("of the past")
+
+        bench.behaviour = fail
+        await bench.grant("a", 1)
+        await bench.seen(("began", "a", 1), ("left", "a", 1))
+        await bench.status("idle")
+        assert (await store.job("a")).state == then
+
+
+async def test_fenced_work_ends_quietly(bench: Bench) -> None:
+    async def fenced(lease: Lease) -> None:
+        raise Fenced("epoch 2 owns the job")
+
+    bench.behaviour = fenced
+    await bench.grant("a", 1)
+    await bench.seen(("began", "a", 1), ("left", "a", 1))
+    await bench.status("idle")
+    assert not bench.serving.done()
+
+
+async def test_lease_for_a_job_that_is_gone_is_left_alone(bench: Bench) -> None:
+    await bench.grant("none", 1)
+    await bench.grant("a", 1)
+    await bench.seen(("began", "a", 1))
+
+
+async def test_spec_of_another_release_fails_the_job(bench: Bench) -> None:
+    spec: dict[str, Any] = {**make_spec().model_dump(mode="json"), "gone": 1}
+    await bench.ctx.store.create_job(id="old", spec=spec, tenant="t")
+    await bench.grant("old", 1)
+
+    async def failed() -> bool:
+        return "gone" in (await bench.ctx.store.job("old")).reason
+
+    await until(failed)
+    await bench.status("idle")
+
+
+async def test_anything_else_ends_the_service(bench: Bench) -> None:
+    async def crash(lease: Lease) -> None:
+        raise RuntimeError("planted failure")
+
+    bench.behaviour = crash
+    await bench.grant("a", 1)
+    with pytest.raises(RuntimeError, match="planted failure"):
+        await bench.serving
+    assert await bench.ctx.store.workers() == []
+
+
+async def test_failure_while_the_lease_is_left_ends_the_service(bench: Bench) -> None:
+    async def crash(lease: Lease) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            raise RuntimeError("could not let go")
+
+    bench.behaviour = crash
+    await bench.grant("a", 1)
+    await bench.seen(("began", "a", 1))
+    await bench.revoke()
+    with pytest.raises(RuntimeError, match="could not let go"):
+        await bench.serving
+
+
+@pytest.mark.parametrize("idle", [False, True])
+async def test_stopping_lets_the_job_finish(bus: Bus, store: Store, idle: bool) -> None:
+    async with at_the_bench(bus, store, drain_s=2 * WAIT_S, heartbeat_s=2 * WAIT_S, worker_ttl_s=4 * WAIT_S) as bench:
+        finished = asyncio.Event()
+
+        async def finish(lease: Lease) -> None:
+            if not idle:
+                await bench.ctx.stopping.wait()
+                await bench.status("draining")
+            finished.set()
+
+        bench.behaviour = finish
+        await bench.grant("a", 1)
+        if idle:  # the job has ended, its lease is still there
+            await soon(finished.wait())
+            await bench.status("idle")
+        else:
+            await bench.seen(("began", "a", 1))
+        bench.ctx.stopping.set()
+        await soon(bench.serving)
+        assert finished.is_set()
+    assert await store.workers() == []
+
+
+async def test_stopping_cuts_a_job_that_does_not_finish(bench: Bench) -> None:
+    await bench.grant("a", 1)
+    await bench.seen(("began", "a", 1))
+    bench.ctx.stopping.set()
+    await soon(bench.serving)
+    assert bench.log[-1] == ("left", "a", 1)
+
+
+# --- what cannot be interrupted ---------------------------------------------------------------------------------------
+
+
+class Anew(Exception):
+    """In the place of a process that begins anew."""
+
+
+@asynccontextmanager
+async def held(bus: Bus, store: Store, pool: Pool, status: str) -> AsyncIterator[tuple[Bench, asyncio.Event]]:
+    """A worker that has said `status` of job a and lets go of it when the event is set, whatever else happens."""
+    let_go = asyncio.Event()
+
+    async def begin_anew(left: Sequence[str]) -> NoReturn:
+        let_go.set()
+        raise Anew(*left)
+
+    async with at_the_bench(bus, store, pool, heartbeat_s=0.05, cancel_grace_s=0.05) as bench:
+        bench.ctx.begin_anew = begin_anew
+
+        async def save(lease: Lease) -> None:
+            bench.worker.leftovers.append("what was half written")
+            await bench.worker.status(status, job=lease.job, epoch=lease.epoch)
+            await finish_uncancelled(let_go.wait())
+
+        bench.behaviour = save
+        await bench.grant("a", 1)
+        await bench.status(status)
+        yield bench, let_go
+
+
+async def test_trainer_saves_for_a_paused_job_however_long_that_takes(bus: Bus, store: Store) -> None:
+    async with held(bus, store, Pool.TRAINER, "ready") as (bench, let_go):
+        await store.transition("a", JobState.PAUSED)
+        await bench.revoke()
+        asked = 0
+
+        async def looked() -> bool:
+            nonlocal asked
+            asked += 1
+            return asked > 20
+
+        await until(looked)
+        assert not bench.serving.done() and bench.log == [("began", "a", 1)]
+        let_go.set()
+        await bench.seen(("began", "a", 1), ("left", "a", 1))
+        await bench.status("idle")
+
+
+@pytest.mark.parametrize("states", [[JobState.CANCELLED], [JobState.PAUSED, JobState.CANCELLED]])
+@pytest.mark.parametrize("pool", [Pool.TRAINER, Pool.ROLLOUT])
+async def test_what_is_still_done_for_a_cancelled_job_is_given_up(
+    bus: Bus, store: Store, pool: Pool, states: list[JobState]
+) -> None:
+    async with held(bus, store, pool, "ready") as (bench, _):
+        for state in states:
+            await store.transition("a", state)
+            await bench.revoke()
+        with pytest.raises(Anew, match="what was half written"):
+            await soon(bench.serving)
+        assert await store.workers() == [], "nobody counts on it until it beats again"
+
+
+async def test_load_for_a_job_that_lost_its_lease_is_given_up(bus: Bus, store: Store) -> None:
+    async with held(bus, store, Pool.TRAINER, "loading") as (bench, _):
+        await bench.revoke()
+        with pytest.raises(Anew):
+            await soon(bench.serving)
+
+
+@pytest.mark.parametrize(
+    ("pool", "state"),
+    [(Pool.ROLLOUT, state) for state in (JobState.SUCCEEDED, JobState.FAILED, JobState.PAUSED, JobState.QUEUED)]
+    + [(Pool.TRAINER, JobState.SUCCEEDED), (Pool.TRAINER, JobState.FAILED)],
+)
+async def test_who_does_not_let_go_of_what_nobody_wants_begins_anew(
+    bus: Bus, store: Store, monkeypatch: pytest.MonkeyPatch, pool: Pool, state: JobState
+) -> None:
+    """An engine that hangs when it is closed, a save that never ends."""
+    monkeypatch.setattr(leased_worker, "CLOSE_S", 0.05)
+    monkeypatch.setattr(leased_worker, "LET_GO_S", 0.05)
+    async with held(bus, store, pool, "ready") as (bench, _):
+        if state == JobState.SUCCEEDED:
+            await store.transition("a", JobState.RUNNING)
+        await store.transition("a", state)
+        await bench.revoke()
+        with pytest.raises(Anew):
+            await soon(bench.serving)
+        assert await store.workers() == []
+
+
+@pytest.mark.parametrize(("pool", "state"), [(Pool.ROLLOUT, JobState.PAUSED), (Pool.TRAINER, JobState.FAILED)])
+async def test_who_lets_go_in_time_goes_on(bus: Bus, store: Store, pool: Pool, state: JobState) -> None:
+    """Well after `cancel_grace_s`."""
+    async with held(bus, store, pool, "ready") as (bench, let_go):
+        await store.transition("a", state)
+        await bench.revoke()
+        ends = time.monotonic() + 4 * bench.ctx.settings.cancel_grace_s
+        await until(lambda: time.monotonic() > ends)
+        let_go.set()
+        await bench.seen(("began", "a", 1), ("left", "a", 1))
+        await bench.status("idle")

@@ -1,0 +1,119 @@
+"""What cannot be interrupted and nobody wants: the worker's process begins anew in its place, and leaves nothing."""
+
+from __future__ import annotations
+
+import socket
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from opentinker.shared.messaging.bus import Bus
+from opentinker.shared.messaging.subjects import WAKE
+from opentinker.shared.runtime.reexec import below
+from opentinker.shared.state.store import Store
+from opentinker.shared.types.core import JobState, Lease, Pool, WorkerInfo
+from tests.conftest import Server, until
+from tests.integration.shared.test_service import Process
+from tests.support.factories import make_spec
+
+
+class Slot:
+    """A worker process that a test leads by its leases."""
+
+    def __init__(self, process: Process, name: str, bus: Bus, store: Store) -> None:
+        self.process, self.name, self.bus, self.store = process, name, bus, store
+        self.epochs = 0
+
+    async def seen(self) -> WorkerInfo | None:
+        return next((worker for worker in await self.store.workers() if worker.id == self.name), None)
+
+    async def idle(self, *, after: str = "") -> WorkerInfo:
+        """It waits for a lease, as another incarnation than `after`."""
+        found: list[WorkerInfo] = []
+
+        async def waits() -> bool:
+            worker = await self.seen()
+            if worker is not None and worker.status == "idle" and worker.incarnation != after:
+                found.append(worker)
+            return bool(found)
+
+        await until(waits)
+        return found[0]
+
+    async def begins(self, worker: WorkerInfo) -> tuple[str, dict[str, Any]]:
+        """A job whose load has begun, and what that holds."""
+        job, self.epochs = f"j-{uuid.uuid4().hex[:10]}", self.epochs + 1
+        await self.store.create_job(id=job, spec=make_spec().model_dump(mode="json"), tenant="t")
+        await self.store.transition(job, JobState.STARTING)
+        lease = Lease(job=job, worker=self.name, pool=Pool.TRAINER, incarnation=worker.incarnation, epoch=self.epochs)
+        await self.store.grant(lease)
+        await self.wake()
+        await until(lambda: [line for line in self.process.events("held") if line["by"] == job])
+        (held,) = [line for line in self.process.events("held") if line["by"] == job]
+        await until(lambda: len(below(held["child"])) == 1)
+        return job, held | {"grandchild": below(held["child"])[0]}
+
+    async def wake(self) -> None:
+        await self.bus.emit(WAKE, {}, who=self.name)
+
+
+@pytest.fixture
+async def slot(nats_server: Server, valkey_server: Server, bus: Bus, store: Store, tmp_path: Path) -> Any:
+    name = f"loads-{uuid.uuid4().hex[:8]}"
+    settings = {"nats_url": nats_server.url, "redis_url": valkey_server.url, "worker_id": name}
+    process = Process("loads", tmp_path / "log", **settings, cancel_grace_s="0.2", heartbeat_s="0.2")
+    yield Slot(process, name, bus, store)
+    process.popen.kill()
+    process.popen.wait()
+
+
+def is_gone(pid: int) -> bool:
+    """Dead, whether or not this machine's first process has noticed."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def has_left_nothing(held: dict[str, Any]) -> bool:
+    """What multiprocessing has named was removed too."""
+    gone = is_gone(held["child"]) and is_gone(held["grandchild"]) and refuses(held["port"])
+    return gone and not Path(held["place"]).exists() and not (Path("/dev/shm") / held["memory"]).exists()
+
+
+def refuses(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), 1.0).close()
+    except OSError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("state", [JobState.CANCELLED, JobState.PAUSED])
+async def test_worker_whose_load_nobody_wants_any_more_is_free_again_and_nothing_is_left(
+    slot: Slot, state: JobState
+) -> None:
+    first = await slot.idle()
+    job, held = await slot.begins(first)
+    await slot.store.transition(job, state)
+    await slot.store.revoke(slot.name)
+    await slot.wake()
+    second = await slot.idle(after=first.incarnation)
+    assert second.pid == first.pid == slot.process.popen.pid and slot.process.popen.poll() is None
+    await until(lambda: has_left_nothing(held) and below(second.pid) == [])
+    assert [line["job"] for line in slot.process.events("begins_anew")] == [job]
+    _, again = await slot.begins(second)
+    assert not is_gone(again["child"])
+
+
+async def test_told_to_stop_a_worker_that_cannot_let_go_ends(slot: Slot) -> None:
+    first = await slot.idle()
+    job, held = await slot.begins(first)
+    await slot.store.transition(job, JobState.CANCELLED)
+    await slot.store.revoke(slot.name)
+    slot.process.stop()
+    assert await slot.process.ended() == 0
+    await until(lambda: has_left_nothing(held))
+    assert await slot.seen() is None

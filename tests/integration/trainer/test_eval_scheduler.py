@@ -1,0 +1,420 @@
+"""Evaluations: what they measure, that one version of the weights plays them whole, and that they come to an end."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import uuid
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+
+from opentinker.services.scheduler.jobs.tickets import ticket_seed
+from opentinker.services.trainer import eval_scheduler
+from opentinker.services.trainer.batch.metrics import batch_metrics
+from opentinker.services.trainer.eval_scheduler import Validation
+from opentinker.services.trainer.job_reporter import Record
+from opentinker.services.trainer.learners.base import EmptySnapshot, SimulatedLearner
+from opentinker.shared.evaluation.metrics import Z95, interval, validation_metrics
+from opentinker.shared.messaging.subjects import EXAM, EXAM_RESULT
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.spec import JobSpec, parse_spec
+from opentinker.shared.spec.validation import validation_episodes
+from opentinker.shared.state.store import Store
+from opentinker.shared.types.core import Ending, Lease, Message, Pool, StopReason, WeightVersion
+from opentinker.shared.types.errors import JobFailed, SpecError
+from opentinker.shared.types.evaluation import EvalEpisode, EvalResult, exam_seed
+from tests.conftest import WAIT_S, Server, soon, until
+from tests.support.cluster import undocumented
+from tests.support.factories import V0, group_of, make_spec, trajectory_of
+from tests.support.scheduling import context, kinds, running
+
+V = WeightVersion
+
+
+def result(index: int = 0, version: WeightVersion = V0, **changes: Any) -> EvalResult:
+    fields: dict[str, Any] = {
+        "job": "j-val",
+        "version": version,
+        "index": index,
+        "worker": "rollout-0",
+        "sampled_by": [version],
+        "ending": Ending.ENV_DONE,
+        "reward": 1.0,
+        "metrics": {"exact": 1.0},
+        "tokens": 3,
+        "stops": [StopReason.EOS],
+    }
+    return EvalResult(**(fields | changes))
+
+
+# --- numbers --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("right", "n"), [(0, 10), (10, 10), (3, 10), (57, 64), (1, 1)])
+def test_interval_of_a_rate_are_the_rates_that_the_sample_does_not_refute(right: int, n: int) -> None:
+    """Wilson: all p with |p_hat - p| <= z sqrt(p(1 - p)/n), here the roots of the quadratic, by numpy."""
+    share = right / n
+    roots = sorted(np.roots([1 + Z95**2 / n, -(2 * share + Z95**2 / n), share**2]).real)
+    found = interval([1.0] * right + [0.0] * (n - right))
+    assert found == pytest.approx(roots, abs=1e-9)
+
+
+def test_interval_of_other_values_is_the_normal_approximation() -> None:
+    values = [0.25, 0.5, 0.5, 1.0, 0.0, 0.75]
+    mean = sum(values) / 6
+    half = 1.959964 * math.sqrt(sum((v - mean) ** 2 for v in values) / 5 / 6)
+    assert interval(values) == pytest.approx((mean - half, mean + half))
+    assert interval([0.25]) is None
+
+
+def test_metrics_leave_failed_episodes_out_of_every_mean_and_count_them() -> None:
+    found = validation_metrics(
+        [
+            result(0, reward=1.0, metrics={"exact": 1.0, "task/easy": 1.0}, tokens=2),
+            result(1, reward=0.5, metrics={"exact": 0.0, "task/easy": 1.0, "tokens": 9.0}, tokens=4),
+            result(2, reward=0.0, metrics={"exact": 0.0, "task/hard": 1.0, "task/easy": 0.0}, components={"form": 0.5}),
+            result(3, ending=Ending.ENV_TIMEOUT, reward=0.0, metrics={}, tokens=0, stops=[]),
+        ],
+        episodes=6,
+    )
+    counts = {name: found[f"val/{name}"] for name in ("episodes", "failed", "missing", "tokens")}
+    assert counts == {"episodes": 3, "failed": 1, "missing": 2, "tokens": 9}
+    assert found["val/reward/mean"] == 0.5 and found["val/exact"] == pytest.approx(1 / 3)
+    assert found["val/env/tokens"] == 9.0, "a name of ours"
+    assert (found["val/task/easy/episodes"], found["val/task/easy/reward"], found["val/task/easy/exact"]) == (
+        2,
+        0.75,
+        0.5,
+    )
+    assert found["val/task/easy/reward/low"] < 0.75 < found["val/task/easy/reward/high"]
+    assert found["val/task/easy/exact/low"] < 0.5 < found["val/task/easy/exact/high"]
+    assert found["val/task/hard/reward"] == 0.0 and found["val/component/form"] == 0.5
+    assert (found["val/ending/env_done"], found["val/ending/env_timeout"]) == (0.75, 0.25)
+    assert found["val/exact/low"] < 1 / 3 < found["val/exact/high"]
+    assert undocumented(set(found)) == []
+
+
+def test_metrics_of_an_environment_overwrite_none_of_ours() -> None:
+    ours = {"task/easy": 1.0, "task/easy/b": 1.0, "exact": 1.0}
+    names = [
+        *("reward/mean", "reward/low", "episodes", "turns/mean", "ending/env_done", "component/form", "env/exact"),
+        *("exact/low", "reward", "b/episodes", "response_length/median"),
+    ]
+    plain = validation_metrics([result(0, metrics=ours, components={"form": 1.0})], 1)
+    odd = {**ours, **dict.fromkeys(names, -9.0)}
+    found = validation_metrics([result(0, metrics=odd, components={"form": 1.0})], 1)
+    assert {name: found[name] for name in plain} == plain
+    assert all(found[f"val/env/{name}"] == -9.0 for name in names if name != "b/episodes")
+    assert found["val/b/episodes"] == found["val/task/easy/env/b/episodes"] == -9.0
+    assert found["val/task/easy/env/reward"] == found["val/task/easy/env/episodes"] == -9.0
+
+
+def test_metrics_of_an_environment_overwrite_none_of_a_batch() -> None:
+    odd = {"loss/policy": -9.0, "reward/median": -9.0, "swap/seconds": -9.0, "exact": 0.5, "grid/exact": 0.25}
+    found = batch_metrics([group_of([trajectory_of([7, 8], [0, 1], metrics=odd)])], V0)
+    for name in ("loss/policy", "reward/median", "swap/seconds"):
+        assert found[f"env/{name}"] == -9.0 and name not in found
+    assert (found["exact"], found["grid/exact"]) == (0.5, 0.25)
+
+
+def test_evaluation_without_any_episode_has_counts_only() -> None:
+    found = validation_metrics([], episodes=2)
+    assert found == {"val/episodes": 0, "val/failed": 0, "val/missing": 2, "val/tokens": 0}
+
+
+def test_start_states_are_never_those_of_training() -> None:
+    training = {ticket_seed(0, position) for position in range(20_000)}
+    assert not training & {exam_seed(0, index) for index in range(2000)}
+    assert exam_seed(0, 1) != exam_seed(1, 1)
+
+
+# --- the spec -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"validation": {"every": 5, "top_p": 0.5}}, "validation.top_p"),
+        ({"validation": {"every": 5, "top_k": 5}}, "validation.top_k"),
+        ({"validation": {"every": 0}}, "validation.every"),
+        ({"validation": {"every": 5, "temperature": 0.5}}, "validation.temperature"),
+        ({"train__target": {"val/exact": 0.5}}, "train.target.val/exact"),
+    ],
+)
+def test_settings_that_would_be_ignored_are_refused(changes: dict[str, Any], field: str) -> None:
+    with pytest.raises(SpecError) as refused:
+        make_spec(**changes)
+    assert [mistake["field"] for mistake in refused.value.mistakes] == [field]
+
+
+@pytest.mark.parametrize("name", ["val/reward/mean", "val/reward/low", "val/task/easy/reward"])
+def test_no_target_is_a_reward_of_evaluations_that_reward_models_do_not_judge(name: str) -> None:
+    train = {"steps": 5, "target": {name: 0.5, "val/exact": 0.5}}
+    plan: dict[str, Any] = {"rollout": {}, "validation": {"every": 5}, "train": train}
+    assert make_spec(**plan).train.target[name] == 0.5
+    with pytest.raises(SpecError, match=r"no evaluation is judged by \[\[reward_models\]\] \(help\)") as refused:
+        make_spec(**plan, reward_models=[{"name": "help", "base": "judge"}])
+    assert [mistake["field"] for mistake in refused.value.mistakes] == [f"train.target.{name}"]
+
+
+def test_episodes_have_their_own_sampling_and_environment_settings() -> None:
+    spec = make_spec(
+        environment={"name": "gsm8k", "config": {"format_reward": 0.2}},
+        validation={"every": 5, "config": {"split": "test", "format_reward": 0.0}, "max_tokens": 3, "seed": 4},
+        rollout__temperature=1.0,
+    )
+    played = validation_episodes(parse_spec(spec.model_dump(mode="json")))
+    assert played.environment.config == {"split": "test", "format_reward": 0.0}
+    assert (played.rollout.temperature, played.rollout.max_tokens, played.rollout.seed) == (0.0, 3, 4)
+    assert spec.environment.config == {"format_reward": 0.2} and spec.rollout.temperature == 1.0
+
+
+# --- the trainer's side ---------------------------------------------------------------------------------------------
+
+
+class Trial:
+    """A Validation over real servers; the test plays publisher and rollout workers."""
+
+    def __init__(self, ctx: Context, spec: JobSpec, job: str = "") -> None:
+        self.ctx, self.job = ctx, job or f"j-{uuid.uuid4().hex[:8]}"
+        lease = Lease(job=self.job, worker="trainer-0", incarnation="i", epoch=1, pool=Pool.TRAINER)
+        self.record = Record(ctx, lease, spec, SimulatedLearner(spec))
+        self.published: list[int] = []
+        self.it = Validation(ctx, lease, spec.validation, self.record, lambda s: self.published.append(s.version.step))
+
+    async def offer(self, step: int) -> None:
+        await self.it.offer(EmptySnapshot(version=V(1, step)))
+
+    async def exams(self) -> list[EvalEpisode]:
+        return await self.ctx.bus.stored(EXAM, job=self.job)
+
+    async def asked(self, count: int) -> list[EvalEpisode]:
+        found: list[EvalEpisode] = []
+
+        async def there() -> bool:
+            found[:] = await self.exams()
+            return len(found) >= count
+
+        await until(there)
+        return found
+
+    async def answer(self, *results: EvalResult) -> list[bool]:
+        """As rollout workers do; whether they were wanted."""
+        bus = self.ctx.bus
+        return [(await bus.request(EXAM_RESULT, one, WAIT_S, job=self.job)).wanted for one in results]
+
+    async def event(self, kind: str) -> dict[str, Any]:
+        async def there() -> bool:
+            return kind in await kinds(self.ctx.store, self.job)
+
+        await until(there)
+        return next(e for e in await self.ctx.store.events(self.job) if e["event"] == kind)
+
+
+@pytest.fixture
+async def ctx(nats_server: Server, valkey_server: Server, store: Store, tmp_path: Path) -> AsyncIterator[Context]:
+    async with context(nats_server, valkey_server, "trainer-0", tmp_path) as ctx:
+        yield ctx
+
+
+async def trial(ctx: Context, **plan: Any) -> Trial:
+    spec = make_spec(validation={"every": 4, "episodes": 2, "transcripts": 1, **plan})
+    made = Trial(ctx, spec)
+    await ctx.store.create_job(id=made.job, spec=spec.model_dump(mode="json"), tenant="default")
+    return made
+
+
+async def test_no_later_version_is_published_before_the_evaluation_is_over(ctx: Context) -> None:
+    t = await trial(ctx)
+    await t.offer(0)
+    await t.offer(1)
+    await t.offer(2)
+    assert t.published == [0]
+    async with running(t.it.run()):
+        t.it.served(V(1, 0))
+        exams = await t.asked(2)
+        assert [(e.version, e.index, e.seed) for e in exams] == [(V(1, 0), i, exam_seed(0, i)) for i in (0, 1)]
+        assert await t.answer(result(0, reward=1.0, messages=[Message(role="user", content="7=")])) == [True]
+        assert t.published == [0]
+        assert await t.answer(result(1, reward=0.0, metrics={"exact": 0.0})) == [True]
+        await until(lambda: t.published == [0, 2])
+        await t.offer(3)
+        assert t.published == [0, 2, 3]
+    said = await t.event("validation")
+    assert (said["step"], said["episodes"], said["reward/mean"], said["exact"]) == (0, 2, 0.5, 0.5)
+    (line,) = map(orjson.loads, (t.record.root.parent / "validation.jsonl").read_bytes().splitlines())
+    assert (line["epoch"], line["step"], line["val/exact"]) == (1, 0, 0.5)
+    kept = (t.record.root.parent / "transcripts" / "step-000000.jsonl").read_bytes().splitlines()
+    assert [orjson.loads(one)["messages"] for one in kept] == [[{"role": "user", "content": "7="}]]
+
+
+async def test_version_that_is_due_waits_for_the_evaluation_before_it(ctx: Context) -> None:
+    t = await trial(ctx, every=1)
+    async with running(t.it.run()):
+        await t.offer(0)
+        t.it.served(V(1, 0))
+        async with running(t.offer(1)) as offering:
+            await t.asked(2)
+            assert t.published == [0] and not offering.done()
+            await t.answer(result(0), result(1))
+            await soon(offering)
+        t.it.served(V(1, 1))
+
+        async def next_ones() -> bool:
+            return {e.version for e in await t.exams()} >= {V(1, 1)}
+
+        await until(next_ones)
+        assert t.published[-1] == 1
+
+
+async def test_results_of_other_weights_do_not_count_and_are_asked_for_again(
+    ctx: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(eval_scheduler, "LOST_S", 0.05)
+    monkeypatch.setattr(eval_scheduler, "LOOK_S", 0.05)
+    t = await trial(ctx)
+    async with running(t.it.run()):
+        await t.offer(0)
+        t.it.served(V(1, 0))
+        await t.asked(2)
+        await ctx.bus.purge("EXAMS", EXAM.at(job=t.job))  # as if they had been taken
+        answers = [result(0, sampled_by=[V(1, 0), V(1, 1)]), result(0, V(0, 9)), result(1), result(1)]
+        assert await t.answer(*answers) == [False, False, True, False]
+        assert [e.index for e in await t.asked(1)] == [0]
+        assert await t.answer(result(0)) == [True]
+        await t.event("validation")
+
+
+async def test_evaluation_that_takes_too_long_ends_and_says_so(ctx: Context) -> None:
+    t = await trial(ctx)
+    async with running(t.it.run()):
+        await t.offer(0)
+        t.it.served(V(1, 0))
+        await t.asked(2)
+        await t.answer(result(0))
+        await t.offer(1)
+        assert t.it.plan is not None
+        t.it.plan = t.it.plan.model_copy(update={"timeout_s": 0.0})  # the time is over
+        said = await t.event("validation_incomplete")
+        assert (said["episodes"], said["missing"]) == (1, 1)
+        await until(lambda: t.published == [0, 1])
+        assert await t.exams() == [], "nobody plays them any more"
+        assert t.record.evaluations.last == {}, "no target looks at half an evaluation"
+
+
+@pytest.mark.parametrize(
+    ("answers", "why"),
+    [
+        ([result(0)], r"step 0: 1 of 2 episodes .* validation\.timeout_s was over"),
+        ([result(0), result(1, ending=Ending.ENV_TIMEOUT, error="30 s")], r"step 0: episode 1 .*env_timeout: 30 s"),
+        ([result(0), result(1, ending=Ending.ENV_ERROR, error="it raised")], ""),
+    ],
+    ids=["timed out", "failed by luck", "fails always"],
+)
+async def test_deterministic_job_does_not_end_by_an_evaluation_that_timing_had_a_part_in(
+    ctx: Context, answers: list[EvalResult], why: str
+) -> None:
+    sure: dict[str, Any] = {"algorithm__max_staleness": 0, "rollout__seed": 1, "train__deterministic": True}
+    spec = make_spec(
+        **sure, train__learner="torch", train__target={"val/exact": 0.9}, validation={"every": 4, "episodes": 2}
+    )
+    t = Trial(ctx, spec)
+    await ctx.store.create_job(id=t.job, spec=spec.model_dump(mode="json"), tenant="default")
+    evaluating = asyncio.create_task(t.it.run())
+    await t.offer(0)
+    t.it.served(V(1, 0))
+    await t.asked(2)
+    await t.answer(*answers)
+    assert t.it.plan is not None
+    if len(answers) < 2:
+        t.it.plan = t.it.plan.model_copy(update={"timeout_s": 0.0})  # the time is over
+    if why:
+        with pytest.raises(JobFailed, match=why):
+            await soon(evaluating)
+    else:
+        assert await soon(t.it.over()) and not evaluating.done()
+    evaluating.cancel()
+    await asyncio.wait([evaluating])
+
+
+async def test_last_evaluation_of_a_deterministic_job_may_be_incomplete(ctx: Context) -> None:
+    """Nothing depends on it any more."""
+    sure: dict[str, Any] = {"algorithm__max_staleness": 0, "rollout__seed": 1, "train__deterministic": True}
+    plan = {"every": 4, "episodes": 2, "at_start": False, "timeout_s": 0.2}
+    t = Trial(ctx, make_spec(**sure, train__learner="torch", train__target={"val/exact": 0.9}, validation=plan))
+    await ctx.store.create_job(id=t.job, spec=t.record.spec.model_dump(mode="json"), tenant="default")
+    async with running(t.it.run()):
+        await t.offer(3)
+        assert await soon(t.it.finish(3))
+    assert (await t.event("validation_incomplete"))["missing"] == 2
+
+
+async def test_last_evaluation_comes_to_an_end_without_any_rollout_worker(ctx: Context) -> None:
+    t = await trial(ctx, at_start=False, timeout_s=0.2)
+    async with running(t.it.run()):
+        await t.offer(3)
+        assert await soon(t.it.finish(3))
+    assert (await t.event("validation_incomplete"))["missing"] == 2
+
+
+async def test_last_weights_are_evaluated_once(ctx: Context) -> None:
+    t = await trial(ctx, at_start=False)
+    async with running(t.it.run()):
+        await t.offer(5)
+        t.it.served(V(1, 5))
+        async with running(t.it.finish(5)) as finishing:
+            await t.asked(2)
+            assert not finishing.done()
+            await t.answer(result(0, V(1, 5)), result(1, V(1, 5)))
+            assert await soon(finishing)
+        assert await soon(t.it.finish(5))
+    assert (await kinds(ctx.store, t.job)).count("validation") == 1
+
+
+async def test_exams_of_an_earlier_trainer_are_withdrawn(ctx: Context) -> None:
+    t = await trial(ctx)
+    await ctx.bus.publish(EXAM, EvalEpisode(job=t.job, version=V(0, 8), index=0, seed=1), f"{t.job}/old", job=t.job)
+    async with running(t.it.run()):
+
+        async def gone() -> bool:
+            return await t.exams() == []
+
+        await until(gone)
+
+
+async def test_what_was_evaluated_on_the_way_to_a_checkpoint_is_known_after_a_restart(ctx: Context) -> None:
+    t = await trial(ctx)
+    for step in (0, 4, 8):
+        await t.record.evaluations.add(V(1, step), validation_metrics([result(0, reward=step / 8)], 1), {})
+    again = Trial(ctx, t.record.spec, t.job).record.evaluations
+    again.restore({1: 0, 2: 5}, 5)
+    assert again.steps == {0, 4} and again.last["val/reward/mean"] == 0.5
+
+
+async def test_evaluation_that_a_restart_has_cut_off_is_said(ctx: Context) -> None:
+    t = await trial(ctx)
+    await t.record.evaluations.add(V0, validation_metrics([result(0)], 1), {})
+    await t.it.resumed(4)
+    await t.it.resumed(2)
+    assert "validation_incomplete" not in await kinds(ctx.store, t.job)
+    await t.it.resumed(6)
+    assert (await t.event("validation_incomplete"))["step"] == 4
+
+
+async def test_target_of_a_validation_metric_is_its_last_value(ctx: Context) -> None:
+    t = await trial(ctx)
+    spec = make_spec(validation={"every": 4}, train__target={"val/exact": 0.9, "reward/mean": 0.1})
+    record = Trial(ctx, spec, t.job).record
+    assert record.target_is_validated and not t.record.target_is_validated
+    record._window.extend([{"reward/mean": 0.5}] * 10)
+    for exact, met in ((0.0, False), (1.0, True)):
+        values = validation_metrics([result(0, metrics={"exact": exact})], 1)
+        await record.evaluations.add(V(1, 4), values, record.spec.train.target)
+        assert record.target_met() == met
+    await record.evaluations.add(V(1, 8), validation_metrics([result(0, metrics={})], 1), {"val/exactt": 1.0})
+    assert (await t.event("target_metric_absent"))["metrics"] == ["val/exactt"]

@@ -1,0 +1,348 @@
+"""Reference logprobs: right values, models within their memory, and the way from SCORE to GROUP over real servers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import subprocess
+import sys
+import uuid
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import structlog
+import torch
+from structlog.testing import capture_logs
+from transformers import AutoModelForCausalLM
+
+from opentinker.services.reference_forward.required_models import REFERENCE, ModelKey, needs
+from opentinker.services.reference_forward.results import with_results
+from opentinker.services.reference_forward.scorer import Scorer
+from opentinker.services.reference_forward.service import ReferenceForward
+from opentinker.services.trainer.learners.rl import TorchLearner
+from opentinker.shared.config import Settings
+from opentinker.shared.messaging.bus import Bus, StreamFull
+from opentinker.shared.messaging.subjects import GROUP, SCORE
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.state.store import Store
+from opentinker.shared.types.core import JobState, Pool, WeightVersion
+from opentinker.shared.types.trajectories import Group
+from tests.conftest import WAIT_S, Server, soon, until
+from tests.support.learning import plain_logprobs, random_groups, torch_spec
+
+
+def scored(scorer: Scorer, base: Path, groups: list[Group], temperatures: list[float]) -> list[Group]:
+    model = scorer.load(ModelKey(str(base), "float32"))
+    found = scorer.score(model, groups, temperatures)
+    return [with_results(group, {REFERENCE: results}, {}) for group, results in zip(groups, found, strict=True)]
+
+
+def assert_plain(base: Path, group: Group, temperature: float) -> None:
+    """The group's reference logprobs are those of a plain forward in float64, one trajectory at a time."""
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64)
+    for trajectory in group.trajectories:
+        mask = trajectory.mask.astype(bool)
+        with torch.no_grad():
+            expected = np.r_[0.0, plain_logprobs(plain, trajectory.ids.tolist(), temperature).numpy()] * mask
+        assert trajectory.ref_logprobs is not None
+        np.testing.assert_allclose(trajectory.ref_logprobs, expected, atol=1e-5)
+
+
+def test_reference_logprobs_are_those_of_a_plain_forward_at_the_job_temperature(tiny: Path) -> None:
+    group = random_groups(0, size=6)[0]
+    (passed,) = scored(Scorer(tokens_per_batch=20), tiny, [group], [0.7])
+    assert_plain(tiny, passed, 0.7)
+    for before, after in zip(group.trajectories, passed.trajectories, strict=True):
+        assert (after.ids_T, after.logprobs_T) == (before.ids_T, before.logprobs_T)
+
+
+def test_groups_of_differing_temperatures_share_one_pass_and_keep_their_own(tiny: Path) -> None:
+    """The same group twice, at two temperatures: nothing is computed twice, and no logprob is shared."""
+    group, other = random_groups(0, groups=2, size=6)
+    scorer = Scorer()
+    scored(scorer, tiny, [group], [1.0])
+    one = scorer.computed
+    together = scored(scorer, tiny, [group, group, other], [1.0, 0.5, 2.0])
+    for passed, temperature in zip(together, (1.0, 0.5, 2.0), strict=True):
+        assert_plain(tiny, passed, temperature)
+    assert together[0].trajectories[0].ref_logprobs_T != together[1].trajectories[0].ref_logprobs_T
+    both = scorer.computed - one
+    scored(scorer, tiny, [group, other], [1.0, 2.0])
+    assert scorer.computed - one - both == both, "the second temperature of a group costs no forward pass"
+
+
+def test_the_size_of_a_model_is_known_before_it_is_loaded(tiny: Path) -> None:
+    scorer = Scorer()
+    for dtype, width in (("float32", 4), ("bfloat16", 2)):
+        key = ModelKey(str(tiny), dtype)
+        parameters = list(scorer.load(key).parameters())
+        assert {p.element_size() for p in parameters} == {width}
+        assert scorer.size(key) == sum(p.numel() * width for p in parameters)
+
+
+def test_scoring_beside_a_load_in_another_dtype_gives_the_same(tiny: Path) -> None:
+    """Loading sets process-wide defaults for a moment; a pass that runs meanwhile must not see them."""
+    scorer, group = Scorer(), random_groups(0, size=6)[0]
+    model = scorer.load(ModelKey(str(tiny), "float32"))
+    alone = scorer.score(model, [group], [1.0])
+    with ThreadPoolExecutor(1) as loads:
+        loading = [loads.submit(scorer.load, ModelKey(str(tiny), "bfloat16")) for _ in range(3)]
+        rounds = 0
+        while not loading[-1].done():
+            beside = scorer.score(model, [group], [1.0])
+            rounds += 1
+            assert all(np.array_equal(a, b) for a, b in zip(alone[0], beside[0], strict=True))
+    assert rounds > 0 and all(future.result() is not None for future in loading)
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 4, "alpha": 8.0}], ids=["full", "lora"])
+def test_reference_of_a_continued_job_is_the_model_that_it_starts_with(
+    tiny: Path, tmp_path: Path, lora: dict[str, Any] | None
+) -> None:
+    spec = torch_spec(tiny, model={"lora": lora})
+    learner = TorchLearner(spec)
+    learner.load(None)
+    for step in range(3):
+        learner.step(random_groups(step), WeightVersion(1, step))
+    learner.save(tmp_path)
+    learner.causal.set_attn_implementation("sdpa")
+    group, scorer = random_groups(7, size=6)[0], Scorer()
+    continued: dict[str, Any] = {
+        "model": {"lora": lora},
+        "algorithm": {"kl_coef": 0.1},
+        "start": {"from": "j-0123456789@3"},
+    }
+    (key,) = needs(torch_spec(tiny, **continued), tmp_path)
+    frozen = scorer.load(key)
+    assert scorer.size(key) == sum(p.numel() * p.element_size() for p in frozen.parameters())
+    (found,) = scorer.score(frozen, [group], [1.0])
+    (plain,) = scorer.score(scorer.load(ModelKey(str(tiny), "float32")), [group], [1.0])
+    for trajectory, logprobs_T, other_T in zip(group.trajectories, found, plain, strict=True):
+        expected = np.r_[0.0, plain_logprobs(learner.causal, trajectory.ids.tolist()).numpy()] * trajectory.mask
+        np.testing.assert_allclose(logprobs_T, expected, atol=1e-5)
+        assert np.abs(logprobs_T - other_T).max() > 1e-3
+
+
+@asynccontextmanager
+async def running(
+    bus: Bus,
+    store: Store,
+    worker: str = "reference-0",
+    make_scorer: Callable[[], Scorer] = Scorer,
+    **changes: Any,
+) -> AsyncIterator[ReferenceForward]:
+    settings = Settings(heartbeat_s=0.1, **changes)
+    ctx = Context("reference-forward", worker, settings, bus, store, structlog.get_logger())
+    service = ReferenceForward(ctx, make_scorer, ack_wait_s=1.0)
+    task = asyncio.create_task(service.serve())
+    try:
+        yield service
+    finally:
+        ctx.stopping.set()
+        await soon(task)
+
+
+async def add_job(store: Store, base: str, parts: dict[str, Any] | None = None, **model: Any) -> str:
+    """`parts` of the spec; without them, one that needs the reference."""
+    changes = {"algorithm": {"kl_coef": 0.1}} if parts is None else parts
+    spec = torch_spec(base, model={"base": base, **model}, **changes).model_dump(mode="json")
+    return await store.create_job(id=f"j-{uuid.uuid4().hex[:8]}", spec=spec, tenant="t")
+
+
+def of_job(job: str, count: int) -> list[Group]:
+    return [msgspec.structs.replace(group, job=job) for group in random_groups(0, groups=count)]
+
+
+async def test_groups_pass_through_with_reference_logprobs_once_each(bus: Bus, store: Store, tiny: Path) -> None:
+    job = await add_job(store, str(tiny))
+    groups = of_job(job, 5)
+    for group in groups:
+        await bus.publish(SCORE, group, f"{group.key}:a", job=job)
+    consumer = await bus.consume(GROUP, f"trainer-{job}", batch=10, job=job)
+    async with running(bus, store) as one, running(bus, store, "reference-1") as two:
+        passed: list[Group] = []
+        while len(passed) < 5:
+            delivery = await consumer.next(WAIT_S)
+            assert delivery is not None and delivery.noun is not None
+            passed.append(delivery.noun)
+        await until(lambda: one.groups + two.groups >= 5)  # more if an acknowledgement came late
+        workers = await store.workers()
+        assert {w.id for w in workers if w.pool is Pool.REFERENCE} == {"reference-0", "reference-1"}
+    assert sorted(g.seq for g in passed) == [g.seq for g in groups]
+    for group in passed:
+        for trajectory in group.trajectories:
+            trajectory.check()
+            assert trajectory.ref_logprobs is not None and (trajectory.ref_logprobs[trajectory.mask == 1] < 0).all()
+    assert await bus.count("SCORES", SCORE.at(job=job)) == 0
+    await consumer.close(delete=True)
+
+
+async def test_an_unusable_reference_fails_the_job_with_the_reason(bus: Bus, store: Store, tmp_path: Path) -> None:
+    job = await add_job(store, str(tmp_path / "nothing"))
+    for group in of_job(job, 2):
+        await bus.publish(SCORE, group, f"{group.key}:a", job=job)
+    async with running(bus, store):
+
+        async def gone() -> bool:
+            return await bus.count("SCORES", SCORE.at(job=job)) == 0
+
+        await until(gone)
+    record = await store.job(job)
+    assert record.state is JobState.FAILED and "not found" in record.reason
+    assert await bus.count("GROUPS", GROUP.at(job=job)) == 0
+
+
+async def test_a_reference_that_leads_to_another_tenant_s_job_by_now_is_not_opened(
+    bus: Bus, store: Store, tiny: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "mine").symlink_to(tiny)
+    job = await add_job(store, str(tmp_path / "mine"))
+    victim = await add_job(store, str(tiny))
+    (tmp_path / "data" / "jobs").mkdir(parents=True)
+    shutil.copytree(tiny, tmp_path / "data" / "jobs" / victim)
+    (tmp_path / "mine").unlink()
+    (tmp_path / "mine").symlink_to(tmp_path / "data" / "jobs" / victim)
+    await store.redis.hset(f"job:{victim}", "tenant", "another")
+    for group in of_job(job, 1):
+        await bus.publish(SCORE, group, f"{group.key}:a", job=job)
+    async with running(bus, store, data_dir=tmp_path / "data") as service:
+        assert "model.base: " in (reason := await failed(store, job)) and "kept by the server" in reason
+        assert not service.residence.loads
+
+
+async def failed(store: Store, job: str) -> str:
+    """Waits until the job has failed. Returns the reason."""
+
+    async def over() -> bool:
+        return (await store.job(job)).state is JobState.FAILED
+
+    await until(over)
+    return (await store.job(job)).reason
+
+
+async def passed(bus: Bus, job: str, count: int) -> None:
+    async def all_passed() -> bool:
+        return await bus.count("GROUPS", GROUP.at(job=job)) == count
+
+    await until(all_passed)
+
+
+async def test_what_is_wrong_with_one_job_fails_that_job_and_others_go_on(bus: Bus, store: Store, tiny: Path) -> None:
+    good, unscorable = await add_job(store, str(tiny)), await add_job(store, str(tiny))
+    spec = {**torch_spec(str(tiny), algorithm={"kl_coef": 0.1}).model_dump(mode="json"), "gone": 1}
+    foreign = await store.create_job(id=f"j-{uuid.uuid4().hex[:8]}", spec=spec, tenant="t")
+    for job in (foreign, unscorable, good):
+        group = of_job(job, 1)[0]
+        if job == unscorable:  # tokens that the model's vocabulary does not have
+            ids_T = [(t.ids + 10**6).astype("<i4").tobytes() for t in group.trajectories]
+            changed = [msgspec.structs.replace(t, ids_T=ids) for t, ids in zip(group.trajectories, ids_T, strict=True)]
+            group = msgspec.structs.replace(group, trajectories=changed)
+        await bus.publish(SCORE, group, f"{group.key}:a", job=job)
+    async with running(bus, store):
+        await passed(bus, good, 1)
+        assert "gone" in await failed(store, foreign)
+        reason = await failed(store, unscorable)
+    assert (
+        reason.startswith("reference-forward: model") and "could not score it: group 0 holds token id 10000" in reason
+    )
+    assert await bus.count("SCORES", SCORE.at(job="*")) == 0
+
+
+@pytest.mark.parametrize("empty", [False, True])
+async def test_an_invalid_group_is_left_to_the_trainers_check(bus: Bus, store: Store, tiny: Path, empty: bool) -> None:
+    job = await add_job(store, str(tiny))
+    group = of_job(job, 1)[0]
+    broken = [] if empty else [msgspec.structs.replace(t, spans=[]) for t in group.trajectories]
+    group = msgspec.structs.replace(group, trajectories=broken)
+    await bus.publish(SCORE, group, f"{group.key}:a", job=job)
+    async with running(bus, store):
+        await passed(bus, job, 1)
+    assert (await store.job(job)).state is JobState.QUEUED
+
+
+async def test_what_cannot_be_decoded_reaches_the_trainer_under_its_number(bus: Bus, store: Store, tiny: Path) -> None:
+    """It was accepted: terminated here it would be pending for ever, and the last batch never full."""
+    job, over = await add_job(store, str(tiny)), await add_job(store, str(tiny))
+    await store.transition(over, JobState.CANCELLED)
+    garbage = b"\xc1 no msgpack"
+    for key in (f"{job}/7:a", f"{over}/0:a", "j-unknown/0:a", "nothing"):
+        headers = {"Nats-Msg-Id": key}
+        await bus.js.publish(SCORE.at(job=key.partition("/")[0]), garbage, headers=headers)
+    async with running(bus, store):
+        await passed(bus, job, 1)
+
+        async def taken() -> bool:
+            return await bus.count("SCORES", SCORE.at(job="*")) == 0
+
+        await until(taken)
+    consumer = await bus.consume(GROUP, f"train-{job}", batch=1, job=job)
+    delivery = await consumer.next(WAIT_S)
+    assert delivery is not None and (delivery.noun, delivery.key, delivery.data) == (None, f"{job}/7:a", garbage)
+    await consumer.close(delete=True)
+    for none in (over, "j-unknown", "nothing"):
+        assert await bus.count("GROUPS", GROUP.at(job=none)) == 0
+    await bus.purge("GROUPS", GROUP.at(job=job))
+
+
+async def test_a_job_whose_stream_is_full_holds_up_nobody_and_loses_nothing(
+    bus: Bus, store: Store, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full, other = await add_job(store, str(tiny)), await add_job(store, str(tiny))
+    monkeypatch.setattr("opentinker.services.reference_forward.service.FULL_PAUSE_S", 0.3)
+    for job in (full, other):
+        for group in of_job(job, 5):
+            await bus.publish(SCORE, group, f"{group.key}:a", job=job)
+    refused = 0
+    publish = bus.publish
+
+    async def refuse(subject: Any, noun: Any, msg_id: str, **keys: str) -> int:
+        nonlocal refused
+        if subject is GROUP and keys["job"] == full and not released.is_set():
+            refused += 1
+            raise StreamFull("full")
+        return await publish(subject, noun, msg_id, **keys)
+
+    released = asyncio.Event()
+    monkeypatch.setattr(bus, "publish", refuse)
+    with capture_logs() as logs:
+        async with running(bus, store):
+            await passed(bus, other, 5)
+            await until(lambda: refused > 1)
+            assert await bus.count("GROUPS", GROUP.at(job=full)) == 0
+            released.set()
+            await passed(bus, full, 5)
+    assert [line["job"] for line in logs if line["event"] == "stream_full"] == [full], "said with every try"
+
+
+def launch(nats: Server, valkey: Server, *module: str) -> subprocess.Popen[bytes]:
+    """`module`: another one than the service's own, with its arguments."""
+    environ = {**os.environ, "OPENTINKER_NATS_URL": nats.url, "OPENTINKER_REDIS_URL": valkey.url}
+    argv = [sys.executable, "-m", *(module or ["opentinker.services.reference_forward"])]
+    return subprocess.Popen(argv, env=environ, stdout=subprocess.DEVNULL)
+
+
+def libraries(process: subprocess.Popen[bytes]) -> str:
+    return Path(f"/proc/{process.pid}/maps").read_text()
+
+
+async def test_torch_is_not_loaded_before_a_job_needs_it(
+    nats_server: Server, valkey_server: Server, store: Store
+) -> None:
+    process = launch(nats_server, valkey_server)
+    try:
+
+        async def beats() -> bool:
+            return [worker.pid for worker in await store.workers()] == [process.pid]
+
+        await until(beats)
+        assert "libtorch" not in libraries(process)
+    finally:
+        process.kill()
+        process.wait()

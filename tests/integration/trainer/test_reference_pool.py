@@ -1,0 +1,423 @@
+"""reference-forward as a pool: forward passes across jobs, turns of models, memory, and several instances."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import numpy as np
+import pytest
+
+from opentinker.services.reference_forward.group_queue import GroupQueue, Work
+from opentinker.services.reference_forward.model_cache import PATIENCE, ModelCache
+from opentinker.services.reference_forward.required_models import REFERENCE, ModelKey
+from opentinker.services.reference_forward.scorer import Scorer
+from opentinker.shared.messaging.bus import Bus
+from opentinker.shared.messaging.subjects import GROUP, SCORE
+from opentinker.shared.state.store import Store
+from opentinker.shared.types.core import F32, JobState
+from opentinker.shared.types.errors import JobFailed
+from opentinker.shared.types.trajectories import Group
+from tests.conftest import WAIT_S, Server, start_nats, until
+from tests.integration.trainer.test_reference_forward import add_job, failed, launch, of_job, passed, running
+from tests.support.factories import make_group
+
+A, B, C = (ModelKey(name, "float32") for name in ("a", "b", "c"))
+
+
+async def send(bus: Bus, *groups: Group) -> None:
+    for group in groups:
+        await bus.publish(SCORE, group, group.key, job=group.job)
+
+
+def work(job: str, key: ModelKey, seq: int = 0) -> Work:
+    """Of 12 tokens."""
+    return Work(cast(Any, None), make_group(job=job, seq=seq), 1.0, {key: [REFERENCE]})
+
+
+# --- the desk -------------------------------------------------------------------------------------------------------
+
+
+def test_a_pass_takes_groups_of_all_jobs_of_a_model_up_to_its_tokens_and_at_least_one() -> None:
+    desk = GroupQueue(30)
+    works = [work(job, A, seq) for seq, job in enumerate(("j1", "j2", "j1"))]
+    for each in works:
+        desk.add(each)
+    assert desk.take([A]) == (A, works[:2]) and desk.take([A]) == (A, works[2:]) and desk.take([A]) is None
+    narrow = GroupQueue(1)
+    narrow.add(works[0])
+    assert narrow.take([A]) == (A, works[:1])
+
+
+def test_models_take_turns_however_much_waits_for_one_of_them() -> None:
+    desk, residence = GroupQueue(12), ModelCache(100)
+    for key in (A, B, C):
+        residence.put(key, key.base, 1, 0.0)
+    for seq in range(20):
+        desk.add(work("j1", A, seq))
+    for seq in range(2):
+        desk.add(work("j2", B, seq))
+        desk.add(work("j3", C, seq))
+    order = []
+    while (batch := desk.take(residence)) is not None:
+        with residence.using(batch[0]):
+            order.append(batch[0].base)
+    assert sorted(order[:3]) == sorted(order[3:6]) == ["a", "b", "c"] and order[6:] == ["a"] * 18
+
+
+def test_every_job_may_have_one_group_in_hand_and_more_only_while_its_model_is_loaded() -> None:
+    desk = GroupQueue(12)
+    for seq in range(2):
+        assert desk.room("j1", {A}) > 0
+        desk.add(work("j1", A, seq))
+    assert desk.room("j1", {A}) == 0, "two passes' worth"
+    assert desk.room("j2", {A}) == 1
+    desk.add(work("j2", B))
+    assert (desk.room("j2", {A}), desk.room("j2", {A, B}), desk.room("j2", {B})) == (0, 0, 2)
+    assert desk.room("j3", {A}) == 1
+    for each in desk.hand:
+        each.needs.clear()  # scored, and not passed on
+    assert (desk.room("j1", {A}), desk.room("j2", {A}), desk.room("j3", {A})) == (0, 1, 1)
+    assert desk.wanted({A}) == B and desk.wanted({A, B}) is None
+
+
+def test_a_group_that_needs_two_models_is_done_when_both_are() -> None:
+    desk = GroupQueue(100)
+    both = Work(cast(Any, None), make_group(), 1.0, {A: ["x"], B: ["y", "z"]})
+    desk.add(both)
+    assert desk.take([B]) == (B, [both]) and desk.drop({"j-test"}) == [], "it is with a forward pass"
+    assert not desk.done(B, both, [1])
+    assert desk.take([A]) == (A, [both]) and desk.done(A, both, [2])
+    assert both.found == {"x": [2], "y": [1], "z": [1]}
+    desk.put_away(both)
+    assert not desk.hand and not desk.queues
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------
+
+
+def fill(residence: ModelCache, *keys: ModelKey, bytes: int = 40) -> None:
+    for key in keys:
+        assert residence.make_room(bytes, ())
+        residence.put(key, key.base, bytes, 1.0)
+        with residence.using(key):
+            pass
+
+
+def test_the_least_recently_used_model_goes_first_and_the_budget_holds() -> None:
+    residence = ModelCache(100)
+    fill(residence, A, B)
+    with residence.using(A):
+        pass
+    fill(residence, C)
+    assert A in residence and C in residence and B not in residence
+    assert residence.used_bytes == 80 and (residence.loads, residence.evictions) == (3, 1)
+
+
+def test_a_model_larger_than_the_budget_is_refused_by_name_and_size() -> None:
+    residence = ModelCache(10**9)
+    residence.check(A, 10**9)
+    with pytest.raises(JobFailed, match=r"model 'big' takes 16\.1 GB in bfloat16, .* at most 1 GB .*reference_memory"):
+        residence.check(ModelKey("big", "bfloat16"), 16_060_000_000)
+
+
+def test_a_model_that_is_used_or_waited_for_stays_until_it_had_its_time() -> None:
+    now = 0.0
+    residence = ModelCache(100, clock=lambda: now)
+    fill(residence, A, B)
+    assert not residence.make_room(40, {A, B}) and len(residence) == 2
+    with residence.using(A):
+        assert not residence.make_room(90, ()), "nothing goes if that is not enough"
+        assert residence.make_room(40, {A}) and B not in residence
+    fill(residence, B)
+    now = PATIENCE * 1.0
+    assert residence.make_room(40, {A, B}) and A not in residence
+
+
+async def test_a_model_too_large_fails_its_job_and_others_go_on(bus: Bus, store: Store, tiny: Path) -> None:
+    """The tiny model has 9.5 MB in float32, half of it in bfloat16."""
+    large = await add_job(store, str(tiny))
+    small = await add_job(store, str(tiny), dtype="bfloat16")
+    await send(bus, *of_job(large, 1), *of_job(small, 1))
+    async with running(bus, store, reference_memory_gb=0.005) as service:
+        assert f"model {str(tiny)!r} takes 0.00951 GB in float32" in await failed(store, large)
+        await passed(bus, small, 1)
+        assert 0 < service.residence.used_bytes <= 5_000_000
+
+
+class Held(Scorer):
+    """Loads the first model when it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may = threading.Event()
+        self.loaded: list[str] = []
+
+    def load(self, key: ModelKey) -> Any:
+        self.loaded.append(key.dtype)
+        assert self.may.wait(WAIT_S)
+        return super().load(key)
+
+
+async def test_no_model_is_loaded_for_a_job_that_ended_while_it_waited(bus: Bus, store: Store, tiny: Path) -> None:
+    scorer = Held()
+    first = await add_job(store, str(tiny))
+    ended = await add_job(store, str(tiny), dtype="bfloat16")
+    async with running(bus, store, make_scorer=lambda: scorer) as service:
+        try:
+            await send(bus, *of_job(first, 1))
+            await until(lambda: scorer.loaded)
+            await send(bus, *of_job(ended, 1))
+            await until(lambda: len(service.desk.queues) == 2)
+            await store.transition(ended, JobState.CANCELLED)
+        finally:
+            scorer.may.set()
+        await passed(bus, first, 1)
+        await until(lambda: not service.desk.hand)
+        assert scorer.loaded == ["float32"] and service.residence.loads == 1
+        await until(lambda: _empty(bus, ended))
+        again = await add_job(store, str(tiny), dtype="bfloat16")
+        await send(bus, *of_job(again, 1))
+        await passed(bus, again, 1)
+
+
+async def _empty(bus: Bus, job: str) -> bool:
+    return not await bus.count("SCORES", SCORE.at(job=job))
+
+
+class Watching(Scorer):
+    """Counts, whenever it loads a model, those of before that are still in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.models: list[weakref.ref[Any]] = []
+        self.alive: list[int] = []
+
+    def load(self, key: ModelKey) -> Any:
+        self.alive.append(sum(model() is not None for model in self.models))
+        model = super().load(key)
+        self.models.append(weakref.ref(model))
+        return model
+
+
+async def test_a_model_has_left_the_memory_before_the_next_one_is_loaded(bus: Bus, store: Store, tiny: Path) -> None:
+    """Room for one: one after another in turn, each of which has scored a group."""
+    scorer = Watching()
+    one, other = await add_job(store, str(tiny)), await add_job(store, str(tiny), dtype="bfloat16")
+    groups = {job: of_job(job, 2) for job in (one, other)}
+    async with running(bus, store, make_scorer=lambda: scorer, reference_memory_gb=0.01):
+        for turn, job in enumerate((one, other, one, other)):
+            await send(bus, groups[job][turn // 2])
+            await passed(bus, job, 1 + turn // 2)
+    assert scorer.alive == [0, 0, 0, 0]
+
+
+# --- forward passes -------------------------------------------------------------------------------------------------
+
+
+class Recording(Scorer):
+    """Remembers the groups of each pass. `before` runs in the thread of a pass, ahead of it."""
+
+    entered = False
+
+    def __init__(self, before: Callable[[], object] = lambda: None, **options: Any) -> None:
+        super().__init__(**options)
+        self.before = before
+        self.passes: list[list[str]] = []
+
+    def score(self, model: Any, groups: Sequence[Group], temperatures: Sequence[float]) -> list[list[F32]]:
+        self.entered = True
+        self.before()
+        self.passes.append([group.key for group in groups])
+        return super().score(model, groups, temperatures)
+
+
+async def test_what_waits_for_one_model_goes_through_it_in_one_pass(bus: Bus, store: Store, tiny: Path) -> None:
+    """While the first pass is held up the other jobs' groups gather; then they go together, each to its own job."""
+    released = threading.Event()
+    scorer = Recording(lambda: released.wait(WAIT_S))
+    jobs = [await add_job(store, str(tiny)) for _ in range(3)]
+    async with running(bus, store, make_scorer=lambda: scorer) as service:
+        await send(bus, *of_job(jobs[0], 1))
+        await until(lambda: scorer.entered)
+        await send(bus, *of_job(jobs[1], 2), *of_job(jobs[2], 2))
+        await until(lambda: len(service.desk.hand) == 5)
+        released.set()
+        for job, count in zip(jobs, (1, 2, 2), strict=True):
+            await passed(bus, job, count)
+        assert scorer.passes[0] == [f"{jobs[0]}/0"]
+        assert sorted(scorer.passes[1]) == [f"{job}/{seq}" for job in sorted(jobs[1:]) for seq in (0, 1)]
+        assert len(scorer.passes) == 2 and service.residence.loads == 1
+
+
+async def test_one_bad_group_in_a_shared_pass_fails_its_job_alone(bus: Bus, store: Store, tiny: Path) -> None:
+    released = threading.Event()
+    scorer = Recording(lambda: released.wait(WAIT_S))
+    first, good, bad = [await add_job(store, str(tiny)) for _ in range(3)]
+    unknown = of_job(bad, 1)[0]
+    ids_T = [(t.ids + 10**6).astype("<i4").tobytes() for t in unknown.trajectories]
+    changed = [msgspec.structs.replace(t, ids_T=ids) for t, ids in zip(unknown.trajectories, ids_T, strict=True)]
+    async with running(bus, store, make_scorer=lambda: scorer) as service:
+        await send(bus, *of_job(first, 1))
+        await until(lambda: scorer.entered)
+        await send(bus, *of_job(good, 1), msgspec.structs.replace(unknown, trajectories=changed))
+        await until(lambda: len(service.desk.hand) == 3)
+        released.set()
+        await passed(bus, good, 1)
+        assert "holds token id" in await failed(store, bad)
+    assert any(len(keys) == 2 for keys in scorer.passes), "they were in one pass"
+    assert (await store.job(good)).state is not JobState.FAILED
+
+
+class SlowLoad(Recording):
+    """Takes bfloat16 models as long as the test likes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loading, self.release = threading.Event(), threading.Event()
+
+    def load(self, key: ModelKey) -> Any:
+        if key.dtype == "bfloat16":
+            self.loading.set()
+            assert self.release.wait(WAIT_S)
+        return super().load(key)
+
+
+async def test_a_load_holds_up_nobody_whose_model_is_there(bus: Bus, store: Store, tiny: Path) -> None:
+    scorer = SlowLoad()
+    quick, slow = await add_job(store, str(tiny)), await add_job(store, str(tiny), dtype="bfloat16")
+    groups = of_job(quick, 3)
+    async with running(bus, store, make_scorer=lambda: scorer) as service:
+        await send(bus, groups[0])
+        await passed(bus, quick, 1)
+        await send(bus, *of_job(slow, 3))
+        await until(scorer.loading.is_set)
+        await send(bus, *groups[1:])
+        await passed(bus, quick, 3)
+        await until(lambda: len(service.desk.hand) == 1)  # the others are there for an instance that has the model
+        assert await bus.count("GROUPS", GROUP.at(job=slow)) == 0
+        scorer.release.set()
+        await passed(bus, slow, 3)
+
+
+# --- several instances ----------------------------------------------------------------------------------------------
+
+
+async def keys_of(bus: Bus, job: str) -> Counter[str]:
+    return Counter(group.key for group in await bus.stored(GROUP, job=job))
+
+
+async def test_two_instances_share_the_work(bus: Bus, store: Store, tiny: Path) -> None:
+    """Neither comes out of its first pass before the other is in one too."""
+    both = threading.Barrier(2, timeout=WAIT_S)
+    meet = [threading.Event(), threading.Event()]
+
+    def in_step(me: int) -> Callable[[], None]:
+        def before() -> None:
+            if not meet[me].is_set():
+                meet[me].set()
+                both.wait()
+
+        return before
+
+    scorers = [Recording(in_step(0)), Recording(in_step(1))]
+    job = await add_job(store, str(tiny))
+    groups = of_job(job, 20)
+    narrow: dict[str, Any] = {"reference_tokens_per_batch": 40}
+    async with (
+        running(bus, store, make_scorer=lambda: scorers[0], **narrow) as one,
+        running(bus, store, "reference-1", make_scorer=lambda: scorers[1], **narrow) as two,
+    ):
+        await send(bus, *groups)
+        await passed(bus, job, 20)
+        await until(lambda: one.groups + two.groups == 20)
+        assert one.groups > 0 and two.groups > 0
+    assert await keys_of(bus, job) == Counter(group.key for group in groups)
+    assert await bus.count("SCORES", SCORE.at(job=job)) == 0
+
+
+async def test_work_of_an_instance_killed_in_a_forward_pass_is_done_by_another(
+    bus: Bus, store: Store, nats_server: Server, valkey_server: Server, tiny: Path, tmp_path: Path
+) -> None:
+    jobs = [await add_job(store, str(tiny)) for _ in range(2)]
+    groups = [group for job in jobs for group in of_job(job, 3)]
+    await send(bus, *groups)
+    process = launch(nats_server, valkey_server, "tests.support.reference_process", str(tmp_path / "marker"))
+    try:
+        await until((tmp_path / "marker").exists)
+    finally:
+        process.kill()
+        process.wait()
+    for job in jobs:
+        assert await bus.count("GROUPS", GROUP.at(job=job)) == 0
+        assert await bus.count("SCORES", SCORE.at(job=job)) == 3
+    async with running(bus, store, "reference-1") as other:
+        for job in jobs:
+            await passed(bus, job, 3)
+            assert set((await keys_of(bus, job)).values()) == {1}
+        await until(lambda: other.groups == 6 and not other.desk.hand)
+    for job in jobs:
+        assert await bus.count("SCORES", SCORE.at(job=job)) == 0
+
+
+async def test_a_restarted_nats_server_costs_no_group(store: Store, tiny: Path, tmp_path: Path) -> None:
+    """It goes away while a pass is under way, and comes back before that has ended."""
+    server, scorer = start_nats(tmp_path), Recording(lambda: released.wait(WAIT_S))
+    released = threading.Event()
+    try:
+        async with Bus.connect(server.url, "test") as bus:
+            await bus.ensure_streams()
+            job = await add_job(store, str(tiny))
+            groups = of_job(job, 6)
+            await send(bus, *groups[:4])
+            async with running(bus, store, make_scorer=lambda: scorer) as service:
+                await until(lambda: scorer.entered)
+                server.kill()
+                await until(lambda: not bus.nc.is_connected)
+                server.start()
+                await until(lambda: bus.nc.is_connected)
+                released.set()
+                await send(bus, *groups[4:])
+                await passed(bus, job, 6)
+                await until(lambda: not service.desk.hand)
+            assert await keys_of(bus, job) == Counter(group.key for group in groups)
+            assert await bus.count("SCORES", SCORE.at(job=job)) == 0
+    finally:
+        released.set()
+        server.kill()
+
+
+async def test_what_was_scored_twice_is_kept_once(bus: Bus, store: Store, tiny: Path) -> None:
+    """The message of a group that is stored already comes again: its acknowledgement was lost."""
+    job = await add_job(store, str(tiny))
+    group = of_job(job, 1)[0]
+    async with running(bus, store) as service:
+        for attempt in ("one", "two"):
+            await bus.publish(SCORE, group, attempt, job=job)
+        await until(lambda: service.groups == 2 and not service.desk.hand)
+    assert await keys_of(bus, job) == {group.key: 1}
+
+
+async def test_told_to_stop_it_finishes_the_pass_and_gives_the_rest_back(bus: Bus, store: Store, tiny: Path) -> None:
+    released = threading.Event()
+    scorer = Recording(lambda: released.wait(WAIT_S))
+    job = await add_job(store, str(tiny))
+    await send(bus, *of_job(job, 4))
+    async with running(bus, store, make_scorer=lambda: scorer, reference_tokens_per_batch=1000) as service:
+        await until(lambda: scorer.entered)
+        service.ctx.stopping.set()
+        await until(lambda: not service._readers)
+        released.set()
+    done = service.groups
+    assert done >= 1 and not service.desk.hand
+    assert await bus.count("GROUPS", GROUP.at(job=job)) == done
+    assert await bus.count("SCORES", SCORE.at(job=job)) == 4 - done
+    async with running(bus, store, "reference-1") as other:
+        await passed(bus, job, 4)
+        await until(lambda: other.groups == 4 - done)
+    assert np.array_equal(sorted((await keys_of(bus, job)).values()), [1] * 4)

@@ -1,0 +1,193 @@
+"""Training episodes that are kept word by word, and how a step's numbers are spread."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import orjson
+import pytest
+
+from opentinker import AsyncClient
+from opentinker.cli.observability import bars
+from opentinker.services.rollout_worker.transcripts import is_kept, shortened
+from opentinker.services.trainer.batch.distributions import RATIO, distributions, histogram, ratio_counts, reward_edges
+from opentinker.services.trainer.rollout_log import NEWEST, RolloutLog, expired_steps
+from opentinker.shared.data.step_log import StepLog
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.types.core import Image, Message, Text, WeightVersion
+from opentinker.shared.types.trajectories import Group
+from tests.support.api import SPEC
+from tests.support.factories import group_of, make_group, make_spec, make_trajectory
+
+V = WeightVersion
+
+
+def talk(*texts: str) -> list[Message]:
+    return [Message(role=role, content=text) for role, text in zip(("user", "assistant") * 4, texts, strict=False)]
+
+
+def spoken(seq: int, *samples: list[Message] | None) -> Group:
+    made = [make_trajectory(index=i, reward=float(i), transcript=said) for i, said in enumerate(samples)]
+    return group_of(made, seq)
+
+
+def test_a_bounded_number_of_episodes_of_each_batch_is_kept() -> None:
+    for batch in (1, 2, 3, 8, 64):
+        for wanted in (0, 1, 4, 7):
+            spec = make_spec(algorithm__groups_per_batch=batch, algorithm__group_size=8, rollout__transcripts=wanted)
+            kept = [(g, s) for g in range(10 * batch) for s in range(8) if is_kept(spec, g, s)]
+            least, most = 10 * min(wanted, 8 * batch), 20 * (wanted + batch)
+            assert (least <= len(kept) <= most) if wanted else not kept
+
+
+def test_words_are_text_up_to_a_limit() -> None:
+    picture = Message(role="user", content=[Text(text="look: "), Image(data=b"12345")])
+    first, second = shortened([picture, *talk("567890ab")], 30)
+    assert first.content == "look: [image, 5 bytes]"
+    assert second.content == "567890ab"
+    assert shortened(talk("1234", "567890ab", "c"), 10)[-1].content == "567890 ... (3 more characters are left out)"
+
+
+def test_bins_hold_every_number_once() -> None:
+    assert histogram([0, 1, 1.5, 2, 9], [1, 2, 4]) == {"edges": [1, 2, 4], "counts": [1, 2, 1, 1]}
+    assert histogram([], [1.0]) == {"edges": [1.0], "counts": [0, 0]}
+
+
+@pytest.mark.parametrize(
+    ("rewards", "low", "high"),
+    [
+        *(([0.0, 1.0], 0, 1), ([0.3], 0, 0.5), ([-1.0, 0.2], -1, 1), ([0.0], 0, 1)),
+        *(([130.0, 2.0], 0, 200), ([-0.03], -0.05, 0.05)),
+    ],
+)
+def test_bins_of_rewards_stay_as_long_as_rewards_stay_of_a_size(rewards: list[float], low: float, high: float) -> None:
+    edges = reward_edges(rewards)
+    assert (edges[0], edges[-1], len(edges)) == (low, high, 21)
+
+
+def test_the_spread_of_a_batch_and_of_its_ratios() -> None:
+    batch = [make_group(seq=seq, versions=[V(1, seq)]) for seq in range(3)]
+    values = {"lr": 0.1, **ratio_counts(np.array([0.1, 1.0, 1.0, 1.5, 90.0]))}
+    found = distributions(batch, V(1, 3), values)
+    assert values == {"lr": 0.1} and not any(name.startswith(RATIO) for name in values)
+    assert found["reward"]["counts"][1] == found["reward"]["counts"][-1] == 3
+    assert sum(found["length"]["counts"]) == sum(found["turns"]["counts"]) == 6
+    assert found["staleness"]["counts"][1:4] == [2, 2, 2]
+    assert sum(found["ratio"]["counts"]) == 5 and found["ratio"]["counts"][-1] == 1
+    assert "ratio" not in distributions(batch, V(1, 3), {})
+    assert bars([1, 2], [0, 3, 1]) == ["   1 to 2  " + "#" * 40 + " 3", "2 or more  " + "#" * 14 + " 1"]
+
+
+def test_of_older_steps_fewer_are_kept_and_nothing_comes_back() -> None:
+    kept: list[int] = []
+    for step in range(1, 3000):
+        kept.append(step)
+        gone = expired_steps(kept)
+        kept = [one for one in kept if one not in gone]
+        assert len(kept) <= 3 * NEWEST
+    assert kept[-NEWEST:] == list(range(3000 - NEWEST, 3000)) and len(kept) > 1.4 * NEWEST
+
+
+async def _silent(event: str, detail: dict[str, object]) -> None:
+    raise AssertionError(event)
+
+
+async def tell(home: Path, step: int, *batch: Group, kept: int = 4) -> None:
+    spread = {"reward": histogram([1.0], [0.0, 1.0])}
+    await RolloutLog(home, kept, _silent).step(V(1, step), 5.0, batch, spread)
+
+
+async def test_kept_episodes_and_spreads_are_served_by_step(client: AsyncClient, ctx: Context) -> None:
+    job = (await client.submit(SPEC))["id"]
+    assert await client.rollouts(job) == {"steps": [], "step": None, "rollouts": []}
+    assert await client.distributions(job) == []
+    home = ctx.settings.data_dir / "jobs" / job
+    for step in (1, 2):
+        await tell(
+            home, step, spoken(10 * step, talk("2+2=", "4"), None, talk("2+2=", "5")), spoken(10 * step + 1, None)
+        )
+    found = await client.rollouts(job)
+    assert (found["step"], found["steps"]) == (2, [1, 2])
+    first, second = found["rollouts"]
+    assert (first["group"], first["sample"], second["sample"], second["reward"]) == (20, 0, 2, 2.0)
+    assert first["views"][0]["messages"] == [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4"}]
+    assert first["versions"] == ["1.0"] and first["stops"] == ["eos"] and first["ending"] == "env_done"
+    assert (await client.rollouts(job, 1))["rollouts"][0]["group"] == 10
+    with pytest.raises(Exception, match="no rollouts of step 7; there are: 1, 2"):
+        await client.rollouts(job, 7)
+    assert [line["step"] for line in await client.distributions(job, limit=10)] == [1, 2]
+    assert [line["step"] for line in await client.distributions(job, 1)] == [1]
+    assert [line["step"] for line in await client.distributions(job, after=1, limit=10)] == [2]
+    assert (await client.distributions(job))[0]["reward"] == {"edges": [0.0, 1.0], "counts": [0, 0, 1]}
+
+
+async def test_kept_episodes_have_their_tokens_one_by_one(tmp_path: Path) -> None:
+    views = [
+        make_trajectory(index=i, reward=float(i), logprob=-0.1234, versions=[V(1, 2), V(1, 3)], transcript=talk("a"),
+                        pieces=["p", "q", "r", "x", "y"])
+        for i in range(2)
+    ]  # fmt: skip
+    credited = [np.array([0.5, 0.5, 0.5]), np.array([-0.5, -0.25, 0.123456])]
+    said = await RolloutLog(tmp_path, 4, _silent).step(V(1, 4), 5.0, [group_of(views, 9)], {}, credited)
+    assert [(one.group, one.sample, one.reward, one.ending, one.tokens) for one in said] == [
+        *((9, 0, 0.0, "env_done", 3), (9, 1, 1.0, "env_done", 3)),
+    ]
+    line = orjson.loads((tmp_path / "rollouts" / "step-000004.jsonl").read_bytes().splitlines()[1])
+    assert line["group_rewards"] == {"": [0.0, 1.0]}
+    assert line["views"][0]["tokens"] == {
+        "text": ["p", "q", "r", "x", "y"],
+        "ids": [5, 6, 7, 8, 9],
+        "mask": [0, 0, 0, 1, 1],
+        "logprobs": [0.0, 0.0, 0.0, -0.1234, -0.1234],
+        "advantages": [0.0, 0.0, 0.0, -0.5, -0.25],
+        "versions": [[3, 5, "1.2"]],
+        "left_out": 1,
+    }
+
+
+async def test_a_step_that_is_trained_again_replaces_what_was_kept(client: AsyncClient, ctx: Context) -> None:
+    job = (await client.submit(SPEC))["id"]
+    home = ctx.settings.data_dir / "jobs" / job
+    for seq in (1, 2):
+        await tell(home, 5, spoken(seq, talk("a", "b")))
+    assert [one["group"] for one in (await client.rollouts(job))["rollouts"]] == [2]
+    with (home / "distributions.jsonl").open("ab") as file:
+        file.write(b'{"half')
+    assert [line["step"] for line in await client.distributions(job, limit=10)] == [5]
+
+
+async def test_no_more_than_asked_for_is_kept(tmp_path: Path) -> None:
+    await tell(tmp_path, 1, *(spoken(seq, talk("a"), talk("b"), talk("c")) for seq in range(3)), kept=4)
+    lines = (tmp_path / "rollouts" / "step-000001.jsonl").read_bytes().splitlines()
+    assert [(orjson.loads(line)["group"], orjson.loads(line)["sample"]) for line in lines] == [
+        (0, 0),
+        (0, 1),
+        (0, 2),
+        (1, 0),
+    ]
+
+
+async def test_a_disk_that_refuses_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+
+    async def event(name: str, detail: dict[str, object]) -> None:
+        events.append(name)
+
+    def full(self: StepLog, line: dict[str, Any]) -> None:
+        raise OSError(28, "No space left on device")
+
+    told = RolloutLog(tmp_path, 4, event)
+    with monkeypatch.context() as patch:
+        patch.setattr(StepLog, "add", full)
+        for step in (1, 2):
+            await told.step(V(1, step), 0.0, [], {})
+    await told.step(V(1, 3), 0.0, [], {})
+    assert events == ["rollouts_log_failed"] and (tmp_path / "distributions.jsonl").exists()
+
+
+def test_a_group_travels_with_its_words() -> None:
+    group = spoken(3, talk("a", "b"))
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(group), type=Group) == group

@@ -1,0 +1,323 @@
+"""What the adapters of environment libraries have in common, and that an env worker plays them like any other."""
+
+from __future__ import annotations
+
+import random
+import re
+import subprocess
+import sys
+import tomllib
+import zlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from gymnasium import spaces as gs
+
+from opentinker.envs.adapters import library, spaces
+from opentinker.envs.adapters.env_notes import plain_colours
+from opentinker.envs.adapters.library import Randomness, episode_seed
+from opentinker.envs.registry import ADAPTERS, check, rehearse
+from opentinker.envs.runtime.child_pool import ChildPool
+from opentinker.envs.runtime.resolver import Resolver
+from opentinker.envs.runtime.sessions import Sessions
+from opentinker.services.env_worker.service import check_environment
+from opentinker.shared.types.core import Ending, Image, StopReason
+from opentinker.shared.types.env_protocol import EnvCheck, OpenSession, StepSession
+from opentinker.shared.types.errors import SpecError
+from tests.support.playing import transcript
+
+PLAYED: list[tuple[str, dict[str, Any], list[str]]] = [
+    ("gymnasium", {"id": "FrozenLake-v1"}, ["right"] * 5),
+    ("gymnasium", {"id": "Blackjack-v1"}, ["hit"] * 5),
+    ("pettingzoo", {"id": "classic/connect_four_v3"}, ["3"] * 4),
+    ("textarena", {"id": "GuessTheNumber-v0"}, ["[5]", "[10]"]),
+    ("reasoning_gym", {"dataset": "chain_sum"}, ["7"]),
+]
+
+
+# --- texts and spaces -----------------------------------------------------------------------------------------------
+
+DICT = gs.Dict({"n": gs.Discrete(3), "x": gs.Box(-1.0, 1.0, (2,), np.float64)})
+
+
+@pytest.mark.parametrize(
+    ("space", "text", "action"),
+    [
+        (gs.Discrete(4), "2", 2),
+        (gs.Discrete(4), "I think of 1, no: 3.", 3),
+        (gs.Discrete(4), "Reasoning about 17 things.\nAction: 3", 3),
+        (gs.Discrete(3, start=-1), "-1", -1),
+        (gs.Box(-2.0, 2.0, (1,), np.float32), "1.5", [1.5]),
+        (gs.Box(-2.0, 2.0, (), np.float32), "action: -.5", -0.5),
+        (gs.Box(-2.0, 2.0, (2, 2), np.float32), "[[1, 2], [0, -1]]", [[1, 2], [0, -1]]),
+        (gs.Box(-2.0, 2.0, (2,), np.float32), "1 and 1e-1", [1, 0.1]),
+        (gs.Box(0, 5, (2,), np.int32), "[1, 5]", [1, 5]),
+        (gs.MultiDiscrete([2, 5]), "[1, 4]", [1, 4]),
+        (gs.MultiBinary(3), "1, 0, 1", [1, 0, 1]),
+        (gs.Text(8), "Action: abc", "abc"),
+        (gs.Tuple((gs.Discrete(3), gs.Text(8))), '[2, "abc"]', (2, "abc")),
+        (gs.Sequence(gs.Discrete(3)), "[0, 2, 2]", (0, 2, 2)),
+        (DICT, '{"n": 1, "x": [0.5, -0.5]}', {"n": 1, "x": [0.5, -0.5]}),
+    ],
+)
+def test_action_is_read_by_its_space(space: Any, text: str, action: Any) -> None:
+    found = spaces.read(space, text, [])
+    assert space.contains(found)
+    np.testing.assert_equal(found, np.array(action, np.float32) if space.dtype == np.float32 else action)
+
+
+@pytest.mark.parametrize(
+    ("space", "text"),
+    [
+        (gs.Discrete(4), ""),
+        (gs.Discrete(4), "4"),
+        (gs.Discrete(4), "1.5"),
+        (gs.Discrete(4), "-1"),
+        (gs.Discrete(4), "9" * 400),
+        (gs.Box(-2.0, 2.0, (1,), np.float32), "2.5"),
+        (gs.Box(-2.0, 2.0, (1,), np.float32), "nan"),
+        (gs.Box(-2.0, 2.0, (1,), np.float32), "1e999"),
+        (gs.Box(-2.0, 2.0, (2,), np.float32), "[1, 1, 1]"),
+        (gs.Box(-2.0, 2.0, (2,), np.float32), '["a", {}]'),
+        (gs.Box(0, 5, (2,), np.int32), "[1, 2.5]"),
+        (gs.Box(0, 255, (1,), np.uint8), "257"),
+        (gs.MultiDiscrete([2, 5]), "[1, 5]"),
+        (gs.MultiBinary(3), "[1, 0, 2]"),
+        (gs.Text(3), "too long"),
+        (gs.Tuple((gs.Discrete(3), gs.Text(8))), "[2]"),
+        (gs.Sequence(gs.Discrete(3)), "[3]"),
+        (DICT, '{"n": 1}'),
+        (DICT, '{"n": true, "x": [0, 0]}'),
+        (DICT, "[" * 5000),
+        (DICT, "\ud800"),
+    ],
+)
+def test_what_is_no_action_is_refused_with_a_reason(space: Any, text: str) -> None:
+    with pytest.raises(library.Illegal, match="it "):
+        spaces.read(space, text, [])
+
+
+@pytest.mark.parametrize(
+    ("text", "index"),
+    [("left", 0), ("Go LEFT", 0), ("not left, right!", 2), ("Action: left up", 1), ("2 steps left", 0), ("1", 1)],
+)
+def test_the_last_name_counts(text: str, index: int) -> None:
+    assert spaces.read(gs.Discrete(3), text, ["left", "left up", "right"]) == index
+
+
+def test_mask_forbids_and_is_listed() -> None:
+    names, mask = ["a", "b", "c"], np.array([1, 0, 1], np.int8)
+    assert spaces.allowed(gs.Discrete(3), mask, names) == "a, c"
+    assert spaces.allowed(gs.Discrete(3), None, names) == ""
+    with pytest.raises(library.Illegal, match="b is not possible now"):
+        spaces.read(gs.Discrete(3), "b", names, mask)
+
+
+@pytest.mark.parametrize("space", [gs.Graph(gs.Discrete(2), None), gs.OneOf((gs.Discrete(2),))])
+def test_an_action_space_without_words_is_an_error(space: Any) -> None:
+    with pytest.raises(ValueError, match="cannot be said in text"):
+        spaces.how(space, [])
+
+
+@pytest.mark.parametrize(
+    ("space", "value", "text"),
+    [
+        (gs.Discrete(5), np.int64(3), "3"),
+        (gs.Text(5), "abc", "abc"),
+        (gs.Tuple((gs.Discrete(2), gs.Discrete(9))), (1, 8), "1, 8"),
+        (gs.Box(-1.0, 1.0, (3,)), np.array([0.5, 1, -0.25], np.float32), "[ 0.5 ,  1.  , -0.25]"),
+        (gs.Box(0, 1, (2, 2, 2), np.int8), np.array([[[1, 0], [0, 0]], [[0, 1], [0, 0]]]), "1 .\n2 ."),
+        (gs.Dict({"a": gs.Discrete(2), "action_mask": gs.MultiBinary(2)}), {"a": 1, "action_mask": [1, 1]}, "a: 1"),
+        (gs.OneOf((gs.Discrete(2), gs.Text(3))), (1, "hm"), "hm"),
+        (gs.Sequence(gs.Discrete(5)), (1, 2), "1\n2"),
+    ],
+)
+def test_observation_becomes_text_by_its_space(space: Any, value: Any, text: str) -> None:
+    assert spaces.show(space, value) == text
+
+
+def test_a_picture_is_sent_as_one() -> None:
+    pixels = np.arange(2 * 3 * 3, dtype=np.uint8).reshape(2, 3, 3)
+    image = spaces.picture(gs.Box(0, 255, (2, 3, 3), np.uint8), pixels)
+    assert isinstance(image, Image) and image.data.startswith(b"\x89PNG")
+    begin = image.data.index(b"IDAT") + 4
+    rows = np.frombuffer(zlib.decompress(image.data[begin:]), np.uint8).reshape(2, 10)
+    assert (rows[:, 0] == 0).all() and (rows[:, 1:].reshape(2, 3, 3) == pixels).all()
+    assert spaces.picture(gs.Box(0, 1, (2, 3, 3), np.int8), pixels) is None
+
+
+def test_colours_of_a_terminal_become_brackets() -> None:
+    text = "\x1b[41mS\x1b[0mF \x1b[34;1mR\x1b[0m \x1b[35mG\x1b[0m \x1b[35m\x1b[43mY\x1b[0m\x1b[0m"
+    assert plain_colours(text) == "[S]F <R> (G) ([Y])"
+
+
+# --- seeds and generators -------------------------------------------------------------------------------------------
+
+
+def test_episodes_draw_from_generators_of_their_own() -> None:
+    def draw() -> tuple[float, float]:
+        return random.random(), float(np.random.random())
+
+    before = random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index]
+    one, other = Randomness(1), Randomness(1)
+    drawn: list[tuple[float, float]] = []
+    for randomness in (one, other, one, other):
+        with randomness:
+            drawn.append(draw())
+            random.seed(0) if randomness is other and len(drawn) == 4 else None
+    assert drawn[0] == drawn[1] != drawn[2] == drawn[3]
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before  # type: ignore[index]
+
+
+def test_an_episode_that_raises_gives_the_generators_back() -> None:
+    before = random.getstate()
+    with pytest.raises(ZeroDivisionError), Randomness(1):
+        random.seed(5)
+        _ = 1 / 0
+    assert random.getstate() == before
+
+
+@pytest.mark.parametrize(("name", "config", "texts"), PLAYED)
+async def test_start_state_depends_on_row_and_seed_alone(name: str, config: dict[str, Any], texts: list[str]) -> None:
+    first = [await transcript(name, texts, row, 4, **config) for row in range(4)]
+    random.seed(99)
+    np.random.seed(99)
+    before = random.getstate()
+    assert [await transcript(name, texts, row, 4, **config) for row in range(4)] == first
+    assert random.getstate() == before
+
+
+def test_seeds_are_such_as_every_library_takes() -> None:
+    seeds = {episode_seed(row, seed) for row in range(20) for seed in range(20)}
+    assert len(seeds) == 400 and min(seeds) >= 0 and max(seeds) < 2**31
+
+
+# --- configs and workers --------------------------------------------------------------------------------------------
+
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    ("gymnasium", {}, "is needed"),
+    ("gymnasium", {"id": "FrozenLak-v1"}, "did you mean FrozenLake-v1"),
+    ("gymnasium", {"id": "os:Env-v0"}, "no modules are imported"),
+    ("gymnasium", {"id": "CartPole-v1", "view": "ansi"}, "cannot be drawn in letters"),
+    ("gymnasium", {"id": "CartPole-v1", "steps": 3}, "Gymnasium knows: actions, hint, id"),
+    ("gymnasium", {"id": "CartPole-v1", "penalty": -1}, "greater than or equal to 0"),
+    ("pettingzoo", {"id": "classic/tictacto_v3"}, "classic/tictactoe-v3"),
+    ("pettingzoo", {"id": "classic/chess_v6", "api": "parallel"}, "not found in registry"),
+    ("textarena", {"id": "TicTacTo-v0"}, "did you mean TicTacToe-v0"),
+    ("reasoning_gym", {"dataset": "chain_sums"}, "did you mean chain_sum"),
+    ("reasoning_gym", {"config": {"min_terms": 0}}, "min_terms must be positive"),
+    ("reasoning_gym", {"config": {"size": 3}}, "said by seed and rows"),
+]
+
+
+@pytest.mark.parametrize(("name", "config", "problem"), WRONG)
+def test_wrong_config_is_refused_before_anything_is_played(name: str, config: dict[str, Any], problem: str) -> None:
+    with pytest.raises(SpecError, match=problem):
+        check(name, config)
+
+
+def test_every_example_of_the_page_is_valid() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "environments" / "adapters.md").read_text()
+    examples = [tomllib.loads(text) for text in re.findall(r"```toml\n(.*?)```", page, re.DOTALL)]
+    for example in examples:
+        overrides = example.get("validation", {}).get("config", {})
+        name = example["environment"]["name"]
+        check(name, example["environment"]["config"] | overrides, elsewhere=name in ("gem", "miniwob", "skyrl_gym"))
+    assert {example["environment"]["name"] for example in examples} == ADAPTERS.keys()
+
+
+@pytest.mark.parametrize("name", sorted(ADAPTERS))
+def test_a_missing_library_names_the_extra(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "installed", lambda module: False)
+    minimal = {name: config for name, config, _ in PLAYED}
+    minimal |= {"skyrl_gym": {"id": "gsm8k", "path": "rows.jsonl"}, "gem": {"id": "game:Sudoku-v0-easy"}}
+    minimal |= {"miniwob": {"tasks": ["click-test"]}}
+    config = minimal[name]
+    advice = "OPENTINKER_ENV_INTERPRETERS=gem=" if name == "gem" else rf"pip install 'opentinker\[{name}\]'"
+    with pytest.raises(SpecError, match=advice):
+        check(name, config)
+    check(name, config, elsewhere=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "part", "problem"),
+    [
+        ("gymnasium", {"id": "LunarLander-v3"}, "Box2D", "DependencyNotInstalled: Box2D is not installed"),
+        ("pettingzoo", {"id": "classic/leduc_holdem_v4"}, "rlcard", "FailedToImport: "),
+        ("tests.samples.published_games:Lacking", {}, "no_such_library", "ModuleNotFoundError: "),
+    ],
+)
+def test_a_part_of_a_library_that_is_missing_is_found_before_anything_is_played(
+    name: str, config: dict[str, Any], part: str, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, part, None)
+    with pytest.raises(SpecError) as caught:
+        rehearse(name, *check(name, config, modules=True))
+    (mistake,) = caught.value.mistakes
+    assert mistake["problem"].startswith("cannot be played by the env workers here: ") and problem in mistake["problem"]
+    assert part.lower() in mistake["problem"].lower() or "pip install" in mistake["problem"]
+
+
+@pytest.mark.parametrize(("name", "config", "texts"), PLAYED)
+def test_what_can_be_played_can_be_rehearsed(name: str, config: dict[str, Any], texts: list[str]) -> None:
+    rehearse(name, *check(name, config))
+
+
+async def test_a_submission_hears_what_is_missing_and_does_not_wait_for_what_takes_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("opentinker.envs.runtime.child_pool.REHEARSAL_S", 0.5)
+    host, resolver = ChildPool(children=1, per_child=1, modules=True), Resolver(modules=True)
+    try:
+        asked = [EnvCheck(name=f"tests.samples.published_games:{game}", config={}) for game in ("Lacking", "Endless")]
+        lacking, endless = [await check_environment(request, resolver, host) for request in asked]
+        assert [e["field"] for e in lacking.errors] == ["environment.name"]
+        assert "ModuleNotFoundError: No module named 'no_such_library'" in lacking.errors[0]["problem"]
+        assert endless.errors == []
+    finally:
+        await host.close()
+
+
+def test_adapters_load_no_library_before_they_are_used() -> None:
+    code = (
+        "import sys\n"
+        "from opentinker.envs.registry import ADAPTERS, find\n"
+        "names = [find(name).Config.library for name in ADAPTERS]\n"
+        "print([name for name in names if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "[]\n"
+
+
+@pytest.fixture
+async def sessions() -> AsyncIterator[Sessions]:
+    host = ChildPool(children=1, per_child=8, modules=False)
+    yield Sessions("w", limit=8, resolver=Resolver(modules=False), host=host)
+    await host.close()
+
+
+def opening(session: str, name: str, **config: Any) -> OpenSession:
+    return OpenSession(job="j", session=session, environment=name, config=config, row=1, seed=2, deadline_s=60,
+                       answer_within_s=60)  # fmt: skip
+
+
+async def test_an_env_worker_plays_them_in_child_processes(sessions: Sessions) -> None:
+    """All in one process, turn about: prints, global seeds and errors of one touch none of the others."""
+    opened = {name: await sessions.open(opening(name, name, **config)) for name, config, _ in PLAYED[1:]}
+    broken = await sessions.open(opening("broken", "reasoning_gym", dataset="maze", config={"min_dist": 900}))
+    assert broken.failure == Ending.ENV_ERROR
+    for turn in range(2):
+        for name, _, texts in PLAYED[1:]:
+            if name in opened and not opened[name].done:
+                seat = opened[name].seat
+                call = StepSession(session=name, turn=turn, seat=seat, text=texts[0], stop=StopReason.EOS)
+                opened[name] = await sessions.step(call)
+                assert opened[name].failure is None, opened[name].error
+    assert opened["pettingzoo"].messages[0].text.count("\n. . . 1 . . .") == 1
+    expected = (await transcript("textarena", ["[5]", "[5]"], 1, 2, id="GuessTheNumber-v0"))[-1]
+    assert opened["textarena"].messages == expected.messages
+    assert msgspec.json.encode(opened["reasoning_gym"].metrics)

@@ -1,0 +1,110 @@
+"""Examples are run, not read alone: with simulated engine and learner before every merge, as they stand every night."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from opentinker.shared.spec import parse_spec
+from tests.support.cluster import PYTHONPATH, ROOT, Cluster, toy_cluster
+from tests.unit.client.test_docs_toml import OTHER_MACHINES
+
+EXAMPLES = {path.stem: path for path in sorted((ROOT / "examples").glob("*.toml"))}
+
+
+def read(name: str) -> dict[str, Any]:
+    return tomllib.loads(EXAMPLES[name].read_text())
+
+
+SIMULATED_IGNORES = ("temperature", "top_p", "top_k", "stop", "context_length")
+COMMANDS = {
+    "runs/models/tiny": ["examples.models.make_tiny"],
+    "runs/models/smollm2-135m-instruct": ["examples.models.make_smollm2"],
+    "runs/models/smollm2-tools": ["examples.models.make_smollm2", "--tools"],
+    "runs/models/seeing": ["examples.models.make_seeing"],
+}
+"""Modules that make the models that examples name."""
+WITHOUT_WORDS = OTHER_MACHINES | {"agent_program", "colours", "tool_calc"}
+"""Environments that a simulated engine does not play: tools, images, programs."""
+RUN = [
+    name
+    for name in EXAMPLES
+    if "inference" not in name and read(name).get("environment", {}).get("name") not in OTHER_MACHINES
+]
+"""Those that end by themselves, with what this machine has."""
+
+
+def plays(name: str) -> bool:
+    """Whether it plays an environment that is on this machine, and with words alone."""
+    environment = read(name).get("environment")
+    return environment is not None and environment["name"] not in WITHOUT_WORDS and "tools" not in environment
+
+
+def simulated(told: dict[str, Any], model: Path) -> dict[str, Any]:
+    """The example with a few small groups of a simulated model; its environment as it stands."""
+    rollout = {name: value for name, value in told.get("rollout", {}).items() if name not in SIMULATED_IGNORES}
+    changed = {
+        **told,
+        "model": {"base": str(model), "chat_template": "plain"},
+        "rollout": {**rollout, "engine": "toy"},
+    }
+    if told.get("kind") == "eval":
+        return {**changed, "evaluation": {**told["evaluation"], "episodes": 2, "samples": 2}}
+    if "validation" in told:
+        changed["validation"] = {**told["validation"], "episodes": 2}
+    size = {"group_size": 2, "groups_per_batch": 2}
+    return {**changed, "algorithm": size, "train": {"learner": "simulated", "steps": 1}}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def system(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[Cluster, Path]]:
+    async with toy_cluster(tmp_path_factory.mktemp("examples")) as made:
+        yield made
+
+
+@pytest.mark.slow
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("name", [name for name in EXAMPLES if plays(name)])
+async def test_an_example_s_environment_is_played(name: str, system: tuple[Cluster, Path]) -> None:
+    cluster, model = system
+    job = await cluster.wait(await cluster.submit(parse_spec(simulated(read(name), model))))
+    assert job["state"] == "succeeded", job["reason"]
+
+
+@pytest.fixture(scope="session")
+def reader(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory like a checkout, for models of its own."""
+    home = tmp_path_factory.mktemp("reader")
+    for folder in ("examples", "envs"):
+        (home / folder).symlink_to(ROOT / folder)
+    return home
+
+
+def typed(home: Path, *arguments: str) -> None:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("OPENTINKER_")}
+    environ = {**kept, "PYTHONPATH": PYTHONPATH}
+    command = [sys.executable, "-m", *arguments]
+    done = subprocess.run(command, cwd=home, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{arguments}: {done.stdout[-2000:]}{done.stderr[-2000:]}"
+
+
+@pytest.mark.nightly
+@pytest.mark.vllm
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", RUN)
+def test_an_example_runs_as_it_stands(name: str, reader: Path) -> None:
+    told = read(name)
+    base = told["model"]["base"]
+    if not (reader / base).exists():
+        module, *options = COMMANDS[base]
+        typed(reader, module, base, *options)
+    steps = [] if told.get("kind") == "eval" else ["--steps", "1"]
+    typed(reader, "opentinker.cli", "run", f"examples/{name}.toml", "--data-dir", f"runs/{name}", *steps)

@@ -1,0 +1,38 @@
+"""Where no secret may be: logs, command lines, environments of children, what users are told, what jobs leave."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from tests.support.cluster import Cluster
+
+
+def _texts(cluster: Cluster) -> Iterator[tuple[str, bytes]]:
+    for name, process in cluster.processes.items():
+        yield f"log of {name}", process.log.read_bytes()
+        for child in cluster.children(name):  # a service's own environment names files; those of its children nothing
+            yield f"environment of a child of {name}", _read(Path(f"/proc/{child}/environ"))
+        if process.popen is not None:
+            yield f"environment of {name}", _read(Path(f"/proc/{process.pid}/environ"))
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit():
+            yield f"command line of {entry.name}", _read(Path(entry.path, "cmdline"))
+    for path in cluster.data.rglob("*"):
+        if path.is_file():
+            yield str(path), path.read_bytes()
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except (OSError, ProcessLookupError):  # it has ended
+        return b""
+
+
+def found(cluster: Cluster, secrets: Iterable[str], told: Iterable[tuple[str, str]]) -> tuple[list[str], int]:
+    """Where a secret is, and how many places were looked at. `told`: what answers said."""
+    texts = [*_texts(cluster), *((place, text.encode()) for place, text in told)]
+    canaries = [secret.encode() for secret in secrets]
+    return [place for place, text in texts if any(canary in text for canary in canaries)], len(texts)

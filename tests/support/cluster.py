@@ -1,0 +1,329 @@
+"""The whole system as real processes on free ports, to be hurt: killed, paused, stopped, joined by others.
+
+A process that ends is started again after RESTART_S, as the supervisor does; `stop` and `away` hold that off. When a
+test fails inside the `async with`, the last log lines of every process are printed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterable
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from opentinker.client import AsyncClient
+from opentinker.local.embedded import nats_binary, valkey_binary
+from opentinker.local.processes import free_port
+from opentinker.local.server_users import Access, WebSocket
+from opentinker.local.up import SERVICE_OF
+from opentinker.services.trainer import checkpoint
+from opentinker.shared.api_types import Job
+from opentinker.shared.messaging.permissions import OPERATOR
+from opentinker.shared.runtime.parent_death import hold_command
+from opentinker.shared.spec import JobSpec
+from opentinker.shared.state.staleness import Admission, Ledger
+from opentinker.shared.state.store import Store
+from opentinker.shared.types.manifest import Manifest
+from tests.conftest import nats_conf, until
+from tests.support.listening import living
+from tests.support.toys import toy_model as toy_model  # noqa: PLC0414 - tests import it from here too
+
+ROOT = Path(__file__).resolve().parents[2]
+PYTHONPATH = f"{ROOT / 'src'}{os.pathsep}{ROOT}"
+"""Of every process that a test starts: this tree, wherever the package is installed from, and its `tests`."""
+RESTART_S = 0.2
+JOB_S = 240.0
+"""A job of a test ends within this time on a machine that has much else to do, where importing torch takes a minute."""
+TAIL, WIDTH = 25, 400
+SERVERS = ("nats", "valkey")
+
+
+class Process:
+    """One slot: the same name, arguments and ports through all its lives."""
+
+    def __init__(self, name: str, argv: list[str], env: dict[str, str], log: Path) -> None:
+        self.name, self.argv, self.env, self.log = name, argv, env, log
+        self.wanted = True
+        self.popen: subprocess.Popen[bytes] | None = None
+        self.dead_since: float | None = None
+        self.starts = 0
+        self.exits: list[int] = []
+        """Return codes, oldest first; negative: by that signal."""
+
+    def start(self) -> None:
+        with self.log.open("ab") as log:
+            argv = hold_command(self.argv)
+            self.popen = subprocess.Popen(
+                argv, env=self.env, stdout=log, stderr=log, start_new_session=True, cwd=self.log.parent
+            )
+        self.starts += 1
+        self.dead_since = None
+
+    @property
+    def pid(self) -> int:
+        assert self.popen is not None
+        return self.popen.pid
+
+    def signal(self, number: int) -> None:
+        if self.popen is not None and self.popen.poll() is None:
+            os.kill(self.pid, number)
+
+    def look(self) -> None:
+        """Notice an end, clear away what the process has started itself, and start it again when it is due."""
+        if self.popen is not None and (code := self.popen.poll()) is not None:
+            self.exits.append(code)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.popen.pid, signal.SIGKILL)
+            self.popen, self.dead_since = None, time.monotonic()
+        due = self.dead_since is None or time.monotonic() - self.dead_since >= RESTART_S
+        if self.popen is None and self.wanted and due:
+            self.start()
+
+    @property
+    def logged(self) -> str:
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+
+class Cluster:
+    """`heavy`: services import torch and vllm before their first job, as in production; toy jobs do without.
+
+    `nats`: values that differ from those of deploy/nats.conf. `listen`: an address beside loopback on which NATS and
+    Valkey are reached too.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        trainers: int = 1,
+        rollout_workers: int = 1,
+        env_workers: int = 1,
+        references: int = 0,
+        heavy: bool = False,
+        nats: dict[str, str] | None = None,
+        listen: str = "",
+        **settings: object,
+    ) -> None:
+        self.directory = directory
+        self.data = directory / "data"
+        self._nats = {**(nats or {}), **({"host": "0.0.0.0"} if listen else {})}
+        self._binds = ["127.0.0.1", *([listen, "--protected-mode", "no"] if listen else [])]
+        self.processes: dict[str, Process] = {}
+        self.nats_port, self.valkey_port, self.http_port = free_port(), free_port(), free_port()
+        self.redis_url = f"redis://127.0.0.1:{self.valkey_port}/0"
+        self.env = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "PYTHONPATH": PYTHONPATH,
+            "OPENTINKER_NATS_URL": f"nats://127.0.0.1:{self.nats_port}",
+            "OPENTINKER_REDIS_URL": self.redis_url,
+            "OPENTINKER_DATA_DIR": str(self.data),
+            "OPENTINKER_HTTP_PORT": str(self.http_port),
+            "OPENTINKER_ENV_MODULES": "true",
+            "OPENTINKER_PRELOAD": str(heavy).lower(),
+            **{f"OPENTINKER_{name.upper()}": str(value) for name, value in settings.items()},
+        }
+        self._wanted = {
+            "trainer": trainers,
+            "rollout_worker": rollout_workers,
+            "env_worker": env_workers,
+            "reference_forward": references,
+        }
+        self.client = AsyncClient(f"http://127.0.0.1:{self.http_port}", wait_s=60.0, on_wait=lambda _: None)
+        self.store: Store
+        self._stack = contextlib.AsyncExitStack()
+        self._keeper: asyncio.Task[None] | None = None
+
+    # --- life ---------------------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Cluster:
+        self.data.mkdir(parents=True)
+        try:
+            conf = nats_conf(self.directory, self.nats_port, **self._nats)
+            self.access = Access(self.directory / "access", conf, WebSocket(free_port()))
+            self._add_servers()
+            self._keeper = asyncio.create_task(self._keep())
+            self.store = await self._stack.enter_async_context(
+                Store.connect(self.redis_url, "cluster", OPERATOR, self.access.password("valkey", OPERATOR))
+            )
+            self._add("scheduler", "scheduler")
+            for service, count in self._wanted.items():
+                for _ in range(count):
+                    self.add(service)
+            await self.ready()
+        except BaseException:
+            await self._end(failed=True)
+            raise
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        await self._end(failed=kind is not None)
+        refused = [
+            f"{name}: {line[:WIDTH]}"
+            for name, process in self.processes.items()
+            for line in process.logged.splitlines()
+            if any(sign in line.lower() for sign in ("permissions violation", "noperm", "no permissions"))
+        ]
+        assert not refused, (
+            f"what a service does is not in shared/messaging/permissions.py or subjects.py: {refused[:5]}"
+        )
+
+    async def _end(self, *, failed: bool) -> None:
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.gather(self._keeper, return_exceptions=True)
+        for process in self.processes.values():
+            process.wanted = False
+            process.signal(signal.SIGKILL)
+        for process in self.processes.values():
+            if process.popen is not None:
+                await asyncio.to_thread(process.popen.wait)
+                process.look()
+        await self.client.close()
+        await self._stack.aclose()
+        if failed:
+            self.show()
+
+    def show(self) -> None:
+        """The last log lines of every service, for a test that failed."""
+        for name, process in self.processes.items():
+            if name not in SERVERS:
+                tail = [line[:WIDTH] for line in process.logged.splitlines()[-TAIL:]]
+                sys.stdout.write("\n".join([f"\n===== {name}: exits {process.exits}", *tail, ""]))
+
+    async def _keep(self) -> None:
+        while True:
+            for process in list(self.processes.values()):
+                process.look()
+            await asyncio.sleep(0.02)
+
+    def _add_servers(self) -> None:
+        self._start("nats", [str(nats_binary()), "-c", str(self.access.nats_conf)])
+        acl = ["--aclfile", str(self.access.valkey_users)]
+        valkey = [str(valkey_binary()), "--port", str(self.valkey_port), "--bind", *self._binds, "--save", ""]
+        self._start(
+            "valkey", [*valkey, "--dir", str(self.directory), "--appendonly", "yes", "--appendfsync", "always", *acl]
+        )
+
+    def add(self, service: str) -> str:
+        """Start one more `trainer`, `rollout_worker`, `env_worker` or `reference_forward`; gives its name."""
+        number = sum(name.rpartition("-")[0] == service for name in self.processes)
+        return self._add(service, f"{service}-{number}")
+
+    def _add(self, service: str, name: str) -> str:
+        own = self.access.environment(SERVICE_OF.get(service, service))
+        self._start(name, [sys.executable, "-m", f"opentinker.services.{service}"], OPENTINKER_WORKER_ID=name, **own)
+        return name
+
+    def _start(self, name: str, argv: list[str], **env: str) -> None:
+        self.processes[name] = Process(name, argv, {**self.env, **env}, self.directory / f"{name}.log")
+        self.processes[name].start()
+
+    async def ready(self) -> None:
+        """Every worker that should run has said so (reference-forward and env workers too)."""
+        names = {name for name, p in self.processes.items() if p.wanted and name not in (*SERVERS, "scheduler")}
+
+        async def beating() -> bool:
+            workers = {w.id: w for w in await self.store.workers()}
+            return all(name in workers and workers[name].status != "loading" for name in names)
+
+        await until(beating)
+        await self.client.jobs()  # waits for the scheduler
+
+    # --- what a test does to it ---------------------------------------------------------------------------------
+
+    def kill(self, name: str) -> None:
+        """SIGKILL; it is started again."""
+        self.processes[name].signal(signal.SIGKILL)
+
+    def pause(self, name: str) -> None:
+        self.processes[name].signal(signal.SIGSTOP)
+
+    def children(self, name: str) -> list[int]:
+        """Processes that it has started and that still run."""
+        own = self.processes[name].popen
+        return [] if own is None else [pid for pid, parent in living() if parent == own.pid]
+
+    def resume(self, name: str) -> None:
+        self.processes[name].signal(signal.SIGCONT)
+
+    async def stop(self, name: str, number: int = signal.SIGTERM) -> int:
+        """End it for good and wait for that. Returns its return code."""
+        process = self.processes[name]
+        process.wanted = False
+        process.signal(number)
+        await until(lambda: process.popen is None)
+        return process.exits[-1]
+
+    def start(self, name: str) -> None:
+        """Again after `stop`."""
+        self.processes[name].wanted = True
+
+    # --- what a test asks ---------------------------------------------------------------------------------------
+
+    async def submit(self, spec: JobSpec) -> str:
+        return str((await self.client.submit(spec))["id"])
+
+    async def wait(self, job: str, timeout_s: float = JOB_S) -> Job:
+        """The job in its final state."""
+        return await self.client.wait(job, timeout_s)
+
+    async def step(self, job: str) -> int:
+        return (await self.store.job(job)).step
+
+    async def reaches(self, job: str, step: int, timeout_s: float = JOB_S) -> None:
+        async def there() -> bool:
+            record = await self.store.job(job)
+            assert not record.state.final or record.step >= step, f"{record.state}: {record.reason}"
+            return record.step >= step
+
+        await until(there, timeout_s)
+
+    async def ledger(self, job: str) -> Ledger:
+        return await Admission(self.store.redis, job).ledger()
+
+    def lines(self, job: str, log: str = "metrics.jsonl") -> list[dict[str, Any]]:
+        """One per step (or per evaluation) of every epoch, also of steps that were rolled back."""
+        path = self.data / "jobs" / job / log
+        return [orjson.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
+
+    def manifest(self, job: str) -> Manifest:
+        """Of the newest good checkpoint."""
+        found = checkpoint.newest(self.data / "jobs" / job / "checkpoints")
+        assert found is not None, "no checkpoint"
+        return found[1]
+
+    def logs(self, name: str) -> str:
+        """Over all its lives."""
+        return self.processes[name].logged
+
+
+BESIDE_METRICS = {"epoch", "step", "time", "seqs", "trace", "point"}
+"""What else stands in a line of metrics.jsonl."""
+
+
+def undocumented(names: Iterable[str]) -> list[str]:
+    """Metrics that docs/metrics.md has no word for; a rate (`..._per_s`) is documented by its total."""
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    patterns = [re.sub("[A-Z]+", ".+", name) for row in rows for name in re.findall("`(.+?)`", row) if name != "METRIC"]
+    known = re.compile("|".join(f"({pattern})(_per_s)?" for pattern in patterns))
+    return sorted(name for name in names if not known.fullmatch(name))
+
+
+@contextlib.asynccontextmanager
+async def toy_cluster(directory: Path, **options: Any) -> AsyncIterator[tuple[Cluster, Path]]:
+    """A light cluster and the model directory for its jobs."""
+    model = toy_model(directory / "model")
+    async with Cluster(directory, **options) as cluster:
+        yield cluster, model

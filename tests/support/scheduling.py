@@ -1,0 +1,178 @@
+"""A scheduler's surroundings: contexts over the real servers, and workers that only beat and follow leases."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import structlog
+
+from opentinker.services.scheduler.service import serve
+from opentinker.shared.config import Settings
+from opentinker.shared.messaging.bus import Bus
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.state.store import Store
+from opentinker.shared.types.core import Gpu, JobState, Lease, Pool, WorkerInfo
+from tests.conftest import Server, soon, until
+from tests.support.api import OPERATOR_FILE
+from tests.support.factories import make_spec
+
+BEAT_S = 0.05
+TTL_S = 0.5
+"""The scheduler's patience with a worker that ignores its lease, and with everybody when it has just started."""
+ALIVE_S = 600.0
+"""What `die` takes away at once."""
+
+
+@asynccontextmanager
+async def context(nats: Server, valkey: Server, worker: str, data_dir: Path, **settings: Any) -> AsyncIterator[Context]:
+    chosen = Settings(
+        nats_url=nats.url,
+        redis_url=valkey.url,
+        data_dir=data_dir,
+        http_port=0,
+        admin_key_file=OPERATOR_FILE,
+        heartbeat_s=BEAT_S,
+        **({"worker_ttl_s": TTL_S, "queue_retry_s": 0.01} | settings),
+    )
+    async with Bus.connect(nats.url, worker) as bus, Store.connect(valkey.url, worker) as store:
+        await bus.ensure_streams()
+        yield Context(
+            service="scheduler",
+            worker=worker,
+            settings=chosen,
+            bus=bus,
+            store=store,
+            log=structlog.get_logger(),
+        )
+
+
+@asynccontextmanager
+async def scheduler(ctx: Context) -> AsyncIterator[str]:
+    """The whole service, in this process; gives its URL. Leaves as after SIGTERM."""
+    ctx.stopping.clear()
+    ctx.detail.clear()
+    task = asyncio.create_task(serve(ctx))
+    try:
+        await until(lambda: task.done() or ctx.detail.get("http_port"))
+        if task.done():
+            task.result()
+        yield f"http://127.0.0.1:{ctx.detail['http_port']}"
+    finally:
+        ctx.stopping.set()
+        await soon(task)
+
+
+class FakeWorker:
+    """Beats, and says that it works for whoever leases it."""
+
+    def __init__(self, store: Store, id: str, pool: Pool) -> None:
+        self.store = store
+        self.info = WorkerInfo(id=id, incarnation="", pool=pool, host="here", pid=1)
+        self.obeys = True
+        self.leaves = True
+        """It ends at once when it is taken back."""
+        self.drains = False
+        """It was told to stop, and ends what it has begun."""
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> FakeWorker:
+        self.info = msgspec.structs.replace(
+            self.info, incarnation=uuid.uuid4().hex[:12], job=None, epoch=0, status="idle"
+        )
+        await self.store.beat(self.info, ALIVE_S)
+        self._task = asyncio.create_task(self._live())
+        return self
+
+    async def _live(self) -> None:
+        while True:
+            lease = await self.lease()
+            mine = lease if lease and lease.incarnation == self.info.incarnation and self.obeys else None
+            if mine is not None and mine.leaves_by and self.leaves:
+                mine = None
+            status = "ready" if mine or self.info.pool in (Pool.ENV, Pool.REFERENCE) else "idle"
+            self.info = msgspec.structs.replace(
+                self.info,
+                job=mine.job if mine else None,
+                epoch=mine.epoch if mine else 0,
+                status="draining" if self.drains else status,
+            )
+            await self.store.beat(self.info, ALIVE_S)
+            await asyncio.sleep(BEAT_S)
+
+    async def lease(self) -> Lease | None:
+        return await self.store.lease(self.info.id)
+
+    async def die(self) -> None:
+        """As after kill -9 and the time in which a heartbeat runs out."""
+        await self.stop()
+        await self.store.redis.delete(f"worker:{self.info.id}")
+
+    async def stop(self) -> None:
+        """It beats no more; its last heartbeat stands."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+
+
+class Workers:
+    """The workers of one test, by id; the id's first part is the pool."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self._all: dict[str, FakeWorker] = {}
+
+    async def start(self, *ids: str, gpus: Sequence[Gpu] = ()) -> None:
+        for id in ids:
+            worker = self._all.setdefault(id, FakeWorker(self.store, id, Pool(id.split("-")[0])))
+            worker.info = msgspec.structs.replace(worker.info, gpus=list(gpus))
+            await worker.stop()
+            await worker.start()
+
+    def __getitem__(self, id: str) -> FakeWorker:
+        return self._all[id]
+
+    async def holds(self, id: str) -> str | None:
+        lease = await self[id].lease()
+        return None if lease is None else lease.job
+
+    async def idle(self, *ids: str) -> bool:
+        found = {worker.id: worker for worker in await self.store.workers()}
+        return all(id in found and found[id].job is None for id in ids)
+
+    async def stop(self) -> None:
+        for worker in self._all.values():
+            await worker.die()
+
+
+async def new_job(store: Store, id: str, state: JobState = JobState.QUEUED, **changes: Any) -> str:
+    """A stored job; `changes` as in `make_spec`, and its tenant."""
+    tenant = changes.pop("tenant", "default")
+    await store.create_job(id=id, spec=make_spec(**changes).model_dump(mode="json"), tenant=tenant)
+    if state != JobState.QUEUED:
+        await store.transition(id, state, epoch=1)
+    return id
+
+
+async def kinds(store: Store, job: str) -> list[str]:
+    """The job's events, oldest first."""
+    return [event["event"] for event in await store.events(job)]
+
+
+@asynccontextmanager
+async def running(coroutine: Any) -> AsyncIterator[asyncio.Task[Any]]:
+    """A task for the length of a block."""
+    task = asyncio.create_task(coroutine)
+    try:
+        yield task
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task

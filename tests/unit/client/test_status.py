@@ -1,0 +1,43 @@
+"""`opentinker status` of a server, whatever it may say."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from opentinker.cli import status
+from opentinker.local.processes import free_port
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.state.store import Store
+from tests.conftest import until
+from tests.support.api import SPEC, Http
+from tests.support.scheduling import Workers
+
+
+async def test_the_cluster_at_a_glance(
+    http: Http, ctx: Context, store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workers = Workers(store)
+    await workers.start("trainer-0", "env-0")
+    status_code, job = await http.submit(SPEC)
+    assert status_code == 201
+
+    async def waits() -> bool:
+        return bool((await store.job(job["id"])).waiting_for)
+
+    await until(waits)
+    found = await asyncio.to_thread(status.cluster, http.url)
+    assert found["error"] == "" and found["jobs"] == {"queued": 1}
+    assert found["workers"] == {"env": {"running": 1, "leased": 0}, "trainer": {"running": 1, "leased": 0}}
+    assert [one["job"] for one in found["waiting"]] == [job["id"]] and "rollout worker" in found["waiting"][0]["for"]
+    assert found["queues"]["TICKETS"] >= 0
+    status._show_cluster(found)
+    shown = capsys.readouterr().out
+    assert "jobs: 1 queued" in shown and f"{job['id']} (test, queued) waits for" in shown.replace(job["name"], "test")
+    await workers.stop()
+
+
+def test_a_server_that_does_not_answer_is_said() -> None:
+    found = status.cluster(f"http://127.0.0.1:{free_port()}")
+    assert "cannot reach" in found["error"]

@@ -1,0 +1,477 @@
+"""Episodes and rendering: exact tokens, masks and spans; budgets; a reason for every ending."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast
+
+from opentinker.services.rollout_worker.engines.base import Completion, EngineError, Progress, Sampling, Shown
+from opentinker.services.rollout_worker.episode import Episode, EpisodeFailed, merge, turn_seed
+from opentinker.services.rollout_worker.renderer import Renderer
+from opentinker.shared.types.core import Ending, Image, Message, StopReason, Text, Tool, ToolCall, WeightVersion
+from opentinker.shared.types.env_protocol import SessionReply, StepSession
+from opentinker.shared.types.errors import JobFailed
+from opentinker.shared.types.trajectories import Span
+from tests.support.factories import V0, make_spec, make_ticket
+
+EOS = 1
+V1 = WeightVersion(1, 1)
+
+
+class Chars:
+    """A tokenizer of characters with a ChatML-like template; id 1 is `$`, the end of a turn."""
+
+    chat_template = "yes"
+    eos_token_id = EOS
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        return [EOS if c == "$" else ord(c) for c in text]
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        return "".join(chr(i) for i in ids if i != EOS)
+
+    def apply_chat_template(self, chat: list[dict[str, str]], tokenize: bool, add_generation_prompt: bool) -> str:
+        text = "".join(f"<{m['role'][0]}>{m['content']}$\n" for m in chat)
+        return text + ("<a>" if add_generation_prompt else "")
+
+
+@dataclass
+class Script:
+    """An engine that says what it is told; records what it was asked."""
+
+    answers: list[Completion]
+    context_length: int = 1000
+    version: WeightVersion | None = V0
+    asked: list[tuple[list[int], Sampling]] = field(default_factory=list)
+
+    async def generate(
+        self,
+        request: str,
+        prompt_ids: list[int],
+        sampling: Sampling,
+        progress: Progress | None = None,
+        shown: Sequence[Shown] = (),
+    ) -> Completion:
+        self.asked.append((list(prompt_ids), sampling))
+        if not self.answers:
+            raise EngineError("nothing left to say")
+        return self.answers.pop(0)
+
+
+@dataclass
+class Env:
+    replies: list[SessionReply]
+    steps: list[tuple[int, str, StopReason]] = field(default_factory=list)
+    requests: list[StepSession] = field(default_factory=list)
+    closed: int = 0
+    hang: bool = False
+    import_s: float = 0.0
+
+    async def open(
+        self, *, importing: Callable[[], AbstractContextManager[object]] = nullcontext, **_: object
+    ) -> SessionReply:
+        with importing():
+            await asyncio.wait([asyncio.get_running_loop().create_future()], timeout=self.import_s)
+        return self.replies.pop(0)
+
+    async def step(self, worker: str, request: StepSession) -> SessionReply:
+        self.steps.append((request.turn, request.text, request.stop))
+        self.requests.append(request)
+        if self.hang:
+            await asyncio.Event().wait()
+        return self.replies.pop(0)
+
+    async def close(self, *, worker: str, session: str) -> None:
+        self.closed += 1
+
+
+def say(text: str, stop: StopReason = StopReason.EOS, spans: list[Span] | None = None) -> Completion:
+    ids = Chars().encode(text)
+    return Completion(ids=ids, logprobs=[-0.5] * len(ids), spans=spans or [Span(0, len(ids), V0)], stop=stop)
+
+
+def reply(*texts: str, reward: float = 0.0, **changes: object) -> SessionReply:
+    messages = [Message(role="user", content=t) for t in texts]
+    return SessionReply(worker="env-0", messages=messages, reward=reward, **changes)  # type: ignore[arg-type]
+
+
+def renderer(mode: str = "model") -> Renderer:
+    return Renderer(Chars(), mode, frozenset({EOS}))
+
+
+def episode(engine: Script, env: Env, mode: str = "model", **spec: Any) -> Episode:
+    job = make_spec(**({"rollout__max_turns": 3, "rollout__max_tokens": 50} | spec))
+    return Episode(job, make_ticket(), 0, engine, renderer(mode), env)  # type: ignore[arg-type]
+
+
+async def test_plain_text_goes_on_by_no_template_and_begins_as_the_tokenizer_begins() -> None:
+    env = Env([reply(prompt_text="hi "), reply(prompt_text=" and "), reply(done=True)])
+    engine = Script([say("ab", stop=StopReason.LENGTH), say("c$")])
+    (trajectory,) = await episode(engine, env).run()
+    assert trajectory.ids.tolist() == Chars().encode("hi ab and c$")
+    assert trajectory.mask.tolist() == [0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 1, 1]
+    asked: list[bool] = []
+
+    class Begins(Chars):
+        def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+            asked.append(add_special_tokens)
+            return super().encode(text)
+
+    plain = Renderer(Begins(), "model", frozenset({EOS}))
+    assert plain.plain("a", first=True) == plain.plain("a", first=False) and asked == [True, False]
+
+
+async def test_two_turns_have_the_template_s_tokens_and_exact_masks() -> None:
+    env = Env([reply("hi"), reply("more", reward=0.25), reply(reward=1.0, done=True, metrics={"exact": 1.0})])
+    engine = Script([say("ab$"), say("c$")])
+    (trajectory,) = await episode(engine, env).run()
+    text = "<u>hi$\n<a>ab$\n<u>more$\n<a>c$"
+    assert trajectory.ids.tolist() == Chars().encode(text)
+    assert "".join(c for c, m in zip(text, trajectory.mask, strict=True) if m) == "ab$c$"
+    assert trajectory.logprobs[trajectory.mask == 1].tolist() == [-0.5] * 5
+    assert (trajectory.reward, trajectory.ending, trajectory.metrics) == (1.25, Ending.ENV_DONE, {"exact": 1.0})
+    assert [t.reward for t in trajectory.turns] == [0.25, 1.0]
+    assert env.steps == [(0, "ab", StopReason.EOS), (1, "c", StopReason.EOS)]
+    assert env.closed == 0  # a session that is done closes itself
+    trajectory.check()
+
+
+async def test_turn_cut_by_its_budget_is_stepped_and_closed_by_the_template() -> None:
+    env = Env([reply("q"), reply("again"), reply(done=True)])
+    engine = Script([say("abc", StopReason.LENGTH), say("d$")])
+    (trajectory,) = await episode(engine, env, rollout__max_tokens_per_turn=3).run()
+    assert trajectory.ids.tolist() == Chars().encode("<u>q$\n<a>abc$\n<u>again$\n<a>d$")
+    assert env.steps[0] == (0, "abc", StopReason.LENGTH)
+    assert [s.max_tokens for _, s in engine.asked] == [3, 3]
+
+
+async def test_plain_mode_adds_no_markup() -> None:
+    env = Env([reply("472="), reply("8="), reply(done=True)])
+    (trajectory,) = await episode(Script([say("472$"), say("8$")]), env, mode="plain").run()
+    assert trajectory.ids.tolist() == Chars().encode("472=472$8=8$")
+
+
+async def test_sampling_settings_of_the_spec_reach_the_engine() -> None:
+    engine = Script([say("x$")])
+    spec: dict[str, Any] = {
+        "rollout__engine": "vllm",
+        "rollout__temperature": 0.7,
+        "rollout__top_p": 0.9,
+        "rollout__top_k": 5,
+        "rollout__stop": ["!"],
+    }
+    await episode(engine, Env([reply("q"), reply(done=True)]), rollout__seed=3, **spec).run()
+    sampling = engine.asked[0][1]
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.stop) == (0.7, 0.9, 5, ["!"])
+    assert sampling.seed == turn_seed(0, 0, 0) != turn_seed(0, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("spec", "answers", "context", "ending"),
+    [
+        ({"rollout__max_turns": 1}, ["a$"], 1000, Ending.MAX_TURNS),
+        ({"rollout__max_tokens": 2}, ["a$"], 1000, Ending.MAX_TOKENS),
+        ({}, ["a$"], 16, Ending.CONTEXT),
+    ],
+)
+async def test_ordinary_endings(spec: dict[str, Any], answers: list[str], context: int, ending: Ending) -> None:
+    env = Env([reply("q"), reply("next", reward=0.5), reply()])
+    (trajectory,) = await episode(Script([say(a) for a in answers], context_length=context), env, **spec).run()
+    assert (trajectory.ending, trajectory.reward, len(env.steps)) == (ending, 0.5, 1)
+    assert env.closed == 1
+
+
+@pytest.mark.parametrize(
+    ("spec", "replies", "truncated", "seen"),
+    [
+        ({}, [reply("next", done=True)], False, ""),
+        ({}, [reply("next", done=True, truncated=True)], True, "<u>next$\n<a>"),
+        ({}, [reply(done=True, truncated=True)], True, ""),
+        ({"rollout__max_turns": 1}, [reply("next")], True, "<u>next$\n<a>"),
+        ({"rollout__max_tokens": 2}, [reply("next")], True, "<u>next$\n<a>"),
+    ],
+)
+async def test_a_limit_truncates_and_a_critic_is_shown_the_state_that_was_left(
+    spec: dict[str, Any], replies: list[SessionReply], truncated: bool, seen: str
+) -> None:
+    for algorithm, end in (("grpo", ""), ("ppo", seen)):
+        env = Env([reply("q"), *replies])
+        (trajectory,) = await episode(Script([say("a$")]), env, algorithm__name=algorithm, **spec).run()
+        assert trajectory.truncated is truncated
+        assert renderer().text(trajectory.ids.tolist()[len("<u>q$\n<a>a$") :]).strip() == end.replace("$", "")
+        trajectory.check()
+
+
+async def test_an_end_of_context_truncates() -> None:
+    env = Env([reply("q"), reply("next")])
+    (trajectory,) = await episode(Script([say("a$")], context_length=16), env, algorithm__name="ppo").run()
+    assert (trajectory.ending, trajectory.truncated) == (Ending.CONTEXT, True)
+
+
+async def test_output_cut_by_the_context_says_so() -> None:
+    env = Env([reply("q"), reply()])
+    engine = Script([say("abc", StopReason.LENGTH)], context_length=len("<u>q$\n<a>") + 3)
+    (trajectory,) = await episode(engine, env).run()
+    assert trajectory.turns[0].stop == StopReason.CONTEXT
+    assert engine.asked[0][1].max_tokens == 3
+
+
+@pytest.mark.parametrize(
+    ("replies", "answers", "ending"),
+    [
+        ([reply("q"), reply(failure=Ending.ENV_ERROR, error="boom")], ["a$"], Ending.ENV_ERROR),
+        ([reply(failure=Ending.ENV_LOST, error="no worker")], [], Ending.ENV_LOST),
+        ([reply("q")], [], Ending.ENGINE_ERROR),
+        ([reply("x" * 2000)], [], Ending.PROMPT),
+    ],
+)
+async def test_failures_are_data_with_a_reason_and_the_session_is_closed(
+    replies: list[SessionReply], answers: list[str], ending: Ending
+) -> None:
+    env = Env(list(replies))
+    opened = not replies[0].failure
+    with pytest.raises(EpisodeFailed) as failure:
+        await episode(Script([say(a) for a in answers]), env).run()
+    assert failure.value.ending == ending
+    assert env.closed == int(opened)
+
+
+async def test_import_of_the_environment_does_not_count_as_time_of_the_episode() -> None:
+    env = Env([reply("q"), reply(done=True)], import_s=0.6)
+    assert await episode(Script([say("a$")]), env, rollout__episode_timeout_s=0.5).run()
+
+
+async def test_hanging_environment_ends_at_the_deadline() -> None:
+    env = Env([reply("q")], hang=True)
+    with pytest.raises(EpisodeFailed) as failure:
+        await episode(Script([say("a$")]), env, rollout__episode_timeout_s=0.05).run()
+    assert (failure.value.ending, env.closed) == (Ending.ENV_TIMEOUT, 1)
+
+
+async def test_spans_are_shifted_to_the_trajectory_and_cover_every_sampled_token() -> None:
+    env = Env([reply("q"), reply("r"), reply(done=True)])
+    crossing = say("abcd$", spans=[Span(0, 2, V0), Span(2, 5, V1)])
+    (trajectory,) = await episode(Script([crossing, say("e$", spans=[Span(0, 2, V1)])]), env).run()
+    first = len("<u>q$\n<a>")
+    second = first + len("abcd$\n<u>r$\n<a>")
+    assert trajectory.spans == [
+        Span(first, first + 2, V0),
+        Span(first + 2, first + 5, V1),
+        Span(second, second + 2, V1),
+    ]
+    assert trajectory.oldest == V0
+    trajectory.check()
+
+
+def test_touching_spans_of_one_version_are_merged() -> None:
+    assert merge([Span(0, 2, V0), Span(2, 4, V0), Span(5, 6, V0)]) == [Span(0, 4, V0), Span(5, 6, V0)]
+
+
+def test_tokenizer_without_template_is_refused_unless_the_spec_allows_it() -> None:
+    bare = Chars()
+    bare.chat_template = ""
+    with pytest.raises(JobFailed, match="plain"):
+        Renderer(bare, "model", frozenset({EOS}))
+    assert Renderer(bare, "plain", frozenset({EOS})).prompt([Message(role="user", content="ab")]) == [97, 98]
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "ends"),
+    [([2, 5], 3, {1, 2, 5}), (None, 3, {1, 3}), (None, [3, 4], {1, 3, 4}), (None, None, {1})],
+)
+def test_turn_ends_as_generation_config_says_else_as_config_and_with_the_tokenizer_s_own_eos(
+    tmp_path: Path, generation: list[int] | None, config: Any, ends: set[int]
+) -> None:
+    tokenizer = Tokenizer(WordLevel({"a": 0, "</s>": 1}, unk_token="a"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_bytes(orjson.dumps({"model_type": "qwen3", "eos_token_id": config}))
+    if generation:
+        (tmp_path / "generation_config.json").write_bytes(orjson.dumps({"eos_token_id": generation}))
+    assert Renderer.load(str(tmp_path), "plain").eos_ids == ends
+
+
+def test_a_tokenizer_decodes_while_another_thread_encodes() -> None:
+    """Streamed answers are decoded in the event loop beside the thread that renders prompts."""
+    core = Tokenizer(WordLevel({"a": 0, "</s>": 1, "b": 2}, unk_token="a"))
+    core.pre_tokenizer = Whitespace()
+    renderer = Renderer(PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>"), "plain", frozenset({1}))
+    text, ids = "a b " * 5_000, [0, 2] * 5_000
+    with ThreadPoolExecutor(1) as threads:
+        encoding = [threads.submit(renderer.plain, text, first=False) for _ in range(20)]
+        decoded = []
+        while not encoding[-1].done():
+            decoded.append(renderer.text(ids[:20]))
+        assert [one.result() == ids for one in encoding] == [True] * 20
+    assert decoded and set(decoded) == {text[:39]}
+
+
+def test_tokenizer_without_an_end_of_sequence_token_is_refused() -> None:
+    with pytest.raises(JobFailed, match="eos_token"):
+        Renderer(Chars(), "plain", frozenset())
+
+
+def test_prompt_is_a_fresh_list_each_time() -> None:
+    one = renderer()
+    messages = [Message(role="user", content="q")]
+    one.prompt(messages).append(0)
+    assert np.array_equal(one.prompt(messages), Chars().encode("<u>q$\n<a>"))
+
+
+def move(seat: str, *texts: str, stream: str = "", **changes: Any) -> SessionReply:
+    return reply(*texts, seat=seat, stream=stream, **changes)
+
+
+async def test_each_seat_has_its_own_tokens_and_its_own_reward() -> None:
+    env = Env(
+        [
+            move("black", "you begin"),
+            move("white", "black played a"),
+            move("black", "white played b", reward=0.5),
+            move("", done=True, reward=1.0, components={"win": 1.0}, rewards={"white": {"win": -1.0}}),
+        ]
+    )
+    black, white = await episode(Script([say("a$"), say("b$"), say("c$")]), env).run()
+    assert [(t.index, t.seat, t.reward) for t in (black, white)] == [(0, "black", 1.0), (0, "white", -0.5)]
+    assert black.ids.tolist() == Chars().encode("<u>you begin$\n<a>a$\n<u>white played b$\n<a>c$")
+    assert white.ids.tolist() == Chars().encode("<u>black played a$\n<a>b$")
+    assert white.turns[0].components == {"win": -1.0} and [t.reward for t in black.turns] == [0.0, 1.0]
+    assert [(r.turn, r.seat) for r in env.requests] == [(0, "black"), (1, "white"), (2, "black")]
+    for trajectory in (black, white):
+        trajectory.check()
+
+
+async def test_a_seat_that_has_not_acted_yet_gets_its_reward_with_its_first_turn() -> None:
+    env = Env(
+        [
+            move("black", "go"),
+            move("white", "go", rewards={"white": {"gift": 0.25}}),
+            move("", done=True, reward=1.0),
+        ]
+    )
+    black, white = await episode(Script([say("a$"), say("b$")]), env).run()
+    assert (black.reward, white.reward) == (0.0, 1.25)
+    alone = Env([move("black", "go"), move("", done=True, reward=1.0, rewards={"white": {"gift": 1.0}})])
+    (only,) = await episode(Script([say("a$")]), alone).run()
+    assert only.seat == "black"
+
+
+async def test_turns_count_per_seat() -> None:
+    replies = [move("a", "go"), move("b", "go"), move("a", "1"), move("b", "2"), move("a", "3")]
+    first, second = await episode(Script([say("x$")] * 4), Env(replies), rollout__max_turns=2).run()
+    assert (len(first.turns), len(second.turns), first.ending) == (2, 2, Ending.MAX_TURNS)
+
+
+async def test_a_new_stream_begins_a_new_context_and_an_old_one_goes_on() -> None:
+    env = Env(
+        [
+            reply("plan", stream="main"),
+            reply("look up x", stream="helper"),
+            reply("the helper says y", stream="main"),
+            reply(done=True, reward=1.0),
+        ]
+    )
+    main, helper = await episode(Script([say("a$"), say("y$"), say("b$")]), env).run()
+    assert main.ids.tolist() == Chars().encode("<u>plan$\n<a>a$\n<u>the helper says y$\n<a>b$")
+    assert helper.ids.tolist() == Chars().encode("<u>look up x$\n<a>y$")
+    assert (main.stream, helper.stream, main.reward, helper.reward) == ("main", "helper", 1.0, 0.0)
+
+
+async def test_a_prompt_of_token_ids_is_taken_as_it_is_and_answered_with_tokens() -> None:
+    first = Chars().encode("raw>")
+    more = [*first, *Chars().encode("a$"), *Chars().encode("more>")]
+    env = Env(
+        [
+            SessionReply(worker="env-0", prompt_ids=first, wants_tokens=True, max_tokens=7, stop=["!"]),
+            SessionReply(worker="env-0", prompt_ids=more),
+            SessionReply(worker="env-0", done=True),
+        ]
+    )
+    engine = Script([say("a$"), say("b$")])
+    (trajectory,) = await episode(engine, env).run()
+    assert trajectory.ids.tolist() == [*more, *Chars().encode("b$")]
+    assert (env.requests[0].ids, env.requests[0].logprobs) == (Chars().encode("a$"), [-0.5, -0.5])
+    assert (engine.asked[0][1].max_tokens, engine.asked[0][1].stop) == (7, ["!"])
+    assert engine.asked[1][1].stop == []
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        SessionReply(worker="env-0", prompt_ids=[5, 6, 7]),
+        SessionReply(worker="env-0", stream="new"),
+        SessionReply(worker="env-0", prompt_text="x", messages=[Message(role="user", content=[Image(b"x")])]),
+        reply("x", tools=[Tool(name="t", description="", parameters={})]),
+    ],
+)
+async def test_what_does_not_continue_the_stream_is_the_environment_s_fault(second: SessionReply) -> None:
+    empty = Chars()
+    empty.apply_chat_template = lambda chat, **_: "".join(m["content"] for m in chat)  # type: ignore[method-assign]
+    played = episode(Script([say("a$")]), Env([reply("hi"), second]))
+    played.renderer = Renderer(empty, "model", frozenset({EOS}))
+    with pytest.raises(EpisodeFailed) as failed:
+        await played.run()
+    assert failed.value.ending == Ending.ENV_BAD_REPLY
+
+
+def test_what_tools_said_and_what_may_be_called_reach_the_template() -> None:
+    seen: list[Any] = []
+
+    class Template(Chars):
+        def apply_chat_template(self, chat: Any, tokenize: bool, add_generation_prompt: bool, tools: Any = None) -> str:
+            seen.extend([chat, tools])
+            return f"tools: {tools}"
+
+    call = ToolCall(id="c1", name="add", arguments={"a": 1})
+    tool = Tool(name="add", description="adds", parameters={"type": "object"})
+    chat = [
+        Message(role="assistant", tool_calls=[call]),
+        Message(role="tool", content=[Text("3")], tool_call_id="c1", name="add"),
+    ]
+    Renderer(Template(), "model", frozenset({EOS}), "hermes").prompt(chat, [tool])
+    function = {"name": "add", "arguments": {"a": 1}}
+    assert seen[0] == [
+        {"role": "assistant", "content": "", "tool_calls": [{"id": "c1", "type": "function", "function": function}]},
+        {"role": "tool", "content": "3", "tool_call_id": "c1", "name": "add"},
+    ]
+    described = {"name": "add", "description": "adds", "parameters": {"type": "object"}}
+    assert seen[1] == [{"type": "function", "function": described}]
+
+
+def test_images_and_tools_that_a_model_cannot_be_shown_fail_the_job() -> None:
+    picture = Message(role="user", content=[Text("what is this?"), Image(b"\x89PNG")])
+    with pytest.raises(JobFailed, match="show images, and the model does not see"):
+        renderer().prompt([picture])
+    with pytest.raises(JobFailed, match="tools need a chat template"):
+        renderer("plain").prompt([picture], [Tool(name="t", description="", parameters={})])
+
+
+async def test_a_later_observation_that_the_template_refuses_costs_its_own_episode() -> None:
+    class Strict(Chars):
+        def apply_chat_template(self, chat: list[dict[str, str]], tokenize: bool, add_generation_prompt: bool) -> str:
+            if [m["role"] for m in chat[-2:]] == ["user", "user"]:
+                raise ValueError("roles must alternate")
+            return super().apply_chat_template(chat, tokenize, add_generation_prompt)
+
+    env = Env([reply("go"), reply("one", "two")])
+    played = episode(Script([say("a$")]), env)
+    played.renderer = Renderer(Strict(), "model", frozenset({EOS}))
+    with pytest.raises(EpisodeFailed, match="roles must alternate") as failed:
+        await played.run()
+    assert failed.value.ending == Ending.ENV_BAD_REPLY
+    first = episode(Script([]), Env([reply("one", "two")]))
+    first.renderer = played.renderer
+    with pytest.raises(JobFailed, match="roles must alternate"):
+        await first.run()

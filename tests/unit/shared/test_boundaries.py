@@ -1,0 +1,216 @@
+"""The house: what is light stays light, who may import whom, and that a wheel holds all of it."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+FOLDERS = {"services": ROOT / "services", "shared": ROOT / "shared", "envs": ROOT / "envs"}
+TOO_HEAVY = ("torch", "vllm", "transformers", "peft", "deepspeed", "pyarrow", "datasets")
+HEAVY = {
+    "opentinker.sdk.merge_adapter",
+    "opentinker.services.reference_forward.rewards",
+    "opentinker.services.reference_forward.scorer",
+    "opentinker.services.reference_forward.values",
+    "opentinker.services.reference_forward.tokenizer_check",
+    "opentinker.services.rollout_worker.engines.vllm",
+    "opentinker.services.rollout_worker.engines.vllm_worker_extension",
+    "opentinker.services.rollout_worker.engines.vllm_images",
+    "opentinker.services.rollout_worker.engines.vllm_config",
+    "opentinker.services.trainer.algorithm.corrections",
+    "opentinker.services.trainer.learners.critic",
+    "opentinker.services.trainer.distributed.process_group",
+    "opentinker.services.trainer.learners.dpo",
+    "opentinker.services.trainer.algorithm.losses",
+    "opentinker.services.trainer.batch.micro_batch",
+    "opentinker.services.trainer.algorithm.objective",
+    "opentinker.services.trainer.learners.policy_model",
+    "opentinker.services.trainer.distributed.rank_main",
+    "opentinker.services.trainer.distributed.multi_rank_learner",
+    "opentinker.services.trainer.algorithm.preference",
+    "opentinker.services.trainer.batch.row_batch",
+    "opentinker.services.trainer.learners.supervised",
+    "opentinker.services.trainer.learners.sft",
+    "opentinker.services.trainer.batch.step_metrics",
+    "opentinker.services.trainer.learners.rl",
+    "opentinker.services.trainer.learners.optimizer_state",
+    "opentinker.services.trainer.distributed.zero",
+    "opentinker.shared.nn.attention",
+    "opentinker.shared.nn.forward",
+    "opentinker.shared.nn.layout",
+    "opentinker.shared.nn.layers",
+    "opentinker.shared.nn.lora",
+    "opentinker.shared.nn.models",
+    "opentinker.shared.nn.vision",
+    "opentinker.shared.nn.transport",
+}
+"""The modules that may load what is too heavy for the others. They hold all of the heavy imports."""
+
+
+def modules() -> list[str]:
+    """Every module by its import name, `__main__` left out: importing it would run it."""
+    files = {path: f"opentinker.{name}" for name, folder in FOLDERS.items() for path in _python(folder)}
+    names = [_module(path, FOLDERS[prefix.split(".")[1]], prefix) for path, prefix in files.items()]
+    face = ROOT / "src" / "opentinker"
+    own = [path for path in _python(face) if not any(part in FOLDERS for part in path.relative_to(face).parts[:1])]
+    names += [_module(path, face, "opentinker") for path in own]
+    return sorted(name for name in names if not name.endswith("__main__"))
+
+
+def _python(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*.py") if "data" not in path.relative_to(folder).parts]
+
+
+def _module(path: Path, folder: Path, prefix: str) -> str:
+    parts = path.relative_to(folder).with_suffix("").parts
+    return ".".join([prefix, *parts]).removesuffix(".__init__")
+
+
+def fresh(code: str, *arguments: str, **environ: str) -> str:
+    """Standard output of a fresh interpreter outside the repository."""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        cwd="/",
+        env={**os.environ, **environ},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_importing_opentinker_is_quick_and_loads_nothing_heavy() -> None:
+    code = (
+        "import sys, time; began = time.process_time(); import opentinker; print(time.process_time() - began);"
+        f"print(*(set({TOO_HEAVY!r}) & set(sys.modules)))"
+    )
+    seconds, loaded = zip(*(fresh(code).split("\n")[:2] for _ in range(3)), strict=True)
+    assert set(loaded) == {""}
+    assert min(map(float, seconds)) < 0.5
+
+
+def test_the_command_line_answers_quickly() -> None:
+    code = "import sys; sys.argv = ['opentinker', '--help']; from opentinker.cli import main; main()"
+
+    def seconds() -> float:
+        """Of a processor: what else runs on the machine has no part in it."""
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert "submit" in fresh(code)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    assert min(seconds() for _ in range(3)) < 0.7
+
+
+def test_light_modules_load_nothing_heavy() -> None:
+    light = [name for name in modules() if name not in HEAVY]
+    assert len(light) > 30
+    code = (
+        "import importlib, sys\n"
+        "for name in sys.argv[1:]:\n"
+        "    importlib.import_module(name)\n"
+        f"    for heavy in {TOO_HEAVY!r}:\n"
+        "        if heavy in sys.modules:\n"
+        "            sys.exit(f'{name} loads {heavy}')\n"
+        "print('all light')"
+    )
+    assert fresh(code, *light) == "all light\n"
+
+
+def test_the_list_of_heavy_modules_has_no_stale_entry() -> None:
+    assert set(modules()) >= HEAVY
+
+
+def test_import_contracts_hold() -> None:
+    linter = shutil.which("lint-imports", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    if linter is None:
+        pytest.skip("import-linter is not installed (the extra `check`)")
+    done = subprocess.run([linter, "--no-cache"], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_links_are_in_place() -> None:
+    for name, folder in FOLDERS.items():
+        link = ROOT / "src" / "opentinker" / name
+        assert link.is_symlink() and link.resolve() == folder
+
+
+def test_nobody_imports_the_folders_by_their_bare_names() -> None:
+    """One module would exist twice, with two copies of every type."""
+    bare = re.compile(r"^\s*(?:from|import)\s+(?:services|shared|envs)\b", re.MULTILINE)
+    places = [path for top in ("src", "services", "shared", "envs", "tests", "loadtest", "examples")
+              for path in (ROOT / top).rglob("*.py")]  # fmt: skip
+    assert [str(path) for path in places if bare.search(path.read_text())] == []
+
+
+def test_nothing_in_the_tree_runs_code_from_data() -> None:
+    """But for what runs the policy's programs, in a sandbox (test_job_tools.py)."""
+    runner = ROOT / "envs" / "runtime" / "tools" / "sandbox_runner.py"
+    places = [path for top in ("src/opentinker", "services", "shared", "envs") for path in (ROOT / top).rglob("*.py")]
+    found = [f"{path}:{line}" for path in places for line in _unsafe(ast.parse(path.read_text())) if path != runner]
+    assert found == []
+    assert runner in places
+
+
+def _unsafe(tree: ast.Module) -> Iterator[int]:
+    """Lines that unpickle, evaluate, or let a model bring its own code."""
+    modules = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import(names=names) if any(name.name.split(".")[0] in modules for name in names):
+                yield node.lineno
+            case ast.ImportFrom(module=str(module)) if module.split(".")[0] in modules:
+                yield node.lineno
+            case ast.Call(func=ast.Name(id="eval" | "exec")):
+                yield node.lineno
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="torch"), attr="load")):
+                yield node.lineno
+            case ast.keyword(arg="trust_remote_code", value=ast.Constant(value=True)):
+                yield node.lineno
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("hatchling")
+    out = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(out)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=240)
+    return next(out.glob("*.whl"))
+
+
+def test_a_wheel_contains_every_module_and_the_server_settings(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    files = {name.replace(".", "/") for name in modules()}
+    missing = {file for file in files if f"{file}.py" not in names and f"{file}/__init__.py" not in names}
+    assert missing == set()
+    assert {"opentinker/_deploy/nats.conf", "opentinker/_deploy/valkey.conf", "opentinker/py.typed"} <= names
+    assert not [name for name in names if name.split("/")[0] in FOLDERS]
+    page = FOLDERS["services"] / "scheduler" / "page"
+    assert {f"opentinker/services/scheduler/page/{path.name}" for path in page.glob("*")} <= names  # if it is built
+
+
+def test_an_installed_wheel_starts_its_servers(wheel: Path, tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    zipfile.ZipFile(wheel).extractall(site)
+    code = (
+        "import pathlib, sys, opentinker\n"
+        "from opentinker.local.embedded import EmbeddedServers, shipped_conf\n"
+        "assert opentinker.__file__.startswith(sys.argv[1]), opentinker.__file__\n"
+        "assert str(shipped_conf('nats.conf')).startswith(sys.argv[1])\n"
+        "with EmbeddedServers(pathlib.Path(sys.argv[2]), default_ports=False) as servers:\n"
+        "    print(sorted(servers.children))\n"
+    )
+    assert fresh(code, str(site), str(tmp_path / "data"), PYTHONPATH=str(site)) == "['nats', 'valkey']\n"

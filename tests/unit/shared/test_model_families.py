@@ -1,0 +1,102 @@
+"""Models that no worker could load are refused in words, by their config.json, before any worker tries."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from opentinker.services.scheduler.jobs.check_model import look_at
+from opentinker.shared.data.model_families import SEEING, TEXT_OF_SEEING, unsupported_family, unsupported_on_cpu
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.state.store import Store
+from opentinker.shared.types.core import Gpu
+from opentinker.shared.types.errors import JobFailed
+from tests.support.api import Http
+from tests.support.factories import make_spec
+from tests.support.scheduling import Workers
+from tests.unit.shared.test_model_files import change
+
+LOADED = {"model__chat_template": "plain", "rollout__engine": "vllm", "train__learner": "torch"}
+SEES: dict[str, Any] = {"vision_config": {}, "text_config": {}}
+OTHERS: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {**SEES, "architectures": ["Qwen2VLForConditionalGeneration"]},
+    "gemma3": {**SEES, "architectures": ["Gemma3ForConditionalGeneration"]},
+    "llava": {**SEES, "architectures": ["LlavaForConditionalGeneration"]},
+    "qwen2_audio": {"audio_config": {}},
+    "some_new_vl": {"architectures": ["SomeNewForConditionalGeneration"]},
+    "t5": {"is_encoder_decoder": True, "architectures": ["T5ForConditionalGeneration"]},
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_families_that_vllm_would_not_load_are_named(kind: str) -> None:
+    why = unsupported_family({"model_type": kind, **OTHERS[kind]}, served=True)
+    assert why.startswith(f"is a {kind} model") and "OpenTinker trains and serves" in why
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]},
+        {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "is_encoder_decoder": False},
+        {"model_type": "idefics3", **SEES, "architectures": ["Idefics3ForConditionalGeneration"]},
+        {"model_type": "mine", "vision_config": None, "architectures": None},
+    ],
+)
+def test_text_models_and_those_that_see_here_are_taken(config: dict[str, Any]) -> None:
+    assert unsupported_family(config, served=True) == "" == unsupported_family(config, served=False)
+
+
+def test_rows_of_text_train_what_transformers_has_as_a_language_model() -> None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    from opentinker.shared.nn.vision import FAMILIES
+
+    assert set(SEEING) == set(FAMILIES)
+    assert set(TEXT_OF_SEEING) - set(SEEING) <= set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    assert unsupported_family({"model_type": "gemma3", **SEES}, served=False) == ""
+
+
+def test_head_sizes_that_vllm_has_no_cpu_kernel_for_are_named() -> None:
+    odd = {"num_attention_heads": 4, "hidden_size": 64}
+    assert unsupported_on_cpu(odd).startswith("has attention heads of 16 dimensions; vLLM on CPUs takes 32, 64,")
+    assert unsupported_on_cpu({**odd, "head_dim": 32}) == "" == unsupported_on_cpu({**odd, "kv_lora_rank": 8})
+    assert unsupported_on_cpu({"text_config": odd}) != "" == unsupported_on_cpu({})
+
+
+async def test_a_job_with_such_a_model_is_refused_when_it_is_submitted(http: Http, small: Path, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(small, tmp_path / "model"))
+    change(model / "config.json", model_type="qwen2_vl", **OTHERS["qwen2_vl"])
+    status, body = await http.submit(make_spec(model__base=str(model), **LOADED).model_dump(mode="json"))
+    assert status == 422
+    (problem,) = (e["problem"] for e in body["errors"] if e["field"] == "model.base")
+    assert problem.startswith("is a qwen2_vl model; OpenTinker trains and serves text models")
+
+
+async def test_head_sizes_are_asked_for_only_where_all_workers_are_cpus(
+    ctx: Context, store: Store, small: Path, tmp_path: Path
+) -> None:
+    model = Path(shutil.copytree(small, tmp_path / "model"))
+    change(model / "config.json", head_dim=16)
+    spec, workers = make_spec(model__base=str(model), **LOADED), Workers(store)
+    assert await look_at(ctx, spec) == []
+    await workers.start("rollout-0")
+    (mistake,) = await look_at(ctx, spec)
+    assert mistake["field"] == "model.base" and "heads of 16 dimensions" in mistake["problem"]
+    await workers.start("rollout-1", gpus=[Gpu(index=0, uuid="u", model="m", memory=1)])
+    assert await look_at(ctx, spec) == []
+    await workers.stop()
+
+
+def test_a_trainer_that_is_given_one_says_the_same(small: Path, tmp_path: Path) -> None:
+    from opentinker.shared.nn.models import load_model, torch_dtype
+
+    model = Path(shutil.copytree(small, tmp_path / "model"))
+    config = orjson.loads((model / "config.json").read_bytes())
+    (model / "config.json").write_bytes(orjson.dumps({**config, "model_type": "llava", **OTHERS["llava"]}))
+    with pytest.raises(JobFailed, match="is a llava model; OpenTinker trains and serves text models"):
+        load_model(str(model), torch_dtype("float32"))

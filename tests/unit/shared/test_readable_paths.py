@@ -1,0 +1,396 @@
+"""Which places on a machine no job may name, however it spells them, and what is asked again when a file is opened."""
+
+from __future__ import annotations
+
+import copy
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import aiohttp
+import orjson
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from opentinker.services.rollout_worker.run_lease import run_lease
+from opentinker.services.scheduler.jobs.submit import submit
+from opentinker.services.trainer.job_reporter import Record
+from opentinker.services.trainer.supervised_loop import SupervisedJob
+from opentinker.shared.config import Settings
+from opentinker.shared.data.dataset import open_rows
+from opentinker.shared.data.jsonl import RowError
+from opentinker.shared.data.readable_paths import Readable, check_opened, opening, readable_by, resolved
+from opentinker.shared.messaging.env_client import EnvClient
+from opentinker.shared.runtime.leased_worker import LeasedWorker
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.spec import parse_spec
+from opentinker.shared.state.store import Store
+from opentinker.shared.types.core import Lease, Pool
+from opentinker.shared.types.errors import JobFailed, SpecError
+from tests.integration.trainer.test_supervised import Student
+from tests.support.api import SPEC, Http, bearing, new_key_of
+from tests.support.factories import make_spec
+from tests.support.scheduling import scheduler
+
+FIELDS = ["model.base", "environment.config.path", "environment.name", "teacher.base", "data.path", "no.such.field"]
+OWN, OTHER = "j-aaaaaaaaaa", "j-bbbbbbbbbb"
+ROW = {"prompt": "p", "completion": "canary-of-blue"}
+
+
+def named(field: str, text: str) -> dict[str, Any]:
+    """A spec with a text in a field."""
+    spec = copy.deepcopy(SPEC)
+    *parts, last = field.split(".")
+    inner: dict[str, Any] = spec
+    for part in parts:
+        if not isinstance(inner.get(part), dict):
+            inner[part] = {}
+        inner = inner[part]
+    inner[last] = text
+    return spec
+
+
+def sft(path: str, base: str = "some/model") -> dict[str, Any]:
+    return {"name": "s", "kind": "sft", "model": {"base": base}, "data": {"path": path}, "train": {"steps": 1}}
+
+
+async def mistakes_in(ctx: Context, data: Any, tenant: str) -> list[dict[str, Any]]:
+    return (await readable_by(ctx.store, ctx.settings, tenant, data)).mistakes_in(data, files=True)
+
+
+@pytest.fixture
+async def jobs(store: Store, ctx: Context) -> list[str]:
+    """One of red's and one of blue's, with directories."""
+    for id, tenant in ((OWN, "red"), (OTHER, "blue")):
+        await store.create_job(id=id, spec=SPEC, tenant=tenant)
+        home = ctx.settings.data_dir / "jobs" / id
+        (home / "checkpoints").mkdir(parents=True)
+        (home / "metrics.jsonl").write_bytes(orjson.dumps(ROW) + b"\n")
+    return [OWN, OTHER]
+
+
+# --- what a spec says -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("field", FIELDS)
+async def test_another_tenant_s_directory_looks_like_none(ctx: Context, jobs: list[str], field: str) -> None:
+    home = ctx.settings.data_dir / "jobs"
+    said = []
+    for job in (OTHER, "j-0000000000"):
+        place = str(home / job / "checkpoints" / "step-000001")
+        (mistake,) = await mistakes_in(ctx, named(field, place), "red")
+        assert (mistake["field"], mistake["value"]) == (field, place[:200])
+        said.append(mistake["problem"])
+    assert len(set(said)) == 1
+    assert await mistakes_in(ctx, named(field, str(home / OWN / "checkpoints")), "red") == []
+
+
+class Machine:
+    """A data directory with jobs of two tenants, and links and directories beside it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.home = directory / "data"
+        for job in (OWN, OTHER):
+            (self.home / "jobs" / job / "checkpoints").mkdir(parents=True)
+            (self.home / "jobs" / job / "metrics.jsonl").write_text("{}")
+        for name in ("run", "environments", "models"):
+            (self.home / name).mkdir()
+        (directory / "key").write_text("k")
+        (directory / "link").symlink_to(self.home / "jobs")
+        (directory / "rings").symlink_to(directory / "rings")
+        (directory / "around").symlink_to("data/models/../../link")
+        (directory / "\u00fc \u202e").mkdir()
+        self.readable = Readable(Settings(data_dir=self.home, admin_key_file=directory / "key"), [OWN])
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
+    directory, before = tmp_path_factory.mktemp("machine"), Path.cwd()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(directory / "data"))
+        os.chdir(directory)
+        yield Machine(directory)
+        os.chdir(before)
+
+
+FILLERS = [
+    "./",
+    "/",
+    "models/../",
+    "missing/../",
+    "../data/",
+    "\u00fc/../",
+    "x" * 300 + "/../",
+    "./" * 2100,
+    "/" * 5000,
+]
+STARTS: list[Callable[[Machine], str]] = [
+    lambda machine: f"{machine.home}/",
+    lambda machine: "data/",
+    lambda machine: "~/",
+    lambda machine: f"file://{machine.home}/",
+    lambda machine: f"FILE:{machine.home}/",
+    lambda machine: f"file://localhost{quote(str(machine.home))}/",
+    lambda machine: f"/proc/self/root{machine.home}/",
+    lambda machine: "/proc/self/cwd/data/",
+    lambda machine: f"//{machine.home}/",
+    lambda machine: "../" * 60 + f"{machine.home}/",
+    lambda machine: f"{machine.directory}/\u00fc \u202e/../data/",
+    lambda machine: f" {machine.home}/",
+    lambda machine: f"{machine.home}/models/../",
+]
+RESERVED = (
+    "jobs", f"jobs/{OTHER}", f"jobs/{OTHER}/metrics.jsonl", f"jobs/{OTHER}/no/such", f"jobs/{OWN}/../{OTHER}", "../key",
+    "run/operator-key", "environments/x", "valkey", "jobs/j-", f"jobs/{OWN}.", "../link/x", "../around/y",
+)  # fmt: skip
+PARTS = ["/", "..", ".", "data", "jobs", OWN, OTHER, "link", "around", "rings", "models", "\u00fc", "a" * 300]
+PARTS += ["~", "file:", "proc", "self", "root", "cwd", " ", "\0", "\ud800"]
+ENDS = ["", "/", "/.", "//", " ", "\0", "\0/x.jsonl", "/x/..", "/./" * 1500]
+
+
+@given(
+    start=st.sampled_from(STARTS), fillers=st.lists(st.sampled_from(FILLERS), max_size=4),
+    place=st.sampled_from(RESERVED), end=st.sampled_from(ENDS),
+)  # fmt: skip
+@settings(max_examples=300, deadline=None)
+def test_no_spelling_of_a_reserved_place_is_taken(
+    machine: Machine, start: Callable[[Machine], str], fillers: list[str], place: str, end: str
+) -> None:
+    text = start(machine) + "".join(fillers) + place + end
+    assert len(machine.readable.mistakes_in({"model": {"base": text}})) == 1, text[:500]
+
+
+@given(
+    st.lists(st.sampled_from(PARTS) | st.text(max_size=3),
+        max_size=14,
+    ).map("/".join)
+    | st.text()
+)  # fmt: skip
+@example("/a/" + "./" * 300_000 + "b")
+@example("a/" * 300_000)
+@example("a/../" * 100_000)
+@example("\ud800/x")
+@settings(max_examples=500, deadline=None)
+def test_whatever_leads_to_a_reserved_place_is_seen_and_nothing_raises(machine: Machine, text: str) -> None:
+    found = machine.readable.mistakes_in([text])
+    if len(text) > 3000:  # realpath would take forever
+        return
+    try:
+        real = Path(os.path.realpath(os.path.expanduser(text)))
+    except ValueError:  # no file can have the name
+        return
+    if "rings" not in text:  # what realpath says of these depends on slashes behind them
+        assert resolved(Path(os.path.expanduser(text))) == real
+    other = [machine.home / "jobs" / OTHER, machine.home / "run", machine.directory / "key"]
+    assert found or not any(real.is_relative_to(place) for place in other)
+    if real.is_relative_to(machine.home / "jobs" / OWN) and not text.startswith(" "):
+        assert not found
+
+
+def test_ordinary_texts_are_no_paths(machine: Machine) -> None:
+    home = machine.home
+    fine = [
+        "models",
+        "some/model",
+        f"{home}/models/mine",
+        "jobs",
+        "run",
+        "a text\nof two/lines",
+        "/",
+        "x" * 9000,
+        "\0/",
+    ]
+    fine += ["~nobody-here/x", f"{home}/jobs/{OWN}/start", f"data/jobs/{OWN}", "/dev/shm/model", "y" * 256, "rings/x"]
+    assert machine.readable.mistakes_in(fine) == []
+
+
+def test_another_mount_of_a_reserved_place_is_that_place(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root may mount directories twice; here two names of one directory are told by a stat that says so."""
+    twin = machine.directory / "twin"
+    twin.mkdir(exist_ok=True)
+    real, about = Path.stat, (machine.home / "jobs").stat()
+    monkeypatch.setattr(Path, "stat", lambda path, **more: about if path == twin else real(path, **more))
+    readable = Readable(Settings(data_dir=machine.home), [OWN])
+    assert readable.refusal(twin / OTHER / "checkpoints") and not readable.refusal(twin / OWN / "checkpoints")
+
+
+def test_a_long_text_takes_no_time(machine: Machine) -> None:
+    began = time.process_time()
+    machine.readable.mistakes_in(["/a" * 500_000, "../" * 300_000, "./" * 500_000, *["q/r"] * 20_000])
+    assert time.process_time() - began < 10
+
+
+# --- what is there --------------------------------------------------------------------------------------------------
+
+
+def test_what_is_no_file_and_what_leads_out_of_a_directory_is_refused(machine: Machine, tmp_path: Path) -> None:
+    def why(path: Path) -> str:
+        return machine.readable.why_closed(path)
+
+    model = tmp_path / "model"
+    (model / "deeper").mkdir(parents=True)
+    (model / "config.json").write_text("{}")
+    (tmp_path / "blob").write_text("weights")
+    (model / "model.safetensors").symlink_to("../blob")
+    assert why(model) == "" and why(model / "config.json") == ""
+    os.mkfifo(tmp_path / "fifo.jsonl")
+    assert "neither a file nor a directory" in why(tmp_path / "fifo.jsonl")
+    stolen = model / "deeper" / "stolen.safetensors"
+    stolen.symlink_to(machine.home / "jobs" / OTHER / "metrics.jsonl")
+    assert "stolen.safetensors" in why(model) and "kept by the server" in why(model)
+    stolen.unlink()
+    (model / "tokenizer.model").symlink_to(tmp_path / "fifo.jsonl")
+    assert "neither a file nor a directory" in why(model)
+    (model / "tokenizer.model").unlink()
+    entries = {"tokenizer_file": "/home/somebody/tokenizer.json"}
+    (model / "tokenizer_config.json").write_bytes(orjson.dumps(entries))
+    assert why(model) == ""
+    entries["vocab_file"] = str(machine.home / "jobs" / OTHER / "metrics.jsonl")
+    (model / "tokenizer_config.json").write_bytes(orjson.dumps(entries))
+    assert "vocab_file is kept by the server" in why(model)
+    (model / "tokenizer_config.json").rename(tmp_path / "renamed.json")
+    (model / "tokenizer_config.json").symlink_to(tmp_path / "renamed.json")
+    assert "vocab_file is kept by the server" in why(model), "loaders go by the link's name"
+    (model / "tokenizer_config.json").unlink()
+    weights = os.path.relpath(machine.home / "jobs" / OTHER / "checkpoints" / "model.safetensors", resolved(model))
+    shards = {"weight_map": {"a": "model.safetensors", "b": weights}}
+    (model / "model.safetensors.index.json").write_bytes(orjson.dumps(shards))
+    assert "has a model.safetensors.index.json that names" in why(model) and "kept by the server" in why(model)
+    shards["weight_map"]["b"] = "model.safetensors"
+    (model / "model.safetensors.index.json").write_bytes(orjson.dumps(shards))
+    assert why(model) == ""
+
+
+def test_what_a_model_of_the_hub_names_is_judged_once_it_is_downloaded(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    place = tmp_path / "hub" / "models--some--model"
+    (place / "blobs").mkdir(parents=True)
+    (place / "snapshots" / "0123").mkdir(parents=True)
+    blob = place / "blobs" / "4567"
+    (place / "snapshots" / "0123" / "tokenizer_config.json").symlink_to(blob)
+    for stolen, wrong in ((tmp_path / "vocab.txt", 0), (machine.home / "run" / "operator-key", 1)):
+        blob.write_bytes(orjson.dumps({"vocab_file": str(stolen)}))
+        assert len(machine.readable.mistakes_in(sft("rows.jsonl", "some/model"), files=True)) == wrong
+
+
+def test_a_format_is_no_data_set_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`datasets` takes `text` for all files below the working directory."""
+    (tmp_path / "data" / "run").mkdir(parents=True)
+    (tmp_path / "data" / "run" / "operator-key").write_text("canary\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RowError, match="'text' is no data set of the hub alone"):
+        open_rows("text", None, "train")
+
+
+@pytest.mark.parametrize("place", ["fifo.jsonl", "/dev/zero", "/dev/stdin", "/proc/self/environ", "socket"])
+async def test_what_is_no_file_is_refused_at_once(ctx: Context, store: Store, tmp_path: Path, place: str) -> None:
+    os.mkfifo(tmp_path / "fifo.jsonl")
+    os.mknod(tmp_path / "socket", 0o140600)
+    for spec in (sft(str(tmp_path / place)), sft("some/rows", base=str(tmp_path / place))):
+        with pytest.raises(SpecError) as refused:
+            await submit(ctx, spec, "red")
+        assert len(refused.value.mistakes) == 1, refused.value.mistakes
+
+
+async def test_a_submission_looks_at_the_places_that_it_names_in_threads_for_file_systems_alone(
+    ctx: Context, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that hangs must not hold up the threads that all else is done in."""
+    named, looked, read_link = str(tmp_path / "hangs"), set(), os.readlink
+
+    def readlink(path: str) -> str:
+        if str(path).startswith(named):
+            looked.add(threading.current_thread().name.partition("_")[0])
+        return read_link(path)
+
+    monkeypatch.setattr(os, "readlink", readlink)
+    with pytest.raises(SpecError):
+        await submit(ctx, sft(f"{named}/rows.jsonl"), "red")
+    assert looked == {"disk"}
+
+
+# --- two tenants ----------------------------------------------------------------------------------------------------
+
+
+async def test_no_spelling_gets_one_tenant_what_is_another_s(ctx: Context, store: Store, jobs: list[str]) -> None:
+    """Over HTTP, as a member: plain, 4,257 and more characters, and by a link; nothing of it makes a job."""
+    key = await new_key_of(store, "red")
+    victim = f"{ctx.settings.data_dir}/jobs/{OTHER}"
+    long = victim.replace("/jobs/", "/" + "./" * 2100 + "jobs/")
+    (ctx.settings.data_dir.parent / "mine").symlink_to(victim)
+    places = [victim, long, victim.replace("/jobs/", "/" * 5000 + "jobs/"), str(ctx.settings.data_dir.parent / "mine")]
+    async with scheduler(ctx) as url, aiohttp.ClientSession(headers=bearing(key)) as session:
+        http = Http(session, url)
+        for place in places:
+            for spec in (sft(f"{place}/metrics.jsonl"), named("model.base", f"{place}/checkpoints")):
+                for path in ("/v1/jobs", "/v1/validate"):
+                    status, said = await http("POST", path, json=spec)
+                    assert status == 422 or said["valid"] is False, (place[:100], said)
+                    assert "canary" not in str(said)
+        assert (await http("GET", "/v1/jobs"))[1]["jobs"][0]["id"] == OWN
+        status, made = await http("POST", "/v1/jobs", json=sft(long.replace(OTHER, OWN) + "/metrics.jsonl"))
+        assert status == 201, "of its own it may, however it writes it"
+    kept = (await store.job(made["id"])).spec["data"]["path"]
+    assert kept == f"{resolved(ctx.settings.data_dir)}/jobs/{OWN}/metrics.jsonl"
+
+
+async def test_a_link_that_is_laid_elsewhere_after_submission_fails_the_job_when_it_is_opened(
+    ctx: Context, store: Store, jobs: list[str], tmp_path: Path
+) -> None:
+    mine, rows = tmp_path / "mine", tmp_path / "mine" / "rows.jsonl"
+    mine.mkdir()
+    rows.write_bytes(orjson.dumps(ROW) + b"\n")
+    id, _ = await submit(ctx, sft(str(rows)), "red")
+    await check_opened(store, ctx.settings, id)
+    with pytest.raises(JobFailed, match=r"data\.path: .* is kept by the server"):
+        async with opening(store, ctx.settings, id):
+            rows.unlink()
+            rows.symlink_to(ctx.settings.data_dir / "jobs" / OTHER / "metrics.jsonl")
+    with pytest.raises(JobFailed, match=r"data\.path"):
+        await check_opened(store, ctx.settings, id)
+
+
+async def test_trainer_and_rollout_worker_open_nothing_that_leads_elsewhere_by_then(
+    ctx: Context, store: Store, jobs: list[str], tmp_path: Path
+) -> None:
+    async def unused(*_: object) -> None:
+        raise AssertionError
+
+    def never(*_: object) -> Any:
+        raise AssertionError("it was opened")
+
+    link = tmp_path / "mine"
+    link.symlink_to(ctx.settings.data_dir / "jobs" / OTHER)
+    spec = parse_spec(sft(str(link / "metrics.jsonl")))
+    rl = make_spec(model__base=str(link / "checkpoints"))
+    for id, kind, pool in (("j-cccccccccc", spec, Pool.TRAINER), ("j-dddddddddd", rl, Pool.ROLLOUT)):
+        await store.create_job(id=id, spec=kind.model_dump(mode="json"), tenant="red")
+        worker = LeasedWorker(ctx, pool, unused)
+        lease = Lease(job=id, worker=worker.info.id, incarnation=worker.info.incarnation, epoch=1, pool=pool)
+        with pytest.raises(JobFailed, match="is kept by the server"):
+            if pool is Pool.ROLLOUT:
+                await run_lease(worker, lease, kind, never, EnvClient(ctx.bus))
+            else:
+                await SupervisedJob(worker, lease, kind, Student(), load=never).run()
+    with pytest.raises(JobFailed, match=r"model\.base"):
+        await Record(ctx, lease, rl, Student()).restore()
+
+
+async def test_a_job_that_names_one_is_refused_before_anybody_looks(ctx: Context, jobs: list[str]) -> None:
+    place = ctx.settings.data_dir / "run"
+    place.mkdir()
+    (place / "rows.jsonl").write_text('{"secret": "canary"}\n')
+    spec = {**SPEC, "kind": "sft", "data": {"path": str(place / "rows.jsonl")}, "train": {"steps": 0}}
+    del spec["environment"]
+    with pytest.raises(SpecError) as refused:
+        await submit(ctx, spec, "red")
+    assert {"data.path", "train.steps"} <= {mistake["field"] for mistake in refused.value.mistakes}
+    assert "canary" not in str(refused.value)

@@ -1,0 +1,440 @@
+"""The learner on a tiny real model: exact logprobs, exact resume, refusals that change nothing, and learning itself."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from examples.models.make_tiny import make_tiny
+from opentinker.services.trainer.learners.base import NonFinite, SimulatedLearner
+from opentinker.services.trainer.learners.policy_model import PolicyModel
+from opentinker.services.trainer.learners.rl import TorchLearner
+from opentinker.shared.nn.transport import unpack
+from opentinker.shared.spec import JobSpec
+from opentinker.shared.types.core import WeightVersion
+from opentinker.shared.types.errors import JobFailed
+from opentinker.shared.types.trajectories import Group
+from tests.support.factories import V0, group_of, trajectory_of
+from tests.support.learning import Sampler, plain_logprobs, random_groups, torch_spec
+
+LORA = {"rank": 4, "alpha": 8.0}
+
+
+def loaded(spec: JobSpec, checkpoint: Path | None = None) -> TorchLearner:
+    learner = TorchLearner(spec)
+    learner.load(checkpoint)
+    return learner
+
+
+def digest(learner: PolicyModel) -> str:
+    """Of weights and optimizer state, bit by bit."""
+    hashed = hashlib.sha256()
+    for name, parameter in learner.parameters.items():
+        hashed.update(name.encode() + parameter.detach().numpy().tobytes())
+        for key, value in sorted(learner.optimizer.state[parameter].items()):
+            hashed.update(key.encode() + value.numpy().tobytes())
+    return hashed.hexdigest()
+
+
+def version(step: int) -> WeightVersion:
+    return WeightVersion(1, step)
+
+
+def test_mismatch_with_a_plain_forward_is_rounding_only(tiny: Path) -> None:
+    """Behaviour logprobs from unpadded plain forwards of the same weights, at a temperature that is not 1."""
+    plain = AutoModelForCausalLM.from_pretrained(tiny)
+    groups = []
+    for group in random_groups(1):
+        made = []
+        for t in group.trajectories:
+            logprobs = [0.0, *plain_logprobs(plain, t.ids.tolist(), 0.7).tolist()]
+            honest = [x * m for x, m in zip(logprobs, t.mask.tolist(), strict=True)]
+            made.append(trajectory_of(t.ids.tolist(), t.mask.tolist(), logprobs=honest, reward=t.reward))
+        groups.append(group_of(made))
+    metrics = loaded(torch_spec(tiny, rollout={"temperature": 0.7})).step(groups, V0)
+    assert metrics["mismatch/max"] < 1e-5
+    assert metrics["mismatch/tokens"] == metrics["tokens"] > 0
+    assert metrics["ess"] == pytest.approx(1.0, abs=1e-4)
+    assert metrics["ratio/mean"] == pytest.approx(1.0, abs=1e-4)
+    assert metrics["clip_share"] == 0
+
+
+def test_one_step_equals_a_step_written_by_hand(tiny: Path) -> None:
+    """Padded-free loop over single trajectories, torch's AdamW, clipping, warm-up: same weights."""
+    train = {"lr": 1e-3, "warmup_steps": 2, "weight_decay": 0.1, "tokens_per_micro_batch": 40}
+    spec = torch_spec(tiny, train=train, algorithm={"proximal": "recomputed"})
+    groups = random_groups(2)
+    learner = loaded(spec)
+    metrics = learner.step(groups, V0)
+
+    model = AutoModelForCausalLM.from_pretrained(tiny)
+    decayed = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim == 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], lr=5e-4, betas=(0.9, 0.95)
+    )
+    total, count = torch.zeros(()), sum(int(t.mask.sum()) for g in groups for t in g.trajectories)
+    for group in groups:
+        rewards = torch.tensor([t.reward for t in group.trajectories])
+        for t, advantage in zip(group.trajectories, (rewards - rewards.mean()) / (rewards.std() + 1e-4), strict=True):
+            ids, mask = torch.tensor(t.ids.tolist()), torch.tensor(t.mask.tolist()).bool()[1:]
+            logits = model(input_ids=ids[None]).logits[0, :-1]
+            logprobs = logits.log_softmax(-1).gather(-1, ids[1:, None])[:, 0][mask]
+            weight = (logprobs.detach() - torch.tensor(t.logprobs.copy())[1:][mask]).exp().clamp(max=5.0)
+            total = total - (weight * (logprobs - logprobs.detach()).exp() * advantage).sum() / count
+    total.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+
+    assert metrics["loss/policy"] == pytest.approx(total.item(), abs=1e-5)
+    assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+    assert metrics["lr"] == 5e-4
+    for ours, theirs in zip(learner.causal.parameters(), model.parameters(), strict=True):
+        gap = (ours - theirs).abs()  # Adam divides by the gradient: where that is rounding noise, the step is too
+        assert gap.mean() < 1e-8 and gap.max() < 1e-4
+
+
+def test_the_batch_describes_itself(tiny: Path) -> None:
+    ids, mask = [7, 8, 9, 1], [0, 0, 1, 1]
+    first = [trajectory_of(ids, mask, reward=r, version=version(3), metrics={"exact": r}) for r in (0.0, 1.0)]
+    second = [trajectory_of([7, 8, 9, 9, 1], [0, 0, 1, 1, 1], reward=0.5, version=version(5)) for _ in range(2)]
+    spec = torch_spec(tiny, algorithm={"group_size": 2, "groups_per_batch": 2})
+    metrics = loaded(spec).step([group_of(first), group_of(second, 1)], version(5))
+    assert {key: round(metrics[key], 6) for key in EXPECTED} == EXPECTED
+    assert metrics["mismatch/tokens"] == 6 and metrics["tokens"] == 10
+
+
+EXPECTED = {
+    "reward/mean": 0.5,
+    "reward/min": 0.0,
+    "reward/max": 1.0,
+    "reward/env/copy_digits": 0.5,
+    "exact": 0.5,
+    "zero_variance": 0.5,
+    "response_length/mean": 2.5,
+    "response_length/max": 3.0,
+    "turns/mean": 1.0,
+    "stop/eos": 1.0,
+    "ending/env_done": 1.0,
+    "staleness/min": 0.0,
+    "staleness/mean": 1.0,
+    "staleness/max": 2.0,
+    "spans/mean": 1.0,
+    "tokens/total": 18.0,
+}
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {},
+        {"algorithm": {"updates_per_batch": 2}},
+        {"model": {"dtype": "bfloat16"}},
+        {"model": {"lora": {**LORA, "dropout": 0.3}}},
+        {"model": {"lora": {**LORA, "dropout": 0.3}, "dtype": "bfloat16"}},
+        {"algorithm": {"name": "ppo"}},
+    ],
+    ids=["full", "two updates", "bfloat16", "lora with dropout", "lora in bfloat16", "critic"],
+)
+def test_resume_is_exact_to_the_bit(tiny: Path, tmp_path: Path, parts: dict[str, dict[str, object]]) -> None:
+    spec = torch_spec(tiny, train={"lr": 1e-3, "warmup_steps": 5}, **parts)
+    unbroken = loaded(spec)
+    for step in range(6):
+        unbroken.step(random_groups(step), version(step))
+
+    first = loaded(spec)
+    for step in range(3):
+        first.step(random_groups(step), version(step))
+    first.save(tmp_path / "checkpoint")
+    torch.manual_seed(12345)
+    second = loaded(spec, tmp_path / "checkpoint")
+    assert second.steps == 3
+    for step in range(3, 6):
+        second.step(random_groups(step), version(step))
+    assert digest(second) == digest(unbroken)
+
+
+# --- starting from another job's checkpoint ---------------------------------------------------------------------------
+
+
+def trained(spec: JobSpec, directory: Path, steps: int = 3) -> TorchLearner:
+    """A learner after some steps, with its checkpoint in `directory`."""
+    learner = loaded(spec)
+    for step in range(steps):
+        learner.step(random_groups(step), version(step))
+    learner.save(directory)
+    return learner
+
+
+def started(spec: JobSpec, checkpoint: Path, *, optimizer: bool = False) -> TorchLearner:
+    learner = TorchLearner(spec)
+    learner.start(checkpoint, optimizer=optimizer)
+    return learner
+
+
+def same_weights(a: TorchLearner, b: TorchLearner) -> bool:
+    return all(torch.equal(p, b.parameters[name]) for name, p in a.parameters.items())
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {},
+        {"model": {"dtype": "bfloat16"}},
+        {"model": {"lora": {**LORA, "dropout": 0.3}}},
+        {"model": {"lora": LORA, "dtype": "bfloat16"}},
+        {"algorithm": {"name": "ppo"}},
+    ],
+    ids=["full", "bfloat16", "lora with dropout", "lora in bfloat16", "critic"],
+)
+def test_start_takes_weights_to_the_bit_and_begins_everything_else_anew(
+    tiny: Path, tmp_path: Path, parts: dict[str, dict[str, Any]]
+) -> None:
+    spec = torch_spec(tiny, train={"lr": 1e-3, "warmup_steps": 5}, **parts)
+    first = trained(spec, tmp_path / "c")
+    fresh, again = loaded(spec), started(spec, tmp_path / "c")
+    assert torch.equal(torch.get_rng_state(), _random_state_of(spec)), "dropout draws what a first start would draw"
+    assert same_weights(first, again) and not same_weights(fresh, again)
+    assert (again.steps, again.lr_share, len(again.optimizer.state)) == (0, fresh.lr_share, 0)
+    continued = started(spec, tmp_path / "c", optimizer=True)
+    assert digest(continued) == digest(first) and continued.steps == 0
+    if again.critic is not None and first.critic is not None and continued.critic is not None:
+        assert all(torch.equal(p, again.critic.parameters[n]) for n, p in first.critic.parameters.items())
+        assert len(again.critic.optimizer.state) == 0 < len(continued.critic.optimizer.state)
+    again.step(random_groups(9), V0)
+    continued.step(random_groups(9), V0)
+    assert digest(again) != digest(continued), "the moments have an effect"
+
+
+def _random_state_of(spec: JobSpec) -> torch.Tensor:
+    """After a first start."""
+    loaded(spec)
+    return torch.get_rng_state()
+
+
+def test_start_with_lr_zero_leaves_the_weights_of_the_checkpoint_alone(tiny: Path, tmp_path: Path) -> None:
+    first = trained(torch_spec(tiny), tmp_path / "c")
+    second = started(torch_spec(tiny, train={"lr": 0.0}), tmp_path / "c", optimizer=True)
+    second.step(random_groups(7), V0)
+    second.save(tmp_path / "d")
+    assert (tmp_path / "c" / "model.safetensors").read_bytes() == (tmp_path / "d" / "model.safetensors").read_bytes()
+    sent = second.snapshot(V0)
+    ours = dict(first.named_weights())
+    assert all(torch.equal(tensor, ours[name]) for name, tensor in unpack(sent.manifest, sent.buckets))
+
+
+def test_a_critic_is_taken_over_only_where_both_jobs_train_one(tiny: Path, tmp_path: Path) -> None:
+    trained(torch_spec(tiny, algorithm={"name": "ppo"}), tmp_path / "ppo", steps=1)
+    trained(torch_spec(tiny), tmp_path / "grpo", steps=1)
+    assert started(torch_spec(tiny), tmp_path / "ppo", optimizer=True).critic is None
+    new = started(torch_spec(tiny, algorithm={"name": "ppo"}), tmp_path / "grpo").critic
+    assert new is not None and not new.head.weight.any(), "a head of zeros, as at a first start"
+
+
+def test_start_from_another_model_names_tensors_or_settings(tiny: Path, tmp_path: Path) -> None:
+    trained(torch_spec(tiny), tmp_path / "c", steps=1)
+    other = make_tiny(tmp_path / "narrow", hidden_size=64)
+    with pytest.raises(JobFailed, match=r"is not of the model '.*narrow': \d+ tensors differ, such as .*\[\d+"):
+        started(torch_spec(other), tmp_path / "c")
+    copied = shutil.copytree(tiny, tmp_path / "copied")
+    config = orjson.loads((copied / "config.json").read_bytes())
+    (copied / "config.json").write_bytes(orjson.dumps(config | {"bos_token_id": 2, "max_position_embeddings": 77}))
+    started(torch_spec(copied), tmp_path / "c")
+    (copied / "config.json").write_bytes(orjson.dumps(config | {"rms_norm_eps": 1e-3}))
+    with pytest.raises(JobFailed, match=r"1 settings differ, such as rms_norm_eps \(1e-06 instead of 0.001\)"):
+        started(torch_spec(copied), tmp_path / "c")
+
+
+def test_start_from_another_adapter_names_tensors_with_their_shapes(tiny: Path, tmp_path: Path) -> None:
+    trained(torch_spec(tiny, model={"lora": {**LORA, "target_modules": ["q_proj"]}}), tmp_path / "c", steps=1)
+    with pytest.raises(JobFailed, match=r"\d+ tensors differ, such as .*down_proj\.lora_A\.weight \(absent instead of"):
+        started(torch_spec(tiny, model={"lora": LORA}), tmp_path / "c")
+    with pytest.raises(JobFailed, match=r"q_proj\.lora_A\.weight \(\[4, \d+\] instead of \[2, \d+\]\)"):
+        started(torch_spec(tiny, model={"lora": {**LORA, "target_modules": ["q_proj"], "rank": 2}}), tmp_path / "c")
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+def test_a_step_that_is_not_finite_changes_nothing(tiny: Path, updates: int) -> None:
+    learner = loaded(torch_spec(tiny, algorithm={"updates_per_batch": updates}))
+    learner.step(random_groups(0), version(0))
+    before, steps = digest(learner), learner.steps
+    groups = random_groups(1)
+    rewards = [0.0, float("inf"), 0.0, 1.0]
+    broken = [
+        trajectory_of(t.ids.tolist(), t.mask.tolist(), reward=r)
+        for t, r in zip(groups[3].trajectories, rewards, strict=True)
+    ]
+    with np.errstate(invalid="ignore"), pytest.raises(NonFinite, match="refused"):
+        learner.step([*groups[:3], group_of(broken, 3)], version(1))
+    assert (digest(learner), learner.steps) == (before, steps)
+    learner.step(random_groups(2), version(1))
+    assert digest(learner) != before
+
+
+def test_lr_zero_leaves_the_weights_alone(tiny: Path) -> None:
+    learner = loaded(torch_spec(tiny, train={"lr": 0.0}))
+    before = [p.detach().clone() for p in learner.parameters.values()]
+    learner.step(random_groups(0), V0)
+    assert all(torch.equal(a, b) for a, b in zip(before, learner.parameters.values(), strict=True))
+
+
+def test_kl_needs_and_uses_reference_logprobs(tiny: Path) -> None:
+    spec = torch_spec(tiny, algorithm={"kl_coef": 0.5})
+    with pytest.raises(JobFailed, match="without reference"):
+        loaded(spec).step(random_groups(0), V0)
+    with_kl, without = loaded(spec), loaded(torch_spec(tiny))
+    metrics = with_kl.step(random_groups(0, reference=True), V0)
+    assert metrics["loss/kl"] > 0
+    assert "loss/kl" not in without.step(random_groups(0, reference=True), V0)
+    assert digest(with_kl) != digest(without)
+
+
+def test_several_updates_clip_against_the_weights_at_the_start_of_the_batch(tiny: Path) -> None:
+    learner = loaded(
+        torch_spec(
+            tiny, algorithm={"updates_per_batch": 4, "clip_low": 0.0, "clip_high": 0.0, "proximal": "recomputed"}
+        )
+    )
+    metrics = learner.step(random_groups(0), V0)
+    assert 0 < metrics["clip_share"] < 1
+    assert metrics["ratio/mean"] != pytest.approx(np.exp(metrics["drift/mean"]))
+
+
+def test_snapshot_carries_hugging_face_names_without_tied_copies(tiny: Path) -> None:
+    learner = loaded(torch_spec(tiny))
+    learner.step(random_groups(0), V0)
+    snapshot = learner.snapshot(version(1))
+    sent = dict(unpack(snapshot.manifest, snapshot.buckets))
+    assert set(sent) == set(load_file(tiny / "model.safetensors"))
+    assert snapshot.version == version(1)
+    before = {name: tensor.clone() for name, tensor in sent.items()}
+    learner.step(random_groups(1), version(1))
+    assert all(torch.equal(before[name], sent[name]) for name in sent), "training must not reach into a snapshot"
+
+
+def test_bfloat16_trains_float32_masters_and_sends_bfloat16(tiny: Path, tmp_path: Path) -> None:
+    learner = loaded(torch_spec(tiny, model={"dtype": "bfloat16"}))
+    metrics = learner.step(random_groups(0), V0)
+    assert np.isfinite(metrics["loss/policy"])
+    assert all(p.dtype == torch.float32 for p in learner.parameters.values())
+    assert {info.dtype for info in learner.snapshot(V0).manifest} == {"bfloat16"}
+    learner.save(tmp_path / "c")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "c").dtype == torch.bfloat16
+
+
+def test_saved_directory_is_a_plain_hugging_face_model(tiny: Path, tmp_path: Path) -> None:
+    learner = loaded(torch_spec(tiny))
+    learner.step(random_groups(0), V0)
+    learner.save(tmp_path / "c")
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "c", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    ids = [5, 6, 7, 8, 1]
+    torch.testing.assert_close(plain_logprobs(model, ids), plain_logprobs(_sdpa(learner), ids), atol=1e-6, rtol=0)
+    assert AutoTokenizer.from_pretrained(tmp_path / "c")("472=").input_ids == [7, 10, 5, 40]
+    assert not list((tmp_path / "c").rglob("*.bin")) and not list((tmp_path / "c").rglob("*.pt"))
+
+
+def _sdpa(learner: TorchLearner) -> object:
+    learner.causal.set_attn_implementation("sdpa")
+    return learner.causal
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_lora_trains_sends_and_saves_only_the_adapter(tiny: Path, tmp_path: Path, dtype: str) -> None:
+    learner = loaded(torch_spec(tiny, model={"lora": LORA, "dtype": dtype}))
+    base = {n: p.detach().clone() for n, p in learner.model.named_parameters() if "lora_" not in n}
+    for step in range(2):
+        learner.step(random_groups(step), version(step))
+    assert all(torch.equal(base[n], p) for n, p in learner.model.named_parameters() if n in base)
+    names = {info.name for info in learner.snapshot(version(2)).manifest}
+    modules = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
+    modules += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+    assert names == {
+        f"base_model.model.model.layers.{layer}.{module}.lora_{side}.weight"
+        for layer in range(4)
+        for module in modules
+        for side in "AB"
+    }
+    learner.save(tmp_path / "c")
+    assert set(load_file(tmp_path / "c" / "adapter_model.safetensors")) == names
+    again = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny), tmp_path / "c")
+    ids = [5, 6, 7, 8, 1]
+    tolerance = 1e-5 if dtype == "float32" else 0.05
+    torch.testing.assert_close(plain_logprobs(again, ids), plain_logprobs(_sdpa(learner), ids), atol=tolerance, rtol=0)
+    with pytest.raises(JobFailed, match="does not fit"):
+        loaded(torch_spec(tiny, model={"lora": {**LORA, "rank": 2}}), tmp_path / "c")
+
+
+def test_wrong_lora_targets_and_missing_state_are_named(tiny: Path) -> None:
+    with pytest.raises(JobFailed, match="target_modules"):
+        loaded(torch_spec(tiny, model={"lora": {"target_modules": ["nothing"]}}))
+    with pytest.raises(JobFailed, match=r"no module 'v_porj', 'proj'$"):
+        loaded(torch_spec(tiny, model={"lora": {"target_modules": ["q_proj", "v_porj", "self_attn.o_proj", "proj"]}}))
+    with pytest.raises(JobFailed, match="cannot be resumed"):
+        loaded(torch_spec(tiny), tiny)
+
+
+@pytest.mark.parametrize(
+    ("train", "shares"),
+    [
+        ({"warmup_steps": 2}, [0.5, 1, 1, 1, 1, 1, 1]),
+        ({"warmup_steps": 2, "schedule": "linear"}, [0.5, 1, 1, 0.75, 0.5, 0.25, 0]),
+        ({"schedule": "linear", "lr_end": 0.5}, [1, 11 / 12, 10 / 12, 9 / 12, 8 / 12, 7 / 12, 0.5]),
+        ({"warmup_steps": 2, "schedule": "cosine", "lr_end": 0.2}, [0.5, 1, 1, 0.8828427, 0.6, 0.3171573, 0.2]),
+        ({"warmup_steps": 6, "schedule": "cosine"}, [1 / 6, 2 / 6, 3 / 6, 4 / 6, 5 / 6, 1, 1]),
+    ],
+)
+def test_the_learning_rate_warms_up_and_falls_as_the_schedule_says(
+    tiny: Path, train: dict[str, Any], shares: list[float]
+) -> None:
+    """Of six steps; a job that is told of fewer by its data ends there."""
+    learner = TorchLearner(torch_spec(tiny, train={"steps": 6, "lr": 1e-3, **train}))
+    found = []
+    for step in range(7):
+        learner.steps = step
+        found.append(learner.lr_share)
+    assert found == pytest.approx(shares, abs=1e-6)
+    if learner.spec.train.schedule != "constant":
+        learner.steps, learner.total_steps = 3, 3
+        assert learner.lr_share == pytest.approx(4 / 6 if train.get("warmup_steps") == 6 else learner.spec.train.lr_end)
+
+
+def test_simulated_learner_takes_its_time_and_counts(tiny: Path, tmp_path: Path) -> None:
+    simulated = {"learner": "simulated", "simulated_step_s": 0.05, "lr": 1e-5}
+    learner = SimulatedLearner(torch_spec(tiny, train=simulated))
+    learner.load(None)
+    metrics = learner.step(random_groups(0), V0)
+    assert metrics["step_seconds"] >= 0.05 and metrics["tokens"] > 0
+    assert learner.snapshot(V0).buckets == []
+    learner.save(tmp_path)
+    learner.load(tmp_path)
+    assert learner.steps == 1
+
+
+def test_grpo_learns_to_copy_one_digit(small: Path) -> None:
+    """The sampler works in this process; 16 samples of each of 8 digits."""
+    spec = torch_spec(
+        small, algorithm={"group_size": 16, "groups_per_batch": 8}, train={"lr": 2e-3, "warmup_steps": 10, "steps": 150}
+    )
+    learner = loaded(spec)
+    sampler = Sampler(learner.causal, learner.tokenizer, seed=0)
+    rewards: list[float] = []
+    for step in range(150):
+        batch: list[Group] = sampler.copy_digit(groups=8, size=16, version=version(step))
+        metrics = learner.step(batch, version(step))
+        assert metrics["mismatch/max"] < 1e-4
+        rewards.append(metrics["reward/mean"])
+        if np.mean(rewards[-5:]) > 0.5:
+            break
+    assert np.mean(rewards[:3]) < 0.1
+    assert np.mean(rewards[-5:]) > 0.5
