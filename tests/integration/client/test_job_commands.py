@@ -33,7 +33,6 @@ from tests.support.factories import make_spec
 WAIT_S = 60.0
 
 
-
 @pytest.fixture
 def on(client: AsyncClient, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> list[str]:
     monkeypatch.setenv("OPENTINKER_API_KEY", OPERATOR)
