@@ -22,7 +22,17 @@ from pathlib import Path
 import orjson
 
 from opentinker.local import nats_store
-from opentinker.local.processes import PROBE_S, Child, ChildSpec, Guard, StartError, banner, free_port, port_free
+from opentinker.local.processes import (
+    PROBE_S,
+    Child,
+    ChildSpec,
+    Guard,
+    StartError,
+    banner,
+    free_port,
+    port_free,
+    reserve_port,
+)
 from opentinker.local.server_users import Access, WebSocket
 from opentinker.shared.durable_files import make_directories, replace_durably
 from opentinker.shared.messaging.permissions import OPERATOR, SYSTEM, inbox
@@ -199,9 +209,9 @@ class EmbeddedServers:
     def _choose_ports(self, name: str, remembered: dict[str, int], *, fresh: bool) -> None:
         for key in _keys(name):
             self.ports.pop(key, None)
-            if key in remembered and _free_soon(remembered[key]):
+            if key in remembered and _free_soon(remembered[key]) and reserve_port(remembered[key]):
                 self.ports[key] = remembered[key]
-            elif self._default_ports and not fresh and port_free(DEFAULT_PORTS[key]):
+            elif self._default_ports and not fresh and reserve_port(DEFAULT_PORTS[key]):
                 self.ports[key] = DEFAULT_PORTS[key]
             else:
                 self.ports[key] = free_port()

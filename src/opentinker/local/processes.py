@@ -216,6 +216,12 @@ def free_port(host: str = "127.0.0.1") -> int:
     raise StartError(f"no free port between 20000 and 32000 on {host}")
 
 
+def reserve_port(port: int, host: str = "127.0.0.1") -> bool:
+    """Whether the port is free and this process has it to itself: between this look and the bind, no other process
+    reserves it. Ours until this process ends, for any number of calls. Raises StartError as `port_free` does."""
+    return port_free(port, host) and (port in _handed_out or _claim(port))
+
+
 def _claim(port: int) -> bool:
     """By a name in the kernel's memory, which ends with our process however that ends."""
     claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)

@@ -25,7 +25,7 @@ import structlog
 
 from opentinker.local.discovery import KEY_FILE, read_state
 from opentinker.local.embedded import EmbeddedServers
-from opentinker.local.processes import Child, ChildSpec, Guard, free_port, http_ok, port_free
+from opentinker.local.processes import Child, ChildSpec, Guard, free_port, http_ok, port_free, reserve_port
 from opentinker.local.supervisor import Supervisor
 from opentinker.shared.config import LOOPBACK_HOSTS, PREFIX, load_settings
 from opentinker.shared.durable_files import is_blank, make_directories, replace_durably
@@ -157,15 +157,19 @@ def end_launched(data_dir: Path) -> None:
 
 
 def api_port(plan: Plan) -> int:
-    """The port asked for, else the one of this data directory's last life, else 8080, else a free one."""
-    if plan.port is not None:
-        if plan.port and not port_free(plan.port, plan.host):
+    """The port asked for, else the one of this data directory's last life, else 8080, else a free one. Another `up`
+    that starts at the same moment chooses another one."""
+    if plan.port:
+        if not port_free(plan.port, plan.host):
             raise OpenTinkerError(f"--port {plan.port} is taken on {plan.host}; leave it out to get a free one")
-        return plan.port or free_port(plan.host)
+        reserve_port(plan.port, plan.host)  # who asks for a number gets it, also if another process has reserved it
+        return plan.port
+    if plan.port is not None:
+        return free_port(plan.host)
     remembered = plan.data_dir / "run" / "api-port"
     last = remembered.read_text() if remembered.exists() else ""
     candidates = [int(last)] if last.isdigit() else []
-    port = next((p for p in [*candidates, DEFAULT_PORT] if port_free(p, plan.host)), None) or free_port(plan.host)
+    port = next((p for p in [*candidates, DEFAULT_PORT] if reserve_port(p, plan.host)), None) or free_port(plan.host)
     if port != DEFAULT_PORT:
         log.info("api_port", port=port, reason=f"{DEFAULT_PORT} is taken, or this data directory used {port} before")
     replace_durably(remembered, str(port).encode())
