@@ -72,7 +72,7 @@ async def sleep(seconds: float) -> None:
 
 
 async def finish_uncancelled(work: Awaitable[T]) -> T:
-    """Await what must not be left halfway, however often we are cancelled meanwhile; that counts when it has ended.
+    """Await `work` to its end even if the caller is cancelled in between; the cancellation takes effect afterwards.
 
     Raises what the work raised, CancelledError if it went well and we were cancelled.
     """
@@ -90,16 +90,16 @@ async def finish_uncancelled(work: Awaitable[T]) -> T:
 
 
 def forward_exception(task: asyncio.Task[Any], broken: asyncio.Future[None]) -> None:
-    """What a task in the background has raised, to whoever waits for `broken`; the first one stays."""
+    """Forward a background task's exception to `broken`; only the first one is kept."""
     if not task.cancelled() and (error := task.exception()) is not None and not broken.done():
         broken.set_exception(error)
 
 
 async def cancel_and_wait(*tasks: asyncio.Task[Any] | None) -> None:
-    """Cancel tasks and wait until they have ended, whatever they raise; ask again while one goes on. What had ended
-    before is its owner's to hear.
+    """Cancel tasks and wait until they have ended, whatever they raise; cancel again while one keeps running.
+    Exceptions of tasks that had ended before are left to their owner.
 
-    That we are cancelled meanwhile counts when they have ended: nobody is left behind.
+    A cancellation of the caller takes effect after they have ended, so no task is left behind.
     """
     running = {task for task in tasks if task is not None and not task.done()}
     put, cancelled, ask = list(running), False, True

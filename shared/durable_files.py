@@ -11,11 +11,11 @@ from pathlib import Path
 
 HUB_ID = re.compile(r"(?:\w[\w.-]{0,95}/)?\w[\w.-]{0,95}", re.ASCII)
 HUB_PAGES = ("datasets", "models", "spaces")
-"""Pages of the hub itself: nobody there has such a name."""
+"""Pages of the hub itself, which cannot be owners."""
 IMPOSSIBLE = Path("(a name that no file can have)")
 SYNC_THREADS = 8
 BLANK = b"\0 \t\r\n"
-"""What a power cut leaves of a file that was not synced."""
+"""Contents of a file that was not synced before a power cut."""
 
 
 def local_path(name: str, files: tuple[str, ...] = ()) -> Path | None:
@@ -33,13 +33,13 @@ def local_path(name: str, files: tuple[str, ...] = ()) -> Path | None:
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
             return IMPOSSIBLE
-        return Path(name).expanduser()  # a place that may not be looked at: whoever looks will say so
+        return Path(name).expanduser()  # an unreadable place: the reader reports it
     return path if there or name.startswith(("/", ".", "~")) or name.endswith(files) or name.count("/") > 1 else None
 
 
 def not_on_hub(name: str) -> str | None:
-    """Why `name`, which `local_path` takes for the id of a hub, is none but a path at which nothing is; None if it can
-    be one. Blocking."""
+    """Explain why `name`, which `local_path` takes for a hub id, can only be a path at which nothing exists; None if it
+    can be a hub id. Blocking."""
     owner, slash, _ = name.partition("/")
     here = Path.cwd()
     if slash and (near := _model_below(here, name)):
@@ -88,7 +88,7 @@ def sync_file(path: Path) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """What was made, renamed or removed in it is on the disk."""
+    """Sync a directory, so that entries made, renamed or removed in it are on disk."""
     sync_file(directory)
 
 

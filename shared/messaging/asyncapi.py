@@ -172,7 +172,7 @@ def _structs(kinds: list[type[Any]]) -> set[type[Any]]:
 
 
 def documented(source: str) -> dict[str, str]:
-    """Of a module, or of a class: what stands below its assignments."""
+    """Return the docstrings below the assignments of a module or a class, by name."""
     body = ast.parse(source).body
     if len(body) == 1 and isinstance(body[0], ast.ClassDef):
         body = body[0].body

@@ -1,9 +1,9 @@
 """The only place that talks to NATS (with `consumer.py`, its receiving half): connect, request/serve, publish/consume,
 emit/listen.
 
-JetStream is at-least-once; what is trained once is decided by the checkpoint manifest, never by an ack.
-A publish waits for its ack on an inbox of ours and is sent again, under the same id, at the reconnect after a server
-restart or when no ack comes; any number may be under way at once.
+JetStream is at-least-once; the checkpoint manifest, never an ack, decides what has been trained once. A publish waits
+for its ack on our own inbox and is repeated under the same id at the reconnect after a server restart, or when no ack
+arrives; any number may be in flight.
 """
 
 from __future__ import annotations
@@ -56,17 +56,17 @@ __all__ = [
 
 ERROR_LOG_S = 10.0
 ACK_S = 3.0
-"""A publish without an ack after so long is sent again."""
+"""A publish without an ack is repeated after this time."""
 LOST = (nats.errors.UnexpectedEOF, nats.errors.StaleConnectionError, OSError)
-"""What the client reports as it loses the connection, before it says that it has."""
+"""Errors that the client reports while it loses the connection, before it reports the loss itself."""
 SETTLE_S = 2
 PATIENCE_S = 10.0
-"""A publish that is not stored after so long says so, once."""
+"""A publish that is not stored within this time is logged, once."""
 
 FULL = (10002, 10023, 10047, 10077)
 """JetStream errors that mean no room: of the account, the server's store (`max_file_store`), its disk, the stream."""
 TOO_FEW = (10005, 10074)
-"""And no servers: not so many in the cluster, or no cluster."""
+"""Server error codes: fewer servers in the cluster than replicas, or no cluster."""
 
 
 class NoReply(OpenTinkerError):
@@ -74,7 +74,7 @@ class NoReply(OpenTinkerError):
 
 
 class NoResponders(NoReply):
-    """The server says that nobody serves the subject at this moment."""
+    """The server reports that no process serves the subject at this moment."""
 
 
 class StreamFull(OpenTinkerError):
@@ -161,8 +161,8 @@ class Bus:
                     await nc.close()
 
     async def ensure_streams(self, replicas: int = 1) -> None:
-        """Create or update every stream, each kept by so many servers of a cluster. Idempotent; the scheduler calls it
-        at start. Raises OpenTinkerError if the servers have no room, or are too few."""
+        """Create or update every stream with this number of replicas. Idempotent; the scheduler calls it at start.
+        Raises OpenTinkerError if the servers have no room, or are too few."""
         for stream in STREAMS:
             # nats-server refuses persist_mode ASYNC for what is replicated
             kept = stream if replicas == 1 else stream.evolve(num_replicas=replicas, persist_mode=None)
@@ -209,8 +209,8 @@ class Bus:
     # --- core: request/reply and live messages ------------------------------------------------------------------
 
     async def request(self, call: Call[T, R], noun: T, timeout_s: float, **keys: str) -> R:
-        """Raises NoReply when nobody answers in time, at once NoResponders when nobody serves the subject, and
-        WireError on a reply that is not an R."""
+        """Send a request and return the reply. Raises NoReply without a reply in time, NoResponders immediately if no
+        process serves the subject, and WireError if the reply is not an R."""
         try:
             reply = await await_cancellable(self.nc.request(call.at(**keys), codec.encode(noun), timeout=timeout_s))
         except nats.errors.NoRespondersError:
@@ -222,7 +222,7 @@ class Bus:
     async def serve(
         self, call: Call[T, R], handler: Callable[[T], Awaitable[R]], queue: str = "", **keys: str
     ) -> Subscription:
-        """Answer requests, each in a task of its own. Undecodable requests are logged and left unanswered."""
+        """Answer requests, each in a separate task. Undecodable requests are logged and left unanswered."""
         tasks: set[asyncio.Task[None]] = set()
 
         async def answer(msg: Msg, noun: T) -> None:
@@ -243,8 +243,8 @@ class Bus:
         return await self.nc.subscribe(call.at(**keys), queue=queue, cb=receive)
 
     async def emit(self, subject: Subject[T], noun: T, msg_id: str = "", **keys: str) -> None:
-        """Live message without an ack; lost when nobody listens (or kept by a stream that covers the subject: once,
-        however often it is sent under the same `msg_id`)."""
+        """Publish a live message without an ack. It is lost without subscribers, unless a stream covers the subject,
+        which then stores it once per `msg_id`."""
         payload = codec.to_json(noun) if subject.json else codec.encode(noun)
         try:
             await self.nc.publish(subject.at(**keys), payload, headers={"Nats-Msg-Id": msg_id} if msg_id else None)
@@ -252,13 +252,14 @@ class Bus:
             log.warning("emit_dropped", subject=subject.at(**keys), error=type(error).__name__)
 
     async def flush(self, timeout_s: int = 10) -> None:
-        """What was sent so far has reached the server. The client sends its ping before what it still holds back: the
-        first answer says that this has left, the second that it has come."""
+        """Wait until everything sent so far has reached the server. The client sends its ping before data that it still
+        buffers: the first answer proves that the buffer has left, the second that it has arrived."""
         await self.nc.flush(timeout=timeout_s)
         await self.nc.flush(timeout=timeout_s)
 
     async def settle(self) -> None:
-        """What was emitted so far has reached the server; at most SETTLE_S, and not while it is away."""
+        """Wait until everything emitted so far has reached the server, for at most SETTLE_S, and not while the server
+        is away."""
         if self.nc.is_connected:
             with contextlib.suppress(*AWAY, *CLOSED):
                 await await_cancellable(self.flush(SETTLE_S))
@@ -315,7 +316,7 @@ class Bus:
         ack_wait_s: float = ACK_WAIT_S,
         **keys: str,
     ) -> Consumer[T]:
-        """A durable pull consumer; `start_seq` makes it anew from that stream sequence on."""
+        """Return a durable pull consumer; `start_seq` recreates it from that stream sequence."""
         config = ConsumerConfig(
             name=durable,  # with it, the call names the subject too, and the server holds us to it
             durable_name=durable,

@@ -1,9 +1,10 @@
 """The receiving half of JetStream: deliveries, and a standing pull that survives server restarts.
 
-Pulls are our own. The client asks for messages ahead of need and asks again when half of them came; the server answers
-an ask with messages (in the order of the asks) or with a status that ends it. What is on its way is counted per ask, so
-a lost ask is forgotten when it is due, and all are forgotten at a reconnect: nobody re-sends them. So a message is
-delivered as soon as it is stored, and a restarted server delivers at once.
+We manage pulls ourselves. The client requests messages ahead of need and again when half of them have arrived; the
+server answers a request with messages (in the order of requests) or with a status that ends it. Outstanding messages
+are counted per request, so a lost request is forgotten when it is due, and all are forgotten at a reconnect, because
+the server does not repeat them. So a message is delivered as soon as it is stored, and a restarted server delivers
+immediately.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ T = TypeVar("T")
 log = structlog.get_logger()
 
 EXPIRES_S = 2.0
-"""The server ends an ask after so long."""
+"""The server ends a pull request after this time."""
 GRACE_S = 0.5
 ACK_WAIT_S = 30.0
 REFUSALS = 5
@@ -52,7 +53,7 @@ CLOSED = (nats.errors.ConnectionClosedError, nats.errors.ConnectionDrainingError
 
 
 class ConsumerDeleted(OpenTinkerError):
-    """Somebody deleted the durable consumer: its job has ended, or a newer process made it anew."""
+    """The durable consumer was deleted: its job has ended, or a newer process has recreated it."""
 
 
 async def patiently(call: Callable[[], Awaitable[T]]) -> T:
@@ -80,7 +81,7 @@ class Delivery(Generic[T]):
         self.seq: int = metadata.sequence.stream
         self.deliveries: int = metadata.num_delivered or 1
         self.key: str = (msg.headers or {}).get("Nats-Msg-Id", "")
-        """What it was published as; known also of a message that cannot be decoded."""
+        """The message id under which it was published; known even if the message cannot be decoded."""
 
     @property
     def data(self) -> bytes:
@@ -133,7 +134,7 @@ class Delivery(Generic[T]):
         await self._say(self._msg.in_progress())
 
     async def _say(self, message: Awaitable[None]) -> None:
-        """What is not heard is repeated by the redelivery of the message."""
+        """If the report is lost, redelivery of the message repeats it."""
         with contextlib.suppress(nats.errors.MsgAlreadyAckdError, *AWAY, *CLOSED):
             await message
 
@@ -298,7 +299,7 @@ class Consumer(Generic[T]):
             return Delivery(msg, None, str(error))
 
     async def close(self, delete: bool = False) -> None:
-        """Messages that were not taken go back at once, to other consumers of the same durable name."""
+        """Return messages that were not taken to other consumers of the same durable name, immediately."""
         self._on_reconnect.discard(self._reconnected)
         if self._sub is not None and not self._nc.is_closed:
             with contextlib.suppress(nats.errors.Error):

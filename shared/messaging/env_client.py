@@ -41,12 +41,12 @@ from opentinker.shared.types.env_protocol import (
 log = structlog.get_logger()
 UNKNOWN = Policy()
 OPENING_S = 2.5
-"""An open that takes longer is told of: a caller who gives up knows by then where to close it, and those of a cancelled
+"""An open that takes longer is reported: a caller that gives up then knows where to close it, and those of a cancelled
 job are gone within its 5 s."""
 ASKED_AT_ONCE = 256
 """Opens that one client has not been answered yet: large groups open in portions."""
 IMPORT_MOST_S = 3600.0
-"""Of env_import_timeout_s; no worker is believed that says more."""
+"""Upper bound of env_import_timeout_s; a worker that reports more is not believed."""
 LATE_S = 2.0
 """An env worker's own deadline comes first: its words say what was late."""
 IN_LINE_S = 2.0
@@ -54,7 +54,7 @@ IN_LINE_S = 2.0
 
 
 class EnvClient:
-    """One for any number of episodes at once."""
+    """Client for any number of concurrent episodes."""
 
     def __init__(
         self,
@@ -72,11 +72,12 @@ class EnvClient:
         self._asking = asyncio.Semaphore(ASKED_AT_ONCE)
         self._owner = owner
         self._tenant = tenant
-        """Of the jobs whose episodes are played: what its users serve is theirs alone."""
+        """Tenant of the jobs whose episodes are played: environments that its users serve are visible to it alone."""
         self._ask_s = ask_s
         """How long to wait for a reply before asking again."""
         self._gone_s = gone_s
-        """A worker whose address nobody serves for so long is gone; less could be its reconnect to NATS."""
+        """A worker whose address has had no subscriber for this time is gone; a shorter gap may be its reconnect to
+        NATS."""
         self._given_up: set[asyncio.Task[None]] = set()
         """Opens whose caller is gone, until it is known what they came to."""
 
@@ -161,7 +162,7 @@ class EnvClient:
     async def _ask(
         self, call: Call[OpenSession, SessionReply], request: OpenSession, within_s: float, keys: dict[str, str]
     ) -> SessionReply:
-        """A caller who is cancelled meanwhile leaves no session behind."""
+        """Send a session request. A caller that is cancelled in between leaves no session behind."""
         asking = asyncio.create_task(self._bus.request(call, request, within_s, **keys))
         try:
             return await asyncio.shield(asking)
@@ -182,7 +183,7 @@ class EnvClient:
     def _way(
         self, environment: str, isolation: Isolation
     ) -> tuple[Call[OpenSession, SessionReply], dict[str, str], str]:
-        """Whom to ask for a session, under which names, and what it means if nobody is there."""
+        """Return the call and subject keys for opening a session, and the error if no process answers."""
         if environment.startswith(SERVED):
             keys = {"tenant": self._tenant, "environment": environment}
             return SERVED_OPEN, keys, "its user does not serve it now"
@@ -192,8 +193,8 @@ class EnvClient:
         return ENV_OPEN, {"environment": name}, "no env worker serves it"
 
     async def _outcome(self, worker: str, session: str, turn: int, within_s: float) -> SessionReply:
-        """What the open, or the import before it, came to on the worker that has begun it; a session given up is closed
-        there."""
+        """Wait for the result of an open, or of the import before it, on the worker that has started it; a session that
+        is given up is closed there."""
         try:
             async with asyncio.timeout(within_s):
                 return await self.step(worker, StepSession(session=session, turn=turn, text="", stop=StopReason.EOS))
@@ -225,7 +226,7 @@ class EnvClient:
                 return _failed(worker, Ending.ENV_BAD_REPLY, str(error))
 
     async def close(self, *, worker: str, session: str) -> None:
-        """Best effort: a session that nobody closes ends with its owner, or at its deadline."""
+        """Close a session, best effort: a session that is not closed ends with its owner or at its deadline."""
         try:
             await self._bus.request(ENV_CLOSE, CloseSession(session=session), 1.0, worker=worker)
         except (NoReply, WireError) as error:

@@ -1,4 +1,4 @@
-"""The tokens in which nats-server asks who may come in, and is answered: JWTs signed with an nkey.
+"""JWTs signed with an nkey: nats-server's authorization requests, and our answers.
 
     nats-server --who is this?--> nats_auth.py --a user, its rights, until when--> nats-server
 
@@ -43,14 +43,14 @@ class Signer:
         self.public_key: str = self._pair.public_key.decode()
 
     def sign(self, claims: dict[str, Any]) -> str:
-        """With who signs, when, and a number of its own."""
+        """Return the claims as a JWT, with issuer, time and a unique id."""
         whole = {**claims, "iss": self.public_key, "iat": int(time.time()), "jti": secrets.token_hex(16)}
         text = f"{_coded(_HEADER)}.{_coded(whole)}"
         return f"{text}.{_letters(self._pair.sign(text.encode()))}"
 
 
 def claims_of(token: bytes, kind: type[T]) -> T:
-    """What it says; not whether that is true. Raises ValueError."""
+    """Decode a token's claims without verifying them. Raises ValueError."""
     parts = token.split(b".")
     if len(parts) != 3:
         raise ValueError("a token has three parts")

@@ -1,12 +1,12 @@
-"""What each service's user may do on NATS and on Redis. Every right follows from a table; nothing else is allowed.
+"""Permissions of each service's user on NATS and Redis. Every right follows from a table; nothing else is allowed.
 
     subjects.py  who sends and who eats   --> `nats_rights`: publish and subscribe, JetStream's API, acks, inboxes
     STREAM_USES  who looks into a stream, or empties it --'
     subjects.py  what of a job is shown  --> `shown_of`: what whoever has a credential for its streams may hear
     REDIS_KEYS   who reads and writes which keys --> `redis_rules`
 
-A service's requests are answered below an inbox prefix of its own, which no other service may listen to. Answers go to
-the askers' prefixes: their ends are random, so a service answers whom it was asked by.
+A service's replies arrive below its own inbox prefix, to which no other service may subscribe. Replies go to the
+requesters' prefixes, whose ends are random, so a service can only reply to requests that it received.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ TABLE: tuple[Subject[Any] | Call[Any, Any], ...] = tuple(
 
 
 class Use(Enum):
-    """Of a stream, beside publishing to it and consuming from it. The values are subjects of JetStream's API."""
+    """Uses of a stream other than publishing to it and consuming from it. The values are subjects of JetStream's
+    API."""
 
     MAKE = ("STREAM.CREATE.{stream}", "STREAM.UPDATE.{stream}")
     COUNT = ("STREAM.INFO.{stream}",)
@@ -85,7 +86,7 @@ STREAM_USES: dict[str, dict[str, tuple[Use, ...]]] = {
 
 
 HISTORY = (METRICS.name, LOGS.name, TIMELINES.name)
-"""Streams of what is said without an ack and heard live; they keep it for those who come later."""
+"""Streams of live messages without acks; they store them for later readers."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,8 @@ def wide(pattern: str) -> str:
 
 
 def shown_of(job: str) -> dict[str, str]:
-    """What a credential for the streams of a job may hear, by name. Subjects of other jobs have another second part."""
+    """Return the subjects of a job that a stream credential may subscribe to, by name. Subjects of other jobs differ in
+    their second part."""
     at = _Stars(job=subjects.token(job))
     return {s.shown: s.pattern.format_map(at) for s in TABLE if isinstance(s, Subject) and s.shown}
 
@@ -137,7 +139,7 @@ def nats_rights(service: str) -> NatsRights:
 
 
 def system_rights() -> NatsRights:
-    """Of SYSTEM, in the account of the servers."""
+    """Return the rights of SYSTEM, in the servers' account."""
     return NatsRights((HEALTH, KICK.format(server="*")), (inbox(SYSTEM) + ".>",))
 
 
@@ -192,7 +194,7 @@ _CONNECT = (
     "eval",
     "evalsha",
 )
-"""Scripts act with the rights of whoever calls them."""
+"""Scripts run with the rights of their caller."""
 _STRINGS = ("get", "set", "del", "exists")
 _HASHES = ("hget", "hmget", "hgetall", "hkeys", "hset", "hdel", "hincrby", "hincrbyfloat", "expire")
 _SETS = ("sadd", "srem", "smembers")
@@ -208,7 +210,7 @@ def redis_rules(service: str) -> str:
     """ACL rules of a user, without its name and its password."""
     write, read = REDIS_KEYS[service]
     keys = " ".join([*(f"~{key}" for key in write), *(f"%R~{key}" for key in read)])
-    if service == SCHEDULER:  # what it does to its state; not to the server, and not to all keys at once
+    if service == SCHEDULER:  # changes of its own state; not of the server, and not of all keys together
         commands = "+@read +@write +@transaction +time -@admin -@dangerous -@scripting"
     else:
         commands = " ".join("+" + name for name in _COMMANDS[service])
@@ -217,4 +219,4 @@ def redis_rules(service: str) -> str:
 
 OPERATOR_RULES = "resetkeys allchannels +@all ~*"
 ANYBODY_RULES = "on nopass resetkeys resetchannels -@all +ping"
-"""Of whoever does not say who it is: the supervisor's health probe."""
+"""Rights of an unauthenticated client: the supervisor's health probe."""

@@ -1,5 +1,5 @@
-"""What is believed of a reply that anybody may have written: a user's process, an environment behind a URL, a sandboxed
-child. Its types are right, or it could not have been read (`codec.py`).
+"""Validates replies that untrusted code may have written: a user's process, an environment behind a URL, a sandboxed
+child. Types are already checked by decoding (`codec.py`).
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ def failure(worker: str, ending: Ending, error: str) -> SessionReply:
 
 
 def late_import(worker: str, within_s: float) -> SessionReply:
-    """Of a worker that has given up an import: `within_s` is its deadline."""
+    """Return the reply of a worker that has given up an import: `within_s` is its deadline."""
     why = f"the environment was not imported within {within_s:g} s (operator setting env_import_timeout_s)"
     return failure(worker, Ending.ENV_TIMEOUT, why)
 
 
 def _problem(reply: SessionReply) -> str:
-    """The first that is wrong, in words; empty if nothing is."""
+    """Describe the first problem of the reply; empty if there is none."""
     size = size_of(reply.messages, reply.tools, reply.stop, reply.prompt_text)
     names = (reply.seat, reply.stream, *reply.rewards)
     named = (reply.components, reply.metrics, *reply.rewards.values())

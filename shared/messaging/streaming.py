@@ -27,9 +27,9 @@ Send = Callable[[R], Awaitable[None]]
 
 
 async def ask(bus: Bus, call: Call[T, R], noun: T, *, silence_s: float, **keys: str) -> AsyncGenerator[R, None]:
-    """Everything that is answered, until the generator is closed. Raises NoReply when nothing came for `silence_s`, at
-    once NoResponders when nobody serves the subject or TooLarge when the server takes no such message, and WireError on
-    what is not an R."""
+    """Yield every answer until the generator is closed. Raises NoReply after `silence_s` without one, immediately
+    NoResponders if no process serves the subject or TooLarge if the server refuses the message's size, and WireError
+    for an answer that is not an R."""
     subject, inbox = call.at(**keys), bus.nc.new_inbox()
     request = _fitting(bus, subject, noun)
     arrived: asyncio.Queue[Msg] = asyncio.Queue()
@@ -57,8 +57,8 @@ async def ask(bus: Bus, call: Call[T, R], noun: T, *, silence_s: float, **keys: 
 
 
 async def answer(bus: Bus, call: Call[T, R], begin: Callable[[T, Send[R]], None], **keys: str) -> Subscription:
-    """`begin` is called with each request and what sends the asker a message; it must not wait. Sending raises TooLarge
-    at once, before anything else is done.
+    """Call `begin` with each request and a function that sends the requester a message; `begin` must not block. Sending
+    raises TooLarge immediately, before anything else is done.
 
     Undecodable requests, and those that say not where the answer goes, are logged and left unanswered.
     """

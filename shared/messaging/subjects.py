@@ -51,8 +51,8 @@ class Subject(Generic[T]):
     to: tuple[str, ...] = ()
     """Services that eat it."""
     shown: str = ""
-    """Of what dashboards hear of a job by a credential (`stream_credentials.py`): its name there, and the last part
-    of the route that has its history."""
+    """For data that dashboards may receive with a stream credential (`stream_credentials.py`): its name there, and the
+    last part of the route that returns its history."""
 
     def at(self, **keys: str) -> str:
         return self.pattern.format(
@@ -169,7 +169,8 @@ WANTED = Call("generate.wanted.{asker}", inference.InFlight, inference.InFlight,
 """Rollout worker -> the scheduler that has asked it: schedulers die, and messages get lost."""
 
 LOGINS, LOGINS_ANSWERED = "$SYS.REQ.USER.AUTH", "$SYS._INBOX.>"
-"""nats-server -> a scheduler: may this one come in, who is none of the services? Answered where the server says."""
+"""nats-server -> scheduler: may this client, which is not a service, connect? The answer goes to the subject that the
+server names."""
 HEALTH = "$SYS.REQ.SERVER.PING.HEALTHZ"
 """The supervisor -> nats-server, in that one's own account: do you and your JetStream work?"""
 KICK = "$SYS.REQ.SERVER.{server}.KICK"
@@ -207,11 +208,11 @@ GROUPS = StreamConfig(
     discard=DiscardPolicy.NEW,
     duplicate_window=DEDUP_S,
 )
-"""Acks remove nothing here: a job's messages go when its second-newest checkpoint covers them, all of them when it
-ends. So it has no limit per job: at one the trainer would wait for groups, and with it the checkpoint that makes room.
-What is under way is bounded by admission. The disk is bounded by two checkpoint intervals per job (the trainer makes
-them shorter when they grow beyond a GiB), and for all streams together by the server's `max_file_store`, by default
-three quarters of what was free when it started: beyond it publishers wait."""
+"""Acks remove nothing here: a job's messages are deleted when its second-newest checkpoint covers them, all of them
+when it ends. There is no limit per job: at a limit the trainer would wait for groups and never reach the checkpoint
+that makes room. Admission bounds the groups in flight. Disk use is bounded by two checkpoint intervals per job (the
+trainer shortens them beyond a GiB), and for all streams together by the server's `max_file_store`, by default three
+quarters of the free space at its start: beyond it publishers wait."""
 METRICS = StreamConfig(
     name="METRICS",
     subjects=["metric.*.*"],

@@ -44,7 +44,7 @@ GOODBYE = 4000
 """WebSocket close code of a player that will not come back. Any other end of a connection may be an accident."""
 TITLE_CHARACTERS = 200
 MOST_SESSIONS = 4096
-"""Of one player at once, whatever it says of itself."""
+"""Concurrent sessions of one player, regardless of the capacity that it announces."""
 _PROCESS = re.compile(r"[A-Za-z0-9_-]{16,64}")
 
 
@@ -55,7 +55,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
     process: str
     """Random, made at the start of the player: who says it again after a broken connection is the same player."""
     capacity: int
-    """Sessions at once; more are answered `busy`."""
+    """Concurrent sessions; more are answered `busy`."""
     environment: str
     """For people: what is played."""
     host: str = ""
@@ -86,7 +86,7 @@ KINDS: dict[str, type[Any]] = {"open": OpenSession, "step": StepSession, "close"
 
 
 class Socket(Protocol):
-    """What aiohttp's WebSockets of both sides have in common."""
+    """Common part of aiohttp's client and server WebSockets."""
 
     @property
     def closed(self) -> bool: ...
@@ -197,7 +197,7 @@ class Asker:
         finally:
             del self._waiting[serial]
             if waiting.done() and not waiting.cancelled():
-                waiting.exception()  # nobody may be left to hear of it
+                waiting.exception()  # retrieved, because no caller may be left to receive it
 
     async def _send(self, data: bytes) -> None:
         if len(data) > FRAME_BYTES:
@@ -209,11 +209,12 @@ class Asker:
 
 
 Play = Callable[[str, Any], Awaitable[Any]]
-"""Of a verb and its noun."""
+"""Callback with a verb and its struct."""
 
 
 async def answer_calls(socket: Socket, play: Play) -> None:
-    """The playing side of one connection, after its Hello. Returns when it has ended; what is being played goes on.
+    """Serve the playing side of one connection after its Hello. Returns when the connection has ended; running sessions
+    continue.
 
     Raises BadFrame, after closing it.
     """

@@ -1,9 +1,9 @@
-"""Log lines that belong to a job, from every service to whoever reads the job's log.
+"""Ships log lines that belong to a job from every service to readers of the job's log.
 
 ship   a structlog processor: consumes every line that is written, keeps those bound to a job, never waits
 send   consumes what was kept; produces LOG; looks four times a second. What found no room is counted and said
 
-Lines are on their way without an ack: what is said while NATS is away is lost, and is in the service's own log.
+Lines are sent without an ack: lines written while NATS is away are lost here, and remain in the service's own log.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TEXT = 2000
 TRACE = 8000
 FIELDS = 30
 _JOB = re.compile(r"j-[a-z0-9]{10}")
-"""Other jobs are those of tests and of `cluster`: nobody can ask for their log."""
+"""Other ids belong to tests and to `cluster`, whose logs cannot be requested."""
 _OWN = ("timestamp", "level", "event", "job", "service", "worker", "exception", "stack")
 
 
@@ -39,7 +39,7 @@ class JobLogs:
         self._lines: deque[LogLine] = deque()
         self._room = room
         self._dropped: dict[str, int] = {}
-        """By job, since this was last said."""
+        """Dropped lines by job, since the last report."""
 
     def ship(self, _logger: Any, _method: str, line: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
         """From any thread."""
@@ -86,7 +86,7 @@ def _as_line(job: str, line: Mapping[str, Any]) -> LogLine:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON can say; anything else as its text."""
+    """Return a value that JSON can represent; anything else as its text."""
     try:
         return msgspec.to_builtins(value)
     except (TypeError, ValueError):

@@ -2,9 +2,9 @@
 
     NAME.json   {"pid", "ticks", "pool", "since", "gpus"}: made before the process starts, still empty then
 
-The scheduler writes them (`services/scheduler/autoscaler/process.py`); `opentinker up` ends what is left when it stops.
-A process is known by its number and the moment of its start, so another one with its number is never taken for it. It
-leads a group of its own, which goes with it."""
+The scheduler writes them (`services/scheduler/autoscaler/process.py`); `opentinker up` ends remaining processes when it
+stops. A process is identified by its pid and start time, so a later process with the same pid is never mistaken for it.
+It leads a process group, which ends with it."""
 
 from __future__ import annotations
 
@@ -50,12 +50,13 @@ def folder(data_dir: Path) -> Path:
 
 
 def prefix() -> str:
-    """Of the names of what is started on this machine: no other machine gives them, so nobody takes another's slot."""
+    """Return the prefix of worker names started on this machine; other machines use other prefixes, so slots never
+    collide."""
     return f"launched-{re.sub('[^a-z0-9]+', '-', socket.gethostname().lower()).strip('-')}"
 
 
 def ticks_of(pid: int) -> int | None:
-    """When the process was started; None if there is none that still runs."""
+    """Return the start time of a process in clock ticks; None if it does not run."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):

@@ -37,11 +37,11 @@ LOOK_S = 0.5
 """At what ends its work: whether that is still wanted."""
 LEAVE_S = 1.0
 CLOSE_S = 30.0
-"""Whoever lost its lease may take so long to close what it worked with; a trainer has more to do: it saves."""
+"""Time for closing resources after a lost lease; a trainer has more, because it saves."""
 LET_GO_S = 120.0
 """So long a trainer may save for a job that is over. Nobody counts on who holds on for longer without a lease."""
 STOP_S = 1.0
-"""Beyond `drain_s`, what cannot be interrupted holds up the end of a service that is told to stop for so long."""
+"""Time beyond `drain_s` for which work that cannot be interrupted may delay the end of a stopping service."""
 Work = Callable[["LeasedWorker", Lease, JobSpec], Awaitable[None]]
 
 
@@ -63,11 +63,11 @@ class LeasedWorker:
         self.trace = ""
         """`traceparent` of the lease's job."""
         self.spent: Counter[str] = Counter()
-        """What the lease has cost beside time, by kind (usage.py); `work` adds to it."""
+        """Costs of the lease other than time, by kind (usage.py); `work` adds to it."""
         self.leftovers: list[str] = []
-        """Patterns of what the work would leave behind if this process began anew in the middle; `work` says them."""
+        """Glob patterns of files that the work would leave behind if this process re-executed itself; set by `work`."""
         self._silent = False
-        """No more beats: this process is about to begin anew."""
+        """True: no more heartbeats, because this process is about to re-execute itself."""
         self.info = worker_info(ctx.worker, pool)
 
     @property
@@ -84,7 +84,7 @@ class LeasedWorker:
             await cancel_and_wait(*waits)
 
     async def status(self, status: str, *, job: str | None = None, epoch: int = 0, address: str = "") -> None:
-        """Tell the scheduler and the trainer at once, not with the next beat."""
+        """Report the status to the scheduler and the trainer immediately instead of with the next heartbeat."""
         self.info = msgspec.structs.replace(self.info, status=status, job=job, epoch=epoch, address=address)
         await self._beat()
         await self.ctx.bus.emit(WAKE, {"worker": self.info.id}, who="scheduler")
@@ -94,7 +94,7 @@ class LeasedWorker:
         self.info = msgspec.structs.replace(self.info, detail=detail)
 
     async def serve(self) -> None:
-        """Returns when the service is told to stop; a running job may finish within `drain_s`."""
+        """Run until the service is stopped; a running job may finish within `drain_s`."""
 
         async def wake(_: dict[str, Any]) -> None:
             self._wake.set()
@@ -123,8 +123,8 @@ class LeasedWorker:
             await sleep(self.ctx.settings.heartbeat_s)
 
     async def _idle_loop(self, idle_s: float) -> None:
-        """Tells the service to stop when no job had this worker for so long. It says first that it goes, and waits
-        until a scheduler that had not heard that would have written its lease: that one is worked for."""
+        """Stop the service after `idle_s` without a job. It first announces its end, then waits until a scheduler that
+        had not received the announcement would have written a lease: that lease is honoured."""
         self._free_since = time.monotonic()
         while True:
             left_s = math.inf if self._free_since is None else self._free_since + idle_s - time.monotonic()
@@ -141,7 +141,8 @@ class LeasedWorker:
                 await asyncio.Event().wait()  # the follow loop ends with it
 
     async def _mine(self, held: Lease | None) -> Lease | None:
-        """What this process should do. A lease that is being taken back is still the same, but not begun any more."""
+        """Return the lease that this process should work for. A lease that is being reclaimed is still the same, but is
+        not started any longer."""
         lease = await self.ctx.store.lease(self.info.id)
         if lease is None or lease.incarnation != self.info.incarnation:
             return None
@@ -161,7 +162,7 @@ class LeasedWorker:
         return lease
 
     async def _follow_loop(self) -> None:
-        """Consumes leases, runs one at a time. Returns when the service is told to stop and the job has let go."""
+        """Consume leases and run one at a time. Returns when the service is stopping and the job has been released."""
         stopping = asyncio.create_task(self.ctx.stopping.wait())
         held: Lease | None = None
         try:
@@ -199,9 +200,9 @@ class LeasedWorker:
             await self.status("idle")
 
     async def _put_down(self, task: asyncio.Task[None], lease: Lease, *, begun: bool) -> None:
-        """As waiting.put_down, while somebody wants what the work still does: a trainer saves what was trained, however
-        long that takes. A model that is being loaded, or a step of a large one, cannot be interrupted: after
-        `cancel_grace_s` in vain this process begins anew. `begun`: there is more to let go of than a load."""
+        """Cancel like asyncio_tools.cancel_and_wait, but let a trainer save what was trained, however long that takes.
+        Loading a model, or a step of a large one, cannot be interrupted: after `cancel_grace_s` without success this
+        process re-executes itself. `begun`: there is more to release than a load."""
         began, asked, vain = time.monotonic(), -math.inf, math.inf
         while not task.done():
             grace_s = min(self.ctx.settings.cancel_grace_s, STOP_S if self.ctx.stopping.is_set() else math.inf)
@@ -234,7 +235,7 @@ class LeasedWorker:
         try:
             async with asyncio.timeout(LEAVE_S):
                 await self.ctx.store.leave(self.info)
-        except (TimeoutError, RedisError) as error:  # what it last said of itself expires
+        except (TimeoutError, RedisError) as error:  # its last heartbeat expires
             log.warning("not_left", error=str(error))
         await self.ctx.begin_anew(self.leftovers)
 

@@ -1,6 +1,6 @@
-"""Who beats still, by the clock of whoever watches: a heartbeat carries a number that grows, and a worker whose number
-has not moved for its `ttl_s` of the watcher's own monotonic clock is silent. No clock of another machine, and no step
-of any, takes part. A beat without a `ttl_s` is of the release before that: its key expires by itself.
+"""Detects dead workers by the watcher's clock: a heartbeat carries a growing number, and a worker whose number has not
+changed for its `ttl_s` of the watcher's own monotonic clock is dead. No other machine's clock, and no clock adjustment,
+takes part. A heartbeat without `ttl_s` comes from the previous release: its key expires by itself.
 
 The scheduler that leads watches all workers and takes the silent ones out of Redis (`LeaseTable.lose`): so everybody
 else only has to read who is there. A trainer watches too, but only while a rollout worker owes it an answer.
@@ -18,14 +18,14 @@ class Pulses:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._seen: dict[str, tuple[str, int, float]] = {}
-        """Of each worker: incarnation and number of its last beat, and for how long that has been the last."""
+        """Per worker: incarnation and number of its last heartbeat, and for how long it has been the last."""
         self._looked_at = clock()
 
     def silent(self, beats: Iterable[Heartbeat]) -> list[Heartbeat]:
         """One look. `beats`: the last one of each worker.
 
-        The time between two looks counts for half of a `ttl_s` at most: we may have been stopped, or Redis away, and
-        who could not beat meanwhile has the time until the next look to do so.
+        Return the heartbeats of dead workers. The time between two calls counts for at most half of a `ttl_s`: we may
+        have been stopped, or Redis away, and workers that could not send heartbeats have until the next call to do so.
         """
         now = self._clock()
         passed_s, self._looked_at = now - self._looked_at, now

@@ -1,12 +1,11 @@
-"""How a worker ends what cannot be interrupted and nobody wants any more: its process begins anew, in its own place.
+"""Ends uninterruptible work that is no longer wanted: the worker's process re-executes itself.
 
     reexec.py LEFT... -- ARGV...     kill what the process has started, remove what the patterns LEFT find, become ARGV
 
-`begin_anew` makes this script of the process, and the script makes the service of it again. The number stays the same,
-so that whoever keeps the process alive (`opentinker up`, systemd, a container's engine, a launcher) sees no end and
-counts no crash, while the kernel takes back what it had: threads, memory, GPUs, sockets, locks. Between the two steps
-there is one thread alone, so nothing that is killed or removed comes again. It imports little, as parent_death.py
-does.
+`begin_anew` replaces the process with this script, and the script replaces itself with the service. The pid stays the
+same, so the process manager (`opentinker up`, systemd, a container engine, a launcher) sees no exit and counts no
+crash, while the kernel frees everything the process held: threads, memory, GPUs, sockets, locks. Between the two steps
+there is only one thread, so nothing that is killed or removed can come back. Like parent_death.py it imports little.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from typing import NoReturn
 FIRST = 3
 """Number of the first file that is not handed on: input, output and errors are."""
 TIDY_S = 1.0
-"""The process that removes what multiprocessing has named ends by itself when we let go of it; it may take so long."""
+"""Time for the process that removes multiprocessing's named resources to end after we release it."""
 DEAD_S = 5.0
-"""What does not die within this time hangs in the kernel, and is left to it."""
+"""Processes that do not die within this time hang in the kernel and are left to it."""
 TIDIES = b"multiprocessing.resource_tracker"
 
 
@@ -35,13 +34,13 @@ def begin_anew(left: Sequence[str], argv: Sequence[str], environment: Mapping[st
     empty it ends, with status 0. In the main thread alone: the kernel's parent-death signal stays with that one."""
     for name in os.listdir("/dev/fd"):
         if int(name) >= FIRST:
-            with suppress(OSError):  # of the listing itself, or closed meanwhile
+            with suppress(OSError):  # the listing's own descriptor, or one closed since
                 os.set_inheritable(int(name), False)
     os.execve(sys.executable, [sys.executable, "-I", "-S", __file__, *left, "--", *argv], dict(environment))
 
 
 def own_argv() -> list[str]:
-    """What this process was started as."""
+    """Return the command line with which this process was started."""
     return [sys.executable, *sys.orig_argv[1:]]
 
 
@@ -52,7 +51,7 @@ def below(pid: int) -> list[int]:
     while pids:
         try:
             threads = os.listdir(f"/proc/{pids[-1]}/task")
-        except OSError:  # it has ended meanwhile
+        except OSError:  # it has ended since
             threads = []
         parent, children = pids.pop(), []
         for thread in threads:

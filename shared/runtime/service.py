@@ -1,4 +1,4 @@
-"""What every service process has in common: settings, logs, bus and store, health, named tasks, drain on SIGTERM.
+"""Common parts of every service process: settings, logs, bus and store, health, named tasks, drain on SIGTERM.
 
 A service is one coroutine `serve(ctx)`. It returns after `ctx.stopping` is set; if it returns or raises before, the
 process ends with an error and its supervisor starts it again: a service failure is a crash, never a silent half-life.
@@ -41,10 +41,10 @@ from opentinker.shared.types.errors import OpenTinkerError, SpecError
 LIVENESS_S = 5.0
 LIVENESS_FAILURES = 3
 DRAIN_EXTRA_S = 3.0
-"""After `drain_s` a service still has so long to let go of what it did not finish."""
+"""Additional time after `drain_s` for releasing unfinished work."""
 DISK_THREADS = 8
 LAST_WORDS_S = 1.0
-"""For what was said about a job, before the process begins anew."""
+"""Time for shipping a job's log lines before the process re-executes itself."""
 
 
 async def _is_no_process(_: Sequence[str]) -> NoReturn:
@@ -69,8 +69,8 @@ class Context:
     disk: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, DISK_THREADS, "disk"))
     """For looks at file systems that may hang, which hold up nothing else."""
     begin_anew: Callable[[Sequence[str]], Awaitable[NoReturn]] = _is_no_process
-    """Ends all that goes on in this process, and the process as it is; see reexec.py for what it is given. Told to
-    stop, it ends for good."""
+    """Ends all work of this process and re-executes it; see reexec.py for the argument. If the service is stopping, it
+    exits for good."""
 
     def ready(self) -> None:
         self.is_ready = True
@@ -121,9 +121,10 @@ def _flush() -> None:
 
 
 def _unhandled(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """What the event loop would print to stderr, past the log's format."""
+    """Log errors that the event loop would otherwise print to stderr, outside the log's format."""
     error = context.get("exception")
-    if isinstance(error, socket.gaierror):  # of a lookup that took longer than the connect it was for, which said so
+    # from a lookup that took longer than its connect, which has reported it already
+    if isinstance(error, socket.gaierror):
         return
     structlog.get_logger().error("unhandled", error=context["message"], exc_info=error)
 

@@ -40,7 +40,7 @@ LEFT_OUT = Total(
     "opentinker_metric_values_left_out", "Values of names beyond a source's most", ["source"], registry=REGISTRY
 )
 MOST_NAMES = 500
-"""Of one source of one job on /metrics: environments make up names of their own. The history has them all."""
+"""Names on /metrics per source of a job, because environments choose names freely. The history keeps all of them."""
 
 SENT_AGAIN = 64
 """Newest points of a source that are sent again to a NATS server that was away."""
@@ -48,7 +48,7 @@ CLUSTER = "cluster"
 """Stands in the place of a job in points about what belongs to none."""
 REPORT_S = 1.0
 FORGET_S = 60.0
-"""A job whose meters have not moved for so long, and whose gauges are all 0, is over for this process."""
+"""A job whose meters have not changed for this time, and whose gauges are all 0, is dropped from this process."""
 
 
 def configure_logging(settings: Settings, service: str, worker: str, logs: JobLogs | None = None) -> None:
@@ -161,7 +161,7 @@ class MetricSource:
 
 
 class JobMeter:
-    """What a process has to say of one job."""
+    """Metrics of one job in this process."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -170,7 +170,7 @@ class JobMeter:
         """Counted before this process looked: no part of a rate."""
         self.gauges: Counter[str] = Counter()
         self.step = 0
-        """Of the weights that the values are about, where that is known."""
+        """Step of the weights that the values belong to, where known."""
 
 
 class Meters:

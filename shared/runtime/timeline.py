@@ -1,4 +1,4 @@
-"""What a worker is busy with, as segments on the lanes of a job's timeline: so that bubbles in the pipeline are seen.
+"""Records a worker's activity as segments on the lanes of a job's timeline, so that pipeline bubbles become visible.
 
     with lanes.busy("generation", "rollout"): ...   --once a second--> TIMELINE: a few segments, whatever happened
 
@@ -49,7 +49,7 @@ class _Open:
 
 
 class Lanes:
-    """Of one worker, for one job. `clock`: Unix seconds; `glue_s`: a gap that is no longer is none."""
+    """Lanes of one worker for one job. `clock`: Unix seconds; `glue_s`: gaps up to this length are merged."""
 
     def __init__(
         self, bus: Bus, job: str, worker: str, clock: Callable[[], float] = time.time, *, glue_s: float = GLUE_S
@@ -97,12 +97,12 @@ class Lanes:
         return any(lane.count for lane in self._open.values())
 
     def note(self, lane: str, kind: str, start: float, end: float, *, version: str = "", level: float = 1.0) -> None:
-        """What is known only afterwards."""
+        """Add a segment that is known only afterwards."""
         segment = Segment(lane=lane, kind=kind, start=start, end=max(start, end), version=version, level=level)
         self._closed.append(segment)
 
     def use(self, version: str) -> None:
-        """From now on weights are these: what goes on with those before goes on with them."""
+        """Set the current weights: new segments use this version, running ones keep the previous one."""
         before, self._version = self._version, version
         for key in [key for key in self._open if key[2] == before and before != version]:
             lane = self._open.pop(key)
@@ -116,7 +116,7 @@ class Lanes:
             await self.report()
 
     async def report(self) -> None:
-        """What has happened since the last time; of what goes on, the part up to now."""
+        """Publish segments since the last call, including the running ones up to now."""
         for key, lane in list(self._open.items()):
             now = self._close(key, lane)
             lane.start, lane.area = now, 0.0
@@ -154,7 +154,7 @@ class Lanes:
 
 
 class LanesByJob:
-    """Of a worker that works for many jobs at a time."""
+    """Lanes of a worker that serves several jobs."""
 
     def __init__(self, bus: Bus, worker: str, *, glue_s: float = GLUE_S) -> None:
         self._bus, self._worker, self._glue_s = bus, worker, glue_s

@@ -3,8 +3,8 @@
     traceparent of POST /v1/jobs --> job record --> log lines and spans of every lease
                                                 \\-> ticket --> group --> the step that trained on it
 
-A job that is submitted without one gets one of its own. Spans are made where OTEL_EXPORTER_OTLP_ENDPOINT says where
-they go, by opentelemetry's SDK (the extra `otel`); ids are there in any case.
+A job submitted without a trace gets a new one. Spans are exported where OTEL_EXPORTER_OTLP_ENDPOINT is set, by
+opentelemetry's SDK (the extra `otel`); ids exist in any case.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ def incoming(headers: Mapping[str, str]) -> str:
 
 
 def trace_id(parent: str) -> str:
-    """Of a traceparent; empty if it is none."""
+    """Return the trace id of a traceparent; empty if it is invalid."""
     match = _FORM.fullmatch(parent)
     return "" if match is None or _ZERO.fullmatch(match[1]) or _ZERO.fullmatch(match[2]) else match[1]
 
 
 class Tracer:
-    """Of one process. Without an exporter its spans are nothing."""
+    """Tracer of one process. Without an exporter its spans do nothing."""
 
     def __init__(self, service: str, environ: Mapping[str, str] = os.environ) -> None:
         """Raises OpenTinkerError if spans are wanted and cannot be made."""

@@ -1,4 +1,4 @@
-"""What a worker says of the process and the machine that it is."""
+"""Information about a worker's process and machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is kept of jobs, and under which names it is published: nouns, and their place in Redis.
+"""Index of stored artifacts and of the names under which they are published: types, and their keys in Redis.
 
 Keys:
     artifact:{job}       hash: path -> Kept, all that is in the artifact store of a job
@@ -11,10 +11,10 @@ Keys:
     artifact:removed     sorted set of those that were deleted, by time, for a day: nothing is put there again
     artifact:sweeping    set of `{job}/{path}`, or `{job}`: about to be deleted in the jobs' directories
 
-What is in the index is in the store, at a place of its own that is never used twice; what leaves the index is deleted
-there afterwards, also if somebody dies between. Files are deleted only after it stands here that they are to be, and
-nothing that stands here as such comes back: so whoever deletes late deletes nothing else. What the scheduler that leads
-writes carries the number of its leadership (`leader`), and is refused once another one leads: Fenced.
+Everything in the index is in the store, under a key that is never used twice; an artifact that leaves the index is
+deleted from the store afterwards, even if a process dies in between. Files are deleted only after the index lists them
+for deletion, and nothing listed returns: so a late deletion removes nothing else. Writes of the leading scheduler carry
+its leadership number (`leader`) and are refused with Fenced once another one leads.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from opentinker.shared.types.manifest import Manifest, name_of
 CHECKPOINTS = "checkpoints"
 REMOVING, REMOVED, SWEEPING = "artifact:removing", "artifact:removed", "artifact:sweeping"
 NONE = "artifact:none"
-"""Of what a script does not look at."""
+"""Placeholder key for arguments that a script does not use."""
 
 
 class ArtifactEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,11 +46,11 @@ class ArtifactEntry(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int
     created: float
     sha256: str = ""
-    """Of a file."""
+    """Of a file; empty for checkpoints."""
     manifest: Manifest | None = None
-    """Of a checkpoint."""
+    """Manifest of a checkpoint; None for files."""
     metric: float | None = None
-    """Of a checkpoint: what the job's `artifacts.best_metric` was at its step."""
+    """Value of the job's `artifacts.best_metric` at the checkpoint's step."""
 
     @property
     def at(self) -> str:
@@ -75,7 +75,7 @@ class Publication(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def checkpoint_path(step: int) -> str:
-    """Of a checkpoint's directory in its job's."""
+    """Return the path of a checkpoint below its job's directory."""
     return f"{CHECKPOINTS}/{name_of(step)}"
 
 
@@ -195,11 +195,11 @@ return {'ok', ARGV[2]}
 
 
 REMEMBERED_S = 86_400.0
-"""What was removed."""
+"""Time for which removed artifacts are remembered."""
 
 
 class ArtifactIndex:
-    """All that takes `leader` raises Fenced; whoever only does what somebody asked for goes without."""
+    """Methods with `leader` raise Fenced; callers that only carry out a request leave it out."""
 
     def __init__(self, redis: Any) -> None:
         self._redis = redis
@@ -232,7 +232,7 @@ class ArtifactIndex:
         return list(await self._remove(leader=leader, keys=keys, args=[job, tenant, *paths])) if paths else []
 
     async def note(self, job: str, kept: ArtifactEntry, metric: float | None, *, leader: int = UNFENCED) -> None:
-        """What was measured of it, if it is still there and the same."""
+        """Store the measured metric, if the artifact still exists unchanged."""
         key = f"artifact:{job}"
         text = await self._redis.hget(key, kept.path)
         if text is not None and codec.from_json(ArtifactEntry, text) == kept:
@@ -243,7 +243,7 @@ class ArtifactIndex:
         return sorted(await self._redis.smembers(REMOVING))
 
     async def discard(self, tenant: str, job: str, path: str, place: str, *, leader: int = UNFENCED) -> None:
-        """What was put there, and came into no index, is to be deleted."""
+        """Mark an upload that was never indexed for deletion."""
         key = f"{tenant}/{job}/{place}"
         await self._discard(leader=leader, keys=[f"artifact:{job}", REMOVING], args=[path, key, place])
 
@@ -260,7 +260,7 @@ class ArtifactIndex:
         removing, removed = await pipe.execute()
         return bool(removing) or removed is not None
 
-    # --- what the jobs' directories need not have any more ---------------------------------------------------------
+    # --- files that jobs' directories no longer need -----------------------------------------------------------------
 
     async def sweep(
         self, tenant: str, job: str, steps: Iterable[int], *, kept: bool = False, leader: int = UNFENCED
@@ -330,8 +330,8 @@ class ArtifactIndex:
     # --- names ---------------------------------------------------------------------------------------------------
 
     async def publish(self, tenant: str, name: str, job: str, kept: ArtifactEntry, key: str) -> Publication:
-        """The same again changes nothing. Raises Conflict if another checkpoint has the name, NotFound if this one has
-        gone meanwhile."""
+        """Publish a checkpoint under a name; repeating it changes nothing. Raises Conflict if another checkpoint has
+        the name, NotFound if this one has been removed since."""
         assert kept.manifest is not None
         step = kept.manifest.step
         new = Publication(name=name, job=job, step=step, bytes=kept.bytes, created=time.time(), key=key)

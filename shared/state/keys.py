@@ -6,8 +6,7 @@ Redis keys (`{id}` is the id of a key, `{tenant}` a tenant's name):
     keys:of:{tenant}    sorted set of ids by creation time
     tenants             sorted set of the tenants that have had a key, by the time of their first one
 
-A key that was revoked or has expired is remembered for KEPT_S, so that whoever still bears it is told so; afterwards it
-is an unknown one.
+A revoked or expired key is remembered for KEPT_S, so that its users get a precise error; afterwards it is unknown.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from opentinker.shared.types.errors import Conflict, NotFound
 TENANT = re.compile(r"[a-z0-9][a-z0-9-]{0,31}")
 ALL = "*"
 MOST_KEYS = 1000
-"""Of a tenant."""
+"""Keys per tenant."""
 KEPT_S = 30 * 86400
 USED_EVERY_S = 60.0
 """`used` is written so often."""
@@ -76,13 +75,13 @@ _USED = "if redis.call('EXISTS', KEYS[1]) == 1 then redis.call('HSET', KEYS[1], 
 
 
 class Key(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a key."""
+    """Record of a key."""
 
     id: str
     tenant: str
     role: Role
     scopes: str
-    """Comma separated, in order; ALL: whatever the role allows."""
+    """Comma separated, sorted; ALL: everything that the role allows."""
     name: str
     digest: str
     created: float
@@ -189,7 +188,8 @@ class Keys:
         return dict(await self._redis.zrange("tenants", 0, -1, withscores=True))
 
     async def rotate(self, id: str, text: str, *, now: float, grace_s: float) -> None:
-        """From now on `text` is this key's; the secret before it stays valid so long. Raises NotFound, Conflict."""
+        """Replace the key's secret with `text`; the previous secret stays valid for `grace_s`. Raises NotFound,
+        Conflict."""
         answer = await self._rotate(keys=[_of(id)], args=[now, digest_of(text), now + grace_s])
         if answer == "missing":
             raise NotFound(f"no key {id!r}")

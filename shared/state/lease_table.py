@@ -30,8 +30,8 @@ from opentinker.shared.types.core import Heartbeat, Lease, WorkerInfo
 from opentinker.shared.types.errors import Conflict, Fenced
 
 CHARGED_AT_MOST_S = 10.0
-"""By one count: the scheduler that leads makes one every two seconds. What is held longer without one, because nobody
-led or the clock jumped, costs nothing."""
+"""Seconds charged per count: the leading scheduler counts every two seconds. A longer interval, because no scheduler
+led or the clock jumped, is free beyond this."""
 CHARGE = (
     LED
     + f"""
@@ -64,7 +64,7 @@ local function taken(slot, job)
 end
 """
 )
-"""What scripts that write leases begin with."""
+"""Common beginning of scripts that write leases."""
 
 # KEYS leases, leases:held, leader:epoch. ARGV: leader's epoch, slot, job, lease, account
 _GRANT = (
@@ -106,9 +106,9 @@ return {'ok'}
 # KEYS leases, leases:held
 _CHARGE_ALL = CHARGE + "for _, slot in ipairs(redis.call('HKEYS', 'leases:held')) do charge(slot) end"
 
-# KEYS leader, leader:epoch. ARGV: slot, incarnation, milliseconds, what the leader last said if it has said nothing
-# new for its time ('' = it has, or who knows). A slot's new process takes the place of the old one. The answer: the
-# epoch (0: another one leads), and what the one that leads says.
+# KEYS leader, leader:epoch. ARGV: slot, incarnation, milliseconds, the leader's last announcement if it has not changed
+# for its TTL ('' = it has changed, or unknown). A slot's new process replaces the old one. Returns the epoch (0:
+# another one leads), and the leader's current announcement.
 _LEAD = """
 local before = redis.call('GET', KEYS[1])
 local function say(epoch, number)
@@ -183,7 +183,7 @@ class LeaseTable:
         self.redis = redis
         self._numbers = itertools.count(1)
         self._rival = ("", 0.0)
-        """What the scheduler that leads said last, and when we first saw that; monotonic."""
+        """Last announcement of the leading scheduler, and when we first saw it; monotonic."""
         self._looked_at = float("-inf")
         """At who leads."""
         self._beat = Script(redis, _BEAT)
@@ -198,12 +198,12 @@ class LeaseTable:
         self._resign = Script(redis, _RESIGN)
 
     async def beat(self, info: WorkerInfo, ttl_s: float) -> None:
-        """`ttl_s`: without another one for so long the worker is lost."""
+        """Send a heartbeat. `ttl_s`: the worker counts as dead after this time without another one."""
         beat = Heartbeat(**msgspec.structs.asdict(info), number=next(self._numbers), ttl_s=ttl_s)
         await self._beat(keys=[f"worker:{info.id}", "workers"], args=[info.id, codec.to_json(beat)])
 
     async def leave(self, info: WorkerInfo) -> None:
-        """Only what this incarnation said of itself: the slot's next process may be beating already."""
+        """Remove this incarnation's registration only: the slot's next process may have registered already."""
         await self._leave(keys=[f"worker:{info.id}"], args=[info.incarnation])
 
     async def remove_dead(self, silent: Heartbeat, *, leader: int = UNFENCED) -> bool:
@@ -274,13 +274,14 @@ class LeaseTable:
     async def lead(self, slot: str, incarnation: str, ttl_s: float) -> int | None:
         """Become the scheduler that leads, or stay it: its epoch. None while another one does.
 
-        Another one that says nothing new for `ttl_s` leads no more, whatever the clock of Redis says: so this is called
-        more than twice as often.
+        Acquire or keep leadership; return its epoch, or None if another scheduler leads. A leader without a new
+        announcement for `ttl_s` loses leadership, by our clock and not that of Redis: call this at least twice as
+        often.
         """
         now = time.monotonic()
         said, since = self._rival
         if now - self._looked_at > ttl_s / 2:
-            since = now  # it may have said much that we did not hear
+            since = now  # announcements in between may have been missed
         silent = said if now - since >= ttl_s else ""
         epoch, says = await self._lead(
             keys=["leader", "leader:epoch"], args=[slot, incarnation, int(ttl_s * 1000), silent]
@@ -294,7 +295,7 @@ class LeaseTable:
             raise Fenced("another scheduler leads now")
 
     async def resign(self, incarnation: str) -> None:
-        """Let the next one lead at once."""
+        """Release leadership, so that the next scheduler can lead immediately."""
         await self._resign(keys=["leader"], args=[incarnation])
 
 

@@ -11,13 +11,13 @@ from redis.exceptions import NoScriptError
 from opentinker.shared.types.errors import Fenced
 
 UNFENCED = -1
-"""In the place of the number of a leadership: nobody leads."""
+"""Stands for a leadership number where no leadership is required."""
 LED = """
 local function led_by_another(epoch)
   return tonumber(epoch) >= 0 and tonumber(epoch) ~= tonumber(redis.call('GET', 'leader:epoch') or '0')
 end
 """
-"""What scripts of the scheduler that leads begin with (see lease_table.py)."""
+"""Common beginning of the leading scheduler's scripts (see lease_table.py)."""
 
 
 class Script:
@@ -29,14 +29,13 @@ class Script:
         try:
             return await self._redis.evalsha(self._sha, len(keys), *keys, *args)
         except NoScriptError:
-            # The server has started anew. One command makes the script known and runs it: were they two, as in
-            # redis-py's Script, another restart between them would end in this error again.
+            # The server has restarted. One command loads and runs the script: with two, as in redis-py's Script,
+            # another restart in between would raise this error again.
             return await self._redis.eval(self._text, len(keys), *keys, *args)
 
 
 class LeadersScript:
-    """What the scheduler that leads decides and changes in one act. In the text ARGV[1] is the number of its
-    leadership."""
+    """A script of the leading scheduler, executed atomically. ARGV[1] in its text is the number of its leadership."""
 
     def __init__(self, redis: Any, text: str) -> None:
         self._script = Script(redis, LED + f"if led_by_another(ARGV[1]) then return '{_LED}' end\n" + text)

@@ -9,8 +9,8 @@ A group's life, one entry per group in `adm:{job}:groups`, changed only by the s
     issue -> r --accept--> p --train--> t:<batch>      batch = number of the step it was consumed for (1, 2, ...)
              |             '--discard-> d:<batch>:<reason>
              '--fail--> (removed, counted)
-`restore(step)` turns t and d entries above a checkpointed step back into p; `commit(batch)` forgets those up to a batch
-that nobody will go back behind any more: the trainer commits one checkpoint late, because the newest may be damaged.
+`restore(step)` turns t and d entries above a checkpointed step back into p; `commit(batch)` deletes those up to a batch
+that can no longer be rolled back: the trainer commits one checkpoint late, because the newest may be damaged.
 
 Ledger, always: accepted = trained + discarded + pending.
 """
@@ -28,8 +28,8 @@ from opentinker.shared.types.core import Discard, Ending, WeightVersion
 from opentinker.shared.types.errors import Fenced
 
 MAX_OPEN = 4096
-"""Groups of one job that run or wait for a rollout worker, whatever the law would allow: each is a ticket in a stream
-that all jobs share."""
+"""Groups of one job that run or wait for a rollout worker, regardless of the staleness bound: each is a ticket in a
+stream that all jobs share."""
 
 # KEYS: adm, groups, job, op (optional). ARGV: operation, epoch (-1: anyone), arguments...
 # The job's epoch rises with the lease, that of `adm` when its trainer restores: who had it before writes nothing more.
@@ -216,8 +216,8 @@ class Admission:
         return WeightVersion(int(answer[1]), int(answer[2])), [int(seq) for seq in answer[3:]]
 
     async def shift(self) -> int:
-        """What to take off a group's number for its position in the submission order: numbers that a deterministic job
-        has used in vain, because their steps were rolled back."""
+        """Return the number to subtract from a group's number for its position in the submission order: numbers that a
+        deterministic job has used for steps that were rolled back."""
         return int(await self._redis.hget(self._keys[0], "shift") or 0)
 
     async def set_version(self, step: int) -> None:
@@ -247,8 +247,7 @@ class Admission:
         await self._call("commit", batch)
 
     async def clear(self) -> None:
-        """The job is over and nobody works for it any more: forget its groups, issue none from now on. The ledger
-        stays."""
+        """Forget the groups of a finished job and issue none from now on. The ledger stays."""
         await self._call("clear")
 
     async def is_running(self, seq: int) -> bool:

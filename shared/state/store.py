@@ -130,12 +130,12 @@ return {'ok', ARGV[1]}
 
 
 CONNECTIONS = 5000
-"""Each event stream waits on one of its own; redis-py's default would refuse the hundred and first."""
+"""Each event stream holds one connection; redis-py's default limit is 100."""
 
 
 class _Connection(aioredis.Connection):
-    """A cancellation that comes when a command was just written is not lost, and the connection, on which a reply
-    nobody waits for is under way, is not used again."""
+    """Connection that does not lose a cancellation during a write and is not reused while an unread reply is
+    outstanding."""
 
     async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
         try:
@@ -160,7 +160,7 @@ class Store(LeaseTable):
     async def connect(cls, url: str, name: str, user: str = "", password: str = "") -> AsyncIterator[Store]:
         """Waits for the server as long as it takes; later, commands retry for half a minute before they raise.
 
-        What the URL says of user and password goes before the arguments.
+        Connect to Redis. User and password of the URL take precedence over the arguments.
         """
         login = {"username": user or None, "password": password} if password else {}
         client = aioredis.from_url(
@@ -357,12 +357,12 @@ class Store(LeaseTable):
         _raise(id, answer, "update")
 
     async def forget(self, id: str) -> None:
-        """Of a job that is over: all but its record, the changes of its state and what it has spent."""
+        """Delete everything of a finished job but its record, state changes and usage."""
         gone = (f"job:{id}:events", f"job:{id}:failures", f"adm:{id}", f"adm:{id}:groups", f"spent:step:{id}")
         await self.redis.delete(*gone)
 
     async def epoch(self, id: str) -> int:
-        """Of the job's newest lease for a trainer. Raises NotFound."""
+        """Return the epoch of the job's newest trainer lease. Raises NotFound."""
         value = await self.redis.hget(f"job:{id}", "epoch")
         if value is None:
             raise NotFound(f"no job {id!r}")
@@ -376,7 +376,7 @@ class Store(LeaseTable):
     async def events(self, id: str, after: str = "0", block_ms: int | None = None) -> list[dict[str, Any]]:
         """Events after the given id, oldest first; waits up to `block_ms` (at most 5 s) for one.
 
-        Of a log that was cut, what changed the job's state is there still.
+        Return the events of a job. A trimmed log still contains every state change.
         """
         if block_ms is not None:
             block_ms = min(block_ms, 5000)
@@ -392,7 +392,7 @@ class Store(LeaseTable):
         return [{**orjson.loads(fields["event"]), "version": int(fields["version"])} for _, fields in entries]
 
     async def failures(self, id: str, limit: int) -> list[dict[str, Any]]:
-        """What failed for good, newest first."""
+        """Return permanent failures, newest first."""
         entries = await self.redis.xrevrange(f"job:{id}:failures", count=limit)
         return [{"id": entry_id, **orjson.loads(fields["event"])} for entry_id, fields in entries]
 

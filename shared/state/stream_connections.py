@@ -22,7 +22,7 @@ MOST = 4_000
 AT_A_TIME = 1_000
 """Forgotten by one script: it has room for some 8,000 arguments."""
 SLACK_S = 60.0
-"""The server that ends a connection has a clock of its own."""
+"""Allowance for the clock of the server that ends a connection."""
 
 # KEYS open, open of group. ARGV: now less the slack, until, most, connection, group, forgotten at
 _NOTE = """

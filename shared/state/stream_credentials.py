@@ -25,7 +25,7 @@ LIFE_S = 900.0
 MOST = 500
 """That one API key has at a time."""
 SLACK_S = 60
-"""Redis forgets by its own clock; whoever looks compares `expires` with ours."""
+"""Allowance for Redis' clock; readers compare `expires` with ours."""
 
 # KEYS stream, streams:of. ARGV: now, expires, most, digest, forgotten at, names and values of fields
 _GIVE = """
@@ -68,7 +68,7 @@ class StreamCredentials:
     async def give(
         self, *, key: str, secret: str, tenant: str, job: str, now: float, life_s: float
     ) -> tuple[str, Credential]:
-        """The token, which nobody sees again. Raises TooManyCredentials."""
+        """Create a credential and return its token, which is not stored. Raises TooManyCredentials."""
         id = secrets.token_hex(8)
         token = f"{PREFIX}{id}_{secrets.token_hex(32)}"
         given = Credential(id=id, key=key, secret=secret, tenant=tenant, job=job, expires=now + life_s)

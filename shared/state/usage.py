@@ -1,4 +1,4 @@
-"""What jobs cost, counted once: in Redis, by job, and by tenant and day.
+"""Accounts for the cost of jobs, once, in Redis: by job, and by tenant and day.
 
 Keys (`day` counts from 1970, UTC):
     spent:job:{id}           hash: worker_s, gpu_s, cpu_s, tokens_generated, tokens_trained of a job
@@ -6,9 +6,9 @@ Keys (`day` counts from 1970, UTC):
     spent:seen:{id}:{source} hash: what a source has said so far, so that a repetition adds nothing; kept for a week
     spent:step:{id}          the last optimizer step whose tokens are counted: one that is trained again is not
 
-Seconds of workers and GPUs are those of leases, counted by the scripts that write leases (lease_table.py): nobody's
-word is needed. What a worker alone knows it says of its whole lease, again and again: what is lost on the way is in the
-next word."""
+Worker and GPU seconds are those of leases, counted by the scripts that write leases (lease_table.py), and need no
+report of workers. Quantities that only a worker knows are reported as totals of its lease, repeatedly: a lost report is
+contained in the next."""
 
 from __future__ import annotations
 
@@ -95,13 +95,13 @@ class Usage:
         self._store = LeadersScript(redis, _STORE)
 
     async def count(self, job: str, source: str, totals: Mapping[str, float]) -> None:
-        """What `source`, which has a name of its own for every lease, has cost the job since it began."""
+        """Add a source's totals since its start to the job; every lease is a separate `source`."""
         said = [part for kind, total in totals.items() for part in (kind, repr(round(total, 6)))]
         keys = [f"job:{job}", f"spent:job:{job}", f"spent:seen:{job}:{source}"]
         await self._count(keys=keys, args=[time.time(), *said])
 
     async def trained(self, job: str, step: int, tokens: float) -> None:
-        """Of an optimizer step."""
+        """Count the tokens of one optimizer step."""
         keys = [f"job:{job}", f"spent:job:{job}", f"spent:step:{job}"]
         await self._trained(keys=keys, args=[time.time(), step, tokens])
 
@@ -109,7 +109,7 @@ class Usage:
         return await self._read([f"spent:job:{id}" for id in ids])
 
     async def of_days(self, tenant: str, first: date, last: date) -> dict[date, dict[str, float]]:
-        """Of those days on which something was spent, or stored."""
+        """Return usage per day, for days on which anything was spent or stored."""
         days = [first + timedelta(days=more) for more in range((last - first).days + 1)]
         found = await self._read([_of_day(tenant, day) for day in days], (*KINDS, STORED))
         return {day: spent for day, spent in zip(days, found, strict=True) if any(spent.values())}
@@ -167,8 +167,8 @@ def _of_day(tenant: str, day: date) -> str:
 
 
 def cpu_seconds(proc: Path = Path("/proc")) -> float:
-    """Of this process and all below it, those that have ended included. Blocking; nothing but this process where there
-    is no /proc."""
+    """Return CPU seconds of this process and all its descendants, including ended ones. Blocking; only this process
+    where there is no /proc."""
     if not (proc / "self" / "stat").exists():
         return time.process_time()
     ticks, pids = 0, ["self"]
@@ -179,6 +179,6 @@ def cpu_seconds(proc: Path = Path("/proc")) -> float:
             ticks += sum(map(int, fields[11:15]))
             for thread in (place / "task").iterdir():
                 pids += (thread / "children").read_text().split()
-        except (OSError, ValueError):  # it has ended meanwhile
+        except (OSError, ValueError):  # it has ended since
             continue
     return ticks / os.sysconf("SC_CLK_TCK")

@@ -1,10 +1,10 @@
 """The nouns, in the order in which data flows: Ticket -> Observation/Action -> (`trajectories.py`: Turn ->
 Trajectory -> Group) -> versions.
 
-What travels is one of these structs, or of `env_protocol.py` between rollout and env workers, in msgpack (`codec.py`);
+Messages are these structs, or those of `env_protocol.py` between rollout and env workers, in msgpack (`codec.py`);
 arrays are raw little-endian bytes. Shape suffixes used everywhere: T tokens of one trajectory, G trajectories of a
-group, B groups of a batch, S trajectories of a batch, K turns, N packed tokens of a micro-batch, M its mask-1 tokens,
-U the distinct ones of them, V vocabulary.
+group, B groups of a batch, S trajectories of a batch, K turns, N packed tokens of a micro-batch, M its mask-1 tokens, U
+the distinct ones of them, V vocabulary.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class Image(msgspec.Struct, frozen=True, tag_field="type", tag="image"):
 
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
-    """What an assistant asks a tool for."""
+    """A tool call of an assistant."""
 
     id: str
     name: str
@@ -162,7 +162,7 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tool(msgspec.Struct, frozen=True, kw_only=True):
-    """What a policy may call, as chat templates describe it."""
+    """A function that a policy may call, as chat templates describe it."""
 
     name: str
     description: str
@@ -171,17 +171,17 @@ class Tool(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
-    """One chat message: text, or parts; what an assistant asked tools for; or what the tool of one such call said."""
+    """One chat message: text, or parts; an assistant's tool calls; or the result of one tool call."""
 
     role: str
     """system | user | assistant | tool"""
     content: str | list[Text | Image] = ""
     tool_calls: list[ToolCall] = []
-    """Of an assistant."""
+    """Role assistant: its tool calls."""
     tool_call_id: str = ""
-    """Of a tool: the call that it answers."""
+    """Role tool: id of the call that it answers."""
     name: str = ""
-    """Of a tool: its own."""
+    """Role tool: its name."""
 
     @property
     def text(self) -> str:
@@ -211,8 +211,7 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker says of itself with every heartbeat; gone from Redis when the scheduler finds that it beats no
-    more."""
+    """State that a worker reports with every heartbeat; removed from Redis when the scheduler finds it dead."""
 
     id: str
     """Stable name of the slot, e.g. `rollout-0`; the same after a restart."""
@@ -226,9 +225,9 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     status: str = "idle"
     """idle | loading | ready | draining"""
     address: str = ""
-    """Of a rollout worker on SWAP, once it is ready; another one with every lease, for its engine is another."""
+    """Address of a rollout worker on SWAP once it is ready; new with every lease, because the engine is new."""
     detail: dict[str, Any] = {}
-    """Of an env worker: its sessions and environments. Of a rollout worker of an inference job: its requests, and as
+    """An env worker reports its sessions and environments; a rollout worker of an inference job its requests, and as
     `follows` the job whose live policy it serves."""
     gpus: list[Gpu] = []
     cores: int = 0
@@ -252,7 +251,7 @@ class Heartbeat(WorkerInfo, frozen=True, kw_only=True):
     number: int = 0
     """Grows with every beat of the incarnation."""
     ttl_s: float = 0.0
-    """For so long the number may stand still; 0: nobody watches it, see liveness.py."""
+    """Time for which the number may stay unchanged; 0: not watched, see liveness.py."""
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
@@ -263,7 +262,7 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: str
     epoch: int
     pool: Pool
-    """What the worker is; known even when it is dead and says nothing of itself."""
+    """The worker's pool; known even when it is dead and reports nothing."""
     leaves_by: float = 0.0
     """Unix time until which it may end what it has begun, and begins nothing more; 0: it stays."""
 
@@ -282,7 +281,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     updated: float
     step: int
     steps: int
-    """Of an eval job: episodes."""
+    """Eval jobs: number of episodes."""
     reason: str
     spec: dict[str, Any]
     restarts: int = 0
@@ -300,19 +299,19 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     rollout_losses: int = 0
     """Rollout workers lost since one was last seen ready while the job was running."""
     progress: str = ""
-    """What the trainer last reported, as JSON."""
+    """The trainer's last report, as JSON."""
     key: str = ""
     """Id of the API key that it was submitted with; empty where the server asks for none."""
     trace: str = ""
     """`traceparent` of the request that submitted it, see tracing.py."""
     result: str = ""
-    """Of an eval job that has succeeded, as JSON: version, step and metrics."""
+    """Result of a succeeded eval job, as JSON: version, step and metrics."""
     deleted: float = 0.0
     """Unix time at which all that it left was deleted."""
     asleep: bool = False
-    """An inference job in the queue that nobody asks anything: it gets workers when somebody does."""
+    """A queued inference job without requests: it gets workers with the next request."""
     waiting_for: str = ""
-    """What the scheduler lacks to start or complete the job; empty when it lacks nothing."""
+    """Resources that the job waits for; empty if none."""
 
 
 class TensorInfo(msgspec.Struct, frozen=True, array_like=True):
@@ -332,7 +331,7 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
 
     ids: list[int]
     logprobs: list[float]
-    """Of each token but the first, nats, at temperature 1."""
+    """Log-probability of each token but the first, in nats, at temperature 1."""
 
 
 class SwapCommand(msgspec.Struct, frozen=True, kw_only=True):

@@ -60,11 +60,11 @@ class OpenSession(msgspec.Struct, frozen=True, kw_only=True):
     """How long a full env worker keeps the request in line for a place before it answers `busy`."""
     policy: Policy = Policy()
     tools: list[dict[str, Any]] = []
-    """`environment.tools` of the spec: what the worker offers and does, whatever the environment is."""
+    """`environment.tools` of the spec: tools that the worker offers and executes around any environment."""
     tool_turns: int = 16
     """Turns of a seat that tools may answer."""
     own_jobs: list[str] = []
-    """Of the job's tenant: their directories may be read, where `config` names any."""
+    """Jobs of the job's tenant: `config` may name their directories."""
     owner: str = ""
     """Whoever plays it, as `owner_of` says: with that process the episode is gone. Empty: it lives to its deadline."""
 
@@ -83,15 +83,15 @@ class StepSession(msgspec.Struct, frozen=True, kw_only=True):
     tool_calls: list[ToolCall] = []
     """That the text holds, where the seat has tools."""
     problem: str = ""
-    """What is wrong with a tool call that the text tries to make; the policy should hear of it."""
+    """Problem with a tool call that the text attempts; environments should show it to the policy."""
     words: str = ""
-    """What the text says before its tool calls."""
+    """Text before the tool calls."""
     ids: list[int] = []
     """The sampled tokens, where the environment wants them."""
     logprobs: list[float] = []
-    """Of `ids`."""
+    """Log-probabilities of `ids`."""
     prompt_tokens: int = 0
-    """Of the stream, before `ids`; said where the environment wants tokens."""
+    """Tokens of the stream before `ids`; set where the environment wants tokens."""
 
 
 class CloseSession(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,24 +108,24 @@ class SessionReply(msgspec.Struct, frozen=True, kw_only=True):
     stream: str = ""
     """In which of the seat's contexts; a new name begins a new one."""
     messages: list[Message] = []
-    """What that seat sees next in that stream."""
+    """Messages that this seat sees next in this stream."""
     prompt_ids: list[int] | None = None
     """In place of messages: the whole prompt of the next turn, which must begin with the stream's tokens so far."""
     prompt_text: str | None = None
-    """In place of messages: what the stream goes on with, tokenised as it is, without a chat template."""
+    """Replaces `messages`: text that continues the stream, tokenized without a chat template."""
     tools: list[Tool] = []
     """In the first reply to a stream: what the seat may call in it."""
     max_tokens: int | None = None
-    """Of the next turn, where the environment says less than the job."""
+    """Limit of the next turn, where the environment allows less than the job."""
     stop: list[str] = []
-    """Strings that end the next turn, beside the job's own."""
+    """Strings that end the next turn, in addition to the job's."""
     wants_tokens: bool = False
     """In the reply to open: steps carry token ids and logprobs."""
     reward: float = 0.0
-    """Of the seat that has just acted."""
+    """Reward of the seat that has just acted."""
     components: dict[str, float] = {}
     rewards: dict[str, dict[str, float]] = {}
-    """Of other seats: named parts, whose sum is the seat's reward."""
+    """Rewards of other seats: named parts, whose sum is the seat's reward."""
     done: bool = False
     truncated: bool = False
     """With `done`: a limit ended the episode. What the policy would have seen next may be in `messages`."""
@@ -145,7 +145,7 @@ class EnvCheck(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     config: dict[str, Any] | None
-    """None: of the environment itself, whatever its config."""
+    """None: check the environment itself without a config."""
     isolation: Isolation = "process"
     tools: list[dict[str, Any]] = []
     """As they stand in the spec."""

@@ -1,4 +1,4 @@
-"""What an error text says in one sentence: for a job's reason, where there is no room for a traceback."""
+"""Reduces an error text to one sentence for a job's reason, where a traceback has no room."""
 
 from __future__ import annotations
 

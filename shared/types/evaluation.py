@@ -1,5 +1,5 @@
-"""The nouns of an evaluation, between who asks for it (a trainer, or the scheduler for a job of kind `eval`) and the
-rollout workers that play its episodes."""
+"""Types of an evaluation, between its requester (a trainer, or the scheduler for a job of kind `eval`) and the rollout
+workers that play its episodes."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from opentinker.shared.types.token_records import KeptTokens
 
 
 class EvalEpisode(msgspec.Struct, frozen=True, kw_only=True):
-    """Permission to play one episode, with one version only. From who asks for the evaluation, eaten by a rollout
-    worker."""
+    """Permission to play one episode with one version only. Sent by the requester of the evaluation, consumed by a
+    rollout worker."""
 
     job: str
     version: WeightVersion
     index: int
     """Which of the evaluation's episodes; `samples` neighbours have the same start state."""
     seed: int
-    """Of the start state, see `exam_seed`."""
+    """Seed of the start state, see `exam_seed`."""
 
 
 class ExamView(msgspec.Struct, frozen=True, kw_only=True):
-    """What one seat saw of an episode in one of its contexts, token by token."""
+    """One seat's view of an episode in one of its contexts, token by token."""
 
     seat: str
     stream: str
@@ -48,16 +48,16 @@ class EvalResult(msgspec.Struct, frozen=True, kw_only=True):
     seats: dict[str, float] = {}
     """Reward by seat."""
     components: dict[str, float] = {}
-    """Of the reward, summed over turns; mean over the same seats."""
+    """Parts of the reward, summed over turns; mean over the same seats."""
     metrics: dict[str, float] = {}
-    """What the environment reported."""
+    """Metrics reported by the environment."""
     tokens: int = 0
     """Sampled."""
     stops: list[StopReason] = []
     """One per turn."""
     seconds: float = 0.0
     messages: list[Message] = []
-    """What was said, word by word, where it is to be kept."""
+    """The conversation, for episodes that are kept."""
     views: list[ExamView] = []
     """The same token by token, of the first of those."""
 

@@ -1,4 +1,4 @@
-"""What a checkpoint directory says of itself: written by the trainer, read by it and by the scheduler.
+"""Description inside a checkpoint directory: written by the trainer, read by it and by the scheduler.
 
 {data_dir}/jobs/{job}/checkpoints/step-000050/manifest.json    a committed checkpoint
 {data_dir}/jobs/{job}/checkpoints/.epoch                       nobody of a lower epoch may write here
@@ -20,7 +20,7 @@ EPOCH = ".epoch"
 START = "start"
 ADAPTER = "adapter_model.safetensors"
 ENDS = 3
-"""Of a long list of steps so many are named at either end."""
+"""Steps shown at either end of a long list."""
 TRAINER_STATE = "trainer/"
 """Files under it are for resuming (optimizer, random state); a model loads without them."""
 OPTIMIZER, CRITIC = f"{TRAINER_STATE}optimizer.safetensors", f"{TRAINER_STATE}critic.safetensors"
@@ -39,15 +39,15 @@ class DataCursor(msgspec.Struct, frozen=True, kw_only=True):
     rows: int
     """That there are."""
     fingerprint: str
-    """Of their tokens: the order means nothing for other ones."""
+    """Fingerprint of the tokenized rows: the data order is meaningless for other rows."""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a checkpoint is, and where its job stood when it was taken. JSON on disk."""
+    """A checkpoint and its job's position when it was taken. JSON on disk."""
 
     job: str
     epoch: int
-    """Of the trainer that wrote it."""
+    """Epoch of the trainer that wrote it."""
     step: int
     version: WeightVersion
     resumed: dict[int, int] = {}
@@ -61,7 +61,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     next_seq: int = 0
     """The first ticket number never issued, as far as the trainer knows."""
     position: int | None = None
-    """Of a deterministic job: groups issued for the steps up to this one, those of rolled-back steps left out."""
+    """Deterministic jobs: groups issued for the steps up to this one, without those of rolled-back steps."""
     data: DataCursor | None = None
     """sft, dpo."""
     files: dict[str, FileEntry] = {}
@@ -71,7 +71,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """Of its directory."""
+        """Name of its directory."""
         return name_of(self.step)
 
     @property
@@ -86,7 +86,7 @@ def start_of(data_dir: Path, job: str) -> Path:
 
 
 def adapter_of(data_dir: Path, job: str, name: str) -> Path:
-    """Where an inference job has an adapter that it serves beside its base, from its submission to its end."""
+    """Return the directory of an inference job's adapter, from submission to the end of the job."""
     return start_of(data_dir, job) / "adapters" / name
 
 
@@ -100,7 +100,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def fenced_epoch(root: Path) -> int:
-    """No lower epoch may write below `root`; 0 if nobody has said so yet."""
+    """Return the lowest epoch that may write below `root`; 0 if none is set."""
     try:
         return int((root / EPOCH).read_text())
     except FileNotFoundError:
@@ -116,7 +116,7 @@ def short_list(steps: Sequence[int]) -> str:
 
 
 def instead(job: str, others: list[int]) -> str:
-    """What to do about a damaged checkpoint, given the steps of the others, the best first."""
+    """Return the advice for a damaged checkpoint, given the steps of the others, best first."""
     if not others:
         return "there is no other"
     return f"there are others, of step {short_list(others)}: opentinker download {job} DIR --step {others[0]}"

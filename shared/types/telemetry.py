@@ -1,5 +1,4 @@
-"""What is said of a running job while it runs: metrics, log lines, the timeline of its workers, episodes that are kept,
-events. Nobody's work waits for any of it."""
+"""Messages about a running job: metrics, log lines, timelines, kept episodes, events. No work waits for any of them."""
 
 from __future__ import annotations
 
@@ -22,18 +21,18 @@ class MetricPoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 LEVELS = ("debug", "info", "warning", "error", "critical")
-"""Of log lines, in order."""
+"""Log levels in ascending order."""
 
 
 class LogLine(msgspec.Struct, frozen=True, kw_only=True):
-    """What a service said about a job."""
+    """A service's log line about a job."""
 
     job: str
     service: str
     worker: str
     level: str
     time: float
-    """Unix seconds, by the clock of the machine that said it."""
+    """Unix seconds, by the clock of the sending machine."""
     event: str
     fields: dict[str, Any] = {}
     trace: str = ""
@@ -41,23 +40,23 @@ class LogLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Segment(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker did without a break, on one lane of a job's timeline."""
+    """Uninterrupted activity of a worker on one lane of a job's timeline."""
 
     lane: str
     """generation | env | reference | training | swap"""
     kind: str
-    """What it was there: rollout, evaluation; step, wait, checkpoint; transfer, pause, load, resume, publish..."""
+    """Activity: rollout, evaluation; step, wait, checkpoint; transfer, pause, load, resume, publish..."""
     start: float
     """Unix seconds, by the clock of the worker's machine."""
     end: float
     version: str = ""
-    """Of the weights that it was done with, or that came of it; empty where there are none."""
+    """Version of the weights used or produced; empty where there is none."""
     level: float = 1.0
     """How many at a time on average: episodes, groups."""
 
 
 class TimelinePart(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker's last second; what goes on then goes on in the next part."""
+    """A worker's last second; running activity continues in the next part."""
 
     job: str
     worker: str
@@ -70,7 +69,7 @@ class TimelinePart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KeptEpisode(msgspec.Struct, frozen=True, kw_only=True):
-    """What is said live of a training episode that was kept word by word."""
+    """Live notice of a training episode that was kept."""
 
     group: int
     sample: int

@@ -17,9 +17,9 @@ class KeptTokens(msgspec.Struct, frozen=True, kw_only=True):
     mask: list[int]
     """1: sampled by the policy."""
     logprobs: list[float]
-    """Of the distribution that was sampled from."""
+    """Log-probabilities under the sampling distribution."""
     advantages: list[float] | None = None
-    """What a training step gave each."""
+    """Advantage of each token in a training step."""
     versions: list[tuple[int, int, str]]
     """First token, the one after the last, weights."""
     left_out: int

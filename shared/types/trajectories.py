@@ -1,4 +1,4 @@
-"""What an episode leaves: Turn -> Trajectory -> Group, from rollout workers to reference-forward and the trainer.
+"""Results of an episode: Turn -> Trajectory -> Group, from rollout workers to reference-forward and the trainer.
 
 The nouns that it is made of, and the shape suffixes, are in `core.py`.
 """
@@ -57,9 +57,10 @@ class Picture(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
-    """What one policy saw and did in one episode, in one stream of tokens. Arrays are little-endian bytes of length T.
+    """One policy's observations and actions in one token stream of an episode. Arrays are little-endian bytes of length
+    T.
 
-    An episode has a trajectory per seat, and per stream of a seat whose context was begun anew. The reward of a seat is
+    An episode has a trajectory per seat, and per stream of a seat whose context was restarted. The reward of a seat is
     the sum over its streams; samples of a group are compared seat by seat.
 
     Example: prompt "7=" answered "7<eos>": ids [7, 13, 7, 1], mask [0, 0, 1, 1], logprobs [0, 0, -2.1, -0.3].
@@ -89,7 +90,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     reward: float
     """Sum of the turn rewards."""
     metrics: dict[str, float] = {}
-    """What the environment reported at the end, e.g. `exact`."""
+    """Metrics that the environment reported at the end, e.g. `exact`."""
     seconds: float = 0.0
     ref_logprobs_T: bytes | None = None
     """float32 logprobs of the frozen reference, added by reference-forward; 0 where mask is 0."""
@@ -99,7 +100,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     """float32 values of the frozen value model, added by reference-forward: the return it expects where the token is
     about to be chosen; 0 where mask is 0."""
     end_value: float = 0.0
-    """Of a truncated one: the frozen value model's value of the state in which it was left, where `values_T` are."""
+    """For a truncated trajectory: the frozen value model's value of its final state, where `values_T` are present."""
     messages: list[Message] | None = None
     """The conversation as text, of jobs with reward models: on the way to reference-forward alone."""
     transcript: list[Message] | None = None
@@ -107,7 +108,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     pieces: list[str] | None = None
     """The text of each of its first tokens, of the same episodes."""
     scores: dict[str, float] = {}
-    """What reward models said, by name, added by reference-forward; weight times score is part of the last reward."""
+    """Scores of reward models by name, added by reference-forward; weight times score is part of the last reward."""
     pictures: list[Picture] = []
     """The images that the policy saw, in order."""
     images: dict[str, bytes] = {}
@@ -196,7 +197,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of one ticket: from a rollout worker, to reference-forward and the trainer.
+    """Result of one ticket: from a rollout worker, to reference-forward and the trainer.
 
     The trajectories of its G samples, ordered by sample; one each, or one per seat and stream that had a turn.
     """
@@ -228,7 +229,8 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     def seats(self) -> dict[str, list[list[int]]]:
         """By seat, for each sample in which it acted, the places of its streams in `trajectories`.
 
-        What is under one seat is compared with each other, and with nothing else.
+        Return the indices of trajectories by seat: those under one seat are compared with each other and with nothing
+        else.
         """
         places: dict[str, dict[int, list[int]]] = {}
         for place, trajectory in enumerate(self.trajectories):
@@ -280,7 +282,7 @@ def together(trajectories: Sequence[Trajectory]) -> tuple[list[Trajectory], dict
 
 
 def totals(trajectories: Sequence[Trajectory]) -> tuple[dict[str, float], dict[str, float]]:
-    """Of one sample: the reward by seat, and by component, over all turns of all seats."""
+    """Return the totals of one sample: the reward by seat, and by component, over all turns of all seats."""
     rewards: dict[str, float] = {}
     components: dict[str, float] = {}
     for trajectory in trajectories:
