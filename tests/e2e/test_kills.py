@@ -108,6 +108,7 @@ async def test_job_survives_kills_of_its_services(tmp_path: Path) -> None:
         await survives(cluster, spec, seed=seed(), kills=5, names=SERVICES)
 
 
+@pytest.mark.nightly
 async def test_job_survives_kills_of_the_servers(tmp_path: Path) -> None:
     async with toy_cluster(tmp_path) as (cluster, model):
         await survives(cluster, toy_spec(model, steps=60), seed=seed(), kills=4, names=SERVERS)
@@ -125,6 +126,7 @@ async def test_job_survives_kills_of_reference_forward(tmp_path: Path, tiny: Pat
         assert scored > 0, "by the second life"
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 async def test_job_survives_kills_of_everything(tmp_path: Path) -> None:
     names = (*SERVICES, *SERVERS, "trainer-1", "rollout_worker-1", "env_worker-1")
