@@ -24,30 +24,31 @@ _ENDPOINT = re.compile(r"https?://[^/@\s?#]+/?")
 LEAST_PRIORITY, MOST_PRIORITY = -10, 10
 """Bounds of resources.priority."""
 ORIGIN = re.compile(r"https?://(\[[0-9a-f:]+\]|[a-z0-9.-]+)(:[0-9]{1,5})?")
-"""Of a page, as browsers write it."""
+"""Origin of a page, as browsers write it."""
 LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
 """Addresses to listen on that only this machine reaches."""
 
 
 class TenantLimits(BaseModel):
-    """What one tenant may have of the cluster; what is not said has no limit."""
+    """Limits of one tenant in the cluster; unset ones do not limit."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     weight: Annotated[float, Field(gt=0, le=1000)] = 1.0
-    """Of its fair share: with weight 2 it gets twice the workers of a tenant with 1 while both have jobs waiting."""
+    """Weight of its fair share: with weight 2 it gets twice the workers of a tenant with 1 while both have jobs
+    waiting."""
     running_jobs: Annotated[int, Field(ge=0)] | None = None
     """Jobs that are starting or running at a time."""
     workers: Annotated[int, Field(ge=0)] | None = None
     """Trainers and rollout workers that its jobs hold at a time."""
     worker_seconds_per_day: Annotated[float, Field(ge=0)] | None = None
-    """Of all its workers together, since midnight UTC. When they are used up no job starts, and those that
-    run save what they have trained and wait for the next day."""
+    """Sum over all its workers since midnight UTC. When it is used up no job starts, and running jobs save what they
+    have trained and wait for the next day."""
     gpu_seconds_per_day: Annotated[float, Field(ge=0)] | None = None
     """The same, of each worker times the GPUs that it says it has."""
     stored_gb: Annotated[float, Field(ge=0)] | None = None
-    """What its jobs have left in the artifact store, in GB (10^9 bytes). When it is full no job starts; those that run
-    go on."""
+    """Size of its jobs' artifacts in the store, in GB (10^9 bytes). When it is full no job starts; running jobs
+    continue."""
     max_priority: Annotated[int, Field(ge=LEAST_PRIORITY, le=MOST_PRIORITY)] = MOST_PRIORITY
     """resources.priority of its jobs may be at most this."""
 
@@ -62,25 +63,25 @@ class Settings(BaseModel):
     nats_url: str = "nats://127.0.0.1:4222"
     """`nats://HOST:PORT` of the NATS server."""
     redis_url: str = "redis://127.0.0.1:6379/0"
-    """Of a Redis-compatible server."""
+    """URL of a Redis-compatible server."""
     nats_replicas: Literal[1, 3, 5] = 1
-    """Servers of a NATS cluster that keep each stream; with 3 one of them may be lost, with 5 two. Beside the scheduler
-    nobody needs it."""
+    """Servers of a NATS cluster that keep each stream; with 3 one of them may be lost, with 5 two. Only the scheduler
+    uses it."""
     nats_password_file: Path | None = None
     """A file with the password of this service's NATS user, which is called as the service unless nats_url says
     otherwise. `opentinker up` makes one per service. None: the server asks for none, or nats_url has it."""
     redis_password_file: Path | None = None
     """The same for Redis."""
     nats_websocket_url: Annotated[str, Field(pattern=r"^(wss?://[^/\s@]+:[0-9]+(/\S*)?)?$")] = ""
-    """Of nats-server's WebSocket listener, as browsers reach it: `ws://HOST:PORT`, `wss://HOST:PORT` behind TLS.
-    Whoever may read a job gets credentials for its live streams there; empty: nobody does. For a listener on all
-    addresses, `0.0.0.0`, the name by which the API was asked stands in its place."""
+    """URL of nats-server's WebSocket listener, as browsers reach it: `ws://HOST:PORT`, `wss://HOST:PORT` behind TLS.
+    Users who may read a job get credentials for its live streams there; empty: no live streams. For a listener on all
+    addresses, `0.0.0.0`, the host name of the API request is substituted."""
     nats_issuer_file: Path | None = None
     """A file with the seed of the nkey that signs those credentials for nats-server, whose configuration has the public
     half: `opentinker up` and `opentinker access` make both. Goes with nats_websocket_url."""
     nats_websocket_origins: list[str] = []
-    """Pages that may use that listener, `https://HOST[:PORT]`, beside those of the API itself; in an environment
-    variable, with commas. `opentinker up` tells nats-server."""
+    """Pages that may use that listener, `https://HOST[:PORT]`, in addition to those of the API itself; in an
+    environment variable, with commas. `opentinker up` configures nats-server with it."""
     data_dir: Path = Path("data")
     """Job directories and checkpoints; the same path on every machine of a deployment."""
     artifacts_url: str = ""
@@ -95,25 +96,26 @@ class Settings(BaseModel):
     """A file of two lines: access key id, secret access key. Default: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY of
     the scheduler's environment."""
     worker_id: str = ""
-    """Name of this process's slot, which outlives it: whoever starts under the name takes the place of the process
-    before, so no two may have it at a time. Default: service, host and a random part, a slot for this process alone."""
+    """Name of this process's slot, which outlives it: a process that starts under the name replaces the previous one,
+    so no two may have it at a time. Default: service, host and a random part, a slot for this process alone."""
     http_host: str = "127.0.0.1"
     """Address on which the scheduler's API listens."""
     http_port: Annotated[int, Field(ge=0, le=65535)] = 8080
-    """Of the scheduler's API."""
+    """Port of the scheduler's API."""
     http_origins: list[str] = []
     """Pages of other sites, `https://HOST[:PORT]`, that may ask the API, with a key that somebody gives them; in an
     environment variable, with commas. `opentinker up` and `opentinker access` let them use NATS' listener too."""
     auth: bool = True
-    """Whether the API asks for keys. Without them whoever reaches it is an operator: http_host must be this machine
-    alone, and pages of other sites are refused."""
+    """Whether the API requires keys. Without keys every client is an operator: http_host must be a loopback address,
+    and requests from pages of other sites are refused."""
     admin_key_file: Path | None = None
     """A file with an operator's key, which the scheduler registers when it starts; `opentinker keys init FILE` writes
-    one. Needed until an operator has a key. `opentinker up` has one of its own in its data_dir."""
+    one. Needed until an operator has a key. `opentinker up` keeps one in its data_dir."""
     key_env: Annotated[str, Field(pattern="^[a-z0-9]{1,16}$")] = "local"
     """Name of this deployment in its keys, ot_local_...: keys of others are refused without looking them up."""
     http_rate: Annotated[float, Field(gt=0)] = 500.0
-    """Requests a second of one key, or of one address without a key; twice as many at once. More are answered 429."""
+    """Requests a second per key, or per address without a key, with bursts of twice as many. Further requests are
+    answered with 429."""
     http_connections: Annotated[int, Field(gt=0)] = 4096
     """At once, of all clients."""
     http_connections_per_address: Annotated[int, Field(gt=0)] = 1024
@@ -129,13 +131,13 @@ class Settings(BaseModel):
     heartbeat_s: Annotated[float, Field(gt=0)] = 1.0
     """How often a worker says that it is there."""
     worker_ttl_s: Annotated[float, Field(gt=0, validate_default=True)] = 5.0
-    """A worker that has not beaten for so long is dead and its leases are given away. At least twice heartbeat_s."""
+    """A worker without a heartbeat for this time is dead and its leases are given away. At least twice heartbeat_s."""
     drain_s: Annotated[float, Field(ge=0)] = 20.0
     """How long a service may finish its work after SIGTERM."""
     cancel_grace_s: Annotated[float, Field(ge=0)] = 3.0
-    """A trainer or rollout worker whose job was cancelled, or went while its model was being loaded, has so long to let
-    go of it; then its process begins anew, whatever goes on. That of a checkpoint which is being written then is lost,
-    not the one before it. See docs/operating.md."""
+    """Time that a trainer or rollout worker has to release a job that was cancelled or lost while its model was
+    loading; then its process re-executes itself, whatever it is doing. A checkpoint being written at that moment is
+    lost, the one before it is not. See docs/operating.md."""
     tenants: dict[str, TenantLimits] = {}
     """By tenant, its weight and quotas; `*` is for those that are not named. In a file `[tenants.acme]` with
     `weight = 2.0`, `running_jobs = 4`...; in an environment variable the same as JSON. See docs/scheduling.md."""
@@ -143,39 +145,39 @@ class Settings(BaseModel):
     """Longest time for checking what a submitted spec refers to (environment, files, adapters, checkpoints). A
     submission that takes longer is answered with 503 and can be repeated."""
     inference_idle_s: Annotated[float, Field(gt=0)] | None = None
-    """An inference job that names no serving.idle_s of its own ends when it has been idle for so long; one
-    with serving.sleep_s so long after it fell asleep. None: it goes on until it is completed or cancelled."""
+    """An inference job without serving.idle_s ends when it has been idle for this time; one with serving.sleep_s this
+    long after it fell asleep. None: it runs until it is completed or cancelled."""
     inference_lend_s: Annotated[float, Field(ge=0)] = 120.0
     """An inference job that has been idle for this long goes to sleep when a job of the same or a higher priority
     waits for a rollout worker that it holds; the next request wakes it. 0: it keeps its workers."""
     queue_reserve_after_s: Annotated[float, Field(ge=0)] = 300.0
-    """A job that cannot start fills no gap for others any more when it has waited so long: what becomes free is kept
-    for it, up to what it needs."""
+    """After this time a waiting job is no longer passed by others that fit into gaps: workers that become free are kept
+    for it, up to its needs."""
     queue_preempt_after_s: Annotated[float, Field(ge=0)] = 5.0
-    """A job waits so long before jobs of lower priority are interrupted for it..."""
+    """Time that a job waits before jobs of lower priority are preempted for it..."""
     queue_min_run_s: Annotated[float, Field(ge=0)] = 60.0
-    """...and those must have run for so long, so that each comes forward between two interruptions."""
+    """...and those must have run for this time, so that each makes progress between two preemptions."""
     queue_gang_s: Annotated[float, Field(ge=0)] = 15.0
     """A job that lost a worker and gets none in its place goes back to the queue after this time, if another waits for
     what it still holds."""
     queue_retry_s: Annotated[float, Field(gt=0)] = 2.0
-    """After the second loss in a row without progress a job waits so long before it is tried again, twice as long after
-    each further one, a minute at most."""
+    """After the second loss in a row without progress a job waits for this time before the next try, twice as long
+    after each further loss, a minute at most."""
     take_back_s: Annotated[float, Field(ge=0)] = 30.0
-    """A rollout worker that was lent to a job and is taken back may finish its groups for so long; then they go to
-    other workers of the job."""
+    """A lent rollout worker that is reclaimed may finish its groups for this time; then they go to other workers of the
+    job."""
     launcher: Literal["none", "process", "kubernetes"] = "none"
     """How the scheduler gets a trainer or rollout worker where a job finds none that is free: it starts a process on
     its own machine, or a pod. none: the workers are those that others start. See docs/scheduling.md."""
     launcher_trainers: Annotated[int, Field(ge=0)] = 1
-    """So many at a time, beside those that others start."""
+    """Maximum number at a time, in addition to those started by others."""
     launcher_rollout_workers: Annotated[int, Field(ge=0)] = 1
     """The same for rollout workers."""
     launcher_idle_s: Annotated[float, Field(gt=0)] = 300.0
-    """What the launcher started ends when no job had it for so long."""
+    """Workers started by the launcher end after this time without a job."""
     launcher_start_s: Annotated[float, Field(gt=0)] = 300.0
-    """What does not beat within this time is ended, and tried again after a pause. Of pods it is also the time in which
-    images are pulled."""
+    """A worker without a heartbeat within this time is ended and started again after a pause. For pods this includes
+    pulling images."""
     launcher_access: Path | None = None
     """With `process`: the folder of `opentinker access`, whose files name the passwords of what is started."""
     launcher_pods: Path | None = None
@@ -188,7 +190,7 @@ class Settings(BaseModel):
     launcher_owner: Annotated[str, Field(pattern="^([a-z0-9][a-z0-9-]{0,40})?$")] = ""
     """With `kubernetes`: the Deployment that owns the pods, which go with it; it also stands in their names."""
     idle_exit_s: Annotated[float, Field(gt=0)] | None = None
-    """A trainer or rollout worker that no job had for so long ends. For those whom a launcher starts again."""
+    """A trainer or rollout worker ends after this time without a job. For workers that a launcher starts again."""
     advertise_host: str = "127.0.0.1"
     """Address under which other processes reach this one (the trainer's weight group). It is listened on alone, but for
     names that others may know by another address of this machine: those of several, or of 127.0.1.1."""
@@ -199,7 +201,7 @@ class Settings(BaseModel):
     preload: bool = True
     """Import heavy libraries (torch, vllm) before the first job instead of when it comes."""
     env_sessions: Annotated[int, Field(gt=0)] = 512
-    """Sessions an env worker holds at once."""
+    """Concurrent sessions of an env worker."""
     env_children: Annotated[int, Field(ge=0)] = 2
     """Processes of an env worker for environments that block or are sandboxed. Each plays one environment of one job; a
     job that has none yet gets one even where all are taken, up to four times as many in all."""
@@ -220,12 +222,12 @@ class Settings(BaseModel):
     """Networks, e.g. `10.1.0.0/16`, that environments may reach by a URL of a job although they are not public; in an
     environment variable, with commas. `opentinker up` and `run` on loopback allow loopback."""
     upload_mb: Annotated[int, Field(gt=0)] = 32
-    """Of an uploaded environment, unpacked."""
+    """Size of an uploaded environment, unpacked."""
     upload_venv_mb: Annotated[int, Field(gt=0)] = 8192
-    """Of the virtual environment that is made from the lock of one."""
+    """Size of the virtual environment made from its lock."""
     upload_tenant_mb: Annotated[int, Field(gt=0, validate_default=True)] = 32768
-    """Of all uploaded environments of a tenant, with their virtual environments. At least upload_mb. Beyond it, and
-    beyond the next one, old versions that no job plays go, the oldest first; then pushes are refused."""
+    """Size of all uploaded environments of a tenant, with their virtual environments. At least upload_mb. Beyond it,
+    and beyond the next one, old versions that no job plays are removed, oldest first; then pushes are refused."""
     upload_tenant_versions: Annotated[int, Field(gt=0)] = 1000
     """Versions of all uploaded environments of a tenant."""
     sandbox_bwrap: str = ""
@@ -237,12 +239,12 @@ class Settings(BaseModel):
     sandbox_cpu_s: Annotated[int, Field(ge=1)] = 3600
     """Processor time of each process in a sandbox."""
     sandbox_disk_mb: Annotated[int, Field(ge=1)] = 64
-    """Of a sandbox's /tmp, which is memory, and of each file in it."""
+    """Size of a sandbox's /tmp, which is memory, and of each file in it."""
     sandbox_open_files: Annotated[int, Field(ge=16)] = 256
-    """Of each process in a sandbox. All processes of one together may have as many sockets, and eight times as many
-    open files."""
+    """Open files of each process in a sandbox. All its processes together may have as many sockets, and eight times as
+    many open files."""
     sandbox_first_uid: Annotated[int, Field(ge=1000, lt=2**31)] = 60800
-    """Sandboxes of a service that runs as root have user ids of their own, 256 from here on: no real user's."""
+    """First of 256 user ids for sandboxes of a service that runs as root; no real user may have them."""
     reference_memory_gb: Annotated[float, Field(gt=0)] = 8.0
     """Weights of frozen models that reference-forward holds at most; the least recently used go first."""
     reference_tokens_per_batch: Annotated[int, Field(gt=0)] = 16384
@@ -301,7 +303,7 @@ class Settings(BaseModel):
 
     @model_validator(mode="after")
     def _launcher_is_whole(self) -> Settings:
-        """What another launcher would need is refused, not ignored."""
+        """Refuse settings that only another launcher would use."""
         of = {"process": ("launcher_access",), "kubernetes": ("launcher_pods", "launcher_owner")}
         for launcher, names in of.items():
             if launcher != self.launcher and (found := [name for name in names if getattr(self, name)]):
@@ -423,7 +425,7 @@ def load_settings(path: str | None = None, environ: dict[str, str] | None = None
 
 
 def names(name: str, environ: dict[str, str]) -> bool:
-    """Whether somebody has said what the setting `name` is, there or in the file that it names. Raises SpecError."""
+    """Return whether the setting `name` is given, in the environment or in the settings file. Raises SpecError."""
     return name in _named(environ.get(PREFIX + "CONFIG"), environ)[0]
 
 

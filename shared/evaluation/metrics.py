@@ -1,4 +1,4 @@
-"""What an evaluation says: means with their 95% intervals, by task where the environment names tasks. Pure numpy."""
+"""Metrics of an evaluation: means with 95% intervals, by task where the environment names tasks. Pure numpy."""
 
 from __future__ import annotations
 

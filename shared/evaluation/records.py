@@ -1,4 +1,4 @@
-"""What a job's evaluations leave behind: val/* metrics, an event, a line of validation.jsonl, transcripts.
+"""Records of a job's evaluations: val/* metrics, an event, a line of validation.jsonl, transcripts.
 
 {data_dir}/jobs/{job}/validation.jsonl                    one line per evaluation, also of steps rolled back later
 {data_dir}/jobs/{job}/transcripts/step-000050.jsonl       the kept episodes of the evaluation of step 50, one a line
@@ -28,12 +28,12 @@ from opentinker.shared.types.manifest import name_of
 log = structlog.get_logger()
 
 SAID = ("val/episodes", "val/reward/mean", "val/exact", "val/loss", "val/failed", "val/missing", "val/seconds")
-"""What the event tells, where it is there and not 0."""
+"""Metrics that the event contains, if present and not 0."""
 Tell = Callable[[str, dict[str, object]], Awaitable[None]]
 
 
 def exam_at(index: int, job: str, version: WeightVersion, plan: EvaluationSpec) -> EvalEpisode:
-    """Of the episode of this number."""
+    """Return the episode with this number."""
     return EvalEpisode(job=job, version=version, index=index, seed=exam_seed(plan.seed, index // plan.samples))
 
 
@@ -58,8 +58,8 @@ def transcript_of(result: EvalResult, plan: EvaluationSpec) -> dict[str, Any]:
 
 
 class Evaluations:
-    """`home` is the job's directory, `event` writes into its log of events; `guard` raises Fenced where the job is
-    another's by now: then nothing is written or said."""
+    """`home` is the job's directory, `event` appends to its event log; `guard` raises Fenced if another epoch owns the
+    job: then nothing is written."""
 
     def __init__(self, bus: Bus, job: str, home: Path, event: Tell, guard: Callable[[], Awaitable[None]]) -> None:
         self._home, self._event, self._guard = home, event, guard
@@ -68,7 +68,7 @@ class Evaluations:
         self.steps: set[int] = set()
         """Evaluated steps of this lineage."""
         self.last: dict[str, float] = {}
-        """Of the newest complete evaluation."""
+        """Metrics of the newest complete evaluation."""
 
     def restore(self, resumed: Mapping[int, int], step: int) -> None:
         """Blocking. What was evaluated on the way to the checkpoint of `step`: these very weights."""
@@ -78,8 +78,7 @@ class Evaluations:
         self.last = {name: value for name, value in complete[-1].items() if name.startswith("val/")} if complete else {}
 
     async def add(self, version: WeightVersion, values: dict[str, float], target: Mapping[str, float]) -> None:
-        """An evaluation is over. One without all its episodes says so, and is none that a target looks at. Raises
-        Fenced."""
+        """Record a finished evaluation. An incomplete one is marked so and is ignored by targets. Raises Fenced."""
         await self._guard()
         self.steps.add(version.step)
         complete = not values.get("val/missing")
@@ -116,7 +115,7 @@ class Evaluations:
         replace_durably(path, b"".join(orjson.dumps(one) + b"\n" for one in transcripts))
 
     async def _refused(self, step: int, error: OSError) -> None:
-        """The job goes on; a line that was refused is written with the next one."""
+        """Log that a line could not be written: the job continues, and the line is written with the next one."""
         log.error("validation_log_failed", error=str(error))
         await self._event("validation_log_failed", {"step": step, "error": str(error)})
 

@@ -1,8 +1,8 @@
 """Memory cgroups for sandboxes: the kernel then counts what it keeps for their processes itself (socket buffers, pipes,
 inodes, page tables), and ends what goes beyond the limit, however fast.
 
-Only where this service may make cgroups: as root, or where its own is delegated to it. Version 1: below its own cgroup
-of the memory controller. Version 2: below its own if that hands the controller down, else beside it.
+Only where this service may make cgroups: as root, or where one is delegated to it. Version 1: below our cgroup of the
+memory controller. Version 2: below our cgroup if it delegates the controller, otherwise next to it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from opentinker.shared.asyncio_tools import sleep
 PREFIX = "opentinker-sandbox-"
 POLL_S = 0.01
 EMPTY_S = 2.0
-"""A sandbox's last process has ended so long after it was killed, else the cgroup is left to the next service."""
+"""Time for a killed sandbox's last process to end; after that its cgroup is left to the next service."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Cgroups:
         return None
 
     def make(self, most: int) -> Cgroup:
-        """For one sandbox, of so many bytes. Raises OSError."""
+        """Create the cgroup of one sandbox with a limit in bytes. Raises OSError."""
         path = self.parent / f"{PREFIX}{os.getpid()}-{uuid.uuid4().hex[:8]}"
         path.mkdir()
         try:
@@ -130,7 +130,7 @@ def _hands_down(place: Path) -> bool:
         return False
     try:
         control.write_text("+memory")
-    except OSError:  # it has processes of its own, or no such controller
+    except OSError:  # it has processes, or the controller is missing
         return False
     return True
 

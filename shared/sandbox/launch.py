@@ -16,7 +16,7 @@ import resource
 import sys
 
 STAGE = "/tmp"
-"""Of a mount namespace of its own: nobody else sees what is mounted over it."""
+"""Directory in a private mount namespace, so mounts over it are invisible outside."""
 CLONE_NEWNS = 0x20000
 MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
 
@@ -47,9 +47,9 @@ def outside(plan: dict[str, object]) -> None:
 
 
 def staging(paths: list[str]) -> dict[str, str]:
-    """Root's: every path at a place where any user may reach it, whatever the permissions of the directories above.
+    """Root only: map every path to a place that any user can reach, whatever the permissions of the directories above.
 
-    What may be read of it is still up to the permissions of the files. Where root may not mount, each path stays.
+    Permissions of the files themselves still apply. Where root may not mount, each path stays.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(CLONE_NEWNS) != 0:

@@ -1,7 +1,7 @@
 """The limits of a sandbox, and a look from outside at what its processes hold together.
 
-What no look can see (inodes, page tables, what a buffer takes beyond its bytes) a memory cgroup counts, where there is
-one (cgroup.py).
+A memory cgroup, where there is one (cgroup.py), counts what cannot be observed (inodes, page tables, overhead of
+buffers).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ MOST_FILES = 20_000
 DESCRIPTORS = 8
 """Times `open_files`: descriptors of all processes together."""
 KERNEL_MB = 64
-"""What the kernel may keep for the processes of a sandbox, where a cgroup counts it."""
+"""Kernel memory for the processes of a sandbox, where a cgroup counts it."""
 SIGNALS = 1024
-"""Queued at once, timers included."""
+"""Queued signals, timers included."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one sandbox."""
+    """Limits of one sandbox."""
 
     memory_mb: int = 1024
     """Address space of each process, and what all of them hold together."""
@@ -37,9 +37,9 @@ class Limits:
     cpu_s: int = 3600
     """Processor time of each process."""
     disk_mb: int = 64
-    """Of /tmp, which is memory as well, and of each file."""
+    """Size of /tmp, which is memory as well, and of each file."""
     open_files: int = 256
-    """Of each process; also sockets of all processes together."""
+    """Per process; also the number of sockets of all processes together."""
 
     @classmethod
     def of(cls, settings: Settings) -> Limits:
@@ -70,7 +70,7 @@ class Limits:
 
 
 def excess(pid: int, limits: Limits) -> str:
-    """What the process and all below it hold too much of, together; empty: nothing."""
+    """Return the limit that the process and its descendants exceed together; empty: none."""
     processes = [pid, *below(pid)]
     most = limits.memory_mb * MIB
     if sum(map(_held, processes)) > most and (held := sum(map(_share, processes))) > most:
@@ -87,8 +87,8 @@ def excess(pid: int, limits: Limits) -> str:
 
 
 def _sockets(processes: list[int]) -> int:
-    """Of the sandbox's network namespace, also those that no process has a descriptor of any more: each may hold a full
-    buffer. The first processes are outside of it."""
+    """Count the sockets of the sandbox's network namespace, including those without a descriptor, because each may hold
+    a full buffer. The first processes are outside of it."""
     ours = os.stat("/proc/self/ns/net").st_ino
     for process in processes:
         with contextlib.suppress(OSError):  # it has ended
@@ -108,8 +108,8 @@ def _descriptors(pid: int, limits: Limits) -> int:
 
 
 def _files(pid: int, place: str, size: int) -> int:
-    """In the sandbox's directory of that size, as the process sees it. All see the same one, and any may end
-    meanwhile."""
+    """Count the files in the sandbox's directory of that size, as the process sees it. All processes see the same one,
+    and any may end in between."""
     try:
         there = os.statvfs(f"/proc/{pid}/root{place}")
     except OSError:  # it has ended

@@ -1,4 +1,4 @@
-"""Programs nobody trusts, in bubblewrap: no network, no files but those bound read-only, no user of this machine.
+"""Runs untrusted programs in bubblewrap: no network, no files but those bound read-only, no user of this machine.
 
     sandbox = await Sandbox.open(settings)          raises Unavailable, which says what to do
     process = await sandbox.start([sandbox.python, "-c", "print(1)"], stdout=PIPE)
@@ -8,10 +8,10 @@
               |           own unprivileged uid if root, cgroup         rlimits
               +-- looks twice a second at what the processes hold together, and kills them all beyond the limits
 
-What a program sees: the system's libraries, an interpreter and what the caller binds, all of it read-only; an empty
-/tmp, which is its home and all it can write to; the variables that the caller names; processes of its own sandbox. It
-ends with the process that started it. A service that is root gives every sandbox a uid of its own, so no two count
-each other's processes; an ordinary user's sandboxes run as that user, who is nobody special inside and out.
+A program sees the system's libraries, an interpreter and what the caller binds, all of it read-only; an empty /tmp,
+which is its home and the only writable place; the variables that the caller names; processes of its own sandbox. It
+ends with the process that started it. A service that is root gives every sandbox a separate uid, so no two count each
+other's processes; an ordinary user's sandboxes run as that user, without privileges inside or outside.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ MOST_LINKS = 40
 UIDS = 256
 PROBE_S = 20.0
 NO_DEVICE = ("/dev/null", "/dev/zero")
-"""Over the latter, where it is none and cannot be opened: mapped as shared it is memory that nobody is seen to hold."""
+"""Source and target of a bind over /dev/zero: mapped as shared it is memory that is not attributed to any process."""
 READ_ONLY = ("/proc", "/dev", "/")
 """In /proc a process could lower its oom_score_adj."""
 NAMESPACES = ("--unshare-user", "--unshare-all", "--disable-userns", "--die-with-parent", "--new-session")
@@ -155,7 +155,7 @@ class Sandbox:
             raise Unavailable(f"bubblewrap cannot start a program here: {problem}; {ALLOW}")
 
     async def _tried(self) -> str:
-        """What is wrong with a sandbox that does nothing."""
+        """Return the error of a sandbox that does nothing; empty if it works."""
         with tempfile.TemporaryFile() as told:
             process = await self.start([self.python, "-I", "-S", "-c", "pass"], stderr=told.fileno())
             try:
@@ -189,7 +189,7 @@ class Sandboxed:
         return self._uid.number if self._uid is not None else os.geteuid()
 
     def kill(self, reason: str) -> None:
-        """All of its processes, at once."""
+        """Kill all its processes immediately."""
         if self.process.returncode is None:
             self.reason = self.reason or reason
             with contextlib.suppress(ProcessLookupError):
@@ -218,7 +218,7 @@ class Sandboxed:
                 self._uid.release()
 
     def _oom(self) -> str:
-        """What the kernel has ended a process for, if it has."""
+        """Describe the limit for which the kernel killed a process, if it did."""
         if self._cgroup is None or not self._cgroup.exceeded():
             return ""
         limits = self._limits
@@ -283,7 +283,8 @@ def names_of(program: str) -> list[str]:
 
 
 def _system() -> dict[str, str]:
-    """What every program needs: the system's libraries and this interpreter with its standard library."""
+    """Return the binds that every program needs: the system's libraries and this interpreter with its standard
+    library."""
     shared = [place for place in ("/usr/lib", "/usr/lib64", "/lib", "/lib64") if os.path.exists(place)]
     if sys.base_prefix in ("/usr", "/usr/local", "/"):
         library = sysconfig.get_config_var("LDLIBRARY") or ""

@@ -38,7 +38,7 @@ SOCKET = {"x86_64": 41, "aarch64": 198}
 SOCKETPAIR = {"x86_64": 53, "aarch64": 199}
 SETSOCKOPT = {"x86_64": 54, "aarch64": 208}
 MAP_PRIVATE, MAP_TYPE, MAP_ANONYMOUS, MAP_HUGETLB = 0x2, 0xF, 0x20, 0x40000
-"""Of both architectures. Huge pages are a pool of the machine, and of no process's memory."""
+"""The same on both architectures. Huge pages are a pool of the machine and are not charged to a process."""
 F_SETPIPE_SZ = 1031
 FAMILIES = (1, 2, 10)
 """AF_UNIX, AF_INET, AF_INET6."""
@@ -50,13 +50,13 @@ X32 = 0x40000000
 """Calls of the x32 interface have numbers from here on; nothing of ours makes them."""
 LOAD, AND, EQUAL, AT_LEAST, ANY_BIT, JUMP, RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x05, 0x06
 NUMBER_AT, ARCHITECTURE_AT = 0, 4
-"""Of struct seccomp_data."""
+"""Offsets in struct seccomp_data."""
 KILL, ALLOW, EPERM, ENOSYS, EAFNOSUPPORT = 0x80000000, 0x7FFF0000, 0x00050001, 0x00050026, 0x00050061
 Step = tuple[int, int, int, int]
 
 
 def program(machine: str | None = None) -> bytes:
-    """Of this machine's architecture. Raises KeyError for one that nobody has written the numbers down of."""
+    """Return the filter for this machine's architecture. Raises KeyError for an unsupported one."""
     machine = machine or platform.machine()
     denied = sorted(number for numbers in DENIED[machine].values() for number in numbers)
     steps = [

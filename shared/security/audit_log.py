@@ -39,7 +39,7 @@ class Verified:
     first: int
     last: int
     hash: str
-    """Of the last line."""
+    """Hash of the last line."""
 
 
 def folder(data_dir: Path) -> Path:
@@ -74,7 +74,7 @@ class AuditFile:
             lines.append(line[:-1] + b',"hash":"' + before.encode() + b'"}\n')
         fresh = not self._path.exists()
         with open(os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab") as file:
-            self._size = -1  # of a write that fails nobody knows how far it came
+            self._size = -1  # after a failed write the size is unknown
             file.write(b"".join(lines))
             file.flush()
             os.fsync(file.fileno())

@@ -2,9 +2,9 @@
 
     a key  --its record-->  Principal        a route  --its table row-->  Action        an object  -->  its tenant
 
-A tenant's people see and change what is the tenant's. An operator is the server's own: an admin of its tenant who also
-sees workers and queues, and the keys of all tenants, and frees workers of the jobs that hold them. Nobody, operators
-neither, sees another tenant's jobs: whoever has to, makes a key there, which leaves a trace.
+Members of a tenant see and change what belongs to the tenant. An operator is an admin of the server's tenant who also
+sees workers and queues, and the keys of all tenants, and frees workers of the jobs that hold them. No one, operators
+included, sees another tenant's jobs: an operator who must makes a key in that tenant, which the audit log records.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 DEFAULT_TENANT = "default"
-"""Of the first key of all."""
+"""Tenant of the first key."""
 
 
 class Action(StrEnum):
-    """What a route stands for. Those after ABOUT are also the scopes that a key may be confined to."""
+    """The action of a route. Those after ABOUT are also scopes to which a key may be confined."""
 
     FREE = "free"
-    """Asks nobody who it is."""
+    """Requires no key."""
     ABOUT = "about"
-    """What every key may: ask what routes there are, and who it is."""
+    """Allowed for every key: list routes, show the own identity."""
     JOBS_READ = "jobs:read"
     """States, events, metrics, transcripts, and which checkpoints there are."""
     JOBS_WRITE = "jobs:write"
@@ -74,9 +74,9 @@ MAY: dict[Role, frozenset[Action]] = {
     Role.ADMIN: frozenset(_ADMIN),
     Role.OPERATOR: frozenset(_ADMIN | {Action.SERVER_READ, Action.SERVER_WRITE}),
 }
-"""What keys of a role may, unless their scopes say less; each role may all that those before it may."""
+"""Actions of a role, unless the key's scopes restrict them; each role includes those before it."""
 EVERYWHERE: dict[Role, frozenset[Action]] = {Role.OPERATOR: frozenset({Action.KEYS_READ, Action.KEYS_WRITE})}
-"""What a role may with objects of every tenant."""
+"""Actions of a role on objects of every tenant."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,14 +98,14 @@ class Principal:
 class Verdict(StrEnum):
     ALLOWED = "allowed"
     FORBIDDEN = "forbidden"
-    """It may not do such a thing, whatever the object."""
+    """Not allowed for any object."""
     UNKNOWN = "unknown"
     """The object is another tenant's: it looks like one that does not exist."""
 
 
 def authorize(principal: Principal | None, action: Action, tenant: str | None = None) -> Verdict:
-    """`tenant`: of the object; None: there is none yet, it is made or looked for in the principal's own tenant.
-    `principal` None: somebody without a key."""
+    """Decide whether a principal may act. `tenant`: of the object; None: it does not exist yet, or is looked up in the
+    principal's tenant. `principal` None: no key."""
     if action is Action.FREE:
         return Verdict.ALLOWED
     if principal is None or (action is not Action.ABOUT and action not in principal.may):
@@ -115,6 +115,6 @@ def authorize(principal: Principal | None, action: Action, tenant: str | None = 
 
 
 def outranks(principal: Principal, role: Role, scopes: Collection[Action]) -> bool:
-    """Whether a key of this role and these scopes may do nothing that the principal may not: nobody gives more than
+    """Return whether a key of this role and these scopes allows no more than the principal may: no one grants more than
     they have."""
     return MAY[role] & frozenset(scopes) <= principal.may

@@ -1,9 +1,9 @@
 """The guard at the way out: what a job names (a URL) may be reached only if the operator's machines are not behind it.
 
-Used by whatever connects to an address that a user gave: remote environments, MCP servers over HTTP, OpenEnv. A name
-is resolved by the machine, and the address that is really connected to is what is judged, at the moment of connecting:
-a name that resolves to something else the next time (DNS rebinding) gains nothing. Redirects are not followed, and
-proxies of the process's environment are not used.
+Used by every connection to an address that a user gave: remote environments, MCP servers over HTTP, OpenEnv. The
+machine resolves a name, and the guard judges the address of the actual connection at the moment of connecting: a name
+that resolves differently the next time (DNS rebinding) gains nothing. Redirects are not followed, and proxies of the
+process's environment are not used.
 
     egress = Egress.of_process()
     await egress.check(url)                        # early, for a clear message
@@ -47,7 +47,7 @@ SHOWN = 200
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 _METADATA = frozenset(map(ipaddress.ip_address, ("168.63.129.16", "192.0.0.192", "fd00:ec2::254")))
-"""Of clouds, outside of link-local."""
+"""Metadata services of clouds outside of link-local."""
 _NAT64 = tuple(map(ipaddress.IPv6Network, ("64:ff9b::/96", "64:ff9b:1::/48")))
 _COMPATIBLE = ipaddress.IPv6Network("::/96")
 _SITE_LOCAL = ipaddress.IPv6Network("fec0::/10")
@@ -141,8 +141,8 @@ class Egress:
         return socket.socket(family, kind, protocol)
 
     def session(self, *, limit: int = 100, timeout: aiohttp.ClientTimeout | None = None) -> aiohttp.ClientSession:
-        """`limit`: connections at once. A request of it that would follow a redirect raises Refused: a WebSocket's is
-        one, and cannot be told not to."""
+        """Return a client session. `limit`: concurrent connections. A request that would follow a redirect raises
+        EgressRefused: a WebSocket's handshake follows redirects and cannot be configured otherwise."""
         import aiohttp  # not at the top: settings, and so the command line, read this module
 
         tracing = aiohttp.TraceConfig()
@@ -175,7 +175,7 @@ class Egress:
 
 
 def networks(text: str | Sequence[str]) -> list[str]:
-    """Networks in CIDR form from a list or from text with commas. Raises ValueError, saying which is none."""
+    """Parse networks in CIDR form from a list or from text with commas. Raises ValueError naming the invalid one."""
     named = text.split(",") if isinstance(text, str) else text
     return [str(ipaddress.ip_network(part.strip())) for part in named if part.strip()]
 
@@ -188,7 +188,7 @@ async def _refuse_redirect(_: object, __: object, redirect: aiohttp.TraceRequest
 
 
 def _kind(address: Address) -> str:
-    """What the address is, if it is not one of the public internet."""
+    """Name the kind of a non-public address; empty for the public internet."""
     checks = {
         "a cloud's metadata service": address in _METADATA,
         "a loopback address": address.is_loopback,

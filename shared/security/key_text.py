@@ -30,7 +30,7 @@ def new_key(env: str, id: str = "") -> str:
 
 
 def parse(text: str) -> tuple[str, str] | None:
-    """(env, id); None for what nobody can have been given, a key with a slip of the pen too."""
+    """Return (env, id); None for text that cannot be a key, including a mistyped one."""
     match = FORM.fullmatch(text)
     if match is None or _check(text[:-CHECK]) != text[-CHECK:]:
         return None

@@ -10,7 +10,7 @@ HIDDEN = "***"
 _NAMES = re.compile(
     r"(?i)(^|_|-)(token|secret|password|passwd|api_?key|access_?key|authorization|credential|cookie)s?$"
 )
-"""Names of fields whose text is nobody's business; `tokens` that are a number are counts."""
+"""Names of fields with secret text; numeric `tokens` are counts."""
 _OURS = re.compile(rb"(ot_[a-z0-9]+_[a-z0-9]+_)[A-Za-z0-9]{12,}")
 _LOOKS = (
     re.compile(r"(?i)(\bbearer\s+)[A-Za-z0-9._~+/=-]{8,}"),

@@ -1,4 +1,4 @@
-"""The job spec: what a user writes (TOML, JSON or Python), validated once, with every mistake reported at once.
+"""The job spec: what a user writes (TOML, JSON or Python), validated once; all mistakes are reported together.
 
 Every field is used or refused. The text under a field is its documentation (`opentinker spec` prints it).
 """
@@ -106,7 +106,7 @@ EXAMPLES = {
 }
 """Lines of TOML for what every job, or every job of a kind, must say."""
 TARGETS = {"sft": {"accuracy"}, "dpo": {"rewards/accuracy", "rewards/margin"}}
-"""What grows as the job learns."""
+"""Metrics that grow as the job learns."""
 
 
 class JobSpec(SpecPart):
@@ -145,7 +145,7 @@ class JobSpec(SpecPart):
     with it."""
     resources: ResourceSpec = ResourceSpec()
     artifacts: ArtifactSpec = ArtifactSpec()
-    """What is kept of it, and for how long."""
+    """Which artifacts are kept, and for how long."""
 
     STAND_INS: ClassVar[dict[str, Any]] = {
         "name": "x",
@@ -286,7 +286,7 @@ class JobSpec(SpecPart):
 
 
 def _length(kind: str, train: Any, data: Any) -> list[dict[str, Any]]:
-    """What is wrong with how long the job is said to be. `train`, `data`: those parts as they were written."""
+    """Return mistakes in the job's length. `train`, `data`: those parts as written."""
     if not isinstance(train, dict) or (kind != "rl" and not isinstance(data, dict)):
         return []
     steps, epochs = train.get("steps", 0), None if kind == "rl" else data.get("epochs")
@@ -314,7 +314,7 @@ def parse_spec(data: Any) -> JobSpec:
 
 
 def _with_example(mistake: dict[str, Any]) -> dict[str, Any]:
-    """What is missing, with how it may look."""
+    """Add an example to a mistake about a missing field."""
     example = EXAMPLES.get(mistake["field"])
     if example is None or not mistake["problem"].startswith((IS_NEEDED, NO_TABLE)):
         return mistake

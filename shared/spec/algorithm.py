@@ -11,7 +11,7 @@ from opentinker.shared.spec.base import Coefficient, Count, Factor, Fraction, Sp
 from opentinker.shared.types.mistakes import fill
 
 MOST_EPISODES = 1_048_576
-"""Of a batch."""
+"""Episodes per batch."""
 MOST_GROUPS = 1_048_576
 """Begun and not yet trained."""
 
@@ -40,7 +40,7 @@ class AlgorithmSpec(SpecPart):
     loss: Literal["decoupled_ppo", "ppo", "importance_sampling", "cispo", "gspo", "dppo", "sapo"] | None = None
     """The policy loss. mu is the policy that sampled, pi the one that is trained."""
     correction: Literal["none", "tis", "icepop", "geometric"] | None = None
-    """What is done about mu differing from pi_prox, beyond what the loss does."""
+    """Correction for mu differing from pi_prox, beyond what the loss does."""
     aggregation: Literal["token_mean", "sequence_mean", "constant"] | None = None
     """How the losses of tokens become one number."""
     normalize_std: bool | None = None
@@ -101,14 +101,14 @@ class AlgorithmSpec(SpecPart):
     drop_zero_variance: bool | None = None
     """Groups whose rewards are all equal are discarded when a batch is assembled, and replaced by new ones."""
     max_zero_variance_batches: Count | None = None
-    """drop_zero_variance: the job fails when so many batches' worth of groups was discarded for it since the
-    last step, or the last restart."""
+    """drop_zero_variance: the job fails when this many batches' worth of groups was discarded for it since the last
+    step, or the last restart."""
     overlong_shaping: bool | None = None
     """Take up to 1 off the reward of a seat that says nearly overlong_length tokens in an episode."""
     overlong_length: Tokens | None = None
     """overlong_shaping: sampled tokens at which the penalty is 1; default rollout.max_tokens."""
     overlong_buffer: Tokens | None = None
-    """overlong_shaping: the penalty rises from 0 over so many tokens below; default a fifth of overlong_length."""
+    """overlong_shaping: the penalty rises from 0 over this many tokens below overlong_length; default a fifth of it."""
 
     def resolve(self) -> list[dict[str, Any]]:
         """The preset gives every field that applies its value."""

@@ -221,7 +221,7 @@ def _any_of(names: list[str]) -> str:
 
 
 def _conflicts(values: Values, given: Values) -> list[Mistake]:
-    """Choices that contradict each other, each said of the field that a user would change."""
+    """Return contradicting choices, each reported for the field that a user would change."""
     advantage, loss, correction = values["advantage"], values["loss"], values["correction"]
     proximal = values.get("proximal")
     found: list[tuple[str, str]] = []
@@ -269,7 +269,7 @@ def _conflicts(values: Values, given: Values) -> list[Mistake]:
 
 
 def _reward_conflicts(values: Values, given: Values) -> list[tuple[str, str]]:
-    """What the advantages make of the rewards, and what else looks at them."""
+    """Return contradictions between the advantages' use of rewards and other users of rewards."""
     found: list[tuple[str, str]] = []
     advantage, in_reward = values["advantage"], values.get("kl_in") == "reward"
     if values["drop_zero_variance"]:

@@ -1,4 +1,5 @@
-"""What of the job is kept, and for how long: rules that the scheduler applies while the job goes on and afterwards."""
+"""Which artifacts of the job are kept, and for how long: rules that the scheduler applies during the job and
+afterwards."""
 
 from __future__ import annotations
 
@@ -16,13 +17,13 @@ class ArtifactSpec(SpecPart):
     keep_all: bool = False
     """All of them."""
     keep_best: Annotated[int, Field(ge=0, le=1_000_000)] = 0
-    """And so many with the best `best_metric`."""
+    """Additionally this many with the best `best_metric`."""
     best_metric: str | None = None
     """Name of a metric of the trainer at the checkpoint's step, e.g. "reward/mean", or of the evaluation of its
-    weights, e.g. "val/exact"; a checkpoint without it is none of the best. One whose evaluation is still to come
-    stays until it is over."""
+    weights, e.g. "val/exact"; a checkpoint without it is never among the best. One whose evaluation is pending is kept
+    until it has finished."""
     best_is: Literal["highest", "lowest"] = "highest"
-    """Of `best_metric`."""
+    """Direction of `best_metric`."""
     expire_days: Annotated[float, Field(gt=0, le=36_500)] | None = None
     """So long after the job's end all that is left of it goes, but what is published or in use; default: never."""
 
@@ -43,7 +44,7 @@ class ArtifactSpec(SpecPart):
 
 
 def settle_best(artifacts: ArtifactSpec, *, evaluated: bool) -> list[dict[str, Any]]:
-    """What is wrong where nothing is evaluated."""
+    """Return mistakes where nothing is evaluated."""
     named = artifacts.best_metric
     if evaluated or named is None or not named.startswith("val/"):
         return []

@@ -1,4 +1,5 @@
-"""What every part of a job spec is: frozen, closed, documented under its fields, with all its mistakes at once."""
+"""Base of every part of a job spec: frozen, closed, documented under its fields, with all its mistakes reported
+together."""
 
 from __future__ import annotations
 
@@ -12,12 +13,12 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Steps = Annotated[int, Field(gt=0, le=100_000_000)]
 Tokens = Annotated[int, Field(gt=0, le=16_777_216)]
 Count = Annotated[int, Field(gt=0, le=1_000_000)]
-"""Of what has no nearer bound."""
+"""A count without a tighter bound."""
 Workers = Annotated[int, Field(gt=0, le=4096)]
 Coefficient = Annotated[float, Field(ge=0.0, le=1e6)]
 Factor = Annotated[float, Field(gt=0.0, le=1e6)]
 Seconds = Annotated[float, Field(gt=0.0, le=31_536_000.0)]
-"""Of at most a year."""
+"""At most a year."""
 
 
 class SpecPart(BaseModel):
@@ -34,7 +35,7 @@ class SpecPart(BaseModel):
 
     @classmethod
     def written(cls, data: dict[str, Any]) -> list[dict[str, Any]]:
-        """What is wrong with which fields were written at all."""
+        """Return mistakes in which fields were given."""
         return []
 
     def resolve(self) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What sft and dpo learn from: rows of a file or a data set, and how they become tokens."""
+"""Data of sft and dpo: rows of a file or a data set, and how they become tokens."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class DataSpec(SpecPart):
     """A .jsonl (also .jsonl.gz, .jsonl.xz), .json (a list) or .parquet file, a directory of .parquet files or one saved
     by Hugging Face datasets, or a data set's hub id. No code of a data set is ever run."""
     split: Annotated[str, Field(min_length=1)] | None = None
-    """Of a hub id, or of a saved directory that has several; default `train`."""
+    """Split of a hub id, or of a saved directory that has several; default `train`."""
     subset: Annotated[str, Field(min_length=1)] | None = None
-    """Of a hub id that has several (the hub calls it a configuration), e.g. `main` of openai/gsm8k; for `validation`
-    too where that is the same id."""
+    """Subset of a hub id that has several (the hub calls it a configuration), e.g. `main` of openai/gsm8k; for
+    `validation` too where that is the same id."""
     format: Format | None = None
     """`messages`: a chat, [{role, content}, ...]. `prompt_completion`: each a list of messages, or a text, of the user
     and of the assistant. `preference`: `chosen` and `rejected`, each a completion of `prompt`; without a prompt each is
@@ -41,14 +41,14 @@ class DataSpec(SpecPart):
     columns: dict[str, str] = {}
     """Where the data names the columns of the format otherwise, e.g. {prompt = "question", completion = "answer"}."""
     mask: Literal["completion", "assistant"] = "completion"
-    """What is learned. `completion`: the assistant's turns of the completion, or the last turn of `messages`.
+    """Tokens that are learned. `completion`: the assistant's turns of the completion, or the last turn of `messages`.
     `assistant`: all of the assistant's turns. Up to and including the end-of-turn token, exactly as the chat template
     has it: by its generation tags, else by rendering the chat turn by turn."""
     max_length: Tokens | None = None
     """Tokens per row; default: what the model allows, at most 4096."""
     longer: Literal["refuse", "drop", "cut"] = "refuse"
-    """What is done with longer rows: `refuse` fails the job at once, `drop` leaves them out, `cut` takes their end off.
-    How many there were is said in the job's log."""
+    """How longer rows are handled: `refuse` fails the job, `drop` leaves them out, `cut` truncates them. The job's log
+    reports their number."""
     batch_size: Count = 16
     """Rows (dpo: pairs) per step."""
     epochs: Count | None = None
@@ -88,7 +88,7 @@ class DataSpec(SpecPart):
         return found
 
     def column(self, name: str) -> str:
-        """What the data calls it."""
+        """Return the data's name of a column."""
         return self.columns.get(name, name)
 
 

@@ -1,4 +1,4 @@
-"""What `train.deterministic` cannot promise with, each with the reason."""
+"""Settings with which `train.deterministic` cannot hold, each with the reason."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TIMED = re.compile(
 
 
 def broken_promises(spec: JobSpec) -> list[dict[str, Any]]:
-    """Settings under which the weights would depend on timing, or on what nobody has fixed."""
+    """Return settings under which the weights would depend on timing or on unseeded state."""
     if not spec.train.deterministic:
         return []
     found = [

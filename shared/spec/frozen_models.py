@@ -24,8 +24,8 @@ class TeacherSpec(SpecPart):
 
 class RewardModelSpec(SpecPart):
     base: Annotated[str, Field(min_length=1)]
-    """Directory or hub id of a Hugging Face sequence classifier with a chat template; conversations are rendered by it,
-    whatever the policy's template is."""
+    """Directory or hub id of a Hugging Face sequence classifier with a chat template, which renders conversations for
+    it, regardless of the policy's template."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """In which it computes."""
     label: str | None = None
@@ -63,7 +63,7 @@ def is_scored(plain: dict[str, Any]) -> bool:
 
 
 def misplaced_critic(data: dict[str, Any]) -> list[dict[str, Any]]:
-    """Options of a critic that are written beside a value model. `data`: the spec as it was written."""
+    """Return critic options given together with a value model. `data`: the spec as written."""
     algorithm = data.get("algorithm")
     if data.get("value_model") is None or not isinstance(algorithm, dict):
         return []
@@ -76,7 +76,7 @@ def misplaced_critic(data: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def settle_frozen(spec: JobSpec) -> list[dict[str, Any]]:
-    """What is wrong between the frozen models and the rest of the spec."""
+    """Return mistakes between the frozen models and the rest of the spec."""
     return _settle_teacher(spec) + _settle_reward_models(spec) + _settle_value_model(spec)
 
 

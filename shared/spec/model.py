@@ -1,4 +1,4 @@
-"""What is trained."""
+"""The model to train."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ModelSpec(SpecPart):
     """Directory or hub id of a Hugging Face causal language model (safetensors; no remote code), or of one that
     sees: docs/environments/images.md. Where relative paths begin: docs/submitting.md."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of generation, and of the trainer's forward pass; master weights are float32."""
+    """Precision of generation and of the trainer's forward pass; master weights are float32."""
     fp32_head: bool = False
     """Compute logits in float32 from bfloat16 hidden states and head weights, in generation and in training alike: the
     two then round alike where it matters most. Takes a float32 copy of the head's weights for each forward pass."""
@@ -43,10 +43,10 @@ class ModelSpec(SpecPart):
     chat_template: Literal["model", "plain"] = "model"
     """`plain` joins message contents without any markup; `model` refuses a tokenizer that has no chat template."""
     special_tokens_in_content: Literal["split", "parse"] = "split"
-    """What the text of a control token (`<|im_end|>`) is in the contents of messages and in rows of data. `split`:
-    text; only the chat template writes control tokens. `parse`: the token, so that whoever writes a content can end a
-    turn and speak as the assistant: for contents that you trust and that hold such tokens on purpose.
-    docs/environments/tokens.md says which tokens these are."""
+    """How the text of a control token (`<|im_end|>`) in message contents and rows is tokenized. `split`: as ordinary
+    text; only the chat template writes control tokens. `parse`: as the token, so an author of contents can end a turn
+    and speak as the assistant: for trusted contents that contain such tokens on purpose. docs/environments/tokens.md
+    lists the tokens."""
     tool_format: Literal["auto", "hermes", "llama3_json", "mistral", "qwen3_coder"] = "auto"
     """How the model writes calls of tools, where the environment offers any. `auto`: as its chat template shows; a job
     whose template shows none of these formats fails with the first prompt. `hermes` is Qwen's too."""

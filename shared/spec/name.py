@@ -12,7 +12,7 @@ from opentinker.shared.security.key_text import FORM
 
 LONGEST = 200
 JOINERS = "\u200c\u200d"
-"""Format characters of ordinary words and emoji; the others reorder or hide what stands beside them."""
+"""Format characters of ordinary words and emoji; all others reorder or hide their neighbours."""
 REFUSED = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 """Unicode categories: control, format, surrogate, line separator, paragraph separator."""
 
@@ -37,7 +37,7 @@ DisplayName = Annotated[
 def file_name(name: str) -> str:
     """The part of a path that stands for a job's name: ASCII letters, digits, `.`, `_` and `-`, no leading dot.
 
-    Different names may share one: put the job's id or the time beside it.
+    Return a file name for the job's name. Different names may share one: add the job's id or the time.
     """
     plain = unicodedata.normalize("NFKD", name).encode("ascii", "ignore").decode()
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", plain).strip("-.")[:60] or "job"

@@ -168,7 +168,7 @@ def meant(field: str, paths: list[str]) -> str | None:
 
 
 def paths_of(kind: type[BaseModel], above: str = "") -> list[str]:
-    """Of every setting, tables too."""
+    """Return the path of every setting, tables included."""
     found = []
     for name, info in kind.model_fields.items():
         path = f"{above}{info.alias or name}"

@@ -1,4 +1,4 @@
-"""What it is trained on: the environment, and how episodes are sampled."""
+"""The environment of a job, and how episodes are sampled."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class EnvironmentSpec(SpecPart):
     config: dict[str, Any] = {}
     """Passed to the environment's own config model, which refuses what it does not know."""
     tools: Annotated[list[ToolSpec], Field(max_length=64)] = []
-    """What the policy may call in every episode, beside the tools of the environment itself."""
+    """Tools that the policy may call in every episode, in addition to those of the environment."""
     tool_turns: Annotated[int, Field(ge=1, le=1000)] = 16
     """Turns of an episode (of a seat, where there are several) that tools may answer; from then on every turn is the
     environment's. They count in rollout.max_turns like any other."""
@@ -50,7 +50,7 @@ class EnvironmentSpec(SpecPart):
 
 
 NO_ENVIRONMENT = EnvironmentSpec.model_construct(name="", isolation="process", config={}, tools=[], tool_turns=16)
-"""Of a job that is not about one."""
+"""Placeholder of a job without an environment."""
 
 
 class ToySpec(SpecPart):
@@ -66,7 +66,7 @@ class ToySpec(SpecPart):
 
 class RolloutSpec(SpecPart):
     engine: Literal["vllm", "toy"] = "vllm"
-    """What generates; `toy` is simulated, for tests, and refuses what it would ignore."""
+    """Generation engine; `toy` is simulated, for tests, and refuses options that it would ignore."""
     toy: ToySpec | None = None
     """Settings of the toy engine; only with it."""
     max_turns: Annotated[int, Field(gt=0, le=100_000)] = 1
@@ -83,7 +83,7 @@ class RolloutSpec(SpecPart):
     """Sample from the smallest set of tokens that holds this much probability; 1: all. Below 1 ratios are biased: the
     trainer's probabilities are those of all tokens."""
     top_k: Annotated[int, Field(ge=0, le=1_000_000)] = 0
-    """Sample from so many of the likeliest tokens; 0: all. Above 0 ratios are biased, as with top_p."""
+    """Sample from this many of the likeliest tokens; 0: all. Above 0 ratios are biased, as with top_p."""
     stop: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=64)] = []
     """A turn ends when one of these strings appears; it stays in the text, with the rest of the token in which it
     ends."""

@@ -1,4 +1,4 @@
-"""Of jobs that answer requests and train nothing: how many at once, how long, and when they have nothing more to do."""
+"""Settings of inference jobs: how many requests run at the same time, and when the job sleeps or ends."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 KIND = "inference"
 USED = {"engine", "toy", "context_length"}
-"""Of [rollout]: how to sample is said by each request."""
+"""Fields of [rollout] that are used: each request brings its sampling parameters."""
 MOST_ADAPTERS = 32
 LARGEST_RANK = 512
-"""Of an adapter that vLLM serves."""
+"""Largest adapter rank that vLLM serves."""
 
 
 class AdapterSpec(Origin):
     name: Annotated[str, Field(max_length=63)]
-    """What requests call it (`model`): lower-case letters, digits, dots, dashes and underscores."""
+    """Name in requests (`model`): lower-case letters, digits, dots, dashes and underscores."""
     checkpoint: str = Field(alias="from")
     """`JOB@STEP`, `JOB@latest` or a published name: the checkpoint of a job of yours that trained an adapter of
     model.base, rendering with the same model.chat_template."""
@@ -50,20 +50,18 @@ class ServingSpec(SpecPart):
     max_concurrent: Annotated[int, Field(ge=1, le=256)] = 64
     """Requests that one rollout worker answers at the same time."""
     max_waiting: Annotated[int, Field(ge=0, le=10_000)] = 256
-    """Requests that wait in one rollout worker beyond those; of more it takes none, and who asks is told to try again
-    (429)."""
+    """Requests that wait in one rollout worker in addition to those; further ones are answered with 429."""
     request_timeout_s: Annotated[float, Field(gt=0.0, le=86_400.0)] = 600.0
     """Wall clock of one request, its waiting included."""
     idle_s: Seconds | None = None
-    """The job ends, succeeded, when it has been idle for so long; default: what the server's operator has set
-    (inference_idle_s), else it goes on until it is completed or cancelled."""
+    """The job ends, succeeded, after this time without requests; default: the operator's inference_idle_s, otherwise it
+    runs until it is completed or cancelled."""
     sleep_s: Seconds | None = None
-    """The job's rollout workers are given back when it has been idle for so long, and come back, by the
-    queue, with the next request; default: it keeps them unless another job waits for them (inference_lend_s, a setting
-    of the server's operator)."""
+    """The job's rollout workers are released after this time without requests, and return, by the queue, with the next
+    request; default: it keeps them unless another job waits for them (inference_lend_s, a setting of the operator)."""
     wake_s: Annotated[float, Field(gt=0.0, le=3600.0)] | None = None
-    """A request to a job that sleeps waits so long for a rollout worker, then it is told to come again (503,
-    Retry-After), while the job goes on waking. Default: 60."""
+    """A request to a sleeping job waits this long for a rollout worker, then it is answered with 503 and Retry-After,
+    while the job continues to wake. Default: 60."""
     adapters: Annotated[list[AdapterSpec], Field(max_length=MOST_ADAPTERS)] = []
     """Answer with each of these adapters of model.base too, and with model.base itself, all by the same engine; a
     request's `model` says with which. Not together with [start]."""
@@ -83,7 +81,7 @@ class ServingSpec(SpecPart):
 
 
 def settle_serving(spec: JobSpec) -> list[dict[str, Any]]:
-    """What is wrong between the parts of an inference job."""
+    """Return mistakes between the parts of an inference job."""
     usual = type(spec.rollout)()
     ignored = unused(spec.rollout, usual, set(type(usual).model_fields) - USED, f"kind = {KIND!r}")
     found = [{**mistake, "field": f"rollout.{mistake['field']}"} for mistake in ignored]
@@ -106,7 +104,7 @@ def _settle_adapters(spec: JobSpec) -> list[dict[str, Any]]:
 
 
 def nothing_trained(spec: JobSpec) -> list[dict[str, Any]]:
-    """What is wrong in a job that generates with weights as they are."""
+    """Return mistakes of a job that generates without training."""
     found: list[dict[str, Any]] = []
     by = f"does not apply to kind = {spec.kind!r}: nothing is trained"
     if spec.model.lora is not None and spec.start is None:

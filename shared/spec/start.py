@@ -1,4 +1,4 @@
-"""What it starts from, if not from the weights in `model.base`."""
+"""The checkpoint that the job starts from, if not the weights in `model.base`."""
 
 from __future__ import annotations
 

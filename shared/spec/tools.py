@@ -1,4 +1,4 @@
-"""What the policy may call, whatever the environment is: env workers do it, and answer in the environment's place."""
+"""Tools that the policy may call in any environment: env workers execute them and answer in its place."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ class ToolSpec(SpecPart):
     """`python`: runs programs that the policy writes. `mcp`: all tools of a Model Context Protocol server. `functions`:
     Python functions of the operator's own."""
     timeout_s: Annotated[float, Field(gt=0.0, le=600.0)] = 10.0
-    """Of one call, also of connecting to a server. What takes longer is ended, and the policy told so."""
+    """Limit of one call, also of connecting to a server. A call that takes longer is ended, and the policy gets an
+    error."""
     backend: Literal["monty", "sandbox"] = "monty"
     """python: `monty` interprets a part of Python, within a millisecond, and keeps its variables during an episode;
     `sandbox` is CPython with numpy and sympy in bubblewrap, every call by itself. Neither falls back to the other."""

@@ -15,7 +15,7 @@ SIMULATED = "learner = 'simulated'"
 
 class TrainSpec(SpecPart):
     learner: Literal["torch", "simulated"] = "torch"
-    """What trains; `simulated` only takes its time, for load tests, and refuses what it would ignore."""
+    """The learner; `simulated` only waits, for load tests, and refuses options that it would ignore."""
     simulated_step_s: Annotated[float, Field(ge=0.0, le=86_400.0)] | None = None
     """Duration of a step of the simulated learner, which takes no time by default; only with it."""
     steps: Annotated[int, Field(ge=0, le=100_000_000)] = 0
@@ -25,7 +25,7 @@ class TrainSpec(SpecPart):
     warmup_steps: Annotated[int, Field(ge=0, le=100_000_000)] = 0
     """Steps over which lr rises linearly from 0."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """What lr does after the warmup: it stays, or falls with every step until the end of `steps`."""
+    """lr after the warmup: constant, or falling with every step until the end of `steps`."""
     lr_end: Fraction | None = None
     """linear, cosine: the share of lr that would be left for a step after the last; default 0."""
     beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
@@ -37,11 +37,11 @@ class TrainSpec(SpecPart):
     grad_clip: Factor = 1.0
     """Largest global gradient norm."""
     parallel: Literal["data", "zero1", "zero2", "zero3"] = "data"
-    """What the ranks of resources.trainer_ranks share. `data`: the batch. `zero1`: the optimizer's state too; `zero2`:
-    gradients too; `zero3`: weights too (DeepSpeed's ZeRO). Each needs less memory than the one before and more
-    traffic."""
+    """What the ranks of resources.trainer_ranks share. `data`: the batch. `zero1`: the optimizer's state too;
+    `zero2`: gradients too; `zero3`: weights too (DeepSpeed's ZeRO). Each needs less memory than the one before and
+    more traffic."""
     tokens_per_micro_batch: Tokens = 8192
-    """Packed tokens per forward pass; a longer trajectory gets one of its own."""
+    """Packed tokens per forward pass; a longer trajectory gets a separate one."""
     gradient_checkpointing: bool = False
     """Keep only the inputs of each layer for the backward pass and compute the rest again: the same gradients with a
     fraction of the memory, for about a third more time."""
@@ -59,7 +59,7 @@ class TrainSpec(SpecPart):
     """rl: the same event when over 20 steps `exact`, or `reward/mean` without it, has lost this share of what it had
     gained at its best. 0: never."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
-    """Of the trainer's random state: adapter initialisation, dropout, the order of [data]."""
+    """Seed of the trainer: adapter initialisation, dropout, the order of [data]."""
     deterministic: bool = False
     """Two runs give the same weights, bit for bit, and so does one that was killed and resumed. What that needs and
     costs: docs/deterministic.md."""
@@ -89,9 +89,9 @@ class ResourceSpec(SpecPart):
     """Processes that generate for the job, at most. It needs min_rollout_workers; idle ones are lent to it beyond them,
     and taken back when another job can start with them."""
     min_rollout_workers: Workers = 1
-    """The job starts with so many rollout workers, and keeps them."""
+    """The job starts with this many rollout workers, and keeps them."""
     trainer_gpus: Annotated[int, Field(ge=0, le=64)] = 0
-    """0 trains on the CPU; several have a rank each, on one machine. The job gets a trainer that has so many."""
+    """0 trains on the CPU; several have a rank each, on one machine. The job gets a trainer with this many."""
     rollout_gpus: Annotated[int, Field(ge=0, le=1)] = 0
     """1: its rollout workers must have a GPU. With 0 it takes those without one first, and vLLM what its worker has."""
     gpu_memory_gb: Annotated[float, Field(gt=0, le=10_000)] | None = None

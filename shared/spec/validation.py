@@ -1,5 +1,5 @@
-"""How a policy is examined, while its job trains or by a job of kind `eval`: start states of its own, one version of
-the weights, greedy by default."""
+"""Evaluation of a policy, while its job trains or by a job of kind `eval`: separate start states, one version of the
+weights, greedy by default."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
     from opentinker.shared.spec import JobSpec
 
 PREFIX = "val/"
-"""Of every metric of an evaluation."""
+"""Prefix of every metric of an evaluation."""
 REWARD = re.compile(r"val/(task/.+/)?reward(/|$)")
 """Metrics of an evaluation that are made of rewards."""
 TOY_IGNORES = ("temperature", "top_p", "top_k")
 KIND = "eval"
 UNUSED = {"temperature", "top_p", "top_k", "oversample", "opening_mismatch", "transcripts", "seed"}
-"""Of [rollout], in a job of that kind: [evaluation] says these."""
+"""Fields of [rollout] that [evaluation] replaces in a job of that kind."""
 MOST_EPISODES = 200_000
-"""Of one evaluation."""
+"""Episodes per evaluation."""
 
 
 class EvaluationSpec(SpecPart):
-    """The episodes of an evaluation. Metrics are named val/..., whoever asks for it."""
+    """The episodes of an evaluation. Its metrics are named val/... in both kinds of evaluation."""
 
     episodes: Annotated[int, Field(gt=0, le=MOST_EPISODES)] = 64
     """Start states per evaluation, played `samples` times each; always the same ones. Both together at most 200,000
@@ -49,8 +49,8 @@ class EvaluationSpec(SpecPart):
     max_tokens: Tokens | None = None
     """Sampled tokens per episode; default: rollout.max_tokens."""
     transcripts: Annotated[int, Field(ge=0, le=1000)] = 8
-    """The first so many episodes of every evaluation are kept, word by word, up to 100,000 characters each
-    (`opentinker transcripts`)."""
+    """Number of episodes, from the first, whose transcripts are kept for every evaluation, up to 100,000 characters
+    each (`opentinker transcripts`)."""
 
     def resolve(self) -> list[dict[str, Any]]:
         found = []
@@ -75,9 +75,9 @@ class EvaluationSpec(SpecPart):
 
 
 class ValidationSpec(EvaluationSpec):
-    """An evaluation plays its episodes with one version of the weights. No later version is published meanwhile;
-    training goes on as far as max_staleness lets it. The last weights are always evaluated. Reward models judge no
-    evaluation: its rewards are the environment's alone."""
+    """An evaluation plays its episodes with one version of the weights. No later version is published until it ends;
+    training continues as far as max_staleness allows. The last weights are always evaluated. Reward models do not score
+    evaluations: rewards are the environment's alone."""
 
     every: Steps
     """Optimizer steps from one evaluation to the next; training waits where an evaluation takes longer."""
@@ -90,7 +90,7 @@ class ValidationSpec(EvaluationSpec):
 
 
 def settle_evaluation(spec: JobSpec) -> list[dict[str, Any]]:
-    """What is wrong between the parts of a job of kind `eval`."""
+    """Return mistakes between the parts of a job of kind `eval`."""
     usual = type(spec.rollout)()
     ignored = unused(spec.rollout, usual, UNUSED, f"kind = {KIND!r}, which samples as [evaluation] says")
     found = [{**mistake, "field": f"rollout.{mistake['field']}"} for mistake in ignored]
@@ -98,7 +98,7 @@ def settle_evaluation(spec: JobSpec) -> list[dict[str, Any]]:
 
 
 def contradictions(spec: JobSpec) -> list[dict[str, Any]]:
-    """What is wrong between [validation] and the other parts."""
+    """Return mistakes between [validation] and the other parts."""
     validation = spec.validation
     if validation is None:
         named = sorted(name for name in spec.train.target if name.startswith(PREFIX))
