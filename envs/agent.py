@@ -1,5 +1,5 @@
-"""Environments that own the loop: an agent asks the model over HTTP whenever it likes, and says at the end what it was
-worth. Any program with a `base_url` becomes an environment.
+"""Environments that own the loop: an agent calls the model over HTTP as it needs, and reports its reward at the end.
+Any program with a `base_url` becomes an environment.
 
     class Twice(AgentEnvironment):
         '''Asks for a number, and then whether it is sure.'''
@@ -9,13 +9,13 @@ worth. Any program with a `base_url` becomes an environment.
                 ...
             return Result(reward=1.0, metrics={"exact": 1.0})
 
-It is an ordinary environment turned inside out: the agent's request is the next observation, the policy's turn is the
-response, and the end of `run` is the end of the episode. What is sampled is recorded token by token on the way; how
-requests become streams of tokens is said in `agents/contexts.py`. Requests of one episode are answered one after the
-other, in the order of their arrival. Nothing is reached from outside: see `agents/endpoint.py`.
+It is an ordinary environment with the control flow inverted: the agent's request is the next observation, the policy's
+turn is the response, and the end of `run` is the end of the episode. Sampled tokens are recorded one by one;
+`agents/contexts.py` maps requests to token streams. Requests of one episode are answered one after the other, in order
+of arrival. The endpoint cannot be reached from outside (`agents/endpoint.py`).
 
-`run` must end when it is cancelled, and must not block the event loop. With `blocking = True` it may: it then runs in a
-thread of a child process, the endpoint being served beside it.
+`run` must end when it is cancelled and must not block the event loop. With `blocking = True` it may block: it then runs
+in a thread of a child process that also serves the endpoint.
 """
 
 from __future__ import annotations
@@ -31,31 +31,32 @@ import msgspec
 from pydantic import BaseModel
 
 from opentinker.envs.agents.contexts import Contexts
-from opentinker.envs.agents.endpoint import Endpoint, Waiting
+from opentinker.envs.agents.endpoint import Endpoint, PendingRequest
 from opentinker.envs.base import Action, Environment, Opening, Step
 from opentinker.shared.openai.fields import InvalidField
 from opentinker.shared.types.core import Message
 
 OBSERVED_BYTES = 256 * 1024
-"""Of one request, without what the policy knows already: what an env worker may answer."""
+"""Largest new part of one request, without what the policy already knows: the limit of an env worker's reply."""
 
 
 class AgentError(Exception):
-    """The agent failed, and no reward came of its episode."""
+    """The agent failed and its episode has no reward."""
 
 
 class Result(msgspec.Struct, kw_only=True):
-    """What an agent's episode came to."""
+    """Outcome of an agent's episode."""
 
     reward: float
     components: dict[str, float] = {}
-    """Named parts of `reward`, for the curves."""
+    """Named parts of `reward`, plotted as separate curves."""
     metrics: dict[str, float] = {}
     """As in Step."""
 
 
 class AgentEnvironment(Environment):
-    """Write `run`. `self.config` and `self.policy` (the model's name, its context) are there before it is called."""
+    """Subclasses implement `run`. `self.config` and `self.policy` (the model's name, its context length) are set
+    before it is called."""
 
     wants_tokens = True
 
@@ -64,11 +65,11 @@ class AgentEnvironment(Environment):
         self._contexts = Contexts()
         self._endpoint: Endpoint | None = None
         self._agent: asyncio.Future[Result] | None = None
-        self._playing: Waiting
+        self._pending: PendingRequest
 
     @abstractmethod
     async def run(self, base_url: str, row: int, seed: int) -> Result:
-        """The agent's whole episode. `base_url` is that of an OpenAI-compatible server, and ends in /v1.
+        """Play the agent's whole episode. `base_url` is that of an OpenAI-compatible server and ends in /v1.
 
         As in `open`, `row` and `seed` alone decide the start state. Raising fails the episode.
         """
@@ -76,17 +77,17 @@ class AgentEnvironment(Environment):
     async def open(self, row: int, seed: int) -> Opening:
         self._endpoint = Endpoint(self.policy)
         base_url = await self._endpoint.start()
-        agent = _contained(self.run(base_url, row, seed))
-        self._agent = _in_thread(agent) if self.blocking else asyncio.ensure_future(agent)
+        agent = _without_exit(self.run(base_url, row, seed))
+        self._agent = _run_in_thread(agent) if self.blocking else asyncio.ensure_future(agent)
         opening = await self._next()
         if opening is None:
             raise AgentError("the agent ended without having asked the model anything")
         return opening
 
     async def step(self, action: Action) -> Step:
-        self._contexts.answered(self._playing.asked, action)
-        if not self._playing.gone:
-            self._playing.answer.set_result(action)
+        self._contexts.add_answer(self._pending.asked, action)
+        if not self._pending.gone:
+            self._pending.answer.set_result(action)
         asked = await self._next()
         if asked is not None:
             return Step(
@@ -103,8 +104,8 @@ class AgentEnvironment(Environment):
         return Step(reward=result.reward, components=result.components, metrics=result.metrics, done=True)
 
     async def close(self) -> None:
-        """An agent in a thread cannot be stopped, only left without a model: its process is ended if that is not
-        enough."""
+        """Stop the agent. One in a thread cannot be stopped, only cut off from the model; if that is not enough, its
+        process is killed."""
         if self._agent is not None and not self.blocking:
             self._agent.cancel()
         if self._endpoint is not None:
@@ -112,10 +113,11 @@ class AgentEnvironment(Environment):
         if self._agent is not None:
             await asyncio.wait([self._agent])
             if not self._agent.cancelled():
-                self._agent.exception()  # said already, or of no interest to anybody any more
+                self._agent.exception()  # retrieved, so that asyncio does not log it
 
     async def _next(self) -> Opening | None:
-        """What the agent asks next; None at its end. Raises what it raises, and AgentError if it gives no Result."""
+        """Return the agent's next request, None at its end. Raise the agent's errors, and AgentError if it returns no
+        Result."""
         assert self._agent is not None and self._endpoint is not None
         while True:
             asking = asyncio.ensure_future(self._endpoint.next())
@@ -126,17 +128,17 @@ class AgentEnvironment(Environment):
                 if not asking.done():
                     asking.cancel()
             if self._agent.done():
-                _check(self._agent)
+                _check_result(self._agent)
                 return None
-            self._playing = asking.result()
-            placed = self._contexts.place(self._playing.asked)
-            if sum(map(_size, placed.messages)) + len((placed.prompt_text or "").encode()) <= OBSERVED_BYTES:
+            self._pending = asking.result()
+            placed = self._contexts.place(self._pending.asked)
+            if sum(map(_message_bytes, placed.messages)) + len((placed.prompt_text or "").encode()) <= OBSERVED_BYTES:
                 return placed
             problem = f"what is new in the request has more than {OBSERVED_BYTES:,} bytes"
-            self._playing.answer.set_exception(InvalidField(problem, code="context_length_exceeded"))
+            self._pending.answer.set_exception(InvalidField(problem, code="context_length_exceeded"))
 
 
-def _check(agent: asyncio.Future[Result]) -> None:
+def _check_result(agent: asyncio.Future[Result]) -> None:
     if agent.cancelled():
         raise AgentError("the agent was cancelled")
     result = agent.result()
@@ -144,29 +146,30 @@ def _check(agent: asyncio.Future[Result]) -> None:
         raise AgentError(f"run() must return a Result, not {type(result).__name__}")
 
 
-async def _contained(agent: Coroutine[Any, Any, Result]) -> Result:
-    """What would end a whole process ends the episode."""
+async def _without_exit(agent: Coroutine[Any, Any, Result]) -> Result:
+    """Turn exceptions that would end the process into AgentError, which ends the episode."""
     try:
         return await agent
     except (SystemExit, KeyboardInterrupt, StopIteration) as error:
         raise AgentError(f"the agent raised {error!r}") from error
 
 
-def _size(message: Message) -> int:
+def _message_bytes(message: Message) -> int:
     return len(message.text.encode()) + sum(len(image.data) for image in message.images)
 
 
-def _in_thread(agent: Coroutine[Any, Any, Result]) -> asyncio.Future[Result]:
-    """In an event loop of its own that it may block. A daemon, so that nobody waits for it at the process's end."""
+def _run_in_thread(agent: Coroutine[Any, Any, Result]) -> asyncio.Future[Result]:
+    """Run the agent in a daemon thread, in a separate event loop that it may block; process exit does not wait for
+    it."""
     loop = asyncio.get_running_loop()
-    coming: asyncio.Future[Result] = loop.create_future()
+    outcome: asyncio.Future[Result] = loop.create_future()
 
-    def settle(result: Result | None, error: BaseException | None) -> None:
+    def set_outcome(result: Result | None, error: BaseException | None) -> None:
         if error is not None:
-            coming.set_exception(error)
+            outcome.set_exception(error)
         else:
             assert result is not None
-            coming.set_result(result)
+            outcome.set_result(result)
 
     def run() -> None:
         result, error = None, None
@@ -175,7 +178,7 @@ def _in_thread(agent: Coroutine[Any, Any, Result]) -> asyncio.Future[Result]:
         except BaseException as raised:  # noqa: BLE001 - user code; raised again where the episode is played
             error = raised
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(settle, result, error)
+            loop.call_soon_threadsafe(set_outcome, result, error)
 
     threading.Thread(target=run, name="agent", daemon=True).start()
-    return coming
+    return outcome

@@ -1,4 +1,5 @@
-"""The one class that users write. An env worker makes an instance per episode and calls open, step, step, ..., close.
+"""`Environment`, the one class that users write. An env worker creates an instance per episode and calls `open`, then
+`step` until the episode is done, then `close`.
 
 A complete environment:
 
@@ -21,16 +22,19 @@ A complete environment:
         def gold(self) -> str:
             return "odd" if self.number % 2 else "even"
 
-What is promised to an environment: one instance plays one episode, calls never overlap, `row` and `seed` alone decide
-the start state (the episodes of a group open with the same pair), and `close` is called once, whatever happened.
-What an environment owes: its own random generator (never the global one), finite rewards, and no blocking calls in
-the event loop: set `blocking = True` if it works or waits for more than a millisecond; it then runs in a child process,
-which is killed at the episode's deadline. One that blocks the loop all the same holds up every session of its env
-worker; after twice `worker_ttl_s` the worker names it in its log and ends, and its sessions are played elsewhere.
+An env worker guarantees four things. One instance plays one episode. Calls never overlap. `row` and `seed` alone decide
+the start state; all episodes of a group open with the same pair. `close` is called exactly once, even after a failure.
 
-An environment with several seats names them in `seats` and is the referee: `open` and every `step` say who acts next
-(`Opening.seat`, `Step.seat`), and the messages are for that seat alone. Every seat has tokens of its own and sees only
-what was said to it. `Step.reward` is that of the seat that has just acted, `Step.rewards` names what the others get.
+An environment guarantees three things in return. It draws from its own random generator, never from the global one. Its
+rewards are finite. It does not block the event loop: set `blocking = True` if a call computes or waits for more than a
+millisecond. The environment then runs in a child process, which is killed at the episode's deadline. An environment
+that blocks the loop without saying so stalls every session of its env worker. After twice `worker_ttl_s` the worker
+names the environment in its log and exits, and its sessions are played elsewhere.
+
+An environment with several seats lists them in `seats` and acts as the referee: `open` and every `step` name the seat
+that acts next (`Opening.seat`, `Step.seat`), and their messages go to that seat alone. Each seat has a separate token
+stream and sees only the messages addressed to it. `Step.reward` belongs to the seat that has just acted; `Step.rewards`
+holds the rewards of the other seats.
 """
 
 from __future__ import annotations
@@ -46,52 +50,52 @@ from opentinker.shared.types.core import Message, StopReason, Tool, ToolCall
 from opentinker.shared.types.env_protocol import Policy
 
 EPISODE_VARIABLE = "ENV_EPISODE"
-"""Environment variable of a child process during the calls of an episode. A process that bears it ends with the
-episode; one that episodes are to share is started without it, and ends with the child process."""
+"""Environment variable that a child process sets during the calls of an episode. A process that inherits it ends with
+the episode. To share a process between episodes, start it without the variable: it then ends with the child process."""
 ELSEWHERE = "elsewhere"
-"""True in the context of a config's validation: episodes are not played by this process, so what is installed here says
-nothing about them."""
+"""Key of pydantic's validation context, true where another process plays the episodes. Validators then skip checks of
+what is installed on this machine."""
 
 
 class Action(msgspec.Struct, frozen=True, kw_only=True):
-    """What the policy said in one turn."""
+    """One turn of the policy."""
 
     text: str
     """The sampled tokens as text, without the end-of-turn token."""
     stop: StopReason
     """Why sampling ended; `length` and `context` mean that the text was cut."""
     turn: int
-    """0, 1, 2... over all seats."""
+    """Number of the turn, counted from 0 over all seats."""
     seat: str = ""
-    """Who acts; empty where there is only one seat."""
+    """The seat that acts; empty in an environment with one seat."""
     tool_calls: list[ToolCall] = []
-    """What the text asks tools for, in an environment that offers any."""
+    """The tool calls in the text, in an environment that offers tools."""
     problem: str = ""
-    """Why something that looks like a tool call is none; tell the policy."""
+    """Why text that looks like a tool call is not a valid one; show it to the policy."""
     words: str = ""
-    """What the text says before its tool calls."""
+    """The text before the tool calls."""
     ids: list[int] = []
     """The sampled tokens, if the environment `wants_tokens`."""
     logprobs: list[float] = []
-    """Of `ids`, under the distribution that they were drawn from."""
+    """Log probability of each of `ids`, under the distribution that they were drawn from."""
     prompt_tokens: int = 0
-    """What the policy had before it when it sampled `ids`."""
+    """Length of the policy's context, in tokens, when it sampled `ids`."""
 
 
 class Opening(msgspec.Struct, kw_only=True):
-    """What `open` gives where a list of messages is not enough."""
+    """Return value of `open` where a list of messages is not enough."""
 
     messages: list[Message]
     seat: str = ""
-    """Who acts first."""
+    """The seat that acts first."""
     stream: str = ""
     """As in Step."""
     tools: list[Tool] = []
-    """What the first seat may call; the others' come with their first Step."""
+    """Tools that the first seat may call; those of other seats come with their first Step."""
     prompt_ids: list[int] | None = None
-    """In place of messages: the prompt as token ids."""
+    """The prompt as token ids, in place of messages."""
     prompt_text: str | None = None
-    """In place of messages: the prompt as plain text, which no chat template writes."""
+    """The prompt as plain text, in place of messages; no chat template is applied."""
     max_tokens: int | None = None
     """As in Step."""
     stop: list[str] = []
@@ -102,104 +106,111 @@ class Step(msgspec.Struct, kw_only=True):
     """The environment's answer to one action."""
 
     messages: list[Message] = []
-    """What the policy sees next; ignored when done, unless truncated: then what it would have seen."""
+    """What the policy sees next. Ignored when the episode is done, unless it is truncated: then what the policy would
+    have seen."""
     reward: float = 0.0
-    """Of this turn. The episode's reward is the sum over its turns."""
+    """Reward of this turn. The episode's reward is the sum over its turns."""
     done: bool = False
     truncated: bool = False
-    """With `done`: a limit of steps or time ended the episode, not the task itself. advantage = "gae" then counts the
-    value of the state in which it was left; after a plain `done` nothing more could have come."""
+    """With `done`: a limit on steps or time ended the episode, not the task itself. advantage = "gae" then adds the
+    value of the last state; after a plain `done` there is no future reward to estimate."""
     components: dict[str, float] = {}
-    """Named parts of `reward`, for the curves."""
+    """Named parts of `reward`, plotted as separate curves."""
     seat: str = ""
-    """Who acts next, in an environment with several seats."""
+    """The seat that acts next, in an environment with several seats."""
     stream: str = ""
-    """In which of the seat's contexts: a new name begins a new one, of which `messages` are the whole prompt."""
+    """The context of the seat that the next turn belongs to. A new name begins a new context, whose whole prompt is
+    `messages`."""
     tools: list[Tool] = []
-    """With the first messages of a stream: what may be called in it."""
+    """With the first messages of a stream: the tools that may be called in it."""
     rewards: dict[str, dict[str, float]] = {}
-    """What other seats get now: named parts, which are summed."""
+    """Rewards of other seats for this turn, by seat: named parts, which are summed."""
     prompt_ids: list[int] | None = None
-    """In place of messages: the whole prompt of the next turn as token ids, the stream's tokens so far first."""
+    """In place of messages: the whole prompt of the next turn as token ids, beginning with the stream's tokens so
+    far."""
     prompt_text: str | None = None
-    """In place of messages: plain text that the stream goes on with, by no chat template."""
+    """In place of messages: plain text that continues the stream; no chat template is applied."""
     max_tokens: int | None = None
-    """Of the next turn, where that is less than the job allows."""
+    """Token limit of the next turn, if lower than the job's."""
     stop: list[str] = []
-    """Strings that end the next turn, beside the job's own."""
+    """Strings that end the next turn, in addition to the job's."""
     metrics: dict[str, float] = {}
-    """What is known of the episode so far, e.g. `exact`; those of the last step are kept. One named `task/NAME` that is
-    1 says which task this was: validation reports by task."""
+    """Metrics of the episode so far, e.g. `exact`; those of the last step are recorded. A metric named `task/NAME` with
+    value 1 names the task of this episode: validation reports by task."""
 
 
 def is_truncation(info: Mapping[str, Any]) -> bool:
-    """Whether the info of a last step says that a limit ended the episode, in Gymnasium's words."""
+    """Return whether the last step's info says, by Gymnasium's keys, that a limit ended the episode."""
     return any(bool(info.get(name, False)) for name in ("truncated", "TimeLimit.truncated"))
 
 
 class EnvironmentConfig(BaseModel):
-    """Base of an environment's settings: unknown names are refused, and so is NaN."""
+    """Base class of an environment's settings. Refuses unknown names, NaN and infinity."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class BadReply(Exception):
-    """An environment, or what it has asked, answered with something that is not an observation and finite numbers."""
+    """An environment, or a server that it plays on, returned something other than an observation and finite numbers."""
 
 
 class Unreachable(Exception):
-    """What an environment plays on is not there now: the session is lost, and its episode may be played again."""
+    """A server that the environment plays on is unavailable: the session is lost, and its episode may be played
+    again."""
 
 
 class Environment(ABC):
     Config: ClassVar[type[BaseModel]] = EnvironmentConfig
-    """The settings a job may give under `environment.config`."""
+    """The settings that a job may give under `environment.config`."""
     blocking: ClassVar[bool] = False
-    """True: run in a child process, because `open` or `step` compute or wait without giving the loop back."""
+    """Run in a child process, because `open` or `step` computes or waits without yielding to the event loop."""
     cost: ClassVar[float] = 1.0
-    """How much of an env worker one session takes, of the `env_sessions` that it has, wherever it is played there."""
+    """Share of the env worker's `env_sessions` that one session takes, whether it runs in the loop or in a child."""
     recycle_after: ClassVar[int | None] = None
-    """blocking: a child process that has opened so many episodes is replaced once they are over; for libraries that
-    leak."""
+    """With `blocking`: replace a child process after it has opened this many episodes, once they have finished; for
+    libraries that leak."""
     memory_mb: ClassVar[int | None] = None
-    """blocking: likewise one that holds more memory than that."""
+    """With `blocking`: likewise replace a child process that holds more memory than this."""
     seats: tuple[str, ...] = ("",)
-    """Who plays; set it in __init__ where that depends on the config."""
+    """Names of the players; set it in __init__ if it depends on the config."""
     wants_tokens: bool = False
-    """True: actions carry the sampled token ids and their logprobs."""
+    """Actions carry the sampled token ids and their logprobs."""
     policy: Policy = Policy()
-    """Who acts, from before `open` on."""
+    """The model that acts, set before `open` is called."""
 
     def __init__(self, config: BaseModel) -> None:
         self.config = config
 
     @classmethod
     def rehearse(cls, config: BaseModel) -> None:
-        """Build what an episode would play, and leave it; raise what is lacking, such as a library. An env worker is
-        asked to when a job is submitted: in a process of its own where the class blocks. Default: an instance."""
+        """Build what an episode would play and discard it; raise if something is missing, such as a library.
+
+        An env worker calls this when a job is submitted, in a separate process if the class blocks. By default it
+        creates an instance.
+        """
         cls(config)
 
     @abstractmethod
     async def open(self, row: int, seed: int) -> list[Message] | Opening:
-        """Start the episode; the messages are the prompt. `row` may exceed the number of rows: take it modulo."""
+        """Start the episode and return its prompt. `row` may exceed the number of rows: take it modulo."""
 
     @abstractmethod
     async def step(self, action: Action) -> Step:
-        """Play one turn. A cut action (`stop` is `length`) is played like any other."""
+        """Play one turn. Treat a truncated action (`stop` is `length`) like any other."""
 
     async def close(self) -> None:  # noqa: B027  nothing to free is the common case
-        """Free what the episode holds."""
+        """Release the episode's resources."""
 
     def gold(self) -> str | Message | None:
-        """What an expert says next, or a message with the tools that it calls; None where there is no expert.
+        """Return an expert's next turn as text, or as a message with tool calls; None if there is no expert.
 
-        Self-tests play it and expect full marks.
+        Self-tests play it and expect the full reward.
         """
         return None
 
 
 def call(name: str, /, **arguments: Any) -> Message:
-    """What an expert says that calls a tool: for `gold`."""
+    """Return an expert's turn that calls one tool, for `gold`."""
     return Message(role="assistant", tool_calls=[ToolCall(id="t00000n00", name=name, arguments=arguments)])
 
 
@@ -208,21 +219,21 @@ def user(text: str) -> Message:
 
 
 class Played(msgspec.Struct, kw_only=True):
-    """A whole episode, as `play_gold` saw it."""
+    """A finished episode of `play_gold`."""
 
     messages: list[Message]
     reward: float
-    """Of the first seat, where there are several."""
+    """Reward of the first seat."""
     turns: int
     metrics: dict[str, float]
     rewards: dict[str, float] = {}
-    """By seat."""
+    """Reward of every seat."""
 
 
 async def play_gold(environment: Environment, row: int, seed: int, max_turns: int = 1000) -> Played:
-    """Play one episode with the environment's own expert. Raises ValueError if it has none or never ends.
+    """Play one episode with the environment's expert. Raise ValueError if it has none or the episode never ends.
 
-    Tools that the environment has itself are there (tools.py); those of a job are not.
+    The expert can call the environment's own tools (tools.py), not those of a job.
     """
     from opentinker.envs.tools import with_tools
 
@@ -235,11 +246,11 @@ async def play_gold(environment: Environment, row: int, seed: int, max_turns: in
         for turn in range(max_turns):
             gold = environment.gold()
             if gold is None:
-                raise ValueError(f"{type(environment).__name__} has no expert: gold() gave None in turn {turn}")
-            said = gold if isinstance(gold, Message) else Message(role="assistant", content=gold)
-            action = Action(text=said.text, stop=StopReason.EOS, turn=turn, seat=seat, tool_calls=said.tool_calls)
+                raise ValueError(f"{type(environment).__name__} has no expert: gold() returned None in turn {turn}")
+            reply = gold if isinstance(gold, Message) else Message(role="assistant", content=gold)
+            action = Action(text=reply.text, stop=StopReason.EOS, turn=turn, seat=seat, tool_calls=reply.tool_calls)
             step = await environment.step(action)
-            messages += [said, *step.messages]
+            messages += [reply, *step.messages]
             rewards[seat] += step.reward
             for other, parts in step.rewards.items():
                 rewards[other] += sum(parts.values())

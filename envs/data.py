@@ -1,8 +1,7 @@
-"""Rows of files and data sets for environments that have tasks by number: `row` of `open` -> a row of the data.
+"""Maps the `row` of `open` to a row of a file or data set, for environments whose tasks are numbered.
 
-`row` counts without end, in the order of submission, and is what a resumed job goes on with: it says by itself how many
-passes over the data there have been and which row of which pass comes now. So an epoch is counted in one place, and
-nothing has to be remembered.
+`row` increases without limit in the order of submission, and a resumed job continues from it. It alone determines the
+epoch and the row within it, so epochs are counted in one place and no state is stored.
 """
 
 from __future__ import annotations
@@ -27,42 +26,42 @@ from opentinker.shared.data.jsonl import RowError, rows_path
 from opentinker.shared.types.core import Image, Text
 
 Row = tuple[str, dict[str, Any]]
-"""Where it stands, for messages to people, and the row."""
+"""Location, for error messages, and the row."""
 Stamp = tuple[tuple[str, int, int], ...]
-KEPT_BYTES = 1 << 30
-"""Of rows in memory, about."""
-MOST_TABLES = 16
-"""Over the same rows."""
-SAMPLED = 200
-"""Rows that are measured."""
+CACHE_BYTES = 1 << 30
+"""Approximate limit on the rows cached in memory."""
+MAX_TABLES = 16
+"""Tables over the same rows."""
+SAMPLE_ROWS = 200
+"""Rows that are measured to estimate the size of all."""
 SIGNATURES = {b"\x89PNG\r\n\x1a\n": "image/png", b"\xff\xd8\xff": "image/jpeg"}
 
 
 class DataConfig(EnvironmentConfig):
-    """Settings of an environment that has data. `part` and `validation` divide them."""
+    """Settings of an environment that has data. `part` and `validation` split the rows."""
 
     path: Annotated[str, Field(min_length=1)]
     """A .jsonl (also .jsonl.gz, .jsonl.xz), .json (a list) or .parquet file, a directory of .parquet files or one saved
     by Hugging Face datasets, or a data set's hub id; on the env workers' machines."""
     split: Annotated[str, Field(min_length=1)] | None = None
-    """Of a hub id, or of a saved directory that has several; default `train`."""
+    """Split of a hub id, or of a saved directory that has several; default `train`."""
     subset: Annotated[str, Field(min_length=1)] | None = None
-    """Of a hub id that has several."""
+    """Subset of a hub id that has several."""
     validation: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
-    """This share of the rows, drawn by `seed`, is never trained on."""
+    """Share of the rows, drawn by `seed`, that is held out from training."""
     part: Literal["train", "validation"] = "train"
-    """Which rows are played: [validation] of the job says {part = "validation"}."""
+    """Rows that are played; [validation] of a job sets {part = "validation"}."""
     shuffle: bool = True
-    """A new order in every pass; false: the order of the file."""
+    """Use a new order in every epoch; false: the order of the file."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
-    """Of the order, and of what is held back."""
+    """Seed of the order and of the held-out rows."""
 
 
 class Table:
-    """All rows of one path, and the order in which they are played."""
+    """The rows of one path that a config selects, and the order in which they are played."""
 
     def __init__(self, rows: list[Row], validation: float, part: str, seed: int, path: str) -> None:
-        """Raises RowError."""
+        """Raise RowError if no row is left."""
         self.rows, self.seed = rows, seed
         if validation:
             order = np.random.default_rng([seed, 1]).permutation(len(self.rows))
@@ -80,7 +79,7 @@ class Table:
         return np.random.default_rng([self.seed, 0, epoch]).permutation(len(self.rows))
 
     def at(self, row: int, *, shuffle: bool) -> Row:
-        """Row number `row` of all passes, from 0."""
+        """Return row number `row`, counted from 0 over all epochs."""
         epoch, place = divmod(row, len(self.rows))
         return self.rows[int(self._order(epoch)[place]) if shuffle else place]
 
@@ -88,7 +87,7 @@ class Table:
 Key = tuple[str, str | None, str | None]
 
 
-class Kept:
+class CachedRows:
     """The rows of one path, and the tables over them."""
 
     def __init__(self, stamp: Stamp) -> None:
@@ -102,55 +101,55 @@ class Kept:
         with self.reading:
             if self.rows is None:
                 rows = list(open_rows(config.path, config.split, "train", config.subset))
-                self.bytes, self.rows = estimate(rows), rows
+                self.bytes, self.rows = estimate_bytes(rows), rows
             if config not in self.tables:
-                if len(self.tables) >= MOST_TABLES:
+                if len(self.tables) >= MAX_TABLES:
                     del self.tables[next(iter(self.tables))]
                 self.tables[config] = Table(self.rows, config.validation, config.part, config.seed, config.path)
             return self.tables[config]
 
 
-class Library:
-    """What was read stays for the next episode, the latest first, within `most_bytes`. Who reads holds up nobody but
-    those who want the same rows. The rows asked for last stay, however many they are."""
+class RowCache:
+    """LRU cache of rows, limited to `max_bytes`. A read blocks only readers of the same path. The rows used last stay,
+    even if they alone exceed the limit."""
 
-    def __init__(self, most_bytes: int) -> None:
-        self.most_bytes = most_bytes
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._kept: OrderedDict[Key, Kept] = OrderedDict()
+        self._entries: OrderedDict[Key, CachedRows] = OrderedDict()
 
     @property
     def bytes(self) -> int:
-        return sum(kept.bytes for kept in self._kept.values())
+        return sum(entry.bytes for entry in self._entries.values())
 
     def table(self, config: DataConfig, stamp: Stamp) -> Table:
-        """Raises RowError."""
+        """Return the table of a config, read if it is not cached. Raise RowError."""
         key = (config.path, config.split, config.subset)
         with self._lock:
-            kept = self._kept.get(key)
-            if kept is None or kept.stamp != stamp:  # never read, or written anew since
-                kept = self._kept[key] = Kept(stamp)
-            self._kept.move_to_end(key)
+            entry = self._entries.get(key)
+            if entry is None or entry.stamp != stamp:  # never read, or the files have changed
+                entry = self._entries[key] = CachedRows(stamp)
+            self._entries.move_to_end(key)
         try:
-            table = kept.table(config)
+            table = entry.table(config)
         except BaseException:
-            self._forget(key, kept)
+            self._forget(key, entry)
             raise
         with self._lock:
-            while len(self._kept) > 1 and self.bytes > self.most_bytes:
-                self._kept.popitem(last=False)
+            while len(self._entries) > 1 and self.bytes > self.max_bytes:
+                self._entries.popitem(last=False)
         return table
 
-    def _forget(self, key: Key, kept: Kept) -> None:
+    def _forget(self, key: Key, entry: CachedRows) -> None:
         with self._lock:
-            if kept.rows is None and self._kept.get(key) is kept:
-                del self._kept[key]
+            if entry.rows is None and self._entries.get(key) is entry:
+                del self._entries[key]
 
 
-def estimate(rows: Sequence[Row]) -> int:
-    """Bytes, by some of them."""
-    some = rows[:: max(1, len(rows) // SAMPLED)]
-    return sum(map(_size, some)) * len(rows) // max(1, len(some))
+def estimate_bytes(rows: Sequence[Row]) -> int:
+    """Estimate the size in memory from a sample of the rows."""
+    sample = rows[:: max(1, len(rows) // SAMPLE_ROWS)]
+    return sum(map(_size, sample)) * len(rows) // max(1, len(sample))
 
 
 def _size(value: Any) -> int:
@@ -162,12 +161,12 @@ def _size(value: Any) -> int:
     return sys.getsizeof(value) + sum(map(_size, inner))
 
 
-_library = Library(KEPT_BYTES)
-"""Of this process."""
+_cache = RowCache(CACHE_BYTES)
+"""The cache of this process."""
 
 
 def _stamp(name: str) -> Stamp:
-    """Size and time of every file, so that what was written anew is read anew; nothing for a data set of a hub."""
+    """Return size and modification time of every file, so that changed files are read again; empty for a hub id."""
     path = rows_path(name)
     if path is None or not path.exists():
         return ()
@@ -176,11 +175,12 @@ def _stamp(name: str) -> Stamp:
 
 
 def read(config: DataConfig) -> Table:
-    """Once per process, while the files stay as they are. Blocking. Raises RowError."""
+    """Return the table of a config; files are read once per process while they do not change. Blocking. Raise
+    RowError."""
     if config.part == "validation" and not config.validation:
         raise RowError('part = "validation" needs a share in `validation`, or another path or split')
     alone = DataConfig.model_validate({name: getattr(config, name) for name in DataConfig.model_fields})
-    return _library.table(alone, _stamp(config.path))
+    return _cache.table(alone, _stamp(config.path))
 
 
 def in_event_loop() -> bool:
@@ -192,12 +192,13 @@ def in_event_loop() -> bool:
 
 
 async def table(config: DataConfig) -> Table:
-    """As `read`, beside the event loop."""
+    """Call `read` in a thread."""
     return await asyncio.to_thread(read, config)
 
 
 def text_of(row: Row, column: str) -> str:
-    """Raises RowError, with where the row stands, unless it is a text (or a number, as answers are)."""
+    """Return a column as text; numbers, which answers may be, are converted. Raise RowError with the row's location
+    for anything else."""
     where, values = row
     value = values.get(column)
     if isinstance(value, bool) or not isinstance(value, str | int | float) or value == "":
@@ -207,12 +208,14 @@ def text_of(row: Row, column: str) -> str:
 
 
 def content_of(text: str, row: Row, column: str | None) -> str | list[Text | Image]:
-    """The text alone, or after the row's images: bytes of PNG or JPEG, or what Hugging Face datasets makes of them."""
+    """Return the text, preceded by the row's images if a column is named: bytes of PNG or JPEG, or the form in which
+    Hugging Face datasets stores them."""
     return text if column is None else [*images_of(row, column), Text(text)]
 
 
 def images_of(row: Row, column: str, folder: Path | None = None) -> list[Image]:
-    """`folder`: where images are that are named by a path alone; None: they are not looked for. Raises RowError."""
+    """Return the images of a column. `folder` holds images that are given by a path only; None: such images are
+    refused. Raise RowError."""
     where, values = row
     found = values.get(column)
     images = found if isinstance(found, list) else [] if found is None else [found]

@@ -1,7 +1,7 @@
-"""The other face of an environment: a game with plain, blocking calls that read and write text.
+"""`AbstractGame`, the synchronous interface of an environment: a game with plain, blocking calls that exchange text.
 
-The names and signatures are those of the published interface, so that a game written for it plays here unchanged. The
-instance that plays an episode also says its prompt: there is no second copy that could differ.
+Names and signatures are those of the published interface, so a game written for it runs here unchanged. The instance
+that plays an episode also writes its prompt: there is no second copy that could differ.
 """
 
 from __future__ import annotations
@@ -31,72 +31,73 @@ T = TypeVar("T")
 
 @dataclass
 class StepResult:
-    """What a game answers to an action."""
+    """A game's response to an action."""
 
     observation: str
-    """What the model sees next."""
+    """Text that the model sees next."""
     reward: float
-    """Of this step."""
+    """Reward of this step."""
     done: bool
     info: dict[str, Any] = field(default_factory=dict)
-    """Whatever else there is to say; numbers in it become metrics. `truncated`, true with `done`: a limit ended it."""
+    """Further information; its numbers become metrics. `truncated`, true with `done`, says that a limit ended the
+    episode."""
 
 
 class AbstractGame(ABC):
-    """A whole environment: the four abstract methods; the others have defaults."""
+    """An environment as a game. Subclasses implement the four abstract methods; the others have defaults."""
 
     agent_loop_name: str = "generic_agent"
-    """Of the published interface; there is one loop here, and it plays every game."""
+    """Part of the published interface; here one loop plays every game."""
     concurrent: ClassVar[bool] = False
-    """True: its calls touch nothing that games of one process share, the global random numbers neither (all but
-    `generate_initial_state`), so those of several games may be made at once. Said by the class that writes `step`, and
-    for that class alone."""
+    """Calls of several games may overlap, because they touch no state shared within the process, including the global
+    random numbers (except in `generate_initial_state`). It counts only on the class that defines `step`; subclasses
+    that override `step` must set it again."""
 
     @abstractmethod
     def reset(self, **kwargs: Any) -> str:
-        """Begin anew; `kwargs` are what `generate_initial_state` gave. Returns the first observation."""
+        """Start an episode and return the first observation. `kwargs` come from `generate_initial_state`."""
 
     @abstractmethod
     def step(self, action: str) -> StepResult:
-        """Play what the model said."""
+        """Play the model's text."""
 
     @abstractmethod
     def get_system_prompt(self) -> str | None:
-        """The system message; None for none."""
+        """Return the system message, or None."""
 
     @abstractmethod
     def get_initial_user_message(self) -> str:
-        """Stands before the first observation."""
+        """Return the text that precedes the first observation."""
 
     def generate_initial_state(self) -> dict[str, Any]:
-        """Where an episode begins, drawn from the global `random`, which is seeded before the call."""
+        """Draw the start state of an episode from the global `random`, which is seeded before the call."""
         return {}
 
     def render_state_for_prompt(self, **state: Any) -> str:
-        """The state as text."""
+        """Return the state as text."""
         return self.reset(**state)
 
     def get_user_message_with_state(self, **state: Any) -> str:
-        """The first user message."""
+        """Return the first user message."""
         return f"{self.get_initial_user_message()}\n\n{self.render_state_for_prompt(**state)}"
 
     def get_state(self) -> dict[str, Any]:
-        """For debugging."""
+        """Return the state, for debugging."""
         return {}
 
     def get_interaction_name(self) -> str:
         return type(self).__name__.lower().replace("game", "")
 
     def parse_action(self, raw_action: str) -> Any:
-        """What a game makes of the model's words; for its own `step` to call."""
+        """Parse the model's text; for the game's own `step` to call."""
         return raw_action
 
     def close(self) -> None:  # noqa: B027  nothing to free is the common case
-        """Free what the episode holds."""
+        """Release the episode's resources."""
 
 
 class GameConfig(BaseModel):
-    """The arguments of a game's constructor. Names that it does not take are refused, missing ones too."""
+    """Arguments of a game's constructor. Refuses unknown and missing names."""
 
     model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
 
@@ -114,7 +115,7 @@ class GameConfig(BaseModel):
 
 
 def check_arguments(game: type[AbstractGame], given: Mapping[str, Any]) -> None:
-    """Raises ValueError that names what the constructor does not take, or lacks."""
+    """Raise ValueError with the arguments that the constructor does not accept, or that are missing."""
     parameters = [p for p in inspect.signature(game).parameters.values() if p.kind is not p.VAR_POSITIONAL]
     named = {p.name: p for p in parameters if p.kind is not p.VAR_KEYWORD}
     if (odd := sorted(given.keys() - named.keys())) and len(named) == len(parameters):
@@ -124,7 +125,7 @@ def check_arguments(game: type[AbstractGame], given: Mapping[str, Any]) -> None:
 
 
 class PlayedGame(Environment):
-    """A game as an env worker plays it: in a child process, for its calls block, with random numbers of its own."""
+    """Plays a game as an environment: in a child process, because its calls block, with separate random numbers."""
 
     game: ClassVar[type[AbstractGame]]
     blocking = True
@@ -140,25 +141,25 @@ class PlayedGame(Environment):
         return self.game(**self.config.arguments)
 
     def draw(self, game: AbstractGame, row: int) -> Any:
-        """Where the episode begins: for `begin`."""
+        """Draw the start state, which `begin` receives."""
         return game.generate_initial_state()
 
     def begin(self, game: AbstractGame, drawn: Any) -> list[Message]:
-        """Resets the game, and gives what the policy sees first."""
+        """Reset the game and return the prompt."""
         system, first = opening_of(game, drawn)
         return [*([] if system is None else [Message(role="system", content=system)]), user(first)]
 
-    def worded(self, observation: str) -> str:
-        """An observation as the policy sees it."""
+    def render_observation(self, observation: str) -> str:
+        """Return an observation as the policy sees it."""
         return observation
 
     async def call(self, function: Callable[[], T]) -> T:
-        """One blocking call of the game. One that is overridden must not let two of them overlap in a process: the
-        global random numbers are this episode's meanwhile."""
+        """Make one blocking call of the game. Overrides must not let two such calls of a process overlap: during the
+        call the global random numbers are this episode's."""
         return function()
 
-    async def beside(self, function: Callable[[], T]) -> T:
-        """One blocking call of a game that shares nothing: one that is overridden may let them overlap."""
+    async def call_concurrently(self, function: Callable[[], T]) -> T:
+        """Make one blocking call of a concurrent game. Overrides may let such calls overlap."""
         return function()
 
     async def open(self, row: int, seed: int) -> list[Message]:
@@ -171,8 +172,8 @@ class PlayedGame(Environment):
         return self.draw(self._game, row)
 
     async def _turn(self, function: Callable[[], T]) -> T:
-        if concurrent(type(self._game)):
-            return await self.beside(function)
+        if is_concurrent(type(self._game)):
+            return await self.call_concurrently(function)
         return await self.call(partial(self._alone, function))
 
     def _alone(self, function: Callable[[], T]) -> T:
@@ -186,7 +187,7 @@ class PlayedGame(Environment):
         info = result.info if isinstance(result.info, Mapping) else {}
         truncated = bool(result.done) and is_truncation(info)
         return Step(
-            messages=[] if result.done and not truncated else [user(self.worded(result.observation))],
+            messages=[] if result.done and not truncated else [user(self.render_observation(result.observation))],
             reward=result.reward,
             done=bool(result.done),
             truncated=truncated,
@@ -198,26 +199,26 @@ class PlayedGame(Environment):
             await self._turn(self._game.close)
 
 
-def concurrent(kind: type[AbstractGame]) -> bool:
-    """Whether the class that writes `step` says that it shares nothing."""
+def is_concurrent(kind: type[AbstractGame]) -> bool:
+    """Return whether the class that defines `step` declares itself concurrent."""
     writer = next(base for base in kind.__mro__ if "step" in vars(base))
     return bool(vars(writer).get("concurrent", False))
 
 
-async def in_turn(
+async def run_in_turn(
     kind: type[AbstractGame],
     function: Callable[[], T],
     turn: asyncio.Lock,
     randomness: AbstractContextManager[object] | None = None,
 ) -> T:
-    """One blocking call of a game of this kind, in a thread: at once if it shares nothing, else `alone`."""
-    return await (asyncio.to_thread(function) if concurrent(kind) else alone(function, turn, randomness))
+    """Make one blocking call of a game in a thread: immediately if its class is concurrent, else under `turn`."""
+    return await (asyncio.to_thread(function) if is_concurrent(kind) else run_exclusively(function, turn, randomness))
 
 
-async def alone(
+async def run_exclusively(
     function: Callable[[], T], turn: asyncio.Lock, randomness: AbstractContextManager[object] | None = None
 ) -> T:
-    """In a thread, when it is its turn: with random numbers of its own."""
+    """Run `function` in a thread while holding `turn`, with its own random numbers."""
 
     def drawn() -> T:
         with randomness or nullcontext():
@@ -228,9 +229,10 @@ async def alone(
 
 
 def opening_of(game: AbstractGame, state: dict[str, Any]) -> tuple[str | None, str]:
-    """Resets the game, and gives the system message and the first user message.
+    """Reset the game and return the system message and the first user message.
 
-    A game that words its state itself may reset to do so: it is reset again, from the same random numbers.
+    A game that overrides the rendering of its state may reset itself to do so: it is reset again, from the same random
+    numbers.
     """
     kind = type(game)
     again = _rewinder(kind)
@@ -249,11 +251,12 @@ def opening_of(game: AbstractGame, state: dict[str, Any]) -> tuple[str | None, s
 
 
 def _rewinder(kind: type[AbstractGame]) -> Callable[[], None]:
-    """Puts the global random numbers back to where they are now; others' are not touched for a game that has none."""
+    """Return a function that restores the global random numbers to their current state; it does nothing for a
+    concurrent game, which does not use them."""
     start, numpy_start = random.getstate(), np.random.get_state()
 
     def again() -> None:
-        if not concurrent(kind):
+        if not is_concurrent(kind):
             random.setstate(start)
             np.random.set_state(numpy_start)
 
@@ -268,8 +271,8 @@ def _as_float(value: Any) -> float:
 
 
 def numbers_of(info: object) -> dict[str, float]:
-    """The entries that are finite numbers, and have short ASCII names. NaN and infinity, such as a ratio of 0 to 0, are
-    left out with one warning: what a game tells beside its reward fails no episode."""
+    """Return the entries that are finite numbers with short ASCII names. NaN and infinity, such as a ratio of 0 to 0,
+    are left out with a warning: extra information of a game never fails an episode."""
     if not isinstance(info, Mapping):
         return {}
     found = {}
@@ -277,8 +280,8 @@ def numbers_of(info: object) -> dict[str, float]:
         number = isinstance(value, numbers.Real | np.bool_)
         if not (number and isinstance(name, str) and name.isascii() and len(name) <= 100):
             continue
-        if math.isfinite(told := _as_float(value)):
-            found[name] = told
+        if math.isfinite(as_float := _as_float(value)):
+            found[name] = as_float
         else:
             warnings.warn(f"info[{name!r}] is no finite number: it becomes no metric", stacklevel=2)
     return found
@@ -286,13 +289,13 @@ def numbers_of(info: object) -> dict[str, float]:
 
 @cache
 def environment_of(game: type[AbstractGame]) -> type[PlayedGame]:
-    """The environment class that plays `game`."""
+    """Return the environment class that plays `game`."""
     config = type("Config", (GameConfig,), {"game": game, "__module__": game.__module__, "__doc__": GameConfig.__doc__})
     return type(game.__name__, (PlayedGame,), {"game": game, "Config": config, "__module__": game.__module__})
 
 
 class GameDataGenerator:
-    """Start states of a game as rows with a prompt: sample i is drawn after seeding with seed + i."""
+    """Generates start states of a game as rows with a prompt. Sample i is drawn after seeding with seed + i."""
 
     def __init__(
         self, game_class: type[AbstractGame], game_kwargs: dict[str, Any] | None = None, seed: int | None = None
@@ -301,7 +304,7 @@ class GameDataGenerator:
         self._game = game_class(**self.game_kwargs)
 
     def generate_sample(self, index: int) -> dict[str, Any]:
-        """prompt (a chat), env_kwargs (of reset) and data_source (the interaction's name)."""
+        """Return a row: prompt (a chat), env_kwargs (for reset) and data_source (the interaction's name)."""
         if self.seed is not None:
             random.seed(self.seed + index)
         state = self._game.generate_initial_state()

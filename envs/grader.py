@@ -1,10 +1,10 @@
-"""A process that compares mathematical answers, one after the other; killed and replaced when one takes too long.
+"""Worker process that compares mathematical answers one at a time; killed and replaced when a comparison times out.
 
     python -m opentinker.envs.grader SECONDS      (started by grading.py, never by hand)
 
-Consumes lines of JSON [right answer, what was said] from stdin, produces a line of JSON per comparison on stdout;
-waits for the next one; ends when its parent is gone. math-verify bounds each comparison by signals, which only work in
-a main thread, and not always even there: hence a process.
+Consumes lines of JSON [right answer, reply] from stdin, produces a line of JSON per comparison on stdout; waits for the
+next line; ends at end of input, when its parent is gone. math-verify limits each comparison by signals, which only work
+in a main thread, and not always there: hence a separate process.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from math_verify import parse, verify
 def main() -> None:
     seconds = int(sys.argv[1])
     while line := sys.stdin.buffer.readline():
-        answer, said = orjson.loads(line)
-        sys.stdout.buffer.write(orjson.dumps(grade(answer, said, seconds)) + b"\n")
+        answer, reply = orjson.loads(line)
+        sys.stdout.buffer.write(orjson.dumps(grade(answer, reply, seconds)) + b"\n")
         sys.stdout.buffer.flush()
 
 
-def grade(answer: str, said: str, seconds: int) -> dict[str, bool]:
-    """`answered`: something in `said` reads as an answer. `right`: it is equal to `answer`, which is LaTeX or plain."""
+def grade(answer: str, reply: str, seconds: int) -> dict[str, bool]:
+    """Return `answered`, whether `reply` contains something that parses as an answer, and `right`, whether that equals
+    `answer` (LaTeX or plain)."""
     marked = answer if "$" in answer or "\\boxed" in answer else f"${answer}$"
     wanted = parse(marked, parsing_timeout=seconds)
-    found = parse(said, parsing_timeout=seconds)
+    found = parse(reply, parsing_timeout=seconds)
     right = bool(wanted and found) and verify(wanted, found, timeout_seconds=seconds)
     return {"answered": bool(found), "right": bool(right)}
 

@@ -1,6 +1,6 @@
-"""Compares mathematical answers in processes of their own (`grader.py`), beside the event loop, with a hard limit.
+"""Compares mathematical answers in separate processes (`grader.py`), outside the event loop, with a hard time limit.
 
-Plain numbers are compared at once and never get there.
+Plain numbers are compared directly, without a process.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import orjson
 GRADERS = 2
 """Processes per env worker."""
 SECONDS = 5
-"""For each of the three parts of a comparison: reading the right answer, reading what was said, and comparing."""
+"""Time limit for each of the three parts of a comparison: parsing the right answer, parsing the reply, comparing."""
 LIMIT_S = 3.0 * SECONDS + 5.0
-"""Then the process is killed; its start is in it."""
-LONGEST = 20_000
-"""Characters of what was said, its end."""
+"""Time after which the process is killed, including its start."""
+MAX_REPLY_CHARACTERS = 20_000
+"""Only the end of a longer reply is compared."""
 KEPT_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONPATH")
 _BOXED = re.compile(r"\\boxed\s*\{([^{}]*)\}")
 _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d{1,40})(?:\.\d{1,40})?|[-+]?\.\d{1,40}")
@@ -33,13 +33,13 @@ _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d{1,40})(?:\.\d{1,40})?|[-+]?
 class Grade(msgspec.Struct, frozen=True, kw_only=True):
     right: bool
     answered: bool
-    """Something reads as an answer."""
+    """The reply contains something that parses as an answer."""
     late: bool = False
-    """No verdict was reached in time: it counts as wrong."""
+    """The comparison timed out: it counts as wrong."""
 
 
 def number_of(text: str) -> Decimal | None:
-    """The value of a plain number, thousands separated by commas or not."""
+    """Return the value of a plain number, with or without commas between thousands; None for other text."""
     plain = text.strip().strip("$").strip()
     if not _NUMBER.fullmatch(plain):
         return None
@@ -49,41 +49,41 @@ def number_of(text: str) -> Decimal | None:
         return None
 
 
-def at_once(answer: str, said: str) -> Grade | None:
-    """The verdict where the right answer is a plain number and the last box holds one; else None."""
-    wanted, box = number_of(answer), _BOXED.match(said, max(0, said.rfind("\\boxed")))
+def grade_number(answer: str, reply: str) -> Grade | None:
+    """Grade the reply if the right answer is a plain number and the last box holds one; else return None."""
+    wanted, box = number_of(answer), _BOXED.match(reply, max(0, reply.rfind("\\boxed")))
     found = number_of(box[1]) if wanted is not None and box else None
     return None if found is None else Grade(right=found == wanted, answered=True)
 
 
 class Grader:
-    """One process, started when first needed; a comparison that it does not finish ends it."""
+    """One grader process, started on first use and killed if a comparison times out."""
 
     def __init__(self) -> None:
         self._process: asyncio.subprocess.Process | None = None
 
-    async def grade(self, answer: str, said: str) -> Grade:
+    async def grade(self, answer: str, reply: str) -> Grade:
         try:
             async with asyncio.timeout(LIMIT_S):
-                verdict = await self._ask(answer, said)
+                verdict = await self._ask(answer, reply)
         except TimeoutError:
             verdict = None
         except BaseException:
-            await self.close()  # what it answers now nobody would read
+            await self.close()  # its late answer would be read as that of the next comparison
             raise
         if verdict is None:
             await self.close()
             return Grade(right=False, answered=False, late=True)
         return verdict
 
-    async def _ask(self, answer: str, said: str) -> Grade | None:
-        """None if the process ended."""
+    async def _ask(self, answer: str, reply: str) -> Grade | None:
+        """Return the verdict, None if the process ended."""
         process = self._process
         if process is None or process.returncode is not None:
             process = self._process = await self._start()
         assert process.stdin is not None and process.stdout is not None
         try:
-            process.stdin.write(orjson.dumps([answer, said]) + b"\n")
+            process.stdin.write(orjson.dumps([answer, reply]) + b"\n")
             await process.stdin.drain()
         except ConnectionError:
             return None
@@ -95,7 +95,7 @@ class Grader:
         variables |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
         return await asyncio.create_subprocess_exec(
             sys.executable,
-            "-P",  # nothing in the working directory is taken for a package of ours
+            "-P",  # no module in the working directory shadows our packages
             "-m",
             "opentinker.envs.grader",
             str(SECONDS),
@@ -114,17 +114,17 @@ class Grader:
 
 
 class Graders:
-    """Of one event loop: `GRADERS` comparisons at once, further ones wait."""
+    """The graders of one event loop: `GRADERS` comparisons run concurrently, others wait."""
 
     def __init__(self) -> None:
         self._free: asyncio.Queue[Grader] = asyncio.Queue()
         for _ in range(GRADERS):
             self._free.put_nowait(Grader())
 
-    async def grade(self, answer: str, said: str) -> Grade:
-        """Whether `said` gives `answer`: by value, e.g. 1/2 and 0.5 and \\frac{1}{2} are the same."""
-        ending = said[-LONGEST:]
-        if (verdict := at_once(answer, ending)) is not None:
+    async def grade(self, answer: str, reply: str) -> Grade:
+        """Compare the reply with `answer` by value: 1/2, 0.5 and \\frac{1}{2} are equal."""
+        ending = reply[-MAX_REPLY_CHARACTERS:]
+        if (verdict := grade_number(answer, ending)) is not None:
             return verdict
         grader = await self._free.get()
         try:
@@ -137,12 +137,12 @@ _of_loops: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Graders] = weakr
 
 
 def graders() -> Graders:
-    """Those of the running loop."""
+    """Return the graders of the running event loop."""
     loop = asyncio.get_running_loop()
     if loop not in _of_loops:
         _of_loops[loop] = Graders()
     return _of_loops[loop]
 
 
-def installed() -> bool:
+def is_installed() -> bool:
     return find_spec("math_verify") is not None

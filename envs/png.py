@@ -1,4 +1,4 @@
-"""Arrays of colours as images, without a library for it."""
+"""Encodes arrays of pixels as PNG images, without an image library."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 
 def png(pixels: Any) -> bytes:
-    """An array of height, width and three bytes of colour, in the plainest form of the format (RFC 2083)."""
+    """Encode an array of shape (height, width, 3), one byte per channel, in the simplest form of PNG (RFC 2083)."""
     height, width, _ = pixels.shape
     rows = np.concatenate([np.zeros((height, 1), np.uint8), pixels.reshape(height, -1)], axis=1)
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)

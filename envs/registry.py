@@ -1,4 +1,4 @@
-"""Environment names -> classes. Read by the env worker at every open, and by whoever validates a job spec."""
+"""Maps environment names to classes. Used by the env worker at every open, and to validate job specs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ADAPTERS = {
     "skyrl_gym": "opentinker.envs.adapters.skyrl_gym:SkyRLGym",
     "textarena": "opentinker.envs.adapters.textarena:TextArena",
 }
-"""Names that play the environments of a library: which of them, their config says."""
+"""Environments of libraries; the config selects which one is played."""
 BUILT_IN = {
     **ADAPTERS,
     "agent_program": "opentinker.envs.agents.program:AgentProgram",
@@ -43,22 +43,22 @@ BUILT_IN = {
     "verifiers": "opentinker.envs.agents.verifiers:Verifiers",
 }
 OPERATORS = {"agent_program", "verifiers"}
-"""Their configs name programs to run: as with `module:Class`, the operator must allow it."""
+"""Environments whose configs name programs to run: like `module:Class`, the operator must allow them."""
 _MODULE_CLASS = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$")
 _found: dict[str, type[Environment]] = {}
 
 
 def find(name: str, *, modules: bool = False) -> type[Environment]:
-    """The class of a built-in name, of a URL, or of `module:Class` where the operator allows it (`modules`).
+    """Return the class of a built-in name, a URL, or a `module:Class` if the operator allows it (`modules`).
 
-    Raises SpecError for the field `environment.name`. Importing `module:Class` runs that module's code.
+    Raise SpecError for the field `environment.name`. Importing `module:Class` runs that module's code.
     """
     if name in _found and (modules or is_url(name) or name in BUILT_IN.keys() - OPERATORS):
         return _found[name]
     if is_url(name):
-        from opentinker.envs import remote  # the command line reads this module, and needs no HTTP client for it
+        from opentinker.envs import remote  # late: the command line imports this module and needs no HTTP client
 
-        found: type[Environment] = remote.at(name)
+        found: type[Environment] = remote.environment_at(name)
     elif ":" not in name:
         if name not in BUILT_IN:
             raise _wrong_name(name, f"no such environment{_near(name)}; there are: {', '.join(sorted(BUILT_IN))}")
@@ -78,16 +78,16 @@ def find(name: str, *, modules: bool = False) -> type[Environment]:
 
 
 def lend(name: str, found: type[Environment]) -> None:
-    """A class of this process, under a name that nothing else has: where it is served from here (`served:NAME`)."""
+    """Register a class under a unique name, for environments that this process serves (`served:NAME`)."""
     _found[name] = found
 
 
 def check(
     name: str, config: dict[str, object], *, modules: bool = False, elsewhere: bool = False
 ) -> tuple[type[Environment], BaseModel]:
-    """The class and its validated settings. Raises SpecError with every mistake (`environment.config.<field>`).
+    """Return the class and its validated settings. Raise SpecError with every mistake (`environment.config.<field>`).
 
-    `elsewhere`: it will not be played by this process, so what only a library knows about its config is left alone.
+    `elsewhere`: another process will play it, so checks that need an installed library are skipped.
     """
     found = find(name, modules=modules)
     try:
@@ -98,7 +98,7 @@ def check(
 
 
 def _of_config(found: type[Environment], mistake: dict[str, Any]) -> dict[str, Any]:
-    """A mistake in the settings of this environment; an unknown setting with those that it knows."""
+    """Return a mistake with its full field name; for an unknown setting, with the known ones."""
     name = mistake["field"]
     mistake = {**mistake, "field": "environment.config" if name == WHOLE else f"environment.config.{name}"}
     if mistake["problem"] != UNKNOWN:
@@ -111,24 +111,24 @@ def _of_config(found: type[Environment], mistake: dict[str, Any]) -> dict[str, A
 
 
 def rehearse(name: str, found: type[Environment], settings: BaseModel) -> None:
-    """Build what an episode would play. Raises SpecError that says why it cannot be built here."""
+    """Build what an episode would play. Raise SpecError with the reason if it cannot be built here."""
     try:
         found.rehearse(settings)
     except Exception as error:  # noqa: BLE001 - a library's or user's code: whatever it raises is the answer
-        said = error_sentence("".join(traceback.format_exception_only(error)))
-        raise _wrong_name(name, f"cannot be played by the env workers here: {said}") from None
+        why = error_sentence("".join(traceback.format_exception_only(error)))
+        raise _wrong_name(name, f"cannot be played by the env workers here: {why}") from None
 
 
-def reach(name: str) -> None:
-    """Blocking: look where a URL leads. Raises SpecError if jobs may not go there."""
+def check_reachable(name: str) -> None:
+    """Resolve a URL's host (blocking). Raise SpecError if jobs may not connect to it."""
     if is_url(name):
         from opentinker.envs import remote
 
-        remote.reach(name)
+        remote.check_reachable(name)
 
 
 def make(name: str, config: dict[str, object], *, modules: bool = False) -> Environment:
-    """A fresh instance for one episode. Raises SpecError."""
+    """Create an instance for one episode. Raise SpecError."""
     found, settings = check(name, config, modules=modules)
     return found(settings)
 

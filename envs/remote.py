@@ -1,14 +1,15 @@
-"""Environments behind a URL: `environment.name = "http://..."` or `"ws://..."`. Reached through the egress guard.
+"""Environments behind a URL: `environment.name = "http://..."` or `"ws://..."`, connected through the egress guard.
 
-http(s)://  The wire of OpenTinker's environment servers, which any language can serve: POST /reset {instance_id,
-            job_id, ...} gives {observation, system_prompt}, POST /step {instance_id, job_id, action} gives
-            {observation, reward, done, info}; an unknown instance is a 404. The numbers of `info` become metrics.
-ws(s)://    Our own frames (shared/messaging/websocket_frames.py), as `opentinker env serve --listen` speaks them: seats
-and tools too.
+http(s)://  The protocol of OpenTinker's environment servers, which any language can implement: POST /reset
+            {instance_id, job_id, ...} returns {observation, system_prompt}, POST /step {instance_id, job_id, action}
+            returns {observation, reward, done, info}; an unknown instance is a 404. Numbers in `info` become metrics.
+ws(s)://    Our frames (shared/messaging/websocket_frames.py), as served by `opentinker env serve --listen`; they carry
+            seats and tools too.
 
-The episode's deadline covers everything. A reset, and any call in frames, may be repeated and is while the server is
-away; a step over HTTP might be played twice, and is repeated only if no connection was made. A server that stays away
-is no failure of the environment: the session is lost, and its episode is played again. Redirects are not followed.
+The episode's deadline covers everything. A reset, and any call in frames, is idempotent and is retried while the server
+is unavailable. A step over HTTP might be played twice, so it is retried only if no connection was made. A server that
+stays unavailable is not a failure of the environment: the session is lost and its episode is played again. Redirects
+are not followed.
 """
 
 from __future__ import annotations
@@ -55,56 +56,57 @@ from opentinker.shared.types.errors import OpenTinkerError, SpecError
 T = TypeVar("T")
 
 REPLY_BYTES = 1024**2
-SHOWN = 200
-"""Characters of an answer that an error quotes."""
-INFO_NUMBERS = 64
-AWAY = (502, 503, 504)
-"""Statuses of who stands before a server that is not there."""
-PAUSE_S, LONGEST_PAUSE_S = 0.2, 2.0
+MAX_QUOTED = 200
+"""Characters of a response that an error quotes."""
+MAX_INFO_METRICS = 64
+UNAVAILABLE = (502, 503, 504)
+"""Statuses of a proxy whose server is down."""
+PAUSE_S, MAX_PAUSE_S = 0.2, 2.0
 SESSION_S = 3600.0
-"""The other side's own deadline, for what nobody closes; the episode's, here, is shorter."""
+"""Deadline on the server's side, for sessions that are never closed; the episode's deadline here is shorter."""
 CLOSE_S = 1.0
 ANSWER_S = 5.0
 
 
 class RemoteFailed(OpenTinkerError):
-    """The server may not be reached, does not answer a request in time, or says that it failed."""
+    """The server is not allowed as a destination, does not answer a request in time, or reports a failure."""
 
 
 class ServerConfig(EnvironmentConfig):
-    """Settings of whatever asks a server."""
+    """Settings shared by all environments that call a server."""
 
     concurrency: Annotated[int, Field(ge=1, le=4096)] = 64
-    """Requests (HTTP) or episodes (WebSocket) of one env worker at once, for this URL and this setting; others wait."""
+    """Concurrent requests (HTTP) or episodes (WebSocket) of one env worker, for this URL and this setting; others
+    wait."""
     request_timeout_s: Annotated[float, Field(gt=0)] = 60.0
-    """For one answer."""
+    """Timeout of one response."""
     patience_s: Annotated[float, Field(ge=0)] = 10.0
-    """How long a server that is away is waited for, where a request may be repeated."""
+    """How long to wait for an unavailable server, where a request may be repeated."""
 
 
 class RemoteConfig(ServerConfig):
     config: Annotated[dict[str, Any], Field(default_factory=dict)]
-    """Of the environment: sent with every reset over HTTP, as the environment's config over WebSockets."""
+    """Config of the environment: sent with every reset over HTTP, as the environment's config over WebSockets."""
     job_id: Annotated[str, Field(min_length=1, max_length=200)] = "default"
-    """HTTP only: what the server files its statistics under."""
+    """HTTP only: the key of the server's statistics."""
     row_key: Annotated[str, Field(max_length=100)] = "row"
-    """HTTP only: the name under which a reset is told the row of the episode; empty: it is not told."""
+    """HTTP only: the field of a reset that holds the episode's row; empty: the row is not sent."""
     seed_key: Annotated[str, Field(max_length=100)] = "seed"
-    """HTTP only: the same for its seed. The episodes of a group have the same row and seed, and must begin alike."""
+    """HTTP only: likewise for the seed. Episodes of a group have the same row and seed, and must start alike."""
 
 
 class Remote(Environment):
-    """A server behind `url`, and the connections to it that its episodes share."""
+    """An environment on the server behind `url`. Episodes share the connections to it."""
 
     config: ServerConfig
     url: str = ""
-    pools: ClassVar[dict[Any, Pool]]
+    pools: ClassVar[dict[Any, ConnectionPool]]
 
     def __init__(self, config: BaseModel) -> None:
         super().__init__(config)
         self.id = uuid.uuid4().hex
         self._key = (asyncio.get_running_loop(), self.url, self.config.concurrency)
-        self.pool = self.pools.setdefault(self._key, Pool(self.config.concurrency))
+        self.pool = self.pools.setdefault(self._key, ConnectionPool(self.config.concurrency))
         self.pool.users += 1
 
     async def close(self) -> None:
@@ -112,10 +114,11 @@ class Remote(Environment):
         if self.pool.users == 0:
             self.pools.pop(self._key, None)
 
-    async def patiently(self, once: Callable[[], Awaitable[T]], repeats: tuple[type[Exception], ...]) -> T:
-        """Repeat what fails in one of these ways, until `patience_s` after the first time.
+    async def with_retries(self, once: Callable[[], Awaitable[T]], repeats: tuple[type[Exception], ...]) -> T:
+        """Call `once`, and retry on the exceptions in `repeats` until `patience_s` after the first failure.
 
-        Raises Unreachable; RemoteFailed if it may not be reached, or has the request and does not answer.
+        Raise Unreachable; RemoteFailed if the egress guard refuses the server, or it has the request and does not
+        answer.
         """
         loop = asyncio.get_running_loop()
         give_up, pause = math.inf, PAUSE_S
@@ -132,16 +135,16 @@ class Remote(Environment):
                     why = f"{self.url}: {str(error) or (late if isinstance(error, TimeoutError) else repr(error))}"
                     raise (RemoteFailed if refused or _unanswered(error) else Unreachable)(why) from None
             await asyncio.sleep(pause * (0.5 + random.random()))
-            pause = min(2 * pause, LONGEST_PAUSE_S)
+            pause = min(2 * pause, MAX_PAUSE_S)
 
 
-class Pool:
-    """Connections that the episodes of one URL share; it is closed when none of them is left."""
+class ConnectionPool:
+    """Connections that the episodes of one URL share; closed when the last of them leaves."""
 
     def __init__(self, limit: int) -> None:
         self.users = 0
         self.places = asyncio.Semaphore(limit)
-        """Whoever uses a connection holds one, for a request or for an episode: waiting here has no time limit."""
+        """Limits connections in use, each held for a request or an episode. Waiting here has no time limit."""
         self._session: aiohttp.ClientSession | None = None
 
     @property
@@ -166,13 +169,13 @@ class HttpRemote(Remote):
         self._begun = self._done = False
 
     async def open(self, row: int, seed: int) -> list[Message]:
-        told = {self.config.row_key: row, self.config.seed_key: seed}
-        body = {**self.config.config, **{key: value for key, value in told.items() if key}}
+        start = {self.config.row_key: row, self.config.seed_key: seed}
+        body = {**self.config.config, **{key: value for key, value in start.items() if key}}
         self._begun = True
         answer = await self._post("reset", body, (aiohttp.ClientError, OSError, TimeoutError))
         observation, system = answer.get("observation"), answer.get("system_prompt")
         if type(observation) is not str or not isinstance(system, str | None):
-            raise BadReply(f"{self.url}/reset must give observation, a string, and system_prompt, a string or null")
+            raise BadReply(f"{self.url}/reset must return observation, a string, and system_prompt, a string or null")
         return [*([Message(role="system", content=system)] if system else []), user(observation)]
 
     async def step(self, action: Action) -> Step:
@@ -180,7 +183,7 @@ class HttpRemote(Remote):
         missing = {"observation", "reward", "done"} - answer.keys()
         observation, info = answer.get("observation"), answer.get("info") or {}
         if missing or type(observation) is not str or not isinstance(info, dict):
-            raise BadReply(f"{self.url}/step must give observation (a string), reward, done, and info (an object)")
+            raise BadReply(f"{self.url}/step must return observation (a string), reward, done, and info (an object)")
         self._done = bool(answer["done"])
         numbers = {name: value for name, value in info.items() if isinstance(value, int | float) and name.isascii()}
         return Step(
@@ -188,7 +191,7 @@ class HttpRemote(Remote):
             reward=answer["reward"],
             done=answer["done"],
             truncated=self._done and is_truncation(info),
-            metrics=dict(list(numbers.items())[:INFO_NUMBERS]),
+            metrics=dict(list(numbers.items())[:MAX_INFO_METRICS]),
         )
 
     async def _post(self, route: str, body: dict[str, Any], repeats: tuple[type[Exception], ...]) -> dict[str, Any]:
@@ -203,13 +206,13 @@ class HttpRemote(Remote):
                 timeout=timeout,
                 allow_redirects=False,
             ) as response:
-                return self._answer(route, response.status, await limited(response))
+                return self._answer(route, response.status, await read_limited(response))
 
         async with self.pool.places:
-            return await self.patiently(once, repeats)
+            return await self.with_retries(once, repeats)
 
     async def close(self) -> None:
-        """A server that keeps its games until they are finalized is told of one that was cut off."""
+        """Finalize an episode that was cut off, for servers that keep games until then."""
         try:
             if self._begun and not self._done:
                 async with asyncio.timeout(CLOSE_S):
@@ -220,32 +223,32 @@ class HttpRemote(Remote):
             await super().close()
 
     def _answer(self, route: str, status: int, raw: bytes) -> dict[str, Any]:
-        said = raw[:SHOWN].decode(errors="replace")
+        quoted = raw[:MAX_QUOTED].decode(errors="replace")
         if status == 404 and route == "step":
-            raise Unreachable(f"{self.url}/step knows no such instance any more (404): was the server restarted?")
-        if status in AWAY:
-            raise Unreachable(f"{self.url}/{route} answered {status}: {said}")
+            raise Unreachable(f"{self.url}/step does not know this instance (404); was the server restarted?")
+        if status in UNAVAILABLE:
+            raise Unreachable(f"{self.url}/{route} answered {status}: {quoted}")
         if status != 200:
-            raise RemoteFailed(f"{self.url}/{route} answered {status}: {said}")
+            raise RemoteFailed(f"{self.url}/{route} answered {status}: {quoted}")
         try:
             answer = orjson.loads(raw)
         except orjson.JSONDecodeError:
             answer = None
         if not isinstance(answer, dict):
-            raise BadReply(f"{self.url}/{route} did not answer with a JSON object: {said}")
+            raise BadReply(f"{self.url}/{route} did not answer with a JSON object: {quoted}")
         return answer
 
 
 def _unanswered(error: Exception) -> bool:
-    """A connection was there, and what was asked took too long: the same request may again. A WebSocket's server that
-    refuses is there as well."""
+    """Return whether the server was reached but did not answer in time, so a retry may time out as well. A server that
+    refuses a WebSocket handshake was reached too."""
     if isinstance(error, aiohttp.WSServerHandshakeError):
-        return error.status not in AWAY
+        return error.status not in UNAVAILABLE
     return isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ServerTimeoutError)
 
 
-async def limited(response: aiohttp.ClientResponse) -> bytes:
-    """Raises BadReply."""
+async def read_limited(response: aiohttp.ClientResponse) -> bytes:
+    """Read the body. Raise BadReply beyond REPLY_BYTES."""
     raw = b""
     async for chunk in response.content.iter_any():
         raw += chunk
@@ -256,7 +259,7 @@ async def limited(response: aiohttp.ClientResponse) -> bytes:
 
 
 class WebSocketRemote(Remote):
-    """One connection per episode. A broken one is made anew, and what was asked on it is asked again."""
+    """One connection per episode. A broken connection is replaced and its pending request is sent again."""
 
     Config = RemoteConfig
     config: RemoteConfig
@@ -282,9 +285,9 @@ class WebSocketRemote(Remote):
         )
         self._placed = await self.pool.places.acquire()
         reply, pause = await self._ask("open", request), PAUSE_S
-        while reply.busy or reply.opening:  # it says the latter after `answer_within_s`, or as fast as it likes
+        while reply.busy or reply.opening:  # `opening` comes after `answer_within_s`, or sooner
             await asyncio.sleep(pause * (0.5 + random.random()))
-            pause = min(1.5 * pause, LONGEST_PAUSE_S)
+            pause = min(1.5 * pause, MAX_PAUSE_S)
             reply = await self._ask("open", request)
         self.wants_tokens = reply.wants_tokens
         return Opening(
@@ -333,7 +336,7 @@ class WebSocketRemote(Remote):
         )
 
     async def _ask(self, verb: str, noun: OpenSession | StepSession) -> SessionReply:
-        """Raises RemoteFailed, Unreachable, BadReply."""
+        """Send a request and return its reply. Raise RemoteFailed, Unreachable or BadReply."""
 
         async def once() -> SessionReply:
             asker = await self._connected()
@@ -341,7 +344,7 @@ class WebSocketRemote(Remote):
                 return sound(await asker.ask(verb, noun, SessionReply), "")
 
         try:
-            reply = await self.patiently(once, (aiohttp.ClientError, OSError, TimeoutError, ConnectionLost))
+            reply = await self.with_retries(once, (aiohttp.ClientError, OSError, TimeoutError, ConnectionLost))
         except (WireError, BadFrame) as error:
             raise BadReply(f"{self.url}: {error}") from None
         if reply.failure == Ending.ENV_BAD_REPLY:
@@ -354,7 +357,8 @@ class WebSocketRemote(Remote):
         return reply
 
     async def _connected(self) -> Asker:
-        """The connection, a new one if the last has ended. Raises aiohttp.ClientError, ConnectionLost, BadFrame."""
+        """Return the connection, a new one if the last has ended. Raise aiohttp.ClientError, ConnectionLost or
+        BadFrame."""
         if self._asker is not None and self._reading is not None and not self._reading.done():
             return self._asker
         await self._disconnect()
@@ -379,7 +383,7 @@ class WebSocketRemote(Remote):
                 async with asyncio.timeout(CLOSE_S):
                     await self._asker.ask("close", CloseSession(session=self.id), SessionReply)
         except (TimeoutError, ConnectionLost, WireError):
-            pass  # the other side's deadline ends what nobody closes
+            pass  # the server's own deadline ends the session
         finally:
             if self._placed:
                 self._placed = False
@@ -389,12 +393,12 @@ class WebSocketRemote(Remote):
 
 
 async def _read(asker: Asker) -> None:
-    with contextlib.suppress(BadFrame):  # who is waiting for an answer is told
+    with contextlib.suppress(BadFrame):  # pending requests fail with ConnectionLost
         await asker.run()
 
 
-def at(url: str) -> type[Remote]:
-    """The class of environments at this URL. Raises SpecError if it is none that may be reached."""
+def environment_at(url: str) -> type[Remote]:
+    """Return the environment class of this URL. Raise SpecError if the egress guard refuses the URL."""
     try:
         scheme = Egress.of_process().split(url).scheme
     except EgressRefused as error:
@@ -403,8 +407,8 @@ def at(url: str) -> type[Remote]:
     return type(base.__name__, (base,), {"url": url, "pools": {}})
 
 
-def reach(url: str) -> None:
-    """Blocking: resolve its name. Raises SpecError if it leads where jobs may not go."""
+def check_reachable(url: str) -> None:
+    """Resolve the URL's host (blocking). Raise SpecError if jobs may not connect to it."""
     try:
         Egress.of_process().check_blocking(url)
     except EgressRefused as error:

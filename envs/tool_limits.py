@@ -1,4 +1,4 @@
-"""How much a server may say of the tools that it offers to a policy, over whatever protocol."""
+"""Limits on the tool descriptions that a server offers to a policy, for every protocol."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ from typing import Any
 from opentinker.shared.types import codec
 from opentinker.shared.types.core import Tool
 
-MOST_TOOLS = 64
-"""Of one server: every one of them is described in every prompt."""
+MAX_TOOLS = 64
+"""Tools of one server: each is described in every prompt."""
 DESCRIPTION_BYTES = 8192
 SCHEMA_BYTES = 32 << 10
 TOOLS_BYTES = 192 << 10
-"""Of all descriptions and schemas together: they travel in the first reply of an episode."""
+"""Total size of all descriptions and schemas, which are sent with the first reply of an episode."""
 SCHEMA_DEPTH = 32
 
 
 def bounded_tools(tools: list[Tool]) -> list[Tool]:
-    """Raises ValueError if there are none, too many, or one is described at a length that no prompt should have."""
-    if not 1 <= len(tools) <= MOST_TOOLS:
-        raise ValueError(f"it has {len(tools)} tools; 1 to {MOST_TOOLS} can be offered")
+    """Return the tools. Raise ValueError if there are none or too many, or if a name repeats or a description or
+    schema is too large."""
+    if not 1 <= len(tools) <= MAX_TOOLS:
+        raise ValueError(f"it has {len(tools)} tools; 1 to {MAX_TOOLS} can be offered")
     if len({tool.name for tool in tools}) < len(tools):
         raise ValueError("two of its tools have the same name")
     total = 0
@@ -39,7 +40,7 @@ def bounded_tools(tools: list[Tool]) -> list[Tool]:
 
 
 def depth_beyond(value: Any, most: int) -> bool:
-    """Whether lists and objects are nested deeper, without descending further than that."""
+    """Return whether lists and objects are nested deeper than `most` levels, without descending further."""
     level = [value]
     for _ in range(most + 1):
         level = [

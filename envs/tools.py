@@ -1,22 +1,21 @@
-"""Tools that an environment has itself: methods that the policy may call between its turns.
+"""Tools of an environment: methods that the policy may call between its turns.
 
     class Shop(Environment):
         @tool
         def price(self, item: str, count: int = 1) -> float:
-            '''What so many of an item cost.
+            '''Return the price of an order.
 
             Args:
                 item: as it stands in the catalogue
             '''
             return self.prices[item] * count
 
-Name, description and JSON schema of the arguments come from the method. What the policy asks for is checked against
-them, so a method gets what its type hints say. It may be `async`, obeys the same rules as `step` (no blocking in the
-event loop), and says what went wrong by raising ToolError: whatever it raises becomes an observation, never the end of
-the episode. The answers are messages of role `tool`, with reward 0; the environment's own `step` is called when the
-policy calls nothing.
+Name, description and JSON schema of the arguments come from the method. Calls are validated against the schema, so a
+method receives the types of its type hints. It may be `async` and follows the rules of `step` (no blocking in the event
+loop). It reports a failure by raising ToolError; every exception becomes an observation and never ends the episode.
+Results are messages of role `tool`, with reward 0. The environment's own `step` is called for turns without tool calls.
 
-`ToolTurns` is that wrapper's rules, for these tools and for those of a job (`environment.tools`) alike.
+`ToolTurns` applies these rules to the environment's tools and to those of a job (`environment.tools`).
 """
 
 from __future__ import annotations
@@ -37,36 +36,36 @@ from opentinker.envs.base import Action, Environment, Opening, Step
 from opentinker.shared.types.core import Message, Tool, ToolCall
 
 RESULT_BYTES = 20_000
-"""Of what one call gives; the middle of more is left out."""
+"""Limit on the result of one call; the middle of a longer one is left out."""
 END_BYTES = 2000
-"""Of these, from its end: there stands what went wrong."""
+"""Bytes kept from the end, where errors are printed; part of RESULT_BYTES."""
 NOTE_BYTES = 100
-"""For the words that stand between: what was cut once is not cut again."""
+"""Bytes reserved for the note between the two parts, so that a truncated result is not truncated again."""
 TOOL_TURNS = 16
-"""Of one seat in an episode, unless the job says another number."""
+"""Tool turns of one seat in an episode, unless the job sets another number."""
 TIMEOUT_S = 30.0
-LAST = "\n(No more tools can be called in this episode: answer now.)"
+LAST_TURN_NOTE = "\n(No more tools can be called in this episode: answer now.)"
 
 Run = Callable[[dict[str, Any]], Awaitable[str]]
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 class ToolError(Exception):
-    """What the policy is told in place of a result."""
+    """A message to the policy in place of a result."""
 
 
-class Failed(ToolError):
-    """The text is the whole result: a program's output with its traceback, say."""
+class ToolFailed(ToolError):
+    """A failed call whose text is the whole result, e.g. a program's output with its traceback."""
 
 
-class Offered(msgspec.Struct, frozen=True, kw_only=True):
-    """A tool and who does it."""
+class OfferedTool(msgspec.Struct, frozen=True, kw_only=True):
+    """A tool and the function that runs it."""
 
     tool: Tool
     run: Run
-    """Gets the arguments of a call; raises ToolError, or whatever it likes."""
+    """Receives the arguments of a call; may raise ToolError or any other exception."""
     timeout_s: float | None = TIMEOUT_S
-    """None: `run` sees to it."""
+    """None: `run` limits its own time."""
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,9 +80,9 @@ def tool(method: F) -> F:
     return method
 
 
-def offered_by(environment: Environment) -> list[Offered]:
-    """The environment's own tools. Raises TypeError if a method cannot be one."""
-    return [offer(getattr(environment, name)) for name in _tools_of(type(environment))]
+def tools_of(environment: Environment) -> list[OfferedTool]:
+    """Return the environment's tools. Raise TypeError if a method cannot be a tool."""
+    return [tool_of(getattr(environment, name)) for name in _tools_of(type(environment))]
 
 
 @lru_cache(256)
@@ -94,33 +93,32 @@ def _tools_of(kind: type[Environment]) -> list[str]:
 # --- a function as a tool -----------------------------------------------------------------------------------------
 
 
-def offer(function: Callable[..., Any], timeout_s: float = TIMEOUT_S) -> Offered:
-    """A tool of a plain or an async function. Raises TypeError unless its parameters have names and type hints."""
+def tool_of(function: Callable[..., Any], timeout_s: float = TIMEOUT_S) -> OfferedTool:
+    """Make a tool of a plain or async function. Raise TypeError unless its parameters have names and type hints."""
     described, model = describe(function)
 
     async def run(arguments: dict[str, Any]) -> str:
-        given = checked(model, arguments)
-        result = function(**given)
+        result = function(**validate_arguments(model, arguments))
         return as_text(await result if inspect.isawaitable(result) else result)
 
-    return Offered(tool=described, run=run, timeout_s=timeout_s)
+    return OfferedTool(tool=described, run=run, timeout_s=timeout_s)
 
 
 def describe(function: Callable[..., Any]) -> tuple[Tool, type[BaseModel]]:
-    """The tool that a function is, and the model of its arguments. Raises TypeError."""
+    """Return the description of a function as a tool, and the model of its arguments. Raise TypeError."""
     return _described(getattr(function, "__func__", function), inspect.ismethod(function))
 
 
 @lru_cache(1024)
 def _described(function: Callable[..., Any], bound: bool) -> tuple[Tool, type[BaseModel]]:
-    """Once, for every episode opens with it."""
+    # Cached, because every episode asks for it.
     name = function.__name__
     about, meanings = _docstring(function)
     hints = get_type_hints(function, include_extras=True)
     fields: dict[str, Any] = {}
     for parameter in list(inspect.signature(function).parameters.values())[bound:]:
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise TypeError(f"tool {name}: {parameter} has no name of its own that a call could give")
+            raise TypeError(f"tool {name}: {parameter} has no name that a call could use")
         if parameter.name not in hints:
             raise TypeError(f"tool {name}: parameter {parameter.name} needs a type hint")
         default = ... if parameter.default is parameter.empty else parameter.default
@@ -132,8 +130,8 @@ def _described(function: Callable[..., Any], bound: bool) -> tuple[Tool, type[Ba
     return Tool(name=name, description=about, parameters=schema), model
 
 
-def checked(model: type[BaseModel], arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments with the types that the model says. Raises ToolError with every mistake."""
+def validate_arguments(model: type[BaseModel], arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments, converted to the types of the model. Raise ToolError with every mistake."""
     try:
         found = model.model_validate(arguments)
     except ValidationError as error:
@@ -143,12 +141,12 @@ def checked(model: type[BaseModel], arguments: dict[str, Any]) -> dict[str, Any]
 
 
 def as_text(result: Any) -> str:
-    """Text as it is, anything else as JSON."""
+    """Return text as it is, anything else as JSON."""
     return result if isinstance(result, str) else to_json(result, fallback=str).decode()
 
 
 def _docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
-    """What it does, and what its parameters mean: lines `name: meaning` under `Args:`, in Google's style."""
+    """Return the description of a function and of its parameters: lines `name: meaning` under `Args:`, Google style."""
     about, _, rest = (inspect.getdoc(function) or "").partition("\nArgs:\n")
     meanings: dict[str, str] = {}
     name = ""
@@ -163,7 +161,7 @@ def _docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
 
 
 def _without_titles(schema: Any) -> Any:
-    """Pydantic's titles repeat the names, and would be read by the policy in every prompt."""
+    """Remove pydantic's titles, which repeat the names and would be part of every prompt."""
     if isinstance(schema, list):
         return [_without_titles(item) for item in schema]
     if not isinstance(schema, dict):
@@ -172,25 +170,25 @@ def _without_titles(schema: Any) -> Any:
     return {key: _without_titles(value) for key, value in schema.items() if not (titled and key == "title")}
 
 
-# --- who answers a turn -------------------------------------------------------------------------------------------
+# --- tool turns ----------------------------------------------------------------------------------------------------
 
 
 class ToolTurns:
-    """The tool calls of one episode: which turns the tools answer, what they say, and how many there were."""
+    """The tool calls of one episode: decides which turns the tools answer, runs them and counts them."""
 
-    def __init__(self, offered: Sequence[Offered], most: int = TOOL_TURNS) -> None:
-        """`most`: turns of a seat that tools answer; then the environment gets what the policy says, calls or not.
+    def __init__(self, offered: Sequence[OfferedTool], most: int = TOOL_TURNS) -> None:
+        """`most`: tool turns of a seat; further turns go to the environment, with or without calls.
 
-        Raises ValueError if two tools have the same name.
+        Raise ValueError if two tools have the same name.
         """
-        self.offered: Mapping[str, Offered] = {one.tool.name: one for one in offered}
+        self.offered: Mapping[str, OfferedTool] = {one.tool.name: one for one in offered}
         if len(self.offered) < len(offered):
             names = sorted(one.tool.name for one in offered)
-            raise ValueError(f"every tool needs a name of its own; there are: {', '.join(names)}")
+            raise ValueError(f"every tool needs a different name; there are: {', '.join(names)}")
         self.most = most
         self.calls = self.errors = 0
         self._turns: dict[str, int] = {}
-        """By seat."""
+        """Tool turns so far, by seat."""
         self._owed: dict[tuple[str, str], list[Message]] = {}
 
     @property
@@ -202,28 +200,30 @@ class ToolTurns:
         return {"tool_calls": float(self.calls), "tool_errors": float(self.errors)}
 
     def takes(self, seat: str) -> bool:
-        """Whether tools may answer the seat once more; if so, this is counted as one of its turns."""
+        """Count a tool turn of the seat and return whether its limit allows it."""
         self._turns[seat] = self._turns.get(seat, 0) + 1
         return self._turns[seat] <= self.most
 
     def split(self, calls: Sequence[ToolCall], others: bool) -> tuple[list[ToolCall], list[ToolCall]]:
-        """Those for these tools, and those for `others`: if there are none, unknown names are for us to answer."""
+        """Split calls into those of these tools and those of `others`. Without others, unknown names are answered
+        here."""
         theirs = [call for call in calls if call.name not in self.offered] if others else []
         return [call for call in calls if call not in theirs], theirs
 
     def owe(self, seat: str, stream: str, messages: list[Message]) -> None:
-        """Results for a turn that the environment answered too: the stream that called sees them when it acts again."""
+        """Keep the results of a turn that the environment also answers, until the calling stream acts again."""
         if messages:
             self._owed[seat, stream] = [*self._owed.get((seat, stream), []), *messages]
 
     def due(self, seat: str, stream: str) -> list[Message]:
-        """What the stream is owed, before anything else that it sees."""
+        """Remove and return the results kept for a stream, which precede its other messages."""
         return self._owed.pop((seat, stream), [])
 
     async def answer(
         self, seat: str, calls: Sequence[ToolCall], problem: str, note: Callable[[str, Outcome], None] | None = None
     ) -> list[Message]:
-        """What the seat sees next, after a turn that was taken. `note` hears of every call, by its tool's name."""
+        """Run the calls of a turn that `takes` allowed and return the seat's next messages. `note` is called with the
+        tool's name and outcome of every call."""
         messages = [await self._result(call, note) for call in calls]
         if problem:
             self.calls += 1
@@ -231,11 +231,11 @@ class ToolTurns:
             messages.append(Message(role="user", content=problem))
         if self._turns[seat] == self.most:
             last = messages.pop()
-            messages.append(msgspec.structs.replace(last, content=last.text + LAST))
+            messages.append(msgspec.structs.replace(last, content=last.text + LAST_TURN_NOTE))
         return messages
 
     async def _result(self, call: ToolCall, note: Callable[[str, Outcome], None] | None) -> Message:
-        outcome = await perform(self.offered, call)
+        outcome = await run_tool(self.offered, call)
         self.calls += 1
         self.errors += outcome.failed
         if note is not None:
@@ -243,8 +243,8 @@ class ToolTurns:
         return Message(role="tool", content=outcome.text, tool_call_id=call.id, name=call.name)
 
 
-async def perform(offered: Mapping[str, Offered], call: ToolCall) -> Outcome:
-    """Whatever the tool does, there is an answer."""
+async def run_tool(offered: Mapping[str, OfferedTool], call: ToolCall) -> Outcome:
+    """Run one call and return its outcome; no exception of the tool escapes."""
     began = time.perf_counter()
     text, failed = "", True
     one = offered.get(call.name)
@@ -256,7 +256,7 @@ async def perform(offered: Mapping[str, Offered], call: ToolCall) -> Outcome:
     except TimeoutError as error:
         limit = f": it had {one.timeout_s:g} s" if one is not None and one.timeout_s is not None else ""
         text = f"error: {str(error) or f'the tool took too long{limit}'}"
-    except Failed as error:
+    except ToolFailed as error:
         text = str(error)
     except ToolError as error:
         text = f"error: {error}"
@@ -264,21 +264,21 @@ async def perform(offered: Mapping[str, Offered], call: ToolCall) -> Outcome:
         if (playing := asyncio.current_task()) is None or playing.cancelling():
             raise
         text = "error: the tool raised CancelledError"
-    except BaseException as error:  # noqa: BLE001 - the tool's own mistake, sys.exit() in it too, is an observation
+    except BaseException as error:  # noqa: BLE001 - any exception of the tool, even sys.exit(), is an observation
         text = f"error: {type(error).__name__}: {_words(error)}"
-    return Outcome(text=shortened(text), failed=failed, seconds=time.perf_counter() - began)
+    return Outcome(text=truncate(text), failed=failed, seconds=time.perf_counter() - began)
 
 
 def _words(error: BaseException) -> str:
     try:
         return str(error)
     except Exception:  # noqa: BLE001 - an error that cannot even be written
-        return "(without words)"
+        return "(no error text)"
 
 
-def shortened(text: str) -> str:
-    """At most RESULT_BYTES of it, and fit to be sent."""
-    if len(text) > 4 * RESULT_BYTES:  # never encode all of what has no end
+def truncate(text: str) -> str:
+    """Return the text as valid UTF-8 of at most RESULT_BYTES, without its middle if it is longer."""
+    if len(text) > 4 * RESULT_BYTES:  # do not encode a huge text as a whole
         left = len(text) - RESULT_BYTES + NOTE_BYTES
         return _without_middle(text[:RESULT_BYTES], text[-END_BYTES:], f"{left:,} characters")
     data = text.encode(errors="replace")
@@ -295,9 +295,9 @@ def _without_middle(first: str, last: str, left: str) -> str:
 
 
 class WithTools(Environment):
-    """An environment and its own tools, as one environment. All its seats may call them."""
+    """Wraps an environment and its tools as one environment. All seats may call the tools."""
 
-    def __init__(self, environment: Environment, offered: Sequence[Offered], most: int = TOOL_TURNS) -> None:
+    def __init__(self, environment: Environment, offered: Sequence[OfferedTool], most: int = TOOL_TURNS) -> None:
         super().__init__(environment.config)
         self.environment = environment
         self.seats = environment.seats
@@ -307,9 +307,9 @@ class WithTools(Environment):
         self._asked: Opening | Step = Opening(messages=[])
         self._metrics: dict[str, float] = {}
         self._answers_itself = False
-        """It offers tools that it does itself, in its step."""
+        """The environment also offers tools that its own `step` answers."""
         self._played = 0
-        """Turns of the environment's own."""
+        """Turns that reached the environment's own `step`."""
 
     async def open(self, row: int, seed: int) -> Opening:
         opened = await self.environment.open(row, seed)
@@ -320,29 +320,29 @@ class WithTools(Environment):
 
     async def step(self, action: Action) -> Step:
         mine, theirs = self._turns.split(action.tool_calls, self._answers_itself)
-        said: list[Message] = []
+        results: list[Message] = []
         if (mine or action.problem) and self._turns.takes(action.seat):
-            said = await self._turns.answer(action.seat, mine, action.problem)
+            results = await self._turns.answer(action.seat, mine, action.problem)
             if not theirs:
-                return self._again(said)
+                return self._continue_turn(results)
         own = msgspec.structs.replace(action, turn=self._played, tool_calls=theirs, problem="")
         self._played += 1
         step = await self.environment.step(own)
-        if isinstance(step, Step):  # else it is nothing, and whoever called us says so
+        if isinstance(step, Step):  # otherwise the caller reports the wrong type
             self._metrics = dict(step.metrics)
             step.metrics = self._metrics | self._turns.metrics
-            self._turns.owe(self._asked.seat, self._asked.stream, said)
+            self._turns.owe(self._asked.seat, self._asked.stream, results)
             if not step.done:
                 step.messages = [*self._turns.due(step.seat, step.stream), *step.messages]
                 self._offer(step)
         return step
 
-    def _again(self, said: list[Message]) -> Step:
-        """The same turn of the environment goes on."""
+    def _continue_turn(self, results: list[Message]) -> Step:
+        """Return tool results to the seat that called, within the same turn of the environment."""
         asked = self._asked
         metrics = self._metrics | self._turns.metrics
         return Step(
-            messages=said,
+            messages=results,
             seat=asked.seat,
             stream=asked.stream,
             max_tokens=asked.max_tokens,
@@ -351,7 +351,7 @@ class WithTools(Environment):
         )
 
     def _offer(self, said: Opening | Step) -> None:
-        """With the first messages of each stream."""
+        """Add the tools to the first messages of each stream."""
         self._asked = said
         if (said.seat, said.stream) not in self._seen:
             self._seen.add((said.seat, said.stream))
@@ -366,6 +366,7 @@ class WithTools(Environment):
 
 
 def with_tools(environment: Environment, most: int = TOOL_TURNS) -> Environment:
-    """The environment as it is if it has no tools of its own. Raises TypeError if one of its methods cannot be one."""
-    offered = offered_by(environment)
+    """Wrap the environment if it has tools, else return it unchanged. Raise TypeError if a tool method
+    cannot be one."""
+    offered = tools_of(environment)
     return WithTools(environment, offered, most) if offered else environment

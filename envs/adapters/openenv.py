@@ -18,7 +18,7 @@ from opentinker.envs.adapters.openenv_client import Line, Seen, ServerError
 from opentinker.envs.adapters.openenv_schema import Form, form_of, result_of, tools_of, view
 from opentinker.envs.base import ELSEWHERE, Action, BadReply, Opening, Step, Unreachable, user
 from opentinker.envs.data import in_event_loop
-from opentinker.envs.remote import AWAY, PAUSE_S, SHOWN, Remote, RemoteFailed, ServerConfig, limited
+from opentinker.envs.remote import MAX_QUOTED, PAUSE_S, UNAVAILABLE, Remote, RemoteFailed, ServerConfig, read_limited
 from opentinker.shared.messaging.websocket_frames import ConnectionLost
 from opentinker.shared.security.egress import Egress, EgressRefused
 from opentinker.shared.types.core import Message, ToolCall
@@ -196,12 +196,12 @@ class OpenEnv(Remote):
     # --- the server -------------------------------------------------------------------------------------------------
 
     async def _learn_form(self) -> Form:
-        """Of actions, by the server's schema where the config leaves it open. Raises as `patiently`, and BadReply."""
+        """Of actions, by the server's schema where the config leaves it open. Raise as `with_retries`, or BadReply."""
         config = self.config
         wanted = None if config.actions == "auto" else config.actions
         if wanted == "tools" or (wanted == "text" and config.action_field and not config.hint):
             return Form(kind=wanted, field=config.action_field, fixed=config.action)
-        schema = (await self.patiently(self._schema, LOST)).get("action")
+        schema = (await self.with_retries(self._schema, LOST)).get("action")
         if not isinstance(schema, dict):
             raise BadReply(f"{self.url}/schema must give the schema of an action")
         try:
@@ -214,8 +214,8 @@ class OpenEnv(Remote):
         url = urlunsplit(parts._replace(scheme=PLAIN.get(parts.scheme, parts.scheme), path=f"{parts.path}/schema"))
         timeout = aiohttp.ClientTimeout(total=self.config.request_timeout_s, sock_connect=10.0)
         async with self.pool.session.get(url, timeout=timeout, allow_redirects=False) as response:
-            raw = await limited(response)
-            if response.status in AWAY:
+            raw = await read_limited(response)
+            if response.status in UNAVAILABLE:
                 raise Unreachable(f"{url} answered {response.status}")
             if response.status != 200:
                 raise RemoteFailed(f"{url} answered {response.status}: is there an OpenEnv server?")
@@ -224,11 +224,11 @@ class OpenEnv(Remote):
         except orjson.JSONDecodeError:
             answer = None
         if not isinstance(answer, dict):
-            raise BadReply(f"{url} did not answer with a JSON object: {raw[:SHOWN].decode(errors='replace')}")
+            raise BadReply(f"{url} did not answer with a JSON object: {raw[:MAX_QUOTED].decode(errors='replace')}")
         return answer
 
     async def _reset(self, told: dict[str, Any]) -> Seen:
-        """On a connection of its own, again while the server is away or full. Raises as `patiently`, and BadReply."""
+        """On a connection of its own, again while the server is away or full. Raise as `with_retries`, or BadReply."""
 
         async def once() -> Seen:
             await self._hang_up()
@@ -244,7 +244,7 @@ class OpenEnv(Remote):
         pause = PAUSE_S
         while True:
             try:
-                return await self.patiently(once, LOST)
+                return await self.with_retries(once, LOST)
             except _Full:  # until the episode's deadline
                 await self._hang_up()
                 await asyncio.sleep(pause * (0.5 + random.random()))

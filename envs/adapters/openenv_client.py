@@ -17,7 +17,7 @@ import msgspec
 import orjson
 
 from opentinker.envs.base import BadReply
-from opentinker.envs.remote import CLOSE_S, REPLY_BYTES, SHOWN
+from opentinker.envs.remote import CLOSE_S, MAX_QUOTED, REPLY_BYTES
 from opentinker.shared.messaging.websocket_frames import ConnectionLost
 from opentinker.shared.types.errors import OpenTinkerError
 
@@ -99,12 +99,12 @@ def _seen(message: aiohttp.WSMessage) -> Seen:
     try:
         said = orjson.loads(message.data)
     except orjson.JSONDecodeError:
-        raise BadReply(f"the server did not answer with JSON: {message.data[:SHOWN]}") from None
+        raise BadReply(f"the server did not answer with JSON: {message.data[:MAX_QUOTED]}") from None
     data = said.get("data") if isinstance(said, dict) else None
     if not isinstance(data, dict) or said.get("type") not in ("observation", "error"):
-        raise BadReply(f"the server answered with neither an observation nor an error: {message.data[:SHOWN]}")
+        raise BadReply(f"the server answered with neither an observation nor an error: {message.data[:MAX_QUOTED]}")
     if said["type"] == "error":
-        raise ServerError(str(data.get("code"))[:SHOWN], _why(data))
+        raise ServerError(str(data.get("code"))[:MAX_QUOTED], _why(data))
     return _checked(data)
 
 
@@ -127,11 +127,11 @@ def _why(data: dict[str, Any]) -> str:
     """The message of an error, or what was wrong with each field."""
     errors = data.get("errors")
     if not isinstance(errors, list) or not errors:
-        return str(data.get("message", ""))[: 5 * SHOWN]
+        return str(data.get("message", ""))[: 5 * MAX_QUOTED]
     parts = []
     for error in errors[:ERRORS_SHOWN]:
         if isinstance(error, dict):
             place = error.get("loc")
             where = ".".join(map(str, place)) if isinstance(place, list) else ""
             parts.append(f"{where}: {error.get('msg')}" if where else str(error.get("msg")))
-    return "; ".join(parts)[: 5 * SHOWN]
+    return "; ".join(parts)[: 5 * MAX_QUOTED]

@@ -1,1 +1,1 @@
-"""Environments whose agent owns the loop: programs and libraries that ask a model over HTTP."""
+"""Environments whose agent owns the loop: programs and libraries that call a model over HTTP."""

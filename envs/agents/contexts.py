@@ -1,9 +1,9 @@
-"""Which requests of an agent belong together: one that begins with an earlier one and our answer to it continues that
-context, and everything else begins a new one.
+"""Assigns an agent's requests to contexts: a request that begins with an earlier request and our answer continues that
+context; any other request begins a new one.
 
-What continues is never written anew: the policy keeps the very tokens that it has sampled. (Plain text after an
-end-of-turn token is a context of its own: written anew, it would have none in its midst.) So an agent that leaves its
-history as it was trains on one stream of tokens, and one that rewrites, cuts or summarises it on a stream per rewrite.
+A continued context is not tokenized again: the policy keeps the exact tokens that it sampled. Plain text that continues
+past an end-of-turn token begins a new context, because retokenized text would lack that token. So an agent that leaves
+its history unchanged trains on one token stream; one that rewrites, cuts or summarises it trains on one per rewrite.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ class Context:
     session: str
     tools: list[Tool]
     messages: list[Message] | None = None
-    """Both sides' words, as the agent knows them; None where it speaks in tokens or in plain text."""
+    """Messages of both sides, as the agent knows them; None if it sends tokens or plain text."""
     token_ids: list[int] = field(default_factory=list)
     text: str | None = None
-    """All of it, where the agent speaks in plain text."""
+    """The whole text, if the agent sends plain text."""
     ended: bool = False
-    """Plain text: an end-of-turn token stands behind it, which no longer text would have there."""
+    """Plain text: an end-of-turn token follows it, which a longer text would not contain at that place."""
 
-    def begins(self, asked: ParsedRequest) -> int:
-        """How much of the request is this context; 0 if the request does not continue it."""
+    def matched(self, asked: ParsedRequest) -> int:
+        """Return how much of the request this context covers (messages, tokens or characters); 0 if the request does
+        not continue it."""
         if self.session != asked.session:
             return 0
         if self.text is not None:
@@ -47,16 +48,16 @@ class Context:
 
 
 class Contexts:
-    """Of one episode. `place` and `answered` alternate."""
+    """The contexts of one episode. Calls of `place` and `add_answer` alternate."""
 
     def __init__(self) -> None:
         self._contexts: list[Context] = []
         self._current: Context
 
     def place(self, asked: ParsedRequest) -> Opening:
-        """What the policy is told: where to act, and what is new there."""
-        found = max(self._contexts, key=lambda context: context.begins(asked), default=None)
-        known = 0 if found is None else found.begins(asked)
+        """Return the stream that a request belongs to and the part of it that is new there."""
+        found = max(self._contexts, key=lambda context: context.matched(asked), default=None)
+        known = 0 if found is None else found.matched(asked)
         if found is None or not known:
             name = str(len(self._contexts)) if self._contexts else ""
             spoken = asked.token_ids is None and asked.text is None
@@ -72,8 +73,8 @@ class Contexts:
             stop=asked.stop,
         )
 
-    def answered(self, asked: ParsedRequest, action: Action) -> None:
-        """To what was placed last."""
+    def add_answer(self, asked: ParsedRequest, action: Action) -> None:
+        """Append the policy's answer to the context that was placed last."""
         context = self._current
         if asked.text is not None:
             context.text, context.ended = asked.text + action.text, action.stop == StopReason.EOS

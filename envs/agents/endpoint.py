@@ -1,12 +1,12 @@
-"""The model, as one agent sees it: an OpenAI-compatible server on loopback, for one episode.
+"""OpenAI-compatible HTTP server on loopback through which one agent calls the policy, for one episode.
 
     POST {base}/v1/chat/completions    messages, tools, streams
     POST {base}/v1/completions         a prompt as plain text or as token ids
     GET  {base}/v1/models              the model; {base}/v1/models/NAME by its name
     POST {base}/inference/v1/generate  token ids in, token ids and logprobs out (X-Session-ID tells conversations apart)
 
-Consumes HTTP requests, produces what they ask in the order of their arrival; waits for the policy's turn. `{base}` is
-`http://127.0.0.1:PORT/KEY`, the key being drawn anew: who does not know it is told nothing.
+Consumes HTTP requests, produces responses in order of arrival; waits for the policy's turn. `{base}` is
+`http://127.0.0.1:PORT/KEY` with a random key per episode; requests without the key get a 404.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ ROUTES: dict[str, tuple[Parse, Answer, Chunks | None]] = {
 }
 
 
-class Waiting:
-    """One request of an agent, on its way to the policy."""
+class PendingRequest:
+    """One request of an agent that waits for the policy."""
 
     def __init__(self, asked: ParsedRequest) -> None:
         self.asked = asked
         self.answer: asyncio.Future[Action] = asyncio.get_running_loop().create_future()
-        """Set with the policy's turn, or with Refused."""
+        """Set to the policy's turn, or to InvalidField."""
 
     @property
     def gone(self) -> bool:
-        """Nobody waits for the answer any more."""
+        """Whether the client has disconnected."""
         return self.answer.done()
 
 
@@ -56,12 +56,12 @@ class Endpoint:
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self._key = secrets.token_urlsafe(24)
-        self._asked: asyncio.Queue[Waiting] = asyncio.Queue()
+        self._asked: asyncio.Queue[PendingRequest] = asyncio.Queue()
         self._runner: web.AppRunner | None = None
-        self._waiting: set[Waiting] = set()
+        self._pending: set[PendingRequest] = set()
 
     async def start(self) -> str:
-        """The base URL for OpenAI clients, which ends in /v1."""
+        """Start the server and return the base URL for OpenAI clients, which ends in /v1."""
         app = web.Application(client_max_size=BODY_BYTES)
         app.router.add_route("*", "/{key}/{path:.*}", self._handle)
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.0)
@@ -71,18 +71,18 @@ class Endpoint:
         return f"http://127.0.0.1:{self._runner.addresses[0][1]}/{self._key}/v1"
 
     async def close(self) -> None:
-        """Requests that wait get no answer any more."""
-        for waiting in list(self._waiting):
-            waiting.answer.cancel()
+        """Cancel pending requests and stop the server."""
+        for pending in list(self._pending):
+            pending.answer.cancel()
         if self._runner is not None:
             await self._runner.cleanup()
 
-    async def next(self) -> Waiting:
-        """The oldest request that somebody still waits for."""
+    async def next(self) -> PendingRequest:
+        """Wait for and return the oldest request whose client is still connected."""
         while True:
-            waiting = await self._asked.get()
-            if not waiting.gone:
-                return waiting
+            pending = await self._asked.get()
+            if not pending.gone:
+                return pending
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         try:
@@ -119,17 +119,18 @@ class Endpoint:
             raise too_long(limit, len(asked.token_ids))
 
     async def _answer(self, asked: ParsedRequest) -> Action:
-        """Whoever hangs up leaves the queue, or, if the policy is at it already, its answer to nobody."""
-        waiting = Waiting(asked)
-        self._waiting.add(waiting)
-        self._asked.put_nowait(waiting)
+        """Wait for the policy's turn. If the client disconnects, the request leaves the queue, or its answer is dropped
+        if the policy has it already."""
+        pending = PendingRequest(asked)
+        self._pending.add(pending)
+        self._asked.put_nowait(pending)
         try:
-            return await waiting.answer
+            return await pending.answer
         except asyncio.CancelledError:
-            waiting.answer.cancel()
+            pending.answer.cancel()
             raise
         finally:
-            self._waiting.discard(waiting)
+            self._pending.discard(pending)
 
 
 async def _body(request: web.Request) -> Json:
@@ -145,7 +146,7 @@ async def _body(request: web.Request) -> Json:
 
 
 async def _stream(request: web.Request, chunks: list[Json]) -> web.StreamResponse:
-    """Server-sent events, the terminal one included."""
+    """Send the chunks as server-sent events, followed by [DONE]."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await response.prepare(request)
     for chunk in chunks:

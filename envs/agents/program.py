@@ -1,6 +1,6 @@
-"""`agent_program`: any program that asks an OpenAI-compatible server plays an episode, and prints what it was worth.
+"""`agent_program`: runs a program that calls an OpenAI-compatible server as an episode.
 
-It finds the server in OPENAI_BASE_URL, and its last line of output is a JSON object with a `reward`.
+The program finds the server in OPENAI_BASE_URL; the last line of its output is a JSON object with a `reward`.
 """
 
 from __future__ import annotations
@@ -22,22 +22,23 @@ from opentinker.envs.base import EnvironmentConfig
 from opentinker.shared.runtime.parent_death import hold_command
 
 KEPT_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "PYTHONPATH")
-"""Of the env worker's own environment variables: its credentials are not for agents."""
+"""Environment variables of the env worker that the program inherits; its credentials are not among them."""
 API_KEY = "opentinker"
-"""Clients insist on one; the URL is what nobody else knows."""
+"""Placeholder that clients require; the URL is the secret."""
 OUTPUT_BYTES = 1024 * 1024
-"""What is kept of each of the two outputs: the end."""
-SHOWN = 1500
+"""Bytes kept from the end of stdout and of stderr."""
+MAX_QUOTED = 1500
+"""Characters of output that an error quotes."""
 
 
 class AgentProgram(AgentEnvironment):
     class Config(EnvironmentConfig):
         command: Annotated[list[str], Field(min_length=1)]
-        """The program and its arguments; nothing is expanded by a shell."""
+        """The program and its arguments; no shell expands them."""
         directory: str = ""
-        """Where it runs, seen from where the env worker was started; default: an empty one, removed afterwards."""
+        """Working directory, relative to that of the env worker; default: an empty one, removed afterwards."""
         variables: dict[str, str] = {}  # noqa: RUF012 - pydantic copies defaults
-        """More environment variables for it."""
+        """Additional environment variables."""
 
         @field_validator("command")
         @classmethod
@@ -70,7 +71,7 @@ class AgentProgram(AgentEnvironment):
             reading = [asyncio.create_task(_end_of(stream)) for stream in (process.stdout, process.stderr)]
             try:
                 status = await process.wait()
-                _kill_group(process.pid)  # what it has left running would keep its outputs open
+                _kill_group(process.pid)  # processes left behind would keep the pipes open
                 out, err = await asyncio.gather(*reading)
             finally:
                 _kill_group(process.pid)
@@ -105,11 +106,11 @@ def _kill_group(group: int) -> None:
 
 
 def _result(status: int, out: bytes, err: bytes) -> Result:
-    """Raises AgentError unless the program ended well and said what its episode was worth."""
+    """Return the program's result. Raise AgentError if it failed or printed no reward."""
     if status != 0:
         how = f"was killed by signal {-status}" if status < 0 else f"ended with exit status {status}"
-        said = (err.strip() or out.strip()).decode(errors="replace")[-SHOWN:]
-        raise AgentError(f"the program {how}: {said or 'it printed nothing'}")
+        output = (err.strip() or out.strip()).decode(errors="replace")[-MAX_QUOTED:]
+        raise AgentError(f"the program {how}: {output or 'it printed nothing'}")
     lines = out.strip().splitlines()
     if not lines:
         raise AgentError('the program printed no reward: its last line must be like {"reward": 1.0}')
@@ -123,13 +124,13 @@ class _Line(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def result_of(line: bytes) -> Result:
-    """Raises AgentError unless it is a JSON object of a reward and, perhaps, components and metrics."""
+    """Parse a JSON object of a reward and optional components and metrics. Raise AgentError for anything else."""
     try:
-        said = msgspec.json.decode(line, type=_Line)
+        parsed = msgspec.json.decode(line, type=_Line)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        shown = line.decode(errors="replace")[-SHOWN:]
+        shown = line.decode(errors="replace")[-MAX_QUOTED:]
         raise AgentError(
             f'the program\'s last line must be like {{"reward": 1.0, "components": {{}}, "metrics": {{}}}}; it is '
             f"{shown!r}: {error}"
         ) from None
-    return Result(reward=said.reward, components=said.components, metrics=said.metrics)
+    return Result(reward=parsed.reward, components=parsed.components, metrics=parsed.metrics)

@@ -1,8 +1,8 @@
-"""`verifiers`: environments of the verifiers library, unmodified, in an interpreter that has it installed.
+"""`verifiers`: plays unmodified environments of the verifiers library in an interpreter that has it installed.
 
-The library wants versions of packages that ours do not want, so one process per environment and env worker plays its
-episodes there, many at the same time (`verifiers_runner.py`): it is started when first needed, ends a while after its
-last episode, and asks for the model over HTTP like any agent.
+The library's dependencies conflict with ours, so one process per environment and env worker plays its episodes
+concurrently (`verifiers_runner.py`). It is started on first use, ends some time after its last episode, and calls the
+model over HTTP like any agent.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ RUNNER = Path(__file__).with_name("verifiers_runner.py")
 KEPT_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "LD_LIBRARY_PATH")
 KEPT_BEGINNINGS = ("UV_", "PIP_", "SSL_CERT_", "XDG_", "HF_", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy",
                    "https_proxy", "no_proxy")  # fmt: skip
-"""Of the env worker's own environment variables: where packages come from, and nothing of its credentials."""
+"""Prefixes of the env worker's environment variables that the process inherits: package sources, no credentials."""
 IDLE_S = 120.0
 CANCEL_S = 10.0
-"""A process that does not end a cancelled episode within that time blocks all of them, and is killed."""
+"""A process that does not end a cancelled episode within this time blocks all episodes and is killed."""
 LINE_BYTES = 16 * 1024 * 1024
 
 log = structlog.get_logger()
@@ -43,23 +43,23 @@ Json = dict[str, Any]
 class Verifiers(AgentEnvironment):
     class Config(EnvironmentConfig):
         id: Annotated[str, Field(min_length=1)]
-        """What verifiers loads: with 0.1 the module of an environment, with 0.2 and later that of a taskset."""
+        """The module that verifiers loads: an environment with 0.1, a taskset with 0.2 and later."""
         args: dict[str, Any] = {}  # noqa: RUF012 - pydantic copies defaults
-        """With 0.1 the arguments of `load_environment`; with 0.2 and later the fields of its EnvConfig, e.g.
+        """Arguments of `load_environment` with 0.1, fields of its EnvConfig with 0.2 and later, e.g.
         `{ agent = { harness = { id = "null" } } }`."""
         python: str = ""
-        """The interpreter that has verifiers and the environment installed; default: that of the env worker."""
+        """Interpreter with verifiers and the environment installed; default: that of the env worker."""
         paths: list[str] = []  # noqa: RUF012
-        """Directories with more modules, e.g. of an environment that is not installed."""
+        """Additional module directories, e.g. of an environment that is not installed."""
         split: Literal["train", "eval"] = "train"
-        """Which of the data sets, with 0.1."""
+        """The data set that is played, with 0.1."""
         client: Literal["chat", "tokens"] = "chat"
-        """`chat`: the job's chat template renders the conversation. `tokens`: verifiers does, as in its own training
-        mode (0.2 and later); that needs `tokenizer`, or a model directory that the env worker can read."""
+        """`chat`: the job's chat template renders the conversation. `tokens`: verifiers renders it, as in its training
+        mode (0.2 and later); this needs `tokenizer`, or a model directory that the env worker can read."""
         tokenizer: str = ""
-        """Of `client = "tokens"`; default: the job's model."""
+        """Tokenizer for `client = "tokens"`; default: that of the job's model."""
         rows: Annotated[int, Field(ge=1)] = 10_000
-        """How many tasks are taken of a taskset without an end."""
+        """Number of tasks taken from an infinite taskset."""
 
         @field_validator("python")
         @classmethod
@@ -71,19 +71,19 @@ class Verifiers(AgentEnvironment):
     config: Config
 
     async def run(self, base_url: str, row: int, seed: int) -> Result:
-        runner = Runner.of(self.config)
+        runner = VerifiersProcess.of(self.config)
         reply = await runner.play({"base_url": base_url, "model": self.policy.model, "row": row})
         return Result(reward=float(reply["reward"]), metrics=reply["metrics"])
 
 
-class Runner:
-    """The process of one environment, and the episodes that it plays."""
+class VerifiersProcess:
+    """The process of one environment and the episodes that it plays."""
 
-    _running: dict[str, Runner] = {}  # noqa: RUF012 - one per environment in this process, for all its episodes
+    _running: dict[str, VerifiersProcess] = {}  # noqa: RUF012 - one per environment in this process, for all its episodes
 
     def __init__(self, config: Verifiers.Config) -> None:
         self.gone = ""
-        """Why it can play no more."""
+        """Why the process has ended; empty while it runs."""
         self._config = config
         self._loop = asyncio.get_running_loop()
         self._numbers = itertools.count()
@@ -95,8 +95,8 @@ class Runner:
         self._life = self._loop.create_task(self._live())
 
     @classmethod
-    def of(cls, config: Verifiers.Config) -> Runner:
-        """That of the environment, which is started if there is none."""
+    def of(cls, config: Verifiers.Config) -> VerifiersProcess:
+        """Return the process of the environment, started if there is none."""
         key = config.model_dump_json()
         runner = cls._running.get(key)
         if runner is None or runner.gone or runner._loop is not asyncio.get_running_loop():
@@ -104,7 +104,7 @@ class Runner:
         return runner
 
     async def play(self, asked: Json) -> Json:
-        """Raises AgentError with what verifiers says of an episode that failed."""
+        """Play one episode. Raise AgentError with verifiers' message if it fails."""
         number = next(self._numbers)
         coming: asyncio.Future[Json] = self._loop.create_future()
         self._waiting[number] = coming
@@ -140,8 +140,8 @@ class Runner:
             self._writer.write(json.dumps(noun).encode() + b"\n")
 
     async def _live(self) -> None:
-        """From the start of the process to its end; whoever waits then hears of it."""
-        said = ""
+        """Run the process from start to end, then fail the episodes that still wait for it."""
+        problem = ""
         try:
             reader = await self._start()
             while line := await reader.readline():
@@ -151,13 +151,13 @@ class Runner:
                 elif "ready" in reply:
                     self._ready.set_result(None)
                 else:
-                    said = reply["error"]
+                    problem = reply["error"]
         except ConnectionError:
             pass  # the process has ended: see its exit status
-        except (OSError, ValueError) as error:  # it cannot be started, or a line is none or too long
-            said = f"{type(error).__name__}: {error}"
+        except (OSError, ValueError) as error:  # the process cannot be started, or a line is invalid or too long
+            problem = f"{type(error).__name__}: {error}"
         finally:
-            await self._finish(said)
+            await self._finish(problem)
 
     async def _start(self) -> asyncio.StreamReader:
         near, far = socket.socketpair()
@@ -167,7 +167,7 @@ class Runner:
             for name, value in os.environ.items()
             if name in KEPT_VARIABLES or name.startswith(KEPT_BEGINNINGS)
         }
-        ours = str(Path(sys.executable).parent)  # uv is there, which its harnesses call
+        ours = str(Path(sys.executable).parent)  # contains uv, which its harnesses call
         path = [str(Path(shutil.which(python) or python).parent), kept.get("PATH", os.defpath), ours]
         with far:
             self._process = await asyncio.create_subprocess_exec(
@@ -188,21 +188,22 @@ class Runner:
         if coming is not None and not coming.done():
             coming.set_result(reply)
         if not self._waiting:
-            self._idle = self._loop.call_later(IDLE_S, self.kill, "nobody needed it any more")
+            self._idle = self._loop.call_later(IDLE_S, self.kill, "idle")
 
-    async def _finish(self, said: str) -> None:
+    async def _finish(self, problem: str) -> None:
         if self._process is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             status = await self._process.wait()
-            said = said or self.gone or (f"killed by signal {-status}" if status < 0 else f"exit status {status}")
-        self.gone = said
+            how = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
+            problem = problem or self.gone or how
+        self.gone = problem
         if self._writer is not None:
             self._writer.close()
-        log.info("verifiers_process_ended", environment=self._config.id, reason=said, episodes=len(self._waiting))
-        error = AgentError(f"the process of verifiers environment {self._config.id!r} ended: {said}")
-        told: list[asyncio.Future[Any]] = [self._ready, *self._waiting.values()]
-        for coming in told:
+        log.info("verifiers_process_ended", environment=self._config.id, reason=problem, episodes=len(self._waiting))
+        error = AgentError(f"the process of verifiers environment {self._config.id!r} ended: {problem}")
+        waiting: list[asyncio.Future[Any]] = [self._ready, *self._waiting.values()]
+        for coming in waiting:
             if not coming.done():
                 coming.set_exception(error)
-                coming.exception()  # who waits is told; where nobody does, nobody needs to know
+                coming.exception()  # retrieved, so that asyncio does not log it where no episode waits

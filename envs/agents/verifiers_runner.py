@@ -1,9 +1,10 @@
-"""Plays the episodes of one verifiers environment, in the interpreter that has verifiers installed.
+"""Plays the episodes of one verifiers environment in the interpreter that has verifiers installed.
 
     python verifiers_runner.py FD      (started by verifiers.py, never by hand; imports nothing of ours)
 
-Consumes lines of JSON from the socket FD, produces one per episode on it; waits for the next line; ends with the other
-side. The first line says which environment it is, and is answered with `ready` or `error`; then come `run`, `cancel`.
+Consumes lines of JSON from the socket FD, produces one line per episode on it; waits for the next line; ends when the
+env worker closes its side. The first line names the environment and is answered with `ready` or `error`; `run` and
+`cancel` follow.
 """
 
 import asyncio
@@ -22,17 +23,17 @@ from typing import Any
 ERROR_CHARACTERS = 1500
 KEY_VARIABLE = "OPENTINKER_AGENT_KEY"
 LINE_BYTES = 16 * 1024 * 1024
-FIRST_OF_NEW = (0, 2)
-"""verifiers of this version on are driven through `verifiers.v1`."""
+FIRST_V1 = (0, 2)
+"""verifiers is called through `verifiers.v1` from this version on."""
 
 Json = dict[str, Any]
 
 
-class Failed(Exception):
-    """An episode that came to nothing, as verifiers tells it."""
+class EpisodeFailed(Exception):
+    """An episode that failed, with the message of verifiers."""
 
 
-class Old:
+class LegacyEnv:
     """0.1: `load_environment`, and rollouts of rows."""
 
     def __init__(self, setup: Json) -> None:
@@ -58,7 +59,7 @@ class Old:
         finally:
             await client.close()
         if output.get("error") is not None:
-            raise Failed(str(output["error"]))
+            raise EpisodeFailed(str(output["error"]))
         return {"reward": output["reward"], "metrics": output.get("metrics") or {}}
 
     @contextlib.asynccontextmanager
@@ -69,24 +70,22 @@ class Old:
             await self.env._teardown()
 
 
-class New:
+class V1Env:
     """0.2 and later: an Env over a Taskset, and episodes of traces."""
 
     def __init__(self, setup: Json) -> None:
         from verifiers.v1.configs.agent import agent_config_fields
         from verifiers.v1.utils.loaders import env_config_type, load_environment
 
-        given = dict(setup["args"])
+        fields = dict(setup["args"])
         if setup["split"] != "train":
             raise ValueError("tasksets have no splits: name what you want in args, e.g. args.taskset.split")
-        taskset = {"id": setup["id"], **given.pop("taskset", {})}
-        kind = env_config_type(taskset["id"], given.get("id", ""))
+        taskset = {"id": setup["id"], **fields.pop("taskset", {})}
+        kind = env_config_type(taskset["id"], fields.get("id", ""))
         for role in agent_config_fields(kind()):
-            agent = given[role] = dict(given.get(role, {}))
-            agent.setdefault(
-                "runtime", {"type": "subprocess"}
-            )  # the default tunnels through a service that is paid for
-        self.env = load_environment(kind.model_validate({"taskset": taskset, **given}))
+            agent = fields[role] = dict(fields.get(role, {}))
+            agent.setdefault("runtime", {"type": "subprocess"})  # the default tunnels through a paid service
+        self.env = load_environment(kind.model_validate({"taskset": taskset, **fields}))
         tasks = self.env.taskset
         if not tasks.bounded:
             tasks = tasks.take(setup["rows"])
@@ -111,10 +110,12 @@ class New:
         episode = await self.env.run_episode(self.rows[asked["row"] % len(self.rows)], context)
         if not episode.ok:
             errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
-            raise Failed("; ".join(f"{error.type}: {error.message}" for error in errors) or "the episode is not ok")
+            raise EpisodeFailed(
+                "; ".join(f"{error.type}: {error.message}" for error in errors) or "the episode is not ok"
+            )
         traces = [trace for trace in episode.traces if trace.agent.trainable]
         if not traces:
-            raise Failed("none of its agents is trainable")
+            raise EpisodeFailed("none of its agents is trainable")
         metrics: dict[str, list[float]] = {}
         for trace in traces:
             for name, value in [*trace.metrics.items(), *((n, r and r.value) for n, r in trace.rewards.items())]:
@@ -127,23 +128,23 @@ class New:
 
 
 def load(setup: Json) -> Any:
-    beside = os.path.dirname(os.path.realpath(__file__))  # where another module is named verifiers
-    sys.path[:] = [*setup["paths"], *(path for path in sys.path if os.path.realpath(path) != beside)]
+    here = os.path.dirname(os.path.realpath(__file__))  # contains another module named verifiers
+    sys.path[:] = [*setup["paths"], *(path for path in sys.path if os.path.realpath(path) != here)]
     version = importlib.metadata.version("verifiers")
-    new = tuple(int(part) for part in version.split(".")[:2]) >= FIRST_OF_NEW
-    env = (New if new else Old)(setup)
+    new = tuple(int(part) for part in version.split(".")[:2]) >= FIRST_V1
+    env = (V1Env if new else LegacyEnv)(setup)
     if not len(env.rows):
         raise ValueError("it has no task")
     return env
 
 
 async def play(env: Any, asked: Json) -> Json:
-    """Whatever happens in it, the episode gets an answer."""
+    """Play one episode and return its reply, also if it raises."""
     try:
         return {"run": asked["run"], **(await env.run(asked))}
     except asyncio.CancelledError:
         raise
-    except Failed as error:
+    except EpisodeFailed as error:
         return {"run": asked["run"], "error": str(error)[-ERROR_CHARACTERS:]}
     except Exception as error:  # noqa: BLE001 - user code
         return {"run": asked["run"], "error": "".join(traceback.format_exception(error, limit=-4))[-ERROR_CHARACTERS:]}
@@ -183,7 +184,7 @@ async def main(descriptor: int) -> None:
 
 
 def sound(noun: Json) -> Json:
-    """With finite numbers alone: JSON has no others."""
+    """Return the reply without NaN and infinity, which JSON does not have."""
     if "metrics" in noun:
         numbers = {str(name): value for name, value in noun["metrics"].items() if isinstance(value, int | float)}
         noun = {**noun, "metrics": {name: float(value) for name, value in numbers.items() if math.isfinite(value)}}
@@ -194,4 +195,4 @@ if __name__ == "__main__":
     try:
         asyncio.run(main(int(sys.argv[1])))
     finally:
-        os.killpg(os.getpgrp(), signal.SIGKILL)  # what its harnesses have left running
+        os.killpg(os.getpgrp(), signal.SIGKILL)  # kills processes that its harnesses left behind

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from opentinker.envs.base import Action, Environment
 from opentinker.envs.base import Step as Answer
 from opentinker.envs.data import DataConfig, content_of, in_event_loop, read, table, text_of
-from opentinker.envs.grading import graders, installed
+from opentinker.envs.grading import graders, is_installed
 from opentinker.shared.types.core import Message
 
 INSTRUCTION = "Think step by step, and put your final answer into \\boxed{}."
@@ -36,7 +36,7 @@ class Math(Environment):
         @model_validator(mode="after")
         def _can_be_played(self) -> Self:
             """The data are read when a job is submitted, so that a mistake is found then; never in an event loop."""
-            if not installed():
+            if not is_installed():
                 raise ValueError("math-verify is not installed here: pip install 'opentinker[math]'")
             if in_event_loop():
                 return self

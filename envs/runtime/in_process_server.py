@@ -103,10 +103,10 @@ def _playable(given: type[Environment] | type[AbstractGame]) -> type[Environment
 
     pool = ThreadPoolExecutor(THREADS, "game")
 
-    async def beside(_: PlayedGame, function: Callable[[], T]) -> T:
+    async def call_concurrently(_: PlayedGame, function: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(pool, function)
 
-    own = {"blocking": False, "call": call, "beside": beside, "__module__": kind.__module__}
+    own = {"blocking": False, "call": call, "call_concurrently": call_concurrently, "__module__": kind.__module__}
     return type(kind.__name__, (kind,), own)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from opentinker.envs.base import Environment
 from opentinker.envs.game import PlayedGame
-from opentinker.envs.registry import check, find, reach, rehearse
+from opentinker.envs.registry import check, check_reachable, find, rehearse
 from opentinker.shared.types import codec
 from opentinker.shared.types.errors import SpecError
 
@@ -71,7 +71,7 @@ class Resolver:
         try:
             async with asyncio.timeout(CHECK_S):
                 await self.find(name)
-                await _result(partial(reach, name))
+                await _result(partial(check_reachable, name))
                 if config is not None:
                     found, settings = await _result(partial(check, name, config, modules=self.modules))
                     if not found.blocking and not issubclass(found, PlayedGame):

@@ -1,4 +1,4 @@
-"""`python -m opentinker.services.env_worker`"""
+"""Runs an env worker: `python -m opentinker.services.env_worker`."""
 
 import os
 import sys

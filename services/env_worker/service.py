@@ -1,9 +1,9 @@
-"""Wiring of an env worker: subjects -> Sessions, heartbeat, drain.
+"""Entry point of an env worker: connects subjects to Sessions, sends heartbeats and drains on shutdown.
 
 Consumes opens (shared between all env workers by a queue group), steps and closes (addressed to this process) and
-checks; produces replies, METRIC and TIMELINE once a second; woken by messages. On SIGTERM it takes no more opens and
-lets the running sessions finish within `drain_s`; whoever still has one then finds nobody at the address and plays the
-episode elsewhere.
+checks; produces replies, METRIC and TIMELINE once a second; woken by messages. On SIGTERM it accepts no more opens and
+lets running sessions finish within `drain_s`. Rollout workers with sessions left after that get no response and play
+the episodes elsewhere.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from opentinker.shared.types.errors import SpecError
 
 QUEUE = "env"
 BLOCKED_TTLS = 2
-"""An environment that holds the event loop for so many times `worker_ttl_s` ends the process."""
+"""An environment that blocks the event loop for this many times `worker_ttl_s` ends the process."""
 
 GLUE_S = 0.05
-"""Of its lanes: between turns of many sessions there are many short gaps, and there are many env workers."""
+"""Timeline spans closer than this are merged: turns of many sessions leave many short gaps, on many env workers."""
 
 
 async def serve(ctx: Context) -> None:
@@ -71,7 +71,7 @@ async def serve(ctx: Context) -> None:
             {
                 "beat": _beat(ctx, info, sessions, sandboxes.unavailable),
                 "serve": _serve(ctx, sessions, resolver, host, sandboxes, shop),
-                "owners": _look_after_owners(ctx, sessions),
+                "owners": _abandon_orphans(ctx, sessions),
                 "report": Reporter(ctx.bus, ctx.worker, sessions.meters).run(),
                 "timeline": lanes.run(),
                 "watchdog": watch(BLOCKED_TTLS * settings.worker_ttl_s),
@@ -90,7 +90,7 @@ async def serve(ctx: Context) -> None:
 async def _serve(
     ctx: Context, sessions: Sessions, resolver: Resolver, host: ChildPool, sandboxes: Sandboxes, shop: ToolFactory
 ) -> None:
-    """Answer requests until told to stop, then drain."""
+    """Answer requests until the service stops, then drain."""
     bus = ctx.bus
 
     async def opened(request: OpenSession) -> SessionReply:
@@ -129,12 +129,13 @@ async def _serve(
 
 
 async def _why_closed(settings: Settings, request: OpenSession | EnvCheck) -> str:
-    """Why an environment may not open what its config names here; empty: it may. A sandbox has no files of ours."""
+    """Return why an environment may not open the paths in its config, or an empty text. A sandbox contains none of our
+    files and is not checked."""
     if request.isolation == "sandbox" or not request.config:
         return ""
-    look = Readable(settings, request.own_jobs).mistakes_in
+    find_mistakes = Readable(settings, request.own_jobs).mistakes_in
     return "; ".join(
-        f"{m['field']}: {m['value']} {m['problem']}" for m in await asyncio.to_thread(look, request.config)
+        f"{m['field']}: {m['value']} {m['problem']}" for m in await asyncio.to_thread(find_mistakes, request.config)
     )
 
 
@@ -153,9 +154,9 @@ async def _beat(ctx: Context, info: WorkerInfo, sessions: Sessions, no_sandbox: 
         await sleep(ctx.settings.heartbeat_s)
 
 
-async def _look_after_owners(ctx: Context, sessions: Sessions) -> None:
-    """End episodes of rollout workers that have been dead for two looks: nobody else asks for them, and until their
-    deadline they would hold a place, and a stop."""
+async def _abandon_orphans(ctx: Context, sessions: Sessions) -> None:
+    """End episodes whose rollout worker was dead in two consecutive checks. No other worker continues them, and until
+    their deadline they would occupy capacity and delay a drain."""
     gone: set[str] = set()
     while True:
         await sleep(ctx.settings.worker_ttl_s)
@@ -166,8 +167,8 @@ async def _look_after_owners(ctx: Context, sessions: Sessions) -> None:
 
 
 async def check_environment(request: EnvCheck, resolver: Resolver, host: ChildPool) -> EnvCheckReply:
-    """Every mistake in the name and the config, found where sessions would run: what blocks is played in children, and
-    its library is never imported here."""
+    """Return every mistake in the name and the config, checked where sessions would run: blocking environments in
+    children, whose libraries are never imported here."""
     if request.isolation == "process" and not host.interpreters.of(request.name):
         by_name = msgspec.structs.replace(request, config=None)
         mistakes = await mistakes_of(resolver.check, by_name)

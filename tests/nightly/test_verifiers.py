@@ -14,7 +14,7 @@ from uv import find_uv_bin
 
 from opentinker.envs.agent import AgentError
 from opentinker.envs.agents import verifiers
-from opentinker.envs.agents.verifiers import Runner, Verifiers
+from opentinker.envs.agents.verifiers import Verifiers, VerifiersProcess
 from opentinker.envs.base import Opening, Step, user
 from opentinker.services.rollout_worker.episode import Episode
 from opentinker.services.rollout_worker.renderer import Renderer
@@ -42,7 +42,7 @@ async def stand_in(tmp_path: Path) -> AsyncIterator[dict[str, Any]]:
 
 
 async def end_runners() -> None:
-    for runner in Runner._running.values():
+    for runner in VerifiersProcess._running.values():
         if runner._loop is asyncio.get_running_loop():
             runner.kill("the test is over")
             await runner._life
@@ -79,7 +79,7 @@ async def test_an_episode_that_is_given_up_is_cancelled_and_the_others_go_on(sta
     one, other = environment(**stand_in, args={"how": "hang"}), environment(**stand_in, args={"how": "hang"})
     await one.open(0, 0)
     await other.open(0, 0)
-    runner = Runner.of(one.config)
+    runner = VerifiersProcess.of(one.config)
     await one.close()
     await until(lambda: len(runner._waiting) == 1)
     assert not runner.gone
@@ -92,9 +92,9 @@ async def test_a_process_that_cannot_cancel_is_killed(
     monkeypatch.setattr(verifiers, "CANCEL_S", 0.2)
     one = environment(**stand_in, args={"how": "block"})
     await one.open(0, 0)
-    runner = Runner.of(one.config)
+    runner = VerifiersProcess.of(one.config)
     stepping = asyncio.create_task(one.step(action("yes")))
-    await until(lambda: one._playing.gone)
+    await until(lambda: one._pending.gone)
     stepping.cancel()
     await one.close()
     await until(lambda: runner._life.done())
@@ -107,7 +107,7 @@ async def test_a_process_that_nobody_needs_ends(stand_in: dict[str, Any], monkey
     await one.open(0, 0)
     assert (await one.step(action("yes"))).done
     await one.close()
-    await until(lambda: Runner._running[one.config.model_dump_json()]._life.done())
+    await until(lambda: VerifiersProcess._running[one.config.model_dump_json()]._life.done())
 
 
 def test_an_interpreter_that_is_not_there_is_said_early() -> None:

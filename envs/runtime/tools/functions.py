@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from opentinker.envs.runtime.tools.errors import NoTools
-from opentinker.envs.tools import Offered, ToolError, as_text, checked, describe, shortened
+from opentinker.envs.tools import OfferedTool, ToolError, as_text, describe, truncate, validate_arguments
 from opentinker.shared.spec.tools import ToolSpec
 
 MOST_RUNNING = 16
@@ -23,10 +23,10 @@ class Functions:
     """Of one env worker: calls that have not returned are counted over all episodes of all jobs."""
 
     def __init__(self) -> None:
-        self._loaded: dict[str, list[Offered]] = {}
+        self._loaded: dict[str, list[OfferedTool]] = {}
         """By `module` of the spec."""
 
-    def load(self, spec: ToolSpec) -> list[Offered]:
+    def load(self, spec: ToolSpec) -> list[OfferedTool]:
         """In a thread: imports the module. Raises NoTools."""
         assert spec.module is not None
         if (found := self._loaded.get(spec.module)) is None:
@@ -34,7 +34,7 @@ class Functions:
         return [msgspec.structs.replace(one, timeout_s=spec.timeout_s) for one in found]
 
 
-def _loaded(named: str) -> list[Offered]:
+def _loaded(named: str) -> list[OfferedTool]:
     """Raises NoTools."""
     module, _, name = named.partition(":")
     try:
@@ -50,7 +50,7 @@ def _loaded(named: str) -> list[Offered]:
         raise NoTools(f"module {module} cannot be imported: {type(error).__name__}: {error}") from error
 
 
-def _offered(function: Callable[..., Any]) -> Offered:
+def _offered(function: Callable[..., Any]) -> OfferedTool:
     """Async functions run in the event loop, plain ones each in a thread: they may block. Either way one that does not
     end when it should is left alone, and counted."""
     described, model = describe(function)
@@ -58,20 +58,20 @@ def _offered(function: Callable[..., Any]) -> Offered:
     begin = _in_loop if inspect.iscoroutinefunction(function) else _in_thread
 
     async def run(arguments: dict[str, Any]) -> str:
-        given = checked(model, arguments)
+        given = validate_arguments(model, arguments)
         running.difference_update([one for one in running if isinstance(one, threading.Thread) and not one.is_alive()])
         if len(running) >= MOST_RUNNING:
             raise ToolError(f"{MOST_RUNNING} calls of it have not returned yet")
         return await begin(lambda: function(**given), running)
 
-    return Offered(tool=described, run=run)
+    return OfferedTool(tool=described, run=run)
 
 
 def _worded(result: Any) -> str:
     """What an observation can hold of it: writing all of what has no end would have none. In a thread."""
     if isinstance(result, Iterator):
         raise ToolError("the function gave an iterator in place of a result")
-    return shortened(as_text(result))
+    return truncate(as_text(result))
 
 
 def _own(error: BaseException) -> Exception:

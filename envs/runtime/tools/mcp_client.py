@@ -25,8 +25,8 @@ from opentinker.envs.runtime.tools.mcp_limits import (
     MESSAGE_BYTES,
     MOST_PAGES,
 )
-from opentinker.envs.tool_limits import MOST_TOOLS, bounded_tools
-from opentinker.envs.tools import Offered, ToolError
+from opentinker.envs.tool_limits import MAX_TOOLS, bounded_tools
+from opentinker.envs.tools import OfferedTool, ToolError
 from opentinker.shared.spec.tools import ToolSpec
 from opentinker.shared.types.core import Tool
 
@@ -83,9 +83,9 @@ class Connection:
         return self._lost or self._task.done()
 
     @property
-    def offered(self) -> list[Offered]:
+    def offered(self) -> list[OfferedTool]:
         return [
-            Offered(tool=tool, run=partial(self._call, tool.name), timeout_s=self._spec.timeout_s)
+            OfferedTool(tool=tool, run=partial(self._call, tool.name), timeout_s=self._spec.timeout_s)
             for tool in self.tools
         ]
 
@@ -214,9 +214,9 @@ async def _listed(client: Client) -> list[Tool]:
                 return bounded_tools(tools)
             except ValueError as error:
                 raise NoTools(str(error)) from None
-        if len(tools) > MOST_TOOLS or len(cursor) > CURSOR_CHARACTERS:
+        if len(tools) > MAX_TOOLS or len(cursor) > CURSOR_CHARACTERS:
             break
-    raise NoTools(f"its list of tools does not end: {len(tools)} so far; 1 to {MOST_TOOLS} can be offered")
+    raise NoTools(f"its list of tools does not end: {len(tools)} so far; 1 to {MAX_TOOLS} can be offered")
 
 
 def _why(error: BaseException) -> str:

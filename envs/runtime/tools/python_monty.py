@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from opentinker.envs.tools import RESULT_BYTES, Failed, Offered, ToolError, checked, describe
+from opentinker.envs.tools import RESULT_BYTES, OfferedTool, ToolError, ToolFailed, describe, validate_arguments
 from opentinker.shared.spec.tools import ToolSpec
 
 if TYPE_CHECKING:
@@ -139,17 +139,17 @@ class Session:
         self._tool, self._arguments = describe(python)
 
     @property
-    def offered(self) -> Offered:
+    def offered(self) -> OfferedTool:
         """Its own time limit holds while a program runs; waiting for a free process is no part of it."""
-        return Offered(tool=self._tool, run=self.run, timeout_s=None)
+        return OfferedTool(tool=self._tool, run=self.run, timeout_s=None)
 
     async def run(self, arguments: dict[str, Any]) -> str:
         """A program that fails leaves the variables as they were."""
-        code = checked(self._arguments, arguments)["code"]
+        code = validate_arguments(self._arguments, arguments)["code"]
         used = self._interpreters.waits_for(self)
         try:
             return await self._run(code)
-        except Failed as failed:
+        except ToolFailed as failed:
             if not used or OVERSPENT not in str(failed):
                 raise
         return await self._run(code, fresh=True)  # the programs before it have spent what is its own
@@ -165,7 +165,7 @@ class Session:
         except MontyCrashedError as error:
             raise ToolError(f"the interpreter was ended: {error}") from None
         except MontyError as error:
-            raise Failed(f"{printed.output}{_explained(error)}") from None
+            raise ToolFailed(f"{printed.output}{_explained(error)}") from None
         note = ""
         if len(state) <= STATE_BYTES:
             self.state = state

@@ -19,7 +19,7 @@ from typing import Any
 import structlog
 
 from opentinker.envs.runtime.tools import sandbox_runner
-from opentinker.envs.tools import RESULT_BYTES, Failed, Offered, ToolError, checked, describe
+from opentinker.envs.tools import RESULT_BYTES, OfferedTool, ToolError, ToolFailed, describe, validate_arguments
 from opentinker.shared.sandbox.sandbox import Sandbox, Sandboxed, Unavailable, own_packages
 from opentinker.shared.spec.tools import ToolSpec
 
@@ -123,12 +123,12 @@ class Programs:
         return programs
 
     @property
-    def offered(self) -> Offered:
+    def offered(self) -> OfferedTool:
         """A program's time is its own; waiting for a sandbox is no part of it."""
-        return Offered(tool=self._tool, run=self.run, timeout_s=None)
+        return OfferedTool(tool=self._tool, run=self.run, timeout_s=None)
 
     async def run(self, arguments: dict[str, Any]) -> str:
-        code = checked(self._arguments, arguments)["code"]
+        code = validate_arguments(self._arguments, arguments)["code"]
         async with self._places:
             try:
                 one = self._idle.pop() if self._idle else await Runner.start(self._sandbox, self._spec)
@@ -147,7 +147,7 @@ class Programs:
                 self._busy.discard(one)
             self._idle.append(one)
         if not good:
-            raise Failed(output)
+            raise ToolFailed(output)
         return output or "(no output: print what you want to see)"
 
     async def close(self) -> None:

@@ -25,7 +25,7 @@ from opentinker.envs.runtime.tools.mcp_client import Connection
 from opentinker.envs.runtime.tools.python_monty import Interpreters, Session
 from opentinker.envs.runtime.tools.python_sandbox import Programs
 from opentinker.envs.runtime.tools.refcounted_pool import RefcountedPool
-from opentinker.envs.tools import Offered
+from opentinker.envs.tools import OfferedTool
 from opentinker.shared.config import Settings
 from opentinker.shared.sandbox.sandbox import Sandbox, Unavailable
 from opentinker.shared.security.egress import Egress, EgressRefused
@@ -102,14 +102,14 @@ class ToolFactory:
     async def open(self, job: str, tools: Sequence[dict[str, Any]]) -> Tools:
         """All of them, or none. Raises NoTools, Unavailable."""
         async with AsyncExitStack() as held:
-            offered: list[Offered] = []
+            offered: list[OfferedTool] = []
             for plain in tools:
                 spec = ToolSpec.model_validate(plain)
                 self._allowed(spec)
                 offered += [_named(one) for one in await self._opened(job, spec, held)]
             return Tools(offered, held.pop_all())
 
-    async def _opened(self, job: str, spec: ToolSpec, held: AsyncExitStack) -> list[Offered]:
+    async def _opened(self, job: str, spec: ToolSpec, held: AsyncExitStack) -> list[OfferedTool]:
         if spec.type == "functions":
             return await asyncio.to_thread(self._functions.load, spec)
         if spec.type == "mcp":
@@ -139,12 +139,12 @@ class ToolFactory:
 class Tools:
     """Of one episode."""
 
-    def __init__(self, offered: list[Offered], held: AsyncExitStack) -> None:
+    def __init__(self, offered: list[OfferedTool], held: AsyncExitStack) -> None:
         self.offered = offered
         self.close: Callable[[], Any] = held.aclose
 
 
-def _named(one: Offered) -> Offered:
+def _named(one: OfferedTool) -> OfferedTool:
     """Raises NoTools for a name that a metric or a chat template could not hold."""
     if not NAME.match(one.tool.name):
         raise NoTools(f"tool {one.tool.name!r:.80} has a name that is not made of 1 to 64 letters, digits and _.-")

@@ -184,7 +184,7 @@ class GameEnvironment(BaseEnvironment):
                 game.reset(**arguments)
                 return list(said)
 
-            def worded(self, observation: str) -> str:
+            def render_observation(self, observation: str) -> str:
                 return owner._template.replace(OBSERVATION, observation)
 
         Served.__name__ = self.game_class.__name__

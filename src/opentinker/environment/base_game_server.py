@@ -25,7 +25,7 @@ import orjson
 from aiohttp import web
 
 from opentinker.environment.game_stats import BaseGameStats, GameStats, JobStats
-from opentinker.envs.game import AbstractGame, check_arguments, in_turn, opening_of
+from opentinker.envs.game import AbstractGame, check_arguments, opening_of, run_in_turn
 from opentinker.shared.runtime.parent_death import hold_command
 
 __all__ = ["BaseGameStats", "GameStats", "create_game_app", "create_game_server", "run_game_server", "serve"]
@@ -150,7 +150,7 @@ class GameRoutes:
             _log.exception("a game could not be closed")
 
     async def _call(self, function: Callable[[], T]) -> T:
-        return await in_turn(self.game_class, function, self.turn)
+        return await run_in_turn(self.game_class, function, self.turn)
 
     def statistics(self, job: str) -> dict[str, float]:
         stats = self.stats.told(job)

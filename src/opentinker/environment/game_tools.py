@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 from opentinker.envs.builtin.gsm8k import answer_of
 from opentinker.envs.grading import Grade, graders
 from opentinker.envs.runtime.tools.tool_factory import ToolFactory, Tools
-from opentinker.envs.tools import Outcome, perform
+from opentinker.envs.tools import Outcome, run_tool
 from opentinker.shared.config import Settings
 from opentinker.shared.types.core import ToolCall
 
@@ -73,7 +73,7 @@ class Python:
         if self._tools is None:
             self._tools = wait_for(_beside()[1].open("games", [self._spec]))
         offered = {one.tool.name: one for one in self._tools.offered}
-        return wait_for(perform(offered, ToolCall(id="python", name="python", arguments={"code": code})))
+        return wait_for(run_tool(offered, ToolCall(id="python", name="python", arguments={"code": code})))
 
     def close(self) -> None:
         tools, self._tools = self._tools, None

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 from opentinker.environment.game_server import GameServerError, RemoteEnvironmentClient, result_of
 from opentinker.envs.adapters.library import Randomness
-from opentinker.envs.game import AbstractGame, StepResult, alone, in_turn, opening_of
+from opentinker.envs.game import AbstractGame, StepResult, opening_of, run_exclusively, run_in_turn
 
 T = TypeVar("T")
 Chat = list[dict[str, Any]]
@@ -41,12 +41,12 @@ class LocalGame:
         self._game: AbstractGame | None = None
 
     async def open(self) -> Chat:
-        self._game = await alone(self._make, self._turn, self._randomness)
+        self._game = await run_exclusively(self._make, self._turn, self._randomness)
         return _chat(*await self._call(partial(opening_of, self._game, self._state)))
 
     async def _call(self, function: Callable[[], T]) -> T:
         assert self._game is not None
-        return await in_turn(type(self._game), function, self._turn, self._randomness)
+        return await run_in_turn(type(self._game), function, self._turn, self._randomness)
 
     async def step(self, action: str) -> StepResult:
         assert self._game is not None

@@ -20,7 +20,7 @@ from opentinker.envs.runtime.tools.errors import NoTools
 from opentinker.envs.runtime.tools.python_monty import Interpreters
 from opentinker.envs.runtime.tools.refcounted_pool import RefcountedPool
 from opentinker.envs.runtime.tools.tool_factory import ToolFactory, Tools
-from opentinker.envs.tools import RESULT_BYTES, Offered, Outcome, perform
+from opentinker.envs.tools import RESULT_BYTES, OfferedTool, Outcome, run_tool
 from opentinker.shared.config import Settings
 from opentinker.shared.types.core import Ending, Message, StopReason, ToolCall
 from opentinker.shared.types.env_protocol import OpenSession, StepSession
@@ -47,8 +47,8 @@ async def shop(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ToolFactory]:
 
 
 async def use(tools: Tools, name: str, **arguments: Any) -> Outcome:
-    offered: dict[str, Offered] = {one.tool.name: one for one in tools.offered}
-    return await perform(offered, ToolCall(id="c", name=name, arguments=arguments))
+    offered: dict[str, OfferedTool] = {one.tool.name: one for one in tools.offered}
+    return await run_tool(offered, ToolCall(id="c", name=name, arguments=arguments))
 
 
 async def said(tools: Tools, code: str) -> str:
@@ -489,7 +489,7 @@ async def test_results_wait_for_the_stream_that_called_where_another_one_acts_ne
 async def test_two_tools_of_one_name_fail_the_episode(sessions: Sessions) -> None:
     clash = {"type": "functions", "module": "opentinker.envs.builtin.tool_calc:value_of"}
     opened = await sessions.open(with_tools(clash, clash))
-    assert opened.failure == Ending.ENV_ERROR and "a name of its own" in opened.error
+    assert opened.failure == Ending.ENV_ERROR and "a different name" in opened.error
 
 
 @pytest.mark.slow

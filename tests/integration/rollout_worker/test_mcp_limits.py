@@ -25,7 +25,7 @@ from opentinker.envs.runtime.tools.mcp_limits import (
     TooMuch,
 )
 from opentinker.envs.tool_limits import bounded_tools, depth_beyond
-from opentinker.envs.tools import RESULT_BYTES, perform
+from opentinker.envs.tools import RESULT_BYTES, run_tool
 from opentinker.shared.spec.tools import ToolSpec
 from opentinker.shared.types.core import Tool, ToolCall
 from tests.conftest import soon
@@ -48,7 +48,7 @@ async def server(how: str) -> AsyncIterator[Connection]:
 async def asked(connection: Connection) -> tuple[bool, str]:
     """Whether the call failed, and what the policy is told."""
     offered = {one.tool.name: one for one in connection.offered}
-    outcome = await soon(perform(offered, ToolCall(id="c", name="ask", arguments={})))
+    outcome = await soon(run_tool(offered, ToolCall(id="c", name="ask", arguments={})))
     return outcome.failed, outcome.text
 
 

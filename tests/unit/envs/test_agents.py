@@ -12,7 +12,7 @@ from openai import AsyncOpenAI
 
 from opentinker.envs import agent as agent_module
 from opentinker.envs.agent import AgentEnvironment, AgentError
-from opentinker.envs.agents.endpoint import Waiting
+from opentinker.envs.agents.endpoint import PendingRequest
 from opentinker.envs.base import Opening, Step
 from opentinker.shared.types.core import Image, StopReason, ToolCall
 from tests.conftest import until
@@ -342,7 +342,7 @@ async def test_an_agent_that_hangs_up_is_not_waited_for() -> None:
 
     environment = Scripted(talk)
     await environment.open(0, 0)
-    step = environment._playing
+    step = environment._pending
     await until(lambda: step.gone)
     asked = await environment.step(action("nobody reads this"))
     assert [texts(asked), asked.stream] == [[("user", "b")], "1"]
@@ -372,9 +372,9 @@ async def test_a_request_that_was_given_up_while_it_waited_is_never_played() -> 
     await environment.close()
 
 
-def waiting(environment: AgentEnvironment) -> set[Waiting]:
+def waiting(environment: AgentEnvironment) -> set[PendingRequest]:
     assert environment._endpoint is not None
-    return environment._endpoint._waiting
+    return environment._endpoint._pending
 
 
 async def test_an_agent_that_never_asks_has_failed() -> None:

@@ -273,7 +273,7 @@ def test_module_names_need_the_operators_leave() -> None:
 
 async def test_the_example_in_the_documentation_runs() -> None:
     assert base.__doc__ is not None
-    source = base.__doc__.split("A complete environment:")[1].split("What is promised")[0]
+    source = base.__doc__.split("A complete environment:")[1].split("An env worker guarantees")[0]
     names: dict[str, Any] = {"random": random, **vars(base)}
     exec(re.sub(r"^    ", "", source, flags=re.MULTILINE), names)  # our own text
     parity = names["Parity"]

@@ -21,7 +21,7 @@ from opentinker.environment import (
 )
 from opentinker.environment.game_stats_client import GameStatsClient
 from opentinker.envs.base import Action, Environment, Step
-from opentinker.envs.game import concurrent, numbers_of
+from opentinker.envs.game import is_concurrent, numbers_of
 from opentinker.envs.registry import check, find, make
 from opentinker.envs.runtime.in_process_server import _playable
 from opentinker.shared.types.core import Message, StopReason
@@ -101,7 +101,7 @@ async def test_calls_of_games_that_share_nothing_are_made_at_once() -> None:
     for row, playing in enumerate((one, other)):
         await opened(playing, row, 0)
     assert [step.reward for step in await asyncio.gather(say(one, "1"), say(other, "1"))] == [1.0, 1.0]
-    assert concurrent(Meeting) and not concurrent(Heir) and not concurrent(HigherLower)
+    assert is_concurrent(Meeting) and not is_concurrent(Heir) and not is_concurrent(HigherLower)
     async with TestClient(TestServer(create_game_server(Meeting))) as http:
 
         async def step(instance: str) -> float:

@@ -72,7 +72,7 @@ def test_what_is_held_back_is_never_trained_on(tmp_path: Path) -> None:
 
 
 def test_what_is_kept_of_the_data_is_bounded_by_memory_and_written_anew_read_anew(tmp_path: Path) -> None:
-    library = data.Library(most_bytes=100_000)
+    library = data.RowCache(max_bytes=100_000)
 
     def table_of(name: str, rows: int, seed: int = 0) -> data.Table:
         path = tmp_path / name
@@ -86,18 +86,18 @@ def test_what_is_kept_of_the_data_is_bounded_by_memory_and_written_anew_read_ane
     assert table_of("a.jsonl", 100, seed=1).rows is first.rows
     for seed in range(40):
         table_of("a.jsonl", 100, seed)
-    assert library.bytes < 80_000 and len(next(iter(library._kept.values())).tables) <= data.MOST_TABLES
+    assert library.bytes < 80_000 and len(next(iter(library._entries.values())).tables) <= data.MAX_TABLES
     for name in "bcdefg":
         table_of(f"{name}.jsonl", 100)
     assert library.bytes <= 100_000 and table_of("a.jsonl", 100) is not first
     big = table_of("big.jsonl", 1000)
-    assert len(library._kept) == 1 and table_of("big.jsonl", 1000) is big
+    assert len(library._entries) == 1 and table_of("big.jsonl", 1000) is big
     write(tmp_path / "big.jsonl", [{"n": 1}])
     assert len(table_of("big.jsonl", 1)) == 1 and library.bytes < 1000
 
 
 def test_who_reads_holds_up_only_those_who_want_the_same_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    library, reading, go_on = data.Library(1 << 20), threading.Event(), threading.Event()
+    library, reading, go_on = data.RowCache(1 << 20), threading.Event(), threading.Event()
     opened: list[str] = []
 
     def slowly(path: str, *_: Any) -> list[Any]:
@@ -224,9 +224,9 @@ async def test_answers_are_compared_by_value(problems: Path) -> None:
 
 
 async def test_plain_numbers_need_no_process() -> None:
-    verdict = grading.at_once("1,234.5", "it is \\boxed{$1234.50$}")
+    verdict = grading.grade_number("1,234.5", "it is \\boxed{$1234.50$}")
     assert verdict is not None and verdict.right
-    assert grading.at_once("1/2", "\\boxed{0.5}") is None and grading.at_once("42", "42") is None
+    assert grading.grade_number("1/2", "\\boxed{0.5}") is None and grading.grade_number("42", "42") is None
 
 
 async def test_a_comparison_that_takes_too_long_is_killed_and_the_next_one_is_graded(

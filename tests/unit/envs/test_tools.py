@@ -13,16 +13,16 @@ from opentinker.envs.builtin.tool_calc import ToolCalc, value_of
 from opentinker.envs.registry import make
 from opentinker.envs.runtime.player import LocalPlayer
 from opentinker.envs.tools import (
-    LAST,
+    LAST_TURN_NOTE,
     RESULT_BYTES,
-    Offered,
+    OfferedTool,
     ToolError,
     ToolTurns,
     WithTools,
     describe,
-    offer,
-    perform,
+    run_tool,
     tool,
+    tool_of,
     with_tools,
 )
 from opentinker.shared.types.core import Ending, Message, StopReason, Tool, ToolCall
@@ -135,7 +135,7 @@ def test_a_parameter_named_title_is_one_like_any_other() -> None:
 
 @pytest.mark.parametrize("function", [lambda x: x, lambda *x: x, lambda **x: x])
 def test_a_function_whose_parameters_cannot_be_described_is_no_tool(function: Callable[..., Any]) -> None:
-    with pytest.raises(TypeError, match=r"type hint|no name of its own"):
+    with pytest.raises(TypeError, match=r"type hint|no name that a call could use"):
         describe(function)
 
 
@@ -192,9 +192,9 @@ async def test_after_its_last_tool_turn_a_seat_s_words_are_for_the_environment()
     environment = await shop(most=2)
     await environment.open(0, 0)
     first = await environment.step(ask("names"))
-    assert LAST not in first.messages[0].text
+    assert LAST_TURN_NOTE not in first.messages[0].text
     last = await environment.step(ask("names", 1))
-    assert last.messages[0].text.endswith(LAST)
+    assert last.messages[0].text.endswith(LAST_TURN_NOTE)
     played = await environment.step(ask("names", 2))
     assert played.reward == 1.0
     again = await environment.step(ask("names", 3, "seller"))
@@ -214,10 +214,10 @@ async def test_a_long_result_is_cut_and_a_slow_one_given_up() -> None:
         """Like a tool with a limit of its own."""
         raise TimeoutError("the shop is closed")
 
-    offered = {one.tool.name: one for one in (offer(flood), offer(hang, 0.01), offer(complain))}
+    offered = {one.tool.name: one for one in (tool_of(flood), tool_of(hang, 0.01), tool_of(complain))}
 
     async def text_of(name: str) -> str:
-        return (await perform(offered, ToolCall(id="c", name=name, arguments={}))).text
+        return (await run_tool(offered, ToolCall(id="c", name=name, arguments={}))).text
 
     cut = await text_of("flood")
     assert cut.startswith("é") and "... (20,100 bytes are left out) ..." in cut
@@ -231,13 +231,13 @@ async def test_text_that_cannot_be_sent_is_made_fit() -> None:
         """Half a character."""
         return "\ud800"
 
-    one = offer(half)
-    assert (await perform({"half": one}, ToolCall(id="c", name="half", arguments={}))).text == "?"
+    one = tool_of(half)
+    assert (await run_tool({"half": one}, ToolCall(id="c", name="half", arguments={}))).text == "?"
 
 
 def test_two_tools_of_one_name_are_refused() -> None:
-    one = Offered(tool=Tool(name="x", description="", parameters={}), run=None)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="name of its own"):
+    one = OfferedTool(tool=Tool(name="x", description="", parameters={}), run=None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="a different name"):
         ToolTurns([one, one])
 
 
