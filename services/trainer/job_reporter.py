@@ -25,7 +25,7 @@ from opentinker.services.trainer.learning_check import Comparisons
 from opentinker.services.trainer.mismatch_alarm import WATCHED, WINDOW, MismatchAlarm
 from opentinker.shared.asyncio_tools import cancel_and_wait, finish_uncancelled
 from opentinker.shared.data.readable_paths import opening
-from opentinker.shared.data.step_log import StepLog, lineage
+from opentinker.shared.data.step_log import TRAINER_SOURCE, StepLog, lineage, point_of
 from opentinker.shared.evaluation.records import Evaluations
 from opentinker.shared.messaging.subjects import METRIC, WAKE
 from opentinker.shared.runtime.service import Context
@@ -38,13 +38,10 @@ from opentinker.shared.state.usage import Usage
 from opentinker.shared.types.core import JobState, Lease, WeightVersion
 from opentinker.shared.types.errors import Conflict, Fenced, JobFailed, OpenTinkerError
 from opentinker.shared.types.manifest import Manifest, start_of
-from opentinker.shared.types.telemetry import MetricPoint
 
 log = structlog.get_logger()
 T = TypeVar("T")
 
-SOURCE = "trainer"
-"""Of the metrics of steps."""
 TARGET_WINDOW = 10
 """Steps over which `train.target` looks at the mean of a metric."""
 
@@ -54,7 +51,7 @@ class Record:
         """`trace`: the job's traceparent."""
         self.ctx, self.lease, self.spec, self.learner = ctx, lease, spec, learner
         self.root: Path = ctx.settings.data_dir / "jobs" / lease.job / "checkpoints"
-        self.metrics = MetricSource(ctx.bus, lease.job, SOURCE)
+        self.metrics = MetricSource(ctx.bus, lease.job, TRAINER_SOURCE)
         self.lanes = Lanes(ctx.bus, lease.job, ctx.worker)
         self._log = StepLog(self.root.parent / "metrics.jsonl")
         self._log_refused = False
@@ -127,21 +124,10 @@ class Record:
 
     async def _send_lost(self, lines: list[dict[str, Any]]) -> None:
         """Points of these steps that the metric history lacks: a NATS server and the trainer died together."""
-        newest = await self.ctx.bus.last(METRIC, job=self.lease.job, source=SOURCE)
-        for line in lines:
+        newest = await self.ctx.bus.last(METRIC, job=self.lease.job, source=TRAINER_SOURCE)
+        for number, line in enumerate(lines, 1):
             if "point" in line and (newest is None or line["time"] > newest.time):
-                incarnation, seq = line["point"]
-                values = {name: value for name, value in line.items() if isinstance(value, float) and name != "time"}
-                point = MetricPoint(
-                    job=self.lease.job,
-                    source=SOURCE,
-                    incarnation=incarnation,
-                    seq=seq,
-                    time=line["time"],
-                    step=line["step"],
-                    values=values,
-                )
-                await self.metrics.send(point)
+                await self.metrics.send(point_of(self.lease.job, line, number))
 
     def _start(self, start: StartSpec) -> None:
         """Blocking. The weights of the other job's checkpoint, which the scheduler has kept for us."""

@@ -34,7 +34,7 @@ class MetricPoint(TypedDict):
     """What one source said of one step."""
 
     cursor: int
-    """`after` of the next call."""
+    """`after` of the next call. Cursors of what the full history has dropped, and metrics.jsonl has, are lower."""
     source: str
     incarnation: str
     """New at every start of the process."""

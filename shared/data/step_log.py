@@ -16,10 +16,27 @@ import orjson
 import structlog
 
 from opentinker.shared.durable_files import make_directories, sync_directory, sync_file
+from opentinker.shared.types.telemetry import MetricPoint
 
 log = structlog.get_logger()
 
 CHUNK = 1 << 16
+TRAINER_SOURCE = "trainer"
+"""Source of the metrics of steps."""
+
+
+def point_of(job: str, line: Mapping[str, Any], number: int) -> MetricPoint:
+    """Return the metric point of a line. Lines of versions that did not write `point` are named by their `number`."""
+    incarnation, seq = line.get("point") or ("metrics.jsonl", number)
+    return MetricPoint(
+        job=job,
+        source=TRAINER_SOURCE,
+        incarnation=incarnation,
+        seq=seq,
+        time=line["time"],
+        step=line["step"],
+        values={name: value for name, value in line.items() if isinstance(value, float) and name != "time"},
+    )
 
 
 def lineage(path: Path, resumed: Mapping[int, int], step: int) -> list[dict[str, Any]]:

@@ -226,7 +226,8 @@ METRICS = StreamConfig(
 )
 """May forget: the oldest points of all jobs go when it is full, so that history never takes the
 room of work. One worker's point a second is about 50 MB a day. The server sets `max_bytes` aside when it makes the
-stream, and makes none if its store is smaller. The trainer's steps are in the job's metrics.jsonl as well, for ever."""
+stream, and makes none if its store is smaller. The trainer's steps are in the job's metrics.jsonl as well, from where
+`GET /v1/jobs/JOB/metrics` reads those that were dropped here."""
 LOGS = StreamConfig(
     name="LOGS",
     subjects=["log.*.*"],

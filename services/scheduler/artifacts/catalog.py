@@ -96,6 +96,17 @@ class Artifacts:
                 return await held.store.open(f"{held.prefix}/{inside(name)}"), held.manifest.files[name].sha256
         raise NotFound(f"job {job.id} has no {path[:200]!r}; `opentinker artifacts {job.id}` lists what there is")
 
+    async def open_metrics(self, job: JobRecord) -> Opened | None:
+        """The job's metrics.jsonl, without its SHA-256. None: there is none. Raises StoreUnavailable."""
+        name = METRICS[0]
+        kept = (await self.index.of(job.id)).get(name)
+        try:
+            if kept is not None:
+                return await self.store.open(f"{key_of(job)}/{kept.at}")
+            return await self.workshop.open(f"{job.id}/{name}")
+        except NotFound:
+            return None
+
     async def size(self, job: JobRecord) -> int:
         return sum(entry["bytes"] for entry in await self.listed(job))
 

@@ -22,6 +22,7 @@ from opentinker.services.scheduler.http.auth import may_see, principal_of, tenan
 from opentinker.services.scheduler.http.errors import integer, json_response
 from opentinker.services.scheduler.http.single_flight import SingleFlight
 from opentinker.services.scheduler.http.spec_body import read_spec
+from opentinker.services.scheduler.jobs.metric_history import MetricHistory
 from opentinker.services.scheduler.jobs.submit import submit
 from opentinker.services.scheduler.placement.cluster_view import Cluster
 from opentinker.shared.messaging.subjects import METRIC, METRICS, WAKE
@@ -58,6 +59,7 @@ class JobsApi:
     def __init__(self, ctx: Context) -> None:
         self.ctx, self.store, self.bus = ctx, ctx.store, ctx.bus
         self.artifacts = Artifacts(ctx)
+        self._history = MetricHistory(ctx.bus, self.artifacts)
         self._points = SingleFlight(self._last_metrics, FRESH_S)
         """Every page that shows a job asks for them every two seconds."""
 
@@ -275,16 +277,17 @@ class JobsApi:
     # --- metrics ------------------------------------------------------------------------------------------------
 
     async def metrics(self, request: web.Request) -> web.Response:
-        """Served from the stream, so it survives every service; `cursor` is the `after` of the next call."""
+        """Read from the stream and metrics.jsonl, so it survives every service; `cursor` is the `after` of the next
+        call."""
         job = await self.undeleted(request)
         after = integer(request, "after", 0, 0, 2**62)
         limit = integer(request, "limit", POINTS, 1, MOST_POINTS)
         source, names = request.query.get("source", "*"), request.query.get("names", "")
         wanted = set(names.split(",")) if names else None
-        found = await self.bus.history(METRIC, after, limit, job=job.id, source="*" if source == ">" else source)
+        found, more = await self._history.page(job, after, limit, "*" if source == ">" else source)
         points = [
             {
-                "cursor": seq,
+                "cursor": at,
                 "source": p.source,
                 "incarnation": p.incarnation,
                 "seq": p.seq,
@@ -292,12 +295,12 @@ class JobsApi:
                 "step": p.step,
                 "values": {k: v for k, v in p.values.items() if wanted is None or k in wanted},
             }
-            for seq, p in found
+            for at, p in found
         ]
         if wanted is not None:
             points = [point for point in points if point["values"]]
         cursor = found[-1][0] if found else after
-        return json_response({"metrics": points, "cursor": cursor, "more": len(found) == limit})
+        return json_response({"metrics": points, "cursor": cursor, "more": more})
 
     async def transcripts(self, request: web.Request) -> web.Response:
         """Validation episodes, word by word: of one step, by default the newest that has any."""

@@ -94,7 +94,7 @@ def follow(client: Client, job_id: str, stop: threading.Event | None = None) -> 
     while True:
         job = client.job(job_id)  # first: what is read after a final state is complete
         points = client.metrics(job_id, after=after_point)
-        after_point = max((int(point["cursor"]) for point in points), default=after_point)
+        after_point = points[-1]["cursor"] if points else after_point
         events = client.event_log(job_id, after=after_event)
         after_event = events[-1]["id"] if events else after_event
         seen.extend(events)
