@@ -1,5 +1,5 @@
-"""Which weights a job without a trainer generates with: those of its base, or of a checkpoint that was kept for it, and
-the adapters that it serves beside them. All of it blocks."""
+"""Selects the weights of a job without a trainer: those of its base, or of a checkpoint kept for it, and the adapters
+served with them. Blocking."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Beside(NamedTuple):
 
     name: str
     version: WeightVersion
-    """Of its checkpoint."""
+    """Version of its checkpoint."""
     place: Path
     rank: int
 

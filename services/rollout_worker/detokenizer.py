@@ -8,7 +8,7 @@ from opentinker.services.rollout_worker.renderer import Renderer
 from opentinker.shared.openai.answers import cut
 
 PART = "\ufffd"
-"""What a part of a character is decoded to."""
+"""The replacement character, to which a part of a character decodes."""
 WIDEST = 32
 """Tokens that may wait for what makes a text of them; a character has four bytes at most."""
 TAIL = 8
@@ -28,7 +28,7 @@ class Detokenizer:
         self._stopped = False
 
     def add(self, ids: Sequence[int]) -> str:
-        """What is new, and certain."""
+        """Add tokens; return the new text that later tokens cannot change."""
         self._ids += ids
         before = self._renderer.text(self._ids[self._from : self._read])
         now = self._renderer.text(self._ids[self._from :])
@@ -75,7 +75,7 @@ class TextOffsets:
         self._found: list[int] = []
 
     def add(self, ids: Sequence[int]) -> list[int]:
-        """Of the next tokens."""
+        """Return the text offsets of the next tokens."""
         before = len(self._found)
         for id in ids:
             self._found.append(self._at)
@@ -83,7 +83,7 @@ class TextOffsets:
         return self._found[before:]
 
     def of(self, ids: Sequence[int]) -> list[int]:
-        """Of all tokens, the first of which were added before."""
+        """Return the offsets of all tokens, the first of which were added before."""
         self.add(ids[len(self._found) :])
         return self._found
 

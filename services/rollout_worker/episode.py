@@ -5,9 +5,9 @@
     INTERACTING  the environment answers            (mask 0)  -> GENERATING, or
     TERMINATED   with a reason: the environment is done, or turns, tokens or context are used up
 
-Whose turn it is, and in which of that seat's contexts, is what the environment's last reply says; each (seat, stream)
-is a stream of tokens of its own and becomes a trajectory. Limits of turns and tokens count per seat, that of context
-per stream. A turn cut by its budget still gets its environment step. A failure is data: EpisodeFailed with its Ending.
+The environment's last reply says which seat acts next, and in which of its contexts; each (seat, stream) is a separate
+stream of tokens and becomes a trajectory. Limits of turns and tokens count per seat, that of context per stream. A turn
+cut by its budget still gets its environment step. A failure is data: EpisodeFailed with its Ending.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from opentinker.shared.types.errors import BadImage, JobFailed
 from opentinker.shared.types.trajectories import Picture, Span, Trajectory, Turn
 
 Busy = Callable[[str], AbstractContextManager[object]]
-"""Of a lane (`generation`, `env`): around what the episode waits for there."""
+"""Context manager by lane (`generation`, `env`), entered while the episode waits for that lane."""
 
 
 class EpisodeFailed(Exception):
@@ -148,7 +148,7 @@ class Episode:
 
     @property
     def said(self) -> list[Message]:
-        """All that was said, stream after stream."""
+        """Return all messages, stream after stream."""
         return [message for stream in self.streams.values() for message in stream.said]
 
     async def run(self) -> list[Trajectory]:
@@ -279,7 +279,7 @@ class Episode:
         return reply
 
     async def _look(self, reply: SessionReply) -> None:
-        """At the images, beside the event loop; rendering finds them looked at."""
+        """Preprocess the images in a thread; rendering finds them in the cache."""
         if any(message.images for message in reply.messages):
             try:
                 await asyncio.to_thread(self.renderer.look, reply.messages)
@@ -347,7 +347,7 @@ class Episode:
                 budget = min(budget, limit)
         room = self.context - len(stream.ids)
         shown: list[Shown] = []
-        if stream.pictures:  # what is not kept any more is made again
+        if stream.pictures:  # evicted entries are computed again
             shown = await asyncio.to_thread(self.renderer.shown, list(stream.pictures), dict(stream.images))
         completion = await self.engine.generate(
             f"{self.session}-{self.turn}",

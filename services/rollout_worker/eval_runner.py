@@ -1,4 +1,4 @@
-"""Validation episodes, beside the job's groups and by the same engine and environments, but counted nowhere with them.
+"""Plays evaluation episodes with the engine and environments of the job's groups, without counting them as groups.
 
 exam loop    consumes EXAM; waits for free places, and for the version that an exam names; woken by the standing pull
 exam task    plays one episode, tries a failed one again, hands the result to who asked for it, then acks the exam
@@ -31,12 +31,12 @@ from opentinker.shared.types.trajectories import Trajectory, totals
 log = structlog.get_logger()
 
 EXAM_WAIT_S = 6.0
-"""An exam whose holder is silent for so long goes to another worker; holders say every third of it that they live."""
+"""An episode whose holder sends no progress for this time goes to another worker; holders send it every third of it."""
 MAX_DELIVERIES = 10
 """An exam that comes once more counts as failed: what kills the engine at every try must have an end. Workers that had
 not the version yet gave it back, and count too."""
 TRANSCRIPT_CHARACTERS = 100_000
-"""Of all messages of a kept episode: they travel in one message of the bus."""
+"""Characters of all messages of a kept episode, which travel in one message of the bus."""
 TOKEN_BY_TOKEN = 64
 """So many of the kept episodes, at most, are kept token by token too."""
 ASK_S = 5.0
@@ -110,7 +110,7 @@ class EvalRunner:
         elif version is None or version < exam.version:
             await delivery.nak(AGAIN_S)
             return False
-        elif version > exam.version:  # nobody has these weights any more
+        elif version > exam.version:  # no engine has these weights any longer
             await delivery.ack()
         else:
             task = asyncio.create_task(self._run(exam, delivery))

@@ -1,4 +1,4 @@
-"""Inference jobs: requests of whoever asks the job's endpoint, answered with the job's model, and nothing trained.
+"""Inference jobs: answers requests to the job's endpoint with the job's model, without training.
 
 asks         consumes ASK by this worker's address, starts a task for each; more than may wait are refused
 ask task     renders in a thread, one request at a time, waits for a place in the engine, generates, produces PIECEs
@@ -65,8 +65,8 @@ LOST = "the rollout worker that was answering is gone"
 
 
 class InferenceJob:
-    """One lease's work. `engine` is started, and serves the job's weights, but for the live policy of another job:
-    those come when its trainer sends them. It has the adapters that are served beside them."""
+    """Work of one lease. `engine` is started and has the job's weights, except for another job's live policy: those
+    arrive when its trainer sends them. It has the adapters served with them."""
 
     def __init__(self, worker: LeasedWorker, lease: Lease, spec: JobSpec, engine: Engine, renderer: Renderer) -> None:
         self.worker, self.lease, self.spec = worker, lease, spec
@@ -83,10 +83,11 @@ class InferenceJob:
         self.pieces: dict[int, str] = {}
         """Tokens as text, as far as they were asked for."""
         self.over = False
-        """Nothing is begun any more."""
+        """True: no new requests are started."""
         self.renderings = ThreadPoolExecutor(1, "rendering")
-        """Prompts and answers, one at a time: what strangers write is not for the event loop. What is streamed is
-        decoded in the event loop meanwhile, a few tokens at once: neither encoding nor decoding changes a tokenizer."""
+        """Renders prompts and parses answers one at a time, off the event loop, because their authors are untrusted.
+        The event loop decodes streamed tokens concurrently, a few at a time: neither encoding nor decoding changes a
+        tokenizer."""
         self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.follows = spec.start.job if spec.start is not None and spec.start.live else ""
         """The job whose live policy it serves; the trainer's versions come through SWAP."""
@@ -144,7 +145,7 @@ class InferenceJob:
         await self.broken
 
     async def _end(self) -> None:
-        """The last report says what came since the one before; with the job over, none is shown any more."""
+        """Send the last report with what came since the previous one; after the job's end no gauge is shown."""
         self.over = True
         await finish_uncancelled(self._give_up())
         self.renderings.shutdown(wait=False, cancel_futures=True)
@@ -154,7 +155,7 @@ class InferenceJob:
         await self.reporter.report()
 
     async def _give_up(self) -> None:
-        """Whoever still waits is told to ask elsewhere, also for a request whose task has not begun."""
+        """Tell all waiting requesters to try elsewhere, including requests whose task has not started."""
         waiting = list(self.tasks.values())
         await cancel_and_wait(*(task for _, task in waiting))
         for talk, task in waiting:
@@ -229,7 +230,7 @@ class InferenceJob:
         except TooLarge as error:
             size = f"the answer has {error.size} bytes, and the NATS server takes {error.limit} (max_payload)"
             await self._refuse(talk, f"{size}: ask for fewer tokens, or without logprobs", 500)
-        except Exception as error:  # a request that breaks something must not end those beside it
+        except Exception as error:  # one failing request must not end the others
             log.exception("request_failed", job=self.lease.job, request=talk.ask.id)
             await self._refuse(talk, f"no answer, for a fault of ours ({type(error).__name__}), which is logged", 500)
 

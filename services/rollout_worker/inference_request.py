@@ -1,4 +1,4 @@
-"""One request to an inference job: what was said of it so far, and the tokens on their way to whoever asked."""
+"""One request to an inference job: its progress, and its tokens on their way to the client."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from opentinker.shared.openai.inference import GenerateChunk, GenerateRequest
 
 
 class RequestState:
-    """One request, and what was said of it so far."""
+    """One request and its progress."""
 
     def __init__(self, ask: GenerateRequest, send: Send[GenerateChunk]) -> None:
         self.ask, self._send = ask, send
@@ -28,7 +28,7 @@ class RequestState:
         self.spoke_at = time.monotonic()
         try:
             await self._send(piece)
-        except Exception:  # whatever it was: the piece is not out, and the next one must not leave a gap
+        except Exception:  # whatever failed: the chunk was not sent, and the next one must not leave a gap
             self._seq -= 1
             raise
         self.told += len(piece.ids)
@@ -44,7 +44,7 @@ class Sampled(NamedTuple):
 
 
 class TokenQueue:
-    """Tokens on their way from the engine to whoever streams them."""
+    """Tokens on their way from the engine to a streaming client."""
 
     def __init__(self) -> None:
         self._found = Sampled([], [], [])
@@ -55,7 +55,7 @@ class TokenQueue:
         self._there.set()
 
     async def more(self, generating: asyncio.Task[Completion]) -> Sampled:
-        """What is new; nothing when the generation has ended."""
+        """Return new tokens; none when generation has ended."""
         waiting = asyncio.ensure_future(self._there.wait())
         try:
             await asyncio.wait([waiting, generating], return_when=asyncio.FIRST_COMPLETED)

@@ -11,7 +11,7 @@ WORDS = 10
 
 
 def opening_mismatch(samples: Sequence[Sequence[Trajectory]], text: Callable[[list[int]], str]) -> str:
-    """What differs between the first samples that began differently, in words; empty if all began alike. `samples`: the
+    """Describe how the first samples with different openings differ; empty if all openings are equal. `samples`: the
     trajectories of each; `text` decodes tokens."""
     first = _opening(samples[0])
     for place, sample in enumerate(samples[1:], start=1):
@@ -33,7 +33,8 @@ def opening_mismatch(samples: Sequence[Sequence[Trajectory]], text: Callable[[li
 
 
 def _opening(sample: Sequence[Trajectory]) -> tuple[str, list[int], list[str]]:
-    """Of the stream that acted first: its seat, the tokens before its first sampled one, and the images in them."""
+    """Return the opening of the stream that acted first: its seat, the tokens before its first sampled one, and the
+    images in them."""
     first = min(sample, key=lambda trajectory: trajectory.turns[0].number)
     end = first.turns[0].start
     pictures = [picture.digest for picture in first.pictures if picture.runs and picture.runs[0][0] < end]

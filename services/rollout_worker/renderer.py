@@ -4,8 +4,8 @@ The first prompt is the chat template's rendering. What follows a model turn is 
 message, rendered with a marker, which no message holds, in the place of the model's own words: only new text is
 tokenised. Control tokens in the contents of messages stay text (`shared/data/control_tokens.py`).
 
-For a model that sees, the template writes one placeholder per image, and in its place goes what the model's processor
-writes for that image (`shared/nn/vision.py`); which tokens these are, and of which image, is told by `pictures`.
+For a vision model, the template writes one placeholder per image, which is replaced by the output of the model's
+processor for that image (`shared/nn/vision.py`); `pictures` records which tokens these are, and of which image.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Renderer:
         self._tool_format = tool_format
         self._cache: dict[bytes, list[int]] = {}
         self.eos_ids = eos_ids
-        """What ends a turn: the engine stops there too."""
+        """Tokens that end a turn; the engine stops there too."""
         if not eos_ids:
             raise JobFailed("the model's tokenizer names no end-of-sequence token: set eos_token in its directory")
         if not self._plain and not tokenizer.chat_template:
@@ -232,7 +232,7 @@ class Renderer:
         return found
 
     def shown(self, pictures: Sequence[Picture], images: Mapping[str, bytes]) -> list[Shown]:
-        """As an engine takes them. `images`: by digest. Blocking where their pixels are not kept any more."""
+        """Return the images as engine inputs. `images`: by digest. Blocking if their pixels have been evicted."""
         if self._sight is None:
             return []
         return [Shown(picture, self._sight.look(images[picture.digest]).inputs) for picture in pictures]
@@ -275,7 +275,7 @@ class Renderer:
         return marker in text and text.count(token) == 1
 
     def said(self, ids: Sequence[int], tools: Sequence[Tool], *, stop: StopReason, turn: int) -> Said:
-        """What the sampled tokens call of `tools`."""
+        """Parse the calls of `tools` in the sampled tokens."""
         if not tools:
             return Said()
         own = ids[:-1] if ids and ids[-1] in self.eos_ids else ids
@@ -318,7 +318,7 @@ class Renderer:
         return found
 
     def text(self, ids: Sequence[int]) -> str:
-        """What the model said, without end-of-turn and other special tokens."""
+        """Decode the model's output without end-of-turn and other special tokens."""
         text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
         return text
 
@@ -365,7 +365,8 @@ def _runs(places: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _sight_of(base: str) -> tuple[VisionProcessor | None, str]:
-    """What images are shown with, or why they cannot be shown. Models of text alone need nothing of it loaded."""
+    """Return the model's image processor, or the reason why it cannot show images. Nothing of it is loaded for text
+    models."""
     from transformers import PretrainedConfig
 
     try:

@@ -1,4 +1,4 @@
-"""Tickets -> episodes -> groups. Serves one job at a time, many groups at once.
+"""Tickets -> episodes -> groups. Serves one job at a time, many groups concurrently.
 
 claim loop    consumes TICKET; waits for free slots and for weights; woken by the standing pull
 group task    plays G episodes, retries failed ones, publishes GROUP (or SCORE), accepts, then acks the ticket
@@ -50,14 +50,14 @@ REPORT_S = 1.0
 RATES = ("tokens", "episodes", "groups", "turns")
 """Counted from 0; reported as totals and per second."""
 TICKET_WAIT_S = 6.0
-"""A ticket whose holder is silent for so long goes to another worker; holders say every third of it that they live."""
+"""A ticket whose holder sends no progress for this time goes to another worker; holders send it every third of it."""
 MAX_DELIVERIES = 5
-"""A ticket that comes once more fails its group: what kills the engine at every try must have an end. Tickets that were
-under way beside it count too; their groups are replaced, and `rollout.max_failed_share` judges."""
+"""A ticket delivered once more fails its group: a group that kills the engine at every try must come to an end. Tickets
+that were in flight with it count too; their groups are replaced, and `rollout.max_failed_share` decides."""
 FULL_PAUSE_S = 0.5
 SEEDED = "row and seed alone must decide how an episode begins; opentinker env check finds what else does"
 PHASES = ("transfer", "pause", "load", "resume")
-"""Of a swap, in order."""
+"""Phases of a swap, in order."""
 
 
 class RolloutJob:
@@ -367,8 +367,8 @@ class RolloutJob:
 
 
 async def first_to_end(samples: Sequence[asyncio.Task[Sample]], wanted: int) -> list[Sample]:
-    """The first `wanted` to end well, in the order of `samples`. Raises EpisodeFailed once fewer are left that could,
-    and at once what is no failed episode."""
+    """Return the first `wanted` samples that end well, in the order of `samples`. Raises EpisodeFailed as soon as too
+    few are left, and any other exception immediately."""
     pending: set[asyncio.Task[Sample]] = set(samples)
     while True:
         finished, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)

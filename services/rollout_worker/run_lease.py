@@ -1,4 +1,4 @@
-"""From a lease to its work: tokenizer and engine of the job are loaded, and closed whatever happens."""
+"""Runs a lease: loads tokenizer and engine of the job, and closes them in any case."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def _with_given_weights(
     renderer: Renderer,
     sessions: Sessions,
 ) -> None:
-    """Of a job that trains nothing: with those of its base, or of the checkpoint that was kept for it."""
+    """Run a job without training, with the weights of its base or of the checkpoint kept for it."""
     data_dir: Path = worker.ctx.settings.data_dir
     given = await asyncio.to_thread(weights_of, spec, data_dir, lease.job)
     version, full, adapter = given or (None, None, None)

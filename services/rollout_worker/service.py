@@ -53,7 +53,7 @@ async def serve(ctx: Context) -> None:
 
 
 async def import_engine(spec: JobSpec) -> None:
-    """What the job generates with, if it is not there yet: in a thread, because heartbeats go on meanwhile."""
+    """Import the job's engine if needed: in a thread, because heartbeats must continue."""
     if spec.rollout.toy is None and ENGINE not in sys.modules:
         await finish_uncancelled(asyncio.to_thread(vllm_startup.preload))
 
@@ -63,7 +63,7 @@ LIVE_ADAPTERS = 6
 
 
 def make_engine(spec: JobSpec, renderer: Renderer, model: str, beside: Sequence[Beside], settings: Settings) -> Engine:
-    """`model`: the directory or hub id of the weights that it starts with; `beside`: adapters that will be added."""
+    """`model`: directory or hub id of the initial weights; `beside`: adapters that will be added."""
     if spec.rollout.toy is not None:
         return ToyEngine(
             spec.rollout.toy,
@@ -107,5 +107,6 @@ def adapters_of(spec: JobSpec) -> int:
 
 
 def may_name_stops(environment: str) -> bool:
-    """Whether its turns may end at strings of its own: agents, and code of users. What we ship otherwise names none."""
+    """Return whether turns of this environment may end at strings that it names: agents, and user code. Other built-in
+    environments name none."""
     return ":" in environment or environment in AGENTS

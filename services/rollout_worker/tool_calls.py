@@ -1,4 +1,4 @@
-"""What a model said -> content, the tools it calls, or why something that looks like a call is none.
+"""Parses a model's output -> content, the tools it calls, or why something that looks like a call is invalid.
 
 Each format is what models of one family are trained to write; `recognise` finds it in the chat template that teaches
 it. vLLM has parsers for these too, which the tests hold against ours: they give up a malformed call as plain text,
@@ -32,11 +32,11 @@ class Said(msgspec.Struct, frozen=True, kw_only=True):
     calls: list[ToolCall] = []
     problem: str = ""
     words: str = ""
-    """What stands before the first of the calls."""
+    """Text before the first call."""
 
 
 class Malformed(Exception):
-    """A call was meant, and is none; says why."""
+    """An intended but invalid call, with the reason."""
 
 
 class Cut(Malformed):
@@ -64,7 +64,7 @@ def parse(form: str, text: str, tools: Sequence[Tool], *, stop: StopReason, turn
 
 
 def recognise(template: str) -> str | None:
-    """The format that a chat template teaches; None if it is none of ours."""
+    """Return the format that a chat template teaches; None if it is not one of ours."""
     return next((name for name, form in FORMATS.items() if form.mark in template), None)
 
 
@@ -134,7 +134,7 @@ def _named(value: Any, *keys: str) -> Found:
 
 
 def _blocks(text: str, opening: str, closing: str) -> Iterator[str]:
-    """What stands between the tags; the last block may lack its end, or a part of it."""
+    """Yield the text between the tags; the last block may lack its closing tag, or part of it."""
     at = text.find(opening)
     while at >= 0:
         start = at + len(opening)
@@ -229,7 +229,7 @@ class _Format(msgspec.Struct, frozen=True):
     """In a chat template that teaches it."""
     example: str
     begins: re.Pattern[str]
-    """What a call begins with."""
+    """Pattern of the beginning of a call."""
     find: Callable[[str, Sequence[Tool]], Iterator[Found]]
 
 

@@ -8,13 +8,14 @@ from opentinker.shared.spec import JobSpec
 from opentinker.shared.types.core import Message
 
 CHARACTERS = 20_000
-"""Of all messages of a training episode in one context: they travel with its group."""
+"""Characters of all messages of a training episode in one context; they travel with its group."""
 TOKENS = 2048
-"""The first so many of a training episode in one context are kept one by one."""
+"""Number of tokens, from the first, that are kept individually for a training episode in one context."""
 
 
 def is_kept(spec: JobSpec, group: int, sample: int) -> bool:
-    """About `rollout.transcripts` episodes of a batch, spread over its groups, whatever came of them."""
+    """Return whether to keep an episode: about `rollout.transcripts` of a batch, spread over its groups, regardless of
+    outcome."""
     wanted, groups = spec.rollout.transcripts, spec.algorithm.groups_per_batch
     if not wanted:
         return False
@@ -23,7 +24,7 @@ def is_kept(spec: JobSpec, group: int, sample: int) -> bool:
 
 
 def shortened(messages: Sequence[Message], characters: int) -> list[Message]:
-    """The beginning of what was said, as text, with a word about what is left out."""
+    """Return the beginning of the conversation as text, with a note about what is left out."""
     left = characters
     kept: list[Message] = []
     for at, message in enumerate(messages):

@@ -57,8 +57,8 @@ class WeightReceiver:
         await cancel_and_wait(self._probing)
 
     async def answer(self, command: SwapCommand) -> SwapReply:
-        """Never raises: a failure leaves the old weights and version and is told to the trainer."""
-        if command.action == "ping":  # answered beside a swap that is under way
+        """Never raises: a failure leaves the old weights and version and is reported to the trainer."""
+        if command.action == "ping":  # answered during a running swap
             busy = self._swapping.locked()
             return self._reply(ok=not busy, error="it is still busy with an earlier swap" if busy else "")
         async with self._swapping:

@@ -1,4 +1,4 @@
-"""What the HTTP API answers, as types: of what the client returns, and of the answers in `/openapi.json`.
+"""Types of the HTTP API's answers: returned by the client, and described in `/openapi.json`.
 
 They are dictionaries, as JSON has them; a test holds them against the answers of a scheduler. A field that is not
 always there is NotRequired; one that may be null says so.

@@ -1,4 +1,4 @@
-"""What jobs leave: checkpoints, files, names."""
+"""Artifacts of jobs: checkpoints, files, names."""
 
 from typing import Literal, TypedDict
 
@@ -50,15 +50,15 @@ class Artifacts(TypedDict):
 
     artifacts: list[Artifact]
     bytes: int
-    """Of all of them."""
+    """Sum over all of them."""
 
 
 class DeletedArtifacts(TypedDict):
-    """What is gone."""
+    """Deleted artifacts."""
 
     job: str
     steps: list[int]
-    """Of the checkpoints among it."""
+    """Steps of the deleted checkpoints."""
     bytes: int
 
 

@@ -13,7 +13,7 @@ class EnvironmentVersion(_Class):
 
     version: int
     digest: str
-    """Of what is in it."""
+    """Digest of the package's content."""
     pushed: float
     lock: str
     """The file that says what it needs."""
@@ -22,7 +22,7 @@ class EnvironmentVersion(_Class):
 
 
 class PushedEnvironment(EnvironmentVersion):
-    """Of a push."""
+    """Result of a push."""
 
     name: str
     environment: str
@@ -55,7 +55,7 @@ class Environment(TypedDict):
 
 
 class DeletedEnvironment(TypedDict):
-    """What is gone."""
+    """Deleted versions."""
 
     name: str
     deleted: list[int]
@@ -76,6 +76,6 @@ class ServedEnvironment(TypedDict):
 
 
 class ServedEnvironments(TypedDict):
-    """Of all schedulers, by name."""
+    """Served environments of all schedulers, by name."""
 
     served: list[ServedEnvironment]

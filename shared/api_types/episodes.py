@@ -18,7 +18,7 @@ class Tokens(TypedDict):
     mask: list[int]
     """1: sampled by the policy."""
     logprobs: list[float]
-    """Of the distribution that was sampled from."""
+    """Log-probabilities under the sampling distribution."""
     advantages: list[float] | None
     versions: list[list[Any]]
     """[first token, the one after the last, weights]."""
@@ -26,7 +26,7 @@ class Tokens(TypedDict):
 
 
 class SeenTokens(TypedDict):
-    """What one seat saw of an episode of an evaluation, in one of its contexts."""
+    """One seat's view of an evaluation episode in one of its contexts."""
 
     seat: str
     stream: str
@@ -52,7 +52,7 @@ class Transcript(TypedDict):
 
 
 class Transcripts(TypedDict):
-    """Of one step; `steps`: of which there are some."""
+    """Transcripts of one step; `steps`: those with transcripts."""
 
     steps: list[int]
     step: int | None
@@ -60,7 +60,7 @@ class Transcripts(TypedDict):
 
 
 class View(TypedDict):
-    """What one seat saw of an episode."""
+    """One seat's view of an episode."""
 
     seat: str
     stream: str
@@ -97,7 +97,7 @@ class Rollout(TypedDict):
 
 
 class Rollouts(TypedDict):
-    """Of one step; `steps`: of which there are some."""
+    """Episodes of one step; `steps`: those with episodes."""
 
     steps: list[int]
     step: int | None

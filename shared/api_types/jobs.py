@@ -21,18 +21,18 @@ class JobSummary(TypedDict):
     reason: str
     """Why it is in this state, where there is more to say."""
     waiting_for: str
-    """What it lacks to start or to go on; empty when it lacks nothing."""
+    """Resources that the job waits for; empty if none."""
     asleep: bool
-    """An inference job that nobody asks anything: it gets workers when somebody does."""
+    """A queued inference job without requests: it gets workers with the next request."""
     epoch: int
     """Counts the trainers that it has had."""
     restarts: int
     priority: int
     step: int
     steps: int
-    """Of an eval job: episodes; 0: only the trainer can know."""
+    """Eval jobs: number of episodes; 0: only the trainer can know."""
     progress: dict[str, Any]
-    """What the trainer last reported."""
+    """The trainer's last report."""
     created: float
     """Unix seconds, as all times."""
     updated: float
@@ -50,7 +50,7 @@ class JobSummary(TypedDict):
     data: NotRequired[str]
     """The path, of jobs that learn from rows."""
     endpoint: NotRequired[str]
-    """Of an inference job: below it are OpenAI's routes."""
+    """Inference jobs: URL below which OpenAI's routes are."""
 
 
 class Ledger(TypedDict):
@@ -92,10 +92,10 @@ class LastMetrics(TypedDict):
 
 
 class KeptArtifacts(TypedDict):
-    """What the job leaves behind."""
+    """Artifacts that the job keeps."""
 
     rule: str
-    """What is kept, and how long."""
+    """Which artifacts are kept, and for how long."""
     bytes: int
     expires: float | None
     published: list[str]
@@ -103,7 +103,7 @@ class KeptArtifacts(TypedDict):
 
 
 class EvalResult(TypedDict):
-    """What an eval job has found."""
+    """Result of an eval job."""
 
     version: str
     """The evaluated weights, EPOCH.STEP."""
@@ -121,7 +121,7 @@ class Job(JobSummary):
     metrics: dict[str, LastMetrics]
     """By source."""
     result: NotRequired[EvalResult]
-    """Of an eval job that has succeeded."""
+    """For succeeded eval jobs."""
     artifacts: KeptArtifacts
 
 
@@ -135,24 +135,24 @@ class Jobs(TypedDict):
 
 
 class Mistake(TypedDict):
-    """What is wrong in a spec."""
+    """A mistake in a spec."""
 
     field: str
     value: Any
     problem: str
     suggestion: NotRequired[str]
-    """What to write instead: a setting's name, a value or a line of TOML."""
+    """Replacement: a setting's name, a value or a line of TOML."""
 
 
 class Check(TypedDict):
-    """What was looked at."""
+    """One check."""
 
     what: str
     found: str
     result: Literal["ok", "note", "bad"]
     """A note holds nothing up now."""
     hint: str
-    """What to do about it; may be empty."""
+    """Advice; may be empty."""
 
 
 class Validation(TypedDict):
@@ -163,4 +163,4 @@ class Validation(TypedDict):
     """As of a submission; where there are some nothing else is looked at."""
     checks: list[Check]
     messages: list[Said]
-    """Of the environment's first turn."""
+    """Messages of the environment's first turn."""

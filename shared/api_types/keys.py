@@ -18,7 +18,7 @@ class Key(TypedDict):
     expires: float | None
     last_used: float | None
     previous_valid_until: float | None
-    """Of the secret before it, after a rotation."""
+    """End of validity of the previous secret, after a rotation."""
 
 
 class MadeKey(Key):
@@ -34,10 +34,10 @@ class Keys(TypedDict):
 
 
 class WhoAmI(TypedDict):
-    """Of the key that asks."""
+    """Identity of the key in the request."""
 
     auth: Literal["on", "off"]
-    """Off: the server asks nobody for a key."""
+    """Off: the server requires no key."""
     tenant: str
     role: str
     scopes: list[str]

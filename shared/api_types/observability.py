@@ -1,4 +1,4 @@
-"""What a job says while it goes on: events, failures, metrics, log, timeline, how its numbers are spread."""
+"""Observability of a job: events, failures, metrics, log, timeline, distributions."""
 
 from typing import Any, Literal, NotRequired, TypedDict
 
@@ -6,7 +6,7 @@ from opentinker.shared.api_types.jobs import State
 
 
 class Event(TypedDict):
-    """An entry of a job's log of events; what else belongs to it stands beside these fields."""
+    """An entry of a job's event log; further fields depend on the event."""
 
     id: str
     """`after` of the next call."""
@@ -31,7 +31,7 @@ class Events(TypedDict):
 
 
 class MetricPoint(TypedDict):
-    """What one source said of one step."""
+    """Values that one source reported for one step."""
 
     cursor: int
     """`after` of the next call. Cursors of what the full history has dropped, and metrics.jsonl has, are lower."""
@@ -55,7 +55,7 @@ class Metrics(TypedDict):
 
 
 class Failure(TypedDict):
-    """A group or an episode that failed for good; what else belongs to it stands beside these fields."""
+    """A group or an episode that failed permanently; further fields depend on the kind."""
 
     id: str
     event: str
@@ -66,7 +66,7 @@ class Failure(TypedDict):
     """The end of it."""
     group: NotRequired[int]
     episode: NotRequired[int]
-    """Of an eval job."""
+    """For eval jobs."""
 
 
 class Failures(TypedDict):
@@ -78,7 +78,7 @@ class Failures(TypedDict):
 
 
 class LogLine(TypedDict):
-    """What a service said about the job."""
+    """A service's log line about the job."""
 
     cursor: int
     """`after` of the next call."""
@@ -87,7 +87,7 @@ class LogLine(TypedDict):
     worker: str
     level: Literal["debug", "info", "warning", "error", "critical"]
     time: float
-    """By the clock of the machine that said it."""
+    """By the clock of the sending machine."""
     event: str
     fields: dict[str, Any]
     trace: str
@@ -104,12 +104,12 @@ class LogLines(TypedDict):
 
 
 class Segment(TypedDict):
-    """What a worker did without a break, on one lane of the timeline."""
+    """Uninterrupted activity of a worker on one lane of the timeline."""
 
     lane: str
     """generation, env, reference, training or swap."""
     kind: str
-    """What it was there: rollout, evaluation; step, wait, checkpoint; transfer, pause, load, resume, publish..."""
+    """Activity: rollout, evaluation; step, wait, checkpoint; transfer, pause, load, resume, publish..."""
     start: float
     """By the clock of the worker's machine."""
     end: float
@@ -120,7 +120,7 @@ class Segment(TypedDict):
 
 
 class TimelinePart(TypedDict):
-    """A worker's last second; what goes on then goes on in the next part."""
+    """A worker's last second; running activity continues in the next part."""
 
     cursor: int
     """`after` of the next call."""
@@ -159,7 +159,7 @@ class Distribution(TypedDict):
     step: int
     time: float
     reward: Histogram
-    """Of players, as length and turns are."""
+    """Of seats, as length and turns are."""
     length: Histogram
     """In tokens."""
     turns: Histogram

@@ -70,7 +70,7 @@ class FreedWorker(TypedDict):
 
 
 class Spent(TypedDict):
-    """What was used."""
+    """Resources used."""
 
     worker_s: float
     """Seconds of leased workers."""
@@ -80,11 +80,11 @@ class Spent(TypedDict):
     tokens_generated: float
     tokens_trained: float
     bytes_stored: float
-    """Of a day: the most at a time."""
+    """For a day: the maximum."""
 
 
 class UsageRow(Spent):
-    """Of a job, a day or a key, as `by` says."""
+    """Usage of a job, a day or a key, as `by` says."""
 
     job: NotRequired[str]
     name: NotRequired[str]
@@ -93,12 +93,12 @@ class UsageRow(Spent):
     key: NotRequired[str]
     """Id of the API key; also with the job."""
     jobs: NotRequired[int]
-    """Of a key: how many."""
+    """For a key: number of jobs."""
     day: NotRequired[str]
 
 
 class Usage(TypedDict):
-    """What jobs cost."""
+    """Cost of jobs."""
 
     by: Literal["job", "day", "key"]
     usage: list[UsageRow]
@@ -130,7 +130,7 @@ class Health(TypedDict):
     worker: str
     """Its name."""
     auth: Literal["on", "off"]
-    """Off: the server asks nobody for a key."""
+    """Off: the server requires no key."""
 
 
 class Readiness(TypedDict):

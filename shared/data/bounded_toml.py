@@ -1,7 +1,7 @@
-"""TOML from people whom nobody trusts: `tomllib` takes memory that grows with the square of a dotted key's parts, and
-recurses into brackets.
+"""Parses TOML from untrusted sources: `tomllib` uses memory quadratic in a dotted key's parts, and recurses into
+brackets.
 
-What somebody might still find is for a process with limits of its own to bear
+Remaining ways to exhaust resources are bounded by a process with limits
 (`services/scheduler/environments/unpack.py`)."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import tomllib
 from typing import Any
 
 MOST_PARTS = 16
-"""Of a dotted key or of a table's name."""
+"""Parts of a dotted key or of a table's name."""
 _PART = r"""(?:[\w-]++|"(?:[^"\\\n]|\\[^\n]){0,99}+"|'[^'\n]{0,99}+')"""
 _DOT = r"[ \t]{0,99}+\.[ \t]{0,99}+"
 _LONG_KEY = re.compile(rf"(?<![\w-]){_PART}(?:{_DOT}{_PART}){{{MOST_PARTS}}}", re.ASCII)
@@ -19,7 +19,7 @@ _LONG_KEY = re.compile(rf"(?<![\w-]){_PART}(?:{_DOT}{_PART}){{{MOST_PARTS}}}", r
 
 
 def loads(text: str, most_characters: int) -> dict[str, Any]:
-    """Raises ValueError, in words."""
+    """Parse bounded TOML. Raises ValueError with a readable message."""
     if len(text) > most_characters:
         raise ValueError(f"it has {len(text)} characters, and at most {most_characters} are taken")
     if found := _LONG_KEY.search(text):

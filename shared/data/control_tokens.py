@@ -24,7 +24,7 @@ T = TypeVar("T")
 Mode = Literal["split", "parse"]
 NEUTRAL = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}, {"role": "user", "content": "z"}]
 DIGITS = 5
-"""Of a stand-in's number."""
+"""Digits of a stand-in's number."""
 SHORTEST = 3
 """Characters of a control token that is not flagged as a special one."""
 
@@ -99,7 +99,7 @@ class ControlTokens:
 
 
 def absent_from(value: Any) -> str:
-    """A word of letters and digits that occurs in no string of it, and that nobody who wrote them could know."""
+    """Return a word of letters and digits that occurs in no string of `value` and is unpredictable for its authors."""
     while True:
         word = f"x{secrets.token_hex(8)}"
         if not any(word in text for text in _strings(value)):
@@ -127,7 +127,7 @@ def _is_markup(text: str) -> bool:
 
 
 def _written_around(tokenizer: Any) -> str:
-    """What the chat template writes around messages; nothing if it does not take such a chat."""
+    """Return the text that the chat template writes around messages; empty if it rejects such a chat."""
     try:
         text: str = tokenizer.apply_chat_template(NEUTRAL, tokenize=False, add_generation_prompt=False)
     except Exception:  # noqa: BLE001 - a template is the model's code: whatever it raises, there is nothing to learn
@@ -185,7 +185,8 @@ def _pattern(tokens: list[Any]) -> str:
 
 
 def _any_of(texts: list[str]) -> str:
-    """With common beginnings taken out, so that a place is looked at once, however many texts there are."""
+    """Return a regular expression with common prefixes merged, so that matching is linear regardless of the number of
+    texts."""
     rests: dict[str, list[str]] = {}
     for text in filter(None, texts):
         rests.setdefault(text[0], []).append(text[1:])

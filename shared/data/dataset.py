@@ -22,7 +22,7 @@ SAVED = ("state.json", "dataset_dict.json")
 
 
 class Source(NamedTuple):
-    """What `open_rows` is asked for."""
+    """Arguments of `open_rows`."""
 
     path: str
     split: str | None
@@ -31,7 +31,7 @@ class Source(NamedTuple):
 
 
 def sources(data: DataSpec) -> list[Source]:
-    """Of the rows that are trained on, and, if they are named, of those that are not."""
+    """Return the sources of the training rows and, if named, of the validation rows."""
     found = [Source(data.path, data.split, "train", data.subset)]
     if isinstance(data.validation, str):
         subset = data.subset if data.validation == data.path else None
@@ -41,7 +41,7 @@ def sources(data: DataSpec) -> list[Source]:
 
 class Rows(Protocol):
     columns: list[str]
-    """Of the first row, where rows may differ."""
+    """Columns of the first row, where rows may differ."""
 
     def __len__(self) -> int: ...
     def __iter__(self) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -67,7 +67,7 @@ class LineRows:
 
 
 class ListRows:
-    """Of a .json file: a list of objects."""
+    """Rows of a .json file: a list of objects."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -212,8 +212,8 @@ def _hub(id: str, subset: str | None, split: str) -> Rows:
 
 
 def _refuse_files_off_hub(id: str, files: Mapping[Any, Sequence[str]]) -> None:
-    """Raises RowError if any is on this machine: an id such as `text` is a format, of which `datasets` reads all files
-    below the working directory, and a data set of the hub may name whatever path its author likes."""
+    """Raise RowError if any file is on this machine: an id such as `text` is a format, for which `datasets` reads all
+    files below the working directory, and a hub data set may name any path."""
     for name in (name for names in files.values() for name in names):
         if not name.rpartition("::")[2].startswith(("hf://", "https://")):
             raise RowError(f"{id!r} is no data set of the hub alone: its rows would be read from files of this machine")

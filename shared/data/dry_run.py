@@ -1,7 +1,7 @@
-"""What `validate` says of a spec's model and rows before any worker loads them: by the server with its files, and where
-none is asked with those that are here. Blocking.
+"""Checks a spec's model and rows for `validate`, before any worker loads them: on the server with its files, or on the
+client with local ones. Blocking.
 
-What cannot be looked at from here is named, `not looked at: ...`, never passed over.
+Checks that are impossible here are reported as `not looked at: ...`, never omitted.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ MOST_BLANK = 1_000_000
 
 
 class RowError(ValueError):
-    """What is wrong, with file and line."""
+    """A bad row, with file and line."""
 
 
 def rows_path(name: str) -> Path | None:
@@ -65,7 +65,7 @@ def row_of(path: Path, number: int, line: bytes) -> dict[str, Any]:
 
 
 def first_row(path: Path) -> dict[str, Any]:
-    """Raises RowError, also if there is none."""
+    """Return the first row. Raises RowError, also if there is none."""
     for number, line in lines(path):
         return row_of(path, number, line)
     raise RowError(f"{path} has no rows")

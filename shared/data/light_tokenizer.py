@@ -72,7 +72,7 @@ class LightTokenizer:
         return template.render(messages=chat, tools=tools, add_generation_prompt=add_generation_prompt, **self._special)
 
     def _template(self, *, with_tools: bool) -> str:
-        """Of several the one named `default`, or `tool_use` if tools are offered."""
+        """Return the template; of several the one named `default`, or `tool_use` if tools are offered."""
         if not isinstance(self.chat_template, dict):
             assert self.chat_template is not None
             return self.chat_template

@@ -14,9 +14,9 @@ TEXT_OF_SEEING = (
     *("gemma3", "gemma3n", "gemma4", "llama4", "mllama", "qwen3_5", "qwen3_5_moe"),
     *SEEING,
 )
-"""Of models that see, those that transformers also loads as language models: rows of text can train them."""
+"""Vision models that transformers also loads as language models: rows of text can train them."""
 OTHER_SENSES = ("vision_config", "audio_config", "vision_encoder", "visual", "thinker_config", "speech_config")
-"""Entries of a config.json that describe a tower beside the language model."""
+"""Entries of a config.json that describe a tower in addition to the language model."""
 CONDITIONAL = "ForConditionalGeneration"
 """Ends the architectures of models that see or hear, and of encoder-decoders."""
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)

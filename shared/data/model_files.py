@@ -19,9 +19,9 @@ CODE_KEYS = ("auto_map", "auto_mapping", "custom_pipelines", "custom_generate", 
 UNSAFE = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.h5", "*.msgpack")
 INDEX = "*.safetensors.index.json"
 MOST_BYTES = 64 << 20
-"""Of a file that is read here."""
+"""Largest file that is read here."""
 LENGTH_BYTES = 8
-"""Of what stands first in a safetensors file: how long its header is."""
+"""Size of a safetensors file's first field: the length of its header."""
 POINTER = b"version https://git-lfs"[:LENGTH_BYTES]
 
 
@@ -74,7 +74,7 @@ def unloadable(directory: Path) -> str | None:
 
 
 def _torn_weights_in(directory: Path) -> str | None:
-    """Of files that are there as their index says: whether they are as long as their headers say."""
+    """Return the first file of an index whose length differs from its header."""
     for index in directory.glob(INDEX):
         named = set(orjson.loads(index.read_bytes())["weight_map"].values())
         if lacking := sorted(name for name in named if not (directory / name).exists()):
@@ -101,7 +101,7 @@ def _torn(path: Path) -> str:
 
 
 def _read(path: Path) -> Any:
-    """What the file holds; None if there is none, a text if it cannot be read."""
+    """Return the file's parsed content; None if it is absent, a string with the error if it cannot be read."""
     try:
         if path.stat().st_size > MOST_BYTES:
             return f"has a {path.name} of more than {MOST_BYTES >> 20} MiB"

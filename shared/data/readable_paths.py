@@ -1,8 +1,8 @@
 """Which files and directories of a machine the jobs of a tenant may read: one rule, asked twice.
 
-The scheduler asks it of every text of a submitted spec, whatever field it stands in. Trainers, rollout workers,
-reference-forward and env workers ask again when they are about to open what the stored spec names, since a link may
-lead elsewhere by then. Paths are resolved before they are judged. Only the coroutines do not block.
+The scheduler checks every text of a submitted spec, in any field. Trainers, rollout workers, reference-forward and env
+workers check again when they are about to open what the stored spec names, since a link may have changed. Paths are
+judged after resolution. Only the coroutines do not block.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from opentinker.shared.state.store import Store
 from opentinker.shared.types.errors import JobFailed
 
 KEPT = ("artifacts", "audit", "environments", "fetched", "jobs", "logs", "nats", "run", "staged", "valkey")
-"""In data_dir; whatever else is there is not the server's."""
+"""The server's directories in data_dir."""
 JOBS = "jobs"
 MACHINE = (Path("/proc"), Path("/sys"), Path("/dev"))
 """Nothing in them is a file of a job, and links in /proc lead anywhere."""
@@ -37,7 +37,7 @@ MOST_LINKS = 40
 """The kernel follows no more of them in one path."""
 MOST_NAME_BYTES = 255
 MOST_ENTRIES = 100_000
-"""Of a directory that a job names, and of the directories in it."""
+"""Entries of a directory that a job names, including its subdirectories."""
 DEPTH = 2
 TOKENIZER_CONFIG, INDEX = "tokenizer_config.json", ".index.json"
 """Files of a model that name other files: transformers opens those wherever they are."""
@@ -50,7 +50,7 @@ Mistakes = list[dict[str, Any]]
 
 
 class Readable:
-    """What the jobs of one tenant may read here. `own`: ids of the tenant's jobs, as far as they are named."""
+    """Files that the jobs of one tenant may read here. `own`: ids of the tenant's jobs, as far as they are named."""
 
     def __init__(self, settings: Settings, own: Collection[str] = ()) -> None:
         self._here = resolved(Path.cwd())
@@ -74,8 +74,8 @@ class Readable:
         return RESERVED if self._kept_place(path) is not None else ""
 
     def mistakes_in(self, data: Any, *, files: bool = False) -> Mistakes:
-        """`data`: a spec as it was sent. Every text that may be understood as a path to what may not be read; where
-        there is none, with `files`, what is wrong with the files that it names."""
+        """Return a mistake for every text of a spec that may be understood as a path to an unreadable place; if there
+        is none, and with `files`, mistakes in the files that it names."""
         found = []
         for field, text in texts_in(data):
             for path in self._meanings(text):
@@ -85,7 +85,7 @@ class Readable:
         return found or (self._mistakes_in_files(data) if files else [])
 
     def _mistakes_in_files(self, spec: Any) -> Mistakes:
-        """What keeps the models and rows of a spec from being opened, by what is there."""
+        """Return mistakes that keep the models and rows of a spec from being opened."""
         found = []
         for field, text in _opened_by(spec):
             if field.startswith("data."):
@@ -107,7 +107,7 @@ class Readable:
         place = resolved(path, self._here)
         try:
             return self.refusal(place) or self._why_closed(place, place, DEPTH, iter(range(MOST_ENTRIES)))
-        except OSError:  # nothing is there, or it may not be looked at: whoever opens it says so
+        except OSError:  # absent or unreadable: the reader reports it
             return ""
 
     def _why_closed(self, place: Path, called: Path, depth: int, budget: Iterator[int]) -> str:
@@ -136,7 +136,7 @@ class Readable:
         return ""
 
     def _why_named_closed(self, file: Path, called: Path) -> str:
-        """Of a file that says where transformers reads weights or vocabularies from."""
+        """Explain why a file that names weights or vocabularies for transformers is refused."""
         if not _names_files(called):
             return ""
         if file.stat().st_size > MOST_CONFIG_BYTES:
@@ -154,7 +154,8 @@ class Readable:
         return ""
 
     def _leads_nowhere(self, text: str) -> bool:
-        """Most texts are no paths: that their first part is not here is told sooner than where they lead."""
+        """Return whether the text cannot be a path here: most texts are not, and a missing first part is cheaper to
+        find than a resolved path."""
         first = text.partition("/")[0]
         if not first or first[0] == "~" or (".." in text and "/" in text) or self._is_inside:
             return False
@@ -228,7 +229,7 @@ def _downloaded(hub_id: str) -> list[Path]:
     try:
         from huggingface_hub.constants import HF_HUB_CACHE
     except ImportError:
-        return []  # then nobody downloads here
+        return []  # then no download happens here
     return sorted(Path(HF_HUB_CACHE, f"models--{hub_id.replace('/', '--')}", "snapshots").glob("*"))
 
 
@@ -239,7 +240,7 @@ async def readable_by(
     data: Any,
     in_thread: Callable[..., Awaitable[Any]] = asyncio.to_thread,
 ) -> Readable:
-    """Of the tenant, with what of it `data` names. `in_thread`: how the file systems that it names are looked at."""
+    """Return the tenant's readable files for a spec. `in_thread`: runs file system checks."""
     readable: Readable = await in_thread(Readable, settings)
     jobs: set[str] = await in_thread(readable.jobs_in, data)
     readable.own = frozenset(job.id for job in await store.jobs(sorted(jobs)) if job.tenant == tenant)
@@ -272,7 +273,7 @@ def resolved(path: Path, here: Path | None = None) -> Path:
     absolute = path.is_absolute()
     found = [] if absolute else list((here or resolved(Path.cwd())).parts[1:])
     rest = list(reversed(path.parts[1:] if absolute else path.parts))
-    there, links = len(found), 0  # so many parts of `found` exist
+    there, links = len(found), 0  # this many parts of `found` exist
     while rest:
         name = rest.pop()
         if name == "..":

@@ -1,6 +1,6 @@
 """Names and shapes of tensors, compared; and read from the headers of safetensors files, for those who do not compute.
 
-Format: eight bytes little-endian length, then so many bytes of JSON, {name: {dtype, shape, data_offsets}}.
+Format: eight bytes little-endian length, then JSON of that length, {name: {dtype, shape, data_offsets}}.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LONGEST = 100_000_000
 
 
 def difference(have: Mapping[str, Sequence[int]], want: Mapping[str, Sequence[int]]) -> str:
-    """Which tensors are not those wanted, in words with both shapes; empty if all are."""
+    """Describe which tensors differ from those wanted, with both shapes; empty if none do."""
 
     def told(shapes: Mapping[str, Sequence[int]], name: str) -> str:
         return str(list(shapes[name])) if name in shapes else "absent"
@@ -33,7 +33,7 @@ class _Entry(msgspec.Struct):
 
 
 def shapes_in(*files: Path) -> Shapes:
-    """Of all tensors in the files. Raises OSError, and ValueError for what is no such file."""
+    """Return the shapes of all tensors in the files. Raises OSError, and ValueError for other files."""
     found: Shapes = {}
     for path in files:
         with path.open("rb") as file:

@@ -42,7 +42,7 @@ HOW_TO_LOCK = (
     " (without dependencies an empty requirements.lock will do)"
 )
 OWN_SOURCES = ({"virtual": "."}, {"editable": "."})
-"""Of the project itself, in a uv.lock."""
+"""Sources of the project itself in a uv.lock."""
 _REFERENCE = re.compile(rf"upload:({NAME})(?:@([1-9][0-9]{{0,8}})(?:\+([0-9a-f]{{20}}))?)?")
 _CLASS = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 _HASH = re.compile(r"\s--hash[= ]sha(?:256|384|512):[0-9a-f]{64,128}(?=\s|$)")
@@ -55,7 +55,7 @@ class Reference(msgspec.Struct, frozen=True):
     version: int | None = None
     """None: the newest."""
     digest: str = ""
-    """Of the package's content; with it the reference says all that an env worker needs."""
+    """Digest of the package's content; it completes the reference for env workers."""
 
     def __str__(self) -> str:
         version = "" if self.version is None else f"@{self.version}"
@@ -67,7 +67,7 @@ class Package(msgspec.Struct, frozen=True, kw_only=True):
     path: str
     """`module:Class`."""
     root: str
-    """What goes onto the module path: `` or `src`."""
+    """Directory for the module path: `` or `src`."""
     lock: str
     """File name of the lock."""
     lock_digest: str
@@ -211,7 +211,7 @@ def _text(value: Any) -> str:
 
 
 def _shown(value: Any) -> Any:
-    """Of a value in a mistake, what a person reads and JSON can say."""
+    """Return a value of a mistake in a readable form that JSON can represent."""
     if isinstance(value, str):
         return value[:200]
     return value if value is None or isinstance(value, bool) else f"({type(value).__name__})"
@@ -273,7 +273,7 @@ def _locked(lock: Path) -> tuple[set[str], str]:
 
 
 def _is_package(package: Any) -> bool:
-    """Of a uv.lock."""
+    """Whether a uv.lock entry is a package to install."""
     if not isinstance(package, dict) or not isinstance(package.get("source", {}), dict):
         return False
     wheels = package.get("wheels", [])
@@ -281,7 +281,7 @@ def _is_package(package: Any) -> bool:
 
 
 def normal_of(found: list[Pin]) -> str:
-    """What is installed, whatever the order and form in which a lock says it."""
+    """Return a canonical form of the pins, independent of their order and of the lock's format."""
     lines = {Pin(pin.name, pin.version, pin.marker, tuple(sorted(set(pin.hashes)))).line() for pin in found}
     return "\n".join(sorted(lines))
 
@@ -304,10 +304,9 @@ def _sorted(table: dict[str, Any]) -> str:
 
 
 def pins(text: str) -> list[Pin]:
-    """Of a lock in the form of a requirements file with hashes. Raises ValueError naming the line that is no pin.
+    """Parse pins of a lock in the form of a requirements file with hashes. Raises ValueError naming an invalid line.
 
-    What is installed is made of these pins, and never of the text: whatever else a reader might find in it, another one
-    may not.
+    Installation uses these pins, never the text, so a different parser cannot read anything else into it.
     """
     found = []
     bare = "\n".join(re.sub(r"(^|\s)#.*$", "", line) for line in text.splitlines())

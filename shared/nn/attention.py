@@ -96,7 +96,8 @@ def _in_rows(query: Tensor, key: Tensor, value: Tensor, rows: Rows, scale: float
 
 
 def _row_by_row(q: Tensor, k: Tensor, v: Tensor, rows: Rows, scale: float | None) -> Tensor:
-    """What `varlen_attn` computes, for a CPU, which it does not know: q [R, Hq, D], k and v [R, Hkv, D] -> [R, Hq * D].
+    """Compute the result of `varlen_attn` on a CPU, which it does not support: q [R, Hq, D], k and v [R, Hkv, D] -> [R,
+    Hq * D].
 
     Slower than buckets; tests run it so that all but the kernel itself is tested everywhere.
     """

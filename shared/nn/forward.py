@@ -132,7 +132,7 @@ def _head_scores(
     elif temperature != 1.0:
         logits_UV = logits_UV / temperature
     logprobs_UV = logits_UV.log_softmax(-1)
-    # What has a gradient comes first: once it is made again, the backward pass skips the rest.
+    # Tensors with a gradient come first: after recomputing them the backward pass skips the rest.
     logprobs_U = logprobs_UV.gather(-1, targets_U[:, None])[:, 0]
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         entropy_U = -torch.linalg.vecdot(logprobs_UV.exp(), logprobs_UV)

@@ -1,4 +1,4 @@
-"""What a job may change about how a loaded model computes: activations made again, logits in float32."""
+"""Changes to a loaded model's computation that a job may request: activation checkpointing, float32 logits."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class Layout:
     selected_M: Tensor
     """Index into U of each mask-1 token, sequence by sequence in the caller's order."""
     lengths: tuple[int, ...]
-    """Of each row, in the order of the buckets: the rest of its places is padding."""
+    """Length of each row, in the order of the buckets; the rest of a row is padding."""
     temperatures_U: Tensor | None = None
     """Where sequences differ in it; tokens are then distinct by temperature too."""
     rows: Rows | None = None
@@ -119,9 +119,9 @@ def layout(
     """Pack `sequences` (token ids each) whose mask-1 tokens (never the first) need a log-probability.
 
     Tokens that no mask-1 token depends on (the last one, trailing observations) are left out. Each distinct prefix is a
-    node of the trie; nodes are numbered in lexicographic order of the sequences.
-    `temperatures`: one per sequence, for `token_logprobs(temperature=plan.temperatures_U)`; sequences share hidden
-    states whatever theirs are. `shown`: see `sight.marked`.
+    node of the trie; nodes are numbered in lexicographic order of the sequences. `temperatures`: one per sequence, for
+    `token_logprobs(temperature=plan.temperatures_U)`; sequences share hidden states regardless of temperature. `shown`:
+    see `vision.mark_image_tokens`.
     """
     places_S = [np.flatnonzero(np.asarray(mask)) for mask in masks]
     if any(len(places) and places[0] == 0 for places in places_S):

@@ -44,7 +44,7 @@ def attach_lora(model: nn.Module, lora: LoraSpec) -> PeftModel:
 
 
 def lora_dropouts(model: nn.Module) -> list[nn.Module]:
-    """They are on in a fresh adapter, whatever mode the model is in."""
+    """Return the dropout modules, which are active in a fresh adapter in any mode of the model."""
     return [module for name, module in model.named_modules() if name.endswith("lora_dropout")]
 
 
@@ -59,7 +59,7 @@ def with_adapter(model: nn.Module, directory: Path) -> PeftModel:
 
 
 def adapter_bytes(directory: Path) -> int:
-    """What `with_adapter` adds. Raises JobFailed."""
+    """Return the bytes that `with_adapter` adds. Raises JobFailed."""
     try:
         return sum(4 * math.prod(shape) for shape in shapes_in(directory / ADAPTER).values())
     except (OSError, ValueError) as error:

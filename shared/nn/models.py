@@ -36,13 +36,13 @@ from opentinker.shared.types.errors import JobFailed
 
 transformers_logging.disable_progress_bar()
 _LOADING = threading.Lock()
-"""transformers switches process-wide flags while it loads: two loads at once lose tied weights."""
+"""transformers switches process-wide flags while it loads: two concurrent loads lose tied weights."""
 HEADS: dict[str, Any] = {
     "language": AutoModelForCausalLM,
     "sequence": AutoModelForSequenceClassification,
     "token": AutoModelForTokenClassification,
 }
-"""What a model ends with."""
+"""Model classes by head."""
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -59,8 +59,8 @@ def autocast(device: str, dtype: torch.dtype) -> Any:
 def load_model(base: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> nn.Module:
     """A causal language model in eval mode, with packed attention, proven to agree with its own plain forward.
 
-    Of one that sees, the language model alone has gradients. Safetensors only, no remote code. Raises JobFailed for a
-    path that is no such model, and for an architecture that the packed forward pass cannot compute.
+    Load a model. In a vision model only the language model has gradients. Safetensors only, no remote code. Raises
+    JobFailed for a path that is not such a model, and for an architecture that the packed forward pass cannot compute.
     """
     config = config_of(base)
     if why := unsupported_family(config.to_dict(), served=False):
@@ -86,7 +86,8 @@ def load_model(base: str, dtype: torch.dtype, device: torch.device | str = "cpu"
 
 
 def _language_auto(config: Any) -> Any:
-    """What loads it. Models that see, but not as we know it, are models of text alone (`TEXT_OF_SEEING`)."""
+    """Return the class that loads the model. Vision models of unknown families are loaded as text models
+    (`TEXT_OF_SEEING`)."""
     return AutoModelForImageTextToText if config.model_type in FAMILIES else AutoModelForCausalLM
 
 
@@ -178,7 +179,7 @@ def _from_pretrained(auto: Any, base: str, config: Any, dtype: torch.dtype, **op
 
 
 def model_bytes(base: str, dtype: torch.dtype, *, head: str = "language") -> int:
-    """What the weights will take in memory, told by the config alone. Raises JobFailed as loading it does."""
+    """Return the memory that the weights will take, from the config alone. Raises JobFailed as loading does."""
     config = _headed_config(base, head)
     try:
         with _LOADING, torch.device("meta"):
@@ -215,7 +216,7 @@ _NO_PART_OF_THE_MODEL = {"_name_or_path", "architectures", "dtype", "initializer
 
 
 def load_tokenizer(base: str) -> Any:
-    """The model's fast tokenizer. Raises JobFailed if there is none."""
+    """Load the model's fast tokenizer. Raises JobFailed if there is none."""
     try:
         if why := code_in(Path(base).expanduser()):
             raise JobFailed(f"model {base!r} {why}")

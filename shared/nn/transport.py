@@ -2,8 +2,8 @@
 
 The trainer copies its tensors into a `Snapshot` (flat byte buckets, one fingerprint each) and broadcasts the buckets in
 a `WeightGroup`, where it is rank 0. A receiver stages all buckets, compares the fingerprints of the `SwapCommand`, and
-only then loads. A group is one torch process group of its own: the default group is never touched, so a process can
-leave one and enter the next while it lives.
+only then loads. A group is a separate torch process group: the default group is never touched, so a process can leave
+one and join the next during its life.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ CHUNK = 1 << 17
 SLOWEST_LINK = 50e6
 """Bytes per second that a transfer and the loading after it must reach: see `allowed_s`."""
 GIVEN_UP = "given-up"
-"""Key of a group's store: why the group is of no use any more. Whoever waits looks for it: gloo itself does not wake a
-member that is in the middle of a message when the connection ends."""
+"""Key of a group's store: the reason why the group has been abandoned. Waiting members poll it, because gloo does not
+wake a member in the middle of a message when the connection ends."""
 BACKLOG = 1024
 LOOK_S = 0.1
 ARRIVAL_LOOK_S = 0.02
@@ -55,7 +55,7 @@ class Snapshot:
     version: WeightVersion
     manifest: list[TensorInfo]
     buckets: list[torch.Tensor]
-    """Flat uint8, at most `bucket_bytes` each; a tensor larger than that has a bucket of its own."""
+    """Flat uint8, at most `bucket_bytes` each; a larger tensor has a separate bucket."""
     fingerprints: list[int]
     probe: Probe | None = None
 
@@ -74,7 +74,7 @@ def nbytes(info: TensorInfo) -> int:
 def bucket_sizes(manifest: Sequence[TensorInfo], bucket_bytes: int) -> list[int]:
     """Bytes of each bucket: tensors in order, a new bucket when the next tensor would pass `bucket_bytes`.
 
-    An empty tensor has no place of its own.
+    Return the sizes of the buckets; empty tensors take no place.
     """
     sizes: list[int] = []
     for info in manifest:
@@ -110,7 +110,7 @@ def snapshot(
     manifest: list[TensorInfo] | None = None,
     probe: Probe | None = None,
 ) -> Snapshot:
-    """Copy tensors into buckets on their device: training goes on while they travel.
+    """Copy tensors into buckets on their device: training continues while they travel.
 
     With a `manifest`, which says what will come, `named` is consumed one by one and nothing of it is kept.
     """
@@ -158,7 +158,7 @@ def fingerprint(bucket: torch.Tensor) -> int:
 
 
 def allowed_s(timeout_s: float, total: int) -> float:
-    """Seconds that moving, or loading, so many bytes may take before it counts as hanging."""
+    """Return the seconds that moving or loading this many bytes may take before it counts as hanging."""
     return timeout_s + total / SLOWEST_LINK
 
 
@@ -166,7 +166,7 @@ def host_store(address: str, world: int, timeout_s: float) -> tuple[dist.TCPStor
     """The meeting point of a group: listens on a free port of `address`, which is one of this machine's. Returns it and
     the port."""
     try:
-        # Told an address alone, torch listens on every one there is, and asks nobody for a password.
+        # Given only an address, torch listens on every interface, without authentication.
         listener = _listen(address)
         port = int(listener.getsockname()[1])
         store = dist.TCPStore(
@@ -230,7 +230,8 @@ class WeightGroup:
     ) -> WeightGroup:
         """Blocks until all `world` members are there.
 
-        Raises TransportError: at once when the trainer is gone or gives the group up, else after `timeout_s`.
+        Join a weight group. Raises TransportError: immediately if the trainer is gone or abandons the group, otherwise
+        after `timeout_s`.
         """
         where = torch.device(device)
         deadline = time.monotonic() + timeout_s
@@ -338,7 +339,8 @@ def _gloo(own_address: str, timeout_s: float) -> dist.ProcessGroupGloo._Options:
 
 
 def _own_address(address: str, port: int, timeout_s: float) -> str:
-    """The address of this machine that the host at `address` can reach. Raises OSError if nobody listens there."""
+    """Return the address of this machine that the host at `address` can reach. Raises OSError if nothing listens
+    there."""
     with socket.create_connection((address, port), timeout_s) as probe:
         return str(probe.getsockname()[0])
 
@@ -357,7 +359,7 @@ def _arrive(store: dist.TCPStore, rank: int, world: int, deadline: float) -> str
 
 
 def _given_up(store: dist.TCPStore) -> str:
-    """Why there is nothing to wait for any more, or nothing."""
+    """Return the reason why the group was abandoned; empty if it was not."""
     try:
         return f"given up, {store.get(GIVEN_UP).decode()}" if store.check([GIVEN_UP]) else ""
     except RuntimeError as error:

@@ -33,27 +33,27 @@ from opentinker.shared.types.errors import BadImage, JobFailed
 from opentinker.shared.types.trajectories import Trajectory
 
 FAMILIES: dict[str, dict[str, Any]] = {"idefics3": {"return_row_col_info": True}}
-"""By `model_type`: what is asked of its image processor beside the pixels. Another family needs its fields in
-`vllm_images.py` too, one code for positions if it counts them in several dimensions, and a vLLM model that does without
-torchvision, of which there is no build for CPUs."""
+"""By `model_type`: options of its image processor other than pixels. Another family also needs its fields in
+`vllm_images.py`, position codes if it counts them in several dimensions, and a vLLM model that works without
+torchvision, which has no CPU build."""
 VISION_MODULES = r".*\b(vision_model|connector)\b.*"
 """Names of what is no part of the language model: it gets no adapters."""
 MOST_PIXELS = 1 << 24
 LONGEST_TO_SHORTEST = 100
 KEPT_BYTES = 256 << 20
-"""Of pixels in a rollout worker, of what stands for images in its prompts, and of embeddings beside a model."""
+"""Bytes of cached pixels in a rollout worker, of prompt placeholders, and of embeddings next to a model."""
 MALFORMED = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, OverflowError)
-"""What Pillow raises for bytes that are no image, or half of one."""
+"""Exceptions of Pillow for invalid or truncated images."""
 V = TypeVar("V")
 
 
 @dataclass(frozen=True)
 class ImagePlaceholder:
-    """What of an image is in a prompt."""
+    """An image's part of a prompt."""
 
     digest: str
     text: str
-    """Stands for it: placeholder tokens, and whatever the family puts around them."""
+    """Text of the image: placeholder tokens, and the family's tokens around them."""
     tokens: int
     """How many placeholder tokens."""
 
@@ -63,7 +63,7 @@ class ImageInputs(ImagePlaceholder):
     """One image as the model's processor makes it."""
 
     inputs: dict[str, Tensor]
-    """Of the tower, by the names of the Hugging Face model."""
+    """Inputs of the vision tower, by the names of the Hugging Face model."""
 
 
 def digest_of(data: bytes) -> str:
@@ -80,7 +80,8 @@ def unsupported_reason(base: str, config: Mapping[str, Any]) -> str:
 
 
 class VisionProcessor:
-    """The processor of one model. Pillow works on the pixels, whatever else is installed: everywhere alike."""
+    """The image processor of one model. Pillow processes the pixels, regardless of what is installed, so results are
+    equal everywhere."""
 
     def __init__(self, family: str, processor: Any) -> None:
         self.processor = processor
@@ -93,7 +94,7 @@ class VisionProcessor:
 
     @classmethod
     def of(cls, base: str) -> VisionProcessor:
-        """Raises JobFailed if there is none."""
+        """Load the processor. Raises JobFailed if there is none."""
         config = AutoConfig.from_pretrained(base, trust_remote_code=False)
         if why := unsupported_reason(base, config.to_dict()):
             raise JobFailed(why)
@@ -116,7 +117,7 @@ class VisionProcessor:
         return self._looks.get(digest, lambda: self._look(digest, data))
 
     def words(self, data: bytes) -> ImagePlaceholder:
-        """Of a PNG or JPEG, known for longer than its pixels are kept. Raises BadImage."""
+        """Return the placeholder of a PNG or JPEG, cached for longer than its pixels. Raises BadImage."""
         digest = digest_of(data)
 
         def make() -> ImagePlaceholder:
@@ -162,7 +163,7 @@ class VisionProcessor:
 
 
 class LruCache(Generic[V]):
-    """What was made last, by digest, up to KEPT_BYTES. Safe in threads: what two make at once is made twice."""
+    """Cache of recent values by digest, up to KEPT_BYTES. Thread-safe: concurrent misses compute the value twice."""
 
     def __init__(self, size: Callable[[V], int]) -> None:
         self._size = size

@@ -20,7 +20,7 @@ TopLogprobs = list[tuple[str, float]]
 
 
 class Answer(Protocol):
-    """What the model said."""
+    """A model's answer."""
 
     @property
     def text(self) -> str: ...
@@ -30,7 +30,7 @@ class Answer(Protocol):
     def tool_calls(self) -> list[ToolCall]: ...
     @property
     def words(self) -> str:
-        """What the text says before its tool calls."""
+        """Text before its tool calls."""
 
     @property
     def ids(self) -> list[int]:
@@ -38,7 +38,7 @@ class Answer(Protocol):
 
     @property
     def logprobs(self) -> list[float]:
-        """Of `ids`."""
+        """Log-probabilities of `ids`."""
 
     @property
     def prompt_tokens(self) -> int: ...
@@ -153,7 +153,8 @@ def completion_chunks(asked: ParsedRequest, answer: Answer) -> list[Json]:
 
 
 def generate_answer(asked: ParsedRequest, answer: Answer) -> Json:
-    """Of `POST /inference/v1/generate`: every sampled token, the end-of-turn token included, and a logprob for each."""
+    """Return the answer of `POST /inference/v1/generate`: every sampled token, including the end-of-turn token, with
+    its log-probability."""
     choice = {
         "index": 0,
         "token_ids": answer.ids,
@@ -231,7 +232,7 @@ def _token_logprobs(
 
 
 def _by_text(likely: TopLogprobs) -> dict[str, float]:
-    """Of several that read alike, the likeliest."""
+    """Return log-probabilities by text; of several tokens with equal text, the likeliest."""
     found: dict[str, float] = {}
     for text, logprob in likely:
         found.setdefault(text, logprob)

@@ -27,7 +27,7 @@ class InvalidField(Exception):
 
 
 def too_long(limit: int, size: int, unit: str = "tokens") -> InvalidField:
-    """Of a prompt that leaves no room for an answer, or is none."""
+    """Return the error for a prompt that leaves no room for an answer, or is empty."""
     return InvalidField(
         f"This model's maximum context length is {limit} tokens. However, the prompt has {size} {unit}: there must "
         "be one token, and at least one must be left for the answer.",

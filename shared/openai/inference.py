@@ -16,7 +16,7 @@ from opentinker.shared.types.core import Message, StopReason, Tool, ToolCall, We
 BEAT_S = 2.0
 """A rollout worker that has nothing new to say of a request says so this often."""
 SILENCE_S = 12.0
-"""One that is silent for so long is lost."""
+"""A worker that sends nothing for this time is lost."""
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,7 +43,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     offsets: bool = False
     """And where each of them begins in the answer."""
     likely: int = 0
-    """And so many of the likeliest tokens at each place."""
+    """Number of likeliest tokens returned at each place."""
 
 
 class GenerateResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,10 +57,10 @@ class GenerateResult(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: list[float]
     prompt_tokens: int
     version: WeightVersion
-    """Of the weights that sampled the last token."""
+    """Version of the weights that sampled the last token."""
     tool_calls: list[ToolCall] = []
     words: str = ""
-    """What the text says before them."""
+    """Text before the tool calls."""
     tokens: list[str] = []
     """`ids` as text, if that was asked for."""
     offsets: list[int] = []
@@ -86,7 +86,7 @@ class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True):
     seq: int
     """0, 1, 2...: a gap means that something was lost on the way."""
     text: str = ""
-    """What is new; the pieces' texts are the beginning of the reply's."""
+    """New text; the chunks' texts are a prefix of the result's text."""
     ids: list[int] = []
     """The tokens that the text came from."""
     logprobs: list[float] = []
@@ -99,7 +99,7 @@ class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CancelGenerate(msgspec.Struct, frozen=True):
-    """Scheduler -> the rollout worker that is at it: nobody waits for the answer any more."""
+    """Scheduler -> the rollout worker with the request: no client waits for the answer any longer."""
 
     id: str
 
@@ -111,13 +111,13 @@ class InFlight(msgspec.Struct, frozen=True):
 
 
 def names_of(id: str, spec: dict[str, Any]) -> list[str]:
-    """What the model of a job is called in requests; the first is its own name. `spec`: of an inference job, stored."""
+    """Return the names of a job's model in requests; the first is its id. `spec`: of an inference job, as stored."""
     start = spec.get("start")
     return list(dict.fromkeys([start["from"] if start else spec["model"]["base"], spec["name"], id]))
 
 
 def adapters_in(spec: dict[str, Any]) -> dict[str, str]:
-    """What is served beside the job's model: the checkpoint of each adapter by its name."""
+    """Return the checkpoint of each adapter served with the job's model, by name."""
     return {adapter["name"]: adapter["from"] for adapter in spec["serving"].get("adapters", [])}
 
 

@@ -1,7 +1,7 @@
 """Requests -> Asked. What is asked for and cannot be given is refused.
 
-How tokens are sampled is not read here: an agent's requests leave that to the job, whatever they name, for the logprobs
-that training needs are those of the distribution really sampled from; requests to inference jobs say it themselves
+Sampling options are not parsed here: an agent's requests leave them to the job, because training needs
+log-probabilities under the distribution that was really used; requests to inference jobs bring their options
 (sampling.py).
 """
 
@@ -25,7 +25,7 @@ MOST_LIKELY_CHAT, MOST_LIKELY = 20, 5
 
 @dataclass(eq=False, kw_only=True)
 class ParsedRequest:
-    """What a model is asked to say."""
+    """A parsed request to a model."""
 
     messages: list[Message] = field(default_factory=list)
     tools: list[Tool] = field(default_factory=list)
@@ -42,13 +42,13 @@ class ParsedRequest:
     usage: bool = False
     """A stream ends with the usage."""
     logprobs: bool = False
-    """Of the sampled tokens."""
+    """Return log-probabilities of the sampled tokens."""
     likely: int = 0
-    """And of so many of the likeliest at each place."""
+    """Number of likeliest tokens to return at each place."""
 
 
 def parse_chat(body: Json, session: str = "", *, likely: bool = False) -> ParsedRequest:
-    """Of `POST /v1/chat/completions`. `likely`: whoever answers knows which tokens were likely. Raises Refused."""
+    """Parse `POST /v1/chat/completions`. `likely`: the engine can return likeliest tokens. Raises InvalidField."""
     _refuse_unsupported(body)
     messages = items(body, "messages")
     if not messages:
@@ -77,7 +77,8 @@ def parse_chat(body: Json, session: str = "", *, likely: bool = False) -> Parsed
 
 
 def parse_completion(body: Json, session: str = "", *, likely: bool = False) -> ParsedRequest:
-    """Of `POST /v1/completions`: a text or token ids, or a list with one of them. `likely` as above. Raises Refused."""
+    """Parse `POST /v1/completions`: a text or token ids, or a list with one of them. `likely` as above. Raises
+    InvalidField."""
     _refuse_unsupported(body)
     for name in ("echo", "suffix"):
         if body.get(name):
@@ -105,7 +106,7 @@ def parse_completion(body: Json, session: str = "", *, likely: bool = False) -> 
 
 
 def parse_generate(body: Json, session: str = "") -> ParsedRequest:
-    """Of `POST /inference/v1/generate`: tokens in, tokens out. Raises Refused."""
+    """Parse `POST /inference/v1/generate`: tokens in, tokens out. Raises InvalidField."""
     params = body.get("sampling_params") or {}
     if not isinstance(params, dict):
         raise InvalidField("must be an object", param="sampling_params")
@@ -132,7 +133,7 @@ def _most_likely(body: Json, name: str, most: int, known: bool) -> int | None:
 
 
 def _most_tokens(body: Json) -> int | None:
-    """Of a chat, under its newer name or its older one."""
+    """Return the token limit of a chat, under its newer or older name."""
     newer, older = whole(body, "max_completion_tokens", 1), whole(body, "max_tokens", 1)
     if None not in (newer, older) and newer != older:
         raise InvalidField(

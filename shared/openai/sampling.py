@@ -1,4 +1,4 @@
-"""How a request wants to be sampled, and what nobody here can do for it: that is refused, never ignored."""
+"""Sampling parameters of a request; unsupported ones are refused, never ignored."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ COMPLETION = BOTH | {"prompt", "echo", "suffix"}
 INERT = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
 """Say nothing about what is sampled."""
 USUAL: Json = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "min_p": 0, "min_tokens": 0}
-"""What may be said because it changes nothing."""
+"""Values that are accepted because they change nothing."""
 HOTTEST = 10.0
 LARGEST_SEED = 2**63 - 1
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request says of sampling."""
+    """Sampling parameters of a request."""
 
     temperature: float = 1.0
     """0: always the most likely token."""
@@ -30,7 +30,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     top_k: int = 0
     """0: all tokens."""
     seed: int | None = None
-    """None: drawn anew."""
+    """None: drawn at random."""
 
 
 def parse_manner(body: Json, *, chat: bool) -> SamplingParams:

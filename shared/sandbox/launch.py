@@ -47,7 +47,7 @@ def outside(plan: dict[str, object]) -> None:
 
 
 def staging(paths: list[str]) -> dict[str, str]:
-    """Root only: map every path to a place that any user can reach, whatever the permissions of the directories above.
+    """As root, map every path to a place that any user can reach, whatever the permissions of the directories above.
 
     Permissions of the files themselves still apply. Where root may not mount, each path stays.
     """

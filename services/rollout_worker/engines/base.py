@@ -1,4 +1,4 @@
-"""What a rollout worker asks of a generation engine. Two implementations: `toy_engine` and `vllm_engine`.
+"""Interface of generation engines. Two implementations: `toy` and `vllm`.
 
 Token ids in, token ids out. A weight swap may fall inside a generation: the spans say which version sampled what.
 """
@@ -21,11 +21,11 @@ class EngineError(OpenTinkerError):
 
 
 class EngineLost(EngineError):
-    """The engine itself is gone or half loaded: no call will ever succeed, the worker should end and start anew."""
+    """The engine is gone or half loaded: no call can succeed, the worker should end and restart."""
 
 
 class SwapError(OpenTinkerError):
-    """Joining or receiving failed. The engine keeps its old weights and version and goes on generating."""
+    """Joining or receiving failed. The engine keeps its old weights and version and continues to generate."""
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,7 +48,7 @@ class Shown(NamedTuple):
 
     picture: Picture
     inputs: Any
-    """What the model's tower is given: tensors by name, see `sight.Look`."""
+    """Inputs of the model's vision tower: tensors by name, see `vision.ImageInputs`."""
 
 
 Likely = list[tuple[int, float]]
@@ -59,7 +59,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     ids: list[int]
     """Sampled tokens, the end-of-turn token included."""
     logprobs: list[float]
-    """Of each token under the distribution it was drawn from: after temperature, top_p and top_k."""
+    """Log-probability of each token under the distribution it was drawn from: after temperature, top_p and top_k."""
     spans: list[Span]
     """Over `ids`, in order, without gaps."""
     stop: StopReason
@@ -69,9 +69,9 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
 
 class Scores(NamedTuple):
     version: WeightVersion | None
-    """Of the weights that said it."""
+    """Version of the weights that sampled it."""
     logprobs: list[float]
-    """Of each token but the first, at temperature 1."""
+    """Log-probability of each token but the first, at temperature 1."""
 
 
 Progress = Callable[[list[int], list[float], list[Likely]], None]
@@ -101,21 +101,22 @@ class Engine(Protocol):
         """
 
     async def score(self, ids: list[int]) -> Scores | None:
-        """What the newest weights say of these tokens; None: it has no model. Raises EngineError."""
+        """Compute log-probabilities of these tokens under the newest weights; None: the engine has no model. Raises
+        EngineError."""
 
     async def abort(self, request: str) -> None:
         """End a running request: its `generate` raises EngineError. Unknown requests are ignored."""
 
     async def watch(self) -> None:
-        """Returns never. Raises EngineLost when the engine dies, also while nobody asks it for anything."""
+        """Never returns. Raises EngineLost when the engine dies, also while it is idle."""
 
     async def serve(self, version: WeightVersion, adapter: Path | None = None) -> None:
         """Generate with the weights it was started with, by this name; with `adapter`, a PEFT directory, on top of
         them. Raises EngineError. For jobs without a trainer: there is no weight group."""
 
     async def add(self, name: str, version: WeightVersion, adapter: Path) -> None:
-        """Have a PEFT directory ready beside the weights that it serves, for the requests that name it. Raises
-        EngineError. Not for jobs whose weights are an adapter, or come through a weight group."""
+        """Load a PEFT directory next to the served weights, for requests that name it. Raises EngineError. Not for jobs
+        whose weights are an adapter, or come through a weight group."""
 
     async def join(self, command: SwapCommand) -> None:
         """Enter the job's weight group; the old one is left first. Raises SwapError, EngineLost."""
@@ -123,8 +124,8 @@ class Engine(Protocol):
     async def receive(self, command: SwapCommand) -> dict[str, float]:
         """Take one version through the group. Returns seconds by phase: pause, transfer, load, resume.
 
-        Raises SwapError, then nothing was loaded, or EngineLost. Generation goes on meanwhile, except during pause,
-        load and resume.
+        Receive weights. Raises SwapError if nothing was loaded, or EngineLost. Generation continues, except during
+        pause, load and resume.
         """
 
     async def close(self) -> None: ...

@@ -109,7 +109,7 @@ class ToyEngine:
         self.version = version
 
     async def add(self, name: str, version: WeightVersion, adapter: Path) -> None:
-        """What is sampled is the same; the spans alone tell of it."""
+        """Sampling does not change; only the spans show the adapter."""
         self._adapters[name] = version
 
     async def join(self, command: SwapCommand) -> None:

@@ -1,8 +1,8 @@
 """Generation by vLLM: continuous batching, token ids in and out, weights swapped while requests are in flight.
 
-One version's way in: stage through the weight group beside running generation -> compare fingerprints -> pause
-(requests kept, their KV dropped) -> load in place -> stamp the version -> resume. A LoRA job gets a new adapter per
-version instead: new requests use it, running ones keep theirs.
+Path of a version: stage through the weight group while generation runs -> compare fingerprints -> pause (requests kept,
+their KV cache dropped) -> load in place -> set the version -> resume. A LoRA job gets a new adapter per version
+instead: new requests use it, running ones keep theirs.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ log = structlog.get_logger()
 DEAD = "the vLLM engine process is dead"
 BATCHED_TOKENS = 4096
 LOOK_S = 0.5
-"""How often an engine that nobody asks for anything is looked at."""
+"""Interval of health checks of an idle engine."""
 
 
 @dataclass(frozen=True)
@@ -103,14 +103,14 @@ class VllmEngine:
         seed: int | None = None,
         one_by_one: bool = False,
     ) -> None:
-        """`eos_ids` end a completion and are part of it. `context_length` None: what the model allows, at most 4096.
-        `stop_strings`: requests will name some, so a tokenizer is needed. `seed`: of requests without one; None draws
-        it, so that workers differ. `max_adapters`: of a LoRA job, versions that requests are under way with at
-        the same time; one with another waits. `beside_rank`: not 0 if adapters will be added beside the model, as many
+        """`eos_ids` end a completion and are part of it. `context_length` None: the model's limit, at most 4096.
+        `stop_strings`: requests will contain some, so a tokenizer is needed. `seed`: of requests without one; None
+        draws it, so that workers differ. `max_adapters`: of a LoRA job, versions in use by running requests at the same
+        time; a request with another version waits. `beside_rank`: not 0 if adapters will be added to the model, as many
         as `max_adapters`, the largest of this rank.
 
-        `one_by_one`: a request's logprobs are the same whatever else is asked for. In a batch they are not: sums are
-        taken in another order for another number of rows."""
+        `one_by_one`: a request's log-probabilities do not depend on other requests. In a batch they do: the order of
+        summation depends on the number of rows."""
         self.version: WeightVersion | None = None
         self.context_length = context_length or 0
         self._model = model
@@ -132,7 +132,7 @@ class VllmEngine:
         self._scored = 0
         self._swapping = asyncio.Lock()
         self._broken = ""
-        """Why no call can succeed any more: the process is dead, or its weights are half loaded."""
+        """Reason why no call can succeed: the process is dead, or its weights are half loaded."""
         self._adapters: dict[int, Adapter] = {}
         self._users: Counter[int] = Counter()
         self._adapter_root: Path | None = None
@@ -493,7 +493,7 @@ class VllmEngine:
         return {"pause": 0.0, "load": time.perf_counter() - started, "resume": 0.0}
 
     async def _in_background(self, method: str, info: dict[str, Any]) -> float:
-        """Start a call beside the engine loop and wait for its end. Returns its seconds; raises SwapError."""
+        """Run a call concurrently with the engine loop and wait for its end. Returns its seconds; raises SwapError."""
         answer = await self._call(method, info)
         pause = 0.002
         while answer is None:
@@ -513,7 +513,7 @@ class VllmEngine:
 
 
 def _tell(progress: Progress, told: int, output: CompletionOutput, sampling: Sampling) -> int:
-    """Of the tokens beyond the first `told` ones; gives how many there are now. vLLM's lists grow in place."""
+    """Report the tokens beyond the first `told` ones; return the new count. vLLM's lists grow in place."""
     ids = output.token_ids
     if isinstance(output.logprobs, FlatLogprobs) and len(ids) > told:
         logprobs, likely = _logprobs(output.logprobs, slice(told, len(ids)))
@@ -522,8 +522,8 @@ def _tell(progress: Progress, told: int, output: CompletionOutput, sampling: Sam
 
 
 def _logprobs(found: FlatLogprobs, places: slice) -> tuple[list[float], list[Likely]]:
-    """Of the sampled tokens at these places, and of the likeliest there: vLLM lists the sampled one first, and again
-    where it is among the likeliest, which follow in order."""
+    """Return log-probabilities of the sampled tokens at these places, and of the likeliest there: vLLM lists the
+    sampled one first, and again where it is among the likeliest, which follow in order."""
     ranges = list(zip(found.start_indices[places], found.end_indices[places], strict=True))
     likely = [
         [(found.token_ids[at], found.logprobs[at]) for at in range(start + 1, end) if found.logprobs[at] > -math.inf]

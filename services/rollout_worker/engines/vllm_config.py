@@ -1,4 +1,4 @@
-"""What vLLM must be told about a model and about an adapter, worked out from their configurations."""
+"""Derives vLLM's arguments for a model and for adapters from their configurations."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def cpu_kv_bytes(config: PretrainedConfig, dtype: str, context: int, concurrent:
 
 
 def lora_arguments(rank: int, at_once: int, held: int) -> dict[str, Any]:
-    """For adapters up to this rank: so many in one batch, so many in memory."""
+    """Return arguments for adapters up to this rank: limits per batch and in memory."""
     return {
         "enable_lora": True,
         "max_lora_rank": lora_rank_limit(rank),

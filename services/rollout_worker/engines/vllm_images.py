@@ -13,7 +13,7 @@ from opentinker.services.rollout_worker.engines.base import Shown
 from opentinker.shared.types.trajectories import Picture
 
 PARTS = ("pixel_values", "pixel_attention_mask")
-"""Of what Idefics3 is given: [1, parts of the image, ...]."""
+"""Inputs of Idefics3: [1, parts of the image, ...]."""
 
 
 def engine_input(prompt_ids: list[int], shown: Sequence[Shown]) -> EngineInput:

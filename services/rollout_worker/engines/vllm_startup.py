@@ -20,7 +20,7 @@ from pathlib import Path
 
 SMALL_MACHINE_CPUS = 4
 OWN = "opentinker-engine-"
-"""What the names of our directories in the machine's temporary one begin with; the number of the process follows."""
+"""Prefix of our directories in the machine's temporary one; the pid follows."""
 
 PRELOADED = (
     "vllm.v1.worker.cpu_worker",
@@ -36,7 +36,7 @@ _here = threading.local()
 
 
 def environment() -> dict[str, str]:
-    """What vLLM must find in its environment; a value that is set already wins."""
+    """Return the environment variables that vLLM needs; values that are already set win."""
     cpus = len(os.sched_getaffinity(0))
     return {
         "OMP_NUM_THREADS": "1" if cpus <= SMALL_MACHINE_CPUS else str(cpus // 2),  # spinning pools starve each other

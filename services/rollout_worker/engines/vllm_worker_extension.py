@@ -1,7 +1,7 @@
-"""What loads inside vLLM's worker process: our weight transfer engine and the calls that drive it.
+"""Loaded inside vLLM's worker process: our weight transfer engine and the calls that drive it.
 
-Joining a group and receiving bytes run on a thread beside the engine loop, so generation goes on and a dead peer costs
-nobody a token; the loading itself is one call between two engine steps, made while the scheduler is paused.
+Joining a group and receiving bytes run on a separate thread, so generation continues and a dead peer costs no tokens;
+the loading itself is one call between two engine steps, made while the scheduler is paused.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ SHORT_WAIT_S = 0.015
 """A small model has arrived after this long; standing still for it is cheaper than being asked again a step later."""
 
 if ON_CPU:
-    # oneDNN keeps packed copies of the weights that loading in place does not reach: with it a tied lm_head goes on
-    # computing with the old weights after a swap, silently.
+    # oneDNN keeps packed copies of the weights that loading in place does not reach: with it a tied lm_head silently
+    # computes with the old weights after a swap.
     custom_ops._supports_onednn = False
 
 
@@ -151,7 +151,7 @@ class WeightsExtension:
         self.weight_transfer_engine.shutdown()
 
     def weights_add_adapter(self, name: str, number: int, directory: str) -> dict[str, Any]:
-        """Write the staged tensors beside the `adapter_config.json` in `directory` and load the adapter."""
+        """Write the staged tensors next to the `adapter_config.json` in `directory` and load the adapter."""
         return _answer(self._add_adapter, name, number, directory)
 
     def weights_drop_adapter(self, number: int) -> None:
@@ -170,7 +170,7 @@ class WeightsExtension:
 
 
 class Background:
-    """One call on a thread of its own; `answer` is None until it is over."""
+    """One call on a separate thread; `answer` is None until it has ended."""
 
     def __init__(self, call: Callable[[Any], None], argument: Any) -> None:
         self._result: dict[str, Any] = {"error": f"{call.__name__} ended without a result"}

@@ -1,4 +1,4 @@
-"""What `opentinker up` and `run` have running on this machine, by data directory: state, URL, the operator's key.
+"""Finds `opentinker up` and `run` on this machine, by data directory: state, URL, the operator's key.
 
 Whoever is in the directory in which it was started, and may read its files, needs to say nothing: DATA_DIR
 (OPENTINKER_DATA_DIR, else ./data) and ./runs/* are looked at.
@@ -36,7 +36,7 @@ def is_running(data_dir: Path) -> bool:
 
 
 def read_state(data_dir: Path) -> dict[str, Any]:
-    """state.json, {} if there is none."""
+    """Read state.json; {} if it is absent."""
     try:
         state: dict[str, Any] = orjson.loads((data_dir / "run" / "state.json").read_bytes())
     except (FileNotFoundError, orjson.JSONDecodeError):
@@ -85,7 +85,7 @@ def _is_ours(file: Path) -> bool:
 
 
 def key_in(state: dict[str, Any]) -> str:
-    """Of the server with this state; empty if it asks for none."""
+    """Return the key of the server with this state; empty if it requires none."""
     try:
         text = Path(str(state.get(KEY_FILE, ""))).read_text().strip()
     except (OSError, UnicodeDecodeError):

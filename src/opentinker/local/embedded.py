@@ -5,8 +5,8 @@
     DATA_DIR/run/access/                their users, rights and passwords (server_users.py)
     DATA_DIR/logs/{nats,valkey}.log
 
-They need no root and listen on loopback only. Settings are the shipped `deploy/*.conf`; every service
-is a user of its own.
+They need no root and listen on loopback only. Settings are the shipped `deploy/*.conf`; every service is a separate
+user.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from opentinker.shared.messaging.subjects import HEALTH, SCHEDULER
 
 DEFAULT_PORTS = {"nats": 4222, "nats_websocket": 4223, "valkey": 6379}
 START_S = 120.0
-"""A store of many gigabytes takes its time to be read again; a server that dies is noticed at once."""
+"""Reading a store of many gigabytes takes time; a server that dies is noticed immediately."""
 PORT_TRIES = 5
 RELEASE_S = 3.0
 """How long a remembered port may stay taken (by a server that is just ending) before we move to another."""
@@ -128,12 +128,12 @@ class EmbeddedServers:
         return f"redis://127.0.0.1:{self.ports['valkey']}/0"
 
     def operator_url(self, server: str) -> str:
-        """Of `nats` or `valkey`, with the operator's password: everything is allowed. Not for logs."""
+        """Return the URL of `nats` or `valkey` with the operator's password, which allows everything. Not for logs."""
         url = self.nats_url if server == "nats" else self.redis_url
         return url.replace("://", f"://{OPERATOR}:{self.access.password(server, OPERATOR)}@")
 
     def environment(self, service: str) -> dict[str, str]:
-        """What the process of a service must be told to connect as itself."""
+        """Return the environment variables with which a service connects as its user."""
         urls = {"nats": ("OPENTINKER_NATS_URL", "nats_url"), "valkey": ("OPENTINKER_REDIS_URL", "redis_url")}
         told = {urls[server][0]: str(getattr(self, urls[server][1])) for server in self._wanted}
         return told | self.access.environment(service, tuple(self._wanted))
@@ -274,7 +274,7 @@ def _nats_well(port: int, password: str, store: Path) -> bool:
 
 
 def nats_health(port: int, password: str) -> bool | None:
-    """What nats-server answers its own account to HEALTH; None if it does not answer."""
+    """Return nats-server's answer to HEALTH from its system account; None without an answer."""
     reply = f"{inbox(SYSTEM)}.health"
     login = orjson.dumps({"user": SYSTEM, "pass": password, "verbose": False, "pedantic": False}).decode()
     asked = f"CONNECT {login}\r\nSUB {reply} 1\r\nPUB {HEALTH} {reply} 0\r\n\r\n"

@@ -1,7 +1,7 @@
 """An environment tried on this machine, without any service: `opentinker env check` and `opentinker env play`.
 
-It is called just as an env worker calls it, so whatever would end an episode there is found here, and said with what to
-change.
+Calls the environment exactly as an env worker does, so anything that would end an episode there is found here and
+reported with advice.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from opentinker.shared.types.errors import OpenTinkerError, SpecError
 BLOCKING_S = 0.05
 """A call that holds the event loop longer than an environment owes it to others."""
 TURNS = 1000
-"""Of an episode that the policy does not end."""
+"""Turns of an episode that the policy does not end."""
 
 
 Policy = Callable[[Environment, SessionReply], Message | None]
-"""What is said next, to the reply that asks for it; None: nothing, the episode is given up."""
+"""Returns the next message for a reply; None: the episode is abandoned."""
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Tried:
     seed: int
     replies: list[SessionReply] = field(default_factory=list)
     said: list[tuple[str, Message]] = field(default_factory=list)
-    """Who acted, and what was said."""
+    """Who acted, and their message."""
     open_s: float = 0.0
     step_s: list[float] = field(default_factory=list)
     rewards: dict[str, float] = field(default_factory=dict)
@@ -148,7 +148,7 @@ class Guessing:
 
 
 class Repeating:
-    """Says what was said in an episode."""
+    """Repeats the messages of an episode."""
 
     def __init__(self, said: Sequence[tuple[str, Message]]) -> None:
         self._said = [message for _, message in said]
@@ -294,7 +294,7 @@ def show(reply: SessionReply, *, rewarded: bool) -> None:
 
 
 class Asked(msgspec.Struct):
-    """What to play, for the interpreter that plays the environment."""
+    """Request to the interpreter that plays the environment."""
 
     name: str
     config: dict[str, Any]
@@ -302,7 +302,7 @@ class Asked(msgspec.Struct):
     seed: int
     turns: int
     row: int | None = None
-    """Of the one episode that a person plays; None: `look_at` plays `episodes`."""
+    """Row of the one episode that a person plays; None: `look_at` plays `episodes`."""
     answer: str = ""
     """The file that Answered goes to: stdout is for the person, and for what libraries print."""
 

@@ -21,7 +21,7 @@ log = structlog.get_logger()
 
 
 def drop_torn(store: Path) -> None:
-    """Removes those that the server could not restore, before it starts; the scheduler makes them anew. Blocking."""
+    """Remove torn stores, which the server cannot restore, before it starts; the scheduler recreates them. Blocking."""
     for stream in _forgetful(store):
         if any(is_blank(stream / name) for name in METADATA):
             log.warning("history_lost", stream=stream.name, reason="a power cut left nothing of what the stream is")

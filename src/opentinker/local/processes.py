@@ -75,12 +75,12 @@ class Guard:
 
 
 def _handed_on() -> dict[str, str]:
-    """Our environment without the key of whoever types commands: services ask no API."""
+    """Return our environment variables without the user's API key, which services do not need."""
     return {name: value for name, value in os.environ.items() if not name.startswith("OPENTINKER_API_KEY")}
 
 
 class Child:
-    """A process that can be started again after its end. `pid` is None while there is none."""
+    """A restartable process. `pid` is None while it does not run."""
 
     def __init__(self, spec: ChildSpec, guard: Guard) -> None:
         self.spec = spec
@@ -167,7 +167,7 @@ class Child:
 
 
 def tail(log: Path, lines: int) -> str:
-    """The last lines of a log file; empty if there is none."""
+    """Return the last lines of a log file; empty if it is absent."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 64 * 1024))
@@ -208,8 +208,8 @@ _handed_out: set[int] = set()
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port below those of outgoing connections, so that it stays free until it is bound. It is given once: no process
-    of this machine is told the same while this one lives."""
+    """Reserve a port below those of outgoing connections, so that it stays free until it is bound. No other process of
+    this machine gets the same port while this one lives."""
     for port in random.sample(range(20000, 32000), 2000):
         if port not in _handed_out and port_free(port, host) and _claim(port):
             return port

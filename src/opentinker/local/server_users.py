@@ -1,4 +1,4 @@
-"""A folder with who may connect to NATS and Valkey: users, their rights, their passwords. Made once, kept.
+"""Writes a folder with the users of NATS and Valkey: rights and passwords. Made once, kept.
 
     FOLDER/nats.conf              the shipped settings, and a line that includes nats-users.conf
     FOLDER/nats-users.conf        a user per service, with its subjects and its password; the listener for browsers
@@ -7,8 +7,8 @@
     FOLDER/nats-issuer            the seed of the nkey with which schedulers sign who else may come in
     FOLDER/operator-key           of the API, made by `deal`: elsewhere by `opentinker up` or `opentinker keys init`
 
-Rights are of this release (`shared/messaging/permissions.py`) and written anew at every start; passwords stay. To
-change one, delete its file and start again. Everything is written durably; an empty file, as a power cut may leave one,
+Rights are those of this release (`shared/messaging/permissions.py`) and are written at every start; passwords stay. To
+change one, delete its file and start again. Everything is written durably; an empty file, which a power cut may leave,
 counts as missing."""
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ NATS_CONF, NATS_USERS, VALKEY_USERS = "nats.conf", "nats-users.conf", "valkey-us
 ISSUER, OPERATOR_KEY = "nats-issuer", "operator-key"
 ALL = NatsRights((">",), (">",))
 CALLOUT_S = 5
-"""How long nats-server waits for a scheduler's word about somebody who is none of the services."""
+"""Time that nats-server waits for a scheduler's decision about a client that is not a service."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Access:
         return self.password_file(server, user).read_text().strip()
 
     def environment(self, service: str, servers: tuple[str, ...] = SERVERS) -> dict[str, str]:
-        """What a service's process must be told to connect to these servers as itself."""
+        """Return the environment variables with which a service connects to these servers as its user."""
         names = {"nats": "NATS_PASSWORD_FILE", "valkey": "REDIS_PASSWORD_FILE"}
         told = {PREFIX + names[server]: str(self.password_file(server, service)) for server in servers}
         if service == SCHEDULER and "nats" in servers and self.websocket is not None:
@@ -107,8 +107,8 @@ class Access:
         return told
 
     def secrets(self, prefix: str) -> dict[str, Any]:
-        """What Kubernetes keeps of this folder, for `kubectl apply`: a Secret for every service with its two passwords
-        (`nats`, `valkey`; the scheduler's has the `issuer` too), one for each server with its users."""
+        """Return Kubernetes manifests for this folder, for `kubectl apply`: a Secret per service with its two passwords
+        (`nats`, `valkey`; the scheduler's also has the `issuer`), and one per server with its users."""
         shares = {service: {s: self.password(s, service) for s in SERVERS} for service in SERVICES}
         shares[SCHEDULER]["issuer"] = (self.folder / ISSUER).read_text()
         shares["nats"] = {name: (self.folder / name).read_text() for name in (NATS_CONF, NATS_USERS)}
@@ -126,9 +126,9 @@ class Access:
         return {"apiVersion": "v1", "kind": "List", "items": items}
 
     def deal(self, into: Path, key_env: str) -> list[Path]:
-        """To each service, and to each server, a folder of its own with what it needs: INTO/trainer may be given to the
-        trainer, who then sees nothing of others. Made anew each time; returns the folders. The scheduler's has a key
-        of an operator."""
+        """Write a separate folder for each service and server with what it needs: INTO/trainer may be given to the
+        trainer, who then sees nothing of others. Recreated each time; returns the folders. The scheduler's contains an
+        operator key."""
         _once(self.folder / OPERATOR_KEY, new_key(key_env))
         hands = {service: self._files(service) for service in SERVICES}
         hands[SCHEDULER].append(self.folder / OPERATOR_KEY)
@@ -148,8 +148,8 @@ class Access:
 
 
 def nats_users(passwords: dict[str, str], websocket: WebSocket | None, issuer: str) -> str:
-    """For nats-server: users with their rights. Whoever is none of them is not let in, or, with a listener for
-    browsers, only on the word of a scheduler."""
+    """Return nats-server's users with their rights. Other clients are refused or, with a listener for browsers,
+    admitted only by a scheduler's decision."""
     lines = ["# Made by opentinker at every start: who may connect, and what each may do."]
     if websocket is not None:
         lines += [

@@ -32,7 +32,7 @@ CALM_S = 30.0
 """A life that long forgives the deaths before it."""
 LOOP_DEATHS = 5
 LOOP_S = 30.0
-"""So many deaths in so many seconds are a crash loop."""
+"""This many deaths within this many seconds are a crash loop."""
 
 
 class Keeper:
@@ -111,7 +111,7 @@ class Supervisor:
         """Set once every child has answered."""
         self.stopping = asyncio.Event()
         self.hurry = asyncio.Event()
-        """Set to end the graceful stop at once."""
+        """Set to end the graceful stop immediately."""
         self._state_file = state_file
         self._afterwards = afterwards
         self._facts = dict(facts or {})

@@ -49,7 +49,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What to run. `port` None: 8080, or a free one if that is taken."""
+    """Processes to run. `port` None: 8080, or a free one if that is taken."""
 
     data_dir: Path
     host: str = "127.0.0.1"
@@ -151,7 +151,8 @@ async def serve(plan: Plan, tell: Tell = lambda *_: None) -> None:
 
 
 def end_launched(data_dir: Path) -> None:
-    """What the scheduler's launcher has started, which outlives it; the servers are still there for what they save."""
+    """End workers started by the scheduler's launcher, which outlive it, while the servers still accept what they
+    save."""
     if ended := launched_processes.end_all(data_dir, DRAIN_S):
         log.info("launched_workers_ended", names=ended)
 
@@ -162,7 +163,7 @@ def api_port(plan: Plan) -> int:
     if plan.port:
         if not port_free(plan.port, plan.host):
             raise OpenTinkerError(f"--port {plan.port} is taken on {plan.host}; leave it out to get a free one")
-        reserve_port(plan.port, plan.host)  # who asks for a number gets it, also if another process has reserved it
+        reserve_port(plan.port, plan.host)  # an explicit port is used even if another process has reserved it
         return plan.port
     if plan.port is not None:
         return free_port(plan.host)
@@ -207,7 +208,7 @@ def service_specs(
     key: Path | None = None,
     access: Callable[[str], dict[str, str]] = lambda _: {},
 ) -> list[ChildSpec]:
-    """`access`: what the process of a service must be told beside that, to connect as itself."""
+    """Return the services to start. `access`: additional variables with which a service connects as its user."""
     common = {
         "OPENTINKER_NATS_URL": nats_url,
         "OPENTINKER_REDIS_URL": redis_url,
@@ -253,8 +254,8 @@ def _launcher_access(password_file: str | None) -> dict[str, str]:
 
 
 def _gpus(plan: Plan) -> dict[str, dict[str, str]]:
-    """By worker, what it must be told to see its own GPUs alone; nothing where there are none. Reference-forward shares
-    those of the first trainer; the scheduler has all where nobody else does, for what it starts."""
+    """Return the variables that limit each worker to its GPUs; empty where there are none. Reference-forward shares
+    those of the first trainer; the scheduler has all where no other process does, for the workers it starts."""
     names = [worker for worker, _ in plan.services()]
     own = sorted((name for name in names if name.startswith(("trainer-", "rollout-"))), key=lambda n: n[0] == "r")
     if not (found := gpus.visible()):
@@ -266,7 +267,7 @@ def _gpus(plan: Plan) -> dict[str, dict[str, str]]:
 
 
 async def _until_told(supervisor: Supervisor, servers: EmbeddedServers, tell: Callable[[str], None]) -> None:
-    """The first SIGINT, SIGTERM or SIGHUP (a closed terminal) stops in good order, the second at once."""
+    """Stop in good order at the first SIGINT, SIGTERM or SIGHUP (a closed terminal), immediately at the second."""
     loop = asyncio.get_running_loop()
 
     def told() -> None:

@@ -1,4 +1,5 @@
-"""Unpacks a downloaded checkpoint: plain files inside the directory and nothing else, whatever the tar says."""
+"""Unpacks a downloaded checkpoint: plain files inside the directory and nothing else, regardless of the tar's
+contents."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What jobs leave behind, from Python: lists, and downloads that go on where they broke off.
+"""Artifacts of jobs from Python: lists, and resumable downloads.
 
-What has come of a download is in a file beside its target (`.NAME.part`) until it is whole, so that a call that failed,
-or was killed, can be made again. Bytes are compared with the SHA-256 that the server has of them.
+A partial download is in a file next to its target (`.NAME.part`) until it is complete, so a call that failed, or was
+killed, can be repeated. Bytes are compared with the server's SHA-256.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class FetchingCalls:
 
 
 class _Part:
-    """What has come of a download, beside its target, and the ETag of what it is a part of."""
+    """A partial download next to its target, and the ETag of its content."""
 
     def __init__(self, target: Path) -> None:
         self.path = target.with_name(f".{target.name}.part")

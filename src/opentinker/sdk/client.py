@@ -7,9 +7,9 @@
         print(client.wait(job["id"])["state"])
         client.download(job["id"], "my-model")
 
-What may be repeated is repeated, with jitter, while the server is away (`wait_s`): every GET, `submit` (it carries an
-Idempotency-Key), `cancel`, `pause` and `resume`. Who waits is told so, with the URL: at the first failed try, or where
-an answer does not come.
+Idempotent requests are retried, with jitter, while the server is away (`wait_s`): every GET, `submit` (it carries an
+Idempotency-Key), `cancel`, `pause` and `resume`. Users are told what is waited for, with the URL: at the first failed
+try, or when no answer arrives.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ class AsyncClient(EnvironmentCalls, FetchingCalls, GrantingCalls, InferenceCalls
         """A spec, or the path of a .toml or .json file. Raises ApiError with every mistake.
 
         Relative paths of the spec are looked for in the current directory, then in `beside` (default: the directory of
-        the file), where the server runs on the same machine; else, and where nothing is, they are the server's own.
-        `from_checkpoint`, JOB@STEP or JOB@latest, and `with_optimizer` take the place of the spec's [start].
+        the file), if the server runs on the same machine; otherwise, and if nothing is found, they are the server's.
+        `from_checkpoint`, JOB@STEP or JOB@latest, and `with_optimizer` replace the spec's [start].
         """
         data = started(await prepared(self._http, spec, beside), from_checkpoint, with_optimizer)
         headers = {"Idempotency-Key": idempotency_key or uuid.uuid4().hex, "Content-Type": "application/json"}
@@ -167,11 +167,11 @@ class AsyncClient(EnvironmentCalls, FetchingCalls, GrantingCalls, InferenceCalls
         cancel_on_interrupt: bool = False,
         on_change: OnChange | None = None,
     ) -> Job:
-        """Wait until a job has ended and return it. Raises TimeoutError; the job goes on.
+        """Wait until a job has ended and return it. Raises TimeoutError; the job continues.
 
-        The job goes on after Ctrl-C too, and when this task is cancelled, unless `cancel_on_interrupt`.
-        `on_change(job)` is called whenever the job's state, or what it waits for, changes; default: a line on stderr,
-        if that is a terminal.
+        The job continues after Ctrl-C, and when this task is cancelled, unless `cancel_on_interrupt`. `on_change(job)`
+        is called whenever the job's state, or what it waits for, changes; default: a line on stderr, if that is a
+        terminal.
         """
         told = on_change or print_change
         try:
@@ -200,12 +200,12 @@ class AsyncClient(EnvironmentCalls, FetchingCalls, GrantingCalls, InferenceCalls
             await asyncio.sleep(POLL_S)
 
     async def event_log(self, id: str, after: str = "0") -> list[Event]:
-        """What there is now, oldest first."""
+        """Return the current events, oldest first."""
         asked = {"format": "json", "after": after}
         return cast(Events, await self._http.json("GET", _of(id, "/events"), asked))["events"]
 
     async def events(self, id: str, after: str = "0") -> AsyncGenerator[Event, None]:
-        """Events as they happen, until the job's final state. Reconnects by itself and goes on where it was."""
+        """Yield events as they happen, until the job's final state. Reconnects and continues where it was."""
         waiting = self._http.waiting()
         while True:
             news = False
@@ -296,5 +296,5 @@ async def _server_sent(response: aiohttp.ClientResponse, waiting: Waiting) -> As
 
 
 def _place(event: str) -> tuple[int, ...]:
-    """Of an event in its log, by its id: MILLISECONDS-COUNT."""
+    """Return an event's position in its log, from its id: MILLISECONDS-COUNT."""
     return tuple(map(int, event.split("-")))

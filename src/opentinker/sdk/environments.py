@@ -61,7 +61,7 @@ class EnvironmentCalls:
 
 
 def pack(place: str | Path) -> bytes:
-    """Blocking. Raises ApiError for a directory that is none, or that holds links."""
+    """Pack a directory as a tar. Blocking. Raises ApiError if it is not a directory or contains links."""
     directory = Path(place).expanduser()
     if not directory.is_dir():
         raise ApiError(f"{directory} is not a directory")

@@ -1,4 +1,4 @@
-"""How the client's requests travel: repeated, with jitter, while the server is away; refused in words.
+"""Transport of the client's requests: retries with jitter while the server is away, readable errors.
 
 `client.py` says what is asked; everything may be sent twice, but for what says so (`again`).
 """
@@ -82,8 +82,8 @@ def _error(status: int, raw: bytes, url: str) -> ApiError:
 
 
 def api_key(url: str) -> str:
-    """What is sent there: OPENTINKER_API_KEY, or what stands in the file OPENTINKER_API_KEY_FILE, else the operator's
-    key of the server, if it was started in this directory. Raises OpenTinkerError."""
+    """Return the key for a server: OPENTINKER_API_KEY, or the content of the file OPENTINKER_API_KEY_FILE, otherwise
+    the operator's key of the server, if it was started in this directory. Raises OpenTinkerError."""
     path = os.environ.get("OPENTINKER_API_KEY_FILE", "")
     try:
         return os.environ.get("OPENTINKER_API_KEY") or (Path(path).read_text().strip() if path else key_for(url))
@@ -118,9 +118,9 @@ class ExitExecutor(ThreadPoolExecutor):
 class Http:
     """One server, by its URL. What is not answered is tried again until `wait_s` has passed without success.
 
-    `key`, else our key for it (`api_key`), is sent with every request, as `Authorization: Bearer`. `on_wait(sentence)`
-    is called at the first failed try of a request, where an answer does not come (patience.WORD_S), and once if the
-    server asks nobody for a key; default: it is logged.
+    `key`, or our key for the server (`api_key`), is sent with every request, as `Authorization: Bearer`.
+    `on_wait(sentence)` is called at the first failed try of a request, when no answer arrives (wait_notice.WORD_S), and
+    once if the server requires no key; default: it is logged.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ class Http:
             raise ApiError(f"no answer from {self.url} ({why(error)}): it may have been done or not") from None
 
     async def _check(self, response: aiohttp.ClientResponse, raw: bytes | None = None, *, again: bool = True) -> None:
-        """`again`: whoever asks tries again where the server is only away."""
+        """`again`: the caller retries where the server is only away."""
         if response.headers.get("X-OpenTinker-Auth") == "off" and not self._said_open:
             self._said_open = True
             self.tell(f"AUTH IS OFF at {self.url}: whoever reaches it is an operator")
@@ -217,8 +217,9 @@ class Http:
         headers: dict[str, str] | None = None,
         waiting: Waiting | None = None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """A response to be read as it comes, of a GET, or with a `body` of JSON of a POST. `waiting`: of whoever opens
-        it again where it breaks off, and says what came (`answered`, `heard`): an open stream alone is no answer."""
+        """Open a response for streaming, of a GET, or with a JSON `body` of a POST. `waiting`: belongs to a caller that
+        reopens the stream where it breaks off and reports what arrived (`answered`, `heard`): an open stream alone is
+        not an answer."""
         waiting = waiting or self.waiting()
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=read_s)
         method, data = ("GET", None) if body is None else ("POST", io.BytesIO(body))

@@ -53,5 +53,5 @@ class InferenceCalls:
 
 
 def text_of(chunk: Json) -> str:
-    """What a chunk adds to the answer."""
+    """Return the text that a chunk adds to the answer."""
     return "".join(str(choice.get("delta", {}).get("content") or "") for choice in chunk["choices"])

@@ -1,4 +1,4 @@
-"""What a user gives the client: a spec in one of several forms, and a place for a download.
+"""Inputs of client calls: a spec in one of several forms, and the target of a download.
 
 A relative path in a spec is looked for in the current directory, then in that of the spec's file. What is there is sent
 as its whole path, if the server sees the same files; everything else is sent as it was written, and is relative to the

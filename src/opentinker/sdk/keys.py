@@ -1,4 +1,4 @@
-"""What administrators do from Python: keys of the API made, listed, rotated, revoked; workers freed."""
+"""Administration from Python: API keys (create, list, rotate, revoke) and workers (free)."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class GrantingCalls:
         return cast(Key, await self._http.json("POST", _of(id, "revoke")))
 
     async def whoami(self) -> WhoAmI:
-        """Of the key that is sent: `tenant`, `role`, `scopes`, `key` (its id), `name`, `expires`; and `auth`, which is
-        `off` where a server asks nobody for one."""
+        """Return the identity of the key that is sent: `tenant`, `role`, `scopes`, `key` (its id), `name`, `expires`;
+        and `auth`, which is `off` if the server requires no key."""
         return cast(WhoAmI, await self._http.json("GET", "/v1/whoami"))
 
     async def tenants(self) -> list[Tenant]:

@@ -52,7 +52,7 @@ def merge(adapter: Path, target: Path, base: str | None = None) -> None:
 
 
 def _refuse_tied(adapted: PeftModel) -> None:
-    """What changes only one of two layers that share their weights cannot be put into those weights."""
+    """Refuse adapters of only one of two tied layers, which cannot be merged into the shared weights."""
     model = adapted.get_base_model()
     shared = {id(layer.weight) for layer in (model.get_input_embeddings(), model.get_output_embeddings())}
     if len(shared) == 1:

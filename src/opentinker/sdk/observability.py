@@ -1,4 +1,4 @@
-"""What a job says and has done, from Python: its log, episodes of its training, the spread of its numbers."""
+"""Observability of a job from Python: its log, training episodes, distributions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from opentinker.shared.api_types import (
 T = TypeVar("T")
 
 READ_S = 30.0
-"""A stream that says nothing for so long, not even that there is nothing new, is broken."""
+"""A stream that sends nothing for this time, not even a keep-alive, is broken."""
 
 
 class KnowingCalls:
@@ -38,8 +38,8 @@ class KnowingCalls:
     _http: Http
 
     async def log_lines(self, id: str, after: int = 0, *, level: str = "debug", last: int = 0) -> list[LogLine]:
-        """What there is now, of this level and graver, oldest first; `last` gives only so many. Each line has `cursor`,
-        `time`, `level`, `service`, `worker`, `event`, `fields` and `trace`."""
+        """Return current lines of this level and above, oldest first; `last` limits their number. Each line has
+        `cursor`, `time`, `level`, `service`, `worker`, `event`, `fields` and `trace`."""
         lines: list[LogLine] = []
         query = {"format": "json", "level": level, "last": str(last)}
         while True:
@@ -52,7 +52,7 @@ class KnowingCalls:
     async def logs(
         self, id: str, after: int = 0, *, level: str = "debug", last: int = 0
     ) -> AsyncGenerator[LogLine, None]:
-        """Lines as they come, until the job is over and silent. Reconnects by itself and goes on where it was."""
+        """Yield lines as they arrive, until the job has ended and is silent. Reconnects and continues where it was."""
         waiting = self._http.waiting()
         query = {"level": level, "last": str(last)}
         while True:
@@ -88,8 +88,8 @@ class KnowingCalls:
         return cast(Distributions, await self._http.json("GET", _of(id, "/distributions"), query))["distributions"]
 
     async def timeline(self, id: str, after: int = 0, *, last_s: int = 0) -> list[TimelinePart]:
-        """What the job's workers were busy with: a part per worker and second, oldest first, with its `segments`
-        (`lane`, `kind`, `start`, `end`, `version`, `level`) and `cursor`; `last_s`: of the last so many seconds."""
+        """Return the activity of the job's workers: a part per worker and second, oldest first, with its `segments`
+        (`lane`, `kind`, `start`, `end`, `version`, `level`) and `cursor`; `last_s`: only the last seconds."""
         parts: list[TimelinePart] = []
         query = {"last_s": str(last_s)} if last_s else {}
         while True:
@@ -105,9 +105,8 @@ class KnowingCalls:
         return cast(StreamCredentials, await self._http.json("POST", _of(id, "/stream-credentials"), again=False))
 
     async def validate(self, spec: Spec, *, beside: str | Path | None = None) -> Validation:
-        """A spec looked at by the server as if it were submitted: `valid`, `mistakes`, `checks` (what, found, result:
-        ok, note or bad, hint), `messages` of an episode's beginning. A mistake raises nothing. `beside`: as
-        of `submit`."""
+        """Have the server check a spec without submitting it: `valid`, `mistakes`, `checks` (what, found, result: ok,
+        note or bad, hint), `messages` of an episode's beginning. Mistakes raise nothing. `beside`: as in `submit`."""
         data = await prepared(self._http, spec, beside)
         headers = {"Content-Type": "application/json"}
         body = orjson.dumps(data)
@@ -123,8 +122,8 @@ class KnowingCalls:
         last: str | None = None,
         limit: int = 100,
     ) -> Usage:
-        """What jobs cost: `usage`, a row for each of the newest `limit` jobs, of their keys (`by="key"`), or of each
-        day from `first` to `last` (`by="day"`, as 2026-11-22); and the `total` of these rows."""
+        """Return the cost of jobs: `usage`, a row for each of the newest `limit` jobs, of their keys (`by="key"`), or
+        of each day from `first` to `last` (`by="day"`, as 2026-11-22); and the `total` of these rows."""
         given = {"job": job, "from": first, "to": last, "limit": str(limit)}
         query = {name: value for name, value in given.items() if value is not None}
         return cast(Usage, await self._http.json("GET", "/v1/usage", {"by": by, **query}))

@@ -1,7 +1,6 @@
 """Where in the text of a spec a setting stands: a server's mistakes name fields, a person wants lines.
 
-A place is found by renaming what looks like the setting's name and parsing the text again: whatever the format, the
-parser says whether that was it.
+A setting is located by renaming candidates and parsing the text again: the parser of the format confirms the place.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who waits for a server is told which, within three seconds: of one call, or one stream, and all its tries.
+"""Tells a waiting user within three seconds which server is waited for: per call or stream, across all its tries.
 
 `http.py` makes one for every call; streams (`client.py`, `observability.py`, `ws_client.py`) keep theirs while they
 last."""
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 WORD_S = 2.5
-"""A server that has said nothing for so long is waited for. A try to connect fails before that (http.CONNECT_S)."""
+"""Silence after which a server counts as waited for. A connection attempt fails before that (http.CONNECT_S)."""
 
 
 def why(error: Exception) -> str:
@@ -52,7 +52,8 @@ class Waiting:
 
     @contextmanager
     def standing(self) -> Iterator[None]:
-        """Around an open stream: as long as it stands nobody is waited for, unless it says nothing until it breaks."""
+        """Wraps an open stream: while it is open nothing is waited for, unless it breaks without having sent
+        anything."""
         self._stands = began = time.monotonic()
         try:
             yield
@@ -68,8 +69,8 @@ class Waiting:
         self._told, self._since = False, None
 
     def heard(self) -> None:
-        """Of an open stream: a line that brings nothing new, or its end. That is an answer if it has stood for a while:
-        a server that breaks off after one line, each time, has not given any."""
+        """Note a line of an open stream that brings nothing new, or its end. It counts as an answer if the stream has
+        been open for a while: a server that breaks off after one line, each time, has not answered."""
         if self._stands is not None and time.monotonic() - self._stands >= WORD_S:
             self.answered()
 

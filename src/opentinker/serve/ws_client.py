@@ -8,8 +8,8 @@
     async with opentinker.AsyncServing(Parity, name="parity") as served:         # in this event loop
         ...
 
-Nothing has to reach this machine from outside. A broken connection is made anew, with jitter, and the episodes that
-were being played go on. Several processes that serve the same name share its episodes.
+This machine needs no open port. A broken connection is re-established, with jitter, and running episodes continue.
+Several processes that serve the same name share its episodes.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 DRAIN_S = 5.0
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 TRANSIENT = (408, 425, 429)
-"""Of the statuses below 500: the same request may be accepted later."""
+"""Statuses below 500 after which the same request may be accepted later."""
 GOODBYE_S = 2.0
 
 
 class AsyncServing:
     """Serves while the block runs. `environment`: a subclass of Environment or AbstractGame, or `module:Class`.
 
-    `name` is what jobs name it by, `served:NAME`; default: that of the class. `concurrency`: episodes at once, further
+    `name` is the name for jobs, `served:NAME`; default: that of the class. `concurrency`: concurrent episodes; further
     ones wait or go to another process. `url` as for Client. Raises SpecError, or what importing the module raises.
     """
 
@@ -82,7 +82,7 @@ class AsyncServing:
                 f"name {self.name!r} must be up to 64 letters, digits and -_. and begin with one of the former"
             )
         self.environment = SERVED + self.name
-        """What jobs write as environment.name."""
+        """Value of environment.name in jobs."""
         self.connected = asyncio.Event()
         self.connections = 0
         """Made so far."""
@@ -202,7 +202,7 @@ def _refused(url: str, status: int) -> str:
 
 
 class Serving:
-    """`AsyncServing` in a thread of its own; made by `serve_environment`."""
+    """`AsyncServing` in a separate thread; made by `serve_environment`."""
 
     def __init__(self, core: Callable[[], AsyncServing]) -> None:
         self._loop = asyncio.new_event_loop()
@@ -253,7 +253,7 @@ async def _made(core: Callable[[], AsyncServing]) -> AsyncServing:
 
 
 async def _settled() -> None:
-    """What was cancelled cleans up behind itself."""
+    """Wait until cancelled tasks have cleaned up."""
     if others := asyncio.all_tasks() - {asyncio.current_task()}:
         await asyncio.wait(others, timeout=GOODBYE_S)
 

@@ -1,1 +1,1 @@
-"""Import paths of the published training server, which is a service of its own here."""
+"""Import paths of the published training server, which is a separate service here."""

@@ -30,7 +30,8 @@ __all__ = ["create_sandbox_app", "create_tool_config", "start_sandbox_server"]
 
 
 def create_sandbox_app(backend: Backend = "monty", timeout: float = 30.0) -> web.Application:
-    """Runs every program anew, for at most `timeout` seconds. Raises ValueError if there is no such backend here."""
+    """Runs every program in a fresh process, for at most `timeout` seconds. Raises ValueError for an unknown
+    backend."""
     Python(backend, timeout)
 
     def run(code: str) -> dict[str, Any]:
