@@ -16,7 +16,7 @@
     served      produces heartbeats of connected processes that serve environments
     replicas    answers rollout workers of inference jobs, which ask what is still wanted
 
-Killed and started again it goes on where it was; jobs that run do not notice.
+After a kill and restart it continues where it was; running jobs do not notice.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What jobs leave behind goes into the artifact store, stays as long as it shall, and is removed.
+"""Archives job artifacts in the artifact store and applies retention.
 
 look loop   consumes checkpoints that trainers commit, by the rules of their jobs (`retention.py`); produces second
             names of their files in {data_dir}/staged, which no trainer sweeps, and what is to be removed; looks once a
@@ -60,7 +60,7 @@ LINGER_S = 5.0
 """After a job's end its services still say how they let go of it."""
 PAGE = 5000
 ORPHAN_S = 3600.0
-"""What is half done for so long nobody works on any more."""
+"""Half-finished work of this age belongs to no running process."""
 COUNT_S = 30.0
 """So often the day's usage learns what is stored."""
 
@@ -86,7 +86,7 @@ class Archiver:
         self._usage = Usage(ctx.store.redis)
         self._measured = Measured()
         self._mark = uuid.uuid4().hex[:8]
-        """Of this leadership."""
+        """Unique to this leadership."""
         self._told: set[tuple[str, int, int]] = set()
         """Checkpoints, by job, epoch and step, of which the log has it that they cannot be kept."""
 
@@ -95,7 +95,7 @@ class Archiver:
         await first_failure({"look": self._look_loop(), "put": self._put_loop()})
 
     def sweep(self) -> None:
-        """What schedulers that were killed have left half done. Blocking."""
+        """Remove half-finished work of schedulers that were killed. Blocking."""
         for place in list(self._staged.glob("*/*/.*")):
             drop_old(place, ORPHAN_S)
         for home in list(self._staged.glob("*/*")):
@@ -140,13 +140,13 @@ class Archiver:
         self._news.set()
 
     async def count(self) -> None:
-        """What is stored, for the day's usage."""
+        """Add the stored bytes to the day's usage."""
         for tenant in await self.index.tenants():
             size = sum((await self.index.stored(tenant)).values())
             await self._usage.store(tenant, size, leader=self.leader)
 
     async def _look_at(self, job: JobRecord, used: set[int], *, over: bool) -> None:
-        """`over`: nobody writes in its directory any more."""
+        """Archive or close one job. `over`: no process writes in its directory any longer."""
         rule, home = Rule.of(job.spec), self.artifacts.home(job)
         kept = {e.manifest.step: e for e in (await self.index.of(job.id)).values() if e.manifest is not None}
         here = {m.step: m for _, m in await asyncio.to_thread(checkpoint_dir.committed, home / CHECKPOINTS)}
@@ -174,14 +174,15 @@ class Archiver:
             await self._close(job, rule)
 
     async def _note(self, job: JobRecord, found: list[CheckpointView], kept: dict[int, ArtifactEntry]) -> None:
-        """What was measured stays known when the files are away."""
+        """Store measured metrics, which stay known after the files are removed."""
         for held in found:
             entry = kept.get(held.manifest.step)
             if entry is not None and entry.manifest == held.manifest and entry.metric != held.metric:
                 await self.index.note(job.id, entry, held.metric, leader=self.leader)
 
     def stage(self, job: JobRecord, manifest: Manifest) -> Path | None:
-        """Blocking. None: it is damaged, or the trainer has swept it meanwhile. Raises OSError: the disk refuses."""
+        """Stage a checkpoint; None: it is damaged, or the trainer has deleted it since. Blocking. Raises OSError if the
+        disk refuses."""
         source = self.artifacts.home(job) / CHECKPOINTS / manifest.name
         try:
             return staging.stage(source, manifest, self._staged / job.tenant / job.id)
@@ -254,7 +255,7 @@ class Archiver:
         kept = ArtifactEntry(path=path, place=f"{CHECKPOINTS}/{place.name}", bytes=0, created=0.0)
         try:
             manifest = await asyncio.to_thread(checkpoint_dir.whole, place)
-        except CorruptCheckpoint as error:  # by a power cut, or another scheduler has put it: staged anew if need be
+        except CorruptCheckpoint as error:  # by a power cut, or another scheduler has put it: staged again if needed
             log.warning("staged_dropped", job=job.id, checkpoint=place.name, error=str(error))
             await self._drop(job, kept, place)
             return
@@ -291,13 +292,13 @@ class Archiver:
         return answer
 
     async def _drop(self, job: JobRecord, kept: ArtifactEntry, place: Path) -> None:
-        """What is staged there, and what was put of it, unless the index has it."""
+        """Delete a staged checkpoint, and what was stored of it unless the index has it."""
         await self.index.discard(job.tenant, job.id, kept.path, kept.place, leader=self.leader)
         await asyncio.to_thread(staging.drop, place)
         await asyncio.to_thread(remove_empty, place.parent, self._staged)
 
     async def keep(self, job: JobRecord, held: CheckpointView) -> ArtifactEntry:
-        """One checkpoint at once, whatever the rule says. Raises Conflict, NotFound, StoreAway."""
+        """Archive one checkpoint immediately, regardless of the rule. Raises Conflict, NotFound, StoreUnavailable."""
         path = checkpoint_path(held.manifest.step)
         kept = (await self.index.of(job.id)).get(path)
         if kept is not None and kept.manifest == held.manifest:
@@ -349,7 +350,7 @@ class Archiver:
         log.info("artifacts_kept", job=job.id)
 
     async def _tidy(self, job: JobRecord) -> None:
-        """What schedulers that were killed have put, and the index knows nothing of. Raises StoreAway."""
+        """Delete stored files of killed schedulers that the index does not know. Raises StoreUnavailable."""
         prefix = key_of(job) + "/"
         found = {_place_of(key.removeprefix(prefix)) for key in await self.artifacts.store.list(key_of(job))}
         waiting = await asyncio.to_thread(staging.staged, self._staged)
@@ -398,12 +399,12 @@ def used_by(active: Iterable[JobRecord]) -> dict[str, set[int]]:
 
 
 def _newer(manifest: Manifest, before: Manifest) -> bool:
-    """What a trainer wrote after it resumed takes the place of what was there."""
+    """Return whether a checkpoint written after a resume replaces this one."""
     return (manifest.age, manifest.created) > (before.age, before.created)
 
 
 def _place_of(name: str) -> str:
-    """Of a file in the store, below its job: a checkpoint has many at one place."""
+    """Return the store directory of a file below its job: all files of a checkpoint share one."""
     return "/".join(name.split("/")[:2]) if name.startswith(f"{CHECKPOINTS}/") else name
 
 

@@ -1,9 +1,9 @@
-"""What there is of a job: what lies in its directory, and what is in the artifact store. Read only.
+"""Lists a job's artifacts: files in its directory and in the artifact store. Read only.
 
     {data_dir}/jobs/{job}           the workshop: what trainers and others write while the job goes on
     artifact store {tenant}/{job}   what `archiver.py` has put there, by the job's rules; the index is in Redis
 
-The checkpoint of a step that is in both is the workshop's: a resumed trainer may have written it anew.
+If both have a checkpoint of the same step, the workshop's wins: a resumed trainer may have written it again.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Artifacts:
         raise NotFound(f"job {job.id} has no {path[:200]!r}; `opentinker artifacts {job.id}` lists what there is")
 
     async def open_metrics(self, job: JobRecord) -> Opened | None:
-        """The job's metrics.jsonl, without its SHA-256. None: there is none. Raises StoreUnavailable."""
+        """Open the job's metrics.jsonl, without its SHA-256. None: there is none. Raises StoreUnavailable."""
         name = METRICS[0]
         kept = (await self.index.of(job.id)).get(name)
         try:
@@ -147,7 +147,7 @@ class Artifacts:
 
 
 def key_of(job: JobRecord) -> str:
-    """Of all that is a job's in the store."""
+    """Return the prefix of all of a job's keys in the store."""
     return f"{job.tenant}/{job.id}"
 
 
@@ -178,7 +178,7 @@ def repr_digest(sha256: str) -> str:
 
 
 def drop_fetched(data_dir: Path) -> None:
-    """What was fetched for submissions that are over by now. Blocking."""
+    """Delete checkpoints fetched for submissions that have finished. Blocking."""
     for place in (data_dir / "fetched").glob("*"):
         if time.time() - place.stat().st_mtime > FETCHED_S:
             shutil.rmtree(place, ignore_errors=True)

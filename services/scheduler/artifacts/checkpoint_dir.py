@@ -68,12 +68,12 @@ def committed(root: Path) -> list[tuple[Path, Manifest]]:
             if _STEP.match(name):
                 found.append((root / name, read_manifest(root / name)))
         except (OSError, msgspec.MsgspecError):
-            continue  # removed meanwhile, or damaged: the trainer tells of it
+            continue  # removed since, or damaged: the trainer reports it
     return sorted(found, key=lambda pair: pair[1].age)
 
 
 def second_names(directory: Path, manifest: Manifest, place: Path) -> None:
-    """The files of a checkpoint under names of their own, which stay whatever a trainer sweeps. Blocking.
+    """Make hard links of a checkpoint's files, which stay when a trainer deletes the originals. Blocking.
 
     Raises Damaged: it has gone, or is another one by now; OSError: the disk refuses. What was made of it is left."""
     for name, entry in manifest.files.items():
@@ -95,7 +95,7 @@ def second_names(directory: Path, manifest: Manifest, place: Path) -> None:
 
 
 def check(file: Path, name: str, size: int) -> None:
-    """That it is there, with so many bytes. Blocking. Raises Damaged, OSError."""
+    """Check that a file exists and has this size. Blocking. Raises CorruptCheckpoint, OSError."""
     try:
         found = file.lstat()
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -105,7 +105,8 @@ def check(file: Path, name: str, size: int) -> None:
 
 
 def whole(place: Path) -> Manifest:
-    """What a directory that `second_names` made holds. Blocking. Raises Damaged, OSError."""
+    """Return the manifest of a directory made by `second_names`, after checking its files. Blocking. Raises
+    CorruptCheckpoint, OSError."""
     try:
         manifest = read_manifest(place)
     except (FileNotFoundError, NotADirectoryError, msgspec.MsgspecError) as error:
@@ -116,7 +117,7 @@ def whole(place: Path) -> Manifest:
 
 
 def newest_epoch(root: Path) -> int:
-    """That may have written here; 0 if there is none. Blocking."""
+    """Return the newest epoch that may have written here; 0 if there is none. Blocking."""
     return max([fenced_epoch(root), *(manifest.epoch for _, manifest in committed(root))])
 
 
@@ -147,11 +148,11 @@ def choose(found: Sequence[CheckpointView], step: int | None) -> CheckpointView:
 
 @dataclass
 class Archive:
-    """A checkpoint as a tar, open: what lies in a directory stays readable even if it is removed meanwhile."""
+    """A checkpoint opened as a tar: files of a directory stay readable even if they are removed in between."""
 
     step: int
     etag: str
-    """Of these very bytes."""
+    """ETag of exactly these bytes."""
     parts: list[bytes | Opened] = field(default_factory=list)
     """One after the other they are the tar."""
 

@@ -1,4 +1,4 @@
-"""What a metric was at the steps of checkpoints, from the files that the trainer writes beside them."""
+"""Reads metrics at the steps of checkpoints from the files that the trainer writes with them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Measured:
 
 
 def _measured(held: CheckpointView, values: Values, rule: Rule, *, over: bool) -> CheckpointView:
-    """Evaluations come in the order of their steps: one of a later step says that there will be none any more."""
+    """Evaluations arrive in the order of their steps: one of a later step means that this one will not arrive."""
     epoch, step = held.manifest.age
     own = [(e, step) for e in range(epoch, -1, -1) if (e, step) in values and _leads_to(held.manifest, e, step)]
     later = any(e >= epoch and s >= step for e, s in values)

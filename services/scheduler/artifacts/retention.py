@@ -1,4 +1,5 @@
-"""Which checkpoints of a job stay. Values alone: `archiver.py` looks for what there is, and does what is said here."""
+"""Selects which checkpoints of a job to keep. Pure values: `archiver.py` collects the input and carries out the
+decision."""
 
 from __future__ import annotations
 
@@ -23,10 +24,11 @@ class Rule:
     metric: str = ""
     lowest: bool = False
     every: int | None = None
-    """The metric is of evaluations, so many steps apart; None: of each step, and there before a checkpoint of it is."""
+    """Steps between evaluations, if the metric is of evaluations; None: of every step, present before its
+    checkpoint."""
     at_start: bool = True
     steps: int = 0
-    """Of the job: the last one is evaluated too."""
+    """Steps of the job: the last one is evaluated too."""
     expire_days: float | None = None
 
     @classmethod

@@ -4,8 +4,8 @@ sweeps.
     {data_dir}/staged/{tenant}/{job}/step-000050.{mark}    whole; the mark is never used twice
     {data_dir}/staged/{tenant}/{job}/.*                    on its way there, or going
 
-A checkpoint is put under its mark in the store too. So whoever puts or drops one late, because it was stopped in
-between, touches nothing that another scheduler has made since. Functions block.
+A checkpoint has its mark in the store too. So a process that was stopped and puts or drops one late touches nothing
+that another scheduler has made since. Functions block.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from opentinker.shared.types.manifest import Manifest
 
 
 def stage(source: Path, manifest: Manifest, home: Path) -> Path:
-    """Where it is staged in `home`, by now or already. Raises Damaged: it is damaged, or the trainer has swept it
-    meanwhile; OSError: the disk refuses."""
+    """Return the place in `home` where the checkpoint is staged, now or already. Raises CorruptCheckpoint: it is
+    damaged, or the trainer has deleted it since; OSError: the disk refuses."""
     for place in home.glob(f"{manifest.name}.*"):
         if holds(place, manifest):
             return place

@@ -33,7 +33,7 @@ _LEFT = re.compile(r"\.(removing|putting)-[0-9a-f]{32}")
 
 
 class StoreUnavailable(OpenTinkerError):
-    """The store does not answer, or refuses; the text says what it said."""
+    """The store does not answer, or refuses; the text contains its error."""
 
 
 class CorruptCheckpoint(OSError):
@@ -41,7 +41,7 @@ class CorruptCheckpoint(OSError):
 
 
 class Opened(Protocol):
-    """Bytes that stay the same while they are open, in a directory even if they are deleted meanwhile."""
+    """Immutable bytes while open, in a directory even if they are deleted in between."""
 
     @property
     def size(self) -> int: ...
@@ -58,7 +58,7 @@ class ArtifactStore(Protocol):
 
     @property
     def apart(self) -> bool:
-        """What is put takes room of its own: no bytes are shared with the file that it was made from."""
+        """Return whether stored files take separate space: no bytes are shared with the original."""
         ...
 
     async def put(self, key: str, file: Path) -> None:
@@ -78,12 +78,12 @@ class ArtifactStore(Protocol):
         ...
 
     async def delete(self, prefix: str) -> None:
-        """What is not there is deleted already."""
+        """Delete everything below a prefix; missing keys count as deleted."""
         ...
 
 
 def store_of(settings: Settings) -> ArtifactStore:
-    """What the settings name. Raises SpecError."""
+    """Return the store that the settings name. Raises SpecError."""
     if settings.artifacts_url.startswith("s3://"):
         from opentinker.services.scheduler.artifacts.s3_store import ObjectStore
 
@@ -222,7 +222,7 @@ def hard_link(source: Path, target: Path) -> None:
 
 
 def sweep(root: Path, older_s: float) -> None:
-    """What a process that was killed left of putting and removing below `root`. Blocking."""
+    """Remove leftovers of killed processes' puts and deletions below `root`. Blocking."""
     for place, directories, files in os.walk(root):
         for name in filter(_LEFT.fullmatch, [*directories, *files]):
             drop_old(Path(place) / name, older_s)
@@ -230,7 +230,7 @@ def sweep(root: Path, older_s: float) -> None:
 
 
 def drop_old(path: Path, older_s: float) -> None:
-    """A file or directory, if nothing was made, named or renamed in it for so long. Blocking."""
+    """Remove a file or directory in which nothing has changed for this time. Blocking."""
     with contextlib.suppress(OSError):  # somebody else was faster, or it stays until the next time
         status = path.lstat()
         if time.time() - status.st_ctime > older_s:
@@ -246,7 +246,7 @@ def remove_empty(place: Path, root: Path) -> None:
 
 
 def _device(path: Path) -> int:
-    """Of the path, or of what it will be made in."""
+    """Return the device of the path, or of the directory in which it will be made."""
     while not path.exists():
         path = path.absolute().parent
     return path.stat().st_dev

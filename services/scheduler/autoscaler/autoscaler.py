@@ -3,12 +3,12 @@
     launch loop   consumes jobs, heartbeats, leases and what the launcher has started; produces workers and `starting`;
                   looks every two seconds
 
-What is lacking is no rule of its own: `placement.plan` is asked what it would do with as many workers more as may be
-started, and what it would give to jobs is what is started. So order, quotas and minima are those of the queue, and what
-has the GPUs that a job needs is started for it.
+There is no separate rule for missing workers: `planner.plan` is asked what it would do with as many more workers as may
+be started, and the workers that it would give to jobs are started. So order, quotas and minima are those of the queue,
+and started workers have the GPUs that a job needs.
 
-Idle workers end by themselves. While one is on its way the reconcile loop counts it as coming: nobody is interrupted
-for what will be there in a moment.
+Idle workers end by themselves. The reconcile loop counts a starting worker as coming: no job is preempted for a worker
+that will be there in a moment.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def lacking(view: View, room: Mapping[str, Slot]) -> list[str]:
 
 @dataclass
 class _Failures:
-    """Of one pool, in a row."""
+    """Consecutive failures of one pool."""
 
     count: int = 0
     again_at: float = 0.0
@@ -100,8 +100,8 @@ class Autoscaler:
         """By name, when it was first seen or started."""
         self._ending: set[str] = set()
         self._told: dict[Pool, Gpus] = {}
-        """Of each pool, the GPUs that workers started in this life had, where the launcher does not know them before:
-        those with the most memory. So nothing is started for a job that no worker of the pool would do for."""
+        """GPUs of started workers by pool, those with the most memory, for launchers that do not know them in advance.
+        So nothing is started for a job that no worker of the pool could serve."""
         self._overdue = Overdue(settings.drain_s)
 
     async def run(self) -> None:

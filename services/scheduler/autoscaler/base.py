@@ -1,4 +1,4 @@
-"""What starts trainers and rollout workers where there are none: a protocol, and what is said of a worker so started.
+"""Protocol of launchers, which start trainers and rollout workers, and the state of a started worker.
 
 Two implementations: `process.py`, processes of this machine, and `kubernetes.py`, pods. Both know what
 they have started however often the scheduler was started since, and give a name away once at a time: so no more can be
@@ -27,18 +27,18 @@ class Launched:
     since: float
     """Unix time of its start."""
     ended: str = ""
-    """Why it does not run any more."""
+    """Reason why it no longer runs."""
 
 
 class Launcher(Protocol):
     prefix: str
-    """Of all names that are given to `start`."""
+    """Prefix of all names passed to `start`."""
 
     async def running(self) -> list[Launched]:
         """Everything that it started and that has not been forgotten by `end`. Raises LauncherFailed."""
 
     def gpus(self, pool: Pool, name: str) -> Gpus:
-        """What a worker of this name will have; memory that only the worker knows is UNKNOWN."""
+        """Return the GPUs that a worker of this name will have; memory known only to the worker is UNKNOWN."""
 
     async def start(self, pool: Pool, name: str) -> None:
         """A worker of this pool under this id; nothing if there is one of this name. Raises LauncherFailed."""
@@ -49,5 +49,5 @@ class Launcher(Protocol):
 
 
 def names_of(prefix: str, pool: Pool, most: int) -> list[str]:
-    """Of all that a launcher may start of a pool."""
+    """Return the names of all workers that a launcher may start of a pool."""
     return [f"{prefix}-{pool}-{n}" for n in range(most)]

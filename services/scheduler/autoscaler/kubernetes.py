@@ -1,8 +1,8 @@
 """The launcher of a cluster: trainers and rollout workers as pods, over Kubernetes' HTTP API.
 
-A pod is what the operator wrote in `launcher_pods` (the chart does), under the worker's name. It is never started
-again by itself: one that ended is deleted, and made anew if it is wanted. All are owned by the scheduler's Deployment,
-and are collected with it. What is there is asked with every look, by label; nothing is remembered here.
+A pod is the operator's template in `launcher_pods` (the chart writes it) under the worker's name. It never restarts: an
+ended pod is deleted and recreated if it is wanted. All pods are owned by the scheduler's Deployment and are
+garbage-collected with it. The current pods are listed at every look, by label; no state is kept here.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TIMEOUT_S = 15.0
 PAGE = 200
 BUSY_TRIES = 4
 LONGEST_PAUSE_S = 10.0
-"""After a 429, whatever it asks for."""
+"""Longest pause after a 429, regardless of its Retry-After."""
 CONFLICT, GONE = 409, 404
 
 
@@ -61,7 +61,7 @@ class KubernetesLauncher:
                 query["continue"] = more
 
     def gpus(self, pool: Pool, name: str) -> Gpus:
-        """As many as the pod asks for. What memory they have nobody knows before one has told."""
+        """Return the number of GPUs in the pod's requests. Their memory is unknown until a worker has reported it."""
         limits = self._templates[pool]["spec"]["containers"][0].get("resources", {}).get("limits", {})
         asked = sum(int(count) for resource, count in limits.items() if resource.rpartition("/")[2] == "gpu")
         return Gpus((UNKNOWN,) * asked, linked=asked, near=asked) if asked else NO_GPUS
@@ -90,7 +90,7 @@ class KubernetesLauncher:
         return {"apiVersion": "v1", "kind": "Pod", **pod}
 
     async def _owned_by(self, session: aiohttp.ClientSession) -> dict[str, Any] | None:
-        """Its uid is asked once: a Deployment that was made anew comes with a new scheduler."""
+        """Return the owner reference. The uid is requested once: a recreated Deployment comes with a new scheduler."""
         name = self._settings.launcher_owner
         if name and self._owner is None:
             path = self._pods.replace("/api/v1/", "/apis/apps/v1/").removesuffix("pods") + f"deployments/{name}"
@@ -183,7 +183,7 @@ def _object(text: bytes, what: str) -> Any:
 
 
 def _message(text: bytes) -> str:
-    """Of a Status, as Kubernetes answers."""
+    """Return the message of a Kubernetes Status."""
     try:
         return str(orjson.loads(text)["message"])
     except (orjson.JSONDecodeError, KeyError, TypeError):

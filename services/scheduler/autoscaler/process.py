@@ -1,9 +1,9 @@
-"""The launcher of one machine: trainers and rollout workers as processes beside the scheduler, which they outlive.
+"""Launcher for one machine: runs trainers and rollout workers as processes that outlive the scheduler.
 
-Of the GPUs that the scheduler's process sees each slot has its own part: GPUs over slots, trainers first. Where there
-are fewer, the slots that are left see none; and what a process still has that was started under other settings is
-nobody else's. What each is told is written down here: the servers, its own passwords, its name, its GPUs. The files
-that say what runs are described in `shared/runtime/launched_processes.py`.
+Each slot has a share of the GPUs that the scheduler's process sees: GPUs over slots, trainers first. If there are fewer
+GPUs than slots, the remaining slots see none; GPUs of a running process that was started under other settings are not
+shared. This module sets what each process needs: the servers, its passwords, its name, its GPUs.
+`shared/runtime/launched_processes.py` describes the files that record running processes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ProcessLauncher:
         self._folder = launched_processes.folder(settings.data_dir)
         self._logs = settings.data_dir.resolve() / "logs"
         self._children: dict[str, subprocess.Popen[bytes]] = {}
-        """Of this life of the scheduler: nobody else can reap them."""
+        """Children started by this scheduler process, which only it can reap."""
         self._told: dict[str, float] = {}
         """By name, when it was told to end; monotonic."""
         most = {Pool.TRAINER: settings.launcher_trainers, Pool.ROLLOUT: settings.launcher_rollout_workers}
@@ -66,7 +66,8 @@ class ProcessLauncher:
         return described(self._part(name))
 
     def _part(self, name: str) -> list[Gpu]:
-        """What it sees if it runs; else its own, without what another process still sees."""
+        """Return the GPUs that the process sees if it runs; otherwise its share, without those that another process
+        still sees."""
         if (held := self._held.get(name)) is not None:
             return [gpu for gpu in self._visible if str(gpu.index) in held]
         others = {gpu for held in self._held.values() for gpu in held}
@@ -130,7 +131,7 @@ class ProcessLauncher:
         )
 
     def _environment(self, pool: Pool, name: str) -> dict[str, str]:
-        """Ours without our own settings, the key of whoever typed a command and those of the artifact store."""
+        """Return our environment without our settings, the user's API key and the artifact store's credentials."""
         others = {key: value for key, value in os.environ.items() if not key.startswith(PREFIX) and key not in AWS}
         handed = {one: getattr(self.settings, one) for one in HANDED_ON}
         handed["data_dir"] = self.settings.data_dir.resolve()

@@ -4,8 +4,8 @@
               ENV_STEP, ENV_CLOSE at the address of each process; woken by frames
     run       produces the heartbeats of these processes, so that they are seen like env workers
 
-A process keeps its address whatever scheduler it connects to, and through broken connections: it is told by a random
-name that only it knows. While it is away its turns wait; after AWAY_S they are lost. Opens go to who is there.
+A process keeps its address with any scheduler and through broken connections: it identifies itself by a random name
+that only it knows. While it is away its turns wait; after AWAY_S they are lost. Opens go to connected processes.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class Gateway:
         )
 
     async def list(self, request: web.Request) -> web.Response:
-        """Of all schedulers."""
+        """List the served environments of all schedulers."""
         found: dict[str, dict[str, Any]] = {}
         for worker in await self.ctx.store.workers():
             environment = worker.detail.get("served")
@@ -185,7 +185,7 @@ class Gateway:
         return json_response({"served": [found[environment] for environment in sorted(found)]})
 
     async def close(self) -> None:
-        """Let go of all connections: whoever served goes on at the next scheduler, or at this one's next life."""
+        """Close all connections: processes reconnect to the next scheduler, or to this one after its restart."""
         self.closing = True
         await asyncio.gather(*(served.release() for served in list(self._served.values())))
         await asyncio.gather(*(socket.close(code=WSCloseCode.GOING_AWAY) for socket in list(self._sockets)))

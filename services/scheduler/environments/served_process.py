@@ -5,8 +5,8 @@ there --connection breaks--> away --it connects again--> there      (turns wait 
 away --AWAY_S--> gone        there --it says goodbye--> gone        (turns are answered: lost)
 any --another scheduler has it--> gone                              (turns are left to that one)
 
-Connections come and go while subscriptions are being made and given up. So the state changes at once, and `_settle`
-makes them those of the state, one after the other; whoever is gone is forgotten at once and never comes back to life:
+Connections come and go while subscriptions are being made and removed. So the state changes immediately, and `_settle`
+adjusts the subscriptions to the state one by one; a process that is gone is forgotten immediately and never revived:
 the next Hello makes another one.
 """
 
@@ -70,7 +70,7 @@ class Served:
         self._ctx, self._forget = ctx, forget
         self._holder = uuid.uuid4().hex
         self._coming = 0
-        """Connections that have said Hello, and are neither there nor over."""
+        """Connections that have said Hello and are neither established nor closed."""
         self._asker: Asker | None = None
         self._socket: web.WebSocketResponse | None = None
         self._back: asyncio.Future[Asker] = asyncio.get_running_loop().create_future()
@@ -80,12 +80,12 @@ class Served:
         self._at_address: list[Subscription] = []
         self._at_name: list[Subscription] = []
         self._deadlines: dict[str, float] = {}
-        """Of its sessions."""
+        """Deadlines of its sessions."""
         self._steps: dict[tuple[str, int], asyncio.Task[SessionReply]] = {}
         """Being asked: who repeats a turn waits with those who asked before."""
         self._background: set[asyncio.Task[Any]] = set()
         self._tenants: dict[str, str] = {}
-        """Of jobs."""
+        """Tenants of jobs."""
 
     @property
     def connected(self) -> bool:
@@ -132,7 +132,7 @@ class Served:
         await self._settle()
 
     async def release(self) -> None:
-        """Leave it to whoever it connects to next."""
+        """Leave it to the scheduler to which it connects next."""
         self._end(None)
         await self._settle()
 
@@ -149,7 +149,7 @@ class Served:
         self._wait_if_away()
 
     def _wait_if_away(self) -> None:
-        """With nobody there and nobody coming it is away, and is waited for so long."""
+        """Mark a process without a connection as away, and wait for it for AWAY_S."""
         if self._asker is None and not self._coming and not self.gone and self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(AWAY_S, self._give_up)
 
@@ -163,7 +163,8 @@ class Served:
             self._timer = None
 
     def _end(self, why: Gone | None) -> None:
-        """Who waits hears of it; without a reason nobody does: someone else answers them."""
+        """Fail waiting turns with the reason; without one they stay unanswered, because another scheduler answers
+        them."""
         if self.gone:
             return
         self.gone = True
@@ -178,7 +179,7 @@ class Served:
         if self._back.done():
             self._back = asyncio.get_running_loop().create_future()
         self._back.set_exception(why or Gone("it is served by another scheduler now"))
-        self._back.exception()  # nobody may be waiting
+        self._back.exception()  # retrieved, because no caller may be waiting
 
     def _drop(self, socket: web.WebSocketResponse) -> None:
         self._do(socket.close(code=WSCloseCode.GOING_AWAY))
@@ -298,7 +299,7 @@ class Served:
         return SessionReply(worker=self.address, failure=ending, error=error)
 
     def _note(self, session: str, reply: SessionReply) -> None:
-        """Forget a session that is over, and those that nobody has closed."""
+        """Forget a session that has ended, and those that were not closed."""
         if reply.done or reply.busy or reply.failure is not None:
             self._deadlines.pop(session, None)
         first = next(iter(self._deadlines), None)

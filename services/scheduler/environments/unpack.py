@@ -1,4 +1,4 @@
-"""A tar that nobody trusts -> the files of a package, by a process of its own with limits on memory and time.
+"""Unpacks an untrusted tar into the files of a package, in a separate process with limits on memory and time.
 
     python -m opentinker.services.scheduler.environments.unpack DIRECTORY MOST_BYTES NAME < TAR
 
@@ -34,9 +34,9 @@ LONGEST_PATH = 240
 LONGEST_NAME = 255
 """Bytes of a file's or directory's own name: file systems take no more."""
 MEMORY = 512 * MIB
-"""Of the process's address space."""
+"""Address space of the process."""
 TIME_S = 30
-"""Of the processor."""
+"""Processor time of the process."""
 WAIT_S = 120.0
 """By the clock, on a machine that has much else to do."""
 STDERR_CHARACTERS = 2000
@@ -50,13 +50,12 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     digest: str = ""
     mistakes: list[dict[str, Any]] = []
     errno: int = 0
-    """Of the disk."""
+    """Error number of the disk."""
 
 
 def unpack(tar: IO[bytes], directory: Path, most_bytes: int, name: str) -> tuple[Package, str]:
-    """Blocking, in a process of its own: files below `directory`, what they describe, and their digest. `name` goes
-    before the one that the package gives itself. Raises SpecError for whatever is wrong with the tar or the package,
-    OSError for the disk."""
+    """Unpack into `directory`, in a separate process; return the package and its digest. `name` overrides the package's
+    name. Blocking. Raises SpecError for anything wrong with the tar or the package, OSError for the disk."""
     if name and not re.fullmatch(uploads.NAME, name):
         raise SpecError([{"field": "name", "value": name[:100], "problem": uploads.NAME_RULE}])
     # -P: nothing in the working directory is taken for a package of ours
@@ -142,7 +141,7 @@ class Unpacking:
             os.fchmod(out.fileno(), 0o644)
 
     def _make(self, directory: PurePosixPath) -> None:
-        """Readable for every user: the sandbox's is one that nobody knows yet."""
+        """Make a directory readable for every user, because the sandbox's user is not known yet."""
         for path in (*reversed(directory.parents), directory):
             if path in self._made:
                 continue
@@ -154,7 +153,7 @@ class Unpacking:
 
 
 def _inside(member: tarfile.TarInfo) -> PurePosixPath:
-    """Raises SpecError for whatever is not a plain file or directory inside the package."""
+    """Return the member's path. Raises SpecError for anything but a plain file or directory inside the package."""
     path = PurePosixPath(member.name)
     shown = repr(member.name[:100])
     if not (member.isreg() or member.isdir()):

@@ -1,4 +1,4 @@
-"""Packages of environments as they come in: a tar that nobody trusts -> files under data_dir, and a version of a name.
+"""Receives pushed environment packages: an untrusted tar -> files under data_dir, and a version of a name.
 
 Everything here blocks and is called in threads. The files are written whole or not at all, by their content's digest;
 a name's versions are one small file, changed under a lock. All of it is on the disk before a push is answered; what is
@@ -225,7 +225,7 @@ class Uploads:
         return gone
 
     def _sweep(self, digests: set[str]) -> None:
-        """Packages that no name holds any more, and the virtual environments that only they had."""
+        """Delete packages that no name refers to, and virtual environments that only they used."""
         paths = (self._home / "names").glob("*/*.json")
         held = {v.digest for path in paths for v in self._readable(path.parent.name, path.stem).versions}
         locks = {digest: self._lock_of(digest) for digest in held | digests}

@@ -10,7 +10,7 @@ MIB = 1 << 20
 
 
 class Quota(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one tenant: settings upload_tenant_mb and upload_tenant_versions."""
+    """Quota of one tenant: settings upload_tenant_mb and upload_tenant_versions."""
 
     mb: int
     versions: int
@@ -28,7 +28,7 @@ class StoredVersion(msgspec.Struct, frozen=True, kw_only=True):
     lock: str
     """Digest of its lock."""
     newest: bool
-    """Of its name: it stays."""
+    """The newest version of its name, which stays."""
 
 
 class OverQuota(Exception):

@@ -58,7 +58,7 @@ class ArtifactsApi:
 
 
 def step_of(request: web.Request) -> int | None:
-    """Of the path; None: the newest. Raises SpecError."""
+    """Return the step in the path; None: the newest. Raises SpecError."""
     text = request.match_info["step"]
     if not (text == "latest" or re.fullmatch(r"[0-9]{1,12}", text)):
         raise SpecError([{"field": "step", "value": text[:100], "problem": "must be a step number or `latest`"}])

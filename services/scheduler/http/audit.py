@@ -1,8 +1,8 @@
-"""Who did what to which object, in the audit log before whoever asked has the answer.
+"""Writes the audit log: records who did what to which object before the answer is sent.
 
-record   consumes what handlers have done; woken by it; several requests share one write to the disk
-watch    the outermost middleware: a line for every route that changes something or gives weights away, whatever came
-         of it, and for requests that were refused for who asked, so many a second
+record   consumes actions of handlers; woken by them; several requests share one write to the disk
+watch    the outermost middleware: writes a line for every route that changes something or returns weights, with any
+         outcome, and, rate-limited, for requests that were refused
 
 A line that cannot be written (a full disk) is in the service's log instead, and counted: what was done was done.
 """

@@ -2,9 +2,9 @@
 
     key in Authorization --> Principal --> authorize(principal, the route's action) --> handler --> may_see(object)
 
-A key that no server gave out (its form or check sum is wrong, or its env is another) costs no question to Redis. What
-Redis said of one is believed for CACHE_S, so a key that is revoked or runs out opens nothing a second later, at any
-number of schedulers, and what it has open (event streams, answers, WebSockets) is cut off.
+A key that no server issued (its form or checksum is wrong, or its env is another) is rejected without a Redis lookup. A
+key's record is cached for CACHE_S, so a key that is revoked or expires stops working within a second with any number of
+schedulers, and its open requests (event streams, answers, WebSockets) are cut off.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CACHE_S = 0.4
 LOOK_S = 0.3
 """How often the keys of open requests are looked at."""
 STRANGERS = 4
-"""Keys that were never right are looked up so many at a time: whoever guesses keys waits for other guesses."""
+"""Concurrent lookups of keys that were never valid: guesses wait for other guesses."""
 MOST_CACHED = 10_000
 TINKER = "/api/v1/"
 """Where the paths of Tinker's API begin."""
@@ -66,7 +66,7 @@ def secret_of(request: web.Request) -> str:
 
 
 def may_see(request: web.Request, tenant: str) -> bool:
-    """Whether an object of this tenant is there for whoever asks, and for what they ask."""
+    """Return whether an object of this tenant is visible for the requester and the requested action."""
     return authorize(request[PRINCIPAL], request[ACTION], tenant) is Verdict.ALLOWED
 
 
@@ -105,8 +105,8 @@ class AuthMiddleware:
 
     @web.middleware
     async def _passes(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Raises HTTPUnauthorized, also for paths that do not exist, HTTPForbidden, and, for whoever asks for a path of
-        Tinker, whose clients show a key of theirs in a header of its own, NotFound."""
+        """Authenticate and authorize a request. Raises HTTPUnauthorized, also for paths that do not exist,
+        HTTPForbidden, and NotFound for Tinker's paths, whose clients send their key in another header."""
         resource = request.match_info.route.resource
         action = None if resource is None else self._actions[request.method, resource.canonical]
         if action is None and request.path.startswith(TINKER):
@@ -177,7 +177,7 @@ class AuthMiddleware:
                 try:
                     await self._key(entry.header)
                 except BadKey as error:
-                    if entry in self._open:  # it has not ended meanwhile
+                    if entry in self._open:  # it has not ended since
                         log.info("request_cut_off", reason=str(error))
                         self._open.discard(entry)
                         entry.task.cancel()
@@ -187,7 +187,8 @@ class AuthMiddleware:
 
 
 async def register_operator(ctx: Context) -> None:
-    """Make the key in `admin_key_file` one of an operator. Raises SpecError: nobody could ask this server anything."""
+    """Register the key in `admin_key_file` for an operator. Raises SpecError: without one the server could not be
+    used."""
     if not ctx.settings.auth:
         log.warning("auth_off", reason="whoever is on this machine is an operator: this is for development alone")
         return

@@ -29,7 +29,7 @@ def wanted(request: web.Request, size: int, etag: str) -> tuple[int, int] | None
     given = _RANGE.fullmatch(request.headers.get("Range", ""))
     if given is None or given[1] == given[2] == "" or request.headers.get("If-Range", etag) != etag:
         return 0, size
-    if given[1] == "":  # the last so many
+    if given[1] == "":  # the last N bytes
         length = min(int(given[2]), size)
         return (size - length, length) if length else None
     first = int(given[1])

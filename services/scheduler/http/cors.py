@@ -3,8 +3,8 @@
     preflight  the middleware before the limits: consumes a browser's question whether such a page may ask; answers it
     allow      a response is about to go out: says so there too
 
-Of all other pages nothing is said, and browsers keep our answers from them. A page has no rights here but those of the
-key that somebody gave it: cookies mean nothing to this server, so none are asked for.
+Other pages get no CORS headers, so browsers withhold our answers from them. A page has only the rights of the key that
+a user gave it: this server uses no cookies.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TAKEN = (
 )
 SHOWN = "Content-Digest, Content-Range, ETag, Location, Retry-After, X-OpenTinker-Auth"
 KNOWN_S = 600
-"""A browser asks again after so long."""
+"""Time for which browsers cache the answer to a preflight."""
 
 
 class CrossOrigin:

@@ -2,8 +2,8 @@
 
     dashboard/ --make dashboard--> page/ beside this file --index, part--> a browser, which asks the API as anybody does
 
-The page has no rights of its own, and its policy lets it load and reach nothing but this server and the message
-server, which it hears live: no script that is not ours runs in it, whatever names and transcripts contain.
+The page has no rights of its own, and its policy allows it to load from and connect to only this server and the message
+server: no foreign script can run in it, regardless of the contents of names and transcripts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TYPES = {
 }
 _PART = re.compile(r"[A-Za-z0-9_-]+(-[A-Za-z0-9_-]{8})?\.(css|js|svg)")
 FOR_EVER = "public, max-age=31536000, immutable"
-"""Of files that have a hash of what is in them as part of their name."""
+"""Cache header of files whose names contain a hash of their content."""
 HEADERS = {
     "Referrer-Policy": "no-referrer",
     "X-Frame-Options": "DENY",
@@ -59,7 +59,7 @@ class Page:
         self._home, self._streams = HOME, streams
 
     async def index(self, request: web.Request) -> web.Response:
-        """Also where there is none: in words how to make it."""
+        """Return the page; if it is not built, a page that explains how to build it."""
         try:
             text = await asyncio.to_thread((self._home / INDEX).read_text)
         except FileNotFoundError:

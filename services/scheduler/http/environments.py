@@ -1,7 +1,7 @@
 """Handlers of /v1/environments: uploaded environments come in, are listed, and go.
 
-What was pushed is tried before it is a version: an env worker builds its virtual environment and imports its class in a
-sandbox. Where none answers in time the version is kept, unchecked, and the answer says so.
+A pushed package is tried before it becomes a version: an env worker builds its virtual environment and imports its
+class in a sandbox. If none answers in time the version is kept unchecked, which the answer states.
 """
 
 from __future__ import annotations

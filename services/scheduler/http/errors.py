@@ -1,4 +1,4 @@
-"""What goes wrong in a request, as application/problem+json (RFC 9457) with a `hint`; and strict JSON in.
+"""Turns errors of requests into application/problem+json (RFC 9457) with a `hint`; and parses JSON strictly.
 
 Bad input is never a 500: the middleware knows every error of ours and aiohttp's. Anything else is a bug, which is
 logged with an id and answered as a problem too.
@@ -42,9 +42,9 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 PROBLEM = "application/problem+json"
 BODY_LIMIT = 1 << 20
 SMALL_BODY = 1 << 14
-"""A larger one is parsed in a thread: meanwhile others are answered."""
+"""Larger bodies are parsed in a thread, so that other requests are answered."""
 BODY_S = 10.0
-"""A body that is read as a whole may take so long to come; of one that is read in parts, each part."""
+"""Time limit for receiving a body that is read as a whole; for one read in parts, for each part."""
 DEPTH_LIMIT = 32
 NODE_LIMIT = 100_000
 REQUESTS = Counter("opentinker_http_requests", "HTTP requests", ["method", "route", "status"], registry=REGISTRY)
@@ -77,13 +77,13 @@ TITLES = {
     503: "Unavailable",
 }
 STARTED: web.RequestKey[float] = web.RequestKey("started", float)
-"""Of a request: when it came."""
+"""Arrival time of a request."""
 OPENAI = re.compile(r"/v1/jobs/[^/]+/v1(/|$)")
 """Paths below which errors look as OpenAI's do."""
 
 
 class TooMany(OpenTinkerError):
-    """Of one asker in too little time."""
+    """Too many requests of one client."""
 
     def __init__(self, what: str, wait_s: float) -> None:
         self.wait_s = max(1, math.ceil(wait_s))
@@ -126,7 +126,7 @@ def problem(status: int, detail: str, *, title: str, **more: Any) -> web.Respons
     }
     response = json_response(body, status)
     assert isinstance(response.body, bytes)
-    response.body = without_keys(response.body)  # whoever sent one in a wrong place may keep what we answer
+    response.body = without_keys(response.body)  # the client may keep our answer to a misplaced key
     response.content_type = PROBLEM
     if status in (429, 503):
         response.headers["Retry-After"] = "2"
@@ -208,8 +208,8 @@ def _http_problem(request: web.Request, error: web.HTTPException) -> web.Respons
 
 
 def _unforeseen(request: web.Request, error: Exception) -> web.Response:
-    """A mistake of ours: the log has it under an id that the answer repeats. Raises it where an answer has begun, or
-    nobody hears one."""
+    """Log an internal error under an id that the answer repeats. Raises it if an answer has started or no client is
+    connected."""
     if request.transport is None or request.transport.is_closing() or request.writer.output_size > 0:
         raise error
     id = secrets.token_hex(6)
@@ -245,7 +245,7 @@ async def problems(request: web.Request, handler: Handler) -> web.StreamResponse
 
 
 async def begins(request: web.Request, _: web.StreamResponse) -> None:
-    """The first bytes of a response are about to go out, of a stream too, whose handler goes on."""
+    """Observe the latency when the first bytes of a response are sent; a stream's handler continues after that."""
     if STARTED in request:
         LATENCY.labels(_route(request)).observe(time.monotonic() - request[STARTED])
 
@@ -305,7 +305,7 @@ def _measure(data: Any) -> None:
 
 
 def parsed(kind: type[M], data: Any) -> M:
-    """What a body says. Raises SpecError."""
+    """Validate a body. Raises SpecError."""
     try:
         return kind.model_validate(data)
     except ValidationError as error:

@@ -109,7 +109,7 @@ class InferenceApi:
     async def _streamed(
         self, request: web.Request, job: JobRecord, asked: ParsedRequest, ask: GenerateRequest, chat: bool
     ) -> web.StreamResponse:
-        """What is wrong before the first piece is a status; afterwards it is an event, and there is no [DONE]."""
+        """Errors before the first chunk are a status; later ones are an event, and there is no [DONE]."""
         response = web.StreamResponse(
             headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no", "X-Content-Type-Options": "nosniff"}
         )
@@ -137,7 +137,7 @@ class InferenceApi:
 
 
 def _rest(stream: answers.Stream, asked: ParsedRequest, reply: GenerateResult, sent: int, counted: int) -> list[Json]:
-    """What of the reply is not out yet: characters from `sent` on, tokens from `counted` on."""
+    """Return chunks for the unsent part of the result: characters from `sent`, tokens from `counted`."""
     if reply.tool_calls:
         return [stream.calls(reply, reply.tokens, reply.likely), *stream.end(reply)]
     text, ids = answers.said(asked, reply).text[sent:], reply.ids[counted:]

@@ -1,4 +1,4 @@
-"""Handlers of /v1/jobs and everything below it. `found` alone gives them a job, if whoever asks may see it."""
+"""Handlers of /v1/jobs and everything below it. Only `found` loads a job for them, if the requester may see it."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class JobsApi:
         raise NotFound(f"you have no job {id[:100]!r}")
 
     async def undeleted(self, request: web.Request) -> JobRecord:
-        """For what is said of it and what it left. Raises NotFound, HTTPGone."""
+        """Return a job whose history and artifacts exist. Raises NotFound, HTTPGone."""
         job = await self.found(request)
         if job.deleted:
             raise web.HTTPGone(text=f"what job {job.id} left was deleted; its record and its usage are there")
@@ -170,7 +170,7 @@ class JobsApi:
         return await self._end(job.id, JobState.CANCELLED, reason="cancelled by request", verb="cancel")
 
     async def pause(self, request: web.Request) -> web.Response:
-        """What it has trained is saved, and its workers are free. Pausing what is paused is fine."""
+        """Save the job's training state and release its workers. Pausing a paused job is allowed."""
         job = await self.found(request)
         await self._move(
             job, JobState.PAUSED, PAUSABLE, "paused", reason="paused by request", waiting_for="", asleep=False
@@ -189,7 +189,7 @@ class JobsApi:
         return json_response(_summary(await self.store.job(job.id)))
 
     async def _move(self, job: JobRecord, to: JobState, allowed: Sequence[JobState], done: str, **changes: Any) -> None:
-        """Raises Conflict, unless somebody else did the same meanwhile."""
+        """Change the job's state. Raises Conflict, unless another request has made the same change in between."""
         try:
             await self.store.transition(job.id, to, allowed=allowed, since=time.time(), **changes)
         except Conflict:
@@ -199,7 +199,7 @@ class JobsApi:
         await self.bus.emit(WAKE, {"job": job.id}, who="scheduler")
 
     async def failures(self, request: web.Request) -> web.Response:
-        """What failed for good and was replaced: the newest groups with their errors, and all of them counted."""
+        """Return permanent failures: the newest groups with their errors, and the number of all."""
         job = await self.undeleted(request)
         limit = integer(request, "limit", FAILURES, 1, MOST_FAILURES)
         ledger = await Admission(self.store.redis, job.id).ledger()
@@ -209,14 +209,14 @@ class JobsApi:
         return json_response({"failures": found, "counts": counts})
 
     async def complete(self, request: web.Request) -> web.Response:
-        """Of a job that has no end of its own."""
+        """Complete a job that does not end by itself."""
         job = await self.found(request)
         if job.kind != "inference":
             raise Conflict(f"job {job.id} is of kind {job.kind}, and ends by itself; it can be cancelled")
         return await self._end(job.id, JobState.SUCCEEDED, reason="completed by request", verb="complete")
 
     async def _end(self, job_id: str, state: JobState, *, reason: str, verb: str) -> web.Response:
-        """Of a job that has ended so already too: the call may be repeated."""
+        """End a job. Repeating the call on a job that has already ended so is allowed."""
         try:
             await self.store.transition(job_id, state, reason=reason)
         except Conflict:
@@ -318,7 +318,7 @@ FINAL = {state.value for state in JobState if state.final}
 
 
 def _filter(request: web.Request) -> Callable[[JobRecord], bool] | None:
-    """What the query asks of a job. Raises SpecError."""
+    """Return a predicate for the query's filters. Raises SpecError."""
     state, words = request.query.get("state", ""), request.query.get("search", "")
     if state and state not in STATES:
         raise SpecError([{"field": "state", "value": state[:100], "problem": f"must be one of {', '.join(STATES)}"}])

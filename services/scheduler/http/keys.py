@@ -1,6 +1,6 @@
 """Handlers of /v1/keys and /v1/tenants. A key's secret is in one answer alone: the one that makes it.
 
-Nobody gives more than they have: whoever makes, rotates or revokes a key may all that this key may.
+No one grants more than they have: creating, rotating or revoking a key requires all rights of that key.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class NewKey(BaseModel):
     name: Annotated[str, Field(max_length=100, pattern=r"^[^\x00-\x1f\x7f]*$")] = ""
     """For people."""
     scopes: list[Action] | None = None
-    """What it is confined to; default: all that its role allows."""
+    """Actions to which the key is confined; default: all of its role."""
     expires_in_s: Annotated[float, Field(ge=1, le=3650 * DAY_S)] | None = None
     """Default: never."""
 
@@ -92,7 +92,7 @@ class KeysApi:
         return json_response({"keys": [_shown(key, now) for key in await self._keys.of(tenant)]})
 
     async def rotate(self, request: web.Request) -> web.Response:
-        """The id stays, and with it whatever the key may."""
+        """Replace the key's secret. Its id and rights stay."""
         key = await self._found(request)
         raw = await read_json(request) if request.can_read_body else {}
         grace_s = parsed(Rotation, raw).grace_s
@@ -108,7 +108,8 @@ class KeysApi:
         return json_response(_shown(await self._known(key.id), now))
 
     async def whoami(self, request: web.Request) -> web.Response:
-        """Of the key that asks. On a server without keys: an operator, and `auth` says why."""
+        """Return the identity of the key in the request. Without authentication: an operator, and `auth` explains
+        it."""
         asked = principal_of(request)
         key = await self._keys.find(asked.key) if asked.key else None
         return json_response(
@@ -139,7 +140,7 @@ class KeysApi:
 
     async def _known(self, id: str) -> Key:
         key = await self._keys.find(id)
-        if key is None:  # forgotten meanwhile
+        if key is None:  # forgotten since
             raise NotFound(f"you have no key {id!r}")
         return key
 

@@ -46,7 +46,7 @@ class KnowingApi:
         return json_response(await asyncio.to_thread(transcripts.read, home, None if step < 0 else step, "rollouts"))
 
     async def distributions(self, request: web.Request) -> web.Response:
-        """Of one step, or of the newest `limit` above `after`, oldest first."""
+        """Return distributions of one step, or of the newest `limit` above `after`, oldest first."""
         job = await self.jobs.undeleted(request)
         step = integer(request, "step", -1, 0, 10**12)
         after, limit = integer(request, "after", 0, 0, 10**12), integer(request, "limit", 1, 1, MOST_STEPS)
@@ -55,7 +55,7 @@ class KnowingApi:
         return json_response({"distributions": found})
 
     async def timeline(self, request: web.Request) -> web.Response:
-        """What the job's workers were busy with, in the order in which they said so.
+        """Return the activity of the job's workers, in the order of arrival.
 
         `cursor` is the `after` of the next call.
         """
@@ -73,7 +73,7 @@ class KnowingApi:
     # --- logs ---------------------------------------------------------------------------------------------------
 
     async def logs(self, request: web.Request) -> web.StreamResponse:
-        """`cursor` is the `after` of the next call; with `last`, only so many lines of those that there are now."""
+        """Return log lines; `cursor` is the `after` of the next call; `last` limits the number of current lines."""
         job = await self.jobs.undeleted(request)
         after = integer(request, "after", _resumed(request), 0, 2**62)
         level = request.query.get("level", LEVELS[0])
@@ -162,6 +162,6 @@ def _shown(found: list[tuple[int, LogLine]], level: str) -> list[dict[str, Any]]
 
 
 def _resumed(request: web.Request) -> int:
-    """Where a stream of server-sent events that broke off goes on."""
+    """Return the event id after which a resumed stream of server-sent events continues."""
     seen = request.headers.get("Last-Event-ID", "")
     return int(seen) if seen.isascii() and seen.isdigit() and len(seen) < 19 else 0

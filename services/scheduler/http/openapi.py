@@ -37,14 +37,14 @@ class Route:
     path: str
     handler: Handler
     action: Action
-    """What whoever asks must be allowed; `auth.py` sees to it."""
+    """Action that the requester must be allowed; `auth.py` checks it."""
     summary: str
     status: int = 200
     parameters: tuple[Parameter, ...] = ()
     body: type[BaseModel] | None = None
-    """Of JSON."""
+    """Type of the JSON body."""
     content: str = "application/json"
-    """Of the answer."""
+    """Media type of the answer."""
     takes: str = ""
     """Media type of a body that is not JSON."""
     answer: Any = None
@@ -163,7 +163,7 @@ _OPENAI_ANSWERS = {
     "500": "The engine failed, or the answer is too large",
     "504": "No answer within serving.request_timeout_s",
 }
-"""Of those that generate."""
+"""Statuses of routes that generate."""
 _OPENAI_ERROR = {
     "type": "object",
     "required": ["error"],

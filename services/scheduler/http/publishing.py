@@ -1,7 +1,7 @@
 """Handlers of names for checkpoints within a tenant, and of taking away what jobs left.
 
-What has a name stays, whatever the rules of its job say, until the name is given back. What is in use (a job that is
-not over begins with it, or serves it) is not taken away either.
+A published checkpoint stays, regardless of its job's rules, until it is unpublished. Checkpoints in use (an unfinished
+job starts from one, or serves it) are not deleted either.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from opentinker.shared.state.artifacts import Publication, checkpoint_path
 from opentinker.shared.types.core import JobRecord
 from opentinker.shared.types.errors import Conflict, NotFound, SpecError
 
-"""What services said of jobs: streams, their subjects, and what stands there beside the job."""
+"""Streams of messages about jobs, their subjects, and the part that varies within a job."""
 
 
 class NewPublication(BaseModel):
@@ -80,7 +80,7 @@ class PublishingApi:
         return json_response(_shown(await self.index.publication(tenant_of(request), request.match_info["name"])))
 
     async def unpublish(self, request: web.Request) -> web.Response:
-        """The checkpoint goes on as its job's rules say, which may be that it is removed."""
+        """Unpublish a checkpoint. Its job's rules apply again and may remove it."""
         gone = await self.index.unpublish(tenant_of(request), request.match_info["name"])
         detail = {"name": gone.name, "step": gone.step, "by": principal_of(request).key}
         await self.store.update(gone.job, event="checkpoint_unpublished", detail=detail)

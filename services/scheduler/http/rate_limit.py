@@ -1,5 +1,5 @@
-"""What one client may take of the HTTP server: connections, requests a second, wrong keys a second, time for a body;
-and requests that no honest client sends.
+"""Limits per client of the HTTP server: connections, requests a second, wrong keys a second, time for a body; and
+rejection of requests that no honest client sends.
 
     Buckets  a token bucket per asker (the key that is borne, else the address), kept in this process
     guard    the middleware: consumes requests; refuses those of an empty bucket (429), odd paths (404), compressed
@@ -36,19 +36,19 @@ from opentinker.shared.types.errors import SpecError
 log = structlog.get_logger()
 
 BURST_S = 2.0
-"""A bucket holds what flows into it in so many seconds."""
+"""A bucket holds the inflow of this time."""
 WRONG_PER_S, WRONG_BURST = 100.0, 100.0
-"""Keys of one address that are looked at, but for those that were just right. More wait in line; nothing more of
-their connections is read meanwhile, so a flood of guesses takes next to nothing of the time of others."""
+"""Lookups per second of one address for keys that were not just valid. Further ones queue; nothing more is read from
+their connections, so a flood of guesses takes hardly any time from other requests."""
 MOST_IN_LINE, MOST_IN_LINES = 64, 1024
-"""Of one address, and of all: each holds what was sent. The next one is told to come again."""
+"""Queued requests of one address, and of all: each holds its data. The next one is answered with 429."""
 TRUSTED_S = 60.0
 MOST_ASKERS = 20_000
 """The longest unseen are forgotten."""
 HEADERS: dict[str, Any] = {"max_line_size": 8190, "max_field_size": 8190, "max_headers": 64}
-"""Of a request: its first line, each header, their number."""
+"""Limits of a request: its first line, each header, their number."""
 IDLE_S = 75.0
-"""A connection on which no request comes, or none as a whole, is closed after so long."""
+"""A connection without a request, or without a complete one, is closed after this time."""
 SAY_EVERY_S = 10.0
 setattr(web_response, "SERVER_SOFTWARE", "opentinker")  # noqa: B010 - aiohttp tells strangers its and Python's version
 _ODD = re.compile(r"[\x00-\x1f\x7f\\]")
@@ -59,8 +59,8 @@ MALFORMED = Total("opentinker_http_malformed", "Requests that are none, answered
 
 
 class ServerLog(logging.Handler):
-    """What aiohttp's server has to say. What is no request is counted: its words are those of strangers, or a key, and
-    no business of our log."""
+    """Filter for the log of aiohttp's server. Malformed requests are counted only, because their text is untrusted or
+    contains a key."""
 
     def emit(self, record: logging.LogRecord) -> None:
         error = record.exc_info[1] if record.exc_info else None
@@ -94,7 +94,7 @@ class Buckets:
         return 0.0 if enough else (1.0 - level) / self._per_s
 
     def owe(self, asker: str, now: float) -> float:
-        """Takes a token, even if there is none. Seconds until it is there."""
+        """Take a token, even if there is none; return the seconds until it is available."""
         level = self._level(asker, now)
         self._put(asker, level - 1.0, now)
         return max(0.0, (1.0 - level) / self._per_s)
@@ -153,7 +153,7 @@ class RequestLimiter:
                     self._trust(key, now)
 
     async def _stand_in_line(self, request: web.Request, address: str) -> None:
-        """Raises TooMany, also if whoever asked has hung up meanwhile."""
+        """Queue for a lookup. Raises TooMany, also if the requester has disconnected since."""
         if self._in_line[address] >= MOST_IN_LINE or self._in_lines >= MOST_IN_LINES:
             raise TooMany("wrong keys", self._wrong.wait_s(address, time.monotonic()))
         wait_s = self._wrong.owe(address, time.monotonic())
@@ -242,6 +242,6 @@ def _unknown(name: str, known: Collection[str]) -> str:
 
 
 def _key(request: web.Request) -> str:
-    """What the asker bears, as a digest; empty if it bears nothing."""
+    """Return the digest of the request's key; empty without one."""
     borne = request.headers.get("Authorization", "")
     return hashlib.sha256(borne.encode("utf-8", "surrogateescape")).hexdigest() if borne else ""

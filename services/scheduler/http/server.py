@@ -300,8 +300,8 @@ class Api:
         return web.Response(body=generate_latest(REGISTRY), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def openapi(self, _: web.Request) -> web.Response:
-        """Made once, when it is first asked for: it takes as long as a hundred requests. Never by two threads at once,
-        which what makes it is not made for."""
+        """Return the OpenAPI document. It is generated once, at the first request, because that takes as long as a
+        hundred requests, and never by two threads, because the generator is not thread-safe."""
         if self._document is None:
             self._document = asyncio.create_task(asyncio.to_thread(document, self.routes))
         return json_response(await asyncio.shield(self._document))

@@ -1,4 +1,4 @@
-"""What many ask for at the same time is looked up once."""
+"""Single-flight cache: concurrent lookups of a key share one call."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ T = TypeVar("T")
 
 
 class SingleFlight(Generic[T]):
-    """What `look(key)` said, begun at most `fresh_s` ago. What it raises, whoever waits for it gets; it is not kept."""
+    """Caches the result of `look(key)` for `fresh_s` from its start. An exception reaches all waiting callers and is
+    not cached."""
 
     def __init__(self, look: Callable[[str], Awaitable[T]], fresh_s: float) -> None:
         self._look, self._fresh_s = look, fresh_s

@@ -14,7 +14,7 @@ from opentinker.shared.types.errors import SpecError
 
 TOML = "application/toml"
 JSON = ("application/json", "application/octet-stream", "application/x-www-form-urlencoded", "text/plain")
-"""What clients call it that say nothing of their own, curl's --data among them."""
+"""Media types of clients that set none, for example curl's --data."""
 MOST_TOML = 1 << 16
 """Characters; a longer spec is sent as JSON."""
 

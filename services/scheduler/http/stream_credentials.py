@@ -1,8 +1,8 @@
 """Handler of POST /v1/jobs/{id}/stream-credentials: how to hear a job live on NATS, from a browser or a program.
 
-What is heard by such a credential is what `Subject.shown` names, of this job alone; nothing can be sent. What came
-before is served over HTTP (`history`): a subscriber listens first, then reads it, and joins both by the counters
-that the messages carry.
+Such a credential may subscribe to the subjects marked `Subject.shown`, of this job alone, and cannot publish. Earlier
+messages are served over HTTP (`history`): a subscriber subscribes first, then reads them, and joins both by the
+counters in the messages.
 """
 
 from __future__ import annotations

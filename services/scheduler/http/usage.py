@@ -1,4 +1,4 @@
-"""What jobs cost, over HTTP: by job, by day, by key.
+"""Cost of jobs over HTTP: by job, by day, by key.
 
 usage   consumes what leases, workers and the artifact store's index have counted in Redis
 """
@@ -23,7 +23,7 @@ from opentinker.shared.types.errors import NotFound, SpecError
 MOST_DAYS = DAYS
 USUAL_DAYS = 30
 AGAIN_S = 30.0
-"""What a job has left so far is measured again after so long."""
+"""Interval between measurements of a job's stored bytes."""
 _DAY = re.compile(r"\d{4}-\d{2}-\d{2}")
 
 

@@ -32,12 +32,12 @@ from opentinker.shared.types.errors import SpecError, plural
 
 EPISODE_S = 30.0
 ELSEWHERE_S = 5.0
-"""Of an environment that its user runs, whose server may be silent for as long as it likes."""
+"""Time limit for an environment that its user runs, whose server may be silent."""
 TURNS = 4
 SAID = "0"
-"""What the episode is answered with, whatever it asks."""
+"""Answer to every turn of the episode."""
 SHOWN = 2000
-"""Characters of what the environment said."""
+"""Characters shown of the environment's messages."""
 NO_PROMPTS = "a server renders no prompts: reading a tokenizer would hold up everything else"
 
 
@@ -92,7 +92,7 @@ def _kept(idle_s: float | None, *, own: bool) -> Check:
 
 
 async def _episode(client: EnvClient, spec: JobSpec, name: str) -> tuple[Check, list[Said]]:
-    """The first start state, a few turns of it, whatever is said."""
+    """Play a few turns of the first start state, with the same answer to each."""
     session = f"validate-{uuid.uuid4().hex}"
     within_s = ELSEWHERE_S if name.startswith(ELSEWHERE) else EPISODE_S
     policy = Policy(model=spec.model.base, context_length=spec.rollout.context_length or 0)

@@ -1,5 +1,5 @@
-"""What requests of inference jobs wait for: a rollout worker that is ready. However many wait, Redis is asked for all
-who wait for the same job together.
+"""Waits for a ready rollout worker on behalf of inference requests. Redis is queried once for all requests that wait
+for the same job.
 """
 
 from __future__ import annotations

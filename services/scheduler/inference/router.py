@@ -1,10 +1,10 @@
-"""Requests of inference jobs: which rollout worker answers, what if it dies, and when nobody waits any more.
-A request to a job that sleeps wakes it.
+"""Routes requests of inference jobs: selects the rollout worker, replaces one that dies, and cancels requests without a
+client. A request to a sleeping job wakes it.
 
-The least busy one is asked, as far as this scheduler knows; among those about as busy, always the same one for the same
-model and beginning of a conversation, whose tokens it has in its cache. One that refuses because it is full, or that is
-lost before it has said anything, is replaced by another, and a job whose workers are being replaced is waited for. Who
-was lost is asked again where nobody else is ready: what was lost may have been a connection.
+The least busy worker is chosen, as far as this scheduler knows; among those about equally busy, always the same one for
+the same model and beginning of a conversation, whose tokens are in its cache. A worker that refuses because it is full,
+or is lost before it has sent anything, is replaced by another; if a job's workers are being replaced, the request
+waits. A lost worker is asked again if no other is ready: only the connection may have been lost.
 
 wanted   answers WANTED: which requests of ours somebody still waits for
 """
@@ -44,10 +44,10 @@ from opentinker.shared.types.errors import Conflict
 log = structlog.get_logger()
 
 PATIENCE_S = 30.0
-"""A running job without a rollout worker that could be asked is waited for so long."""
+"""Time for which a request waits for a rollout worker of a running job."""
 MOST_TRIES = 5
 UNHEARD_S = 0.5
-"""A worker that NATS does not know at the moment is asked again after so long."""
+"""Interval between requests to a worker that NATS does not know at the moment."""
 LOST = "the rollout worker that was answering is gone; ask again"
 NEAR = 2
 """Requests more than the least busy one has: as good, if it knows the beginning."""
@@ -56,7 +56,7 @@ BEGINNING = 512
 
 
 class Tries:
-    """Of one request: whom it has asked, and what came of it."""
+    """Attempts of one request: workers asked, and the outcomes."""
 
     def __init__(self, patience_s: float = PATIENCE_S) -> None:
         self.last: GenerateError | None = None
@@ -73,8 +73,8 @@ class Tries:
         self._count()
 
     def lost(self, worker: WorkerInfo, *, heard: bool) -> bool:
-        """It fell silent, or what it said did not arrive: the connection may have been lost, and it may be there again.
-        True for the first time.
+        """Record a worker that fell silent or whose messages did not arrive: its connection may come back. True for the
+        first time.
 
         `heard`: it may have got the request; else nothing was done, and that costs no try.
         """
@@ -178,7 +178,7 @@ class InferenceRouter:
                 await self.ctx.bus.emit(ABANDON, CancelGenerate(ask.id), worker=address)
 
     async def _choose(self, job: JobRecord, ask: GenerateRequest, tries: Tries) -> WorkerInfo:
-        """Raises Refused: as the last one who was asked, when nobody else comes."""
+        """Choose a worker. Raises the refusal of the last one asked if there is no other."""
         job, ready = await self._lookout.look(job.id)
         if chosen := tries.best(ready, lambda workers: self._best(workers, ask)):
             return chosen

@@ -1,4 +1,5 @@
-"""The adapters that an inference job serves beside its base: found, compared with the base, and kept for it.
+"""Checks the adapters that an inference job serves: finds them, compares them with the base, and keeps them for the
+job.
 
 Kept as the checkpoint is that a job starts from (`check_start_checkpoint.py`), each in
 {data_dir}/jobs/{job}/start/adapters/{name}."""

@@ -1,4 +1,4 @@
-"""What can be seen of a job's [data] without reading it all: that it is there, and that its first row is of a format.
+"""Checks a job's [data] without reading it all: that it exists, and that its first row has a known format.
 
 Blocking: call these in a thread. The trainer reads every row, and data sets of a hub.
 """

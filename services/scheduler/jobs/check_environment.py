@@ -23,9 +23,10 @@ from opentinker.shared.types.env_protocol import SERVED, EnvCheck, is_url
 from opentinker.shared.types.errors import SpecError
 
 ENV_CHECK_S = 15.0
-"""Nobody there is answered at once; this is for one that is busy, or whose libraries take long to import."""
+"""Time limit for an env worker that is busy, or whose libraries take long to import; a missing one is reported
+immediately."""
 URL_CHECK_S = 5.0
-"""Of an environment at a URL, whose server may be silent for as long as it likes."""
+"""Time limit for an environment at a URL, whose server may be silent."""
 SANDBOX_CHECK_S = 20.0
 """A virtual environment may have to be made first. Less than a client waits for an answer."""
 SERVED_CHECK_S = 12.0
@@ -38,7 +39,7 @@ Mistakes = list[dict[str, Any]]
 @dataclass
 class EnvironmentCheck:
     check: EnvCheck | None = None
-    """What was asked, with the exact name of an upload; None if nothing could be."""
+    """The check request, with the exact version of an upload; None if nothing could be checked."""
     answered: bool = False
     """Whether an env worker did."""
     mistakes: Mistakes = field(default_factory=list)
@@ -47,7 +48,7 @@ class EnvironmentCheck:
 async def check_environment(
     ctx: Context, data: Any, spec: JobSpec | None, tenant: str, known: Mistakes, own_jobs: Collection[str]
 ) -> EnvironmentCheck:
-    """Of the environment that `data` names, even if other parts of it are wrong (`spec` None)."""
+    """Check the environment that `data` names, even if other parts of it are wrong (`spec` None)."""
     check = _named(data, spec, sorted(own_jobs))
     if check is None or any(mistake["field"].startswith("environment.") for mistake in known):
         return EnvironmentCheck()
@@ -75,15 +76,15 @@ async def gone(ctx: Context, check: EnvCheck, tenant: str) -> Mistakes:
 
 
 async def _of_evaluations(ctx: Context, check: EnvCheck, spec: JobSpec, tenant: str) -> Mistakes:
-    """What evaluations lay over the environment's settings."""
+    """Check the config overrides of evaluations."""
     config = validation_episodes(spec).environment.config
     found, _ = await ask(ctx, msgspec.structs.replace(check, config=config, tools=[]), tenant)
     return [{**m, "field": m["field"].replace("environment.config", "validation.config", 1)} for m in found]
 
 
 async def ask(ctx: Context, check: EnvCheck, tenant: str) -> tuple[Mistakes, bool]:
-    """An env worker's mistakes, and whether one answered. A level that none of those that run has is a mistake, and so
-    is an environment of a user that nobody serves."""
+    """Return an env worker's mistakes, and whether one answered. An isolation level that no running worker has is a
+    mistake, and so is a user's environment that is not served."""
     if check.name.startswith(SERVED):
         return await _served(ctx, check, tenant), True
     sandboxed = check.isolation == "sandbox"
@@ -98,8 +99,8 @@ async def ask(ctx: Context, check: EnvCheck, tenant: str) -> tuple[Mistakes, boo
 
 
 async def _served(ctx: Context, check: EnvCheck, tenant: str) -> Mistakes:
-    """What a process of this tenant that serves it says. One that is just connecting again, to us or to another
-    scheduler, is waited for."""
+    """Ask a process of this tenant that serves the environment. Reconnecting ones, to us or to another scheduler, are
+    waited for."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + SERVED_S
     while loop.time() < deadline:

@@ -16,7 +16,7 @@ Mistakes = list[dict[str, Any]]
 
 
 async def look_at(ctx: Context, spec: JobSpec | None) -> Mistakes:
-    """Of local directories, where the whole spec is right."""
+    """Check local model directories, if the whole spec is valid."""
     if spec is None or not loads_weights(spec):
         return []
     base, served = spec.model.base, is_served(spec)

@@ -45,7 +45,8 @@ class SourceCheckpoint:
 
 
 async def find(ctx: Context, start: Origin, tenant: str) -> SourceCheckpoint | str:
-    """The checkpoint, or why there is none. A job of another tenant looks like one that does not exist."""
+    """Return the checkpoint, or the reason why there is none. A job of another tenant looks like one that does not
+    exist."""
     artifacts = Artifacts(ctx)
     source, step = start.job, start.step
     if start.published:
@@ -68,7 +69,7 @@ async def find(ctx: Context, start: Origin, tenant: str) -> SourceCheckpoint | s
 
 
 async def mistakes_in_live(ctx: Context, start: StartSpec, spec: JobSpec | None, base: str, tenant: str) -> Mistakes:
-    """Of the job whose live policy shall be served. `base` as in `mistakes_in`."""
+    """Return mistakes regarding the job whose live policy is to be served. `base` as in `mistakes_in`."""
     found = [job for job in await ctx.store.jobs([start.job]) if job.tenant == tenant]
     if not found:
         return [_wrong(f"there is no job {start.job} of yours; `opentinker jobs` lists them")]
@@ -80,7 +81,7 @@ async def mistakes_in_live(ctx: Context, start: StartSpec, spec: JobSpec | None,
 
 
 def _unlike(job: JobRecord, spec: JobSpec, base: str) -> Mistakes:
-    """What does not fit the versions that the trainer of this job sends."""
+    """Return mismatches with the versions that the trainer of this job sends."""
     model, engine = job.spec["model"], job.spec["rollout"]["engine"]
     lora = None if spec.model.lora is None else spec.model.lora.model_dump(mode="json")
     found: list[tuple[str, Any, str]] = []
@@ -100,7 +101,7 @@ def followed(plain: dict[str, Any], job: JobRecord) -> dict[str, Any]:
 
 
 def mistakes_in(chosen: SourceCheckpoint, spec: JobSpec, base: str) -> Mistakes:
-    """What does not fit. `base`: model.base, an absolute path if it is a directory."""
+    """Return mismatches. `base`: model.base, an absolute path if it is a directory."""
     files = chosen.manifest.files
     weights = [name for name in files if name.endswith(".safetensors") and "/" not in name]
     held = "an adapter" if ADAPTER in weights else "full weights" if weights else "nothing"
@@ -134,7 +135,7 @@ def _wanted(chosen: SourceCheckpoint, spec: JobSpec, held: str) -> tuple[LoraSpe
 
 _KINDS = {"nothing": "no weights (learner = 'simulated')", "full weights": "full weights", "an adapter": "an adapter"}
 _DOES = {"inference": "serves", "eval": "plays with"}
-"""Of jobs that train nothing."""
+"""Verbs of jobs that train nothing."""
 _TO_TRAIN = {
     "full weights": "; to train an adapter on them, download it and give the directory as model.base",
     "an adapter": "; to train all weights, `opentinker download --merge` makes a directory for model.base",
@@ -200,7 +201,7 @@ def _other_adapter(chosen: SourceCheckpoint, lora: LoraSpec, base: str) -> list[
 
 
 def adapter_in(chosen: SourceCheckpoint) -> LoraSpec | None:
-    """What the checkpoint's adapter is, as a job would describe it. Blocking. Raises OSError, ValueError."""
+    """Return the checkpoint's adapter as a job would describe it. Blocking. Raises OSError, ValueError."""
     if ADAPTER not in chosen.manifest.files:
         return None
     config = orjson.loads((chosen.directory / "adapter_config.json").read_bytes())
@@ -218,7 +219,7 @@ def _is(module: str, target: str) -> bool:
 
 
 def _other_model(directory: Path, files: list[str], base: Path) -> list[str]:
-    """What the headers tell of a base that is a directory here; the trainer compares the models themselves."""
+    """Compare headers with a base that is a directory here; the trainer compares the models themselves."""
     if not base.is_dir():
         return []
     have, want = shapes_in(*(directory / name for name in files)), shapes_in(*base.glob("*.safetensors"))
@@ -236,7 +237,7 @@ def _some(shapes: Shapes, names: list[str]) -> str:
 def keep(chosen: SourceCheckpoint, data_dir: Path, job: str, adapter: str = "") -> str | None:
     """Make the new job's own name for every file. Returns what is wrong with the checkpoint, having left nothing.
 
-    `adapter`: under which name it is served beside the job's base."""
+    Keep a checkpoint for a job. `adapter`: the name under which it is served."""
     home = start_of(data_dir, job).parent
     try:
         place = adapter_of(data_dir, job, adapter) if adapter else start_of(data_dir, job)
@@ -248,7 +249,7 @@ def keep(chosen: SourceCheckpoint, data_dir: Path, job: str, adapter: str = "") 
 
 
 def read_start(data_dir: Path, job: str) -> Manifest:
-    """Of the checkpoint that is kept for it. Raises OSError, ValueError."""
+    """Return the manifest of the checkpoint kept for a job. Raises OSError, ValueError."""
     return read_manifest(start_of(data_dir, job))
 
 

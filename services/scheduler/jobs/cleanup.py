@@ -68,11 +68,11 @@ class JobCleaner:
         log.info("job_cleared", job=job)
 
     async def sweep(self) -> None:
-        """What was on its way when its job was cleared: tickets, and groups that reference-forward was working on; and
-        the checkpoints kept by submissions that came to nothing.
+        """Remove leftovers that were in transit when their job was cleared: tickets, and groups in reference-forward;
+        and checkpoints kept for abandoned submissions.
 
-        Messages and checkpoints are listed before jobs: those of a job that begins meanwhile are not touched, however
-        long we sleep in between.
+        Messages and checkpoints are listed before jobs: those of a job that starts in between are not touched,
+        regardless of pauses.
         """
         old = await asyncio.to_thread(check_start_checkpoint.kept_long, self.ctx.settings.data_dir)
         stored = [(stream, subject, await self._stored(stream, subject)) for stream, subject in QUEUES]

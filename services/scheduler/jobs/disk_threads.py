@@ -1,4 +1,4 @@
-"""Looks at file systems that users name paths of: in threads of their own, and for a bounded time.
+"""Runs file system checks on paths from users: in separate threads, and with a time limit.
 
 A network file system that hangs holds up its threads, and no others.
 """
@@ -22,7 +22,7 @@ class ReferencesAway(OpenTinkerError):
 
 
 async def on_disk(ctx: Context, look: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
-    """What the blocking `look` returns. Raises ReferencesAway, and what it raises."""
+    """Return the result of the blocking `look`. Raises ReferencesAway, and its exceptions."""
     looking = ctx.disk.submit(look, *args, **options)
     try:
         async with asyncio.timeout(DISK_S):

@@ -4,8 +4,8 @@
     job's task      consumes EXAM_RESULT; produces EXAM, val/* METRIC, transcripts, at last the job's result;
                     waits for results; woken by each of them
 
-What has a result is in {data_dir}/jobs/{job}/results.jsonl before the rollout worker hears that it has arrived, so the
-next leader, or the job after a pause, goes on where this one was. An exam that nobody has any more is asked for again.
+A result is in {data_dir}/jobs/{job}/results.jsonl before it is acknowledged to the rollout worker, so the next leader,
+or the job after a pause, continues from there. Lost episodes are requested again.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ log = structlog.get_logger()
 
 LOOK_S = 0.5
 LOST_S = 10.0
-"""Exams without a result after so long a silence are looked for, and asked anew if nobody has them."""
+"""Episodes without a result after this silence are looked for, and requested again if no worker has them."""
 UNDERWAY = 1024
 """Exams that are asked for and have no result, at most."""
 JUDGED_FROM = 20
@@ -84,7 +84,7 @@ class EvalCoordinator:
                 reason = f"the checkpoint that was kept for this job cannot be read: {error}"
                 await end(self.ctx, self.leader, job.id, JobState.FAILED, reason)
                 return
-            with contextlib.suppress(Conflict, NotFound):  # it ended meanwhile: our results stay where they are
+            with contextlib.suppress(Conflict, NotFound):  # it has ended since: our results stay where they are
                 await Evaluation(self.ctx, self.leader, job, version).run()
 
 
@@ -104,12 +104,12 @@ class Evaluation:
         self.home: Path = ctx.settings.data_dir / "jobs" / job.id
         self._results: dict[int, EvalResult] = {}
         self._failed: list[EvalResult] = []
-        """Of them."""
+        """Failed results."""
         self._log = StepLog(self.home / RESULTS)
         self._writing = asyncio.Lock()
         self._asked: set[int] = set()
         self._lost: set[int] = set()
-        """Exams that nobody had at the last look."""
+        """Episodes that no worker had at the last look."""
         self._name = uuid.uuid4().hex[:12]
         self._times = 0
         """Times that exams were stored: with `_name` it makes their message ids differ."""
@@ -117,7 +117,8 @@ class Evaluation:
         self._news = asyncio.Event()
 
     async def run(self) -> None:
-        """To the job's end. Raises Conflict or NotFound if it is over meanwhile, Fenced if another scheduler leads."""
+        """Run until the job ends. Raises Conflict or NotFound if it has ended in between, Fenced if another scheduler
+        leads."""
         began = time.monotonic()
         try:
             self._results = await asyncio.to_thread(read_results, self.home / RESULTS, self.version)
@@ -250,7 +251,7 @@ class Evaluation:
         try:
             await kept.keep(self.version.step, [transcript_of(r, self.plan) for r in results if r.messages])
             await asyncio.to_thread(kept.restore, {self.version.epoch: self.version.step}, self.version.step)
-            if self.version.step not in kept.steps:  # else an earlier leader has said it
+            if self.version.step not in kept.steps:  # otherwise an earlier leader has reported it
                 await kept.add(self.version, values, {})
         finally:
             kept.close()
@@ -265,7 +266,7 @@ class Evaluation:
 
 
 def _headline(values: dict[str, float]) -> dict[str, float]:
-    """What lists of jobs show of a result: the mean reward, then pass@1 or exact."""
+    """Return a result's headline for lists of jobs: the mean reward, then pass@1 or exact."""
     shown = {name: values[name] for name in ("val/reward/mean", "val/pass/1", "val/exact") if name in values}
     return dict(list(shown.items())[:HEADLINE])
 

@@ -1,4 +1,5 @@
-"""What only the scheduler sees: room and queues of every job, and who works in the cluster.
+"""Publishes metrics that only the scheduler can measure: admission room and queues of every job, and workers of the
+cluster.
 
 measure loop   consumes ledgers, stream sizes, heartbeats; produces METRIC, by job and for the cluster;
                looks once a second, and says something when something has changed

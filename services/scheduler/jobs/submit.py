@@ -1,4 +1,4 @@
-"""A submitted spec -> a job in the queue, or every mistake in it at once."""
+"""Turns a submitted spec into a job in the queue, or returns every mistake in it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Mistakes = list[dict[str, Any]]
 
 
 class Found(NamedTuple):
-    """What a spec names: its environment, what it starts from, and what it serves beside its base."""
+    """References of a spec: its environment, start checkpoint, and served adapters."""
 
     asked: check_environment.EnvironmentCheck = check_environment.EnvironmentCheck()
     chosen: starting.SourceCheckpoint | None = None
@@ -86,7 +86,7 @@ async def submit(
 
 
 def _check_priority(ctx: Context, spec: JobSpec | None, tenant: str) -> Mistakes:
-    """What the operator allows this tenant."""
+    """Check the priority against the operator's limit for this tenant."""
     limits = ctx.settings.tenants.get(tenant) or ctx.settings.tenants.get("*")
     if spec is None or limits is None or spec.resources.priority <= limits.max_priority:
         return []
@@ -95,7 +95,7 @@ def _check_priority(ctx: Context, spec: JobSpec | None, tenant: str) -> Mistakes
 
 
 def kept_idle_s(spec: JobSpec, settings: Settings) -> float | None:
-    """How long an inference job is kept that nobody asks: as it says, or as the operator does for those that do not."""
+    """Return after which idle time an inference job ends: its own setting, or the operator's."""
     if spec.serving.idle_s is not None or settings.inference_idle_s is None:
         return spec.serving.idle_s
     return settings.inference_idle_s + (spec.serving.sleep_s or 0.0)
@@ -112,7 +112,7 @@ def _read(data: Any) -> tuple[JobSpec | None, str, Mistakes]:
 
 
 async def _keep(ctx: Context, plain: dict[str, Any], found: Found, tenant: str, new: str) -> None:
-    """What the job needs of others stays for it. Raises SpecError if something has gone since it was looked at."""
+    """Keep the job's references for it. Raises SpecError if one has gone since it was checked."""
     asked, chosen = found.asked, found.chosen
     if (start := plain.get("start")) is not None and (live := StartSpec.model_validate(start)).live:
         plain["model"] = starting.followed(plain, await ctx.store.job(live.job))
@@ -148,7 +148,7 @@ async def check_references(ctx: Context, data: Any, spec: JobSpec | None, tenant
 
 async def _check_references(ctx: Context, data: Any, spec: JobSpec | None, tenant: str, mistakes: Mistakes) -> Found:
     readable = await readable_by(ctx.store, ctx.settings, tenant, data, partial(on_disk, ctx))
-    if wrong_places := await on_disk(ctx, readable.mistakes_in, data, files=True):  # nobody looks at what is there
+    if wrong_places := await on_disk(ctx, readable.mistakes_in, data, files=True):  # no other check reads those
         mistakes += wrong_places
         return Found()
     try:
@@ -169,7 +169,7 @@ async def _check_references(ctx: Context, data: Any, spec: JobSpec | None, tenan
 
 
 class Files(NamedTuple):
-    """Of what a spec names on this machine: where the base model is, and the mistakes in each."""
+    """Local files of a spec: the resolved base model, and the mistakes in each reference."""
 
     base: str
     model: Mistakes
@@ -258,7 +258,7 @@ def _resolved(base: str) -> str:
 
 
 def _check_model(base: str, model: ModelSpec | None, weights: bool) -> Mistakes:
-    """Blocking. What can be seen of a local model without loading it; `weights`: whoever does loads those too."""
+    """Check a local model without loading it; `weights`: those will be loaded too. Blocking."""
     path = local_path(base) if base else None
     if path is None:
         why = not_on_hub(base) if base else None
@@ -298,7 +298,7 @@ def _name_in(part: Any) -> str:
 
 
 def _check_classifier(base: str, kind: str) -> Mistakes:
-    """Of a local directory that has a config.json. `kind`: what the model classifies."""
+    """Check a local directory with a config.json. `kind`: what the model classifies."""
     path = local_path(base) if base else None
     if path is None:
         return []
@@ -313,7 +313,7 @@ def _check_classifier(base: str, kind: str) -> Mistakes:
 
 
 def _check_template(base: str) -> Mistakes:
-    """Of a local directory."""
+    """Check the chat template of a local directory."""
     path = local_path(base) if base else None
     if path is None or not _lacks_template(path):
         return []

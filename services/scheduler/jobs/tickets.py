@@ -59,7 +59,7 @@ class TicketIssuer:
         self._missing: dict[str, set[int]] = {}
         """Per job: running groups that had no ticket in the last sweep."""
         self._full = False
-        """The store had no room for a ticket, and we said so."""
+        """True: the store has no room for a ticket, which was logged."""
 
     async def run(self) -> None:
         async def wake(_: dict[str, Any]) -> None:
@@ -115,7 +115,8 @@ class TicketIssuer:
         return True
 
     async def sweep(self) -> None:
-        """Tickets are listed before running groups: a group that ends meanwhile is not taken for one without."""
+        """Tickets are listed before running groups: a group that ends in between is not taken for one without a
+        ticket."""
         for job in await self._held():
             try:
                 await self._republish(job)
@@ -150,7 +151,7 @@ class TicketIssuer:
         try:
             await self.store.transition(job.id, JobState.FAILED, allowed=HELD, leader=self.leader, reason=reason)
         except (Conflict, NotFound):
-            return  # it ended by itself meanwhile
+            return  # it has ended by itself
         log.error("job_failed", job=job.id, reason=reason)
         await self.bus.emit(WAKE, {"job": job.id}, who="scheduler")
 

@@ -1,5 +1,5 @@
-"""What the reconcile loop saw in one look: live workers and leases; and what placement makes of it and of job records.
-Plain memory, no I/O."""
+"""The reconcile loop's view of the cluster: live workers and leases, combined with job records for the planner. Plain
+memory, no I/O."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from opentinker.shared.types.env_protocol import SERVED
 LONGEST_RETRY_S = 60.0
 """A job that lost workers waits no longer before the next try."""
 POOLS = {"rl": (Pool.TRAINER, Pool.ROLLOUT), "inference": (Pool.ROLLOUT,), "eval": (Pool.ROLLOUT,)}
-"""Of which a job needs workers of its own, by its kind; the others need a trainer."""
+"""Pools from which a job needs its own workers, by its kind; other kinds need a trainer."""
 
 GPUS = {Pool.TRAINER: "trainer_gpus", Pool.ROLLOUT: "rollout_gpus"}
 """Where a spec says what a worker must have."""
 
 
 class Overdue:
-    """Workers that were to be free, or gone, and are not. By the clock (monotonic) of whoever looks."""
+    """Workers that should be free or gone and are not. By the local monotonic clock."""
 
     def __init__(self, drain_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         """`drain_s`: of the trainers."""
@@ -55,7 +55,7 @@ class Cluster:
         self, workers: Iterable[WorkerInfo], leases: Iterable[Lease], overdue: Collection[str] = frozenset()
     ) -> None:
         self._overdue = overdue
-        """Workers that nobody counts on any more."""
+        """Workers that are no longer counted on."""
         self.workers = {worker.id: worker for worker in workers}
         self._leases = {lease.worker: lease for lease in leases}
         self._of_job: dict[str, dict[str, Lease]] = {}
@@ -99,11 +99,11 @@ class Cluster:
         return bool(self._ready(job))
 
     def quiet_s(self, job: str) -> float | None:
-        """How long nobody has asked any of the job's ready rollout workers anything; None if none is ready."""
+        """Return how long the job's ready rollout workers have had no request; None if none is ready."""
         return min((float(worker.detail.get("quiet_s", 0.0)) for worker in self._ready(job)), default=None)
 
     def _ready(self, job: str) -> list[WorkerInfo]:
-        """Of those that hold a lease."""
+        """Return the ready rollout workers that hold a lease."""
         workers = [self.workers.get(lease.worker) for lease in self.leases_of(job, Pool.ROLLOUT)]
         return [worker for worker in workers if worker is not None and worker.ready_for(job)]
 
@@ -149,7 +149,7 @@ class Cluster:
         )
 
     def lacks(self, job: JobRecord) -> str:
-        """In words, what nobody runs of what the job needs."""
+        """Describe what the job needs and no process provides."""
         view = self.view([job], now=time.time(), limits={}, used={}, rules=Rules())
         (one,), fitting = view.jobs, GpuMatcher(view.gpus)
         return too_few(one, *(FreeWorkers(fitting, workers).count(one) for workers in (view.alive, view.free)))
@@ -194,8 +194,8 @@ class Cluster:
         return found + ([f"whoever serves {served}"] if served and not self.serves(served, job.tenant) else [])
 
     def _is_worked_for(self, lease: Lease) -> bool:
-        """Not by who is about to leave; but a trainer then saves what it has, and whoever took its place before it has
-        left would fence it off and train that again."""
+        """Return whether a holder works for the job. A worker about to leave does not; but a trainer then saves, and a
+        successor that started before it has left would fence it off and train the same steps again."""
         worker = self.workers.get(lease.worker)
         if worker is None or worker.status != "draining":
             return True
@@ -209,7 +209,7 @@ def needs_of(kind: str, resources: Mapping[str, Any]) -> dict[Pool, int]:
 
 
 def gpus_of(pools: Iterable[Pool], resources: Mapping[str, Any]) -> dict[Pool, Need]:
-    """What GPUs its workers of these pools must have."""
+    """Return the GPUs that the job's workers of these pools need."""
     counts = {pool: int(resources.get(GPUS[pool], 0)) for pool in pools}
     memory = int((resources.get("gpu_memory_gb") or 0.0) * GB)
     return {pool: Need(count, memory) for pool, count in counts.items() if count}

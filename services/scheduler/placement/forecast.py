@@ -68,7 +68,7 @@ def _are(count: int) -> str:
 
 
 async def _queue(ctx: Context, spec: JobSpec, tenant: str, cluster: Cluster) -> Check:
-    """What placement decides about it among those that run and wait."""
+    """Ask the planner when the job would start among running and queued ones."""
     settings, now = ctx.settings, time.time()
     candidate = _record(spec, tenant, now)
     active = [job for job in await ctx.store.active_jobs() if job.state != JobState.PAUSED and not job.asleep]
@@ -79,7 +79,8 @@ async def _queue(ctx: Context, spec: JobSpec, tenant: str, cluster: Cluster) -> 
     if never := over_quota(limits, Used(), jobs=0, workers=0, more=sum(job.needs.values())):
         hint = "it would never start: ask for less (resources), or the operator for more (tenants)"
         return check("queue", f"beyond {never}", "bad", hint)
-    planned = await asyncio.to_thread(planner.plan, view)  # others ask meanwhile, and a long queue takes its time
+    # in a thread: a long queue takes time, and other requests must be answered
+    planned = await asyncio.to_thread(planner.plan, view)
     if any(isinstance(made, Start) and made.job == CANDIDATE for made in planned.decisions):
         return check("queue", "it would begin at once")
     ahead = sum(one.state == JobState.QUEUED for one in active)

@@ -41,7 +41,7 @@ class GpuMatcher:
         return found
 
     def those(self, workers: Sequence[str], job: Job, pool: Pool) -> Sequence[str]:
-        """Of these workers of a pool those that do for the job."""
+        """Return those of these workers of a pool that suit the job."""
         if not job.gpus or len(suiting := self.suiting(job, pool)) == len(self.kinds):
             return workers
         return [worker for worker in workers if self.kind(worker) in suiting]
@@ -69,7 +69,7 @@ class FreeWorkers:
         self._workers[pool][self._fitting.kind(worker)].append(worker)
 
     def count(self, job: Job) -> dict[Pool, int]:
-        """Of each pool that it needs, those that do for the job."""
+        """Count suitable workers of each pool that the job needs."""
         if len(self._fitting.kinds) == 1 and not job.gpus:
             return {pool: len(self._workers[pool][0]) for pool in job.needs}
         found = {}
@@ -80,7 +80,7 @@ class FreeWorkers:
         return found
 
     def take(self, job: Job, pool: Pool, most: int) -> list[str]:
-        """Up to so many that do for the job."""
+        """Take up to `most` suitable workers."""
         taken: list[str] = []
         for number in self._fitting.suiting(job, pool):
             there = self._workers[pool][number]
@@ -94,7 +94,7 @@ class FreeWorkers:
 
 
 def described(found: Sequence[Gpu]) -> Gpus:
-    """What a worker says of its GPUs, as placement counts them."""
+    """Return a worker's GPUs in the planner's types."""
     if not found:
         return NO_GPUS
     first, *others = order = nearest(found)

@@ -1,4 +1,4 @@
-"""Of several schedulers one leads: it alone places jobs, issues tickets and clears away. All of them serve HTTP.
+"""Elects the scheduler that places jobs, issues tickets and cleans up. All schedulers serve HTTP.
 
     lead loop   renews the lease on `leader` in Redis; waits a fifth of its length; the work of the leader runs beside
                 it, and ends when another one leads

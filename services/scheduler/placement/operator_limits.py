@@ -1,4 +1,4 @@
-"""What the operator has settled, as placement takes it: its rules, and what tenants have used of what they may."""
+"""Operator limits and today's usage, in the planner's types."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from opentinker.shared.state.artifacts import ArtifactIndex
 from opentinker.shared.state.usage import Usage
 
 NAMED = 3
-"""Jobs that a tenant is told of whose artifacts leave no room."""
+"""Jobs listed to a tenant whose artifacts leave no room."""
 
 
 def rules_of(settings: Settings) -> Rules:
@@ -24,7 +24,7 @@ def rules_of(settings: Settings) -> Rules:
 
 
 async def used_today(ctx: Context, tenants: set[str]) -> dict[str, Used]:
-    """Of those for whom it is limited: seconds, and what is stored now."""
+    """Return today's usage of tenants with limits: seconds, and currently stored bytes."""
     limits, index = ctx.settings.tenants, ArtifactIndex(ctx.store.redis)
     bound = {tenant: limit for tenant in tenants if (limit := limits.get(tenant) or limits.get(ANYBODY))}
     counted = [tenant for tenant, limit in bound.items() if limit.by_time]

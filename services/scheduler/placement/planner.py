@@ -24,8 +24,8 @@
 A worker does for a job if it has the GPUs that the job needs of it (gpu_matching.py): only such are counted, given,
 kept or taken back for it, and what needs none takes workers without GPUs first.
 
-Nothing is reserved, interrupted or taken back for a job that could not start then either: its quota is used up, a pool
-is too small for it, or nobody runs what is not leased (env workers, reference-forward).
+Nothing is reserved, preempted or reclaimed for a job that could not start even then: its quota is used up, a pool is
+too small for it, or an unleased service (env workers, reference-forward) is missing.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ _Lack = tuple[tuple[Pool, Need | None], ...]
 
 
 class _Planning:
-    """One run of `plan`: what is left to give, as it goes on."""
+    """One run of `plan`: the remaining workers change as decisions are made."""
 
     def __init__(self, view: View) -> None:
         self.view, self.rules, self.now = view, view.rules, view.now
@@ -88,7 +88,7 @@ class _Planning:
         self.size = {pool: len(view.alive.get(pool, ())) for pool in LEASED}
         self.alive, self.free = FreeWorkers(fitting, view.alive), FreeWorkers(fitting, view.free)
         self.coming = FreeWorkers(fitting, view.coming)
-        """Workers that will be free soon, and are nobody's yet."""
+        """Workers that will be free soon and are not assigned."""
         self.reserve: Reservation | None = None
         self.tenants: dict[str, Tenant] = {}
         self.begun: dict[str, RunningJob] = {}
@@ -103,7 +103,7 @@ class _Planning:
         for one in self.begun.values():
             self._count(one)
         self.turns: list[_Turn] = []
-        """A heap; what is not its tenant's turn any more is passed over."""
+        """A heap; outdated turns are skipped."""
         self.lenders = [one for one in self.begun.values() if one.lent]
         """Jobs with workers that they could do without."""
         self._may_go: list[RunningJob] | None = None
@@ -138,7 +138,7 @@ class _Planning:
         return found
 
     def _count(self, one: RunningJob, sign: int = 1) -> None:
-        """What a job that has begun needs is its own whether or not it has it at this moment."""
+        """Add or remove a running job's usage; its minimum counts even while workers are missing."""
         tenant = one.tenant
         tenant.running += sign
         for pool, needed in one.job.needs.items():
@@ -152,7 +152,8 @@ class _Planning:
     # --- jobs that have begun ------------------------------------------------------------------------------------
 
     def _stop_used_up(self) -> None:
-        """What their tenants have used up today is no longer theirs: they go on tomorrow, from what they save now."""
+        """Stop jobs of tenants that have used up their daily quota; they continue tomorrow from the checkpoints that
+        they save now."""
         timed = [one for one in self.begun.values() if one.tenant.limits.by_time]
         for one in timed:
             if why := used_up(one.tenant.limits, one.tenant.used):
@@ -163,7 +164,7 @@ class _Planning:
             self.lenders = [one for one in self.lenders if not one.goes]
 
     def _complete(self) -> None:
-        """What they lost comes first: they hold the rest of it, and did work that others have not done yet."""
+        """Replace lost workers first: these jobs hold the others and have work that waiting jobs have not done yet."""
         broken = []
         for one in self.begun.values():
             if one.goes:
@@ -180,7 +181,7 @@ class _Planning:
                 self.waiting[job.id] = joined(self._lack(job, short), again)
             else:
                 self.waiting[job.id] = ""
-        # What it lacks may come back, or is on its way out: only then is it asked who waits.
+        # Lost workers may return, or leave soon: only now check who waits.
         long = [(one, short) for one, short in broken if self._lacks_long(one.job)]
         queued = self._short_of() if long else {}
         for one, short in reversed(long):  # one at a time: what it frees may be what the others lack
@@ -212,8 +213,8 @@ class _Planning:
         return bool(job.lost_at) and self.now - job.lost_at >= self.rules.gang_s
 
     def _short_of(self) -> dict[_Lack, Job]:
-        """By pools of which nothing is free for them, and what they need there: the first queued job that could start
-        otherwise. Looked at once a plan, however many jobs lack a part."""
+        """Return, by missing pools and needs, the first queued job that could start otherwise. Computed once a plan,
+        however many jobs lack workers."""
         found: dict[_Lack, Job] = {}
         for job in self.view.jobs:
             if not job.held:
@@ -238,11 +239,11 @@ class _Planning:
     # --- the queue -----------------------------------------------------------------------------------------------
 
     def _alive(self, job: Job) -> Counts:
-        """Workers that would do for it, whoever has them."""
+        """Return the number of suitable workers, free or not."""
         return self.alive.count(job) if job.gpus else self.size
 
     def _blocked(self, job: Job, tenant: Tenant) -> str:
-        """Why it cannot start whatever becomes free; in words."""
+        """Describe why the job cannot start regardless of free workers."""
         alive = self._alive(job)
         if job.absent or missing(job.needs, alive):
             return too_few(job, alive, self.free.count(job))
@@ -310,7 +311,7 @@ class _Planning:
             self._keep(job, tenant, soon=soon)
 
     def _lack(self, job: Job, short: Counts) -> str:
-        """What it lacks and who holds it, in words."""
+        """Describe missing workers and their holders."""
         holders = {pool: self._held_by(job, pool) for pool in short}
         return in_words(dict(short), self._alive(job), job.absent, job.gpus, holders)
 
@@ -331,7 +332,7 @@ class _Planning:
         self.waiting[job.id] = ""
 
     def _keep(self, job: Job, tenant: Tenant, *, soon: bool) -> None:
-        """What is free, and what comes, up to its need, is for this job and nobody behind it."""
+        """Keep free and coming workers, up to its need, for this job and none behind it."""
         reserve = Reservation(job)
         for pool, needed in job.needs.items():
             reserve.free[pool] = self.free.take(job, pool, needed)
@@ -375,7 +376,7 @@ class _Planning:
         return True
 
     def _spared(self, one: RunningJob, job: Job) -> Sequence[str]:
-        """What this one can do without and is not owed to another that waits longer."""
+        """Return workers that this job can spare and that are not owed to another that has waited longer."""
         owed = self.reserve.owed if self.reserve else ()
         return [worker for worker in self.fitting.those(one.lent, job, Pool.ROLLOUT) if worker not in owed]
 
@@ -398,22 +399,23 @@ class _Planning:
             self.decisions.append(Reclaim(holder.job.id, worker, wanted_by.id))
 
     def _return_own(self, job: Job, tenant: Tenant) -> None:
-        """What is lent to other jobs of its tenant goes where the quota has no room for both."""
+        """Reclaim workers lent to other jobs of its tenant if the quota has no room for both."""
         most, wanted = tenant.limits.workers, sum(tenant.total.values()) + sum(job.needs.values())
         if most is not None and wanted > most:
             own = [one for one in self.lenders if one.tenant is tenant]
             self._take_back(own, wanted - most, job, any_worker=True)
 
     def _given(self, reserve: Reservation, job: Job, short: Mapping[Pool, int]) -> dict[Pool, Sequence[str]]:
-        """What this one has of what is kept, in the place of what it could interrupt others for: that would be kept
-        too, and it would interrupt others again and again."""
+        """Return the job's part of reserved workers, in place of workers for which it could preempt others: those would
+        be reserved too, and it would preempt again and again."""
         return {
             pool: self.fitting.those(reserve.holds(pool), job, pool)[:n] if self._can_spare(reserve, pool, n) else ()
             for pool, n in {**dict.fromkeys(LEASED, 0), **short}.items()
         }
 
     def _can_spare(self, reserve: Reservation, pool: Pool, count: int) -> bool:
-        """Whether who waits longer can interrupt others for so many, beside those that it lacks."""
+        """Return whether the job that has waited longer can still preempt others for this many, in addition to those
+        that it lacks."""
         job = reserve.job
         if pool not in job.needs:
             return True
@@ -446,7 +448,7 @@ class _Planning:
                 left = missing(left, holds)
         if left:
             return None
-        for other in list(chosen):  # of those that came first some may not be needed any more
+        for other in list(chosen):  # some of the first ones may no longer be needed
             rest = [one for one in chosen if one is not other]
             if all(sum(own(one, pool) for one in rest) >= n for pool, n in short.items()):
                 chosen = rest
@@ -495,7 +497,8 @@ class _Planning:
                 one.tenant.total[Pool.ROLLOUT] += 1
 
     def _next_to_lend(self, turns: list[tuple[int, float, int, float, str]]) -> RunningJob | None:
-        """What jobs and tenants have only grows meanwhile: who is first by what he has now, is first."""
+        """Return the next job for a lent worker. Holdings of jobs and tenants only grow during a plan, so the first by
+        current holdings is the first."""
         while turns:
             one = self.begun[turns[0][-1]]
             most = one.tenant.limits.workers

@@ -1,4 +1,4 @@
-"""What tenants and jobs have while a plan is made: it changes as the plan goes on (`planner.py`)."""
+"""State of tenants and jobs during one plan (`planner.py`)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _nobody() -> dict[Pool, list[str]]:
 
 @dataclass(slots=True, eq=False)
 class Tenant:
-    """What it has, as the plan goes on."""
+    """A tenant's holdings during the plan."""
 
     id: str
     limits: TenantLimits
@@ -35,23 +35,23 @@ class Tenant:
     least: dict[Pool, int] = field(default_factory=_none)
     """The minimum of its jobs that have begun."""
     share: float = 0.0
-    """What that is of the cluster, divided by its weight."""
+    """Its share of the cluster, divided by its weight."""
     total: dict[Pool, int] = field(default_factory=_none)
     """The same with what is lent to them."""
     promised_jobs: int = 0
-    """Of its quota, for jobs of it that something is kept for."""
+    """Part of its quota promised to its jobs with reservations."""
     promised_workers: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class RunningJob:
-    """A job that has begun, and what is left to it as the plan goes on."""
+    """A running job, and its remaining workers during the plan."""
 
     job: Job
     tenant: Tenant
     has: dict[Pool, int] = field(default_factory=_none)
     own: dict[Pool, list[str]] = field(default_factory=_nobody)
-    """What it has of its minimum."""
+    """Its own workers, up to its minimum."""
     lent: list[str] = field(default_factory=list)
     """Rollout workers that it could do without."""
     goes: bool = False
@@ -63,16 +63,16 @@ class RunningJob:
 
 @dataclass(slots=True, eq=False)
 class Reservation:
-    """What is kept for a job that waits for long and cannot start soon."""
+    """Workers reserved for a job that has waited long and cannot start soon."""
 
     job: Job
     free: dict[Pool, list[str]] = field(default_factory=_nobody)
-    """They may be lent meanwhile."""
+    """Reserved free workers; they may be lent until then."""
     coming: dict[Pool, list[str]] = field(default_factory=_nobody)
     owed: list[str] = field(default_factory=list)
     """Rollout workers that are lent now, and would be its when they come back: they stay where they are."""
     lacks: dict[Pool, int] = field(default_factory=_none)
-    """What it needs beyond all that."""
+    """Missing beyond these."""
 
     def holds(self, pool: Pool) -> list[str]:
         return self.free[pool] + self.coming[pool] + (self.owed if pool == Pool.ROLLOUT else [])

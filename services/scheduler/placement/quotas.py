@@ -1,4 +1,4 @@
-"""What one tenant may have of the cluster, and what it has used today. Values alone: `planner.py` applies them."""
+"""Limits of a tenant in the cluster, and its usage today. Pure values: `planner.py` applies them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Used(msgspec.Struct, frozen=True):
     stored: int = 0
     """Bytes."""
     largest: tuple[tuple[str, int], ...] = ()
-    """Of jobs that left most: id, bytes."""
+    """Jobs with the most stored bytes: id, bytes."""
 
 
 def used_up(limits: TenantLimits, used: Used) -> str:
@@ -32,7 +32,7 @@ def used_up(limits: TenantLimits, used: Used) -> str:
 
 
 def over_quota(limits: TenantLimits, used: Used, *, jobs: int, workers: int, more: int) -> str:
-    """In words, why a tenant with so many running jobs and workers may not start a job of `more` workers."""
+    """Describe why a tenant with this many running jobs and workers may not start a job of `more` workers."""
     if limits.running_jobs is not None and jobs >= limits.running_jobs:
         return f"its tenant's quota of {limits.running_jobs} running jobs"
     if limits.workers is not None and workers + more > limits.workers:

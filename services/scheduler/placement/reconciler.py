@@ -88,7 +88,7 @@ class Reconciler:
         self.ctx, self.store, self.leader = ctx, ctx.store, leader
         self._ttl_s = ctx.settings.worker_ttl_s
         self._starting: Mapping[str, Slot] = {} if starting is None else starting
-        """What the launcher has started and does not beat yet; it changes as that goes on."""
+        """Started workers that have not sent a heartbeat yet; the launcher updates it."""
         self._wake = asyncio.Event()
         self._clock = clock
         self._pulses = Pulses(clock)
@@ -155,14 +155,15 @@ class Reconciler:
         return len(planned.decisions)
 
     async def _observe(self) -> Cluster:
-        """Leases are read before jobs: a lease whose job has no workers then is of a job that has none any more.
+        """Observe the cluster. Leases are read before jobs: a lease whose job has no workers then belongs to a job that
+        has ended.
 
         Whose heart stands still by our clock is gone, for everybody else too.
         """
         beats, leases = await self.store.beats(), await self.store.leases()
         now = self._clock()
         if now - self._seen_at > max(self._ttl_s / 2, 3 * LOOK_S):
-            # We start, or Redis was away, and may have lost what workers said although they live. Let them beat first.
+            # After our start, or an outage of Redis, live workers may be missing. Give them time for a heartbeat.
             self._absence_counts_from = now + self._ttl_s
         self._seen_at = now
         lost = {
@@ -202,7 +203,7 @@ class Reconciler:
         await self._wake_worker(lease.worker)
 
     def _lost(self, lease: Lease, cluster: Cluster) -> str | None:
-        """Why the holder will not do its work any more; None if it does, or may."""
+        """Return the reason why the holder is lost; None if it works, or may."""
         worker, now = cluster.workers.get(lease.worker), self._clock()
         if worker is None:
             return "it stopped beating" if now >= self._absence_counts_from else None
@@ -324,7 +325,8 @@ class Reconciler:
         await self._wake_worker(lease.worker)
 
     async def _put_to_sleep(self, job: JobRecord, cluster: Cluster, lent_to: str = "") -> JobRecord:
-        """What its workers say is as old as their last beat: a request may have come since, and is answered.
+        """Put a job to sleep. Its workers' reports are as old as their last heartbeat: a request that has arrived since
+        is answered.
 
         `lent_to`: the job that gets its workers, if that is why.
         """
@@ -341,8 +343,8 @@ class Reconciler:
         return msgspec.structs.replace(job, state=JobState.QUEUED, **changes)
 
     async def _hold_followers(self, active: dict[str, JobRecord], cluster: Cluster) -> dict[str, str]:
-        """Jobs that would serve the live policy of one that has no workers, and what they wait for: theirs may be the
-        very worker that it needs. One that serves already goes on with what it has."""
+        """Return jobs that would serve the live policy of a job without workers, and what they wait for: their workers
+        may be the very ones that it needs. One that already serves continues with what it has."""
         held = {id for id, job in active.items() if job.state.held}
         early = {}
         for job in list(active.values()):
@@ -379,7 +381,7 @@ class Reconciler:
     async def _wake_worker(self, worker: str) -> None:
         await self.ctx.bus.emit(WAKE, {}, who=worker)
 
-    # --- what is said -------------------------------------------------------------------------------------------
+    # --- messages for users -------------------------------------------------------------------------------------------
 
     async def _say_waiting(self, jobs: dict[str, JobRecord], waiting: dict[str, str]) -> None:
         """Shown with the job; an event only when it changes."""

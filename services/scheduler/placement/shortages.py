@@ -1,4 +1,4 @@
-"""What is lacking of what a job needs: counted, and in words, as `opentinker job JOB` shows them."""
+"""Counts and describes what a job lacks, as shown by `opentinker job JOB`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from opentinker.shared.types.core import JobRecord, Pool
 
 GB = 10**9
 SHOWN_HOLDERS = 2
-"""Jobs of its own that a waiting job's tenant is told of."""
+"""Holding jobs named to a waiting job's tenant."""
 
 
 def missing(needs: Counts, has: Counts) -> dict[Pool, int]:
-    """Of which pools how many; `has` names every pool."""
+    """Return missing workers by pool; `has` names every pool."""
     return {pool: n - has[pool] for pool, n in needs.items() if n > has[pool]}
 
 
@@ -25,7 +25,7 @@ def called(pool: Pool, need: Need | None = None, count: int = 1) -> str:
 
 
 def with_gpus(need: Need) -> str:
-    """To be said of a worker; empty if it needs none."""
+    """Describe the GPUs that a worker needs; empty if none."""
     if not need.gpus:
         return ""
     count = "a GPU" if need.gpus == 1 else f"{need.gpus} GPUs"
@@ -39,8 +39,8 @@ def in_words(
     gpus: Mapping[Pool, Need] | None = None,
     holders: Mapping[Pool, str] | None = None,
 ) -> str:
-    """`a free trainer (held by rl job j-1; ...); rollout worker, env worker (none is running)`. `alive`: of those that
-    would do; `gpus`: what they must have; `holders`: who has those that are not free."""
+    """Describe a shortage: `a free trainer (held by rl job j-1; ...); rollout worker, env worker (none is running)`.
+    `alive`: suitable workers; `gpus`: their requirements; `holders`: jobs that hold those that are not free."""
     gpus, holders = gpus or {}, holders or {}
     busy = [
         (f"a free {called(pool, gpus.get(pool))}" if n == 1 else f"{n} more free {called(pool, gpus.get(pool), n)}")
@@ -54,8 +54,8 @@ def in_words(
 
 
 def too_few(job: Job, alive: Counts, free: Counts) -> str:
-    """In words, what nobody runs of what it needs; empty if all that it needs is there, free or not. `alive`, `free`:
-    of those that would do for it."""
+    """Describe workers that are missing altogether; empty if all are there, free or not. `alive`, `free`: suitable
+    ones."""
     small = missing(job.needs, alive)
     if not small and not job.absent:
         return ""

@@ -46,7 +46,7 @@ NO_GPUS = Gpus()
 
 
 class Need(msgspec.Struct, frozen=True):
-    """What GPUs each worker of a pool must have for a job."""
+    """GPUs that each worker of a pool needs for a job."""
 
     gpus: int = 0
     memory: int = 0
@@ -61,16 +61,16 @@ class Slot(msgspec.Struct, frozen=True):
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """What placement knows of a job that is neither paused nor over."""
+    """An unfinished, unpaused job in the planner's view."""
 
     id: str
     tenant: str
     priority: int
     created: float
     needs: Counts
-    """Of each pool the least that it works with."""
+    """Minimum of each pool."""
     gpus: Mapping[Pool, Need] = {}
-    """What these must have; a pool that is not named needs none."""
+    """Requirements of its workers; a pool that is not named needs none."""
     most: int = 0
     """Rollout workers that it may have."""
     held: bool = False
@@ -82,12 +82,12 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     lost_at: float = 0.0
     """When it last lost a worker."""
     absent: str = ""
-    """What it needs beside workers of its own, and nobody runs; in words."""
+    """Description of missing services that are not leased."""
     kind: str = ""
     idle: bool = False
-    """An inference job that nobody has asked anything for `Rules.inference_lend_s`: others may have its workers."""
+    """An inference job without requests for `Rules.inference_lend_s`: its workers may be lent."""
     unready: str = ""
-    """Why it cannot start yet whatever is free: its last workers have not let go."""
+    """Reason why it cannot start yet regardless of free workers: its last workers have not released it."""
 
 
 class Held(msgspec.Struct, frozen=True):
@@ -121,7 +121,7 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     coming: Mapping[Pool, Sequence[str]] = {}
     """Workers without a lease that have not let go of their last job yet, or were just started."""
     gpus: Mapping[str, Gpus] = {}
-    """Of workers that have some."""
+    """GPUs of workers that have some."""
     leases: Sequence[Held] = ()
     limits: Mapping[str, TenantLimits] = {}
     used: Mapping[str, Used] = {}
@@ -149,7 +149,7 @@ class Reclaim(msgspec.Struct, frozen=True):
 
 
 class Preempt(msgspec.Struct, frozen=True):
-    """Back to the queue, from where it goes on with its checkpoint."""
+    """Return a job to the queue; it continues from its checkpoint."""
 
     job: str
     by: str
@@ -176,4 +176,4 @@ Decision = Start | AddWorker | Reclaim | Preempt | Sleep | Requeue
 class Plan(msgspec.Struct, frozen=True):
     decisions: list[Decision]
     waiting: dict[str, str]
-    """By job, in words, what it waits for; empty for one that lacks nothing."""
+    """By job, a description of what it waits for; empty for one that lacks nothing."""

@@ -1,4 +1,4 @@
-"""Jobs without a trainer: nobody else says that they run, have nothing more to do, or may sleep.
+"""State transitions of inference and eval jobs, which have no trainer to report them.
 
 starting -> running     a rollout worker is ready
 running -> queued       inference: idle for `serving.sleep_s`, or for `inference_lend_s` while another job waits for its
@@ -35,7 +35,7 @@ async def update_untrained(
     lend_s: float = 0.0,
     leader: int = UNFENCED,
 ) -> bool:
-    """One look at a job of these kinds. True if it shall sleep. Raises Conflict or NotFound if it is over meanwhile,
+    """Update one job of these kinds. True if it shall sleep. Raises Conflict or NotFound if it has ended in between,
     Fenced if another scheduler leads than `leader`.
 
     `active`: jobs that are not over; `lend_s`: the setting `inference_lend_s`.
@@ -70,8 +70,8 @@ def followed_by(job: JobRecord) -> str:
 
 
 def waits_for_source(job: JobRecord, held: Container[str]) -> bool:
-    """It would serve the live policy of a job that is none of `held`, those that have workers. One that serves already
-    goes on with what it has."""
+    """Return whether the job waits to serve the live policy of a job that is not among `held`, those with workers. One
+    that already serves continues with what it has."""
     source = followed_by(job)
     return bool(source) and source not in held and not job.asleep and job.state != JobState.RUNNING
 

@@ -1,4 +1,4 @@
-"""What the loss of a worker means for its job: it is tried again at once or later, or it fails.
+"""Decides what the loss of a worker means for its job: retry now, retry later, or failure.
 
 A job fails for what it does itself. A trainer's loss counts unless the trainer had made a step since it was loaded, and
 not ended at the very step where the one before it did; nothing counts of a worker that was told to stop, or whose lease
@@ -55,7 +55,7 @@ def _trainer(job: JobRecord, lease: Lease, why: str, counts: bool, now: float, r
 
 
 def _rollout_worker(job: JobRecord, lease: Lease, why: str, counts: bool, now: float, retry_s: float) -> Loss:
-    """What kills every process that loads the job's model must have an end."""
+    """Count a rollout worker's loss: a job whose model kills every process that loads it must fail eventually."""
     losses = job.rollout_losses + counts
     failed = ""
     if counts and losses >= MAX_RESTARTS + job.spec["resources"]["rollout_workers"]:
@@ -69,6 +69,6 @@ def _rollout_worker(job: JobRecord, lease: Lease, why: str, counts: bool, now: f
 
 
 def _again(losses: int, now: float, retry_s: float) -> dict[str, Any]:
-    """When the job is tried again after so many losses in a row: at once after the first."""
+    """Schedule the next try after this many losses in a row: immediately after the first."""
     pause_s = min(LONGEST_RETRY_S, retry_s * 2 ** (losses - 2)) if losses > 1 else 0.0
     return {"lost_at": now, "retry_at": now + pause_s}

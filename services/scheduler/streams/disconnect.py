@@ -64,7 +64,7 @@ class StreamDisconnector:
 
     async def run(self) -> None:
         """Until it is cancelled."""
-        if self.ctx.settings.nats_issuer_file is None:  # nobody comes in by a credential
+        if self.ctx.settings.nats_issuer_file is None:  # there are no credentials
             await asyncio.Event().wait()
         async with _system(self.ctx.settings, self.ctx.worker) as nc:
             while True:

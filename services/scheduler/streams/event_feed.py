@@ -1,5 +1,4 @@
-"""What comes into the logs of events of jobs that are not over, live on NATS: for dashboards, which read what came
-before over HTTP.
+"""Publishes new events of unfinished jobs on NATS: for dashboards, which read earlier ones over HTTP.
 
     feed   consumes those logs, which every service writes into in Redis; produces EVENT; woken by each entry
 
@@ -26,7 +25,7 @@ LOOK_MS = 500
 """Jobs that are new are seen so soon."""
 AGAIN_S = 1.0
 LINGER_S = 30.0
-"""What was said about a job so long after its end comes too: that it was saved, and let go."""
+"""Events of a job are published for this time after its end: that it was saved, and released."""
 AT_ONCE = 200
 
 

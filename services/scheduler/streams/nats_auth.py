@@ -1,11 +1,11 @@
-"""Who may come in to NATS beside the services: whoever has a credential of ours for the streams of a job.
+"""Authenticates NATS clients that are not services: holders of a stream credential of a job.
 
     callout   consumes nats-server's question who somebody is; produces a user with the rights of that credential, or a
               refusal; woken by each question; schedulers share them
 
-Services have users of their own in the server's configuration and are never asked about here. While no scheduler runs
-nobody new comes in; who is in stays until the credential expires. Who comes in is noted before the server hears of it:
-`disconnect.py` closes the connection when the key or the job is over.
+Services are users in the server's configuration and are never decided here. While no scheduler runs no new client can
+connect; connected ones stay until their credential expires. A connection is recorded before the server is answered:
+`disconnect.py` closes it when its key or job has ended.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ log = structlog.get_logger()
 AT_ONCE = 16
 """Questions that wait for Redis; others wait for them."""
 MOST_WAITING = 1000
-"""More than that are not answered: nats-server refuses whoever it gets no answer for."""
+"""Further requests are not answered: nats-server refuses clients without an answer."""
 SUBSCRIPTIONS = 32
-"""Of one connection."""
+"""Subscriptions per connection."""
 ACCOUNT = "$G"
 """Where all users of a nats-server without accounts are."""
 SEEN = Counter("opentinker_stream_logins", "Who asked to hear streams of jobs", ["let_in"], registry=REGISTRY)
@@ -73,7 +73,7 @@ class _Question(msgspec.Struct):
 
 
 class ConnectionRefused(Exception):
-    """`str(error)` is for the server's log: whoever asks is told nothing."""
+    """`str(error)` is for the server's log; the client is told nothing."""
 
 
 class NatsAuthCallout:
