@@ -3,16 +3,37 @@
 from __future__ import annotations
 
 import time
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
 from opentinker.client import ApiConflict
 from opentinker.shared.types.core import JobState
 from tests.conftest import until
 from tests.e2e.test_kills import check, toy_spec
 from tests.support.cluster import Cluster, toy_cluster
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[Cluster, Path]]:
+    """One worker per pool; a waiting job of higher priority interrupts the running one. Each test ends its jobs."""
+    directory = tmp_path_factory.mktemp("pausing")
+    async with toy_cluster(directory, queue_preempt_after_s=0.2, queue_min_run_s=0.5) as running:
+        yield running
+
+
+@pytest.fixture
+def one_each(request: pytest.FixtureRequest, shared: tuple[Cluster, Path]) -> Iterator[tuple[Cluster, Path]]:
+    """The shared cluster and its model; a test that fails shows the last log lines of every service."""
+    failed = request.session.testsfailed
+    yield shared
+    if request.session.testsfailed > failed:
+        shared[0].show()
 
 
 async def has_let_go(cluster: Cluster, job: str) -> bool:
@@ -22,47 +43,47 @@ async def has_let_go(cluster: Cluster, job: str) -> bool:
     return job not in busy
 
 
-async def test_paused_job_has_saved_what_it_trained_and_goes_on_from_there(tmp_path: Path) -> None:
-    async with toy_cluster(tmp_path) as (cluster, model):
-        train = {"learner": "simulated", "steps": 40, "simulated_step_s": 0.05, "checkpoint_every": 1000}
-        spec = toy_spec(model, steps=40, train=train)
-        job = await cluster.submit(spec)
-        await cluster.reaches(job, 5)
-        assert (await cluster.client.pause(job))["state"] == "paused"
-        await until(lambda: has_let_go(cluster, job))
-        step = cluster.manifest(job).step
-        assert step >= 5 and cluster.lines(job)[-1]["step"] == step, "not a step is lost"
-        assert (await cluster.ledger(job)).balanced
-        assert (await cluster.client.pause(job))["state"] == "paused", "again is fine"
-        other = await cluster.submit(toy_spec(model, steps=3))
-        assert (await cluster.wait(other))["state"] == "succeeded", "the workers are free"
-        assert (await cluster.client.resume(job))["state"] in ("queued", "starting")
-        record = await cluster.wait(job)
-        assert record["state"] == "succeeded", record["reason"]
-        assert cluster.manifest(job).resumed[2] == step
-        await check(cluster, job, spec)
-        with pytest.raises(ApiConflict, match="succeeded"):
-            await cluster.client.pause(job)
-        with pytest.raises(ApiConflict, match="nothing to resume"):
-            await cluster.client.resume(job)
+async def test_paused_job_has_saved_what_it_trained_and_goes_on_from_there(one_each: tuple[Cluster, Path]) -> None:
+    cluster, model = one_each
+    train = {"learner": "simulated", "steps": 40, "simulated_step_s": 0.05, "checkpoint_every": 1000}
+    spec = toy_spec(model, steps=40, train=train)
+    job = await cluster.submit(spec)
+    await cluster.reaches(job, 5)
+    assert (await cluster.client.pause(job))["state"] == "paused"
+    await until(lambda: has_let_go(cluster, job))
+    step = cluster.manifest(job).step
+    assert step >= 5 and cluster.lines(job)[-1]["step"] == step, "not a step is lost"
+    assert (await cluster.ledger(job)).balanced
+    assert (await cluster.client.pause(job))["state"] == "paused", "again is fine"
+    other = await cluster.submit(toy_spec(model, steps=3))
+    assert (await cluster.wait(other))["state"] == "succeeded", "the workers are free"
+    assert (await cluster.client.resume(job))["state"] in ("queued", "starting")
+    record = await cluster.wait(job)
+    assert record["state"] == "succeeded", record["reason"]
+    assert cluster.manifest(job).resumed[2] == step
+    await check(cluster, job, spec)
+    with pytest.raises(ApiConflict, match="succeeded"):
+        await cluster.client.pause(job)
+    with pytest.raises(ApiConflict, match="nothing to resume"):
+        await cluster.client.resume(job)
 
 
 @pytest.mark.slow
-async def test_interrupted_job_goes_on_where_it_was(tmp_path: Path) -> None:
-    async with toy_cluster(tmp_path, queue_preempt_after_s=0.2, queue_min_run_s=0.5) as (cluster, model):
-        train = {"learner": "simulated", "steps": 60, "simulated_step_s": 0.05, "checkpoint_every": 1000}
-        spec = toy_spec(model, steps=60, train=train)
-        low = await cluster.submit(spec)
-        await cluster.reaches(low, 5)
-        high = await cluster.submit(toy_spec(model, steps=5, resources={"priority": 5}))
-        assert (await cluster.wait(high))["state"] == "succeeded"
-        record = await cluster.wait(low)
-        assert record["state"] == "succeeded", record["reason"]
-        events = await cluster.client.event_log(low)
-        (preempted,) = [event for event in events if event["event"] == "preempted"]
-        assert preempted["by"] == high
-        assert [line["step"] for line in cluster.lines(low)] == list(range(1, 61)), "nothing is trained again"
-        await check(cluster, low, spec)
+async def test_interrupted_job_goes_on_where_it_was(one_each: tuple[Cluster, Path]) -> None:
+    cluster, model = one_each
+    train = {"learner": "simulated", "steps": 60, "simulated_step_s": 0.05, "checkpoint_every": 1000}
+    spec = toy_spec(model, steps=60, train=train)
+    low = await cluster.submit(spec)
+    await cluster.reaches(low, 5)
+    high = await cluster.submit(toy_spec(model, steps=5, resources={"priority": 5}))
+    assert (await cluster.wait(high))["state"] == "succeeded"
+    record = await cluster.wait(low)
+    assert record["state"] == "succeeded", record["reason"]
+    events = await cluster.client.event_log(low)
+    (preempted,) = [event for event in events if event["event"] == "preempted"]
+    assert preempted["by"] == high
+    assert [line["step"] for line in cluster.lines(low)] == list(range(1, 61)), "nothing is trained again"
+    await check(cluster, low, spec)
 
 
 @pytest.mark.slow
@@ -130,26 +151,26 @@ async def test_second_scheduler_takes_over_and_the_first_can_grant_nothing_when_
 
 
 @pytest.mark.slow
-async def test_scheduler_that_is_killed_answers_soon_and_freed_workers_are_used(tmp_path: Path) -> None:
-    async with toy_cluster(tmp_path) as (cluster, model):
-        job = await cluster.submit(toy_spec(model, steps=10_000))
-        await cluster.reaches(job, 3)
-        before = await cluster.store.job(job)
-        killed = time.monotonic()
-        cluster.kill("scheduler")
-        assert (await cluster.client.job(job))["state"] == "running"  # it asks until somebody answers
-        print(f"first correct answer {time.monotonic() - killed:.2f} s after the kill (goal 3 s)")
-        await cluster.reaches(job, (await cluster.step(job)) + 3)
-        after = await cluster.store.job(job)
-        assert (after.epoch, after.version, after.restarts) == (before.epoch, before.version, 0), "nobody was disturbed"
-        following = await cluster.submit(toy_spec(model, steps=3))
-        await cluster.client.cancel(job)
-        await until(lambda: has_let_go(cluster, job))
-        free = time.monotonic()
+async def test_scheduler_that_is_killed_answers_soon_and_freed_workers_are_used(one_each: tuple[Cluster, Path]) -> None:
+    cluster, model = one_each
+    job = await cluster.submit(toy_spec(model, steps=10_000))
+    await cluster.reaches(job, 3)
+    before = await cluster.store.job(job)
+    killed = time.monotonic()
+    cluster.kill("scheduler")
+    assert (await cluster.client.job(job))["state"] == "running"  # it asks until somebody answers
+    print(f"first correct answer {time.monotonic() - killed:.2f} s after the kill (goal 3 s)")
+    await cluster.reaches(job, (await cluster.step(job)) + 3)
+    after = await cluster.store.job(job)
+    assert (after.epoch, after.version, after.restarts) == (before.epoch, before.version, 0), "nobody was disturbed"
+    following = await cluster.submit(toy_spec(model, steps=3))
+    await cluster.client.cancel(job)
+    await until(lambda: has_let_go(cluster, job))
+    free = time.monotonic()
 
-        async def used() -> bool:
-            return bool([lease for lease in await cluster.store.leases() if lease.job == following])
+    async def used() -> bool:
+        return bool([lease for lease in await cluster.store.leases() if lease.job == following])
 
-        await until(used)
-        print(f"freed workers were used {time.monotonic() - free:.2f} s after they were free (goal 1 s)")
-        assert (await cluster.wait(following))["state"] == "succeeded"
+    await until(used)
+    print(f"freed workers were used {time.monotonic() - free:.2f} s after they were free (goal 1 s)")
+    assert (await cluster.wait(following))["state"] == "succeeded"
