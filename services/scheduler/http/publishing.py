@@ -26,8 +26,6 @@ from opentinker.shared.state.artifacts import Publication, checkpoint_path
 from opentinker.shared.types.core import JobRecord
 from opentinker.shared.types.errors import Conflict, NotFound, SpecError
 
-"""Streams of messages about jobs, their subjects, and the part that varies within a job."""
-
 
 class NewPublication(BaseModel):
     """The body of POST /v1/published."""

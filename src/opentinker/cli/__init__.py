@@ -1,4 +1,4 @@
-"""`opentinker`: the command line. Commands import what they need when they run, so that `--help` answers at once.
+"""`opentinker`: the command line. Commands import what they need when they run, so that `--help` answers immediately.
 
 A user's mistake ends in one clear message and exit status 1 or 2, never in a traceback. With --json the message is an
 object on stdout.

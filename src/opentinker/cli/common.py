@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from opentinker.client import Client
 
 PATIENCE_S = 60.0
-"""Of commands that stay: a server that is restarted meanwhile is waited for."""
+"""For commands that keep running: a server that restarts is waited for."""
 NARROW = 8
 """Characters that a column of a table keeps."""
 DEFAULT_URL = "http://127.0.0.1:8080"
@@ -35,7 +35,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")
 JobId = Annotated[str, typer.Argument(metavar="JOB", help="Job id, see `opentinker jobs`.")]
 
 UsageError: Any = typer.BadParameter.__mro__[1]
-"""Of the click that typer brings: wrong options, where none has a wrong value."""
+"""From typer's version of click: a wrong option, where BadParameter is a wrong value."""
 DATA_DIR = Path("data")
 
 
@@ -89,7 +89,7 @@ def shown(path: Path) -> str:
 
 
 def assigned(setting: str) -> tuple[str, Any]:
-    """`NAME=VALUE` of an option: the name, and the value as JSON or, where it is none, as text."""
+    """Parse `NAME=VALUE` of an option: the name, and the value as JSON or, if it is not JSON, as text."""
     import orjson
 
     name, equals, value = setting.partition("=")

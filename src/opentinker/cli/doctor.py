@@ -84,7 +84,7 @@ def _servers() -> list[Check]:
             binary = find()
         except StartError as error:
             return _check(what, "missing", "bad", str(error))
-        # Both answer at once; a binary for another system fails here rather than in `up`.
+        # Both answer immediately; a binary for another system fails here rather than in `up`.
         try:
             shown = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10, check=True)
         except (OSError, subprocess.SubprocessError) as error:

@@ -1,7 +1,6 @@
-"""What `opentinker doctor` finds of the servers: those that `opentinker up` runs here, else those that settings name.
+"""Checks of `opentinker doctor` on the servers: those of `opentinker up` here, otherwise those that settings name.
 
-Each is asked with the credentials that it would be used with: reachable, its version, whether it keeps what it is told,
-and how far its clock is from ours.
+Each is asked with the credentials of real use: reachable, its version, durability, and clock difference.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ Check = dict[str, str]
 
 @dataclass(frozen=True)
 class Place:
-    """Where the servers are, and who asks. Without passwords the URLs say who it is."""
+    """Addresses and credentials of the servers. Without passwords the URLs contain the user."""
 
     nats_url: str
     redis_url: str

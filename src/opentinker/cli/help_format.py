@@ -37,7 +37,7 @@ WORDS = {
 }  # fmt: skip
 """Parameter -> what stands for its value in help; others are N if they are numbers, else TEXT."""
 LISTS = {"no job": ("jobs",), "no key": ("keys", "list"), "no environment": ("env", "list")}
-"""What was not found -> the command that lists what there is."""
+"""Missing object -> the command that lists existing ones."""
 
 
 class Group(TyperGroup):

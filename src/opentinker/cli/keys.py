@@ -1,4 +1,4 @@
-"""`opentinker keys`: who may use a server. A secret goes to standard output or into a file, once."""
+"""`opentinker keys`: access to a server. A secret is written to standard output or into a file, once."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def init(
 
 
 def seconds(text: str, option: str) -> float:
-    """Of `90`, `30s`, `15m`, `12h`, `90d`."""
+    """Parse a duration such as `90`, `30s`, `15m`, `12h`, `90d`."""
     match = re.fullmatch(r"(\d{1,9})([smhd]?)", text)
     if match is None:
         raise typer.BadParameter(f"{option} {text!r} is not a duration, such as 30s, 15m, 12h or 90d")

@@ -1,4 +1,4 @@
-"""`opentinker run job.toml`: everything for one job on a data directory of its own, from nothing to a trained model."""
+"""`opentinker run job.toml`: runs one job in a separate data directory, from an empty machine to a trained model."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def _watched(api: Client, job: str, as_json: bool) -> Update:
 
 
 def _bearing(home: Path) -> str:
-    """What stands before a command that would not find the key of the server on `home`."""
+    """Return the prefix for commands that would not find the key of the server on `home`."""
     from opentinker.local.discovery import KEY_FILE, finds, read_state
 
     file = read_state(home).get(KEY_FILE)
@@ -114,7 +114,7 @@ def _bearing(home: Path) -> str:
 
 @contextmanager
 def everything(home: Path, port: int, workers: dict[str, int], *, keep: bool) -> Iterator[str]:
-    """`opentinker up` as a process of its own, with so many `workers` by option; yields the API's URL once it answers.
+    """Run `opentinker up` as a separate process with these `workers` by option; yields the API's URL once it answers.
 
     Whoever runs it is its only user, so environments may be modules of theirs, unless the setting env_modules says
     otherwise. Raises OpenTinkerError.
@@ -136,7 +136,7 @@ def everything(home: Path, port: int, workers: dict[str, int], *, keep: bool) ->
         argv = hold_command(argv)
     environ = with_own_modules(dict(os.environ))
     with log.open("wb") as out:
-        # A session of its own: Ctrl-C reaches us alone, and we stop the job before the machine.
+        # A separate session: Ctrl-C reaches us alone, and we stop the job before the machine.
         process = subprocess.Popen(
             argv, env=environ, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
         )
@@ -162,8 +162,7 @@ def everything(home: Path, port: int, workers: dict[str, int], *, keep: bool) ->
 
 
 def with_own_modules(environ: dict[str, str]) -> dict[str, str]:
-    """env_modules is on where nobody has said what it is, in the environment or in the settings file. Raises
-    SpecError."""
+    """Enable env_modules unless it is set, in the environment or in the settings file. Raises SpecError."""
     from opentinker.shared.config import PREFIX, names
 
     return environ if names("env_modules", environ) else {**environ, f"{PREFIX}ENV_MODULES": "true"}
@@ -252,7 +251,7 @@ SUPERVISED = (
 
 
 def figures(last: Update, began: float) -> list[str]:
-    """What was measured, in words. `began`: Unix seconds of the command's start."""
+    """Describe the measurements. `began`: Unix seconds of the command's start."""
     from opentinker.cli.views.charts import short
     from opentinker.cli.views.watch import duration, validated
 

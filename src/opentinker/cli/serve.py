@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 DRAIN_S = 20.0
 FINISH_S = 30.0
-"""Of a job that is being cancelled."""
+"""Time for a job that is being cancelled."""
 
 
 def serve(
@@ -81,7 +81,7 @@ def _close(serving: Serving) -> None:
 
 
 def _plain_spec(path: Path) -> Any:
-    """Before anything is served: a file that cannot be read is said first."""
+    """Read the spec before anything is served, so that an unreadable file is reported first."""
     from opentinker.shared.types.spec_text import load_spec
 
     return load_spec(path)

@@ -40,7 +40,7 @@ def sink(
 
 
 def send(api: Client, job_id: str, opened: Sink, after: int = 0) -> dict[str, Any]:
-    """What was sent: `points`, and the `cursor` to go on after."""
+    """Return what was sent: `points`, and the `cursor` to continue after."""
     sent: dict[str, Any] = {"job": job_id, "points": 0, "cursor": after, "state": "running"}
     try:
         for point in api.watch_metrics(job_id, after):

@@ -107,8 +107,8 @@ def import_from_here() -> None:
 
 
 def demands(environment: str) -> tuple[float, bool, str]:
-    """What a session of it costs an env worker, and whether it blocks; and why, if its class cannot be looked at here:
-    it is taken for one that costs 1 and does not block then."""
+    """Return the cost of a session for an env worker, and whether it blocks; and the reason if its class cannot be
+    inspected here: then it is assumed to cost 1 and not to block."""
     from opentinker.envs.registry import find
 
     if environment.startswith(("served:", "upload:")):
@@ -142,8 +142,8 @@ def validate(
 ) -> None:
     """Check a job spec without submitting it. Exit status 2 if something is wrong.
 
-    What is written, model, chat template, rows, an episode of its environment, and whether there are the workers that
-    it needs; by the server, if one runs, else on this machine.
+    Check the spec, model, chat template, rows, an episode of its environment, and whether the needed workers exist; on
+    the server, if one runs, else on this machine.
     """
     from opentinker.sdk.spec_location import with_places
     from opentinker.shared.spec import parse_spec

@@ -1,5 +1,5 @@
 """Runs a script of the published client's folder layout: `from utils.http_training_client import ...` finds the client
-of this package, whatever lies beside the script."""
+of this package, regardless of the script's folder."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
 
 
 def provide_utils(folder: Path) -> None:
-    """Makes `utils` the package `opentinker.client.utils`, module by module the same objects. Other modules of that
-    name come from the folder `utils` beside the script."""
+    """Make `utils` the package `opentinker.client.utils`, module by module the same objects. Other modules of that name
+    come from the script's folder `utils`."""
     package = ModuleType("utils", utils.__doc__)
     package.__path__ = [*utils.__path__, str(folder / "utils")]
     sys.modules["utils"] = package

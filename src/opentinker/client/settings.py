@@ -1,4 +1,4 @@
-"""What the published programs say (a config of any make: dict, OmegaConf, namespace) -> a job spec.
+"""Translates the configs of published programs (dict, OmegaConf, namespace) into a job spec.
 
 Every key that says how to train is used, or named in `unused` and so told to the user; none is silently dropped.
 """
@@ -85,8 +85,8 @@ class Settings:
         return default
 
     def first(self, paths: Iterable[str], default: Any = None) -> Any:
-        """Of several names of one thing, the first that says something (0 is "none"); others that say something else
-        stay unread, and so are told to the user."""
+        """Return the first set value among several names of one setting (0 is "none"); others with a different value
+        stay unread, and are reported to the user."""
         said = {path: self.said(path) for path in paths}
         given = [value for value in said.values() if value is not None]
         taken = next((value for value in given if value), given[0] if given else default)
@@ -94,7 +94,7 @@ class Settings:
         return taken
 
     def overrides(self) -> dict[str, Any]:
-        """What all configs say under `opentinker`, the later over the earlier."""
+        """Return the settings under `opentinker` of all configs; later ones override earlier ones."""
         self.read.add("opentinker")
         merged: dict[str, Any] = {}
         for config in reversed(self.configs):
@@ -102,7 +102,7 @@ class Settings:
         return merged
 
     def unused(self) -> list[str]:
-        """Names, and names of parts, that nobody has asked for."""
+        """Return names, and names of parts, that were never read."""
         return sorted({path for config in self.configs for path in self._unread(config)})
 
     def _unread(self, config: Any) -> list[str]:

@@ -1,4 +1,4 @@
-"""`Client`: AsyncClient for code that does not use asyncio. Its event loop lives in a thread of its own."""
+"""`Client`: AsyncClient for code that does not use asyncio. Its event loop runs in a separate thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a game is made of, by its published names."""
+"""Parts of a game, by their published names."""
 
 from opentinker.envs.game import AbstractGame, GameDataGenerator, StepResult
 

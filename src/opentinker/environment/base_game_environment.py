@@ -38,7 +38,7 @@ class InteractionSpec:
 
 
 class Batches:
-    """A data set in whole batches, in order; what is left over at the end is a batch of its own."""
+    """A data set in whole batches, in order; the remainder is a last, smaller batch."""
 
     def __init__(self, dataset: Any, batch_size: int) -> None:
         self.dataset, self.batch_size = dataset, batch_size
@@ -126,7 +126,7 @@ class GameEnvironment(BaseEnvironment):
         return {}
 
     def setup(self, client: Any) -> None:
-        """Called by `set_config`. Raises GameServerError if there should be a game server and there is none."""
+        """Called by `set_config`. Raises GameServerError if a required game server is missing."""
         for place in self._endpoints.places if self._endpoints else ():
             look_for(place)
 
@@ -155,7 +155,7 @@ class GameEnvironment(BaseEnvironment):
     # --- what is served -------------------------------------------------------------------------------------------
 
     def environment_class(self) -> type[PlayedGame]:
-        """What `fit` serves: this game with these arguments."""
+        """Return the class that `fit` serves: this game with these arguments."""
         owner = self
 
         class Served(PlayedGame):

@@ -36,9 +36,9 @@ Key = tuple[str, str]
 MOST_GAMES = 100_000
 """At once; more are refused until some are done."""
 IDLE_S = 3600.0
-"""A game that nobody has played for so long is forgotten."""
+"""A game that was idle for this time is forgotten."""
 FORGOTTEN = 4
-"""With each new game: so many idle ones, at most."""
+"""Idle games forgotten with each new game, at most."""
 OPTION_TYPES = (int, float, str)
 SHARD_POLL_S = 0.5
 _log = logging.getLogger("opentinker")
@@ -52,7 +52,7 @@ class _Played(NamedTuple):
 
 class GameRoutes:
     """Games are played in threads, one call at a time: they share the process's random numbers. Calls of games that
-    share nothing (`concurrent`) are made at once."""
+    share nothing (`concurrent`) run concurrently."""
 
     def __init__(
         self, game_class: type[AbstractGame], stats_class: type[BaseGameStats] | None, arguments: dict[str, Any]
@@ -64,7 +64,7 @@ class GameRoutes:
         self.stats = JobStats(stats_class or BaseGameStats)
         self.turn = asyncio.Lock()
         self.turns: WeakValueDictionary[Key, asyncio.Lock] = WeakValueDictionary()
-        """Of each game that is asked something."""
+        """Locks of games with calls."""
         self.beginning = 0
         """Games that are not among `games` yet."""
 
@@ -224,7 +224,7 @@ def run_game_server(
     stats_class: type[BaseGameStats] | None = None,
     **game_kwargs: Any,
 ) -> None:
-    """Serves until it is interrupted. It asks nobody who they are: use 127.0.0.1 unless the network is yours."""
+    """Serve until interrupted. It has no authentication: use 127.0.0.1 unless the network is yours."""
     web.run_app(create_game_app(game_class, stats_class, **game_kwargs), host=host, port=port, print=None)
 
 
@@ -235,7 +235,7 @@ def serve(
     port: int = 8081,
     argv: Sequence[str] | None = None,
 ) -> None:
-    """A program of its own: --host, --port, --shards, and what the game's constructor takes, as options."""
+    """Run as a program: --host, --port, --shards, and the parameters of the game's constructor, as options."""
     parser = options_of(game_class, port)
     arguments = vars(parser.parse_args(argv))
     host, port, shards = arguments.pop("host"), arguments.pop("port"), arguments.pop("shards")

@@ -20,7 +20,7 @@ AGAIN = (429, 502, 503, 504)
 PATIENCE_S = 300.0
 """From the first try that failed: a request may wait long for its answer before."""
 ANSWER_S = 1800.0
-"""Of one request: a full server lets it wait."""
+"""Time limit of one request: a full server lets it wait."""
 
 
 class ChatError(Exception):

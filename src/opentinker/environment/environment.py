@@ -1,4 +1,4 @@
-"""What a training client asks of an environment: data, and what it says about the job."""
+"""Interface of an environment for a training client: data, and settings of the job."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class BaseEnvironment(ABC):
     """Subclass GameEnvironment, which does all of this, rather than this."""
 
     concurrency = CONCURRENCY
-    """Episodes at once that `fit` serves from its process; further ones wait."""
+    """Concurrent episodes that `fit` serves from its process; further ones wait."""
 
     @abstractmethod
     def setup(self, client: Any) -> None:
@@ -51,4 +51,4 @@ class BaseEnvironment(ABC):
 
     @abstractmethod
     def get_config(self) -> dict[str, Any]:
-        """What the job's spec should say otherwise, under `opentinker`: {"opentinker": {"train": {"lr": 1e-5}}}."""
+        """Return overrides of the job's spec, under `opentinker`: {"opentinker": {"train": {"lr": 1e-5}}}."""

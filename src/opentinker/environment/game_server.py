@@ -41,7 +41,7 @@ def post(endpoint: str, route: str, body: dict[str, Any], timeout_s: float = TIM
 
 
 def look_for(endpoint: str) -> None:
-    """Raises GameServerError unless somebody answers there, whatever the answer is."""
+    """Raise GameServerError unless the server answers, with any answer."""
     try:
         urllib.request.urlopen(f"{endpoint.rstrip('/')}/health", timeout=TIMEOUT_S).close()
     except urllib.error.HTTPError as error:
@@ -102,7 +102,7 @@ class RemoteEnvironmentClient:
         return await self._ask("/step", instance_id, action=action)
 
     async def finalize(self, instance_id: str) -> None:
-        """The game is over, whatever its state."""
+        """End the game in any state."""
         await self._ask("/finalize", instance_id)
 
     async def health_check(self) -> bool:
@@ -114,7 +114,7 @@ class RemoteEnvironmentClient:
 
 
 def result_of(answer: dict[str, Any]) -> StepResult:
-    """Of a server's answer to /step."""
+    """Parse a server's answer to /step."""
     info = answer.get("info") or {}
     return StepResult(str(answer.get("observation", "")), answer["reward"], bool(answer["done"]), info)
 
@@ -144,7 +144,7 @@ class GameServer(AbstractGame):
         if self._place is None:
             place = self._endpoints.take(self._ids["instance_id"])
             with self._placing:
-                if self._closed:  # meanwhile, by whoever no longer waited for it
+                if self._closed:  # closed since, by a caller that no longer waited for it
                     self._endpoints.give_back(place)
                     raise GameServerError("the episode was closed before a game server was free")
                 self._place = place

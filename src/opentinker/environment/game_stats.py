@@ -1,4 +1,4 @@
-"""What a game server counts, per job: games since the last reset of the step, and since the beginning."""
+"""Statistics of a game server, per job: games since the last reset of the step, and in total."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 MOST_JOBS = 1000
 OUTCOMES = ("win", "loss", "draw", "timeout")
-"""Of `info["result"]`; others are not counted."""
+"""Counted values of `info["result"]`."""
 
 
 @dataclass
@@ -47,7 +47,7 @@ class BaseGameStats:
         self._started = 0
         self._done = _Games()
         self._left = _Games()
-        """Of this step: those that ended before they were done."""
+        """Games of this step that ended unfinished."""
         self._total = _Games()
         self.total_interactions = 0
 
@@ -75,7 +75,7 @@ class BaseGameStats:
         self._total.add(game)
 
     def register_game_end(self, instance_id: str, job_id: str = "default") -> None:
-        """The server has forgotten the game: it was done, was finalized, or nobody has played it for long. One that was
+        """Count a game that the server has forgotten: it was done, was finalized, or was idle for long. One that was
         not done is incomplete."""
         if (game := self._running.pop(instance_id, None)) is not None:
             self._left.add(game)
@@ -83,7 +83,7 @@ class BaseGameStats:
     # --- numbers --------------------------------------------------------------------------------------------------
 
     def get_step_stats(self) -> dict[str, float]:
-        """Of the games that ended since the last `reset_step_stats`."""
+        """Return statistics of the games that ended since the last `reset_step_stats`."""
         games, incomplete = self._done, self._left.count + len(self._running)
         all_rewards = games.reward + self._left.reward + sum(game.reward for game in self._running.values())
         return {
@@ -172,7 +172,7 @@ class JobStats:
         return self.jobs[job]
 
     def told(self, job: str) -> BaseGameStats:
-        """To read: of a job that nothing was counted of, those are zeros that nobody keeps."""
+        """Return a job's statistics for reading; zeros, without storing them, if it has none."""
         return self.jobs[job] if job in self.jobs else self._kind()
 
     def forget(self, job: str) -> None:

@@ -1,7 +1,7 @@
-"""What games with blocking calls need of the asynchronous side: graders, and the python tool.
+"""Tools for games with blocking calls from the asynchronous side: graders, and the python tool.
 
-Both live in an event loop of this process, in a thread of its own, whoever calls: a game that is served, a game
-server's thread, a child of an env worker. Never call it from an event loop.
+Both run in an event loop of this process in a separate thread, for any caller: a served game, a game server's thread, a
+child of an env worker. Never call it from an event loop.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def wait_for(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 def graded(answer: str, said: str, data_source: str = "") -> Grade:
-    """Whether `said` gives `answer`, by value, never by likeness of the texts; gsm8k's answers stand after `####`."""
+    """Grade `said` against `answer`, by value, never by similarity of the texts; gsm8k's answers follow `####`."""
     if "gsm8k" in data_source:
         found = answer_of(said)
         return Grade(right=found is not None and found == answer_of(answer), answered=found is not None)
@@ -59,8 +59,8 @@ async def _graded(answer: str, said: str) -> Grade:
 
 
 class Python:
-    """The python tool of one episode (docs/environments/tools.md). With `monty` variables stay from call to call; with
-    `sandbox` every call begins anew, in CPython with numpy and sympy."""
+    """The python tool of one episode (docs/environments/tools.md). With `monty` variables persist between calls; with
+    `sandbox` every call starts from scratch, in CPython with numpy and sympy."""
 
     def __init__(self, backend: Backend = "monty", timeout_s: float = 10.0) -> None:
         """Raises ValueError if it cannot be had here."""

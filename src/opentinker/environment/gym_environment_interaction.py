@@ -16,7 +16,7 @@ from opentinker.envs.game import AbstractGame, StepResult, opening_of
 
 
 class _Elsewhere(AbstractGame):
-    """Of a game server's game nothing is known here."""
+    """Stands for a game on a game server, of which nothing is known here."""
 
     def reset(self, **kwargs: Any) -> str:
         raise NotImplementedError
@@ -58,7 +58,7 @@ class GymEnvironmentInteraction:
     async def generate_response(
         self, instance_id: str, messages: Sequence[Mapping[str, Any]], **kwargs: Any
     ) -> tuple[bool, str, float, dict[str, Any]]:
-        """What the game says to the last message of the assistant: done, text, reward, info."""
+        """Return the game's reply to the last message of the assistant: done, text, reward, info."""
         said = next((str(m["content"]) for m in reversed(messages) if m.get("role") == "assistant"), "")
         result = await asyncio.to_thread(self._game(instance_id).step, said)
         rewards = self._rewards[instance_id]

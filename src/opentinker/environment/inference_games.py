@@ -22,7 +22,7 @@ class Play(Protocol):
     """One episode."""
 
     async def open(self) -> Chat:
-        """What the model is shown first."""
+        """Return the first messages for the model."""
 
     async def step(self, action: str) -> StepResult: ...
 
@@ -30,8 +30,8 @@ class Play(Protocol):
 
 
 class LocalGame:
-    """Played in threads; of games that share something one call at a time (`turn`), and the global random numbers are
-    its own meanwhile."""
+    """Played in threads; games that share state play one call at a time (`turn`), with exclusive use of the global
+    random numbers."""
 
     def __init__(
         self, make: Callable[[], AbstractGame], state: dict[str, Any], seed: int | None, turn: asyncio.Lock
@@ -79,7 +79,7 @@ class RemoteGame:
         return result
 
     async def close(self) -> None:
-        """A server forgets a game that is done by itself; one that does not answer is none to tell anything."""
+        """A server forgets a finished game by itself; one that does not answer cannot be told."""
         if not self._done:
             with contextlib.suppress(GameServerError):
                 await self._client.finalize(self._instance)

@@ -38,17 +38,17 @@ AT_ONCE = 64
 SUCCESS = 0.5
 """A reward above it counts as right."""
 GENERATED = 50
-"""Samples of a game without data, where nobody says how many."""
+"""Samples of a game without data, by default."""
 OF_THE_SAMPLE = (400, 413, 422)
-"""What a server answers to a conversation that it does not take, e.g. one that is too long."""
+"""Statuses for a conversation that the server refuses, e.g. one that is too long."""
 IDLE_S = 1800.0
-"""An inference job of ours ends when it is asked nothing for so long: the program that made it was killed."""
+"""Our inference job ends after this time without requests: the program that made it was killed."""
 Sample = dict[str, Any]
 
 
 @dataclass
 class InferenceResult:
-    """What became of one sample."""
+    """Result of one sample."""
 
     sample_id: int | str
     messages: Chat
@@ -56,16 +56,16 @@ class InferenceResult:
     prompt_text: str
     """The first messages, one after the other."""
     response_text: str
-    """All that the model said."""
+    """All text of the model."""
     reward: float
     """Sum over the steps."""
     done: bool
     """Whether the game came to its end."""
     num_turns: int
-    """Of the model."""
+    """Turns of the model."""
     ground_truth: Any = None
     info: dict[str, Any] = field(default_factory=dict)
-    """Of the last step, and of all steps under `env_info`; `error` where the game failed, or the server refused the
+    """Info of the last step, and of all steps under `env_info`; `error` if the game failed, or the server refused the
     conversation."""
 
     def to_dict(self) -> dict[str, Any]:
@@ -152,7 +152,7 @@ class InferencePipeline:
         self.max_user_turns, self.max_assistant_turns = max_user_turns, max_assistant_turns
         self.max_context_length, self.concurrency = max_context_length, concurrency
         self.finished: dict[int, InferenceResult] = {}
-        """Of the samples of the last run, by number: also where it was broken off."""
+        """Results of the last run's samples, by number: also if it was interrupted."""
         self._scheduler: InferenceSchedulerClient | None = None
         self._serving = ""
         """The job that this pipeline has submitted."""

@@ -14,8 +14,8 @@ IMAGES = "multi_modal_data"
 
 
 def messages_of(sample: Mapping[str, Any]) -> list[Message]:
-    """Of a row like DynamicGameDataset's. Where nothing says where the images stand, they come before the first text of
-    a user. Raises RowError if the texts name another number of images than there are."""
+    """Return the messages of a row like DynamicGameDataset's. Without marks for their places, images come before the
+    first text of a user. Raises RowError if the texts name another number of images than there are."""
     images = list((sample.get(IMAGES) or {}).get("image", ()))
     chat = [
         (str(message["role"]), list(_parts(message.get("content"), bool(images)))) for message in sample["raw_prompt"]

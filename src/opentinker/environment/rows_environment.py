@@ -21,8 +21,8 @@ class RowsEnvironment(GameEnvironment):
     """`data_paths`: .jsonl, .json, .parquet, directories of them, or ids of a hub; one or several. The prompt is the
     row's, after the game's system message; `reset` gets ground_truth, data_source and extra_info.
 
-    An epoch is one pass over the rows, in one order whoever serves it and whenever. Of `val_data_paths` the first
-    `val_batch_size` rows (default 50) are evaluated; without them there are no evaluations.
+    An epoch is one pass over the rows, always in the same order. The first `val_batch_size` rows (default 50) of
+    `val_data_paths` are evaluated; without them there are no evaluations.
     """
 
     def __init__(

@@ -11,8 +11,8 @@ from opentinker.envs.game import AbstractGame
 
 class VLGameEnvironment(RowsEnvironment):
     """As MathGameEnvironment; the column `image_key` holds an image, or a list of them: PNG or JPEG as bytes, as
-    {"bytes": ...} or {"path": ...} (beside the data file), or as a data: URL. They stand where the prompt says
-    `<image>`, else before the text of the first user message.
+    {"bytes": ...} or {"path": ...} (relative to the data file), or as a data: URL. They replace `<image>` in the
+    prompt, otherwise they come before the text of the first user message.
 
     Rows that show something need a model that sees, of a family that is supported: else the job fails, and says so.
     """

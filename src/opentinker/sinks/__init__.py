@@ -2,8 +2,8 @@
 
     watch_metrics --point--> Sink.log(step, values, time), until the job has ended; then Sink.close(state)
 
-A process of its own, that reads what everybody may read: nothing of the trainer waits for it. One short file per tool,
-by the tool's own library, which is imported where it is used.
+A separate process that reads only what any user may read: the trainer never waits for it. One short file per tool,
+using the tool's library, which is imported where it is used.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ KINDS = {
     "wandb": "PROJECT or ENTITY/PROJECT",
     "trackio": "a project",
 }
-"""What stands after the colon of `--to KIND:...`."""
+"""Meaning of the text after the colon of `--to KIND:...`."""
 
 
 class Sink(Protocol):
@@ -29,7 +29,7 @@ class Sink(Protocol):
         ...
 
     def close(self, state: str) -> None:
-        """`state`: in which the job ended; `running` if it goes on without us."""
+        """`state`: the job's final state; `running` if it continues without us."""
         ...
 
 

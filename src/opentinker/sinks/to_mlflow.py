@@ -1,4 +1,4 @@
-"""A run of MLflow, by its id found again: who sends a job a second time goes on in the same run."""
+"""A run of MLflow, found again by its id: sending a job a second time continues the same run."""
 
 from __future__ import annotations
 

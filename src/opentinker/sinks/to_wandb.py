@@ -1,4 +1,4 @@
-"""A run of Weights & Biases under the job's id: who sends a job a second time goes on in the same run."""
+"""A run of Weights & Biases under the job's id: sending a job a second time continues the same run."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Durations for `opentinker plan` that nobody has said: the environment's is measured here, the model's follow from its
-size and from the round figures below. Each comes with the sentence that says so.
+"""Estimates durations for `opentinker plan` that the user has not given: the environment's is measured here, the
+model's follow from its size and from the round figures below. Each comes with an explanatory sentence.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ if TYPE_CHECKING:
     from opentinker.shared.spec import JobSpec
 
 PARAMETERS = 1e9
-"""Of a model whose size neither its files nor its name tells."""
+"""Parameters of a model whose size is in neither its files nor its name."""
 PROMPT_SHARE = 2.0
 """Tokens of a trajectory over those that were sampled: a prompt as long as the answer."""
 TURNS = 4
 ENV_S = 0.1
-"""Of a call of an environment that cannot be played here."""
+"""Seconds per call of an environment that cannot be played here."""
 NAMED_SIZE = re.compile(r"(\d+(?:\.\d+)?)([bm])(?![a-z])", re.IGNORECASE)
 
 
 class Machine(NamedTuple):
-    """What computes, in round figures."""
+    """Computing hardware, in round figures."""
 
     name: str
     bytes_per_s: float
     """Weights read from memory, once for every token."""
     operations_per_s: float
     token_s: float
-    """Of a token beside the reading of weights."""
+    """Seconds per token in addition to reading the weights."""
 
 
 CPU = Machine("a CPU: 10 GB/s, 0.1 TFLOP/s", 1e10, 1e11, 0.01)
@@ -72,7 +72,7 @@ def estimated(spec: JobSpec, turns: float, tokens: float, missing: set[str]) -> 
 
 
 def parameters_of(base: str) -> tuple[float, str]:
-    """Of a model, and how that is known."""
+    """Return a model's number of parameters, and its source."""
     path = Path(base).expanduser()
     if weights := sum(file.stat().st_size for file in path.glob("*.safetensors")):
         halves = {"bfloat16", "float16"} & set(re.findall(r"\w+", (path / "config.json").read_text()))

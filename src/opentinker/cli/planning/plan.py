@@ -103,7 +103,8 @@ def plan(
 
 
 def work_of(spec: JobSpec, known: dict[str, float], spread: float) -> tuple[Work, list[str]]:
-    """What is not `known` is taken from the job, if it is there, and else estimated; the sentences say how."""
+    """Values that are not `known` come from the job, if it exists, and are estimated otherwise; the sentences explain
+    each."""
     from opentinker.cli.planning.estimates import estimated
     from opentinker.cli.planning.simulation import Work
 
@@ -134,7 +135,7 @@ def work_of(spec: JobSpec, known: dict[str, float], spread: float) -> tuple[Work
 
 
 def advice(work: Work, rows: Sequence[Mapping[str, Any]], spec: JobSpec) -> list[str]:
-    """What to type, and what would make a step shorter than that."""
+    """Return commands to type, and ways to shorten a step further."""
     best = min(row["step_s"] for row in rows)
     few = next(row for row in rows if row["step_s"] <= best * ENOUGH)
     count, env_workers = few["rollout_workers"], few["env_workers"]

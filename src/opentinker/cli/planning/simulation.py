@@ -1,13 +1,14 @@
-"""What would a job do on N rollout workers and M env workers? A discrete-event simulation of the pipeline, in seconds.
+"""Predicts a job's speed on N rollout workers and M env workers by discrete-event simulation of the pipeline, in
+seconds.
 
 tickets -> groups of episodes (generate, ask the environment, ...) -> batches -> steps -> weights that are swapped in
 
-A ticket is issued by the law of shared/state/staleness.py, a rollout worker plays so many groups at once as the job
-says, an episode holds a session from its beginning to its end, of an env worker that chance picks, and stands in its
-line for a while if it is full (shared/messaging/env_client.py), the trainer takes whole batches in the order in which
-groups come, and every rollout worker stands still for a swap. An engine shares its tokens a second evenly between its
-sequences, none of which is faster than it would be alone. What is left out: retries, oversampling, reference models,
-validation, and the seconds in which workers start. `python -m loadtest steady slow-env` checks it against real runs.
+The rule of shared/state/staleness.py issues tickets; a rollout worker plays as many groups concurrently as the job
+allows; an episode holds a session of a randomly chosen env worker from its beginning to its end, and waits in its queue
+for a while if it is full (shared/messaging/env_client.py); the trainer takes whole batches in the order in which groups
+arrive; every rollout worker pauses for a swap. An engine divides its tokens a second evenly between its sequences, none
+of which is faster than it would be alone. Not simulated: retries, oversampling, reference models, validation, and the
+start of workers. `python -m loadtest steady slow-env` checks it against real runs.
 """
 
 from __future__ import annotations
@@ -30,22 +31,22 @@ SAME = 0.03
 """A step is as short as it gets if it is longer by less than this share."""
 MOST_ENV_WORKERS = 4096
 IN_LINE_S = 2.0
-"""For so long a full env worker keeps an episode in line: shared/messaging/env_client.py."""
+"""Time for which a full env worker keeps an episode queued: shared/messaging/env_client.py."""
 IN_LINE_SHARE = 0.1
-"""Of an environment's time for a turn, if that is longer: asking about more often changes nothing and takes long."""
+"""Fraction of an environment's time per turn, if that is longer: asking more often changes nothing and takes long."""
 EVEN = 1e-3
 """A spread below which all turns are of one length."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What a job does, and how long things take; durations in seconds."""
+    """Work of a job and its durations, in seconds."""
 
     group_size: int
     groups_per_batch: int
     max_staleness: int
     concurrent_groups: int
-    """Of one rollout worker."""
+    """Per rollout worker."""
     turns: float
     """Model outputs per episode; between two whole numbers it is one or the other."""
     tokens: float
@@ -53,13 +54,13 @@ class Work:
     token_s: float
     """From token to token of a sequence that is alone in its engine."""
     tokens_per_s: float = math.inf
-    """Of one engine, with as many sequences as it gets."""
+    """Per engine, at full concurrency."""
     spread: float = 0.0
     """Standard deviation of the tokens of a turn over their mean (gamma distribution)."""
     env_s: float
-    """Of one call of the environment; an episode opens and then calls once a turn."""
+    """Per call of the environment; an episode opens and then calls once a turn."""
     train_s: float
-    """Of one optimizer step."""
+    """Per optimizer step."""
     swap_s: float = 0.0
     """For which an engine stands still at each new version."""
 
@@ -69,9 +70,9 @@ class Pools:
     rollout_workers: int
     env_workers: int
     sessions: int
-    """That an env worker holds at once."""
+    """Concurrent sessions of an env worker."""
     calls: int | None = None
-    """That an env worker plays at once, for environments that block; None: one per session."""
+    """Concurrent calls of an env worker, for environments that block; None: one per session."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +86,7 @@ class Prediction:
     engines_busy: float
     """Share of the engines' time in which there is anything to generate."""
     sessions_used: float
-    """Of all sessions of all env workers."""
+    """Fraction of all sessions of all env workers."""
     staleness: float
     """Versions that the oldest token of an episode is behind the step that trains on it."""
 
@@ -100,7 +101,7 @@ class _Engine:
         self._paused = False
         self._round = self._number = 0
         self.version = 0
-        """Of the weights that the next token is sampled from."""
+        """Version of the weights that sample the next token."""
 
     def generate(self, tokens: float) -> simpy.Event:
         self._advance()
@@ -220,7 +221,7 @@ class _Pipeline:
         return oldest
 
     def _session(self) -> Generator[simpy.Event, Any, tuple[_EnvWorker, simpy.resources.resource.Request]]:
-        """A place at an env worker that chance picks; whoever stands in its line for too long asks another."""
+        """Acquire a place at a randomly chosen env worker; after too long in its queue, try another."""
         in_line_s = max(IN_LINE_S, IN_LINE_SHARE * self.work.env_s)
         while True:
             worker = self.workers[int(self.random.integers(self.pools.env_workers))]
@@ -268,7 +269,7 @@ class _Pipeline:
 
 
 def predict(work: Work, pools: Pools, steps: int | None = None, seed: int = 0) -> Prediction:
-    """Of `steps` optimizer steps (default: what EPISODE_TURNS allow, 4 to 50) after the pipeline has filled."""
+    """Predict `steps` optimizer steps (default: as EPISODE_TURNS allow, 4 to 50) after the pipeline has filled."""
     if steps is None:
         steps = int(EPISODE_TURNS / (work.group_size * work.groups_per_batch * max(1.0, work.turns)))
         steps = min(50, max(4, steps))

@@ -1,4 +1,4 @@
-"""What `opentinker up` prints on a terminal: the URL, how to sign in, what to type next."""
+"""Output of `opentinker up` on a terminal: the URL, how to sign in, what to type next."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a job is doing now, and what waits for what and why, in sentences made of what the server says of it."""
+"""Describes a job's state, and what it waits for and why, in sentences from the server's data."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def _since(seconds: float) -> str:
 
 
 def next_commands(job: Job) -> list[tuple[str, ...]]:
-    """What to type next, as arguments of `opentinker`, the likeliest first."""
+    """Return the next commands to type, as arguments of `opentinker`, the likeliest first."""
     id, state = str(job["id"]), JobState(job["state"])
     if state == JobState.FAILED:
         return [("logs", id, "--level", "warning"), ("events", id)]

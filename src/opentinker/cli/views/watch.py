@@ -30,7 +30,7 @@ TIMES = ("since", "created", "updated", "deleted", "expires")
 """Fields of events that are Unix seconds."""
 EVENTS_SHOWN = 6
 PLAIN_LINES = 40
-"""A whole job makes about so many lines in a pipe."""
+"""Lines that a whole job prints in a pipe, about."""
 Panels = tuple[tuple[str, str, float | None], ...]
 _ROWS: Panels = (("loss", "loss", None), ("validation loss", "val/loss", None))
 CURVES: dict[str, Panels] = {
@@ -64,7 +64,7 @@ LINE = (
 
 @dataclass
 class Update:
-    """What a view draws."""
+    """Data for one update of a view."""
 
     job: Mapping[str, Any]
     curves: Curves
@@ -235,7 +235,8 @@ def step_line(update: Update, window: range, step: int) -> str:
 
 
 def event_line(event: Mapping[str, Any]) -> str:
-    """`12:03:44 checkpoint step=50 seconds=0.2`; times as times of day, and no epoch where there is none."""
+    """Return a line such as `12:03:44 checkpoint step=50 seconds=0.2`; times as times of day, and no epoch where there
+    is none."""
     stamp = time.strftime("%H:%M:%S", time.localtime(float(event.get("time", 0.0))))
     known = ("id", "event", "time", "state", "finished")
     told = {k: v for k, v in event.items() if k not in known and v not in ("", None) and (k, v) != ("epoch", NO_EPOCH)}

@@ -8,7 +8,7 @@
     client.fit(env, num_steps=100)
 
 `fit` serves the environment from this process, submits the job, shows its progress and returns its last metrics. The
-job lives in the service: a client that dies may be started again with OPENTINKER_ATTACH=JOB, and goes on where it was.
+job lives in the service: a client that dies can be restarted with OPENTINKER_ATTACH=JOB, and continues where it was.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SHOWN = {"reward/mean": "reward", "loss/policy": "loss", "mismatch/mean": "misma
 
 
 class Submission:
-    """What `submit_job` put down, and, once `fit` has begun, which job became of it."""
+    """Data stored by `submit_job`, and the job once `fit` has started it."""
 
     def __init__(self, url: str, config: Any) -> None:
         self.id = f"draft-{uuid.uuid4().hex[:12]}"
@@ -49,7 +49,7 @@ class Submission:
 
 
 _submissions: dict[str, Submission] = {}
-"""Of this process, by id."""
+"""Submissions of this process, by id."""
 
 
 class SchedulerClient(Scheduler):
@@ -153,8 +153,9 @@ class ServiceClient:
     ) -> dict[str, float]:
         """Trains, and returns the last metrics. `num_steps` wins over `num_epochs` (default: one pass over the data).
 
-        Raises RuntimeError when the job fails or is cancelled, ApiError when the service refuses it, with every
-        mistake. Ctrl-C leaves the job running; while nobody serves its environment it waits.
+        Train and return the last metrics. Raises RuntimeError when the job fails or is cancelled, ApiError when the
+        service refuses it, with every mistake. Ctrl-C leaves the job running; it waits while its environment is not
+        served.
         """
         if env.reward_function is not None:
             raise ValueError("reward_function: rewards come from the game's step() here; put it there")
@@ -200,7 +201,7 @@ class ServiceClient:
 
 
 def rows_of(loader: Any) -> int:
-    """Of a loader of any make."""
+    """Return the number of rows of any loader."""
     return len(loader.dataset) if hasattr(loader, "dataset") else len(loader)
 
 

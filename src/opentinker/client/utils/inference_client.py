@@ -93,10 +93,10 @@ class InferenceSchedulerClient(Scheduler):
         the job answers. Raises TimeoutError after `timeout`, RuntimeError if it fails or is cancelled. A job that is no
         longer waited for, by Ctrl-C too, is cancelled.
 
-        An engine has the one device of its worker, and shares it out itself: more of them are refused, and another
-        `gpu_memory_utilization` is said to mean nothing. No code of a model directory is run, whatever
-        `trust_remote_code` says. `opentinker` says anything of the job's spec otherwise:
-        {"resources": {"rollout_workers": 2}, "serving": {"idle_s": 600}}.
+        An engine has its worker's one device and manages its memory itself: more devices are refused, and another
+        `gpu_memory_utilization` causes a warning that it has no effect. No code of a model directory is run, regardless
+        of `trust_remote_code`. `opentinker` overrides any part of the job's spec: {"resources": {"rollout_workers": 2},
+        "serving": {"idle_s": 600}}.
         """
         if tensor_parallel_size != 1:
             raise ValueError(f"tensor_parallel_size = {tensor_parallel_size}: {ONE_DEVICE}")
@@ -118,7 +118,7 @@ class InferenceSchedulerClient(Scheduler):
             self._until_running(job)
             return {**self.get_job_status(job), "message": "it answers", "vllm_server_url": self._url(job)}
         except BaseException as error:
-            if not (isinstance(error, ApiError) and error.status is None):  # else nobody is there to be told
+            if not (isinstance(error, ApiError) and error.status is None):  # otherwise there is no one to tell
                 with contextlib.suppress(ApiError):  # why it is given up says more
                     self.cancel_job(job)
             raise

@@ -1,4 +1,4 @@
-"""Household tasks in words."""
+"""Household tasks as text."""
 
 from opentinker.environment.alfworld.alfworld_game import ALFWorldGame
 

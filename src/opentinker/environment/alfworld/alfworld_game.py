@@ -19,7 +19,7 @@ SPLITS = {
 }
 """By their published names: the directory, and the key under `dataset` of a config file."""
 SHOWN = 20
-"""Commands of an observation; how many more there are is said."""
+"""Commands shown per observation, with the number of the others."""
 
 
 class ALFWorldGame(AbstractGame):
@@ -46,8 +46,8 @@ class ALFWorldGame(AbstractGame):
         num_games: int = -1,
         use_shared_env: bool = False,
     ) -> None:
-        """`config_path`: ALFWorld's own base_config.yaml. `num_games`: the first of them by name; -1: all.
-        `use_shared_env` is refused: every game has a world of its own."""
+        """`config_path`: ALFWorld's base_config.yaml. `num_games`: the first of them by name; -1: all. `use_shared_env`
+        is refused: every game has a separate world."""
         if use_shared_env:
             raise ValueError("use_shared_env: games that share a world disturb each other; leave it out")
         if not installed("alfworld"):

@@ -1,4 +1,4 @@
-"""Geometry problems with a figure, answered in a box: at once, or with a few tries."""
+"""Geometry problems with a figure, answered in a box: in one turn, or with a few tries."""
 
 from opentinker.environment.geo3k.geo3k_env import Geo3KGameEnvironment, Geo3KToolEnvironment
 from opentinker.environment.geo3k.geo3k_game import Geo3KGame

@@ -56,7 +56,7 @@ class Geo3KToolGame(Geo3KGame):
 
 
 def boxed(text: str) -> str | None:
-    """What stands in the last box, braces within it counted."""
+    """Return the content of the last box, with balanced braces."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return None

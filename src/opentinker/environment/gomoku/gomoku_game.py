@@ -13,9 +13,9 @@ NO_FIELD = 1.0
 
 
 class GomokuGame(AbstractGame):
-    """The policy is black and begins. A move that is none costs REWARD_INVALID_FORMAT or, where it names a field that
-    is taken or not on the board, REWARD_INVALID_POSITION, and is asked for again. MAX_CONSECUTIVE_INVALID_MOVES of them
-    end the game with REWARD_INVALID_GAME_OVER.
+    """The policy is black and begins. An invalid move costs REWARD_INVALID_FORMAT or, if it names a field that is taken
+    or off the board, REWARD_INVALID_POSITION, and is asked for again. MAX_CONSECUTIVE_INVALID_MOVES of them end the
+    game with REWARD_INVALID_GAME_OVER.
 
     Everything random, the bot's moves too, comes from the `seed` of the start state: the games of a group begin with
     the same stones and meet the same player.
@@ -44,10 +44,10 @@ class GomokuGame(AbstractGame):
         empty_board_prob: float | None = None,
         random_moves: float | None = None,
     ) -> None:
-        """`max_total_steps`: answers of the policy; then the game is lost by time. `max_initial_moves`: up to so many
-        stones, of each colour as many, stand at the beginning, unless the board is empty, which it is with probability
-        `empty_board_prob`. `random_moves`: share of the bot's. None: the class's constant; of a small board a third may
-        be taken at the beginning."""
+        """`max_total_steps`: answers of the policy; then the game is lost by time. `max_initial_moves`: largest number
+        of stones on the initial board, equally many of each colour; with probability `empty_board_prob` it is empty.
+        `random_moves`: share of the bot's. None: the class's constant; on a small board a third of the fields may be
+        taken initially."""
         if max_total_steps is None:
             max_total_steps = self.DEFAULT_MAX_TOTAL_STEPS
         if max_initial_moves is None:

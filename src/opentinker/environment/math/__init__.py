@@ -1,4 +1,4 @@
-"""Mathematical problems of data sets: answered at once (MathGame), or with programs on the way."""
+"""Mathematical problems of data sets: answered directly (MathGame), or with programs on the way."""
 
 from opentinker.environment.math.math_env import MathGameEnvironment
 from opentinker.environment.math.math_game import MathGame

@@ -17,7 +17,7 @@ ROUND_TRIP_S = 10.0
 
 
 class SandboxClient:
-    """Runs each program anew. The server ends one that takes longer than it allows."""
+    """Runs each program in a fresh process. The server ends one that takes longer than it allows."""
 
     def __init__(self, url: str, timeout: float) -> None:
         """Raises ValueError for what is no URL of a server."""
