@@ -167,7 +167,6 @@ async def test_many_are_answered_at_once_and_their_numbers_are_told(system: Clus
     await until(counted)
 
 
-@pytest.mark.nightly
 async def test_what_is_killed_comes_back_and_serves_again(system: Cluster, job: str) -> None:
     options: Any = {"model": "chat", "messages": ASKED, "temperature": 0, "max_tokens": 8}
     async with asking(system, job) as client:
