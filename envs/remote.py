@@ -6,7 +6,8 @@ http(s)://  The protocol of OpenTinker's environment servers, which any language
 ws(s)://    Our frames (shared/messaging/websocket_frames.py), as served by `opentinker env serve --listen`; they carry
             seats and tools too.
 
-The episode's deadline covers everything. A reset, and any call in frames, is idempotent and is retried while the server
+The episode's deadline covers everything but the import of an environment whose WebSocket server reports that it is
+being imported; HTTP has no way to say so. A reset, and any call in frames, is idempotent and is retried while the server
 is unavailable. A step over HTTP might be played twice, so it is retried only if no connection was made. A server that
 stays unavailable is not a failure of the environment: the session is lost and its episode is played again. Redirects
 are not followed.
@@ -23,6 +24,7 @@ from collections.abc import Awaitable, Callable
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import aiohttp
+import msgspec
 import orjson
 from pydantic import BaseModel, Field
 
@@ -37,6 +39,7 @@ from opentinker.envs.base import (
     is_truncation,
     user,
 )
+from opentinker.envs.import_clock import ImportClock
 from opentinker.shared.messaging.reply_validation import sound
 from opentinker.shared.messaging.websocket_frames import (
     FRAME_BYTES,
@@ -66,6 +69,8 @@ SESSION_S = 3600.0
 """Deadline on the server's side, for sessions that are never closed; the episode's deadline here is shorter."""
 CLOSE_S = 1.0
 ANSWER_S = 5.0
+IMPORT_POLL_S = 0.25
+"""Between questions whether the other side has imported its environment."""
 
 
 class RemoteFailed(OpenTinkerError):
@@ -258,7 +263,7 @@ async def read_limited(response: aiohttp.ClientResponse) -> bytes:
     return raw
 
 
-class WebSocketRemote(Remote):
+class WebSocketRemote(ImportClock, Remote):
     """One connection per episode. A broken connection is replaced and its pending request is sent again."""
 
     Config = RemoteConfig
@@ -284,7 +289,13 @@ class WebSocketRemote(Remote):
             policy=self.policy,
         )
         self._placed = await self.pool.places.acquire()
-        reply, pause = await self._ask("open", request), PAUSE_S
+        soon = msgspec.structs.replace(request, answer_within_s=IMPORT_POLL_S)
+        reply, pause = await self._ask("open", soon), PAUSE_S
+        if reply.opening and reply.importing_s > 0.0:
+            with self.importing():
+                while reply.opening and reply.importing_s > 0.0:
+                    await asyncio.sleep(IMPORT_POLL_S)
+                    reply = await self._ask("open", soon)
         while reply.busy or reply.opening:  # `opening` comes after `answer_within_s`, or sooner
             await asyncio.sleep(pause * (0.5 + random.random()))
             pause = min(1.5 * pause, MAX_PAUSE_S)

@@ -24,7 +24,14 @@ from opentinker.envs.runtime.player import LocalPlayer, Player
 from opentinker.envs.runtime.preflight import mistakes_of
 from opentinker.envs.runtime.resolver import Resolver
 from opentinker.envs.runtime.sessions import Sessions
-from opentinker.shared.types.env_protocol import EnvCheck, EnvCheckReply, OpenSession, SessionReply, StepSession
+from opentinker.shared.types.env_protocol import (
+    MAX_IMPORT_S,
+    EnvCheck,
+    EnvCheckReply,
+    OpenSession,
+    SessionReply,
+    StepSession,
+)
 
 T = TypeVar("T")
 THREADS = 64
@@ -114,7 +121,8 @@ class _Served(Sessions):
     """Sessions of one class, whose players come from the stage."""
 
     def __init__(self, player: Callable[[OpenSession], Player | None], limit: int, resolver: Resolver) -> None:
-        super().__init__("", limit=limit, resolver=resolver)
+        # the other side has the operator's deadline for imports (env_import_timeout_s), and closes what is late
+        super().__init__("", limit=limit, resolver=resolver, import_timeout_s=MAX_IMPORT_S)
         self._new_player = player
 
     def _player(self, request: OpenSession, blocking: bool) -> Player | None:

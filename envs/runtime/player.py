@@ -10,13 +10,15 @@ import inspect
 import math
 import numbers
 import traceback
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 
 from opentinker.envs.base import Action, BadReply, Environment, Opening, Step, Unreachable
+from opentinker.envs.import_clock import ImportClock
 from opentinker.envs.registry import make
 from opentinker.envs.tools import with_tools
 from opentinker.shared.messaging.reply_validation import (
@@ -55,6 +57,8 @@ class LocalPlayer:
         self._environment: Environment | None = None
         self._seat = self._stream = ""
         """Who acts next, and where."""
+        self.importing: Callable[[], AbstractContextManager[object]] = nullcontext
+        """Stops the episode's clock; for environments that are imported elsewhere."""
 
     async def open(self, request: OpenSession) -> SessionReply:
         return await guard_user_code(self._worker, self._open(request))
@@ -75,6 +79,8 @@ class LocalPlayer:
     async def _open(self, request: OpenSession) -> SessionReply:
         made = make(request.environment, request.config, modules=self._modules)
         made.policy = request.policy
+        if isinstance(made, ImportClock):
+            made.importing = self.importing
         self._environment = with_tools(made, request.tool_turns)
         opened = await _awaited(self._environment, "open", self._environment.open(request.row, request.seed))
         reply = opening_of(self._worker, self._environment, opened)

@@ -1,6 +1,7 @@
 """The sessions of one env worker: open, step, close, exactly one answer per (session, turn). Knows no transport.
 
     importing --> opening --answer--> waiting <--step/answer--> playing
+    opening --import behind a URL--> importing
     any of these --done | failure | deadline | close--> ended (its last answer is remembered for a while)
 
 A turn is played in a task of its own and answered through a future: whoever repeats a request waits for, or reads,
@@ -12,7 +13,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -45,12 +48,15 @@ ENDED = Counter("opentinker_env_endings", "Sessions ended, by reason", ["reason"
 
 
 class Session:
-    __slots__ = ("answer", "cost", "ended", "imported", "opened", "player", "request", "task", "timer", "turn")
+    __slots__ = ("answer", "cost", "ended", "imported", "importing", "opened", "player", "request", "task", "timer",
+                 "turn")  # fmt: skip
 
     def __init__(self, request: OpenSession, opened: asyncio.Future[SessionReply]) -> None:
         self.request = request
         self.opened = opened
         self.imported: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.importing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done while an import runs that began after the episode's clock."""
         self.cost = 1.0
         """Of the worker's limit; what its environment says, once that is known."""
         self.answer = opened
@@ -167,8 +173,8 @@ class Sessions:
         if session is None:
             return failure(self.worker, Ending.ENV_LOST, "no such session on this worker: it expired or was lost")
         if request.turn in (IMPORTED, OPEN):
-            either: list[asyncio.Future[Any]] = [session.opened]
-            either += [session.imported] if request.turn == IMPORTED else []
+            news = session.imported if request.turn == IMPORTED else session.importing
+            either: list[asyncio.Future[Any]] = [session.opened, news]
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             return self._opened(session)
         if request.turn == session.turn:
@@ -213,6 +219,8 @@ class Sessions:
         if player is None:
             return SessionReply(worker=self.worker, busy=True)
         session.player = player
+        if isinstance(player, LocalPlayer):
+            player.importing = partial(self._stop_clock, session)
         if isinstance(player, ChildPlayer) and (wrong := await player.prepare(request, self._import_timeout_s)):
             return wrong
         self._start_clock(session)
@@ -232,6 +240,25 @@ class Sessions:
         deadline_s = min(max(0.0, session.request.deadline_s), LONGEST_S)
         session.timer = asyncio.get_running_loop().call_later(deadline_s, self._expire, session)
         session.imported.set_result(None)
+
+    @contextmanager
+    def _stop_clock(self, session: Session) -> Iterator[None]:
+        """The environment is being imported behind a URL: the episode's clock stops, and the import's deadline runs."""
+        assert session.timer is not None
+        loop = asyncio.get_running_loop()
+        left_s = session.timer.when() - loop.time()
+        session.timer.cancel()
+        session.timer = loop.call_later(self._import_timeout_s, self._expire, session)
+        session.imported = loop.create_future()
+        session.importing.set_result(None)
+        try:
+            yield
+        finally:
+            if not session.ended:
+                session.timer.cancel()
+                session.timer = loop.call_later(left_s, self._expire, session)
+            session.importing = loop.create_future()
+            session.imported.set_result(None)
 
     async def _placed(self, session: Session) -> Player | None:
         """Who plays it; None if there is no room."""

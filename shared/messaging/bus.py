@@ -94,8 +94,9 @@ class Bus:
     """One connection. Survives server restarts: what may be repeated waits until the server is back, `request` and
     the reading calls that say so raise NoReply instead."""
 
-    def __init__(self, nc: Client, on_reconnect: set[Callable[[], Awaitable[None]]]) -> None:
+    def __init__(self, nc: Client, on_reconnect: set[Callable[[], Awaitable[None]]], outage: _Outage) -> None:
         self.nc = nc
+        self._outage = outage
         self.js = nc.jetstream(timeout=2.5)
         self.on_reconnect = on_reconnect
         """Awaited one after the other when the server is back, after what the client had held back for it."""
@@ -120,6 +121,7 @@ class Bus:
 
         async def reconnected() -> None:
             outage.ends()
+            outage.ended_at = time.monotonic()
             log.info("nats_reconnected", url=shown)
             for notice in list(on_reconnect):
                 await notice()
@@ -150,7 +152,7 @@ class Bus:
                     first_failure = False
                 await asyncio.sleep(0.2)
         try:
-            bus = cls(nc, on_reconnect)
+            bus = cls(nc, on_reconnect, outage)
             await bus._acks.open()
             yield bus
         finally:
@@ -159,6 +161,10 @@ class Bus:
             except (TimeoutError, nats.errors.Error):
                 with contextlib.suppress(RuntimeError):  # of uvloop: what is held back finds the connection closed
                     await nc.close()
+
+    def was_away(self, within_s: float) -> bool:
+        """Whether the connection is down, or was within the last seconds. Before the first connect is no outage."""
+        return not self.nc.is_connected or time.monotonic() - self._outage.ended_at < within_s
 
     async def ensure_streams(self, replicas: int = 1) -> None:
         """Create or update every stream with this number of replicas. Idempotent; the scheduler calls it at start.
@@ -494,6 +500,8 @@ class _Outage:
 
     def __init__(self, url: str) -> None:
         self._url = url
+        self.ended_at = float("-inf")
+        """When the newest outage ended, monotonic."""
         self._away = self._said = False
         self._said_at: dict[str, float] = {}
 

@@ -25,6 +25,7 @@ from opentinker.shared.types.core import Ending, StopReason
 from opentinker.shared.types.env_protocol import (
     AWAY_S,
     IMPORTED,
+    MAX_IMPORT_S,
     OPEN,
     REMOTE,
     SERVED,
@@ -45,8 +46,6 @@ OPENING_S = 2.5
 job are gone within its 5 s."""
 ASKED_AT_ONCE = 256
 """Opens that one client has not been answered yet: large groups open in portions."""
-IMPORT_MOST_S = 3600.0
-"""Upper bound of env_import_timeout_s; a worker that reports more is not believed."""
 LATE_S = 2.0
 """An env worker's own deadline comes first: its words say what was late."""
 IN_LINE_S = 2.0
@@ -136,15 +135,8 @@ class EnvClient:
                         answer_within_s=min(OPENING_S, 0.5 * within_s),
                     )
                     reply = await self._ask(call, request, within_s, keys)
-                if reply.opening and reply.importing_s > 0.0:
-                    most_s = max(0.0, min(reply.importing_s + LATE_S, IMPORT_MOST_S - imported_s))
-                    began = time.monotonic()
-                    with importing():
-                        reply = await self._outcome(reply.worker, session, IMPORTED, most_s)
-                    took_s = time.monotonic() - began
-                    imported_s, deadline, give_up = imported_s + took_s, deadline + took_s, give_up + took_s
-                if reply.opening:
-                    reply = await self._outcome(reply.worker, session, OPEN, give_up - time.monotonic())
+                reply, took_s = await self._opened(reply, session, give_up, MAX_IMPORT_S - imported_s, importing)
+                imported_s, deadline, give_up = imported_s + took_s, deadline + took_s, give_up + took_s
                 if reply.failure != Ending.ENV_LOST and not reply.busy:
                     return reply
                 why = "all env workers are full" if reply.busy else reply.error
@@ -191,6 +183,28 @@ class EnvClient:
             return SANDBOX_OPEN, {}, "no env worker has sandboxes"
         name = REMOTE if is_url(environment) else environment
         return ENV_OPEN, {"environment": name}, "no env worker serves it"
+
+    async def _opened(
+        self,
+        reply: SessionReply,
+        session: str,
+        give_up: float,
+        import_s: float,
+        importing: Callable[[], AbstractContextManager[object]],
+    ) -> tuple[SessionReply, float]:
+        """The result of an open whose first answer is `reply`, and the seconds that imports took, `import_s` at most.
+        An import is waited for inside `importing`, and `give_up` moves by its length."""
+        took_s = 0.0
+        while reply.opening:
+            if reply.importing_s <= 0.0:
+                reply = await self._outcome(reply.worker, session, OPEN, give_up + took_s - time.monotonic())
+                continue
+            began = time.monotonic()
+            with importing():
+                within_s = max(0.0, min(reply.importing_s + LATE_S, import_s - took_s))
+                reply = await self._outcome(reply.worker, session, IMPORTED, within_s)
+            took_s += time.monotonic() - began
+        return reply, took_s
 
     async def _outcome(self, worker: str, session: str, turn: int, within_s: float) -> SessionReply:
         """Wait for the result of an open, or of the import before it, on the worker that has started it; a session that

@@ -38,7 +38,8 @@ def sound(reply: SessionReply, worker: str, *, player: bool = True) -> SessionRe
         known = reply.failure in (PLAYERS if player else ENVIRONMENTS)
         return failure(worker, reply.failure if known else Ending.ENV_ERROR, reply.error)
     if player and (reply.busy or reply.opening):
-        return SessionReply(worker=worker, busy=reply.busy, opening=reply.opening)
+        importing_s = max(0.0, reply.importing_s) if reply.opening else 0.0  # 0 for what is no number
+        return SessionReply(worker=worker, busy=reply.busy, opening=reply.opening, importing_s=importing_s)
     if problem := _problem(reply):
         return failure(worker, Ending.ENV_BAD_REPLY, problem)
     return msgspec.structs.replace(reply, worker=worker, busy=False, opening=False, error="")

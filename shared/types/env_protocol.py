@@ -10,6 +10,8 @@ from opentinker.shared.types.core import Ending, Message, StopReason, Tool, Tool
 
 OPEN = -1
 IMPORTED = -2
+MAX_IMPORT_S = 3600.0
+"""Upper bound of env_import_timeout_s, and of the import that any worker may report."""
 Isolation = Literal["process", "sandbox"]
 """`process`: in the env worker, or in a child process where the environment says that it blocks: for what the operator
 wrote. `sandbox`: in a child process that sees nothing of this machine (shared/sandbox/sandbox.py)."""
@@ -75,7 +77,8 @@ class StepSession(msgspec.Struct, frozen=True, kw_only=True):
     session: str
     turn: int
     """0, 1, 2... over all seats: a repeated turn is answered from memory, never played twice. OPEN: what the open came
-    to. IMPORTED: answered when the environment has been imported, with `opening`, or what the open came to."""
+    to, or `opening` with `importing_s` when an import begins. IMPORTED: answered when the environment has been
+    imported, with `opening`, or what the open came to."""
     seat: str = ""
     """Who acts: the seat that the last reply named."""
     text: str

@@ -19,12 +19,13 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
+import msgspec
 import nats.errors
 import structlog
 from aiohttp import WSCloseCode, web
 from nats.aio.subscription import Subscription
 
-from opentinker.shared.messaging.reply_validation import sound, sound_mistakes
+from opentinker.shared.messaging.reply_validation import late_import, sound, sound_mistakes
 from opentinker.shared.messaging.subjects import ENV_CLOSE, ENV_STEP, SERVED_BACK, SERVED_CHECK, SERVED_OPEN
 from opentinker.shared.messaging.websocket_frames import Asker, ConnectionLost, Hello
 from opentinker.shared.runtime.service import Context
@@ -32,6 +33,7 @@ from opentinker.shared.types.codec import WireError
 from opentinker.shared.types.core import Ending
 from opentinker.shared.types.env_protocol import (
     AWAY_S,
+    IMPORTED,
     CloseSession,
     EnvCheck,
     EnvCheckReply,
@@ -81,6 +83,8 @@ class Served:
         self._at_name: list[Subscription] = []
         self._deadlines: dict[str, float] = {}
         """Deadlines of its sessions."""
+        self._imports: dict[str, float] = {}
+        """Deadlines of imports that its sessions wait for."""
         self._steps: dict[tuple[str, int], asyncio.Task[SessionReply]] = {}
         """Being asked: who repeats a turn waits with those who asked before."""
         self._background: set[asyncio.Task[Any]] = set()
@@ -230,8 +234,18 @@ class Served:
             reply = SessionReply(worker=self.address, busy=True)
         except WireError as error:
             reply = SessionReply(worker=self.address, failure=Ending.ENV_BAD_REPLY, error=str(error))
+        if reply.opening and reply.importing_s > 0.0:
+            reply = self._import(request.session, reply)
         self._note(request.session, reply)
         return reply
+
+    def _import(self, session: str, reply: SessionReply) -> SessionReply:
+        """The reply, with the operator's deadline for the import; the episode's own begins after it."""
+        within_s = min(reply.importing_s, self._ctx.settings.env_import_timeout_s)
+        self._imports[session] = asyncio.get_running_loop().time() + within_s
+        if session in self._deadlines:  # else it was closed meanwhile
+            self._deadlines[session] += within_s
+        return msgspec.structs.replace(reply, importing_s=within_s)
 
     async def step(self, request: StepSession) -> SessionReply:
         key = (request.session, request.turn)
@@ -243,11 +257,17 @@ class Served:
 
     async def _step(self, request: StepSession) -> SessionReply:
         loop = asyncio.get_running_loop()
-        deadline = self._deadlines.setdefault(request.session, loop.time() + UNKNOWN_S)
+        until = self._deadlines.setdefault(request.session, loop.time() + UNKNOWN_S) + LATE_S
+        limit_s = self._ctx.settings.env_import_timeout_s
+        if request.turn == IMPORTED:
+            until = self._imports.get(request.session, loop.time() + limit_s)
         try:
-            async with asyncio.timeout_at(deadline + LATE_S):
+            async with asyncio.timeout_at(until):
                 reply = await self._played(request)
         except TimeoutError:
+            if request.turn == IMPORTED:
+                self._do(self.close(CloseSession(session=request.session)))
+                return late_import(self.address, limit_s)
             reply = self._failed(Ending.ENV_TIMEOUT, "the process that serves it did not answer in time")
         except Gone as error:
             reply = self._failed(Ending.ENV_LOST, str(error))
@@ -267,12 +287,14 @@ class Served:
             except ConnectionLost:
                 self._lost(asker)
                 continue
+            if reply.opening and request.turn == IMPORTED:
+                return msgspec.structs.replace(reply, importing_s=0.0)
             if reply.busy or reply.opening:
                 return self._failed(Ending.ENV_BAD_REPLY, "a turn was answered like an open: busy, or still opening")
             return reply
 
     async def close(self, request: CloseSession) -> SessionReply:
-        self._deadlines.pop(request.session, None)
+        self._forget_session(request.session)
         if self._asker is not None:
             try:
                 async with asyncio.timeout(LATE_S):
@@ -301,10 +323,14 @@ class Served:
     def _note(self, session: str, reply: SessionReply) -> None:
         """Forget a session that has ended, and those that were not closed."""
         if reply.done or reply.busy or reply.failure is not None:
-            self._deadlines.pop(session, None)
+            self._forget_session(session)
         first = next(iter(self._deadlines), None)
         if first is not None and self._deadlines[first] + LATE_S < asyncio.get_running_loop().time():
-            del self._deadlines[first]
+            self._forget_session(first)
+
+    def _forget_session(self, session: str) -> None:
+        self._deadlines.pop(session, None)
+        self._imports.pop(session, None)
 
     async def _tenant_of(self, job: str) -> str:
         if job not in self._tenants:

@@ -53,7 +53,7 @@ from opentinker.services.scheduler.placement.untrained_jobs import (
     update_untrained,
     waits_for_source,
 )
-from opentinker.services.scheduler.placement.worker_loss import lost
+from opentinker.services.scheduler.placement.worker_loss import NATS_AWAY, NATS_GRACE_S, lost
 from opentinker.shared.asyncio_tools import sleep, wait_event
 from opentinker.shared.messaging.subjects import WAKE
 from opentinker.shared.runtime.liveness import Pulses
@@ -229,6 +229,8 @@ class Reconciler:
             if why is None:
                 continue
             counts = lease in self._granted and lease not in self._stopping
+            if counts and self.ctx.bus.was_away(NATS_GRACE_S):
+                why, counts = f"{why}; {NATS_AWAY}", False
             log.warning("worker_lost", job=job.id, lost=lease.worker, pool=lease.pool, why=why, counts=counts)
             await self._revoke(lease, cluster)
             with _over_meanwhile(job.id):

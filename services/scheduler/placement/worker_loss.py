@@ -3,7 +3,8 @@
 A job fails for what it does itself. A trainer's loss counts unless the trainer had made a step since it was loaded, and
 not ended at the very step where the one before it did; nothing counts of a worker that was told to stop, or whose lease
 is older than the leadership of the scheduler: then scheduler and worker have ended together, or one of them while
-nobody looked.
+nobody looked. Nor does a loss count while the scheduler has no connection to NATS, or within NATS_GRACE_S after that:
+the outage may have ended the worker.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from opentinker.shared.types.core import JobRecord, Lease, Pool
 MAX_RESTARTS = 5
 """Losses of trainers in a row that count; the next one fails the job. As many rollout workers, and one for each that
 the job asks for beyond the first, may be lost before one serves it."""
+NATS_GRACE_S = 30.0
+"""After an outage of NATS. Longer than requests of that time wait for an answer, and than a death stays unnoticed."""
+NATS_AWAY = "NATS was away"
 
 
 class Loss(NamedTuple):
@@ -28,8 +32,8 @@ class Loss(NamedTuple):
 
 
 def lost(job: JobRecord, lease: Lease, why: str, *, counts: bool, now: float, retry_s: float) -> Loss:
-    """`counts`: the worker was not told to stop, and this scheduler has leased it. `retry_s`: pause after the second
-    loss in a row; doubled with each."""
+    """`counts`: the worker was not told to stop, this scheduler has leased it, and NATS was there. `retry_s`: pause
+    after the second loss in a row; doubled with each."""
     return (_trainer if lease.pool == Pool.TRAINER else _rollout_worker)(job, lease, why, counts, now, retry_s)
 
 

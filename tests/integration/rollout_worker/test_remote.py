@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import time
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from aiohttp import web
 
@@ -22,9 +26,10 @@ from opentinker.serve.ws_server import listening
 from opentinker.shared.messaging.websocket_frames import Hello, answer_calls, introduce
 from opentinker.shared.security.egress import LOOPBACK, VARIABLE, Egress, EgressRefused
 from opentinker.shared.types.core import Ending, Message, StopReason, Tool
-from opentinker.shared.types.env_protocol import CloseSession, OpenSession, SessionReply, StepSession
+from opentinker.shared.types.env_protocol import IMPORTED, OPEN, CloseSession, OpenSession, SessionReply, StepSession
 from opentinker.shared.types.errors import SpecError
 from tests.conftest import until
+from tests.samples.slow_imports import Gate, alive_importers
 
 
 @pytest.fixture(autouse=True)
@@ -325,6 +330,44 @@ async def test_everything_of_the_protocol_travels_over_a_websocket() -> None:
         assert (reply.seat, reply.stream, reply.rewards) == ("red", "second", {"red": {"gift": 2.0}})
         assert (await playing.step(1, "b", seat="red")).done
         await playing.close()
+
+
+async def test_import_behind_a_websocket_takes_no_time_of_the_episode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    gate = Gate(tmp_path, blocking=True, waits=f"os.getpid() != {os.getpid()}")
+    async with listening(gate.environment, "127.0.0.1", 0, 8) as url:
+        playing, deadline_s = Playing(url, deadline_s=2.0), 2.0
+        session = playing.request.session
+        began = time.monotonic()
+        await playing.sessions.open(msgspec.structs.replace(playing.request, answer_within_s=0.0))
+        assert (await playing.step(IMPORTED, "")).importing_s == 0.0, "the env worker itself imports nothing"
+        told = await playing.step(OPEN, "")
+        assert told.opening and deadline_s < told.importing_s <= 120.0
+        imported = asyncio.create_task(playing.step(IMPORTED, ""))
+        await until(lambda: time.monotonic() > began + 2 * deadline_s)
+        assert not imported.done()
+        gate.file.touch()
+        assert (await imported).failure is None
+        opened = await playing.step(OPEN, "")
+        assert opened.failure is None and opened.messages, opened.error
+        assert (await playing.step(0, "x")).reward == 1.0
+        await playing.close()
+        assert session not in playing.sessions._sessions
+
+
+async def test_import_behind_a_websocket_ends_at_the_operators_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    gate = Gate(tmp_path, blocking=True, waits=f"os.getpid() != {os.getpid()}")
+    async with listening(gate.environment, "127.0.0.1", 0, 8) as url:
+        playing = Playing(url)
+        playing.sessions = Sessions("w", limit=8, resolver=Resolver(modules=False), import_timeout_s=2.0)
+        late = await playing.open()
+        assert late.failure == Ending.ENV_TIMEOUT and "was not imported within 2 s" in late.error
+        await until(lambda: gate.importers() and not alive_importers(gate))
 
 
 async def test_failures_behind_a_websocket_keep_their_reason() -> None:

@@ -8,8 +8,8 @@ import random
 import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -34,6 +34,7 @@ from opentinker.shared.types.core import Ending, Message, StopReason
 from opentinker.shared.types.env_protocol import EnvCheck, OpenSession, SessionReply, StepSession
 from tests.conftest import Server, until
 from tests.samples.env_samples import Shuffled
+from tests.samples.slow_imports import Gate, alive_importers
 from tests.support.api import OPERATOR, bearing
 from tests.support.factories import make_spec
 from tests.support.scheduling import context, scheduler
@@ -97,6 +98,7 @@ class Episode:
         self.client = EnvClient(bus, ask_s=1.0, gone_s=0.3)
         self.job, self.name, self.session = job, name, session or uuid.uuid4().hex
         self.worker = ""
+        self.importing: Callable[[], AbstractContextManager[object]] = nullcontext
 
     async def open(self, deadline_s: float = DEADLINE_S, **config: Any) -> SessionReply:
         reply = await self.client.open(
@@ -107,6 +109,7 @@ class Episode:
             row=3,
             seed=4,
             deadline_s=deadline_s,
+            importing=self.importing,
         )
         self.worker = reply.worker
         return reply
@@ -138,6 +141,53 @@ async def test_an_episode_is_played_in_the_process_that_serves_it(
         assert last.done and environment.played == [0, 1]
         await episode.close()
         await until(lambda: served.active == 0)
+
+
+async def test_import_in_the_serving_process_takes_no_time_of_the_episode(
+    url: str, bus: Bus, job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    gate = Gate(tmp_path, blocking=True, waits=f"os.getpid() != {os.getpid()}")
+    clocks: list[str] = []
+
+    @contextmanager
+    def stopped() -> Iterator[None]:
+        clocks.append("stopped")
+        yield
+        clocks.append("runs")
+
+    async with serving(gate.environment, url):
+        episode = Episode(bus, job, "count")
+        episode.importing = stopped
+        began, deadline_s = time.monotonic(), 3.0
+        opened = asyncio.create_task(episode.open(deadline_s))
+        await until(lambda: time.monotonic() > began + deadline_s)
+        assert clocks == ["stopped"] and not opened.done()
+        gate.file.touch()
+        reply = await opened
+        assert reply.failure is None, reply.error
+        assert clocks == ["stopped", "runs"]
+        assert (await episode.step(0)).reward == 1.0
+        await episode.close()
+
+
+async def test_import_in_the_serving_process_ends_at_the_operators_deadline(
+    nats_server: Server,
+    valkey_server: Server,
+    store: Store,
+    bus: Bus,
+    job: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    gate = Gate(tmp_path, blocking=True, waits=f"os.getpid() != {os.getpid()}")
+    limited = context(nats_server, valkey_server, "scheduler-0", tmp_path, env_import_timeout_s=2.0)
+    async with limited as ctx, scheduler(ctx) as url, serving(gate.environment, url) as served:
+        late = await Episode(bus, job, "count").open()
+        assert late.failure == Ending.ENV_TIMEOUT
+        assert "was not imported within 2 s (operator setting env_import_timeout_s)" in late.error
+        await until(lambda: served.active == 0 and not alive_importers(gate))
 
 
 async def test_who_serves_is_listed_and_seen_among_the_workers(url: str, environment: type[Counting]) -> None:

@@ -15,6 +15,7 @@ import orjson
 import pytest
 import structlog
 
+from opentinker.services.scheduler.placement import reconciler as reconciling
 from opentinker.services.scheduler.placement.reconciler import Reconciler
 from opentinker.services.scheduler.placement.worker_loss import MAX_RESTARTS
 from opentinker.shared.runtime.leased_worker import LeasedWorker
@@ -24,7 +25,7 @@ from opentinker.shared.state.artifacts import ArtifactEntry, ArtifactIndex
 from opentinker.shared.state.store import Store
 from opentinker.shared.state.usage import Usage
 from opentinker.shared.types.core import Gpu, JobState, Lease, Pool
-from tests.conftest import Server, until
+from tests.conftest import Server, start_nats, until
 from tests.support.scheduling import BEAT_S, Workers, context, kinds, new_job, running
 
 
@@ -506,6 +507,38 @@ async def test_trainers_that_make_steps_may_be_killed_without_end(store: Store, 
     await reconciler.look()
     record = await store.job(job)
     assert record.state == JobState.FAILED and "lost 6 times in a row" in record.reason
+
+
+async def test_losses_while_nats_is_away_or_just_was_do_not_fail_a_job(
+    store: Store, valkey_server: Server, workers: Workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nats = start_nats(tmp_path)
+    try:
+        async with context(nats, valkey_server, "scheduler-0", tmp_path) as ctx:
+            reconciler = Reconciler(ctx)
+            job = await new_job(store, "j-a")
+            await workers.start("rollout-0", "trainer-0")
+            await until(lambda: _look_until(reconciler, store, job, 1))
+            nats.kill()
+            await until(lambda: not ctx.bus.nc.is_connected)
+            for epoch in range(1, MAX_RESTARTS + 3):
+                if epoch == MAX_RESTARTS:  # the rest is lost just after the outage
+                    nats.start()
+                    await until(lambda: ctx.bus.nc.is_connected)
+                await store.update(job, step=2, epoch=epoch)
+                await workers.start("trainer-0")
+                await until(partial(_look_until, reconciler, store, job, epoch + 1))
+            record = await store.job(job)
+            assert (record.state, record.restarts) == (JobState.STARTING, 0)
+            events = await store.events(job)
+            why = {event["why"] for event in events if event["event"] == "trainer_lost"}
+            assert why == {"its process was restarted; NATS was away"}
+            monkeypatch.setattr(reconciling, "NATS_GRACE_S", 0.0)  # the outage is long ago
+            await workers.start("trainer-0")
+            await until(partial(_look_until, reconciler, store, job, MAX_RESTARTS + 4))
+            assert (await store.job(job)).restarts == 1
+    finally:
+        nats.kill()
 
 
 @pytest.mark.parametrize("pool", ["trainer-0", "rollout-0"])

@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from importlib import invalidate_caches
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +41,7 @@ from opentinker.shared.types.env_protocol import (
 from opentinker.shared.types.errors import SpecError
 from tests.conftest import soon, until
 from tests.samples import env_samples
+from tests.samples.slow_imports import Gate, alive, write_module
 
 BLOCKWISE = "tests.samples.env_samples:Blockwise"
 COUNTING, MISBEHAVING, BLOCKING = (
@@ -497,45 +497,7 @@ async def test_a_module_that_raises_is_explained_and_tried_again(
     assert (await sessions.open(opening(session="again", environment=f"{name}:Counting"))).failure is None
 
 
-def write_module(directory: Path, name: str, code: str) -> None:
-    (directory / f"{name}.py").write_text(code)
-    invalidate_caches()
-
-
 # --- imports that take long -----------------------------------------------------------------------------------------
-
-GATED = """
-import os, time
-from pathlib import Path
-from tests.samples.env_samples import Counting
-
-with Path({pids!r}).open("a") as pids:
-    pids.write(f"{{os.getpid()}} ")
-while {waits} and not Path({gate!r}).exists():
-    time.sleep(0.01)
-
-class Gated(Counting):
-    blocking = {blocking}
-
-    async def open(self, row, seed):
-        while self.config.tag == "hang":
-            time.sleep(0.01) if {blocking} else await __import__("asyncio").sleep(0.01)
-        return await super().open(row, seed)
-"""
-"""An environment whose module waits for a file, and whose open may hang."""
-
-
-class Gate:
-    def __init__(self, directory: Path, *, blocking: bool, waits: str = "True") -> None:
-        self.file, self._pids = directory / "gate", directory / "pids"
-        name = f"gated_{'in_a_child' if blocking else 'here'}_{directory.name.replace('-', '_')}"
-        self.environment = f"{name}:Gated"
-        code = GATED.format(pids=str(self._pids), gate=str(self.file), blocking=blocking, waits=waits)
-        write_module(directory, name, code)
-
-    def importers(self) -> list[int]:
-        """Processes that have begun to import it."""
-        return [int(pid) for pid in self._pids.read_text().split()] if self._pids.exists() else []
 
 
 @pytest.mark.parametrize("blocking", [False, True])
@@ -672,10 +634,6 @@ async def test_children_end_with_the_worker(sessions: Sessions, host: ChildPool)
     opened = await sessions.open(opening(environment=BLOCKING))
     await host.close()
     assert not alive(int(opened.messages[0].text))
-
-
-def alive(pid: int) -> bool:
-    return Path(f"/proc/{pid}").exists()
 
 
 # --- any order of any requests --------------------------------------------------------------------------------------
