@@ -7,10 +7,10 @@ ws(s)://    Our frames (shared/messaging/websocket_frames.py), as served by `ope
             seats and tools too.
 
 The episode's deadline covers everything but the import of an environment whose WebSocket server reports that it is
-being imported; HTTP has no way to say so. A reset, and any call in frames, is idempotent and is retried while the server
-is unavailable. A step over HTTP might be played twice, so it is retried only if no connection was made. A server that
-stays unavailable is not a failure of the environment: the session is lost and its episode is played again. Redirects
-are not followed.
+being imported; HTTP has no way to say so. A reset, and any call in frames, is idempotent and is retried while the
+server is unavailable. A step over HTTP might be played twice, so it is retried only if no connection was made. A
+server that stays unavailable is not a failure of the environment: the session is lost and its episode is played
+again. Redirects are not followed.
 """
 
 from __future__ import annotations
