@@ -10,13 +10,14 @@ import os
 import re
 import shutil
 import signal as signal_of
+import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 import pytest
@@ -31,7 +32,7 @@ from opentinker.shared.spec import parse_spec
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import JobState
 from opentinker.shared.types.telemetry import LogLine, MetricPoint, Segment, TimelinePart
-from tests.conftest import WAIT_S, Server, until
+from tests.conftest import WAIT_S, Server, free_port, until
 from tests.support.api import OPERATOR, SPEC, Http, new_key_of, write_checkpoint
 from tests.support.cluster import Cluster, toy_cluster
 from tests.support.factories import make_spec
@@ -51,6 +52,7 @@ WHOLE = re.compile(r"^\s*live\s*(· \d+ points? (is|are) nowhere any more)?\s*$"
 LIVE_AGAIN_S = 15.0
 """5 is meant, of a machine that does nothing else."""
 Open = Callable[..., Awaitable["Tab"]]
+T = TypeVar("T")
 
 
 class Tab:
@@ -73,11 +75,34 @@ class Tab:
         await expect(self.page.locator("body")).to_contain_text(text)
 
 
+@pytest.fixture(scope="module")
+def chromium_url() -> Iterator[str]:
+    """One browser for all tests of this file. It lives in a thread with its own event loop, since each test has one."""
+    loop, port = asyncio.new_event_loop(), free_port()
+    thread = threading.Thread(target=loop.run_forever, name="chromium")
+    thread.start()
+
+    def run(coroutine: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(coroutine, loop).result(WAIT_S)
+
+    try:
+        playwright = run(async_playwright().start())
+        options = [f"--remote-debugging-port={port}", *(["--no-sandbox"] if os.geteuid() == 0 else [])]
+        browser = run(playwright.chromium.launch(executable_path=CHROMIUM, args=options))
+        yield f"http://127.0.0.1:{port}"
+        run(browser.close())
+        run(playwright.stop())
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(WAIT_S)
+        loop.close()
+
+
 @pytest.fixture
-async def chromium() -> AsyncIterator[Browser]:
+async def chromium(chromium_url: str) -> AsyncIterator[Browser]:
+    """A connection to the browser; its end closes the contexts that the test has opened."""
     async with async_playwright() as playwright:
-        sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []
-        browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=sandbox)
+        browser = await playwright.chromium.connect_over_cdp(chromium_url)
         yield browser
         await browser.close()
 
