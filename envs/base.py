@@ -106,8 +106,8 @@ class Step(msgspec.Struct, kw_only=True):
     """The environment's answer to one action."""
 
     messages: list[Message] = []
-    """What the policy sees next. Ignored when the episode is done, unless it is truncated: then what the policy would
-    have seen."""
+    """Messages that the policy sees next. Ignored when the episode is done, unless it is truncated: then those that the
+    policy would have seen."""
     reward: float = 0.0
     """Reward of this turn. The episode's reward is the sum over its turns."""
     done: bool = False

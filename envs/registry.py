@@ -114,7 +114,7 @@ def rehearse(name: str, found: type[Environment], settings: BaseModel) -> None:
     """Build what an episode would play. Raise SpecError with the reason if it cannot be built here."""
     try:
         found.rehearse(settings)
-    except Exception as error:  # noqa: BLE001 - a library's or user's code: whatever it raises is the answer
+    except Exception as error:  # noqa: BLE001 - a library's or user's code: its exception is the answer
         why = error_sentence("".join(traceback.format_exception_only(error)))
         raise _wrong_name(name, f"cannot be played by the env workers here: {why}") from None
 

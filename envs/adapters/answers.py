@@ -76,8 +76,8 @@ def _plain_formula(answer: str) -> bool:
 
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Raises TimeoutError in the block after so long. Main thread only; what runs before the alarm, or was set for
-    later, is put back."""
+    """Raise TimeoutError in the block after the given time. Main thread only; a previous alarm and its handler are
+    restored."""
 
     def ring(_signal: int, _frame: FrameType | None) -> None:
         raise TimeoutError(f"not done within {seconds:g} s")

@@ -22,7 +22,7 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 DRIVER = "chromedriver"
 
 
-class Shelf:
+class BrowserPool:
     """At most `most` browsers that wait, each with the page of its task; one that waits for `idle_s` is closed."""
 
     def __init__(self, most: int, idle_s: float) -> None:
@@ -53,7 +53,7 @@ class Shelf:
         sweeping.start()
 
     def _sweep(self) -> None:
-        """In a thread of its own: the process may have nothing to do for hours."""
+        """Close idle browsers. Runs in a timer thread, because the process may be idle for hours."""
         now = time.monotonic()
         with self._lock:
             old = [entry for entry in self._waiting if entry[2] <= now]

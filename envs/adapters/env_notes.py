@@ -1,4 +1,4 @@
-"""What well-known environments of Gymnasium and PettingZoo do not say themselves: names of actions, and the task."""
+"""Action names and task descriptions that well-known environments of Gymnasium and PettingZoo lack."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from importlib import import_module
 from typing import Any
 
-from opentinker.envs.adapters.library import installed
+from opentinker.envs.adapters.library import is_installed
 
 NAMES = {
     "FrozenLake": ["left", "down", "right", "up"],
@@ -45,7 +45,7 @@ def register(id: str) -> None:
     """Make the environments known that a package other than gymnasium brings. Raises ValueError if it is missing."""
     for beginning, (module, source) in PACKAGES.items():
         if id.startswith(beginning):
-            if not installed(module):
+            if not is_installed(module):
                 raise ValueError(f"id = {id!r} is of {module}, which is not installed here: pip install '{source}'")
             import_module(module)
 
@@ -56,7 +56,7 @@ def base_name(id: str) -> str:
 
 
 def names_of(id: str, environment: Any) -> list[str]:
-    """Of discrete actions, lower case; empty where nobody has named them."""
+    """Return the names of discrete actions in lower case; empty if there are none."""
     plain = environment.unwrapped
     if callable(meanings := getattr(plain, "get_action_meanings", None)):
         return [str(name).lower() for name in meanings()]
@@ -81,7 +81,7 @@ def _bracketed(found: re.Match[str]) -> str:
 
 
 def remark(id: str, environment: Any, observation: Any) -> str:
-    """What the picture in letters does not show."""
+    """Return the part of the state that the text rendering does not show."""
     if base_name(id) != "Taxi":
         return ""
     _, _, passenger, target = environment.unwrapped.decode(observation)

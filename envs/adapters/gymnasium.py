@@ -32,8 +32,8 @@ class Gymnasium(Environment):
         kwargs: dict[str, Any] = {}
         """Passed to the environment."""
         view: Literal["auto", "ansi", "words", "observation"] = "auto"
-        """What the policy sees. `ansi`: the environment drawn in letters; `words`: a MiniGrid in words; `observation`:
-        the observation itself, by its space. `auto`: the first of them that the environment has."""
+        """Form of the observation. `ansi`: the environment drawn in letters; `words`: a MiniGrid described in text;
+        `observation`: the observation itself, by its space. `auto`: the first of these that the environment has."""
         max_steps: Annotated[int, Field(ge=1)] | None = None
         """In place of the environment's own limit."""
 
@@ -147,7 +147,7 @@ class Gymnasium(Environment):
         return self._spaces.allowed(self._environment.action_space, self._mask, self._names)
 
     def _mask_of(self, observation: Any, info: dict[str, Any]) -> Any:
-        """Of the info, or of the observation; None where every action is allowed."""
+        """Return the action mask from the info or the observation; None if every action is allowed."""
         name = self._spaces.MASK
         return info.get(name, observation.get(name) if isinstance(observation, dict) else None)
 

@@ -1,5 +1,5 @@
-"""What the adapters of environment libraries have in common: the library is looked for where episodes are played, its
-mistakes become errors that say what to do, and what it does to the global random generators stays its own.
+"""Common parts of the adapters of environment libraries: a library is looked up where episodes are played, its errors
+become messages with the next step, and its use of the global random generators does not affect other episodes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class LibraryConfig(EnvironmentConfig):
     library: ClassVar[str]
     """The module it is imported as."""
     extra: ClassVar[str]
-    """Of this package, which installs it."""
+    """The extra of this package that installs it."""
 
     def check(self) -> None:
         """Raises ValueError about what only the library knows, such as the names of its environments."""
@@ -45,7 +45,7 @@ class LibraryConfig(EnvironmentConfig):
     @model_validator(mode="after")
     def _known_to_the_library(self, info: ValidationInfo) -> Self:
         if not (info.context or {}).get(ELSEWHERE):
-            if not installed(self.library):
+            if not is_installed(self.library):
                 raise ValueError(f"{self.library} is not installed here: {self.advice()}")
             self.check()
         return self
@@ -55,7 +55,7 @@ class ActionConfig(LibraryConfig):
     """Settings of an adapter that makes actions out of text."""
 
     instruction: str | None = None
-    """What the policy is told first, in place of our own words; may be empty."""
+    """First message to the policy, in place of the default text; may be empty."""
     hint: bool = True
     """Say in the prompt how actions are written."""
     actions: list[Annotated[str, Field(min_length=1)]] = []
@@ -66,17 +66,17 @@ class ActionConfig(LibraryConfig):
     """So many such actions in one episode end it; the environment never sees them."""
 
 
-def said(text: str) -> str:
-    """What stands after the last `Action:`, else the whole text."""
+def action_text(text: str) -> str:
+    """Return the text after the last `Action:`, or the whole text."""
     return _MARK.split(text)[-1].strip()
 
 
 def refusal(why: object, left: str) -> str:
-    """What the policy is told of an action that was not played; `left` is what it could have done."""
+    """Return the message to the policy about an action that was not played; `left` lists possible actions."""
     return f"That is no action: {why}." + (f" Possible: {left}." if left else "")
 
 
-def installed(module: str) -> bool:
+def is_installed(module: str) -> bool:
     """Whether it could be imported, without importing it."""
     try:
         return find_spec(module) is not None

@@ -1,4 +1,4 @@
-"""What a MiniGrid or BabyAI agent sees, in words: its mission, what it carries, and the objects before it."""
+"""Describes the view of a MiniGrid or BabyAI agent as text: its mission, what it carries, and the objects before it."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from opentinker.envs.adapters import miniwob_page as page
-from opentinker.envs.adapters.browser_pool import Shelf, programs, start
+from opentinker.envs.adapters.browser_pool import BrowserPool, programs, start
 from opentinker.envs.adapters.library import Illegal, LibraryConfig, Randomness, episode_seed, refusal, unknown
 from opentinker.envs.base import Action, Environment, Step, user
 from opentinker.envs.png import png
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from miniwob.environment import MiniWoBEnvironment
 
 KEPT, IDLE_S = 2, 60.0
-"""So many browsers wait for the next episode of their task, in one process, for so long."""
+"""Number of idle browsers that a process keeps for the next episode of their task, and how long."""
 ENDLESS_MS = 24 * 3600 * 1000
 
 
@@ -38,7 +38,7 @@ class MiniWob(Environment):
         """`raw`: the task's own, which may be a part of 1; `binary`: 1 if all of it is done, else -1; `timed`: the
         original one, which falls to 0 while the time limit passes."""
         time_limit_s: Annotated[float, Field(gt=0, le=24 * 3600)] | None = None
-        """After so long the page ends the episode by itself, with -1; default: never (MiniWoB++ itself has 10 s)."""
+        """Time after which the page ends the episode with -1; default: never (MiniWoB++ itself has 10 s)."""
         max_steps: Annotated[int, Field(ge=1)] = 20
         """So many actions end the episode, with reward 0 for the last."""
         data_mode: Literal["train", "test"] = "train"
@@ -46,9 +46,9 @@ class MiniWob(Environment):
         positions: bool = False
         """Say where elements are, and let the policy act by position: click_at, double_click_at, drag, scroll."""
         screenshot: bool = False
-        """Send a picture of the page beside its text."""
+        """Send a screenshot of the page with its text."""
         instruction: str | None = None
-        """What the policy is told first, in place of how actions are written; may be empty."""
+        """First message to the policy, in place of the description of actions; may be empty."""
         penalty: Annotated[float, Field(ge=0.0)] = 0.1
         """Taken off the reward for an action that cannot be read (component `illegal`)."""
         max_illegal: Annotated[int, Field(ge=1)] = 3
@@ -70,10 +70,10 @@ class MiniWob(Environment):
     config: Config
     blocking = True
     cost = 64.0
-    """A browser takes about 290 MB that it shares with nobody, and a good part of a core while its page works."""
+    """A browser takes about 290 MB of unshared memory, and much of a core while its page works."""
     recycle_after = 100
     memory_mb = 500
-    shelf: ClassVar = Shelf(KEPT, IDLE_S)
+    shelf: ClassVar = BrowserPool(KEPT, IDLE_S)
 
     async def open(self, row: int, seed: int) -> list[Message]:
         config = self.config
@@ -103,7 +103,7 @@ class MiniWob(Environment):
             moves = self._moves(deed)
         except Illegal as error:
             return self._refuse(error)
-        self._sound = False  # what breaks off here leaves a browser that nobody should get
+        self._sound = False  # an error from here on leaves the browser in an unknown state: do not reuse it
         with self._randomness:
             for move in moves:
                 self._observation, _, self._done, _, info = self._browser.step(move)
@@ -141,7 +141,7 @@ class MiniWob(Environment):
     def _size(self) -> tuple[float, float]:
         return self._browser.instance.task_width, self._browser.instance.task_height
 
-    def _moves(self, deed: page.Deed) -> list[dict[str, Any]]:
+    def _moves(self, deed: page.PageAction) -> list[dict[str, Any]]:
         """As MiniWoB++ actions. Raises Illegal."""
         from miniwob.action import ActionTypes as Types
 

@@ -9,15 +9,15 @@ from typing import Any
 
 import msgspec
 
-from opentinker.envs.adapters.library import Illegal, said
+from opentinker.envs.adapters.library import Illegal, action_text
 
 LINES = 400
-"""Of a page; what comes after is only counted."""
+"""Lines of a page that are shown; the rest is only counted."""
 CHARACTERS = 500
-"""Of one element's text or value."""
+"""Characters of one element's text or value that are shown."""
 FOCUSED, LEAF, CHECKED = 0, 3, "True"
 NO_CLASS = "SVG_CLASS"
-"""What MiniWoB++ says of every drawing."""
+"""Class that MiniWoB++ reports for every drawing."""
 BOXES = ("input_checkbox", "input_radio")
 MEANT = ("input", "button", "textarea", "select", "option", "a", "svg", "circle", "rect", "polygon", "line", "canvas",
          "img", "label", "summary")  # fmt: skip
@@ -50,7 +50,7 @@ _CALL = re.compile(rf"\b({'|'.join(sorted(KINDS, key=len, reverse=True))})[ ]?\(
 _SINGLE = re.compile(r"'((?:[^'\\]|\\.)*)'(?=\s*(?:,|$))")
 
 
-class Deed(msgspec.Struct, frozen=True):
+class PageAction(msgspec.Struct, frozen=True):
     """One action: what, and with which arguments."""
 
     name: str
@@ -78,7 +78,7 @@ def _matters(element: dict[str, Any]) -> bool:
 
 
 def _colour(element: dict[str, Any]) -> str:
-    """Of the ground, if it has one of its own."""
+    """Return the background color, empty if the element has none."""
     red, green, blue, alpha = (float(part) for part in element["bg_color"])
     if alpha == 0.0 or min(red, green, blue) == 1.0:
         return ""
@@ -117,13 +117,13 @@ def _short(text: str) -> str:
     return text if len(text) <= CHARACTERS else f"{text[:CHARACTERS]}..."
 
 
-def read(text: str, refs: set[int], size: tuple[float, float], positions: bool) -> Deed:
+def read(text: str, refs: set[int], size: tuple[float, float], positions: bool) -> PageAction:
     """The last action that a text says. Raises Illegal.
 
     `refs`: the elements that there are; `size` of the page, where positions may be named.
     """
     found = None
-    for line in said(text).splitlines():
+    for line in action_text(text).splitlines():
         found = _last_call(line) or found
     if found is None:
         raise Illegal("there is none in what you say")
@@ -140,11 +140,11 @@ def read(text: str, refs: set[int], size: tuple[float, float], positions: bool) 
         0 <= point < limit for point, limit in zip(points, size * 2, strict=False)
     ):
         raise Illegal(f"that is not on the page, which is {size[0]:.0f} wide and {size[1]:.0f} high")
-    return Deed(name, tuple(arguments))
+    return PageAction(name, tuple(arguments))
 
 
 def _last_call(line: str) -> tuple[str, str] | None:
-    """Of a line; what stands in its quotes is not looked into."""
+    """Return the last call in a line, ignoring text in quotes."""
     found, start = None, 0
     while match := _CALL.search(line, start):
         end = _closing(line, match.start(2))

@@ -14,7 +14,7 @@ import orjson
 from pydantic import BaseModel, Field, ValidationInfo, field_validator, model_validator
 
 from opentinker.envs.adapters.library import Illegal, episode_seed, refusal
-from opentinker.envs.adapters.openenv_client import Line, Seen, ServerError
+from opentinker.envs.adapters.openenv_client import Observation, OpenEnvSession, ServerError
 from opentinker.envs.adapters.openenv_schema import Form, form_of, result_of, tools_of, view
 from opentinker.envs.base import ELSEWHERE, Action, BadReply, Opening, Step, Unreachable, user
 from opentinker.envs.data import in_event_loop
@@ -26,7 +26,7 @@ from opentinker.shared.types.core import Message, ToolCall
 PLAIN = {"ws": "http", "wss": "https"}
 LOST = (aiohttp.ClientError, OSError, TimeoutError, ConnectionLost)
 NUMBERS = 40
-"""Of an observation's metadata, as metrics."""
+"""Metrics taken from an observation's metadata."""
 
 
 class _Full(Exception):
@@ -42,35 +42,35 @@ class OpenEnv(Remote):
 
     class Config(ServerConfig):
         url: Annotated[str, Field(min_length=1)]
-        """Of the server, http(s):// or ws(s)://, without the `/ws` that it serves sessions at."""
+        """URL of the server, http(s):// or ws(s)://, without the `/ws` path of its sessions."""
         reset: dict[str, Any] = {}
-        """Sent with every reset, beside `seed`, `episode_id` and the row: a split, a difficulty."""
+        """Sent with every reset, in addition to `seed`, `episode_id` and the row: a split, a difficulty."""
         row_key: Annotated[str, Field(max_length=100)] = ""
-        """The name under which a reset is told the row of the episode, e.g. `index` of OpenEnv's task API. Empty: it is
-        told the seed alone."""
+        """Field of a reset that holds the episode's row, e.g. `index` of OpenEnv's task API. Empty: only the seed is
+        sent."""
         rows: Annotated[int, Field(ge=1)] | None = None
         """How many there are: rows are told modulo this."""
         actions: Literal["auto", "text", "json", "tools"] = "auto"
-        """`text`: what the policy says is one field of the action; `json`: it says the fields; `tools`: it calls tools.
-        `auto`, by the server's schema: tools, if its actions are calls of tools; text, if the only field that must be
-        said is a string; else JSON."""
+        """`text`: the policy's text is one field of the action; `json`: it writes the fields; `tools`: it calls tools.
+        `auto` decides by the server's schema: tools if its actions are tool calls, text if the only required field is a
+        string, else JSON."""
         action_field: str = ""
         """text: which field; default: the only one."""
         action: dict[str, Any] = {}
-        """Fields that every action has, whatever the policy says."""
+        """Fixed fields of every action."""
         show: list[Annotated[str, Field(min_length=1)]] = []
         """Fields of the observation that the policy sees (`a.b`: b of a); default: all that say something, less its
         metadata. One is shown as it is, several as `name: value`."""
         instruction: str = ""
-        """What the policy is told first."""
+        """First message to the policy."""
         hint: bool = True
         """Say in the prompt how actions are written."""
         penalty: Annotated[float, Field(ge=0.0)] = 0.1
-        """Taken off the reward for an action that is none (component `illegal`)."""
+        """Subtracted from the reward for an invalid action (component `illegal`)."""
         max_illegal: Annotated[int, Field(ge=1)] = 3
         """So many such actions in one episode end it."""
         forgive: bool = False
-        """An action that makes the environment raise is answered like one that is none; otherwise its episode fails."""
+        """Treat an action that makes the environment raise as invalid; otherwise it fails the episode."""
 
         @field_validator("url")
         @classmethod
@@ -102,7 +102,7 @@ class OpenEnv(Remote):
         assert isinstance(config, self.Config)
         self.url = config.url
         super().__init__(config)
-        self._line: Line | None = None
+        self._line: OpenEnvSession | None = None
         self._placed = False
         self._form = Form(kind="json")
         self._return, self._illegal = 0.0, 0
@@ -140,7 +140,7 @@ class OpenEnv(Remote):
         if not action.tool_calls:
             return self._refuse(Illegal(action.problem or "it calls no tool"))
         answers: list[Message] = []
-        reward, seen = 0.0, Seen(observation={}, reward=0.0, done=False)
+        reward, seen = 0.0, Observation(observation={}, reward=0.0, done=False)
         for call in action.tool_calls:
             data = {"type": "call_tool", "tool_name": call.name, "arguments": call.arguments, **self.config.action}
             try:
@@ -164,7 +164,7 @@ class OpenEnv(Remote):
 
     # --- what it says -----------------------------------------------------------------------------------------------
 
-    def _step(self, seen: Seen, messages: list[Message], reward: float) -> Step:
+    def _step(self, seen: Observation, messages: list[Message], reward: float) -> Step:
         self._return += reward
         return Step(
             messages=messages,
@@ -190,13 +190,14 @@ class OpenEnv(Remote):
     def _metrics(self) -> dict[str, float]:
         return {"return": self._return, "illegal": float(self._illegal)}
 
-    def _message(self, seen: Seen) -> Message:
+    def _message(self, seen: Observation) -> Message:
         return user(view(seen, self.config.show) or "(Nothing is to be seen.)")
 
     # --- the server -------------------------------------------------------------------------------------------------
 
     async def _learn_form(self) -> Form:
-        """Of actions, by the server's schema where the config leaves it open. Raise as `with_retries`, or BadReply."""
+        """Return the form of actions, from the server's schema unless the config sets it. Raise as `with_retries`, or
+        BadReply."""
         config = self.config
         wanted = None if config.actions == "auto" else config.actions
         if wanted == "tools" or (wanted == "text" and config.action_field and not config.hint):
@@ -227,13 +228,14 @@ class OpenEnv(Remote):
             raise BadReply(f"{url} did not answer with a JSON object: {raw[:MAX_QUOTED].decode(errors='replace')}")
         return answer
 
-    async def _reset(self, told: dict[str, Any]) -> Seen:
-        """On a connection of its own, again while the server is away or full. Raise as `with_retries`, or BadReply."""
+    async def _reset(self, told: dict[str, Any]) -> Observation:
+        """Reset on a new connection; retry while the server is unavailable or full. Raise as `with_retries`, or
+        BadReply."""
 
-        async def once() -> Seen:
+        async def once() -> Observation:
             await self._hang_up()
             async with asyncio.timeout(self.config.request_timeout_s):
-                self._line = await Line.connect(self.pool.session, f"{self.url}/ws")
+                self._line = await OpenEnvSession.connect(self.pool.session, f"{self.url}/ws")
                 try:
                     return await self._line.ask("reset", told)
                 except ServerError as error:
@@ -250,8 +252,8 @@ class OpenEnv(Remote):
                 await asyncio.sleep(pause * (0.5 + random.random()))
                 pause = min(2 * pause, 2.0)
 
-    async def _try(self, data: dict[str, Any]) -> Seen:
-        """An action of the policy's. Raises Illegal if it is none, and as `_play`."""
+    async def _try(self, data: dict[str, Any]) -> Observation:
+        """Play an action of the policy. Raise Illegal if it is invalid, or as `_play`."""
         try:
             return await self._play(data)
         except ServerError as error:
@@ -261,7 +263,7 @@ class OpenEnv(Remote):
         except TypeError as error:
             raise Illegal(f"it cannot be sent ({error})") from None
 
-    async def _play(self, data: dict[str, Any]) -> Seen:
+    async def _play(self, data: dict[str, Any]) -> Observation:
         """Never asked twice: it might be played twice. Raises Unreachable, RemoteFailed, BadReply, ServerError."""
         assert self._line is not None
         try:

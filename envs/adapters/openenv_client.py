@@ -1,8 +1,8 @@
-"""The wire of OpenEnv servers: JSON over one WebSocket per session. We say reset, step, close, and it answers each with
-an observation or an error. It may say by itself, once, why there is no session.
+"""Client of the OpenEnv protocol: JSON over one WebSocket per session. We send reset, step and close; the server
+answers each with an observation or an error. It may also report once, unasked, why there is no session.
 
-A reader of its own takes in whatever comes, so the server's pings are answered while a policy thinks: servers hang up
-on clients that are silent for 40 s.
+A reader task receives messages continuously, so the server's pings are answered while a policy generates: servers
+disconnect clients that are silent for 40 s.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class ServerError(OpenTinkerError):
         self.code, self.message = code, message
 
 
-class Seen(msgspec.Struct, frozen=True, kw_only=True):
-    """What a reset or a step gives."""
+class Observation(msgspec.Struct, frozen=True, kw_only=True):
+    """Result of a reset or a step."""
 
     observation: dict[str, Any]
     reward: float
@@ -43,7 +43,7 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     metadata: dict[str, Any] = {}
 
 
-class Line:
+class OpenEnvSession:
     """One connection, which is one session of the server."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
@@ -65,13 +65,13 @@ class Line:
             if message.type is not aiohttp.WSMsgType.TEXT:
                 return
 
-    async def ask(self, kind: str, data: dict[str, Any]) -> Seen:
+    async def ask(self, kind: str, data: dict[str, Any]) -> Observation:
         """One question and its answer. Raises ServerError, BadReply, ConnectionLost, and TypeError for what is no JSON.
 
         One that was given up leaves the line useless: its answer may still come.
         """
         question = orjson.dumps({"type": kind, "data": data}).decode()
-        with contextlib.suppress(aiohttp.ClientError, ConnectionError):  # why it is over, it may have said
+        with contextlib.suppress(aiohttp.ClientError, ConnectionError):  # the reason may be among the received messages
             await self._socket.send_str(question)
         if self._reading.done() and self._heard.empty():
             raise ConnectionLost("the server has ended the session")
@@ -86,8 +86,8 @@ class Line:
         await self._socket.close()
 
 
-def _seen(message: aiohttp.WSMessage) -> Seen:
-    """Raises as `Line.ask`."""
+def _seen(message: aiohttp.WSMessage) -> Observation:
+    """Raises as `OpenEnvSession.ask`."""
     if message.type in ENDS:
         raise ConnectionLost(f"the server has ended the session (code {message.data})")
     if message.type is aiohttp.WSMsgType.ERROR:
@@ -108,14 +108,14 @@ def _seen(message: aiohttp.WSMessage) -> Seen:
     return _checked(data)
 
 
-def _checked(data: dict[str, Any]) -> Seen:
+def _checked(data: dict[str, Any]) -> Observation:
     observation, done, reward = data.get("observation"), data.get("done", False), data.get("reward")
     if not isinstance(observation, dict) or type(done) is not bool:
         raise BadReply("the server's observation must be an object, and done true or false")
     if reward is not None and (not isinstance(reward, int | float) or not math.isfinite(reward)):
         raise BadReply(f"the server's reward must be a finite number or null, not {reward!r:.60}")
     metadata = data.get("metadata") or observation.get("metadata")  # older servers have it in there
-    return Seen(
+    return Observation(
         observation=observation,
         reward=float(reward or 0.0),
         done=done,

@@ -9,8 +9,8 @@ from typing import Any, Literal
 import msgspec
 import orjson
 
-from opentinker.envs.adapters.library import Illegal, said
-from opentinker.envs.adapters.openenv_client import Seen
+from opentinker.envs.adapters.library import Illegal, action_text
+from opentinker.envs.adapters.openenv_client import Observation
 from opentinker.envs.base import BadReply
 from opentinker.envs.tool_limits import bounded_tools
 from opentinker.shared.types.core import Tool
@@ -24,7 +24,7 @@ MARK = "What stands after the last `Action:` counts."
 
 
 class Form(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the actions of one environment."""
+    """The form of the actions of one environment."""
 
     kind: Kind
     field: str = ""
@@ -49,7 +49,7 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
 
     def read(self, text: str) -> dict[str, Any]:
         """The action that a text says. Raises Illegal."""
-        text = said(text)
+        text = action_text(text)
         if self.kind == "text":
             if not text:
                 raise Illegal("it is empty")
@@ -84,7 +84,7 @@ def form_of(schema: dict[str, Any], wanted: Kind | None, field: str, fixed: dict
 
 
 def tools_of(observation: dict[str, Any]) -> list[Tool]:
-    """What a server's answer to `list_tools` says. Raises BadReply."""
+    """Return the tools in a server's answer to `list_tools`. Raise BadReply."""
     try:
         listed = msgspec.convert(observation, _Listed)
     except msgspec.ValidationError as error:
@@ -109,7 +109,7 @@ class _Listed(msgspec.Struct):
 
 
 def result_of(observation: dict[str, Any]) -> str:
-    """What a tool has said: its error, the text of its content, or whatever it gave, as JSON."""
+    """Return a tool's result as text: its error, the text of its content, or any other value as JSON."""
     error, result = observation.get("error"), observation.get("result")
     if error:
         return f"Error: {error.get('message', error) if isinstance(error, dict) else error}"
@@ -124,8 +124,9 @@ def result_of(observation: dict[str, Any]) -> str:
     return shown(result)
 
 
-def view(seen: Seen, names: list[str]) -> str:
-    """The named fields (`a.b`: b of a), or all that say something. Raises BadReply if there is none of those named."""
+def view(seen: Observation, names: list[str]) -> str:
+    """Return the named fields as text (`a.b`: b of a), or all non-empty fields. Raise BadReply if no named field
+    exists."""
     if names:
         fields = {**seen.observation, "metadata": seen.metadata}
         found = {name: value for name in names for value in _at(fields, name)}

@@ -16,12 +16,11 @@ if TYPE_CHECKING:
 
 
 class PettingZoo(Environment):
-    """A seat per agent. Each sees its own observations; what an agent gets between two of its turns is its reward.
+    """One seat per agent. Each sees its own observations; its reward is what it receives between two of its turns.
 
-    In a parallel environment the agents of a round act one after the other, and nobody sees what the others of the
-    round have chosen. An action that cannot be read, or that the mask forbids, costs the seat `penalty` and is asked
-    for again; after `max_illegal` of them the seat has forfeited the game, which is over. Whoever has been removed from
-    the game is asked for nothing more.
+    In a parallel environment the agents of a round act one after the other and do not see the choices of the others. An
+    invalid or masked action costs the seat `penalty` and is requested again; after `max_illegal` of them the seat
+    forfeits and the game ends. An agent that was removed from the game gets no more turns.
     """
 
     class Config(ActionConfig):
@@ -33,8 +32,8 @@ class PettingZoo(Environment):
         api: Literal["aec", "parallel"] = "aec"
         """Which form of the environment is played."""
         view: Literal["auto", "ansi", "observation"] = "auto"
-        """What the policy sees. `ansi`: the game drawn in letters; `observation`: what the agent observes, by its
-        space. `auto`: the first of them that the environment has."""
+        """Form of the observation. `ansi`: the game drawn in letters; `observation`: what the agent observes, by its
+        space. `auto`: the first of these that the environment has."""
         kwargs: dict[str, Any] = {}
         """Passed to the environment."""
         forfeit: Annotated[float, Field(ge=0.0)] = 1.0
@@ -109,8 +108,8 @@ class PettingZoo(Environment):
         self._environment.close()
 
     def _advance(self) -> tuple[str | None, dict[str, float]]:
-        """To the next seat that can act, None if there is none; and what each agent got whose turn came up. Says
-        whether all who were left were truncated."""
+        """Advance to the next seat that can act. Return the seat, None if there is none, and the reward of each agent
+        whose turn came up; set `_truncated` if all remaining agents were truncated."""
         environment = self._environment
         credit: dict[str, float] = {}
         endings: list[bool] = []

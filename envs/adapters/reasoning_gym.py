@@ -35,7 +35,7 @@ class ReasoningGym(Environment):
         config: dict[str, Any] = {}
         """The data set's own settings, e.g. `{min_terms = 2}`."""
         seed: Annotated[int, Field(ge=0)] = 0
-        """Of the data set: another seed, other questions, e.g. for validation."""
+        """Seed of the data set; another seed gives other questions, e.g. for validation."""
         rows: Annotated[int, Field(ge=1)] = 10_000
         """How many questions; made when they are asked."""
         instruction: str = "Give the final answer between <answer> and </answer>."

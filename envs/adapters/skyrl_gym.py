@@ -1,4 +1,4 @@
-"""Any environment of skyrl-gym by its id, on rows of your own: a prompt, and what the environment needs beside it."""
+"""Plays environments of skyrl-gym by id on your rows: a prompt, and the other columns that the environment needs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from skyrl_gym.envs.base_text_env import BaseTextEnv
 
 UNGUARDED = {"lcb", "searchcode"}
-"""They run what the policy writes, in this process or beside it, with nothing around it."""
+"""Environments that execute the policy's code in this process or a child without isolation."""
 
 
 class SkyRLGym(Environment):
@@ -82,7 +82,7 @@ class SkyRLGym(Environment):
 
 
 def _made(config: SkyRLGym.Config, row: Row) -> BaseTextEnv:
-    """Raises RowError for a row that lacks what the environment wants beside the prompt."""
+    """Raise RowError for a row that lacks a column that the environment needs in addition to the prompt."""
     import skyrl_gym
     from omegaconf import OmegaConf
 

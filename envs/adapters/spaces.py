@@ -1,6 +1,6 @@
-"""Gymnasium's spaces as text: what an observation looks like, how an action is said, and which one a text says.
+"""Converts Gymnasium's spaces to and from text: observations, the notation of actions, and the action in a text.
 
-Imports gymnasium, so it is itself imported where an adapter opens an episode.
+Imports gymnasium, so adapters import it only when they open an episode.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import msgspec
 import numpy as np
 from gymnasium import spaces
 
-from opentinker.envs.adapters.library import Illegal, said
+from opentinker.envs.adapters.library import Illegal, action_text
 from opentinker.envs.png import png
 from opentinker.shared.types.core import Image
 
 MASK = "action_mask"
-"""Of an observation or an info: which discrete actions are allowed now."""
+"""Key of an observation or an info that holds the mask of allowed discrete actions."""
 LISTED = 40
-"""Discrete actions without names are listed up to so many; and so are the allowed ones."""
+"""Largest number of unnamed discrete actions, or of allowed actions, that is listed."""
 PLANES = 4
 PRINTED = 10_000
 """Numbers of an array."""
@@ -90,7 +90,7 @@ def _beside(text: str) -> str:
 
 
 def how(space: Any, names: list[str]) -> str:  # noqa: PLR0911 - one per kind of space
-    """How an action is said. Raises ValueError if this space has none in text."""
+    """Return how an action is written. Raise ValueError if the space has no text form."""
     match space:
         case spaces.Discrete() if names:
             return f"one of: {', '.join(names)}"
@@ -125,11 +125,11 @@ def hint(space: Any, names: list[str]) -> str:
 
 
 def read(space: Any, text: str, names: list[str], mask: Any = None) -> Any:
-    """The action that a text says. Raises Illegal.
+    """Return the action in a text. Raise Illegal.
 
-    Of a discrete space the last name counts, or the last number where it says no name.
+    In a discrete space the last name counts, or the last number if there is no name.
     """
-    text = said(text)
+    text = action_text(text)
     match space:
         case spaces.Discrete():
             action: Any = _choice(space, text, names)
@@ -148,7 +148,8 @@ def read(space: Any, text: str, names: list[str], mask: Any = None) -> Any:
 
 
 def allowed(space: Any, mask: Any, names: list[str]) -> str:
-    """What the mask leaves, for the prompt; empty where there is none or it leaves everything or too much to list."""
+    """Return the allowed actions for the prompt; empty if there is no mask, it allows everything, or the list is too
+    long."""
     if mask is None or not isinstance(space, spaces.Discrete):
         return ""
     left = [int(index + space.start) for index in np.flatnonzero(mask)]

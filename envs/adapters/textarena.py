@@ -92,7 +92,7 @@ class TextArena(Environment):
         return player, user(seen.strip() or "Your turn.")
 
     def _told(self, player: int, events: list[tuple[Any, ...]]) -> str:
-        """As TextArena's own wrapper for language models has it, less what the player has said itself."""
+        """Format events as TextArena's wrapper for language models does, without the player's own messages."""
         names = self._environment.state.role_mapping
         said = [
             f"[{'GAME' if sender == GAME else names.get(sender, f'Player {sender}')}] {message}"

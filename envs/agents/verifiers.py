@@ -96,7 +96,7 @@ class VerifiersProcess:
 
     @classmethod
     def of(cls, config: Verifiers.Config) -> VerifiersProcess:
-        """Return the process of the environment, started if there is none."""
+        """Return the process of the environment, starting one if needed."""
         key = config.model_dump_json()
         runner = cls._running.get(key)
         if runner is None or runner.gone or runner._loop is not asyncio.get_running_loop():

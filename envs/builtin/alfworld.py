@@ -1,4 +1,4 @@
-"""ALFWorld: household tasks in words, by the real games and the real library. Many turns, slow, in child processes."""
+"""ALFWorld: household tasks in text, with the original games and library. Many turns, slow, in child processes."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class AlfWorld(Environment):
         split: Split = "train"
         """3,553 games, `valid_seen` 140, `valid_unseen` 134."""
         tasks: tuple[Task, ...] = ()
-        """Of these kinds alone; empty: of all six."""
+        """Play only these kinds of task; empty: all six."""
         shuffle: bool = True
         """A new order in every pass; false: by name."""
         seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
-        """Of the order."""
+        """Seed of the order."""
         shuffle_names: bool = False
         """Which of several drawers is drawer 1 is drawn by row and the job's seed, for more variety in training."""
         max_steps: Annotated[int, Field(ge=1)] = 50

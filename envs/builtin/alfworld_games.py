@@ -27,7 +27,7 @@ Task = Literal[
 TASKS: tuple[Task, ...] = get_args(Task)
 FILE = "game.tw-pddl"
 RELEASE = "json_2.1.1"
-"""What the directory is called in ALFWorld's own downloads, under ALFWORLD_DATA."""
+"""Name of the directory in ALFWorld's own downloads, under ALFWORLD_DATA."""
 LEFT_OUT = ("movable", "Sliced")
 """In the names of tasks that ALFWorld itself leaves out of its text games."""
 
@@ -44,7 +44,7 @@ class GameFile(msgspec.Struct):
 
 
 class NoGames(ValueError):
-    """What was looked for, and what is there."""
+    """No game was found; the message says where and what is there."""
 
 
 def split_of(path: str, split: str) -> Path:
@@ -97,8 +97,8 @@ def read(file: str | Path) -> GameFile:
 def choose(
     path: str, split: str, tasks: tuple[str, ...], *, row: int, seed: int, shuffle: bool
 ) -> tuple[GameFile, str, str]:
-    """The game of a row, its file and its kind of task: every game once in a pass, each pass in an order of its own by
-    `seed`. One that has no solution leaves its row to the next one. Raises NoGames."""
+    """Return the game of a row, its file and its kind of task. Every game is played once per epoch, each epoch in a new
+    order by `seed`. A game without a solution is replaced by the next one. Raise NoGames."""
     games = _table(tuple(listing(path, split, tasks)), seed, path)
     for place in range(row, row + len(games)):
         file, about = games.at(place, shuffle=shuffle)

@@ -28,8 +28,8 @@ _PUT = re.compile(r"put (.+?) (?:in/on|in|on|into|onto) (.+)")
 _TITLE = re.compile(r"\A-= .*? =-\s*")
 
 
-class Seen(NamedTuple):
-    """What a command led to, or the start."""
+class CommandResult(NamedTuple):
+    """Result of a command, or the start of the game."""
 
     text: str
     commands: list[str]
@@ -51,15 +51,15 @@ class Play:
             self._environment: Any = named(self._inner, shuffle=shuffle_names)
             self._environment.load(msgspec.to_builtins(game))
             self._state = self._environment.reset()
-        self.start = Seen(_TITLE.sub("", self._state.feedback), self.commands, False, True)
+        self.start = CommandResult(_TITLE.sub("", self._state.feedback), self.commands, False, True)
         self._plan = [] if shuffle_names else list(game.walkthrough)
-        """What the expert goes on to say; empty: it has to think."""
+        """The expert's remaining commands; empty: it has to plan."""
 
     @property
     def commands(self) -> list[str]:
         return [" ".join(command.split()) for command in self._state["admissible_commands"]]
 
-    def say(self, command: str) -> Seen:
+    def say(self, command: str) -> CommandResult:
         """Anything that is not among the commands leaves the game as it is."""
         exact = dict(zip(self.commands, self._state["admissible_commands"], strict=True))
         valid = command in exact
@@ -67,12 +67,12 @@ class Play:
             self._state, _, _ = self._environment.step(exact.get(command, command))
         if valid:
             self._plan = self._plan[1:] if self._plan[:1] == [command] else []
-        return Seen(self._state.feedback, self.commands, bool(self._state["won"]), valid)
+        return CommandResult(self._state.feedback, self.commands, bool(self._state["won"]), valid)
 
     def expert(self) -> str:
-        """A command on a way to the goal: the one that came with the game, else one that the planner finds (seconds).
+        """Return a command on a way to the goal: from the walkthrough of the game, else from the planner (seconds).
 
-        Raises ValueError if there is none.
+        Raise ValueError if there is no way.
         """
         if not self._plan:
             with self._library():
@@ -99,9 +99,9 @@ class Play:
 
 
 def command_of(text: str, commands: list[str]) -> str:
-    """What the policy wants to do: in the last `<action>`, else after the last `Action:`, else the last line.
+    """Return the command in a text: in the last `<action>`, else after the last `Action:`, else the last line.
 
-    Small and capital letters are the same. `put X in/on Y`, as it was in older games, is `move X to Y`.
+    Case does not matter. `put X in/on Y`, as in older games, becomes `move X to Y`.
     """
     tagged, after = _TAGGED.findall(text), _AFTER.findall(text)
     lines = [line for line in (tagged or after or [text])[-1].splitlines() if line.strip()]

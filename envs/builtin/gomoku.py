@@ -1,4 +1,4 @@
-"""Gomoku against a bot, or against itself: two seats, each with a view of its own."""
+"""Gomoku against a bot or in self-play: two seats, each with a separate view."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from opentinker.envs.base import Action, Environment, EnvironmentConfig, Opening, Step, user
-from opentinker.envs.builtin.gomoku_board import BLACK, STONES, WHITE, Board, Read, bot, expert, other
+from opentinker.envs.builtin.gomoku_board import BLACK, STONES, WHITE, Board, ParsedMove, bot, expert, other
 
 
 class Gomoku(Environment):
@@ -43,7 +43,7 @@ class Gomoku(Environment):
         legal_reward: Annotated[float, Field(ge=0.0, le=0.1)] = 0.0
         """Given for each legal move. For policies that seldom make one; in the long run it is worth more to win."""
         context: Literal["game", "turn"] = "game"
-        """`game`: a seat sees all its turns. `turn`: each move begins anew with rules and board, so that its context
+        """`game`: a seat sees all its turns. `turn`: each move starts a new context with rules and board, so that it
         does not grow with the game."""
 
         @model_validator(mode="after")
@@ -96,7 +96,7 @@ class Gomoku(Environment):
 
     # --- moves ----------------------------------------------------------------------------------------------------
 
-    def _refuse(self, read: Read) -> Step:
+    def _refuse(self, read: ParsedMove) -> Step:
         self.tries += 1
         self.illegal += 1
         left = self.config.retries + 1 - self.tries
@@ -127,7 +127,8 @@ class Gomoku(Environment):
         return str(self.board.played) if self.config.context == "turn" else ""
 
     def _asks(self) -> str:
-        """What the next player sees: the rules where its context begins, the other's last move, the board."""
+        """Return the next player's messages: the rules at the start of a context, the opponent's last move, the
+        board."""
         size, stone = self.config.size, STONES[self.board.next]
         said = ""
         if self.config.context == "turn" or self._seat not in self.seen:

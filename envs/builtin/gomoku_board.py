@@ -44,8 +44,8 @@ def other(colour: str) -> str:
     return WHITE if colour == BLACK else BLACK
 
 
-class Read(NamedTuple):
-    """What an answer says."""
+class ParsedMove(NamedTuple):
+    """The move in an answer."""
 
     field: int | None
     """The free field that it names last."""
@@ -56,7 +56,7 @@ class Read(NamedTuple):
 
 
 class Board:
-    """Fields are numbered row by row; in words, column and row: 0 is `a1`."""
+    """Fields are numbered row by row; as text, column and row: 0 is `a1`."""
 
     def __init__(self, size: int, win: int) -> None:
         self.size, self.win = size, win
@@ -96,16 +96,16 @@ class Board:
         column, row = string.ascii_lowercase.find(name[0]), int(name[1:]) - 1
         return row * self.size + column if 0 <= column < self.size and 0 <= row < self.size else None
 
-    def read(self, text: str) -> Read:
+    def read(self, text: str) -> ParsedMove:
         named = FIELD.findall(text.lower())
         if not named:
-            return Read(None, "no field was named", 1.0)
+            return ParsedMove(None, "no field was named", 1.0)
         field = self.field(named[-1])
         if field is None:
             column, row = string.ascii_lowercase.index(named[-1][0]), int(named[-1][1:])
             wrong = 0.5 if column < self.size or row <= self.size else 0.75
-            return Read(None, f"{named[-1]} is not on the board", wrong)
-        return Read(None, f"{named[-1]} is taken", 0.25) if self.fields[field] else Read(field)
+            return ParsedMove(None, f"{named[-1]} is not on the board", wrong)
+        return ParsedMove(None, f"{named[-1]} is taken", 0.25) if self.fields[field] else ParsedMove(field)
 
     def __str__(self) -> str:
         width = len(str(self.size))
@@ -132,7 +132,7 @@ class Board:
         return sorted(found)
 
     def threats(self, colour: str) -> list[int]:
-        """Free fields where a stone of that colour would threaten to win at two others at once."""
+        """Return free fields where a stone of that color would threaten to win at two other fields."""
         own, others = self.stones[colour], self.stones[other(colour)]
         found = []
         for field in self.free():
@@ -154,8 +154,10 @@ class Board:
 
 
 def bot(board: Board, draw: random.Random, random_moves: float) -> int:
-    """Wins where it can, keeps the other from winning with the next stone, else builds on the longest run of its own.
-    It sees no threat before that, which is how it is beaten."""
+    """Win if possible, block a win with the next stone, else extend the longest own run.
+
+    It does not see earlier threats, which is how it can be beaten.
+    """
     free = board.free()
     if draw.random() < random_moves:
         return draw.choice(free)
@@ -167,7 +169,7 @@ def bot(board: Board, draw: random.Random, random_moves: float) -> int:
 
 
 def expert(board: Board) -> int:
-    """Looks one threat further than the bot: makes two at once, and takes away the other's chance to."""
+    """Search one threat deeper than the bot: make double threats and prevent those of the opponent."""
     own, rival = board.next, other(board.next)
     urgent = board.completes(own) or board.completes(rival) or board.threats(own)
     fields = urgent or board.threats(rival) or board.free()

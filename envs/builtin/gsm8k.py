@@ -73,7 +73,7 @@ class Gsm8k(Environment):
 
 
 async def load(split: str) -> list[Row]:
-    """The rows of a split, read once per process and beside the event loop."""
+    """Return the rows of a split, read once per process in a thread."""
     return await asyncio.to_thread(read, split)
 
 

@@ -26,21 +26,21 @@ LONGEST = 200
 
 
 class ToolCalc(Environment):
-    """`What is 4711 * 815 - 42? ...`, right if the last number that is said is its value.
+    """Asks `What is 4711 * 815 - 42? ...`; the answer is right if its last number is the value.
 
-    Every turn that calls the calculator costs nothing and is rewarded with nothing; with `call_reward` the first right
-    use of it is worth something, for a policy that hardly ever calls.
+    A turn that calls the calculator has neither cost nor reward. With `call_reward` the first correct use of it is
+    rewarded, for a policy that hardly ever calls.
     """
 
     class Config(EnvironmentConfig):
         digits: Annotated[int, Field(ge=1, le=12)] = 4
-        """Of each number."""
+        """Digits of each number."""
         terms: Annotated[int, Field(ge=2, le=6)] = 3
         """Numbers in the question."""
         examples: Annotated[int, Field(ge=0, le=8)] = 0
         """Worked examples before the question, with calls and results: small models copy what they see."""
         call_reward: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
-        """Part of the reward for having had the calculator say the right number, whatever is answered then."""
+        """Part of the reward for a calculator call that returned the right number, for any final answer."""
 
         @model_validator(mode="after")
         def _fits(self) -> ToolCalc.Config:
@@ -55,7 +55,7 @@ class ToolCalc(Environment):
         self.expression = self._drawn(draw)
         self.value = value_of(self.expression)
         self.computed = ""
-        """What the calculator said last."""
+        """Last result of the calculator."""
         self.helped = False
         shown = [self._drawn(draw) for _ in range(self.config.examples)]
         return [*(message for expression in shown for message in worked(expression)), ask(self.expression)]

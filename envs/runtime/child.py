@@ -1,10 +1,10 @@
-"""A child process of an env worker: plays the sessions of environments that block, one call after the other.
+"""Child process of an env worker: plays the sessions of blocking environments, one call after the other.
 
     python -m opentinker.envs.runtime.child FD MODULES CLASS      (in a sandbox; else child_keeper.py, without CLASS)
 
 Consumes calls from the socket FD, produces answers on it; waits for the next call; ends when the worker is gone. CLASS
-is the `module:Class` of an uploaded environment, whose name says nothing here; empty: each session says what it plays.
-What an episode leaves behind ends with it (episode_cleanup.py).
+is the `module:Class` of an uploaded environment, whose name has no meaning in this process; empty: each session names
+its environment. Processes, threads and directories left by an episode are cleaned up (episode_cleanup.py).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ UPLOADED_AT = 3
 
 def main() -> None:
     end_with_parent(signal.SIGKILL)
-    table = Table(modules=sys.argv[2] == "1", uploaded=sys.argv[3] if len(sys.argv) > UPLOADED_AT else "")
+    table = ChildSessions(modules=sys.argv[2] == "1", uploaded=sys.argv[3] if len(sys.argv) > UPLOADED_AT else "")
     with socket.socket(fileno=int(sys.argv[1])) as worker, asyncio.Runner() as runner, worker.makefile("rb") as calls:
         while len(head := calls.read(HEAD.size)) == HEAD.size:
             call = codec.decode(Call, calls.read(HEAD.unpack(head)[0]))
@@ -47,8 +47,8 @@ def main() -> None:
             worker.sendall(frame(msgspec.structs.replace(answer, spent=table.spent())))
 
 
-class Table:
-    """The sessions of this process."""
+class ChildSessions:
+    """The sessions of this child process."""
 
     def __init__(self, *, modules: bool, uploaded: str) -> None:
         self._modules = modules
@@ -56,7 +56,7 @@ class Table:
         self._players: dict[str, LocalPlayer] = {}
         self._leftovers = Leftovers()
         self._opened: Counter[type[Environment]] = Counter()
-        """Episodes, by class."""
+        """Number of episodes opened, by class."""
 
     async def play(self, call: Call) -> Answer:
         body, cost = bytes(call.body), 1.0
@@ -88,12 +88,12 @@ class Table:
             self._leftovers.end(session)
 
     async def _import(self, opening: OpenSession) -> SessionReply:
-        """Before any session: what a module, or a check of its config, imports and starts is no episode's."""
+        """Import and check the config before any session, so that processes it starts belong to no episode."""
         check(self._uploaded or opening.environment, opening.config, modules=self._modules)
         return SessionReply(worker="")
 
     async def _open(self, opening: OpenSession) -> tuple[SessionReply, float]:
-        """With what it costs."""
+        """Open a session and return its cost too."""
         opening = msgspec.structs.replace(opening, environment=self._uploaded or opening.environment)
         player = self._players[opening.session] = LocalPlayer("", modules=self._modules)
         with self._leftovers.of(opening.session):
@@ -105,7 +105,7 @@ class Table:
         return reply, played.cost
 
     def spent(self) -> bool:
-        """Whether what was played here asks for another process."""
+        """Return whether this process should be replaced once its sessions are over."""
         limits = [played.memory_mb for played in self._opened if played.memory_mb is not None]
         enough = [n >= played.recycle_after for played, n in self._opened.items() if played.recycle_after is not None]
         return self._leftovers.threads or any(enough) or bool(limits and resident_mb() > min(limits))
@@ -121,13 +121,14 @@ class Table:
 
 
 def resident_mb() -> float:
-    """Memory of this process (Linux only)."""
+    """Return the resident memory of this process (Linux only)."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize() / 2**20
 
 
 def end_with_parent(by: signal.Signals) -> None:
-    """A hung child does not see its socket close, so the kernel tells it when its parent dies (Linux only)."""
+    """Have the kernel signal this process when its parent dies (Linux only): a hung child does not see its socket
+    close."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     set_death_signal(by)
 

@@ -1,9 +1,9 @@
-"""Keeps a child process of the level `process`, so that whatever an environment has started ends with it.
+"""Keeps a child process of the level `process`, so that every process an environment starts ends with it.
 
     python -m opentinker.envs.runtime.child_keeper FD MODULES      (started by child_process.py, never by hand)
 
-Forks: the new process plays (child.py), this one takes in what loses its parent, wherever that has hidden. When the
-player ends, the env worker is gone or says so (SIGTERM), everything is told to end, and is killed soon after. The exit
+Forks: the new process plays (child.py), this one adopts orphaned descendants, even those that left the session. When
+the player ends, the env worker dies or sends SIGTERM, all descendants get SIGTERM and are killed soon after. The exit
 status is the player's.
 """
 
@@ -22,18 +22,18 @@ from opentinker.shared.runtime.parent_death import adopt_orphans
 from opentinker.shared.runtime.reexec import below, end_children
 
 GRACE_S = 1.0
-"""For programs that clear up when they are told to end; the player is killed at once."""
+"""Time for programs to clean up after SIGTERM; the player is killed immediately."""
 POLL_S = 0.005
-HEARD = {signal.SIGTERM, signal.SIGCHLD}
+SIGNALS = {signal.SIGTERM, signal.SIGCHLD}
 
 
 def main() -> None:
-    signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     adopt_orphans()
     child.end_with_parent(signal.SIGTERM)
     player = os.fork()
     if player == 0:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, HEARD)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         child.main()
     else:
         os.close(int(sys.argv[1]))
@@ -41,9 +41,9 @@ def main() -> None:
 
 
 def keep(player: int) -> NoReturn:
-    """Waits for: the end of the player, SIGTERM. Ends as the player has."""
+    """Wait for the end of the player or SIGTERM, end all descendants and exit with the player's status."""
     status = None
-    while status is None and signal.sigwait(HEARD) == signal.SIGCHLD:
+    while status is None and signal.sigwait(SIGNALS) == signal.SIGCHLD:
         status = reap(player)
     if status is None:
         os.kill(player, signal.SIGKILL)
@@ -58,7 +58,7 @@ def keep(player: int) -> NoReturn:
     end_children(os.getpid())
     if os.WIFSIGNALED(status):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, HEARD)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         with contextlib.suppress(OSError):  # SIGKILL is what it is
             signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
         os.kill(os.getpid(), os.WTERMSIG(status))
@@ -66,7 +66,7 @@ def keep(player: int) -> NoReturn:
 
 
 def reap(player: int) -> int | None:
-    """Whoever has ended. The player's status, if it is one of them."""
+    """Reap ended children. Return the player's status if it is one of them."""
     status = None
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:

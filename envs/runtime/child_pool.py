@@ -1,7 +1,7 @@
-"""The child processes of an env worker, for environments that block or that nobody trusts: who gets a place in which.
+"""The child processes of an env worker, for blocking and untrusted environments: assigns sessions to children.
 
-A child plays one environment of one job, so that nothing of one job is in another's way. A job gets a first child even
-where others have all of them; more as long as there are some. Of its own it gets the least busy.
+A child plays one environment of one job, so that jobs cannot disturb each other. A job gets a first child even if
+others have all regular ones, and more while there are any. A session goes to its job's least busy child.
 """
 
 from __future__ import annotations
@@ -31,11 +31,13 @@ from opentinker.shared.types.errors import SpecError
 CHECKS = 2
 """At once; more wait."""
 REHEARSAL_S = 4.0
-"""Of building what an episode plays, when a job is submitted: with what comes before, less than the scheduler waits."""
+"""Time limit for building what an episode plays, at submission: with the steps before it, below what the scheduler
+waits."""
 COSTS = 1000
 """Environments whose cost is remembered."""
 SPARE = 4
-"""Times `children`: so many there are at most, each beyond `children` the first of its job and environment."""
+"""Largest number of children as a multiple of `children`. Each beyond `children` is the first of its job and
+environment."""
 
 
 class ChildPool:
@@ -69,7 +71,7 @@ class ChildPool:
         return self._limit > 0
 
     def cost(self, environment: str) -> float:
-        """Of a session, as its child has said it; 1 before one has."""
+        """Return the cost of a session as its child has reported it; 1 before that."""
         return self._costs.get(environment, 1.0)
 
     def player(self, worker: str, request: OpenSession) -> ChildPlayer | None:
@@ -79,7 +81,7 @@ class ChildPool:
         return self._place(worker, key, self._starter(request.environment), checked=checked)
 
     def _starter(self, environment: str) -> Start:
-        """Of an ordinary child, by this interpreter or by the environment's own."""
+        """Return how to start a plain child, by this interpreter or the environment's."""
         interpreter = self.interpreters.of(environment)
         if not interpreter:
             return partial(start_plain, self._modules, sys.executable, os.pathsep.join(filter(None, sys.path)))
@@ -96,9 +98,9 @@ class ChildPool:
         return self._place(worker, key, partial(sandboxes.start, program), checked=True)
 
     async def check(self, request: EnvCheck) -> list[dict[str, Any]]:
-        """The mistakes, found in a child of its own, sandboxed if its sessions are.
+        """Return the mistakes, found in a separate child, sandboxed if its sessions are.
 
-        Raises SpecError if there can be none here.
+        Raise SpecError if no such child can be started here.
         """
         if request.isolation == "process":
             start = self._starter(request.name)

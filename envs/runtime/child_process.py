@@ -28,13 +28,13 @@ from opentinker.shared.types.env_protocol import OpenSession
 from opentinker.shared.types.errors import OpenTinkerError
 
 KEPT_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "VIRTUAL_ENV", "LD_LIBRARY_PATH", egress.VARIABLE)
-"""Of the service's environment variables; its NATS and Redis addresses are not for user code."""
+"""Environment variables of the service that a child inherits; NATS and Redis addresses are not for user code."""
 IDLE_S = 60.0
-"""A child without sessions ends after so long: the env worker does not hear when a job is over."""
+"""A child without sessions ends after this time: the env worker is not notified when a job finishes."""
 END_S = 2.0
 """Between the end of a child's answers and its own."""
 KILL_S = 10.0
-"""A keeper that is told to end has ended so long after it, with all that it has to end (child_keeper.py)."""
+"""Time within which a keeper ends after SIGTERM, with all its descendants (child_keeper.py)."""
 
 log = structlog.get_logger()
 
@@ -50,7 +50,7 @@ class Running(Protocol):
 
 
 Start = Callable[[int], Awaitable[Running]]
-"""Of a process that answers on the socket of that number."""
+"""Starts a process that answers on the socket with the given descriptor."""
 
 
 class Child:
@@ -206,7 +206,7 @@ class Child:
 
 
 class Plain:
-    """A child process of the level `process`, and whatever it starts: its keeper ends all of it (child_keeper.py)."""
+    """A child process of the level `process`; its keeper ends everything that it started (child_keeper.py)."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.reason = ""

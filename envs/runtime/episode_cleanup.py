@@ -1,8 +1,8 @@
-"""What episodes leave behind in the process that plays them (child.py): processes, threads, another working directory.
+"""Cleans up after episodes in the process that plays them (child.py): processes, threads, a changed working directory.
 
-Calls of several episodes take turns in that process. A process belongs to the episode in whose call it was started: one
-that was executed since bears EPISODE_VARIABLE, one that was only forked is named after it. What bears neither, because
-it was started without the variable or as a module was imported, is shared by the episodes, and ends with the child.
+Calls of several episodes alternate in that process. A process belongs to the episode in whose call it was started: an
+executed one inherits EPISODE_VARIABLE, a merely forked one is named after the episode. A process with neither mark,
+started without the variable or while a module was imported, is shared by the episodes and ends with the child.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from opentinker.shared.runtime.reexec import TIDIES, below
 
 PR_SET_NAME = 15
 DEAD_S = 0.5
-"""What is killed has ended within this time, or hangs in the kernel and is left to it."""
+"""A killed process ends within this time, or hangs in the kernel and is left to it."""
 POLL_S = 0.002
 
 
@@ -86,8 +86,8 @@ class Leftovers:
 
 
 def _kill(session: str) -> None:
-    """All processes of the episode, also those that are forked meanwhile. Waits until they are gone: nobody else reaps
-    those that are our children, and each counts."""
+    """Kill all processes of the episode, including those forked in the meantime, and wait until they are gone. Our
+    children are reaped here, because no other process does it and each counts."""
     until = time.monotonic() + DEAD_S
     left: set[int] = set()
     while True:

@@ -1,8 +1,8 @@
-"""Environments that another Python plays, because their libraries and ours cannot be in one virtual environment.
+"""Environments played by another Python interpreter, because their libraries conflict with ours.
 
-The operator names it by environment (`env_interpreters`). Our package is laid beside what it has installed, through a
-link in a directory of this process; nothing of it is installed there, and nothing else of this interpreter is seen. So
-the other one needs what a child process imports: msgspec, numpy and pydantic, in versions near ours.
+The operator sets it by environment (`env_interpreters`). The interpreter sees our package through a link in a directory
+of this process; nothing is installed there, and no other package of this interpreter is visible. So it needs the
+imports of a child process: msgspec, numpy and pydantic, in versions near ours.
 """
 
 from __future__ import annotations

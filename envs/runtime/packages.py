@@ -48,7 +48,7 @@ KEPT_VARIABLES = (
     "XDG_CONFIG_HOME",
 )
 KEPT_BEGINNINGS = ("UV_", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy")
-"""Of the service's environment variables: where the operator's index is. uv gets no others."""
+"""Environment variables of the service that uv inherits: the location of the operator's index, and no others."""
 ERROR_CHARACTERS = 1500
 
 log = structlog.get_logger()
@@ -62,7 +62,7 @@ class Installed:
     files: Path
     venv: Path
     runtime: dict[str, str]
-    """What has to be laid beside it (venv_overlay.py)."""
+    """Paths that are mounted with it (venv_overlay.py)."""
 
 
 class Packages:
@@ -77,9 +77,10 @@ class Packages:
         """By digest."""
 
     async def find(self, name: str) -> Installed:
-        """Of an exact reference. Who asks meanwhile waits for the same work; what failed is tried again when asked for.
+        """Return the installed package of an exact reference. Concurrent calls share one installation; a failed one is
+        retried by the next call.
 
-        Raises SpecError for the field `environment.name`.
+        Raise SpecError for the field `environment.name`.
         """
         reference = uploads.parse(name)
         if not reference.digest:
@@ -123,7 +124,7 @@ class Packages:
         return Installed(package, files, venv, self._runtime.binds(pins))
 
     async def _requirements(self, package: Package, files: Path, venvs: Path) -> str:
-        """What to install, with versions and hashes."""
+        """Return the requirements to install, with versions and hashes."""
         if package.lock == uploads.LOCKS[0]:
             return await asyncio.to_thread((files / package.lock).read_text)
         options = ("--frozen", "--offline", "--no-config", "--no-emit-project", "--no-dev", "--no-header", "--quiet")
@@ -196,7 +197,8 @@ async def _removed(directory: Path) -> None:
 
 
 def _open_to_all(directory: Path) -> None:
-    """Blocking. Readable for every user, whatever the umask: a sandbox's user is one that nobody knows yet."""
+    """Make a tree readable for every user, regardless of the umask, because the user of a sandbox is not known yet.
+    Blocking."""
     for folder, _, names in os.walk(directory):
         os.chmod(folder, 0o755)
         for path in (os.path.join(folder, name) for name in names):

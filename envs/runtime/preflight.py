@@ -1,4 +1,4 @@
-"""What is asked before an environment is played."""
+"""Checks an environment before it is played."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from opentinker.shared.types.env_protocol import EnvCheck, SessionReply
 from opentinker.shared.types.errors import SpecError
 
 Check = Callable[[str, dict[str, Any] | None], Awaitable[None]]
-"""Of a name and a config; without a config of the name alone. Raises SpecError, or whatever user code raises."""
+"""Checks a name and a config; without a config only the name. Raises SpecError or any exception of user code."""
 
 
 async def mistakes_of(check: Check, request: EnvCheck) -> list[dict[str, Any]]:

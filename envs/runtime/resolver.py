@@ -32,9 +32,9 @@ class Resolver:
         self._prepared: set[tuple[str, bytes]] = set()
 
     async def find(self, name: str) -> type[Environment]:
-        """Imported once, whoever asks meanwhile waits for the same import; a failed one is tried again when asked for.
+        """Return the class, imported once: concurrent calls share one import, and a failed one is retried by the next.
 
-        Raises SpecError, or whatever the module raises.
+        Raise SpecError, or any exception of the module.
         """
         coming = self._found.get(name)
         if coming is None:
@@ -51,9 +51,9 @@ class Resolver:
             del self._found[name]
 
     async def prepare(self, name: str, config: dict[str, object]) -> None:
-        """What a config's validators import and read for the first time is not left to the event loop.
+        """Run a config's validators once in a thread, because their first run may import and read files.
 
-        Raises SpecError, or whatever they raise.
+        Raise SpecError, or any exception of the validators.
         """
         key = (name, codec.encode(config))
         if key in self._prepared:
@@ -64,9 +64,9 @@ class Resolver:
         self._prepared.add(key)
 
     async def check(self, name: str, config: dict[str, object] | None) -> None:
-        """Raises SpecError with every mistake in name and config, or whatever the module or its validators raise.
+        """Raise SpecError with every mistake in name and config, or any exception of the module or its validators.
 
-        What takes longer than CHECK_S is a mistake as well; its thread goes on.
+        Exceeding CHECK_S is a mistake as well; the thread continues.
         """
         try:
             async with asyncio.timeout(CHECK_S):
@@ -89,7 +89,7 @@ async def _result(call: Callable[[], Any]) -> Any:
 
 
 def _in_thread(call: Callable[[], Any]) -> asyncio.Future[Outcome]:
-    """In a daemon thread of its own: one that never ends neither fills a pool nor holds up the end of the process."""
+    """Run in a separate daemon thread: one that never ends neither fills a pool nor delays process exit."""
     loop = asyncio.get_running_loop()
     coming: asyncio.Future[Outcome] = loop.create_future()
 

@@ -1,6 +1,6 @@
-"""Child processes in sandboxes: which program plays an environment there, with what laid beside it, and what it prints.
+"""Child processes in sandboxes: the program that plays an environment, the directories mounted with it, and its output.
 
-An upload runs in its own virtual environment and sees that, its own files and what plays it (venv_overlay.py). An
+An upload runs in its own virtual environment and sees that, its own files and the runtime (venv_overlay.py). An
 operator's environment that a job wants isolated sees the packages of the env worker and the directories of PYTHONPATH.
 """
 
@@ -27,9 +27,9 @@ VENV, FILES = "/venv", "/upload"
 VARIABLES = {"PYTHONSAFEPATH": "1", "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
 CHUNK = 8192
 PAUSE_S = 0.05
-"""Between chunks of what a child prints: who prints faster waits, and nobody else."""
+"""Pause between chunks of a child's output: a child that prints faster waits, without delaying others."""
 END_S = 5.0
-"""A pipe of children that have ended is at its end after so long."""
+"""Time until the output pipe of ended children reaches its end."""
 LOGGED = 64 * 1024
 """Bytes of a child's output that the log keeps."""
 
@@ -66,7 +66,7 @@ class Sandboxes:
             return cls(await Sandbox.open(settings), settings)
         except Unavailable as error:
             log.info("sandbox_unavailable", effect="jobs with uploaded environments are refused")
-            log.debug("sandbox_unavailable", reason=str(error))  # whoever submits such a job is told it too
+            log.debug("sandbox_unavailable", reason=str(error))  # the submission of such a job reports it too
             return cls(None, settings, str(error))
 
     async def close(self) -> None:
@@ -97,7 +97,8 @@ class Sandboxes:
         return Program(name, f"{VENV}/bin/python", binds, variables, package.path, True)
 
     def _operators_places(self) -> list[str]:
-        """Of PYTHONPATH; a directory that holds data_dir would show every job's files and is left out."""
+        """Return the directories of PYTHONPATH, except those that contain data_dir and would expose every job's
+        files."""
         given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         places = [os.path.realpath(place) for place in given if place and os.path.isdir(place)]
         return [place for place in dict.fromkeys(places) if not self._data_dir.is_relative_to(Path(place))]
@@ -122,7 +123,7 @@ class Sandboxes:
 
 
 async def _listen(output: asyncio.StreamReader, title: str) -> None:
-    """What a child prints goes to the log up to a limit and is then read and forgotten, slowly. Ends with the child."""
+    """Log a child's output up to a limit, then read and discard it slowly. Ends with the child."""
     heard = 0
     while chunk := await output.read(CHUNK):
         if heard < LOGGED:

@@ -1,7 +1,7 @@
-"""What plays an environment, lent to the virtual environment of an upload: our own package, and the few it imports.
+"""The packages that play an environment, mounted into the virtual environment of an upload: ours and its dependencies.
 
-Nothing of it is installed there. It is laid beside, read-only. A package that the lock has itself is not lent: it must
-then be of a version that we can work with.
+They are mounted read-only, not installed. A package that the lock contains is not mounted: its version must then be one
+that we support.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Runtime:
         return own_package() | {f"{LENT}/{top}": str(held.locate_file(top)) for held in lent for top in _tops(held)}
 
     def conflicts(self, pins: list[Pin]) -> list[str]:
-        """What the lock pins to a version that our modules, or a package that is lent to it, cannot work with."""
+        """Return the packages that the lock pins to a version that ours, or a mounted package, cannot work with."""
         locked = installed(pins)
         asked = [(canonicalize_name(asked.name), asked) for who, asked in self._asked if who not in locked]
         return [
@@ -59,7 +59,8 @@ def package_dir() -> str:
 
 
 def own_package() -> dict[str, str]:
-    """`opentinker` as it is imported here; in a checkout parts of it are links to folders beside it."""
+    """Return `opentinker` as it is imported here; in a checkout parts of it are links to folders outside the
+    package."""
     package = package_dir()
     place = f"{OWN}/opentinker"
     binds = {place: package}

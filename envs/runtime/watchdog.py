@@ -1,7 +1,7 @@
-"""Ends the process when an environment holds the event loop, which it owes to give back (envs/base.py).
+"""Ends the process when an environment blocks the event loop, which it must not do (envs/base.py).
 
-No session goes on meanwhile, no heartbeat is sent, and nothing in Python can stop the call that does not return. So the
-log says which environment it is, the process ends, and every session that it held is lost and played elsewhere.
+While the loop is blocked no session advances and no heartbeat is sent, and nothing in Python can stop the call. So the
+log names the environment, the process exits, and its sessions are lost and played elsewhere.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ async def watch(limit_s: float) -> None:
 
 
 class Pulse:
-    """Sees from a thread of its own that the loop stands still for `limit_s`, and logs once what it is busy with."""
+    """Notices from a separate thread that the loop is blocked for `limit_s`, and logs once what it is running."""
 
     def __init__(self, limit_s: float) -> None:
         self.at = time.monotonic()

@@ -175,7 +175,7 @@ class Idle:
 
 
 async def test_browsers_wait_for_their_task_and_not_for_ever() -> None:
-    shelf: Any = browser_pool.Shelf(2, 3600.0)
+    shelf: Any = browser_pool.BrowserPool(2, 3600.0)
     first, second, third, dead = Idle(), Idle(), Idle(), Idle(runs=False)
     for task, browser in (("a", first), ("b", second), ("a", third)):
         shelf.put(task, browser)
@@ -183,7 +183,7 @@ async def test_browsers_wait_for_their_task_and_not_for_ever() -> None:
     assert shelf.take("c") is None and shelf.take("a") is third and shelf.take("a") is None
     shelf.put("d", dead)
     assert shelf.take("d") is None and shelf.take("b") is second
-    brief: Any = browser_pool.Shelf(2, 0.01)
+    brief: Any = browser_pool.BrowserPool(2, 0.01)
     brief.put("a", third)
     await until(lambda: third.closed)
     assert brief.take("a") is None

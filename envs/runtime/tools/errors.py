@@ -1,4 +1,4 @@
-"""What goes wrong before a tool can be called at all."""
+"""Errors raised before a tool can be called."""
 
 from __future__ import annotations
 

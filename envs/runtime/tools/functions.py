@@ -20,7 +20,7 @@ MOST_RUNNING = 16
 
 
 class Functions:
-    """Of one env worker: calls that have not returned are counted over all episodes of all jobs."""
+    """Tool functions of one env worker. Calls that have not returned are counted over all episodes of all jobs."""
 
     def __init__(self) -> None:
         self._loaded: dict[str, list[OfferedTool]] = {}
@@ -30,7 +30,9 @@ class Functions:
         """In a thread: imports the module. Raises NoTools."""
         assert spec.module is not None
         if (found := self._loaded.get(spec.module)) is None:
-            found = self._loaded.setdefault(spec.module, _loaded(spec.module))  # the first of two at once counts
+            found = self._loaded.setdefault(
+                spec.module, _loaded(spec.module)
+            )  # of two concurrent loads the first counts
         return [msgspec.structs.replace(one, timeout_s=spec.timeout_s) for one in found]
 
 
@@ -46,7 +48,7 @@ def _loaded(named: str) -> list[OfferedTool]:
         raise NoTools(f"module {module} has no {name}, or it is no function") from None
     except TypeError as error:
         raise NoTools(str(error)) from None
-    except Exception as error:  # the module's own code: whatever it raises, it offers nothing
+    except Exception as error:  # user code: a module that raises offers no tools
         raise NoTools(f"module {module} cannot be imported: {type(error).__name__}: {error}") from error
 
 
@@ -68,7 +70,8 @@ def _offered(function: Callable[..., Any]) -> OfferedTool:
 
 
 def _worded(result: Any) -> str:
-    """What an observation can hold of it: writing all of what has no end would have none. In a thread."""
+    """Convert a result to text in a thread, limited to the size of an observation: an endless result would never be
+    written completely."""
     if isinstance(result, Iterator):
         raise ToolError("the function gave an iterator in place of a result")
     return truncate(as_text(result))
@@ -105,7 +108,7 @@ async def _in_loop(call: Callable[[], Awaitable[Any]], running: set[Any]) -> str
 
 def _heard(task: asyncio.Task[str]) -> None:
     if not task.cancelled():
-        task.exception()  # nobody waits for it any more
+        task.exception()  # retrieved, so that asyncio does not log it
 
 
 def _in_thread(call: Callable[[], Any], running: set[Any]) -> asyncio.Future[str]:
@@ -137,5 +140,5 @@ def _in_thread(call: Callable[[], Any], running: set[Any]) -> asyncio.Future[str
 
 
 async def _awaited(result: Awaitable[Any]) -> Any:
-    """Of a function that does not say that it is async."""
+    """Wrap a function that is not declared async."""
     return await result

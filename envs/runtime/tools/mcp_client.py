@@ -1,9 +1,8 @@
-"""The tools of a Model Context Protocol server, through the protocol's own client library.
+"""Tools of a Model Context Protocol server, through the protocol's own client library.
 
-A connection lives in a task of its own, from its opening to its close, for the library wants both in the same task.
-When the server is gone every call of its tools is an error that says so; it is started anew with the next episode.
-How much it may say, of its tools (envs/tool_limits.py) and to a call (mcp_limits.py), is bounded: who says more is gone
-as well.
+Each connection lives in one task from open to close, because the library requires both in the same task. If the server
+dies, every call of its tools returns an error; the server is restarted for the next episode. Tool descriptions
+(envs/tool_limits.py) and results (mcp_limits.py) are limited; a server that exceeds them is disconnected.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ from opentinker.shared.spec.tools import ToolSpec
 from opentinker.shared.types.core import Tool
 
 CLOSE_S = 5.0
-"""For a server to say goodbye; one that is still connecting is left at once."""
+"""Time for a server to shut down; one that is still connecting is dropped immediately."""
 
 if TYPE_CHECKING:
     from mcp import Client
 
 GONE = "the server of this tool is gone"
 COMPLAINT_BYTES = 1000
-"""Of what a server says on its stderr: they are shown if it cannot be used."""
+"""Bytes of a server's stderr that are shown if it cannot be used."""
 
 log = structlog.get_logger()
 
@@ -57,7 +56,7 @@ class Connection:
         self.tools: list[Tool] = []
         self._complaint = b""
         self._excess = ""
-        """What it did that it may not."""
+        """The limit that the server violated."""
 
     @property
     def name(self) -> str:
@@ -99,7 +98,7 @@ class Connection:
             self._opened.cancel()
 
     async def _run(self) -> None:
-        """From the first word to the last. Never raises: what went wrong is told to who asks next."""
+        """Run the connection from open to close. Never raises: errors are reported to the next caller."""
         from mcp import Client
 
         try:
@@ -192,7 +191,7 @@ class _Listener(asyncio.Protocol):
 
 
 def _text(block: Any) -> str:
-    """Of a content block; what is no text is named."""
+    """Return a content block as text; a block that is not text is named."""
     if getattr(block, "type", "") == "text":
         return str(block.text)
     inner = getattr(getattr(block, "resource", None), "text", None)
@@ -200,7 +199,7 @@ def _text(block: Any) -> str:
 
 
 async def _listed(client: Client) -> list[Tool]:
-    """Raises NoTools if there are none, too many, or too much is said of them."""
+    """Return the tools. Raise NoTools if there are none, too many, or their descriptions are too large."""
     tools: list[Tool] = []
     cursor = None
     for _ in range(MOST_PAGES):

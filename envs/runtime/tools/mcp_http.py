@@ -1,7 +1,7 @@
-"""A client of HTTP for MCP servers: through the guard, without redirects to elsewhere and proxies, and with bounds.
+"""HTTP client for MCP servers: through the egress guard, without redirects to other hosts or proxies, and with limits.
 
-No answer is taken compressed, so that none is larger than what came; none is read beyond what one may have; and who
-ends its event streams at once is not asked for the next one at once.
+Compressed responses are refused, so that none is larger than what was received; none is read beyond its limit. A server
+that ends its event streams immediately is not asked for the next one immediately.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class _Limited(httpx2.AsyncByteStream):
         self._stream, self._refused = stream, refused
         self._most = UNASKED_BYTES if events else MESSAGE_BYTES
         self._error: type[Exception] = httpx2.SSEError if events else httpx2.StreamError
-        """Which the library tells to whoever waits for such an answer."""
+        """Raised by the library in the call that waits for such a response."""
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         if self._refused:

@@ -1,12 +1,12 @@
-"""How much an MCP server may say: of its list of tools, of a result, and beside what it is asked. What it may say of
-each tool: envs/tool_limits.py."""
+"""Limits on what an MCP server may send: its list of tools, results, and unrequested messages. For the limits of each
+tool see envs/tool_limits.py."""
 
 from __future__ import annotations
 
 MESSAGE_BYTES = 1 << 20
-"""Of one message, which is read whole."""
+"""Largest message, which is read completely before it is parsed."""
 UNASKED_BYTES = 16 << 20
-"""Of all that comes to one thing that was asked."""
+"""Largest total sent in response to one request."""
 UNASKED_MESSAGES = 10_000
 MOST_PAGES = 16
 CURSOR_CHARACTERS = 4096
@@ -19,7 +19,7 @@ class TooMuch(Exception):
 
 
 class Allowance:
-    """What one server may still say before it is asked something again."""
+    """Bytes and messages that a server may still send before its next request."""
 
     def __init__(self) -> None:
         self._bytes = self._messages = 0
@@ -28,7 +28,7 @@ class Allowance:
         self._bytes = self._messages = 0
 
     def take(self, size: int) -> None:
-        """Of one message. Raises TooMuch."""
+        """Count one message. Raise TooMuch."""
         self._bytes, self._messages = self._bytes + size, self._messages + 1
         if size > MESSAGE_BYTES:
             raise TooMuch(f"a message of more than {MESSAGE_BYTES:,} bytes")

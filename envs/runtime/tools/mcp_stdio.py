@@ -1,8 +1,8 @@
-"""An MCP server that is a program: lines of JSON over its stdin and stdout, each one message, none longer than allowed.
+"""An MCP server that is a program: JSON lines over its stdin and stdout, one message each, with a length limit.
 
     server --lines--> _read --messages--> the library's session --messages--> _write --lines--> server
 
-The program has a session of its own: what it has started ends with it.
+The program runs in a new process session: processes that it started end with it.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ Complain = Callable[[str], None]
 async def talking(
     command: Sequence[str], variables: dict[str, str], stderr: TextIO, complain: Complain
 ) -> AsyncIterator[tuple[Any, Any]]:
-    """What the library's session reads from and writes to. `complain` is told why a server is no longer listened to.
+    """Yield the streams of the library's session. `complain` is called with the reason when a server is disconnected.
 
-    Raises OSError if the program cannot be started.
+    Raise OSError if the program cannot be started.
     """
     process = await asyncio.create_subprocess_exec(
         *command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=stderr, env=variables,
@@ -101,7 +101,7 @@ async def _line(output: asyncio.StreamReader) -> bytes:
 
 
 def _message(line: bytes) -> Heard:
-    """What is no message is the session's to complain of; the parser knows how deep it descends."""
+    """Parse a line. Errors of the message are left to the session; the parser limits its nesting depth."""
     try:
         return SessionMessage(jsonrpc_message_adapter.validate_json(line, by_name=False))
     except ValueError as error:
@@ -122,4 +122,4 @@ async def _write(
                 into.write(said.message.model_dump_json(by_alias=True, exclude_unset=True).encode() + b"\n")
                 await into.drain()
         except (ConnectionError, RuntimeError):
-            to_session.close()  # whoever waits for an answer hears that there will be none
+            to_session.close()  # pending requests fail

@@ -1,9 +1,9 @@
-"""The `python` tool in pydantic-monty: an interpreter without an operating system, in processes of its own.
+"""The `python` tool in pydantic-monty: an interpreter without an operating system, in separate processes.
 
-A program has no files, no network and no modules but a few of the standard library's; its time and memory are bounded
-by the interpreter, and the process is killed from outside if that fails. What an episode's programs have assigned is
-kept as bytes between its calls: its process waits for its next call, and plays for another episode as soon as all of
-them are needed, so no episode waits for one.
+A program has no files, no network and only a few modules of the standard library. The interpreter limits its time and
+memory; if that fails, the process is killed. Variables of an episode's programs are kept as bytes between its calls: a
+process waits for the next call of its episode, but plays for another one once all processes are needed, so no episode
+waits for another.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 PRINTED_BYTES = 5 * RESULT_BYTES
 STATE_BYTES = 1 << 20
-"""Of the variables of one episode."""
+"""Largest size of the variables of one episode."""
 POLICY: Any = {"sleep": "zero", "random_start": {"seed": 0}}
 """The same program says the same, and never waits."""
 OVERSPENT = "suspension limit"
@@ -197,7 +197,7 @@ _SHORT = _short()
 
 
 def _shown(value: Any) -> str:
-    """As an interpreter shows it, cut where it is long: nobody else's turn waits for a text that nobody reads."""
+    """Return the value as an interpreter prints it, truncated: unbounded text would delay other calls."""
     try:
         return _SHORT.repr(value)
     except ValueError:  # an integer with more digits than Python likes to write

@@ -1,8 +1,8 @@
-"""The `python` tool in CPython with numpy and sympy: programs run in a sandbox (shared/sandbox/sandbox.py), one at a
-time each.
+"""The `python` tool in CPython with numpy and sympy: programs run in sandboxes (shared/sandbox/sandbox.py), one at a
+time in each.
 
-A job has sandboxes of its own in every env worker. In each stands a warm interpreter (sandbox_runner.py), which forks
-for a program and clears up after it; no program finds anything of another one. A program that ends its interpreter has
+Every job has separate sandboxes in each env worker. Each holds a warm interpreter (sandbox_runner.py) that forks for a
+program and cleans up after it, so programs cannot see each other's data. A program that kills its interpreter has
 failed, and the next one gets a new sandbox."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PLACE = "/run/runner.py"
 HEAD = struct.Struct("<I")
 START_S = 60.0
 GRACE_S = 5.0
-"""A runner that has not answered so long after a program's time was over is no longer one."""
+"""A runner that has not answered this long after its program's time limit is considered dead."""
 PRINTED_BYTES = 5 * RESULT_BYTES
 VARIABLES = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MPLCONFIGDIR": "/tmp"}
 
@@ -140,7 +140,7 @@ class Programs:
             except ConnectionError as error:
                 await one.end("it has ended")
                 raise ToolError(f"the program could not be run to its end: {error}") from None
-            except BaseException:  # nobody waits for the answer, and the next one must not get it
+            except BaseException:  # a late answer must not go to the next program
                 await asyncio.shield(one.end("its program was given up"))
                 raise
             finally:

@@ -12,7 +12,7 @@ LINGER_S = 20.0
 class Thing(Protocol):
     @property
     def broken(self) -> bool:
-        """Whether nobody should get it any more."""
+        """Whether it must not be lent again."""
 
     async def close(self) -> None: ...
 
@@ -28,7 +28,7 @@ class _Lent(Generic[T]):
 
 
 class RefcountedPool(Generic[T]):
-    """By key. `make` is called once for all who ask meanwhile; if it fails, all of them hear of it."""
+    """Shares things by key. Concurrent borrowers share one call of `make`; if it fails, all of them get the error."""
 
     def __init__(self, linger_s: float = LINGER_S) -> None:
         self._linger_s = linger_s
@@ -64,7 +64,7 @@ class RefcountedPool(Generic[T]):
         task.add_done_callback(self._closing.discard)
 
     async def close(self) -> None:
-        """All of them, whoever still uses one."""
+        """Close all things, even those in use."""
         for key, lent in list(self._lent.items()):
             if lent.leaving is not None:
                 lent.leaving.cancel()

@@ -1,10 +1,10 @@
-"""Runs in a sandbox: a warm interpreter that forks for every program. Knows nothing of ours but this file.
+"""Runs in a sandbox: a warm interpreter that forks for every program. Imports nothing of ours.
 
     python sandbox_runner.py FD
 
 Consumes frames from the socket FD (four bytes of length, then JSON: code, timeout_s, most bytes of output), produces
 one per program (length, one byte: 0 it failed, 1 it ended well, then its output); waits for the next one. After every
-program whatever it has left is removed, processes and files, and the process for the next one is forked.
+program its processes and files are removed, and the process for the next program is forked.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 class Child:
-    """A process that waits for its only program: forked while nobody waits for it."""
+    """A process that waits for its only program, forked in advance."""
 
     def __init__(self, service: socket.socket) -> None:
         request, self._request = os.pipe()
@@ -92,8 +92,8 @@ class Child:
 
 
 def watch(child: int, reading: int, saying: int, timeout_s: float, most: int) -> tuple[bytes, bytes, str]:
-    """What it prints until it says how it ends, or has ended; how that is, and why it was given up: it may have left
-    others that hold its ends of the pipes open."""
+    """Return the output until the program ends, how it ended, and why it was given up. The program may have left
+    processes that hold the pipes open."""
     ended = os.pidfd_open(child)
     output, due = b"", time.monotonic() + timeout_s
     open_ends = [reading, saying, ended]

@@ -1,9 +1,9 @@
-"""What the tools of jobs (`environment.tools`) are made of, in one env worker: checks them, opens them for an episode.
+"""Checks the tools of jobs (`environment.tools`) and opens them for episodes, in one env worker.
 
 kind                   shared by
-python, monty          interpreters: all episodes, one at a time; variables: an episode's own
-python, sandbox        sandboxes: the episodes of a job; nothing is left from one program to the next
-mcp                    an episode's own; with `shared` the episodes of a job
+python, monty          interpreters: all episodes, one at a time; variables: one episode
+python, sandbox        sandboxes: the episodes of a job; nothing remains from one program to the next
+mcp                    one episode; with `shared` the episodes of a job
 functions              imported once; calls that do not return are counted over all episodes
 """
 
@@ -51,7 +51,7 @@ class ToolFactory:
     # --- before a job ---------------------------------------------------------------------------------------------
 
     async def check(self, tools: Sequence[dict[str, Any]]) -> Mistakes:
-        """What is wrong with them here; fields as in the job spec. Servers are not asked."""
+        """Return the mistakes in the tools of a job spec, by field. Servers are not contacted."""
         mistakes: Mistakes = []
         names: dict[str, int] = {}
         for place, plain in enumerate(tools):
@@ -137,7 +137,7 @@ class ToolFactory:
 
 
 class Tools:
-    """Of one episode."""
+    """The tools of one episode."""
 
     def __init__(self, offered: list[OfferedTool], held: AsyncExitStack) -> None:
         self.offered = offered

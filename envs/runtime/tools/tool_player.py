@@ -33,7 +33,7 @@ class ToolPlayer:
         self._turns = ToolTurns([])
         self._seen: set[tuple[str, str]] = set()
         self._asked = SessionReply(worker=worker)
-        """What the environment said last."""
+        """Last reply of the environment."""
         self._others = False
         """The environment offers tools itself."""
         self._played = 0
@@ -74,7 +74,7 @@ class ToolPlayer:
         return self._offer(reply)
 
     def _again(self, said: list[Message]) -> SessionReply:
-        """The same turn of the environment goes on."""
+        """Return tool results within the same turn of the environment."""
         asked = self._asked
         return SessionReply(
             worker=self._worker,
@@ -100,7 +100,7 @@ class ToolPlayer:
         return msgspec.structs.replace(reply, **changes)
 
     def _with_counts(self, metrics: dict[str, float]) -> dict[str, float]:
-        """An environment with tools of its own has counted those."""
+        """Add the counts of these tools to those of an environment that has tools too."""
         counts = {name: metrics.get(name, 0.0) * self._others + n for name, n in self._turns.metrics.items()}
         return metrics | counts
 

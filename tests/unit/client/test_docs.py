@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from opentinker.cli import app
-from opentinker.envs.adapters.library import installed
+from opentinker.envs.adapters.library import is_installed
 from opentinker.envs.registry import check
 from opentinker.shared.data import uploads
 from opentinker.shared.security.egress import LOOPBACK, VARIABLE
@@ -35,7 +35,7 @@ def test_every_example_is_a_valid_job(example: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv(VARIABLE, ",".join(LOOPBACK))  # as `opentinker run` has it
     spec = parse_spec(tomllib.loads(example.read_text()))
     if name := spec.environment.name:
-        elsewhere = name == "miniwob" or (name == "alfworld" and not installed("alfworld"))
+        elsewhere = name == "miniwob" or (name == "alfworld" and not is_installed("alfworld"))
         check(name, spec.environment.config, modules=True, elsewhere=elsewhere)
 
 

@@ -7,9 +7,9 @@ import random
 from pathlib import Path
 from typing import Any, ClassVar
 
-from opentinker.envs.adapters.library import installed
+from opentinker.envs.adapters.library import is_installed
 from opentinker.envs.builtin.alfworld_games import RELEASE, TASKS, GameFile, NoGames, listing, read
-from opentinker.envs.builtin.alfworld_play import Play, Seen, command_of
+from opentinker.envs.builtin.alfworld_play import CommandResult, Play, command_of
 from opentinker.envs.game import AbstractGame, StepResult
 
 SPLITS = {
@@ -50,7 +50,7 @@ class ALFWorldGame(AbstractGame):
         is refused: every game has a separate world."""
         if use_shared_env:
             raise ValueError("use_shared_env: games that share a world disturb each other; leave it out")
-        if not installed("alfworld"):
+        if not is_installed("alfworld"):
             raise ImportError("alfworld is not installed here: pip install 'opentinker[alfworld]'")
         if split not in SPLITS:
             raise ValueError(f"split = {split!r}: there are {', '.join(SPLITS)}")
@@ -65,7 +65,7 @@ class ALFWorldGame(AbstractGame):
         self._steps = self._invalid = 0
         self._result = self._said = ""
         self._play: Play | None = None
-        self._seen = Seen("", [], False, True)
+        self._seen = CommandResult("", [], False, True)
 
     def generate_initial_state(self) -> dict[str, Any]:
         """Needs no games: a game server may have them."""
