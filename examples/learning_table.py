@@ -38,7 +38,7 @@ from opentinker.envs.runtime.player import LocalPlayer
 from opentinker.services.rollout_worker.engines.base import Completion, Sampling, Shown
 from opentinker.services.rollout_worker.episode import Episode
 from opentinker.services.rollout_worker.renderer import Renderer
-from opentinker.services.trainer.learners.rl import TorchLearner
+from opentinker.services.trainer.learners.rl import RlLearner
 from opentinker.shared.nn.attention import PACKED
 from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.types.core import StopReason, Ticket, WeightVersion
@@ -234,7 +234,7 @@ class Sampled(NamedTuple):
 class Rollouts:
     """Batches of whole groups from the weights as they are now."""
 
-    def __init__(self, spec: JobSpec, learner: TorchLearner, seed: int) -> None:
+    def __init__(self, spec: JobSpec, learner: RlLearner, seed: int) -> None:
         self.spec, self.seed = spec, seed
         self.renderer = Renderer.load_light(spec.model.base, "plain")
         self.engine = BatchSampler(learner.causal, learner.tokenizer.eos_token_id, seed)
@@ -275,7 +275,7 @@ class Rollouts:
 async def learn(run: Run, model: Path) -> Curve:
     """Sample, train, sample, ...; with a lag, batches wait in a queue."""
     spec = spec_of(run, model)
-    learner = TorchLearner(spec)
+    learner = RlLearner(spec)
     learner.load(None)
     rollouts = Rollouts(spec, learner, run.seed)
     curve, waiting, began = Curve([], []), deque[Sampled](), time.process_time()

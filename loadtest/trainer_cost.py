@@ -38,7 +38,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, Qwen3Config, 
 from examples.models.make_tiny import tiny_tokenizer
 from opentinker.envs.builtin import gsm8k
 from opentinker.services.trainer.batch import micro_batch
-from opentinker.services.trainer.learners.rl import TorchLearner
+from opentinker.services.trainer.learners.rl import RlLearner
 from opentinker.shared.nn.layout import layout
 from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.types.core import WeightVersion
@@ -202,7 +202,7 @@ def _advantages(group: Group) -> list[float]:
 class Ours:
     def __init__(self, spec: JobSpec, device: str, *, share: bool) -> None:
         self.layout = functools.partial(layout, share_prefixes=share)
-        self.learner = TorchLearner(spec, device)
+        self.learner = RlLearner(spec, device)
         self.learner.load(None)
 
     def step(self, groups: list[Group]) -> tuple[float, float]:

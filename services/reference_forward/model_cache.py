@@ -1,6 +1,6 @@
-"""Which frozen models are in memory, and which one goes when another is wanted. No torch here.
+"""LRU cache of the frozen models in memory, limited by bytes. No torch here.
 
-absent --load--> resident --least recently used, and the memory is wanted--> absent
+absent --load--> loaded --least recently used, and the memory is needed--> absent
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 from opentinker.services.reference_forward.required_models import ModelKey
 from opentinker.shared.types.errors import JobFailed
 
-PATIENCE = 4.0
-"""A model that groups wait for is not thrown out before it has been there so many times as long as it took to load."""
-SHORTEST_S = 1.0
-"""Loads that took less count as so long."""
+MIN_STAY_LOADS = 4.0
+"""A model that groups wait for is not evicted before it has been in memory for this multiple of its load time."""
+MIN_LOAD_S = 1.0
+"""Lower bound of the load time in that rule."""
 
 
 @dataclass
-class Resident:
+class CachedModel:
     model: Any
     bytes: int
     since: float
@@ -31,43 +31,43 @@ class Resident:
 
 
 class ModelCache:
-    """`budget_bytes` is never exceeded by the weights of what is resident."""
+    """The weights of the models in memory never exceed `budget_bytes`."""
 
     def __init__(self, budget_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.budget_bytes = budget_bytes
         self.loads = 0
         self.evictions = 0
         self._clock = clock
-        self._residents: OrderedDict[ModelKey, Resident] = OrderedDict()
+        self._models: OrderedDict[ModelKey, CachedModel] = OrderedDict()
         """Least recently used first."""
         self._in_use: ModelKey | None = None
 
     def __contains__(self, key: object) -> bool:
-        return key in self._residents
+        return key in self._models
 
     def __iter__(self) -> Iterator[ModelKey]:
-        """Least recently used first: the order in which models have their turn."""
-        return iter(list(self._residents))
+        """Iterate least recently used first: the order in which models take turns."""
+        return iter(list(self._models))
 
     def __len__(self) -> int:
-        return len(self._residents)
+        return len(self._models)
 
     @property
     def used_bytes(self) -> int:
-        return sum(resident.bytes for resident in self._residents.values())
+        return sum(resident.bytes for resident in self._models.values())
 
     @contextmanager
-    def using(self, key: ModelKey) -> Iterator[Any]:
-        """The model, which stays as long as it is in use. One at a time."""
-        self._residents.move_to_end(key)
+    def use(self, key: ModelKey) -> Iterator[Any]:
+        """Yield the model, which is not evicted while it is in use. One at a time."""
+        self._models.move_to_end(key)
         self._in_use = key
         try:
-            yield self._residents[key].model
+            yield self._models[key].model
         finally:
             self._in_use = None
 
     def check(self, key: ModelKey, wanted: int) -> None:
-        """Raises JobFailed if the model can never be held."""
+        """Raise JobFailed if the model exceeds the whole budget."""
         if wanted > self.budget_bytes:
             raise JobFailed(
                 f"model {key.base!r} takes {_gb(wanted)} in {key.dtype}, and this reference-forward holds at most "
@@ -76,36 +76,38 @@ class ModelCache:
             )
 
     def make_room(self, wanted: int, waited_for: Container[ModelKey]) -> bool:
-        """Let go of models, the least recently used first, until `wanted` more bytes fit. False: not now.
+        """Evict models, least recently used first, until `wanted` more bytes fit. Returns False if that is not possible
+        yet.
 
-        Models that nothing waits for go first; the others only after their time. None goes unless that is enough.
+        Models that no group waits for go first; the others only after their minimum stay. Nothing is evicted unless it
+        frees enough memory.
         """
         now = self._clock()
         idle, busy = [], []
-        for key, resident in self._residents.items():
+        for key, resident in self._models.items():
             if key == self._in_use:
                 continue
             if key not in waited_for:
                 idle.append(key)
-            elif now - resident.since >= PATIENCE * max(SHORTEST_S, resident.load_s):
+            elif now - resident.since >= MIN_STAY_LOADS * max(MIN_LOAD_S, resident.load_s):
                 busy.append(key)
         free, leaving = self.budget_bytes - self.used_bytes, []
         for key in idle + busy:
             if free >= wanted:
                 break
             leaving.append(key)
-            free += self._residents[key].bytes
+            free += self._models[key].bytes
         if free < wanted:
             return False
         for key in leaving:
-            del self._residents[key]
+            del self._models[key]
             self.evictions += 1
         return True
 
     def put(self, key: ModelKey, model: Any, bytes: int, load_s: float) -> None:
-        """A model for which room was made. Its first turn is the next one."""
-        self._residents[key] = Resident(model, bytes, self._clock(), load_s)
-        self._residents.move_to_end(key, last=False)
+        """Add a model after `make_room`. It takes the next turn."""
+        self._models[key] = CachedModel(model, bytes, self._clock(), load_s)
+        self._models.move_to_end(key, last=False)
         self.loads += 1
 
 

@@ -1,4 +1,4 @@
-"""What a job wants of frozen models: which model, and what for."""
+"""Frozen models that a job needs, and the role of each."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ import msgspec
 from opentinker.shared.spec import JobSpec
 
 REFERENCE = "reference"
-"""A role: log-probabilities of the model that the policy started from."""
+"""Role: log-probabilities of the model that the policy started from."""
 
 TEACHER = "teacher"
-"""A role: log-probabilities of the model that the policy learns from."""
+"""Role: log-probabilities of the model that the policy learns from."""
 
 VALUES = "values"
-"""A role: the return expected before each sampled token."""
+"""Role: the expected return before each sampled token."""
 
 REWARD = "reward:"
-"""A role, with the name of the reward model: a score per trajectory."""
+"""Prefix of a role, followed by the name of the reward model: a score per trajectory."""
 
 
 class ModelKey(msgspec.Struct, frozen=True):
-    """Models of the same key are loaded once, whichever jobs want them and whatever for."""
+    """Identity of a loaded model: jobs and roles with equal keys share one copy."""
 
     base: str
     """Path or hub id."""
     dtype: str
     adapter: str = ""
-    """Directory of a PEFT adapter on it; empty: none."""
+    """Directory of a PEFT adapter for it; empty: none."""
     fp32_head: bool = False
     """Whether logits are computed in float32 although the dtype is another."""
     head: Literal["language", "sequence", "token"] = "language"
-    """Of a reward model `sequence`, of a value model `token`."""
+    """`sequence` for a reward model, `token` for a value model."""
     label: str | None = None
-    """Of a reward model: whose probability is the score."""
+    """For a reward model: the label whose probability is the score."""
 
 
-def needs(spec: JobSpec, start: Path) -> dict[ModelKey, list[str]]:
-    """Roles by model. `start`: where a job that begins with another one's checkpoint has it."""
+def find_required_models(spec: JobSpec, start: Path) -> dict[ModelKey, list[str]]:
+    """Return roles by model. `start`: directory of the checkpoint that the job starts from, if it names one."""
     found: dict[ModelKey, list[str]] = {}
     if spec.algorithm.kl_coef > 0:
         found.setdefault(_reference(spec, start), []).append(REFERENCE)
@@ -54,7 +54,7 @@ def needs(spec: JobSpec, start: Path) -> dict[ModelKey, list[str]]:
 
 
 def _reference(spec: JobSpec, start: Path) -> ModelKey:
-    """The model at the job's start: of a LoRA job the base without an adapter, or with the one that it starts from."""
+    """Return the model at the job's start: for LoRA the base without an adapter, or with the one it starts from."""
     model = spec.model
     base, adapter = model.base, ""
     if spec.start is not None:

@@ -1,4 +1,4 @@
-"""What the models said, put into the group that goes on to the trainer. Pure numpy."""
+"""Adds model outputs to the group that is sent to the trainer. Pure numpy."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from opentinker.shared.types.trajectories import Group, Trajectory
 FIELDS = {REFERENCE: "ref_logprobs_T", TEACHER: "teacher_logprobs_T"}
 
 
-def with_results(group: Group, found: dict[str, list[Any]], weights: dict[str, float]) -> Group:
-    """`found`: by role, one result per trajectory; what nobody asked for stays as it is. `weights`: of reward models.
+def add_results(group: Group, found: dict[str, list[Any]], weights: dict[str, float]) -> Group:
+    """Return the group with the results of its models. `found`: by role, one result per trajectory; fields of other
+    roles stay unchanged. `weights`: weights of the reward models, by name.
 
-    The trainer needs no conversations: they are taken out.
+    Conversations are removed: the trainer does not need them.
     """
     trajectories = group.trajectories
     for role, name in FIELDS.items():
@@ -28,22 +29,22 @@ def with_results(group: Group, found: dict[str, list[Any]], weights: dict[str, f
                 for t, found_T in zip(trajectories, found[role], strict=True)
             ]
     if VALUES in found:
-        trajectories = [_valued(t, found_T) for t, found_T in zip(trajectories, found[VALUES], strict=True)]
+        trajectories = [_add_values(t, found_T) for t, found_T in zip(trajectories, found[VALUES], strict=True)]
     if weights and found:
         scores = [{name: float(found[REWARD + name][i]) for name in weights} for i in range(len(trajectories))]
-        trajectories = [_judged(t, own, weights) for t, own in zip(trajectories, scores, strict=True)]
+        trajectories = [_add_scores(t, own, weights) for t, own in zip(trajectories, scores, strict=True)]
     return msgspec.structs.replace(group, trajectories=trajectories)
 
 
-def _valued(trajectory: Trajectory, found_T: F32) -> Trajectory:
-    """Of a truncated one the value of its end stands last."""
+def _add_values(trajectory: Trajectory, found_T: F32) -> Trajectory:
+    """Set the values; for a truncated trajectory the last one is the value of its end state."""
     T = len(trajectory.mask_T)
     end = float(found_T[T]) if len(found_T) > T else 0.0
     return msgspec.structs.replace(trajectory, values_T=_bytes(found_T[:T]), end_value=end)
 
 
-def _judged(trajectory: Trajectory, scores: dict[str, float], weights: dict[str, float]) -> Trajectory:
-    """reward = environment's + sum of weight * score. The sum stands with the last turn, and by name in its parts."""
+def _add_scores(trajectory: Trajectory, scores: dict[str, float], weights: dict[str, float]) -> Trajectory:
+    """reward = environment's + sum of weight * score; the last turn gets the sum, and its components by name."""
     parts = {f"reward_model/{name}": weights[name] * score for name, score in scores.items()}
     turns, reward = list(trajectory.turns), trajectory.reward + math.fsum(parts.values())
     if turns:

@@ -1,6 +1,6 @@
-"""Reward models: a conversation in, one number out.
+"""Reward models: one score per conversation.
 
-A conversation is rendered by the reward model's own tokenizer and chat template, and judged as a whole, at its end.
+The reward model's tokenizer and chat template render the conversation, which is scored as a whole, at its end.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ Ids = tuple[int, ...]
 
 @dataclass
 class RewardModel:
-    """With one label the score is its logit; of several labels, the probability of the one that the job names."""
+    """With one label the score is its logit; with several, the probability of the label that the job names."""
 
     base: str
     model: Any
     tokenizer: Any
     label: int
-    """Which of the model's outputs."""
+    """Index of the model's output that is the score."""
 
     @classmethod
     def load(cls, base: str, dtype: torch.dtype, device: str, label: str | None) -> RewardModel:
-        """Raises JobFailed if it is no sequence classifier, has no such label, or cannot render a chat."""
+        """Raise JobFailed if the model is not a sequence classifier, lacks the label, or cannot render a chat."""
         tokenizer = load_tokenizer(base)
         if not tokenizer.chat_template:
             raise JobFailed(
@@ -43,22 +43,22 @@ class RewardModel:
                 "it was trained with into its directory as chat_template.jinja"
             )
         model = load_classifier(base, dtype, device)
-        return cls(base, model, tokenizer, _label(base, model.config, label))
+        return cls(base, model, tokenizer, _find_label(base, model.config, label))
 
     @cached_property
     def control(self) -> ControlTokens:
-        """What the policy and the environment say stays text: it cannot end a turn of what the model reads."""
+        """Keeps control tokens in messages as text, so that no message can end a turn of the model's input."""
         return ControlTokens(self.tokenizer, "split", templated=True)
 
     def score(self, groups: Sequence[Group], tokens_per_batch: int) -> list[list[float]]:
-        """Per group, of each trajectory. Raises JobFailed for what the model cannot read."""
+        """Return the scores per group and trajectory. Raises JobFailed for conversations that the model cannot read."""
         for group in groups:
             for seat, samples in group.seats.items():
                 if any(len(streams) > 1 for streams in samples):
                     raise JobFailed(
-                        f"group {group.seq}: a reward model judges one conversation, and {_who(seat)} had several "
-                        "in one episode, each in a stream of its own; use an environment that keeps to one, or no "
-                        "reward_models"
+                        f"group {group.seq}: a reward model scores one conversation, and {_describe_seat(seat)} had "
+                        "several in one episode, each in its own stream; use an environment with one stream per seat, "
+                        "or no reward_models"
                     )
         rows = [[self._render(group, t.messages) for t in group.trajectories] for group in groups]
         distinct = sorted({ids for row in rows for ids in row}, key=len, reverse=True)
@@ -76,7 +76,7 @@ class RewardModel:
         chat, word = self.control.defuse([{"role": message.role, "content": message.text} for message in messages])
         try:
             text = self.tokenizer.apply_chat_template(chat, tokenize=False)
-        except Exception as error:  # noqa: BLE001 - a template is the model's code: whatever it raises fails the job
+        except Exception as error:  # noqa: BLE001 - a template is the model's code: any exception fails the job
             roles = [message.role for message in messages]
             raise JobFailed(f"its chat template refused the roles {roles}: {error}") from None
         ids = tuple(self.control.encode(text, word))
@@ -92,9 +92,10 @@ class RewardModel:
         return ids
 
     def _forward(self, batch: list[Ids]) -> list[float]:
-        """Padded at the end. A model that names no padding token looks for the end of a row by one that is in none."""
+        """Score a batch padded at the end. For a model without a padding token, a token that is in no row replaces it:
+        the model finds the end of a row by it."""
         config = self.model.config.get_text_config()
-        pad = config.pad_token_id if config.pad_token_id is not None else _unused(batch, config.vocab_size)
+        pad = config.pad_token_id if config.pad_token_id is not None else _find_unused_token(batch, config.vocab_size)
         if pad is None:
             return [self._logits([row], 0)[0] for row in batch]
         named, config.pad_token_id = config.pad_token_id, pad
@@ -115,11 +116,11 @@ class RewardModel:
         return logits[:, self.label].tolist()  # type: ignore[no-any-return]
 
 
-def _who(seat: str) -> str:
+def _describe_seat(seat: str) -> str:
     return f"seat {seat!r}" if seat else "the policy"
 
 
-def _label(base: str, config: Any, label: str | None) -> int:
+def _find_label(base: str, config: Any, label: str | None) -> int:
     names = {str(name): int(number) for number, name in config.id2label.items()}
     if label is None and len(names) == 1:
         return 0
@@ -130,7 +131,8 @@ def _label(base: str, config: Any, label: str | None) -> int:
 
 
 def _batches(rows: list[Ids], tokens_per_batch: int) -> Iterator[list[Ids]]:
-    """`rows`, longest first: as many as fit at the length of the first, at least one."""
+    """Yield batches of `rows`, which are ordered longest first: as many as fit at the length of the first, at least
+    one."""
     at = 0
     while at < len(rows):
         size = max(1, tokens_per_batch // len(rows[at]))
@@ -138,7 +140,7 @@ def _batches(rows: list[Ids], tokens_per_batch: int) -> Iterator[list[Ids]]:
         at += size
 
 
-def _unused(batch: list[Ids], vocabulary: int) -> int | None:
-    """A token that is in no row; None if every one is in some."""
+def _find_unused_token(batch: list[Ids], vocabulary: int) -> int | None:
+    """Return a token that is in no row, or None."""
     used = {number for row in batch for number in row}
     return next((number for number in range(vocabulary) if number not in used), None)

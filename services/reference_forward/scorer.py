@@ -1,6 +1,7 @@
-"""Frozen models, and what they say of groups that somebody else sampled. No messages here.
+"""Loads frozen models and scores groups with them. No messaging here.
 
-Every call blocks: the service makes them in threads, one `score` at a time, beside it one `load` and any `check`.
+Every call blocks: the service makes them in threads, one `score` at a time, concurrently with one `load` and any
+`check`.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from opentinker.shared.types.trajectories import Group
 
 
 class Scorer:
-    """`tokens_per_batch`: of one forward pass; a longer trajectory gets one of its own.
+    """`tokens_per_batch`: limit of one forward pass; a longer trajectory gets a separate pass.
 
-    Raises RuntimeError if the device is not there.
+    Raises RuntimeError if the device does not exist.
     """
 
     def __init__(self, *, device: str = "cpu", tokens_per_batch: int = 8192) -> None:
@@ -42,24 +43,24 @@ class Scorer:
             raise RuntimeError("reference_device is cuda, but there is no GPU here: set it to cpu")
         self.device = device
         self.tokens_per_batch = tokens_per_batch
-        self._suited: set[tuple[str, str, str]] = set()
+        self._compatible: set[tuple[str, str, str]] = set()
         self.computed = 0
-        """Tokens that went through a model so far, shared prefixes once."""
+        """Tokens computed by models so far; shared prefixes count once."""
 
     def check(self, spec: JobSpec) -> None:
-        """What must hold between a job's models. Raises JobFailed."""
+        """Raise JobFailed if the job's models do not share a tokenizer."""
         for role, part in (("teacher", spec.teacher), ("value model", spec.value_model)):
-            if part is not None and (pair := (spec.model.base, part.base, role)) not in self._suited:
+            if part is not None and (pair := (spec.model.base, part.base, role)) not in self._compatible:
                 check_same_tokens(*pair)
-                self._suited.add(pair)
+                self._compatible.add(pair)
 
     def size(self, key: ModelKey) -> int:
-        """Bytes of the weights, told before they are loaded. Raises JobFailed if there is no such model."""
+        """Return the bytes of the weights without loading them. Raises JobFailed if there is no such model."""
         weights = model_bytes(key.base, torch_dtype(key.dtype), head=key.head)
         return weights + (adapter_bytes(Path(key.adapter)) if key.adapter else 0)
 
     def load(self, key: ModelKey) -> Any:
-        """Raises JobFailed if the model is unusable."""
+        """Load a model. Raises JobFailed if it is unusable."""
         if key.head == "sequence":
             return RewardModel.load(key.base, torch_dtype(key.dtype), self.device, key.label)
         if key.head == "token":
@@ -70,14 +71,15 @@ class Scorer:
             float32_head(causal)
         return causal
 
-    def collect(self) -> None:
-        """Give back the memory of models that were let go."""
+    def release_memory(self) -> None:
+        """Free the memory of evicted models."""
         gc.collect()
         if self.device == "cuda":
             torch.cuda.empty_cache()
 
     def score(self, model: Any, groups: Sequence[Group], temperatures: Sequence[float]) -> list[list[Any]]:
-        """`logprobs`, `values` or `RewardModel.score`, as the model is: per group and trajectory. Raises JobFailed."""
+        """Return `logprobs`, `values` or `RewardModel.score` by type of model, per group and trajectory. Raises
+        JobFailed."""
         if isinstance(model, RewardModel):
             return model.score(groups, self.tokens_per_batch)
         if isinstance(model, ValueModel):
@@ -85,10 +87,10 @@ class Scorer:
         return self.logprobs(model, groups, temperatures)
 
     def logprobs(self, model: Any, groups: Sequence[Group], temperatures: Sequence[float]) -> list[list[F32]]:
-        """Per group and trajectory, [T] log softmax(logits / temperature) of the sampled tokens, 0 elsewhere.
+        """Return per group and trajectory [T] log softmax(logits / temperature) of the sampled tokens, 0 elsewhere.
 
-        Groups of several jobs share forward passes, and equal beginnings in them; `temperatures` has one per group.
-        Raises JobFailed for tokens that the model does not know.
+        Groups of several jobs share forward passes and equal prefixes in them; `temperatures` has one per group.
+        Raises JobFailed for tokens outside the model's vocabulary.
         """
         heat_S = [heat for group, heat in zip(groups, temperatures, strict=True) for _ in group.trajectories]
 
@@ -99,8 +101,8 @@ class Scorer:
         return self._per_token(model, groups, compute, heat_S)
 
     def values(self, model: ValueModel, groups: Sequence[Group]) -> list[list[F32]]:
-        """Per group and trajectory, [T] the value where each sampled token was about to be chosen, 0 elsewhere; of a
-        truncated one [T + 1], the last being that of the state in which it was left."""
+        """Return per group and trajectory [T] the value before each sampled token, 0 elsewhere; for a truncated
+        trajectory [T + 1], the last being the value of its end state."""
         return self._per_token(model.model, groups, model.values, None, ends=True)
 
     def _per_token(
@@ -112,8 +114,8 @@ class Scorer:
         *,
         ends: bool = False,
     ) -> list[list[F32]]:
-        """`compute`: a number for every sampled token of a packed batch; with `ends` for the ends of truncated
-        trajectories too."""
+        """Run `compute` on packed batches and unpack its results. It returns a number for every sampled token; with
+        `ends` for the ends of truncated trajectories too."""
         for group in groups:
             _check_vocabulary(model, group)
         rows = [t for group in groups for t in group.trajectories]
@@ -138,7 +140,7 @@ class Scorer:
 
 
 def _check_vocabulary(model: Any, group: Group) -> None:
-    """On a GPU an unknown token would break the whole process."""
+    """Raise JobFailed for unknown tokens: on a GPU one would break the whole process."""
     vocabulary = int(model.config.get_text_config().vocab_size)
     largest = max((int(t.ids.max()) for t in group.trajectories if len(t.ids)), default=0)
     if largest >= vocabulary:

@@ -1,17 +1,19 @@
-"""Reference-forward: what frozen models say of groups, on the way from rollout worker to trainer.
+"""Reference-forward service: adds the outputs of frozen models to groups between rollout worker and trainer.
 
-read    starts a reader for every job with groups in SCORE; woken twice a second
-reader  consumes SCORE of one job into the desk (work queues shared by all instances); waits for room; woken by the pull
-load    loads the model that groups have waited for longest, beside the scoring; woken by arrivals
-score   one forward pass after another, groups of all jobs together; models take turns; woken by arrivals and loads
-finish  produces GROUP, then acknowledges; woken by score
-remind  tells the server that we still work on what we hold
-beat    produces heartbeats
-report  produces METRIC once a second, by job, and of this process as a whole
+read      starts a reader for every job with groups in SCORE; polls twice a second
+reader    consumes SCORE of one job (work queue shared by all instances) into the group queue; waits for capacity;
+          woken by the pull
+load      loads the model that groups have waited for longest, concurrently with scoring (`model_loader.py`); woken by
+          arrivals
+score     runs forward passes, groups of all jobs together; models take turns; woken by arrivals and loads
+finish    produces GROUP, then acknowledges; woken by score
+extend    extends the acknowledgement deadline of the groups in flight
+heartbeat produces heartbeats
+report    produces METRIC once a second, by job and for this process as a whole
 timeline  produces TIMELINE once a second, by job
 
-A message is acknowledged after its group is stored, so a dead instance's work is delivered to another. What is wrong
-with a job fails that job; a job for whose groups there is no room waits. Others go on.
+A message is acknowledged after its group is stored, so a dead instance's work is delivered to another. An error in a
+job fails that job only; a job whose stream is full waits. Other jobs continue.
 """
 
 from __future__ import annotations
@@ -28,10 +30,10 @@ import msgspec
 import structlog
 from redis.exceptions import RedisError
 
-from opentinker.services.reference_forward.group_queue import AHEAD, GroupQueue, Work
+from opentinker.services.reference_forward.group_queue import PREFETCH, GroupQueue, QueuedGroup
 from opentinker.services.reference_forward.model_cache import ModelCache
-from opentinker.services.reference_forward.required_models import ModelKey, needs
-from opentinker.services.reference_forward.results import with_results
+from opentinker.services.reference_forward.required_models import ModelKey, find_required_models
+from opentinker.services.reference_forward.results import add_results
 from opentinker.shared.asyncio_tools import Notifier, sleep, wait_event
 from opentinker.shared.data.readable_paths import check_opened
 from opentinker.shared.messaging.bus import ACK_WAIT_S, ConsumerDeleted, Delivery, StreamFull, TooLarge
@@ -49,38 +51,38 @@ from opentinker.shared.types.trajectories import Group
 if TYPE_CHECKING:
     from opentinker.services.reference_forward.scorer import Scorer
 
-UNREAD = Subject(GROUP.pattern, msgspec.Raw)
-"""GROUP for bytes that are none."""
+UNDECODED_GROUP = Subject(GROUP.pattern, msgspec.Raw)
+"""GROUP for bytes that cannot be decoded."""
 FULL_PAUSE_S = 2.0
-"""A job for whose group the stream had no room is left alone for so long."""
-LOOK_S = 0.5
+"""Pause of a job after its stream was full."""
+POLL_S = 0.5
 IDLE_S = 30.0
-"""A reader ends when its job has sent nothing for so long."""
-UNABLE = (ValueError, IndexError, RuntimeError, MemoryError, OSError)
+"""A reader ends when its job has been idle for this long."""
+MODEL_ERRORS = (ValueError, IndexError, RuntimeError, MemoryError, OSError)
 """What a model may raise over a group or while it is loaded."""
 
 
 class ReferenceForward:
-    """`make_scorer` is called in a thread when the first group comes: it imports torch, which few jobs need.
+    """`make_scorer` is called in a thread when the first group arrives: it imports torch, which few jobs need.
 
-    `ack_wait_s`: silence after which the messages of a dead instance are given to another.
+    `ack_wait_s`: silence after which the messages of a dead instance are delivered to another.
     """
 
     def __init__(self, ctx: Context, make_scorer: Callable[[], Scorer], ack_wait_s: float = ACK_WAIT_S) -> None:
         self.ctx, self.ack_wait_s = ctx, ack_wait_s
         self._make_scorer = make_scorer
         self._scorer: Scorer | None = None
-        self._making = asyncio.Lock()
-        self.desk = GroupQueue(ctx.settings.reference_tokens_per_batch)
-        self.residence = ModelCache(int(ctx.settings.reference_memory_gb * 1e9))
-        self._bell = Notifier()
-        self._scored: asyncio.Queue[Work] = asyncio.Queue()
+        self._scorer_lock = asyncio.Lock()
+        self.queue = GroupQueue(ctx.settings.reference_tokens_per_batch)
+        self.cache = ModelCache(int(ctx.settings.reference_memory_gb * 1e9))
+        self._changed = Notifier()
+        self._scored: asyncio.Queue[QueuedGroup] = asyncio.Queue()
         self._readers: set[str] = set()
-        """Jobs that are read."""
+        """Jobs with a running reader."""
         self._checked: set[str] = set()
-        """Jobs that may read the models they name, when their first group came; asked again of what is loaded."""
+        """Jobs whose model paths were readable when their first group arrived; checked again at each load."""
         self._full_until: dict[str, float] = {}
-        """Jobs for whose last group the stream had no room."""
+        """Jobs whose stream was full at their last group, and when to try again."""
         self.log = structlog.get_logger()
         self.groups = self.tokens = 0
         self.meters = Meters()
@@ -95,8 +97,8 @@ class ReferenceForward:
                     "load": self._load_loop(),
                     "score": self._score_loop(),
                     "finish": self._finish_loop(),
-                    "remind": self._remind_loop(),
-                    "beat": self._beat_loop(),
+                    "extend": self._extend_loop(),
+                    "heartbeat": self._heartbeat_loop(),
                     "report": Reporter(self.ctx.bus, self.info.id, self.meters).run(),
                     "timeline": self.lanes.run(),
                 }
@@ -104,11 +106,11 @@ class ReferenceForward:
         finally:
             await self.ctx.store.leave(self.info)
 
-    # --- what comes ---------------------------------------------------------------------------------------------
+    # --- intake -------------------------------------------------------------------------------------------------
 
     async def _read_loop(self) -> None:
-        """Starts readers. Returns when the service is told to stop and has finished what it had begun; the rest goes
-        back."""
+        """Start readers. Returns when the service stops, after forward passes under way have finished and waiting
+        groups were returned to the stream."""
         assert SCORES.name is not None
         self.ctx.ready()
         async with asyncio.TaskGroup() as readers:
@@ -118,77 +120,80 @@ class ReferenceForward:
                     if job not in self._readers:
                         self._readers.add(job)
                         readers.create_task(self._read(job))
-                await wait_event(self.ctx.stopping, LOOK_S)
-        while self.desk.hand:
-            changed = self._bell.listen()
-            for work in self.desk.drop_all():
+                await wait_event(self.ctx.stopping, POLL_S)
+        while self.queue.in_flight:
+            changed = self._changed.listen()
+            for work in self.queue.drop_all():
                 await self._give_back(work)
-            if self.desk.hand:
-                await wait_event(changed, LOOK_S)
+            if self.queue.in_flight:
+                await wait_event(changed, POLL_S)
 
     async def _read(self, job: str) -> None:
-        """Consumes SCORE of one job while there is room. Ends when nothing comes any more."""
+        """Consume SCORE of one job while there is capacity. Ends when the job is idle or has finished."""
         over, heard = False, time.monotonic()
-        consumer = await self.ctx.bus.consume(SCORE, f"score-{job}", batch=AHEAD, ack_wait_s=self.ack_wait_s, job=job)
+        consumer = await self.ctx.bus.consume(
+            SCORE, f"score-{job}", batch=PREFETCH, ack_wait_s=self.ack_wait_s, job=job
+        )
         try:
             while not self.ctx.stopping.is_set() and time.monotonic() - heard < IDLE_S:
-                changed = self._bell.listen()
+                changed = self._changed.listen()
                 full = time.monotonic() < self._full_until.get(job, 0.0)
-                room = 0 if full else self.desk.room(job, self.residence)
-                delivery = await consumer.next(LOOK_S if room else 0.0, limit=room)
+                room = 0 if full else self.queue.capacity(job, self.cache)
+                delivery = await consumer.next(POLL_S if room else 0.0, limit=room)
                 if delivery is not None:
                     over = not await self._admit(delivery)
                 elif over:
                     break
                 elif not room:
-                    await wait_event(changed, LOOK_S)
+                    await wait_event(changed, POLL_S)
                 if delivery is not None or not room:
                     heard = time.monotonic()
         except ConsumerDeleted:
-            self.log.info("job_cleared_meanwhile", job=job)
+            self.log.info("consumer_of_job_deleted", job=job)
         finally:
             self._readers.discard(job)
             self._checked.discard(job)
             await consumer.close(delete=over)
 
     async def _admit(self, delivery: Delivery[Group]) -> bool:
-        """Takes the group in hand. False if its job is over: nobody waits for its groups any more."""
+        """Queue the group. Returns False if its job has finished, so that its groups are not needed."""
         group = delivery.noun
         if group is None:
-            await self._pass_unread(delivery)
+            await self._forward_undecodable(delivery)
             return True
-        work = Work(delivery, group, 1.0, {})
+        work = QueuedGroup(delivery, group, 1.0, {})
         try:
-            if not await self._know(work):
+            if not await self._find_needs(work):
                 self.log.info("group_of_ended_job_dropped", job=group.job, group=group.seq)
                 await delivery.ack_sync()
                 return False
         except JobFailed as error:
-            await self._fail(group.job, str(error))
+            await self._fail_job(group.job, str(error))
             await delivery.ack_sync()
             return False
-        self.desk.add(work)
+        self.queue.add(work)
         if not work.needs:
             self._scored.put_nowait(work)
-        self._bell.ring()
+        self._changed.ring()
         return True
 
-    async def _pass_unread(self, delivery: Delivery[Group]) -> None:
-        """The trainer discards and replaces what cannot be decoded: it knows the group by the message's id."""
+    async def _forward_undecodable(self, delivery: Delivery[Group]) -> None:
+        """Forward a group that cannot be decoded: the trainer discards and replaces it by the message's id."""
         job = delivery.key.partition("/")[0]  # JOB/NUMBER:ATTEMPT
         self.log.error("undecodable_group_passed_on", group=delivery.key, error=delivery.error)
         try:
             if job and not (await self.ctx.store.job(job)).state.final:
-                await self.ctx.bus.publish(UNREAD, msgspec.Raw(delivery.data), delivery.key, job=job)
+                await self.ctx.bus.publish(UNDECODED_GROUP, msgspec.Raw(delivery.data), delivery.key, job=job)
         except NotFound:
-            pass  # nobody waits for it
+            pass  # the job was deleted
         except StreamFull:
             await delivery.nak(FULL_PAUSE_S)
             return
         await delivery.ack_sync()
 
-    async def _know(self, work: Work) -> bool:
-        """Learns from the job's spec what the group needs. False if the job is over. Raises JobFailed."""
+    async def _find_needs(self, work: QueuedGroup) -> bool:
+        """Set from the job's spec which models the group needs. Returns False if the job has finished. Raises
+        JobFailed."""
         try:
             record = await self.ctx.store.job(work.group.job)
             if record.state.final:
@@ -200,7 +205,7 @@ class ReferenceForward:
             raise JobFailed(f"its stored spec is not valid here: {error}") from error
         try:
             work.group.check()
-        except ValueError as error:  # passed on as it is: the trainer's own check discards it, so the ledger balances
+        except ValueError as error:  # forwarded unchanged: the trainer's own check discards it, so the ledger balances
             self.log.error("invalid_group_passed_on", job=work.group.job, group=work.group.seq, error=str(error))
             return True
         start = start_of(self.ctx.settings.data_dir, work.group.job)
@@ -208,7 +213,7 @@ class ReferenceForward:
             await check_opened(self.ctx.store, self.ctx.settings, work.group.job)
             self._checked.add(work.group.job)
         await asyncio.to_thread((await self._get_scorer()).check, spec)
-        work.temperature, work.needs = spec.rollout.temperature, needs(spec, start)
+        work.temperature, work.needs = spec.rollout.temperature, find_required_models(spec, start)
         work.weights = {judge.name: judge.weight for judge in spec.reward_models}
         return True
 
@@ -217,66 +222,66 @@ class ReferenceForward:
     async def _load_loop(self) -> None:
         """Consumes wishes for models, produces residents; scoring goes on beside it."""
         while True:
-            changed = self._bell.listen()
-            if (key := self.desk.wanted(self.residence)) is None:
+            changed = self._changed.listen()
+            if (key := self.queue.next_to_load(self.cache)) is None:
                 await wait_event(changed, 1.0)
                 continue
             try:
                 await self._load(key)
-            except (JobFailed, *UNABLE) as error:
-                why = str(error) if isinstance(error, JobFailed) else f"model {key.base!r}: {_said(error)}"
-                for job in self.desk.waiting_for(key):
-                    await self._fail(job, why)
-            self._bell.ring()
+            except (JobFailed, *MODEL_ERRORS) as error:
+                why = str(error) if isinstance(error, JobFailed) else f"model {key.base!r}: {_describe(error)}"
+                for job in self.queue.jobs_waiting_for(key):
+                    await self._fail_job(job, why)
+            self._changed.ring()
 
     async def _load(self, key: ModelKey) -> None:
         """Returns also when nobody waits for it any more. Raises JobFailed, or one of UNABLE."""
         scorer = await self._get_scorer()
-        if not await self._may_read(key):
+        if not await self._check_readable(key):
             return
         size = await asyncio.to_thread(scorer.size, key)
-        self.residence.check(key, size)
-        evicted, looked_at = self.residence.evictions, -math.inf
+        self.cache.check(key, size)
+        evicted, looked_at = self.cache.evictions, -math.inf
         while True:
-            if time.monotonic() - looked_at >= LOOK_S:
+            if time.monotonic() - looked_at >= POLL_S:
                 await self._drop_ended(key)
                 looked_at = time.monotonic()
-            if key not in self.desk.queues:
+            if key not in self.queue.queues:
                 return
-            if self.residence.make_room(size, self.desk.queues):
+            if self.cache.make_room(size, self.queue.queues):
                 break
-            await wait_event(self._bell.listen(), 0.1)
-        if self.residence.evictions > evicted:
-            await asyncio.to_thread(scorer.collect)
+            await wait_event(self._changed.listen(), 0.1)
+        if self.cache.evictions > evicted:
+            await asyncio.to_thread(scorer.release_memory)
         began = time.monotonic()
         model = await asyncio.to_thread(scorer.load, key)
-        if not await self._may_read(key):  # it led elsewhere meanwhile: nobody gets what was read there
+        if not await self._check_readable(key):  # it led elsewhere meanwhile: nobody gets what was read there
             return
         seconds = time.monotonic() - began
-        self.residence.put(key, model, size, seconds)
+        self.cache.put(key, model, size, seconds)
         self.log.info("model_loaded", model=key.base, dtype=key.dtype, bytes=size, seconds=round(seconds, 3))
-        self._measure()
+        self._update_metrics()
 
-    async def _may_read(self, key: ModelKey) -> bool:
+    async def _check_readable(self, key: ModelKey) -> bool:
         """Whether all jobs that wait for the model may read it here and now. Those that may not fail."""
         open_to_all = True
-        for job in self.desk.waiting_for(key):
+        for job in self.queue.jobs_waiting_for(key):
             try:
                 await check_opened(self.ctx.store, self.ctx.settings, job)
             except JobFailed as error:
-                await self._fail(job, str(error))
+                await self._fail_job(job, str(error))
                 open_to_all = False
             except NotFound:  # deleted: its groups go with the next look at who waits
                 continue
             except (RedisError, OSError):  # asked again with the next look
-                await sleep(LOOK_S)
+                await sleep(POLL_S)
                 return False
         return open_to_all
 
     async def _drop_ended(self, key: ModelKey) -> None:
         """Groups that wait for a model and whose job ended meanwhile: nothing is loaded for these. One whose
         acknowledgement is lost comes again, and goes as it comes."""
-        for job in self.desk.waiting_for(key):
+        for job in self.queue.jobs_waiting_for(key):
             try:
                 if not (await self.ctx.store.job(job)).state.final:
                     continue
@@ -284,13 +289,13 @@ class ReferenceForward:
                 pass
             except (RedisError, OSError):  # asked again soon; it says nothing of the model
                 return
-            for work in self.desk.drop({job}):
+            for work in self.queue.drop({job}):
                 self.log.info("group_of_ended_job_dropped", job=job, group=work.group.seq)
                 await work.delivery.ack()
-                self.desk.put_away(work)
+                self.queue.release(work)
 
     async def _get_scorer(self) -> Scorer:
-        async with self._making:
+        async with self._scorer_lock:
             if self._scorer is None:
                 self._scorer = await asyncio.to_thread(self._make_scorer)
             return self._scorer
@@ -298,35 +303,35 @@ class ReferenceForward:
     # --- forward passes -----------------------------------------------------------------------------------------
 
     async def _score_loop(self) -> None:
-        """Consumes what waits for resident models, produces scored groups."""
+        """Consume groups that wait for loaded models, produce scored groups."""
         while True:
-            changed = self._bell.listen()
-            if (batch := self.desk.take(self.residence)) is None:
+            changed = self._changed.listen()
+            if (batch := self.queue.take(self.cache)) is None:
                 await wait_event(changed, 1.0)
                 continue
-            await self._pass(*batch)
-            self._bell.ring()
+            await self._run_pass(*batch)
+            self._changed.ring()
 
-    async def _pass(self, key: ModelKey, works: list[Work]) -> None:
-        """In a frame of its own: a loop would keep hold of the model, and the next one would load beside it."""
-        with self.residence.using(key) as model:
+    async def _run_pass(self, key: ModelKey, works: list[QueuedGroup]) -> None:
+        """Run a pass in a separate frame: a variable of the loop would keep the model in memory after eviction."""
+        with self.cache.use(key) as model:
             await self._forward(key, model, works)
 
-    async def _forward(self, key: ModelKey, model: Any, works: list[Work]) -> None:
-        """One pass. If it fails, whose fault it was is found out one by one, and only that job fails."""
+    async def _forward(self, key: ModelKey, model: Any, works: list[QueuedGroup]) -> None:
+        """Run one pass. If it fails, score the groups one by one, so that only the job at fault fails."""
         assert self._scorer is not None
         groups, temperatures = [work.group for work in works], [work.temperature for work in works]
         before, began = self._scorer.computed, time.time()
         try:
             results = await asyncio.to_thread(self._scorer.score, model, groups, temperatures)
-        except (JobFailed, *UNABLE) as error:
+        except (JobFailed, *MODEL_ERRORS) as error:
             if len(works) > 1:
                 for work in works:
                     await self._forward(key, model, [work])
                 return
             (group,) = groups
-            why = str(error) if isinstance(error, JobFailed) else f"group {group.seq}: {_said(error)}"
-            await self._fail(group.job, f"model {key.base!r} could not score it: {why}")
+            why = str(error) if isinstance(error, JobFailed) else f"group {group.seq}: {_describe(error)}"
+            await self._fail_job(group.job, f"model {key.base!r} could not score it: {why}")
             await self._acknowledge(works[0])
             return
         ended = time.time()
@@ -337,34 +342,35 @@ class ReferenceForward:
         counts["reference/passed_groups"] += len(works)
         counts["reference/computed_tokens"] += self._scorer.computed - before
         for work, found in zip(works, results, strict=True):
-            if self.desk.done(key, work, found):
+            if self.queue.complete(key, work, found):
                 self._scored.put_nowait(work)
 
-    # --- what goes ----------------------------------------------------------------------------------------------
+    # --- output -------------------------------------------------------------------------------------------------
 
     async def _finish_loop(self) -> None:
-        """Consumes scored groups, produces GROUP and acknowledgements."""
+        """Consume scored groups, produce GROUP and acknowledgements."""
         while True:
             works = [await self._scored.get()]
             while not self._scored.empty():
                 works.append(self._scored.get_nowait())
             await asyncio.gather(*map(self._finish, works))
-            self._measure()
-            self._bell.ring()
+            self._update_metrics()
+            self._changed.ring()
 
-    async def _finish(self, work: Work) -> None:
-        """Stored durably, then acknowledged; a redelivered group is published under the same id, so kept once."""
-        group = with_results(work.group, work.found, work.weights)
+    async def _finish(self, work: QueuedGroup) -> None:
+        """Store the group durably, then acknowledge it; a redelivered group has the same message id and is stored
+        once."""
+        group = add_results(work.group, work.results, work.weights)
         attempt = group.trajectories[0].attempt if group.trajectories else ""
         try:
             await self.ctx.bus.publish(GROUP, group, f"{group.key}:{attempt}", job=group.job)
         except StreamFull as error:
-            await self._try_later(work, error)
+            await self._retry_later(work, error)
             return
         except TooLarge as error:
-            await self._fail(
+            await self._fail_job(
                 group.job,
-                f"group {group.seq} with what was added does not fit into one message ({error}): lower "
+                f"group {group.seq} with the added model outputs does not fit into one message ({error}): lower "
                 f"algorithm.group_size ({group.samples}) or rollout.context_length, or raise max_payload",
             )
         else:
@@ -372,10 +378,10 @@ class ReferenceForward:
             self._count(work)
         await self._acknowledge(work)
 
-    async def _try_later(self, work: Work, error: StreamFull) -> None:
-        """It stays in hand, so that nothing is computed again; told to stop, we give it back."""
+    async def _retry_later(self, work: QueuedGroup, error: StreamFull) -> None:
+        """Keep the group in flight, so that nothing is computed twice; return it if the service stops."""
         job = work.group.job
-        if job not in self._full_until:  # said once, until one of its groups is stored
+        if job not in self._full_until:  # logged once, until one of its groups is stored
             self.log.warning("stream_full", job=job, error=str(error))
         self._full_until[job] = time.monotonic() + FULL_PAUSE_S
         if self.ctx.stopping.is_set():
@@ -383,54 +389,55 @@ class ReferenceForward:
         else:
             asyncio.get_running_loop().call_later(FULL_PAUSE_S, self._scored.put_nowait, work)
 
-    def _count(self, work: Work) -> None:
+    def _count(self, work: QueuedGroup) -> None:
         self.groups += 1
         self.tokens += work.tokens
         counts = self.meters.of(work.group.job).counts
         counts["reference/groups"] += 1
         counts["reference/tokens"] += work.tokens
 
-    async def _acknowledge(self, work: Work) -> None:
+    async def _acknowledge(self, work: QueuedGroup) -> None:
         await work.delivery.ack_sync()
-        self.desk.put_away(work)
+        self.queue.release(work)
 
-    async def _give_back(self, work: Work) -> None:
+    async def _give_back(self, work: QueuedGroup) -> None:
         await work.delivery.nak()
-        self.desk.put_away(work)
+        self.queue.release(work)
 
-    async def _fail(self, job: str, reason: str) -> None:
-        """Also drops the job's groups that wait here."""
+    async def _fail_job(self, job: str, reason: str) -> None:
+        """Fail the job and drop its waiting groups."""
         self.log.error("reference_unusable", job=job, error=reason)
-        with contextlib.suppress(Conflict, NotFound):  # it ended meanwhile
+        with contextlib.suppress(Conflict, NotFound):  # it has finished in between
             await self.ctx.store.transition(job, JobState.FAILED, reason=f"reference-forward: {reason}")
-        for work in self.desk.drop({job}):
+        for work in self.queue.drop({job}):
             await self._acknowledge(work)
 
-    # --- signs of life ------------------------------------------------------------------------------------------
+    # --- heartbeats and metrics ---------------------------------------------------------------------------------
 
-    async def _remind_loop(self) -> None:
-        """While we have them in hand (a model may have to be loaded first), nobody else is given the messages."""
+    async def _extend_loop(self) -> None:
+        """Extend the acknowledgement deadline of groups in flight (a model may have to be loaded first), so that they
+        are not delivered to another instance."""
         while True:
             await sleep(self.ack_wait_s / 3)
-            for work in list(self.desk.hand):
+            for work in list(self.queue.in_flight):
                 await work.delivery.in_progress()
 
-    async def _beat_loop(self) -> None:
+    async def _heartbeat_loop(self) -> None:
         while True:
-            detail = {"groups": self.groups, "tokens": self.tokens, "models_bytes": self.residence.used_bytes}
+            detail = {"groups": self.groups, "tokens": self.tokens, "models_bytes": self.cache.used_bytes}
             await self.ctx.store.beat(msgspec.structs.replace(self.info, detail=detail), self.ctx.settings.worker_ttl_s)
             await sleep(self.ctx.settings.heartbeat_s)
 
-    def _measure(self) -> None:
+    def _update_metrics(self) -> None:
         meter = self.meters.of(CLUSTER)
-        meter.counts["reference/loads"] = self.residence.loads
-        meter.counts["reference/evictions"] = self.residence.evictions
-        meter.gauges["reference/models"] = len(self.residence)
-        meter.gauges["reference/models_bytes"] = self.residence.used_bytes
-        meter.gauges["reference/groups_in_hand"] = len(self.desk.hand)
+        meter.counts["reference/loads"] = self.cache.loads
+        meter.counts["reference/evictions"] = self.cache.evictions
+        meter.gauges["reference/models"] = len(self.cache)
+        meter.gauges["reference/models_bytes"] = self.cache.used_bytes
+        meter.gauges["reference/groups_in_hand"] = len(self.queue.in_flight)
 
 
-def _said(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
@@ -443,7 +450,7 @@ async def serve(ctx: Context) -> None:
         return Scorer(device=settings.reference_device, tokens_per_batch=settings.reference_tokens_per_batch)
 
     if settings.reference_device != "cpu":
-        ready = await asyncio.to_thread(make_scorer)  # a missing GPU is said at once, not at the first group
+        ready = await asyncio.to_thread(make_scorer)  # a missing GPU fails the start, not the first group
         await ReferenceForward(ctx, lambda: ready).serve()
     else:
         await ReferenceForward(ctx, make_scorer).serve()

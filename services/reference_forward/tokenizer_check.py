@@ -1,4 +1,4 @@
-"""Whether two models mean the same tokens by the same ids. Blocking: tokenizers are read."""
+"""Checks that two models share token ids. Blocking: it reads tokenizers."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from opentinker.shared.types.errors import JobFailed
 
 
 def check_same_tokens(policy: str, other: str, role: str) -> None:
-    """Raises JobFailed, with the first difference, unless every token of the policy has the same id in the other model.
+    """Raise JobFailed, with the first difference, unless every token of the policy has the same id in the other model.
 
-    That one is given the very ids that the policy sampled. It may know more tokens. `role`: what it is called.
+    The other model receives the ids that the policy sampled. It may have additional tokens. `role`: its name in errors.
     """
     ours, theirs = (_tokens(base) for base in (policy, other))
     for number in sorted(ours):

@@ -1,4 +1,4 @@
-"""Value models: what return is expected where each sampled token was about to be chosen."""
+"""Value models: the expected return before each sampled token."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from opentinker.shared.types.errors import JobFailed
 
 @dataclass
 class ValueModel:
-    """A frozen critic: its own weights, and one number where a language model has a vocabulary."""
+    """A frozen critic: a language model with a scalar head in place of the vocabulary."""
 
     base: str
     model: Any
-    """The whole, with `config` and `parameters`."""
+    """The whole model, with `config` and `parameters`."""
     decoder: Any
     head: Any
 
     @classmethod
     def load(cls, base: str, dtype: torch.dtype, device: str) -> ValueModel:
-        """Raises JobFailed if it is no causal token classifier with one label."""
+        """Raise JobFailed if the model is not a causal token classifier with one label."""
         return cls(base, *load_value_model(base, dtype, device))
 
     def values(self, plan: Layout) -> Tensor:
-        """float32 [M]. Raises JobFailed where the model makes no number."""
+        """Return float32 [M]. Raises JobFailed if a value is not finite."""
         values_M = token_values(self.decoder, self.head, plan)
         if not bool(torch.isfinite(values_M).all()):
             raise JobFailed("it got a value that is no finite number")

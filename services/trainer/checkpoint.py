@@ -1,12 +1,12 @@
-"""Checkpoints on disk: committed whole or not at all, verified before use, fenced by epoch.
+"""Checkpoints on disk: committed atomically, verified before use, fenced by epoch.
 
     {root}/step-000050/manifest.json + files        committed
     {root}/.writing-EPOCH-HOST-PID-000050-XXXX/     being written; an orphan after a crash
     {root}/.removing-...                            being removed; an orphan after a crash
-    {root}/.epoch                                   nobody of a lower epoch may write here
+    {root}/.epoch                                   lower epochs may not write here
 
 The manifest names every file with its size and sha256; it is written last inside the temporary directory, and the
-rename makes the checkpoint exist. What the manifest says is the truth about the job: what is not in it did not happen.
+rename makes the checkpoint exist. The manifest is authoritative: anything that it does not record did not happen.
 """
 
 from __future__ import annotations
@@ -31,22 +31,23 @@ from opentinker.shared.types.manifest import EPOCH, MANIFEST, FileEntry, Manifes
 
 WRITING, REMOVING = ".writing-", ".removing-"
 RUST_OS_ERROR = "(os error "
-"""In what safetensors and tokenizers raise when the disk refuses: no OSError, and the latter a bare Exception."""
+"""Part of the messages that safetensors and tokenizers raise for disk errors: not as OSError, the latter even as a bare
+Exception."""
 ADVICE = "If the disk is full, free some space or lower keep_checkpoints."
 log = structlog.get_logger(__name__)
 
 
-def _nowhere(point: str) -> None:
+def _continue(point: str) -> None:
     """Default of `crash`."""
 
 
-def _undamaged(directory: Path, problem: str) -> None:
-    """Default of `damaged`: the log says it."""
+def _ignore_damage(directory: Path, problem: str) -> None:
+    """Default of `damaged`: the problem is only logged."""
 
 
 def fence(root: Path, epoch: int) -> None:
-    """From now on no lower epoch commits here, even one that is just writing. Raises Fenced if a higher one did so,
-    JobFailed if the disk is full or refuses otherwise."""
+    """Prevent commits of lower epochs from now on, including one in progress. Raises Fenced if a higher epoch did so,
+    JobFailed if the disk is full or fails otherwise."""
     try:
         make_directories(root)
         with _locked(root):
@@ -57,13 +58,13 @@ def fence(root: Path, epoch: int) -> None:
 
 
 def commit(
-    root: Path, manifest: Manifest, write: Callable[[Path], None], crash: Callable[[str], None] = _nowhere
+    root: Path, manifest: Manifest, write: Callable[[Path], None], crash: Callable[[str], None] = _continue
 ) -> Path:
     """Write a checkpoint through `write(directory)` and make it exist in one rename. Returns its directory.
 
     A checkpoint of the same step is replaced. Raises Fenced if a newer epoch has committed here, JobFailed if the disk
-    is full or refuses otherwise; in both cases, and when `write` raises, nothing of the try is left. `crash(point)` is
-    called between the stages, for tests.
+    is full or fails otherwise; in both cases, and when `write` raises, no files of the attempt remain. `crash(point)`
+    is called between the stages, for tests.
     """
     temporary = root / f"{_writing(manifest.epoch)}{manifest.step:06d}-{time.time_ns()}"
     try:
@@ -98,29 +99,29 @@ def commit(
     return final
 
 
-def unfinished(root: Path, epoch: int) -> str:
-    """A pattern of what this process is writing in this epoch, should it end in the middle."""
+def orphan_pattern(root: Path, epoch: int) -> str:
+    """Return a glob pattern of the directories that this process leaves behind if it dies while writing."""
     return f"{glob.escape(str(root / _writing(epoch)))}*"
 
 
 def _writing(epoch: int) -> str:
-    """What names begin with of what this process is writing. Containers that share a directory share numbers of
-    processes, too; an epoch has one trainer."""
+    """Return the name prefix of this process's temporary directories. The epoch and host make it unique where
+    containers share a directory and process ids; an epoch has one trainer."""
     return f"{WRITING}{epoch}-{socket.gethostname()}-{os.getpid()}-"
 
 
-def newest(root: Path, damaged: Callable[[Path, str], None] = _undamaged) -> tuple[Path, Manifest] | None:
-    """The newest checkpoint whose every file has its recorded hash; bad ones are skipped with a loud log line, and
-    `damaged(directory, problem)` is called for each.
+def find_newest(root: Path, damaged: Callable[[Path, str], None] = _ignore_damage) -> tuple[Path, Manifest] | None:
+    """Return the newest checkpoint whose files all have their recorded hashes; damaged ones are skipped, logged as
+    errors, and passed to `damaged(directory, problem)`.
 
-    When a crash hit the replacement of a checkpoint, the one that was to be replaced still counts.
+    If a crash interrupted the replacement of a checkpoint, the one that was to be replaced still counts.
     """
     found = _readable([*root.glob(f"{REMOVING}step-*"), *root.glob("step-*")], damaged)
     for directory, manifest in reversed(found):
         try:
             _verify(directory, manifest)
         except (OSError, ValueError) as error:
-            log.error("checkpoint is damaged, using the one before", checkpoint=str(directory), problem=str(error))
+            log.error("checkpoint_damaged", checkpoint=str(directory), problem=str(error))
             if not directory.name.startswith(REMOVING):
                 damaged(directory, str(error))
             continue
@@ -128,8 +129,8 @@ def newest(root: Path, damaged: Callable[[Path, str], None] = _undamaged) -> tup
     return None
 
 
-def intact(directory: Path) -> Manifest:
-    """What the directory's manifest says, if every file has its recorded hash. Raises JobFailed."""
+def read_intact(directory: Path) -> Manifest:
+    """Return the directory's manifest if every file has its recorded hash. Raises JobFailed."""
     try:
         manifest = read_manifest(directory)
         _verify(directory, manifest)
@@ -138,36 +139,36 @@ def intact(directory: Path) -> Manifest:
     return manifest
 
 
-def listing(root: Path) -> list[tuple[Path, Manifest]]:
-    """Committed checkpoints with a readable manifest, oldest first; files are not verified."""
+def list_checkpoints(root: Path) -> list[tuple[Path, Manifest]]:
+    """Return committed checkpoints with a readable manifest, oldest first; files are not verified."""
     return _readable(list(root.glob("step-*")))
 
 
 def _readable(
-    directories: list[Path], damaged: Callable[[Path, str], None] = _undamaged
+    directories: list[Path], damaged: Callable[[Path, str], None] = _ignore_damage
 ) -> list[tuple[Path, Manifest]]:
-    """Oldest first."""
+    """Return the directories that have a readable manifest, oldest first."""
     found = []
     for directory in directories:
         try:
             found.append((directory, read_manifest(directory)))
         except (OSError, msgspec.MsgspecError) as error:
-            if not directory.name.startswith(REMOVING):  # those are expected to be in pieces
-                log.error("checkpoint has no readable manifest", checkpoint=str(directory), problem=str(error))
+            if not directory.name.startswith(REMOVING):  # those may be incomplete
+                log.error("checkpoint_manifest_unreadable", checkpoint=str(directory), problem=str(error))
                 damaged(directory, str(error))
     return sorted(found, key=lambda pair: (pair[1].age, not pair[0].name.startswith(REMOVING)))
 
 
 def sweep(root: Path, keep: int, epoch: int) -> None:
-    """Remove all but the newest `keep` checkpoints, and what crashed writers and removers left behind.
+    """Remove all but the newest `keep` checkpoints, and orphans of crashed writers and removers.
 
     A checkpoint with an unreadable manifest does not count towards `keep` and stays, as evidence. Raises Fenced if a
-    newer epoch has committed: its writer may be at work.
+    newer epoch has committed: it may be writing.
     """
     if not root.exists():
         return
     with _locked(root):
-        known = listing(root)
+        known = list_checkpoints(root)
         _refuse_epoch_below(max([fenced_epoch(root), *(manifest.epoch for _, manifest in known)]), epoch, root)
         for directory, _ in known[: max(0, len(known) - keep)]:
             shutil.rmtree(_set_aside(directory), ignore_errors=True)
@@ -178,17 +179,17 @@ def sweep(root: Path, keep: int, epoch: int) -> None:
 
 
 def _refuse_old_epoch(root: Path, manifest: Manifest) -> None:
-    newest_epoch = max((other.epoch for _, other in listing(root)), default=manifest.epoch)
+    newest_epoch = max((other.epoch for _, other in list_checkpoints(root)), default=manifest.epoch)
     _refuse_epoch_below(max(newest_epoch, fenced_epoch(root)), manifest.epoch, root)
 
 
 def _refuse_epoch_below(newest_epoch: int, epoch: int, root: Path) -> None:
     if epoch < newest_epoch:
-        raise Fenced(f"epoch {newest_epoch} owns the checkpoints in {root}; epoch {epoch} may not write any more")
+        raise Fenced(f"epoch {newest_epoch} owns the checkpoints in {root}; epoch {epoch} may no longer write")
 
 
 def _seal(directory: Path) -> dict[str, FileEntry]:
-    """Flush every file and directory below to disk; sizes and hashes by relative path."""
+    """Flush every file and directory below to disk. Returns sizes and hashes by relative path."""
     files = {}
     for path in sorted(directory.rglob("*")):
         if path.is_dir():
@@ -214,7 +215,7 @@ def _verify(directory: Path, manifest: Manifest) -> None:
 
 
 def _set_aside(directory: Path) -> Path:
-    """Renamed before it is removed: a directory that still has its name is whole."""
+    """Rename a checkpoint before its removal, so that a directory under the original name is always complete."""
     doomed = directory.with_name(f"{REMOVING}{directory.name}-{os.getpid()}-{time.time_ns()}")
     directory.rename(doomed)
     return doomed
@@ -222,7 +223,7 @@ def _set_aside(directory: Path) -> Path:
 
 @contextmanager
 def _locked(root: Path) -> Iterator[None]:
-    """One committer at a time on this machine, so that the epoch check and the rename are one act."""
+    """Lock the directory against other committers on this machine, so that epoch check and rename are atomic."""
     with (root / ".lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -1,11 +1,11 @@
-"""Evaluations on schedule, each with one version of the weights:
+"""Schedules evaluations during training, each with one version of the weights:
 
     evaluate loop  consumes the version that is due; produces EXAM, val/* METRIC, transcripts;
                    waits until the version is served, then for the results of its episodes; woken by each of them
 
-From the moment a version is due until its evaluation is over no later one is published: that is how its episodes come
-from these weights alone. Generation goes on under them meanwhile, and training as far as `max_staleness` allows; the
-newest weights wait in memory, one copy more. Exams are no tickets: admission and the ledger never hear of them.
+While a version is due or under evaluation no later one is published, so that all its episodes come from these weights.
+Generation continues under them, and training as far as `max_staleness` allows; the newest weights wait in memory, one
+additional copy. Exams are not tickets: admission and the ledger do not count them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 
 import structlog
 
-from opentinker.services.trainer.job_reporter import Record
+from opentinker.services.trainer.job_reporter import JobReporter
 from opentinker.services.trainer.learners.base import SnapshotLike
 from opentinker.shared.asyncio_tools import wait_event
 from opentinker.shared.evaluation.records import exam_at, metrics_of, transcript_of
@@ -30,63 +30,64 @@ from opentinker.shared.types.evaluation import EvalAck, EvalResult
 
 log = structlog.get_logger()
 
-LOOK_S = 0.5
-UNDERWAY = 1024
-"""Exams that are stored and have no result: more follow as results come, so that a large evaluation is no flood."""
+POLL_S = 0.5
+MAX_OUTSTANDING = 1024
+"""Maximum number of stored exams without a result; more follow as results arrive, so that a large evaluation does not
+flood the stream."""
 LOST_S = 10.0
-"""Exams without a result after so long a silence are looked for, and asked anew if nobody has them."""
+"""After this long without a result, exams that are not stored any longer are published again."""
 
 
-class Validation:
-    """`publish` is the publisher's `offer`. `plan` None: no evaluations, every version goes straight through."""
+class EvalScheduler:
+    """`publish` is the publisher's `offer`. `plan` None: no evaluations, every version is published immediately."""
 
     def __init__(
         self,
         ctx: Context,
         lease: Lease,
         plan: ValidationSpec | None,
-        record: Record,
+        reporter: JobReporter,
         publish: Callable[[SnapshotLike], None],
     ) -> None:
-        self.ctx, self.lease, self.plan, self.record, self._publish = ctx, lease, plan, record, publish
+        self.ctx, self.lease, self.plan, self.reporter, self._publish = ctx, lease, plan, reporter, publish
         self._version: WeightVersion | None = None
-        """Under evaluation, or about to be."""
+        """The version under evaluation or due for it."""
         self._held: SnapshotLike | None = None
-        """The newest version that waits for the end of the evaluation."""
+        """The newest version, withheld until the evaluation has finished."""
         self._served: WeightVersion | None = None
         self._results: dict[int, EvalResult] = {}
-        self._begun = 0
-        """The exams before this one have been stored."""
+        self._published = 0
+        """Number of exams published so far: those with a lower index."""
         self._lost: set[int] = set()
-        """Exams that nobody had at the last look."""
-        self._asked = 0
-        """Times that exams were stored, over all evaluations: makes their message ids differ."""
-        self._last = False
-        """Nothing but the evaluation is left to do."""
-        self._news = asyncio.Event()
+        """Exams that were neither stored nor answered at the last poll."""
+        self._publications = 0
+        """Number of publications over all evaluations: makes message ids distinct."""
+        self._finishing = False
+        """Only the evaluation is left to do."""
+        self._changed = asyncio.Event()
         self._idle = asyncio.Event()
 
     # --- the trainer's side ---------------------------------------------------------------------------------------
 
     async def resumed(self, step: int) -> None:
-        """An evaluation that was cut off, of a version that no checkpoint holds, is missing: say so."""
+        """Report an evaluation that a restart interrupted if no checkpoint holds its version."""
         due = 0 if self.plan is None else step - step % self.plan.every
-        if due and due != step and due not in self.record.evaluations.steps:
-            why = "the trainer was restarted before it was over, and these weights are gone"
-            await self.record.event("validation_incomplete", {"step": due, "why": why})
+        if due and due != step and due not in self.reporter.evaluations.steps:
+            why = "the trainer was restarted before it had finished, and these weights are gone"
+            await self.reporter.event("validation_incomplete", {"step": due, "why": why})
 
     async def offer(self, snapshot: SnapshotLike) -> None:
-        """As `takes`, once the evaluation before is over."""
+        """Call `takes` once the previous evaluation has finished."""
         while not self.takes(snapshot):
             if not await self.over():
                 return  # the service stops
 
     def takes(self, snapshot: SnapshotLike) -> bool:
-        """Publish a version as soon as no evaluation holds it back. False for one that is due while another is
-        evaluated: it must be offered again."""
+        """Publish a version, or withhold it during an evaluation. Returns False for a version that is due while another
+        is evaluated: it must be offered again."""
         due = self._is_due(snapshot.version.step)
         if self._version is not None:
-            self._held = snapshot  # also of one that is due: it may travel before it is offered again
+            self._held = snapshot  # also a version that is due: it may be published before it is offered again
             return not due
         if due:
             self._begin(snapshot.version)
@@ -95,44 +96,44 @@ class Validation:
 
     def served(self, version: WeightVersion) -> None:
         self._served = version
-        self._news.set()
+        self._changed.set()
 
     async def over(self) -> bool:
-        """Waits while an evaluation runs. False if the service stops first."""
+        """Wait while an evaluation runs. Returns False if the service stops first."""
         while self._version is not None and not self.ctx.stopping.is_set():
-            await wait_event(self._idle, LOOK_S)
+            await wait_event(self._idle, POLL_S)
         return self._version is None
 
     async def finish(self, step: int) -> bool:
-        """The weights that are left at the end are evaluated, unless they were. False if the service stops first."""
-        self._last = True
-        if await self.over() and self.plan is not None and step not in self.record.evaluations.steps:
+        """Evaluate the final weights unless that was done. Returns False if the service stops first."""
+        self._finishing = True
+        if await self.over() and self.plan is not None and step not in self.reporter.evaluations.steps:
             self._begin(WeightVersion(self.lease.epoch, step))
         return await self.over()
 
     def _is_due(self, step: int) -> bool:
-        if self.plan is None or step in self.record.evaluations.steps:
+        if self.plan is None or step in self.reporter.evaluations.steps:
             return False
         return step % self.plan.every == 0 if step else self.plan.at_start
 
     def _begin(self, version: WeightVersion) -> None:
         self._version = version
         self._idle.clear()
-        self._news.set()
+        self._changed.set()
 
     # --- the loop -------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Never returns. Raises JobFailed."""
+        """Run evaluations until cancelled. Raises JobFailed."""
         serving = await self.ctx.bus.serve(EXAM_RESULT, self._receive, job=self.lease.job)
         try:
-            await self._withdraw()  # what an earlier trainer has asked
+            await self._purge_exams()  # exams of an earlier trainer
             while True:
-                self._news.clear()
+                self._changed.clear()
                 if self._version is not None:
                     await self._evaluate(self._version)
                     self._end()
-                await wait_event(self._news, LOOK_S)
+                await wait_event(self._changed, POLL_S)
         finally:
             await serving.unsubscribe()
 
@@ -144,100 +145,104 @@ class Validation:
 
     async def _evaluate(self, version: WeightVersion) -> None:
         assert self.plan is not None
-        self._results, self._lost, self._begun = {}, set(), 0
+        self._results, self._lost, self._published = {}, set(), 0
         began = time.monotonic()
         if await self._until_served(version):
             began = time.monotonic()
             await self._until_done(version, began)
         if len(self._results) < self.plan.total:
-            await self._withdraw()
+            await self._purge_exams()
         results = [self._results[index] for index in sorted(self._results)]
         values = await asyncio.to_thread(metrics_of, results, self.plan)
         values |= {"val/seconds": time.monotonic() - began}
-        if self.record.spec.train.deterministic and self.record.target_is_validated:
-            self._refuse_luck(version, results)  # before anything of it is kept
-        await self.record.evaluations.keep(version.step, [transcript_of(r, self.plan) for r in results if r.messages])
-        await self.record.evaluations.add(version, values, self.record.spec.train.target)
+        if self.reporter.spec.train.deterministic and self.reporter.target_uses_evaluation:
+            self._require_complete(version, results)  # before any result is stored
+        await self.reporter.evaluations.keep(version.step, [transcript_of(r, self.plan) for r in results if r.messages])
+        await self.reporter.evaluations.add(version, values, self.reporter.spec.train.target)
 
-    def _refuse_luck(self, version: WeightVersion, results: list[EvalResult]) -> None:
-        """Raises JobFailed if timing had a part in what says whether a deterministic job ends before its last step."""
+    def _require_complete(self, version: WeightVersion, results: list[EvalResult]) -> None:
+        """Raise JobFailed if timing affected an evaluation that decides whether a deterministic job ends early."""
         assert self.plan is not None
-        if version.step >= self.record.spec.train.steps:
+        if version.step >= self.reporter.spec.train.steps:
             return
         failed = [result for result in results if not result.ending.repeats]
         if len(results) < self.plan.total:
-            why = f"{len(results)} of {self.plan.total} episodes were played when validation.timeout_s was over"
+            why = f"{len(results)} of {self.plan.total} episodes were played within validation.timeout_s"
         elif failed:
             why = f"episode {failed[0].index} could not be played ({failed[0].ending}: {failed[0].error})"
         else:
             return
         raise JobFailed(
             f"evaluation of step {version.step}: {why}, and in a deterministic job no train.target may depend on that. "
-            "Raise validation.timeout_s, rollout.retries or rollout.episode_timeout_s, or see to the environment"
+            "Raise validation.timeout_s, rollout.retries or rollout.episode_timeout_s, or fix the environment"
         )
 
     async def _until_served(self, version: WeightVersion) -> bool:
-        """Training waits for rollout workers too, so there is no limit, but at the end: then nobody else waits."""
+        """Wait until the version is served, without a time limit before the end of the job: until then training waits
+        for rollout workers too."""
         assert self.plan is not None
         since = None
         while self._served != version:
-            if self._last:
+            if self._finishing:
                 since = since or time.monotonic()
                 if time.monotonic() - since > self.plan.timeout_s:
                     return False
-            await wait_event(self._news, LOOK_S)
-            self._news.clear()
+            await wait_event(self._changed, POLL_S)
+            self._changed.clear()
         return True
 
     async def _until_done(self, version: WeightVersion, began: float) -> None:
         assert self.plan is not None
         had, heard = 0, began
         while len(self._results) < self.plan.total and time.monotonic() - began < self.plan.timeout_s:
-            self._news.clear()
-            await self._ask_more(version)
+            self._changed.clear()
+            await self._publish_more(version)
             if len(self._results) > had:
                 had, heard = len(self._results), time.monotonic()
             elif time.monotonic() - heard > LOST_S:
-                await self._ask_for_lost(version)
+                await self._republish_lost(version)
                 heard = time.monotonic()
-            await wait_event(self._news, LOOK_S)
+            await wait_event(self._changed, POLL_S)
 
     # --- exams ----------------------------------------------------------------------------------------------------
 
-    async def _ask_more(self, version: WeightVersion) -> None:
-        """So many that rollout workers have work, in order."""
+    async def _publish_more(self, version: WeightVersion) -> None:
+        """Publish the next exams, in order, enough to keep rollout workers busy."""
         assert self.plan is not None
-        room = UNDERWAY - (self._begun - len(self._results))
-        if room > UNDERWAY // 2 and self._begun < self.plan.total:
-            first, self._begun = self._begun, min(self.plan.total, self._begun + room)
-            await self._ask(version, range(first, self._begun))
+        room = MAX_OUTSTANDING - (self._published - len(self._results))
+        if room > MAX_OUTSTANDING // 2 and self._published < self.plan.total:
+            first, self._published = self._published, min(self.plan.total, self._published + room)
+            await self._publish_exams(version, range(first, self._published))
 
-    async def _ask(self, version: WeightVersion, indices: Iterable[int]) -> None:
-        """Store exams. What a full store has no room for counts as lost, and is asked for again."""
+    async def _publish_exams(self, version: WeightVersion, indices: Iterable[int]) -> None:
+        """Publish exams. Those that a full stream rejects count as lost and are published again later."""
         assert self.plan is not None
-        self._asked += 1
+        self._publications += 1
         job = self.lease.job
         exams = [exam_at(i, job, version, self.plan) for i in indices]
         try:
             await asyncio.gather(
-                *(self.ctx.bus.publish(EXAM, e, f"{job}/{version}/{e.index}/{self._asked}", job=job) for e in exams)
+                *(
+                    self.ctx.bus.publish(EXAM, e, f"{job}/{version}/{e.index}/{self._publications}", job=job)
+                    for e in exams
+                )
             )
         except StreamFull as error:
-            log.warning("exams_later", error=str(error))
+            log.warning("exams_deferred", error=str(error))
 
-    async def _ask_for_lost(self, version: WeightVersion) -> None:
-        """Those of which nothing is stored, twice in a row: a result may just be on its way."""
+    async def _republish_lost(self, version: WeightVersion) -> None:
+        """Publish exams again that two polls in a row found neither stored nor answered: a result may be in transit."""
         try:
             stored = {exam.index for exam in await self.ctx.bus.stored(EXAM, job=self.lease.job)}
         except NoReply:
             return
-        missing = set(range(self._begun)) - self._results.keys() - stored
+        missing = set(range(self._published)) - self._results.keys() - stored
         if again := missing & self._lost:
-            log.warning("exams_asked_again", exams=sorted(again)[:20], count=len(again))
-            await self._ask(version, sorted(again))
+            log.warning("exams_republished", exams=sorted(again)[:20], count=len(again))
+            await self._publish_exams(version, sorted(again))
         self._lost = missing - again
 
-    async def _withdraw(self) -> None:
+    async def _purge_exams(self) -> None:
         assert EXAMS.name is not None
         await self.ctx.bus.purge(EXAMS.name, EXAM.at(job=self.lease.job))
 
@@ -248,5 +253,5 @@ class Validation:
             wanted = False
         if wanted:
             self._results[result.index] = result
-            self._news.set()
+            self._changed.set()
         return EvalAck(wanted=wanted)

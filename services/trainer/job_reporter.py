@@ -1,6 +1,6 @@
-"""What any training job reports and leaves behind, whatever it trains on: metrics, events, checkpoints, how it ended.
+"""Metrics, events, checkpoints and ending of any training job.
 
-The loop that trains decides when; what the manifest says beyond the weights is its own affair.
+The training loop decides when to report and fills in the manifest beyond the weights.
 """
 
 from __future__ import annotations
@@ -20,8 +20,14 @@ from redis.exceptions import RedisError
 
 from opentinker.services.trainer import checkpoint
 from opentinker.services.trainer.collapse_alarm import HINTS, CollapseAlarm
-from opentinker.services.trainer.learners.base import Interrupted, NonFinite, Trainable, is_out_of_memory, too_large
-from opentinker.services.trainer.learning_check import Comparisons
+from opentinker.services.trainer.learners.base import (
+    Interrupted,
+    NonFinite,
+    Trainable,
+    describe_out_of_memory,
+    is_out_of_memory,
+)
+from opentinker.services.trainer.learning_check import LearningCheck
 from opentinker.services.trainer.mismatch_alarm import WATCHED, WINDOW, MismatchAlarm
 from opentinker.shared.asyncio_tools import cancel_and_wait, finish_uncancelled
 from opentinker.shared.data.readable_paths import opening
@@ -43,10 +49,10 @@ log = structlog.get_logger()
 T = TypeVar("T")
 
 TARGET_WINDOW = 10
-"""Steps over which `train.target` looks at the mean of a metric."""
+"""Steps over which `train.target` averages a metric."""
 
 
-class Record:
+class JobReporter:
     def __init__(self, ctx: Context, lease: Lease, spec: JobSpec, learner: Trainable, trace: str = "") -> None:
         """`trace`: the job's traceparent."""
         self.ctx, self.lease, self.spec, self.learner = ctx, lease, spec, learner
@@ -60,30 +66,30 @@ class Record:
         self.evaluations = Evaluations(ctx.bus, lease.job, self.root.parent, self.event, self.guard)
         self._alarm = MismatchAlarm()
         self._collapse = CollapseAlarm(spec.train)
-        self._comparisons = Comparisons(spec.algorithm)
+        self._learning_check = LearningCheck(spec.algorithm)
         self._window: deque[dict[str, float]] = deque(maxlen=TARGET_WINDOW)
         self.saved: int | None = None
         """Step of the newest good checkpoint."""
         self._running = False
-        self._sound = False
-        """The weights are those of a step that came out well."""
+        self._weights_valid = False
+        """Whether the weights are those of a step that succeeded."""
 
     async def restore(self) -> Manifest | None:
-        """Puts the newest good checkpoint into the learner; when there is none, what the job starts from.
+        """Load the newest good checkpoint into the learner; without one, the model that the job starts from.
 
-        From here on no older epoch can write. Raises JobFailed, Fenced.
+        Older epochs cannot write afterwards. Raises JobFailed, Fenced.
         """
         await asyncio.to_thread(checkpoint.fence, self.root, self.lease.epoch)
         damaged: list[dict[str, object]] = []
         found = await asyncio.to_thread(
-            checkpoint.newest, self.root, lambda at, why: damaged.append({"checkpoint": at.name, "problem": why})
+            checkpoint.find_newest, self.root, lambda at, why: damaged.append({"checkpoint": at.name, "problem": why})
         )
         for skipped in damaged:
             await self.event("checkpoint_damaged", skipped)
         if found is None and damaged:
             raise JobFailed(
-                f"none of its {len(damaged)} checkpoints is whole ({damaged[0]['problem']}), and it will not begin "
-                f"anew unasked. They are in {self.root}; submit the job again to begin with step 0"
+                f"none of its {len(damaged)} checkpoints is intact ({damaged[0]['problem']}), and it does not restart "
+                f"from step 0 by itself. They are in {self.root}; submit the job again to start with step 0"
             )
         path, manifest = found or (None, None)
         if manifest is not None:
@@ -98,13 +104,13 @@ class Record:
             )
             self._window.extend(lines[-TARGET_WINDOW:])
             for line in lines[-WINDOW:]:
-                self._alarm.look(line)
-            await self._send_lost(lines[-SENT_AGAIN:])
+                self._alarm.update(line)
+            await self._resend_missing(lines[-SENT_AGAIN:])
             for line in lines:
-                self._collapse.look(line)
-                self._comparisons.look(line)
+                self._collapse.update(line)
+                self._learning_check.update(line)
         step = manifest.step if manifest else 0
-        # Without a checkpoint only the weights that the job starts from are known to be the same.
+        # Without a checkpoint only evaluations of the weights that the job starts from remain valid.
         await asyncio.to_thread(self.evaluations.restore, manifest.resumed if manifest else {1: 0}, step)
         detail: dict[str, object] = {"step": step, "epoch": self.lease.epoch}
         start = None if manifest else self.spec.start
@@ -122,18 +128,18 @@ class Record:
         log.info(event, **detail)
         return manifest
 
-    async def _send_lost(self, lines: list[dict[str, Any]]) -> None:
-        """Points of these steps that the metric history lacks: a NATS server and the trainer died together."""
+    async def _resend_missing(self, lines: list[dict[str, Any]]) -> None:
+        """Send the points of these steps that the metric history lacks: NATS server and trainer died together."""
         newest = await self.ctx.bus.last(METRIC, job=self.lease.job, source=TRAINER_SOURCE)
         for number, line in enumerate(lines, 1):
             if "point" in line and (newest is None or line["time"] > newest.time):
                 await self.metrics.send(point_of(self.lease.job, line, number))
 
     def _start(self, start: StartSpec) -> None:
-        """Blocking. The weights of the other job's checkpoint, which the scheduler has kept for us."""
+        """Load the other job's checkpoint, which the scheduler has linked into the job's directory. Blocking."""
         directory = start_of(self.ctx.settings.data_dir, self.lease.job)
         try:
-            checkpoint.intact(directory)
+            checkpoint.read_intact(directory)
         except JobFailed as error:
             raise JobFailed(
                 f"it cannot start from {start.checkpoint}: {error}; submit it again from another checkpoint "
@@ -142,11 +148,11 @@ class Record:
         self.learner.start(directory, optimizer=start.optimizer)
 
     async def running(self) -> None:
-        """The job has begun to do its work. Idempotent."""
+        """Mark the job as running. Idempotent."""
         if self._running:
             return
         self._running = True
-        with contextlib.suppress(Conflict):  # cancelled meanwhile: the lease is about to go
+        with contextlib.suppress(Conflict):  # cancelled in between: the lease is about to end
             await self.ctx.store.transition(
                 self.lease.job,
                 JobState.RUNNING,
@@ -155,11 +161,11 @@ class Record:
             )
 
     async def compute(self, step: int, work: Callable[[], dict[str, float]]) -> dict[str, float]:
-        """What makes `step`, in a thread. Raises JobFailed when it came out as nonsense.
+        """Run the work of `step` in a thread. Raises JobFailed for a refused step or one that does not fit into memory.
 
-        Whatever it raises but Interrupted, the weights are in doubt from then on and will not be saved.
+        After any exception but Interrupted the weights are in doubt and will not be saved.
         """
-        before, self._sound = self._sound, False
+        before, self._weights_valid = self._weights_valid, False
         try:
             with (
                 self.ctx.tracer.span("step", self._trace, job=self.lease.job, step=step),
@@ -167,19 +173,21 @@ class Record:
             ):
                 values = await asyncio.to_thread(work)
         except Interrupted:
-            self._sound = before
+            self._weights_valid = before
             raise
         except NonFinite as error:
-            raise JobFailed(f"step {step} was refused: {error}; {self.last_good()}") from None
+            raise JobFailed(f"step {step} was refused: {error}; {self.describe_last_checkpoint()}") from None
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-            raise JobFailed(f"step {step}: {too_large(error)}; {self.last_good()}") from None
-        self._sound = True
+            raise JobFailed(
+                f"step {step}: {describe_out_of_memory(error)}; {self.describe_last_checkpoint()}"
+            ) from None
+        self._weights_valid = True
         return values
 
-    async def unless_cancelled(self, work: Awaitable[T]) -> T:
-        """Long work of the learner's, given up when the job is cancelled; what goes with it is seen through."""
+    async def run_interruptible(self, work: Awaitable[T]) -> T:
+        """Run long work of the learner; when the job is cancelled, interrupt it and wait until it has ended."""
         working = asyncio.ensure_future(work)
         try:
             return await asyncio.shield(working)
@@ -190,21 +198,20 @@ class Record:
             raise
 
     @contextlib.asynccontextmanager
-    async def saving(self, save: Callable[[], Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
-        """However the job ends before its time, what was trained is saved: it failed or was cancelled, or the lease is
-        another's by now."""
+    async def save_on_exit(self, save: Callable[[], Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
+        """Save the trained weights if the job fails, is cancelled, or loses its lease."""
         showing = asyncio.create_task(self.lanes.run())
         try:
             yield
         except JobFailed:
-            if self._sound:
+            if self._weights_valid:
                 try:
                     await finish_uncancelled(save())
-                except OpenTinkerError as error:  # why the job failed is what its owner shall read
+                except OpenTinkerError as error:  # the owner must see why the job failed, not this error
                     log.warning("not_saved", error=str(error))
             raise
         except asyncio.CancelledError:
-            if self._sound:
+            if self._weights_valid:
                 try:
                     await finish_uncancelled(save())
                 except Fenced as error:
@@ -216,15 +223,15 @@ class Record:
             await self.lanes.report()
 
     async def step(self, step: int, values: dict[str, float], **line: object) -> None:
-        """An optimizer step is done: its metrics go out, into the history and the job's log (`line` beside them).
-        Raises Fenced before any of that."""
+        """Report an optimizer step: metrics to the history and, together with `line`, to the job's log. Raises Fenced
+        before any of that."""
         await self.guard()
         absent = sorted(name for name in self.spec.train.target if name not in values and not name.startswith(PREFIX))
         if step == 1 and absent:
             log.warning("target_metric_absent", metrics=absent)
             await self.event("target_metric_absent", {"metrics": absent, "there_are": sorted(values)})
-        self._comparisons.look(values)
-        await self._listen(step, values)
+        self._learning_check.update(values)
+        await self._update_alarms(step, values)
         self._window.append(values)
         point = await self.metrics.emit(step, values)
         await self.write_log(
@@ -240,19 +247,19 @@ class Record:
             },
         )
         names = ("reward/mean", "exact", "loss", *self.spec.train.target)
-        shown = {name: values[name] for name in names if name in values} | self._pace()
+        shown = {name: values[name] for name in names if name in values} | self._step_time()
         await self.ctx.store.update(
             self.lease.job, epoch=self.lease.epoch, step=step, progress=orjson.dumps(shown).decode()
         )
         await self.usage.trained(self.lease.job, step, values.get("tokens", 0.0))
 
-    async def _listen(self, step: int, values: dict[str, float]) -> None:
-        """Asks the alarms, and adds to `values` whether they ring."""
-        grown, collapsed = self._alarm.look(values), self._collapse.look(values)
+    async def _update_alarms(self, step: int, values: dict[str, float]) -> None:
+        """Update the alarms, and add their state to `values`."""
+        grown, collapsed = self._alarm.update(values), self._collapse.update(values)
         if any(name in values for name in WATCHED):
-            values["mismatch/alarm"] = float(bool(self._alarm.ringing))
+            values["mismatch/alarm"] = float(bool(self._alarm.active))
         if "reward/mean" in values:
-            values["collapse/alarm"] = float(bool(self._collapse.ringing))
+            values["collapse/alarm"] = float(bool(self._collapse.active))
         for name in grown:
             log.warning("mismatch_alarm", metric=name, value=values[name])
             await self.event("mismatch_alarm", {"step": step, "metric": name, "value": values[name]})
@@ -261,15 +268,15 @@ class Record:
             log.warning("collapse_alarm", **detail)
             await self.event("collapse_alarm", detail)
 
-    def _pace(self) -> dict[str, float]:
-        """Seconds that a step takes, over the last ones."""
+    def _step_time(self) -> dict[str, float]:
+        """Return the mean seconds per step over the last steps, for the progress record."""
         took = [line["step_seconds"] for line in self._window if "step_seconds" in line]
         return {"step_seconds": sum(took) / len(took)} if took else {}
 
     async def write_log(self, step: int, line: dict[str, object] | None = None) -> None:
-        """One line per step, also of steps rolled back later; without one, what there is becomes durable.
+        """Append one line per step, also of steps rolled back later; without a line, make the log durable.
 
-        What the disk refuses is said once and tried again.
+        A disk error is reported once and tried again.
         """
         try:
             await asyncio.to_thread(self._log.sync if line is None else functools.partial(self._log.add, line))
@@ -281,7 +288,7 @@ class Record:
             self._log_refused = True
 
     def target_met(self) -> bool:
-        """Means of the last steps have reached their values, and the last evaluation has, where it is named."""
+        """Return whether the means of the last steps, and the last evaluation where named, have reached the target."""
         target = self.spec.train.target
         if not target or (len(self._window) < TARGET_WINDOW and not all(name.startswith(PREFIX) for name in target)):
             return False
@@ -294,19 +301,19 @@ class Record:
         return all(reached[name] >= wanted for name, wanted in target.items())
 
     @property
-    def target_is_validated(self) -> bool:
-        """Whether to stop is for evaluations to say: training waits for each."""
+    def target_uses_evaluation(self) -> bool:
+        """Whether evaluations decide when to stop: then training waits for each."""
         return any(name.startswith(PREFIX) for name in self.spec.train.target)
 
     async def commit(self, manifest: Manifest, *, last: bool) -> bool:
-        """Makes a checkpoint, and removes those that are not kept any more. True if it is there.
+        """Commit a checkpoint and remove expired ones. Returns whether it was written.
 
-        When it cannot be written the job goes on and the next one is tried at its time; only the last one is a must:
-        then JobFailed. Raises Fenced if a newer epoch owns the job, also one whose trainer has not yet fenced off the
-        directory.
+        If it cannot be written the job continues and tries again at the next checkpoint; only the last one is required:
+        then it raises JobFailed. Raises Fenced if a newer epoch owns the job, even if its trainer has not yet fenced
+        the directory.
         """
         began = time.monotonic()
-        with contextlib.suppress(RedisError):  # nobody is given the job while Redis is away
+        with contextlib.suppress(RedisError):  # the job cannot be leased again while Redis is away
             await self.guard()
         await self.write_log(manifest.step)
         try:
@@ -324,23 +331,23 @@ class Record:
         return True
 
     async def guard(self) -> None:
-        """Before what is written by no script of the store. Raises Fenced if a newer epoch owns the job."""
+        """Raise Fenced if a newer epoch owns the job; called before writes that bypass the store's scripts."""
         await self.ctx.store.require_epoch(self.lease.job, self.lease.epoch)
 
     async def event(self, event: str, detail: dict[str, object]) -> None:
         await self.ctx.store.update(self.lease.job, epoch=self.lease.epoch, event=event, detail=detail)
 
-    def last_good(self) -> str:
+    def describe_last_checkpoint(self) -> str:
         return "there is no checkpoint yet" if self.saved is None else f"the last good checkpoint is step {self.saved}"
 
     async def succeed(self, step: int) -> None:
-        """All is done and saved. The job's reason says so if nothing was learned: who waits for its end sees that."""
+        """Mark the job as succeeded once everything is saved. If nothing was learned, its reason says so."""
         why = "target reached" if self.target_met() else ""
-        if self.spec.kind == "rl" and not why and (why := self._comparisons.warning):
+        if self.spec.kind == "rl" and not why and (why := self._learning_check.warning):
             log.warning("nothing_learned", steps=step)
             await self.event("nothing_learned", {"steps": step, "why": why})
-        await self.ctx.bus.settle()  # who has waited for the end reads the last metrics too
-        with contextlib.suppress(Conflict):  # cancelled or failed meanwhile: the lease is about to go
+        await self.ctx.bus.settle()  # the last metrics arrive before the end of the job
+        with contextlib.suppress(Conflict):  # cancelled or failed in between: the lease is about to end
             await self.ctx.store.transition(
                 self.lease.job, JobState.SUCCEEDED, epoch=self.lease.epoch, step=step, reason=why
             )

@@ -1,4 +1,4 @@
-"""Whether a job has compared anything: where every reward is equal a group says nothing about what to do more often."""
+"""Detects jobs that cannot have learned: groups with equal rewards have no advantages."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 from opentinker.shared.spec import AlgorithmSpec
 
 ABSOLUTE = ("gae", "reinforce_pp")
-"""Estimators without a group's baseline: rewards that differ between groups are enough for them."""
+"""Estimators without a group baseline: rewards that differ between groups are enough for them."""
 NOTHING_LEARNED = (
     "nothing was learned: in each group of all steps the rewards were equal. The task is too easy or too hard for this "
-    "model, or its reward is wrong: look at what was said with `opentinker rollouts`"
+    "model, or its reward is wrong: read the episodes with `opentinker rollouts`"
 )
 
 
-class Comparisons:
-    """What the metrics of all steps so far say. A teacher, or KL, teaches whatever the rewards are."""
+class LearningCheck:
+    """Checks the metrics of all steps so far. With a teacher or a KL term a job learns from equal rewards too."""
 
     def __init__(self, algorithm: AlgorithmSpec) -> None:
         taught = algorithm.advantage == "none" or algorithm.distill_coef or algorithm.kl_in == "reward"
@@ -25,8 +25,8 @@ class Comparisons:
         self._steps = 0
         self._mean: float | None = None
 
-    def look(self, values: Mapping[str, Any]) -> None:
-        """Takes in one step's metrics."""
+    def update(self, values: Mapping[str, Any]) -> None:
+        """Add one step's metrics."""
         self._steps += 1
         if values.get("zero_variance") != 1.0:
             self._any = True
@@ -37,5 +37,5 @@ class Comparisons:
 
     @property
     def warning(self) -> str:
-        """Empty if there were some, or nothing is known."""
+        """Return NOTHING_LEARNED, or an empty string if rewards differed or no step is known."""
         return "" if self._any or not self._steps else NOTHING_LEARNED

@@ -1,12 +1,12 @@
-"""One RL job's training, as loops around one learner:
+"""Training of one RL job, as loops around one learner:
 
     intake    consumes GROUP                produces pending groups       waits for messages        woken by the pull
     train     consumes pending groups       produces weights, METRIC      waits for a full batch    woken by intake
     publish   consumes snapshots            produces SWAP, versions       waits for a new snapshot  woken by train
-    evaluate  consumes a version            produces EXAM, val/* METRIC   see `eval_scheduler.py`; it holds back
-    snapshots (checkpoint: inside train, between steps; the manifest it commits is the truth about what was trained)
+    evaluate  consumes a version            produces EXAM, val/* METRIC   see `eval_scheduler.py`; it withholds
+    checkpoint     inside train, between steps; the manifest that it commits is authoritative for what was trained
 
-Generation never waits for training and training never waits for a weight transfer, except when `max_staleness` says so.
+Generation never waits for training and training never waits for a weight transfer, except as `max_staleness` requires.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import structlog
 from opentinker.services.trainer import checkpoint
 from opentinker.services.trainer.batch.assembler import Assembler
 from opentinker.services.trainer.batch.distributions import Histogram, distributions
-from opentinker.services.trainer.eval_scheduler import Validation
-from opentinker.services.trainer.job_reporter import Record
+from opentinker.services.trainer.eval_scheduler import EvalScheduler
+from opentinker.services.trainer.job_reporter import JobReporter
 from opentinker.services.trainer.learners.base import Learner, SnapshotLike
 from opentinker.services.trainer.rollout_log import RolloutLog
 from opentinker.services.trainer.weights.publisher import Publisher
@@ -43,30 +43,30 @@ from opentinker.shared.types.trajectories import Group
 log = structlog.get_logger()
 
 UNSAVED_BYTES = 2**30
-"""Trajectories received since the last checkpoint, in bytes, from which one is due whatever `checkpoint_every` says:
-the stream keeps them until then, and its disk is everybody's."""
+"""Bytes of trajectories since the last checkpoint above which one is due regardless of `checkpoint_every`: the stream
+keeps them until then, and all jobs share its disk."""
 STARVED_S = 60.0
 STARVED_BYTES = 2**26
-"""A trainer that waited so long, with so much in the stream, makes room there: the disk may be full, and then nothing
-else does."""
-SETTLED_S = 2.0
+"""After waiting this long, with this much in the stream, the trainer purges its part: the disk may be full, and then
+nothing else frees it."""
+SETTLE_TIMEOUT_S = 2.0
 OLD_CONSUMERS = 16
-"""Epochs before ours whose consumer may still be there; an older one, which nobody reads, the server drops itself."""
+"""Number of earlier epochs whose consumer may still exist; the server removes older ones, which are idle, by itself."""
 MAX_INVALID = 100
-"""Groups that cannot be read or contradict themselves, over a job's life, before it fails."""
+"""Number of unreadable or inconsistent groups over a job's life before it fails."""
 
 
-def consumer_of(job: str, epoch: int) -> str:
-    """The durable through which the trainer of this epoch reads GROUP."""
+def consumer_name(job: str, epoch: int) -> str:
+    """Return the name of the durable consumer through which the trainer of this epoch reads GROUP."""
     return f"train-{job}-{epoch}"
 
 
-MOST_FETCHED = 256
-"""Groups that are on their way to the trainer at the same time."""
+MAX_FETCHED = 256
+"""Maximum number of groups in transit to the trainer."""
 
 
-class Saved(NamedTuple):
-    """A checkpoint that was made or resumed from."""
+class SavedStep(NamedTuple):
+    """A checkpoint that this trainer wrote or resumed from."""
 
     step: int
     floor: int
@@ -75,16 +75,16 @@ class Saved(NamedTuple):
 
 
 class TrainerJob:
-    """One lease's work. Raises JobFailed when the job cannot go on, Fenced when a newer epoch owns it."""
+    """The work of one lease. Raises JobFailed when the job cannot continue, Fenced when a newer epoch owns it."""
 
     def __init__(self, worker: LeasedWorker, lease: Lease, spec: JobSpec, learner: Learner) -> None:
         self.worker, self.lease, self.spec, self.learner = worker, lease, spec, learner
         self.ctx = worker.ctx
-        self.record = Record(self.ctx, lease, spec, learner, worker.trace)
-        self.told = RolloutLog(self.record.root.parent, spec.rollout.transcripts, self.record.event)
+        self.reporter = JobReporter(self.ctx, lease, spec, learner, worker.trace)
+        self.rollout_log = RolloutLog(self.reporter.root.parent, spec.rollout.transcripts, self.reporter.event)
         self.admission = Admission(self.ctx.store.redis, lease.job, lease.epoch)
         self.publisher = Publisher(self.ctx, lease, learner.device, self._served)
-        self.validation = Validation(self.ctx, lease, spec.validation, self.record, self.publisher.offer)
+        self.validation = EvalScheduler(self.ctx, lease, spec.validation, self.reporter, self.publisher.offer)
         algorithm = spec.algorithm
         self.assembler = Assembler(
             algorithm.max_staleness,
@@ -95,22 +95,22 @@ class TrainerJob:
         self.arrived = asyncio.Event()
         self.step = 0
         self.received = 0
-        """Bytes of trajectories, since this trainer took over."""
-        self.saved: list[Saved] = []
+        """Bytes of trajectories received by this trainer."""
+        self.saved: list[SavedStep] = []
         """Oldest first."""
-        self.tried = 0
-        """`received` when the last checkpoint was tried."""
-        self.purged = 0
-        """`received` at the checkpoint up to whose floor the stream holds nothing any more."""
+        self.received_at_save = 0
+        """`received` at the last attempt to save a checkpoint."""
+        self.received_at_purge = 0
+        """`received` at the checkpoint up to whose floor the stream was purged."""
         self.position: int | None = 0 if spec.train.deterministic else None
         """See Manifest.position."""
         self.shift = 0
-        """Group numbers that were used in vain, see Admission.shift."""
-        self.unoffered: SnapshotLike | None = None
-        """The newest version, if its evaluation is due and the one before is not over: training waits."""
+        """Number of unused group numbers, see Admission.shift."""
+        self.withheld: SnapshotLike | None = None
+        """The newest version, if its evaluation is due and the previous one has not finished: training waits."""
         self.swap: dict[str, float] = {}
-        self.stepped = 0.0
-        """When the last step was done, monotonic."""
+        self.stepped_at = 0.0
+        """Monotonic time of the end of the last step."""
 
     async def run(self) -> None:
         await self._restore()
@@ -121,7 +121,7 @@ class TrainerJob:
             loops = {"intake": self._intake(consumer), "publish": self.publisher.run(), "train": self._train()}
             if self.spec.validation is not None:
                 loops["evaluate"] = self.validation.run()
-            async with self.record.saving(self._save):
+            async with self.reporter.save_on_exit(self._save):
                 await first_failure(loops)
         finally:
             await consumer.close()
@@ -133,7 +133,7 @@ class TrainerJob:
     # --- start and resume ---------------------------------------------------------------------------------------
 
     async def _restore(self) -> None:
-        manifest = await self.record.restore()
+        manifest = await self.reporter.restore()
         discarded: dict[str, int] = {}
         next_seq = 0
         resumed = {self.lease.epoch: 0}
@@ -143,7 +143,7 @@ class TrainerJob:
             self.assembler.floor = self.assembler.last = manifest.stream_floor
             self.assembler.known.update(manifest.consumed)
             discarded = {k.removeprefix("discarded/"): n for k, n in manifest.ledger.items() if "/" in k}
-            self.saved = [Saved(manifest.step, manifest.stream_floor, 0)]
+            self.saved = [SavedStep(manifest.step, manifest.stream_floor, 0)]
             self.position = manifest.position
             await self.validation.resumed(self.step)
         self.assembler.resumed = resumed
@@ -163,27 +163,27 @@ class TrainerJob:
     # --- intake -------------------------------------------------------------------------------------------------
 
     async def _consume(self) -> Consumer[Group]:
-        """A consumer of this epoch alone, from the checkpoint on: whoever had the lease before, and may only sleep,
-        takes no group away from us. Its own consumer goes."""
+        """Create the consumer of this epoch, from the checkpoint on: a former holder of the lease that is only asleep
+        takes no groups from it. Consumers of earlier epochs are deleted."""
         job, epoch = self.lease.job, self.lease.epoch
         assert GROUPS.name is not None
         for before in range(max(1, epoch - OLD_CONSUMERS), epoch):
-            await self.ctx.bus.delete_consumer(GROUPS.name, consumer_of(job, before))
+            await self.ctx.bus.delete_consumer(GROUPS.name, consumer_name(job, before))
         return await self.ctx.bus.consume(
             GROUP,
-            consumer_of(job, epoch),
-            batch=min(2 * self.spec.algorithm.groups_per_batch, MOST_FETCHED),
+            consumer_name(job, epoch),
+            batch=min(2 * self.spec.algorithm.groups_per_batch, MAX_FETCHED),
             start_seq=self.assembler.floor + 1,
             job=job,
         )
 
     async def _intake(self, consumer: Consumer[Group]) -> None:
-        """Consumes GROUP into the assembler; acks are flow control only."""
+        """Consume GROUP into the assembler; acks are flow control only."""
         while True:
             try:
                 delivery = await consumer.next(1.0)
             except ConsumerDeleted:
-                await self.record.guard()  # most likely it is our successor who did that
+                await self.reporter.guard()  # most likely the trainer of a newer epoch deleted it
                 raise
             if delivery is None:
                 continue
@@ -197,7 +197,7 @@ class TrainerJob:
             log.error("undecodable_group", group=delivery.key, error=delivery.error)
             named = re.match(r".*/([0-9]{1,15})(:|$)", delivery.key)  # JOB/NUMBER:ATTEMPT, see Group.key
             number = int(named[1]) if named else -1
-            if named is None or number in self.assembler.known or await self._is_past(number):
+            if named is None or number in self.assembler.known or await self._is_consumed(number):
                 self.assembler.ignore(delivery.seq, self.step + 1)
             else:
                 await self._reject(delivery.seq, number, delivery.error)
@@ -205,7 +205,7 @@ class TrainerJob:
         if group.seq in self.assembler.known:
             self.assembler.ignore(delivery.seq, self.step + 1)
             return
-        if await self._is_past(group.seq):
+        if await self._is_consumed(group.seq):
             self.assembler.ignore(delivery.seq, self.step + 1)
             return
         try:
@@ -217,15 +217,15 @@ class TrainerJob:
         if self.assembler.add(delivery.seq, group):
             self.arrived.set()
 
-    async def _is_past(self, group: int) -> bool:
-        """Accepts the group, unless it was accepted and consumed before."""
+    async def _is_consumed(self, group: int) -> bool:
+        """Accept the group, or return True if it was accepted and consumed before."""
         if await self.admission.accept(group) in ("ok", "p"):
             return False
-        log.info("group_of_the_past", group=group)
+        log.info("group_already_consumed", group=group)
         return True
 
     async def _reject(self, stream_seq: int, group: int, error: str) -> None:
-        """A group that cannot be trained is discarded and replaced, but not without end."""
+        """Discard and replace an invalid group. Raises JobFailed after MAX_INVALID of them."""
         self.assembler.reject(stream_seq, group, self.step + 1)
         detail = {"group": group, "reason": Discard.INVALID.value, "error": error[-500:]}
         await self.ctx.store.update(
@@ -235,45 +235,51 @@ class TrainerJob:
         await self._wake_admission()
         count = self.assembler.discarded[Discard.INVALID]
         if count > MAX_INVALID:
-            raise JobFailed(f"{count} groups were unreadable or contradicted themselves; {self.record.last_good()}")
+            raise JobFailed(
+                f"{count} groups were unreadable or contradicted themselves; {self.reporter.describe_last_checkpoint()}"
+            )
 
     # --- training -----------------------------------------------------------------------------------------------
 
     async def _train(self) -> None:
-        """Consumes pending groups. Returns when all steps are done, the target is met or the service stops."""
+        """Consume pending groups. Returns when all steps are done, the target is met or the service stops."""
         steps = self.spec.train.steps
-        self.stepped = time.monotonic()
+        self.stepped_at = time.monotonic()
         while self.step < steps:
             began = time.monotonic()
             if await self._target_met():
                 break
-            if self.unoffered is not None:
-                await self.validation.offer(self.unoffered)
-            with self.record.lanes.busy("training", "wait", str(self._version)):
+            if self.withheld is not None:
+                await self.validation.offer(self.withheld)
+            with self.reporter.lanes.busy("training", "wait", str(self._version)):
                 batch = await self._next_batch()
             if batch is None:
                 await finish_uncancelled(self._save())
                 return
             waited = time.monotonic() - began
-            await self.record.unless_cancelled(self._advance(batch, waited))
-            due = self.step % self.spec.train.checkpoint_every == 0 or self.received - self.tried > UNSAVED_BYTES
+            await self.reporter.run_interruptible(self._advance(batch, waited))
+            due = (
+                self.step % self.spec.train.checkpoint_every == 0
+                or self.received - self.received_at_save > UNSAVED_BYTES
+            )
             if due and self.step < steps:
                 await finish_uncancelled(self._save())
         await self._finish()
 
     async def _target_met(self) -> bool:
-        """An evaluation that may end the job is waited for: the weights that met the target shall be the last."""
-        if self.record.target_is_validated:
+        """Return whether the target is met, after waiting for an evaluation that may end the job: the weights that met
+        the target must be the last."""
+        if self.reporter.target_uses_evaluation:
             await self.validation.over()
-        return self.record.target_met()
+        return self.reporter.target_met()
 
     async def _next_batch(self) -> list[Group] | None:
-        """The next batch, or None when the service is told to stop."""
+        """Return the next batch, or None when the service stops."""
         began = time.monotonic()
         while not self.ctx.stopping.is_set():
             check_cancelled()
             self.arrived.clear()
-            while dropped := self.assembler.drop(self.step):  # more may come in meanwhile: those are judged too
+            while dropped := self.assembler.drop(self.step):  # groups that arrive in between are checked too
                 for reason, seqs in dropped.items():
                     await self.admission.discard(self.step + 1, reason, seqs)
                     log.info("groups_dropped", reason=reason, groups=len(seqs))
@@ -281,15 +287,15 @@ class TrainerJob:
             batch = self.assembler.take(self.step, self.spec.algorithm.groups_per_batch)
             if batch is not None:
                 return batch
-            self._check_barren()
-            if time.monotonic() - began > STARVED_S and self.received - self.purged > STARVED_BYTES:
+            self._check_zero_variance()
+            if time.monotonic() - began > STARVED_S and self.received - self.received_at_purge > STARVED_BYTES:
                 await finish_uncancelled(self._make_room())
                 began = time.monotonic()
             await wait_event(self.arrived, 0.5)
         return None
 
-    def _check_barren(self) -> None:
-        """Replacing groups of equal rewards must come to an end."""
+    def _check_zero_variance(self) -> None:
+        """Raise JobFailed after `max_zero_variance_batches` batches' worth of groups with equal rewards in a row."""
         algorithm = self.spec.algorithm
         allowed = (algorithm.max_zero_variance_batches or 0) * algorithm.groups_per_batch
         if algorithm.drop_zero_variance and self.assembler.barren >= allowed:
@@ -297,14 +303,14 @@ class TrainerJob:
                 f"{self.assembler.barren} groups since the last step had {algorithm.group_size} equal rewards each, so "
                 f"step {self.step + 1} could not be filled: the task is too easy or too hard for the model by now. "
                 "Set a `train.target` to end in time, take a larger group_size, or drop_zero_variance = false; "
-                f"{self.record.last_good()}"
+                f"{self.reporter.describe_last_checkpoint()}"
             )
 
     async def _advance(self, batch: list[Group], waited: float) -> None:
-        """One step, and all that makes it count: ledger, snapshot for the workers, metrics. When the job is cancelled
-        meanwhile it is given up, or, once computed, done whole."""
+        """Run one step with its ledger entry, snapshot for the workers and metrics. If the job is cancelled during it,
+        the step is undone or, once computed, completed."""
         began = time.monotonic()
-        values = await self.record.compute(self.step + 1, lambda: self.learner.step(batch, self._version))
+        values = await self.reporter.compute(self.step + 1, lambda: self.learner.step(batch, self._version))
         trained = time.monotonic() - began
         spread = distributions(batch, self._version, values)
         self.step += 1
@@ -312,10 +318,10 @@ class TrainerJob:
             self.position = max(group.seq for group in batch) + 1 - self.shift
         await self.admission.train(self.step, [group.seq for group in batch])
         snapshot = await asyncio.to_thread(self.learner.snapshot, self._version)
-        self.unoffered = None if self.validation.takes(snapshot) else snapshot
+        self.withheld = None if self.validation.takes(snapshot) else snapshot
         ledger = await self.admission.ledger()
         now = time.monotonic()
-        seconds, self.stepped = now - self.stepped, now
+        seconds, self.stepped_at = now - self.stepped_at, now
         values["train_seconds"] = values.pop("step_seconds", trained)
         values |= {
             "step_seconds": seconds,
@@ -328,25 +334,25 @@ class TrainerJob:
             **{f"failed/{reason}": float(count) for reason, count in ledger.failed.items()},
             **self.swap,
         }
-        await self.record.step(self.step, values, seqs=[group.seq for group in batch])
-        await self._tell(batch, spread)
+        await self.reporter.step(self.step, values, seqs=[group.seq for group in batch])
+        await self._log_rollouts(batch, spread)
 
-    async def _tell(self, batch: list[Group], spread: dict[str, Histogram]) -> None:
-        """What people read of the step, and that it is there."""
+    async def _log_rollouts(self, batch: list[Group], spread: dict[str, Histogram]) -> None:
+        """Log the step's episodes and distributions, and announce the kept episodes."""
         now, version = time.time(), self._version
-        kept = await self.told.step(version, now, batch, spread, self.learner.credited)
+        kept = await self.rollout_log.step(version, now, batch, spread, self.learner.credited)
         if kept:
             said = KeptStep(job=self.lease.job, epoch=version.epoch, step=version.step, time=now, episodes=kept)
             await self.ctx.bus.emit(ROLLOUTS, said, job=self.lease.job)
 
     async def _served(self, version: WeightVersion, seconds: dict[str, float]) -> None:
-        """The publisher got a version to the workers: admission may count on it."""
+        """Tell admission that the workers have a version."""
         self.swap, now = seconds, time.time()
-        self.record.lanes.note("swap", "publish", now - seconds["swap/seconds"], now, version=str(version))
+        self.reporter.lanes.note("swap", "publish", now - seconds["swap/seconds"], now, version=str(version))
         self.validation.served(version)
         await self.admission.set_version(version.step)
         await self._wake_admission()
-        await self.record.running()
+        await self.reporter.running()
 
     async def _wake_admission(self) -> None:
         await self.ctx.bus.emit(WAKE, {"job": self.lease.job}, who="admission")
@@ -354,15 +360,17 @@ class TrainerJob:
     # --- checkpoints and the end --------------------------------------------------------------------------------
 
     async def _save(self, *, last: bool = False) -> None:
-        """Commit a checkpoint of the current step; then let go of what the one before it no longer needs."""
+        """Commit a checkpoint of the current step; then release what the one before it accounts for."""
         if self.saved and self.saved[-1].step == self.step:
             return
-        self.tried = self.received
+        self.received_at_save = self.received
         try:
-            async with asyncio.timeout(SETTLED_S):
+            async with asyncio.timeout(SETTLE_TIMEOUT_S):
                 settled = await self.consumer.settled()
         except TimeoutError:
-            log.warning("checkpoint_without_nats", floor=self.assembler.floor)  # of an earlier one, and true still
+            log.warning(
+                "checkpoint_without_nats", floor=self.assembler.floor
+            )  # of an earlier checkpoint, and still valid
             settled = self.assembler.floor
         floor, above, discarded = self.assembler.account(self.step, settled)
         trained = self.step * self.spec.algorithm.groups_per_batch
@@ -378,28 +386,28 @@ class TrainerJob:
             next_seq=(await self.admission.ledger()).issued,
             position=self.position,
         )
-        if not await self.record.commit(manifest, last=last):
+        if not await self.reporter.commit(manifest, last=last):
             return
         if self.saved:  # one checkpoint behind: the newest may turn out to be damaged
-            await self._let_go(self.saved[-1])
-        self.saved.append(Saved(self.step, floor, self.tried))
+            await self._release(self.saved[-1])
+        self.saved.append(SavedStep(self.step, floor, self.received_at_save))
 
-    async def _let_go(self, saved: Saved) -> None:
-        """Nothing that this checkpoint accounts for will be read again."""
+    async def _release(self, saved: SavedStep) -> None:
+        """Release everything that this checkpoint accounts for: it will not be read again."""
         await self.admission.commit(saved.step)
         self.assembler.forget(saved.floor)
-        self.purged = saved.received
+        self.received_at_purge = saved.received
         await self.ctx.bus.purge("GROUPS", GROUP.at(job=self.lease.job), below=saved.floor + 1)
 
     async def _make_room(self) -> None:
-        """Let go of everything that the newest checkpoint accounts for, after reading it back instead of making two."""
+        """Purge everything that the newest checkpoint accounts for, after verifying it instead of writing two."""
         await self._save()
-        found = await asyncio.to_thread(checkpoint.newest, self.record.root)
+        found = await asyncio.to_thread(checkpoint.find_newest, self.reporter.root)
         if found is not None and self.saved and found[1].step == self.saved[-1].step:
-            await self._let_go(self.saved[-1])
-            log.info("made_room", step=self.saved[-1].step)
+            await self._release(self.saved[-1])
+            log.info("stream_purged", step=self.saved[-1].step)
 
     async def _finish(self) -> None:
         await finish_uncancelled(self._save(last=True))
         if await self.validation.finish(self.step):
-            await self.record.succeed(self.step)
+            await self.reporter.succeed(self.step)

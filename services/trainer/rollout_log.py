@@ -1,9 +1,9 @@
-"""What people look at beyond curves: training episodes word by word, and how a step's numbers are spread.
+"""Logs training episodes as text, and the distributions of each step's values.
 
 {data_dir}/jobs/{job}/rollouts/step-000050.jsonl   the kept episodes of the groups that step 50 trained on, one a line
 {data_dir}/jobs/{job}/distributions.jsonl          one line per step, also of steps rolled back later
 
-Kept are the newest steps and, further back, one in so many. A disk that refuses is said once, and the job goes on.
+The newest steps are kept and, further back, one in 2^k. A disk error is reported once, and the job continues.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from opentinker.shared.types.trajectories import Group, Trajectory, totals
 log = structlog.get_logger()
 
 NEWEST = 50
-"""Steps whose episodes are all kept."""
+"""Number of newest steps whose episodes are all kept."""
 OLDER = 50
-"""Of the steps before those, about so many are."""
+"""Approximate number of kept steps before those."""
 _FILE = re.compile(r"step-(\d+)\.jsonl")
 View = tuple[Trajectory, F64 | None]
-Tell = Callable[[str, dict[str, object]], Awaitable[None]]
+EmitEvent = Callable[[str, dict[str, object]], Awaitable[None]]
 
 
 class RolloutLog:
-    """`home` is the job's directory, `event` writes into its log of events."""
+    """`home` is the job's directory, `kept` the number of episodes kept per step, `event` writes a job event."""
 
-    def __init__(self, home: Path, kept: int, event: Tell) -> None:
+    def __init__(self, home: Path, kept: int, event: EmitEvent) -> None:
         self._home, self._kept, self._event = home, kept, event
         self._log = StepLog(home / "distributions.jsonl")
         self._refused = False
@@ -56,8 +56,8 @@ class RolloutLog:
         spread: dict[str, Histogram],
         credited: Sequence[F64] | None = None,
     ) -> list[KeptEpisode]:
-        """An optimizer step is done; `version` is what came of it. `credited`: per trajectory of the batch, the
-        advantage of each sampled token. Returns what was kept."""
+        """Log an optimizer step that produced `version`. `credited`: per trajectory of the batch, the advantage of each
+        sampled token. Returns the kept episodes."""
         line = {"epoch": version.epoch, "step": version.step, "time": at, **spread}
         advantages = iter(credited) if credited is not None else repeat(None)
         of_groups = [(group, [next(advantages) for _ in group.trajectories]) for group in batch]
@@ -88,8 +88,8 @@ class RolloutLog:
 
 
 def expired_steps(steps: Sequence[int]) -> list[int]:
-    """Which of these steps, in order, are kept no longer: of all but the newest, one in so many stays, where so many is
-    a power of two that grows with the job. What is kept now was kept before."""
+    """Return which of these ordered steps have expired. Of all but the newest, every 2^k-th step stays, where k grows
+    with the job; a step that has expired is never needed again."""
     older = steps[:-NEWEST]
     if not older:
         return []
@@ -98,7 +98,7 @@ def expired_steps(steps: Sequence[int]) -> list[int]:
 
 
 def episodes_of(group: Group, credited: Sequence[F64 | None]) -> list[dict[str, Any]]:
-    """Those samples whose words came with the group. `credited`: per trajectory, see `RolloutLog.step`."""
+    """Return the samples whose transcript came with the group. `credited`: per trajectory, see `RolloutLog.step`."""
     samples: dict[int, list[View]] = {}
     for trajectory, advantages in zip(group.trajectories, credited, strict=True):
         if trajectory.transcript is not None:

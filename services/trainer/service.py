@@ -1,4 +1,4 @@
-"""The trainer process: takes one lease at a time and trains that job."""
+"""Trainer process: holds one lease at a time and trains that job."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from opentinker.shared.types.core import Lease, Pool
 
 
 async def serve(ctx: Context) -> None:
-    # For deterministic jobs; cuBLAS reads it with its first handle, be that an earlier job's. Ranks inherit it.
+    # For deterministic jobs; cuBLAS reads it with its first handle, even one of an earlier job. Ranks inherit it.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if ctx.settings.preload:
-        # Before the first heartbeat: imports hold the interpreter for seconds, and a silent worker counts as dead.
+        # Before the first heartbeat: imports block the interpreter for seconds, and a silent worker counts as dead.
         await asyncio.to_thread(_learners, 1)
     await LeasedWorker(ctx, Pool.TRAINER, work).serve()
 
 
 async def work(worker: LeasedWorker, lease: Lease, spec: JobSpec) -> None:
     root = worker.ctx.settings.data_dir / "jobs" / lease.job / "checkpoints"
-    worker.leftovers.append(checkpoint.unfinished(root, lease.epoch))
+    worker.leftovers.append(checkpoint.orphan_pattern(root, lease.epoch))
     learner = await asyncio.to_thread(make_learner, spec)
     try:
         if spec.kind == "rl":
@@ -37,22 +37,22 @@ async def work(worker: LeasedWorker, lease: Lease, spec: JobSpec) -> None:
         else:
             await SupervisedJob(worker, lease, spec, learner).run()
     finally:
-        # Cancelled before a thread is free, it would never run, and other ranks would live on.
+        # Not cancellable: if it were cancelled before a thread is free, other ranks would keep running.
         await finish_uncancelled(asyncio.to_thread(learner.close))
         del learner
         gc.collect()
 
 
 def make_learner(spec: JobSpec) -> Any:
-    """A `Learner` for rl, a `RowLearner` for the others."""
+    """Return a `Learner` for rl, a `RowLearner` for the other kinds."""
     if spec.train.learner == "simulated":
         return SimulatedLearner(spec)
     return _learners(spec.resources.ranks)[spec.kind](spec, "cuda" if spec.resources.trainer_gpus else "cpu")
 
 
 def _learners(ranks: int) -> dict[str, type]:
-    """By kind of job. Imports torch and transformers: seconds, so it is done before the first job comes."""
-    from opentinker.services.trainer.distributed.multi_rank_learner import RankedLearner, RankedRows
+    """Return learner classes by kind of job. Imports torch and transformers, which takes seconds: see `preload`."""
+    from opentinker.services.trainer.distributed.multi_rank_learner import MultiRankRlLearner, MultiRankRowLearner
     from opentinker.services.trainer.distributed.rank_main import LEARNERS
 
-    return {"rl": RankedLearner, "sft": RankedRows, "dpo": RankedRows} if ranks > 1 else LEARNERS
+    return {"rl": MultiRankRlLearner, "sft": MultiRankRowLearner, "dpo": MultiRankRowLearner} if ranks > 1 else LEARNERS

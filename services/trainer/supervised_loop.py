@@ -1,9 +1,9 @@
-"""One sft or dpo job's training: the same record, checkpoints and end as the RL loop, without anything that generates.
+"""Training of one sft or dpo job: the reporter, checkpoints and ending of the RL loop, without generation.
 
-    run   consumes the rows of [data], in an order that the seed alone gives; produces weights, METRIC, checkpoints;
+    run   consumes the rows of [data], in an order determined by the seed; produces weights, METRIC, checkpoints;
           waits for nothing; ends after its last step, at the target, or when the service stops
 
-How far it came is one number, the rows used so far: the manifest of each checkpoint holds it.
+Progress is one number, the rows used so far, stored in the manifest of each checkpoint.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable
 import structlog
 
 from opentinker.services.trainer.data.examples import Examples, fingerprint, load_examples, places
-from opentinker.services.trainer.job_reporter import Record
+from opentinker.services.trainer.job_reporter import JobReporter
 from opentinker.services.trainer.learners.base import Interrupted, RowLearner
 from opentinker.shared.asyncio_tools import check_cancelled, finish_uncancelled
 from opentinker.shared.data.readable_paths import opening
@@ -45,27 +45,27 @@ class SupervisedJob:
         assert spec.data is not None
         self.worker, self.lease, self.spec, self.data, self.learner = worker, lease, spec, spec.data, learner
         self.ctx = worker.ctx
-        self.record = Record(self.ctx, lease, spec, learner, worker.trace)
+        self.reporter = JobReporter(self.ctx, lease, spec, learner, worker.trace)
         self.step = 0
         self.resumed = {lease.epoch: 0}
-        """Of the manifest."""
+        """See `Manifest.resumed`."""
         self._load = load
         self.examples: Examples
         self.steps = spec.train.steps
-        """All that the job will do; with data.epochs it is known once the rows are."""
+        """Total steps of the job; with data.epochs it is known once the rows are counted."""
 
     async def run(self) -> None:
-        async with self.record.saving(self._save):
+        async with self.reporter.save_on_exit(self._save):
             await self._read()
             await self._restore()
             await self.worker.status("ready", job=self.lease.job, epoch=self.lease.epoch)
-            await self.record.running()
+            await self.reporter.running()
             await self._train()
 
     # --- start and resume ---------------------------------------------------------------------------------------
 
     async def _read(self) -> None:
-        """The rows, before the model: what is wrong with them is found at once."""
+        """Read the rows before the model is loaded, so that errors in them are found early."""
         began = time.monotonic()
         async with opening(self.ctx.store, self.ctx.settings, self.lease.job):
             self.examples = examples = await self._read_rows()
@@ -92,24 +92,24 @@ class SupervisedJob:
         )
 
     async def _read_rows(self) -> Examples:
-        """In a thread, which gives up at the next row when the job is cancelled."""
-        given_up = threading.Event()
+        """Read rows in a thread, which stops at the next row when the job is cancelled."""
+        cancelled = threading.Event()
 
-        def go_on() -> None:
-            if given_up.is_set():
+        def check_interrupt() -> None:
+            if cancelled.is_set():
                 raise Interrupted("the job was cancelled")
 
-        reading = asyncio.ensure_future(asyncio.to_thread(self._load, self.spec, go_on))
+        reading = asyncio.ensure_future(asyncio.to_thread(self._load, self.spec, check_interrupt))
         try:
             return await asyncio.shield(reading)
         except asyncio.CancelledError:
-            given_up.set()
+            cancelled.set()
             with contextlib.suppress(Interrupted):
                 await finish_uncancelled(reading)
             raise
 
     async def _restore(self) -> None:
-        manifest = await self.record.restore()
+        manifest = await self.reporter.restore()
         if manifest is not None:
             self.step = manifest.step
             self.resumed = {**manifest.resumed, self.lease.epoch: manifest.step}
@@ -117,11 +117,11 @@ class SupervisedJob:
             if manifest.data != cursor:
                 raise JobFailed(
                     f"checkpoint {manifest.name} was made from other rows ({manifest.data}, now {cursor}): the data "
-                    "has changed since, so that the job cannot go on where it was"
+                    "has changed since, so that the job cannot continue"
                 )
         examples = [*self.examples.train, *self.examples.validation]
-        home = self.record.root.parent
-        await self.record.unless_cancelled(asyncio.to_thread(self.learner.prepare, examples, home))
+        home = self.reporter.root.parent
+        await self.reporter.run_interruptible(asyncio.to_thread(self.learner.prepare, examples, home))
 
     @property
     def _cursor(self) -> DataCursor:
@@ -129,7 +129,7 @@ class SupervisedJob:
         return DataCursor(position=self._used(self.step), rows=rows, fingerprint=self.fingerprint)
 
     def _used(self, step: int) -> int:
-        """Rows used in the first `step` steps; only the last batch of the last epoch may be smaller than the others."""
+        """Return the rows used in the first `step` steps; only the last batch of the last epoch may be smaller."""
         used = step * self.data.batch_size
         return used if self.data.epochs is None else min(used, self.data.epochs * len(self.examples.train))
 
@@ -138,12 +138,12 @@ class SupervisedJob:
     async def _train(self) -> None:
         if self.step == 0:
             await self._validate()
-        while self.step < self.steps and not self.record.target_met():
+        while self.step < self.steps and not self.reporter.target_met():
             check_cancelled()
             if self.ctx.stopping.is_set():
                 await finish_uncancelled(self._save())
                 return
-            await self.record.unless_cancelled(self._advance())
+            await self.reporter.run_interruptible(self._advance())
             every = self.data.validate_every
             if every is not None and self.step % every == 0:
                 await self._validate()
@@ -151,10 +151,10 @@ class SupervisedJob:
                 await finish_uncancelled(self._save())
         await self._validate()
         await finish_uncancelled(self._save(last=True))
-        await self.record.succeed(self.step)
+        await self.reporter.succeed(self.step)
 
     async def _advance(self) -> None:
-        """One step, and what it is reported with; given up, or done whole, when the job is cancelled meanwhile."""
+        """Run and report one step; if the job is cancelled during it, the step is undone or completed."""
         began = time.monotonic()
         first, rows = self._used(self.step), self.examples.train
         chosen = places(
@@ -165,28 +165,30 @@ class SupervisedJob:
             shuffle=self.data.shuffle,
         )
         batch = [rows[place] for place in chosen]
-        values = await self.record.compute(self.step + 1, lambda: self.learner.step(batch))
+        values = await self.reporter.compute(self.step + 1, lambda: self.learner.step(batch))
         self.step += 1
         values["train_seconds"] = values.pop("step_seconds", time.monotonic() - began)
         values |= {"rows": float(len(chosen)), "epochs": self._used(self.step) / len(rows)}
         values["step_seconds"] = time.monotonic() - began
         values["trainer/tokens_per_s"] = values["tokens"] / values["step_seconds"]
-        await self.record.step(self.step, values, data=chosen)
+        await self.reporter.step(self.step, values, data=chosen)
 
     async def _validate(self) -> None:
-        """Of the weights as they are, unless it was done before."""
-        if not self.examples.validation or self.step in self.record.evaluations.steps:
+        """Evaluate the current weights, unless that was done."""
+        if not self.examples.validation or self.step in self.reporter.evaluations.steps:
             return
         began = time.monotonic()
-        found = await self.record.unless_cancelled(asyncio.to_thread(self.learner.evaluate, self.examples.validation))
+        found = await self.reporter.run_interruptible(
+            asyncio.to_thread(self.learner.evaluate, self.examples.validation)
+        )
         values = {f"{PREFIX}{name}": value for name, value in found.items()}
         values[f"{PREFIX}seconds"] = time.monotonic() - began
         version = WeightVersion(self.lease.epoch, self.step)
-        await self.record.evaluations.add(version, values, self.spec.train.target)
+        await self.reporter.evaluations.add(version, values, self.spec.train.target)
 
     async def _save(self, *, last: bool = False) -> None:
         """Commit a checkpoint of the current step, unless there is one."""
-        if self.record.saved == self.step:
+        if self.reporter.saved == self.step:
             return
         manifest = Manifest(
             job=self.lease.job,
@@ -196,4 +198,4 @@ class SupervisedJob:
             resumed=self.resumed,
             data=self._cursor,
         )
-        await self.record.commit(manifest, last=last)
+        await self.reporter.commit(manifest, last=last)

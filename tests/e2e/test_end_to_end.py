@@ -245,7 +245,7 @@ async def test_job_starts_from_another_jobs_checkpoint_which_is_swept_meanwhile(
 
 def steps_of(cluster: Cluster, job: str) -> list[int]:
     """Of its checkpoints."""
-    return [manifest.step for _, manifest in checkpoint.listing(cluster.data / "jobs" / job / "checkpoints")]
+    return [manifest.step for _, manifest in checkpoint.list_checkpoints(cluster.data / "jobs" / job / "checkpoints")]
 
 
 async def test_every_service_reports_while_the_job_runs(shared: System) -> None:

@@ -298,7 +298,7 @@ async def test_large_numbers_that_are_allowed_cost_no_worker_a_heartbeat(tmp_pat
         assert kinds.count("starting") == 1
         assert not {"rollout_worker_lost", "trainer_lost", "group_failed"} & set(kinds), kinds
         assert {name: process.exits for name, process in cluster.processes.items() if process.exits} == {}
-        assert "exams_asked_again" not in cluster.logs("trainer-0")
+        assert "exams_republished" not in cluster.logs("trainer-0")
         (line,) = cluster.lines(job, "validation.jsonl")
         assert (line["val/episodes"], line["val/missing"]) == (changes["validation"]["episodes"], 0)
         (step,) = cluster.lines(job)

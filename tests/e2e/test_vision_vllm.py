@@ -14,7 +14,7 @@ import torch
 from opentinker.sdk.merge_adapter import merge
 from opentinker.services.rollout_worker.engines.base import Completion, Engine, Sampling
 from opentinker.services.rollout_worker.renderer import Renderer, images_of
-from opentinker.services.trainer.learners.rl import TorchLearner
+from opentinker.services.trainer.learners.rl import RlLearner
 from opentinker.shared.spec import LoraSpec
 from opentinker.shared.types.core import Message, WeightVersion
 from tests.support.factories import V0
@@ -56,12 +56,12 @@ async def engine(base: Path) -> AsyncIterator[Any]:
     await vllm.close()
 
 
-def learner_of(base: Path, **model: Any) -> TorchLearner:
+def learner_of(base: Path, **model: Any) -> RlLearner:
     """One step further than the base."""
     spec = torch_spec(
         base, model={"base": str(base), **model}, train={"lr": 3e-3}, algorithm={"group_size": 2, "groups_per_batch": 1}
     )
-    learner = TorchLearner(spec)
+    learner = RlLearner(spec)
     learner.load(None)
     eyes = Renderer.load(str(base), "model")
     answers = ([5, 9, 30], [8, 7, 6])

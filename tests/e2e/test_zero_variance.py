@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from opentinker.services.trainer.learning_check import Comparisons
+from opentinker.services.trainer.learning_check import LearningCheck
 from opentinker.shared.spec import AlgorithmSpec
 from tests.support.cluster import toy_cluster
 from tests.support.factories import make_spec
@@ -64,7 +64,7 @@ def test_a_job_has_learned_nothing_only_if_no_step_compared_anything(
     algorithm: dict[str, Any], steps: list[tuple[float, float, float]], warned: bool
 ) -> None:
     """Per step: share of groups with equal rewards, mean and deviation of all. PPO compares across groups."""
-    comparisons = Comparisons(AlgorithmSpec.model_validate(algorithm))
+    comparisons = LearningCheck(AlgorithmSpec.model_validate(algorithm))
     for flat, mean, spread in steps:
-        comparisons.look({"zero_variance": flat, "reward/mean": mean, "reward/std": spread})
+        comparisons.update({"zero_variance": flat, "reward/mean": mean, "reward/std": spread})
     assert bool(comparisons.warning) is warned

@@ -239,7 +239,7 @@ class Machine:
         assert set(self.pushed) <= {environment["name"] for environment in client.environments()}
         for job, seen in self.steps.items():
             home = self.data / "jobs" / job
-            found = checkpoint.newest(home / "checkpoints")
+            found = checkpoint.find_newest(home / "checkpoints")
             newest = 0 if found is None else found[1].step
             assert newest >= max(seen["checkpoint"], default=0), f"{job} has step {newest}, and {seen}"
             evaluated = {line["step"] for line in lines(home / "validation.jsonl")}
@@ -252,7 +252,7 @@ class Machine:
         for job in self.jobs:
             record = client.wait(job, timeout_s=600)
             assert record["state"] == "succeeded", record["reason"]
-            found = checkpoint.newest(self.data / "jobs" / job / "checkpoints")
+            found = checkpoint.find_newest(self.data / "jobs" / job / "checkpoints")
             assert found is not None
             wrong = faults(
                 lines(self.data / "jobs" / job / "metrics.jsonl"),

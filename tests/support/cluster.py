@@ -299,7 +299,7 @@ class Cluster:
 
     def manifest(self, job: str) -> Manifest:
         """Of the newest good checkpoint."""
-        found = checkpoint.newest(self.data / "jobs" / job / "checkpoints")
+        found = checkpoint.find_newest(self.data / "jobs" / job / "checkpoints")
         assert found is not None, "no checkpoint"
         return found[1]
 

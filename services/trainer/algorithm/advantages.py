@@ -1,7 +1,7 @@
 """Advantage estimators: rewards in, advantages out. Pure numpy, float64.
 
-Shapes: G trajectories of a group, T sampled (mask-1) tokens of a trajectory, K turns of a trajectory. What works on
-several groups or trajectories takes and gives lists of such arrays.
+Shapes: G trajectories of a group, T sampled (mask-1) tokens of a trajectory, K turns of a trajectory. Functions of
+several groups or trajectories accept and return lists of such arrays.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is done about the sampling policy being another one than the policy that is trained. Pure torch functions.
+"""Corrections for the difference between the sampling policy and the trained policy. Pure torch functions.
 
 mu, pi_prox and pi as in `losses.py`. A correction is a weight per token [M] without gradient, by which the token's
 policy loss is multiplied; 0 drops the token.
@@ -36,7 +36,7 @@ def tis(proximal_M: Tensor, behaviour_M: Tensor, *, tis_cap: float) -> Tensor:
 
 
 def icepop(proximal_M: Tensor, behaviour_M: Tensor, *, icepop_low: float, icepop_high: float) -> Tensor:
-    """k = pi_prox / mu where icepop_low <= k <= icepop_high, else 0: what lies far off is not trusted at all.
+    """k = pi_prox / mu where icepop_low <= k <= icepop_high, else 0: tokens far off are dropped.
 
     Source: IcePop, Ring team 2025 ("Small leak can sink a great ship"), equation of the masking function M(k).
     """

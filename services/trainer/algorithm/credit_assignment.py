@@ -1,8 +1,8 @@
-"""Which token gets how much: the groups of a batch -> one advantage per sampled token. Pure numpy.
+"""Credit assignment: the groups of a batch -> one advantage per sampled token. Pure numpy.
 
-A reward is a player's (`seats.py`): of one seat of one sample, whose tokens may stand in several trajectories.
+A reward belongs to a player (`seats.py`), one seat of one sample, whose tokens may be in several trajectories.
 
-rewards --overlong penalty--> --KL in the reward--> --estimator of the spec--> --what the teacher says--> advantages
+rewards --overlong penalty--> --KL in the reward--> --estimator of the spec--> --teacher--> advantages
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ class Credit:
 
     advantages_S: list[F64]
     returns_S: list[F64] | None
-    """What the critic learns; None without one that is trained."""
+    """Targets of the critic; None unless one is trained."""
     metrics: dict[str, float]
 
 
 class Values(NamedTuple):
-    """What a critic says of the trajectories of a batch."""
+    """A critic's values for the trajectories of a batch."""
 
     before_S: Sequence[F64]
-    """[T] per trajectory: where its sampled tokens were about to be chosen."""
+    """[T] per trajectory: before its sampled tokens."""
     end_S: Sequence[float] | F64
-    """Of the state in which a truncated one was left."""
+    """Values of the end states of truncated trajectories."""
 
 
 def assign(groups: Sequence[Group], algorithm: AlgorithmSpec, values: Values | None = None) -> Credit:
-    """Advantages of a whole batch. `values`: for gae, of a critic that is trained; without it those that came with the
-    trajectories count.
+    """Assign advantages to a whole batch. `values`: for gae, those of a trained critic; without it, those that came
+    with the trajectories.
 
-    Raises JobFailed where rewards, reference logprobs or values do not suit the algorithm.
+    Raises JobFailed if rewards, reference logprobs or values do not fit the algorithm.
     """
     trajectories = [t for group in groups for t in group.trajectories]
     peers = credit_groups(groups)
@@ -77,10 +77,10 @@ def assign(groups: Sequence[Group], algorithm: AlgorithmSpec, values: Values | N
     advantages_S = _by_trajectory(players, advantages_P)
     returns_S = None if returns_P is None else _by_trajectory(players, returns_P)
     if frozen is not None and returns_S is not None:
-        metrics |= _foresight(np.concatenate(frozen.before_S), np.concatenate(returns_S))
+        metrics |= _value_metrics(np.concatenate(frozen.before_S), np.concatenate(returns_S))
         returns_S = None
     if algorithm.distill_coef:
-        advice_S, said = _teach(trajectories)
+        advice_S, said = _teacher_advantages(trajectories)
         advantages_S = [a + algorithm.distill_coef * advice for a, advice in zip(advantages_S, advice_S, strict=True)]
         metrics |= said
     return Credit(advantages_S, returns_S, metrics)
@@ -88,13 +88,13 @@ def assign(groups: Sequence[Group], algorithm: AlgorithmSpec, values: Values | N
 
 @dataclass(frozen=True)
 class Claim:
-    """What a player is to be paid for; arrays are in its order of play."""
+    """Reward, penalty and costs of a player; arrays are in its order of play."""
 
     player: Player
     penalty: float
-    """For length; it falls on the last turn."""
+    """Penalty for length, charged to the last turn."""
     costs_N: F64
-    """The KL that is taken off, per token."""
+    """The KL cost, per token."""
 
     @property
     def reward(self) -> float:
@@ -117,9 +117,9 @@ class Claim:
 def _estimate(
     claims: list[Claim], sizes: list[int], algorithm: AlgorithmSpec, values: Values | None
 ) -> tuple[list[F64], list[F64] | None]:
-    """Per player, [N] in order of play. `sizes`: so many neighbours are compared with each other; one that is alone has
-    nothing to be compared with, and gets 0 where a group is the baseline. What is normalised over the batch is so seat
-    by seat: seats may have opposite rewards."""
+    """Return advantages per player, [N] in order of play, and returns for a critic. `sizes`: numbers of consecutive
+    players that are compared with each other; a single player gets 0 where a group is the baseline. Normalisation over
+    the batch is done seat by seat: seats may have opposite rewards."""
     name, options = algorithm.advantage, algorithm.options("advantage")
     if name == "none":
         return [np.zeros_like(claim.costs_N) for claim in claims], None
@@ -158,9 +158,9 @@ def _estimate(
 
 
 def _gae(claim: Claim, values: Values, gamma: float, lam: float) -> tuple[F64, F64]:
-    """A turn's reward stands on the turn's last token, the penalty on the last token of all. After the last token of a
-    stream comes the first of the stream that the seat acts in next; after the last of all the end, or, of a truncated
-    episode, the state in which the seat's last stream was left."""
+    """A turn's reward is placed on its last token, the penalty on the last token of all. The last token of a stream is
+    followed by the first of the stream that the seat acts in next; the last of all by the end or, in a truncated
+    episode, by the end state of the seat's last stream."""
     player, rewards = claim.player, -claim.costs_N
     for k, reward in enumerate(claim.turn_rewards_K(less_costs=False)):
         places = np.flatnonzero(player.turn_N == k)
@@ -191,9 +191,9 @@ def _by_trajectory(players: list[Player], values_P: list[F64]) -> list[F64]:
     return [found[place] for place in range(len(found))]
 
 
-def _teach(trajectories: list[Trajectory]) -> tuple[list[F64], dict[str, float]]:
-    """What the teacher says of each sampled token; teacher/kl and teacher/k3 (estimates of KL(mu || teacher), k1 and
-    k3), teacher/logprob."""
+def _teacher_advantages(trajectories: list[Trajectory]) -> tuple[list[F64], dict[str, float]]:
+    """Return distillation advantages of each sampled token, and the metrics teacher/kl and teacher/k3 (estimates of
+    KL(mu || teacher), k1 and k3), teacher/logprob."""
     behaviour_S, teacher_S = [], []
     for trajectory in trajectories:
         teacher = trajectory.teacher_logprobs
@@ -219,9 +219,9 @@ def _value(trajectory: Trajectory) -> F64:
     return found
 
 
-def _foresight(values: F64, returns: F64) -> dict[str, float]:
-    """Of a frozen value model: value/mean and value/explained_variance = 1 - Var(R - V) / Var(R), absent if all returns
-    are equal."""
+def _value_metrics(values: F64, returns: F64) -> dict[str, float]:
+    """Return metrics of a frozen value model: value/mean and value/explained_variance = 1 - Var(R - V) / Var(R), absent
+    if all returns are equal."""
     metrics, spread = {"value/mean": float(values.mean())}, float(returns.var())
     if spread > 0:
         metrics["value/explained_variance"] = 1.0 - float((returns - values).var()) / spread

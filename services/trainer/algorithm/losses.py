@@ -1,7 +1,7 @@
 """Losses per token. Pure torch functions; inputs and outputs are [M], one entry per mask-1 token of a micro-batch.
 
-mu is the policy that sampled (behaviour), pi the one that is trained, pi_prox the centre of the clip range: it stands
-for what the papers call pi_old (`corrections.py` and the option `proximal`). All inputs are log-probabilities in nats,
+mu is the policy that sampled (behaviour), pi the trained policy, pi_prox the centre of the clip range, called pi_old
+in the papers (`corrections.py` and the option `proximal`). All inputs are log-probabilities in nats,
 except the advantages; gradients flow through `logprobs_M` alone.
 """
 
@@ -205,7 +205,7 @@ def sequence_mean(counts_S: Tensor, sequences: int, wholes_S: Tensor | None = No
 
 
 def constant(counts_S: Tensor, sequences: int, max_tokens: int) -> Tensor:
-    """Weight 1 / (sequences of the batch * max_tokens), whatever the own length.
+    """Weight 1 / (sequences of the batch * max_tokens), regardless of the sequence's length.
 
     Source: Dr. GRPO, arXiv 2503.20783, section 3.2 and its listing 1.
     """
@@ -213,7 +213,7 @@ def constant(counts_S: Tensor, sequences: int, max_tokens: int) -> Tensor:
 
 
 def _ratio(logprobs_M: Tensor, old_M: Tensor) -> tuple[Tensor, Tensor]:
-    """pi / old, at most e^MAX_LOG_RATIO; and where it is held there, bool. `logprobs_M` alone has a gradient."""
+    """Return pi / old, at most e^MAX_LOG_RATIO, and where it was clamped, bool. `logprobs_M` alone has a gradient."""
     log_ratio_M = logprobs_M - old_M.detach()
     return log_ratio_M.clamp(max=MAX_LOG_RATIO).exp(), (log_ratio_M > MAX_LOG_RATIO).detach()
 

@@ -1,4 +1,4 @@
-"""The loss of one micro-batch, put together from the parts that the spec names.
+"""The loss of one micro-batch, composed of the parts that the spec names.
 
 logprobs --policy loss--> --correction--> + KL - entropy bonus --aggregation--> one number
 """
@@ -19,7 +19,7 @@ from opentinker.shared.spec import AlgorithmSpec
 
 @dataclass
 class Objective:
-    """What one forward pass gives. `loss` has a gradient, the rest has none."""
+    """Results of one forward pass. `loss` has a gradient, the other fields have none."""
 
     loss: Tensor
     policy: Tensor
@@ -56,7 +56,7 @@ def objective(logprobs_M: Tensor, entropy_M: Tensor, micro: MicroBatch, algorith
 
 
 def proximal(logprobs_M: Tensor, micro: MicroBatch, algorithm: AlgorithmSpec) -> Tensor:
-    """log pi_prox; for losses that look at mu alone, log mu."""
+    """log pi_prox; for losses that use mu alone, log mu."""
     match algorithm.proximal:
         case "loglinear":
             return corrections.loglinear_proximal(logprobs_M, micro.behaviour_M, micro.lag_M)

@@ -1,4 +1,4 @@
-"""Preference losses: how much likelier the chosen completion became than the rejected one, in numbers to minimise.
+"""Preference losses: they decrease as the chosen completion becomes likelier than the rejected one.
 
 P pairs. `chosen_P`, `rejected_P`: log pi(y|x) - log ref(y|x) of a completion y of the prompt x, summed over its learned
 tokens; `..._tokens_P`: how many those are.
@@ -26,7 +26,7 @@ def ipo(
     """(h - 1 / (2 beta))^2, h = chosen / chosen_tokens - rejected / rejected_tokens; [P].
 
     Source: IPO, arXiv 2310.12036, equation 17 (beta is its tau). There h is a sum over tokens, and the loss grows with
-    the length of completions; means per token are what its authors recommend for language models, and what TRL has.
+    the length of completions; means per token are what its authors recommend for language models, and what TRL uses.
     """
     h_P = chosen_P / chosen_tokens_P - rejected_P / rejected_tokens_P
     return (h_P - 1.0 / (2.0 * beta)) ** 2

@@ -1,7 +1,7 @@
-"""Who is rewarded: one seat of one sample of a group, whatever number of streams it acted in. Pure numpy.
+"""Players, the units of reward: one seat of one sample of a group, across all streams that it acted in. Pure numpy.
 
-A player's tokens stand in its streams; its turns came in an order of play that goes across them. Rewards and returns
-are of the player, in that order; what is learned goes back to the streams.
+A player's tokens are in its streams; its turns have an order of play across them. Rewards and returns belong to the
+player, in that order; advantages are distributed back to the streams.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Player:
 
     seat: str
     places: list[int]
-    """Of its streams among the trajectories of the batch."""
+    """Indices of its streams among the trajectories of the batch."""
     streams: list[Trajectory]
 
     @property
@@ -39,7 +39,7 @@ class Player:
 
     @property
     def last(self) -> int:
-        """The place of the stream that it acted in last."""
+        """Index of the stream that it acted in last."""
         numbers = [stream.turns[-1].number if stream.turns else -1 for stream in self.streams]
         return self.places[int(np.argmax(numbers))]
 
@@ -54,7 +54,7 @@ class Player:
 
     @cached_property
     def _ranks(self) -> list[I64]:
-        """Per stream, which of the player's turns each of its turns is."""
+        """Per stream, the position of each turn among the player's turns."""
         numbers = [turn.number for stream in self.streams for turn in stream.turns]
         ranks = np.empty(len(numbers), dtype=np.int64)
         ranks[np.argsort(numbers, kind="stable")] = np.arange(len(numbers))
@@ -86,19 +86,19 @@ class Player:
         return rewards
 
     def join(self, values_S: Sequence[F64]) -> F64:
-        """From [T] over the sampled tokens of every trajectory of the batch to this player's own, in order of play."""
+        """Select from [T] per trajectory of the batch this player's sampled tokens, in order of play."""
         found: F64 = np.concatenate([values_S[place] for place in self.places])[self._order]
         return found
 
     def part(self, values_N: F64) -> list[F64]:
-        """Back to the streams."""
+        """Split values in order of play into one array per stream."""
         values = np.empty(len(values_N))
         values[self._order] = values_N
         return np.split(values, np.cumsum(self.counts)[:-1])
 
 
 def credit_groups(groups: Sequence[Group]) -> list[list[Player]]:
-    """The players of a batch, those together that are compared with each other: the same seat of a group's samples."""
+    """Return the players of a batch, grouped for comparison: the same seat in all samples of a group."""
     found, first = [], 0
     for group in groups:
         for seat, samples in group.seats.items():

@@ -1,10 +1,10 @@
-"""Groups in arrival or submission order -> batches, with the hard staleness drop and the account of what was consumed.
+"""Groups in arrival or submission order -> batches, with the hard staleness drop and the record of consumed messages.
 
     received --take--> trained       (stays here, tagged with its batch, until a checkpoint covers it)
              '-------> discarded     (stale, of equal rewards, from rolled-back weights, or undecodable)
 
 Staleness of a group at the step that makes version k+1 is k minus the step of its oldest token; more than
-`max_staleness` is dropped whatever admission did before. The stream floor is the highest sequence below which every
+`max_staleness` is dropped regardless of admission. The stream floor is the highest sequence below which every
 message of the job is consumed: a restart begins reading after it.
 """
 
@@ -43,7 +43,7 @@ class Assembler:
     pending: dict[int, Group] = field(default_factory=dict)
     """stream sequence -> group, in arrival order."""
     consumed: dict[int, Consumed] = field(default_factory=dict)
-    """stream sequence -> what became of it, above the floor."""
+    """stream sequence -> how it was consumed, above the floor."""
     discarded: Counter[str] = field(default_factory=Counter)
     """By reason, over the life of the job's lineage."""
     known: set[int] = field(default_factory=set)
@@ -63,13 +63,13 @@ class Assembler:
         return True
 
     def ignore(self, stream_seq: int, batch: int) -> None:
-        """A message that is no group of ours to train: duplicate, or left before."""
+        """Consume a message that needs no training: a duplicate, or a group consumed before."""
         self.last = max(self.last, stream_seq)
         if stream_seq not in self.pending:
             self.consumed.setdefault(stream_seq, Consumed(batch, None, None))
 
     def reject(self, stream_seq: int, group: int, batch: int) -> None:
-        """A group that cannot be read, or whose arrays do not agree: consumed, never trained."""
+        """Consume a group that is unreadable or inconsistent: it is never trained."""
         self.last = max(self.last, stream_seq)
         self.known.add(group)
         self.consumed[stream_seq] = Consumed(batch, group, Discard.INVALID)
@@ -92,7 +92,7 @@ class Assembler:
         return any(version.epoch < epoch and version.step > at for epoch, at in self.resumed.items())
 
     def drop(self, step: int) -> dict[Discard, list[int]]:
-        """Take out what may not train the batch that starts at version `step`. Returns group numbers by reason."""
+        """Discard groups that may not train the batch starting at version `step`. Returns group numbers by reason."""
         dropped: dict[Discard, list[int]] = {}
         for stream_seq, group in list(self.pending.items()):
             reason = self._verdict(group, step)
@@ -105,7 +105,7 @@ class Assembler:
         return dropped
 
     def take(self, step: int, groups: int) -> list[Group] | None:
-        """The `groups` first ones as the batch that makes version step + 1; None if there are not enough yet."""
+        """Return the first `groups` as the batch that makes version step + 1; None if there are not enough yet."""
         if len(self.pending) < groups:
             return None
         self.barren = 0
@@ -117,10 +117,10 @@ class Assembler:
         return [group for _, group in batch]
 
     def account(self, step: int, settled: int) -> tuple[int, list[int], dict[str, int]]:
-        """For the checkpoint of `step`: stream floor, group numbers consumed above it, discards by reason.
+        """Return for the checkpoint of `step`: stream floor, group numbers consumed above it, discards by reason.
 
-        `settled`: the stream sequence below which the server has nothing left to deliver. Messages do not always come
-        in order, so the highest one seen says nothing of those before it.
+        `settled`: the stream sequence below which the server has nothing left to deliver. Messages do not always
+        arrive in order, so the highest one seen implies nothing about those before it.
         """
         open_seqs = [*self.pending, *(s for s, c in self.consumed.items() if c.batch > step)]
         floor = max(self.floor, min([settled, self.last, *(seq - 1 for seq in open_seqs)]))

@@ -1,6 +1,6 @@
-"""How a step's numbers are spread, as counts over a few fixed bins. Pure numpy.
+"""Histograms of a step's values over a few fixed bins. Pure numpy.
 
-`counts` has one more than `edges`: below the first, from each edge to the next, from the last one on.
+`counts` has one element more than `edges`: below the first, from each edge to the next, from the last one on.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ STALENESS = tuple(float(k) for k in range(1, 17))
 RATIOS = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 1.02, 1.05, 1.1, 1.25, 1.5, 2.0, 4.0)
 REWARD_BINS = 20
 RATIO = "histogram/ratio/"
-"""Before the number of a bin: how a learner, which alone has the tokens, says it among the values of a step."""
+"""Prefix of a bin number: the learner, which alone has the tokens, reports the histogram among a step's values."""
 
 Histogram = dict[str, Any]
 
 
 def distributions(groups: Sequence[Group], version: WeightVersion, values: dict[str, float]) -> dict[str, Histogram]:
-    """Of a batch trained on at `version`: reward and length and turns of players, staleness of trajectories, and the
-    importance ratio of tokens if the learner said it; what it said is taken out of `values`."""
+    """Return histograms of a batch trained at `version`: reward, length and turns of players, staleness of
+    trajectories, and the importance ratio of tokens if the learner reported it; its entries are removed from
+    `values`."""
     players = players_of(list(groups))
     rewards = [player.reward for player in players]
     lags = [version.step - t.oldest.step for group in groups for t in group.trajectories]
@@ -45,7 +46,7 @@ def distributions(groups: Sequence[Group], version: WeightVersion, values: dict[
 
 
 def ratio_counts(ratios: npt.NDArray[np.float64]) -> dict[str, float]:
-    """Of the tokens of a step."""
+    """Return the ratio histogram of a step's tokens as values, one per bin."""
     return {f"{RATIO}{bin}": float(count) for bin, count in enumerate(_counts(ratios, RATIOS))}
 
 
@@ -59,8 +60,8 @@ def _counts(numbers: npt.NDArray[np.float64], edges: Sequence[float]) -> list[in
 
 
 def reward_edges(rewards: Sequence[float]) -> list[float]:
-    """20 equal bins from 0, or from below where there are negative ones, to the next 1, 2 or 5 times a power of ten:
-    the same from step to step as long as rewards stay of a size."""
+    """Return the edges of 20 equal bins from 0, or from -top if there are negative rewards, to the next 1, 2 or 5 times
+    a power of ten: stable from step to step while rewards keep their magnitude."""
     most = max((abs(reward) for reward in rewards), default=0.0) or 1.0
     power = 10.0 ** np.floor(np.log10(most))
     top = float(next(power * k for k in (1, 2, 5, 10) if power * k >= most * (1 - 1e-9)))

@@ -1,4 +1,4 @@
-"""What a batch says about itself before anything is computed: rewards, endings, lengths, staleness. Pure numpy."""
+"""Metrics of a batch that need no forward pass: rewards, endings, lengths, staleness. Pure numpy."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from opentinker.shared.types.core import Ending, StopReason, WeightVersion
 from opentinker.shared.types.trajectories import Group, Trajectory
 
 LEARNERS = frozenset({"tokens", "entropy", "lr", "ess", "grad_norm", "clip_share", "step_seconds"})
-"""Bare names that the learner reports beside these."""
+"""Names without a prefix that the learner reports in addition."""
 FAMILIES = frozenset(
     {"reward", "reward_model", "response_length", "staleness", "turns", "spans", "stop", "ending", "env"}
     | {"loss", "teacher", "critic", "masked", "ratio", "mismatch", "drift", "tokens"}
     | {"trainer", "queue", "dropped", "failed", "swap", "collapse", "val"}
 )
-"""First parts of names of ours that have several: an environment's metric must not begin with them."""
+"""Prefixes of built-in metrics: an environment's metric must not begin with them."""
 
 
 def batch_metrics(groups: list[Group], version: WeightVersion) -> dict[str, float]:
-    """Metrics of the batch trained on at `version`.
+    """Return metrics of the batch trained at `version`.
 
     Of players, that is of each seat of each sample: reward/{mean,std,min,max}, reward/env/NAME, reward/seat/NAME (where
     there are several seats), reward_model/NAME/{mean,std} and reward/own (with reward models), response_length/
     {mean,max} (sampled tokens), turns/mean. Of groups: zero_variance (share of those in which no seat did better in one
     sample than in another). Of turns: stop/REASON. Of samples: ending/REASON, and the mean of every metric that
-    environments reported, by its own name (`env/NAME` where the name is one of ours). Of trajectories: staleness/
+    environments reported, by its own name (`env/NAME` where the name is built in). Of trajectories: staleness/
     {min,mean,max} (versions that the oldest token lags), spans/mean (weight versions within it).
     """
     trajectories = [t for group in groups for t in group.trajectories]

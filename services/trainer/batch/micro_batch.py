@@ -28,10 +28,10 @@ from opentinker.shared.types.trajectories import Group, Trajectory
 
 @dataclass
 class Ends:
-    """A forward pass that gives, beside the values before sampled tokens, those of the states that were left."""
+    """A forward pass that returns, besides the values before sampled tokens, those of end states."""
 
     plan: Layout
-    """As the micro-batch's own, with one token more at the end of each truncated trajectory."""
+    """The micro-batch's layout with an additional token at the end of each truncated trajectory."""
     added: Tensor
     """bool [M + truncated trajectories]: which of its mask-1 tokens these are."""
     places: Tensor
@@ -40,16 +40,16 @@ class Ends:
 
 @dataclass
 class MicroBatch:
-    """What one forward pass needs. M: mask-1 tokens, trajectory by trajectory."""
+    """Input of one forward pass. M: mask-1 tokens, trajectory by trajectory."""
 
     members: list[int]
-    """Which trajectories of the batch these are. None: there is nothing to learn from it, see `_idle`."""
+    """Indices of its trajectories in the batch. Empty: nothing is learned from it, see `_idle`."""
     plan: Layout
     behaviour_M: Tensor
     reference_M: Tensor | None
     """With KL in the loss."""
     current_M: Tensor
-    """bool: sampled by the very weights that the trainer holds now."""
+    """bool: sampled by exactly the weights that the trainer holds now."""
     lag_M: Tensor
     """float: versions that the weights which sampled the token lag behind the trainer's."""
     sequence_M: Tensor
@@ -63,15 +63,15 @@ class MicroBatch:
     advantages_M: Tensor
     """0 until `give_credit`."""
     start_M: Tensor | None = None
-    """Log-probabilities under the weights before the batch, where the update's own forward pass does not give them."""
+    """Log-probabilities under the weights before the batch, unless the update's own forward pass computes them."""
     values_M: Tensor | None = None
     """The critic's values before the batch."""
     ends: Ends | None = None
-    """Of truncated trajectories, where a critic is trained."""
+    """End states of truncated trajectories, if a critic is trained."""
     end_values_S: Tensor | None = None
-    """The critic's values of the states in which the `members` were left; 0 of those that were not truncated."""
+    """The critic's values of the end states of the `members`; 0 for those that were not truncated."""
     returns_M: Tensor | None = None
-    """What the critic learns."""
+    """Targets of the critic."""
 
     @property
     def counts(self) -> list[int]:
@@ -85,10 +85,10 @@ def micro_batches(
     device: torch.device,
     gang: ProcessGroup | None = None,
 ) -> list[list[MicroBatch]]:
-    """A batch -> per optimizer step its micro-batches; of a gang, this rank's.
+    """A batch -> the micro-batches of each optimizer step; with a process group, this rank's.
 
-    Siblings stay together, and so their shared prompts do: ranks get neighbours, about equally many tokens each, and
-    one of them may get nothing.
+    Siblings stay together with their shared prompts: ranks get consecutive trajectories, about equally many tokens
+    each, and a rank may get none.
     """
     size = len(groups) // spec.algorithm.updates_per_batch
     updates, first = [], 0
@@ -128,8 +128,8 @@ def _update(
 
 
 def _idle(trajectory: Trajectory, version: WeightVersion, spec: JobSpec, device: torch.device) -> MicroBatch:
-    """The smallest pass there is, for a rank that has fewer than the others: ranks that share weights or gradients go
-    through as many passes as each other."""
+    """Return the smallest possible pass, for a rank that has fewer than the others: ranks that share weights or
+    gradients must run the same number of passes."""
     first = int(np.flatnonzero(trajectory.mask)[0])
     short = msgspec.structs.replace(
         trajectory,
@@ -191,7 +191,7 @@ def _ends(rows: list[I64], trajectories: list[Trajectory], device: torch.device)
 
 
 def give_credit(micros: Sequence[MicroBatch], credit: Credit) -> None:
-    """Put the advantages of the batch, and what its critic learns, beside the tokens they belong to."""
+    """Attach the advantages of the batch, and the critic's targets, to the tokens of the micro-batches."""
     for micro in micros:
         if not micro.members:
             continue
@@ -202,7 +202,7 @@ def give_credit(micros: Sequence[MicroBatch], credit: Credit) -> None:
 
 
 def values_of(micros: Sequence[MicroBatch], counts_S: Sequence[int], gang: ProcessGroup) -> list[F64]:
-    """The critic's values, trajectory by trajectory of the whole batch; `counts_S`: their sampled tokens."""
+    """Return the critic's values, trajectory by trajectory of the whole batch; `counts_S`: their sampled tokens."""
     ends = np.cumsum(counts_S)
     values = torch.zeros(int(ends[-1]), device=gang.device)
     for micro in micros:
@@ -213,7 +213,7 @@ def values_of(micros: Sequence[MicroBatch], counts_S: Sequence[int], gang: Proce
 
 
 def end_values_of(micros: Sequence[MicroBatch], count: int, gang: ProcessGroup) -> F64:
-    """The critic's values of the states in which the `count` trajectories of the whole batch were left; 0 of those that
+    """Return the critic's values of the end states of the `count` trajectories of the whole batch; 0 for those that
     were not truncated."""
     values = torch.zeros(count, device=gang.device)
     for micro in micros:
@@ -224,7 +224,7 @@ def end_values_of(micros: Sequence[MicroBatch], count: int, gang: ProcessGroup) 
 
 
 def sizes(micros: Sequence[MicroBatch]) -> dict[str, Tensor]:
-    """One number each per rank."""
+    """Return token counts of this rank, one number each."""
     micros = [micro for micro in micros if micro.members]
     return {
         "tokens": torch.tensor([sum(len(micro.behaviour_M) for micro in micros)]),
@@ -244,8 +244,8 @@ def size_metrics(columns: Mapping[str, F64]) -> dict[str, float]:
 
 
 def _scale(micro: MicroBatch, wholes: list[int], players: int, spec: JobSpec) -> Tensor:
-    """[M]. A sequence is all that one seat said in one sample: `wholes` are the tokens of those that the members belong
-    to, `players` the number of them in the optimizer step."""
+    """Return the loss weights [M]. A sequence is the output of one seat in one sample: `wholes` are the token counts of
+    the sequences that the members belong to, `players` the number of sequences in the optimizer step."""
     counts_S = torch.bincount(micro.sequence_M)
     match spec.algorithm.aggregation:
         case "sequence_mean":
@@ -272,7 +272,7 @@ def _current(trajectory: Trajectory, version: WeightVersion) -> npt.NDArray[np.b
 
 
 def _lags(trajectory: Trajectory, version: WeightVersion) -> npt.NDArray[np.int64]:
-    """Steps, whatever the epochs: after a resume the trainer stands on the steps of the epochs before."""
+    """Return lags in steps, regardless of epochs: after a resume the trainer continues from steps of earlier epochs."""
     lags = np.zeros(len(trajectory.mask_T), dtype=np.int64)
     for span in trajectory.spans:
         lags[span.start : span.end] = version.step - span.version.step

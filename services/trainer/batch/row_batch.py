@@ -1,4 +1,4 @@
-"""From examples to tensors: the micro-batches of a batch of rows."""
+"""Converts examples to tensors: the micro-batches of a batch of rows."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from opentinker.shared.nn.packing import pack, share
 
 @dataclass
 class RowBatch:
-    """What one forward pass needs. S: token sequences, example by example; M: learned tokens, sequence by sequence."""
+    """Input of one forward pass. S: token sequences, example by example; M: learned tokens, sequence by sequence."""
 
     examples: list[Example]
     places: list[int]
-    """Of the examples in their batch; none where the rank only keeps the others company."""
+    """Indices of the examples in their batch; empty if the rank only takes part in collectives."""
     plan: Layout
     sequence_M: Tensor
     """int64: the sequence that a token belongs to."""
     tokens: int
     """All tokens of the sequences."""
     last: bool
-    """Of this rank's passes over the batch."""
+    """Whether this is the last of this rank's passes over the batch."""
 
     def sums_S(self, values_M: Tensor) -> Tensor:
-        """Per sequence, the sum over its learned tokens."""
+        """Return per sequence the sum over its learned tokens."""
         sequences = sum(len(example.parts) for example in self.examples)
         return values_M.new_zeros(sequences).index_add(0, self.sequence_M, values_M)
 
@@ -40,10 +40,10 @@ class RowBatch:
 def row_batches(
     examples: Sequence[Example], tokens_per_micro_batch: int, device: torch.device, gang: ProcessGroup | None = None
 ) -> Iterator[RowBatch]:
-    """In order; the parts of an example stay together, and what they begin with alike is computed once.
+    """Yield micro-batches in order; the parts of an example stay together, and their common prefix is computed once.
 
-    Of a gang, this rank's: neighbours, about equally many tokens each. Every rank makes as many passes as the others,
-    for they may share weights; one that has fewer micro-batches makes the smallest pass there is.
+    With a process group, yield this rank's: consecutive examples, about equally many tokens each. All ranks run the
+    same number of passes, because they may share weights; a rank with fewer micro-batches adds smallest passes.
     """
     gang = gang or ProcessGroup()
     lengths = [len(example) for example in examples]
@@ -73,7 +73,7 @@ def _row_batch(examples: list[Example], places: list[int], device: torch.device,
 
 
 def _shortest(example: Example) -> Example:
-    """One learned token of each part, and the one before it."""
+    """Return the example cut to one learned token of each part and the token before it."""
     parts = []
     for part in example.parts:
         first = int(np.flatnonzero(part.learned_T)[0])

@@ -1,4 +1,4 @@
-"""What the tokens of a batch's updates say about off-policyness and precision: the metrics of one training step."""
+"""Metrics of one training step from its tokens: off-policyness and precision."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class StepRecord:
     masked: list[Tensor] = field(default_factory=list)
     kl: list[Tensor] = field(default_factory=list)
     start: list[Tensor] = field(default_factory=list)
-    """|log pi - log mu| under the weights before the batch, of the tokens for which that is known."""
+    """|log pi - log mu| under the weights before the batch, for the tokens where it is known."""
     same: list[Tensor] = field(default_factory=list)
-    """bool, beside `start`: sampled by these very weights."""
+    """bool, parallel to `start`: sampled by exactly these weights."""
 
     def add(self, micro: MicroBatch, logprobs_M: Tensor, entropy_M: Tensor, found: Objective) -> None:
         self.logprobs.append(logprobs_M.detach())

@@ -1,13 +1,14 @@
-"""Chats -> token ids, and which of them are learned: the assistant's own words and the token that ends its turn.
+"""Chats -> token ids with a mask of learned tokens: the assistant's words and the token that ends its turn.
 
-The text is the chat template's. Where the assistant's turns stand in it is known exactly, or the chat is refused:
+The chat template renders the text. The positions of the assistant's turns are determined exactly, or the chat is
+refused:
 
     generation tags     the template marks them itself: {% generation %}...{% endgeneration %}
-    turn by turn        render(turns before, with generation prompt) and render(turns up to here) must both be how the
-                        whole chat begins; what lies between them is the turn
+    turn by turn        render(turns before, with generation prompt) and render(turns up to here) must both be
+                        prefixes of the whole chat; the text between them is the turn
 
-Each stretch of text is tokenised by itself, as it is when the model is asked: the prompt first, the answer after it.
-Control tokens in contents stay text there too (`shared/data/control_tokens.py`).
+Each stretch of text is tokenised separately, as in generation: the prompt first, the answer after it. Control tokens in
+contents stay text (`shared/data/control_tokens.py`).
 """
 
 from __future__ import annotations
@@ -35,19 +36,19 @@ class Tokens(msgspec.Struct, frozen=True):
 
     ids_T: I32
     learned_T: Bools
-    """The first token never is: nothing predicts it."""
+    """The first token is never learned: nothing predicts it."""
 
     def __len__(self) -> int:
         return len(self.ids_T)
 
 
 class Unrenderable(ValueError):
-    """A chat that cannot become tokens; the message says what is wrong with it."""
+    """A chat that cannot be converted to tokens; the message says why."""
 
 
 class ChatEncoder:
     """`mode` and `special_tokens` are the spec's model.chat_template and model.special_tokens_in_content. Raises
-    JobFailed when the tokenizer cannot do what they ask."""
+    JobFailed if the tokenizer does not support them."""
 
     def __init__(self, tokenizer: Any, mode: str, special_tokens: Mode = "split") -> None:
         self._tokenizer = tokenizer
@@ -66,15 +67,15 @@ class ChatEncoder:
         ids = self._control.encode
         if tokenizer.decode(ids("a") + ids("b")) != tokenizer.decode(ids("ab")):
             raise JobFailed(
-                "the model's tokenizer puts something of its own before every text, so that the parts of a chat cannot "
-                "be tokenised one by one; take a model with another tokenizer"
+                "the model's tokenizer adds a prefix to every text, so that the parts of a chat cannot be tokenised "
+                "one by one; take a model with another tokenizer"
             )
         added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
         self._special = tuple({*map(str, tokenizer.all_special_tokens), *added})
         self._tagged = not self._plain and bool(TAGS.search(tokenizer.get_chat_template()))
 
     def encode(self, chat: Chat, learned: Sequence[int]) -> Tokens:
-        """`learned`: numbers of the assistant's turns that are. Raises Unrenderable."""
+        """Return the tokens of a chat. `learned`: numbers of the assistant's turns to learn. Raises Unrenderable."""
         chat, word = self._control.defuse(chat)
         cut = self._plain_stretches if self._plain else self._stretches
         stretches = cut(chat, learned, word)
@@ -85,7 +86,7 @@ class ChatEncoder:
         return Tokens(ids_T, learned_T)
 
     def _plain_stretches(self, chat: Chat, learned: Sequence[int], word: str) -> list[tuple[list[int], bool]]:
-        """Contents one after the other; an end-of-sequence token ends each of the assistant's turns."""
+        """Concatenate contents; an end-of-sequence token ends each of the assistant's turns."""
         stretches = []
         for number, message in enumerate(chat):
             end = [self._tokenizer.eos_token_id] if message["role"] == "assistant" else []
@@ -93,7 +94,7 @@ class ChatEncoder:
         return stretches
 
     def _stretches(self, chat: Chat, learned: Sequence[int], word: str) -> list[tuple[list[int], bool]]:
-        text, spans = self._tagged_spans(chat, learned) if self._tagged else self._found_spans(chat, learned)
+        text, spans = self._tagged_spans(chat, learned) if self._tagged else self._spans_by_turn(chat, learned)
         cuts = [0, *(edge for span in spans for edge in span), len(text)]
         pieces = [text[a:b] for a, b in pairwise(cuts)]
         return [(self._control.encode(piece, word), number % 2 == 1) for number, piece in enumerate(pieces) if piece]
@@ -101,7 +102,7 @@ class ChatEncoder:
     def _tagged_spans(self, chat: Chat, learned: Sequence[int]) -> tuple[str, list[tuple[int, int]]]:
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        texts, found = self._template(
+        texts, found = self._call_template(
             render_jinja_template,
             conversations=[chat],
             chat_template=self._tokenizer.get_chat_template(),
@@ -117,7 +118,7 @@ class ChatEncoder:
             )
         return texts[0], [span for span, turn in zip(spans, turns, strict=True) if turn in learned]
 
-    def _found_spans(self, chat: Chat, learned: Sequence[int]) -> tuple[str, list[tuple[int, int]]]:
+    def _spans_by_turn(self, chat: Chat, learned: Sequence[int]) -> tuple[str, list[tuple[int, int]]]:
         text = self._render(chat)
         spans = []
         for turn in learned:
@@ -133,20 +134,20 @@ class ChatEncoder:
                     f"turn {turn + 1} of {len(chat)} cannot be found exactly: the chat template has no generation tags "
                     f"and {why}"
                 )
-            spans.append((len(before), len(before) + len(self._own(through[len(before) :]))))
+            spans.append((len(before), len(before) + len(self._strip_trailing(through[len(before) :]))))
         return text, spans
 
-    def _own(self, turn: str) -> str:
-        """Without the space that the template puts after the end-of-turn token: the model never says it."""
+    def _strip_trailing(self, turn: str) -> str:
+        """Strip the whitespace that the template puts after the end-of-turn token: the model never generates it."""
         words = turn.rstrip()
         return words if words.endswith(self._special) else turn
 
     def _render(self, chat: Chat, **options: Any) -> str:
-        text: str = self._template(self._tokenizer.apply_chat_template, chat, tokenize=False, **options)
+        text: str = self._call_template(self._tokenizer.apply_chat_template, chat, tokenize=False, **options)
         return text
 
-    def _template(self, render: Any, *values: Any, **options: Any) -> Any:
+    def _call_template(self, render: Any, *values: Any, **options: Any) -> Any:
         try:
             return render(*values, **options)
-        except Exception as error:  # noqa: BLE001 - a template is the model's code: whatever it raises refuses the row
+        except Exception as error:  # noqa: BLE001 - a template is the model's code: any exception refuses the row
             raise Unrenderable(f"the model's chat template refused it: {error}") from None

@@ -1,6 +1,7 @@
-"""Rows -> what sft and dpo train on: token sequences, one per row (sft) or two (dpo: chosen and rejected).
+"""Rows -> training examples of sft and dpo: token sequences, one per row (sft) or two (dpo: chosen and rejected).
 
-Everything is rendered before the first step: a row that cannot be fails the job at once, with its file, line and field.
+All rows are rendered before the first step: a row that cannot be rendered fails the job immediately, with its file,
+line and field.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from opentinker.shared.types.errors import JobFailed
 
 DEFAULT_LENGTH = 4096
 UNSUPPORTED = ("tools", "images", "image", "videos")
-"""Columns that would change what a row means, and that nothing here understands."""
+"""Columns that would change the meaning of a row and are not supported."""
 
 
 @dataclass
@@ -30,7 +31,7 @@ class Example:
     parts: tuple[Tokens, ...]
     """(row,) for sft, (chosen, rejected) for dpo."""
     reference: tuple[float, ...] = ()
-    """dpo: log-probability of what is learned of each part under the reference, once it is known."""
+    """dpo: log-probability of each part's learned tokens under the reference, once it is known."""
 
     def __len__(self) -> int:
         return sum(len(part) for part in self.parts)
@@ -41,13 +42,13 @@ class Examples:
     train: list[Example]
     validation: list[Example]
     counts: Counter[str] = field(default_factory=Counter)
-    """`rows`, `longer`, `dropped`, `cut`: of both together."""
+    """`rows`, `longer`, `dropped`, `cut`: totals of both sets."""
     longest: int = 0
-    """Tokens of the longest row, before anything is done about it."""
+    """Tokens of the longest row, before it is dropped or cut."""
 
 
 def fingerprint(examples: Sequence[Example]) -> str:
-    """Of their tokens, in this order."""
+    """Return a hash of the examples' tokens, in order."""
     hashed = hashlib.sha256()
     for example in examples:
         for tokens in example.parts:
@@ -55,12 +56,14 @@ def fingerprint(examples: Sequence[Example]) -> str:
     return hashed.hexdigest()[:16]
 
 
-class Maker:
-    """Makes examples of one job's rows. Raises JobFailed for those that it cannot make, with where and why."""
+class ExampleBuilder:
+    """Builds examples from one job's rows. Raises JobFailed, with place and reason, for rows that it cannot convert."""
 
-    def __init__(self, spec: JobSpec, tokenizer: Any, longest: int, go_on: Callable[[], None] = lambda: None) -> None:
-        """`longest`: tokens that the model takes. `go_on` is asked before each row, and raises to give up."""
-        self._go_on = go_on
+    def __init__(
+        self, spec: JobSpec, tokenizer: Any, longest: int, check_interrupt: Callable[[], None] = lambda: None
+    ) -> None:
+        """`longest`: context length of the model. `check_interrupt` is called before each row, and raises to stop."""
+        self._go_on = check_interrupt
         assert spec.data is not None
         self.data: DataSpec = spec.data
         self.kind = spec.kind
@@ -100,13 +103,13 @@ class Maker:
                     made.append(shorter)
         except RowError as error:
             raise JobFailed(f"data: {error}") from None
-        self._judge(longer, len(rows))
+        self._refuse_longer(longer, len(rows))
         if not made:
             raise JobFailed(f"data: all {len(rows)} rows are longer than {self.limit} tokens")
         return made
 
     def _shorter(self, example: Example) -> Example | None:
-        """What is left of a row that is too long; None if nothing of it can be learned."""
+        """Return a row that is too long, cut to the limit; None if it is dropped or has no learned token left."""
         self.counts["longer"] += 1
         cut = tuple(Tokens(part.ids_T[: self.limit], part.learned_T[: self.limit]) for part in example.parts)
         if self.data.longer != "cut" or not all(part.learned_T.any() for part in cut):
@@ -115,18 +118,18 @@ class Maker:
         self.counts["cut"] += 1
         return Example(cut)
 
-    def _judge(self, longer: Sequence[tuple[int, str]], rows: int) -> None:
+    def _refuse_longer(self, longer: Sequence[tuple[int, str]], rows: int) -> None:
         if longer and self.data.longer == "refuse":
             tokens, where = max(longer)
             raise JobFailed(
                 f"data: {len(longer)} of {rows} rows are longer than {self.limit} tokens, the longest has {tokens} "
-                f"({where}). Raise data.max_length, or say what is done with them: data.longer = 'drop' or 'cut'"
+                f"({where}). Raise data.max_length, or set data.longer = 'drop' or 'cut'"
             )
 
     # --- one row ------------------------------------------------------------------------------------------------
 
     def example(self, row: dict[str, Any], format: Format) -> Example:
-        """Raises Unrenderable, naming the field."""
+        """Convert a row. Raises Unrenderable, naming the field."""
         match format:
             case "messages":
                 chat = self._chat(row["messages"], "messages")
@@ -161,7 +164,7 @@ class Maker:
         return self._encoded([*prompt, *completion], len(prompt), field)
 
     def _encoded(self, chat: Chat, completion: int, field: str) -> Tokens:
-        """`completion`: number of the first turn that belongs to it."""
+        """Encode a chat. `completion`: number of the first turn of the completion."""
         first = 0 if self.data.mask == "assistant" else completion
         learned = [n for n in range(first, len(chat)) if chat[n]["role"] == "assistant"]
         if not learned:
@@ -171,24 +174,26 @@ class Maker:
         except Unrenderable as error:
             raise self._wrong(field, str(error)) from None
         if not tokens.learned_T.any():
-            raise self._wrong(field, "has no token to learn: the assistant says nothing")
+            raise self._wrong(field, "has no token to learn: the assistant's turns are empty")
         return tokens
 
     def _chat(self, value: Any, field: str, role: str = "") -> Chat:
-        """Messages as the template takes them. `role`: of a plain text; none: it must be a list."""
+        """Return messages for the template. `role`: role of a plain text; empty: the value must be a list."""
         name = self.data.column(field)
         if isinstance(value, str) and role:
             return [{"role": role, "content": value}]
         if not isinstance(value, list) or not value:
             wanted = "a text or a list of messages" if role else "a list of messages"
-            raise Unrenderable(f"{name} must be {wanted}, it is {_said(value)}")
+            raise Unrenderable(f"{name} must be {wanted}, it is {_describe(value)}")
         chat = []
         for number, message in enumerate(value):
             if not isinstance(message, dict):
-                raise Unrenderable(f"{name}[{number}] must be a message with role and content, it is {_said(message)}")
+                raise Unrenderable(
+                    f"{name}[{number}] must be a message with role and content, it is {_describe(message)}"
+                )
             for part in ("role", "content"):
                 if not isinstance(message.get(part), str):
-                    raise Unrenderable(f"{name}[{number}].{part} must be a text, it is {_said(message.get(part))}")
+                    raise Unrenderable(f"{name}[{number}].{part} must be a text, it is {_describe(message.get(part))}")
             chat.append({key: part for key, part in message.items() if part is not None})
         return chat
 
@@ -204,18 +209,18 @@ def _rows(source: Source) -> Rows:
 
 
 def _refuse_unsupported(row: dict[str, Any]) -> None:
-    """Raises Unrenderable. Rows of one file may differ, and an empty column says nothing."""
+    """Raise Unrenderable for unsupported columns. Rows of one file may differ, and an empty column is ignored."""
     if odd := [name for name in UNSUPPORTED if row.get(name)]:
         raise Unrenderable(f"{', '.join(odd)}: rows with this cannot be trained on; take it out of the data")
 
 
-def _said(value: Any) -> str:
+def _describe(value: Any) -> str:
     text = repr(value)
     return "missing" if value is None else text if len(text) <= 80 else text[:80] + "..."
 
 
-def shared_out(examples: Examples, share: float, seed: int) -> Examples:
-    """A share of the rows becomes the validation set: at least one, never all."""
+def split_validation(examples: Examples, share: float, seed: int) -> Examples:
+    """Split off a share of the rows as validation set: at least one, never all."""
     count = len(examples.train)
     if count < 2:
         raise JobFailed(f"data.validation = {share}: {count} row cannot be divided")
@@ -226,25 +231,25 @@ def shared_out(examples: Examples, share: float, seed: int) -> Examples:
     return Examples(train, validation, examples.counts, examples.longest)
 
 
-def load_examples(spec: JobSpec, go_on: Callable[[], None] = lambda: None) -> Examples:
-    """All that a job trains and validates on. Blocking, for as long as it takes to tokenise. Raises JobFailed, and what
-    `go_on` raises, which is asked before each row."""
+def load_examples(spec: JobSpec, check_interrupt: Callable[[], None] = lambda: None) -> Examples:
+    """Load all examples that a job trains and validates on. Blocking while it tokenises. Raises JobFailed, and any
+    exception of `check_interrupt`, which is called before each row."""
     from opentinker.shared.nn.models import check_window, config_of, load_tokenizer, longest_context
 
     assert spec.data is not None
-    maker = Maker(spec, load_tokenizer(spec.model.base), longest_context(spec.model.base), go_on)
+    maker = ExampleBuilder(spec, load_tokenizer(spec.model.base), longest_context(spec.model.base), check_interrupt)
     examples = maker.make()
     longest = min(examples.longest, maker.limit)
     check_window(spec.model.base, config_of(spec.model.base), longest, "data.max_length")
     if isinstance(spec.data.validation, float):
-        examples = shared_out(examples, spec.data.validation, spec.train.seed)
+        examples = split_validation(examples, spec.data.validation, spec.train.seed)
     return examples
 
 
 def places(start: int, count: int, rows: int, *, seed: int, shuffle: bool) -> list[int]:
-    """Rows number `start` to `start + count - 1` of the endless series of epochs: every epoch has every row once.
+    """Return rows number `start` to `start + count - 1` of an endless series of epochs: each has every row once.
 
-    Epoch e is a permutation drawn from (seed, e) alone, so that a position says all about the order.
+    Epoch e is a permutation drawn from (seed, e) alone, so that a position determines the order.
     """
     found: list[int] = []
     position, end = start, start + count

@@ -1,13 +1,13 @@
-"""Learners of several ranks: this process is rank 0 and has the others do with it whatever the loop asks for.
+"""Learners of several ranks: this process is rank 0 and runs each call of the training loop on all ranks.
 
-                        rank 0, in the trainer           rank 1 ... N-1, processes of `rank_main.py`
+                        rank 0, in the trainer             rank 1 ... N-1, processes of `rank_main.py`
     load, start, step,
-    prepare, evaluate   a Policy   <--collectives-->     a Policy of the same kind
-    snapshot, save      a Policy   <--collectives-->     a Policy      where the ranks share weights or optimizer
+    prepare, evaluate   PolicyModel   <--collectives-->    PolicyModel of the same kind
+    snapshot, save      PolicyModel   <--collectives-->    PolicyModel, where the ranks share weights or optimizer
 
-Each rank computes its part of every batch; what the batch is worth and what it weighs is settled over the whole of it,
-so that the result does not depend on the number of ranks. `RankedLearner` stands behind `learner.Learner`, `RankedRows`
-behind `learner.RowLearner`.
+Each rank computes its part of every batch; advantages and loss weights are determined over the whole batch, so that the
+result does not depend on the number of ranks. `MultiRankRlLearner` implements `base.Learner`, `MultiRankRowLearner`
+implements `base.RowLearner`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import torch
 
 from opentinker.services.trainer.algorithm.advantages import F64
 from opentinker.services.trainer.data.examples import Example
-from opentinker.services.trainer.distributed.process_group import HOST, PATIENCE_S, ProcessGroup
-from opentinker.services.trainer.distributed.rank_main import LEARNERS, make
+from opentinker.services.trainer.distributed.process_group import COLLECTIVE_TIMEOUT_S, HOST, ProcessGroup
+from opentinker.services.trainer.distributed.rank_main import LEARNERS, make_learner
 from opentinker.services.trainer.distributed.rank_processes import RankProcesses
 from opentinker.services.trainer.distributed.rank_protocol import (
     Command,
@@ -38,8 +38,8 @@ from opentinker.services.trainer.distributed.rank_protocol import (
     Step,
     rows_of,
 )
-from opentinker.services.trainer.learners.rl import TorchLearner
-from opentinker.services.trainer.learners.supervised import RowPolicy
+from opentinker.services.trainer.learners.rl import RlLearner
+from opentinker.services.trainer.learners.supervised import SupervisedLearner
 from opentinker.shared.nn import transport
 from opentinker.shared.runtime.gpus import ORDER, VISIBLE, nearest, visible
 from opentinker.shared.spec import JobSpec
@@ -51,7 +51,7 @@ T = TypeVar("T")
 
 
 class MultiRankLearner:
-    """What learners of groups and of rows have in common."""
+    """Base of the multi-rank learners of groups and of rows."""
 
     def __init__(self, spec: JobSpec, device: str) -> None:
         self.spec, self.device = spec, device
@@ -64,12 +64,12 @@ class MultiRankLearner:
         self._closed = False
 
     def load(self, checkpoint: Path | None) -> None:
-        """Starts the ranks, too. Raises JobFailed, RankLost."""
+        """Start the ranks if needed and load on all of them. Raises JobFailed, RankLost."""
         command = self._prepare(None if checkpoint is None else str(checkpoint), resume=True)
         self._run(command, lambda: self.own.load(checkpoint))
 
     def start(self, checkpoint: Path, *, optimizer: bool) -> None:
-        """As `load`."""
+        """Start the ranks if needed and start from the checkpoint on all of them. Raises JobFailed, RankLost."""
         command = self._prepare(str(checkpoint), resume=False, optimizer=optimizer)
         self._run(command, lambda: self.own.start(checkpoint, optimizer=optimizer))
 
@@ -77,25 +77,26 @@ class MultiRankLearner:
         if self.ranks is None:
             self._start_ranks()
         self.own.close()
-        self.own = make(self.spec, self.own.gang)
+        self.own = make_learner(self.spec, self.own.gang)
         self.own.total_steps = self.total_steps
         return Load(self.spec.model_dump_json().encode(), checkpoint, resume, optimizer, self.total_steps)
 
     def save(self, directory: Path) -> None:
         if self.spec.train.parallel == "data":
             self.own.save(directory)
-        else:  # a disk that refuses is not the other ranks' affair
+        else:  # a disk error does not concern the other ranks
             self.own.write(directory, self._run(Gather(checkpoint=True), self.own.collect))
 
     def interrupt(self) -> None:
-        """Our own part is given up; the other ranks are of no use afterwards, and ended when the learner is closed.
+        """Interrupt rank 0's own part; the other ranks are unusable afterwards and end when the learner is closed.
 
-        Otherwise where they share weights or optimizer, see `Policy.go_on`.
+        Ranks that share weights or optimizer behave differently, see `PolicyModel.raise_if_interrupted`.
         """
         self.own.interrupt()
 
     def close(self) -> None:
-        """Ends the other ranks; from another thread also in the middle of a step. Raises OpenTinkerError: see Ranks."""
+        """End the other ranks; from another thread also in the middle of a step. Raises OpenTinkerError, see
+        `RankProcesses.close`."""
         with self._closing:
             self._closed = True
             ranks, self.ranks = self.ranks, None
@@ -114,14 +115,14 @@ class MultiRankLearner:
             )
         threads = max(1, min(self._threads, (os.cpu_count() or 1) // self.world))
         torch.set_num_threads(threads)
-        ranks = RankProcesses(self.world, partial(_variables, threads))
+        ranks = RankProcesses(self.world, partial(_rank_environment, threads))
         with self._closing:
             closed = self._closed
             self.ranks = None if closed else ranks
         if closed:  # while they were starting
             ranks.close(self._leave)
-            raise OpenTinkerError("the job has been let go")
-        store, port = transport.host_store(HOST, self.world, PATIENCE_S)
+            raise OpenTinkerError("the job was released while its ranks were starting")
+        store, port = transport.host_store(HOST, self.world, COLLECTIVE_TIMEOUT_S)
         self.own.gang = self._run(
             Join(self.device, port, self.world), lambda: ProcessGroup.join(port, 0, self.world, self.device, store)
         )
@@ -131,28 +132,28 @@ class MultiRankLearner:
         return self.ranks.run(command, part)
 
 
-class RankedLearner(MultiRankLearner):
-    own: TorchLearner
+class MultiRankRlLearner(MultiRankLearner):
+    own: RlLearner
 
     @property
     def credited(self) -> Sequence[F64] | None:
-        """Of all trajectories: every rank sees the whole batch."""
+        """Advantages of all trajectories: every rank sees the whole batch."""
         return self.own.credited
 
     def step(self, groups: list[Group], version: WeightVersion) -> dict[str, float]:
         return self._run(Step(groups, version), lambda: self.own.step(groups, version))
 
     def snapshot(self, version: WeightVersion) -> transport.Snapshot:
-        if self.spec.train.parallel != "zero3":  # the others hold all of it
+        if self.spec.train.parallel != "zero3":  # every rank holds all weights
             return self.own.snapshot(version)
         return self._run(Gather(checkpoint=False), lambda: self.own.snapshot(version))
 
 
-class RankedRows(MultiRankLearner):
-    own: RowPolicy
+class MultiRankRowLearner(MultiRankLearner):
+    own: SupervisedLearner
 
     def prepare(self, examples: list[Example], home: Path) -> None:
-        if self.own.prepares:
+        if self.own.needs_preparation:
             self._run(Prepare(rows_of(examples), str(home)), lambda: self.own.prepare(examples, home))
 
     def step(self, batch: list[Example]) -> dict[str, float]:
@@ -163,19 +164,18 @@ class RankedRows(MultiRankLearner):
 
 
 def _gpus() -> list[str]:
-    """As CUDA is told of them, in the order in which ranks take them: the first, which is ours, and what is nearest to
-    it."""
+    """Return GPUs as CUDA_VISIBLE_DEVICES names them, in the order of ranks: rank 0's own, then those nearest to it."""
     told = os.environ.get(VISIBLE)
     listed = told.split(",") if told else []
     if ORDER.items() <= os.environ.items() and len(found := nearest(visible())) >= len(listed):
         return [str(gpu.index) for gpu in found]
-    return listed  # CUDA counts in an order of its own, or NVML does not know them all
+    return listed  # CUDA uses another order than NVML, or NVML does not know them all
 
 
-def _variables(threads: int, rank: int) -> dict[str, str]:
-    """Of a rank's environment: its share of the processors, the GPU that is its own, our import path."""
+def _rank_environment(threads: int, rank: int) -> dict[str, str]:
+    """Return a rank's environment variables: its share of the processors, its GPU, the import path."""
     gpus = _gpus()
-    if not gpus and VISIBLE not in os.environ:  # nobody has said which there are; an empty list says none
+    if not gpus and VISIBLE not in os.environ:  # not set: all GPUs are visible; an empty list means none
         gpus = [str(number) for number in range(rank + 1)]
     return {
         "OMP_NUM_THREADS": str(threads),

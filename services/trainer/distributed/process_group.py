@@ -1,7 +1,7 @@
-"""The ranks that train one job together, as one of them sees it: sums, and what everybody shall know.
+"""Collectives over the ranks of one job.
 
-Every method but `leave` is for all ranks at once: whoever calls it waits for the others. gloo on the CPU, NCCL on GPUs,
-by device. Nothing is pickled: only tensors travel.
+Every method but `leave` is collective: the caller waits for the other ranks. gloo on the CPU, NCCL on GPUs. Only
+tensors are sent; nothing is pickled.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ from torch import Tensor, nn
 
 HOST = "127.0.0.1"
 """All ranks of a job are on one machine."""
-PATIENCE_S = 1800.0
-"""A collective that takes longer has failed. A rank that dies is noticed long before, see `rank_processes.py`."""
+COLLECTIVE_TIMEOUT_S = 1800.0
+"""Timeout of a collective. A dead rank is detected long before, see `rank_processes.py`."""
 BUCKET_ELEMENTS = 1 << 24
-"""Gradients are summed in flat buckets of about so many numbers."""
+"""Approximate size of the flat buckets in which gradients are summed."""
 
 
 class ProcessGroup:
     def __init__(self, rank: int = 0, world: int = 1, device: str = "cpu") -> None:
         self.rank, self.world, self.device = rank, world, device
         self.destroy: Callable[[], None] = dist.destroy_process_group
-        """A library that remembers the group has a way of its own."""
+        """DeepSpeed, which keeps a reference to the group, sets its own function."""
 
     @classmethod
     def join(cls, port: int, rank: int, world: int, device: str, store: dist.TCPStore | None = None) -> ProcessGroup:
-        """Blocks until all `world` ranks are there. `store`: of rank 0, which listens on `port` already."""
-        patience = datetime.timedelta(seconds=PATIENCE_S)
+        """Join the group; blocks until all `world` ranks have joined. `store`: on rank 0 its store, which already
+        listens on `port`."""
+        patience = datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S)
         store = store or dist.TCPStore(HOST, port, world, is_master=False, timeout=patience, wait_for_workers=False)
         dist.init_process_group(
             "nccl" if device == "cuda" else "gloo",
@@ -47,20 +48,20 @@ class ProcessGroup:
         if self.world > 1 and dist.is_initialized():
             self.destroy()
 
-    def separate_noise(self, seed: int, step: int) -> None:
-        """Dropout draws other numbers on each rank. Rank 0 goes on with the random state that checkpoints hold; that of
-        the others follows from the step."""
+    def seed_dropout_by_rank(self, seed: int, step: int) -> None:
+        """Seed dropout differently on each rank. Rank 0 continues with the random state that checkpoints hold; that of
+        the others is derived from the step."""
         if self.rank:
             torch.manual_seed(((seed << 20) + step) * self.world + self.rank)
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """In place, over the ranks."""
+        """Sum the tensor over the ranks, in place."""
         if self.world > 1:
             dist.all_reduce(tensor)
         return tensor
 
-    def most(self, number: int) -> int:
-        """The largest of the ranks' numbers."""
+    def max_across_ranks(self, number: int) -> int:
+        """Return the largest of the ranks' numbers."""
         if self.world == 1:
             return number
         found = torch.tensor(number, device=self.device)
@@ -68,7 +69,7 @@ class ProcessGroup:
         return int(found)
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Each rank has the sum of all ranks' gradients afterwards; none where no rank has one."""
+        """Replace each rank's gradients by the sum over all ranks; parameters without any gradient keep none."""
         if self.world == 1:
             return
         trained = list(parameters)
@@ -95,9 +96,9 @@ class ProcessGroup:
             gradient.copy_(part.view_as(gradient))
 
     def gather(self, columns: Mapping[str, Tensor]) -> dict[str, npt.NDArray[np.float64]]:
-        """The ranks' columns, one behind the other in the order of ranks; flat, of any length.
+        """Concatenate the ranks' columns in the order of ranks; flat, of any length.
 
-        Every rank gives the same names.
+        All ranks must pass the same names.
         """
         if self.world == 1:
             return {name: _numbers(column) for name, column in columns.items()}
@@ -105,7 +106,7 @@ class ProcessGroup:
         lengths = torch.zeros(self.world, len(columns), dtype=torch.int64, device=self.device)
         lengths[self.rank] = torch.tensor([column.numel() for column in columns.values()])
         counts = self.sum(lengths).tolist()
-        # A sum with zeros from everyone else: one collective, and lengths may differ.
+        # A sum with zeros from the other ranks: one collective, and lengths may differ.
         everyone = torch.zeros(sum(map(sum, counts)), dtype=torch.float64, device=self.device)
         before = sum(map(sum, counts[: self.rank]))
         everyone[before : before + len(own)] = own

@@ -1,10 +1,10 @@
-"""A rank beyond the first: a process that the trainer has started to train with it.
+"""Main module of ranks 1 ... N-1: processes that the trainer starts for a job of several ranks.
 
     python -m opentinker.services.trainer.distributed.rank_main FD RANK      (started by rank_processes.py, never by
     hand)
 
-Consumes commands from the socket FD and carries each out in step with the other ranks, produces one answer per command
-and a beat per second; waits for the next command; ends when the trainer is gone.
+Consumes commands from the socket FD and executes each together with the other ranks, produces one answer per command
+and a heartbeat per second; waits for the next command; ends with the trainer.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from opentinker.services.trainer.distributed.rank_protocol import (
     examples_of,
     frame,
 )
-from opentinker.services.trainer.learners.base import Interrupted, NonFinite, is_out_of_memory, too_large
+from opentinker.services.trainer.learners.base import Interrupted, NonFinite, describe_out_of_memory, is_out_of_memory
 from opentinker.services.trainer.learners.dpo import DpoLearner
 from opentinker.services.trainer.learners.policy_model import PolicyModel
-from opentinker.services.trainer.learners.rl import TorchLearner
+from opentinker.services.trainer.learners.rl import RlLearner
 from opentinker.services.trainer.learners.sft import SftLearner
 from opentinker.shared.runtime.parent_death import set_death_signal
 from opentinker.shared.spec import JobSpec, parse_spec
@@ -60,7 +60,7 @@ def main() -> None:
         with socket.socket(fileno=int(sys.argv[1])) as trainer:
             Rank(trainer, int(sys.argv[2])).serve()
         code = 0
-    except Exception:  # noqa: BLE001 - told in the trainer's log, and the trainer sees the end of the process
+    except Exception:  # noqa: BLE001 - printed to the trainer's log, and the trainer detects the exit
         traceback.print_exc()
     finally:
         sys.stderr.flush()
@@ -68,23 +68,23 @@ def main() -> None:
 
 
 def end_with_trainer() -> None:
-    """Signals are the trainer's affair: it ends us when it has let go of its job, and the kernel when it dies."""
+    """Ignore signals: the trainer ends this process when it releases its job, and the kernel does when it dies."""
     for ignored in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ignored, signal.SIG_IGN)
     set_death_signal()
 
 
-LEARNERS: dict[str, type[PolicyModel]] = {"rl": TorchLearner, "sft": SftLearner, "dpo": DpoLearner}
-"""By kind of job, of one rank."""
+LEARNERS: dict[str, type[PolicyModel]] = {"rl": RlLearner, "sft": SftLearner, "dpo": DpoLearner}
+"""Learner of one rank, by kind of job."""
 
 
-def make(spec: JobSpec, gang: ProcessGroup) -> PolicyModel:
-    """One rank's learner."""
+def make_learner(spec: JobSpec, gang: ProcessGroup) -> PolicyModel:
+    """Return one rank's learner."""
     learner = LEARNERS[spec.kind]
     if spec.train.parallel != "data":
-        from opentinker.services.trainer.distributed.zero import sharing  # deepspeed is for those who ask for it
+        from opentinker.services.trainer.distributed.zero import zero_class  # deepspeed is imported only if needed
 
-        learner = sharing(learner)
+        learner = zero_class(learner)
     return learner(spec, gang.device, gang)
 
 
@@ -96,25 +96,25 @@ class Rank:
         self._learner: Any = None
 
     def serve(self) -> None:
-        """Returns when the trainer is gone."""
+        """Execute commands until the trainer is gone."""
         threading.Thread(target=self._beat, name="beat", daemon=True).start()
         with self._trainer.makefile("rb") as commands:
             while len(head := commands.read(HEAD.size)) == HEAD.size:
                 command = codec.decode(ToRank, commands.read(HEAD.unpack(head)[0])).command
                 try:
-                    self._obey(command)
+                    self._execute(command)
                 except NonFinite as error:
-                    self._say(StepRefused(str(error), finite=False))
+                    self._send(StepRefused(str(error), finite=False))
                 except (JobFailed, Interrupted) as error:
-                    self._say(StepRefused(str(error), finite=True))
+                    self._send(StepRefused(str(error), finite=True))
                 except (MemoryError, RuntimeError) as error:
                     if not is_out_of_memory(error):
                         raise
-                    self._say(StepRefused(too_large(error), finite=True))
+                    self._send(StepRefused(describe_out_of_memory(error), finite=True))
                 else:
-                    self._say(Done())
+                    self._send(Done())
 
-    def _obey(self, command: Command) -> None:
+    def _execute(self, command: Command) -> None:
         match command:
             case Join(device=device, port=port, world=world):
                 self._gang = ProcessGroup.join(port, self._rank, world, device)
@@ -139,7 +139,7 @@ class Rank:
         if self._learner is not None:
             self._learner.close()
         self._learner = None  # its memory is needed
-        learner = make(parse_spec(orjson.loads(command.spec)), self._gang)
+        learner = make_learner(parse_spec(orjson.loads(command.spec)), self._gang)
         learner.total_steps = command.total_steps
         checkpoint = None if command.checkpoint is None else Path(command.checkpoint)
         if checkpoint is None or command.resume:
@@ -152,11 +152,11 @@ class Rank:
         pause = threading.Event()
         while not pause.wait(BEAT_S):
             try:
-                self._say(Beat())
-            except OSError:  # the trainer is gone, and where the kernel did not end us with it, we do
+                self._send(Beat())
+            except OSError:  # the trainer is gone, and the kernel did not end this process with it
                 os._exit(1)
 
-    def _say(self, answer: Answer) -> None:
+    def _send(self, answer: Answer) -> None:
         with self._writing:
             self._trainer.sendall(frame(FromRank(answer)))
 

@@ -1,4 +1,4 @@
-"""Frames between the trainer (rank 0) and the ranks it has started: eight bytes of length, then msgpack."""
+"""Frames between the trainer (rank 0) and the ranks that it starts: eight bytes of length, then msgpack."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ HEAD = struct.Struct("<Q")
 
 
 class Join(msgspec.Struct, frozen=True, tag=True):
-    """The first command: who we are together."""
+    """The first command: join the process group."""
 
     device: str
     port: int
-    """Of rank 0's store."""
+    """Port of rank 0's store."""
     world: int
 
 
@@ -31,10 +31,10 @@ class Load(msgspec.Struct, frozen=True, tag=True):
     checkpoint: str | None
     """Directory; None: the base model."""
     resume: bool
-    """Otherwise another job's checkpoint gives the weights, and the moments if `optimizer`."""
+    """False: load the weights, and the moments if `optimizer`, from another job's checkpoint."""
     optimizer: bool
     total_steps: int
-    """Of the learning rate's schedule."""
+    """Length of the learning-rate schedule."""
 
 
 class Step(msgspec.Struct, frozen=True, tag=True):
@@ -43,7 +43,7 @@ class Step(msgspec.Struct, frozen=True, tag=True):
 
 
 class Row(msgspec.Struct, frozen=True):
-    """An example: of each part the token ids (int32) and which are learned (bool)."""
+    """An example: for each part its token ids (int32) and which of them are learned (bool)."""
 
     parts: list[tuple[bytes, bytes]]
     reference: tuple[float, ...]
@@ -82,7 +82,7 @@ class Evaluate(msgspec.Struct, frozen=True, tag=True):
 
 
 class Gather(msgspec.Struct, frozen=True, tag=True):
-    """Help rank 0 to gather what is shared: the weights, for a checkpoint the optimizer's state too."""
+    """Help rank 0 to gather partitioned weights, and for a checkpoint the optimizer state too."""
 
     checkpoint: bool
 
@@ -92,14 +92,14 @@ class Done(msgspec.Struct, frozen=True, tag=True):
 
 
 class StepRefused(msgspec.Struct, frozen=True, tag=True):
-    """The command was not carried out: `finite` tells a refused step from what fails the job."""
+    """The command was not executed. `finite` false: the step was refused; true: the job fails."""
 
     why: str
     finite: bool
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):
-    """Once a second: this process runs."""
+    """Heartbeat, once a second."""
 
 
 Command = Join | Load | Step | Prepare | RowStep | Evaluate | Gather

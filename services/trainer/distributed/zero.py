@@ -1,12 +1,12 @@
-"""Learners whose ranks share more than the batch, by DeepSpeed's ZeRO (Rajbhandari et al., arXiv 1910.02054).
+"""Learners with partitioned state, by DeepSpeed's ZeRO (Rajbhandari et al., arXiv 1910.02054).
 
     zero1   each rank holds a share of masters and moments and steps with it; weights and gradients are whole everywhere
     zero2   and a share of the gradients
     zero3   and a share of the weights: they are gathered module by module while a pass needs them
 
-DeepSpeed is a library here: its engine partitions what the policy has loaded, reduces gradients and steps torch's AdamW
-on the shares. Masters are float32 and the forward pass is that of one rank, so that the results are, too. Whatever is
-gathered, is gathered tensor by tensor. Imported only for jobs that ask for it.
+DeepSpeed is used as a library: its engine partitions the loaded policy, reduces gradients and steps torch's AdamW on
+the shares. Masters are float32 and the forward pass is that of a single rank, so that results are equal to it.
+Tensors are gathered one by one. Imported only for jobs that need it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from opentinker.services.trainer.distributed.process_group import ProcessGroup
 from opentinker.services.trainer.learners import optimizer_state
 from opentinker.services.trainer.learners.base import BUCKET_BYTES
-from opentinker.services.trainer.learners.policy_model import PolicyModel, Saved
+from opentinker.services.trainer.learners.policy_model import CheckpointTensors, PolicyModel
 from opentinker.shared.nn import transport
 from opentinker.shared.nn.forward import SIGHT, token_scores
 from opentinker.shared.nn.layout import Layout
@@ -46,7 +46,7 @@ from opentinker.shared.types.core import TensorInfo, WeightVersion
 from opentinker.shared.types.errors import JobFailed, OpenTinkerError
 
 BUCKET_ELEMENTS = 1 << 24
-"""Gradients are reduced in flat buckets of so many numbers."""
+"""Size of the flat buckets in which gradients are reduced."""
 WHOLE_ELEMENTS = 4096
 """Tensors up to this size (norms, biases) are kept whole on every rank under zero3."""
 
@@ -56,7 +56,7 @@ warnings.filterwarnings("ignore", message=".*is deprecated", category=FutureWarn
 
 
 class _Packed(nn.Module):  # type: ignore[misc]
-    """What the engine wraps: a pass over one micro-batch, so that it sees where each begins."""
+    """The module that the engine wraps: a pass over one micro-batch, so that the engine sees where each begins."""
 
     def __init__(self, causal: nn.Module, dtype: torch.dtype, gang: ProcessGroup) -> None:
         super().__init__()
@@ -64,16 +64,16 @@ class _Packed(nn.Module):  # type: ignore[misc]
 
     def forward(self, plan: Layout, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
         with autocast(self.device, self.dtype):
-            return token_scores(self.causal, plan, agree=self.gang.most, **options)
+            return token_scores(self.causal, plan, agree=self.gang.max_across_ranks, **options)
 
 
-def sharing(learner: type[PolicyModel]) -> type[PolicyModel]:
-    """The class that learns as `learner` does, with shares."""
+def zero_class(learner: type[PolicyModel]) -> type[PolicyModel]:
+    """Return a subclass of `learner` with partitioned state."""
     return type(f"Zero{learner.__name__}", (Zero, learner), {})
 
 
 class Zero(PolicyModel):
-    """How a policy that is shared does what every policy does."""
+    """Mixin that runs a policy on DeepSpeed's engine."""
 
     engine: Any = None
 
@@ -82,23 +82,23 @@ class Zero(PolicyModel):
         return int(self.spec.train.parallel.removeprefix("zero"))
 
     @property
-    def loads_on(self) -> str:
-        """Models that need sharding may not fit the device before they are."""
+    def load_device(self) -> str:
+        """The CPU: a model may fit the device only once it is partitioned."""
         return "cpu"
 
     def _resume(self, checkpoint: Path | None) -> None:
         super()._resume(checkpoint)
         self._share()
 
-    def _take_over(self, checkpoint: Path, *, moments: bool) -> None:
-        super()._take_over(checkpoint, moments=moments)
+    def _load_start(self, checkpoint: Path, *, moments: bool) -> None:
+        super()._load_start(checkpoint, moments=moments)
         self._share()
 
     def _share(self) -> None:
-        """From here on each rank holds its share only. Raises JobFailed."""
+        """Partition the policy: afterwards each rank holds its share only. Raises JobFailed."""
         if hasattr(self.causal, SIGHT):
             raise JobFailed(
-                f"train.parallel = {self.spec.train.parallel!r} is not supported for models that see, of which a part "
+                f"train.parallel = {self.spec.train.parallel!r} is not supported for vision models, of which a part "
                 "is frozen; take 'data'"
             )
         self._whole = self._named_tensors()
@@ -108,7 +108,8 @@ class Zero(PolicyModel):
         self._put_moments(moments)
 
     def _named_tensors(self) -> list[tuple[str, Tensor]]:
-        """Hugging Face names without tied duplicates, while the model is whole. Raises JobFailed if they are others."""
+        """Return tensors by Hugging Face name without tied duplicates, before partitioning. Raises JobFailed if the
+        saved names differ."""
         named = {name: p for name, p in self.causal.named_parameters()}
         named |= {name: b for name, b in self.causal.named_buffers() if name in self.causal.state_dict()}
         if self.stage == 3 and self.spec.model.lora is None:
@@ -148,7 +149,7 @@ class Zero(PolicyModel):
         return engine
 
     def close(self) -> None:
-        """The engine's hooks would keep the model."""
+        """Destroy the engine, whose hooks would keep the model."""
         if self.engine is not None:
             self.engine.destroy()
             self.engine = None
@@ -164,14 +165,14 @@ class Zero(PolicyModel):
         return found
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """The engine divides sums by the number of ranks. A loss that is not finite makes every gradient NaN, so that
-        the engine refuses the step too."""
+        """Accumulate the gradient. The loss is scaled because the engine divides sums by the number of ranks; a
+        non-finite loss makes every gradient NaN, so that the engine refuses the step too."""
         self.engine.set_gradient_accumulation_boundary(last)
         poison = torch.where(loss.detach().isfinite(), 1.0, float("nan"))
         self.engine.backward(loss * (poison * self.gang.world))
 
     def clip(self) -> Tensor:
-        """The norm of the gradient; the engine bounds it in its step."""
+        """Return the norm of the gradient; the engine clips it in its step."""
         optimizer = self.engine.optimizer
         norm = (
             combine_grad_norm_groups(optimizer._get_norm_groups())
@@ -180,18 +181,18 @@ class Zero(PolicyModel):
         )
         return torch.as_tensor(norm, dtype=torch.float32, device=self.device)
 
-    def apply(self) -> None:
+    def optimizer_step(self) -> None:
         self.engine.step()
         if self.engine.optimizer.overflow:
             raise OpenTinkerError("DeepSpeed refused a step whose losses and gradient are finite")
 
-    def forget(self) -> None:
-        """What the engine does with a gradient that is not finite."""
+    def discard_gradients(self) -> None:
+        """Step with a non-finite gradient, which the engine discards."""
         self.engine.step()
         if not self.engine.optimizer.overflow:
             raise OpenTinkerError("DeepSpeed took a step that had been refused")
 
-    def remember(self) -> Callable[[], None]:
+    def rollback_point(self) -> Callable[[], None]:
         state = self.optimizer.state
         kept = [(flat, flat.detach().clone(), {k: v.clone() for k, v in state[flat].items()}) for flat in self._shares]
         return partial(self._undo, kept)
@@ -215,7 +216,7 @@ class Zero(PolicyModel):
 
     @property
     def _shares(self) -> list[Tensor]:
-        """This rank's share of the masters, one flat tensor per group of parameters."""
+        """This rank's share of the masters: one flat tensor per group of parameters."""
         optimizer = self.engine.optimizer
         shares: list[Tensor] = (
             optimizer.fp32_partitioned_groups_flat if self.stage == 3 else optimizer.single_partition_of_fp32_groups
@@ -247,7 +248,7 @@ class Zero(PolicyModel):
         safe_set_local_optimizer_state(parameter, share, moment)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """For all ranks at once under zero3. There a tensor is whole until the next one is asked for."""
+        """Yield weights by name. Collective under zero3, where a tensor is whole until the next one is requested."""
         if self.stage < 3:
             yield from super().named_weights()
         elif self.spec.model.lora is not None:
@@ -268,11 +269,11 @@ class Zero(PolicyModel):
         return transport.snapshot(version, self.named_weights(), BUCKET_BYTES, manifest, self.probe())
 
     def _forward_whole(self, plan: Layout) -> Tensor:
-        """For all ranks at once under zero3."""
+        """As the base class; collective under zero3."""
         return self.forward(plan)[0] if self.stage == 3 else super()._forward_whole(plan)
 
-    def collect(self) -> Saved:
-        """On the other ranks nothing is kept of what they help to gather."""
+    def collect(self) -> CheckpointTensors:
+        """Gather the tensors of a checkpoint on rank 0; the other ranks take part and keep nothing."""
         weights, tensors = {}, {}
         for name, tensor in self.named_weights():
             if self.gang.rank == 0:
@@ -280,10 +281,10 @@ class Zero(PolicyModel):
         for name, tensor in self._state():
             if self.gang.rank == 0:
                 tensors[name] = tensor.cpu()
-        return Saved(weights, tensors)
+        return CheckpointTensors(weights, tensors)
 
     def _state(self) -> Iterator[tuple[str, Tensor]]:
-        """What `train_state` keeps beside the weights."""
+        """Yield the tensors that `optimizer_state` saves."""
         step = self.optimizer.state[self._shares[0]]["step"]
         for name, parameter in self.parameters.items():
             yield f"step/{name}", step.clone()

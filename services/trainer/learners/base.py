@@ -1,6 +1,6 @@
-"""The seam between the trainer's loop and what learns: a protocol, and a learner that only takes time.
+"""Protocols between the training loops and learners, and a learner that only simulates time.
 
-No torch here. The real one is `torch_learner.TorchLearner`.
+No torch here. The real RL learner is `rl.RlLearner`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from opentinker.shared.types.errors import JobFailed, OpenTinkerError
 from opentinker.shared.types.trajectories import Group
 
 BUCKET_BYTES = 64 * 2**20
-"""Weights travel in flat buckets of at most so many bytes."""
+"""Weights are sent in flat buckets of at most this size."""
 
 
 class NonFinite(JobFailed):
@@ -32,8 +32,8 @@ class NonFinite(JobFailed):
 
 
 class Interrupted(OpenTinkerError):
-    """The work was given up, as asked. `alike`: by all ranks, at the same place; otherwise this one has left the others
-    behind."""
+    """The work was interrupted on request. `alike`: on all ranks, at the same place; otherwise the other ranks still
+    wait for this one."""
 
     def __init__(self, message: str, *, alike: bool = False) -> None:
         super().__init__(message)
@@ -41,7 +41,7 @@ class Interrupted(OpenTinkerError):
 
 
 class SnapshotLike(Protocol):
-    """What the publisher needs of a weight snapshot; `shared.nn.transport.Snapshot` is the real one."""
+    """A weight snapshot as the publisher uses it; `shared.nn.transport.Snapshot` is the real one."""
 
     @property
     def version(self) -> WeightVersion: ...
@@ -56,30 +56,30 @@ class SnapshotLike(Protocol):
 
 
 class Trainable(Protocol):
-    """Weights, optimizer and random state of one policy. `load` or `start` first; then any order of the others."""
+    """Weights, optimizer and random state of one policy. Call `load` or `start` first, then the others in any order."""
 
     def load(self, checkpoint: Path | None) -> None:
-        """The base model, or weights, optimizer and random state of a checkpoint directory."""
+        """Load the base model, or weights, optimizer and random state of a checkpoint directory."""
 
     def start(self, checkpoint: Path, *, optimizer: bool) -> None:
-        """The weights (and optimizer moments) of another job's checkpoint; everything else as at a first start.
+        """Load the weights (and optimizer moments) of another job's checkpoint; everything else as at a first start.
 
-        Raises JobFailed, naming tensors, if they are not those of the job's model.
+        Raises JobFailed, naming tensors, if they do not fit the job's model.
         """
 
     def save(self, directory: Path) -> None:
-        """Write everything that `load` needs: Hugging Face or PEFT layout, and `trainer/` beside it."""
+        """Write everything that `load` needs: Hugging Face or PEFT layout, and a directory `trainer/`."""
 
     def interrupt(self) -> None:
-        """From another thread: work under way, now or later, raises Interrupted soon, and has changed nothing then.
-        Work that must not be given up is done to its end instead."""
+        """Interrupt, from another thread, work under way or later: it raises Interrupted soon, without any change.
+        Work that must not be interrupted completes instead."""
 
     def close(self) -> None:
-        """Let go of what is outside this process, also in the middle of a step. Idempotent."""
+        """Release resources outside this process, also in the middle of a step. Idempotent."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """torch has a class of its own for GPUs, which is not imported here, and none for processors."""
+    """Recognise out-of-memory errors: torch has a class for GPUs, which is not imported here, and none for CPUs."""
     return (
         isinstance(error, MemoryError)
         or type(error).__name__ == "OutOfMemoryError"
@@ -87,8 +87,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-def too_large(error: BaseException) -> str:
-    """For who owns the job."""
+def describe_out_of_memory(error: BaseException) -> str:
+    """Return an error message for the job's owner."""
     said = (str(error).strip() or type(error).__name__).splitlines()[0]
     return (
         f"it does not fit into memory: {said} Lower train.tokens_per_micro_batch or the length of trajectories, or set "
@@ -100,41 +100,42 @@ class RowLearner(Trainable, Protocol):
     """Learns from rows: sft and dpo. `step` raises NonFinite with nothing changed."""
 
     total_steps: int
-    """Of the learning rate's schedule; set once the rows have been counted."""
+    """Length of the learning-rate schedule; set once the rows have been counted."""
 
     def prepare(self, examples: list[Example], home: Path) -> None:
-        """Once after `load` or `start`: what has to be known beforehand of all that will be trained or evaluated on.
+        """Compute, once after `load` or `start`, values that all training and evaluation examples need beforehand.
 
-        `home`: the job's directory: what an earlier trainer of the job has left of it, and what the job started from.
+        `home`: the job's directory, with results of an earlier trainer of the job and the checkpoint that it started
+        from.
         """
 
     def step(self, batch: list[Example]) -> dict[str, float]:
-        """One optimizer step."""
+        """Run one optimizer step."""
 
     def evaluate(self, examples: list[Example]) -> dict[str, float]:
-        """Loss and what goes with it, under the weights as they are; changes nothing."""
+        """Return loss and metrics under the current weights; changes nothing."""
 
 
 class Learner(Trainable, Protocol):
     """Learns from groups: rl. `step` raises NonFinite with nothing changed."""
 
     device: str
-    """cpu | cuda | none: what the weight transport moves from."""
+    """cpu | cuda | none: source device of the weight transport."""
 
     @property
     def credited(self) -> Sequence[F64] | None:
-        """Of the last step, per trajectory of the batch in order: the advantage of each sampled token. None where
-        nothing was computed."""
+        """Advantages of the sampled tokens in the last step, per trajectory of the batch in order. None if nothing was
+        computed."""
 
     def step(self, groups: list[Group], version: WeightVersion) -> dict[str, float]:
         """Train on one batch (`updates_per_batch` optimizer steps); `version` names the weights before it."""
 
     def snapshot(self, version: WeightVersion) -> SnapshotLike:
-        """A copy of the weights to send: training may go on while it travels."""
+        """Copy the weights to send: training may continue during the transfer."""
 
 
 class EmptySnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """Weights of nothing: only the version is news."""
+    """A snapshot without weights: only the version changes."""
 
     version: WeightVersion
     manifest: list[TensorInfo] = []
@@ -144,7 +145,7 @@ class EmptySnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SimulatedLearner:
-    """Takes `simulated_step_s` per step and learns nothing; for load tests and tests of everything around training."""
+    """Waits `simulated_step_s` per step and learns nothing; for load tests and tests of everything around training."""
 
     device = SIMULATED
     credited: Sequence[F64] | None = None
@@ -158,7 +159,7 @@ class SimulatedLearner:
         self.steps = 0 if checkpoint is None else int(orjson.loads(_state_file(checkpoint).read_bytes())["steps"])
 
     def start(self, checkpoint: Path, *, optimizer: bool) -> None:
-        self.load(checkpoint)  # of a simulated learner too
+        self.load(checkpoint)  # the other job's learner was simulated too
         self.steps = 0
 
     def step(self, groups: list[Group], version: WeightVersion) -> dict[str, float]:
@@ -181,7 +182,7 @@ class SimulatedLearner:
         self._interrupted.set()
 
     def close(self) -> None:
-        """There is nothing."""
+        """Nothing to release."""
 
 
 def _state_file(directory: Path) -> Path:

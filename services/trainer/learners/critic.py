@@ -1,7 +1,7 @@
 """The critic of `advantage = "gae"`: a second copy of the base model with one number in place of the vocabulary.
 
 It starts from `model.base` with a head of zeros, so that every first value is 0 (or from the critic in the checkpoint
-that the job starts from), and has an optimizer of its own at `critic_lr`, which warms up with the policy's. With LoRA
+that the job starts from), and has a separate optimizer at `critic_lr`, which warms up with the policy's. With LoRA
 it is an adapter too. It is saved in `trainer/critic.safetensors`: `weight/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME`,
 `step/NAME` per trained parameter.
 """
@@ -33,7 +33,7 @@ from opentinker.shared.types.manifest import CRITIC
 
 
 class Critic:
-    """V(s): the expected return where a sampled token is about to be chosen."""
+    """V(s): the expected return before a sampled token."""
 
     def __init__(self, spec: JobSpec, device: str) -> None:
         self.spec, self.device = spec, device
@@ -62,7 +62,7 @@ class Critic:
         )
 
     def values(self, plan: Layout) -> Tensor:
-        """float32 [M]."""
+        """Return float32 [M]."""
         with autocast(self.device, self.dtype):
             return token_values(self.decoder, self.head, plan)
 
@@ -70,12 +70,12 @@ class Critic:
         for module in self.dropouts:
             module.train(on)
 
-    def measure(self, micros: list[MicroBatch], go_on: Callable[[], None]) -> None:
-        """The values before the batch, without dropout. `go_on` is asked before each micro-batch."""
+    def measure(self, micros: list[MicroBatch], check_interrupt: Callable[[], None]) -> None:
+        """The values before the batch, without dropout. `raise_if_interrupted` is asked before each micro-batch."""
         self.dropout(on=False)
         with torch.no_grad():
             for micro in micros:
-                go_on()
+                check_interrupt()
                 self._measure(micro)
 
     def _measure(self, micro: MicroBatch) -> None:
@@ -98,19 +98,19 @@ class Critic:
         return loss.detach()
 
     def clip(self) -> Tensor:
-        """Bound the gradient's norm; returns it as it was."""
+        """Clip the gradient's norm; returns the norm before clipping."""
         return nn.utils.clip_grad_norm_(list(self.parameters.values()), self.spec.train.grad_clip)
 
     def step(self, lr_share: float) -> None:
-        """`lr_share`: of the learning rate, as the schedule allows."""
+        """Run an optimizer step. `lr_share`: share of the learning rate by the schedule."""
         for group in self.optimizer.param_groups:
             group["lr"] = float(self.spec.algorithm.critic_lr or 0.0) * lr_share
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def remember(self) -> Callable[[], None]:
-        """Returns what undoes the steps from here on."""
-        memory = optimizer_state.remember(self.parameters, self.optimizer)
+    def rollback_point(self) -> Callable[[], None]:
+        """Return a function that undoes all later steps."""
+        memory = optimizer_state.copy_state(self.parameters, self.optimizer)
         return partial(optimizer_state.restore, memory, self.parameters, self.optimizer)
 
     def save(self, directory: Path) -> None:
@@ -119,7 +119,7 @@ class Critic:
         save_file({name: t.contiguous() for name, t in tensors.items()}, directory / CRITIC)
 
     def load(self, checkpoint: Path, *, moments: bool = True) -> None:
-        """Raises JobFailed, naming a tensor, if the checkpoint has no critic or another one."""
+        """Load the critic. Raises JobFailed, naming a tensor, if the checkpoint has none or another one."""
         try:
             tensors = load_file(checkpoint / CRITIC)
         except (OSError, SafetensorError) as error:
@@ -132,11 +132,11 @@ class Critic:
             for name, parameter in self.parameters.items():
                 parameter.copy_(saved[name])
         if moments:
-            optimizer_state.put_moments(tensors, self.parameters, self.optimizer)
+            optimizer_state.load_moments(tensors, self.parameters, self.optimizer)
 
 
 def critic_columns(micros: list[MicroBatch]) -> dict[str, Tensor]:
-    """The values before the batch, and what they should have been; empty without a critic."""
+    """Return the values before the batch and their targets; empty without a critic."""
     values = [micro.values_M for micro in micros if micro.values_M is not None]
     returns = [micro.returns_M for micro in micros if micro.returns_M is not None]
     parts = {"values": values, "returns": returns}

@@ -1,8 +1,7 @@
-"""Direct preference optimisation on pairs, without a reward model. Stands behind `learner.RowLearner`.
+"""Direct preference optimisation on pairs, without a reward model. Implements `base.RowLearner`.
 
-The reference is the model that the job starts from. Of an adapter that starts at nothing it is the base with the
-adapter off, asked beside every step. Otherwise its log-probabilities are computed once, before the first step, and kept
-with the job.
+The reference is the model that the job starts from. For a fresh adapter it is the base with the adapter off, evaluated
+in every step. Otherwise its log-probabilities are computed once, before the first step, and stored with the job.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from opentinker.services.trainer.algorithm.preference import ipo, sigmoid
 from opentinker.services.trainer.batch.row_batch import RowBatch, row_batches
 from opentinker.services.trainer.data.examples import Example, fingerprint
 from opentinker.services.trainer.learners.policy_model import PolicyModel
-from opentinker.services.trainer.learners.supervised import RowPolicy
+from opentinker.services.trainer.learners.supervised import SupervisedLearner
 from opentinker.shared.types.core import F32
 from opentinker.shared.types.manifest import START
 
 log = structlog.get_logger()
 
 
-class DpoLearner(RowPolicy):
+class DpoLearner(SupervisedLearner):
     """The mean over pairs of a loss of `preference.py`.
 
     `rewards/chosen` and `rewards/rejected` are beta (log pi - log ref) of the completions, `rewards/margin` is their
@@ -66,15 +65,15 @@ class DpoLearner(RowPolicy):
     # --- the reference ------------------------------------------------------------------------------------------
 
     def _reference(self, micro: RowBatch) -> Tensor:
-        """[S] log ref of each completion."""
-        if self.prepares:
+        """Return [S] log ref of each completion."""
+        if self.needs_preparation:
             known = [value for example in micro.examples for value in example.reference]
             return torch.tensor(known, dtype=torch.float32, device=self.device)
         with torch.no_grad(), self._adapter_off():
             return micro.sums_S(self.forward(micro.plan)[0])
 
     @property
-    def prepares(self) -> bool:
+    def needs_preparation(self) -> bool:
         return self.spec.model.lora is None or self.spec.start is not None
 
     @contextmanager
@@ -84,27 +83,27 @@ class DpoLearner(RowPolicy):
             yield
 
     def prepare(self, examples: list[Example], home: Path) -> None:
-        """The reference's log-probabilities where they are kept, before the weights move or from the start again."""
-        if not self.prepares:
+        """Read the reference's log-probabilities, or compute them with the current or the initial weights."""
+        if not self.needs_preparation:
             return
         file = home / f"reference-{fingerprint(examples)}.npy"
-        known = _read(file, len(examples))
-        if self.gang.most(known is None) or known is None:  # ranks compute together, or not at all
+        known = _read_reference(file, len(examples))
+        if self.gang.max_across_ranks(known is None) or known is None:  # ranks compute together, or not at all
             known = self._measure(examples, home / START)
             if self.gang.rank == 0:
-                _write(file, known)
+                _write_reference(file, known)
         for example, values in zip(examples, known.tolist(), strict=True):
             example.reference = tuple(values)
 
     def _measure(self, examples: list[Example], start: Path) -> F32:
-        """float32 [examples, 2]."""
+        """Return the reference's log-probabilities, float32 [examples, 2]."""
         policy = self if self.steps == 0 else self._at_start(start)
         policy.dropout(on=False)
         found = torch.zeros(len(examples), 2, device=self.device)
         budget = self.spec.train.tokens_per_micro_batch
         with torch.no_grad():
             for micro in row_batches(examples, budget, torch.device(self.device), self.gang):
-                self.go_on(changes=False)
+                self.raise_if_interrupted(changes=False)
                 sums_S = micro.sums_S(policy.forward(micro.plan)[0])
                 if micro.places:
                     found[micro.places] = sums_S.view(-1, 2)
@@ -112,7 +111,7 @@ class DpoLearner(RowPolicy):
         return measured
 
     def _at_start(self, start: Path) -> PolicyModel:
-        """The model as it was before the first step, whole on every rank. Our random state stays as it is."""
+        """Return the model before the first step, whole on every rank. The random state is preserved."""
         policy = PolicyModel(self.spec, self.device)
         with torch.random.fork_rng(devices=None if self.device == "cuda" else []):
             if self.spec.start is None:
@@ -122,7 +121,7 @@ class DpoLearner(RowPolicy):
         return policy
 
 
-def _read(file: Path, count: int) -> F32 | None:
+def _read_reference(file: Path, count: int) -> F32 | None:
     try:
         found: F32 = np.load(file, allow_pickle=False)
     except FileNotFoundError:
@@ -135,8 +134,8 @@ def _read(file: Path, count: int) -> F32 | None:
     return found
 
 
-def _write(file: Path, values: F32) -> None:
-    """What the disk refuses costs a restarted trainer time, and nothing else."""
+def _write_reference(file: Path, values: F32) -> None:
+    """Write the log-probabilities. A disk error only costs a restarted trainer time."""
     new = file.with_suffix(".new")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -146,4 +145,4 @@ def _write(file: Path, values: F32) -> None:
     except OSError as error:
         with suppress(OSError):
             new.unlink()
-        log.warning("reference_not_kept", file=str(file), error=str(error))
+        log.warning("reference_not_stored", file=str(file), error=str(error))

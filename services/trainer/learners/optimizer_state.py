@@ -1,4 +1,4 @@
-"""What a learner writes beside its weights, and reads back bit by bit: optimizer moments, random state, step count.
+"""Saves and restores, bit for bit, a learner's state apart from its weights: moments, random state, step count.
 
 `trainer/optimizer.safetensors`: `exp_avg/NAME`, `exp_avg_sq/NAME`, `step/NAME` per trained parameter, `rng/cpu`,
 `rng/cuda`, and `master/NAME` where the saved model or adapter is narrower than the float32 weights.
@@ -28,7 +28,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
 def save_model(directory: Path, model: nn.Module, weights: dict[str, Tensor], dtype: torch.dtype) -> None:
-    """`weights` in plain Hugging Face layout, or as a PEFT adapter directory."""
+    """Save `weights` in plain Hugging Face layout, or as a PEFT adapter directory."""
     if isinstance(model, PeftModel):
         save_file({name: tensor.contiguous() for name, tensor in weights.items()}, directory / ADAPTER)
         model.peft_config["default"].save_pretrained(str(directory))
@@ -42,20 +42,20 @@ def save_model(directory: Path, model: nn.Module, weights: dict[str, Tensor], dt
     )
 
 
-def noise(*, cuda: bool) -> dict[str, Tensor]:
-    """The random state."""
+def rng_state(*, cuda: bool) -> dict[str, Tensor]:
+    """Return the random state of the process."""
     return {"rng/cpu": torch.get_rng_state(), **({"rng/cuda": torch.cuda.get_rng_state()} if cuda else {})}
 
 
-def put_noise(tensors: Mapping[str, Tensor]) -> None:
+def set_rng_state(tensors: Mapping[str, Tensor]) -> None:
     torch.set_rng_state(tensors["rng/cpu"])
     if "rng/cuda" in tensors and torch.cuda.is_available():
         torch.cuda.set_rng_state(tensors["rng/cuda"])
 
 
 def save(directory: Path, state: dict[str, Tensor], steps: int, *, cuda: bool) -> None:
-    """`state`: moments and masters; the random state is that of now."""
-    tensors = {**state, **noise(cuda=cuda)}
+    """Save `state` (moments and masters) with the current random state."""
+    tensors = {**state, **rng_state(cuda=cuda)}
     (directory / "trainer").mkdir(exist_ok=True)
     save_file({name: t.contiguous() for name, t in tensors.items()}, directory / OPTIMIZER)
     (directory / "trainer" / "state.json").write_bytes(orjson.dumps({"steps": steps}))
@@ -71,14 +71,14 @@ def load(directory: Path, model: nn.Module, parameters: Parameters, optimizer: t
         state = orjson.loads((directory / "trainer" / "state.json").read_bytes())
     except (OSError, ValueError) as error:
         raise JobFailed(f"checkpoint {directory} cannot be resumed: {error}") from error
-    put_noise(tensors)
+    set_rng_state(tensors)
     return int(state["steps"])
 
 
 def start(
     directory: Path, model: nn.Module, parameters: Parameters, optimizer: torch.optim.Optimizer | None
 ) -> dict[str, Tensor]:
-    """Of `load`, adapter and masters, and the moments where an optimizer is given. Returns all the trainer's tensors.
+    """Restore adapter and masters, and the moments if an optimizer is passed. Returns all the trainer's tensors.
 
     Raises JobFailed, naming tensors, if the checkpoint does not fit.
     """
@@ -94,7 +94,7 @@ def start(
             if f"master/{name}" in tensors:
                 parameter.copy_(tensors[f"master/{name}"])
     if optimizer is not None:
-        put_moments(tensors, parameters, optimizer)
+        load_moments(tensors, parameters, optimizer)
     return tensors
 
 
@@ -107,7 +107,7 @@ def moments(parameters: Parameters, optimizer: torch.optim.Optimizer) -> dict[st
     }
 
 
-def put_moments(tensors: dict[str, Tensor], parameters: Parameters, optimizer: torch.optim.Optimizer) -> None:
+def load_moments(tensors: dict[str, Tensor], parameters: Parameters, optimizer: torch.optim.Optimizer) -> None:
     for name, parameter in parameters.items():
         if f"step/{name}" in tensors:
             optimizer.state[parameter] = {m: tensors[f"{m}/{name}"].to(parameter.device) for m in MOMENTS}
@@ -116,14 +116,14 @@ def put_moments(tensors: dict[str, Tensor], parameters: Parameters, optimizer: t
 def _check_fits(directory: Path, tensors: dict[str, Tensor], parameters: Parameters) -> None:
     saved = {name.removeprefix("exp_avg/"): t.shape for name, t in tensors.items() if name.startswith("exp_avg/")}
     if saved and (odd := difference(saved, {name: p.shape for name, p in parameters.items()})):
-        raise JobFailed(f"checkpoint {directory} does not fit the job's model: of those trained, {odd}")
+        raise JobFailed(f"checkpoint {directory} does not fit the job's model: trained tensors: {odd}")
 
 
-Memory = tuple[list[Tensor], list[dict[str, Any]]]
+StateCopy = tuple[list[Tensor], list[dict[str, Any]]]
 
 
-def remember(parameters: Parameters, optimizer: torch.optim.Optimizer) -> Memory:
-    """Copies of weights and moments, to undo the first updates of a batch when a later one is refused."""
+def copy_state(parameters: Parameters, optimizer: torch.optim.Optimizer) -> StateCopy:
+    """Copy weights and moments, to undo the first updates of a batch if a later one is refused."""
     return (
         [p.detach().clone() for p in parameters.values()],
         [
@@ -133,7 +133,7 @@ def remember(parameters: Parameters, optimizer: torch.optim.Optimizer) -> Memory
     )
 
 
-def restore(memory: Memory, parameters: Parameters, optimizer: torch.optim.Optimizer) -> None:
+def restore(memory: StateCopy, parameters: Parameters, optimizer: torch.optim.Optimizer) -> None:
     with torch.no_grad():
         for parameter, weights, moments in zip(parameters.values(), *memory, strict=True):
             parameter.copy_(weights)

@@ -1,10 +1,11 @@
-"""Trainable weights, their optimizer and random state: what every torch learner stands on, whatever its loss is.
+"""Trainable weights with optimizer and random state: base class of the torch learners, independent of the loss.
 
 Master weights and optimizer state are float32; with dtype bfloat16 the forward pass runs under autocast and snapshots
 and saved models are bfloat16. With LoRA only the adapter trains, travels and is saved; the frozen base is held in the
 job's dtype.
 
-A learner adds up gradients with `backward()`, then `set_lr`, `clip`, `finite`, and `apply` or `forget`.
+A learner accumulates gradients with `backward()`, then calls `set_lr`, `clip`, `require_finite`, and `optimizer_step`
+or `discard_gradients`.
 """
 
 from __future__ import annotations
@@ -37,17 +38,17 @@ from opentinker.shared.types.core import Probe, WeightVersion
 from opentinker.shared.types.errors import JobFailed
 
 
-class Saved(NamedTuple):
-    """Of a checkpoint."""
+class CheckpointTensors(NamedTuple):
+    """Tensors of a checkpoint."""
 
     weights: dict[str, Tensor]
     """Model or adapter, in the job's dtype."""
     state: dict[str, Tensor]
-    """See `train_state`."""
+    """See `optimizer_state`."""
 
 
 class PolicyModel:
-    """AdamW on one model, on one device; with a gang, the same model on the devices of all its ranks."""
+    """AdamW on one model, on one device; with a process group, the same model on the devices of all its ranks."""
 
     def __init__(self, spec: JobSpec, device: str = "cpu", gang: ProcessGroup | None = None) -> None:
         self.spec = spec
@@ -55,35 +56,35 @@ class PolicyModel:
         self.gang = gang or ProcessGroup(device=device)
         self.dtype = torch_dtype(spec.model.dtype)
         self.total_steps = spec.train.steps
-        """Of the schedule. Where data.epochs say how many, whoever has read the data sets it."""
+        """Length of the schedule. With data.epochs the training loop sets it once the data is read."""
         self.steps = 0
         """Batches trained on, over all resumes: the position of the learning-rate schedule."""
         self.probed: list[int] = []
-        """Tokens of the last batch by which rollout workers check that they have loaded a version; see `probe`."""
+        """Tokens of the last batch with which rollout workers verify that they loaded a version; see `probe`."""
         self._interrupted = threading.Event()
 
     @property
-    def loads_on(self) -> str:
-        """Where the weights go first."""
+    def load_device(self) -> str:
+        """Device that the weights are loaded to."""
         return self.device
 
     def load(self, checkpoint: Path | None) -> None:
-        """The base model, or the state of a checkpoint directory. Raises JobFailed if either is unusable."""
+        """Load the base model, or the state of a checkpoint directory. Raises JobFailed if either is unusable."""
         self._build(checkpoint)
         self._resume(checkpoint)
 
     def start(self, checkpoint: Path, *, optimizer: bool) -> None:
-        """The weights of another job's checkpoint, and its moments if asked for; all else as at a first start.
+        """Load the weights of another job's checkpoint, and its moments if `optimizer`; all else as at a first start.
 
-        Raises JobFailed, naming tensors, if it is of another model.
+        Raises JobFailed, naming tensors, if it belongs to another model.
         """
         if self.spec.model.lora is None:
             refuse_other_model(str(checkpoint), self.spec.model.base)
         self._build(checkpoint)
-        self._take_over(checkpoint, moments=optimizer)
+        self._load_start(checkpoint, moments=optimizer)
 
     def _build(self, checkpoint: Path | None) -> None:
-        """Model and optimizer; full weights are those of the checkpoint already."""
+        """Build model and optimizer; full weights already come from the checkpoint."""
         spec = self.spec
         if self.device == "cuda" and not torch.cuda.is_available():
             raise JobFailed("resources.trainer_gpus > 0, but this trainer has no GPU; set it to 0 to train on the CPU")
@@ -92,9 +93,9 @@ class PolicyModel:
         torch.manual_seed(spec.train.seed)
         if spec.model.lora is None:
             source = spec.model.base if checkpoint is None else str(checkpoint)
-            self.model: nn.Module = load_model(source, torch.float32, self.loads_on)
+            self.model: nn.Module = load_model(source, torch.float32, self.load_device)
         else:
-            self.model = attach_lora(load_model(spec.model.base, self.dtype, self.loads_on), spec.model.lora)
+            self.model = attach_lora(load_model(spec.model.base, self.dtype, self.load_device), spec.model.lora)
         self.causal = causal_lm(self.model)
         if spec.model.fp32_head:
             float32_head(self.causal)
@@ -105,22 +106,23 @@ class PolicyModel:
         self.optimizer = self._optimizer()
 
     def _resume(self, checkpoint: Path | None) -> None:
-        """Adapter, moments, and last of all the random state: nothing may draw from it afterwards."""
+        """Restore adapter, moments, and finally the random state: nothing may draw from it afterwards."""
         self.steps = 0
         if checkpoint is not None:
             self.steps = optimizer_state.load(checkpoint, self.model, self.parameters, self.optimizer)
 
     def _set_determinism(self) -> None:
-        """Of the whole process, which trains one job at a time. An operation that has no such kernel raises."""
+        """Set determinism for the whole process, which trains one job at a time. Operations without a deterministic
+        kernel raise."""
         torch.use_deterministic_algorithms(self.spec.train.deterministic)
 
-    def _take_over(self, checkpoint: Path, *, moments: bool) -> None:
-        """Of `_resume`, what another job's checkpoint gives."""
+    def _load_start(self, checkpoint: Path, *, moments: bool) -> None:
+        """Restore from another job's checkpoint: as `_resume`, without random state and step count."""
         self.steps = 0
         optimizer_state.start(checkpoint, self.model, self.parameters, self.optimizer if moments else None)
 
     def _optimizer(self) -> torch.optim.Optimizer:
-        """Weight decay acts on matrices; norms and biases have none."""
+        """Return the optimizer. Weight decay acts on matrices; norms and biases have none."""
         train = self.spec.train
         matrices = [p for p in self.parameters.values() if p.ndim >= 2]
         vectors = [p for p in self.parameters.values() if p.ndim < 2]
@@ -138,9 +140,9 @@ class PolicyModel:
 
     @property
     def lr_share(self) -> float:
-        """Of the learning rate, for the next batch: (batches so far + 1) / warmup_steps, then by train.schedule.
+        """Share of the learning rate for the next batch: (batches so far + 1) / warmup_steps, then by train.schedule.
 
-        With x the share of the steps after the warmup that is over before this one: constant 1, linear
+        With x the share of the steps after the warmup that precede this one: constant 1, linear
         1 - (1 - end) x, cosine end + (1 - end) (1 + cos(pi x)) / 2.
         """
         train = self.spec.train
@@ -152,7 +154,7 @@ class PolicyModel:
         return end + (1.0 - end) * left
 
     def set_lr(self) -> float:
-        """The next step's learning rate, which is returned."""
+        """Set and return the next step's learning rate."""
         lr = self.spec.train.lr * self.lr_share
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -161,46 +163,46 @@ class PolicyModel:
     def forward(
         self, plan: Layout, *, temperature: float = 1.0, entropy_gradient: bool = False, hits: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probability and entropy of every mask-1 token, float32 [M], and with `hits` whether it is the likeliest,
-        see `token_scores`."""
+        """Return log-probability and entropy of every mask-1 token, float32 [M], and with `hits` whether it is the
+        likeliest, see `token_scores`."""
         with autocast(self.device, self.dtype):
             return token_scores(
                 self.causal, plan, temperature=temperature, entropy_gradient=entropy_gradient, hits=hits
             )
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Adds to the gradient; `last`: of this optimizer step."""
+        """Add to the gradient; `last`: this is the last loss of the optimizer step."""
         loss.backward()
 
     def clip(self) -> Tensor:
-        """Bound the norm of the gradient, which is summed over the ranks; returns it as it was."""
+        """Sum the gradient over the ranks and clip its norm; returns the norm before clipping."""
         self.gang.sum_gradients(self.parameters.values())
         return nn.utils.clip_grad_norm_(list(self.parameters.values()), self.spec.train.grad_clip)
 
-    def finite(self, sums: Mapping[str, Tensor], advice: str) -> dict[str, float]:
-        """Losses and norms of the step as numbers. Raises NonFinite if one is none: then `forget`, do not `apply`."""
+    def require_finite(self, sums: Mapping[str, Tensor], advice: str) -> dict[str, float]:
+        """Return losses and norms of the step as floats. Raises NonFinite if one is not finite: then call
+        `discard_gradients` instead of `optimizer_step`."""
         result = dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True))
         if not all(abs(value) < float("inf") for value in result.values()):
             said = ", ".join(f"{name} {value}" for name, value in result.items())
             raise NonFinite(f"step refused after {self.steps} steps: {said}; the weights are unchanged. Try {advice}.")
         return result
 
-    def apply(self) -> None:
-        """The optimizer's step."""
+    def optimizer_step(self) -> None:
+        """Apply the gradients and reset them."""
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def forget(self) -> None:
-        """The gradient."""
+    def discard_gradients(self) -> None:
         self.optimizer.zero_grad()
 
-    def remember(self) -> Callable[[], None]:
-        """Returns what undoes the steps from here on."""
-        memory = optimizer_state.remember(self.parameters, self.optimizer)
+    def rollback_point(self) -> Callable[[], None]:
+        """Return a function that undoes all later steps."""
+        memory = optimizer_state.copy_state(self.parameters, self.optimizer)
         return partial(optimizer_state.restore, memory, self.parameters, self.optimizer)
 
     @property
-    def drops_out(self) -> bool:
+    def has_dropout(self) -> bool:
         return self.spec.model.lora is not None and self.spec.model.lora.dropout > 0
 
     def dropout(self, *, on: bool) -> None:
@@ -208,11 +210,11 @@ class PolicyModel:
             module.train(on)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """What is saved, in the job's dtype: Hugging Face names without tied duplicates, or PEFT names."""
+        """Yield the tensors to save, in the job's dtype: Hugging Face names without tied duplicates, or PEFT names."""
         return self._weights(frozen=True)
 
     def _weights(self, *, frozen: bool) -> Iterator[tuple[str, Tensor]]:
-        """`frozen`: what never changes too, which is what a model sees with. It does not travel."""
+        """Yield weights. `frozen`: include frozen tensors, that is those of a vision tower, which are not published."""
         if self.spec.model.lora is not None:
             state = get_peft_model_state_dict(self.model, save_embedding_layers=False)
         else:
@@ -230,7 +232,7 @@ class PolicyModel:
         return transport.snapshot(version, self._weights(frozen=False), BUCKET_BYTES, probe=self.probe())
 
     def probe(self) -> Probe | None:
-        """What the weights, without dropout, say of `probed`; nothing before the first batch."""
+        """Return the log-probabilities of `probed` under the weights, without dropout; None before the first batch."""
         if not self.probed:
             return None
         mask = np.arange(len(self.probed)) > 0
@@ -241,21 +243,21 @@ class PolicyModel:
         return Probe(ids=self.probed, logprobs=logprobs_M.tolist())
 
     def _forward_whole(self, plan: Layout) -> Tensor:
-        """Log-probabilities [M], computed by whoever takes the snapshot."""
+        """Return log-probabilities [M], computed by the rank that takes the snapshot."""
         return PolicyModel.forward(self, plan)[0]
 
     def save(self, directory: Path) -> None:
-        """Model (or adapter) and tokenizer at the top, trainer state below `trainer/`."""
+        """Save model (or adapter) and tokenizer at the top level, trainer state below `trainer/`."""
         self.write(directory, self.collect())
 
-    def collect(self) -> Saved:
-        """What a checkpoint holds."""
+    def collect(self) -> CheckpointTensors:
+        """Collect the tensors of a checkpoint."""
         tensors = optimizer_state.moments(self.parameters, self.optimizer)
         if self.has_masters:
             tensors |= {f"master/{name}": parameter.detach() for name, parameter in self.parameters.items()}
-        return Saved(dict(self.named_weights()), tensors)
+        return CheckpointTensors(dict(self.named_weights()), tensors)
 
-    def write(self, directory: Path, saved: Saved) -> None:
+    def write(self, directory: Path, saved: CheckpointTensors) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         optimizer_state.save_model(directory, self.model, saved.weights, self.dtype)
         self.tokenizer.save_pretrained(directory)
@@ -265,35 +267,35 @@ class PolicyModel:
 
     @property
     def has_masters(self) -> bool:
-        """What is saved as the model is narrower than what is trained."""
+        """Whether the saved model has a lower precision than the trained weights."""
         return bool(self.dtype != torch.float32)
 
     def interrupt(self) -> None:
-        """Takes effect at the next `go_on`."""
+        """Request an interruption, which takes effect at the next `raise_if_interrupted`."""
         self._interrupted.set()
 
-    def go_on(self, *, changes: bool = True) -> None:
-        """Asked between micro-batches. Raises Interrupted.
+    def raise_if_interrupted(self, *, changes: bool = True) -> None:
+        """Raise Interrupted after `interrupt`; called between micro-batches.
 
-        Ranks that share weights or optimizer need each other to save what they have: there, work that changes anything
-        is done to its end, and any other (`changes` false) is given up by all of them at the same place.
+        Ranks that share weights or optimizer need each other to save their state: there, work that changes anything
+        completes, and any other (`changes` false) is interrupted on all of them at the same place.
         """
         asked, shares = self._interrupted.is_set(), self.spec.train.parallel != "data"
         if shares:
-            asked = not changes and bool(self.gang.most(int(asked)))
+            asked = not changes and bool(self.gang.max_across_ranks(int(asked)))
         if asked:
             raise Interrupted("the job was cancelled", alike=shares)
 
     @contextmanager
-    def whole_step(self) -> Iterator[None]:
-        """Of a step that is interrupted nothing stays: no gradient, and the random state is as it was."""
-        noise = optimizer_state.noise(cuda=self.device == "cuda")
+    def undo_if_interrupted(self) -> Iterator[None]:
+        """Undo an interrupted step: discard the gradient and restore the random state."""
+        rng_state = optimizer_state.rng_state(cuda=self.device == "cuda")
         try:
             yield
         except Interrupted:
-            self.forget()
-            optimizer_state.put_noise(noise)
+            self.discard_gradients()
+            optimizer_state.set_rng_state(rng_state)
             raise
 
     def close(self) -> None:
-        """There is nothing outside this process; a gang is left by whoever joined it."""
+        """Nothing to release outside this process; the process group is left by its owner."""

@@ -1,6 +1,6 @@
-"""The learner: batches in, gradient steps, weight snapshots and checkpoints out. Stands behind `learner.Learner`.
+"""RL learner: turns batches into gradient steps, weight snapshots and checkpoints. Implements `base.Learner`.
 
-Weights, optimizer and random state are those of `policy.PolicyModel`; here is what RL does with them.
+Weights, optimizer and random state are those of `policy_model.PolicyModel`.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from opentinker.shared.types.manifest import CRITIC
 from opentinker.shared.types.trajectories import Group
 
 PROBE_TOKENS = 64
-"""At most."""
+"""Maximum number of tokens in a probe."""
 PROBE_EVERY = 4
-"""Versions. A pass over a few tokens takes 4 % of a step of the smallest models."""
+"""Versions between probes. A pass over a few tokens takes 4 % of a step of the smallest models."""
 
 
-class TorchLearner(PolicyModel):
-    """AdamW on the loss that the spec's algorithm puts together, on one device; with a gang, its rank's part of it."""
+class RlLearner(PolicyModel):
+    """AdamW on the loss of the spec's algorithm, on one device; with a process group, this rank's part of it."""
 
     credited: Sequence[F64] | None = None
 
@@ -54,29 +54,29 @@ class TorchLearner(PolicyModel):
             self.critic.load(checkpoint)
         super()._resume(checkpoint)
 
-    def _take_over(self, checkpoint: Path, *, moments: bool) -> None:
-        """A critic too, if there is one and this job trains one."""
+    def _load_start(self, checkpoint: Path, *, moments: bool) -> None:
+        """Restore the critic too, if the checkpoint has one and this job trains one."""
         if self.critic is not None and (checkpoint / CRITIC).exists():
             self.critic.load(checkpoint, moments=moments)
-        super()._take_over(checkpoint, moments=moments)
+        super()._load_start(checkpoint, moments=moments)
 
     def step(self, groups: list[Group], version: WeightVersion) -> dict[str, float]:
-        with self.whole_step():
+        with self.undo_if_interrupted():
             return self._step(groups, version)
 
     def _step(self, groups: list[Group], version: WeightVersion) -> dict[str, float]:
         start = time.perf_counter()
         algorithm, lr_share = self.spec.algorithm, self.lr_share
-        self.gang.separate_noise(self.spec.train.seed, self.steps)
+        self.gang.seed_dropout_by_rank(self.spec.train.seed, self.steps)
         batches = micro_batches(groups, version, self.spec, torch.device(self.device), self.gang)
         micros = [micro for update in batches for micro in update]
         credit = self._give_credit(groups, micros)
         of_the_start = algorithm.proximal == "recomputed" or algorithm.correction == "geometric"
-        if self.drops_out or (algorithm.updates_per_batch > 1 and of_the_start):
+        if self.has_dropout or (algorithm.updates_per_batch > 1 and of_the_start):
             self._measure_start(micros)
         lr = self.set_lr()
         record = StepRecord()
-        undo = self._remember() if len(batches) > 1 else []
+        undo = self._rollback_points() if len(batches) > 1 else []
         try:
             results = [self._update(update, record, lr_share, first=u == 0) for u, update in enumerate(batches)]
         except (NonFinite, Interrupted):
@@ -84,7 +84,7 @@ class TorchLearner(PolicyModel):
                 back()
             raise
         self.steps += 1
-        self.probed = probe_of(groups) if self.steps % PROBE_EVERY == 1 else []
+        self.probed = choose_probe(groups) if self.steps % PROBE_EVERY == 1 else []
         found = self.gang.gather({**record.columns(), **sizes(micros), **critic_columns(micros)})
         return {
             "loss/policy": sum(r["policy"] for r in results) / len(results),
@@ -99,11 +99,12 @@ class TorchLearner(PolicyModel):
         }
 
     def _give_credit(self, groups: list[Group], micros: list[MicroBatch]) -> Credit:
-        """Advantages of the whole batch; with a critic, from its values before the batch; a frozen one's are in it."""
+        """Assign advantages to the whole batch; with a critic, from its values before the batch; values of a frozen one
+        come with the batch."""
         values = None
         if self.critic is not None:
             trajectories = [t for group in groups for t in group.trajectories]
-            self.critic.measure(micros, self.go_on)
+            self.critic.measure(micros, self.raise_if_interrupted)
             values = Values(
                 values_of(micros, [int(t.mask.sum()) for t in trajectories], self.gang),
                 end_values_of(micros, len(trajectories), self.gang),
@@ -113,20 +114,21 @@ class TorchLearner(PolicyModel):
         give_credit(micros, credit)
         return credit
 
-    def _remember(self) -> list[Callable[[], None]]:
-        return [self.remember(), *([self.critic.remember()] if self.critic else [])]
+    def _rollback_points(self) -> list[Callable[[], None]]:
+        return [self.rollback_point(), *([self.critic.rollback_point()] if self.critic else [])]
 
     def _update(
         self, micros: list[MicroBatch], record: StepRecord, lr_share: float, *, first: bool
     ) -> dict[str, float]:
-        """One optimizer step: losses and gradient norms before clipping. Raises NonFinite instead of stepping.
+        """Run one optimizer step; returns losses and gradient norms before clipping. Raises NonFinite instead of
+        stepping.
 
         `first`: the weights are still those before the batch.
         """
         sums = {name: torch.zeros((), device=self.device) for name in ("policy", "total", "value")}
         self.dropout(on=True)
         for micro in micros:
-            self.go_on()
+            self.raise_if_interrupted()
             logprobs_M, entropy_M, _ = self._forward(micro)
             last = micro is micros[-1]
             if not micro.members:
@@ -147,11 +149,11 @@ class TorchLearner(PolicyModel):
             self.gang.sum_gradients(self.critic.parameters.values())
             sums["critic_norm"] = self.critic.clip()
         try:
-            result = self.finite(sums, "a lower lr, or a tighter bound on the ratio")
+            result = self.require_finite(sums, "a lower lr, or a tighter bound on the ratio")
         except NonFinite:
-            self.forget()
+            self.discard_gradients()
             raise
-        self.apply()
+        self.optimizer_step()
         if self.critic is not None:
             self.critic.step(lr_share)
         return result
@@ -164,15 +166,15 @@ class TorchLearner(PolicyModel):
         )
 
     def _measure_start(self, micros: list[MicroBatch]) -> None:
-        """Log-probabilities of the whole batch under the weights before its first update, without dropout."""
+        """Compute log-probabilities of the whole batch under the weights before its first update, without dropout."""
         self.dropout(on=False)
         with torch.no_grad():
             for micro in micros:
-                self.go_on()
+                self.raise_if_interrupted()
                 micro.start_M = self._forward(micro)[0]
 
-    def forget(self) -> None:
-        super().forget()
+    def discard_gradients(self) -> None:
+        super().discard_gradients()
         if self.critic is not None:
             self.critic.optimizer.zero_grad()
 
@@ -182,7 +184,7 @@ class TorchLearner(PolicyModel):
             self.critic.save(directory)
 
 
-def probe_of(groups: Sequence[Group]) -> list[int]:
-    """The beginning of the batch's first trajectory without images; it leaves the engine room for a token more."""
+def choose_probe(groups: Sequence[Group]) -> list[int]:
+    """Return a prefix of the batch's first trajectory without images, short enough for the engine to add a token."""
     whole = next((t.ids for group in groups for t in group.trajectories if not t.pictures and len(t.mask_T) > 2), None)
     return [] if whole is None else whole[: min(PROBE_TOKENS, len(whole) - 1)].tolist()

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the likelihood of what rows say. Stands behind `learner.RowLearner`."""
+"""Supervised fine-tuning: maximises the likelihood of rows. Implements `base.RowLearner`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from torch import Tensor
 
 from opentinker.services.trainer.batch.row_batch import RowBatch, learned_tokens
 from opentinker.services.trainer.data.examples import Example
-from opentinker.services.trainer.learners.supervised import RowPolicy
+from opentinker.services.trainer.learners.supervised import SupervisedLearner
 
 
-class SftLearner(RowPolicy):
+class SftLearner(SupervisedLearner):
     """L = -(1/N) sum_{s,t} log pi(x_{s,t} | x_{s,<t}) over the N learned tokens of the batch: a mean per token, not per
     row. `accuracy` is the share of those tokens that pi finds the likeliest."""
 

@@ -1,7 +1,7 @@
-"""What sft and dpo have in common: batches of rows in, optimizer steps and evaluations out. See `learner.RowLearner`.
+"""Base of the sft and dpo learners: optimizer steps and evaluations on batches of rows. See `base.RowLearner`.
 
-A kind of job says what a micro-batch adds to the batch's loss and metrics, as shares of the whole batch: so the result
-is the same however the batch is packed.
+A subclass computes a micro-batch's contribution to the batch's loss and metrics, as shares of the whole batch, so that
+the result does not depend on packing.
 """
 
 from __future__ import annotations
@@ -20,40 +20,40 @@ from opentinker.services.trainer.learners.base import NonFinite
 from opentinker.services.trainer.learners.policy_model import PolicyModel
 
 
-class RowPolicy(PolicyModel, ABC):
+class SupervisedLearner(PolicyModel, ABC):
     advice = "a lower lr"
-    """To whom a step is refused."""
+    """Advice shown when a step is refused."""
 
     @property
-    def prepares(self) -> bool:
-        """Whether something has to be known beforehand."""
+    def needs_preparation(self) -> bool:
+        """Whether `prepare` has anything to compute."""
         return False
 
     def prepare(self, examples: list[Example], home: Path) -> None:
-        """Nothing has to be."""
+        """Nothing to compute."""
 
     @abstractmethod
     def weight(self, batch: list[Example]) -> int:
-        """What the shares of micro-batches are shares of."""
+        """Return the denominator of the micro-batches' shares."""
 
     @abstractmethod
     def share(self, micro: RowBatch, weight: int) -> dict[str, Tensor]:
-        """`loss`, with a gradient, and the metrics that go with it: what the micro-batch adds to those of its batch."""
+        """Return the micro-batch's contribution to `loss`, with a gradient, and to the metrics of its batch."""
 
     def step(self, batch: list[Example]) -> dict[str, float]:
         began = time.perf_counter()
-        self.gang.separate_noise(self.spec.train.seed, self.steps)
+        self.gang.seed_dropout_by_rank(self.spec.train.seed, self.steps)
         lr = self.set_lr()
         self.dropout(on=True)
-        with self.whole_step():
+        with self.undo_if_interrupted():
             sums, counts = self._sums(batch, backward=True)
         sums["grad_norm"] = self.clip().double()
         try:
-            result = self.finite(sums, self.advice)
+            result = self.require_finite(sums, self.advice)
         except NonFinite:
-            self.forget()
+            self.discard_gradients()
             raise
-        self.apply()
+        self.optimizer_step()
         self.steps += 1
         return {**result, "lr": lr, **counts, "step_seconds": time.perf_counter() - began}
 
@@ -64,12 +64,12 @@ class RowPolicy(PolicyModel, ABC):
         return {name: value.item() for name, value in sums.items()} | {"tokens": counts["tokens"]}
 
     def _sums(self, batch: list[Example], *, backward: bool) -> tuple[dict[str, Tensor], dict[str, float]]:
-        """Loss and metrics, float64, and the counts of tokens, of all ranks; `backward` adds up the gradient."""
+        """Return loss and metrics, float64, and token counts, over all ranks; `backward` accumulates the gradient."""
         weight = self.weight(batch)
         sums: dict[str, Tensor] = {}
         sizes = dict.fromkeys(("tokens", "tokens/total", "tokens/computed"), 0)
         for micro in row_batches(batch, self.spec.train.tokens_per_micro_batch, torch.device(self.device), self.gang):
-            self.go_on(changes=backward)
+            self.raise_if_interrupted(changes=backward)
             found = self.share(micro, weight)
             counts = bool(micro.places)
             if backward:

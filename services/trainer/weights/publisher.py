@@ -1,12 +1,12 @@
-"""Weight versions: trainer -> rollout workers, by one torch.distributed group per job.
+"""Publishes weight versions to rollout workers through one torch.distributed group per job.
 
     publish loop   consumes the newest snapshot and the workers' heartbeats; produces SWAP commands and the tensors;
                    waits for a new snapshot or a changed membership; woken by `offer` and WAKE
 
-Membership follows heartbeats: a worker that comes (or comes back) makes a new group and gets the current version.
-One that dies or fails breaks the group for everyone; the next group is formed at once, without it. A dead one is a
-member again when it answers a ping, one that failed after a pause. A version counts for admission once at least one
-of the job's own workers has it; workers of inference jobs that follow its live policy are members beside them.
+Membership follows heartbeats: when a worker joins (or returns), a new group forms and the worker gets the current
+version. A worker that dies or fails breaks the group for all members; the next group forms immediately without it. A
+dead worker is a member again when it answers a ping, a failed one after a pause. A version counts for admission once
+at least one of the job's own workers has it; workers of inference jobs that follow its live policy are members too.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-LOOK_S = 0.5
-AGAIN_S = 2.0
-"""A worker that failed is not tried again earlier; twice as long after each further failure..."""
-AGAIN_AT_MOST_S = 60.0
-TRIES = 5
-"""...and when a version has failed to reach any worker so many times in a row, plus once per worker, the job fails."""
+POLL_S = 0.5
+RETRY_S = 2.0
+"""Pause before a failed worker is tried again; it doubles with each further failure..."""
+MAX_RETRY_S = 60.0
+MAX_ATTEMPTS = 5
+"""...and after this many attempts in a row, plus one per worker, that reached no worker, the job fails."""
 
 
 class Publisher:
@@ -58,15 +58,15 @@ class Publisher:
         self._store: Any = None
         self._group: WeightGroup | None = None
         self._members: list[WorkerInfo] = []
-        self._has: dict[str, WeightVersion] = {}
+        self._loaded: dict[str, WeightVersion] = {}
         self._failures: dict[str, int] = {}
-        """In a row, by worker."""
+        """Consecutive failures by worker."""
         self._not_before: dict[str, float] = {}
-        self._vain = 0
-        """Tries in a row that brought nobody a version."""
+        self._failed_attempts = 0
+        """Consecutive attempts that reached no worker."""
 
     def offer(self, snapshot: SnapshotLike) -> None:
-        """From now on this is the version to have; one that is on its way arrives first."""
+        """Make this the version to publish; a transfer under way completes first."""
         self._snapshot = snapshot
         self._wake.set()
 
@@ -75,7 +75,7 @@ class Publisher:
         return sum(self._is_own(worker) for worker in self._members)
 
     async def run(self) -> None:
-        """Raises JobFailed when no worker can take the weights."""
+        """Publish versions until cancelled. Raises JobFailed when no worker can take the weights."""
 
         async def wake(_: dict[str, Any]) -> None:
             self._wake.set()
@@ -84,22 +84,22 @@ class Publisher:
         try:
             while True:
                 if self.ctx.bus.nc.is_connected:
-                    await self._turn()
-                if await wait_event(self._wake, LOOK_S):
+                    await self._update()
+                if await wait_event(self._wake, POLL_S):
                     self._wake.clear()
         finally:
             await subscription.unsubscribe()
             self._leave()
 
-    async def _turn(self) -> None:
-        wanted = await self._wanted()
+    async def _update(self) -> None:
+        wanted = await self._find_members()
         if _addresses(wanted) != _addresses(self._members):
             await self._rebuild(wanted)
-        if self._behind():
+        if self._has_outdated():
             await self._send()
 
-    async def _wanted(self) -> list[WorkerInfo]:
-        """The members that the group should have. Whoever makes it change must answer first."""
+    async def _find_members(self) -> list[WorkerInfo]:
+        """Return the members that the group should have. If membership changes, every member must answer a ping."""
         now = time.monotonic()
         ready = [
             worker
@@ -108,23 +108,23 @@ class Publisher:
         ]
         if _addresses(ready) == _addresses(self._members):
             return ready
-        answers = await self._calls.greet(ready)
+        answers = await self._calls.ping_all(ready)
         refused = [(w, a) for w, a in zip(ready, answers, strict=True) if isinstance(a, Failure) and not a.absent]
         for worker, failure in refused:
-            self._put_off(worker, failure)
+            self._back_off(worker, failure)
         wanted = [worker for worker, answer in zip(ready, answers, strict=True) if isinstance(answer, SwapReply)]
         if (vain := [(w, f) for w, f in refused if self._is_own(w)]) and not any(self._is_own(w) for w in wanted):
-            self._in_vain([worker for worker, _ in vain], [failure for _, failure in vain], "")
+            self._count_failure([worker for worker, _ in vain], [failure for _, failure in vain], "")
         return wanted
 
     def _is_own(self, worker: WorkerInfo) -> bool:
-        """One that generates for the job; the others serve its policy to somebody, and training does not depend on
-        them."""
+        """Return whether the worker generates for this job; the others serve its policy, and training does not depend
+        on them."""
         return worker.ready_for(self.lease.job)
 
-    def _behind(self) -> bool:
+    def _has_outdated(self) -> bool:
         version = None if self._snapshot is None else self._snapshot.version
-        return version is not None and any(self._has.get(w.address) != version for w in self._members)
+        return version is not None and any(self._loaded.get(w.address) != version for w in self._members)
 
     def _leave(self) -> None:
         group, self._group = self._group, None
@@ -134,11 +134,11 @@ class Publisher:
         self._store = None
 
     def _give_up(self, why: str) -> None:
-        """Nobody shall wait any longer, neither for the group to be complete nor for bytes."""
+        """Release all members that wait for the group to be complete or for bytes."""
         if self._store is not None:
             from opentinker.shared.nn import transport
 
-            # In a thread of its own: a store that waits in a join answers nobody else until that ends.
+            # In a separate thread: a store that waits in a join serves no other call until that ends.
             threading.Thread(target=transport.give_up, args=(self._store, why), name="give-up", daemon=True).start()
 
     @property
@@ -148,13 +148,13 @@ class Publisher:
     # --- membership ---------------------------------------------------------------------------------------------
 
     async def _rebuild(self, members: list[WorkerInfo]) -> None:
-        """A new group of exactly these workers, or none."""
+        """Form a new group of exactly these workers, or none."""
         self._leave()
         self._generation += 1
         self._members = members
         if not members:
             return
-        world, port = 1 + len(members), self._host(1 + len(members))
+        world, port = 1 + len(members), self._open_store(1 + len(members))
         commands = [
             SwapCommand(
                 job=self.lease.job,
@@ -169,18 +169,18 @@ class Publisher:
             )
             for rank in range(1, world)
         ]
-        problem, answers = await self._calls.ask(
+        problem, answers = await self._calls.call(
             list(zip(members, commands, strict=True)), self._enter(port, world), self._timeout_s, self._give_up
         )
         if problem or any(isinstance(answer, Failure) for answer in answers):
-            self._broken(members, answers, problem)
-            if self._by_own_fault(members, answers, problem):
-                self._in_vain(members, answers, problem)
+            self._break_group(members, answers, problem)
+            if self._is_own_fault(members, answers, problem):
+                self._count_failure(members, answers, problem)
             return
         log.info("weight_group", generation=self._generation, rollout_workers=[w.id for w in members])
 
-    def _host(self, world: int) -> int:
-        """The group's meeting point. Returns its port; 0 for a learner without tensors, which needs no group."""
+    def _open_store(self, world: int) -> int:
+        """Open the group's rendezvous store and return its port; 0 for a learner without tensors, which needs none."""
         if self.device == SIMULATED:
             return 0
         from opentinker.shared.nn import transport
@@ -192,7 +192,7 @@ class Publisher:
         return port
 
     async def _enter(self, port: int, world: int) -> str:
-        """The trainer's part of a new group. Returns what went wrong, or nothing."""
+        """Join a new group as the trainer. Returns an error message, or an empty string."""
         if self._store is None:
             return ""
         from opentinker.shared.nn import transport
@@ -216,7 +216,7 @@ class Publisher:
     # --- one version --------------------------------------------------------------------------------------------
 
     async def _send(self) -> None:
-        """transfer -> checksum -> pause -> load -> stamp -> resume on every worker at once; who fails stays behind."""
+        """Run transfer -> checksum -> pause -> load -> stamp -> resume on all workers in parallel."""
         snapshot, members = self._snapshot, self._members
         assert snapshot is not None
         started = time.monotonic()
@@ -232,7 +232,7 @@ class Publisher:
             bucket_bytes=BUCKET_BYTES,
             probe=snapshot.probe,
         )
-        problem, answers = await self._calls.ask(
+        problem, answers = await self._calls.call(
             [(worker, command) for worker in members],
             self._transfer(snapshot),
             self._load_s(snapshot),
@@ -244,22 +244,22 @@ class Publisher:
             if isinstance(answer, SwapReply):
                 good.append(answer)
                 own += self._is_own(worker)
-                self._has[worker.address] = snapshot.version
+                self._loaded[worker.address] = snapshot.version
                 self._failures.pop(worker.address, None)
         if problem or len(good) < len(members):
-            self._broken(members, answers, problem)
+            self._break_group(members, answers, problem)
         if not own:
-            if self._by_own_fault(members, answers, problem):
-                self._in_vain(members, answers, problem)
+            if self._is_own_fault(members, answers, problem):
+                self._count_failure(members, answers, problem)
             return
-        self._vain = 0
+        self._failed_attempts = 0
         phases = {f"swap/{name}_s": value for name, value in _slowest(good).items()}
         if found := [reply.mismatch for reply in good if reply.mismatch is not None]:
             phases["swap/mismatch"] = max(found)
         await self._served(snapshot.version, {**phases, "swap/seconds": time.monotonic() - started})
 
     def _load_s(self, snapshot: SnapshotLike) -> float:
-        """What an engine may take for pause, load and resume; the group itself limits the transfer before it."""
+        """Return the time limit of an engine for pause, load and resume; the group limits the transfer before it."""
         if self._group is None:
             return self._timeout_s
         from opentinker.shared.nn import transport
@@ -267,7 +267,7 @@ class Publisher:
         return transport.allowed_s(self._timeout_s, sum(bucket.numel() for bucket in snapshot.buckets))
 
     async def _transfer(self, snapshot: SnapshotLike) -> str:
-        """The trainer's part of a swap. Returns what went wrong, or nothing."""
+        """Send the weights to the group. Returns an error message, or an empty string."""
         if self._group is None:
             return ""
         from opentinker.shared.nn import transport
@@ -280,50 +280,51 @@ class Publisher:
 
     # --- failures -----------------------------------------------------------------------------------------------
 
-    def _broken(self, members: list[WorkerInfo], answers: list[SwapReply | Failure], problem: str) -> None:
-        """The group is of no use any more: the next turn makes another, without those to blame."""
+    def _break_group(self, members: list[WorkerInfo], answers: list[SwapReply | Failure], problem: str) -> None:
+        """Leave the broken group: the next iteration forms another without the workers at fault."""
         log.warning("weight_group_broken", generation=self._generation, problem=problem)
-        for worker, failure in _blamed(members, answers, problem):
-            self._put_off(worker, failure)
+        for worker, failure in _at_fault(members, answers, problem):
+            self._back_off(worker, failure)
         self._leave()
         self._members = []
         self._wake.set()
 
-    def _put_off(self, worker: WorkerInfo, failure: Failure) -> None:
-        """Leave it out, for longer each time. An absent one may come back as soon as it answers."""
+    def _back_off(self, worker: WorkerInfo, failure: Failure) -> None:
+        """Exclude the worker, for longer each time. An absent one may return as soon as it answers."""
         log.warning("rollout_worker_left_out", rollout_worker=worker.id, why=failure.why)
         name = worker.address
-        self._has.pop(name, None)
+        self._loaded.pop(name, None)
         if not failure.absent:
             self._failures[name] = self._failures.get(name, 0) + 1
-            pause = min(AGAIN_S * 2 ** (self._failures[name] - 1), AGAIN_AT_MOST_S)
+            pause = min(RETRY_S * 2 ** (self._failures[name] - 1), MAX_RETRY_S)
             self._not_before[name] = time.monotonic() + pause
 
-    def _by_own_fault(self, members: list[WorkerInfo], answers: list[SwapReply | Failure], problem: str) -> bool:
-        """Or the trainer's. Where only those are to blame that serve the policy, the next group is without them."""
-        blamed = [worker for worker, _ in _blamed(members, answers, problem)]
+    def _is_own_fault(self, members: list[WorkerInfo], answers: list[SwapReply | Failure], problem: str) -> bool:
+        """Return whether the job's own workers, or the trainer, are at fault. If only workers that serve the policy
+        are, the next group forms without them."""
+        blamed = [worker for worker, _ in _at_fault(members, answers, problem)]
         return any(self._is_own(worker) for worker in blamed or members)
 
-    def _in_vain(self, members: list[WorkerInfo], answers: list[SwapReply | Failure], problem: str) -> None:
-        """Nobody got anything. Raises JobFailed when it has been so too often."""
+    def _count_failure(self, members: list[WorkerInfo], answers: list[SwapReply | Failure], problem: str) -> None:
+        """Count an attempt that reached no worker. Raises JobFailed after too many in a row."""
         if not self.ctx.bus.nc.is_connected:
-            return  # nobody's fault, and it will pass
-        self._vain += 1
-        if self._vain >= TRIES + len(members):
-            reasons = [f"{worker.id}: {failure.why}" for worker, failure in _blamed(members, answers, problem)]
+            return  # no worker is at fault, and the connection will return
+        self._failed_attempts += 1
+        if self._failed_attempts >= MAX_ATTEMPTS + len(members):
+            reasons = [f"{worker.id}: {failure.why}" for worker, failure in _at_fault(members, answers, problem)]
             reasons += [problem] if problem else []
             version = "" if self._snapshot is None else f" {self._snapshot.version}"
             raise JobFailed(
-                f"no rollout worker could take weights{version}, {self._vain} tries in a row; last: "
+                f"no rollout worker could take weights{version}, {self._failed_attempts} attempts in a row; last: "
                 f"{'; '.join(reasons)} (each phase of a swap may take swap_timeout_s = {self._timeout_s:g} "
                 "s, transfer and load also the time for their bytes at 50 MB/s)"
             )
 
 
-def _blamed(
+def _at_fault(
     members: list[WorkerInfo], answers: list[SwapReply | Failure], problem: str
 ) -> list[tuple[WorkerInfo, Failure]]:
-    """The dead and the silent. If there are none: everyone who failed, or, where the trainer's own part went wrong
+    """Return the dead and silent workers. If there are none: all that failed, or, where the trainer's own part failed
     too, the first of them, as the others may have failed because of it."""
     failed = [(w, answer) for w, answer in zip(members, answers, strict=True) if isinstance(answer, Failure)]
     silent = [(w, failure) for w, failure in failed if failure.silent]

@@ -1,8 +1,8 @@
-"""What the publisher says to rollout workers over SWAP, and how it knows that one will not answer any more.
+"""SWAP requests from the publisher to rollout workers, with detection of workers that will not answer.
 
-A question to all members of the weight group is asked at once, beside the trainer's own part (forming the group,
-sending). Whoever still owes an answer is pinged: a killed process is known at once, because nobody serves its address
-any more; one that hangs or is out of reach when its heartbeat has run out.
+Requests go to all members of the weight group concurrently, while the trainer does its own part (forming the group,
+sending). Workers without an answer are pinged: a killed process is detected immediately, because its address has no
+responder; a hanging or unreachable one when its heartbeat expires.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from opentinker.shared.types.core import Lease, SwapCommand, SwapReply, WorkerIn
 T = TypeVar("T")
 
 PING_S = 1.0
-"""A worker that is silent for so long does not become a member."""
-LOOK_S = 0.25
-"""How often those who owe an answer are looked after."""
-NEVER_S = 86_400.0
-"""Answers are waited for as `SwapCalls.ask` says; the bus asks for a limit too."""
+"""Time limit of a ping; a worker that does not answer within it does not become a member."""
+POLL_S = 0.25
+"""Interval between pings of workers without an answer."""
+REQUEST_LIMIT_S = 86_400.0
+"""Effectively no limit: `SwapCalls.call` limits the wait, but the bus requires a timeout."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a worker did not do what it was asked."""
+    """Why a worker did not execute a command."""
 
     why: str
     absent: bool = False
-    """There is no such process, or its heart has stopped, or NATS is away: it said nothing."""
+    """No answer: the process does not exist, its heartbeat has expired, or NATS is unreachable."""
     late: bool = False
-    """It lives and said nothing in time."""
+    """The worker is alive but did not answer in time."""
     gone: bool = False
-    """The NATS server knows of nobody at its address."""
+    """The NATS server has no responder at its address."""
     at: float = field(default_factory=time.monotonic)
 
     @property
@@ -54,47 +54,47 @@ class SwapCalls:
         self.ctx, self.lease = ctx, lease
         self._beating: set[str] = set()
         self._pulses = Pulses()
-        self._looked_at = 0.0
-        self._looking = asyncio.Lock()
+        self._polled_at = 0.0
+        self._poll_lock = asyncio.Lock()
 
-    async def greet(self, workers: Sequence[WorkerInfo]) -> list[SwapReply | Failure]:
-        """Who is there, whatever the last heartbeat said; one that is busy with an earlier swap fails."""
+    async def ping_all(self, workers: Sequence[WorkerInfo]) -> list[SwapReply | Failure]:
+        """Ping workers, regardless of their last heartbeat; one that is busy with an earlier swap fails."""
         return list(await asyncio.gather(*(self._ping(worker) for worker in workers)))
 
-    async def ask(
+    async def call(
         self,
         commands: Sequence[tuple[WorkerInfo, SwapCommand]],
         part: Awaitable[T],
-        patience_s: float,
+        timeout_s: float,
         failed: Callable[[str], None],
     ) -> tuple[T, list[SwapReply | Failure]]:
-        """Ask everyone at once and do the trainer's `part`, which must come to an end by itself. Then answers may take
-        `patience_s` more. `failed(why)` is called for each failure, when it is known."""
-        asks = [asyncio.create_task(self._ask(worker, command, failed)) for worker, command in commands]
+        """Send all commands concurrently and run the trainer's `part`, which must end by itself. Then answers may take
+        another `timeout_s`. `failed(why)` is called for each failure as soon as it is known."""
+        asks = [asyncio.create_task(self._call(worker, command, failed)) for worker, command in commands]
         try:
             result = await part
-            await asyncio.wait(asks, timeout=patience_s)
+            await asyncio.wait(asks, timeout=timeout_s)
         finally:
             await cancel_and_wait(*asks)
-        late = Failure(f"no answer {patience_s:.1f} s after the trainer had done its part", late=True)
+        late = Failure(f"no answer {timeout_s:.1f} s after the trainer finished its part", late=True)
         return result, [late if ask.cancelled() else ask.result() for ask in asks]
 
-    async def _ask(
+    async def _call(
         self, worker: WorkerInfo, command: SwapCommand, failed: Callable[[str], None]
     ) -> SwapReply | Failure:
-        answer = await self._answer(worker, command)
+        answer = await self._request(worker, command)
         if isinstance(answer, Failure):
             failed(f"{worker.id}: {answer.why}")
         return answer
 
-    async def _answer(self, worker: WorkerInfo, command: SwapCommand) -> SwapReply | Failure:
-        asking = asyncio.create_task(self.ctx.bus.request(SWAP, command, NEVER_S, worker=worker.address))
+    async def _request(self, worker: WorkerInfo, command: SwapCommand) -> SwapReply | Failure:
+        asking = asyncio.create_task(self.ctx.bus.request(SWAP, command, REQUEST_LIMIT_S, worker=worker.address))
         try:
-            while not (await asyncio.wait([asking], timeout=LOOK_S))[0]:
-                if why := await self._absent(worker):
+            while not (await asyncio.wait([asking], timeout=POLL_S))[0]:
+                if why := await self._absence(worker):
                     return Failure(why, absent=True)
             reply = asking.result()
-        except NoReply as error:  # at once: nobody serves the address, or NATS is away
+        except NoReply as error:  # the address has no responder, or NATS is away
             return Failure(str(error), absent=True)
         except WireError as error:
             return Failure(str(error))
@@ -102,23 +102,23 @@ class SwapCalls:
             await cancel_and_wait(asking)
         return reply if reply.ok else Failure(reply.error)
 
-    async def _absent(self, worker: WorkerInfo) -> str:
-        """Why the worker will not answer any more, or nothing."""
+    async def _absence(self, worker: WorkerInfo) -> str:
+        """Return why the worker will not answer, or an empty string."""
         answer = await self._ping(worker)
         if isinstance(answer, Failure) and answer.gone:
             return "its process is gone"
         if worker.address not in await self._heartbeats():
-            return "no heartbeat any more"
+            return "its heartbeat has expired"
         return ""
 
     async def _heartbeats(self) -> set[str]:
-        """Names of everyone who beats, at most LOOK_S old."""
-        async with self._looking:
-            if time.monotonic() - self._looked_at > LOOK_S:
+        """Return the addresses of all live workers, at most POLL_S old."""
+        async with self._poll_lock:
+            if time.monotonic() - self._polled_at > POLL_S:
                 beats = await self.ctx.store.beats()
-                silent = {beat.id for beat in self._pulses.silent(beats)}  # whether or not a scheduler is there
+                silent = {beat.id for beat in self._pulses.silent(beats)}  # independent of any scheduler
                 self._beating = {beat.address for beat in beats if beat.id not in silent}
-                self._looked_at = time.monotonic()
+                self._polled_at = time.monotonic()
             return self._beating
 
     async def _ping(self, worker: WorkerInfo) -> SwapReply | Failure:

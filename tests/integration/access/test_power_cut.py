@@ -126,7 +126,7 @@ async def test_what_a_job_has_reported_is_there(
     assert [line["step"] for line in lineage(home / "validation.jsonl", {1: 0}, 3)] == [3]
     assert next(line["step"] for line in lineage(home / "metrics.jsonl", {1: 0}, 9)) == 3
     assert (home / "transcripts" / "step-000003.jsonl").read_bytes() == b'{"index":0}\n'
-    found = checkpoint.newest(home / "checkpoints")
+    found = checkpoint.find_newest(home / "checkpoints")
     assert found is not None and found[1].step == 3
     assert (left / "artifacts" / "lab" / "j-1" / "x" / "weights").read_bytes() == b"1"
     assert (left / "artifacts" / "lab" / "j-1" / "log").read_bytes() == b"log\n"

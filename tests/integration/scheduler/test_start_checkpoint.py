@@ -263,7 +263,7 @@ async def test_checkpoint_is_kept_from_submission_to_the_end_whatever_is_swept(
     assert (kept / "model.safetensors").samefile(source / "model.safetensors"), "it takes no space of its own"
     checkpoint.sweep(source.parent, keep=0, epoch=1)
     assert not source.exists()
-    assert checkpoint.intact(kept) == read_manifest(kept) and read_manifest(kept).step == 20
+    assert checkpoint.read_intact(kept) == read_manifest(kept) and read_manifest(kept).step == 20
     await client.cancel(second["id"])
     await until(lambda: not kept.exists())
     await client.cancel(first)
@@ -310,7 +310,7 @@ async def test_copy_is_made_where_files_cannot_have_two_names(
     source = write_checkpoint(ctx, first, 10, full_files(tmp_path))
     second = (await client.submit(spec_of(base), from_checkpoint=f"{first}@10"))["id"]
     shutil.rmtree(source)
-    checkpoint.intact(start_of(ctx.settings.data_dir, second))
+    checkpoint.read_intact(start_of(ctx.settings.data_dir, second))
 
 
 async def test_checkpoint_that_is_written_anew_meanwhile_is_not_mixed_with_the_old_one(

@@ -13,9 +13,9 @@ import pytest
 
 from opentinker.services.rollout_worker.weight_receiver import WeightReceiver
 from opentinker.services.trainer.data.examples import Example
-from opentinker.services.trainer.job_reporter import Record
+from opentinker.services.trainer.job_reporter import JobReporter
 from opentinker.services.trainer.learners.base import SimulatedLearner
-from opentinker.services.trainer.rl_loop import TrainerJob, consumer_of
+from opentinker.services.trainer.rl_loop import TrainerJob, consumer_name
 from opentinker.services.trainer.supervised_loop import SupervisedJob
 from opentinker.shared.messaging.subjects import GROUP
 from opentinker.shared.runtime.leased_worker import LeasedWorker
@@ -155,7 +155,7 @@ async def test_trainer_that_wakes_in_a_step_while_its_successor_loads_writes_not
     assert record.step == STOPS_AT - 1
 
 
-def writes(ctx: Context, record: Record) -> dict[str, Callable[[], Awaitable[object]]]:
+def writes(ctx: Context, record: JobReporter) -> dict[str, Callable[[], Awaitable[object]]]:
     """All that a trainer writes, by name."""
     admission = Admission(ctx.store.redis, JOB, 1)
     manifest = Manifest(job=JOB, epoch=1, step=7, version=WeightVersion(1, 7), resumed={1: 0})
@@ -187,7 +187,7 @@ async def test_every_write_of_an_old_epoch_is_refused(ctx: Context) -> None:
     )
     _, (seq, *_) = await Admission(ctx.store.redis, JOB).issue(2)
     assert seq == 0 and await Admission(ctx.store.redis, JOB, 1).accept(0) == "ok"
-    record = Record(worker.ctx, lease, spec, SimulatedLearner(spec))
+    record = JobReporter(worker.ctx, lease, spec, SimulatedLearner(spec))
     await successor(ctx)
     home = ctx.settings.data_dir / "jobs" / JOB
     before, ledger = await ctx.store.job(JOB), await Admission(ctx.store.redis, JOB).ledger()
@@ -249,12 +249,12 @@ async def test_old_trainer_takes_no_group_away_from_the_new_one(ctx: Context) ->
     """It was stopped with groups in its hands, and wakes up to ask for more."""
     group = [make_group(job=JOB, seq=seq) for seq in range(6)]
     names = [f"{ctx.settings.data_dir}/{seq}" for seq in range(6)]
-    old = await ctx.bus.consume(GROUP, consumer_of(JOB, 1), batch=4, start_seq=1, job=JOB)
+    old = await ctx.bus.consume(GROUP, consumer_name(JOB, 1), batch=4, start_seq=1, job=JOB)
     for seq in range(4):
         await ctx.bus.publish(GROUP, group[seq], names[seq], job=JOB)
     held = [await old.next(WAIT_S) for _ in range(2)]
     assert None not in held
-    new = await ctx.bus.consume(GROUP, consumer_of(JOB, 2), batch=4, start_seq=1, job=JOB)
+    new = await ctx.bus.consume(GROUP, consumer_name(JOB, 2), batch=4, start_seq=1, job=JOB)
     for seq in (4, 5):
         await ctx.bus.publish(GROUP, group[seq], names[seq], job=JOB)
     more = [await old.next(WAIT_S) for _ in range(4)]

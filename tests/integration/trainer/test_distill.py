@@ -15,13 +15,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.models.make_tiny import make_tiny
 from opentinker.services.reference_forward.required_models import TEACHER, ModelKey
-from opentinker.services.reference_forward.results import with_results
+from opentinker.services.reference_forward.results import add_results
 from opentinker.services.reference_forward.scorer import Scorer
 from opentinker.services.reference_forward.tokenizer_check import check_same_tokens
 from opentinker.services.trainer.algorithm import losses
 from opentinker.services.trainer.algorithm.advantages import distillation, grpo
 from opentinker.services.trainer.algorithm.credit_assignment import assign
-from opentinker.services.trainer.learners.rl import TorchLearner
+from opentinker.services.trainer.learners.rl import RlLearner
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.messaging.subjects import GROUP, SCORE
 from opentinker.shared.spec import AlgorithmSpec, parse_spec
@@ -136,7 +136,7 @@ def test_a_student_comes_to_its_teacher(student: Path, teacher: Path, tmp_path: 
         teacher={"base": str(teacher)},
         train={"steps": 100, "lr": 1e-2},
     )
-    learner = TorchLearner(spec)
+    learner = RlLearner(spec)
     learner.load(None)
     sampler = Sampler(learner.causal, learner.tokenizer, seed=0)
     scorer = Scorer()
@@ -146,7 +146,7 @@ def test_a_student_comes_to_its_teacher(student: Path, teacher: Path, tmp_path: 
         version = WeightVersion(1, step)
         groups = sampler.copy_digit(10, 8, version)
         found = scorer.score(model, groups, [1.0] * 10)
-        scored = [with_results(g, {TEACHER: results}, {}) for g, results in zip(groups, found, strict=True)]
+        scored = [add_results(g, {TEACHER: results}, {}) for g, results in zip(groups, found, strict=True)]
         kl.append(learner.step(scored, version)["teacher/kl"])
     assert np.mean(kl[-3:]) < 0.25 * np.mean(kl[:3])
     learner.save(tmp_path / "after")
@@ -202,7 +202,7 @@ async def test_teacher_and_reference_logprobs_come_with_the_groups(
     async with running(bus, store) as service:
         await passed(bus, job, 2)
         assert "does not share the tokenizer" in await failed(store, foreign)
-        assert len(service.residence) == 2
+        assert len(service.cache) == 2
     scorer = Scorer()
     for group in await bus.stored(GROUP, job=job):
         for base, name in ((student, "ref_logprobs"), (teacher, "teacher_logprobs")):

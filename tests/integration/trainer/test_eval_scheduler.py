@@ -16,8 +16,8 @@ import pytest
 from opentinker.services.scheduler.jobs.tickets import ticket_seed
 from opentinker.services.trainer import eval_scheduler
 from opentinker.services.trainer.batch.metrics import batch_metrics
-from opentinker.services.trainer.eval_scheduler import Validation
-from opentinker.services.trainer.job_reporter import Record
+from opentinker.services.trainer.eval_scheduler import EvalScheduler
+from opentinker.services.trainer.job_reporter import JobReporter
 from opentinker.services.trainer.learners.base import EmptySnapshot, SimulatedLearner
 from opentinker.shared.evaluation.metrics import Z95, interval, validation_metrics
 from opentinker.shared.messaging.subjects import EXAM, EXAM_RESULT
@@ -183,9 +183,11 @@ class Trial:
     def __init__(self, ctx: Context, spec: JobSpec, job: str = "") -> None:
         self.ctx, self.job = ctx, job or f"j-{uuid.uuid4().hex[:8]}"
         lease = Lease(job=self.job, worker="trainer-0", incarnation="i", epoch=1, pool=Pool.TRAINER)
-        self.record = Record(ctx, lease, spec, SimulatedLearner(spec))
+        self.record = JobReporter(ctx, lease, spec, SimulatedLearner(spec))
         self.published: list[int] = []
-        self.it = Validation(ctx, lease, spec.validation, self.record, lambda s: self.published.append(s.version.step))
+        self.it = EvalScheduler(
+            ctx, lease, spec.validation, self.record, lambda s: self.published.append(s.version.step)
+        )
 
     async def offer(self, step: int) -> None:
         await self.it.offer(EmptySnapshot(version=V(1, step)))
@@ -276,7 +278,7 @@ async def test_results_of_other_weights_do_not_count_and_are_asked_for_again(
     ctx: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(eval_scheduler, "LOST_S", 0.05)
-    monkeypatch.setattr(eval_scheduler, "LOOK_S", 0.05)
+    monkeypatch.setattr(eval_scheduler, "POLL_S", 0.05)
     t = await trial(ctx)
     async with running(t.it.run()):
         await t.offer(0)
@@ -310,7 +312,7 @@ async def test_evaluation_that_takes_too_long_ends_and_says_so(ctx: Context) -> 
 @pytest.mark.parametrize(
     ("answers", "why"),
     [
-        ([result(0)], r"step 0: 1 of 2 episodes .* validation\.timeout_s was over"),
+        ([result(0)], r"step 0: 1 of 2 episodes .* within validation\.timeout_s"),
         ([result(0), result(1, ending=Ending.ENV_TIMEOUT, error="30 s")], r"step 0: episode 1 .*env_timeout: 30 s"),
         ([result(0), result(1, ending=Ending.ENV_ERROR, error="it raised")], ""),
     ],
@@ -410,7 +412,7 @@ async def test_target_of_a_validation_metric_is_its_last_value(ctx: Context) -> 
     t = await trial(ctx)
     spec = make_spec(validation={"every": 4}, train__target={"val/exact": 0.9, "reward/mean": 0.1})
     record = Trial(ctx, spec, t.job).record
-    assert record.target_is_validated and not t.record.target_is_validated
+    assert record.target_uses_evaluation and not t.record.target_uses_evaluation
     record._window.extend([{"reward/mean": 0.5}] * 10)
     for exact, met in ((0.0, False), (1.0, True)):
         values = validation_metrics([result(0, metrics={"exact": exact})], 1)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.models.make_tiny import make_tiny
 from opentinker import ApiError, AsyncClient
-from opentinker.services.trainer.learners.rl import TorchLearner
+from opentinker.services.trainer.learners.rl import RlLearner
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import LoraSpec
 from opentinker.shared.types.core import WeightVersion
@@ -26,13 +26,13 @@ from tests.support.learning import plain_logprobs, random_groups, torch_spec
 IDS = [5, 6, 7, 8, 9, 10, 11, 3, 4, 1]
 
 
-def learner_of(base: Path, checkpoint: Path | None = None, **model: Any) -> TorchLearner:
-    learner = TorchLearner(torch_spec(base, model=model))
+def learner_of(base: Path, checkpoint: Path | None = None, **model: Any) -> RlLearner:
+    learner = RlLearner(torch_spec(base, model=model))
     learner.load(checkpoint)
     return learner
 
 
-def logprobs(learner: TorchLearner) -> torch.Tensor:
+def logprobs(learner: RlLearner) -> torch.Tensor:
     learner.causal.set_attn_implementation("sdpa")
     return plain_logprobs(learner.causal, IDS)
 
@@ -67,7 +67,7 @@ def test_adapter_begins_as_nothing_on_an_unchanged_base(tiny: Path, tmp_path: Pa
 
 def test_each_way_to_begin_is_another_one_and_follows_the_seed(tiny: Path) -> None:
     def first(init: str, seed: int = 0) -> torch.Tensor:
-        learner = TorchLearner(torch_spec(tiny, model={"lora": {"rank": 8, "init": init}}, train={"seed": seed}))
+        learner = RlLearner(torch_spec(tiny, model={"lora": {"rank": 8, "init": init}}, train={"seed": seed}))
         learner.load(None)
         return next(p.detach() for n, p in learner.parameters.items() if "q_proj.lora_A" in n)
 

@@ -57,7 +57,7 @@ class Trainer:
     """A publisher at work, what it was offered and what it says was served."""
 
     def __init__(self, ctx: Context, job: str, device: str) -> None:
-        self.newest = version(0)
+        self.find_newest = version(0)
         self.served: dict[WeightVersion, float] = {}
         lease = Lease(job=job, worker="trainer-0", incarnation="t", epoch=1, pool=Pool.TRAINER)
         self.publisher = Publisher(ctx, lease, device, self._served)
@@ -67,13 +67,13 @@ class Trainer:
 
     async def offer(self, step: int, values: int = 0) -> None:
         """New weights of so many float32 values."""
-        self.newest = version(step)
+        self.find_newest = version(step)
         made = snapshot(version(step), [("w", torch.randn(values))], BUCKET_BYTES) if values else None
         self.publisher.offer(made or EmptySnapshot(version=version(step)))
 
     async def serves(self) -> None:
         """Until the newest version counts as served."""
-        await until(lambda: self.newest in self.served)
+        await until(lambda: self.find_newest in self.served)
 
 
 @asynccontextmanager
@@ -387,9 +387,9 @@ async def brief(ctx: Context) -> Context:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "AGAIN_S", 0.01)
-    monkeypatch.setattr(module, "AGAIN_AT_MOST_S", 0.05)
-    monkeypatch.setattr(module, "LOOK_S", 0.02)
+    monkeypatch.setattr(module, "RETRY_S", 0.01)
+    monkeypatch.setattr(module, "MAX_RETRY_S", 0.05)
+    monkeypatch.setattr(module, "POLL_S", 0.02)
 
 
 async def failure_of(publisher: Publisher) -> str:
@@ -404,7 +404,7 @@ async def test_job_fails_with_the_reason_when_no_worker_ever_takes_its_weights(c
     await trainer.offer(3)
     async with running(worker.live()):
         reason = await failure_of(trainer.publisher)
-    assert "no rollout worker could take weights 1.3, 6 tries in a row; last: w: the disk is on fire" in reason
+    assert "no rollout worker could take weights 1.3, 6 attempts in a row; last: w: the disk is on fire" in reason
     assert worker.asked == ["join", "receive"] * 6 and trainer.served == {}
 
 
@@ -423,8 +423,8 @@ async def test_worker_that_always_fails_does_not_fail_the_job_of_the_others(ctx:
 
 @pytest.mark.usefixtures("impatient")
 async def test_worker_that_is_tried_again_waits_longer_each_time(ctx: Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "AGAIN_S", 0.1)
-    monkeypatch.setattr(module, "AGAIN_AT_MOST_S", 60.0)
+    monkeypatch.setattr(module, "RETRY_S", 0.1)
+    monkeypatch.setattr(module, "MAX_RETRY_S", 60.0)
     at: list[float] = []
 
     async def notes(command: SwapCommand) -> None:
@@ -457,7 +457,7 @@ async def test_follower_that_never_joins_does_not_fail_the_job_that_it_follows(c
         await trainer.serves()
         async with running(follower.live()):
             # Many steps' time without a new version: nothing else is published meanwhile.
-            await until(functools.partial(follower.has_joined_more_than, 2 * (module.TRIES + 2)))
+            await until(functools.partial(follower.has_joined_more_than, 2 * (module.MAX_ATTEMPTS + 2)))
             await trainer.offer(2)
             await trainer.serves()
     assert own.version == version(2)
@@ -470,7 +470,7 @@ async def test_job_whose_own_worker_is_stuck_fails_though_a_follower_is_well(ctx
     follower = FakeWorker(ctx, "follower", takes, job="chat", follows=FAKE)
     await trainer.offer(1)
     async with running(own.live()), running(follower.live()):
-        assert "6 tries in a row; last: own: busy" in await failure_of(trainer.publisher)
+        assert "6 attempts in a row; last: own: busy" in await failure_of(trainer.publisher)
     assert trainer.served == {}
 
 
@@ -506,7 +506,7 @@ async def test_job_fails_when_its_only_worker_is_stuck(ctx: Context, brief: Cont
     stuck, trainer = FakeWorker(ctx, "stuck", gets_stuck), Trainer(brief, FAKE, "none")
     await trainer.offer(1)
     async with running(stuck.live()):
-        assert "6 tries in a row; last: stuck: busy" in await failure_of(trainer.publisher)
+        assert "6 attempts in a row; last: stuck: busy" in await failure_of(trainer.publisher)
 
 
 class SlowWorker:
@@ -540,7 +540,7 @@ async def test_each_phase_has_its_time_and_the_time_for_its_bytes(
             await until(lambda: worker.version == version(1))
             assert worker.asked == ["join", "receive"]
         slow.late_s = 0.0
-        monkeypatch.setattr(module, "TRIES", 0)
+        monkeypatch.setattr(module, "MAX_ATTEMPTS", 0)
         few = Trainer(ctx, FAKE, "cpu")
         await few.offer(2, 1000)
         async with running(worker.live()):

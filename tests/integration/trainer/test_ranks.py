@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from opentinker.services.trainer.distributed import multi_rank_learner, rank_processes
-from opentinker.services.trainer.distributed.multi_rank_learner import RankedLearner
+from opentinker.services.trainer.distributed.multi_rank_learner import MultiRankRlLearner
 from opentinker.services.trainer.distributed.rank_processes import RankLost, RankProcesses
 from opentinker.services.trainer.distributed.rank_protocol import Gather
 from opentinker.services.trainer.learners.base import NonFinite
-from opentinker.services.trainer.learners.rl import TorchLearner
+from opentinker.services.trainer.learners.rl import RlLearner
 from opentinker.shared.nn.packing import share
 from opentinker.shared.nn.transport import unpack
 from opentinker.shared.runtime.gpus import VISIBLE
@@ -56,20 +56,20 @@ class Pair:
 
     def __init__(self, base: Path) -> None:
         self.base = base
-        self.gang = RankedLearner(two_ranks(base), "cpu")
+        self.gang = MultiRankRlLearner(two_ranks(base), "cpu")
 
-    def job(self, checkpoint: Path | None = None, **parts: Any) -> TorchLearner:
+    def job(self, checkpoint: Path | None = None, **parts: Any) -> RlLearner:
         """From now on the gang trains this. Returns the learner of one rank."""
         single = copy.deepcopy(parts)
         single.get("train", {}).pop("parallel", None)
-        alone = TorchLearner(torch_spec(self.base, **single))
+        alone = RlLearner(torch_spec(self.base, **single))
         alone.load(checkpoint)
         self.start = {name: weights.clone() for name, weights in alone.named_weights()}
         self.gang.spec = two_ranks(self.base, **parts)
         self.gang.load(checkpoint)
         return alone
 
-    def both_step(self, alone: TorchLearner, groups: list[Group], step: int) -> dict[str, float]:
+    def both_step(self, alone: RlLearner, groups: list[Group], step: int) -> dict[str, float]:
         """The same batch for both, which must say the same of it."""
         expected, found = alone.step(groups, version(step)), self.gang.step(groups, version(step))
         assert found.keys() - expected.keys() == {"trainer/rank_imbalance"} and expected.keys() <= found.keys()
@@ -81,7 +81,7 @@ class Pair:
         assert sum(found[name] for name in binned) == sum(expected[name] for name in binned) > 0
         return found
 
-    def assert_same_weights(self, alone: TorchLearner) -> None:
+    def assert_same_weights(self, alone: RlLearner) -> None:
         snapshot = self.gang.snapshot(version(9))
         found = dict(unpack(snapshot.manifest, snapshot.buckets))
         expected = dict(alone.named_weights())
@@ -144,7 +144,7 @@ def test_two_ranks_start_from_the_checkpoint_of_another_job(pair: Pair, tmp_path
         first.step(random_groups(step), version(step))
     first.save(tmp_path)
     for optimizer in (False, True):
-        alone = TorchLearner(first.spec)
+        alone = RlLearner(first.spec)
         alone.start(tmp_path, optimizer=optimizer)
         pair.start = {name: weights.clone() for name, weights in alone.named_weights()}
         pair.gang.start(tmp_path, optimizer=optimizer)
@@ -260,7 +260,7 @@ def test_a_rank_that_stops_is_noticed_and_ended_and_the_next_job_has_others(
     pair.gang.close()
 
     monkeypatch.setattr(rank_processes, "START_S", 2.0)  # it imports torch for longer, and uses its processor meanwhile
-    pair.gang = RankedLearner(two_ranks(pair.base), "cpu")
+    pair.gang = MultiRankRlLearner(two_ranks(pair.base), "cpu")
     alone = pair.job(train={"lr": 1e-3, "parallel": "zero1"})
     pair.both_step(alone, random_groups(0), 0)
 
@@ -300,7 +300,7 @@ def test_what_lost_the_ranks_is_not_hidden_by_a_part_of_ours_that_does_not_let_g
 
 
 def test_ranks_that_were_starting_when_the_job_was_let_go_end(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    gang = RankedLearner(two_ranks(pair.base), "cpu")
+    gang = MultiRankRlLearner(two_ranks(pair.base), "cpu")
     started: list[RankProcesses] = []
 
     def slowly(*arguments: Any) -> RankProcesses:
@@ -324,7 +324,7 @@ def test_ranks_take_no_gpu_that_their_trainer_was_not_given(
     monkeypatch.delenv(VISIBLE, raising=False)
     if told is not None:
         monkeypatch.setenv(VISIBLE, told)
-    assert [multi_rank_learner._variables(1, rank)[VISIBLE] for rank in range(3)] == taken
+    assert [multi_rank_learner._rank_environment(1, rank)[VISIBLE] for rank in range(3)] == taken
 
 
 @pytest.mark.nightly

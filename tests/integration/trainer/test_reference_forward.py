@@ -22,11 +22,11 @@ import torch
 from structlog.testing import capture_logs
 from transformers import AutoModelForCausalLM
 
-from opentinker.services.reference_forward.required_models import REFERENCE, ModelKey, needs
-from opentinker.services.reference_forward.results import with_results
+from opentinker.services.reference_forward.required_models import REFERENCE, ModelKey, find_required_models
+from opentinker.services.reference_forward.results import add_results
 from opentinker.services.reference_forward.scorer import Scorer
 from opentinker.services.reference_forward.service import ReferenceForward
-from opentinker.services.trainer.learners.rl import TorchLearner
+from opentinker.services.trainer.learners.rl import RlLearner
 from opentinker.shared.config import Settings
 from opentinker.shared.messaging.bus import Bus, StreamFull
 from opentinker.shared.messaging.subjects import GROUP, SCORE
@@ -41,7 +41,7 @@ from tests.support.learning import plain_logprobs, random_groups, torch_spec
 def scored(scorer: Scorer, base: Path, groups: list[Group], temperatures: list[float]) -> list[Group]:
     model = scorer.load(ModelKey(str(base), "float32"))
     found = scorer.score(model, groups, temperatures)
-    return [with_results(group, {REFERENCE: results}, {}) for group, results in zip(groups, found, strict=True)]
+    return [add_results(group, {REFERENCE: results}, {}) for group, results in zip(groups, found, strict=True)]
 
 
 def assert_plain(base: Path, group: Group, temperature: float) -> None:
@@ -107,7 +107,7 @@ def test_reference_of_a_continued_job_is_the_model_that_it_starts_with(
     tiny: Path, tmp_path: Path, lora: dict[str, Any] | None
 ) -> None:
     spec = torch_spec(tiny, model={"lora": lora})
-    learner = TorchLearner(spec)
+    learner = RlLearner(spec)
     learner.load(None)
     for step in range(3):
         learner.step(random_groups(step), WeightVersion(1, step))
@@ -119,7 +119,7 @@ def test_reference_of_a_continued_job_is_the_model_that_it_starts_with(
         "algorithm": {"kl_coef": 0.1},
         "start": {"from": "j-0123456789@3"},
     }
-    (key,) = needs(torch_spec(tiny, **continued), tmp_path)
+    (key,) = find_required_models(torch_spec(tiny, **continued), tmp_path)
     frozen = scorer.load(key)
     assert scorer.size(key) == sum(p.numel() * p.element_size() for p in frozen.parameters())
     (found,) = scorer.score(frozen, [group], [1.0])
@@ -214,7 +214,7 @@ async def test_a_reference_that_leads_to_another_tenant_s_job_by_now_is_not_open
         await bus.publish(SCORE, group, f"{group.key}:a", job=job)
     async with running(bus, store, data_dir=tmp_path / "data") as service:
         assert "model.base: " in (reason := await failed(store, job)) and "kept by the server" in reason
-        assert not service.residence.loads
+        assert not service.cache.loads
 
 
 async def failed(store: Store, job: str) -> str:

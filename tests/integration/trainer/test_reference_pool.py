@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from opentinker.services.reference_forward.group_queue import GroupQueue, Work
-from opentinker.services.reference_forward.model_cache import PATIENCE, ModelCache
+from opentinker.services.reference_forward.group_queue import GroupQueue, QueuedGroup
+from opentinker.services.reference_forward.model_cache import MIN_STAY_LOADS, ModelCache
 from opentinker.services.reference_forward.required_models import REFERENCE, ModelKey
 from opentinker.services.reference_forward.scorer import Scorer
 from opentinker.shared.messaging.bus import Bus
@@ -35,108 +35,108 @@ async def send(bus: Bus, *groups: Group) -> None:
         await bus.publish(SCORE, group, group.key, job=group.job)
 
 
-def work(job: str, key: ModelKey, seq: int = 0) -> Work:
+def work(job: str, key: ModelKey, seq: int = 0) -> QueuedGroup:
     """Of 12 tokens."""
-    return Work(cast(Any, None), make_group(job=job, seq=seq), 1.0, {key: [REFERENCE]})
+    return QueuedGroup(cast(Any, None), make_group(job=job, seq=seq), 1.0, {key: [REFERENCE]})
 
 
 # --- the desk -------------------------------------------------------------------------------------------------------
 
 
 def test_a_pass_takes_groups_of_all_jobs_of_a_model_up_to_its_tokens_and_at_least_one() -> None:
-    desk = GroupQueue(30)
+    queue = GroupQueue(30)
     works = [work(job, A, seq) for seq, job in enumerate(("j1", "j2", "j1"))]
     for each in works:
-        desk.add(each)
-    assert desk.take([A]) == (A, works[:2]) and desk.take([A]) == (A, works[2:]) and desk.take([A]) is None
+        queue.add(each)
+    assert queue.take([A]) == (A, works[:2]) and queue.take([A]) == (A, works[2:]) and queue.take([A]) is None
     narrow = GroupQueue(1)
     narrow.add(works[0])
     assert narrow.take([A]) == (A, works[:1])
 
 
 def test_models_take_turns_however_much_waits_for_one_of_them() -> None:
-    desk, residence = GroupQueue(12), ModelCache(100)
+    queue, cache = GroupQueue(12), ModelCache(100)
     for key in (A, B, C):
-        residence.put(key, key.base, 1, 0.0)
+        cache.put(key, key.base, 1, 0.0)
     for seq in range(20):
-        desk.add(work("j1", A, seq))
+        queue.add(work("j1", A, seq))
     for seq in range(2):
-        desk.add(work("j2", B, seq))
-        desk.add(work("j3", C, seq))
+        queue.add(work("j2", B, seq))
+        queue.add(work("j3", C, seq))
     order = []
-    while (batch := desk.take(residence)) is not None:
-        with residence.using(batch[0]):
+    while (batch := queue.take(cache)) is not None:
+        with cache.use(batch[0]):
             order.append(batch[0].base)
     assert sorted(order[:3]) == sorted(order[3:6]) == ["a", "b", "c"] and order[6:] == ["a"] * 18
 
 
 def test_every_job_may_have_one_group_in_hand_and_more_only_while_its_model_is_loaded() -> None:
-    desk = GroupQueue(12)
+    queue = GroupQueue(12)
     for seq in range(2):
-        assert desk.room("j1", {A}) > 0
-        desk.add(work("j1", A, seq))
-    assert desk.room("j1", {A}) == 0, "two passes' worth"
-    assert desk.room("j2", {A}) == 1
-    desk.add(work("j2", B))
-    assert (desk.room("j2", {A}), desk.room("j2", {A, B}), desk.room("j2", {B})) == (0, 0, 2)
-    assert desk.room("j3", {A}) == 1
-    for each in desk.hand:
+        assert queue.capacity("j1", {A}) > 0
+        queue.add(work("j1", A, seq))
+    assert queue.capacity("j1", {A}) == 0, "two passes' worth"
+    assert queue.capacity("j2", {A}) == 1
+    queue.add(work("j2", B))
+    assert (queue.capacity("j2", {A}), queue.capacity("j2", {A, B}), queue.capacity("j2", {B})) == (0, 0, 2)
+    assert queue.capacity("j3", {A}) == 1
+    for each in queue.in_flight:
         each.needs.clear()  # scored, and not passed on
-    assert (desk.room("j1", {A}), desk.room("j2", {A}), desk.room("j3", {A})) == (0, 1, 1)
-    assert desk.wanted({A}) == B and desk.wanted({A, B}) is None
+    assert (queue.capacity("j1", {A}), queue.capacity("j2", {A}), queue.capacity("j3", {A})) == (0, 1, 1)
+    assert queue.next_to_load({A}) == B and queue.next_to_load({A, B}) is None
 
 
 def test_a_group_that_needs_two_models_is_done_when_both_are() -> None:
-    desk = GroupQueue(100)
-    both = Work(cast(Any, None), make_group(), 1.0, {A: ["x"], B: ["y", "z"]})
-    desk.add(both)
-    assert desk.take([B]) == (B, [both]) and desk.drop({"j-test"}) == [], "it is with a forward pass"
-    assert not desk.done(B, both, [1])
-    assert desk.take([A]) == (A, [both]) and desk.done(A, both, [2])
-    assert both.found == {"x": [2], "y": [1], "z": [1]}
-    desk.put_away(both)
-    assert not desk.hand and not desk.queues
+    queue = GroupQueue(100)
+    both = QueuedGroup(cast(Any, None), make_group(), 1.0, {A: ["x"], B: ["y", "z"]})
+    queue.add(both)
+    assert queue.take([B]) == (B, [both]) and queue.drop({"j-test"}) == [], "it is with a forward pass"
+    assert not queue.complete(B, both, [1])
+    assert queue.take([A]) == (A, [both]) and queue.complete(A, both, [2])
+    assert both.results == {"x": [2], "y": [1], "z": [1]}
+    queue.release(both)
+    assert not queue.in_flight and not queue.queues
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------
 
 
-def fill(residence: ModelCache, *keys: ModelKey, bytes: int = 40) -> None:
+def fill(cache: ModelCache, *keys: ModelKey, bytes: int = 40) -> None:
     for key in keys:
-        assert residence.make_room(bytes, ())
-        residence.put(key, key.base, bytes, 1.0)
-        with residence.using(key):
+        assert cache.make_room(bytes, ())
+        cache.put(key, key.base, bytes, 1.0)
+        with cache.use(key):
             pass
 
 
 def test_the_least_recently_used_model_goes_first_and_the_budget_holds() -> None:
-    residence = ModelCache(100)
-    fill(residence, A, B)
-    with residence.using(A):
+    cache = ModelCache(100)
+    fill(cache, A, B)
+    with cache.use(A):
         pass
-    fill(residence, C)
-    assert A in residence and C in residence and B not in residence
-    assert residence.used_bytes == 80 and (residence.loads, residence.evictions) == (3, 1)
+    fill(cache, C)
+    assert A in cache and C in cache and B not in cache
+    assert cache.used_bytes == 80 and (cache.loads, cache.evictions) == (3, 1)
 
 
 def test_a_model_larger_than_the_budget_is_refused_by_name_and_size() -> None:
-    residence = ModelCache(10**9)
-    residence.check(A, 10**9)
+    cache = ModelCache(10**9)
+    cache.check(A, 10**9)
     with pytest.raises(JobFailed, match=r"model 'big' takes 16\.1 GB in bfloat16, .* at most 1 GB .*reference_memory"):
-        residence.check(ModelKey("big", "bfloat16"), 16_060_000_000)
+        cache.check(ModelKey("big", "bfloat16"), 16_060_000_000)
 
 
 def test_a_model_that_is_used_or_waited_for_stays_until_it_had_its_time() -> None:
     now = 0.0
-    residence = ModelCache(100, clock=lambda: now)
-    fill(residence, A, B)
-    assert not residence.make_room(40, {A, B}) and len(residence) == 2
-    with residence.using(A):
-        assert not residence.make_room(90, ()), "nothing goes if that is not enough"
-        assert residence.make_room(40, {A}) and B not in residence
-    fill(residence, B)
-    now = PATIENCE * 1.0
-    assert residence.make_room(40, {A, B}) and A not in residence
+    cache = ModelCache(100, clock=lambda: now)
+    fill(cache, A, B)
+    assert not cache.make_room(40, {A, B}) and len(cache) == 2
+    with cache.use(A):
+        assert not cache.make_room(90, ()), "nothing goes if that is not enough"
+        assert cache.make_room(40, {A}) and B not in cache
+    fill(cache, B)
+    now = MIN_STAY_LOADS * 1.0
+    assert cache.make_room(40, {A, B}) and A not in cache
 
 
 async def test_a_model_too_large_fails_its_job_and_others_go_on(bus: Bus, store: Store, tiny: Path) -> None:
@@ -147,7 +147,7 @@ async def test_a_model_too_large_fails_its_job_and_others_go_on(bus: Bus, store:
     async with running(bus, store, reference_memory_gb=0.005) as service:
         assert f"model {str(tiny)!r} takes 0.00951 GB in float32" in await failed(store, large)
         await passed(bus, small, 1)
-        assert 0 < service.residence.used_bytes <= 5_000_000
+        assert 0 < service.cache.used_bytes <= 5_000_000
 
 
 class Held(Scorer):
@@ -173,13 +173,13 @@ async def test_no_model_is_loaded_for_a_job_that_ended_while_it_waited(bus: Bus,
             await send(bus, *of_job(first, 1))
             await until(lambda: scorer.loaded)
             await send(bus, *of_job(ended, 1))
-            await until(lambda: len(service.desk.queues) == 2)
+            await until(lambda: len(service.queue.queues) == 2)
             await store.transition(ended, JobState.CANCELLED)
         finally:
             scorer.may.set()
         await passed(bus, first, 1)
-        await until(lambda: not service.desk.hand)
-        assert scorer.loaded == ["float32"] and service.residence.loads == 1
+        await until(lambda: not service.queue.in_flight)
+        assert scorer.loaded == ["float32"] and service.cache.loads == 1
         await until(lambda: _empty(bus, ended))
         again = await add_job(store, str(tiny), dtype="bfloat16")
         await send(bus, *of_job(again, 1))
@@ -246,13 +246,13 @@ async def test_what_waits_for_one_model_goes_through_it_in_one_pass(bus: Bus, st
         await send(bus, *of_job(jobs[0], 1))
         await until(lambda: scorer.entered)
         await send(bus, *of_job(jobs[1], 2), *of_job(jobs[2], 2))
-        await until(lambda: len(service.desk.hand) == 5)
+        await until(lambda: len(service.queue.in_flight) == 5)
         released.set()
         for job, count in zip(jobs, (1, 2, 2), strict=True):
             await passed(bus, job, count)
         assert scorer.passes[0] == [f"{jobs[0]}/0"]
         assert sorted(scorer.passes[1]) == [f"{job}/{seq}" for job in sorted(jobs[1:]) for seq in (0, 1)]
-        assert len(scorer.passes) == 2 and service.residence.loads == 1
+        assert len(scorer.passes) == 2 and service.cache.loads == 1
 
 
 async def test_one_bad_group_in_a_shared_pass_fails_its_job_alone(bus: Bus, store: Store, tiny: Path) -> None:
@@ -266,7 +266,7 @@ async def test_one_bad_group_in_a_shared_pass_fails_its_job_alone(bus: Bus, stor
         await send(bus, *of_job(first, 1))
         await until(lambda: scorer.entered)
         await send(bus, *of_job(good, 1), msgspec.structs.replace(unknown, trajectories=changed))
-        await until(lambda: len(service.desk.hand) == 3)
+        await until(lambda: len(service.queue.in_flight) == 3)
         released.set()
         await passed(bus, good, 1)
         assert "holds token id" in await failed(store, bad)
@@ -299,7 +299,9 @@ async def test_a_load_holds_up_nobody_whose_model_is_there(bus: Bus, store: Stor
         await until(scorer.loading.is_set)
         await send(bus, *groups[1:])
         await passed(bus, quick, 3)
-        await until(lambda: len(service.desk.hand) == 1)  # the others are there for an instance that has the model
+        await until(
+            lambda: len(service.queue.in_flight) == 1
+        )  # the others are there for an instance that has the model
         assert await bus.count("GROUPS", GROUP.at(job=slow)) == 0
         scorer.release.set()
         await passed(bus, slow, 3)
@@ -360,7 +362,7 @@ async def test_work_of_an_instance_killed_in_a_forward_pass_is_done_by_another(
         for job in jobs:
             await passed(bus, job, 3)
             assert set((await keys_of(bus, job)).values()) == {1}
-        await until(lambda: other.groups == 6 and not other.desk.hand)
+        await until(lambda: other.groups == 6 and not other.queue.in_flight)
     for job in jobs:
         assert await bus.count("SCORES", SCORE.at(job=job)) == 0
 
@@ -384,7 +386,7 @@ async def test_a_restarted_nats_server_costs_no_group(store: Store, tiny: Path, 
                 released.set()
                 await send(bus, *groups[4:])
                 await passed(bus, job, 6)
-                await until(lambda: not service.desk.hand)
+                await until(lambda: not service.queue.in_flight)
             assert await keys_of(bus, job) == Counter(group.key for group in groups)
             assert await bus.count("SCORES", SCORE.at(job=job)) == 0
     finally:
@@ -399,7 +401,7 @@ async def test_what_was_scored_twice_is_kept_once(bus: Bus, store: Store, tiny: 
     async with running(bus, store) as service:
         for attempt in ("one", "two"):
             await bus.publish(SCORE, group, attempt, job=job)
-        await until(lambda: service.groups == 2 and not service.desk.hand)
+        await until(lambda: service.groups == 2 and not service.queue.in_flight)
     assert await keys_of(bus, job) == {group.key: 1}
 
 
@@ -414,7 +416,7 @@ async def test_told_to_stop_it_finishes_the_pass_and_gives_the_rest_back(bus: Bu
         await until(lambda: not service._readers)
         released.set()
     done = service.groups
-    assert done >= 1 and not service.desk.hand
+    assert done >= 1 and not service.queue.in_flight
     assert await bus.count("GROUPS", GROUP.at(job=job)) == done
     assert await bus.count("SCORES", SCORE.at(job=job)) == 4 - done
     async with running(bus, store, "reference-1") as other:

@@ -23,7 +23,7 @@ from transformers import (
 
 from examples.models.make_tiny import make_tiny
 from opentinker.services.reference_forward.required_models import REWARD, ModelKey
-from opentinker.services.reference_forward.results import with_results
+from opentinker.services.reference_forward.results import add_results
 from opentinker.services.reference_forward.scorer import Scorer
 from opentinker.services.trainer.batch.metrics import batch_metrics
 from opentinker.shared.messaging.bus import Bus
@@ -181,7 +181,7 @@ def test_the_reward_is_the_environment_s_and_the_weighted_scores() -> None:
     two = trajectory_of(ids, mask, reward=[0.25, 0.5], messages=said("a", "b", "c", "d"))
     none = trajectory_of([5, 6], [0, 1], turns=[], index=1, reward=0.0, messages=said("a", "b"))
     found = {REWARD + "a": [2.0, -1.0], REWARD + "b": [0.5, 3.0]}
-    group = with_results(group_of([two, none]), found, {"a": 0.1, "b": -2.0})
+    group = add_results(group_of([two, none]), found, {"a": 0.1, "b": -2.0})
     group.check()
     first, second = group.trajectories
     assert first.reward == pytest.approx(0.75 + 0.2 - 1.0) and second.reward == pytest.approx(-0.1 - 6.0)
@@ -221,7 +221,7 @@ async def test_scores_come_with_the_groups_and_a_bad_judge_fails_its_job_alone(
     async with running(bus, store) as service:
         await passed(bus, job, 2)
         assert "is no sequence classifier" in await failed(store, bad)
-        assert len(service.residence) == 2, "the judge once, and the reference"
+        assert len(service.cache) == 2, "the judge once, and the reference"
     before = {group.seq: group for group in of_job(job, 2)}
     for group in await bus.stored(GROUP, job=job):
         group.check()

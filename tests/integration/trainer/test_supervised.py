@@ -125,7 +125,7 @@ async def _not_called(*_: object) -> None:
 async def points(ctx: Context, job: SupervisedJob) -> dict[int, dict[str, Any]]:
     """Of metrics.jsonl by step, later lines on top."""
     found: dict[int, dict[str, Any]] = {}
-    for line in (job.record.root.parent / "metrics.jsonl").read_bytes().splitlines():
+    for line in (job.reporter.root.parent / "metrics.jsonl").read_bytes().splitlines():
         point = orjson.loads(line)
         found.setdefault(point["step"], {}).update(point)
     return found
@@ -167,7 +167,7 @@ async def test_resumed_job_leaves_no_row_out_and_takes_none_twice(ctx: Context) 
     assert (await ctx.store.job(JOB)).state == JobState.RUNNING, "whoever holds the lease fails it"
     resumed = await prepare(ctx, second, spec, rows(10), epoch=2)
     await resumed.run()
-    manifest = checkpoint.newest(job.record.root)
+    manifest = checkpoint.find_newest(job.reporter.root)
     assert manifest is not None and manifest[1].data is not None and manifest[1].data.position == 20
     assert len(second.seen) == 5 and second.seen[:3] == first.seen
     await (await prepare(ctx, unbroken, spec, rows(10), id="j-unbroken")).run()
@@ -188,7 +188,7 @@ async def test_validation_comes_before_the_first_step_on_schedule_and_at_the_end
     job = await prepare(ctx, student, spec, rows(10, validation=3))
     await job.run()
     assert student.evaluated == [0, 4, 6] and student.prepared == 13
-    lines = [orjson.loads(line) for line in (job.record.root.parent / "validation.jsonl").read_bytes().splitlines()]
+    lines = [orjson.loads(line) for line in (job.reporter.root.parent / "validation.jsonl").read_bytes().splitlines()]
     assert [line["step"] for line in lines] == [0, 4, 6]
     assert lines[0]["val/tokens"] == 3 and lines[0]["val/loss"] == 2.0
     assert sorted(await points(ctx, job)) == [1, 2, 3, 4, 5, 6]
@@ -232,7 +232,7 @@ async def test_checkpoint_that_cannot_be_written_is_said_and_only_the_last_is_a_
     with pytest.raises(JobFailed, match=r"step 6 .*No space left"):
         await job.run()
     failed = [event["step"] for event in await ctx.store.events(JOB) if event["event"] == "checkpoint_failed"]
-    assert failed == [2, 6] and [manifest.step for _, manifest in checkpoint.listing(job.record.root)] == [4]
+    assert failed == [2, 6] and [manifest.step for _, manifest in checkpoint.list_checkpoints(job.reporter.root)] == [4]
 
 
 async def test_service_that_stops_saves_first(ctx: Context) -> None:
@@ -245,7 +245,7 @@ async def test_service_that_stops_saves_first(ctx: Context) -> None:
     job = await prepare(ctx, Slow(), spec_of(), rows(10))
     await job.run()
     assert (await ctx.store.job(JOB)).state == JobState.RUNNING
-    assert [manifest.step for _, manifest in checkpoint.listing(job.record.root)] == [2, 3]
+    assert [manifest.step for _, manifest in checkpoint.list_checkpoints(job.reporter.root)] == [2, 3]
 
 
 async def test_cancelled_job_saves_the_steps_it_did(ctx: Context) -> None:
@@ -256,7 +256,7 @@ async def test_cancelled_job_saves_the_steps_it_did(ctx: Context) -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert [manifest.step for _, manifest in checkpoint.listing(job.record.root)] == [len(student.seen)]
+    assert [manifest.step for _, manifest in checkpoint.list_checkpoints(job.reporter.root)] == [len(student.seen)]
 
 
 async def test_rows_that_are_wrong_are_found_before_the_model_is_loaded(ctx: Context) -> None:
@@ -292,7 +292,7 @@ async def test_cancelled_job_gives_up_its_evaluation_and_saves_the_weights(ctx: 
     await until(student.waits.is_set)
     await cancel_and_wait(training)
     assert training.cancelled() and student.interrupted.is_set()
-    found = checkpoint.newest(job.record.root)
+    found = checkpoint.find_newest(job.reporter.root)
     assert found is not None and found[1].step == 3
 
 

@@ -12,7 +12,7 @@ import torch
 
 from opentinker.services.trainer.data.examples import Example
 from opentinker.services.trainer.distributed import rank_processes
-from opentinker.services.trainer.distributed.multi_rank_learner import RankedRows
+from opentinker.services.trainer.distributed.multi_rank_learner import MultiRankRowLearner
 from opentinker.services.trainer.distributed.rank_main import LEARNERS
 from opentinker.services.trainer.distributed.rank_protocol import examples_of, rows_of
 from opentinker.services.trainer.learners.base import Interrupted, NonFinite
@@ -38,8 +38,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def gang(base: Path) -> Iterator[RankedRows]:
-    gang = RankedRows(two_ranks(base, "sft"), "cpu")
+def gang(base: Path) -> Iterator[MultiRankRowLearner]:
+    gang = MultiRankRowLearner(two_ranks(base, "sft"), "cpu")
     yield gang
     gang.close()
 
@@ -48,7 +48,7 @@ def two_ranks(base: Path, kind: str, **parts: Any) -> Any:
     return row_spec(base, "unused.jsonl", kind, **{**parts, "resources": {"trainer_ranks": 2}})
 
 
-def both(gang: RankedRows, base: Path, kind: str, checkpoint: Path | None = None, **parts: Any) -> Any:
+def both(gang: MultiRankRowLearner, base: Path, kind: str, checkpoint: Path | None = None, **parts: Any) -> Any:
     """From now on the gang trains this. Returns the learner of one rank."""
     single = copy.deepcopy(parts)
     single.get("train", {}).pop("parallel", None)
@@ -72,14 +72,14 @@ def assert_alike(found: dict[str, float], expected: dict[str, float]) -> None:
 
 def weights_of(learner: Any, directory: Path) -> dict[str, torch.Tensor]:
     learner.save(directory)
-    own = learner.own if isinstance(learner, RankedRows) else learner
+    own = learner.own if isinstance(learner, MultiRankRowLearner) else learner
     fresh: Any = LEARNERS[own.spec.kind](own.spec)
     fresh.load(directory)
     return dict(fresh.named_weights())
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_two_ranks_learn_what_one_does(gang: RankedRows, base: Path, tmp_path: Path, name: str) -> None:
+def test_two_ranks_learn_what_one_does(gang: MultiRankRowLearner, base: Path, tmp_path: Path, name: str) -> None:
     kind, parts = JOBS[name]
     alone = both(gang, base, kind, **parts)
     start = {name: weights.clone() for name, weights in alone.named_weights()}
@@ -103,14 +103,18 @@ def test_two_ranks_learn_what_one_does(gang: RankedRows, base: Path, tmp_path: P
 
 @pytest.mark.parametrize("parallel", ["data", "zero3"])
 @pytest.mark.parametrize("kind", ["sft", "dpo"])
-def test_a_rank_may_have_nothing_to_do(gang: RankedRows, base: Path, tmp_path: Path, kind: str, parallel: str) -> None:
+def test_a_rank_may_have_nothing_to_do(
+    gang: MultiRankRowLearner, base: Path, tmp_path: Path, kind: str, parallel: str
+) -> None:
     alone = both(gang, base, kind, train={"lr": 1e-3, "parallel": parallel})
     batch = examples(kind, 3, 1)
     gang.prepare(batch, tmp_path)
     assert_alike(gang.step(batch), alone.step(batch))
 
 
-def test_reference_is_read_by_all_ranks_or_computed_by_all(gang: RankedRows, base: Path, tmp_path: Path) -> None:
+def test_reference_is_read_by_all_ranks_or_computed_by_all(
+    gang: MultiRankRowLearner, base: Path, tmp_path: Path
+) -> None:
     """After a restart the weights are others; what was kept is not computed again."""
     both(gang, base, "dpo", train={"lr": 1e-2})
     pairs = examples("dpo", 1)
@@ -129,7 +133,7 @@ def test_reference_is_read_by_all_ranks_or_computed_by_all(gang: RankedRows, bas
 
 
 def test_ranks_that_share_weights_give_up_an_evaluation_alike_and_still_save(
-    gang: RankedRows, base: Path, tmp_path: Path
+    gang: MultiRankRowLearner, base: Path, tmp_path: Path
 ) -> None:
     alone = both(gang, base, "sft", train={"parallel": "zero3", **SMALL_PASSES})
     batch = examples("sft", 1)
@@ -143,7 +147,9 @@ def test_ranks_that_share_weights_give_up_an_evaluation_alike_and_still_save(
         torch.testing.assert_close(found[name], weights, rtol=1e-3, atol=1e-3)
 
 
-def test_a_step_that_is_not_finite_is_refused_by_all_ranks(gang: RankedRows, base: Path, tmp_path: Path) -> None:
+def test_a_step_that_is_not_finite_is_refused_by_all_ranks(
+    gang: MultiRankRowLearner, base: Path, tmp_path: Path
+) -> None:
     alone = both(gang, base, "dpo", train={"lr": 1e-3})
     pairs = examples("dpo", 2)
     gang.prepare(pairs, tmp_path)
@@ -168,7 +174,7 @@ def test_rows_travel_whole() -> None:
 
 @pytest.mark.nightly
 def test_work_is_given_up_when_asked_and_the_next_job_has_other_ranks(
-    gang: RankedRows, base: Path, monkeypatch: pytest.MonkeyPatch
+    gang: MultiRankRowLearner, base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     both(gang, base, "sft")
     monkeypatch.setattr(
@@ -178,7 +184,7 @@ def test_work_is_given_up_when_asked_and_the_next_job_has_other_ranks(
     with pytest.raises(Interrupted):
         gang.evaluate(examples("sft", 5))
     gang.close()
-    following = RankedRows(two_ranks(base, "sft"), "cpu")
+    following = MultiRankRowLearner(two_ranks(base, "sft"), "cpu")
     try:
         alone = both(following, base, "sft")
         assert_alike(following.evaluate(examples("sft", 5)), alone.evaluate(examples("sft", 5)))

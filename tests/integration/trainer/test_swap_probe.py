@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from opentinker.services.rollout_worker.engines.base import EngineError, Scores
 from opentinker.services.rollout_worker.engines.toy import ToyEngine
 from opentinker.services.rollout_worker.weight_receiver import WeightReceiver
-from opentinker.services.trainer.learners.rl import PROBE_EVERY, PROBE_TOKENS, TorchLearner, probe_of
+from opentinker.services.trainer.learners.rl import PROBE_EVERY, PROBE_TOKENS, RlLearner, choose_probe
 from opentinker.services.trainer.mismatch_alarm import MismatchAlarm
 from opentinker.shared.nn.transport import unpack
 from opentinker.shared.spec import ToySpec
@@ -58,7 +58,7 @@ class Loading(ToyEngine):
 class Swaps:
     """A learner's versions on their way to one worker."""
 
-    def __init__(self, store: Store, learner: TorchLearner | None, engine: ToyEngine) -> None:
+    def __init__(self, store: Store, learner: RlLearner | None, engine: ToyEngine) -> None:
         async def taken(_: dict[str, float]) -> None: ...
 
         info = WorkerInfo(id="rollout-0", incarnation="1", pool=Pool.ROLLOUT, host="h", pid=1, cores=1)
@@ -76,7 +76,7 @@ class Swaps:
         if self.learner is not None and isinstance(self.engine, Loading):
             groups = random_groups(step, groups=2)
             self.learner.step(groups, WeightVersion(1, step - 1))
-            self.learner.probed = probe_of(groups)  # of each version, to be quick
+            self.learner.probed = choose_probe(groups)  # of each version, to be quick
             snapshot = self.learner.snapshot(version)
             self.engine.sent, probe = dict(unpack(snapshot.manifest, snapshot.buckets)), snapshot.probe
         command = SwapCommand(
@@ -99,15 +99,13 @@ async def job(store: Store) -> Store:
 
 
 @pytest.fixture
-def learner(tiny: Path) -> TorchLearner:
-    learner = TorchLearner(torch_spec(tiny, algorithm={"groups_per_batch": 2}))
+def learner(tiny: Path) -> RlLearner:
+    learner = RlLearner(torch_spec(tiny, algorithm={"groups_per_batch": 2}))
     learner.load(None)
     return learner
 
 
-async def test_a_wrong_swap_rings_the_alarm_with_the_next_version(
-    job: Store, tiny: Path, learner: TorchLearner
-) -> None:
+async def test_a_wrong_swap_rings_the_alarm_with_the_next_version(job: Store, tiny: Path, learner: RlLearner) -> None:
     engine, alarm = Loading(tiny), MismatchAlarm()
     swaps = Swaps(job, learner, engine)
     await swaps.join()
@@ -115,18 +113,18 @@ async def test_a_wrong_swap_rings_the_alarm_with_the_next_version(
     for step in range(2, 9):
         found = (await swaps.send(step)).mismatch
         assert found is not None and found < 1e-5
-        assert alarm.look({"swap/mismatch": found}) == []
+        assert alarm.update({"swap/mismatch": found}) == []
     engine.perturbed = "model.layers.0.mlp.down_proj.weight"
     right = (await swaps.send(9)).mismatch
     assert right is not None and right < 1e-5, "of the version before"
     engine.perturbed = ""
     wrong = (await swaps.send(10)).mismatch
-    assert wrong is not None and alarm.look({"swap/mismatch": wrong}) == ["swap/mismatch"]
+    assert wrong is not None and alarm.update({"swap/mismatch": wrong}) == ["swap/mismatch"]
     healed = (await swaps.send(11)).mismatch
     assert healed is not None and healed < 1e-5
 
 
-async def test_a_probe_that_comes_to_nothing_holds_up_no_swap(job: Store, tiny: Path, learner: TorchLearner) -> None:
+async def test_a_probe_that_comes_to_nothing_holds_up_no_swap(job: Store, tiny: Path, learner: RlLearner) -> None:
     engine = Loading(tiny)
     swaps = Swaps(job, learner, engine)
     await swaps.join()
@@ -155,7 +153,7 @@ async def test_an_engine_without_a_model_compares_nothing(job: Store) -> None:
 @pytest.mark.parametrize("lora", [None, {"rank": 4, "alpha": 8.0, "dropout": 0.5}])
 def test_a_snapshot_says_what_its_weights_compute(tiny: Path, lora: dict[str, Any] | None) -> None:
     """Of the last batch's first tokens, without dropout, and without drawing from the random state."""
-    learner = TorchLearner(torch_spec(tiny, model={"lora": lora}))
+    learner = RlLearner(torch_spec(tiny, model={"lora": lora}))
     learner.load(None)
     assert learner.snapshot(WeightVersion(1, 0)).probe is None
     groups = random_groups(0)
@@ -176,7 +174,7 @@ def test_a_snapshot_says_what_its_weights_compute(tiny: Path, lora: dict[str, An
 
 def test_few_versions_are_compared(tiny: Path) -> None:
     """The pass over the probe is 4 % of a step of the smallest models."""
-    learner = TorchLearner(torch_spec(tiny))
+    learner = RlLearner(torch_spec(tiny))
     learner.load(None)
     compared = []
     for step in range(1, 2 * PROBE_EVERY + 2):
@@ -188,6 +186,8 @@ def test_few_versions_are_compared(tiny: Path) -> None:
 
 def test_a_probe_is_short_and_leaves_room_for_a_token() -> None:
     def said(length: int) -> list[int]:
-        return probe_of([group_of([trajectory_of(list(range(3, 3 + length)), [0] + [1] * (length - 1), reward=0.0)])])
+        return choose_probe(
+            [group_of([trajectory_of(list(range(3, 3 + length)), [0] + [1] * (length - 1), reward=0.0)])]
+        )
 
     assert len(said(500)) == PROBE_TOKENS and len(said(10)) == 9 and said(2) == []

@@ -137,21 +137,21 @@ async def test_checkpoint_that_cannot_be_written_is_said_and_the_job_goes_on(ctx
     failed = [event for event in await ctx.store.events(JOB) if event["event"] == "checkpoint_failed"]
     assert [event["step"] for event in failed] == [2, 4]
     assert all("No space left" in event["error"] and "keep_checkpoints" in event["error"] for event in failed)
-    assert [manifest.step for _, manifest in checkpoint.listing(job.record.root)] == [6]
+    assert [manifest.step for _, manifest in checkpoint.list_checkpoints(job.reporter.root)] == [6]
 
 
 async def test_job_fails_when_its_last_checkpoint_cannot_be_written(ctx: Context) -> None:
     job = await prepare(ctx, full_at=(6,))
     with pytest.raises(JobFailed, match=r"step 6 .*No space left"):
         await train(job)
-    assert [manifest.step for _, manifest in checkpoint.listing(job.record.root)] == [2, 4]
+    assert [manifest.step for _, manifest in checkpoint.list_checkpoints(job.reporter.root)] == [2, 4]
 
 
 async def test_job_that_meets_its_target_fails_too_when_its_last_checkpoint_cannot_be_written(
     ctx: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = await prepare(ctx, target="reward/mean", full_at=(1,))
-    monkeypatch.setattr(job.record, "target_met", lambda: job.step == 1)
+    monkeypatch.setattr(job.reporter, "target_met", lambda: job.step == 1)
     with pytest.raises(JobFailed, match=r"step 1 .*No space left"):
         await train(job)
     assert (await ctx.store.job(JOB)).state != JobState.SUCCEEDED
@@ -174,7 +174,7 @@ async def test_nan_fails_the_job_and_names_the_last_good_checkpoint(ctx: Context
     job = await prepare(ctx, nan_at=4)
     with pytest.raises(JobFailed, match=r"step 4 was refused: the loss is nan; the last good checkpoint is step 2"):
         await train(job)
-    found = checkpoint.newest(job.record.root)
+    found = checkpoint.find_newest(job.reporter.root)
     assert found is not None and found[1].step == 2
     ledger = await Admission(ctx.store.redis, JOB).ledger()
     assert ledger.balanced and ledger.trained == 3 * 2, "the refused step's groups are pending still"
@@ -187,17 +187,17 @@ async def test_nan_before_any_checkpoint_says_so(ctx: Context) -> None:
 
 async def test_metrics_that_a_full_disk_refuses_are_written_later_in_order(ctx: Context) -> None:
     job = await prepare(ctx)
-    path = job.record.root.parent / "metrics.jsonl"
+    path = job.reporter.root.parent / "metrics.jsonl"
     path.parent.mkdir(parents=True)
     path.symlink_to("/dev/full")
-    emit = job.record.metrics.emit
+    emit = job.reporter.metrics.emit
 
     async def there_is_space_again_at_step_4(step: int, values: dict[str, float]) -> Any:
         if step == 4:
             path.unlink()
         return await emit(step, values)
 
-    job.record.metrics.emit = there_is_space_again_at_step_4  # type: ignore[method-assign]
+    job.reporter.metrics.emit = there_is_space_again_at_step_4  # type: ignore[method-assign]
     await train(job)
     assert (await ctx.store.job(JOB)).state == JobState.SUCCEEDED
     assert steps_of(path) == [1, 2, 3, 4, 5, 6]
@@ -207,8 +207,8 @@ async def test_metrics_that_a_full_disk_refuses_are_written_later_in_order(ctx: 
 
 async def test_disk_that_stays_full_for_metrics_only_does_not_fail_the_job(ctx: Context) -> None:
     job = await prepare(ctx)
-    job.record.root.parent.mkdir(parents=True)
-    (job.record.root.parent / "metrics.jsonl").symlink_to("/dev/full")
+    job.reporter.root.parent.mkdir(parents=True)
+    (job.reporter.root.parent / "metrics.jsonl").symlink_to("/dev/full")
     await train(job)
     assert (await kinds(ctx.store, JOB)).count("metrics_log_failed") == 1
     assert (await ctx.store.job(JOB)).state == JobState.SUCCEEDED
@@ -246,11 +246,11 @@ async def test_starved_trainer_makes_a_checkpoint_to_make_room(ctx: Context, mon
     monkeypatch.setattr(rl_loop, "STARVED_BYTES", 0)
     job = await prepare(ctx)
     async with running(job.run()):
-        await until(lambda: job.stepped > 0)  # it waits for two groups now
+        await until(lambda: job.stepped_at > 0)  # it waits for two groups now
         version, (seq,) = await Admission(ctx.store.redis, JOB).issue(1)
         await deliver(job, seq, version)
-        await until(lambda: checkpoint.listing(job.record.root))
-    (saved,) = [manifest for _, manifest in checkpoint.listing(job.record.root)]
+        await until(lambda: checkpoint.list_checkpoints(job.reporter.root))
+    (saved,) = [manifest for _, manifest in checkpoint.list_checkpoints(job.reporter.root)]
     assert (saved.step, saved.consumed) == (0, [])
 
 
@@ -266,7 +266,7 @@ async def test_starved_trainer_removes_all_that_it_trained_on(ctx: Context, monk
     monkeypatch.setattr(rl_loop, "STARVED_BYTES", 0)
     job = await prepare(ctx)
     async with running(job.run()):
-        await until(lambda: job.stepped > 0)
+        await until(lambda: job.stepped_at > 0)
         version, seqs = await Admission(ctx.store.redis, JOB).issue(3)
         for seq in seqs:
             await deliver(job, seq, version)
@@ -275,7 +275,9 @@ async def test_starved_trainer_removes_all_that_it_trained_on(ctx: Context, monk
             return job.step == 1 and await stored(ctx) == 1
 
         await until(one_is_left)
-    *_, saved = [manifest for _, manifest in checkpoint.listing(job.record.root)]  # it may have been starved before too
+    *_, saved = [
+        manifest for _, manifest in checkpoint.list_checkpoints(job.reporter.root)
+    ]  # it may have been starved before too
     assert (saved.step, saved.consumed) == (1, [])
 
 
@@ -288,7 +290,7 @@ async def test_checkpoint_that_failed_is_tried_again_by_a_starved_trainer(
     learner = job.learner
     assert isinstance(learner, Clumsy)
     async with running(job.run()):
-        await until(lambda: job.stepped > 0)
+        await until(lambda: job.stepped_at > 0)
         version, (seq,) = await Admission(ctx.store.redis, JOB).issue(1)
         await deliver(job, seq, version)
 
@@ -297,7 +299,7 @@ async def test_checkpoint_that_failed_is_tried_again_by_a_starved_trainer(
 
         await until(failed_twice)
         learner.full_at = ()
-        await until(lambda: checkpoint.listing(job.record.root))
+        await until(lambda: checkpoint.list_checkpoints(job.reporter.root))
 
 
 async def test_job_that_is_cancelled_when_a_step_is_computed_keeps_that_step(
@@ -305,7 +307,7 @@ async def test_job_that_is_cancelled_when_a_step_is_computed_keeps_that_step(
 ) -> None:
     job = await prepare(ctx)
     await cancel_in_third_step(job, monkeypatch)
-    found = checkpoint.newest(job.record.root)
+    found = checkpoint.find_newest(job.reporter.root)
     assert found is not None
     assert (found[1].step, found[1].version, found[1].ledger["trained"]) == (3, WeightVersion(1, 3), 6)
     assert (await ctx.store.job(JOB)).state != JobState.SUCCEEDED
@@ -322,7 +324,7 @@ async def test_points_that_died_with_the_server_and_the_trainer_are_sent_by_the_
     await goes_on(ctx, job)
     points = [point for _, point in await ctx.bus.history(METRIC, 0, 100, job=JOB, source="trainer")]
     assert [point.step for point in points] == [1, 2, 3, 4, 5, 6]
-    lines = [orjson.loads(line) for line in (job.record.root.parent / "metrics.jsonl").read_bytes().splitlines()]
+    lines = [orjson.loads(line) for line in (job.reporter.root.parent / "metrics.jsonl").read_bytes().splitlines()]
     assert [[point.incarnation, point.seq] for point in points] == [line["point"] for line in lines]
     assert all(point.values.items() <= line.items() for point, line in zip(points, lines, strict=True))
 
@@ -349,7 +351,7 @@ async def test_job_that_is_cancelled_gives_up_a_long_step_and_keeps_what_came_be
         training = asyncio.create_task(job.run())
         await soon(began.wait())
         await soon(cancel_and_wait(training))
-    found = checkpoint.newest(job.record.root)
+    found = checkpoint.find_newest(job.reporter.root)
     assert found is not None and (found[1].step, found[1].ledger["trained"]) == (2, 4)
     await goes_on(ctx, job)
 
@@ -359,7 +361,7 @@ async def goes_on(ctx: Context, job: TrainerJob) -> None:
     await ctx.store.transition(JOB, JobState.STARTING, epoch=2)
     await train(lease_of(ctx, job.spec, 2))
     assert (await ctx.store.job(JOB)).state == JobState.SUCCEEDED
-    assert steps_of(job.record.root.parent / "metrics.jsonl") == [1, 2, 3, 4, 5, 6]
+    assert steps_of(job.reporter.root.parent / "metrics.jsonl") == [1, 2, 3, 4, 5, 6]
     ledger = await Admission(ctx.store.redis, JOB).ledger()
     assert ledger.balanced and (ledger.trained, ledger.pending) == (12, 0)
 
@@ -408,7 +410,7 @@ async def test_weights_in_doubt_are_not_saved_when_the_job_is_cancelled(
 ) -> None:
     job = await prepare(ctx)
     await cancel_in_third_step(job, monkeypatch, error=RuntimeError("out of memory"))
-    found = checkpoint.newest(job.record.root)
+    found = checkpoint.find_newest(job.reporter.root)
     assert found is not None and found[1].step == 2
 
 
@@ -417,7 +419,7 @@ async def test_job_that_fails_keeps_its_last_step(ctx: Context) -> None:
     job.publisher.run = fails_once(lambda: job.step >= 3)  # type: ignore[method-assign]
     with pytest.raises(JobFailed, match="nobody takes the weights"):
         await train(job)
-    found = checkpoint.newest(job.record.root)
+    found = checkpoint.find_newest(job.reporter.root)
     assert found is not None and found[1].step == job.step >= 3
 
 
@@ -455,15 +457,15 @@ async def test_a_policy_that_says_one_thing_only_is_an_event_once_and_a_metric(c
             return super().step(groups, version) | said
 
     job = await prepare(ctx, steps=26)
-    job.record.learner = job.learner = Stuck(job.spec, nan_at=23)
+    job.reporter.learner = job.learner = Stuck(job.spec, nan_at=23)
     with pytest.raises(JobFailed, match="last good checkpoint is step 22"):
         await train(job)
     resumed = after(job)
-    resumed.record.learner = resumed.learner = Stuck(job.spec)
+    resumed.reporter.learner = resumed.learner = Stuck(job.spec)
     await train(resumed)
     (event,) = [event for event in await ctx.store.events(JOB) if event["event"] == "collapse_alarm"]
     assert (event["step"], event["metric"]) == (20, "entropy") and "algorithm.entropy_coef" in event["hint"]
-    lines = map(orjson.loads, (job.record.root.parent / "metrics.jsonl").read_bytes().splitlines())
+    lines = map(orjson.loads, (job.reporter.root.parent / "metrics.jsonl").read_bytes().splitlines())
     assert [line["collapse/alarm"] for line in lines] == [0.0] * 19 + [1.0] * 7
 
 
@@ -503,7 +505,7 @@ async def test_a_damaged_checkpoint_is_told_of_and_the_one_before_is_taken(ctx: 
     job = await prepare(ctx, nan_at=5)
     with pytest.raises(JobFailed, match="last good checkpoint is step 4"):
         await train(job)
-    root = job.record.root
+    root = job.reporter.root
     (root / "step-000004" / "trainer" / "state.json").write_bytes(b"{}")
     await train(after(job))
     (told,) = [e for e in await ctx.store.events(JOB) if e["event"] == "checkpoint_damaged"]
@@ -516,9 +518,9 @@ async def test_a_job_whose_checkpoints_are_all_damaged_does_not_begin_anew(ctx: 
     job = await prepare(ctx, nan_at=5)
     with pytest.raises(JobFailed, match="last good checkpoint is step 4"):
         await train(job)
-    for directory, _ in checkpoint.listing(job.record.root):
+    for directory, _ in checkpoint.list_checkpoints(job.reporter.root):
         (directory / "manifest.json").write_bytes(b"{")
-    with pytest.raises(JobFailed, match=r"none of its [23] checkpoints is whole .* submit the job again"):
+    with pytest.raises(JobFailed, match=r"none of its [23] checkpoints is intact .* submit the job again"):
         await train(after(job))
 
 

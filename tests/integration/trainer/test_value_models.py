@@ -20,12 +20,12 @@ from transformers import (
 )
 
 from examples.models.make_tiny import make_tiny
-from opentinker.services.reference_forward.required_models import REFERENCE, VALUES, ModelKey, needs
-from opentinker.services.reference_forward.results import with_results
+from opentinker.services.reference_forward.required_models import REFERENCE, VALUES, ModelKey, find_required_models
+from opentinker.services.reference_forward.results import add_results
 from opentinker.services.reference_forward.scorer import Scorer
 from opentinker.services.trainer.algorithm.credit_assignment import assign
 from opentinker.services.trainer.batch.micro_batch import micro_batches
-from opentinker.services.trainer.learners.rl import TorchLearner
+from opentinker.services.trainer.learners.rl import RlLearner
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.messaging.subjects import GROUP, SCORE
 from opentinker.shared.spec import parse_spec
@@ -88,7 +88,7 @@ def plain_values(base: Path, group: Group, dtype: torch.dtype = torch.float64) -
 
 def with_values(scorer: Scorer, base: Path, groups: list[Group]) -> list[Group]:
     found = scorer.score(scorer.load(key(base)), groups, [1.0] * len(groups))
-    return [with_results(group, {VALUES: results}, {}) for group, results in zip(groups, found, strict=True)]
+    return [add_results(group, {VALUES: results}, {}) for group, results in zip(groups, found, strict=True)]
 
 
 def truncated(groups: list[Group]) -> list[Group]:
@@ -223,7 +223,7 @@ def test_the_learner_trains_no_critic_and_steps_by_the_given_values(
     ]
     after = []
     for groups in (scored, scored, other):
-        learner = TorchLearner(spec)
+        learner = RlLearner(spec)
         learner.load(None)
         assert learner.critic is None
         metrics = learner.step(groups, V0)
@@ -239,7 +239,7 @@ def test_the_learner_trains_no_critic_and_steps_by_the_given_values(
 def test_a_trained_critic_and_a_frozen_copy_of_it_give_the_same_advantages(small: Path, tmp_path: Path) -> None:
     """A critic that was trained here, saved as a token classifier."""
     algorithm = {"name": "ppo", "critic_lr": 1e-3}
-    learner = TorchLearner(torch_spec(small, algorithm=algorithm, train={"lr": 0.0}))
+    learner = RlLearner(torch_spec(small, algorithm=algorithm, train={"lr": 0.0}))
     learner.load(None)
     for step in range(3):
         learner.step(random_groups(step), WeightVersion(1, step))
@@ -304,10 +304,10 @@ async def test_values_come_with_the_groups_and_a_foreign_tokenizer_fails_its_job
         await passed(bus, job, 3)
         assert "value model" in (reason := await failed(store, foreign)) and "does not share the tokenizer" in reason
         assert "is no token classifier" in await failed(store, none)
-        assert len(service.residence) == 2, "the value model, and the reference"
+        assert len(service.cache) == 2, "the value model, and the reference"
     spec = parse_spec((await store.job(job)).spec)
     stored = await bus.stored(GROUP, job=job)
-    assert [sorted(roles) for roles in needs(spec, tmp_path).values()] == [[REFERENCE], [VALUES]]
+    assert [sorted(roles) for roles in find_required_models(spec, tmp_path).values()] == [[REFERENCE], [VALUES]]
     for group in stored:
         group.check()
         for t, expected_T in zip(group.trajectories, plain_values(value_model, group), strict=True):

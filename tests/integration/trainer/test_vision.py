@@ -19,7 +19,7 @@ from opentinker.sdk.merge_adapter import merge
 from opentinker.services.reference_forward.required_models import ModelKey
 from opentinker.services.reference_forward.scorer import Scorer
 from opentinker.services.rollout_worker.renderer import Renderer, images_of
-from opentinker.services.trainer.learners.rl import TorchLearner
+from opentinker.services.trainer.learners.rl import RlLearner
 from opentinker.shared.nn.models import load_model, model_bytes
 from opentinker.shared.nn.vision import LruCache, VisionProcessor, mark_image_tokens
 from opentinker.shared.types import codec
@@ -200,9 +200,9 @@ def test_a_group_holds_each_image_once_and_is_checked(idefics: Path) -> None:
 # --- learning -----------------------------------------------------------------------------------------------------
 
 
-def learner_of(base: Path, **parts: Any) -> TorchLearner:
+def learner_of(base: Path, **parts: Any) -> RlLearner:
     spec = torch_spec(base, **{"algorithm": {"group_size": 5, "groups_per_batch": 1}, **parts})
-    learner = TorchLearner(spec)
+    learner = RlLearner(spec)
     learner.load(None)
     return learner
 
@@ -230,7 +230,7 @@ def test_the_language_model_learns_and_the_tower_neither_moves_nor_travels(base:
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed and changed <= sent
     group = group_at(base, Plain(tmp_path / "c"))  # transformers loads model and processor
-    again = TorchLearner(learner.spec)
+    again = RlLearner(learner.spec)
     again.load(tmp_path / "c")
     assert again.step([group], V0)["mismatch/max"] < 1e-5
 

@@ -23,7 +23,7 @@ from examples.learning_table import (
     verdict,
 )
 from examples.models.make_tiny import make_tiny
-from opentinker.services.trainer.learners.rl import TorchLearner
+from opentinker.services.trainer.learners.rl import RlLearner
 from opentinker.shared.types.core import WeightVersion
 from tests.support.learning import plain_logprobs
 
@@ -36,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("task", TASKS)
 async def test_what_it_samples_is_a_valid_group_with_the_logprobs_of_the_weights(model: Path, task: str) -> None:
     spec = spec_of(Run("grpo", task, 0, 0), model)
-    learner = TorchLearner(spec)
+    learner = RlLearner(spec)
     learner.load(None)
     rollouts = Rollouts(spec, learner, 0)
     rollouts.engine.version = WeightVersion(1, 7)

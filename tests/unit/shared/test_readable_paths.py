@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from opentinker.services.rollout_worker.run_lease import run_lease
 from opentinker.services.scheduler.jobs.submit import submit
-from opentinker.services.trainer.job_reporter import Record
+from opentinker.services.trainer.job_reporter import JobReporter
 from opentinker.services.trainer.supervised_loop import SupervisedJob
 from opentinker.shared.config import Settings
 from opentinker.shared.data.dataset import open_rows
@@ -381,7 +381,7 @@ async def test_trainer_and_rollout_worker_open_nothing_that_leads_elsewhere_by_t
             else:
                 await SupervisedJob(worker, lease, kind, Student(), load=never).run()
     with pytest.raises(JobFailed, match=r"model\.base"):
-        await Record(ctx, lease, rl, Student()).restore()
+        await JobReporter(ctx, lease, rl, Student()).restore()
 
 
 async def test_a_job_that_names_one_is_refused_before_anybody_looks(ctx: Context, jobs: list[str]) -> None:

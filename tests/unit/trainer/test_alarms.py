@@ -37,28 +37,28 @@ def test_outliers_a_single_step_and_rounding_are_not_heard() -> None:
 
 def test_it_rings_once_and_stops_when_the_slope_is_gone() -> None:
     alarm = MismatchAlarm()
-    began = [alarm.look({"mismatch/mean": 0.001 * (step + 1)}) for step in range(WINDOW + 5)]
+    began = [alarm.update({"mismatch/mean": 0.001 * (step + 1)}) for step in range(WINDOW + 5)]
     assert began == [[]] * (WINDOW - 1) + [["mismatch/mean"]] + [[]] * 5
-    assert alarm.ringing == {"mismatch/mean"}
+    assert alarm.active == {"mismatch/mean"}
     for _ in range(WINDOW):
-        alarm.look({"mismatch/mean": 0.045, "drift/mean": 0.1})
-    assert not alarm.ringing
-    assert alarm.look({"entropy": 1.0}) == [], "a step without the metric leaves the window as it is"
+        alarm.update({"mismatch/mean": 0.045, "drift/mean": 0.1})
+    assert not alarm.active
+    assert alarm.update({"entropy": 1.0}) == [], "a step without the metric leaves the window as it is"
 
 
 def test_a_single_wrong_swap_is_heard_and_an_ordinary_one_is_not() -> None:
     """Against the swaps before it: each compares the same weights, so that its level hardly moves."""
     alarm = MismatchAlarm()
     usual = [0.01 * (1 + 0.5 * noise**2) for noise in NOISE[:30]]
-    assert not any(alarm.look({"swap/mismatch": value}) for value in usual)
-    assert alarm.look({"swap/mismatch": 0.5}) == ["swap/mismatch"] and alarm.ringing
-    assert alarm.look({"swap/mismatch": 0.01}) == [] and not alarm.ringing
-    alarm.look({"swap/mismatch": 0.5})
-    assert alarm.look({"entropy": 1.0}) == [] and alarm.ringing, "not every version is compared"
-    assert alarm.look({"swap/mismatch": 0.5}) == [], "still wrong, and told of before"
-    assert alarm.look({"swap/mismatch": 0.01}) == [] and not alarm.ringing
+    assert not any(alarm.update({"swap/mismatch": value}) for value in usual)
+    assert alarm.update({"swap/mismatch": 0.5}) == ["swap/mismatch"] and alarm.active
+    assert alarm.update({"swap/mismatch": 0.01}) == [] and not alarm.active
+    alarm.update({"swap/mismatch": 0.5})
+    assert alarm.update({"entropy": 1.0}) == [] and alarm.active, "not every version is compared"
+    assert alarm.update({"swap/mismatch": 0.5}) == [], "still wrong, and told of before"
+    assert alarm.update({"swap/mismatch": 0.01}) == [] and not alarm.active
     exact = MismatchAlarm()
-    assert not any(exact.look({"swap/mismatch": value}) for value in [1e-7] * 10 + [5e-6]), "rounding"
+    assert not any(exact.update({"swap/mismatch": value}) for value in [1e-7] * 10 + [5e-6]), "rounding"
 
 
 def learner(**curves: npt.ArrayLike) -> list[dict[str, float]]:
@@ -73,7 +73,7 @@ def heard(lines: list[dict[str, float]], **train: object) -> dict[str, int]:
     alarm = CollapseAlarm(TrainSpec.model_validate(train))
     began: dict[str, int] = {}
     for step, line in enumerate(lines, 1):
-        for why in alarm.look(line):
+        for why in alarm.update(line):
             began.setdefault(why, step)
     return began
 

@@ -12,7 +12,7 @@ import torch
 
 from opentinker.services.trainer.batch.micro_batch import micro_batches
 from opentinker.services.trainer.learners.base import NonFinite
-from opentinker.services.trainer.learners.rl import TorchLearner
+from opentinker.services.trainer.learners.rl import RlLearner
 from opentinker.shared.spec import AlgorithmSpec, parse_spec
 from opentinker.shared.spec.algorithms import ADVANTAGES, AGGREGATIONS, CORRECTIONS, LOSSES, OPTIONS, PRESETS
 from opentinker.shared.types.core import WeightVersion
@@ -155,8 +155,8 @@ def test_overlong_lengths_must_fit() -> None:
 # --- on the learner -------------------------------------------------------------------------------------------------
 
 
-def loaded(base: Path, checkpoint: Path | None = None, **parts: Any) -> TorchLearner:
-    learner = TorchLearner(torch_spec(base, **parts))
+def loaded(base: Path, checkpoint: Path | None = None, **parts: Any) -> RlLearner:
+    learner = RlLearner(torch_spec(base, **parts))
     learner.load(checkpoint)
     return learner
 
@@ -165,7 +165,7 @@ def version(step: int) -> WeightVersion:
     return WeightVersion(1, step)
 
 
-def state(learner: TorchLearner) -> list[torch.Tensor]:
+def state(learner: RlLearner) -> list[torch.Tensor]:
     owners: list[Any] = [learner, *([learner.critic] if learner.critic else [])]
     tensors = []
     for owner in owners:

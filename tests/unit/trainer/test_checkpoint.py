@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from safetensors import SafetensorError
 
-from opentinker.services.trainer.checkpoint import commit, fence, listing, newest, sweep, unfinished
+from opentinker.services.trainer.checkpoint import commit, fence, find_newest, list_checkpoints, orphan_pattern, sweep
 from opentinker.shared.types.core import WeightVersion
 from opentinker.shared.types.errors import Fenced, JobFailed
 from opentinker.shared.types.manifest import Manifest
@@ -42,10 +42,10 @@ def write(directory: Path, content: bytes = b"weights") -> None:
 
 
 def test_what_was_committed_is_read_back(tmp_path: Path) -> None:
-    assert newest(tmp_path) is None
+    assert find_newest(tmp_path) is None
     directory = commit(tmp_path, manifest(50), write)
     assert directory == tmp_path / "step-000050"
-    found = newest(tmp_path)
+    found = find_newest(tmp_path)
     assert found is not None
     assert found[0] == directory
     assert found[1].consumed == [9, 11] and found[1].resumed == {1: 0} and found[1].version == WeightVersion(1, 50)
@@ -62,10 +62,10 @@ def test_a_flipped_bit_or_a_lost_file_makes_it_skip_to_the_one_before(tmp_path: 
     data[123] ^= 4
     victim.write_bytes(data)
     (tmp_path / "step-000003" / "trainer" / "state.json").unlink()
-    found = newest(tmp_path)
+    found = find_newest(tmp_path)
     assert found is not None and found[1].step == 2
     (tmp_path / "step-000002" / "manifest.json").write_text("{")
-    found = newest(tmp_path)
+    found = find_newest(tmp_path)
     assert found is not None and found[1].step == 1
 
 
@@ -78,7 +78,7 @@ def test_an_older_epoch_may_not_write_or_sweep(tmp_path: Path) -> None:
         sweep(tmp_path, keep=2, epoch=2)
     commit(tmp_path, manifest(20, epoch=3), write)
     commit(tmp_path, manifest(30, epoch=4), write)
-    assert [m.step for _, m in listing(tmp_path)] == [10, 20, 30]
+    assert [m.step for _, m in list_checkpoints(tmp_path)] == [10, 20, 30]
 
 
 def test_a_newer_epoch_that_appears_while_writing_wins(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_a_newer_epoch_that_appears_while_writing_wins(tmp_path: Path) -> None:
 
     with pytest.raises(Fenced):
         commit(tmp_path, manifest(8, epoch=1), slow)
-    assert [m.step for _, m in listing(tmp_path)] == [7]
+    assert [m.step for _, m in list_checkpoints(tmp_path)] == [7]
     assert not list(tmp_path.glob(".writing*"))
 
 
@@ -100,12 +100,12 @@ def test_who_begins_anew_removes_what_it_has_half_written_alone(
     def halfway(directory: Path) -> None:
         for epoch, host, found in ((2, "here", [str(directory)]), (3, "here", []), (1, "here", []), (2, "there", [])):
             monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
-            assert glob.glob(unfinished(tmp_path, epoch)) == found
+            assert glob.glob(orphan_pattern(tmp_path, epoch)) == found
         write(directory)
 
     monkeypatch.setattr(socket, "gethostname", lambda: "here")
     commit(tmp_path, manifest(12, epoch=2), halfway)
-    assert [m.step for _, m in listing(tmp_path)] == [12]
+    assert [m.step for _, m in list_checkpoints(tmp_path)] == [12]
 
 
 def test_a_fence_stops_an_older_epoch_that_is_just_writing(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_a_fence_stops_an_older_epoch_that_is_just_writing(tmp_path: Path) -> No
 
     with pytest.raises(Fenced, match="epoch 2"):
         commit(tmp_path, manifest(100, epoch=1), overtaken)
-    assert newest(tmp_path) is None
+    assert find_newest(tmp_path) is None
     with pytest.raises(Fenced):
         fence(tmp_path, 1)
     fence(tmp_path, 2)
@@ -128,10 +128,10 @@ def test_the_newest_is_of_the_newest_epoch_even_if_an_older_one_came_further(tmp
     commit(tmp_path, manifest(50, epoch=1), write)
     commit(tmp_path, manifest(100, epoch=1), write)
     commit(tmp_path, manifest(60, epoch=2), write)
-    found = newest(tmp_path)
+    found = find_newest(tmp_path)
     assert found is not None and (found[1].epoch, found[1].step) == (2, 60)
     sweep(tmp_path, keep=2, epoch=2)
-    assert [found.step for _, found in listing(tmp_path)] == [100, 60]
+    assert [found.step for _, found in list_checkpoints(tmp_path)] == [100, 60]
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_a_crash_while_replacing_leaves_the_old_or_the_new(tmp_path: Path, point
         commit(tmp_path, manifest(5), lambda d: write(d, b"new"), crash)
         os._exit(0)
     os.waitpid(child, 0)
-    found = newest(tmp_path)
+    found = find_newest(tmp_path)
     assert found is not None and found[1].step == 5
     assert (found[0] / "trainer" / "state.json").read_bytes() == (b"new" if point == "renamed" else b"old")
     commit(tmp_path, manifest(6), write)
@@ -208,11 +208,11 @@ def test_a_crash_while_replacing_leaves_the_old_or_the_new(tmp_path: Path, point
 WRITER = """
 import sys
 from pathlib import Path
-from opentinker.services.trainer.checkpoint import commit, newest, sweep
+from opentinker.services.trainer.checkpoint import commit, find_newest, sweep
 from opentinker.shared.types.manifest import Manifest
 from opentinker.shared.types.core import WeightVersion
 root = Path(sys.argv[1])
-found = newest(root)
+found = find_newest(root)
 step = found[1].step if found else 0
 def write(directory):
     for i in range(8):
@@ -241,7 +241,7 @@ def test_kill_nine_at_random_moments_never_tears_a_checkpoint(tmp_path: Path) ->
         confirmed = max([confirmed, *[int(line) for line in rest[:-1]]])
         writer.wait()
         writer.stdout.close()
-        found = newest(tmp_path)
+        found = find_newest(tmp_path)
         assert found is not None and found[1].step in (confirmed, confirmed + 1)
         for name in found[1].files:
             assert (found[0] / name).read_bytes() == found[1].step.to_bytes(8, "little") * 20000

@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 
 from opentinker.services.trainer.data.examples import (
     Example,
+    ExampleBuilder,
     Examples,
-    Maker,
     fingerprint,
     load_examples,
     places,
-    shared_out,
+    split_validation,
 )
 from opentinker.shared.types.errors import JobFailed
 from tests.samples.row_samples import END, chat_model, chat_tokenizer, copies, row_spec, turns, write_rows
@@ -33,7 +33,7 @@ ROWS = [{"messages": turns("1+1?", "2", f"{n}?", str(n))} for n in range(3)]
 
 def make(path: object, kind: Any = "sft", longest: Any = 100, mode: Any = "model", **data: Any) -> Examples:
     spec = row_spec("x", path, kind, model={"chat_template": mode}, data=data)
-    return Maker(spec, chat_tokenizer(), longest).make()
+    return ExampleBuilder(spec, chat_tokenizer(), longest).make()
 
 
 def said(examples: list[Example]) -> list[str]:
@@ -294,7 +294,7 @@ def test_a_share_for_validation_is_drawn_by_the_seed_and_never_trained_on(tmp_pa
     held = [said(examples.validation) for examples in found]
     assert held[0] == held[1] != held[2]
     with pytest.raises(JobFailed, match="1 row cannot be divided"):
-        shared_out(Examples(found[0].train[:1], []), 0.5, 0)
+        split_validation(Examples(found[0].train[:1], []), 0.5, 0)
 
 
 def test_validation_rows_of_a_file_of_their_own(tmp_path: Path) -> None:

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
-from opentinker.services.reference_forward.required_models import needs
+from opentinker.services.reference_forward.required_models import find_required_models
 from opentinker.services.reference_forward.scorer import Scorer
 from opentinker.services.trainer.learners.base import Interrupted
-from opentinker.services.trainer.learners.rl import TorchLearner
+from opentinker.services.trainer.learners.rl import RlLearner
 from opentinker.shared.nn.layers import recompute_layers
 from opentinker.shared.nn.layout import layout
 from opentinker.shared.types.errors import JobFailed, SpecError
@@ -25,18 +25,18 @@ LORA = {"rank": 4, "dropout": 0.3}
 PPO = {"name": "ppo", "critic_lr": 1e-3}
 
 
-def loaded(base: Path, **parts: Any) -> TorchLearner:
-    learner = TorchLearner(torch_spec(base, **parts))
+def loaded(base: Path, **parts: Any) -> RlLearner:
+    learner = RlLearner(torch_spec(base, **parts))
     learner.load(None)
     return learner
 
 
-def weights(learner: TorchLearner) -> list[torch.Tensor]:
+def weights(learner: RlLearner) -> list[torch.Tensor]:
     owners: list[Any] = [learner, *([learner.critic] if learner.critic else [])]
     return [parameter.detach().clone() for owner in owners for parameter in owner.parameters.values()]
 
 
-def kept_bytes(learner: TorchLearner) -> int:
+def kept_bytes(learner: RlLearner) -> int:
     """What autograd keeps between the forward and the backward pass of one micro-batch, the weights apart."""
     own = {p.untyped_storage().data_ptr() for p in learner.model.parameters()}
     kept: dict[int, int] = {}
@@ -102,9 +102,9 @@ def test_a_step_that_is_interrupted_leaves_nothing_behind(
         asked.append(1)
         if len(asked) > after:
             learner.interrupt()
-        TorchLearner.go_on(learner)
+        RlLearner.raise_if_interrupted(learner)
 
-    monkeypatch.setattr(learner, "go_on", interrupted_in_time)
+    monkeypatch.setattr(learner, "raise_if_interrupted", interrupted_in_time)
     before = [tensor.clone() for tensor in weights(learner)]
     with pytest.raises(Interrupted):
         learner.step(random_groups(1), V0)
@@ -148,7 +148,7 @@ def test_fp32_head_trains_and_the_reference_rounds_alike(
     model = {"dtype": "bfloat16", "fp32_head": True, "lora": lora}
     learner = loaded(tiny, model=model)
     trajectories = [trajectory_of([7, 8, 9, 1], [0, 1, 1, 1], reward=r) for r in (0.0, 1.0)]
-    scorer, (key,) = Scorer(), needs(torch_spec(tiny, model=model, algorithm={"kl_coef": 0.1}), tmp_path)
+    scorer, (key,) = Scorer(), find_required_models(torch_spec(tiny, model=model, algorithm={"kl_coef": 0.1}), tmp_path)
     (scored,) = scorer.score(scorer.load(key), [group_of(trajectories)], [1.0])
     plan = layout([t.ids for t in trajectories], [t.mask for t in trajectories])
     with torch.no_grad():

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from opentinker.services.trainer.learners.rl import TorchLearner
+from opentinker.services.trainer.learners.rl import RlLearner
 from opentinker.services.trainer.mismatch_alarm import WINDOW, MismatchAlarm
 from opentinker.shared.types.core import WeightVersion
 from tests.support.learning import Sampler, torch_spec
@@ -26,7 +26,7 @@ def run(small: Path, *, lr: float, steps: int, behind: bool = False, dtype: str 
         algorithm={"group_size": 4, "groups_per_batch": 2},
         train={"lr": lr, "warmup_steps": 0},
     )
-    learner, other = TorchLearner(spec), TorchLearner(spec)
+    learner, other = RlLearner(spec), RlLearner(spec)
     learner.load(None)
     other.load(None)
     sampler = Sampler(other.causal if behind else learner.causal, learner.tokenizer, seed=0)
@@ -60,7 +60,7 @@ def test_a_run_with_a_learning_rate_of_zero_is_flat_and_rings_no_alarm(small: Pa
     for dtype, level in (("float32", 1e-4), ("bfloat16", 0.5)):
         alarm = MismatchAlarm()
         found = run(small, lr=0.0, steps=WINDOW + 5, dtype=dtype)
-        assert [alarm.look(metrics) for metrics in found] == [[]] * len(found)
+        assert [alarm.update(metrics) for metrics in found] == [[]] * len(found)
         for name in ("mismatch/mean", "drift/mean"):
             values = np.array(column(found, name))
             assert values.max() <= level
@@ -73,7 +73,7 @@ def test_a_sampler_that_gets_no_new_weights_rings_the_alarm(small: Path) -> None
     """Its tokens say so: drift, K3, ESS and the share outside follow, and the alarm hears the slope."""
     alarm = MismatchAlarm()
     found = run(small, lr=1e-4, steps=WINDOW + 1, behind=True)
-    rang = [alarm.look(metrics) for metrics in found]
+    rang = [alarm.update(metrics) for metrics in found]
     assert ["drift/mean"] in rang
     drift, k3, ess = (column(found, name) for name in ("drift/mean", "ratio/k3", "ess"))
     assert drift[0] < 1e-6 and drift[-1] > 1e-3

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from examples.models.make_tiny import make_tiny
 from opentinker.services.trainer.learners.base import NonFinite, SimulatedLearner
 from opentinker.services.trainer.learners.policy_model import PolicyModel
-from opentinker.services.trainer.learners.rl import TorchLearner
+from opentinker.services.trainer.learners.rl import RlLearner
 from opentinker.shared.nn.transport import unpack
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.types.core import WeightVersion
@@ -30,8 +30,8 @@ from tests.support.learning import Sampler, plain_logprobs, random_groups, torch
 LORA = {"rank": 4, "alpha": 8.0}
 
 
-def loaded(spec: JobSpec, checkpoint: Path | None = None) -> TorchLearner:
-    learner = TorchLearner(spec)
+def loaded(spec: JobSpec, checkpoint: Path | None = None) -> RlLearner:
+    learner = RlLearner(spec)
     learner.load(checkpoint)
     return learner
 
@@ -167,7 +167,7 @@ def test_resume_is_exact_to_the_bit(tiny: Path, tmp_path: Path, parts: dict[str,
 # --- starting from another job's checkpoint ---------------------------------------------------------------------------
 
 
-def trained(spec: JobSpec, directory: Path, steps: int = 3) -> TorchLearner:
+def trained(spec: JobSpec, directory: Path, steps: int = 3) -> RlLearner:
     """A learner after some steps, with its checkpoint in `directory`."""
     learner = loaded(spec)
     for step in range(steps):
@@ -176,13 +176,13 @@ def trained(spec: JobSpec, directory: Path, steps: int = 3) -> TorchLearner:
     return learner
 
 
-def started(spec: JobSpec, checkpoint: Path, *, optimizer: bool = False) -> TorchLearner:
-    learner = TorchLearner(spec)
+def started(spec: JobSpec, checkpoint: Path, *, optimizer: bool = False) -> RlLearner:
+    learner = RlLearner(spec)
     learner.start(checkpoint, optimizer=optimizer)
     return learner
 
 
-def same_weights(a: TorchLearner, b: TorchLearner) -> bool:
+def same_weights(a: RlLearner, b: RlLearner) -> bool:
     return all(torch.equal(p, b.parameters[name]) for name, p in a.parameters.items())
 
 
@@ -344,7 +344,7 @@ def test_saved_directory_is_a_plain_hugging_face_model(tiny: Path, tmp_path: Pat
     assert not list((tmp_path / "c").rglob("*.bin")) and not list((tmp_path / "c").rglob("*.pt"))
 
 
-def _sdpa(learner: TorchLearner) -> object:
+def _sdpa(learner: RlLearner) -> object:
     learner.causal.set_attn_implementation("sdpa")
     return learner.causal
 
@@ -398,7 +398,7 @@ def test_the_learning_rate_warms_up_and_falls_as_the_schedule_says(
     tiny: Path, train: dict[str, Any], shares: list[float]
 ) -> None:
     """Of six steps; a job that is told of fewer by its data ends there."""
-    learner = TorchLearner(torch_spec(tiny, train={"steps": 6, "lr": 1e-3, **train}))
+    learner = RlLearner(torch_spec(tiny, train={"steps": 6, "lr": 1e-3, **train}))
     found = []
     for step in range(7):
         learner.steps = step
