@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -28,10 +27,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import structlog
-from redis.exceptions import RedisError
 
 from opentinker.services.reference_forward.group_queue import PREFETCH, GroupQueue, QueuedGroup
 from opentinker.services.reference_forward.model_cache import ModelCache
+from opentinker.services.reference_forward.model_loader import MODEL_ERRORS, ModelLoader, describe_error
 from opentinker.services.reference_forward.required_models import ModelKey, find_required_models
 from opentinker.services.reference_forward.results import add_results
 from opentinker.shared.asyncio_tools import Notifier, sleep, wait_event
@@ -58,8 +57,6 @@ FULL_PAUSE_S = 2.0
 POLL_S = 0.5
 IDLE_S = 30.0
 """A reader ends when its job has been idle for this long."""
-MODEL_ERRORS = (ValueError, IndexError, RuntimeError, MemoryError, OSError)
-"""What a model may raise over a group or while it is loaded."""
 
 
 class ReferenceForward:
@@ -70,12 +67,12 @@ class ReferenceForward:
 
     def __init__(self, ctx: Context, make_scorer: Callable[[], Scorer], ack_wait_s: float = ACK_WAIT_S) -> None:
         self.ctx, self.ack_wait_s = ctx, ack_wait_s
-        self._make_scorer = make_scorer
-        self._scorer: Scorer | None = None
-        self._scorer_lock = asyncio.Lock()
         self.queue = GroupQueue(ctx.settings.reference_tokens_per_batch)
         self.cache = ModelCache(int(ctx.settings.reference_memory_gb * 1e9))
         self._changed = Notifier()
+        self.loader = ModelLoader(
+            ctx, self.queue, self.cache, self._changed, make_scorer, self._fail_job, self._update_metrics
+        )
         self._scored: asyncio.Queue[QueuedGroup] = asyncio.Queue()
         self._readers: set[str] = set()
         """Jobs with a running reader."""
@@ -94,7 +91,7 @@ class ReferenceForward:
             await first_failure(
                 {
                     "read": self._read_loop(),
-                    "load": self._load_loop(),
+                    "load": self.loader.run(),
                     "score": self._score_loop(),
                     "finish": self._finish_loop(),
                     "extend": self._extend_loop(),
@@ -212,93 +209,10 @@ class ReferenceForward:
         if work.group.job not in self._checked:
             await check_opened(self.ctx.store, self.ctx.settings, work.group.job)
             self._checked.add(work.group.job)
-        await asyncio.to_thread((await self._get_scorer()).check, spec)
+        await asyncio.to_thread((await self.loader.get_scorer()).check, spec)
         work.temperature, work.needs = spec.rollout.temperature, find_required_models(spec, start)
         work.weights = {judge.name: judge.weight for judge in spec.reward_models}
         return True
-
-    # --- models -------------------------------------------------------------------------------------------------
-
-    async def _load_loop(self) -> None:
-        """Consumes wishes for models, produces residents; scoring goes on beside it."""
-        while True:
-            changed = self._changed.listen()
-            if (key := self.queue.next_to_load(self.cache)) is None:
-                await wait_event(changed, 1.0)
-                continue
-            try:
-                await self._load(key)
-            except (JobFailed, *MODEL_ERRORS) as error:
-                why = str(error) if isinstance(error, JobFailed) else f"model {key.base!r}: {_describe(error)}"
-                for job in self.queue.jobs_waiting_for(key):
-                    await self._fail_job(job, why)
-            self._changed.ring()
-
-    async def _load(self, key: ModelKey) -> None:
-        """Returns also when nobody waits for it any more. Raises JobFailed, or one of UNABLE."""
-        scorer = await self._get_scorer()
-        if not await self._check_readable(key):
-            return
-        size = await asyncio.to_thread(scorer.size, key)
-        self.cache.check(key, size)
-        evicted, looked_at = self.cache.evictions, -math.inf
-        while True:
-            if time.monotonic() - looked_at >= POLL_S:
-                await self._drop_ended(key)
-                looked_at = time.monotonic()
-            if key not in self.queue.queues:
-                return
-            if self.cache.make_room(size, self.queue.queues):
-                break
-            await wait_event(self._changed.listen(), 0.1)
-        if self.cache.evictions > evicted:
-            await asyncio.to_thread(scorer.release_memory)
-        began = time.monotonic()
-        model = await asyncio.to_thread(scorer.load, key)
-        if not await self._check_readable(key):  # it led elsewhere meanwhile: nobody gets what was read there
-            return
-        seconds = time.monotonic() - began
-        self.cache.put(key, model, size, seconds)
-        self.log.info("model_loaded", model=key.base, dtype=key.dtype, bytes=size, seconds=round(seconds, 3))
-        self._update_metrics()
-
-    async def _check_readable(self, key: ModelKey) -> bool:
-        """Whether all jobs that wait for the model may read it here and now. Those that may not fail."""
-        open_to_all = True
-        for job in self.queue.jobs_waiting_for(key):
-            try:
-                await check_opened(self.ctx.store, self.ctx.settings, job)
-            except JobFailed as error:
-                await self._fail_job(job, str(error))
-                open_to_all = False
-            except NotFound:  # deleted: its groups go with the next look at who waits
-                continue
-            except (RedisError, OSError):  # asked again with the next look
-                await sleep(POLL_S)
-                return False
-        return open_to_all
-
-    async def _drop_ended(self, key: ModelKey) -> None:
-        """Groups that wait for a model and whose job ended meanwhile: nothing is loaded for these. One whose
-        acknowledgement is lost comes again, and goes as it comes."""
-        for job in self.queue.jobs_waiting_for(key):
-            try:
-                if not (await self.ctx.store.job(job)).state.final:
-                    continue
-            except NotFound:
-                pass
-            except (RedisError, OSError):  # asked again soon; it says nothing of the model
-                return
-            for work in self.queue.drop({job}):
-                self.log.info("group_of_ended_job_dropped", job=job, group=work.group.seq)
-                await work.delivery.ack()
-                self.queue.release(work)
-
-    async def _get_scorer(self) -> Scorer:
-        async with self._scorer_lock:
-            if self._scorer is None:
-                self._scorer = await asyncio.to_thread(self._make_scorer)
-            return self._scorer
 
     # --- forward passes -----------------------------------------------------------------------------------------
 
@@ -319,18 +233,18 @@ class ReferenceForward:
 
     async def _forward(self, key: ModelKey, model: Any, works: list[QueuedGroup]) -> None:
         """Run one pass. If it fails, score the groups one by one, so that only the job at fault fails."""
-        assert self._scorer is not None
+        scorer = await self.loader.get_scorer()
         groups, temperatures = [work.group for work in works], [work.temperature for work in works]
-        before, began = self._scorer.computed, time.time()
+        before, began = scorer.computed, time.time()
         try:
-            results = await asyncio.to_thread(self._scorer.score, model, groups, temperatures)
+            results = await asyncio.to_thread(scorer.score, model, groups, temperatures)
         except (JobFailed, *MODEL_ERRORS) as error:
             if len(works) > 1:
                 for work in works:
                     await self._forward(key, model, [work])
                 return
             (group,) = groups
-            why = str(error) if isinstance(error, JobFailed) else f"group {group.seq}: {_describe(error)}"
+            why = str(error) if isinstance(error, JobFailed) else f"group {group.seq}: {describe_error(error)}"
             await self._fail_job(group.job, f"model {key.base!r} could not score it: {why}")
             await self._acknowledge(works[0])
             return
@@ -340,7 +254,7 @@ class ReferenceForward:
         counts = self.meters.of(CLUSTER).counts
         counts["reference/passes"] += 1
         counts["reference/passed_groups"] += len(works)
-        counts["reference/computed_tokens"] += self._scorer.computed - before
+        counts["reference/computed_tokens"] += scorer.computed - before
         for work, found in zip(works, results, strict=True):
             if self.queue.complete(key, work, found):
                 self._scored.put_nowait(work)
@@ -435,10 +349,6 @@ class ReferenceForward:
         meter.gauges["reference/models"] = len(self.cache)
         meter.gauges["reference/models_bytes"] = self.cache.used_bytes
         meter.gauges["reference/groups_in_hand"] = len(self.queue.in_flight)
-
-
-def _describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 async def serve(ctx: Context) -> None:
