@@ -287,7 +287,7 @@ def test_what_lost_the_ranks_is_not_hidden_by_a_part_of_ours_that_does_not_let_g
         stuck.wait()
 
     def ask() -> None:
-        with pytest.raises(RankLost, match="let go"):
+        with pytest.raises(RankLost, match="released"):
             cancelled.run(Gather(checkpoint=False), wait)
 
     asking = threading.Thread(target=ask)
@@ -309,7 +309,7 @@ def test_ranks_that_were_starting_when_the_job_was_let_go_end(pair: Pair, monkey
         return started[0]
 
     monkeypatch.setattr(multi_rank_learner, "RankProcesses", slowly)
-    with pytest.raises(OpenTinkerError, match="let go"):
+    with pytest.raises(OpenTinkerError, match="released"):
         gang.load(None)
     assert all(gone(pid) for pid in started[0].pids)
 
