@@ -78,7 +78,8 @@ local function issue()
   if state and state ~= 'starting' and state ~= 'running' then return answer, UNCHANGED end
   local batch = num('batch')
   local busy = num('trained') + num('pending') + num('running')
-  local room = math.min((num('eta') + num('step') + 1) * batch, num('total')) - busy
+  local max_staleness, version = num('eta'), num('step')  -- names of the fields in Redis, kept for running jobs
+  local room = math.min((max_staleness + version + 1) * batch, num('total')) - busy
   local n = math.max(0, math.min(tonumber(ARGV[3]), room, tonumber(ARGV[4]) - num('running')))
   for _ = 1, n do
     local seq = redis.call('HINCRBY', A, 'next', 1) - 1

@@ -325,7 +325,7 @@ def test_law_and_ledger_hold_on_random_schedules(run: Callable[..., None], machi
 
 
 FAULTS = {
-    "law one batch too wide": ("num('step') + 1) * batch", "num('step') + 2) * batch"),
+    "law one batch too wide": ("version + 1) * batch", "version + 2) * batch"),
     "total ignored": ("* batch, num('total'))", "* batch, 999)"),
     "pending groups not counted": ("num('trained') + num('pending') +", "num('trained') +"),
     "group accepted twice": ("if state ~= 'r' then return", "if state ~= 'r' and state ~= 'p' then return"),
