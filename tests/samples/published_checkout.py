@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.support.cluster import ROOT
 
-SCRIPTS = ROOT / "tests" / "published_scripts"
+SCRIPTS = ROOT / "tests" / "samples" / "published_scripts"
 CLIENT = Path("opentinker", "client")
 PHONES = Path("opentinker", "environment", "android_world")
 THEIRS = "from verl import DataProto\n"

@@ -20,7 +20,9 @@ from opentinker.shared.runtime.service import first_failure
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import WorkerInfo
 from tests.conftest import Server, start_nats, until
-from tests.samples import minimal_service
+from tests.support.cluster import ROOT
+
+MINIMAL = str(ROOT / "tests" / "samples" / "minimal_service.py")
 
 
 class Process:
@@ -31,7 +33,7 @@ class Process:
         environ = os.environ | {f"OPENTINKER_{name.upper()}": value for name, value in settings.items()}
         with log.open("wb") as out:
             self.popen = subprocess.Popen(
-                [sys.executable, minimal_service.__file__, mode],
+                [sys.executable, MINIMAL, mode],
                 stdout=out, stderr=subprocess.STDOUT, env=environ,
             )  # fmt: skip
 
