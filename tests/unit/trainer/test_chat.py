@@ -126,5 +126,5 @@ def test_tokenizers_that_cannot_do_it_are_refused() -> None:
         ChatEncoder(without_end, "plain")
     prefixing = bpe_tokenizer(CHATML)
     prefixing.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    with pytest.raises(JobFailed, match="something of its own before every text"):
+    with pytest.raises(JobFailed, match="adds a prefix to every text"):
         ChatEncoder(prefixing, "model")
