@@ -77,7 +77,7 @@ helm: setup
 	@command -v helm >/dev/null || test -x $(BIN)/helm || $(BIN)/python -m tests.support.helm_binary $(BIN)/helm \
 	|| echo "helm cannot be had: tests that need it are skipped"
 
-# What guards a merge, on two cores within 12 minutes: two files at a time, most of them wait for processes. One after
+# What guards a merge (aim: 12 minutes on two cores): two files at a time, most of them wait for processes. One after
 # another: make test JOBS=0
 JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
