@@ -72,8 +72,8 @@ def without_branches(mistakes: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def nearest(name: Any, known: Sequence[str]) -> str | None:
     """The known name that was probably meant."""
-    if not isinstance(name, str):
-        return None
+    if not isinstance(name, str) or len(name) > 2 * max(map(len, known), default=0):
+        return None  # too long for a ratio of 0.7: comparing a megabyte would hold up the event loop
     plain = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).replace("-", "_").lower()
     return next(iter(difflib.get_close_matches(plain, known, 1, 0.7)), None)
 
