@@ -12,6 +12,7 @@ from unittest.mock import MagicMock
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
+from opentinker.services.scheduler.environments.served_gateway import Gateway
 from opentinker.services.scheduler.http.openapi import document
 from opentinker.services.scheduler.http.server import Api
 from opentinker.shared import api_types as types_of_answers
@@ -63,11 +64,12 @@ def _kind(annotation: Any) -> str:
 
 
 def _http() -> Iterator[str]:
-    """Of the route table, which needs nothing that runs."""
-    everything: dict[str, Any] = document(Api(MagicMock(settings=Settings()), *(MagicMock() for _ in range(3))).routes)
+    """The HTTP API, from the route table."""
+    ctx = MagicMock(settings=Settings())
+    everything: dict[str, Any] = document(Api(ctx, MagicMock(), Gateway(ctx), MagicMock()).routes)
     schemas = everything["components"]["schemas"]
     yield "# HTTP API\n"
-    yield "Made of the route table that is served; `/openapi.json` of any server is the same for programs.\n"
+    yield "Generated from the route table; every server has the same for programs at `/openapi.json`.\n"
     for path, methods in everything["paths"].items():
         for method, operation in methods.items():
             yield f"## `{method.upper()} {path}`\n"
@@ -76,7 +78,7 @@ def _http() -> Iterator[str]:
             if parameters:
                 yield "| parameter | in | |\n| --- | --- | --- |"
                 for one in parameters:
-                    yield f"| `{one['name']}` | {one['in']} | {one.get('description', '')} |"
+                    yield f"| `{one['name']}` | {one['in']} | {one.get('description', '')}{_bounds(one['schema'])} |"
                 yield ""
             yield from _body(operation.get("requestBody"), schemas)
             answers = ", ".join(f"{status}{_media(answer)}" for status, answer in operation["responses"].items())
@@ -90,6 +92,13 @@ def _http() -> Iterator[str]:
             there = _type(says) + ("" if field in needed else ", may be missing")
             yield f"| `{field}` | {there} | {says.get('description', '')} |"
         yield ""
+
+
+def _bounds(schema: dict[str, Any]) -> str:
+    if "maximum" not in schema:
+        return ""
+    default = f", default {schema['default']}" if "default" in schema else ""
+    return f" {schema['minimum']} to {schema['maximum']}{default}."
 
 
 def _body(body: dict[str, Any] | None, schemas: dict[str, Any]) -> Iterator[str]:

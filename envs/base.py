@@ -34,13 +34,18 @@ names the environment in its log and exits, and its sessions are played elsewher
 An environment with several seats lists them in `seats` and acts as the referee: `open` and every `step` name the seat
 that acts next (`Opening.seat`, `Step.seat`), and their messages go to that seat alone. Each seat has a separate token
 stream and sees only the messages addressed to it. `Step.reward` belongs to the seat that has just acted; `Step.rewards`
-holds the rewards of the other seats.
+holds the rewards of the other seats. A job may give a seat to one of the environment's `bots`: scripted players that
+act without a model.
+
+Seats may act at the same time: `Opening.acting` and `Step.acting` then name them and what each sees, in place of `seat`
+and `messages`, and `step_all` gets all their actions together, in the order of `seats`. Such a round takes as long as
+its slowest seat. Rounds and single turns may follow each other in an episode.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import msgspec
@@ -57,6 +62,11 @@ ELSEWHERE = "elsewhere"
 what is installed on this machine."""
 
 
+Bot = Callable[[Any], str | Message]
+"""A scripted player: returns the next turn of the seat that acts, from the environment's state. It draws from the
+environment's random generator."""
+
+
 class Action(msgspec.Struct, frozen=True, kw_only=True):
     """One turn of the policy."""
 
@@ -65,7 +75,7 @@ class Action(msgspec.Struct, frozen=True, kw_only=True):
     stop: StopReason
     """Why sampling ended; `length` and `context` mean that the text was cut."""
     turn: int
-    """Number of the turn, counted from 0 over all seats."""
+    """Number of the turn, counted from 0 over all seats; the actions of a round have the same."""
     seat: str = ""
     """The seat that acts; empty in an environment with one seat."""
     tool_calls: list[ToolCall] = []
@@ -82,49 +92,16 @@ class Action(msgspec.Struct, frozen=True, kw_only=True):
     """Length of the policy's context, in tokens, when it sampled `ids`."""
 
 
-class Opening(msgspec.Struct, kw_only=True):
-    """Return value of `open` where a list of messages is not enough."""
-
-    messages: list[Message]
-    seat: str = ""
-    """The seat that acts first."""
-    stream: str = ""
-    """As in Step."""
-    tools: list[Tool] = []
-    """Tools that the first seat may call; those of other seats come with their first Step."""
-    prompt_ids: list[int] | None = None
-    """The prompt as token ids, in place of messages."""
-    prompt_text: str | None = None
-    """The prompt as plain text, in place of messages; no chat template is applied."""
-    max_tokens: int | None = None
-    """As in Step."""
-    stop: list[str] = []
-    """As in Step."""
-
-
-class Step(msgspec.Struct, kw_only=True):
-    """The environment's answer to one action."""
+class Prompt(msgspec.Struct, kw_only=True):
+    """What a seat sees before it acts."""
 
     messages: list[Message] = []
-    """Messages that the policy sees next. Ignored when the episode is done, unless it is truncated: then those that the
-    policy would have seen."""
-    reward: float = 0.0
-    """Reward of this turn. The episode's reward is the sum over its turns."""
-    done: bool = False
-    truncated: bool = False
-    """With `done`: a limit on steps or time ended the episode, not the task itself. advantage = "gae" then adds the
-    value of the last state; after a plain `done` there is no future reward to estimate."""
-    components: dict[str, float] = {}
-    """Named parts of `reward`, plotted as separate curves."""
-    seat: str = ""
-    """The seat that acts next, in an environment with several seats."""
+    """Messages that the policy sees next."""
     stream: str = ""
     """The context of the seat that the next turn belongs to. A new name begins a new context, whose whole prompt is
     `messages`."""
     tools: list[Tool] = []
     """With the first messages of a stream: the tools that may be called in it."""
-    rewards: dict[str, dict[str, float]] = {}
-    """Rewards of other seats for this turn, by seat: named parts, which are summed."""
     prompt_ids: list[int] | None = None
     """In place of messages: the whole prompt of the next turn as token ids, beginning with the stream's tokens so
     far."""
@@ -134,6 +111,41 @@ class Step(msgspec.Struct, kw_only=True):
     """Token limit of the next turn, if lower than the job's."""
     stop: list[str] = []
     """Strings that end the next turn, in addition to the job's."""
+
+
+Acting = Mapping[str, Prompt | list[Message]]
+"""Seats that act at the same time, and what each sees: at least one, ROUND_SEATS at most."""
+
+
+class Opening(Prompt, kw_only=True):
+    """Return value of `open` where a list of messages is not enough."""
+
+    seat: str = ""
+    """The seat that acts first."""
+    acting: Acting | None = None
+    """As in Step."""
+
+
+class Step(Prompt, kw_only=True):
+    """The environment's answer to one action, or to those of a round. `messages` are ignored when the episode is done,
+    unless it is truncated: then they are those that the policy would have seen."""
+
+    reward: float = 0.0
+    """Reward of this turn. The episode's reward is the sum over its turns. After a round: 0, see `rewards`."""
+    done: bool = False
+    truncated: bool = False
+    """With `done`: a limit on steps or time ended the episode, not the task itself. advantage = "gae" then adds the
+    value of the last state; after a plain `done` there is no future reward to estimate."""
+    components: dict[str, float] = {}
+    """Named parts of `reward`, plotted as separate curves."""
+    seat: str = ""
+    """The seat that acts next, in an environment with several seats."""
+    acting: Acting | None = None
+    """In place of `seat` and of what it sees: the seats of a round. All of them are asked side by side, and `step_all`
+    gets their actions."""
+    rewards: dict[str, dict[str, float]] = {}
+    """Rewards of other seats for this turn, after a round those of all seats: by seat, named parts, which are
+    summed."""
     metrics: dict[str, float] = {}
     """Metrics of the episode so far, e.g. `exact`; those of the last step are recorded. A metric named `task/NAME` with
     value 1 names the task of this episode: validation reports by task."""
@@ -171,12 +183,20 @@ class Environment(ABC):
     libraries that leak."""
     memory_mb: ClassVar[int | None] = None
     """With `blocking`: likewise replace a child process that holds more memory than this."""
+    bots: ClassVar[Mapping[str, Bot] | None] = {}
+    """Scripted players by name, which a job may give seats to (envs/bots.py). None: those of the server that plays the
+    environment."""
     seats: tuple[str, ...] = ("",)
     """Names of the players; set it in __init__ if it depends on the config."""
     wants_tokens: bool = False
     """Actions carry the sampled token ids and their logprobs."""
     policy: Policy = Policy()
     """The model that acts, set before `open` is called."""
+    bot_seat: str = ""
+    """The seat whose turn a bot is asked for, set before it is called."""
+    bot_seats: Mapping[str, str] = {}
+    """Seats, or patterns of them, and the names of the bots that play them; set before `open` is called, which takes
+    their turns for the environment."""
 
     def __init__(self, config: BaseModel) -> None:
         self.config = config
@@ -194,9 +214,14 @@ class Environment(ABC):
     async def open(self, row: int, seed: int) -> list[Message] | Opening:
         """Start the episode and return its prompt. `row` may exceed the number of rows: take it modulo."""
 
-    @abstractmethod
     async def step(self, action: Action) -> Step:
-        """Play one turn. Treat a truncated action (`stop` is `length`) like any other."""
+        """Play the turn of one seat. Treat a truncated action (`stop` is `length`) like any other."""
+        raise NotImplementedError(f"{type(self).__name__} does not define step, the answer to the turn of one seat")
+
+    async def step_all(self, actions: list[Action]) -> Step:
+        """Play a round: an action of every seat that `acting` named, in the order of `seats`. Rewards go to
+        `Step.rewards`."""
+        raise NotImplementedError(f"{type(self).__name__} names seats in `acting` and does not define step_all")
 
     async def close(self) -> None:  # noqa: B027  nothing to free is the common case
         """Release the episode's resources."""
@@ -207,6 +232,10 @@ class Environment(ABC):
         Self-tests play it and expect the full reward.
         """
         return None
+
+    def gold_of(self, seat: str) -> str | Message | None:
+        """Return the expert's next turn of one seat of a round."""
+        return self.gold()
 
 
 def call(name: str, /, **arguments: Any) -> Message:
@@ -230,34 +259,49 @@ class Played(msgspec.Struct, kw_only=True):
     """Reward of every seat."""
 
 
-async def play_gold(environment: Environment, row: int, seed: int, max_turns: int = 1000) -> Played:
+async def play_gold(
+    environment: Environment, row: int, seed: int, max_turns: int = 1000, bots: Mapping[str, str] | None = None
+) -> Played:
     """Play one episode with the environment's expert. Raise ValueError if it has none or the episode never ends.
 
-    The expert can call the environment's own tools (tools.py), not those of a job.
+    The expert can call the environment's own tools (tools.py), not those of a job. `bots`: as in OpenSession; raise
+    SpecError if the environment cannot play them.
     """
-    from opentinker.envs.tools import with_tools
+    from opentinker.envs.bots import with_bots
+    from opentinker.envs.rounds import play_actions, prompts_of
+    from opentinker.envs.with_tools import with_tools
 
-    environment = with_tools(environment)
+    environment.bot_seats = bots or {}
+    environment = with_bots(with_tools(environment), environment)
     opened = await environment.open(row, seed)
-    opening = opened if isinstance(opened, Opening) else Opening(messages=opened, seat=environment.seats[0])
-    messages, seat = list(opening.messages), opening.seat
+    asked: Opening | Step = (
+        opened if isinstance(opened, Opening) else Opening(messages=opened, seat=environment.seats[0])
+    )
+    messages: list[Message] = []
     rewards = dict.fromkeys(environment.seats, 0.0)
     try:
         for turn in range(max_turns):
-            gold = environment.gold()
-            if gold is None:
-                raise ValueError(f"{type(environment).__name__} has no expert: gold() returned None in turn {turn}")
-            reply = gold if isinstance(gold, Message) else Message(role="assistant", content=gold)
-            action = Action(text=reply.text, stop=StopReason.EOS, turn=turn, seat=seat, tool_calls=reply.tool_calls)
-            step = await environment.step(action)
-            messages += [reply, *step.messages]
-            rewards[seat] += step.reward
+            prompts = prompts_of(environment, asked, "step" if turn else "open")
+            messages += [message for prompt in prompts.values() for message in prompt.messages]
+            actions = []
+            for seat in prompts:
+                gold = environment.gold() if asked.acting is None else environment.gold_of(seat)
+                if gold is None:
+                    raise ValueError(f"{type(environment).__name__} has no expert: gold() returned None in turn {turn}")
+                said = gold if isinstance(gold, Message) else Message(role="assistant", content=gold)
+                messages.append(said)
+                actions.append(
+                    Action(text=said.text, stop=StopReason.EOS, turn=turn, seat=seat, tool_calls=said.tool_calls)
+                )
+            step = await play_actions(environment, asked, actions)
+            rewards[actions[0].seat] += step.reward
             for other, parts in step.rewards.items():
-                rewards[other] += sum(parts.values())
+                rewards[other] = rewards.get(other, 0.0) + sum(parts.values())
             if step.done:
+                messages += step.messages
                 first = rewards[environment.seats[0]]
                 return Played(messages=messages, reward=first, turns=turn + 1, metrics=step.metrics, rewards=rewards)
-            seat = step.seat
+            asked = step
     finally:
         await environment.close()
     raise ValueError(f"{type(environment).__name__} was not done after {max_turns} turns of its expert")

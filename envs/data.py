@@ -70,12 +70,12 @@ class Table:
             self.rows = [self.rows[at] for at in kept]
         if not self.rows:
             raise RowError(f"{path}: validation = {validation} leaves no row to train on")
-        self._order = lru_cache(maxsize=4)(self._shuffled)
+        self._order = lru_cache(maxsize=4)(self._shuffle)
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def _shuffled(self, epoch: int) -> np.ndarray[Any, Any]:
+    def _shuffle(self, epoch: int) -> np.ndarray[Any, Any]:
         return np.random.default_rng([self.seed, 0, epoch]).permutation(len(self.rows))
 
     def at(self, row: int, *, shuffle: bool) -> Row:

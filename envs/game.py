@@ -283,7 +283,7 @@ def numbers_of(info: object) -> dict[str, float]:
         if math.isfinite(as_float := _as_float(value)):
             found[name] = as_float
         else:
-            warnings.warn(f"info[{name!r}] is no finite number: it becomes no metric", stacklevel=2)
+            warnings.warn(f"info[{name!r}] is not a finite number and is not recorded as a metric", stacklevel=2)
     return found
 
 

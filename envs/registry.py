@@ -5,12 +5,14 @@ from __future__ import annotations
 import difflib
 import re
 import traceback
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
 from opentinker.envs.base import ELSEWHERE, Environment
+from opentinker.envs.bots import resolve_bots
 from opentinker.envs.game import AbstractGame, environment_of
 from opentinker.shared.types.env_protocol import is_url
 from opentinker.shared.types.error_text import error_sentence
@@ -37,8 +39,12 @@ BUILT_IN = {
     "gomoku": "opentinker.envs.builtin.gomoku:Gomoku",
     "gsm8k": "opentinker.envs.builtin.gsm8k:Gsm8k",
     "guess_number": "opentinker.envs.builtin.guess_number:GuessNumber",
+    "kuhn_poker": "opentinker.envs.builtin.kuhn_poker:KuhnPoker",
+    "matching_pennies": "opentinker.envs.builtin.matching_pennies:MatchingPennies",
     "math": "opentinker.envs.builtin.math:Math",
     "openenv": "opentinker.envs.adapters.openenv:OpenEnv",
+    "signalling": "opentinker.envs.builtin.signalling:Signalling",
+    "tictactoe": "opentinker.envs.builtin.tictactoe:TicTacToe",
     "tool_calc": "opentinker.envs.builtin.tool_calc:ToolCalc",
     "verifiers": "opentinker.envs.agents.verifiers:Verifiers",
 }
@@ -110,13 +116,21 @@ def _of_config(found: type[Environment], mistake: dict[str, Any]) -> dict[str, A
     return {**mistake, **meant, "problem": f"{UNKNOWN}{asked}; {found.__name__} knows: {names}".replace("?;", "?")}
 
 
-def rehearse(name: str, found: type[Environment], settings: BaseModel) -> None:
-    """Build what an episode would play. Raise SpecError with the reason if it cannot be built here."""
+def rehearse(
+    name: str, found: type[Environment], settings: BaseModel, bots: Mapping[str, str] | None = None
+) -> tuple[str, ...]:
+    """Build what an episode would play, with the seats that bots play. Return its seats; none if only its server knows
+    them. Raise SpecError with the reason if it cannot be built here."""
     try:
         found.rehearse(settings)
+        made = found(settings) if found.bots is not None else None
     except Exception as error:  # noqa: BLE001 - a library's or user's code: its exception is the answer
         why = error_sentence("".join(traceback.format_exception_only(error)))
         raise _wrong_name(name, f"cannot be played by the env workers here: {why}") from None
+    if made is None:
+        return ()
+    resolve_bots(made, bots or {})
+    return made.seats
 
 
 def check_reachable(name: str) -> None:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import random
 import uuid
 from collections.abc import Awaitable, Callable
 from typing import Annotated, Any, ClassVar, TypeVar
@@ -34,12 +33,14 @@ from opentinker.envs.base import (
     Environment,
     EnvironmentConfig,
     Opening,
+    Prompt,
     Step,
     Unreachable,
     is_truncation,
     user,
 )
 from opentinker.envs.import_clock import ImportClock
+from opentinker.shared.backoff import Backoff
 from opentinker.shared.messaging.reply_validation import sound
 from opentinker.shared.messaging.websocket_frames import (
     FRAME_BYTES,
@@ -53,7 +54,7 @@ from opentinker.shared.messaging.websocket_frames import (
 from opentinker.shared.security.egress import Egress, EgressRefused
 from opentinker.shared.types.codec import WireError, encode
 from opentinker.shared.types.core import Ending, Message
-from opentinker.shared.types.env_protocol import CloseSession, OpenSession, SessionReply, StepSession
+from opentinker.shared.types.env_protocol import CloseSession, OpenSession, SeatAction, SessionReply, StepSession
 from opentinker.shared.types.errors import OpenTinkerError, SpecError
 
 T = TypeVar("T")
@@ -126,7 +127,7 @@ class Remote(Environment):
         answer.
         """
         loop = asyncio.get_running_loop()
-        give_up, pause = math.inf, PAUSE_S
+        give_up, backoff = math.inf, Backoff(PAUSE_S, MAX_PAUSE_S)
         while True:
             try:
                 return await once()
@@ -135,12 +136,11 @@ class Remote(Environment):
             except (aiohttp.ClientError, OSError, TimeoutError, ConnectionLost) as error:
                 give_up = min(give_up, loop.time() + self.config.patience_s)
                 refused = isinstance(error, aiohttp.ClientConnectorError) and isinstance(error.os_error, EgressRefused)
-                if refused or not isinstance(error, repeats) or loop.time() + pause > give_up:
+                if refused or not isinstance(error, repeats) or loop.time() + backoff.next_s > give_up:
                     late = f"no answer within {self.config.request_timeout_s:g} s"
                     why = f"{self.url}: {str(error) or (late if isinstance(error, TimeoutError) else repr(error))}"
-                    raise (RemoteFailed if refused or _unanswered(error) else Unreachable)(why) from None
-            await asyncio.sleep(pause * (0.5 + random.random()))
-            pause = min(2 * pause, MAX_PAUSE_S)
+                    raise (RemoteFailed if refused or _is_unanswered(error) else Unreachable)(why) from None
+            await backoff.sleep()
 
 
 class ConnectionPool:
@@ -244,7 +244,7 @@ class HttpRemote(Remote):
         return answer
 
 
-def _unanswered(error: Exception) -> bool:
+def _is_unanswered(error: Exception) -> bool:
     """Return whether the server was reached but did not answer in time, so a retry may time out as well. A server that
     refuses a WebSocket handshake was reached too."""
     if isinstance(error, aiohttp.WSServerHandshakeError):
@@ -268,6 +268,7 @@ class WebSocketRemote(ImportClock, Remote):
 
     Config = RemoteConfig
     config: RemoteConfig
+    bots = None
 
     def __init__(self, config: BaseModel) -> None:
         super().__init__(config)
@@ -275,6 +276,7 @@ class WebSocketRemote(ImportClock, Remote):
         self._asker: Asker | None = None
         self._reading: asyncio.Task[None] | None = None
         self._placed = False
+        self._asked = SessionReply(worker="")
 
     async def open(self, row: int, seed: int) -> Opening:
         request = OpenSession(
@@ -287,70 +289,48 @@ class WebSocketRemote(ImportClock, Remote):
             deadline_s=SESSION_S,
             answer_within_s=ANSWER_S,
             policy=self.policy,
+            bots=dict(self.bot_seats),
         )
         self._placed = await self.pool.places.acquire()
         soon = msgspec.structs.replace(request, answer_within_s=IMPORT_POLL_S)
-        reply, pause = await self._ask("open", soon), PAUSE_S
-        if reply.opening and reply.importing_s > 0.0:
-            with self.importing():
-                while reply.opening and reply.importing_s > 0.0:
-                    await asyncio.sleep(IMPORT_POLL_S)
-                    reply = await self._ask("open", soon)
+        reply, backoff = await self._ask("open", soon), Backoff(PAUSE_S, MAX_PAUSE_S, factor=1.5)
         while reply.busy or reply.opening:  # `opening` comes after `answer_within_s`, or sooner
-            await asyncio.sleep(pause * (0.5 + random.random()))
-            pause = min(1.5 * pause, MAX_PAUSE_S)
-            reply = await self._ask("open", request)
+            if reply.importing_s > 0.0:
+                with self.importing():
+                    while reply.opening and reply.importing_s > 0.0:
+                        await asyncio.sleep(IMPORT_POLL_S)
+                        reply = await self._ask("open", soon)
+            else:
+                await backoff.sleep()
+                reply = await self._ask("open", soon if reply.busy else request)
         self.wants_tokens = reply.wants_tokens
-        return Opening(
-            messages=reply.messages,
-            seat=reply.seat,
-            stream=reply.stream,
-            tools=reply.tools,
-            prompt_ids=reply.prompt_ids,
-            prompt_text=reply.prompt_text,
-            max_tokens=reply.max_tokens,
-            stop=reply.stop,
-        )
+        self._asked = reply
+        return Opening(**_next_turn(reply))
 
     async def step(self, action: Action) -> Step:
-        request = StepSession(
-            session=self.id,
-            turn=action.turn,
-            seat=action.seat,
-            text=action.text,
-            stop=action.stop,
-            tool_calls=action.tool_calls,
-            problem=action.problem,
-            words=action.words,
-            ids=action.ids,
-            logprobs=action.logprobs,
-            prompt_tokens=action.prompt_tokens,
-        )
-        reply = await self._ask("step", request)
+        return await self.step_all([action])
+
+    async def step_all(self, actions: list[Action]) -> Step:
+        seats = [SeatAction(**{name: getattr(one, name) for name in SeatAction.__struct_fields__}) for one in actions]
+        reply = await self._ask("step", self._asked.step(self.id, actions[0].turn, seats))
         if reply.busy or reply.opening:
             raise BadReply(f"{self.url} answered a turn as if it were an open: busy, or still opening")
+        self._asked = reply
         return Step(
-            messages=reply.messages,
             reward=reply.reward,
             done=reply.done,
             truncated=reply.truncated,
             components=reply.components,
-            seat=reply.seat,
-            stream=reply.stream,
-            tools=reply.tools,
             rewards=reply.rewards,
-            prompt_ids=reply.prompt_ids,
-            prompt_text=reply.prompt_text,
-            max_tokens=reply.max_tokens,
-            stop=reply.stop,
             metrics=reply.metrics,
+            **_next_turn(reply),
         )
 
     async def _ask(self, verb: str, noun: OpenSession | StepSession) -> SessionReply:
         """Send a request and return its reply. Raise RemoteFailed, Unreachable or BadReply."""
 
         async def once() -> SessionReply:
-            asker = await self._connected()
+            asker = await self._connect()
             async with asyncio.timeout(self.config.request_timeout_s):
                 return sound(await asker.ask(verb, noun, SessionReply), "")
 
@@ -364,10 +344,11 @@ class WebSocketRemote(ImportClock, Remote):
             raise Unreachable(f"{self.url}: {reply.error}")
         if reply.failure is not None:
             raise RemoteFailed(f"{self.url}: {reply.error}")
-        self.seats = tuple(dict.fromkeys((*self.seats, reply.seat, *reply.rewards)))  # the other side is the referee
+        named = (*(prompt.seat for prompt in reply.prompts), *reply.rewards)
+        self.seats = tuple(dict.fromkeys((*self.seats, *named)))  # the other side is the referee
         return reply
 
-    async def _connected(self) -> Asker:
+    async def _connect(self) -> Asker:
         """Return the connection, a new one if the last has ended. Raise aiohttp.ClientError, ConnectionLost or
         BadFrame."""
         if self._asker is not None and self._reading is not None and not self._reading.done():
@@ -401,6 +382,18 @@ class WebSocketRemote(ImportClock, Remote):
                 self.pool.places.release()
             await self._disconnect()
             await super().close()
+
+
+def _next_turn(reply: SessionReply) -> dict[str, Any]:
+    """Return the fields of an Opening or Step that say who acts next, and what each sees."""
+    prompts = {
+        prompt.seat: Prompt(**{name: getattr(prompt, name) for name in Prompt.__struct_fields__})
+        for prompt in reply.prompts
+    }
+    if reply.round:
+        return {"acting": prompts}
+    fields = {name: getattr(prompts[reply.seat], name) for name in Prompt.__struct_fields__}
+    return {"seat": reply.seat, **fields}
 
 
 async def _read(asker: Asker) -> None:

@@ -26,14 +26,15 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, Generic, TypeVar, get_type_hints
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic_core import to_json
 
-from opentinker.envs.base import Action, Environment, Opening, Step
+from opentinker.envs.base import Action, Environment
 from opentinker.shared.types.core import Message, Tool, ToolCall
+from opentinker.shared.types.env_protocol import SeatAction
 
 RESULT_BYTES = 20_000
 """Limit on the result of one call; the middle of a longer one is left out."""
@@ -48,6 +49,7 @@ LAST_TURN_NOTE = "\n(No more tools can be called in this episode: answer now.)"
 
 Run = Callable[[dict[str, Any]], Awaitable[str]]
 F = TypeVar("F", bound=Callable[..., Any])
+A = TypeVar("A", Action, SeatAction)
 
 
 class ToolError(Exception):
@@ -106,14 +108,14 @@ def tool_of(function: Callable[..., Any], timeout_s: float = TIMEOUT_S) -> Offer
 
 def describe(function: Callable[..., Any]) -> tuple[Tool, type[BaseModel]]:
     """Return the description of a function as a tool, and the model of its arguments. Raise TypeError."""
-    return _described(getattr(function, "__func__", function), inspect.ismethod(function))
+    return _describe(getattr(function, "__func__", function), inspect.ismethod(function))
 
 
 @lru_cache(1024)
-def _described(function: Callable[..., Any], bound: bool) -> tuple[Tool, type[BaseModel]]:
+def _describe(function: Callable[..., Any], bound: bool) -> tuple[Tool, type[BaseModel]]:
     # Cached, because every episode asks for it.
     name = function.__name__
-    about, meanings = _docstring(function)
+    about, meanings = _parse_docstring(function)
     hints = get_type_hints(function, include_extras=True)
     fields: dict[str, Any] = {}
     for parameter in list(inspect.signature(function).parameters.values())[bound:]:
@@ -145,7 +147,7 @@ def as_text(result: Any) -> str:
     return result if isinstance(result, str) else to_json(result, fallback=str).decode()
 
 
-def _docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
+def _parse_docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
     """Return the description of a function and of its parameters: lines `name: meaning` under `Args:`, Google style."""
     about, _, rest = (inspect.getdoc(function) or "").partition("\nArgs:\n")
     meanings: dict[str, str] = {}
@@ -173,7 +175,7 @@ def _without_titles(schema: Any) -> Any:
 # --- tool turns ----------------------------------------------------------------------------------------------------
 
 
-class ToolTurns:
+class ToolTurns(Generic[A]):
     """The tool calls of one episode: decides which turns the tools answer, runs them and counts them."""
 
     def __init__(self, offered: Sequence[OfferedTool], most: int = TOOL_TURNS) -> None:
@@ -190,6 +192,8 @@ class ToolTurns:
         self._turns: dict[str, int] = {}
         """Tool turns so far, by seat."""
         self._owed: dict[tuple[str, str], list[Message]] = {}
+        self._held: dict[str, tuple[A, list[Message]]] = {}
+        """By seat: its action in this turn of the environment, and results of tools that it called along with it."""
 
     @property
     def tools(self) -> list[Tool]:
@@ -199,12 +203,37 @@ class ToolTurns:
     def metrics(self) -> dict[str, float]:
         return {"tool_calls": float(self.calls), "tool_errors": float(self.errors)}
 
-    def takes(self, seat: str) -> bool:
+    async def take(
+        self, actions: Sequence[A], others: bool, note: Callable[[str, Outcome], None] | None = None
+    ) -> dict[str, list[Message]]:
+        """Run the tools that these actions call, one after the other. Return the next messages of each seat that the
+        tools alone answer; hold the actions of the others until `release`.
+
+        `others`: somebody else offers tools too. `note` is called with the tool's name and outcome of every call.
+        """
+        again: dict[str, list[Message]] = {}
+        for action in actions:
+            mine, theirs = self._split(action.tool_calls, others)
+            results: list[Message] = []
+            if (mine or action.problem) and self._takes(action.seat):
+                results = await self._answer(action.seat, mine, action.problem, note)
+                if not theirs:
+                    again[action.seat] = results
+                    continue
+            self._held[action.seat] = (msgspec.structs.replace(action, tool_calls=theirs, problem=""), results)
+        return again
+
+    def release(self, seats: Sequence[str]) -> list[tuple[A, list[Message]]]:
+        """Remove and return the held actions, in this order, each with the results of the tools called along with
+        it."""
+        return [self._held.pop(seat) for seat in seats]
+
+    def _takes(self, seat: str) -> bool:
         """Count a tool turn of the seat and return whether its limit allows it."""
         self._turns[seat] = self._turns.get(seat, 0) + 1
         return self._turns[seat] <= self.most
 
-    def split(self, calls: Sequence[ToolCall], others: bool) -> tuple[list[ToolCall], list[ToolCall]]:
+    def _split(self, calls: Sequence[ToolCall], others: bool) -> tuple[list[ToolCall], list[ToolCall]]:
         """Split calls into those of these tools and those of `others`. Without others, unknown names are answered
         here."""
         theirs = [call for call in calls if call.name not in self.offered] if others else []
@@ -219,11 +248,10 @@ class ToolTurns:
         """Remove and return the results kept for a stream, which precede its other messages."""
         return self._owed.pop((seat, stream), [])
 
-    async def answer(
-        self, seat: str, calls: Sequence[ToolCall], problem: str, note: Callable[[str, Outcome], None] | None = None
+    async def _answer(
+        self, seat: str, calls: Sequence[ToolCall], problem: str, note: Callable[[str, Outcome], None] | None
     ) -> list[Message]:
-        """Run the calls of a turn that `takes` allowed and return the seat's next messages. `note` is called with the
-        tool's name and outcome of every call."""
+        """Run the calls of a turn within the seat's limit and return its next messages."""
         messages = [await self._result(call, note) for call in calls]
         if problem:
             self.calls += 1
@@ -292,81 +320,3 @@ def _without_middle(first: str, last: str, left: str) -> str:
     head = first.encode(errors="replace")[: RESULT_BYTES - END_BYTES - NOTE_BYTES].decode(errors="ignore")
     tail = last.encode(errors="replace")[-END_BYTES:].decode(errors="ignore")
     return f"{head}\n... ({left} are left out) ...\n{tail}"
-
-
-class WithTools(Environment):
-    """Wraps an environment and its tools as one environment. All seats may call the tools."""
-
-    def __init__(self, environment: Environment, offered: Sequence[OfferedTool], most: int = TOOL_TURNS) -> None:
-        super().__init__(environment.config)
-        self.environment = environment
-        self.seats = environment.seats
-        self.wants_tokens = environment.wants_tokens
-        self._turns = ToolTurns(offered, most)
-        self._seen: set[tuple[str, str]] = set()
-        self._asked: Opening | Step = Opening(messages=[])
-        self._metrics: dict[str, float] = {}
-        self._answers_itself = False
-        """The environment also offers tools that its own `step` answers."""
-        self._played = 0
-        """Turns that reached the environment's own `step`."""
-
-    async def open(self, row: int, seed: int) -> Opening:
-        opened = await self.environment.open(row, seed)
-        if not isinstance(opened, Opening):
-            opened = Opening(messages=opened, seat=self.environment.seats[0])
-        self._offer(opened)
-        return opened
-
-    async def step(self, action: Action) -> Step:
-        mine, theirs = self._turns.split(action.tool_calls, self._answers_itself)
-        results: list[Message] = []
-        if (mine or action.problem) and self._turns.takes(action.seat):
-            results = await self._turns.answer(action.seat, mine, action.problem)
-            if not theirs:
-                return self._continue_turn(results)
-        own = msgspec.structs.replace(action, turn=self._played, tool_calls=theirs, problem="")
-        self._played += 1
-        step = await self.environment.step(own)
-        if isinstance(step, Step):  # otherwise the caller reports the wrong type
-            self._metrics = dict(step.metrics)
-            step.metrics = self._metrics | self._turns.metrics
-            self._turns.owe(self._asked.seat, self._asked.stream, results)
-            if not step.done:
-                step.messages = [*self._turns.due(step.seat, step.stream), *step.messages]
-                self._offer(step)
-        return step
-
-    def _continue_turn(self, results: list[Message]) -> Step:
-        """Return tool results to the seat that called, within the same turn of the environment."""
-        asked = self._asked
-        metrics = self._metrics | self._turns.metrics
-        return Step(
-            messages=results,
-            seat=asked.seat,
-            stream=asked.stream,
-            max_tokens=asked.max_tokens,
-            stop=asked.stop,
-            metrics=metrics,
-        )
-
-    def _offer(self, said: Opening | Step) -> None:
-        """Add the tools to the first messages of each stream."""
-        self._asked = said
-        if (said.seat, said.stream) not in self._seen:
-            self._seen.add((said.seat, said.stream))
-            self._answers_itself = self._answers_itself or bool(said.tools)
-            said.tools = [*said.tools, *self._turns.tools]
-
-    async def close(self) -> None:
-        await self.environment.close()
-
-    def gold(self) -> str | Message | None:
-        return self.environment.gold()
-
-
-def with_tools(environment: Environment, most: int = TOOL_TURNS) -> Environment:
-    """Wrap the environment if it has tools, else return it unchanged. Raise TypeError if a tool method
-    cannot be one."""
-    offered = tools_of(environment)
-    return WithTools(environment, offered, most) if offered else environment

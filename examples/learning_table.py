@@ -37,6 +37,7 @@ from examples.models.make_tiny import make_tiny
 from opentinker.envs.runtime.player import LocalPlayer
 from opentinker.services.rollout_worker.engines.base import Completion, Sampling, Shown
 from opentinker.services.rollout_worker.episode import Episode
+from opentinker.services.rollout_worker.policies import SeatMap
 from opentinker.services.rollout_worker.renderer import Renderer
 from opentinker.services.trainer.learners.rl import RlLearner
 from opentinker.shared.nn.attention import PACKED
@@ -46,7 +47,7 @@ from opentinker.shared.types.env_protocol import OpenSession, SessionReply, Step
 from opentinker.shared.types.trajectories import Group, Span
 
 PRESETS = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "ppo", "dapo", "cispo", "gspo")
-"""Those that learn from rewards alone."""
+"""Those that learn from rewards alone, and are not for several seats."""
 MODEL = {"hidden_size": 128, "layers": 2}
 CONTEXT = 64
 WINDOW = 10
@@ -260,7 +261,8 @@ class Rollouts:
         self.started += 1
         ticket = Ticket(job="learning", seq=seq, row=seq, seed=self.seed, group_size=size)
         engine: Any = self.engine  # the one method of the protocol that an episode calls
-        episodes = [Episode(self.spec, ticket, i, engine, self.renderer, self.sessions) for i in range(size)]
+        seats = SeatMap.single(self.spec, engine, self.renderer)
+        episodes = [Episode(self.spec, ticket, i, seats, self.sessions) for i in range(size)]
         made = await asyncio.gather(*(episode.run() for episode in episodes))
         name = self.spec.environment.name
         return Group(

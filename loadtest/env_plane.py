@@ -13,20 +13,17 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import numpy as np
 import uvloop
 
 from loadtest._machine import Meter, met
+from loadtest._processes import nats_pid, own_servers, started
 from opentinker.envs.base import Action, Environment, Step, user
-from opentinker.local.embedded import EmbeddedServers
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.messaging.env_client import EnvClient
 from opentinker.shared.types.core import Message, StopReason
@@ -59,13 +56,7 @@ class Client:
 
     async def open(self, session: str, row: int, seed: int) -> SessionReply:
         reply = await self.sessions.open(
-            job=self.job,
-            session=session,
-            environment=self.environment,
-            config={},
-            row=row,
-            seed=seed,
-            deadline_s=60.0,
+            job=self.job, session=session, environment=self.environment, config={}, row=row, seed=seed, deadline_s=60.0
         )
         assert reply.failure is None, reply.error
         return reply
@@ -143,25 +134,8 @@ def main() -> None:
 @contextmanager
 def serving(**settings: object) -> Iterator[tuple[str, dict[str, int]]]:
     """Servers and an env worker of their own, with these settings: the URL of NATS, and the processes to look at."""
-    with tempfile.TemporaryDirectory() as directory, EmbeddedServers(Path(directory), default_ports=False) as servers:
-        environ = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(
-                [str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH", "")]
-            ),
-            **servers.environment("env-worker"),
-            "OPENTINKER_ENV_MODULES": "1",
-            "OPENTINKER_LOG_LEVEL": "warning",
-            **{f"OPENTINKER_{name.upper()}": str(value) for name, value in settings.items()},
-        }
-        worker = subprocess.Popen([sys.executable, "-m", "opentinker.services.env_worker"], env=environ)
-        try:
-            nats = servers.children["nats"].pid
-            assert nats is not None
-            yield servers.operator_url("nats"), {"env-worker": worker.pid, "client": os.getpid(), "nats": nats}
-        finally:
-            worker.terminate()
-            worker.wait()
+    with own_servers() as (servers, _), started(servers, "env-worker", env_modules="1", **settings) as worker:
+        yield servers.operator_url("nats"), {"env-worker": worker, "client": os.getpid(), "nats": nats_pid(servers)}
 
 
 if __name__ == "__main__":

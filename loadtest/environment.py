@@ -26,45 +26,59 @@ import uvloop
 
 from loadtest._machine import Meter
 from loadtest.env_plane import serving
-from opentinker.envs.base import Action, Opening
+from opentinker.envs.base import Action, Environment, Opening, Step
 from opentinker.envs.registry import make
+from opentinker.envs.rounds import play_actions, prompts_of
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.messaging.env_client import EnvClient
 from opentinker.shared.runtime.reexec import below
-from opentinker.shared.types.core import Message, StopReason
-from opentinker.shared.types.env_protocol import Policy, StepSession
+from opentinker.shared.types.core import StopReason
+from opentinker.shared.types.env_protocol import Policy, SeatAction
 
 LONGEST = 1000
 """Turns of an episode, for environments that never end."""
 
 
-async def played(name: str, config: dict[str, Any], row: int, texts: list[str] | None, say: str | None) -> list[str]:
+Turns = list[list[str]]
+"""What was said in each turn of an episode: by one seat, or by those of a round."""
+
+
+async def played(name: str, config: dict[str, Any], row: int, texts: Turns | None, say: str | None) -> Turns:
     """One episode in this process: what was said. `texts`: from an earlier time."""
     environment = make(name, config, modules=True)
     opened = await environment.open(row, 0)
-    seat = opened.seat if isinstance(opened, Opening) else environment.seats[0]
-    said: list[str] = []
+    asked: Opening | Step = (
+        opened if isinstance(opened, Opening) else Opening(messages=opened, seat=environment.seats[0])
+    )
+    said: Turns = []
     try:
         for turn in range(LONGEST):
-            text = texts[turn] if texts else say or environment.gold()
-            if text is None:
-                raise SystemExit(f"{name} has no expert: give what is to be said in every turn with --say TEXT")
-            if isinstance(text, Message):
-                raise SystemExit(f"the expert of {name} calls tools: give what is to be said with --say TEXT")
-            said.append(text)
-            step = await environment.step(Action(text=text, stop=StopReason.EOS, turn=turn, seat=seat))
-            if step.done:
+            seats = list(prompts_of(environment, asked, "step" if turn else "open"))
+            said.append(texts[turn] if texts else [say or _expert(environment, asked, seat) for seat in seats])
+            actions = [
+                Action(text=text, stop=StopReason.EOS, turn=turn, seat=seat)
+                for seat, text in zip(seats, said[-1], strict=True)
+            ]
+            asked = await play_actions(environment, asked, actions)
+            if asked.done:
                 break
-            seat = step.seat
     finally:
         await environment.close()
     return said
 
 
+def _expert(environment: Environment, asked: Opening | Step, seat: str) -> str:
+    gold = environment.gold() if asked.acting is None else environment.gold_of(seat)
+    if isinstance(gold, str):
+        return gold
+    lacking = "has no expert" if gold is None else "has an expert that calls tools"
+    raise SystemExit(f"{type(environment).__name__} {lacking}: give what is to be said in every turn with --say TEXT")
+
+
 class Client:
     """Plays sessions until told to stop; counts only while `counting`."""
 
-    def __init__(self, bus: Bus, arguments: argparse.Namespace, episodes: list[list[str]]) -> None:
+    def __init__(self, bus: Bus, arguments: argparse.Namespace, episodes: list[Turns]) -> None:
         self.sessions, self.arguments, self.episodes = EnvClient(bus), arguments, episodes
         self.counting = self.stop = False
         self.begun = asyncio.Event()
@@ -91,11 +105,13 @@ class Client:
             policy=Policy(model="load", context_length=4096),
         )
         assert reply.failure is None, reply.error
-        for turn, text in enumerate(self.episodes[row]):
+        for turn, texts in enumerate(self.episodes[row]):
+            actions = [
+                SeatAction(seat=prompt.seat, text=text, stop=StopReason.EOS)
+                for prompt, text in zip(reply.prompts, texts, strict=True)
+            ]
             began = time.perf_counter()
-            reply = await self.sessions.step(
-                reply.worker, StepSession(session=session, turn=turn, seat=reply.seat, text=text, stop=StopReason.EOS)
-            )
+            reply = await self.sessions.step(reply.worker, reply.step(session, turn, actions))
             assert reply.failure is None, reply.error
             self.begun.set()
             if self.counting:
@@ -108,7 +124,7 @@ class Client:
             await self.sessions.close(worker=reply.worker, session=session)
 
 
-async def alone(arguments: argparse.Namespace, episodes: list[list[str]]) -> tuple[float, float]:
+async def alone(arguments: argparse.Namespace, episodes: list[Turns]) -> tuple[float, float]:
     """Steps and CPU seconds per step, one episode after another in this thread."""
     steps, cpu, began = 0, time.process_time(), time.perf_counter()
     for row in count():

@@ -13,9 +13,7 @@ import argparse
 import asyncio
 import contextlib
 import os
-import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from pathlib import Path
@@ -24,7 +22,7 @@ import aiohttp
 import uvloop
 
 from loadtest._machine import QUIET_CORES, Meter, keep
-from opentinker.local.embedded import EmbeddedServers
+from loadtest._processes import own_servers, started
 from opentinker.local.processes import free_port
 from opentinker.shared.security.key_text import new_key, read_key, write_key
 
@@ -140,26 +138,14 @@ def main() -> None:
     if arguments.attack is not None:
         rate = uvloop.run(bad(arguments.attack, arguments.seconds))
         sys.exit(0 if rate >= WHOLE * BAD_PER_S else WEAK)
-    with tempfile.TemporaryDirectory() as directory, EmbeddedServers(Path(directory), default_ports=False) as servers:
-        port, file = free_port(), Path(directory) / "operator-key"
+    with own_servers() as (servers, directory):
+        port, file = free_port(), directory / "operator-key"
         write_key(file, new_key("local"))
-        environ = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
-            **servers.environment("scheduler"),
-            "OPENTINKER_DATA_DIR": directory,
-            "OPENTINKER_HTTP_PORT": str(port),
-            "OPENTINKER_ADMIN_KEY_FILE": str(file),
-            "OPENTINKER_LOG_LEVEL": "warning",
-        }
-        scheduler = subprocess.Popen([sys.executable, "-m", "opentinker.services.scheduler"], env=environ)
-        try:
-            reached = uvloop.run(_reached(port))
-            pids = {"scheduler": scheduler.pid, "client": os.getpid()}
-            done = reached and uvloop.run(measure(port, read_key(file), arguments.seconds, pids, arguments.json))
-        finally:
-            scheduler.terminate()
-            scheduler.wait()
+        with started(servers, "scheduler", data_dir=directory, http_port=port, admin_key_file=file) as pid:
+            pids = {"scheduler": pid, "client": os.getpid()}
+            done = uvloop.run(_reached(port)) and uvloop.run(
+                measure(port, read_key(file), arguments.seconds, pids, arguments.json)
+            )
     sys.exit(0 if done else 1)
 
 

@@ -39,7 +39,7 @@ async def run(nats: Server, valkey: Server, directory: Path, jobs: int, tenants:
             await ctx.store.create_job(id=f"j-{number:010d}", spec=spec, tenant=f"t{number % tenants}")
         reconciler = Reconciler(ctx)
         began = time.perf_counter()
-        await reconciler.look()
+        await reconciler.reconcile()
         print(
             f"{jobs} jobs of {tenants} tenants wait; a look without workers takes {time.perf_counter() - began:.2f} s"
         )
@@ -48,7 +48,7 @@ async def run(nats: Server, valkey: Server, directory: Path, jobs: int, tenants:
         looks, decisions = [], 0
         while await _queued(ctx.store):
             began = time.perf_counter()
-            decisions += await reconciler.look()
+            decisions += await reconciler.reconcile()
             looks.append(time.perf_counter() - began)
         meter.stop()
         leases = await ctx.store.leases()

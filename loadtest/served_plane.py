@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import uvloop
 
+from loadtest._processes import nats_pid, own_servers, started
 from loadtest.env_plane import ENVIRONMENT, Client, measure, options
 from opentinker.local.embedded import EmbeddedServers
 from opentinker.local.processes import free_port
@@ -29,12 +28,7 @@ from opentinker.shared.state.store import Store
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = 1_000
 JOB = "j-loadtest00"
-SPEC = {
-    "name": "load",
-    "model": {"base": "no/model"},
-    "environment": {"name": "served:load"},
-    "train": {"steps": 1},
-}
+SPEC = {"name": "load", "model": {"base": "no/model"}, "environment": {"name": "served:load"}, "train": {"steps": 1}}
 
 
 async def run(arguments: argparse.Namespace, servers: EmbeddedServers, pids: dict[str, int]) -> bool:
@@ -46,34 +40,17 @@ async def run(arguments: argparse.Namespace, servers: EmbeddedServers, pids: dic
 
 def main() -> None:
     arguments = options(__doc__)
-    with tempfile.TemporaryDirectory() as directory, EmbeddedServers(Path(directory), default_ports=False) as servers:
-        port, key = free_port(), Path(directory) / "operator-key"
-        write_key(key, new_key("local"))
+    with own_servers() as (servers, directory):
+        port, file = free_port(), directory / "operator-key"
+        write_key(file, new_key("local"))
         url = f"http://127.0.0.1:{port}"
-        environ = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
-            **servers.environment("scheduler"),
-            "OPENTINKER_DATA_DIR": directory,
-            "OPENTINKER_HTTP_PORT": str(port),
-            "OPENTINKER_ADMIN_KEY_FILE": str(key),
-            "OPENTINKER_API_KEY": read_key(key),
-            "OPENTINKER_LOG_LEVEL": "warning",
-        }
         serve = ["env", "serve", ENVIRONMENT, "--name", "load", "--concurrency", str(arguments.sessions), "--url", url]
-        started = {
-            "scheduler": subprocess.Popen([sys.executable, "-m", "opentinker.services.scheduler"], env=environ),
-            "served": subprocess.Popen([sys.executable, "-m", "opentinker.cli", *serve], env=environ),
-        }
-        try:
-            nats = servers.children["nats"].pid
-            assert nats is not None
-            pids = {name: process.pid for name, process in started.items()} | {"client": os.getpid(), "nats": nats}
+        with (
+            started(servers, "scheduler", data_dir=directory, http_port=port, admin_key_file=file) as scheduler,
+            started(servers, "scheduler", *serve, api_key=read_key(file)) as served,
+        ):
+            pids = {"scheduler": scheduler, "served": served, "client": os.getpid(), "nats": nats_pid(servers)}
             good = uvloop.run(run(arguments, servers, pids))
-        finally:
-            for process in reversed(started.values()):
-                process.terminate()
-                process.wait()
     sys.exit(0 if good else 1)
 
 

@@ -24,7 +24,8 @@ from loadtest._machine import QUIET_CORES, Meter
 from opentinker.envs.runtime.tools.tool_factory import ToolFactory
 from opentinker.envs.tools import ToolTurns
 from opentinker.shared.config import Settings
-from opentinker.shared.types.core import ToolCall
+from opentinker.shared.types.core import StopReason, ToolCall
+from opentinker.shared.types.env_protocol import SeatAction
 
 PROGRAM = "total = sum(n * n for n in range(100))\nprint('total', total)\ntotal / 7"
 ANSWER = "total 328350\n46907.142857142855"
@@ -36,12 +37,13 @@ async def measure(backend: str, calls: int) -> bool:
     shop = ToolFactory(Settings())
     began = time.perf_counter()
     tools = await shop.open("load", [{"type": "python", "backend": backend}])
-    turns = ToolTurns(tools.offered, most=len(PAUSES_S) * calls + 2)
+    turns = ToolTurns[SeatAction](tools.offered, most=len(PAUSES_S) * calls + 2)
 
     async def call() -> None:
         asked: dict[str, Any] = {"code": PROGRAM}
-        assert turns.takes("")
-        (message,) = await turns.answer("", [ToolCall(id="c", name="python", arguments=asked)], "")
+        said = [ToolCall(id="c", name="python", arguments=asked)]
+        again = await turns.take([SeatAction(text="", stop=StopReason.EOS, tool_calls=said)], False)
+        (message,) = again[""]
         assert message.text.strip() == ANSWER, message.text
 
     try:

@@ -15,14 +15,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import multiprocessing as mp
-import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from socket import create_connection
 from typing import Any
 
 import numpy as np
@@ -30,12 +28,10 @@ import uvloop
 
 from loadtest._groups import GROUP_SIZE, JOB, TOKENS, make_group
 from loadtest._machine import Meter, met
-from opentinker.local.embedded import nats_binary
-from opentinker.local.processes import free_port
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.messaging.subjects import GROUP
 from opentinker.shared.types.trajectories import Group
-from tests.conftest import nats_conf
+from tests.conftest import start_nats
 
 TARGETS = {"default": 20_000, "always": 5_000}
 
@@ -111,18 +107,6 @@ def process(role: Any, *arguments: Any) -> None:
     uvloop.run(role(*arguments))
 
 
-def start_nats(directory: Path, sync: str) -> tuple[subprocess.Popen[bytes], str]:
-    port = free_port()
-    conf = nats_conf(directory, port, sync_interval="2m" if sync == "default" else sync)
-    server = subprocess.Popen([str(nats_binary()), "-c", str(conf)], stderr=subprocess.DEVNULL)
-    while True:
-        try:
-            create_connection(("127.0.0.1", port), 0.2).close()
-            return server, f"nats://127.0.0.1:{port}"
-        except OSError:
-            time.sleep(0.02)
-
-
 async def prepare(url: str) -> None:
     async with Bus.connect(url, "prepare") as bus:
         await bus.ensure_streams()
@@ -132,7 +116,8 @@ def measure(sync: str, options: argparse.Namespace) -> bool:
     """One run with a fresh server. False if it missed its target."""
     spawn = mp.get_context("spawn")
     with tempfile.TemporaryDirectory(dir=options.directory) as directory:
-        server, url = start_nats(Path(directory), sync)
+        server = start_nats(Path(directory), "2m" if sync == "default" else sync)
+        url = server.url
         try:
             uvloop.run(prepare(url))
             shared = Shared()
@@ -143,7 +128,7 @@ def measure(sync: str, options: argparse.Namespace) -> bool:
                 child.start()
                 assert ours.recv() == "ready"
                 children[name] = child, ours
-            pids = {"producer": children["producer"][0].pid or 0, "nats": server.pid}
+            pids = {"producer": children["producer"][0].pid or 0, "nats": server.process.pid}
             pids["consumer"] = children["consumer"][0].pid or 0
             time.sleep(options.warm_up)
             meter, first = Meter(pids), shared.received.value
@@ -157,7 +142,6 @@ def measure(sync: str, options: argparse.Namespace) -> bool:
             assert len(latencies) == stored, f"{stored} groups were stored, {len(latencies)} arrived"
         finally:
             server.kill()
-            server.wait()
     return report(sync, options, groups * GROUP_SIZE, meter, latencies)
 
 

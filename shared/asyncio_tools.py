@@ -1,7 +1,7 @@
 """Waiting that can be cancelled for certain.
 
 On Python 3.11 `asyncio.wait_for` swallows a cancellation that comes in the moment in which what it waits for is done,
-and redis-py and nats-py call it with every command: a loop `while True: look; wait` may live on after `cancel()`.
+and redis-py and nats-py call it with every command: a loop `while True: poll; wait` may live on after `cancel()`.
 The task still knows that it was cancelled: calls into those libraries are heeded, and every loop of ours asks at its
 waiting point.
 """
@@ -9,7 +9,7 @@ waiting point.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -18,8 +18,8 @@ import structlog
 log = structlog.get_logger()
 
 T = TypeVar("T")
-AGAIN_S = 10.0
-"""The last resort of `cancel_and_wait`; longer than any cleanup, which a second cancellation would cut short."""
+RETRY_S = 10.0
+"""Delay before `cancel_and_wait` cancels again; longer than any cleanup, which that would cut short."""
 
 
 def check_cancelled() -> None:
@@ -52,7 +52,7 @@ async def wait_event(event: asyncio.Event, seconds: float) -> bool:
 
 
 class Notifier:
-    """Wakes everybody who listened before it rang: listen, look, and wait for what was listened to."""
+    """Wakes all tasks that listened before it rang: listen, check the condition, then wait for the event."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
@@ -89,6 +89,18 @@ async def finish_uncancelled(work: Awaitable[T]) -> T:
     return result
 
 
+async def gather_all(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Await coroutines side by side and return their results in order. If one raises, the others are cancelled, and
+    have ended when the first exception is raised here."""
+    if len(work) == 1:
+        return [await work[0]]
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        await cancel_and_wait(*tasks)
+
+
 def forward_exception(task: asyncio.Task[Any], broken: asyncio.Future[None]) -> None:
     """Forward a background task's exception to `broken`; only the first one is kept."""
     if not task.cancelled() and (error := task.exception()) is not None and not broken.done():
@@ -108,14 +120,14 @@ async def cancel_and_wait(*tasks: asyncio.Task[Any] | None) -> None:
             for task in running:
                 task.cancel()
         try:
-            _, running = await asyncio.wait(running, timeout=AGAIN_S)
+            _, running = await asyncio.wait(running, timeout=RETRY_S)
             ask = True
         except asyncio.CancelledError:
             running = {task for task in running if not task.done()}
             cancelled, ask = True, False
     for ended in put:
         if not ended.cancelled() and (error := ended.exception()) is not None:
-            log.info("failed_while_put_down", task=ended.get_name(), error=f"{type(error).__name__}: {error}")
+            log.info("task_failed_after_cancellation", task=ended.get_name(), error=f"{type(error).__name__}: {error}")
     if cancelled:
         raise asyncio.CancelledError
 

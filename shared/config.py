@@ -21,7 +21,7 @@ from opentinker.shared.types.errors import SpecError
 PREFIX = "OPENTINKER_"
 _STORE = re.compile(r"(file://)?/[^\0]+|s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[\w!.*'()/-]*)?")
 _ENDPOINT = re.compile(r"https?://[^/@\s?#]+/?")
-LEAST_PRIORITY, MOST_PRIORITY = -10, 10
+MIN_PRIORITY, MAX_PRIORITY = -10, 10
 """Bounds of resources.priority."""
 ORIGIN = re.compile(r"https?://(\[[0-9a-f:]+\]|[a-z0-9.-]+)(:[0-9]{1,5})?")
 """Origin of a page, as browsers write it."""
@@ -49,7 +49,7 @@ class TenantLimits(BaseModel):
     stored_gb: Annotated[float, Field(ge=0)] | None = None
     """Size of its jobs' artifacts in the store, in GB (10^9 bytes). When it is full no job starts; running jobs
     continue."""
-    max_priority: Annotated[int, Field(ge=LEAST_PRIORITY, le=MOST_PRIORITY)] = MOST_PRIORITY
+    max_priority: Annotated[int, Field(ge=MIN_PRIORITY, le=MAX_PRIORITY)] = MAX_PRIORITY
     """resources.priority of its jobs may be at most this."""
 
     @property

@@ -15,8 +15,9 @@ import subprocess
 import time
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import aiohttp
 import hypothesis  # noqa: F401 - before vLLM freezes the heap: what it registers then looks like garbage to it
@@ -100,20 +101,25 @@ async def soon(awaitable: Awaitable[T]) -> T:
     return await asyncio.wait_for(awaitable, WAIT_S)
 
 
-async def until(condition: Callable[[], object], timeout_s: float = WAIT_S) -> None:
-    """Wait until the condition is true; a coroutine function is awaited each time.
+@overload
+async def until(
+    read: Callable[[], Awaitable[T]], holds: Callable[[T], object] = bool, timeout_s: float = WAIT_S
+) -> T: ...
+@overload
+async def until(read: Callable[[], T], holds: Callable[[T], object] = bool, timeout_s: float = WAIT_S) -> T: ...
+async def until(read: Callable[[], Any], holds: Callable[[Any], object] = bool, timeout_s: float = WAIT_S) -> Any:
+    """Wait until `read()`, awaited if it is a coroutine, satisfies `holds`, and return it.
 
-    What is read afterwards may only be what the condition itself has seen: another state that usually comes with it may
-    come later.
+    Assert afterwards only what the condition itself has seen: another state that usually comes with it may come later.
     """
     deadline = time.monotonic() + timeout_s
     while True:
-        value = condition()
+        value = read()
         if asyncio.iscoroutine(value):
             value = await value
-        if value:
-            return
-        assert time.monotonic() < deadline, f"not true within {timeout_s} s: {condition}"
+        if holds(value):
+            return value
+        assert time.monotonic() < deadline, f"not true within {timeout_s} s: {value!r} of {read}"
         await asyncio.sleep(0.02)
 
 
@@ -253,31 +259,52 @@ def quiet_end() -> Iterator[None]:
 # --- a scheduler in this process ------------------------------------------------------------------------------------
 
 
+NewContext = Callable[..., AbstractAsyncContextManager[Context]]
+
+
 @pytest.fixture
-async def ctx(
-    nats_server: Server, valkey_server: Server, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[Context]:
-    """The surroundings of a scheduler; job directories lie in `tmp_path / "data"`."""
+def new_context(nats_server: Server, valkey_server: Server, store: Store, tmp_path: Path) -> NewContext:
+    """Connect a service to the servers, its name first ("scheduler-0"); options are settings. Job directories lie in
+    `tmp_path / "data"`."""
     from tests.support.scheduling import context
 
+    def connect(worker: str = "scheduler-0", **settings: Any) -> AbstractAsyncContextManager[Context]:
+        return context(nats_server, valkey_server, worker, tmp_path / "data", **settings)
+
+    return connect
+
+
+@pytest.fixture
+async def ctx(new_context: NewContext, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Context]:
+    """The surroundings of a scheduler."""
     monkeypatch.setattr("opentinker.services.scheduler.jobs.check_environment.ENV_CHECK_S", WAIT_S)
-    async with context(nats_server, valkey_server, "scheduler-0", tmp_path / "data") as ctx:
+    async with new_context() as ctx:
         yield ctx
 
 
 @pytest.fixture
-async def client(ctx: Context) -> AsyncIterator[AsyncClient]:
-    """Of a scheduler that runs in `ctx`."""
+async def url(ctx: Context) -> AsyncIterator[str]:
+    """Of the scheduler that runs in `ctx`."""
     from tests.support.scheduling import scheduler
 
-    async with scheduler(ctx) as url, AsyncClient(url, wait_s=WAIT_S) as client:
+    async with scheduler(ctx) as url:
+        yield url
+
+
+@pytest.fixture
+async def client(url: str) -> AsyncIterator[AsyncClient]:
+    async with AsyncClient(url, wait_s=WAIT_S) as client:
         yield client
 
 
 @pytest.fixture
-async def http(ctx: Context) -> AsyncIterator[Http]:
-    """A session with a scheduler that runs in `ctx`."""
-    from tests.support.scheduling import scheduler
+async def http(url: str) -> AsyncIterator[Http]:
+    async with aiohttp.ClientSession(headers=bearing()) as session:
+        yield Http(session, url)
 
-    async with scheduler(ctx) as url, aiohttp.ClientSession(headers=bearing()) as session:
+
+@pytest.fixture
+async def api(url: str) -> AsyncIterator[Http]:
+    """The same without a key."""
+    async with aiohttp.ClientSession() as session:
         yield Http(session, url)

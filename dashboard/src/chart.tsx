@@ -96,7 +96,7 @@ export function Chart({ title, about, lines, look, positive }: Props): JSX.Eleme
       <p class="legend">
         {drawn.map((one) => (
           <span key={one.label} class="key">
-            <i style={{ background: `var(${one.colour})` }} />
+            <i style={{ background: sample(one) }} />
             {one.label} <b>{short(valueAt(one, data, at))}</b>
           </span>
         ))}
@@ -104,6 +104,22 @@ export function Chart({ title, about, lines, look, positive }: Props): JSX.Eleme
       <div ref={place} class="plot" role="img" aria-label={`${title}: ${about}`} />
     </section>
   );
+}
+
+/** Drawn and blank pixels, in turn. */
+const PATTERNS = [[], [6, 3], [2, 3], [9, 3, 2, 3]];
+const OTHER = [5, 4];
+
+function dashOf(line: Line): number[] {
+  return line.other ? OTHER : PATTERNS[(line.pattern ?? 0) % PATTERNS.length]!;
+}
+
+/** How it looks, for the legend. */
+function sample({ line, colour }: Drawn): string {
+  const [drawn, blank] = dashOf(line);
+  const stroke = `var(${colour})`;
+  if (!drawn || !blank) return stroke;
+  return `repeating-linear-gradient(90deg, ${stroke} 0 ${drawn}px, transparent ${drawn}px ${drawn + blank}px)`;
 }
 
 function valueAt({ line, at: column }: Drawn, data: uPlot.AlignedData, at: number | null): number | undefined {
@@ -118,8 +134,9 @@ function plan(lines: Line[], look: Look): Drawn[] {
   return lines
     .filter((line) => line.x.length)
     .map((line, i) => {
+      const place = (line.colour ?? i) % COLOURS.length;
       const raw = look.smooth > 0 && !line.low && !line.dots && !line.exact && !line.other;
-      const one = { label: line.label, colour: COLOURS[i % COLOURS.length]!, line, at: column, raw };
+      const one = { label: line.label, colour: COLOURS[place]!, line, at: column, raw };
       column += 1 + (line.low ? 2 : 0) + (raw ? 1 : 0);
       return one;
     });
@@ -144,8 +161,9 @@ function options(drawn: Drawn[], look: Look, width: number, wide: boolean, posit
   const bands: uPlot.Band[] = [];
   for (const { line, colour: name, label, raw } of drawn) {
     const stroke = colour(name);
+    const dash = dashOf(line);
     const points = { show: Boolean(line.dots) || line.x.length < 2, size: 5, fill: stroke };
-    series.push({ label, stroke, width: line.dots ? 1 : 1.75, spanGaps: true, points, ...(line.other ? { dash: [5, 4] } : {}) });
+    series.push({ label, stroke, width: line.dots ? 1 : 1.75, spanGaps: true, points, ...(dash.length ? { dash } : {}) });
     const edge: uPlot.Series = { label: "", width: 0, spanGaps: true, points: { show: false } };
     if (line.low) {
       bands.push({ series: [series.length, series.length + 1], fill: `${stroke}26` });

@@ -45,7 +45,7 @@ function App(): JSX.Element {
       <Head me={gate.at === "in" ? gate.me : null} leave={() => use("")} />
       {gate.at === "in" && gate.open && (
         <p class="loud" role="status">
-          This server asks for no key: whoever reaches it from this machine is an operator.
+          This server requires no key: everyone who reaches it from this machine is an operator.
         </p>
       )}
       <main>
@@ -70,7 +70,7 @@ function View(): JSX.Element {
   if (view === undefined || view === "jobs") return <Jobs />;
   return (
     <p class="empty">
-      There is no page at this address. <a href="#/">All jobs</a>
+      Page not found. <a href="#/">All jobs</a>
     </p>
   );
 }
@@ -107,7 +107,7 @@ function Head({ me, leave }: { me: Me | null; leave: () => void }): JSX.Element 
           Sign out
         </button>
       )}
-      <button class="plain" onClick={toggle} aria-label={theme === "dark" ? "Light" : "Dark"} title="Dark or light">
+      <button class="plain" onClick={toggle} aria-label={theme === "dark" ? "Light" : "Dark"} title="Dark or light theme">
         {theme === "dark" ? "☀" : "☾"}
       </button>
     </header>
@@ -122,7 +122,7 @@ function KeyForm({ said, use }: { said: string; use: (text: string) => void }): 
   };
   return (
     <form class="card key-form" onSubmit={submit}>
-      <h1>This server asks for a key</h1>
+      <h1>API key required</h1>
       <label>
         API key
         <input
@@ -142,8 +142,8 @@ function KeyForm({ said, use }: { said: string; use: (text: string) => void }): 
         </p>
       )}
       <p class="dim">
-        It stays in this tab until you close it. The first one is in <code>DATA_DIR/run/operator-key</code> of whoever
-        runs the server; <code>opentinker keys create</code> makes others.
+        The key stays in this tab until you close it. The operator&apos;s key is in <code>DATA_DIR/run/operator-key</code> on the
+        server; create others with <code>opentinker keys create</code>.
       </p>
       <button type="submit">Sign in</button>
     </form>

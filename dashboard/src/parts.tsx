@@ -44,6 +44,20 @@ export function Progress({ job }: { job: Job }): JSX.Element {
   );
 }
 
+/** How far one policy is. */
+export function Share({ policy, step, steps }: { policy: string; step: number; steps: number }): JSX.Element {
+  return (
+    <span class="progress" data-policy={policy}>
+      <small class="dim">{policy}</small>
+      <progress value={steps ? Math.min(1, step / steps) : 0} max={1} aria-label={`progress of ${policy}`} />
+      <small>
+        {step}
+        {steps ? ` / ${steps}` : ""}
+      </small>
+    </span>
+  );
+}
+
 export function Facts({ of }: { of: [string, ComponentChildren][] }): JSX.Element {
   return (
     <dl class="facts">
@@ -54,5 +68,27 @@ export function Facts({ of }: { of: [string, ComponentChildren][] }): JSX.Elemen
         </div>
       ))}
     </dl>
+  );
+}
+
+interface ChoiceProps {
+  label: string;
+  value: string;
+  of: string[];
+  say?: (text: string) => string;
+  choose: (text: string) => void;
+}
+
+/** One of several, by buttons. */
+export function Choice({ label, value, of, say, choose }: ChoiceProps): JSX.Element {
+  return (
+    <span class="choice" role="group" aria-label={label}>
+      <small class="dim">{label}</small>
+      {of.map((one) => (
+        <button key={one} aria-pressed={one === value} onClick={() => choose(one)}>
+          {say ? say(one) : one}
+        </button>
+      ))}
+    </span>
   );
 }

@@ -3,17 +3,8 @@
 import type { JSX } from "preact";
 import { useMemo, useRef, useState } from "preact/hooks";
 import { chosen } from "./lib/choosing.ts";
+import type { Tokens } from "./lib/match.ts";
 
-/** Columns, one entry per token; `versions` as [from, to, version] of sampled ones. */
-export interface Tokens {
-  text: string[];
-  ids: number[];
-  mask: number[];
-  logprobs: number[];
-  advantages: number[] | null;
-  versions: [number, number, string][];
-  left_out: number;
-}
 
 export type Colour = "text" | "mask" | "logprob" | "advantage" | "version";
 
@@ -24,18 +15,28 @@ const LEGENDS: Record<Colour, string> = {
   mask: "coloured: sampled by the policy",
   logprob: "redder: less likely; uncoloured: certain or not sampled",
   advantage: "green: reinforced; red: discouraged",
-  version: "a colour per version of the weights",
+  version: "one colour per version of the weights",
 };
 
 export function Legend({ colour }: { colour: Colour }): JSX.Element | null {
   return LEGENDS[colour] ? <small class="dim">{LEGENDS[colour]}</small> : null;
 }
 
-export function TokenText({ tokens, colour }: { tokens: Tokens; colour: Colour }): JSX.Element {
+interface Props {
+  tokens: Tokens;
+  colour: Colour;
+  /** Versions in the order of their colours, where several texts share them; default: those of this text. */
+  order?: string[];
+  /** Whether it says how tokens are chosen. */
+  hint?: boolean;
+}
+
+export function TokenText({ tokens, colour, order, hint = true }: Props): JSX.Element {
+  const palette = useMemo(() => order ?? versionNames(tokens), [tokens, order]);
   const versions = useMemo(() => versionsOf(tokens), [tokens]);
   const [picked, setPicked] = useState<number | null>(null);
   const text = useRef<HTMLParagraphElement>(null);
-  if (colour === "advantage" && !tokens.advantages) return <p class="empty">This learner gives no advantages: it only takes its time.</p>;
+  if (colour === "advantage" && !tokens.advantages) return <p class="empty">There are no advantages: another policy's, or of the simulated learner.</p>;
   const most = Math.max(1e-9, ...(tokens.advantages ?? []).map(Math.abs));
   const at = picked !== null && picked < tokens.text.length ? picked : null;
   const press = (event: KeyboardEvent): void => {
@@ -65,7 +66,7 @@ export function TokenText({ tokens, colour }: { tokens: Tokens; colour: Colour }
             key={i}
             class={i === at ? "picked" : undefined}
             title={about(tokens, versions, i)}
-            style={{ background: paint(tokens, versions, i, colour, most) }}
+            style={{ background: paint(tokens, versions, palette, i, colour, most) }}
           >
             {word}
           </span>
@@ -74,7 +75,7 @@ export function TokenText({ tokens, colour }: { tokens: Tokens; colour: Colour }
       </p>
       <p class="chosen" role="status">
         {at === null ? (
-          <span class="dim">A click, a touch or the arrow keys choose a token.</span>
+          hint && <span class="dim">Select a token by click, touch or arrow keys.</span>
         ) : (
           <>
             <code>{JSON.stringify(tokens.text[at])}</code> {about(tokens, versions, at)}
@@ -83,6 +84,15 @@ export function TokenText({ tokens, colour }: { tokens: Tokens; colour: Colour }
       </p>
     </>
   );
+}
+
+function versionNames(tokens: Tokens): string[] {
+  return [...new Set(tokens.versions.map(([, , version]) => version))];
+}
+
+/** The colour of a version, by its place among those that are shown together. */
+export function versionColour(order: string[], version: string): string {
+  return PALETTE[order.indexOf(version) % PALETTE.length] ?? "--dim";
 }
 
 /** By token: the version that sampled it. */
@@ -102,7 +112,7 @@ function about(tokens: Tokens, versions: string[], i: number): string {
   return parts.join(", ");
 }
 
-function paint(tokens: Tokens, versions: string[], i: number, colour: Colour, most: number): string {
+function paint(tokens: Tokens, versions: string[], palette: string[], i: number, colour: Colour, most: number): string {
   if (!tokens.mask[i]) return "transparent";
   switch (colour) {
     case "mask":
@@ -113,10 +123,8 @@ function paint(tokens: Tokens, versions: string[], i: number, colour: Colour, mo
       const value = tokens.advantages?.[i] ?? 0;
       return mixed(value < 0 ? "--bad" : "--good", (Math.abs(value) / most) * 60);
     }
-    case "version": {
-      const order = [...new Set(tokens.versions.map(([, , version]) => version))];
-      return mixed(PALETTE[order.indexOf(versions[i] ?? "") % PALETTE.length] ?? "--dim", 35);
-    }
+    case "version":
+      return mixed(versionColour(palette, versions[i] ?? ""), 35);
     default:
       return "transparent";
   }

@@ -98,7 +98,7 @@ test("one that cannot be renewed ends, closed, and says so once", async (t) => {
   const { told, hearing: heard } = hearing();
   await subscribe("j", heard, using(wire));
   await pass(LASTS_S + 5);
-  assert.deepEqual([told, wire.open], [["open", "failed the server does not answer"], false]);
+  assert.deepEqual([told, wire.open], [["open", "failed the server does not respond"], false]);
   wire.refuse("expired");
   assert.equal(told.length, 2);
 });

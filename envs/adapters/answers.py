@@ -1,8 +1,7 @@
-"""Answers of a policy that a library would evaluate: what may be shown to it, and for how long it may look.
+"""Filters answers of a policy that a library would evaluate, and limits the time of scoring.
 
-reasoning-gym hands answers of the data sets below to `eval` or to sympy's `parse_expr`, which is `eval` with other
-names. A policy that is trained on the score finds that out sooner or later, so nothing gets there but plain values and
-plain formulas.
+reasoning-gym passes answers of the data sets below to `eval` or to sympy's `parse_expr`, which calls `eval`. A policy
+trained on the score would eventually exploit that, so only plain values and plain formulas are passed on.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ from contextlib import contextmanager
 from types import FrameType
 
 LONGEST = 10_000
-"""Characters of an answer."""
+"""Maximum characters of an answer."""
 ANSWER_S = 2.0
 EVALUATED = {"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"}
-"""As Python."""
+"""Data sets that evaluate answers as Python."""
 SUMS = {"countdown", "puzzle24"}
-"""As formulas of the four operations."""
+"""Data sets that evaluate formulas of the four operations."""
 FORMULAS = {"intermediate_integration", "polynomial_multiplication", "simple_integration"}
-"""As formulas with powers and functions."""
+"""Data sets that evaluate formulas with powers and functions."""
 _SUM = re.compile(r"[\d\s+\-*/().]*")
 _FUNCTIONS = {"sin", "cos", "tan", "exp", "log", "ln", "sqrt", "asin", "acos", "atan", "sinh", "cosh", "tanh", "sec",
               "csc", "cot", "pi", "Abs"}  # fmt: skip
@@ -34,7 +33,7 @@ _LONG_NUMBER = re.compile(rf"\d{{{LONGEST_NUMBER}}}")
 
 
 def harmless(dataset: str, answer: str) -> bool:
-    """Whether the data set may score the answer."""
+    """Return whether the data set may score the answer."""
     if len(answer) > LONGEST or "\0" in answer:
         return False
     if dataset in EVALUATED:
@@ -47,7 +46,7 @@ def harmless(dataset: str, answer: str) -> bool:
 
 
 def _plain_value(answer: str) -> bool:
-    """A literal, a lone name, or no Python at all: that `eval` can only refuse."""
+    """Return whether it is a literal, a single name, or not Python at all, which `eval` can only refuse."""
     try:
         tree = ast.parse(answer.strip(), mode="eval")
         if not isinstance(tree.body, ast.Name):
@@ -60,7 +59,8 @@ def _plain_value(answer: str) -> bool:
 
 
 def _plain_formula(answer: str) -> bool:
-    """Numbers, single letters, + - * / ^ and brackets, known functions, and powers of at most two digits."""
+    """Return whether it has only numbers, single letters, + - * / ^ and brackets, known functions, and powers of at
+    most two digits."""
     names = set(_NAME.findall(answer))
     powers = answer.count("**") + answer.count("^")
     return (

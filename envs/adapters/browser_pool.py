@@ -1,4 +1,4 @@
-"""Browsers of a process that plays MiniWoB++: where they come from, and where they wait for the next episode."""
+"""Browsers of a process that plays MiniWoB++: starts them and keeps idle ones for the next episode."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ DRIVER = "chromedriver"
 
 
 class BrowserPool:
-    """At most `most` browsers that wait, each with the page of its task; one that waits for `idle_s` is closed."""
+    """At most `most` idle browsers, each with the page of its task; closed after `idle_s`."""
 
     def __init__(self, most: int, idle_s: float) -> None:
         self._most = most
         self._idle_s = idle_s
         self._lock = threading.Lock()
         self._waiting: list[tuple[str, MiniWoBEnvironment, float]] = []
-        """The longest waiting first."""
+        """Idle browsers, longest idle first."""
 
     def take(self, task: str) -> MiniWoBEnvironment | None:
         with self._lock:
@@ -76,7 +76,7 @@ def start(make: Callable[[], MiniWoBEnvironment]) -> MiniWoBEnvironment:
 
 
 def programs() -> tuple[str, str]:
-    """Browser and driver of this machine. Raises ValueError."""
+    """Return browser and driver of this machine. Raise ValueError."""
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     driver = shutil.which(DRIVER)
     if browser is None or driver is None:

@@ -35,14 +35,14 @@ PACKAGES = {
     "BabyAI-": ("minigrid", "opentinker[gymnasium]"),
     "ALE/": ("ale_py", "ale-py"),
 }
-"""Beginnings of ids -> the module that registers them when it is imported, and what installs it."""
+"""Prefixes of ids -> the module whose import registers them, and the package that installs it."""
 _COLOURED = re.compile(r"\x1b\[([\d;]*)m([^\x1b]*)\x1b\[0?m")
 _ESCAPE = re.compile(r"\x1b\[[\d;]*m")
 STOPS = "RGYB"
 
 
 def register(id: str) -> None:
-    """Make the environments known that a package other than gymnasium brings. Raises ValueError if it is missing."""
+    """Register environments of packages other than gymnasium. Raise ValueError if the package is missing."""
     for beginning, (module, source) in PACKAGES.items():
         if id.startswith(beginning):
             if not is_installed(module):
@@ -65,15 +65,15 @@ def names_of(id: str, environment: Any) -> list[str]:
 
 
 def plain_colours(text: str) -> str:
-    """A terminal's colours as brackets, for they may be all that says where one stands: `[x]` on a coloured ground,
-    `<x>` bold, `(x)` any other colour."""
+    """Return terminal colours as brackets, because they may be the only mark of a position: `[x]` on a coloured
+    background, `<x>` bold, `(x)` any other colour."""
     found = 1
-    while found:  # from the inside out: a taxi that stands at its target has two colours
-        text, found = _COLOURED.subn(_bracketed, text)
+    while found:  # from the inside out: a taxi at its target has two colours
+        text, found = _COLOURED.subn(_bracket, text)
     return _ESCAPE.sub("", text)
 
 
-def _bracketed(found: re.Match[str]) -> str:
+def _bracket(found: re.Match[str]) -> str:
     codes = [int(code) for code in found[1].split(";") if code]
     if any(40 <= code <= 47 or 100 <= code <= 107 for code in codes):
         return f"[{found[2]}]"

@@ -1,4 +1,4 @@
-"""Any single-agent GEM environment by its id: what it says is the message, and what the policy says is the action."""
+"""Plays any single-agent GEM environment by its id: its text is the message, the policy's text the action."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from gem.core import Env
 
 PLAYED = ("game:", "math:")
-"""Kinds of environment. Those of code, and answers of `rg`, would run what the policy writes; others need servers."""
+"""Supported kinds of environment. Those of code, and answers of `rg`, would run the policy's code; others need
+servers."""
 
 
 class Gem(Environment):
@@ -71,5 +72,5 @@ class Gem(Environment):
 
 
 def _said(observation: object, info: dict[str, Any]) -> str:
-    """With what GEM's own wrappers put under it."""
+    """Add the text of GEM's own wrappers below it."""
     return "\n".join(filter(None, [str(observation), str(info.get("suffix", ""))]))

@@ -1,4 +1,4 @@
-"""Any Gymnasium environment by its id: what it shows becomes text, and the policy's text becomes an action."""
+"""Plays any Gymnasium environment by its id: observations become text, the policy's text becomes an action."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 class Gymnasium(Environment):
-    """One seat. An action that cannot be read, or that the environment's own mask forbids, is answered with what is
-    wrong with it and costs `penalty`; the environment does not see it. Reward: the environment's own.
+    """One seat. Reward: the environment's.
 
-    The action is what stands after the last `Action:` of the text, or all of it. Its form is that of the action space:
-    a name or number, a JSON array or object, plain text.
+    An action that cannot be read, or that the environment's mask forbids, is answered with the reason and costs
+    `penalty`; the environment does not see it. The action is the text after the last `Action:`, otherwise the whole
+    text, in the form of the action space: a name or number, a JSON array or object, plain text.
     """
 
     class Config(ActionConfig):
@@ -28,14 +28,14 @@ class Gymnasium(Environment):
         extra: ClassVar[str] = "gymnasium"
 
         id: Annotated[str, Field(min_length=1)]
-        """As `gymnasium.make` takes it, e.g. FrozenLake-v1, or BabyAI-GoToRedBall-v0 where minigrid is installed."""
+        """Id for `gymnasium.make`, e.g. FrozenLake-v1, or BabyAI-GoToRedBall-v0 if minigrid is installed."""
         kwargs: dict[str, Any] = {}
         """Passed to the environment."""
         view: Literal["auto", "ansi", "words", "observation"] = "auto"
         """Form of the observation. `ansi`: the environment drawn in letters; `words`: a MiniGrid described in text;
         `observation`: the observation itself, by its space. `auto`: the first of these that the environment has."""
         max_steps: Annotated[int, Field(ge=1)] | None = None
-        """In place of the environment's own limit."""
+        """Step limit, instead of the environment's own."""
 
         def check(self) -> None:
             from gymnasium import registry
@@ -111,7 +111,7 @@ class Gymnasium(Environment):
     def _refuse(self, why: Exception) -> Step:
         self._illegal += 1
         return Step(
-            messages=[user(refusal(why, self._allowed()))],
+            messages=[user(refusal(why, self._allowed_actions()))],
             reward=-self.config.penalty,
             done=self._illegal >= self.config.max_illegal,
             components={"illegal": -self.config.penalty},
@@ -139,11 +139,11 @@ class Gymnasium(Environment):
             space = self._environment.observation_space
             image = self._spaces.picture(space, observation)
             seen = "" if image is not None else self._spaces.show(space, observation)
-        left = self._allowed() if self.config.hint else ""
+        left = self._allowed_actions() if self.config.hint else ""
         text = "\n".join(part for part in (first, seen, f"Possible: {left}." if left else "") if part)
         return Message(role="user", content=text if image is None else [Text(text), image])
 
-    def _allowed(self) -> str:
+    def _allowed_actions(self) -> str:
         return self._spaces.allowed(self._environment.action_space, self._mask, self._names)
 
     def _mask_of(self, observation: Any, info: dict[str, Any]) -> Any:

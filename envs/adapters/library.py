@@ -23,23 +23,23 @@ _MARK = re.compile(r"\baction\s*:", re.IGNORECASE)
 
 
 class Illegal(Exception):
-    """The text is no action; the message tells the policy why."""
+    """The text is not a valid action; the message tells the policy why."""
 
 
 class LibraryConfig(EnvironmentConfig):
-    """Settings of an adapter. Whatever only the library can know about them is checked where it is installed."""
+    """Settings of an adapter. Checks that need the library run where it is installed."""
 
     library: ClassVar[str]
-    """The module it is imported as."""
+    """Module of the library."""
     extra: ClassVar[str]
-    """The extra of this package that installs it."""
+    """Extra of this package that installs the library."""
 
     def check(self) -> None:
-        """Raises ValueError about what only the library knows, such as the names of its environments."""
+        """Check settings that only the library knows, such as names of its environments. Raise ValueError."""
 
     @classmethod
     def advice(cls) -> str:
-        """How to get the library."""
+        """Return how to install the library."""
         return f"pip install 'opentinker[{cls.extra}]'"
 
     @model_validator(mode="after")
@@ -52,18 +52,18 @@ class LibraryConfig(EnvironmentConfig):
 
 
 class ActionConfig(LibraryConfig):
-    """Settings of an adapter that makes actions out of text."""
+    """Settings of an adapter that converts text to actions."""
 
     instruction: str | None = None
-    """First message to the policy, in place of the default text; may be empty."""
+    """First message to the policy, instead of the default text; may be empty."""
     hint: bool = True
-    """Say in the prompt how actions are written."""
+    """Explain in the prompt how actions are written."""
     actions: list[Annotated[str, Field(min_length=1)]] = []
-    """Names of the actions 0, 1, 2... of a discrete action space; default: those that the environment gives them."""
+    """Names of the actions 0, 1, 2... of a discrete action space; default: the environment's."""
     penalty: Annotated[float, Field(ge=0.0)] = 0.1
-    """Taken off the reward for an action that cannot be read or is not allowed (component `illegal`)."""
+    """Deducted from the reward for an invalid or masked action (component `illegal`)."""
     max_illegal: Annotated[int, Field(ge=1)] = 3
-    """So many such actions in one episode end it; the environment never sees them."""
+    """Number of such actions that ends an episode; the environment never sees them."""
 
 
 def action_text(text: str) -> str:
@@ -77,7 +77,7 @@ def refusal(why: object, left: str) -> str:
 
 
 def is_installed(module: str) -> bool:
-    """Whether it could be imported, without importing it."""
+    """Return whether a module is installed, without importing it."""
     try:
         return find_spec(module) is not None
     except (ImportError, ValueError):
@@ -85,7 +85,7 @@ def is_installed(module: str) -> bool:
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> ValueError:
-    """The error about a name that a library does not have, with those that are nearest to it."""
+    """Return the error for a name that a library does not have, with the nearest names."""
     names = sorted(known)
     near = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
     listed = ", ".join(names[:NAMED]) + (", ..." if len(names) > NAMED else "")
@@ -95,16 +95,17 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> ValueError:
 
 
 def episode_seed(row: int, seed: int) -> int:
-    """31 bits, as every library takes them."""
+    """Return a seed of 31 bits, which every library accepts."""
     return random.Random(f"{seed}/{row}").getrandbits(31)
 
 
 class Randomness:
-    """The global random generators as one episode sees them: `with` it, its own state is theirs; after it, the others'.
+    """Separate states of the global random generators for one episode: active within `with`, replaced by the others'
+    after it.
 
-    Libraries reseed and draw from generators that everybody in the process shares; so no episode can disturb another,
-    and one that never seeds itself still begins with the seed of its episode. Where episodes are played in threads
-    (classes that are served from Python), the others wait: only one can have the generators.
+    Libraries reseed and use generators shared by the whole process. With this, episodes do not affect each other, and
+    an episode that never seeds begins with its own seed. If episodes are played in threads (classes served from
+    Python), only one at a time holds the generators.
     """
 
     _theirs: ClassVar = threading.RLock()

@@ -1,4 +1,4 @@
-"""Tasks of MiniWoB++ on real web pages: a headless Chromium in the child process, the page as text, actions as text."""
+"""Plays tasks of MiniWoB++ in a headless Chromium in the child process: the page as text, actions as text."""
 
 from __future__ import annotations
 
@@ -17,42 +17,40 @@ if TYPE_CHECKING:
     from miniwob.environment import MiniWoBEnvironment
 
 KEPT, IDLE_S = 2, 60.0
-"""Number of idle browsers that a process keeps for the next episode of their task, and how long."""
+"""Number of idle browsers that a process keeps for the next episode of their task, and for how long."""
 ENDLESS_MS = 24 * 3600 * 1000
 
 
 class MiniWob(Environment):
-    """One seat. Reward: what the task gives at its end, from -1 to 1.
-
-    An action that cannot be read is answered with what is wrong with it and costs `penalty`. The page has no clock: a
-    policy may think as long as the episode's deadline lets it, and what it gets does not depend on how long it took.
-    """
+    """One seat. Reward: the task's at its end, from -1 to 1. An action that cannot be read is answered with the reason
+    and costs `penalty`. The page has no clock: a policy may think until the episode's deadline, without effect on its
+    reward."""
 
     class Config(LibraryConfig):
         library: ClassVar[str] = "miniwob"
         extra: ClassVar[str] = "miniwob"
 
         tasks: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
-        """As MiniWoB++ has them, e.g. click-button. The row of an episode says which of them it is."""
+        """Names as in MiniWoB++, e.g. click-button. The row of an episode selects one."""
         reward: Literal["raw", "binary", "timed"] = "raw"
-        """`raw`: the task's own, which may be a part of 1; `binary`: 1 if all of it is done, else -1; `timed`: the
-        original one, which falls to 0 while the time limit passes."""
+        """`raw`: the task's own, which may be a part of 1; `binary`: 1 if the task is fully solved, otherwise -1;
+        `timed`: the original one, which falls to 0 over the time limit."""
         time_limit_s: Annotated[float, Field(gt=0, le=24 * 3600)] | None = None
         """Time after which the page ends the episode with -1; default: never (MiniWoB++ itself has 10 s)."""
         max_steps: Annotated[int, Field(ge=1)] = 20
-        """So many actions end the episode, with reward 0 for the last."""
+        """Number of actions that ends the episode, with reward 0 for the last."""
         data_mode: Literal["train", "test"] = "train"
-        """Which half of its words and numbers a task draws from, where it has two."""
+        """Half of the words and numbers that a task draws from, if it has two."""
         positions: bool = False
-        """Say where elements are, and let the policy act by position: click_at, double_click_at, drag, scroll."""
+        """Add positions of elements and actions by position: click_at, double_click_at, drag, scroll."""
         screenshot: bool = False
         """Send a screenshot of the page with its text."""
         instruction: str | None = None
-        """First message to the policy, in place of the description of actions; may be empty."""
+        """First message to the policy, instead of the description of actions; may be empty."""
         penalty: Annotated[float, Field(ge=0.0)] = 0.1
-        """Taken off the reward for an action that cannot be read (component `illegal`)."""
+        """Deducted from the reward for an invalid action (component `illegal`)."""
         max_illegal: Annotated[int, Field(ge=1)] = 3
-        """So many such actions in one episode end it."""
+        """Number of such actions that ends an episode."""
 
         @model_validator(mode="after")
         def _time_is_limited(self) -> Self:
@@ -61,7 +59,7 @@ class MiniWob(Environment):
             return self
 
         def check(self) -> None:
-            known = _registered()
+            known = _task_classes()
             for task in self.tasks:
                 if task not in known:
                     raise unknown(f"task as tasks = {task!r}", task, known)
@@ -70,7 +68,7 @@ class MiniWob(Environment):
     config: Config
     blocking = True
     cost = 64.0
-    """A browser takes about 290 MB of unshared memory, and much of a core while its page works."""
+    """A browser takes about 290 MB of unshared memory, and much of a core while its page is active."""
     recycle_after = 100
     memory_mb = 500
     shelf: ClassVar = BrowserPool(KEPT, IDLE_S)
@@ -134,15 +132,15 @@ class MiniWob(Environment):
     # --- the browser ------------------------------------------------------------------------------------------------
 
     def _take(self) -> MiniWoBEnvironment:
-        """One whose page is that of the task, or a new one."""
-        return self.shelf.take(self._task) or start(_registered()[self._task])
+        """Return an idle browser with the task's page, or a new one."""
+        return self.shelf.take(self._task) or start(_task_classes()[self._task])
 
     @property
     def _size(self) -> tuple[float, float]:
         return self._browser.instance.task_width, self._browser.instance.task_height
 
     def _moves(self, deed: page.PageAction) -> list[dict[str, Any]]:
-        """As MiniWoB++ actions. Raises Illegal."""
+        """Convert to MiniWoB++ actions. Raise Illegal."""
         from miniwob.action import ActionTypes as Types
 
         space = self._browser.action_space_config
@@ -208,15 +206,15 @@ class MiniWob(Environment):
 
 
 def _key(keys: list[str], name: str) -> int:
-    """Its number. Raises Illegal."""
+    """Return the number of an element. Raise Illegal."""
     found = next((known for known in (name, f"<{name}>") if known in keys), None)
     if found is None:
         raise Illegal(f"there is no key {name!r:.40}")
     return keys.index(found)
 
 
-def _registered() -> dict[str, Any]:
-    """The classes of the tasks, by name."""
+def _task_classes() -> dict[str, Any]:
+    """Return the classes of the tasks by name."""
     import miniwob
     from gymnasium.envs.registration import load_env_creator, registry
 

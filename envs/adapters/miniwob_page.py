@@ -1,4 +1,4 @@
-"""A MiniWoB++ page as text, and a policy's text as what is done to the page."""
+"""Converts a MiniWoB++ page to text, and a policy's text to actions."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import msgspec
 from opentinker.envs.adapters.library import Illegal, action_text
 
 LINES = 400
-"""Lines of a page that are shown; the rest is only counted."""
+"""Maximum lines of a page that are shown; the rest is only counted."""
 CHARACTERS = 500
-"""Characters of one element's text or value that are shown."""
+"""Maximum characters shown of an element's text or value."""
 FOCUSED, LEAF, CHECKED = 0, 3, "True"
 NO_CLASS = "SVG_CLASS"
 """Class that MiniWoB++ reports for every drawing."""
 BOXES = ("input_checkbox", "input_radio")
 MEANT = ("input", "button", "textarea", "select", "option", "a", "svg", "circle", "rect", "polygon", "line", "canvas",
          "img", "label", "summary")  # fmt: skip
-"""Tags that are shown even without a text."""
+"""Tags that are shown even without text."""
 HOW = (
     ("click(REF)", "on an element"),
     ('type(REF, "text")', "click on it, then type"),
@@ -51,7 +51,7 @@ _SINGLE = re.compile(r"'((?:[^'\\]|\\.)*)'(?=\s*(?:,|$))")
 
 
 class PageAction(msgspec.Struct, frozen=True):
-    """One action: what, and with which arguments."""
+    """One action and its arguments."""
 
     name: str
     arguments: tuple[Any, ...]
@@ -63,7 +63,7 @@ def introduction(positions: bool) -> str:
 
 
 def view(utterance: str, elements: Sequence[dict[str, Any]], positions: bool) -> str:
-    """The task, and what can be seen, read or used of the page: `[4] button "Ok"`."""
+    """Return the task and the visible elements of the page: `[4] button "Ok"`."""
     lines = [_line(element, positions) for element in elements if _matters(element)]
     if len(lines) > LINES:
         lines = [*lines[:LINES], f"({len(lines) - LINES} more)"]
@@ -71,7 +71,7 @@ def view(utterance: str, elements: Sequence[dict[str, Any]], positions: bool) ->
 
 
 def _matters(element: dict[str, Any]) -> bool:
-    """It says something, can be used, or is a leaf that has a name or a colour."""
+    """Return whether an element has text, can be used, or is a leaf with a name or colour."""
     if element["text"].strip() or element["value"] or element["tag"].split("_")[0] in MEANT:
         return True
     return bool(element["flags"][LEAF] and (element["classes"] or element["id"] or _colour(element)))
@@ -107,7 +107,7 @@ def _line(element: dict[str, Any], positions: bool) -> str:
 
 
 def _place(element: dict[str, Any]) -> str:
-    """The middle, and how large it is."""
+    """Return centre and size."""
     left, top, width, height = (float(element[name][0]) for name in ("left", "top", "width", "height"))
     return f" at ({left + width / 2:.0f}, {top + height / 2:.0f}) {width:.0f}x{height:.0f}"
 
@@ -118,9 +118,9 @@ def _short(text: str) -> str:
 
 
 def read(text: str, refs: set[int], size: tuple[float, float], positions: bool) -> PageAction:
-    """The last action that a text says. Raises Illegal.
+    """Return the last action in a text. Raise Illegal.
 
-    `refs`: the elements that there are; `size` of the page, where positions may be named.
+    `refs`: the existing elements; `size` of the page, if positions may be named.
     """
     found = None
     for line in action_text(text).splitlines():
@@ -147,15 +147,15 @@ def _last_call(line: str) -> tuple[str, str] | None:
     """Return the last call in a line, ignoring text in quotes."""
     found, start = None, 0
     while match := _CALL.search(line, start):
-        end = _closing(line, match.start(2))
+        end = _find_closing(line, match.start(2))
         if end is None:
             return found or (match[1], match[2])
         found, start = (match[1], line[match.start(2) : end]), end
     return found
 
 
-def _closing(line: str, start: int) -> int | None:
-    """Where the bracket closes that is open at `start`, quotes left out."""
+def _find_closing(line: str, start: int) -> int | None:
+    """Return the position of the bracket that closes the one at `start`, ignoring quotes."""
     quote = ""
     for index in range(start, len(line)):
         sign = line[index]
@@ -170,7 +170,7 @@ def _closing(line: str, start: int) -> int | None:
 
 
 def _arguments(given: str) -> list[Any]:
-    """JSON values; single quotes and a bare `[4]` are understood. Raises Illegal."""
+    """Parse JSON values; single quotes and a bare `[4]` are accepted. Raise Illegal."""
     text = _SINGLE.sub(lambda match: json.dumps(match[1].replace("\\'", "'")), given.strip())
     text = re.sub(r"^\[(\d+)\]", r"\1", text)
     try:

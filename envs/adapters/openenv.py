@@ -1,11 +1,11 @@
-"""Environments of any OpenEnv server: `environment.name = "openenv"`, its URL in the config. Reached through the egress
-guard, over the server's own WebSocket protocol; nothing of OpenEnv is installed here.
+"""Plays environments of any OpenEnv server: `environment.name = "openenv"`, its URL in the config.
+
+Connects through the egress guard by the server's WebSocket protocol; OpenEnv is not installed here.
 """
 
 from __future__ import annotations
 
 import asyncio
-import random
 from typing import Annotated, Any, ClassVar, Literal, Self
 from urllib.parse import urlsplit, urlunsplit
 
@@ -19,6 +19,7 @@ from opentinker.envs.adapters.openenv_schema import Form, form_of, result_of, to
 from opentinker.envs.base import ELSEWHERE, Action, BadReply, Opening, Step, Unreachable, user
 from opentinker.envs.data import in_event_loop
 from opentinker.envs.remote import MAX_QUOTED, PAUSE_S, UNAVAILABLE, Remote, RemoteFailed, ServerConfig, read_limited
+from opentinker.shared.backoff import Backoff
 from opentinker.shared.messaging.websocket_frames import ConnectionLost
 from opentinker.shared.security.egress import Egress, EgressRefused
 from opentinker.shared.types.core import Message, ToolCall
@@ -30,14 +31,14 @@ NUMBERS = 40
 
 
 class _Full(Exception):
-    """The server has as many sessions as it takes."""
+    """The server is full."""
 
 
 class OpenEnv(Remote):
-    """One seat, one session of the server per episode. Reward: the environment's own.
+    """One seat, one session of the server per episode. Reward: the environment's.
 
-    An action that cannot be read, or that the server's schema refuses, is answered with what is wrong with it and costs
-    `penalty`. Where actions are calls of tools (OpenEnv's MCP environments), they are offered to the policy as tools.
+    An action that cannot be read, or that the server's schema refuses, is answered with the reason and costs `penalty`.
+    If actions are tool calls (OpenEnv's MCP environments), they are offered to the policy as tools.
     """
 
     class Config(ServerConfig):
@@ -49,26 +50,26 @@ class OpenEnv(Remote):
         """Field of a reset that holds the episode's row, e.g. `index` of OpenEnv's task API. Empty: only the seed is
         sent."""
         rows: Annotated[int, Field(ge=1)] | None = None
-        """How many there are: rows are told modulo this."""
+        """Number of rows: the row is sent modulo this."""
         actions: Literal["auto", "text", "json", "tools"] = "auto"
         """`text`: the policy's text is one field of the action; `json`: it writes the fields; `tools`: it calls tools.
         `auto` decides by the server's schema: tools if its actions are tool calls, text if the only required field is a
         string, else JSON."""
         action_field: str = ""
-        """text: which field; default: the only one."""
+        """text: field of the action; default: the only one."""
         action: dict[str, Any] = {}
         """Fixed fields of every action."""
         show: list[Annotated[str, Field(min_length=1)]] = []
-        """Fields of the observation that the policy sees (`a.b`: b of a); default: all that say something, less its
-        metadata. One is shown as it is, several as `name: value`."""
+        """Fields of the observation that the policy sees (`a.b`: b of a); default: all non-empty ones except metadata.
+        A single field is shown as is, several as `name: value`."""
         instruction: str = ""
         """First message to the policy."""
         hint: bool = True
-        """Say in the prompt how actions are written."""
+        """Explain in the prompt how actions are written."""
         penalty: Annotated[float, Field(ge=0.0)] = 0.1
         """Subtracted from the reward for an invalid action (component `illegal`)."""
         max_illegal: Annotated[int, Field(ge=1)] = 3
-        """So many such actions in one episode end it."""
+        """Number of such actions that ends an episode."""
         forgive: bool = False
         """Treat an action that makes the environment raise as invalid; otherwise it fails the episode."""
 
@@ -90,7 +91,7 @@ class OpenEnv(Remote):
             if self.action_field and self.actions not in ("auto", "text"):
                 raise ValueError(f"action_field is for actions = 'text', not {self.actions!r}")
             if self.rows is not None and not self.row_key:
-                raise ValueError("rows says nothing without row_key")
+                raise ValueError("rows needs row_key")
             if ours := sorted({"seed", "episode_id", self.row_key} & self.reset.keys()):
                 raise ValueError(f"reset: {', '.join(ours)} is said of each episode, leave it out")
             return self
@@ -136,7 +137,7 @@ class OpenEnv(Remote):
         return self._step(seen, [] if seen.done else [self._message(seen)], seen.reward)
 
     async def _call(self, action: Action) -> Step:
-        """Each of the turn's tool calls is an action; the first that ends the episode is the last one played."""
+        """Play each of the turn's tool calls as an action, until one ends the episode."""
         if not action.tool_calls:
             return self._refuse(Illegal(action.problem or "it calls no tool"))
         answers: list[Message] = []
@@ -155,7 +156,7 @@ class OpenEnv(Remote):
 
     async def close(self) -> None:
         try:
-            await self._hang_up()
+            await self._disconnect()
         finally:
             placed, self._placed = self._placed, False
             if placed:
@@ -175,7 +176,7 @@ class OpenEnv(Remote):
         )
 
     def _refuse(self, why: Illegal, messages: list[Message] | None = None, reward: float = 0.0) -> Step:
-        """`reward`: of what the turn did before."""
+        """`reward`: earned earlier in the turn."""
         self._illegal += 1
         self._return += reward
         components = {"illegal": -self.config.penalty} | ({"reward": reward} if reward else {})
@@ -233,7 +234,7 @@ class OpenEnv(Remote):
         BadReply."""
 
         async def once() -> Observation:
-            await self._hang_up()
+            await self._disconnect()
             async with asyncio.timeout(self.config.request_timeout_s):
                 self._line = await OpenEnvSession.connect(self.pool.session, f"{self.url}/ws")
                 try:
@@ -243,14 +244,13 @@ class OpenEnv(Remote):
                         raise _Full from None
                     raise RemoteFailed(f"{self.url}: reset: {error}") from None
 
-        pause = PAUSE_S
+        backoff = Backoff(PAUSE_S, 2.0)
         while True:
             try:
                 return await self.with_retries(once, LOST)
             except _Full:  # until the episode's deadline
-                await self._hang_up()
-                await asyncio.sleep(pause * (0.5 + random.random()))
-                pause = min(2 * pause, 2.0)
+                await self._disconnect()
+                await backoff.sleep()
 
     async def _try(self, data: dict[str, Any]) -> Observation:
         """Play an action of the policy. Raise Illegal if it is invalid, or as `_play`."""
@@ -264,7 +264,8 @@ class OpenEnv(Remote):
             raise Illegal(f"it cannot be sent ({error})") from None
 
     async def _play(self, data: dict[str, Any]) -> Observation:
-        """Never asked twice: it might be played twice. Raises Unreachable, RemoteFailed, BadReply, ServerError."""
+        """Send an action once, because a repeated one might be played twice. Raise Unreachable, RemoteFailed, BadReply,
+        ServerError."""
         assert self._line is not None
         try:
             async with asyncio.timeout(self.config.request_timeout_s):
@@ -274,7 +275,7 @@ class OpenEnv(Remote):
         except TimeoutError:
             raise RemoteFailed(f"{self.url}: step: no answer within {self.config.request_timeout_s:g} s") from None
 
-    async def _hang_up(self) -> None:
+    async def _disconnect(self) -> None:
         if self._line is not None:
             line, self._line = self._line, None
             await line.close()

@@ -26,7 +26,7 @@ ENDS = (aiohttp.WSMsgType.CLOSE, aiohttp.WSMsgType.CLOSING, aiohttp.WSMsgType.CL
 
 
 class ServerError(OpenTinkerError):
-    """The server's own word that something went wrong; `code` is one of OpenEnv's WSErrorCode."""
+    """An error message of the server; `code` is one of OpenEnv's WSErrorCode."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(f"{code}: {message}" if message else code)
@@ -38,7 +38,7 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
 
     observation: dict[str, Any]
     reward: float
-    """0.0 where the server gives none."""
+    """0.0 if the server gives none."""
     done: bool
     metadata: dict[str, Any] = {}
 
@@ -48,17 +48,17 @@ class OpenEnvSession:
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._socket = socket
-        self._heard: asyncio.Queue[aiohttp.WSMessage] = asyncio.Queue(1)  # full: what else comes is not read
+        self._heard: asyncio.Queue[aiohttp.WSMessage] = asyncio.Queue(1)  # full: further messages are not read
         self._reading = asyncio.get_running_loop().create_task(self._read())
 
     @classmethod
     async def connect(cls, http: aiohttp.ClientSession, url: str) -> Self:
-        """Raises aiohttp.ClientError, OSError."""
+        """Connect. Raise aiohttp.ClientError, OSError."""
         timeout = aiohttp.ClientWSTimeout(ws_close=CLOSE_S)
         return cls(await http.ws_connect(url, max_msg_size=REPLY_BYTES, timeout=timeout))
 
     async def _read(self) -> None:
-        """Consumes what the server sends, produces it for `ask`; ends with the connection."""
+        """Read messages of the server for `ask`; ends with the connection."""
         while True:
             message = await self._socket.receive()
             await self._heard.put(message)
@@ -66,9 +66,10 @@ class OpenEnvSession:
                 return
 
     async def ask(self, kind: str, data: dict[str, Any]) -> Observation:
-        """One question and its answer. Raises ServerError, BadReply, ConnectionLost, and TypeError for what is no JSON.
+        """Send a request and return its answer. Raise ServerError, BadReply, ConnectionLost, and TypeError for a
+        request that is not JSON.
 
-        One that was given up leaves the line useless: its answer may still come.
+        After an abandoned call the connection is unusable, because its answer may still arrive.
         """
         question = orjson.dumps({"type": kind, "data": data}).decode()
         with contextlib.suppress(aiohttp.ClientError, ConnectionError):  # the reason may be among the received messages
@@ -78,7 +79,7 @@ class OpenEnvSession:
         return _seen(await self._heard.get())
 
     async def close(self) -> None:
-        """Frees the server's session, and waits a moment for its word that it has."""
+        """Free the server's session and wait briefly for its confirmation."""
         with contextlib.suppress(aiohttp.ClientError, ConnectionError):
             await self._socket.send_str('{"type":"close"}')
         await asyncio.wait([self._reading], timeout=CLOSE_S)
@@ -87,7 +88,7 @@ class OpenEnvSession:
 
 
 def _seen(message: aiohttp.WSMessage) -> Observation:
-    """Raises as `OpenEnvSession.ask`."""
+    """Reset or step. Raise as `OpenEnvSession.ask`."""
     if message.type in ENDS:
         raise ConnectionLost(f"the server has ended the session (code {message.data})")
     if message.type is aiohttp.WSMsgType.ERROR:
@@ -105,16 +106,16 @@ def _seen(message: aiohttp.WSMessage) -> Observation:
         raise BadReply(f"the server answered with neither an observation nor an error: {message.data[:MAX_QUOTED]}")
     if said["type"] == "error":
         raise ServerError(str(data.get("code"))[:MAX_QUOTED], _why(data))
-    return _checked(data)
+    return _check(data)
 
 
-def _checked(data: dict[str, Any]) -> Observation:
+def _check(data: dict[str, Any]) -> Observation:
     observation, done, reward = data.get("observation"), data.get("done", False), data.get("reward")
     if not isinstance(observation, dict) or type(done) is not bool:
         raise BadReply("the server's observation must be an object, and done true or false")
     if reward is not None and (not isinstance(reward, int | float) or not math.isfinite(reward)):
         raise BadReply(f"the server's reward must be a finite number or null, not {reward!r:.60}")
-    metadata = data.get("metadata") or observation.get("metadata")  # older servers have it in there
+    metadata = data.get("metadata") or observation.get("metadata")  # where older servers put it
     return Observation(
         observation=observation,
         reward=float(reward or 0.0),
@@ -124,7 +125,7 @@ def _checked(data: dict[str, Any]) -> Observation:
 
 
 def _why(data: dict[str, Any]) -> str:
-    """The message of an error, or what was wrong with each field."""
+    """Return an error's message, or the problem of each field."""
     errors = data.get("errors")
     if not isinstance(errors, list) or not errors:
         return str(data.get("message", ""))[: 5 * MAX_QUOTED]

@@ -1,4 +1,4 @@
-"""How a policy's turn becomes an OpenEnv action, and an observation becomes text: by the server's own JSON schemas."""
+"""Converts a policy's turn to an OpenEnv action, and an observation to text, by the server's JSON schemas."""
 
 from __future__ import annotations
 
@@ -17,23 +17,22 @@ from opentinker.shared.types.core import Tool
 
 Kind = Literal["text", "json", "tools"]
 OURS = ("metadata",)
-"""Fields that every action and observation has, and no policy says or sees unasked."""
+"""Fields of every action and observation, which the policy neither writes nor sees by default."""
 EMPTY: tuple[Any, ...] = ("", [], {})
 TOOL_CALL = {"tool_name", "arguments"}
 MARK = "What stands after the last `Action:` counts."
 
 
 class Form(msgspec.Struct, frozen=True, kw_only=True):
-    """The form of the actions of one environment."""
+    """Form of an environment's actions."""
 
     kind: Kind
     field: str = ""
-    """text: what the policy says is the value of this field. json: the only field there is, whose name may be left
-    out."""
+    """text: the field that the policy's text fills. json: the only field, whose name may be omitted."""
     properties: dict[str, Any] = {}
     required: list[str] = []
     fixed: dict[str, Any] = {}
-    """Fields with one value, which the policy need not say."""
+    """Fields with one possible value, which the policy may omit."""
 
     def hint(self) -> str:
         if self.kind == "tools":
@@ -42,13 +41,13 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
             about = _about(self.properties.get(self.field, {}))
             return f"What you say is the {self.field}{f' ({about})' if about else ''}. {MARK}"
         parts = [
-            f'"{name}": {_described(schema, optional=name not in self.required)}'
+            f'"{name}": {_describe(schema, optional=name not in self.required)}'
             for name, schema in self.properties.items()
         ]
         return f"Each turn, say your action as a JSON object: {{{', '.join(parts)}}}. {MARK}"
 
     def read(self, text: str) -> dict[str, Any]:
-        """The action that a text says. Raises Illegal."""
+        """Return the action in a text. Raise Illegal."""
         text = action_text(text)
         if self.kind == "text":
             if not text:
@@ -63,7 +62,8 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def form_of(schema: dict[str, Any], wanted: Kind | None, field: str, fixed: dict[str, Any]) -> Form:
-    """By the schema of actions: tool calls, one field of text, or JSON. Raises ValueError where that cannot be."""
+    """Derive the form from the schema of actions: tool calls, one field of text, or JSON. Raise ValueError if none
+    fits."""
     properties = schema.get("properties")
     if not isinstance(properties, dict):
         raise BadReply("the server's /schema has no properties of an action")
@@ -153,7 +153,7 @@ def _at(value: Any, path: str) -> Iterator[Any]:
 
 
 def _last_object(text: str) -> dict[str, Any] | None:
-    """The last JSON object of a text that stands in no other."""
+    """Return the last top-level JSON object of a text."""
     found, start = None, text.find("{")
     decoder = json.JSONDecoder()
     while start >= 0:
@@ -167,7 +167,7 @@ def _last_object(text: str) -> dict[str, Any] | None:
 
 
 def _value(text: str) -> Any:
-    """JSON, or the text itself."""
+    """Return parsed JSON, or the text itself."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -178,8 +178,8 @@ def _about(schema: dict[str, Any]) -> str:
     return str(schema.get("description", "")).strip().rstrip(".")
 
 
-def _described(schema: dict[str, Any], *, optional: bool) -> str:
-    """`integer from 1 to 9 (what it is for), optional`"""
+def _describe(schema: dict[str, Any], *, optional: bool) -> str:
+    """Describe a field: `integer from 1 to 9 (its meaning), optional`."""
     kinds = [schema, *(part for part in schema.get("anyOf") or [] if isinstance(part, dict))]
     values = next((part["enum"] for part in kinds if isinstance(part.get("enum"), list)), None)
     names = [str(part["type"]) for part in kinds if "type" in part]

@@ -1,7 +1,8 @@
-"""Any PettingZoo environment by its id, turn-based (AEC) or parallel: its agents are the seats."""
+"""Plays any PettingZoo environment by its id, turn-based (AEC) or parallel: agents are seats."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field
@@ -12,15 +13,15 @@ from opentinker.envs.base import Action, Environment, Opening, Step, user
 from opentinker.shared.types.core import Message
 
 if TYPE_CHECKING:
-    from pettingzoo import AECEnv
+    from pettingzoo import AECEnv, ParallelEnv
 
 
 class PettingZoo(Environment):
     """One seat per agent. Each sees its own observations; its reward is what it receives between two of its turns.
 
-    In a parallel environment the agents of a round act one after the other and do not see the choices of the others. An
-    invalid or masked action costs the seat `penalty` and is requested again; after `max_illegal` of them the seat
-    forfeits and the game ends. An agent that was removed from the game gets no more turns.
+    In a parallel environment all agents act at the same time, in rounds. An invalid or masked action costs the seat
+    `penalty` and is requested again, in a round while the actions of the others are held; after `max_illegal` of them
+    the seat forfeits and the game ends. An agent that was removed from the game gets no more turns.
     """
 
     class Config(ActionConfig):
@@ -30,14 +31,14 @@ class PettingZoo(Environment):
         id: Annotated[str, Field(min_length=1)]
         """As in PettingZoo's registry, e.g. classic/tictactoe_v3."""
         api: Literal["aec", "parallel"] = "aec"
-        """Which form of the environment is played."""
+        """Form of the environment: its agents act in turn (`aec`) or at the same time (`parallel`)."""
         view: Literal["auto", "ansi", "observation"] = "auto"
         """Form of the observation. `ansi`: the game drawn in letters; `observation`: what the agent observes, by its
         space. `auto`: the first of these that the environment has."""
         kwargs: dict[str, Any] = {}
         """Passed to the environment."""
         forfeit: Annotated[float, Field(ge=0.0)] = 1.0
-        """Taken off the reward of a seat that ends the game by illegal actions (component `forfeit`)."""
+        """Deducted from the reward of a seat that ends the game by illegal actions (component `forfeit`)."""
 
         def check(self) -> None:
             import pettingzoo
@@ -54,7 +55,6 @@ class PettingZoo(Environment):
     def __init__(self, config: BaseModel) -> None:
         super().__init__(config)
         import pettingzoo
-        from pettingzoo.utils.conversions import parallel_to_aec
 
         from opentinker.envs.adapters import spaces
 
@@ -65,27 +65,86 @@ class PettingZoo(Environment):
             made = pettingzoo.make(self.config.api, self.config.id, **{"render_mode": "ansi"} | self.config.kwargs)
         elif self.config.view == "ansi":
             raise ValueError(f"view = 'ansi': {self.config.id} cannot be drawn in letters")
-        self._environment: AECEnv[Any, Any, Any] = parallel_to_aec(made) if self.config.api == "parallel" else made
+        self._environment: AECEnv[Any, Any, Any] | ParallelEnv[Any, Any, Any] = made
         self._agents = {str(agent): agent for agent in self._environment.possible_agents}
         self.seats = tuple(self._agents)
         self._illegal = dict.fromkeys(self.seats, 0)
         self._returns = dict.fromkeys(self.seats, 0.0)
         self._introduced: set[str] = set()
+        self._observations: dict[str, Any] = {}
+        self._masks: dict[str, Any] = {}
+        """Allowed actions, of the seats that act next."""
+        self._chosen: dict[str, Any] = {}
+        """Actions of a round that are held while another seat is asked again."""
 
     async def open(self, row: int, seed: int) -> Opening:
         start = episode_seed(row, seed)
         self._randomness = Randomness(start)
         with self._randomness:
+            if self.config.api == "parallel":
+                observations, infos = self._environment.reset(seed=start)
+                self._see(observations, infos)
+                return Opening(acting=self._acting())
             self._environment.reset(seed=start)
             seat, _ = self._advance()
             if seat is None:
                 raise ValueError(f"{self.config.id} is over before anybody has acted")
             return Opening(messages=[self._message(seat)], seat=seat)
 
-    async def step(self, action: Action) -> Step:
+    def _choose(self, action: Action) -> Any:
+        """Return the action that a text names. Raise Illegal."""
         space = self._environment.action_space(self._agents[action.seat])
+        return self._spaces.read(space, action.text, self._names(space), self._masks[action.seat])
+
+    async def step_all(self, actions: list[Action]) -> Step:
+        refused: dict[str, Illegal] = {}
+        for action in actions:
+            try:
+                self._chosen[action.seat] = self._choose(action)
+            except Illegal as error:
+                refused[action.seat] = error
+        if refused:
+            return self._refuse_in_round(refused)
+        chosen = {self._agents[seat]: self._chosen[seat] for seat in self.seats if seat in self._chosen}
+        self._chosen = {}
+        with self._randomness:
+            observations, rewards, terminations, truncations, infos = self._environment.step(chosen)
+            self._see(observations, infos)
+            acting = self._acting()
+        gains = {str(agent): float(reward) for agent, reward in rewards.items()}
+        for seat, gain in gains.items():
+            self._returns[seat] += gain
+        endings = [truncations[agent] and not terminations[agent] for agent in truncations]
+        return Step(
+            acting=acting or None,
+            rewards={seat: {"reward": gain} for seat, gain in gains.items()},
+            done=not acting,
+            truncated=not acting and bool(endings) and all(endings),
+            metrics=self._metrics(),
+        )
+
+    def _see(self, observations: Mapping[Any, Any], infos: Mapping[Any, Any]) -> None:
+        for agent in self._environment.agents:
+            self._look(str(agent), observations[agent], infos.get(agent, {}))
+
+    def _acting(self) -> dict[str, list[Message]]:
+        """Return the agents that are still in a parallel environment, all of which act, and what each sees."""
+        seats = [str(agent) for agent in self._environment.agents]
+        return {seat: [self._message(seat)] for seat in seats}
+
+    def _refuse_in_round(self, refused: Mapping[str, Illegal]) -> Step:
+        steps = {seat: self._refuse(seat, why) for seat, why in refused.items()}
+        over = any(step.done for step in steps.values())
+        return Step(
+            acting=None if over else {seat: step.messages for seat, step in steps.items()},
+            rewards={seat: step.components for seat, step in steps.items()},
+            done=over,
+            metrics=self._metrics(),
+        )
+
+    async def step(self, action: Action) -> Step:
         try:
-            chosen = self._spaces.read(space, action.text, self._names(space), self._mask)
+            chosen = self._choose(action)
         except Illegal as error:
             return self._refuse(action.seat, error)
         with self._randomness:
@@ -115,25 +174,30 @@ class PettingZoo(Environment):
         endings: list[bool] = []
         while environment.agents:
             seat = str(environment.agent_selection)
-            self._observation, reward, terminated, truncated, info = environment.last()
+            observation, reward, terminated, truncated, info = environment.last()
             credit[seat] = credit.get(seat, 0.0) + float(reward)
             self._returns[seat] += float(reward)
             if not (terminated or truncated):
-                self._mask = info.get(self._spaces.MASK)
-                if self._mask is None and isinstance(self._observation, dict):
-                    self._mask = self._observation.get(self._spaces.MASK)
+                self._look(seat, observation, info)
                 return seat, credit
             endings.append(bool(truncated and not terminated))
             environment.step(None)
         self._truncated = bool(endings) and all(endings)
         return None, credit
 
+    def _look(self, seat: str, observation: Any, info: Mapping[str, Any]) -> None:
+        """Keep what a seat observes and may do."""
+        mask = info.get(self._spaces.MASK)
+        if mask is None and isinstance(observation, dict):
+            mask = observation.get(self._spaces.MASK)
+        self._observations[seat], self._masks[seat] = observation, mask
+
     def _refuse(self, seat: str, why: Exception) -> Step:
         self._illegal[seat] += 1
         over = self._illegal[seat] >= self.config.max_illegal
         components = {"illegal": -self.config.penalty} | ({"forfeit": -self.config.forfeit} if over else {})
         return Step(
-            messages=[user(refusal(why, self._allowed(seat)))],
+            messages=[user(refusal(why, self._allowed_actions(seat)))],
             reward=sum(components.values()),
             components=components,
             done=over,
@@ -152,8 +216,8 @@ class PettingZoo(Environment):
             parts.append(env_notes.plain_colours(str(self._environment.render())).strip("\n"))
         else:
             space = self._environment.observation_space(self._agents[seat])
-            parts.append(self._spaces.show(space, self._observation))
-        if self.config.hint and (left := self._allowed(seat)):
+            parts.append(self._spaces.show(space, self._observations[seat]))
+        if self.config.hint and (left := self._allowed_actions(seat)):
             parts.append(f"Possible: {left}.")
         return user("\n".join(filter(None, parts)))
 
@@ -167,9 +231,9 @@ class PettingZoo(Environment):
             filter(None, [about, self._spaces.hint(space, self._names(space)) if self.config.hint else ""])
         )
 
-    def _allowed(self, seat: str) -> str:
+    def _allowed_actions(self, seat: str) -> str:
         space = self._environment.action_space(self._agents[seat])
-        return self._spaces.allowed(space, self._mask, self._names(space))
+        return self._spaces.allowed(space, self._masks[seat], self._names(space))
 
     def _names(self, space: Any) -> list[str]:
         names = self.config.actions or env_notes.NAMES.get(env_notes.base_name(self.config.id), [])

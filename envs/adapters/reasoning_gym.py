@@ -1,4 +1,4 @@
-"""Any reasoning-gym data set by its name: one question, one answer, scored by the data set itself."""
+"""Plays any reasoning-gym data set by its name: one question, one answer, scored by the data set."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from opentinker.envs.base import Action, Environment, Step, user
 from opentinker.shared.types.core import Message
 
 CACHED = 16
-"""Data sets of one process."""
+"""Number of data sets cached in a process."""
 
 
 class ReasoningGym(Environment):
-    """Reward: the data set's own score of the answer, 0 to 1. The answer is what the last `<answer>` encloses, else the
-    whole text.
+    """Reward: the data set's score of the answer, 0 to 1.
 
-    Some data sets evaluate answers as Python or as formulas: there, what is neither a plain value nor a plain formula
-    scores 0 unseen. So does an answer whose scoring raises or takes too long (metric `unscored`).
+    The answer is the content of the last `<answer>`, otherwise the whole text. For data sets that evaluate answers as
+    Python or formulas, anything but a plain value or plain formula scores 0 without evaluation. So does an answer whose
+    scoring raises or takes too long (metric `unscored`).
     """
 
     class Config(LibraryConfig):
@@ -37,9 +37,9 @@ class ReasoningGym(Environment):
         seed: Annotated[int, Field(ge=0)] = 0
         """Seed of the data set; another seed gives other questions, e.g. for validation."""
         rows: Annotated[int, Field(ge=1)] = 10_000
-        """How many questions; made when they are asked."""
+        """Number of questions, generated on use."""
         instruction: str = "Give the final answer between <answer> and </answer>."
-        """Put under every question; may be empty."""
+        """Added below every question; may be empty."""
 
         def check(self) -> None:
             from reasoning_gym.factory import DATASETS
@@ -80,12 +80,12 @@ class ReasoningGym(Environment):
         return Step(reward=score or 0.0, done=True, metrics=metrics)
 
     def gold(self) -> str:
-        """Right by the data set's own word; a few data sets score it 0, because they have many right answers."""
+        """Return the data set's own answer; a few data sets score it 0, because they have many right answers."""
         return f"<answer>{self._entry['answer']}</answer>"
 
     @property
     def _source(self) -> str:
-        """The data set that the question is of: one of several, in a `composite`."""
+        """Return the question's data set, one of several in a `composite`."""
         return str(self._entry.get("metadata", {}).get("source_dataset", self.config.dataset))
 
     def _score(self, answer: str) -> float | None:

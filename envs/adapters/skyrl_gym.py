@@ -21,10 +21,8 @@ UNGUARDED = {"lcb", "searchcode"}
 
 
 class SkyRLGym(Environment):
-    """One seat. The environment gets the row as its `extras`, as in SkyRL, and its reward is the reward.
-
-    Its tools are its own: it finds their calls in the text, and what they say comes back as messages.
-    """
+    """One seat. The environment gets the row as its `extras`, as in SkyRL, and its reward is used. It handles its own
+    tools: it finds calls in the text, and results come back as messages."""
 
     class Config(LibraryConfig, DataConfig):
         library: ClassVar[str] = "skyrl_gym"
@@ -99,7 +97,7 @@ def _made(config: SkyRLGym.Config, row: Row) -> BaseTextEnv:
 
 
 def _prompt_of(row: Row, column: str) -> list[dict[str, str]]:
-    """As messages. Raises RowError."""
+    """Return the prompt as messages. Raise RowError."""
     where, values = row
     prompt = values.get(column)
     if isinstance(prompt, str) and prompt:

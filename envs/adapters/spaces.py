@@ -22,7 +22,7 @@ LISTED = 40
 """Largest number of unnamed discrete actions, or of allowed actions, that is listed."""
 PLANES = 4
 PRINTED = 10_000
-"""Numbers of an array."""
+"""Maximum numbers of an array that are shown."""
 _NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?(?!\w|\.\d)", re.IGNORECASE)
 
 
@@ -30,7 +30,7 @@ _NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?(?!\w|\.\
 
 
 def show(space: Any, value: Any) -> str:  # noqa: PLR0911 - one per kind of space
-    """An observation as text."""
+    """Return an observation as text."""
     match space:
         case spaces.Discrete():
             return str(int(value))
@@ -40,7 +40,7 @@ def show(space: Any, value: Any) -> str:  # noqa: PLR0911 - one per kind of spac
             return _board(np.asarray(value))
         case spaces.Dict():
             shown = {name: show(part, value[name]) for name, part in space.spaces.items() if name != MASK}
-            return "\n".join(f"{name}:{_beside(text)}" for name, text in shown.items())
+            return "\n".join(f"{name}:{_join_text(text)}" for name, text in shown.items())
         case spaces.Tuple():
             return ", ".join(show(part, item) for part, item in zip(space.spaces, value, strict=True))
         case spaces.Sequence():
@@ -48,7 +48,7 @@ def show(space: Any, value: Any) -> str:  # noqa: PLR0911 - one per kind of spac
         case spaces.OneOf():
             return show(space.spaces[value[0]], value[1])
         case spaces.Graph():
-            return "\n".join(f"{part}:{_beside(_numbers(getattr(value, part)))}" for part in _GRAPH)
+            return "\n".join(f"{part}:{_join_text(_numbers(getattr(value, part)))}" for part in _GRAPH)
     return _numbers(value)
 
 
@@ -56,7 +56,7 @@ _GRAPH = ("nodes", "edges", "edge_links")
 
 
 def picture(space: Any, value: Any) -> Image | None:
-    """An observation that is a picture: height, width and three bytes of colour."""
+    """Return an observation that is a picture (height, width and three bytes of colour), otherwise None."""
     shape = list(getattr(space, "shape", None) or ())
     if not (isinstance(space, spaces.Box) and space.dtype == np.uint8 and len(shape) == 3 and shape[-1] == 3):
         return None
@@ -64,14 +64,14 @@ def picture(space: Any, value: Any) -> Image | None:
 
 
 def _is_board(space: Any) -> bool:
-    """Height, width and a few planes of zeros and ones: who stands where, as board games have it."""
+    """Return whether it is a board: height, width and a few planes of zeros and ones."""
     if len(space.shape) != 3 or space.shape[2] > PLANES or space.dtype.kind not in "iub":
         return False
     return bool(np.all(space.low == 0) and np.all(space.high == 1))
 
 
 def _board(planes: Any) -> str:
-    """`.` where no plane has a one, else the number of the first that has, from 1."""
+    """Draw a board: `.` if no plane has a one, otherwise the number of the first plane that has, from 1."""
     first = np.where(planes.any(axis=2), planes.argmax(axis=2) + 1, 0)
     return "\n".join(" ".join(str(cell) if cell else "." for cell in row) for row in first)
 
@@ -82,14 +82,14 @@ def _numbers(value: Any) -> str:
     return np.array2string(value, precision=4, suppress_small=True, separator=", ", threshold=PRINTED)
 
 
-def _beside(text: str) -> str:
+def _join_text(text: str) -> str:
     return f"\n{text}" if "\n" in text else f" {text}"
 
 
 # --- actions --------------------------------------------------------------------------------------------------------
 
 
-def how(space: Any, names: list[str]) -> str:  # noqa: PLR0911 - one per kind of space
+def describe_action(space: Any, names: list[str]) -> str:  # noqa: PLR0911 - one per kind of space
     """Return how an action is written. Raise ValueError if the space has no text form."""
     match space:
         case spaces.Discrete() if names:
@@ -111,17 +111,17 @@ def how(space: Any, names: list[str]) -> str:  # noqa: PLR0911 - one per kind of
         case spaces.MultiBinary():
             return f"a JSON array of {space.n} zeros and ones"
         case spaces.Dict():
-            parts = "; ".join(f'"{name}": {how(part, [])}' for name, part in space.spaces.items())
+            parts = "; ".join(f'"{name}": {describe_action(part, [])}' for name, part in space.spaces.items())
             return f"a JSON object with {parts}"
         case spaces.Tuple():
-            return f"a JSON array of: {'; '.join(how(part, []) for part in space.spaces)}"
+            return f"a JSON array of: {'; '.join(describe_action(part, []) for part in space.spaces)}"
         case spaces.Sequence():
-            return f"a JSON array, each item {how(space.feature_space, [])}"
+            return f"a JSON array, each item {describe_action(space.feature_space, [])}"
     raise ValueError(f"an action space of kind {type(space).__name__} cannot be said in text")
 
 
 def hint(space: Any, names: list[str]) -> str:
-    return f"Each turn, say your action: {how(space, names)}. What stands after the last `Action:` counts."
+    return f"Each turn, say your action: {describe_action(space, names)}. What stands after the last `Action:` counts."
 
 
 def read(space: Any, text: str, names: list[str], mask: Any = None) -> Any:
@@ -134,7 +134,7 @@ def read(space: Any, text: str, names: list[str], mask: Any = None) -> Any:
         case spaces.Discrete():
             action: Any = _choice(space, text, names)
             if mask is not None and not mask[action - space.start]:
-                raise Illegal(f"{_named(space, action, names)} is not possible now")
+                raise Illegal(f"{_find_name(space, action, names)} is not possible now")
             return action
         case spaces.Text():
             action = text
@@ -143,7 +143,7 @@ def read(space: Any, text: str, names: list[str], mask: Any = None) -> Any:
         case _:
             action = _array(space, text)
     if not space.contains(action):
-        raise Illegal(f"it must be {how(space, names)}")
+        raise Illegal(f"it must be {describe_action(space, names)}")
     return action
 
 
@@ -155,10 +155,10 @@ def allowed(space: Any, mask: Any, names: list[str]) -> str:
     left = [int(index + space.start) for index in np.flatnonzero(mask)]
     if len(left) in (0, int(space.n)) or len(left) > LISTED:
         return ""
-    return ", ".join(_named(space, action, names) for action in left)
+    return ", ".join(_find_name(space, action, names) for action in left)
 
 
-def _named(space: Any, action: Any, names: list[str]) -> str:
+def _find_name(space: Any, action: Any, names: list[str]) -> str:
     return names[int(action - space.start)] if names else str(int(action))
 
 
@@ -170,58 +170,58 @@ def _choice(space: Any, text: str, names: list[str]) -> np.int64:
             return np.int64([name.lower() for name in names].index(named[-1].lower()) + space.start)
     numbers = _NUMBER.findall(text)
     if not numbers:
-        raise Illegal(f"it must be {how(space, names)}")
+        raise Illegal(f"it must be {describe_action(space, names)}")
     number = float(numbers[-1])
     if not (number.is_integer() and space.start <= number < space.start + space.n):
-        raise Illegal(f"{numbers[-1]} is none of them: it must be {how(space, names)}")
+        raise Illegal(f"{numbers[-1]} is none of them: it must be {describe_action(space, names)}")
     return np.int64(number)
 
 
 def _array(space: Any, text: str) -> Any:
-    """From a JSON array, or from as many numbers as there have to be."""
+    """Parse a JSON array, or exactly the required number of numbers."""
     opened, closed = text.find("["), text.rfind("]")
     plain = _json(text[opened : closed + 1]) if 0 <= opened < closed else [float(n) for n in _NUMBER.findall(text)]
     return _value(space, plain)
 
 
 def _value(space: Any, plain: Any) -> Any:
-    """JSON as what the space has. Raises Illegal."""
+    """Convert JSON to a value of the space. Raise Illegal."""
     match space:
         case spaces.Discrete():
-            return np.int64(_checked(plain, int, space))
+            return np.int64(_check(plain, int, space))
         case spaces.Text():
-            return _checked(plain, str, space)
+            return _check(plain, str, space)
         case spaces.Dict():
-            given = _checked(plain, dict, space)
+            given = _check(plain, dict, space)
             if set(given) != set(space.spaces):
                 raise Illegal(f"it must have {', '.join(space.spaces)} and nothing else")
             return {name: _value(part, given[name]) for name, part in space.spaces.items()}
         case spaces.Tuple():
-            items = _checked(plain, list, space)
+            items = _check(plain, list, space)
             if len(items) != len(space.spaces):
                 raise Illegal(f"it must have {len(space.spaces)} items")
             return tuple(_value(part, item) for part, item in zip(space.spaces, items, strict=True))
         case spaces.Sequence():
-            return tuple(_value(space.feature_space, item) for item in _checked(plain, list, space))
+            return tuple(_value(space.feature_space, item) for item in _check(plain, list, space))
     try:
         numbers = np.asarray(plain, dtype=np.float64).reshape(space.shape)
     except (TypeError, ValueError, OverflowError):
-        raise Illegal(f"it must be {how(space, [])}") from None
+        raise Illegal(f"it must be {describe_action(space, [])}") from None
     if space.dtype.kind in "iub" and not _whole(numbers, space.dtype):
-        raise Illegal(f"it must be whole numbers: {how(space, [])}")
+        raise Illegal(f"it must be whole numbers: {describe_action(space, [])}")
     with np.errstate(over="ignore"):
         return numbers.astype(space.dtype)
 
 
 def _whole(numbers: Any, dtype: Any) -> bool:
-    """Whether all of them survive the cast."""
+    """Return whether the cast preserves all values."""
     least, most = (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
     return bool(np.all((numbers >= least) & (numbers <= most) & (numbers == np.round(numbers))))
 
 
-def _checked(plain: Any, kind: type, space: Any) -> Any:
+def _check(plain: Any, kind: type, space: Any) -> Any:
     if type(plain) is not kind:
-        raise Illegal(f"it must be {how(space, [])}")
+        raise Illegal(f"it must be {describe_action(space, [])}")
     return plain
 
 

@@ -1,9 +1,11 @@
-"""Any TextArena game by its id: players are seats, and the game's own words are the messages."""
+"""Plays any TextArena game by its id: players are seats, and the game's texts are the messages."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
+import msgspec
 from pydantic import BaseModel, Field
 
 from opentinker.envs.adapters.library import LibraryConfig, Randomness, episode_seed, unknown
@@ -15,11 +17,15 @@ if TYPE_CHECKING:
 
 
 class TextArena(Environment):
-    """Seats `0`, `1`... by player, a single unnamed one if there is one player. Rewards come at the end, from the game.
+    """Seats `0`, `1`... by player, or a single unnamed one.
 
-    A seat hears what is new to it since its last turn, its own actions left out. Games whose id ends in `-train` show
-    the whole of what a player should know each time. The game itself answers an action that it cannot read, and ends if
-    that happens too often.
+    Rewards come from the game at the end. A seat sees what is new since its last turn, without its own actions. Games
+    whose id ends in `-train` show everything that a player should know each time. The game itself answers an unreadable
+    action, and ends if that happens too often.
+
+    A game that collects its players' choices one by one and reveals them when the last has chosen can be played in
+    rounds (`simultaneous`): all are asked at once, and the game gets their texts in its own order. A player whose
+    action it does not accept is asked again alone.
     """
 
     class Config(LibraryConfig):
@@ -29,7 +35,10 @@ class TextArena(Environment):
         id: Annotated[str, Field(min_length=1)]
         """As in TextArena's registry, e.g. TicTacToe-v0."""
         players: Annotated[int, Field(ge=1, le=100)] = 1
-        """How many play; the game says how many there can be."""
+        """Number of players; the game limits it."""
+        simultaneous: bool = False
+        """Ask all players at once, in games where nobody sees the others' choices of a round, such as
+        PublicGoodsGame-v0. In another game the players do not hear what the others have just said."""
         kwargs: dict[str, Any] = {}
         """Passed to the game."""
 
@@ -38,6 +47,8 @@ class TextArena(Environment):
 
             if self.id not in ENV_REGISTRY:
                 raise unknown(f"game as id = {self.id!r}", self.id, ENV_REGISTRY)
+            if self.simultaneous and self.players == 1:
+                raise ValueError("simultaneous = true needs players >= 2")
 
     config: Config
     blocking = True
@@ -46,6 +57,8 @@ class TextArena(Environment):
         super().__init__(config)
         players = self.config.players
         self.seats = tuple(map(str, range(players))) if players > 1 else ("",)
+        self._texts: dict[int, str] = {}
+        """Of a round, those that the game has not asked for yet."""
 
     @classmethod
     def rehearse(cls, config: BaseModel) -> None:
@@ -62,7 +75,9 @@ class TextArena(Environment):
     async def open(self, row: int, seed: int) -> Opening:
         self._begin(episode_seed(row, seed))
         with self._randomness:
-            self._source = _beneath(self._environment)
+            self._source = _unwrap(self._environment)
+            if self.config.simultaneous:
+                return Opening(acting=self._ask(range(self.config.players)))
             player, message = self._observe()
         return Opening(messages=[message], seat=self.seats[player])
 
@@ -72,15 +87,46 @@ class TextArena(Environment):
             if not done:
                 player, message = self._observe()
                 return Step(messages=[message], seat=self.seats[player])
-            rewards, info = self._environment.close()
-        gains = {self.seats[player]: float(reward) for player, reward in (rewards or {}).items()}
-        own = gains.pop(action.seat, 0.0)
+            last = self._finish()
+        own = last.rewards.pop(action.seat, {"game": 0.0})
+        return msgspec.structs.replace(last, reward=own["game"], components=own)
+
+    async def step_all(self, actions: list[Action]) -> Step:
+        self._texts |= {self.seats.index(action.seat): action.text for action in actions}
+        state, acted = self._environment.state, None
+        with self._randomness:
+            while state.current_player_id in self._texts:
+                acted = state.current_player_id
+                done, _ = self._environment.step(self._texts.pop(acted))
+                if done:
+                    return self._finish()
+            waiting = [player for player in self._texts if self._is_playing(player)]
+            if waiting or state.current_player_id == acted:  # its action was not accepted
+                return Step(acting=self._ask([state.current_player_id]))
+            self._texts = {}
+            return Step(acting=self._ask(filter(self._is_playing, range(self.config.players))))
+
+    def _ask(self, players: Iterable[int]) -> dict[str, list[Message]]:
+        """Return what these players see now, by seat. Each is the game's current player for the moment."""
+        state, seen = self._environment.state, {}
+        current = state.current_player_id
+        for player in players:
+            state.current_player_id = player
+            seen[self.seats[player]] = [self._observe()[1]]
+        state.current_player_id = current
+        return seen
+
+    def _is_playing(self, player: int) -> bool:
+        """Return whether the game has not eliminated a player."""
+        return player not in getattr(self._environment.state, "elimination_order", ())
+
+    def _finish(self) -> Step:
+        """Return the game's result, with the rewards of all seats."""
+        rewards, info = self._environment.close()
         turns = [float(about.get("turn_count", 0)) for about in info.values()]
         invalid = [float(about.get("invalid_move", False)) for about in info.values()]
         return Step(
-            reward=own,
-            components={"game": own},
-            rewards={seat: {"game": gain} for seat, gain in gains.items()},
+            rewards={self.seats[player]: {"game": float(reward)} for player, reward in (rewards or {}).items()},
             done=True,
             metrics={"turns": sum(turns), "invalid": max(invalid, default=0.0)},
         )
@@ -88,10 +134,10 @@ class TextArena(Environment):
     def _observe(self) -> tuple[int, Message]:
         player, seen = self._source.get_observation()
         if not isinstance(seen, str):
-            seen = self._told(player, seen)
+            seen = self._format_events(player, seen)
         return player, user(seen.strip() or "Your turn.")
 
-    def _told(self, player: int, events: list[tuple[Any, ...]]) -> str:
+    def _format_events(self, player: int, events: list[tuple[Any, ...]]) -> str:
         """Format events as TextArena's wrapper for language models does, without the player's own messages."""
         names = self._environment.state.role_mapping
         said = [
@@ -106,8 +152,8 @@ GAME = -1
 """TextArena's id for the game itself."""
 
 
-def _beneath(environment: Any) -> Any:
-    """Where observations are taken from: beneath the wrapper that repeats all of them each time, if it is there."""
+def _unwrap(environment: Any) -> Any:
+    """Return the environment to observe: below the wrapper that repeats all observations, if present."""
     from textarena.wrappers import LLMObservationWrapper
 
     wrapped = environment

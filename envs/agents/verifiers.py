@@ -147,7 +147,7 @@ class VerifiersProcess:
             while line := await reader.readline():
                 reply = json.loads(line)
                 if "run" in reply:
-                    self._ended(reply)
+                    self._handle_end(reply)
                 elif "ready" in reply:
                     self._ready.set_result(None)
                 else:
@@ -183,7 +183,7 @@ class VerifiersProcess:
         self._say({**self._config.model_dump(include=set(fields)), "key": API_KEY})
         return reader
 
-    def _ended(self, reply: Json) -> None:
+    def _handle_end(self, reply: Json) -> None:
         coming = self._waiting.pop(reply["run"], None)
         if coming is not None and not coming.done():
             coming.set_result(reply)

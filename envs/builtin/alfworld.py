@@ -21,10 +21,10 @@ Penalty = Annotated[float, Field(ge=0.0)]
 
 
 class AlfWorld(Environment):
-    """One command a turn, one that is possible now; any other changes nothing.
+    """One possible command per turn; an impossible one changes nothing.
 
-    Reward, in parts: `outcome` is `win` at the goal, -`lose_penalty` after `max_steps` turns without it; `step`
-    -`step_penalty` in every turn; `invalid` -`invalid_penalty` for what was no possible command.
+    Reward components: `outcome` is `win` at the goal, -`lose_penalty` after `max_steps` turns without it; `step` is
+    -`step_penalty` in every turn; `invalid` is -`invalid_penalty` for an impossible command.
     """
 
     class Config(LibraryConfig):
@@ -32,10 +32,10 @@ class AlfWorld(Environment):
         extra: ClassVar[str] = "alfworld"
 
         path: Annotated[str, Field(min_length=1)]
-        """The directory with the games, SPLIT/TASK/TRIAL/game.tw-pddl, or one that has them in json_2.1.1; on the env
-        workers' machines."""
+        """Directory with the games, SPLIT/TASK/TRIAL/game.tw-pddl, or one with them in json_2.1.1; on the env workers'
+        machines."""
         split: Split = "train"
-        """3,553 games, `valid_seen` 140, `valid_unseen` 134."""
+        """Games: `train` 3,553, `valid_seen` 140, `valid_unseen` 134."""
         tasks: tuple[Task, ...] = ()
         """Play only these kinds of task; empty: all six."""
         shuffle: bool = True
@@ -43,21 +43,21 @@ class AlfWorld(Environment):
         seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
         """Seed of the order."""
         shuffle_names: bool = False
-        """Which of several drawers is drawer 1 is drawn by row and the job's seed, for more variety in training."""
+        """Number the objects of a kind (drawer 1, drawer 2) by row and the job's seed, for more variety in training."""
         max_steps: Annotated[int, Field(ge=1)] = 50
-        """Turns; then the game is lost. `rollout.max_turns` of the job must leave room for them."""
+        """Turns before the game is lost. `rollout.max_turns` of the job must leave room for them."""
         commands: bool = True
-        """Show the possible commands in every turn."""
+        """List the possible commands in every turn."""
         instruction: str = INSTRUCTION
-        """Said before the room is described; may be empty."""
+        """Text before the description of the room; may be empty."""
         win: Annotated[float, Field(gt=0.0)] = 1.0
         """Reward of the goal."""
         lose_penalty: Penalty = 0.0
-        """Taken off when `max_steps` are over."""
+        """Deducted after `max_steps`."""
         step_penalty: Penalty = 0.0
-        """Taken off in every turn."""
+        """Deducted in every turn."""
         invalid_penalty: Penalty = 0.0
-        """Taken off for what is no possible command."""
+        """Deducted for an impossible command."""
 
         def check(self) -> None:
             if not in_event_loop():
@@ -110,7 +110,7 @@ class AlfWorld(Environment):
             self._play.close()
 
     def gold(self) -> str:
-        """A command that leads to the goal."""
+        """Return a command that leads to the goal."""
         return f"Action: {self._play.expert()}"
 
     def _shown(self, text: str, commands: list[str]) -> str:

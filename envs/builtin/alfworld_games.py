@@ -15,7 +15,7 @@ import msgspec
 from opentinker.envs.data import Table
 
 Split = Literal["train", "valid_seen", "valid_unseen", "valid_train"]
-"""Rooms of the training games again, or rooms that those never show; `valid_train`: more games of the former."""
+"""`valid_seen`: rooms of the training games; `valid_unseen`: other rooms; `valid_train`: more games of the former."""
 Task = Literal[
     "pick_and_place_simple",
     "look_at_obj_in_light",
@@ -29,31 +29,31 @@ FILE = "game.tw-pddl"
 RELEASE = "json_2.1.1"
 """Name of the directory in ALFWorld's own downloads, under ALFWORLD_DATA."""
 LEFT_OUT = ("movable", "Sliced")
-"""In the names of tasks that ALFWorld itself leaves out of its text games."""
+"""Parts of the names of tasks that ALFWorld leaves out of its text games."""
 
 
 class GameFile(msgspec.Struct):
-    """All that the library wants to know."""
+    """The fields of a game file that the library needs."""
 
     pddl_domain: str
     grammar: str
     pddl_problem: str
     solvable: bool = False
     walkthrough: list[str] = []
-    """Commands that win, from the start."""
+    """Commands that win the game from its start."""
 
 
 class NoGames(ValueError):
-    """No game was found; the message says where and what is there."""
+    """No game was found; the message names the directory and its content."""
 
 
 def split_of(path: str, split: str) -> Path:
-    """The directory of a split. Raises NoGames."""
+    """Return the directory of a split. Raise NoGames."""
     root = Path(path).expanduser()
     if (root / RELEASE).is_dir():
         root = root / RELEASE
     if not root.is_dir():
-        raise NoGames(f"path = {path!r} is no directory on this machine; it must hold SPLIT/TASK/TRIAL/{FILE}")
+        raise NoGames(f"path = {path!r} is not a directory on this machine; it must hold SPLIT/TASK/TRIAL/{FILE}")
     if not (root / split).is_dir():
         there = ", ".join(sorted(name for name in get_args(Split) if (root / name).is_dir()))
         raise NoGames(f"path = {path!r} has no split {split!r}; there are: {there or 'none'}")
@@ -61,7 +61,7 @@ def split_of(path: str, split: str) -> Path:
 
 
 def listing(path: str, split: str, tasks: tuple[str, ...] = ()) -> list[tuple[Path, str]]:
-    """Files and kinds of task, by name; `tasks`: of these kinds alone. Raises NoGames."""
+    """Return files and kinds of task by name, only of the kinds in `tasks` if given. Raise NoGames."""
     directory = split_of(path, split)
     found = [game for game in _listing(directory, directory.stat().st_mtime_ns) if not tasks or game[1] in tasks]
     if not found:

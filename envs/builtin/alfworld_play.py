@@ -1,7 +1,7 @@
-"""One game of ALFWorld, played through TextWorld and ALFWorld's own wrapper for names.
+"""Plays one game of ALFWorld through TextWorld and ALFWorld's own wrapper for names.
 
-The library's parser is one for the whole process and takes one call at a time: a lock sees to that. It is slow (a step
-takes about 60 ms), so several processes play, not several threads.
+The library's parser is one per process and takes one call at a time, under a lock. It is slow (a step takes about 60
+ms), so several processes play, not several threads.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ class CommandResult(NamedTuple):
 
     text: str
     commands: list[str]
-    """Those that do something now."""
+    """Commands that are possible now."""
     won: bool
     valid: bool
-    """Whether the command was one of them."""
+    """Whether the command was possible."""
 
 
 class Play:
-    """From the start of the game to `close`."""
+    """One game, from its start to `close`."""
 
     def __init__(self, game: GameFile, *, shuffle_names: bool, seed: int) -> None:
-        """`shuffle_names`: which of several equal things has which number is drawn by `seed`."""
+        """`shuffle_names`: `seed` numbers the objects of a kind."""
         self._randomness = Randomness(seed)
         with self._library():
             named, bare, infos = _classes()
@@ -53,14 +53,14 @@ class Play:
             self._state = self._environment.reset()
         self.start = CommandResult(_TITLE.sub("", self._state.feedback), self.commands, False, True)
         self._plan = [] if shuffle_names else list(game.walkthrough)
-        """The expert's remaining commands; empty: it has to plan."""
+        """The expert's remaining commands; empty: it must plan."""
 
     @property
     def commands(self) -> list[str]:
         return [" ".join(command.split()) for command in self._state["admissible_commands"]]
 
     def say(self, command: str) -> CommandResult:
-        """Anything that is not among the commands leaves the game as it is."""
+        """Play a command; an impossible one does not change the game."""
         exact = dict(zip(self.commands, self._state["admissible_commands"], strict=True))
         valid = command in exact
         with self._library():
@@ -83,13 +83,13 @@ class Play:
         return self._plan[0]
 
     def close(self) -> None:
-        """Gives the planner's memory back: what the library leaks otherwise is several times as much."""
+        """Free the planner's memory; otherwise the library leaks several times as much."""
         with self._library():
             self._inner.downward_lib.cleanup()
 
     @contextlib.contextmanager
     def _library(self) -> Iterator[None]:
-        """It translates games by a program that reads, and writes, sys.argv, and draws from the global generators."""
+        """Guard the library's translator, which reads and writes sys.argv and uses the global generators."""
         with _one_call, self._randomness:
             arguments = sys.argv
             try:
@@ -114,9 +114,9 @@ def command_of(text: str, commands: list[str]) -> str:
 
 @cache
 def _classes() -> tuple[Any, Any, Any]:
-    """Gives things their names, plays, says what is to be told. Importing them takes about a second.
+    """Import the library, which takes about a second.
 
-    ALFWorld makes a directory for its data when it is imported: where ALFWORLD_DATA says, else in the user's home.
+    ALFWorld creates a data directory when it is imported: ALFWORLD_DATA, otherwise in the user's home.
     """
     given = os.environ.get("ALFWORLD_DATA")
     os.environ["ALFWORLD_DATA"] = given or tempfile.gettempdir()

@@ -1,4 +1,4 @@
-"""A contextual bandit: which arm pays in which context is found out by trying. Data-free, one token, one turn."""
+"""Contextual bandit: learn by trial which arm pays in which context. No data, one token, one turn."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from opentinker.shared.types.core import Message
 
 
 class Bandit(Environment):
-    """Prompt `c3=`: context 3. The arms are the letters from `a` on; the first character of the action is the pull.
+    """Prompt `c3=`: context 3. Arms are letters from `a` on; the first character of the action selects one. A hidden,
+    fixed table defines the right arm of each context.
 
-    In each context one arm is right, by a table that is hidden and always the same. Reward: 1 for the right arm, else
-    0, turned round with probability `noise`; anything that is no arm pays 0. Whether an arm's pay is turned round
-    depends on row, seed and arm alone. `exact` is 1 for the right arm, noise or not.
+    Reward: 1 for the right arm, otherwise 0, inverted with probability `noise`; anything else pays 0. Whether an arm's
+    pay is inverted depends only on row, seed and arm. `exact` is 1 for the right arm regardless of noise.
     """
 
     class Config(EnvironmentConfig):
         contexts: Annotated[int, Field(ge=1, le=1000)] = 8
-        """How many contexts there are."""
+        """Number of contexts."""
         arms: Annotated[int, Field(ge=2, le=26)] = 4
-        """How many letters are arms."""
+        """Number of arms."""
         noise: Annotated[float, Field(ge=0.0, lt=0.5)] = 0.0
-        """Share of pulls of an arm that pay the opposite of what they should."""
+        """Share of pulls that pay the opposite."""
         table: Annotated[int, Field(ge=0)] = 0
-        """Which hidden table."""
+        """Number of the hidden table."""
 
     config: Config
 

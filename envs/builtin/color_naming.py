@@ -1,4 +1,4 @@
-"""Which colour is the picture? Data-free, one turn: what is to be learned is to see. For models that see."""
+"""Name the colour of a picture. No data, one turn, for vision models."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ COLOURS = {
 
 
 class Colours(Environment):
-    """A square of one colour, with a little noise in it, then `colour? `. The answer is its letter: r(ed), g(reen),
-    b(lue), y(ellow), w(hite), k for black, c(yan), m(agenta); the first character of the action counts.
+    """A square of one colour with a little noise, then `colour? `. The answer is its letter: r(ed), g(reen), b(lue),
+    y(ellow), w(hite), k for black, c(yan), m(agenta); the first character of the action counts.
 
-    Reward: 1 for the right letter, else 0; so is `exact`.
+    Reward and `exact`: 1 for the right letter, otherwise 0.
     """
 
     class Config(EnvironmentConfig):
         colours: Annotated[int, Field(ge=2, le=len(COLOURS))] = 4
-        """How many of them there are, in this order."""
+        """Number of colours, in this order."""
         side: Annotated[int, Field(ge=8, le=1024)] = 32
         """Width and height of the picture in pixels."""
 

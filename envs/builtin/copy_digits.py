@@ -1,4 +1,4 @@
-"""Say the digits again. Data-free and single-turn: a model of a few million parameters learns it from nothing."""
+"""Repeat digits. No data, one turn: a model of a few million parameters learns it from scratch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class CopyDigits(Environment):
 
     class Config(EnvironmentConfig):
         digits: Annotated[int, Field(ge=1, le=32)] = 3
-        """How many digits to copy."""
+        """Number of digits to copy."""
 
     config: Config
 

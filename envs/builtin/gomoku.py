@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import random
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from opentinker.envs.base import Action, Environment, EnvironmentConfig, Opening, Step, user
+from opentinker.envs.base import Action, Bot, Environment, EnvironmentConfig, Opening, Step, user
 from opentinker.envs.builtin.gomoku_board import BLACK, STONES, WHITE, Board, ParsedMove, bot, expert, other
 
 
-class Gomoku(Environment):
-    """Every turn shows the board and asks for a field, column and row, like `c3`; the last one that is named counts.
+def greedy(game: Gomoku) -> str:
+    """Return the move of the scripted player that `opponent = "bot"` names."""
+    return game.board.name(bot(game.board, game.draw, game.config.random_moves))
 
-    Reward, in parts: `outcome` 1 won, 0 drawn, -1 lost; `illegal` -`illegal_penalty` for an answer that names no free
-    field, and -1 more when `retries` of them are used up: that forfeits the game, and the other side gets nothing for
-    it; `legal`, if there is a `legal_reward`. `outcome` sums to 0 over the seats. `exact` is 1 for a game won against
-    the bot.
+
+class Gomoku(Environment):
+    """Every turn shows the board and asks for a field, column and row, like `c3`; the last one named counts.
+
+    Reward components: `outcome` is 1 won, 0 drawn, -1 lost; `illegal` is -`illegal_penalty` for an answer that names no
+    free field, and -1 more once `retries` are used up: that forfeits the game, and the other side gets nothing for it;
+    `legal`, if there is a `legal_reward`. `outcome` sums to 0 over the seats. `exact` is 1 for a game won against the
+    bot.
     """
 
     class Config(EnvironmentConfig):
@@ -28,20 +34,20 @@ class Gomoku(Environment):
         opponent: Literal["bot", "self"] = "bot"
         """`bot`: one seat against a scripted player. `self`: the seats black and white."""
         colour: Literal["alternate", "black", "white"] = "alternate"
-        """bot: who the policy is; black begins. `alternate`: black in even rows."""
+        """bot: colour of the policy; black begins. `alternate`: black in even rows."""
         random_moves: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
-        """bot: share of its moves that are drawn at random."""
+        """bot: share of random moves."""
         random_stones: Literal[0, 2, 4] = 2
-        """Stones that stand somewhere at the beginning, by row and seed: so that no two games are the same."""
+        """Stones on the board at the start, placed by row and seed, so that games differ."""
         retries: Annotated[int, Field(ge=0, le=20)] = 1
-        """Times per move that an answer may be illegal without losing the game."""
+        """Illegal answers per move before the game is lost."""
         illegal_penalty: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
-        """Taken off for each illegal answer."""
+        """Deducted for each illegal answer."""
         shaped: bool = False
-        """Take off less for what is nearly a move: three quarters for a field that is not on the board, half if its
-        column or its row is, a quarter if it is taken. For policies that do not know yet what a move looks like."""
+        """Deduct less for near misses: three quarters for a field off the board, half if its column or row is on it, a
+        quarter if it is taken. For policies that have not yet learned the form of a move."""
         legal_reward: Annotated[float, Field(ge=0.0, le=0.1)] = 0.0
-        """Given for each legal move. For policies that seldom make one; in the long run it is worth more to win."""
+        """Reward of each legal move, for policies that seldom make one; winning is worth more."""
         context: Literal["game", "turn"] = "game"
         """`game`: a seat sees all its turns. `turn`: each move starts a new context with rules and board, so that it
         does not grow with the game."""
@@ -56,6 +62,11 @@ class Gomoku(Environment):
             return self
 
     config: Config
+    bots: ClassVar[Mapping[str, Bot]] = {
+        "random": lambda game: game.board.name(bot(game.board, game.draw, 1.0)),
+        "greedy": greedy,
+        "expert": lambda game: game.gold(),
+    }
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -114,7 +125,9 @@ class Gomoku(Environment):
         self.board.place(field)
 
     def _bot(self) -> None:
-        self._place(bot(self.board, self.draw, self.config.random_moves))
+        field = self.board.field(greedy(self))
+        assert field is not None
+        self._place(field)
 
     # --- words ----------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The rules of m,n,k games on a square board, and two players of them: a bot to learn against, an expert to test with.
+"""Rules of m,n,k games on a square board, and two players: a bot to learn against, an expert to test with.
 
 Free-style gomoku: black begins, the first to have `win` or more stones in an unbroken row, column or diagonal wins, a
 full board is a draw.
@@ -18,7 +18,7 @@ STONES = {BLACK: "x", WHITE: "o", "": "."}
 
 
 class Lines(NamedTuple):
-    """Every run of `win` fields on a board, and by field the runs that it is in."""
+    """All runs of `win` fields on a board, and the runs of each field."""
 
     runs: tuple[tuple[int, ...], ...]
     through: tuple[tuple[int, ...], ...]
@@ -48,11 +48,11 @@ class ParsedMove(NamedTuple):
     """The move in an answer."""
 
     field: int | None
-    """The free field that it names last."""
+    """The last free field that it names."""
     problem: str = ""
     wrong: float = 0.0
-    """How far it is from a move: 1 names no field, 3/4 one whose column and row are not on the board, 1/2 one of which
-    either is, 1/4 one that is taken."""
+    """Distance from a move: 1 names no field, 3/4 one whose column and row are off the board, 1/2 one with either on
+    it, 1/4 a taken one."""
 
 
 class Board:
@@ -63,7 +63,7 @@ class Board:
         self.lines = lines(size, win)
         self.fields = [""] * (size * size)
         self.stones = {colour: [0] * len(self.lines.runs) for colour in (BLACK, WHITE)}
-        """How many each colour has in each run."""
+        """Stones of each colour in each run."""
         self.next = BLACK
         self.played = 0
         self.winner = ""
@@ -76,7 +76,7 @@ class Board:
         return [field for field, colour in enumerate(self.fields) if not colour]
 
     def place(self, field: int) -> None:
-        """Whoever is next. Raises ValueError where that is against the rules."""
+        """Play a move of the next colour. Raise ValueError if it is against the rules."""
         if self.over or self.fields[field]:
             raise ValueError(f"{self.name(field)} is taken, or the game is over")
         colour = self.next
@@ -92,7 +92,7 @@ class Board:
         return f"{string.ascii_lowercase[field % self.size]}{field // self.size + 1}"
 
     def field(self, name: str) -> int | None:
-        """None for what is not on the board."""
+        """Return the number of a field; None if it is off the board."""
         column, row = string.ascii_lowercase.find(name[0]), int(name[1:]) - 1
         return row * self.size + column if 0 <= column < self.size and 0 <= row < self.size else None
 
@@ -119,7 +119,7 @@ class Board:
     # --- what players look at -------------------------------------------------------------------------------------
 
     def completes(self, colour: str) -> list[int]:
-        """Free fields where a stone of that colour wins."""
+        """Return free fields where a stone of that colour wins."""
         own, others = self.stones[colour], self.stones[other(colour)]
         last = self.win - 1
         found = {
@@ -148,7 +148,7 @@ class Board:
         return found
 
     def worth(self, field: int, colour: str) -> int:
-        """Runs through the field that the other colour has nothing in, the more the fuller they are."""
+        """Rate the runs through the field without stones of the other colour; fuller ones count more."""
         own, others = self.stones[colour], self.stones[other(colour)]
         return sum(4 ** own[run] for run in self.lines.through[field] if not others[run])
 

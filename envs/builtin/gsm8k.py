@@ -28,7 +28,7 @@ _NUMBER = re.compile(
 _HASHES = re.compile(r"####([^\n]*)")
 _BOXED = re.compile(r"\\boxed\s*\{([^{}]*)\}")
 LONGEST = 40
-"""Characters of a number; more digits than that answer no question of this kind."""
+"""Maximum characters of a number; longer ones answer no question."""
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -38,19 +38,18 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class Gsm8k(Environment):
-    """One question, one answer, right or wrong by the value of the number: 1,000 and 1000.0 are the same.
+    """One question, one answer, compared by value: 1,000 equals 1000.0.
 
-    The answer is what stands after the last `####`, else in the last `\\boxed{}`, else the last number of the text.
+    The answer is the text after the last `####`, otherwise the last `\\boxed{}`, otherwise the last number.
     """
 
     class Config(EnvironmentConfig):
         split: Literal["train", "test"] = "train"
-        """7,473 rows to train on, or 1,319 to test with."""
+        """`train`: 7,473 rows; `test`: 1,319."""
         instruction: str = INSTRUCTION
-        """Put under every question; may be empty."""
+        """Added below every question; may be empty."""
         format_reward: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
-        """Reward of a wrong answer that has a number after `####`: something to learn for a model that is hardly ever
-        right."""
+        """Reward of a wrong answer with a number after `####`, for models that are rarely right."""
 
     config: Config
 
@@ -93,7 +92,7 @@ def _read(split: str) -> list[Row]:
 
 
 def answer_of(text: str) -> Decimal | None:
-    """The number that the text gives as its answer, or None."""
+    """Return the number that the text gives as its answer, or None."""
     for marked in (_HASHES.findall(text), _BOXED.findall(text)):
         if marked:
             return _first(marked[-1])

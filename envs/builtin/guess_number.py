@@ -1,4 +1,4 @@
-"""Find a hidden number by asking. Data-free and multi-turn: the hints are worth learning to use."""
+"""Find a hidden number by guessing. No data, several turns: the hints are worth learning to use."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ class GuessNumber(Environment):
         high: Annotated[int, Field(ge=-(10**9), le=10**9)] = 10
         """The hidden number lies in low..high, both included."""
         max_guesses: Annotated[int, Field(ge=1, le=1000)] = 4
-        """Actions without a number count too. Halving finds one of n numbers in log2(n + 1) guesses, rounded up."""
+        """Maximum guesses, including actions without a number. Bisection finds one of n numbers in log2(n + 1), rounded
+        up."""
         shaped: bool = False
-        """Pay for closeness when no guess hit."""
+        """Reward closeness if no guess was right."""
 
         @model_validator(mode="after")
         def _range(self) -> GuessNumber.Config:
@@ -78,5 +79,5 @@ class GuessNumber(Environment):
         return 0.5 * max(0.0, 1.0 - abs(guess - self.secret) / (self.config.high - self.config.low))
 
     def gold(self) -> str:
-        """Halve what the hints have left open."""
+        """Guess the middle of the remaining range."""
         return str((self.known_low + self.known_high) // 2)

@@ -16,26 +16,26 @@ INSTRUCTION = "Think step by step, and put your final answer into \\boxed{}."
 
 
 class Math(Environment):
-    """One problem, one answer. It counts by its value: 1/2, 0.5 and \\frac{1}{2} are the same, and so are sets,
-    intervals, and expressions that are equal. The answer is what stands in the last box, else what reads like one."""
+    """One problem, one answer, compared by value: 1/2, 0.5 and \\frac{1}{2} are the same, and so are sets, intervals,
+    and equal expressions. The answer is the last box, otherwise the last text that reads like one."""
 
     class Config(DataConfig):
         problem: str = "problem"
-        """The column that holds the problem."""
+        """Column with the problem."""
         answer: str = "answer"
-        """The column that holds the answer alone, as LaTeX or plain."""
+        """Column with the answer alone, as LaTeX or plain."""
         images: str | None = None
-        """The column that holds a PNG or JPEG image, or a list of them."""
+        """Column with a PNG or JPEG image, or a list of them."""
         instruction: str = INSTRUCTION
-        """Put under every problem; may be empty."""
+        """Added below every problem; may be empty."""
         system: str = ""
-        """A system message; empty: none."""
+        """System message; empty: none."""
         format_reward: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
-        """Reward of a wrong answer in a box."""
+        """Reward of a wrong boxed answer."""
 
         @model_validator(mode="after")
         def _can_be_played(self) -> Self:
-            """The data are read when a job is submitted, so that a mistake is found then; never in an event loop."""
+            """Read the data when a job is submitted, to report mistakes then, and outside the event loop."""
             if not is_installed():
                 raise ValueError("math-verify is not installed here: pip install 'opentinker[math]'")
             if in_event_loop():

@@ -1,4 +1,4 @@
-"""Arithmetic that is too long for the head, and a calculator. Data-free: it is all about learning to call."""
+"""Long arithmetic with a calculator tool. No data; the policy learns to call the tool."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Mult: operator.mul,
 }
 LONGEST = 200
-"""Characters of an expression, and so digits of what comes out."""
+"""Maximum characters of an expression, which limits the digits of its value."""
 
 
 class ToolCalc(Environment):
@@ -38,7 +38,7 @@ class ToolCalc(Environment):
         terms: Annotated[int, Field(ge=2, le=6)] = 3
         """Numbers in the question."""
         examples: Annotated[int, Field(ge=0, le=8)] = 0
-        """Worked examples before the question, with calls and results: small models copy what they see."""
+        """Worked examples before the question, with calls and results, which small models copy."""
         call_reward: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
         """Part of the reward for a calculator call that returned the right number, for any final answer."""
 
@@ -96,14 +96,14 @@ def ask(expression: str) -> Message:
 
 
 def worked(expression: str) -> list[Message]:
-    """How it is done: question, call, result, answer."""
+    """Return a worked example: question, call, result, answer."""
     calling, value = call("calculate", expression=expression), str(value_of(expression))
     result = Message(role="tool", content=value, tool_call_id=calling.tool_calls[0].id, name="calculate")
     return [ask(expression), calling, result, Message(role="assistant", content=value)]
 
 
 def value_of(expression: str) -> int:
-    """Raises ToolError, saying what is wrong with it."""
+    """Evaluate an expression. Raise ToolError with what is wrong."""
     if len(expression) > LONGEST:
         raise ToolError(f"the expression has {len(expression)} characters; at most {LONGEST} are allowed")
     try:

@@ -15,16 +15,18 @@ import signal
 import socket
 import sys
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
 from opentinker.envs.base import Environment
+from opentinker.envs.bots import check_bots
 from opentinker.envs.registry import check, find, rehearse
-from opentinker.envs.runtime.child_protocol import HEAD, Answer, Call, frame
+from opentinker.envs.runtime.child_protocol import HEAD, ChildAnswer, ChildCall, frame
 from opentinker.envs.runtime.episode_cleanup import Leftovers
 from opentinker.envs.runtime.player import LocalPlayer, guard_user_code
-from opentinker.envs.runtime.preflight import mistakes_of
+from opentinker.envs.runtime.preflight import check_request
 from opentinker.shared.messaging.reply_validation import failure
 from opentinker.shared.runtime.parent_death import set_death_signal
 from opentinker.shared.types import codec
@@ -39,11 +41,13 @@ def main() -> None:
     table = ChildSessions(modules=sys.argv[2] == "1", uploaded=sys.argv[3] if len(sys.argv) > UPLOADED_AT else "")
     with socket.socket(fileno=int(sys.argv[1])) as worker, asyncio.Runner() as runner, worker.makefile("rb") as calls:
         while len(head := calls.read(HEAD.size)) == HEAD.size:
-            call = codec.decode(Call, calls.read(HEAD.unpack(head)[0]))
+            call = codec.decode(ChildCall, calls.read(HEAD.unpack(head)[0]))
             try:
                 answer = runner.run(table.play(call))
             except asyncio.CancelledError:
-                answer = Answer(call.serial, failure("", Ending.ENV_ERROR, "the environment raised CancelledError"))
+                answer = ChildAnswer(
+                    call.serial, failure("", Ending.ENV_ERROR, "the environment raised CancelledError")
+                )
             worker.sendall(frame(msgspec.structs.replace(answer, spent=table.spent())))
 
 
@@ -58,7 +62,7 @@ class ChildSessions:
         self._opened: Counter[type[Environment]] = Counter()
         """Number of episodes opened, by class."""
 
-    async def play(self, call: Call) -> Answer:
+    async def play(self, call: ChildCall) -> ChildAnswer:
         body, cost = bytes(call.body), 1.0
         match call.verb:
             case "import":
@@ -70,15 +74,15 @@ class ChildSessions:
                 with self._leftovers.of(step.session):
                     reply = await self._players[step.session].step(step)
             case "check":
-                errors = await mistakes_of(self._check, codec.decode(EnvCheck, body))
-                return Answer(call.serial, SessionReply(worker=""), errors)
+                found = await check_request(self._check, codec.decode(EnvCheck, body))
+                return ChildAnswer(call.serial, SessionReply(worker=""), found.errors)
             case "rehearse":
-                errors = await mistakes_of(self._rehearse, codec.decode(EnvCheck, body))
-                return Answer(call.serial, SessionReply(worker=""), errors)
+                found = await check_request(self._rehearse, codec.decode(EnvCheck, body))
+                return ChildAnswer(call.serial, SessionReply(worker=""), found.errors, seats=found.seats)
             case _:
                 await self._close(codec.decode(CloseSession, body).session)
                 reply = SessionReply(worker="")
-        return Answer(call.serial, reply, cost=cost)
+        return ChildAnswer(call.serial, reply, cost=cost)
 
     async def _close(self, session: str) -> None:
         closing = self._players.pop(session, None)
@@ -110,14 +114,14 @@ class ChildSessions:
         enough = [n >= played.recycle_after for played, n in self._opened.items() if played.recycle_after is not None]
         return self._leftovers.threads or any(enough) or bool(limits and resident_mb() > min(limits))
 
-    async def _check(self, name: str, config: dict[str, object] | None) -> None:
-        if config is None:
-            find(self._uploaded or name, modules=self._modules)
-        else:
+    async def _check(self, name: str, config: dict[str, object] | None, bots: Mapping[str, str]) -> tuple[str, ...]:
+        check_bots(find(self._uploaded or name, modules=self._modules), bots)
+        if config is not None:
             check(self._uploaded or name, config, modules=self._modules)
+        return ()
 
-    async def _rehearse(self, name: str, config: dict[str, object] | None) -> None:
-        rehearse(name, *check(self._uploaded or name, config or {}, modules=self._modules))
+    async def _rehearse(self, name: str, config: dict[str, object] | None, bots: Mapping[str, str]) -> tuple[str, ...]:
+        return rehearse(name, *check(self._uploaded or name, config or {}, modules=self._modules), bots)
 
 
 def resident_mb() -> float:

@@ -13,28 +13,34 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 from weakref import WeakSet
 
-from opentinker.envs.runtime.child_process import Child, Start, start_plain
-from opentinker.envs.runtime.child_protocol import Answer
+from opentinker.envs.runtime.child_process import EnvironmentChild, Start, start_plain
+from opentinker.envs.runtime.child_protocol import ChildAnswer
 from opentinker.envs.runtime.fair_queue import FairQueue
 from opentinker.envs.runtime.interpreters import Interpreters
 from opentinker.envs.runtime.player import on_worker
 from opentinker.envs.runtime.resolver import CHECK_S
 from opentinker.envs.runtime.sandboxes import Sandboxes
-from opentinker.shared.messaging.reply_validation import failure, late_import, sound, sound_mistakes
+from opentinker.shared.messaging.reply_validation import failure, late_import, sound, sound_check
 from opentinker.shared.types.core import Ending
-from opentinker.shared.types.env_protocol import CloseSession, EnvCheck, OpenSession, SessionReply, StepSession
+from opentinker.shared.types.env_protocol import (
+    CloseSession,
+    EnvCheck,
+    EnvCheckReply,
+    OpenSession,
+    SessionReply,
+    StepSession,
+)
 from opentinker.shared.types.errors import SpecError
 
 CHECKS = 2
-"""At once; more wait."""
+"""Concurrent checks; more wait."""
 REHEARSAL_S = 4.0
 """Time limit for building what an episode plays, at submission: with the steps before it, below what the scheduler
 waits."""
 COSTS = 1000
-"""Environments whose cost is remembered."""
+"""Number of environments whose cost is cached."""
 SPARE = 4
 """Largest number of children as a multiple of `children`. Each beyond `children` is the first of its job and
 environment."""
@@ -59,9 +65,9 @@ class ChildPool:
         self._per_child = per_child
         self._modules = modules
         self._sandboxes = sandboxes
-        self._children: list[Child] = []
-        self._running: WeakSet[Child] = WeakSet()
-        """Also those that have been killed and take a moment to end."""
+        self._children: list[EnvironmentChild] = []
+        self._running: WeakSet[EnvironmentChild] = WeakSet()
+        """All children, including killed ones that have not ended yet."""
         self._turns = FairQueue()
         self._checks = asyncio.Semaphore(CHECKS)
         self._costs: dict[str, float] = {}
@@ -75,7 +81,7 @@ class ChildPool:
         return self._costs.get(environment, 1.0)
 
     def player(self, worker: str, request: OpenSession) -> ChildPlayer | None:
-        """A place in a child of the session's environment and job, or None when all are taken."""
+        """Return a place in a child of the session's environment and job, or None if all are taken."""
         key = f"{request.environment} of {request.job}, not isolated"
         checked = bool(self.interpreters.of(request.environment))
         return self._place(worker, key, self._starter(request.environment), checked=checked)
@@ -88,17 +94,15 @@ class ChildPool:
         return partial(start_plain, self._modules, interpreter, self.interpreters.python_path)
 
     async def sandboxed(self, worker: str, request: OpenSession) -> ChildPlayer | None:
-        """A place in a sandboxed child of the session's environment and job, or None when all are taken.
-
-        Raises SpecError if there can be none here.
-        """
+        """Return a place in a sandboxed child of the session's environment and job, or None if all are taken. Raise
+        SpecError if sandboxes are unavailable here."""
         sandboxes = self._with_sandboxes()
         program = await sandboxes.program(request.environment)
         key = f"{request.environment} of {request.job}"
         return self._place(worker, key, partial(sandboxes.start, program), checked=True)
 
-    async def check(self, request: EnvCheck) -> list[dict[str, Any]]:
-        """Return the mistakes, found in a separate child, sandboxed if its sessions are.
+    async def check(self, request: EnvCheck) -> EnvCheckReply:
+        """Check in a separate child, sandboxed if its sessions are.
 
         Raise SpecError if no such child can be started here.
         """
@@ -108,20 +112,20 @@ class ChildPool:
             sandboxes = self._with_sandboxes()
             start = partial(sandboxes.start, await sandboxes.program(request.name))
         async with self._checks:
-            child = Child(start, "check", checked=True)
+            child = EnvironmentChild(start, "check", checked=True)
             try:
                 async with asyncio.timeout(CHECK_S):
                     answer = await child.call("check", request)
                 if not answer.errors and answer.reply.failure is None and request.config is not None:
-                    answer = await _rehearsed(child, request)
+                    answer = await _rehearse(child, request)
             except TimeoutError:
-                return [_wrong(request.name, f"importing it and checking its config took more than {CHECK_S:g} s")]
+                return _refusal(request.name, f"importing it and checking its config took more than {CHECK_S:g} s")
             finally:
                 child.kill("the check is over")
                 await child.ended()
         if answer.reply.failure is not None:
-            return [_wrong(request.name, sound(answer.reply, "", player=False).error)]
-        return sound_mistakes(answer.errors)
+            return _refusal(request.name, sound(answer.reply, "", player=False).error)
+        return sound_check(answer.errors, answer.seats)
 
     async def close(self) -> None:
         for child in self._children:
@@ -140,11 +144,11 @@ class ChildPool:
         now = asyncio.get_running_loop().time()
         self._children = [child for child in self._children if not child.gone]
         due = self._turns.due(now)
-        self._make_way(due)
+        self._reserve_child(due)
         own = [child for child in self._children if child.key == key and not child.leaving and not child.spent]
         least = min(own, key=lambda child: child.sessions, default=None)
-        if (least is None or least.sessions > 0) and self._room(key, due):
-            least = Child(start, key, checked=checked)
+        if (least is None or least.sessions > 0) and self._has_room(key, due):
+            least = EnvironmentChild(start, key, checked=checked)
             self._children.append(least)
             self._running.add(least)
         if least is None or least.sessions >= self._per_child:
@@ -159,18 +163,18 @@ class ChildPool:
             self._costs.clear()
         self._costs[environment] = cost
 
-    def _make_way(self, due: str | None) -> None:
-        """While somebody's turn has come, one child takes no new sessions: of those who have most, the oldest."""
+    def _reserve_child(self, due: str | None) -> None:
+        """While another key is due, one child takes no new sessions: the oldest of the key with most children."""
         if due is None:
             for child in self._children:
                 child.leaving = False
         elif len(self._children) >= self._limit and not any(child.leaving for child in self._children):
             count = Counter(child.key for child in self._children)
-            max(self._children, key=lambda child: count[child.key]).leaving = True  # the first: they stand by age
+            max(self._children, key=lambda child: count[child.key]).leaving = True  # the oldest
 
-    def _room(self, key: str, due: str | None) -> bool:
-        """For one more child: an idle one of another key leaves its place to it. Nobody's first child waits for others'
-        to become idle, as long as there are spare ones."""
+    def _has_room(self, key: str, due: str | None) -> bool:
+        """Return whether one more child may start, ending an idle one of another key if needed. First children do not
+        wait for others to become idle while there are spare ones."""
         count = len(self._children)
         if count < self._limit:
             return True
@@ -186,7 +190,7 @@ class ChildPool:
 class ChildPlayer:
     """One session's place in a child."""
 
-    def __init__(self, worker: str, child: Child, note: Callable[[str, float], None]) -> None:
+    def __init__(self, worker: str, child: EnvironmentChild, note: Callable[[str, float], None]) -> None:
         self._worker = worker
         self._child = child
         self._note = note
@@ -194,17 +198,17 @@ class ChildPlayer:
         child.come()
 
     async def prepare(self, request: OpenSession, within_s: float) -> SessionReply | None:
-        """Import the environment, if the child has not yet. What was wrong, if anything."""
+        """Import the environment if the child has not yet. Return the failure, if any."""
         answer = await self._child.prepare(request, within_s)
         if answer is None:
             return late_import(self._worker, within_s)
-        reply = self._checked(answer)
+        reply = self._validate(answer)
         return None if reply.failure is None else reply
 
     async def open(self, request: OpenSession) -> SessionReply:
         self._session = request.session
         answer = await self._child.call("open", request)
-        reply = self._checked(answer)
+        reply = self._validate(answer)
         if reply.failure is None:
             if not 0 < answer.cost < math.inf:
                 return failure(self._worker, Ending.ENV_BAD_REPLY, f"cost must be above 0, not {answer.cost}")
@@ -212,7 +216,7 @@ class ChildPlayer:
         return reply
 
     async def step(self, request: StepSession) -> SessionReply:
-        return self._checked(await self._child.call("step", request))
+        return self._validate(await self._child.call("step", request))
 
     async def close(self) -> None:
         self._child.leave()
@@ -222,20 +226,20 @@ class ChildPlayer:
         finally:
             self._child.retire()
 
-    def _checked(self, answer: Answer) -> SessionReply:
+    def _validate(self, answer: ChildAnswer) -> SessionReply:
         if self._child.checked:
             return sound(answer.reply, self._worker, player=False)
         return on_worker(answer.reply, self._worker)
 
 
-async def _rehearsed(child: Child, request: EnvCheck) -> Answer:
-    """Whether what an episode plays can be built here. What takes longer than is asked for here is no mistake."""
+async def _rehearse(child: EnvironmentChild, request: EnvCheck) -> ChildAnswer:
+    """Build what an episode plays and return the answer. Exceeding the time limit is no mistake."""
     try:
         async with asyncio.timeout(REHEARSAL_S):
             return await child.call("rehearse", request)
     except TimeoutError:
-        return Answer(0, SessionReply(worker=""))
+        return ChildAnswer(0, SessionReply(worker=""))
 
 
-def _wrong(name: str, problem: str) -> dict[str, Any]:
-    return {"field": "environment.name", "value": name, "problem": problem}
+def _refusal(name: str, problem: str) -> EnvCheckReply:
+    return EnvCheckReply(errors=[{"field": "environment.name", "value": name, "problem": problem}])

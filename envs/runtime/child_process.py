@@ -1,8 +1,8 @@
-"""A child process that plays sessions of one environment and one job, as its env worker sees it.
+"""The env worker's side of a child process that plays sessions of one environment and one job.
 
-Consumes calls of sessions, sends them over a socket pair to the process (`child.py`), which plays them one after the
-other in its only thread. Cancelling the call that is played kills the process, and all that it has started. The answers
-of a sandboxed child are those of a stranger.
+Consumes calls of sessions and sends them over a socket pair to the process (`child.py`), which plays them one at a time
+in its only thread. Cancelling the running call kills the process and everything that it has started. Answers of a
+sandboxed child are untrusted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import msgspec
 import structlog
 
-from opentinker.envs.runtime.child_protocol import HEAD, LARGEST, Answer, Call, frame
+from opentinker.envs.runtime.child_protocol import HEAD, MAX_MESSAGE_BYTES, ChildAnswer, ChildCall, frame
 from opentinker.shared.messaging.reply_validation import failure
 from opentinker.shared.runtime.reexec import below
 from opentinker.shared.security import egress
@@ -32,7 +32,7 @@ KEPT_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "VIRTUAL_ENV
 IDLE_S = 60.0
 """A child without sessions ends after this time: the env worker is not notified when a job finishes."""
 END_S = 2.0
-"""Between the end of a child's answers and its own."""
+"""Time from the end of a child's answers to its exit."""
 KILL_S = 10.0
 """Time within which a keeper ends after SIGTERM, with all its descendants (child_keeper.py)."""
 
@@ -40,7 +40,7 @@ log = structlog.get_logger()
 
 
 class Running(Protocol):
-    """A process that was started, with all that it starts itself."""
+    """A running process and its descendants."""
 
     reason: str
     """Why it was killed, if it was."""
@@ -53,29 +53,29 @@ Start = Callable[[int], Awaitable[Running]]
 """Starts a process that answers on the socket with the given descriptor."""
 
 
-class Child:
-    """`key`: of which environment and job its sessions are. `checked`: its answers are looked at like a stranger's."""
+class EnvironmentChild:
+    """`key`: environment and job of its sessions. `checked`: validate its answers as untrusted input."""
 
     def __init__(self, start: Start, key: str, *, checked: bool) -> None:
         self.key = key
         self.checked = checked
         self.sessions = 0
         self.leaving = False
-        """It takes no new sessions: somebody else waits for its place."""
+        """Takes no new sessions, because another key waits for its place."""
         self.spent = False
-        """It takes no new sessions: it says that it should be replaced."""
+        """Takes no new sessions, because it asked to be replaced."""
         self.gone = ""
         """Why the child can no longer be used."""
         self._launch = start
         self._serial = 0
-        self._waiting: dict[int, asyncio.Future[Answer]] = {}
-        """In the order in which the child plays them: the first is the one being played. Given-up calls stay in."""
+        self._waiting: dict[int, asyncio.Future[ChildAnswer]] = {}
+        """Calls in order of play; the first is running. Abandoned calls stay in."""
         self._unsent: list[bytes] = []
         """Calls made before the process was up."""
         self._process: Running | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._idle: asyncio.TimerHandle | None = None
-        self._importing: asyncio.Task[Answer | None] | None = None
+        self._importing: asyncio.Task[ChildAnswer | None] | None = None
         self._running = asyncio.get_running_loop().create_task(self._run())
 
     def come(self) -> None:
@@ -86,20 +86,18 @@ class Child:
     def leave(self) -> None:
         self.sessions -= 1
         if self.sessions == 0 and self._importing is not None and not self._importing.done():
-            self.kill("nobody waits any more for its environment to be imported")
+            self.kill("its import was abandoned")
         elif self.sessions == 0:
-            self._idle = asyncio.get_running_loop().call_later(IDLE_S, self.kill, "nobody needed it any more")
+            self._idle = asyncio.get_running_loop().call_later(IDLE_S, self.kill, "it was idle")
 
     def retire(self) -> None:
-        """After a session was closed: a spent child ends with its last one."""
+        """Called after a session was closed: a child to be replaced ends with its last one."""
         if self.spent and not self.sessions and not self._waiting:
             self.kill("it was spent: recycle_after or memory_mb of what it played")
 
-    async def prepare(self, request: OpenSession, within_s: float) -> Answer | None:
-        """Import the environment, once for all sessions; a failure is tried again when asked for.
-
-        None: it took longer than `within_s`, from the start of the process, which is then killed.
-        """
+    async def prepare(self, request: OpenSession, within_s: float) -> ChildAnswer | None:
+        """Import the environment once for all sessions; a failed import is retried by the next call. Return None if it
+        took longer than `within_s` from the start of the process, which is then killed."""
         importing = self._importing
         if importing is None:
             importing = self._importing = asyncio.get_running_loop().create_task(self._import(request, within_s))
@@ -108,22 +106,22 @@ class Child:
             self._importing = None
         return answer
 
-    async def _import(self, request: OpenSession, within_s: float) -> Answer | None:
+    async def _import(self, request: OpenSession, within_s: float) -> ChildAnswer | None:
         try:
             async with asyncio.timeout(within_s):
                 return await self.call("import", request)
         except TimeoutError:
             return None
 
-    async def call(self, verb: str, body: Any) -> Answer:
+    async def call(self, verb: str, body: Any) -> ChildAnswer:
         """Play one call. If it is cancelled while the child is busy with it, the child is killed."""
         if self.gone:
-            return Answer(0, failure("", Ending.ENV_ERROR, f"the environment's process is gone: {self.gone}"))
+            return ChildAnswer(0, failure("", Ending.ENV_ERROR, f"the environment's process is gone: {self.gone}"))
         serial = self._serial = self._serial + 1
         self._waiting[serial] = waiting = asyncio.get_running_loop().create_future()
-        self._send(frame(Call(serial, verb, msgspec.Raw(codec.encode(body)))))
+        self._send(frame(ChildCall(serial, verb, msgspec.Raw(codec.encode(body)))))
         try:
-            answer: Answer = await waiting
+            answer: ChildAnswer = await waiting
         except asyncio.CancelledError:
             playing, oldest = next(iter(self._waiting.items()), (0, waiting))
             if playing == serial or (playing and oldest.cancelled()):
@@ -146,15 +144,15 @@ class Child:
         await asyncio.wait([self._running])
 
     async def _run(self) -> None:
-        """From the start of the process to its end; every call that is left then gets an answer."""
+        """Run the process from start to end, then answer every call that is left."""
         reason = ""
         try:
             reader = await self._start()
             while True:
                 (size,) = HEAD.unpack(await reader.readexactly(HEAD.size))
-                if size > LARGEST:
-                    raise codec.WireError(f"an answer of {size:,} bytes; at most {LARGEST:,} are taken")
-                answer = codec.decode(Answer, await reader.readexactly(size))
+                if size > MAX_MESSAGE_BYTES:
+                    raise codec.WireError(f"an answer of {size:,} bytes; at most {MAX_MESSAGE_BYTES:,} are taken")
+                answer = codec.decode(ChildAnswer, await reader.readexactly(size))
                 self.spent = self.spent or answer.spent
                 waiting = self._waiting.pop(answer.serial, None)
                 if waiting is None:
@@ -173,7 +171,7 @@ class Child:
         with theirs:
             self._process = await self._launch(theirs.fileno())
         reader, self._writer = await asyncio.open_connection(sock=ours)
-        if self.gone:  # given up while it was starting
+        if self.gone:  # abandoned while it was starting
             self.kill(self.gone)
         self._writer.writelines(self._unsent)
         return reader
@@ -194,7 +192,7 @@ class Child:
         for waiting in self._waiting.values():
             if not waiting.done():
                 why = f"the environment's process ended: {self.gone}"
-                waiting.set_result(Answer(0, failure("", Ending.ENV_ERROR, why)))
+                waiting.set_result(ChildAnswer(0, failure("", Ending.ENV_ERROR, why)))
 
     async def _status(self, process: Running) -> int:
         try:
@@ -220,7 +218,7 @@ class Plain:
             self._last = asyncio.get_running_loop().call_later(KILL_S, self._kill_all)
 
     def _kill_all(self) -> None:
-        """Its keeper has not: it was stopped."""
+        """Kill the descendants of a keeper that was stopped before it could."""
         for pid in below(self._process.pid):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
@@ -243,7 +241,7 @@ async def start_plain(modules: bool, interpreter: str, python_path: str, descrip
     variables |= {"PYTHONPATH": python_path, "OMP_NUM_THREADS": "1"}
     process = await asyncio.create_subprocess_exec(
         interpreter,
-        "-P",  # PYTHONPATH has the working directory, last: nothing there may hide this package
+        "-P",  # the working directory comes last, so that nothing there hides this package
         "-m",
         "opentinker.envs.runtime.child_keeper",
         str(descriptor),

@@ -11,11 +11,11 @@ from opentinker.shared.types import codec
 from opentinker.shared.types.env_protocol import SessionReply
 
 HEAD = struct.Struct("<I")
-LARGEST = 2 * 1024**2
-"""Bytes of an answer: more than any that the worker would pass on."""
+MAX_MESSAGE_BYTES = 2 * 1024**2
+"""Largest answer in bytes: larger than any that the worker accepts."""
 
 
-class Call(msgspec.Struct, frozen=True, array_like=True):
+class ChildCall(msgspec.Struct, frozen=True, array_like=True):
     """Worker -> child."""
 
     serial: int
@@ -25,17 +25,19 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
     """OpenSession, StepSession, CloseSession or EnvCheck."""
 
 
-class Answer(msgspec.Struct, frozen=True, array_like=True):
+class ChildAnswer(msgspec.Struct, frozen=True, array_like=True):
     """Child -> worker."""
 
     serial: int
     reply: SessionReply
     errors: list[dict[str, Any]] = []
-    """To `check` and `rehearse`: the mistakes, as EnvCheckReply has them."""
+    """Answer to `check` and `rehearse`: mistakes as in EnvCheckReply."""
     cost: float = 1.0
-    """To `open`: what the environment declares that a session of it takes."""
+    """Answer to `open`: the declared cost of a session."""
     spent: bool = False
-    """The process should be replaced once its sessions are over: it has played enough of them, or holds too much."""
+    """Asks for replacement after its sessions, because of their number or its memory."""
+    seats: list[str] = []
+    """Answer to `check` and `rehearse`: as in EnvCheckReply."""
 
 
 def frame(noun: Any) -> bytes:

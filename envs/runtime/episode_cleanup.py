@@ -1,7 +1,7 @@
 """Cleans up after episodes in the process that plays them (child.py): processes, threads, a changed working directory.
 
 Calls of several episodes alternate in that process. A process belongs to the episode in whose call it was started: an
-executed one inherits EPISODE_VARIABLE, a merely forked one is named after the episode. A process with neither mark,
+executed one inherits EPISODE_VARIABLE, a merely forked one the episode's name. A process with neither mark,
 started without the variable or while a module was imported, is shared by the episodes and ends with the child.
 """
 
@@ -23,7 +23,9 @@ from pathlib import Path
 from opentinker.envs.base import EPISODE_VARIABLE
 from opentinker.shared.runtime.reexec import TIDIES, below
 
-PR_SET_NAME = 15
+PR_SET_NAME, PR_GET_NAME = 15, 16
+NAME_BYTES = 16
+"""Of a thread's name, with the zero at its end."""
 DEAD_S = 0.5
 """A killed process ends within this time, or hangs in the kernel and is left to it."""
 POLL_S = 0.002
@@ -36,16 +38,17 @@ class Leftovers:
         self._playing = ""
         self._start = os.open(".", os.O_RDONLY | os.O_DIRECTORY)
         self._directories: dict[str, str] = {}
-        """By episode, where that has changed it."""
+        """Working directory by episode, if changed."""
         self._threads: defaultdict[str, set[threading.Thread]] = defaultdict(set)
-        """By episode: those that it has started."""
+        """Threads started by each episode."""
         if sys.platform == "linux":
             self._libc = ctypes.CDLL(None, use_errno=True)
-            os.register_at_fork(after_in_child=self._name)
+            self._usual = ctypes.create_string_buffer(NAME_BYTES)
+            os.register_at_fork(before=self._name, after_in_parent=self._unname)
 
     @contextlib.contextmanager
     def of(self, session: str) -> Iterator[None]:
-        """A call of this episode."""
+        """Run one call of this episode in the block."""
         self._go_to(self._directories.get(session))
         here, before = self._directory(), set(threading.enumerate())
         self._playing = os.environ[EPISODE_VARIABLE] = session
@@ -60,7 +63,7 @@ class Leftovers:
             self._go_to(None)
 
     def end(self, session: str) -> None:
-        """Kills its processes. Threads cannot be killed: those of pools wait for work, daemons end with the child."""
+        """Kill its processes. Threads cannot be killed: those of pools wait for work, daemons end with the child."""
         self._directories.pop(session, None)
         _kill(session)
         for thread in self._threads.pop(session, ()):
@@ -81,8 +84,14 @@ class Leftovers:
             return ""
 
     def _name(self) -> None:
+        """Name the thread that forks, whose name the forked process inherits: it may be killed before it first runs."""
         if self._playing:
+            self._libc.prctl(PR_GET_NAME, self._usual)
             self._libc.prctl(PR_SET_NAME, _name_of(self._playing))
+
+    def _unname(self) -> None:
+        if self._playing:
+            self._libc.prctl(PR_SET_NAME, self._usual)
 
 
 def _kill(session: str) -> None:
@@ -97,7 +106,7 @@ def _kill(session: str) -> None:
                 os.kill(pid, signal.SIGKILL)
         left |= found
         for pid in left:
-            with contextlib.suppress(ChildProcessError):  # our parent's by now
+            with contextlib.suppress(ChildProcessError):  # adopted by our parent
                 os.waitpid(pid, os.WNOHANG)
         left = {pid for pid in left if Path(f"/proc/{pid}").exists()}
         if not (found or left) or time.monotonic() > until:
@@ -106,7 +115,7 @@ def _kill(session: str) -> None:
 
 
 def _name_of(session: str) -> bytes:
-    """At most 15 bytes, as the kernel takes them."""
+    """Return a process name of at most 15 bytes, the kernel's limit."""
     return b"ep-" + hashlib.sha1(session.encode(), usedforsecurity=False).hexdigest()[:12].encode()
 
 

@@ -1,6 +1,6 @@
-"""The playing side of a served environment: an env worker of one class, whose transport is somebody else's.
+"""Plays a served environment: an env worker of one class, without a transport.
 
-Used by `opentinker env serve` and `serve_environment` in the process of a user, who connects it to a scheduler
+Used by `opentinker env serve` and `serve_environment` in a user's process, which connects to a scheduler
 (opentinker/serve/ws_client.py), and by `opentinker env serve --listen`, to which env workers connect.
 """
 
@@ -21,7 +21,7 @@ from opentinker.envs.base import Environment
 from opentinker.envs.game import AbstractGame, PlayedGame, environment_of
 from opentinker.envs.runtime.child_pool import ChildPool
 from opentinker.envs.runtime.player import LocalPlayer, Player
-from opentinker.envs.runtime.preflight import mistakes_of
+from opentinker.envs.runtime.preflight import check_request
 from opentinker.envs.runtime.resolver import Resolver
 from opentinker.envs.runtime.sessions import Sessions
 from opentinker.shared.types.env_protocol import (
@@ -35,14 +35,14 @@ from opentinker.shared.types.env_protocol import (
 
 T = TypeVar("T")
 THREADS = 64
-"""For calls of games that share nothing."""
+"""Threads for calls of concurrent games."""
 
 
 class InProcessServer:
-    """Plays up to `capacity` sessions at once of a class of this process, or of `module:Class`.
+    """Plays up to `capacity` concurrent sessions of a class of this process, or of `module:Class`.
 
-    A class that blocks is played in child processes where they can import it (`module:Class`), else in threads, and of
-    a game one call at a time.
+    A class that blocks is played in child processes if they can import it (`module:Class`), otherwise in threads; calls
+    of a game run one at a time.
     """
 
     def __init__(self, environment: type[Environment] | type[AbstractGame] | str, capacity: int) -> None:
@@ -67,7 +67,7 @@ class InProcessServer:
         return ThreadPlayer() if self.kind.blocking else LocalPlayer("", modules=True)
 
     async def play(self, verb: str, noun: Any) -> Any:
-        """What an asker wants (shared/messaging/websocket_frames.py)."""
+        """Answer one call (shared/messaging/websocket_frames.py)."""
         match verb:
             case "open":
                 return await self.sessions.open(msgspec.structs.replace(noun, environment=self._name))
@@ -79,10 +79,10 @@ class InProcessServer:
 
     async def _check(self, request: EnvCheck) -> EnvCheckReply:
         ours = msgspec.structs.replace(request, name=self._name)
-        return EnvCheckReply(errors=await mistakes_of(self._resolver.check, ours))
+        return await check_request(self._resolver.check, ours)
 
     async def close(self, drain_s: float) -> int:
-        """Let the running sessions finish within the time. Returns how many were given up."""
+        """Let the running sessions finish within the time. Return the number of abandoned ones."""
         left = await self.sessions.drain(drain_s)
         if self._host is not None:
             await self._host.close()
@@ -90,8 +90,8 @@ class InProcessServer:
 
 
 def _playable(given: type[Environment] | type[AbstractGame]) -> type[Environment]:
-    """Games use the global random numbers of their process, so their calls wait for each other, in threads; those of
-    games that share nothing do not."""
+    """Return the class to play. Games use the global random numbers of their process, so their calls run one at a time
+    in a thread, except those of concurrent games."""
     kind = environment_of(given) if issubclass(given, AbstractGame) else given
     if not (issubclass(kind, PlayedGame) and kind.blocking):
         return kind
@@ -101,12 +101,12 @@ def _playable(given: type[Environment] | type[AbstractGame]) -> type[Environment
         await lock.acquire()
         running = asyncio.get_running_loop().run_in_executor(None, function)
         running.add_done_callback(ended)
-        return await asyncio.shield(running)  # who is cancelled goes on alone: the thread has the random numbers still
+        return await asyncio.shield(running)  # after a cancellation the thread still uses the random numbers
 
     def ended(running: asyncio.Future[Any]) -> None:
         lock.release()
         if not running.cancelled():
-            running.exception()  # nobody may be left to take it
+            running.exception()  # retrieved, because the caller may be gone
 
     pool = ThreadPoolExecutor(THREADS, "game")
 
@@ -118,10 +118,10 @@ def _playable(given: type[Environment] | type[AbstractGame]) -> type[Environment
 
 
 class _Served(Sessions):
-    """Sessions of one class, whose players come from the stage."""
+    """Sessions of one class, whose players come from the server."""
 
     def __init__(self, player: Callable[[OpenSession], Player | None], limit: int, resolver: Resolver) -> None:
-        # the other side has the operator's deadline for imports (env_import_timeout_s), and closes what is late
+        # the env worker enforces the operator's env_import_timeout_s and closes late sessions
         super().__init__("", limit=limit, resolver=resolver, import_timeout_s=MAX_IMPORT_S)
         self._new_player = player
 
@@ -130,7 +130,7 @@ class _Served(Sessions):
 
 
 class ThreadPlayer:
-    """The environment lives in a thread of its own, with an event loop of its own: it may block.
+    """Plays an environment that may block in a separate thread with its own event loop.
 
     A thread cannot be killed: one that hangs beyond its episode's deadline stays until the process ends.
     """

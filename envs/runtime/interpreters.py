@@ -16,20 +16,20 @@ from opentinker.shared.types.errors import SpecError
 
 
 class Interpreters:
-    """Raises SpecError for a setting that names no program."""
+    """Interpreters by environment. Raises SpecError for a setting that is no program."""
 
     def __init__(self, paths: dict[str, Path]) -> None:
         self._paths = paths
         for name, path in paths.items():
             if not os.access(path, os.X_OK) or path.is_dir():
-                problem = f"{path} is no program on this machine: it must be the python of a virtual environment"
+                problem = f"{path} is not a program on this machine; name the python of a virtual environment"
                 raise SpecError([{"field": f"env_interpreters.{name}", "value": str(path), "problem": problem}])
         self._beside = tempfile.TemporaryDirectory(prefix="opentinker-") if paths else None
         if self._beside is not None:
             Path(self._beside.name, "opentinker").symlink_to(package_dir())
 
     def of(self, environment: str) -> str:
-        """Its path; empty: the environment is played by this interpreter."""
+        """Return the path of an environment's interpreter; empty: this one."""
         path = self._paths.get(environment)
         return "" if path is None else str(path.absolute())
 

@@ -1,8 +1,8 @@
-"""Uploaded packages on this machine: found in data_dir by their digest; virtual environments made from their locks.
+"""Uploaded packages on this machine, in data_dir by digest, and the virtual environments of their locks.
 
-A virtual environment is made once per lock and interpreter, for all env workers that share data_dir: under a lock, in
-a directory that gets its name when it is whole. uv installs wheels by their hashes and builds nothing, so no code of a
-package runs here; nor is the interpreter of what it made ever started outside of a sandbox.
+A virtual environment is created once per lock and interpreter for all env workers that share data_dir: under a lock, in
+a directory that gets its final name when it is complete. uv installs wheels by their hashes and builds nothing, so no
+code of a package runs here. The interpreter of a virtual environment is started only in a sandbox.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from opentinker.shared.durable_files import make_directories, sync_directory, sy
 from opentinker.shared.types import codec
 from opentinker.shared.types.errors import SpecError
 
-MAKE_S = 600.0
-LOOK_S = 0.2
-SIZE_LOOK_S = 1.0
-"""Between two looks at how large a virtual environment has become."""
+BUILD_TIMEOUT_S = 600.0
+POLL_S = 0.2
+SIZE_POLL_S = 1.0
+"""Interval of size checks while a virtual environment is created."""
 KEPT_VARIABLES = (
     "PATH",
     "HOME",
@@ -62,11 +62,11 @@ class Installed:
     files: Path
     venv: Path
     runtime: dict[str, str]
-    """Paths that are mounted with it (venv_overlay.py)."""
+    """Paths mounted with it (venv_overlay.py)."""
 
 
 class Packages:
-    """`venv_mb`: of one virtual environment; None: no limit."""
+    """`venv_mb`: size limit of a virtual environment; None: no limit."""
 
     def __init__(self, data_dir: Path, venv_mb: int | None = None) -> None:
         self._data_dir = data_dir.resolve()
@@ -84,9 +84,9 @@ class Packages:
         """
         reference = uploads.parse(name)
         if not reference.digest:
-            raise _wrong(name, "has no version and digest: the scheduler gives both when a job is submitted")
+            raise _mistake(name, "has no version and digest: the scheduler gives both when a job is submitted")
         making = self._found.get(reference.digest)
-        if making is None or (making.done() and not _is_there(making)):
+        if making is None or (making.done() and not _exists(making)):
             making = self._found[reference.digest] = asyncio.get_running_loop().create_task(self._install(reference))
         return await asyncio.shield(making)
 
@@ -101,12 +101,12 @@ class Packages:
             package = await asyncio.to_thread(uploads.intact, self._data_dir, reference.digest)
         except FileNotFoundError:
             why = "it was deleted, or this env worker has another data_dir than the scheduler"
-            raise _wrong(str(reference), f"is not in {uploads.home(self._data_dir)}: {why}") from None
+            raise _mistake(str(reference), f"is not in {uploads.home(self._data_dir)}: {why}") from None
         except (OSError, codec.WireError) as error:
             again = f"push it again to repair it: `opentinker env push DIR --name {reference.name}`"
-            raise _wrong(str(reference), f"is damaged on the server's disk ({error}); {again}") from None
+            raise _mistake(str(reference), f"is damaged on the server's disk ({error}); {again}") from None
         if not SpecifierSet(package.python).contains(platform.python_version(), prereleases=True):
-            raise _wrong(
+            raise _mistake(
                 str(reference), f"is for Python {package.python}; env workers here run {platform.python_version()}"
             )
         files = uploads.package_dir(self._data_dir, reference.digest) / "files"
@@ -115,10 +115,10 @@ class Packages:
         await asyncio.to_thread(make_directories, venvs)
         async with _alone(venvs / f"{_short(built_for)}.lock"):
             pins = await asyncio.to_thread(uploads.pins, await self._requirements(package, files, venvs))
-            # what uv makes of a uv.lock depends on the project too: another one's must not decide for this one
+            # uv's result for a uv.lock also depends on the project, so projects must not share it
             venv = venvs / _short(f"{built_for} {uploads.normal_of(pins)}")
             if conflicts := self._runtime.conflicts(pins):
-                raise _wrong(str(reference), f"its lock pins {'; '.join(conflicts)}: lock versions of that range")
+                raise _mistake(str(reference), f"its lock pins {'; '.join(conflicts)}: lock versions of that range")
             if not venv.is_dir():
                 await self._make(str(reference), pins, venv)
         return Installed(package, files, venv, self._runtime.binds(pins))
@@ -132,9 +132,9 @@ class Packages:
         return await _uv(package.name, "export", *options, *python, "--project", str(files), cwd=venvs)
 
     async def _make(self, name: str, pins: list[Pin], venv: Path) -> None:
-        log.info("virtual_environment_being_made", environment=name, place=str(venv))
-        for left in venv.parent.glob(f".{venv.name}-*"):  # by a process that was killed
-            await _removed(left)
+        log.info("virtual_environment_creating", environment=name, place=str(venv))
+        for left in venv.parent.glob(f".{venv.name}-*"):  # left by a killed process
+            await _remove(left)
         work = venv.with_name(f".{venv.name}-{os.getpid()}")
         try:
             await _uv(name, "venv", "--quiet", "--no-project", "--python", self._python, str(work), cwd=venv.parent)
@@ -148,41 +148,41 @@ class Packages:
             size = await self._size(name, work)
             listed_size = work / "size"
             await asyncio.to_thread(listed_size.write_text, str(size))
-            await asyncio.to_thread(sync_tree, work)  # a power cut must leave none that looks whole and is not
+            await asyncio.to_thread(sync_tree, work)  # a power cut must not leave an incomplete one that looks complete
             listed_size.rename(venv.with_name(f"{venv.name}{uploads.SIZE}"))
             work.rename(venv)
             await asyncio.to_thread(sync_directory, venv.parent)
         finally:
-            await _removed(work)
-        log.info("virtual_environment_made", environment=name, place=str(venv))
+            await _remove(work)
+        log.info("virtual_environment_created", environment=name, place=str(venv))
 
     async def _within_limit(self, name: str, installing: Coroutine[Any, Any, str], work: Path) -> None:
-        """Raises SpecError as soon as it is seen to be too large."""
+        """Run the installation and check its size meanwhile. Raise SpecError if it is too large."""
         task = asyncio.get_running_loop().create_task(installing)
         try:
             while not task.done():
-                await asyncio.wait([task], timeout=SIZE_LOOK_S)
+                await asyncio.wait([task], timeout=SIZE_POLL_S)
                 await self._size(name, work)
             task.result()
         finally:
             await cancel_and_wait(task)
 
     async def _size(self, name: str, work: Path) -> int:
-        """Raises SpecError beyond the limit."""
+        """Return the size of a virtual environment. Raise SpecError beyond the limit."""
         size = await asyncio.to_thread(_bytes_of, work)
         if self._venv_mb is not None and size > self._venv_mb << 20:
             problem = f"its virtual environment takes more than {self._venv_mb} MB (upload_venv_mb): lock less"
-            raise _wrong(name, problem)
+            raise _mistake(name, problem)
         return size
 
 
-def _is_there(made: asyncio.Task[Installed]) -> bool:
-    """It was made, and the scheduler has not taken it away since: the same package may have been deleted and pushed."""
+def _exists(made: asyncio.Task[Installed]) -> bool:
+    """Return whether a virtual environment still exists: its package may have been deleted and pushed again."""
     return not made.cancelled() and made.exception() is None and made.result().venv.is_dir()
 
 
 def _bytes_of(directory: Path) -> int:
-    """Blocking. While files come and go."""
+    """Return the size of a tree whose files may change. Blocking."""
     total = 0
     for folder, _, names in os.walk(directory):
         for name in names:
@@ -191,8 +191,8 @@ def _bytes_of(directory: Path) -> int:
     return total
 
 
-async def _removed(directory: Path) -> None:
-    """In a thread: it may hold gigabytes. To the end, also for who is cancelled."""
+async def _remove(directory: Path) -> None:
+    """Remove a tree, possibly of gigabytes, in a thread; completes even if cancelled."""
     await finish_uncancelled(asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True))
 
 
@@ -208,7 +208,7 @@ def _open_to_all(directory: Path) -> None:
 
 
 async def _uv(name: str, *arguments: str, cwd: Path) -> str:
-    """Its output. Raises SpecError with what it complains of."""
+    """Run it and return its output. Raise SpecError with its error message."""
     environ = {
         key: value for key, value in os.environ.items() if key in KEPT_VARIABLES or key.startswith(KEPT_BEGINNINGS)
     }
@@ -217,17 +217,17 @@ async def _uv(name: str, *arguments: str, cwd: Path) -> str:
         stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     try:
-        async with asyncio.timeout(MAKE_S):
+        async with asyncio.timeout(BUILD_TIMEOUT_S):
             out, err = await process.communicate()
     except TimeoutError:
-        raise _wrong(name, f"its virtual environment could not be made within {MAKE_S:g} s") from None
+        raise _mistake(name, f"its virtual environment could not be made within {BUILD_TIMEOUT_S:g} s") from None
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
     if process.returncode != 0:
         said = err.decode(errors="replace").strip()[-ERROR_CHARACTERS:]
-        raise _wrong(name, f"its virtual environment cannot be made: `uv {arguments[0]}` says: {said}")
+        raise _mistake(name, f"its virtual environment cannot be made: `uv {arguments[0]}` says: {said}")
     return out.decode()
 
 
@@ -239,20 +239,20 @@ def _uv_binary(name: str) -> str:
     except (ImportError, FileNotFoundError):
         found = shutil.which("uv")
     if found is None:
-        raise _wrong(name, "uploaded environments need uv where the env worker runs: pip install uv")
+        raise _mistake(name, "uploaded environments need uv where the env worker runs: pip install uv")
     return found
 
 
 @asynccontextmanager
 async def _alone(path: Path) -> AsyncIterator[None]:
-    """Nobody else who shares the file is in the block at the same time, in any process."""
+    """Hold an exclusive lock on the file, across processes."""
     with await asyncio.to_thread(path.open, "w") as lock:
         while True:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                await sleep(LOOK_S)
+                await sleep(POLL_S)
         yield
 
 
@@ -260,5 +260,5 @@ def _short(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def _wrong(name: str, problem: str) -> SpecError:
+def _mistake(name: str, problem: str) -> SpecError:
     return SpecError([{"field": "environment.name", "value": name, "problem": problem}])

@@ -1,6 +1,6 @@
-"""Where user code is called, and where its mistakes become data: whatever an environment does, the caller gets a reply.
+"""Calls user code and turns its errors into data: the caller always gets a reply.
 
-Used by the worker for environments that run in its event loop, and by the child processes for those that block.
+Used by the worker for environments that run in its event loop, and by child processes for those that block.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
-from opentinker.envs.base import Action, BadReply, Environment, Opening, Step, Unreachable
+from opentinker.envs.base import Action, BadReply, Environment, Opening, Prompt, Step, Unreachable
+from opentinker.envs.bots import WithBots, with_bots
 from opentinker.envs.import_clock import ImportClock
 from opentinker.envs.registry import make
-from opentinker.envs.tools import with_tools
+from opentinker.envs.rounds import prompts_of, title_of
+from opentinker.envs.with_tools import with_tools
 from opentinker.shared.messaging.reply_validation import (
     ERROR_CHARACTERS,
     NAME_CHARACTERS,
@@ -28,10 +30,11 @@ from opentinker.shared.messaging.reply_validation import (
     OBSERVATION_BYTES,
     PROMPT_IDS,
     failure,
+    round_problem,
     size_of,
 )
 from opentinker.shared.types.core import Ending, Image, Message, Text, Tool, ToolCall
-from opentinker.shared.types.env_protocol import OpenSession, SessionReply, StepSession
+from opentinker.shared.types.env_protocol import OpenSession, SeatAction, SeatPrompt, SessionReply, StepSession
 from opentinker.shared.types.error_text import error_tail
 from opentinker.shared.types.errors import OpenTinkerError
 
@@ -45,20 +48,20 @@ class Player(Protocol):
 
 
 class OutOfTurn(Exception):
-    """The caller's mistake, not the environment's."""
+    """Request for the wrong seat: the caller's mistake, not the environment's."""
 
 
 class LocalPlayer:
-    """The environment instance lives in this process, its coroutines run in this event loop."""
+    """Plays an environment instance in this process and event loop."""
 
     def __init__(self, worker: str, *, modules: bool) -> None:
         self._worker = worker
         self._modules = modules
         self._environment: Environment | None = None
-        self._seat = self._stream = ""
-        """Who acts next, and where."""
+        self._asked = SessionReply(worker=worker)
+        """Who acts next."""
         self.importing: Callable[[], AbstractContextManager[object]] = nullcontext
-        """Stops the episode's clock; for environments that are imported elsewhere."""
+        """Stops the episode's clock while a server imports the environment."""
 
     async def open(self, request: OpenSession) -> SessionReply:
         return await guard_user_code(self._worker, self._open(request))
@@ -68,7 +71,7 @@ class LocalPlayer:
 
     @property
     def environment(self) -> Environment | None:
-        """The instance, while there is one."""
+        """The instance while the episode is open."""
         return self._environment
 
     async def close(self) -> None:
@@ -78,31 +81,31 @@ class LocalPlayer:
 
     async def _open(self, request: OpenSession) -> SessionReply:
         made = make(request.environment, request.config, modules=self._modules)
-        made.policy = request.policy
+        made.policy, made.bot_seats = request.policy, request.bots
         if isinstance(made, ImportClock):
             made.importing = self.importing
-        self._environment = with_tools(made, request.tool_turns)
-        opened = await _awaited(self._environment, "open", self._environment.open(request.row, request.seed))
-        reply = opening_of(self._worker, self._environment, opened)
-        self._seat, self._stream = reply.seat, reply.stream
-        return reply
+        self._environment = with_bots(with_tools(made, request.tool_turns), made)
+        opened = await _await_result(self._environment, "open", self._environment.open(request.row, request.seed))
+        self._asked = opening_of(self._worker, self._environment, opened)
+        return self._asked
 
     async def _step(self, request: StepSession) -> SessionReply:
         assert self._environment is not None
-        if request.seat != self._seat:
-            raise OutOfTurn(f"turn {request.turn} is for seat {self._seat!r}, not {request.seat!r}")
-        step = await _awaited(self._environment, "step", self._environment.step(action_of(request)))
-        reply = reply_of(self._worker, self._environment, step)
-        self._seat, self._stream = reply.seat, reply.stream
-        return reply
+        actions = [action_of(request.turn, one) for one in actions_in_turn(self._asked, request)]
+        together = bool(self._asked.round)
+        method = "step_all" if together else "step"
+        playing = self._environment.step_all(actions) if together else self._environment.step(actions[0])
+        step = await _await_result(self._environment, method, playing)
+        self._asked = reply_of(self._worker, self._environment, step, method)
+        return self._asked
 
     async def _close(self, environment: Environment) -> SessionReply:
-        await _awaited(environment, "close", environment.close())
+        await _await_result(environment, "close", environment.close())
         return SessionReply(worker=self._worker)
 
 
-async def _awaited(environment: Environment, method: str, answer: Awaitable[Any]) -> Any:
-    """Raises BadReply for a method that is no coroutine."""
+async def _await_result(environment: Environment, method: str, answer: Awaitable[Any]) -> Any:
+    """Await a method's result. Raise BadReply if it is not awaitable."""
     if not inspect.isawaitable(answer):
         name = type(environment).__name__
         raise BadReply(f"{name}.{method} must be declared `async def`: it returned {_kind(answer)}")
@@ -110,7 +113,7 @@ async def _awaited(environment: Environment, method: str, answer: Awaitable[Any]
 
 
 async def guard_user_code(worker: str, call: Awaitable[SessionReply]) -> SessionReply:
-    """The boundary: user code may raise anything, SystemExit included, and only its own episode ends."""
+    """Turn any exception of user code, SystemExit included, into a failure of its own episode."""
     try:
         return await call
     except asyncio.CancelledError:
@@ -122,19 +125,35 @@ async def guard_user_code(worker: str, call: Awaitable[SessionReply]) -> Session
     except (OpenTinkerError, OutOfTurn) as error:
         return failure(worker, Ending.ENV_ERROR, str(error))
     except BaseException as error:  # noqa: BLE001 - user code: sys.exit() in it ends its episode, not the worker
-        return failure(worker, Ending.ENV_ERROR, short_traceback(error))
+        return failure(worker, Ending.ENV_ERROR, format_error(error))
 
 
-def short_traceback(error: BaseException) -> str:
-    """The innermost frames and the error itself: enough to find the line."""
+def format_error(error: BaseException) -> str:
+    """Return the innermost frames and the error, enough to find the line."""
     return error_tail("".join(traceback.format_exception(error, limit=-4)).rstrip(), ERROR_CHARACTERS)
 
 
-def action_of(request: StepSession) -> Action:
+def actions_in_turn(asked: SessionReply, request: StepSession) -> list[SeatAction]:
+    """Return the actions of the seats that `asked` names, in its order, whatever that of the request. Raise OutOfTurn
+    unless each of them acts, once, and nobody else."""
+    seats = [prompt.seat for prompt in asked.prompts]
+    actions = {action.seat: action for action in request.actions}
+    if (
+        len(actions) < len(request.actions)
+        or sorted(actions) != sorted(seats)
+        or bool(asked.round) != bool(request.round)
+    ):
+        due, given = (", ".join(map(repr, names)) for names in (seats, [action.seat for action in request.actions]))
+        whose = f"a round of the seats {due}" if asked.round else f"for seat {due}"
+        raise OutOfTurn(f"turn {request.turn} is {whose}, not {given:.200}")
+    return [actions[seat] for seat in seats]
+
+
+def action_of(turn: int, request: SeatAction) -> Action:
     return Action(
         text=request.text,
         stop=request.stop,
-        turn=request.turn,
+        turn=turn,
         seat=request.seat,
         tool_calls=request.tool_calls,
         problem=request.problem,
@@ -146,32 +165,41 @@ def action_of(request: StepSession) -> Action:
 
 
 def opening_of(worker: str, environment: Environment, opened: object) -> SessionReply:
-    """Raises BadReply unless every field is what it should be."""
+    """Return the validated reply. Raise BadReply."""
     if not isinstance(opened, Opening):
-        opened = Opening(messages=_checked_messages(opened, "open()"), seat=environment.seats[0])
+        opened = Opening(messages=_check_messages(opened, "open()"), seat=environment.seats[0])
     reply = SessionReply(
-        worker=worker, wants_tokens=environment.wants_tokens, **_next_turn(environment, opened, "open()")
+        worker=worker, wants_tokens=environment.wants_tokens, **_next_turn(environment, opened, "open")
     )
-    if not (reply.messages or reply.prompt_ids or reply.prompt_text):
-        raise BadReply("open() gave no message: the policy needs a prompt")
+    for prompt in reply.prompts:
+        if not (prompt.messages or prompt.prompt_ids or prompt.prompt_text):
+            whose = f" for seat {prompt.seat!r}" if reply.round else ""
+            raise BadReply(f"open() gave no message{whose}: the policy needs a prompt")
     return reply
 
 
-def reply_of(worker: str, environment: Environment, step: object) -> SessionReply:
-    """Raises BadReply unless every field is what it should be."""
+def reply_of(worker: str, environment: Environment, step: object, method: str = "step") -> SessionReply:
+    """Return the validated reply. Raise BadReply. `method`: `step` or `step_all`."""
     if not isinstance(step, Step):
-        raise BadReply(f"step() must return a Step, not {_kind(step)}")
-    done, truncated = _checked_flag("done", step.done), _checked_flag("truncated", step.truncated)
+        raise BadReply(f"{method}() must return a Step, not {_kind(step)}")
+    done, truncated = _check_flag("done", step.done), _check_flag("truncated", step.truncated)
     if truncated and not done:
         raise BadReply("truncated without done: an episode that a limit ends is done")
-    if not isinstance(step.rewards, dict) or not set(step.rewards) <= set(environment.seats):
-        raise BadReply(f"rewards must be a dict by seat; the seats are: {', '.join(environment.seats) or '(one)'}")
-    is_left = truncated and bool(step.messages)
+    seats = environment.rewarded if isinstance(environment, WithBots) else environment.seats
+    if not isinstance(step.rewards, dict) or not set(step.rewards) <= set(seats):
+        raise BadReply(f"rewards must be a dict by seat; the seats are: {', '.join(seats) or '(one)'}")
+    reward, components = checked_number("reward", step.reward), checked_numbers("components", step.components)
+    if method == "step_all" and (reward or components):
+        raise BadReply(
+            f"{title_of(environment)}.step_all() gives reward {reward:g}, which no seat of the round owns: "
+            "name the seats in `rewards`"
+        )
+    is_left = truncated and bool(step.messages or step.acting)
     return SessionReply(
         worker=worker,
-        **({} if done and not is_left else _next_turn(environment, step, "step()")),
-        reward=checked_number("reward", step.reward),
-        components=checked_numbers("components", step.components),
+        **({} if done and not is_left else _next_turn(environment, step, method)),
+        reward=reward,
+        components=components,
         rewards={seat: checked_numbers(f"rewards[{seat!r}]", parts) for seat, parts in step.rewards.items()},
         done=done,
         truncated=truncated,
@@ -179,25 +207,35 @@ def reply_of(worker: str, environment: Environment, step: object) -> SessionRepl
     )
 
 
-def _next_turn(environment: Environment, said: Opening | Step, source: str) -> dict[str, Any]:
-    """What `open` and `step` have in common: who acts next, and on what."""
-    if type(said.seat) is not str or said.seat not in environment.seats:
-        seats = ", ".join(map(repr, environment.seats))
-        raise BadReply(f"{source} says that seat {said.seat!r:.60} acts next; the seats are: {seats}")
+def _next_turn(environment: Environment, said: Opening | Step, method: str) -> dict[str, Any]:
+    """Return the validated fields that `open` and `step` share. Raise BadReply."""
+    prompts = prompts_of(environment, said, method)
+    if said.acting is None:
+        return _checked_prompt(said.seat, said, f"{method}()")
+    seen = [
+        SeatPrompt(**_checked_prompt(seat, prompt, f"{method}(), seat {seat!r},")) for seat, prompt in prompts.items()
+    ]
+    if problem := round_problem(seen):
+        raise BadReply(f"{title_of(environment)}.{method}(): {problem}")
+    return {"round": seen}
+
+
+def _checked_prompt(seat: str, said: Prompt, source: str) -> dict[str, Any]:
+    """Return the validated fields of what one seat sees. Raise BadReply."""
     if type(said.stream) is not str or len(said.stream) > NAME_CHARACTERS:
         raise BadReply(f"{source}: stream must be a str of at most {NAME_CHARACTERS} characters")
     if said.max_tokens is not None and (type(said.max_tokens) is not int or said.max_tokens < 1):
         raise BadReply(f"{source}: max_tokens must be a positive int or None, not {_kind(said.max_tokens)}")
     if said.prompt_text is not None and type(said.prompt_text) is not str:
         raise BadReply(f"{source}: prompt_text must be a str or None, not {_kind(said.prompt_text)}")
-    prompt_ids = None if said.prompt_ids is None else _checked_list("prompt_ids", said.prompt_ids, int)
+    prompt_ids = None if said.prompt_ids is None else _check_list("prompt_ids", said.prompt_ids, int)
     if prompt_ids is not None and len(prompt_ids) > PROMPT_IDS:
         raise BadReply(f"{source} gave {len(prompt_ids):,} prompt_ids; at most {PROMPT_IDS:,} are allowed")
-    messages = _checked_messages(said.messages, source)
-    tools, stop = _checked_list("tools", said.tools, Tool), _checked_list("stop", said.stop, str)
+    messages = _check_messages(said.messages, source)
+    tools, stop = _check_list("tools", said.tools, Tool), _check_list("stop", said.stop, str)
     _check_size(source, messages, tools, stop, said.prompt_text)
     return {
-        "seat": said.seat,
+        "seat": seat,
         "stream": said.stream,
         "messages": messages,
         "tools": tools,
@@ -208,20 +246,20 @@ def _next_turn(environment: Environment, said: Opening | Step, source: str) -> d
     }
 
 
-def _checked_flag(field: str, value: object) -> bool:
+def _check_flag(field: str, value: object) -> bool:
     if not isinstance(value, bool | np.bool_):
         raise BadReply(f"{field} must be True or False, not {_kind(value)}")
     return bool(value)
 
 
-def _checked_list(field: str, values: object, kind: type) -> list[Any]:
+def _check_list(field: str, values: object, kind: type) -> list[Any]:
     if not isinstance(values, list | tuple) or any(type(value) is not kind for value in values):
         raise BadReply(f"{field} must be a list of {kind.__name__}")
     return list(values)
 
 
-def _checked_messages(messages: object, source: str) -> list[Message]:
-    """Raises BadReply unless it is a list of messages whose fields have their types."""
+def _check_messages(messages: object, source: str) -> list[Message]:
+    """Return a list of messages with valid field types. Raise BadReply."""
     if not isinstance(messages, list | tuple):
         raise BadReply(f"{source} must give a list of Message, not {_kind(messages)}")
     for message in messages:
@@ -232,7 +270,7 @@ def _checked_messages(messages: object, source: str) -> list[Message]:
 
 
 def _check_types(message: Message) -> None:
-    """Raises BadReply."""
+    """Check the types of a message's fields. Raise BadReply."""
     for name in ("role", "tool_call_id", "name"):
         if type(getattr(message, name)) is not str:
             raise BadReply(f"a message's {name} must be str, not {_kind(getattr(message, name))}")
@@ -244,13 +282,13 @@ def _check_types(message: Message) -> None:
                 raise BadReply(f"a message's content must be str, or Text and Image; a part is {_kind(part)}")
     elif type(message.content) is not str:
         raise BadReply(f"a message's content must be str, not {_kind(message.content)}")
-    _checked_list("tool_calls", message.tool_calls, ToolCall)
+    _check_list("tool_calls", message.tool_calls, ToolCall)
 
 
 def _check_size(
     source: str, messages: list[Message], tools: list[Tool], stop: list[str], prompt_text: str | None
 ) -> None:
-    """Raises BadReply unless it fits into a reply."""
+    """Check that the observation fits into a reply. Raise BadReply."""
     try:
         size = size_of(messages, tools, stop, prompt_text)
     except UnicodeEncodeError as error:
@@ -277,7 +315,7 @@ def checked_numbers(field: str, values: object) -> dict[str, float]:
 
 
 def checked_number(field: str, value: Any) -> float:
-    """Booleans and scalars, Python's and numpy's, count as numbers; NaN and infinity do not."""
+    """Return a finite float from a boolean or scalar of Python or numpy. Raise BadReply."""
     if type(value) is not float:
         if not isinstance(value, numbers.Real | np.bool_):
             raise BadReply(f"{field} must be a number, not {_kind(value)}")
@@ -291,7 +329,7 @@ def checked_number(field: str, value: Any) -> float:
 
 
 def _kind(value: object) -> str:
-    """Type and, for plain data, the beginning of the value. Never calls user code."""
+    """Return the type and, for plain data, the beginning of the value. Never calls user code."""
     name = type(value).__name__
     return f"{name} {value!r:.60}" if type(value) in (str, int, float, bool, type(None)) else name
 

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from opentinker.envs.runtime.player import guard_user_code
-from opentinker.shared.types.env_protocol import EnvCheck, SessionReply
+from opentinker.shared.types.env_protocol import EnvCheck, EnvCheckReply, SessionReply
 from opentinker.shared.types.errors import SpecError
 
-Check = Callable[[str, dict[str, Any] | None], Awaitable[None]]
-"""Checks a name and a config; without a config only the name. Raises SpecError or any exception of user code."""
+Check = Callable[[str, dict[str, Any] | None, Mapping[str, str]], Awaitable[tuple[str, ...]]]
+"""Check a name and a config, or only the name, and the bots of seats. Return the seats, if they are known. Raise
+SpecError or any exception of user code."""
 
 
-async def mistakes_of(check: Check, request: EnvCheck) -> list[dict[str, Any]]:
-    """Every mistake in the name and the config. A module that cannot even be imported is a mistake in the name."""
+async def check_request(check: Check, request: EnvCheck) -> EnvCheckReply:
+    """Answer with every mistake in name and config. A module that cannot be imported is a mistake in the name."""
     mistakes: list[dict[str, Any]] = []
+    seats: list[str] = []
 
     async def run() -> SessionReply:
         try:
-            await check(request.name, request.config)
+            seats.extend(await check(request.name, request.config, request.bots))
         except SpecError as error:
             mistakes.extend(error.mistakes)
         return SessionReply(worker="")
@@ -27,4 +29,4 @@ async def mistakes_of(check: Check, request: EnvCheck) -> list[dict[str, Any]]:
     reply = await guard_user_code("", run())
     if reply.failure is not None:
         mistakes.append({"field": "environment.name", "value": request.name, "problem": reply.error})
-    return mistakes
+    return EnvCheckReply(errors=mistakes, seats=seats)

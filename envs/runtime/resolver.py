@@ -1,5 +1,7 @@
-"""Environment classes for the event loop. Importing `module:Class`, and checking a config, runs user code that may take
-long (a library, a file of rows) or never end: it runs in threads, and only who asked for that environment waits.
+"""Resolves environment classes for the event loop.
+
+Importing `module:Class` and checking a config run user code that may take long (a library, a file of rows) or never
+end. Both run in threads, so only requests for that environment wait.
 """
 
 from __future__ import annotations
@@ -7,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 from opentinker.envs.base import Environment
+from opentinker.envs.bots import check_bots
 from opentinker.envs.game import PlayedGame
 from opentinker.envs.registry import check, check_reachable, find, rehearse
 from opentinker.shared.types import codec
@@ -19,7 +22,7 @@ from opentinker.shared.types.errors import SpecError
 
 CHECK_S = 15.0
 PREPARED = 1000
-"""Pairs of an environment and its config that are remembered."""
+"""Number of cached pairs of environment and config."""
 Outcome = tuple[Any, BaseException | None]
 
 
@@ -63,22 +66,26 @@ class Resolver:
             self._prepared.clear()
         self._prepared.add(key)
 
-    async def check(self, name: str, config: dict[str, object] | None) -> None:
-        """Raise SpecError with every mistake in name and config, or any exception of the module or its validators.
+    async def check(
+        self, name: str, config: dict[str, object] | None, bots: Mapping[str, str] | None = None
+    ) -> tuple[str, ...]:
+        """Return the seats, if known. Raise SpecError with every mistake in name, bots and config, or any exception of
+        the module or its validators.
 
         Exceeding CHECK_S is a mistake as well; the thread continues.
         """
         try:
             async with asyncio.timeout(CHECK_S):
-                await self.find(name)
+                check_bots(await self.find(name), bots or {})
                 await _result(partial(check_reachable, name))
                 if config is not None:
                     found, settings = await _result(partial(check, name, config, modules=self.modules))
                     if not found.blocking and not issubclass(found, PlayedGame):
-                        rehearse(name, found, settings)  # in the event loop, where episodes make their instances too
+                        return rehearse(name, found, settings, bots)  # in the event loop, as episodes do
         except TimeoutError:
             problem = f"importing it and checking its config took more than {CHECK_S:g} s"
             raise SpecError([{"field": "environment.name", "value": name, "problem": problem}]) from None
+        return ()
 
 
 async def _result(call: Callable[[], Any]) -> Any:

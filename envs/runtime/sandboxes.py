@@ -38,7 +38,7 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class Program:
-    """How to start a child for one environment."""
+    """Start command of a child for one environment."""
 
     title: str
     python: str
@@ -50,7 +50,7 @@ class Program:
 
 
 class Sandboxes:
-    """`unavailable`: why there are none, if there are none."""
+    """`unavailable`: the reason if sandboxes are unavailable."""
 
     def __init__(self, sandbox: Sandbox | None, settings: Settings, unavailable: str = "") -> None:
         self.unavailable = unavailable
@@ -70,25 +70,25 @@ class Sandboxes:
             return cls(None, settings, str(error))
 
     async def close(self) -> None:
-        """After the children have ended: what they have printed last is logged, and their pipes are closed."""
+        """Log the last output of ended children and close their pipes."""
         if self._listening:
             await asyncio.wait(self._listening, timeout=END_S)
         await cancel_and_wait(*self._listening)
         await self._packages.close()
 
     async def program(self, name: str) -> Program:
-        """For an upload this may take as long as its virtual environment takes to be made. Raises SpecError."""
+        """Return the start command. For an upload this may have to create its virtual environment. Raise SpecError."""
         if self._sandbox is None:
             problem = f"is not available on this env worker: {self.unavailable}"
             raise SpecError([{"field": "environment.isolation", "value": "sandbox", "problem": problem}])
         if uploads.is_upload(name):
-            return await self._uploaded(name)
+            return await self._upload_program(name)
         places = [place for place in self._operators_places() if place != os.path.dirname(package_dir())]
         binds = own_packages() | own_package() | {place: place for place in places}
         variables = VARIABLES | {"PYTHONPATH": os.pathsep.join([OWN, *places])}
         return Program(name, sys.executable, binds, variables, "", self._modules)
 
-    async def _uploaded(self, name: str) -> Program:
+    async def _upload_program(self, name: str) -> Program:
         installed = await self._packages.find(name)
         package = installed.package
         code = f"{FILES}/{package.root}".rstrip("/")
@@ -104,7 +104,7 @@ class Sandboxes:
         return [place for place in dict.fromkeys(places) if not self._data_dir.is_relative_to(Path(place))]
 
     async def start(self, program: Program, descriptor: int) -> Sandboxed:
-        """A child that answers on the socket `descriptor`. Raises Unavailable, OSError."""
+        """Start a child that answers on the socket `descriptor`. Raise Unavailable, OSError."""
         assert self._sandbox is not None
         argv = [program.python, "-m", CHILD, str(descriptor), str(int(program.modules)), program.path]
         running = await self._sandbox.start(
@@ -127,8 +127,8 @@ async def _listen(output: asyncio.StreamReader, title: str) -> None:
     heard = 0
     while chunk := await output.read(CHUNK):
         if heard < LOGGED:
-            log.info("environment_printed", environment=title, text=chunk.decode(errors="replace"))
+            log.info("environment_output", environment=title, text=chunk.decode(errors="replace"))
         elif heard < LOGGED + len(chunk):
-            log.warning("environment_prints_too_much", environment=title, kept_bytes=LOGGED)
+            log.warning("environment_output_truncated", environment=title, kept_bytes=LOGGED)
         heard += len(chunk)
         await sleep(PAUSE_S)

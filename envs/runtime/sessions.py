@@ -1,12 +1,11 @@
-"""The sessions of one env worker: open, step, close, exactly one answer per (session, turn). Knows no transport.
+"""The sessions of one env worker: open, step, close; exactly one answer per (session, turn). Transport-independent.
 
     importing --> opening --answer--> waiting <--step/answer--> playing
     opening --import behind a URL--> importing
-    any of these --done | failure | deadline | close--> ended (its last answer is remembered for a while)
+    any of these --done | failure | deadline | close--> ended (its last answer is cached for a while)
 
-A turn is played in a task of its own and answered through a future: whoever repeats a request waits for, or reads,
-the same future. One timer per session ends the episode at its deadline whatever the environment is doing: first that of
-the import, and then the episode's own.
+A turn is played in a separate task and answered through a future, which repeated requests share. One timer per session
+enforces the deadline, first that of the import, then the episode's, regardless of the environment.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ from opentinker.shared.types.env_protocol import IMPORTED, OPEN, CloseSession, O
 
 REMEMBER_S = 60.0
 REMEMBERED = 4096
-LONGEST_S = 7 * 86400.0
+MAX_SESSION_S = 7 * 86400.0
 CLOSE_S = 5.0
-"""How long an environment may take to close; nobody waits for it."""
+"""Time limit of closing an environment in the background."""
 
 log = structlog.get_logger()
 ACTIVE = Gauge("opentinker_env_sessions", "Sessions now open", registry=REGISTRY)
@@ -56,27 +55,27 @@ class Session:
         self.opened = opened
         self.imported: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.importing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done while an import runs that began after the episode's clock."""
+        """Done while an import runs that began after the episode's clock started."""
         self.cost = 1.0
-        """Of the worker's limit; what its environment says, once that is known."""
+        """Share of the worker's limit; the environment's `cost` once it is known."""
         self.answer = opened
-        """Of the newest request."""
+        """Answer to the newest request."""
         self.turn = OPEN
         self.player: Player | None = None
         self.task: asyncio.Task[SessionReply] | None = None
         self.timer: asyncio.TimerHandle | None = None
         self.ended = ""
-        """Why: `done`, `closed`, or the value of an Ending."""
+        """Reason: `done`, `closed`, or the value of an Ending."""
 
     @property
     def title(self) -> str:
-        """Of its tasks, for the watchdog."""
+        """Name of its tasks, for the watchdog."""
         return f"{self.request.environment} in episode {self.request.session} of job {self.request.job}"
 
 
 class Sessions:
-    """`worker` is the address that steps are sent to; `limit` sessions of cost 1 at once. More stand in line, as long
-    as each says, and are then answered `busy`. `lanes`: on which it is said what is played, if anybody hears it."""
+    """`worker` is the address for steps; `limit` sessions of cost 1 run at a time. Further ones queue for the time
+    given in each request and are then answered `busy`. `lanes`: timeline lanes for what is played, if recorded."""
 
     def __init__(
         self,
@@ -85,7 +84,7 @@ class Sessions:
         limit: int,
         resolver: Resolver,
         host: ChildPool | None = None,
-        shop: ToolFactory | None = None,
+        tool_factory: ToolFactory | None = None,
         lanes: LanesByJob | None = None,
         import_timeout_s: float = 120.0,
     ) -> None:
@@ -93,19 +92,19 @@ class Sessions:
         self.limit = limit
         self.active = 0
         self.load = 0.0
-        """What the active sessions cost together."""
+        """Total cost of the active sessions."""
         self.draining = False
         self.meters = Meters()
         self._resolver = resolver
         self._host = host
-        self._shop = shop
+        self._tool_factory = tool_factory
         self._lanes = lanes
         self._import_timeout_s = import_timeout_s
         self._sessions: dict[str, Session] = {}
         self._ended: deque[tuple[float, Session]] = deque()
-        self._line: deque[tuple[OpenSession, float, asyncio.Future[Session | None]]] = deque()
-        """Who waits for a place, when the episode's time is over, and the session that it gets."""
-        WAITING.set_function(self._line.__len__)
+        self._queue: deque[tuple[OpenSession, float, asyncio.Future[Session | None]]] = deque()
+        """Queued requests: the request, the end of its episode's time, and the session that it gets."""
+        WAITING.set_function(self._queue.__len__)
         self._closing: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -113,45 +112,45 @@ class Sessions:
     # --- the three requests -------------------------------------------------------------------------------------
 
     async def open(self, request: OpenSession) -> SessionReply:
-        """Within `answer_within_s`: nobody asks another worker because this one is slow."""
+        """Answer within `answer_within_s`, so that a slow environment does not send the caller to another worker."""
         session = self._sessions.get(request.session)
         if session is None:
-            session = await self._place(request)
+            session = await self._find_place(request)
         if session is None:
             return SessionReply(worker=self.worker, busy=True)
         await asyncio.wait([session.opened], timeout=request.answer_within_s)
-        return self._opened(session)
+        return self._answer_open(session)
 
-    def _opened(self, session: Session) -> SessionReply:
-        """What the open came to, or how far it is."""
+    def _answer_open(self, session: Session) -> SessionReply:
+        """Return the result of the open, or its progress."""
         if session.opened.done():
             return session.opened.result()
         assert session.timer is not None
         left_s = 0.0 if session.imported.done() else session.timer.when() - asyncio.get_running_loop().time()
         return SessionReply(worker=self.worker, opening=True, importing_s=max(0.0, left_s))
 
-    async def _place(self, request: OpenSession) -> Session | None:
-        """The session, begun as soon as there is room for it; None if there is none in time."""
+    async def _find_place(self, request: OpenSession) -> Session | None:
+        """Begin the session as soon as there is room for it; return None if there is none in time."""
         if self.draining:
             return None
-        if not self._line and self.load < self.limit:
+        if not self._queue and self.load < self.limit:
             return self._add(request)
         if request.room_within_s <= 0.0:
             return None
         loop = asyncio.get_running_loop()
         place: asyncio.Future[Session | None] = loop.create_future()
         entry = (request, loop.time() + request.deadline_s, place)
-        self._line.append(entry)
+        self._queue.append(entry)
         await asyncio.wait([place], timeout=request.room_within_s)
         if not place.done():
-            self._line.remove(entry)
+            self._queue.remove(entry)
             return self._sessions.get(request.session)
         return place.result()
 
-    def _call_up(self) -> None:
-        """Whoever is first in line gets the place that is free now."""
-        while self._line and not self.draining and self.load < self.limit:
-            request, until, place = self._line.popleft()
+    def _admit_waiting(self) -> None:
+        """Give free places to the first requests in the queue."""
+        while self._queue and not self.draining and self.load < self.limit:
+            request, until, place = self._queue.popleft()
             left = msgspec.structs.replace(request, deadline_s=until - asyncio.get_running_loop().time())
             place.set_result(self._sessions.get(request.session) or self._add(left))
 
@@ -176,11 +175,11 @@ class Sessions:
             news = session.imported if request.turn == IMPORTED else session.importing
             either: list[asyncio.Future[Any]] = [session.opened, news]
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            return self._opened(session)
+            return self._answer_open(session)
         if request.turn == session.turn:
             return await asyncio.shield(session.answer)
         if session.ended:
-            return self._too_late(session)
+            return self._reject_ended(session)
         if request.turn != session.turn + 1 or not session.answer.done():
             expected = session.turn + 1 if session.answer.done() else f"the answer to turn {session.turn}"
             return failure(self.worker, Ending.ENV_ERROR, f"turn {request.turn} is out of order: expected {expected}")
@@ -201,11 +200,11 @@ class Sessions:
         return SessionReply(worker=self.worker)
 
     def owners(self) -> set[str]:
-        """Of open episodes."""
+        """Return the owners of open episodes."""
         return {one.request.owner for one in self._sessions.values() if one.request.owner and not one.ended}
 
     async def abandon(self, owner: str) -> None:
-        """Close what only this owner would have asked for."""
+        """Close all sessions of an owner."""
         left = [one.request for one in self._sessions.values() if one.request.owner == owner and not one.ended]
         for request in left:
             await self.close(CloseSession(session=request.session))
@@ -215,7 +214,7 @@ class Sessions:
 
     async def _begin(self, session: Session) -> SessionReply:
         request = session.request
-        player = await self._placed(session)
+        player = await self._find_player(session)
         if player is None:
             return SessionReply(worker=self.worker, busy=True)
         session.player = player
@@ -225,25 +224,30 @@ class Sessions:
             return wrong
         self._start_clock(session)
         if request.tools:
-            if self._shop is None:
+            if self._tool_factory is None:
                 return failure(self.worker, Ending.ENV_ERROR, "this env worker has no tools")
-            session.player = ToolPlayer(self.worker, player, self._shop, lambda: self.meters.of(request.job))
+            session.player = ToolPlayer(self.worker, player, self._tool_factory, lambda: self.meters.of(request.job))
         reply = await session.player.open(request)
-        if self._is_elsewhere(request) and reply.failure is None and not self._charge(session, self._told(request)):
+        if (
+            self._is_elsewhere(request)
+            and reply.failure is None
+            and not self._charge(session, self._known_cost(request))
+        ):
             return SessionReply(worker=self.worker, busy=True)
         return reply
 
     def _start_clock(self, session: Session) -> None:
-        """Of the episode: its environment has been imported."""
+        """Start the episode's clock, after its environment has been imported."""
         assert session.timer is not None
         session.timer.cancel()
-        deadline_s = min(max(0.0, session.request.deadline_s), LONGEST_S)
+        deadline_s = min(max(0.0, session.request.deadline_s), MAX_SESSION_S)
         session.timer = asyncio.get_running_loop().call_later(deadline_s, self._expire, session)
         session.imported.set_result(None)
 
     @contextmanager
     def _stop_clock(self, session: Session) -> Iterator[None]:
-        """The environment is being imported behind a URL: the episode's clock stops, and the import's deadline runs."""
+        """Stop the episode's clock and run the import's deadline, while a server behind a URL imports the
+        environment."""
         assert session.timer is not None
         loop = asyncio.get_running_loop()
         left_s = session.timer.when() - loop.time()
@@ -260,11 +264,11 @@ class Sessions:
             session.importing = loop.create_future()
             session.imported.set_result(None)
 
-    async def _placed(self, session: Session) -> Player | None:
-        """Who plays it; None if there is no room."""
+    async def _find_player(self, session: Session) -> Player | None:
+        """Return the player of a session; None if there is no room."""
         request = session.request
         if self._is_elsewhere(request):
-            if not self._charge(session, self._told(request)) or self._host is None:
+            if not self._charge(session, self._known_cost(request)) or self._host is None:
                 return None
             if request.isolation == "sandbox":
                 return await self._host.sandboxed(self.worker, request)
@@ -277,12 +281,13 @@ class Sessions:
         return self._player(request, found.blocking)
 
     def _is_elsewhere(self, request: OpenSession) -> bool:
-        """Played in a sandbox or by another interpreter: it is not imported here, and its child says what it costs."""
+        """Return whether a sandbox or another interpreter plays it: it is then not imported here, and its child reports
+        its cost."""
         return request.isolation == "sandbox" or (
             self._host is not None and bool(self._host.interpreters.of(request.environment))
         )
 
-    def _told(self, request: OpenSession) -> float:
+    def _known_cost(self, request: OpenSession) -> float:
         return 1.0 if self._host is None else self._host.cost(request.environment)
 
     def _player(self, request: OpenSession, blocking: bool) -> Player | None:
@@ -291,25 +296,26 @@ class Sessions:
         return None if self._host is None else self._host.player(self.worker, request)
 
     def _charge(self, session: Session, cost: float) -> bool:
-        """Whether the worker has room for it; one that costs more than there is may be alone."""
+        """Return whether the worker has room for the session, and charge its cost. A session above the limit may run
+        alone."""
         more = cost - session.cost
         if session.ended or (self.active > 1 and self.load + more > self.limit):
             return False
         self.load += more
         session.cost = cost
         if more < 0.0:
-            self._call_up()
+            self._admit_waiting()
         return True
 
     def _play(self, session: Session, kind: str, call: Coroutine[Any, Any, SessionReply]) -> None:
         session.task = asyncio.get_running_loop().create_task(call, name=session.title)
-        session.task.add_done_callback(lambda task: self._played(session, task))
+        session.task.add_done_callback(lambda task: self._finish_call(session, task))
         if self._lanes is not None:
             lanes = self._lanes.of(session.request.job)
             key = lanes.begin("env", kind)
             session.task.add_done_callback(lambda _: lanes.end(key))
 
-    def _played(self, session: Session, task: asyncio.Task[SessionReply]) -> None:
+    def _finish_call(self, session: Session, task: asyncio.Task[SessionReply]) -> None:
         if session.answer.done():  # the deadline or a close came first
             return
         if task.cancelled():
@@ -318,7 +324,7 @@ class Sessions:
             reply = task.result()
         session.answer.set_result(reply)
         lost = session.turn == OPEN and reply.failure == Ending.ENV_LOST
-        if reply.busy or lost:  # it may be asked for again, and is then opened anew
+        if reply.busy or lost:  # a repeated request opens it again
             del self._sessions[session.request.session]
             self._end(session, Ending.ENV_LOST if lost else "busy")
         elif reply.failure is not None:
@@ -328,7 +334,7 @@ class Sessions:
 
     def _expire(self, session: Session) -> None:
         if not session.answer.done():
-            session.answer.set_result(self._timeout(session))
+            session.answer.set_result(self._timeout_reply(session))
         self._end(session, Ending.ENV_TIMEOUT)
 
     def _end(self, session: Session, reason: str) -> None:
@@ -361,7 +367,7 @@ class Sessions:
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
         self._remember(session)
-        self._call_up()
+        self._admit_waiting()
 
     async def _close(self, session: Session) -> None:
         assert session.task is not None
@@ -372,14 +378,14 @@ class Sessions:
                 log.warning(
                     "environment_ignores_cancellation", job=session.request.job, episode=session.request.session
                 )
-                await asyncio.wait([session.task])  # its place is not free before
+                await asyncio.wait([session.task])  # its place is occupied until then
         if session.player is None:
             return
         closing = asyncio.get_running_loop().create_task(session.player.close(), name=session.title)
         await asyncio.wait([closing], timeout=CLOSE_S)
         if not closing.done():
             closing.cancel()
-            log.warning("environment_does_not_close", job=session.request.job, episode=session.request.session)
+            log.warning("environment_close_timeout", job=session.request.job, episode=session.request.session)
 
     def _remember(self, session: Session) -> None:
         now = asyncio.get_running_loop().time()
@@ -389,12 +395,12 @@ class Sessions:
             if self._sessions.get(old.request.session) is old:
                 del self._sessions[old.request.session]
 
-    def _too_late(self, session: Session) -> SessionReply:
+    def _reject_ended(self, session: Session) -> SessionReply:
         if session.ended == Ending.ENV_TIMEOUT:
-            return self._timeout(session)
+            return self._timeout_reply(session)
         return failure(self.worker, Ending.ENV_ERROR, f"the session has ended ({session.ended}); it takes no turns")
 
-    def _timeout(self, session: Session) -> SessionReply:
+    def _timeout_reply(self, session: Session) -> SessionReply:
         if not session.imported.done():
             return late_import(self.worker, self._import_timeout_s)
         what = "open" if session.turn == OPEN else f"turn {session.turn}"
@@ -404,11 +410,11 @@ class Sessions:
     # --- end of the process -------------------------------------------------------------------------------------
 
     async def drain(self, timeout_s: float) -> int:
-        """Take no new sessions and wait for the running ones. Returns how many were still open at the end."""
+        """Take no new sessions and wait for the running ones. Return the number of sessions still open at the end."""
         self.draining = True
-        for _, _, place in self._line:
+        for _, _, place in self._queue:
             place.set_result(None)
-        self._line.clear()
+        self._queue.clear()
         try:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()

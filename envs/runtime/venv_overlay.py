@@ -17,16 +17,16 @@ from packaging.utils import canonicalize_name
 from opentinker.shared.data.uploads import Pin
 
 NEEDED = ("msgspec>=0.20", "numpy>=1.26", "pydantic>=2.11,<3")
-"""By the modules that a child process imports; with what these need in turn."""
+"""Packages that a child process imports; their dependencies are added."""
 OWN, LENT = "/runtime/src", "/runtime/lent"
 PATH = (OWN, LENT)
-"""Goes onto PYTHONPATH."""
+"""Directories for PYTHONPATH."""
 
 
 class Runtime:
     def __init__(self) -> None:
         self._asked: list[tuple[str, Requirement]] = []
-        """Who asks for which versions of what; empty: our own modules."""
+        """Requirements, with the package that has them; empty: our own modules."""
         self._held: dict[str, Distribution] = {}
         waiting = [("", Requirement(text)) for text in NEEDED]
         for who, requirement in waiting:
@@ -38,7 +38,7 @@ class Runtime:
                 waiting += [(name, found) for found in needed if _applies(found.marker)]
 
     def binds(self, pins: list[Pin]) -> dict[str, str]:
-        """Place inside -> source, without the packages that the lock brings itself."""
+        """Return mount point -> source, without the packages in the lock."""
         locked = installed(pins)
         lent = [held for name, held in self._held.items() if name not in locked]
         return own_package() | {f"{LENT}/{top}": str(held.locate_file(top)) for held in lent for top in _tops(held)}
@@ -72,7 +72,7 @@ def own_package() -> dict[str, str]:
 
 
 def installed(pins: list[Pin]) -> dict[str, str]:
-    """Name -> version of those that apply to this interpreter."""
+    """Return name -> version of those that apply to this interpreter."""
     return {pin.name: pin.version for pin in pins if _applies(Marker(pin.marker) if pin.marker else None)}
 
 

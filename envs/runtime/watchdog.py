@@ -21,9 +21,9 @@ log = structlog.get_logger()
 
 
 async def watch(limit_s: float) -> None:
-    """Returns never. Once the loop has been held for `limit_s`, every thread's stack goes to stderr and the process
-    exits with code 1: done in C, so also if the call keeps the interpreter's lock. Half-way the log says who it is.
-    """
+    """Watch the loop; never returns. After `limit_s` without progress every thread's stack goes to stderr and the
+    process exits with code 1. This is done in C, so it works even if the call holds the interpreter's lock. Half-way
+    the log names the culprit."""
     pulse = Pulse(limit_s / 2)
     try:
         while True:

@@ -15,7 +15,7 @@ import msgspec
 from opentinker.envs.registry import BUILT_IN
 from opentinker.envs.runtime.child_pool import ChildPool
 from opentinker.envs.runtime.interpreters import Interpreters
-from opentinker.envs.runtime.preflight import mistakes_of
+from opentinker.envs.runtime.preflight import check_request
 from opentinker.envs.runtime.resolver import Resolver
 from opentinker.envs.runtime.sandboxes import Sandboxes
 from opentinker.envs.runtime.sessions import Sessions
@@ -55,14 +55,14 @@ async def serve(ctx: Context) -> None:
         interpreters=Interpreters(settings.env_interpreters),
     )
     resolver = Resolver(modules=settings.env_modules)
-    shop = ToolFactory(settings)
+    tool_factory = ToolFactory(settings)
     lanes = LanesByJob(ctx.bus, ctx.worker, glue_s=GLUE_S)
     sessions = Sessions(
         f"{info.id}-{info.incarnation}",
         limit=settings.env_sessions,
         resolver=resolver,
         host=host,
-        shop=shop,
+        tool_factory=tool_factory,
         lanes=lanes,
         import_timeout_s=settings.env_import_timeout_s,
     )
@@ -70,7 +70,7 @@ async def serve(ctx: Context) -> None:
         await first_failure(
             {
                 "beat": _beat(ctx, info, sessions, sandboxes.unavailable),
-                "serve": _serve(ctx, sessions, resolver, host, sandboxes, shop),
+                "serve": _serve(ctx, sessions, resolver, host, sandboxes, tool_factory),
                 "owners": _abandon_orphans(ctx, sessions),
                 "report": Reporter(ctx.bus, ctx.worker, sessions.meters).run(),
                 "timeline": lanes.run(),
@@ -82,13 +82,18 @@ async def serve(ctx: Context) -> None:
             await lanes.report()
         finally:
             await host.close()
-            await shop.close()
+            await tool_factory.close()
             await sandboxes.close()
             await ctx.store.leave(info)
 
 
 async def _serve(
-    ctx: Context, sessions: Sessions, resolver: Resolver, host: ChildPool, sandboxes: Sandboxes, shop: ToolFactory
+    ctx: Context,
+    sessions: Sessions,
+    resolver: Resolver,
+    host: ChildPool,
+    sandboxes: Sandboxes,
+    tool_factory: ToolFactory,
 ) -> None:
     """Answer requests until the service stops, then drain."""
     bus = ctx.bus
@@ -102,7 +107,7 @@ async def _serve(
         if why := await _why_closed(ctx.settings, request):
             return EnvCheckReply(errors=[{"field": "environment.config", "value": None, "problem": why}])
         reply = await check_environment(request, resolver, host)
-        return EnvCheckReply(errors=[*reply.errors, *await shop.check(request.tools)])
+        return EnvCheckReply(errors=[*reply.errors, *await tool_factory.check(request.tools)], seats=reply.seats)
 
     steps = [
         await bus.serve(ENV_STEP, sessions.step, worker=sessions.worker),
@@ -171,12 +176,12 @@ async def check_environment(request: EnvCheck, resolver: Resolver, host: ChildPo
     children, whose libraries are never imported here."""
     if request.isolation == "process" and not host.interpreters.of(request.name):
         by_name = msgspec.structs.replace(request, config=None)
-        mistakes = await mistakes_of(resolver.check, by_name)
-        if mistakes or request.config is None:
-            return EnvCheckReply(errors=mistakes)
+        named = await check_request(resolver.check, by_name)
+        if named.errors or request.config is None:
+            return named
         if not (host.has_children and (await resolver.find(request.name)).blocking):
-            return EnvCheckReply(errors=await mistakes_of(resolver.check, request))
+            return await check_request(resolver.check, request)
     try:
-        return EnvCheckReply(errors=await host.check(request))
+        return await host.check(request)
     except SpecError as error:
         return EnvCheckReply(errors=error.mistakes)

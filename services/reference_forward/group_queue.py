@@ -11,6 +11,8 @@ from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from opentinker.services.reference_forward.required_models import ModelKey
 from opentinker.shared.messaging.bus import Delivery
 from opentinker.shared.types.trajectories import Group
@@ -28,6 +30,7 @@ class QueuedGroup:
 
     delivery: Delivery[Group]
     group: Group
+    """What is scored: the trajectories of the job's policy."""
     temperature: float
     needs: dict[ModelKey, list[str]]
     """The remaining work: roles by model."""
@@ -35,9 +38,27 @@ class QueuedGroup:
     """Weights of the job's reward models, by name."""
     results: dict[str, list[Any]] = field(default_factory=dict)
     """Results so far: by role, one per trajectory."""
+    whole: Group | None = None
+    """With the trajectories of frozen checkpoints, where there are any."""
 
-    def __post_init__(self) -> None:
-        self.tokens = sum(len(t.mask_T) for t in self.group.trajectories)
+    @property
+    def tokens(self) -> int:
+        """Of what is scored, prompts included."""
+        return sum(len(t.mask_T) for t in self.group.trajectories)
+
+    def select_own(self) -> None:
+        """Leave the trajectories of frozen checkpoints unscored."""
+        own = [t for t in self.group.trajectories if not t.policy]
+        if len(own) < len(self.group.trajectories):
+            self.whole, self.group = self.group, msgspec.structs.replace(self.group, trajectories=own)
+
+    def put_back(self, scored: Group) -> Group:
+        """Return the whole group with scored trajectories in their places."""
+        if self.whole is None:
+            return scored
+        own = iter(scored.trajectories)
+        trajectories = [t if t.policy else next(own) for t in self.whole.trajectories]
+        return msgspec.structs.replace(scored, trajectories=trajectories)
 
 
 class GroupQueue:

@@ -146,7 +146,7 @@ class ReferenceForward:
                 if delivery is not None or not room:
                     heard = time.monotonic()
         except ConsumerDeleted:
-            self.log.info("consumer_of_job_deleted", job=job)
+            self.log.info("job_consumer_deleted", job=job)
         finally:
             self._readers.discard(job)
             self._checked.discard(job)
@@ -177,7 +177,7 @@ class ReferenceForward:
     async def _forward_undecodable(self, delivery: Delivery[Group]) -> None:
         """Forward a group that cannot be decoded: the trainer discards and replaces it by the message's id."""
         job = delivery.key.partition("/")[0]  # JOB/NUMBER:ATTEMPT
-        self.log.error("undecodable_group_passed_on", group=delivery.key, error=delivery.error)
+        self.log.error("undecodable_group_forwarded", group=delivery.key, error=delivery.error)
         try:
             if job and not (await self.ctx.store.job(job)).state.final:
                 await self.ctx.bus.publish(UNDECODED_GROUP, msgspec.Raw(delivery.data), delivery.key, job=job)
@@ -203,13 +203,14 @@ class ReferenceForward:
         try:
             work.group.check()
         except ValueError as error:  # forwarded unchanged: the trainer's own check discards it, so the ledger balances
-            self.log.error("invalid_group_passed_on", job=work.group.job, group=work.group.seq, error=str(error))
+            self.log.error("invalid_group_forwarded", job=work.group.job, group=work.group.seq, error=str(error))
             return True
         start = start_of(self.ctx.settings.data_dir, work.group.job)
         if work.group.job not in self._checked:
             await check_opened(self.ctx.store, self.ctx.settings, work.group.job)
             self._checked.add(work.group.job)
         await asyncio.to_thread((await self.loader.get_scorer()).check, spec)
+        work.select_own()
         work.temperature, work.needs = spec.rollout.temperature, find_required_models(spec, start)
         work.weights = {judge.name: judge.weight for judge in spec.reward_models}
         return True
@@ -274,7 +275,7 @@ class ReferenceForward:
     async def _finish(self, work: QueuedGroup) -> None:
         """Store the group durably, then acknowledge it; a redelivered group has the same message id and is stored
         once."""
-        group = add_results(work.group, work.results, work.weights)
+        group = work.put_back(add_results(work.group, work.results, work.weights))
         attempt = group.trajectories[0].attempt if group.trajectories else ""
         try:
             await self.ctx.bus.publish(GROUP, group, f"{group.key}:{attempt}", job=group.job)

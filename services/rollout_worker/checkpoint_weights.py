@@ -1,5 +1,5 @@
-"""Selects the weights of a job without a trainer: those of its base, or of a checkpoint kept for it, and the adapters
-served with them. Blocking."""
+"""Selects the weights that no trainer sends: those of a job's base, or of a checkpoint kept for it, the adapters served
+with them, and the frozen checkpoints that play seats. Blocking."""
 
 from __future__ import annotations
 
@@ -11,7 +11,17 @@ import orjson
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.types.core import WeightVersion
 from opentinker.shared.types.errors import JobFailed
-from opentinker.shared.types.manifest import ADAPTER, Manifest, adapter_of, read_manifest, start_of
+from opentinker.shared.types.manifest import ADAPTER, Manifest, adapter_of, frozen_of, read_manifest, start_of
+
+
+class FixedWeights(NamedTuple):
+    """What an engine serves from its start to its end."""
+
+    version: WeightVersion
+    full: Path | None
+    """Directory of full weights; None: those of model.base."""
+    adapter: Path | None
+    """Directory of an adapter of model.base."""
 
 
 class Beside(NamedTuple):
@@ -24,16 +34,25 @@ class Beside(NamedTuple):
     rank: int
 
 
-def weights_of(spec: JobSpec, data_dir: Path, job: str) -> tuple[WeightVersion, Path | None, Path | None] | None:
-    """Which version the job serves, and, of a checkpoint, the directory of its full weights or of its adapter; None if
-    they come from another job's trainer. Raises JobFailed."""
+def weights_of(spec: JobSpec, data_dir: Path, job: str) -> FixedWeights | None:
+    """Return what the job serves; None if it comes from another job's trainer. Raises JobFailed."""
     if spec.start is not None and spec.start.live:
         return None
     if spec.start is None:
-        return WeightVersion(0, 0), None, None
-    place = start_of(data_dir, job)
-    manifest = _manifest(place, spec.start.checkpoint)
-    return (manifest.version, None, place) if ADAPTER in manifest.files else (manifest.version, place, None)
+        return FixedWeights(WeightVersion(0, 0), None, None)
+    return _kept(start_of(data_dir, job), spec.start.checkpoint)
+
+
+def frozen_weights(data_dir: Path, job: str, checkpoint: str) -> FixedWeights:
+    """Return the weights of a checkpoint that plays seats of the job. Raises JobFailed."""
+    return _kept(frozen_of(data_dir, job, checkpoint), checkpoint)
+
+
+def _kept(place: Path, checkpoint: str) -> FixedWeights:
+    manifest = _manifest(place, checkpoint)
+    if ADAPTER in manifest.files:
+        return FixedWeights(manifest.version, None, place)
+    return FixedWeights(manifest.version, place, None)
 
 
 def adapters_beside(spec: JobSpec, data_dir: Path, job: str) -> list[Beside]:

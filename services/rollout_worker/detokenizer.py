@@ -9,7 +9,7 @@ from opentinker.shared.openai.answers import cut
 
 PART = "\ufffd"
 """The replacement character, to which a part of a character decodes."""
-WIDEST = 32
+MAX_WINDOW = 32
 """Tokens that may wait for what makes a text of them; a character has four bytes at most."""
 TAIL = 8
 """So many of them are looked at for a place between two characters."""
@@ -34,7 +34,7 @@ class Detokenizer:
         now = self._renderer.text(self._ids[self._from :])
         end = len(self._ids)
         if len(now) <= len(before) or now.endswith(PART):
-            if end - self._read <= WIDEST:
+            if end - self._read <= MAX_WINDOW:
                 return ""
             if now == before:  # e.g. special tokens
                 del self._ids[self._read :]

@@ -5,9 +5,10 @@
     INTERACTING  the environment answers            (mask 0)  -> GENERATING, or
     TERMINATED   with a reason: the environment is done, or turns, tokens or context are used up
 
-The environment's last reply says which seat acts next, and in which of its contexts; each (seat, stream) is a separate
-stream of tokens and becomes a trajectory. Limits of turns and tokens count per seat, that of context per stream. A turn
-cut by its budget still gets its environment step. A failure is data: EpisodeFailed with its Ending.
+The environment's last reply says which seats act next, and in which of their contexts; each (seat, stream) is a
+separate stream of tokens and becomes a trajectory. Several seats are a round: they sample side by side, and the
+environment gets their actions together, in its order. Limits of turns and tokens count per seat, that of context per
+stream. A turn cut by its budget still gets its environment step. A failure is data: EpisodeFailed with its Ending.
 """
 
 from __future__ import annotations
@@ -18,23 +19,30 @@ import uuid
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 
-from opentinker.services.rollout_worker.engines.base import Completion, Engine, EngineError, EngineLost, Sampling, Shown
-from opentinker.services.rollout_worker.renderer import Renderer, images_of
+from opentinker.services.rollout_worker.engines.base import Completion, EngineError, EngineLost, Sampling, Shown
+from opentinker.services.rollout_worker.policies import LoadedPolicy, SeatMap
+from opentinker.services.rollout_worker.stream import Stream, merge
 from opentinker.services.rollout_worker.transcripts import CHARACTERS, TOKENS, is_kept, shortened
-from opentinker.shared.asyncio_tools import paused_timeout
+from opentinker.shared.asyncio_tools import gather_all, paused_timeout
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.types.core import Ending, Message, StopReason, Ticket, Tool
-from opentinker.shared.types.env_protocol import Isolation, Policy, SessionReply, StepSession
+from opentinker.shared.types.core import Ending, Message, StopReason, Ticket
+from opentinker.shared.types.env_protocol import Isolation, Policy, SeatAction, SeatPrompt, SessionReply, StepSession
 from opentinker.shared.types.errors import BadImage, JobFailed
-from opentinker.shared.types.trajectories import Picture, Span, Trajectory, Turn
+from opentinker.shared.types.trajectories import Picture, Trajectory, Turn
 
 Busy = Callable[[str], AbstractContextManager[object]]
 """Context manager by lane (`generation`, `env`), entered while the episode waits for that lane."""
+
+
+class Sampled(NamedTuple):
+    completion: Completion
+    seconds: float
+    """How long the engine took."""
 
 
 class EpisodeFailed(Exception):
@@ -51,59 +59,13 @@ class Sessions(Protocol):
     async def open(
         self, *, job: str, session: str, environment: str, isolation: Isolation, config: dict[str, object], row: int,
         seed: int, deadline_s: float, policy: Policy, tools: list[dict[str, object]], tool_turns: int,
+        bots: dict[str, str],
         importing: Callable[[], AbstractContextManager[object]],
     ) -> SessionReply: ...  # fmt: skip
 
     async def step(self, worker: str, request: StepSession) -> SessionReply: ...
 
     async def close(self, *, worker: str, session: str) -> None: ...
-
-
-class Stream:
-    """One context of one seat: the trajectory's arrays while they grow."""
-
-    def __init__(self, seat: str, name: str, tools: list[Tool]) -> None:
-        self.seat, self.name, self.tools = seat, name, tools
-        self.ids: list[int] = []
-        self.mask: list[int] = []
-        self.logprobs: list[float] = []
-        self.spans: list[Span] = []
-        self.turns: list[Turn] = []
-        self.sampled = 0
-        self.said: list[Message] = []
-        """Both sides' words so far."""
-        self.spoken = 0
-        """How many of these messages there are up to the policy's last."""
-        self.pictures: list[Picture] = []
-        self.images: dict[str, bytes] = {}
-
-    def observe(self, ids: list[int], messages: list[Message], pictures: list[Picture]) -> None:
-        """`pictures`: where `ids` show what images."""
-        if pictures:
-            self.pictures += [picture.moved(len(self.ids)) for picture in pictures]
-            self.images |= images_of(messages)
-        self.ids += ids
-        self.mask += [0] * len(ids)
-        self.logprobs += [0.0] * len(ids)
-        self.said += messages
-
-    def sample(self, completion: Completion, text: str) -> None:
-        start = len(self.ids)
-        self.ids += completion.ids
-        self.mask += [1] * len(completion.ids)
-        self.logprobs += completion.logprobs
-        self.spans += [Span(start + s.start, start + s.end, s.version) for s in completion.spans]
-        self.sampled += len(completion.ids)
-        self.said.append(Message(role="assistant", content=text))
-        self.spoken = len(self.said)
-
-    def award(self, parts: dict[str, float]) -> None:
-        """Named rewards that came after the stream's last turn, and are its own."""
-        last = self.turns[-1]
-        components = dict(last.components)
-        for name, value in parts.items():
-            components[name] = components.get(name, 0.0) + value
-        self.turns[-1] = msgspec.structs.replace(last, reward=last.reward + sum(parts.values()), components=components)
 
 
 class Episode:
@@ -114,15 +76,14 @@ class Episode:
         spec: JobSpec,
         ticket: Ticket,
         index: int,
-        engine: Engine,
-        renderer: Renderer,
+        seats: SeatMap,
         sessions: Sessions,
         busy: Busy = nullcontext,
     ) -> None:
         """`busy`: tells somebody what it is doing."""
         self._busy = busy
-        self.spec, self.ticket, self.index = spec, ticket, index
-        self.engine, self.renderer, self.sessions = engine, renderer, sessions
+        self.spec, self.ticket, self.index, self.sessions = spec, ticket, index, sessions
+        self.seats = seats.turned(ticket.seq, index)
         self.attempt = uuid.uuid4().hex[:12]
         self.is_kept = is_kept(spec, ticket.seq, index)
         self.session = f"{ticket.job}-{ticket.seq}-{index}-{self.attempt}"
@@ -136,15 +97,19 @@ class Episode:
         self.wants_tokens = False
         self.state = "PENDING"
         self.done = self.truncated = False
-        limits = [engine.context_length]
-        if spec.rollout.context_length is not None:
-            limits.append(spec.rollout.context_length)
-        self.context = min(limits)
 
     @property
     def sampled(self) -> int:
         """Tokens, so far."""
         return sum(stream.sampled for stream in self.streams.values())
+
+    @property
+    def rewards(self) -> dict[str, float]:
+        """Return the rewards of all seats so far: of models, also of those without a turn, and of bots."""
+        found = {seat: sum(parts.values()) for seat, parts in self.owed.items()}
+        for stream in self.streams.values():
+            found[stream.seat] = found.get(stream.seat, 0.0) + sum(turn.reward for turn in stream.turns)
+        return found
 
     @property
     def said(self) -> list[Message]:
@@ -187,7 +152,8 @@ class Episode:
                 row=self.ticket.row,
                 seed=self.ticket.seed,
                 deadline_s=self.spec.rollout.episode_timeout_s,
-                policy=Policy(model=self.spec.model.base, context_length=self.context),
+                policy=Policy(model=self.seats.first.spec.model.base, context_length=self.seats.context),
+                bots=self.seats.bots,
                 tools=[tool.model_dump() for tool in self.spec.environment.tools],
                 tool_turns=self.spec.environment.tool_turns,
                 importing=partial(paused_timeout, clock),
@@ -203,45 +169,73 @@ class Episode:
         """Turns until an ending that is ordinary data."""
         while True:
             await self._look(reply)
-            stream = self._observe(reply)
-            if stream is None:
+            streams = self._observe(reply)
+            if streams is None:
                 self.truncated = True
                 return Ending.CONTEXT
-            reply = await self._take_turn(worker, stream, reply)
+            reply = await self._take_turn(worker, streams, reply)
             self.metrics = reply.metrics
             self.done, self.truncated = reply.done, reply.truncated  # when done, the env worker has closed the session
             ending = self._ending(reply)
             if ending is not None:
-                if self.truncated and reply.messages and self.spec.algorithm.advantage == "gae":
+                is_left = self.truncated and any(prompt.messages for prompt in reply.prompts)
+                if is_left and self._has_critic(reply):
                     self._observe(reply)  # the state whose value counts: critics know those before a turn
                 return ending
 
     def _ending(self, reply: SessionReply) -> Ending | None:
         if reply.done:
             return Ending.ENV_DONE
-        if self._turns(reply.seat) >= self.spec.rollout.max_turns:
+        if any(self._turns(prompt.seat) >= self.spec.rollout.max_turns for prompt in reply.prompts):
             self.truncated = True
             return Ending.MAX_TURNS
-        if self._sampled(reply.seat) >= self.spec.rollout.max_tokens:
+        if any(self._sampled(prompt.seat) >= self.spec.rollout.max_tokens for prompt in reply.prompts):
             self.truncated = True
             return Ending.MAX_TOKENS
         return None
 
-    async def _take_turn(self, worker: str, stream: Stream, asked: SessionReply) -> SessionReply:
-        """One model output in `stream`, and the environment's answer to it."""
+    async def _take_turn(self, worker: str, streams: list[Stream], asked: SessionReply) -> SessionReply:
+        """The turn of every seat that is asked, side by side, and the environment's answer to all of them."""
         self.state = "GENERATING"
-        began = time.monotonic()
-        start = len(stream.ids)
         with self._busy("generation"):
-            completion = await self._generate(stream, asked)
-        text = self.renderer.text(completion.ids)
-        said = self.renderer.said(completion.ids, stream.tools, stop=completion.stop, turn=self.turn)
-        stream.sample(completion, text)
+            sampled = await gather_all(
+                [
+                    self._sample(stream, prompt, place)
+                    for place, (stream, prompt) in enumerate(zip(streams, asked.prompts, strict=True))
+                ]
+            )
+        actions = [self._act(stream, turn) for stream, turn in zip(streams, sampled, strict=True)]
         self.state = "INTERACTING"
         generated = time.monotonic()
-        request = StepSession(
-            session=self.session,
-            turn=self.turn,
+        with self._busy("env"):
+            reply = self._good(await self.sessions.step(worker, asked.step(self.session, self.turn, actions)))
+        if asked.round and (reply.reward or reply.components):
+            raise EpisodeFailed(Ending.ENV_BAD_REPLY, "rewards of a round must name their seats")
+        env_s = time.monotonic() - generated
+        for stream, turn in zip(streams, sampled, strict=True):
+            self._record(stream, turn, reply, env_s)
+        self.turn += 1
+        for seat, parts in reply.rewards.items():
+            if seat in self.latest:
+                self.latest[seat].award(parts)
+            else:
+                owed = self.owed.setdefault(seat, {})
+                owed.update({name: owed.get(name, 0.0) + value for name, value in parts.items()})
+        return reply
+
+    async def _sample(self, stream: Stream, asked: SeatPrompt, place: int) -> Sampled:
+        began = time.monotonic()
+        completion = await self._generate(stream, asked, place)
+        return Sampled(completion, time.monotonic() - began)
+
+    def _act(self, stream: Stream, sampled: Sampled) -> SeatAction:
+        """Append the output to the stream and return what the environment gets of it."""
+        completion, start = sampled.completion, len(stream.ids)
+        renderer = stream.policy.renderer
+        text = renderer.text(completion.ids)
+        said = renderer.said(completion.ids, stream.tools, stop=completion.stop, turn=self.turn)
+        stream.sample(completion, text)
+        return SeatAction(
             seat=stream.seat,
             text=text,
             stop=completion.stop,
@@ -252,80 +246,95 @@ class Episode:
             logprobs=completion.logprobs if self.wants_tokens else [],
             prompt_tokens=start if self.wants_tokens else 0,
         )
-        with self._busy("env"):
-            reply = self._good(await self.sessions.step(worker, request))
+
+    def _record(self, stream: Stream, sampled: Sampled, reply: SessionReply, env_s: float) -> None:
+        """Append the turn, with the reward of the seat that acted alone and what the seat was owed."""
         stream.turns.append(
             Turn(
-                start=start,
+                start=len(stream.ids) - len(sampled.completion.ids),
                 end=len(stream.ids),
-                stop=completion.stop,
+                stop=sampled.completion.stop,
                 reward=reply.reward,
                 number=self.turn,
+                message=len(stream.said) - 1,
                 components=reply.components,
-                generate_s=generated - began,
-                env_s=time.monotonic() - generated,
+                generate_s=sampled.seconds,
+                env_s=env_s,
             )
         )
-        self.turn += 1
         self.latest[stream.seat] = stream
         if stream.seat in self.owed:
             stream.award(self.owed.pop(stream.seat))
-        for seat, parts in reply.rewards.items():
-            if seat in self.latest:
-                self.latest[seat].award(parts)
-            else:
-                owed = self.owed.setdefault(seat, {})
-                owed.update({name: owed.get(name, 0.0) + value for name, value in parts.items()})
-        return reply
 
     async def _look(self, reply: SessionReply) -> None:
         """Preprocess the images in a thread; rendering finds them in the cache."""
-        if any(message.images for message in reply.messages):
-            try:
-                await asyncio.to_thread(self.renderer.look, reply.messages)
-            except BadImage as error:
-                raise EpisodeFailed(Ending.ENV_BAD_REPLY, str(error)) from None
+        for prompt in reply.prompts:
+            if any(message.images for message in prompt.messages):
+                try:
+                    await asyncio.to_thread(self._policy_of(prompt.seat).renderer.look, prompt.messages)
+                except BadImage as error:
+                    raise EpisodeFailed(Ending.ENV_BAD_REPLY, str(error)) from None
 
-    def _observe(self, reply: SessionReply) -> Stream | None:
-        """The stream that acts next, with what it now sees; None if that does not fit into the context."""
-        stream = self.streams.get((reply.seat, reply.stream))
+    def _observe(self, reply: SessionReply) -> list[Stream] | None:
+        """Show the seats that act next what they see, and return their streams; None, and nobody is shown anything, if
+        it does not fit into the context of one."""
+        seen = [(prompt, *self._seen(prompt)) for prompt in reply.prompts]
+        if any(len(stream.ids) + len(ids) >= stream.policy.context for _, stream, ids, _ in seen):
+            return None
+        for prompt, stream, ids, pictures in seen:
+            stream.observe(ids, prompt.messages, pictures)
+        return [stream for _, stream, _, _ in seen]
+
+    def _seen(self, prompt: SeatPrompt) -> tuple[Stream, list[int], list[Picture]]:
+        """Return the stream of a seat, the tokens that it sees next and where they show what images."""
+        stream = self.streams.get((prompt.seat, prompt.stream))
         new = stream is None
         if stream is None:
-            stream = self.streams[reply.seat, reply.stream] = Stream(reply.seat, reply.stream, reply.tools)
-        elif reply.tools and reply.tools != stream.tools:
+            policy = self._policy_of(prompt.seat)
+            stream = Stream(prompt.seat, prompt.stream, prompt.tools, policy)
+            self.streams[prompt.seat, prompt.stream] = stream
+        elif prompt.tools and prompt.tools != stream.tools:
             raise EpisodeFailed(Ending.ENV_BAD_REPLY, "the tools of a stream cannot change after its first turn")
         pictures: list[Picture] = []
-        if (reply.prompt_ids, reply.prompt_text) != (None, None) and any(m.images for m in reply.messages):
+        if (prompt.prompt_ids, prompt.prompt_text) != (None, None) and any(m.images for m in prompt.messages):
             raise EpisodeFailed(
                 Ending.ENV_BAD_REPLY, "images are shown in messages, not beside prompt_ids or prompt_text"
             )
-        if reply.prompt_ids is not None:
-            if reply.prompt_ids[: len(stream.ids)] != stream.ids:
+        if prompt.prompt_ids is not None:
+            if prompt.prompt_ids[: len(stream.ids)] != stream.ids:
                 raise EpisodeFailed(Ending.ENV_BAD_REPLY, "prompt_ids do not begin with the stream's tokens so far")
-            observed = reply.prompt_ids[len(stream.ids) :]
-        elif reply.prompt_text is not None:
-            observed = self.renderer.plain(reply.prompt_text, first=new)
+            observed = prompt.prompt_ids[len(stream.ids) :]
+        elif prompt.prompt_text is not None:
+            observed = stream.policy.renderer.plain(prompt.prompt_text, first=new)
         else:
-            observed, pictures = self._rendered(stream, new, reply)
-        fits = len(stream.ids) + len(observed) < self.context
-        if self.turn == 0 and not (fits and observed):
+            observed, pictures = self._rendered(stream, new, prompt)
+        context = stream.policy.context
+        if self.turn == 0 and not 0 < len(observed) < context:
             raise EpisodeFailed(
-                Ending.PROMPT, f"the first observation has {len(observed)} tokens; 1 to {self.context - 1} fit"
+                Ending.PROMPT, f"the first observation has {len(observed)} tokens; 1 to {context - 1} fit"
             )
         if new and not observed:
-            raise EpisodeFailed(Ending.ENV_BAD_REPLY, f"stream {reply.stream!r} of seat {reply.seat!r} begins empty")
-        if not fits:
-            return None
-        stream.observe(observed, reply.messages, pictures)
-        return stream
+            raise EpisodeFailed(Ending.ENV_BAD_REPLY, f"stream {prompt.stream!r} of seat {prompt.seat!r} begins empty")
+        return stream, observed, pictures
 
-    def _rendered(self, stream: Stream, new: bool, reply: SessionReply) -> tuple[list[int], list[Picture]]:
+    def _has_critic(self, reply: SessionReply) -> bool:
+        policies = [self._policy_of(prompt.seat) for prompt in reply.prompts]
+        return any(policy.spec.algorithm.advantage == "gae" for policy in policies)
+
+    def _policy_of(self, seat: str) -> LoadedPolicy:
+        policy = self.seats.at(seat)
+        if policy is None:
+            raise EpisodeFailed(Ending.ENV_BAD_REPLY, f"seat {seat!r} acts next, and [seats] names no policy for it")
+        return policy
+
+    def _rendered(self, stream: Stream, new: bool, prompt: SeatPrompt) -> tuple[list[int], list[Picture]]:
+        renderer = stream.policy.renderer
         try:
             if new:
-                ids = self.renderer.prompt(reply.messages, reply.tools)
+                ids = renderer.prompt(prompt.messages, prompt.tools)
             else:
-                ids = self.renderer.extend(stream.turns[-1].stop == StopReason.EOS, reply.messages)
-            return ids, self.renderer.pictures(reply.messages, ids)
+                ids = renderer.extend(stream.turns[-1].stop == StopReason.EOS, prompt.messages)
+            return ids, renderer.pictures(prompt.messages, ids)
         except BadImage as error:
             raise EpisodeFailed(Ending.ENV_BAD_REPLY, str(error)) from None
         except JobFailed as error:
@@ -339,18 +348,19 @@ class Episode:
     def _sampled(self, seat: str) -> int:
         return sum(stream.sampled for stream in self.streams.values() if stream.seat == seat)
 
-    async def _generate(self, stream: Stream, asked: SessionReply) -> Completion:
+    async def _generate(self, stream: Stream, asked: SeatPrompt, place: int) -> Completion:
+        """`place`: of the seat in the round; 0 where one seat acts."""
         rollout = self.spec.rollout
         budget = rollout.max_tokens - self._sampled(stream.seat)
         for limit in (rollout.max_tokens_per_turn, asked.max_tokens):
             if limit is not None:
                 budget = min(budget, limit)
-        room = self.context - len(stream.ids)
+        room = stream.policy.context - len(stream.ids)
         shown: list[Shown] = []
         if stream.pictures:  # evicted entries are computed again
-            shown = await asyncio.to_thread(self.renderer.shown, list(stream.pictures), dict(stream.images))
-        completion = await self.engine.generate(
-            f"{self.session}-{self.turn}",
+            shown = await asyncio.to_thread(stream.policy.renderer.shown, list(stream.pictures), dict(stream.images))
+        completion = await stream.policy.engine.generate(
+            f"{self.session}-{self.turn}" + (f"-{place}" if place else ""),
             stream.ids,
             Sampling(
                 temperature=rollout.temperature,
@@ -358,7 +368,7 @@ class Episode:
                 top_k=rollout.top_k,
                 max_tokens=min(budget, room),
                 stop=[*rollout.stop, *asked.stop],
-                seed=None if rollout.seed is None else turn_seed(self.ticket.seed, self.index, self.turn),
+                seed=None if rollout.seed is None else turn_seed(self.ticket.seed, self.index, self.turn, place),
             ),
             shown=shown,
         )
@@ -372,6 +382,7 @@ class Episode:
             attempt=self.attempt,
             seat=stream.seat,
             stream=stream.name,
+            policy=stream.policy.name,
             ids_T=np.asarray(stream.ids, dtype="<i4").tobytes(),
             mask_T=np.asarray(stream.mask, dtype="u1").tobytes(),
             logprobs_T=np.asarray(stream.logprobs, dtype="<f4").tobytes(),
@@ -382,9 +393,9 @@ class Episode:
             reward=float(sum(turn.reward for turn in stream.turns)),
             metrics=self.metrics,
             seconds=seconds,
-            messages=[in_words(m) for m in stream.said[: stream.spoken]] if self.spec.reward_models else None,
+            messages=[in_words(m) for m in stream.said[: stream.spoken]] if stream.policy.spec.reward_models else None,
             transcript=shortened(stream.said, CHARACTERS) if self.is_kept else None,
-            pieces=self.renderer.pieces(stream.ids[:TOKENS]) if self.is_kept else None,
+            pieces=stream.policy.renderer.pieces(stream.ids[:TOKENS]) if self.is_kept else None,
             pictures=stream.pictures,
             images=stream.images,
         )
@@ -395,17 +406,6 @@ def in_words(message: Message) -> Message:
     return msgspec.structs.replace(message, content=message.text) if message.images else message
 
 
-def merge(spans: list[Span]) -> list[Span]:
-    """Join neighbours of the same version, turn boundaries included only where they touch."""
-    merged: list[Span] = []
-    for span in spans:
-        if merged and merged[-1].version == span.version and merged[-1].end == span.start:
-            merged[-1] = Span(merged[-1].start, span.end, span.version)
-        else:
-            merged.append(span)
-    return merged
-
-
-def turn_seed(group_seed: int, index: int, turn: int) -> int:
-    """A different, reproducible sampling seed for each turn of each sample of a group."""
-    return int(np.random.SeedSequence([group_seed & 0xFFFFFFFF, index, turn]).generate_state(1)[0])
+def turn_seed(group_seed: int, index: int, turn: int, place: int = 0) -> int:
+    """A different, reproducible sampling seed for each turn of each sample of a group, and each place of a round."""
+    return int(np.random.SeedSequence([group_seed & 0xFFFFFFFF, index, turn, place]).generate_state(1)[0])

@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Sequence
 
 import structlog
 
-from opentinker.services.rollout_worker.engines.base import Engine
 from opentinker.services.rollout_worker.episode import Sessions
 from opentinker.services.rollout_worker.eval_runner import EvalRunner
-from opentinker.services.rollout_worker.renderer import Renderer
+from opentinker.services.rollout_worker.policies import LoadedPolicy
 from opentinker.shared.asyncio_tools import sleep
 from opentinker.shared.runtime.leased_worker import LeasedWorker
 from opentinker.shared.runtime.service import first_failure
@@ -29,12 +29,19 @@ REPORT_S = 1.0
 
 
 class EvalJob:
-    """One lease's work. `engine` is started, and serves the job's weights."""
+    """One lease's work."""
 
     def __init__(
-        self, worker: LeasedWorker, lease: Lease, spec: JobSpec, engine: Engine, renderer: Renderer, sessions: Sessions
+        self,
+        worker: LeasedWorker,
+        lease: Lease,
+        spec: JobSpec,
+        policies: Sequence[LoadedPolicy],
+        sessions: Sessions,
     ) -> None:
-        self.worker, self.lease, self.engine = worker, lease, engine
+        """`policies`: the job's own and frozen checkpoints, whose engines are started and serve their weights."""
+        self.worker, self.lease, self.policies = worker, lease, policies
+        self.engine = policies[0].engine
         self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.counts: Counter[str] = Counter()
         self.metrics = MetricSource(worker.ctx.bus, lease.job, worker.info.id)
@@ -43,8 +50,7 @@ class EvalJob:
             worker.info.id,
             lease.job,
             spec,
-            engine,
-            renderer,
+            policies,
             sessions,
             self.counts,
             self.broken,
@@ -61,7 +67,7 @@ class EvalJob:
                     "exams": self.examiner.run(),
                     "report": self._report_loop(),
                     "broken": self._broken(),
-                    "engine": self.engine.watch(),
+                    **{f"engine {policy.name}": policy.engine.watch() for policy in self.policies},
                     "stop": self.worker.ended(),
                 }
             )

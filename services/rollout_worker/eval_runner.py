@@ -7,30 +7,30 @@ exam task    plays one episode, tries a failed one again, hands the result to wh
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
 
 import structlog
 
-from opentinker.services.rollout_worker.engines.base import Engine
 from opentinker.services.rollout_worker.episode import Busy, Episode, EpisodeFailed, Sessions
-from opentinker.services.rollout_worker.renderer import Renderer
+from opentinker.services.rollout_worker.policies import LoadedPolicy, SeatMap
 from opentinker.services.rollout_worker.transcripts import TOKENS, shortened
 from opentinker.shared.asyncio_tools import cancel_and_wait, forward_exception, sleep, wait_event
 from opentinker.shared.messaging.bus import Bus, Delivery, NoReply
 from opentinker.shared.messaging.subjects import EXAM, EXAM_RESULT
-from opentinker.shared.spec import JobSpec
+from opentinker.shared.spec import JobSpec, ValidationSpec
 from opentinker.shared.spec.validation import exam_of, validation_episodes
-from opentinker.shared.types.core import Ending, Ticket, WeightVersion
+from opentinker.shared.types.core import Ending, Ticket, WeightVersion, part_id
 from opentinker.shared.types.error_text import error_tail
 from opentinker.shared.types.evaluation import EvalEpisode, EvalResult, ExamView
 from opentinker.shared.types.token_records import tokens_of
-from opentinker.shared.types.trajectories import Trajectory, totals
+from opentinker.shared.types.trajectories import Trajectory, alike, totals
 
 log = structlog.get_logger()
 
-EXAM_WAIT_S = 6.0
+EVAL_GROUP_WAIT_S = 6.0
 """An episode whose holder sends no progress for this time goes to another worker; holders send it every third of it."""
 MAX_DELIVERIES = 10
 """An exam that comes once more counts as failed: what kills the engine at every try must have an end. Workers that had
@@ -39,12 +39,13 @@ TRANSCRIPT_CHARACTERS = 100_000
 """Characters of all messages of a kept episode, which travel in one message of the bus."""
 TOKEN_BY_TOKEN = 64
 """So many of the kept episodes, at most, are kept token by token too."""
-ASK_S = 5.0
-AGAIN_S = 0.2
+REQUEST_TIMEOUT_S = 5.0
+RETRY_S = 0.2
 
 
 class EvalRunner:
-    """`broken` gets what an exam raises that is a failure of this service."""
+    """`policies`: the one that is evaluated, and all that may play against it. `broken` gets the exceptions of an exam
+    that are failures of this service."""
 
     def __init__(
         self,
@@ -52,22 +53,29 @@ class EvalRunner:
         worker: str,
         job: str,
         spec: JobSpec,
-        engine: Engine,
-        renderer: Renderer,
+        policies: Sequence[LoadedPolicy],
         sessions: Sessions,
         counts: Counter[str],
         broken: asyncio.Future[None],
         spent: Counter[str],
         busy: Busy = nullcontext,
+        policy: str = "",
     ) -> None:
+        """`policy`: the one of `policies` that is evaluated."""
         exam = exam_of(spec)
         assert exam is not None
         self.bus, self.worker, self.job, self.counts, self._broken = bus, worker, job, counts, broken
         self.spent, self._busy = spent, busy
         self.spec = validation_episodes(spec)
         self.kept, self.samples = exam.transcripts, exam.samples
-        self.engine, self.renderer, self.sessions = engine, renderer, sessions
-        self.places = spec.rollout.max_concurrent_groups * (spec.algorithm.group_size if spec.kind == "rl" else 1)
+        self.policy, self.part = policy, part_id(job, policy)
+        self.opponents = exam.opponents_of(policy) if isinstance(exam, ValidationSpec) else []
+        self.total = exam.total
+        self.seats, self.sessions = SeatMap(self.spec, policies), sessions
+        self.engines = {one.name: one.engine for one in policies}
+        places = spec.rollout.max_concurrent_groups * (spec.algorithm.group_size if spec.kind == "rl" else 1)
+        self.places = max(1, places // max(1, len(spec.policies)))
+        """Episodes that are played at the same time; the policies of a job have equal parts."""
         self.tasks: set[asyncio.Task[None]] = set()
         self.place = asyncio.Event()
 
@@ -76,16 +84,22 @@ class EvalRunner:
         try:
             while True:
                 too_old = await self._consume()
-                while self.engine.version == too_old:
-                    await sleep(AGAIN_S)
+                while self._version == too_old:
+                    await sleep(RETRY_S)
         finally:
             await cancel_and_wait(*self.tasks)
+
+    @property
+    def _version(self) -> WeightVersion | None:
+        """Of the evaluated policy; None until every policy has weights, because its opponents may be policies."""
+        versions = {name: engine.version for name, engine in self.engines.items()}
+        return None if None in versions.values() else versions[self.policy]
 
     async def _consume(self) -> WeightVersion | None:
         """Consumes EXAM, starts exam tasks. Returns at an exam of a version that the engine has not got yet: which one
         it has. Others may have the other, so nothing is on its way to us from then on."""
         exams = await self.bus.consume(
-            EXAM, f"exam-{self.job}", batch=self.places, ack_wait_s=EXAM_WAIT_S, job=self.job
+            EXAM, f"exam-{self.part}", batch=self.places, ack_wait_s=EVAL_GROUP_WAIT_S, job=self.part
         )
         try:
             while True:
@@ -95,7 +109,7 @@ class EvalRunner:
                     await wait_event(self.place, 0.5)
                     continue
                 delivery = await exams.next(0.5, limit=free)
-                version = self.engine.version
+                version = self._version
                 if delivery is not None and not await self._take(delivery, version):
                     return version
         finally:
@@ -108,7 +122,7 @@ class EvalRunner:
             log.error("bad_exam", error=delivery.error)
             await delivery.term()
         elif version is None or version < exam.version:
-            await delivery.nak(AGAIN_S)
+            await delivery.nak(RETRY_S)
             return False
         elif version > exam.version:  # no engine has these weights any longer
             await delivery.ack()
@@ -124,8 +138,7 @@ class EvalRunner:
         forward_exception(task, self._broken)
 
     async def _run(self, exam: EvalEpisode, delivery: Delivery[EvalEpisode]) -> None:
-        alive = asyncio.create_task(self._keep_alive(delivery))
-        try:
+        async with delivery.held(EVAL_GROUP_WAIT_S):
             if delivery.deliveries > MAX_DELIVERIES:
                 tries = f"{MAX_DELIVERIES} tries came to no end, because workers or engines were lost meanwhile"
                 result = self._failed(exam, Ending.ENGINE_ERROR, tries)
@@ -133,24 +146,17 @@ class EvalRunner:
                 result = await self._play(exam)
             await self._hand_in(result)
             self.counts["exams"] += 1
-            await delivery.ack_sync()
-        except asyncio.CancelledError:
-            await delivery.nak()
-            raise
-        finally:
-            alive.cancel()
-
-    async def _keep_alive(self, delivery: Delivery[EvalEpisode]) -> None:
-        while True:
-            await sleep(EXAM_WAIT_S / 3)
-            await delivery.in_progress()
 
     async def _play(self, exam: EvalEpisode) -> EvalResult:
-        state, sample = divmod(exam.index, self.samples)
+        opponent, place = divmod(exam.index, self.total)
+        state, sample = divmod(place, self.samples)
+        seats = self.seats
+        if self.opponents:
+            seats = seats.turned(state, sample).opposed(self.policy, self.opponents[opponent], state + sample)
         ticket = Ticket(job=self.job, seq=state, row=state, seed=exam.seed, group_size=self.samples)
         for tries_left in range(self.spec.rollout.retries, -1, -1):
-            episode = Episode(self.spec, ticket, sample, self.engine, self.renderer, self.sessions, self._busy)
-            episode.is_kept = exam.index < min(self.kept, TOKEN_BY_TOKEN)
+            episode = Episode(self.spec, ticket, sample, seats, self.sessions, self._busy)
+            episode.is_kept = self._is_among(exam, min(self.kept, TOKEN_BY_TOKEN))
             try:
                 with structlog.contextvars.bound_contextvars(exam=exam.index, episode=episode.session):
                     return await self._result(exam, episode)
@@ -163,25 +169,35 @@ class EvalRunner:
         raise AssertionError("unreachable")
 
     async def _result(self, exam: EvalEpisode, episode: Episode) -> EvalResult:
-        trajectories = await episode.run()
+        played = await episode.run()
+        trajectories = [trajectory for trajectory in played if trajectory.policy == self.policy]
         rewards, components = totals(trajectories)
+        if not rewards:  # an opponent ended it before the policy had a turn
+            own, _ = episode.seats.split_seats(self.policy, episode.rewards)
+            rewards = {seat: episode.rewards[seat] for seat in own} or {"": 0.0}
         return EvalResult(
             job=exam.job,
             version=exam.version,
             index=exam.index,
             worker=self.worker,
             sampled_by=sorted({span.version for t in trajectories for span in t.spans}),
-            ending=trajectories[0].ending,
+            ending=played[0].ending,
             reward=sum(rewards.values()) / len(rewards),
-            seats=rewards,
+            seats=episode.rewards,
+            outcome=outcome_of(episode, self.policy),
             components={name: value / len(rewards) for name, value in components.items()},
-            metrics=trajectories[0].metrics,
+            metrics=played[0].metrics,
             tokens=sum(int(t.mask.sum()) for t in trajectories),
             stops=[turn.stop for t in trajectories for turn in t.turns],
-            seconds=trajectories[0].seconds,
-            messages=shortened(episode.said, TRANSCRIPT_CHARACTERS) if exam.index < self.kept else [],
-            views=views_of(trajectories),
+            seconds=played[0].seconds,
+            messages=shortened(episode.said, TRANSCRIPT_CHARACTERS) if self._is_among(exam, self.kept) else [],
+            views=views_of(played),
         )
+
+    def _is_among(self, exam: EvalEpisode, first: int) -> bool:
+        """Return whether it is one of the `first` episodes, taken in turn from each opponent."""
+        opponent, place = divmod(exam.index, self.total)
+        return place * max(1, len(self.opponents)) + opponent < first
 
     def _failed(self, exam: EvalEpisode, ending: Ending, error: str) -> EvalResult:
         return EvalResult(
@@ -197,10 +213,20 @@ class EvalRunner:
         """Until somebody has it; a trainer that was restarted has no use for it, and says so."""
         while True:
             try:
-                await self.bus.request(EXAM_RESULT, result, ASK_S, job=self.job)
+                await self.bus.request(EXAM_RESULT, result, REQUEST_TIMEOUT_S, job=self.part)
                 return
             except NoReply:
-                await sleep(AGAIN_S)
+                await sleep(RETRY_S)
+
+
+def outcome_of(episode: Episode, policy: str) -> float | None:
+    """See `EvalResult.outcome`. Means are over the seats that acted or were rewarded; without such seats they are 0."""
+    if not episode.seats.has_others(policy):
+        return None
+    rewards = episode.rewards
+    own, others = episode.seats.split_seats(policy, rewards)
+    mine, theirs = (math.fsum(rewards[seat] for seat in seats) / max(1, len(seats)) for seats in (own, others))
+    return 0.5 if alike([mine, theirs]) else float(mine > theirs)
 
 
 def views_of(trajectories: Sequence[Trajectory]) -> list[ExamView]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from opentinker.shared.types.trajectories import Trajectory
 
@@ -13,29 +14,51 @@ WORDS = 10
 def opening_mismatch(samples: Sequence[Sequence[Trajectory]], text: Callable[[list[int]], str]) -> str:
     """Describe how the first samples with different openings differ; empty if all openings are equal. `samples`: the
     trajectories of each; `text` decodes tokens."""
-    first = _opening(samples[0])
+    first = _openings(samples[0])
     for place, sample in enumerate(samples[1:], start=1):
-        other = _opening(sample)
+        other = _openings(sample)
         if other == first:
             continue
-        (seat, ids, pictures), (other_seat, other_ids, other_pictures) = first, other
-        if seat != other_seat:
-            what = f"seat {seat!r} acts first in one, {other_seat!r} in the other"
-        elif ids == other_ids:
-            what = f"they show other images ({len(pictures)} and {len(other_pictures)})"
+        seats, other_seats = ([opening.seat for opening in each] for each in (first, other))
+        if seats != other_seats:
+            named, other_named = (_named(each) for each in (seats, other_seats))
+            what = f"{named} in one, {other_named} in the other"
         else:
-            pairs = zip(ids, other_ids, strict=False)
-            at = next((n for n, (own, their) in enumerate(pairs) if own != their), min(len(ids), len(other_ids)))
-            shown = (repr(text(side[at : at + WORDS])) for side in (ids, other_ids))
-            what = f"from token {at} on it is {' and '.join(shown)}"
+            pairs = zip(first, other, strict=True)
+            own, their = next(pair for pair in pairs if pair[0] != pair[1])
+            what = (f"for seat {own.seat!r} " if len(first) > 1 else "") + _difference(own, their, text)
         return f"samples 0 and {place} began differently: {what}"
     return ""
 
 
-def _opening(sample: Sequence[Trajectory]) -> tuple[str, list[int], list[str]]:
-    """Return the opening of the stream that acted first: its seat, the tokens before its first sampled one, and the
-    images in them."""
-    first = min(sample, key=lambda trajectory: trajectory.turns[0].number)
-    end = first.turns[0].start
-    pictures = [picture.digest for picture in first.pictures if picture.runs and picture.runs[0][0] < end]
-    return first.seat, first.ids[:end].tolist(), pictures
+class _Opening(NamedTuple):
+    seat: str
+    ids: list[int]
+    """The tokens before the first sampled one."""
+    pictures: list[str]
+    """The images in them."""
+
+
+def _openings(sample: Sequence[Trajectory]) -> list[_Opening]:
+    """Return the opening of the stream that acted first, or of all that did so at the same time."""
+    began = min(trajectory.turns[0].number for trajectory in sample)
+    return [_opening(trajectory) for trajectory in sample if trajectory.turns[0].number == began]
+
+
+def _opening(trajectory: Trajectory) -> _Opening:
+    end = trajectory.turns[0].start
+    pictures = [picture.digest for picture in trajectory.pictures if picture.runs and picture.runs[0][0] < end]
+    return _Opening(trajectory.seat, trajectory.ids[:end].tolist(), pictures)
+
+
+def _named(seats: Sequence[str]) -> str:
+    return f"seat {seats[0]!r} acts first" if len(seats) == 1 else f"seats {', '.join(map(repr, seats))} act first"
+
+
+def _difference(own: _Opening, other: _Opening, text: Callable[[list[int]], str]) -> str:
+    if own.ids == other.ids:
+        return f"they show other images ({len(own.pictures)} and {len(other.pictures)})"
+    pairs = zip(own.ids, other.ids, strict=False)
+    at = next((n for n, (one, two) in enumerate(pairs) if one != two), min(len(own.ids), len(other.ids)))
+    shown = (repr(text(side[at : at + WORDS])) for side in (own.ids, other.ids))
+    return f"from token {at} on it is {' and '.join(shown)}"

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from opentinker.services.rollout_worker import tool_calls
 from opentinker.services.rollout_worker.engines.base import Shown
-from opentinker.services.rollout_worker.tool_calls import Said
+from opentinker.services.rollout_worker.tool_calls import ParsedReply
 from opentinker.shared.data.control_tokens import ControlTokens, Mode, absent_from
 from opentinker.shared.data.model_files import code_in
 from opentinker.shared.types import codec
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
 Chat = list[dict[str, Any]]
 """Messages, or tools, as chat templates take them."""
-MOST_PER_SIGN = 6
+MAX_TOKENS_PER_CHARACTER = 6
 """Tokens: a sign has at most 4 bytes, and some are written with a modifier."""
 BEFORE = [Message(role="user", content=".")]
-MOST_IMAGES = 64
+MAX_IMAGES = 64
 """In one observation or request."""
 
 
@@ -244,8 +244,8 @@ class Renderer:
             if images:
                 raise JobFailed(f"the messages show images, and {self._blind}")
             return []
-        if len(images) > MOST_IMAGES:
-            raise BadImage(f"{len(images)} images at once, and {MOST_IMAGES} are allowed")
+        if len(images) > MAX_IMAGES:
+            raise BadImage(f"{len(images)} images at once, and {MAX_IMAGES} are allowed")
         if any(self._sight.token in message.text for message in messages):
             raise BadImage(f"a text holds {self._sight.token}, which stands for an image in this model's prompts")
         return [self._sight.words(image.data) for image in images]
@@ -274,10 +274,10 @@ class Renderer:
             return False
         return marker in text and text.count(token) == 1
 
-    def said(self, ids: Sequence[int], tools: Sequence[Tool], *, stop: StopReason, turn: int) -> Said:
+    def said(self, ids: Sequence[int], tools: Sequence[Tool], *, stop: StopReason, turn: int) -> ParsedReply:
         """Parse the calls of `tools` in the sampled tokens."""
         if not tools:
-            return Said()
+            return ParsedReply()
         own = ids[:-1] if ids and ids[-1] in self.eos_ids else ids
         text: str = self._tokenizer.decode(own, skip_special_tokens=False)  # some formats are written in them
         return tool_calls.parse(self.tool_format, text, tools, stop=stop, turn=turn)
@@ -310,7 +310,7 @@ class Renderer:
         for place in range(len(ids)):
             before = self._tokenizer.decode(ids[begin:shown], skip_special_tokens=False)
             now = self._tokenizer.decode(ids[begin : place + 1], skip_special_tokens=False)
-            if now.endswith("\ufffd") and place - shown < MOST_PER_SIGN and place + 1 < len(ids):
+            if now.endswith("\ufffd") and place - shown < MAX_TOKENS_PER_CHARACTER and place + 1 < len(ids):
                 found.append("")
                 continue
             found.append(now[len(before) :])

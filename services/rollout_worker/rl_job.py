@@ -21,13 +21,13 @@ from functools import partial
 import msgspec
 import structlog
 
-from opentinker.services.rollout_worker.engines.base import Engine
 from opentinker.services.rollout_worker.episode import Episode, EpisodeFailed, Sessions
 from opentinker.services.rollout_worker.eval_runner import EvalRunner
 from opentinker.services.rollout_worker.opening_check import opening_mismatch
-from opentinker.services.rollout_worker.renderer import Renderer
+from opentinker.services.rollout_worker.policies import LoadedPolicy, SeatMap
 from opentinker.services.rollout_worker.weight_receiver import WeightReceiver
 from opentinker.shared.asyncio_tools import forward_exception, sleep, wait_event
+from opentinker.shared.data.step_log import metric_prefix
 from opentinker.shared.messaging.bus import Bus, Consumer, Delivery, StreamFull, TooLarge
 from opentinker.shared.messaging.subjects import GROUP, SCORE, SWAP, TICKET, WAKE
 from opentinker.shared.runtime.leased_worker import LeasedWorker
@@ -37,7 +37,7 @@ from opentinker.shared.runtime.timeline import Lanes
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.spec.frozen_models import is_scored
 from opentinker.shared.state.staleness import Admission
-from opentinker.shared.types.core import Ending, Lease, Ticket
+from opentinker.shared.types.core import Ending, Lease, SwapCommand, SwapReply, Ticket
 from opentinker.shared.types.error_text import error_sentence, error_tail
 from opentinker.shared.types.errors import JobFailed
 from opentinker.shared.types.trajectories import Group, Trajectory, together
@@ -61,16 +61,23 @@ PHASES = ("transfer", "pause", "load", "resume")
 
 
 class RolloutJob:
-    """One lease's work. `engine` is started by the caller."""
+    """One lease's work. The engines of `policies` are started by the caller."""
 
     def __init__(
-        self, worker: LeasedWorker, lease: Lease, spec: JobSpec, engine: Engine, renderer: Renderer, sessions: Sessions
+        self,
+        worker: LeasedWorker,
+        lease: Lease,
+        spec: JobSpec,
+        policies: Sequence[LoadedPolicy],
+        sessions: Sessions,
     ) -> None:
         self.worker, self.lease, self.spec = worker, lease, spec
-        self.engine, self.renderer, self.sessions = engine, renderer, sessions
+        self.policies = {policy.name: policy for policy in policies}
+        self.trained = [policy for policy in policies if not policy.is_frozen]
+        self.seats, self.sessions = SeatMap(spec, policies), sessions
         self.bus: Bus = worker.ctx.bus
         self.subject = SCORE if is_scored(spec.model_dump()) else GROUP
-        self.admission = Admission(worker.ctx.store.redis, lease.job)
+        self.admission = Admission(worker.ctx.store.redis, lease.job, policies=list(spec.policies))
         self.metrics = MetricSource(self.bus, lease.job, worker.info.id)
         self.lanes = Lanes(self.bus, lease.job, worker.info.id)
         self.address = f"{worker.info.id}-{uuid.uuid4().hex[:12]}"
@@ -78,9 +85,13 @@ class RolloutJob:
         self.slot = asyncio.Event()
         self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.weights = asyncio.Event()
-        self.taker = WeightReceiver(
-            worker.ctx.store, worker.info, lease.job, lease.epoch, engine, self.broken, self._taken
-        )
+        self.receivers = {
+            policy.name: WeightReceiver(
+                *(worker.ctx.store, worker.info, lease.job, lease.epoch, policy.engine, self.broken),
+                partial(self._taken, policy),
+            )
+            for policy in self.trained
+        }
         self.full = False
         """The message store had no room for the last group."""
         self.counts: Counter[str] = Counter(dict.fromkeys(RATES, 0))
@@ -90,8 +101,9 @@ class RolloutJob:
         """Until the lease is taken away, or it is taken back or the service stops: then running groups may finish."""
         async with AsyncExitStack() as held:
             # Held one by one: a lease taken away in the middle must not leave the first of them behind.
-            held.push_async_callback(self.taker.end)
-            swaps = await self.bus.serve(SWAP, self.taker.answer, worker=self.address)
+            for receiver in self.receivers.values():
+                held.push_async_callback(receiver.end)
+            swaps = await self.bus.serve(SWAP, self._answer_swap, worker=self.address)
             held.push_async_callback(swaps.unsubscribe)
             held.callback(self.metrics.close)
             held.push_async_callback(self.lanes.report)
@@ -111,28 +123,28 @@ class RolloutJob:
                 "report": self._report_loop(),
                 "timeline": self.lanes.run(),
                 "broken": self._broken(),
-                "engine": self.engine.watch(),
+                **{f"engine {name}": policy.engine.watch() for name, policy in self.policies.items()},
             }
             if self.spec.validation is not None:
-                loops["exams"] = self._examiner().run()
+                loops |= {f"exams {policy.name}": self._examiner(policy.name).run() for policy in self.trained}
             await first_failure(loops)
             if self.groups:
                 log.info("draining", groups=len(self.groups))
                 await asyncio.gather(*self.groups)
 
-    def _examiner(self) -> EvalRunner:
+    def _examiner(self, policy: str) -> EvalRunner:
         return EvalRunner(
             self.bus,
             self.worker.info.id,
             self.lease.job,
             self.spec,
-            self.engine,
-            self.renderer,
+            list(self.policies.values()),
             self.sessions,
             self.counts,
             self.broken,
             self.worker.spent,
             partial(self.lanes.busy, kind="evaluation"),
+            policy,
         )
 
     async def _end_groups(self) -> None:
@@ -174,8 +186,7 @@ class RolloutJob:
     async def _run_group(self, ticket: Ticket, delivery: Delivery[Ticket]) -> None:
         """One ticket to its end: group stored and accepted, or failed with a reason; then the ticket is acked."""
         with structlog.contextvars.bound_contextvars(group=ticket.seq):
-            alive = asyncio.create_task(self._keep_alive(delivery))
-            try:
+            async with delivery.held(TICKET_WAIT_S):
                 if not await self.admission.is_running(ticket.seq):
                     self.counts["tickets_repeated"] += 1
                 elif delivery.deliveries > MAX_DELIVERIES:
@@ -184,21 +195,10 @@ class RolloutJob:
                 else:
                     with self.worker.ctx.tracer.span("group", ticket.trace, job=ticket.job, group=ticket.seq):
                         await self._play_group(ticket)
-                await delivery.ack_sync()
-            except asyncio.CancelledError:
-                await delivery.nak()
-                raise
-            finally:
-                alive.cancel()
 
     async def _broken(self) -> None:
         """Raises what a group task or an exam raised: that is a failure of this service, not of an episode."""
         await self.broken
-
-    async def _keep_alive(self, delivery: Delivery[Ticket]) -> None:
-        while True:
-            await sleep(TICKET_WAIT_S / 3)
-            await delivery.in_progress()
 
     async def _play_group(self, ticket: Ticket) -> None:
         """Starts `rollout.oversample` samples more than the group needs, and cuts off those that are last."""
@@ -214,7 +214,7 @@ class RolloutJob:
             for sample in samples:
                 sample.cancel()
             await asyncio.gather(*samples, return_exceptions=True)
-        if differs := opening_mismatch(ended, self.renderer.text):
+        if differs := self._opening_mismatch(ended):
             await self._say_mismatch(ticket, differs)
             if self.spec.rollout.opening_mismatch == "fail":
                 await self._fail(ticket, EpisodeFailed(Ending.ENV_BAD_REPLY, f"{differs}. {SEEDED}"))
@@ -235,11 +235,19 @@ class RolloutJob:
         await self.admission.accept(ticket.seq)  # the trainer may have seen it first: either way it counts once
         self.counts["groups"] += 1
 
+    def _opening_mismatch(self, ended: Sequence[Sample]) -> str:
+        """Compare how samples began; where players rotate, those with the same policy in the first seat."""
+        alike: dict[str, list[Sample]] = {}
+        for sample in ended:
+            alike.setdefault(min(sample, key=lambda t: t.turns[0].number).policy, []).append(sample)
+        found = (opening_mismatch(samples, self.policies[name].renderer.text) for name, samples in alike.items())
+        return next(filter(None, found), "")
+
     async def _play_sample(self, ticket: Ticket, index: int) -> Sample:
         """Raises EpisodeFailed when the sample failed once more than `rollout.retries` allows."""
         for tries_left in range(self.spec.rollout.retries, -1, -1):
             busy = partial(self.lanes.busy, kind="rollout")
-            episode = Episode(self.spec, ticket, index, self.engine, self.renderer, self.sessions, busy)
+            episode = Episode(self.spec, ticket, index, self.seats, self.sessions, busy)
             try:
                 with structlog.contextvars.bound_contextvars(episode=episode.session):
                     trajectories = await self._play(episode)
@@ -290,7 +298,7 @@ class RolloutJob:
                 raise JobFailed(
                     f"a group must fit into one message, and group {group.seq} with {error.size} bytes does not (limit "
                     f"{error.limit}, NATS max_payload): algorithm.group_size is {group.samples}, its longest "
-                    f"episode has {longest} tokens{pictures}, rollout.context_length is {self.engine.context_length}. "
+                    f"episode has {longest} tokens{pictures}, rollout.context_length is {self.seats.context}. "
                     "Lower one of them, or raise max_payload in the server's configuration"
                 ) from None
 
@@ -331,11 +339,27 @@ class RolloutJob:
 
     # --- weights ------------------------------------------------------------------------------------------------
 
-    async def _taken(self, seconds: dict[str, float]) -> None:
+    async def _answer_swap(self, command: SwapCommand) -> SwapReply:
+        receiver = self.receivers.get(command.policy)
+        if receiver is None:
+            problem = f"this worker has no policy {command.policy!r} of job {self.lease.job}"
+            return SwapReply(
+                worker=self.worker.info.id, incarnation=self.worker.info.incarnation, ok=False, error=problem
+            )
+        return await receiver.answer(command)
+
+    async def _taken(self, policy: LoadedPolicy, seconds: dict[str, float]) -> None:
         self.counts["swaps"] += 1
         self.gauges.update({f"swap_{phase}_s": value for phase, value in seconds.items()})
-        self._show_swap(str(self.engine.version), seconds)
-        self.weights.set()
+        self._show_swap(f"{metric_prefix(policy.name)}{policy.engine.version}", seconds)
+        if all(other.engine.version is not None for other in self.trained):
+            self.weights.set()
+
+    @property
+    def _step(self) -> int:
+        """Step of the oldest weights that play and learn."""
+        versions = [policy.engine.version for policy in self.trained]
+        return min(0 if version is None else version.step for version in versions)
 
     def _show_swap(self, version: str, seconds: dict[str, float]) -> None:
         """Its phases, on the timeline: they followed each other, and have just ended."""
@@ -362,7 +386,7 @@ class RolloutJob:
                     values[f"rollout/{name}_per_s"] = (counts[name] - last[name]) / elapsed
                 values |= {f"rollout/{name}": value for name, value in self.gauges.items()}
                 values["rollout/running_groups"] = float(len(self.groups))
-                await self.metrics.emit(0 if self.engine.version is None else self.engine.version.step, values)
+                await self.metrics.emit(self._step, values)
                 last, then = counts, now  # a silent second counts for the next report
 
 

@@ -1,27 +1,36 @@
-"""Runs a lease: loads tokenizer and engine of the job, and closes them in any case."""
+"""Runs a lease: loads tokenizer and engine of the job, or of each of its policies and frozen checkpoints, and closes
+them in any case."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 
-from opentinker.services.rollout_worker.checkpoint_weights import Beside, adapters_beside, weights_of
+from opentinker.services.rollout_worker.checkpoint_weights import (
+    Beside,
+    FixedWeights,
+    adapters_beside,
+    frozen_weights,
+    weights_of,
+)
 from opentinker.services.rollout_worker.engines.base import Engine, EngineError
 from opentinker.services.rollout_worker.episode import Sessions
 from opentinker.services.rollout_worker.eval_job import EvalJob
 from opentinker.services.rollout_worker.inference_job import InferenceJob
+from opentinker.services.rollout_worker.policies import LoadedPolicy
 from opentinker.services.rollout_worker.renderer import Renderer
 from opentinker.services.rollout_worker.rl_job import RolloutJob
 from opentinker.shared.asyncio_tools import finish_uncancelled
 from opentinker.shared.data.readable_paths import opening
 from opentinker.shared.runtime.leased_worker import LeasedWorker
 from opentinker.shared.spec import JobSpec
+from opentinker.shared.spec.policies import frozen_in, frozen_spec_of, spec_of
 from opentinker.shared.types.core import Lease
 from opentinker.shared.types.errors import JobFailed
 
-UNTRAINED = ("inference", "eval")
-"""Kinds of jobs without a trainer."""
 MakeEngine = Callable[[JobSpec, Renderer, str, Sequence[Beside]], Engine]
 """The third is the model's directory or hub id; the last are the adapters that it will be given."""
 
@@ -30,53 +39,92 @@ async def run_lease(
     worker: LeasedWorker, lease: Lease, spec: JobSpec, make_engine: MakeEngine, sessions: Sessions
 ) -> None:
     """Load tokenizer and engine, then run the job. Raises JobFailed when the model cannot be served."""
-    load = Renderer.load_light if spec.rollout.engine == "toy" else Renderer.load
-    model = spec.model
-    async with opening(worker.ctx.store, worker.ctx.settings, lease.job):
-        renderer = await asyncio.to_thread(
-            load, model.base, model.chat_template, model.tool_format, model.special_tokens_in_content
-        )
-    if spec.kind in UNTRAINED:
-        await _with_given_weights(worker, lease, spec, make_engine, renderer, sessions)
-        return
-    engine = make_engine(spec, renderer, spec.model.base, ())
-    try:
-        await _start(worker, lease, engine, spec.model.base)
-        await RolloutJob(worker, lease, spec, engine, renderer, sessions).run()
-    finally:
-        await finish_uncancelled(engine.close())  # its processes would live on
-
-
-async def _with_given_weights(
-    worker: LeasedWorker,
-    lease: Lease,
-    spec: JobSpec,
-    make_engine: MakeEngine,
-    renderer: Renderer,
-    sessions: Sessions,
-) -> None:
-    """Run a job without training, with the weights of its base or of the checkpoint kept for it."""
-    data_dir: Path = worker.ctx.settings.data_dir
-    given = await asyncio.to_thread(weights_of, spec, data_dir, lease.job)
-    version, full, adapter = given or (None, None, None)
-    model = str(full or spec.model.base)
-    beside = await asyncio.to_thread(adapters_beside, spec, data_dir, lease.job)
-    engine = make_engine(spec, renderer, model, beside)
-    try:
-        await _start(worker, lease, engine, model)
-        try:
-            if version is not None:
-                await engine.serve(version, adapter)
-            for one in beside:
-                await engine.add(one.name, one.version, one.place)
-        except EngineError as error:
-            raise JobFailed(f"{model} cannot be served: {error}") from None
+    async with AsyncExitStack() as held:
+        load = Loader(worker, lease, spec, make_engine, held)
         if spec.kind == "inference":
-            await InferenceJob(worker, lease, spec, engine, renderer).run()
+            policy = await load.with_given_weights()
+            await InferenceJob(worker, lease, spec, policy.engine, policy.renderer).run()
+        elif spec.kind == "eval":
+            policies = [await load.with_given_weights(), *await load.frozen()]
+            await EvalJob(worker, lease, spec, policies, sessions).run()
         else:
-            await EvalJob(worker, lease, spec, engine, renderer, sessions).run()
-    finally:
-        await finish_uncancelled(engine.close())
+            trained = [await load.to_train(name) for name in spec.policies or ("",)]
+            await RolloutJob(worker, lease, spec, [*trained, *await load.frozen()], sessions).run()
+
+
+class Loader:
+    """Loads the policies of a lease. `held` closes their engines."""
+
+    def __init__(
+        self, worker: LeasedWorker, lease: Lease, spec: JobSpec, make_engine: MakeEngine, held: AsyncExitStack
+    ) -> None:
+        self._worker, self._lease, self._spec, self._make_engine, self._held = worker, lease, spec, make_engine, held
+        self._data_dir: Path = worker.ctx.settings.data_dir
+
+    async def to_train(self, name: str) -> LoadedPolicy:
+        """Load a policy whose weights its trainer will send."""
+        own = spec_of(self._spec, name)
+        return await self._started(LoadedPolicy, name, own, own.model.base)
+
+    async def with_given_weights(self) -> LoadedPolicy:
+        """Load the policy of a job without training, with the weights of its base or of the checkpoint kept for it."""
+        given = await asyncio.to_thread(weights_of, self._spec, self._data_dir, self._lease.job)
+        beside = await asyncio.to_thread(adapters_beside, self._spec, self._data_dir, self._lease.job)
+        model = self._spec.model.base if given is None or given.full is None else str(given.full)
+        policy = await self._started(LoadedPolicy, "", self._spec, model, beside)
+        await _serve(policy, model, given, beside)
+        return policy
+
+    async def frozen(self) -> list[LoadedPolicy]:
+        """Load the checkpoints that play seats of the job."""
+        return [await self._frozen(checkpoint) for checkpoint in frozen_in(self._spec.seats)]
+
+    async def _frozen(self, checkpoint: str) -> LoadedPolicy:
+        own = frozen_spec_of(self._spec, checkpoint)
+        given = await asyncio.to_thread(frozen_weights, self._data_dir, self._lease.job, checkpoint)
+        model = own.model.base if given.full is None else str(given.full)
+        policy = await self._started(partial(LoadedPolicy, is_frozen=True), checkpoint, own, model)
+        await _serve(policy, model, given)
+        return policy
+
+    async def _started(
+        self,
+        made: Callable[[str, JobSpec, Engine, Renderer], LoadedPolicy],
+        name: str,
+        own: JobSpec,
+        model: str,
+        beside: Sequence[Beside] = (),
+    ) -> LoadedPolicy:
+        """`own`: the spec with the policy's settings; `model`: directory or hub id of the weights to begin with."""
+        renderer = await self._renderer(own)
+        engine = self._make_engine(own, renderer, model, beside)
+        self._held.push_async_callback(_close, engine)
+        await _start(self._worker, self._lease, engine, model)
+        return made(name, own, engine, renderer)
+
+    async def _renderer(self, own: JobSpec) -> Renderer:
+        load = Renderer.load_light if own.rollout.engine == "toy" else Renderer.load
+        model = own.model
+        async with opening(self._worker.ctx.store, self._worker.ctx.settings, self._lease.job):
+            return await asyncio.to_thread(
+                load, model.base, model.chat_template, model.tool_format, model.special_tokens_in_content
+            )
+
+
+async def _close(engine: Engine) -> None:
+    """Not cancellable: its processes would live on."""
+    await finish_uncancelled(engine.close())
+
+
+async def _serve(policy: LoadedPolicy, model: str, given: FixedWeights | None, beside: Sequence[Beside] = ()) -> None:
+    """Give an engine the version of its weights, and its adapters. Raises JobFailed."""
+    try:
+        if given is not None:
+            await policy.engine.serve(given.version, given.adapter)
+        for one in beside:
+            await policy.engine.add(one.name, one.version, one.place)
+    except EngineError as error:
+        raise JobFailed(f"{model} cannot be served: {error}") from None
 
 
 async def _start(worker: LeasedWorker, lease: Lease, engine: Engine, model: str) -> None:

@@ -23,6 +23,7 @@ from opentinker.shared.messaging.env_client import EnvClient
 from opentinker.shared.runtime.leased_worker import LeasedWorker
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import JobSpec
+from opentinker.shared.spec.policies import engines_of
 from opentinker.shared.types.core import Lease, Pool
 from opentinker.shared.types.env_protocol import owner_of
 
@@ -96,6 +97,7 @@ def make_engine(spec: JobSpec, renderer: Renderer, model: str, beside: Sequence[
         beside_rank=max((adapter.rank for adapter in beside), default=0),
         group_timeout_s=settings.swap_timeout_s,
         one_by_one=spec.train.deterministic,
+        sharing=engines_of(spec),
     )
 
 

@@ -17,7 +17,7 @@ import msgspec
 from opentinker.shared.types import codec
 from opentinker.shared.types.core import StopReason, Tool, ToolCall
 
-MOST_CALLS = 8
+MAX_CALLS = 8
 """In one turn."""
 SHOWN = 60
 """Characters of a wrong value that the policy is shown."""
@@ -26,7 +26,7 @@ Found = tuple[str, Any]
 """Name and arguments, as they were written."""
 
 
-class Said(msgspec.Struct, frozen=True, kw_only=True):
+class ParsedReply(msgspec.Struct, frozen=True, kw_only=True):
     """Either calls or a problem, or neither where the text only says something."""
 
     calls: list[ToolCall] = []
@@ -43,24 +43,24 @@ class Cut(Malformed):
     """It ends before its end."""
 
 
-def parse(form: str, text: str, tools: Sequence[Tool], *, stop: StopReason, turn: int) -> Said:
+def parse(form: str, text: str, tools: Sequence[Tool], *, stop: StopReason, turn: int) -> ParsedReply:
     """`text` has the model's special tokens in it. The calls' ids are unique in an episode, for `turn` is.
 
     Several calls in one turn are taken in order. If one is malformed, none of them is a call.
     """
     try:
         found = list(FORMATS[form].find(text, tools))
-        if len(found) > MOST_CALLS:
-            raise Malformed(f"{len(found)} tools were called in one turn; at most {MOST_CALLS} can be")
+        if len(found) > MAX_CALLS:
+            raise Malformed(f"{len(found)} tools were called in one turn; at most {MAX_CALLS} can be")
         calls = [_call(one, f"t{turn:05d}n{place:02d}") for place, one in enumerate(found)]
         begun = FORMATS[form].begins.search(text) if calls else None
-        return Said(calls=calls, words="" if begun is None else text[: begun.start()].strip())
+        return ParsedReply(calls=calls, words="" if begun is None else text[: begun.start()].strip())
     except Cut as error:
         if stop in (StopReason.LENGTH, StopReason.CONTEXT):
-            return Said(problem="the tool call was cut off, because the turn was too long; be shorter")
-        return Said(problem=f"{error}. {_how(form)}")
+            return ParsedReply(problem="the tool call was cut off, because the turn was too long; be shorter")
+        return ParsedReply(problem=f"{error}. {_how(form)}")
     except Malformed as error:
-        return Said(problem=f"{error}. {_how(form)}")
+        return ParsedReply(problem=f"{error}. {_how(form)}")
 
 
 def recognise(template: str) -> str | None:

@@ -3,18 +3,18 @@
     api         consumes HTTP requests; produces jobs and cancellations
     lead        decides which scheduler does the next seven, see `leader_election.py`
     reconcile   consumes jobs, heartbeats, leases; produces leases; woken by WAKE "scheduler"
-    launch      consumes what the queue lacks; produces trainers and rollout workers, where a launcher is set
-    clear       consumes jobs that have ended; removes their messages
+    autoscale   consumes what the queue lacks; produces trainers and rollout workers, where a launcher is set
+    clean       consumes jobs that have ended; removes their messages
     evaluate    consumes eval jobs and results of episodes; produces EXAM, METRIC
-    keep        consumes what jobs leave behind; puts it into the artifact store, and removes what need not stay
+    archive     consumes artifacts of jobs; puts them into the artifact store and applies retention
     tickets     consumes admission's room; produces TICKET; woken by WAKE "admission"
     measure     consumes ledgers, heartbeats and stream sizes; produces METRIC
     feed        consumes jobs' logs of events; produces EVENT
-    callout     lets in to NATS whoever has a credential for the streams of a job
-    hang up     closes connections of such credentials whose key or job is over
-    keys        cuts off what keys that were revoked, or ran out, have open
+    callout     authenticates NATS clients that have a credential for the streams of a job
+    disconnect  closes connections of such credentials whose key or job has ended
+    keys        closes open requests of revoked and expired keys
     served      produces heartbeats of connected processes that serve environments
-    replicas    answers rollout workers of inference jobs, which ask what is still wanted
+    replicas    answers rollout workers of inference jobs that ask which requests are still wanted
 
 After a kill and restart it continues where it was; running jobs do not notice.
 """
@@ -25,7 +25,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from opentinker.services.scheduler.artifacts.archiver import Archiver
-from opentinker.services.scheduler.autoscaler.autoscaler import Autoscaler, launcher_of, on_their_way
+from opentinker.services.scheduler.autoscaler.autoscaler import Autoscaler, launcher_of, starting_workers
 from opentinker.services.scheduler.environments.served_gateway import Gateway
 from opentinker.services.scheduler.http.auth import AuthMiddleware, register_operator
 from opentinker.services.scheduler.http.server import listening
@@ -51,12 +51,12 @@ async def serve(ctx: Context) -> None:
     def leading(leadership: int) -> dict[str, Coroutine[Any, Any, None]]:
         launching = None if launcher is None else Autoscaler(ctx, launcher)
         return {
-            "reconcile": Reconciler(ctx, leadership, on_their_way(launching)).run(),
-            **({} if launching is None else {"launch": launching.run()}),
-            "clear": JobCleaner(ctx, leadership).run(),
+            "reconcile": Reconciler(ctx, leadership, starting_workers(launching)).run(),
+            **({} if launching is None else {"autoscale": launching.run()}),
+            "clean": JobCleaner(ctx, leadership).run(),
             "evaluate": EvalCoordinator(ctx, leadership).run(),
             "tickets": TicketIssuer(ctx, leadership).run(),
-            "keep": Archiver(ctx, leadership).run(),
+            "archive": Archiver(ctx, leadership).run(),
             "measure": SchedulerMetrics(ctx).run(),
             "feed": EventFeed(ctx).run(),
         }
@@ -68,7 +68,7 @@ async def serve(ctx: Context) -> None:
                 "lead": Leadership(ctx).run(leading),
                 "keys": gate.run(),
                 "callout": NatsAuthCallout(ctx).run(),
-                "hang up": StreamDisconnector(ctx).run(),
+                "disconnect": StreamDisconnector(ctx).run(),
                 "served": gateway.run(),
                 "replicas": replicas.run(),
                 "stop": ctx.stopping.wait(),

@@ -24,7 +24,7 @@ from opentinker.shared.messaging.bus import NoReply, StreamFull
 from opentinker.shared.messaging.subjects import EXAM, EXAM_RESULT, EXAMS
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import ValidationSpec
-from opentinker.shared.types.core import Lease, WeightVersion
+from opentinker.shared.types.core import Lease, WeightVersion, part_id
 from opentinker.shared.types.errors import JobFailed
 from opentinker.shared.types.evaluation import EvalAck, EvalResult
 
@@ -34,7 +34,7 @@ POLL_S = 0.5
 MAX_OUTSTANDING = 1024
 """Maximum number of stored exams without a result; more follow as results arrive, so that a large evaluation does not
 flood the stream."""
-LOST_S = 10.0
+LOST_AFTER_S = 10.0
 """After this long without a result, exams that are not stored any longer are published again."""
 
 
@@ -50,6 +50,10 @@ class EvalScheduler:
         publish: Callable[[SnapshotLike], None],
     ) -> None:
         self.ctx, self.lease, self.plan, self.reporter, self._publish = ctx, lease, plan, reporter, publish
+        self._part = part_id(lease.job, reporter.policy)
+        """The job, or its policy that is evaluated."""
+        self._opponents = [] if plan is None else plan.opponents_of(reporter.policy)
+        self._total = 0 if plan is None else plan.total_of(reporter.policy)
         self._version: WeightVersion | None = None
         """The version under evaluation or due for it."""
         self._held: SnapshotLike | None = None
@@ -125,7 +129,7 @@ class EvalScheduler:
 
     async def run(self) -> None:
         """Run evaluations until cancelled. Raises JobFailed."""
-        serving = await self.ctx.bus.serve(EXAM_RESULT, self._receive, job=self.lease.job)
+        serving = await self.ctx.bus.serve(EXAM_RESULT, self._receive, job=self._part)
         try:
             await self._purge_exams()  # exams of an earlier trainer
             while True:
@@ -150,14 +154,18 @@ class EvalScheduler:
         if await self._until_served(version):
             began = time.monotonic()
             await self._until_done(version, began)
-        if len(self._results) < self.plan.total:
+        if len(self._results) < self._total:
             await self._purge_exams()
         results = [self._results[index] for index in sorted(self._results)]
-        values = await asyncio.to_thread(metrics_of, results, self.plan)
+        names = [opponent.name for opponent in self._opponents]
+        values = await asyncio.to_thread(metrics_of, results, self.plan, names)
         values |= {"val/seconds": time.monotonic() - began}
+        bots = [opponent.bot for opponent in self._opponents if opponent.bot is not None]
+        values |= await asyncio.to_thread(self.reporter.evaluations.rate, version.step, values, bots)
         if self.reporter.spec.train.deterministic and self.reporter.target_uses_evaluation:
             self._require_complete(version, results)  # before any result is stored
-        await self.reporter.evaluations.keep(version.step, [transcript_of(r, self.plan) for r in results if r.messages])
+        kept = [transcript_of(result, self.plan, names) for result in results if result.messages]
+        await self.reporter.evaluations.keep(version.step, kept)
         await self.reporter.evaluations.add(version, values, self.reporter.spec.train.target)
 
     def _require_complete(self, version: WeightVersion, results: list[EvalResult]) -> None:
@@ -166,8 +174,8 @@ class EvalScheduler:
         if version.step >= self.reporter.spec.train.steps:
             return
         failed = [result for result in results if not result.ending.repeats]
-        if len(results) < self.plan.total:
-            why = f"{len(results)} of {self.plan.total} episodes were played within validation.timeout_s"
+        if len(results) < self._total:
+            why = f"{len(results)} of {self._total} episodes were played within validation.timeout_s"
         elif failed:
             why = f"episode {failed[0].index} could not be played ({failed[0].ending}: {failed[0].error})"
         else:
@@ -194,12 +202,12 @@ class EvalScheduler:
     async def _until_done(self, version: WeightVersion, began: float) -> None:
         assert self.plan is not None
         had, heard = 0, began
-        while len(self._results) < self.plan.total and time.monotonic() - began < self.plan.timeout_s:
+        while len(self._results) < self._total and time.monotonic() - began < self.plan.timeout_s:
             self._changed.clear()
             await self._publish_more(version)
             if len(self._results) > had:
                 had, heard = len(self._results), time.monotonic()
-            elif time.monotonic() - heard > LOST_S:
+            elif time.monotonic() - heard > LOST_AFTER_S:
                 await self._republish_lost(version)
                 heard = time.monotonic()
             await wait_event(self._changed, POLL_S)
@@ -208,17 +216,16 @@ class EvalScheduler:
 
     async def _publish_more(self, version: WeightVersion) -> None:
         """Publish the next exams, in order, enough to keep rollout workers busy."""
-        assert self.plan is not None
         room = MAX_OUTSTANDING - (self._published - len(self._results))
-        if room > MAX_OUTSTANDING // 2 and self._published < self.plan.total:
-            first, self._published = self._published, min(self.plan.total, self._published + room)
+        if room > MAX_OUTSTANDING // 2 and self._published < self._total:
+            first, self._published = self._published, min(self._total, self._published + room)
             await self._publish_exams(version, range(first, self._published))
 
     async def _publish_exams(self, version: WeightVersion, indices: Iterable[int]) -> None:
         """Publish exams. Those that a full stream rejects count as lost and are published again later."""
         assert self.plan is not None
         self._publications += 1
-        job = self.lease.job
+        job = self._part
         exams = [exam_at(i, job, version, self.plan) for i in indices]
         try:
             await asyncio.gather(
@@ -233,7 +240,7 @@ class EvalScheduler:
     async def _republish_lost(self, version: WeightVersion) -> None:
         """Publish exams again that two polls in a row found neither stored nor answered: a result may be in transit."""
         try:
-            stored = {exam.index for exam in await self.ctx.bus.stored(EXAM, job=self.lease.job)}
+            stored = {exam.index for exam in await self.ctx.bus.stored(EXAM, job=self._part)}
         except NoReply:
             return
         missing = set(range(self._published)) - self._results.keys() - stored
@@ -244,12 +251,12 @@ class EvalScheduler:
 
     async def _purge_exams(self) -> None:
         assert EXAMS.name is not None
-        await self.ctx.bus.purge(EXAMS.name, EXAM.at(job=self.lease.job))
+        await self.ctx.bus.purge(EXAMS.name, EXAM.at(job=self._part))
 
     async def _receive(self, result: EvalResult) -> EvalAck:
         wanted = result.version == self._version and result.index not in self._results
-        if wanted and not result.ending.failed and result.sampled_by != [result.version]:
-            log.warning("exam_of_other_weights", exam=result.index, versions=[str(v) for v in result.sampled_by])
+        if wanted and not result.ending.failed and not set(result.sampled_by) <= {result.version}:
+            log.warning("exam_with_other_weights", exam=result.index, versions=[str(v) for v in result.sampled_by])
             wanted = False
         if wanted:
             self._results[result.index] = result

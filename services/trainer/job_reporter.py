@@ -29,9 +29,10 @@ from opentinker.services.trainer.learners.base import (
 )
 from opentinker.services.trainer.learning_check import LearningCheck
 from opentinker.services.trainer.mismatch_alarm import WATCHED, WINDOW, MismatchAlarm
+from opentinker.services.trainer.policies import JointProgress
 from opentinker.shared.asyncio_tools import cancel_and_wait, finish_uncancelled
 from opentinker.shared.data.readable_paths import opening
-from opentinker.shared.data.step_log import TRAINER_SOURCE, StepLog, lineage, point_of
+from opentinker.shared.data.step_log import StepLog, lineage, metric_prefix, point_of, trainer_source
 from opentinker.shared.evaluation.records import Evaluations
 from opentinker.shared.messaging.subjects import METRIC, WAKE
 from opentinker.shared.runtime.service import Context
@@ -40,8 +41,8 @@ from opentinker.shared.runtime.timeline import Lanes
 from opentinker.shared.runtime.tracing import trace_id
 from opentinker.shared.spec import JobSpec, StartSpec
 from opentinker.shared.spec.validation import PREFIX
-from opentinker.shared.state.usage import Usage
-from opentinker.shared.types.core import JobState, Lease, WeightVersion
+from opentinker.shared.state.usage import UsageStore
+from opentinker.shared.types.core import JobState, Lease, WeightVersion, part_id
 from opentinker.shared.types.errors import Conflict, Fenced, JobFailed, OpenTinkerError
 from opentinker.shared.types.manifest import Manifest, start_of
 
@@ -53,23 +54,35 @@ TARGET_WINDOW = 10
 
 
 class JobReporter:
-    def __init__(self, ctx: Context, lease: Lease, spec: JobSpec, learner: Trainable, trace: str = "") -> None:
-        """`trace`: the job's traceparent."""
-        self.ctx, self.lease, self.spec, self.learner = ctx, lease, spec, learner
-        self.root: Path = ctx.settings.data_dir / "jobs" / lease.job / "checkpoints"
-        self.metrics = MetricSource(ctx.bus, lease.job, TRAINER_SOURCE)
+    def __init__(
+        self,
+        ctx: Context,
+        lease: Lease,
+        spec: JobSpec,
+        learner: Trainable,
+        trace: str = "",
+        policy: str = "",
+        joint: JointProgress | None = None,
+    ) -> None:
+        """`trace`: the job's traceparent. `policy`: whose, of a job with several; `joint`: what they have in common."""
+        self.ctx, self.lease, self.spec, self.learner, self.policy = ctx, lease, spec, learner, policy
+        self.joint = joint or JointProgress(spec.train.steps, {"": spec.train.steps})
+        self.root: Path = ctx.settings.data_dir / "jobs" / part_id(lease.job, policy) / "checkpoints"
+        self.source = trainer_source(policy)
+        self.metrics = MetricSource(ctx.bus, lease.job, self.source, prefix=metric_prefix(policy))
         self.lanes = Lanes(ctx.bus, lease.job, ctx.worker)
         self._log = StepLog(self.root.parent / "metrics.jsonl")
         self._log_refused = False
         self._trace = trace
-        self.usage = Usage(ctx.store.redis)
-        self.evaluations = Evaluations(ctx.bus, lease.job, self.root.parent, self.event, self.guard)
+        self.usage = UsageStore(ctx.store.redis)
+        self.evaluations = Evaluations(ctx.bus, lease.job, self.root.parent, self.event, self.guard, policy)
         self._alarm = MismatchAlarm()
         self._collapse = CollapseAlarm(spec.train)
         self._learning_check = LearningCheck(spec.algorithm)
         self._window: deque[dict[str, float]] = deque(maxlen=TARGET_WINDOW)
         self.saved: int | None = None
         """Step of the newest good checkpoint."""
+        self._resumed_at: int | None = None
         self._running = False
         self._weights_valid = False
         """Whether the weights are those of a step that succeeded."""
@@ -98,7 +111,7 @@ class JobReporter:
                     f"checkpoint {manifest.name} was written in epoch {manifest.epoch}, this trainer has epoch "
                     f"{self.lease.epoch}: the job's record is older than its checkpoints"
                 )
-            self.saved = manifest.step
+            self.saved = self._resumed_at = manifest.step
             lines = await asyncio.to_thread(
                 lineage, self.root.parent / "metrics.jsonl", manifest.resumed, manifest.step
             )
@@ -122,18 +135,24 @@ class JobReporter:
         if start is not None:
             detail |= {"from": start.checkpoint, "optimizer": start.optimizer}
         event = "resumed" if manifest else "model_loaded"
+        earlier = manifest.resumed if manifest else {}
+        job_step = self.joint.restore(self.policy, step, {**earlier, self.lease.epoch: step})
+        fields: dict[str, Any] = {} if job_step is None else {"step": job_step, "resumed_step": job_step}
         await self.ctx.store.update(
-            self.lease.job, epoch=self.lease.epoch, step=step, resumed_step=step, event=event, detail=detail
+            self.lease.job, epoch=self.lease.epoch, event=event, detail=self._own(detail), **fields
         )
-        log.info(event, **detail)
+        log.info(event, **self._own(detail))
         return manifest
+
+    def _own(self, detail: dict[str, object]) -> dict[str, object]:
+        return {"policy": self.policy, **detail} if self.policy else detail
 
     async def _resend_missing(self, lines: list[dict[str, Any]]) -> None:
         """Send the points of these steps that the metric history lacks: NATS server and trainer died together."""
-        newest = await self.ctx.bus.last(METRIC, job=self.lease.job, source=TRAINER_SOURCE)
+        newest = await self.ctx.bus.last(METRIC, job=self.lease.job, source=self.source)
         for number, line in enumerate(lines, 1):
             if "point" in line and (newest is None or line["time"] > newest.time):
-                await self.metrics.send(point_of(self.lease.job, line, number))
+                await self.metrics.send(point_of(part_id(self.lease.job, self.policy), line, number))
 
     def _start(self, start: StartSpec) -> None:
         """Load the other job's checkpoint, which the scheduler has linked into the job's directory. Blocking."""
@@ -208,7 +227,7 @@ class JobReporter:
                 try:
                     await finish_uncancelled(save())
                 except OpenTinkerError as error:  # the owner must see why the job failed, not this error
-                    log.warning("not_saved", error=str(error))
+                    log.warning("checkpoint_not_saved", error=str(error))
             raise
         except asyncio.CancelledError:
             if self._weights_valid:
@@ -243,15 +262,18 @@ class JobReporter:
                 "trace": trace_id(self._trace),
                 "point": [point.incarnation, point.seq],
                 **line,
-                **point.values,
+                **{name.removeprefix(metric_prefix(self.policy)): value for name, value in point.values.items()},
             },
         )
         names = ("reward/mean", "exact", "loss", *self.spec.train.target)
         shown = {name: values[name] for name in names if name in values} | self._step_time()
         await self.ctx.store.update(
-            self.lease.job, epoch=self.lease.epoch, step=step, progress=orjson.dumps(shown).decode()
+            self.lease.job,
+            epoch=self.lease.epoch,
+            step=self.joint.advance(self.policy, step),
+            progress=orjson.dumps(self.joint.show(self.policy, shown)).decode(),
         )
-        await self.usage.trained(self.lease.job, step, values.get("tokens", 0.0))
+        await self.usage.trained(self.lease.job, step, values.get("tokens", 0.0), self.policy)
 
     async def _update_alarms(self, step: int, values: dict[str, float]) -> None:
         """Update the alarms, and add their state to `values`."""
@@ -335,21 +357,32 @@ class JobReporter:
         await self.ctx.store.require_epoch(self.lease.job, self.lease.epoch)
 
     async def event(self, event: str, detail: dict[str, object]) -> None:
-        await self.ctx.store.update(self.lease.job, epoch=self.lease.epoch, event=event, detail=detail)
+        await self.ctx.store.update(self.lease.job, epoch=self.lease.epoch, event=event, detail=self._own(detail))
 
     def describe_last_checkpoint(self) -> str:
         return "there is no checkpoint yet" if self.saved is None else f"the last good checkpoint is step {self.saved}"
 
     async def succeed(self, step: int) -> None:
-        """Mark the job as succeeded once everything is saved. If nothing was learned, its reason says so."""
+        """Mark the job as succeeded once everything is saved, of its last policy that finishes. If nothing was learned,
+        its reason says so."""
         why = "target reached" if self.target_met() else ""
         if self.spec.kind == "rl" and not why and (why := self._learning_check.warning):
             log.warning("nothing_learned", steps=step)
             await self.event("nothing_learned", {"steps": step, "why": why})
+        self.joint.advance(self.policy, step)
+        self.joint.finish(self.policy, why)
+        if not self.joint.all_finished:
+            if step != self._resumed_at:
+                await self.event("policy_finished", {"step": step, "reason": why})
+            return
         await self.ctx.bus.settle()  # the last metrics arrive before the end of the job
         with contextlib.suppress(Conflict):  # cancelled or failed in between: the lease is about to end
             await self.ctx.store.transition(
-                self.lease.job, JobState.SUCCEEDED, epoch=self.lease.epoch, step=step, reason=why
+                self.lease.job,
+                JobState.SUCCEEDED,
+                epoch=self.lease.epoch,
+                step=self.joint.step,
+                reason=self.joint.reason,
             )
         await self.ctx.bus.emit(WAKE, {"job": self.lease.job}, who="scheduler")
 

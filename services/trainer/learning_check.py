@@ -7,7 +7,7 @@ from typing import Any
 
 from opentinker.shared.spec import AlgorithmSpec
 
-ABSOLUTE = ("gae", "reinforce_pp")
+ABSOLUTE = ("gae", "reinforce_pp", "rae")
 """Estimators without a group baseline: rewards that differ between groups are enough for them."""
 NOTHING_LEARNED = (
     "nothing was learned: in each group of all steps the rewards were equal. The task is too easy or too hard for this "
@@ -16,12 +16,13 @@ NOTHING_LEARNED = (
 
 
 class LearningCheck:
-    """Checks the metrics of all steps so far. With a teacher or a KL term a job learns from equal rewards too."""
+    """Checks the metrics of all steps so far. With a teacher, a KL term, teams or peers within episodes a job may
+    learn from equal rewards of seats too."""
 
     def __init__(self, algorithm: AlgorithmSpec) -> None:
         taught = algorithm.advantage == "none" or algorithm.distill_coef or algorithm.kl_in == "reward"
         self._absolute = algorithm.advantage in ABSOLUTE
-        self._any = bool(taught)
+        self._any = bool(taught or algorithm.team or algorithm.episode_peers)
         self._steps = 0
         self._mean: float | None = None
 

@@ -21,18 +21,21 @@ import structlog
 from opentinker.services.trainer import checkpoint
 from opentinker.services.trainer.batch.assembler import Assembler
 from opentinker.services.trainer.batch.distributions import Histogram, distributions
+from opentinker.services.trainer.batch.starvation import unfillable
 from opentinker.services.trainer.eval_scheduler import EvalScheduler
 from opentinker.services.trainer.job_reporter import JobReporter
 from opentinker.services.trainer.learners.base import Learner, SnapshotLike
+from opentinker.services.trainer.policies import JointProgress
 from opentinker.services.trainer.rollout_log import RolloutLog
 from opentinker.services.trainer.weights.publisher import Publisher
-from opentinker.shared.asyncio_tools import check_cancelled, finish_uncancelled, wait_event
+from opentinker.shared.asyncio_tools import check_cancelled, finish_uncancelled, sleep, wait_event
 from opentinker.shared.messaging.bus import Consumer, Delivery
 from opentinker.shared.messaging.consumer import ConsumerDeleted
 from opentinker.shared.messaging.subjects import GROUP, GROUPS, ROLLOUTS, WAKE
 from opentinker.shared.runtime.leased_worker import LeasedWorker
 from opentinker.shared.runtime.service import first_failure
 from opentinker.shared.spec import JobSpec
+from opentinker.shared.spec.schedules import kept_groups, max_opponent_lag
 from opentinker.shared.state.staleness import Admission
 from opentinker.shared.types.core import Discard, Lease, WeightVersion
 from opentinker.shared.types.errors import JobFailed
@@ -56,9 +59,10 @@ MAX_INVALID = 100
 """Number of unreadable or inconsistent groups over a job's life before it fails."""
 
 
-def consumer_name(job: str, epoch: int) -> str:
-    """Return the name of the durable consumer through which the trainer of this epoch reads GROUP."""
-    return f"train-{job}-{epoch}"
+def consumer_name(job: str, epoch: int, policy: str = "") -> str:
+    """Return the name of the durable consumer through which the trainer of this epoch reads GROUP, for each policy of a
+    job with several."""
+    return f"train-{job}-{epoch}-{policy}" if policy else f"train-{job}-{epoch}"
 
 
 MAX_FETCHED = 256
@@ -75,15 +79,28 @@ class SavedStep(NamedTuple):
 
 
 class TrainerJob:
-    """The work of one lease. Raises JobFailed when the job cannot continue, Fenced when a newer epoch owns it."""
+    """The work of one lease, or of one policy in it. Raises JobFailed when the job cannot continue, Fenced when a newer
+    epoch owns it."""
 
-    def __init__(self, worker: LeasedWorker, lease: Lease, spec: JobSpec, learner: Learner) -> None:
+    def __init__(
+        self,
+        worker: LeasedWorker,
+        lease: Lease,
+        spec: JobSpec,
+        learner: Learner,
+        policy: str = "",
+        joint: JointProgress | None = None,
+    ) -> None:
+        """`policy`: name of this one in a job with several; `spec` has its settings, `joint` all of them."""
         self.worker, self.lease, self.spec, self.learner = worker, lease, spec, learner
+        self.policy, self.joint = policy, joint or JointProgress.of(spec)
         self.ctx = worker.ctx
-        self.reporter = JobReporter(self.ctx, lease, spec, learner, worker.trace)
+        self.reporter = JobReporter(self.ctx, lease, spec, learner, worker.trace, policy, self.joint)
         self.rollout_log = RolloutLog(self.reporter.root.parent, spec.rollout.transcripts, self.reporter.event)
-        self.admission = Admission(self.ctx.store.redis, lease.job, lease.epoch)
-        self.publisher = Publisher(self.ctx, lease, learner.device, self._served)
+        self.admission = Admission(
+            self.ctx.store.redis, lease.job, lease.epoch, policies=list(spec.policies), policy=policy
+        )
+        self.publisher = Publisher(self.ctx, lease, learner.device, self._served, policy)
         self.validation = EvalScheduler(self.ctx, lease, spec.validation, self.reporter, self.publisher.offer)
         algorithm = spec.algorithm
         self.assembler = Assembler(
@@ -91,8 +108,14 @@ class TrainerJob:
             lease.epoch,
             drop_zero_variance=bool(algorithm.drop_zero_variance),
             in_order=spec.train.deterministic,
+            opponent_lag=lambda group: self.joint.moved(group.opponents),
+            max_opponent_lag=max_opponent_lag(spec),
+            keep=kept_groups(spec),
         )
+        self.discarding = asyncio.Lock()
+        """Held while groups are discarded, first in the assembler and then in Redis: no checkpoint sees half of it."""
         self.arrived = asyncio.Event()
+        self.joint.watch(self.arrived)
         self.step = 0
         self.received = 0
         """Bytes of trajectories received by this trainer."""
@@ -107,13 +130,20 @@ class TrainerJob:
         self.shift = 0
         """Number of unused group numbers, see Admission.shift."""
         self.withheld: SnapshotLike | None = None
-        """The newest version, if its evaluation is due and the previous one has not finished: training waits."""
+        """The newest version, if its evaluation is due and the previous one has not finished, or if it becomes visible
+        with those of the other policies: training waits."""
         self.swap: dict[str, float] = {}
+        self.opponent_lags: list[int] = []
+        """Of each group of the batch, when it was taken."""
         self.stepped_at = 0.0
         """Monotonic time of the end of the last step."""
+        self.is_over = False
+        """Whether the policy has made its last step and saved it."""
 
     async def run(self) -> None:
-        await self._restore()
+        async with self.joint.loading:
+            await self._restore()
+        await self.joint.until_restored()
         self.consumer = consumer = await self._consume()
         try:
             await self.validation.offer(await asyncio.to_thread(self.learner.snapshot, self._version))
@@ -148,7 +178,8 @@ class TrainerJob:
             await self.validation.resumed(self.step)
         self.assembler.resumed = resumed
         self.assembler.discarded.update({Discard(reason): n for reason, n in discarded.items()})
-        algorithm = self.spec.algorithm
+        algorithm, rule = self.spec.algorithm, self.joint.rule
+        self.assembler.trained = manifest.ledger["trained"] if manifest is not None else 0
         await self.admission.restore(
             step=self.step,
             max_staleness=algorithm.max_staleness,
@@ -157,6 +188,9 @@ class TrainerJob:
             discarded=discarded,
             next_seq=next_seq,
             position=self.position,
+            trained=self.assembler.trained,
+            gate=rule.gate,
+            turn=rule.turn,
         )
         self.shift = await self.admission.shift()
 
@@ -168,10 +202,10 @@ class TrainerJob:
         job, epoch = self.lease.job, self.lease.epoch
         assert GROUPS.name is not None
         for before in range(max(1, epoch - OLD_CONSUMERS), epoch):
-            await self.ctx.bus.delete_consumer(GROUPS.name, consumer_name(job, before))
+            await self.ctx.bus.delete_consumer(GROUPS.name, consumer_name(job, before, self.policy))
         return await self.ctx.bus.consume(
             GROUP,
-            consumer_name(job, epoch),
+            consumer_name(job, epoch, self.policy),
             batch=min(2 * self.spec.algorithm.groups_per_batch, MAX_FETCHED),
             start_seq=self.assembler.floor + 1,
             job=job,
@@ -192,6 +226,8 @@ class TrainerJob:
 
     async def _receive(self, delivery: Delivery[Group]) -> None:
         group = delivery.noun
+        if self.is_over:  # played for other policies
+            return
         self.received += delivery.size
         if group is None:
             log.error("undecodable_group", group=delivery.key, error=delivery.error)
@@ -214,8 +250,12 @@ class TrainerJob:
             log.error("invalid_group", group=group.seq, error=str(error))
             await self._reject(delivery.seq, group.seq, str(error))
             return
+        if any(trajectory.policy != self.policy for trajectory in group.trajectories):
+            group = group.of(self.policy)
         if self.assembler.add(delivery.seq, group):
             self.arrived.set()
+        if self.assembler.overfull:
+            await self._discard_unfit()
 
     async def _is_consumed(self, group: int) -> bool:
         """Accept the group, or return True if it was accepted and consumed before."""
@@ -226,12 +266,14 @@ class TrainerJob:
 
     async def _reject(self, stream_seq: int, group: int, error: str) -> None:
         """Discard and replace an invalid group. Raises JobFailed after MAX_INVALID of them."""
-        self.assembler.reject(stream_seq, group, self.step + 1)
+        async with self.discarding:
+            batch = self.step + 1
+            self.assembler.reject(stream_seq, group, batch)
+            await self.admission.discard(batch, Discard.INVALID, [group])
         detail = {"group": group, "reason": Discard.INVALID.value, "error": error[-500:]}
         await self.ctx.store.update(
             self.lease.job, epoch=self.lease.epoch, event="group_rejected", failure=True, detail=detail
         )
-        await self.admission.discard(self.step + 1, Discard.INVALID, [group])
         await self._wake_admission()
         count = self.assembler.discarded[Discard.INVALID]
         if count > MAX_INVALID:
@@ -245,10 +287,13 @@ class TrainerJob:
         """Consume pending groups. Returns when all steps are done, the target is met or the service stops."""
         steps = self.spec.train.steps
         self.stepped_at = time.monotonic()
-        while self.step < steps:
-            began = time.monotonic()
-            if await self._target_met():
+        while True:
+            if not await self._until_visible():
+                await finish_uncancelled(self._save())
+                return
+            if self.step >= steps or await self._target_met():
                 break
+            began = time.monotonic()
             if self.withheld is not None:
                 await self.validation.offer(self.withheld)
             with self.reporter.lanes.busy("training", "wait", str(self._version)):
@@ -266,6 +311,22 @@ class TrainerJob:
                 await finish_uncancelled(self._save())
         await self._finish()
 
+    async def _until_visible(self) -> bool:
+        """Where versions become visible together, wait for the other policies and publish. Returns False if the service
+        stops first."""
+        if not self.joint.rule.together:
+            return True
+        while not self.ctx.stopping.is_set():
+            check_cancelled()
+            self.arrived.clear()
+            if self.joint.may_show(self.policy):
+                if self.withheld is not None:
+                    await self.validation.offer(self.withheld)
+                    self.withheld = None
+                return True
+            await wait_event(self.arrived, 0.5)
+        return False
+
     async def _target_met(self) -> bool:
         """Return whether the target is met, after waiting for an evaluation that may end the job: the weights that met
         the target must be the last."""
@@ -276,35 +337,35 @@ class TrainerJob:
     async def _next_batch(self) -> list[Group] | None:
         """Return the next batch, or None when the service stops."""
         began = time.monotonic()
+        await self._discard_unfit()
+        self.assembler.overtaken = 0  # what comes from now on was played while this policy waited
         while not self.ctx.stopping.is_set():
             check_cancelled()
             self.arrived.clear()
-            while dropped := self.assembler.drop(self.step):  # groups that arrive in between are checked too
-                for reason, seqs in dropped.items():
-                    await self.admission.discard(self.step + 1, reason, seqs)
-                    log.info("groups_dropped", reason=reason, groups=len(seqs))
-                await self._wake_admission()
-            batch = self.assembler.take(self.step, self.spec.algorithm.groups_per_batch)
+            await self._discard_unfit()
+            batch = self.assembler.take(self.step, self.spec.algorithm.groups_per_batch, self.joint.growth(self.policy))
             if batch is not None:
+                self.opponent_lags = [self.joint.moved(group.opponents) for group in batch]
                 return batch
-            self._check_zero_variance()
+            if why := unfillable(self.spec, self.policy, self.assembler):
+                raise JobFailed(
+                    f"step {self.step + 1} could not be filled: {why}; {self.reporter.describe_last_checkpoint()}"
+                )
             if time.monotonic() - began > STARVED_S and self.received - self.received_at_purge > STARVED_BYTES:
                 await finish_uncancelled(self._make_room())
                 began = time.monotonic()
             await wait_event(self.arrived, 0.5)
         return None
 
-    def _check_zero_variance(self) -> None:
-        """Raise JobFailed after `max_zero_variance_batches` batches' worth of groups with equal rewards in a row."""
-        algorithm = self.spec.algorithm
-        allowed = (algorithm.max_zero_variance_batches or 0) * algorithm.groups_per_batch
-        if algorithm.drop_zero_variance and self.assembler.barren >= allowed:
-            raise JobFailed(
-                f"{self.assembler.barren} groups since the last step had {algorithm.group_size} equal rewards each, so "
-                f"step {self.step + 1} could not be filled: the task is too easy or too hard for the model by now. "
-                "Set a `train.target` to end in time, take a larger group_size, or drop_zero_variance = false; "
-                f"{self.reporter.describe_last_checkpoint()}"
-            )
+    async def _discard_unfit(self) -> None:
+        """Discard and replace groups that may not be trained now; those that arrive in between are checked too."""
+        async with self.discarding:
+            self.assembler.resting = self.joint.rests(self.policy)
+            while dropped := self.assembler.drop(step := self.step):  # intake discards while a step is made
+                for reason, seqs in dropped.items():
+                    await self.admission.discard(self.assembler.discard_batch(reason, step), reason, seqs)
+                    log.info("groups_dropped", reason=reason, groups=len(seqs))
+                await self._wake_admission()
 
     async def _advance(self, batch: list[Group], waited: float) -> None:
         """Run one step with its ledger entry, snapshot for the workers and metrics. If the job is cancelled during it,
@@ -318,7 +379,8 @@ class TrainerJob:
             self.position = max(group.seq for group in batch) + 1 - self.shift
         await self.admission.train(self.step, [group.seq for group in batch])
         snapshot = await asyncio.to_thread(self.learner.snapshot, self._version)
-        self.withheld = None if self.validation.takes(snapshot) else snapshot
+        published = not self.joint.rule.together and self.validation.takes(snapshot)
+        self.withheld = None if published else snapshot
         ledger = await self.admission.ledger()
         now = time.monotonic()
         seconds, self.stepped_at = now - self.stepped_at, now
@@ -330,6 +392,7 @@ class TrainerJob:
             "queue/pending_groups": float(ledger.pending),
             "queue/running_groups": float(ledger.running),
             "rollout_workers": float(self.publisher.workers),
+            **self._opponent_metrics(),
             **{f"dropped/{reason}": float(count) for reason, count in ledger.discarded.items()},
             **{f"failed/{reason}": float(count) for reason, count in ledger.failed.items()},
             **self.swap,
@@ -337,12 +400,20 @@ class TrainerJob:
         await self.reporter.step(self.step, values, seqs=[group.seq for group in batch])
         await self._log_rollouts(batch, spread)
 
+    def _opponent_metrics(self) -> dict[str, float]:
+        lags = self.opponent_lags
+        if len(self.spec.policies) < 2:
+            return {}
+        return {"opponent_lag/mean": sum(lags) / len(lags), "opponent_lag/max": float(max(lags))}
+
     async def _log_rollouts(self, batch: list[Group], spread: dict[str, Histogram]) -> None:
         """Log the step's episodes and distributions, and announce the kept episodes."""
         now, version = time.time(), self._version
         kept = await self.rollout_log.step(version, now, batch, spread, self.learner.credited)
         if kept:
-            said = KeptStep(job=self.lease.job, epoch=version.epoch, step=version.step, time=now, episodes=kept)
+            said = KeptStep(
+                job=self.lease.job, policy=self.policy, epoch=version.epoch, step=version.step, time=now, episodes=kept
+            )
             await self.ctx.bus.emit(ROLLOUTS, said, job=self.lease.job)
 
     async def _served(self, version: WeightVersion, seconds: dict[str, float]) -> None:
@@ -364,27 +435,23 @@ class TrainerJob:
         if self.saved and self.saved[-1].step == self.step:
             return
         self.received_at_save = self.received
-        try:
-            async with asyncio.timeout(SETTLE_TIMEOUT_S):
-                settled = await self.consumer.settled()
-        except TimeoutError:
-            log.warning(
-                "checkpoint_without_nats", floor=self.assembler.floor
-            )  # of an earlier checkpoint, and still valid
-            settled = self.assembler.floor
-        floor, above, discarded = self.assembler.account(self.step, settled)
-        trained = self.step * self.spec.algorithm.groups_per_batch
+        floor, above, discarded = await self._account()
         manifest = Manifest(
             job=self.lease.job,
+            policy=self.policy,
             epoch=self.lease.epoch,
             step=self.step,
             version=self._version,
             resumed=self.assembler.resumed,
             stream_floor=floor,
             consumed=above,
-            ledger={"trained": trained, **{f"discarded/{reason}": n for reason, n in discarded.items()}},
+            ledger={
+                "trained": self.assembler.trained_by(self.step),
+                **{f"discarded/{reason}": n for reason, n in discarded.items()},
+            },
             next_seq=(await self.admission.ledger()).issued,
             position=self.position,
+            baselines=self.learner.baselines,
         )
         if not await self.reporter.commit(manifest, last=last):
             return
@@ -392,22 +459,50 @@ class TrainerJob:
             await self._release(self.saved[-1])
         self.saved.append(SavedStep(self.step, floor, self.received_at_save))
 
+    async def _account(self) -> tuple[int, list[int], dict[str, int]]:
+        """See `Assembler.account`."""
+        try:
+            async with asyncio.timeout(SETTLE_TIMEOUT_S):
+                settled = await self.consumer.settled()
+        except TimeoutError:  # the floor is that of an earlier checkpoint, and still valid
+            log.warning("checkpoint_without_nats", floor=self.assembler.floor)
+            settled = self.assembler.floor
+        async with self.discarding:
+            return self.assembler.account(self.step, settled)
+
     async def _release(self, saved: SavedStep) -> None:
         """Release everything that this checkpoint accounts for: it will not be read again."""
         await self.admission.commit(saved.step)
         self.assembler.forget(saved.floor)
         self.received_at_purge = saved.received
-        await self.ctx.bus.purge("GROUPS", GROUP.at(job=self.lease.job), below=saved.floor + 1)
+        floor = self.joint.release(self.policy, saved.floor)
+        await self.ctx.bus.purge("GROUPS", GROUP.at(job=self.lease.job), below=floor + 1)
 
-    async def _make_room(self) -> None:
-        """Purge everything that the newest checkpoint accounts for, after verifying it instead of writing two."""
+    async def _make_room(self) -> bool:
+        """Purge everything that the newest checkpoint accounts for, after verifying it instead of writing two. Returns
+        whether it is intact."""
         await self._save()
         found = await asyncio.to_thread(checkpoint.find_newest, self.reporter.root)
-        if found is not None and self.saved and found[1].step == self.saved[-1].step:
+        intact = found is not None and bool(self.saved) and found[1].step == self.saved[-1].step
+        if intact:
+            if self.saved[-1].step == self.step:  # what was discarded since then for good
+                floor, _, _ = await self._account()
+                self.saved[-1] = SavedStep(self.step, floor, self.received)
             await self._release(self.saved[-1])
             log.info("stream_purged", step=self.saved[-1].step)
+        self.received_at_purge = self.received
+        return intact
 
     async def _finish(self) -> None:
         await finish_uncancelled(self._save(last=True))
-        if await self.validation.finish(self.step):
-            await self.reporter.succeed(self.step)
+        if not await self.validation.finish(self.step):
+            return
+        if self.policy:  # the others' matches need its weights until they are finished too
+            self.is_over = True
+            if await finish_uncancelled(self._make_room()):
+                self.joint.cover(self.policy)
+            await self.admission.finish(Discard.SURPLUS)
+            await self._wake_admission()
+        await self.reporter.succeed(self.step)
+        while not self.joint.all_finished and not self.ctx.stopping.is_set():
+            await sleep(0.5)

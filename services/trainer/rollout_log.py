@@ -26,8 +26,8 @@ from opentinker.shared.data.step_log import StepLog
 from opentinker.shared.types.core import WeightVersion
 from opentinker.shared.types.manifest import name_of
 from opentinker.shared.types.telemetry import KeptEpisode
-from opentinker.shared.types.token_records import tokens_of
-from opentinker.shared.types.trajectories import Group, Trajectory, totals
+from opentinker.shared.types.token_records import order_of_play, tokens_of
+from opentinker.shared.types.trajectories import Group, Trajectory, Turn, totals
 
 log = structlog.get_logger()
 
@@ -98,17 +98,23 @@ def expired_steps(steps: Sequence[int]) -> list[int]:
 
 
 def episodes_of(group: Group, credited: Sequence[F64 | None]) -> list[dict[str, Any]]:
-    """Return the samples whose transcript came with the group. `credited`: per trajectory, see `RolloutLog.step`."""
+    """Return the samples whose transcript came with the group, each with the seats of all policies. `credited`: per
+    trajectory, see `RolloutLog.step`."""
     samples: dict[int, list[View]] = {}
     for trajectory, advantages in zip(group.trajectories, credited, strict=True):
         if trajectory.transcript is not None:
             samples.setdefault(trajectory.index, []).append((trajectory, advantages))
-    return [_episode(group, index, views) for index, views in samples.items()]
+    others: dict[int, list[View]] = {}
+    for trajectory in group.others:
+        others.setdefault(trajectory.index, []).append((trajectory, None))
+    return [_episode(group, index, views, others.get(index, [])) for index, views in samples.items()]
 
 
-def _episode(group: Group, index: int, pairs: list[View]) -> dict[str, Any]:
-    views = [view for view, _ in pairs]
+def _episode(group: Group, index: int, own: list[View], others: list[View]) -> dict[str, Any]:
+    """Its numbers are those of the policy that trained on it; its words are those of all seats."""
+    views = [view for view, _ in own]
     rewards, components = totals(views)
+    pairs = [*own, *others]
     return {
         "group": group.seq,
         "sample": index,
@@ -126,16 +132,32 @@ def _episode(group: Group, index: int, pairs: list[View]) -> dict[str, Any]:
         "tokens": sum(int(view.mask.sum()) for view in views),
         "turns": sum(len(view.turns) for view in views),
         "seconds": views[0].seconds,
-        "views": [
-            {
-                "seat": view.seat,
-                "stream": view.stream,
-                "reward": view.reward,
-                "messages": [{"role": said.role, "content": said.text} for said in view.transcript or []],
-                "tokens": None
-                if view.pieces is None
-                else msgspec.to_builtins(tokens_of(view, view.pieces, advantages)),
-            }
-            for view, advantages in pairs
-        ],
+        "order": order_of_play([view for view, _ in pairs]),
+        "views": [_view(view, advantages) for view, advantages in pairs],
+    }
+
+
+def _view(view: Trajectory, advantages: F64 | None) -> dict[str, Any]:
+    messages = [{"role": said.role, "content": said.text} for said in view.transcript or []]
+    for turn in view.turns:
+        if turn.message is not None and turn.message < len(messages):
+            messages[turn.message] |= _words_of(view, turn)
+    return {
+        "seat": view.seat,
+        "stream": view.stream,
+        "policy": view.policy,
+        "reward": view.reward,
+        "messages": messages,
+        "tokens": None if view.pieces is None else msgspec.to_builtins(tokens_of(view, view.pieces, advantages)),
+    }
+
+
+def _words_of(view: Trajectory, turn: Turn) -> dict[str, Any]:
+    """Return what is known of the words of a turn: which one of the episode it is, its tokens, who sampled them."""
+    versions = sorted({span.version for span in view.spans if span.start < turn.end and turn.start < span.end})
+    return {
+        "turn": turn.number,
+        "tokens": [turn.start, turn.end],
+        "versions": [str(version) for version in versions],
+        "reward": turn.reward,
     }

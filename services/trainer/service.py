@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+from contextlib import AsyncExitStack
 from typing import Any
 
 from opentinker.services.trainer import checkpoint
 from opentinker.services.trainer.learners.base import SimulatedLearner
+from opentinker.services.trainer.policies import JointProgress
 from opentinker.services.trainer.rl_loop import TrainerJob
 from opentinker.services.trainer.supervised_loop import SupervisedJob
-from opentinker.shared.asyncio_tools import finish_uncancelled
+from opentinker.shared.asyncio_tools import cancel_and_wait, finish_uncancelled
 from opentinker.shared.runtime.leased_worker import LeasedWorker
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.types.core import Lease, Pool
+from opentinker.shared.spec.policies import spec_of
+from opentinker.shared.types.core import Lease, Pool, parts_of
 
 
 async def serve(ctx: Context) -> None:
@@ -28,19 +31,39 @@ async def serve(ctx: Context) -> None:
 
 
 async def work(worker: LeasedWorker, lease: Lease, spec: JobSpec) -> None:
-    root = worker.ctx.settings.data_dir / "jobs" / lease.job / "checkpoints"
-    worker.leftovers.append(checkpoint.orphan_pattern(root, lease.epoch))
-    learner = await asyncio.to_thread(make_learner, spec)
-    try:
+    specs = {policy: spec_of(spec, policy) for policy in spec.policies or ("",)}
+    for part in parts_of(lease.job, list(spec.policies)):
+        root = worker.ctx.settings.data_dir / "jobs" / part / "checkpoints"
+        worker.leftovers.append(checkpoint.orphan_pattern(root, lease.epoch))
+    async with AsyncExitStack() as held:
+        held.callback(gc.collect)
+        learners = []
+        for own in specs.values():
+            learners.append(await asyncio.to_thread(make_learner, own))
+            held.push_async_callback(_close, learners[-1])
         if spec.kind == "rl":
-            await TrainerJob(worker, lease, spec, learner).run()
+            joint = JointProgress.of(spec)
+            each = zip(specs.items(), learners, strict=True)
+            await train_all([TrainerJob(worker, lease, own, learner, name, joint) for (name, own), learner in each])
         else:
-            await SupervisedJob(worker, lease, spec, learner).run()
+            await SupervisedJob(worker, lease, spec, learners[0]).run()
+
+
+async def _close(learner: Any) -> None:
+    """Not cancellable: if it were cancelled before a thread is free, other ranks would keep running."""
+    await finish_uncancelled(asyncio.to_thread(learner.close))
+
+
+async def train_all(jobs: list[TrainerJob]) -> None:
+    """Train every policy of a job until all have ended. One that fails ends the others, which save what they have."""
+    running = [asyncio.create_task(job.run()) for job in jobs]
+    try:
+        await asyncio.wait(running, return_when=asyncio.FIRST_EXCEPTION)
     finally:
-        # Not cancellable: if it were cancelled before a thread is free, other ranks would keep running.
-        await finish_uncancelled(asyncio.to_thread(learner.close))
-        del learner
-        gc.collect()
+        await cancel_and_wait(*running)
+    for task in running:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            raise error
 
 
 def make_learner(spec: JobSpec) -> Any:

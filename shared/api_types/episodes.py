@@ -10,6 +10,20 @@ class Said(TypedDict):
     content: str
 
 
+class Shown(Said):
+    """A message of a training episode."""
+
+    turn: NotRequired[int]
+    """Turn of the episode, counted over all seats, in which a policy sampled the message. Seats that act at the same
+    time have the same turn."""
+    tokens: NotRequired[list[int]]
+    """[first, after last]: places of the sampled tokens in this view."""
+    versions: NotRequired[list[str]]
+    """Weights that sampled the tokens, EPOCH.STEP."""
+    reward: NotRequired[float]
+    """Reward of the turn."""
+
+
 class Tokens(TypedDict):
     """The first tokens of an episode, column by column."""
 
@@ -41,6 +55,10 @@ class Transcript(TypedDict):
     """Which beginning it has, where each is played several times."""
     sample: NotRequired[int]
     """Which time it is."""
+    opponent: NotRequired[str]
+    """Of [validation] against."""
+    outcome: NotRequired[float]
+    """1 for a win, 0.5 for a draw, 0 for a loss; where other players have seats."""
     reward: float
     seats: NotRequired[dict[str, float]]
     """Rewards, where several play."""
@@ -48,7 +66,7 @@ class Transcript(TypedDict):
     ending: str
     messages: list[Said]
     views: NotRequired[list[SeenTokens]]
-    """The same token by token; of those that were kept before there were any, none."""
+    """The same token by token. Absent in episodes that earlier versions kept."""
 
 
 class Transcripts(TypedDict):
@@ -65,9 +83,12 @@ class View(TypedDict):
     seat: str
     stream: str
     """Which of the seat's contexts."""
+    policy: NotRequired[str]
+    """Who played the seat, in a job with several policies; empty in one with a single policy."""
     reward: float
-    messages: list[Said]
+    messages: list[Shown]
     tokens: Tokens | None
+    """Without advantages where another policy played the seat: only its own trainer knows them."""
 
 
 class Rollout(TypedDict):
@@ -94,6 +115,10 @@ class Rollout(TypedDict):
     turns: int
     seconds: float
     views: list[View]
+    """Views of all seats; first those of the policy that trained on the episode."""
+    order: NotRequired[list[list[int]]]
+    """Messages of all views in the order of play: [place of the view, place of the message]. Absent in episodes that
+    earlier versions kept."""
 
 
 class Rollouts(TypedDict):

@@ -38,6 +38,8 @@ class JobSummary(TypedDict):
     updated: float
     since: float
     """When it came to the queue or, of a job that has begun, when it started."""
+    quiet_since: float
+    """Of a job that is asleep: when its last request ended; 0 if it has never slept."""
     finished: float | None
     """Null while it is not over."""
     deleted: float | None
@@ -69,6 +71,12 @@ class Ledger(TypedDict):
     """Newest weights, EPOCH.STEP."""
     balanced: bool
     """Accepted are as many as trained, pending and discarded together."""
+
+
+class PolicyState(TypedDict):
+    """One policy of a job with several."""
+
+    ledger: Ledger
 
 
 class JobWorker(TypedDict):
@@ -117,6 +125,9 @@ class Job(JobSummary):
 
     spec: dict[str, Any]
     ledger: Ledger
+    """Of a job with several policies: that of the first."""
+    policies: NotRequired[dict[str, PolicyState]]
+    """By name, of a job with several."""
     workers: list[JobWorker]
     metrics: dict[str, LastMetrics]
     """By source."""

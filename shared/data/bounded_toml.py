@@ -10,11 +10,11 @@ import re
 import tomllib
 from typing import Any
 
-MOST_PARTS = 16
+MAX_PARTS = 16
 """Parts of a dotted key or of a table's name."""
 _PART = r"""(?:[\w-]++|"(?:[^"\\\n]|\\[^\n]){0,99}+"|'[^'\n]{0,99}+')"""
 _DOT = r"[ \t]{0,99}+\.[ \t]{0,99}+"
-_LONG_KEY = re.compile(rf"(?<![\w-]){_PART}(?:{_DOT}{_PART}){{{MOST_PARTS}}}", re.ASCII)
+_LONG_KEY = re.compile(rf"(?<![\w-]){_PART}(?:{_DOT}{_PART}){{{MAX_PARTS}}}", re.ASCII)
 """Whatever has longer parts, or more space, has too few of them to matter in a text of bounded length."""
 
 
@@ -24,7 +24,7 @@ def loads(text: str, most_characters: int) -> dict[str, Any]:
         raise ValueError(f"it has {len(text)} characters, and at most {most_characters} are taken")
     if found := _LONG_KEY.search(text):
         line = text.count("\n", 0, found.start()) + 1
-        raise ValueError(f"line {line} has a key of more than {MOST_PARTS} parts")
+        raise ValueError(f"line {line} has a key of more than {MAX_PARTS} parts")
     try:
         return tomllib.loads(text)
     except RecursionError:

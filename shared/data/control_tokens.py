@@ -25,7 +25,7 @@ Mode = Literal["split", "parse"]
 NEUTRAL = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}, {"role": "user", "content": "z"}]
 DIGITS = 5
 """Digits of a stand-in's number."""
-SHORTEST = 3
+MIN_LENGTH = 3
 """Characters of a control token that is not flagged as a special one."""
 
 
@@ -123,7 +123,7 @@ def _control_tokens(tokenizer: Any, templated: bool) -> list[Any]:
 
 
 def _is_markup(text: str) -> bool:
-    return len(text.strip()) >= SHORTEST and not text.isalnum()
+    return len(text.strip()) >= MIN_LENGTH and not text.isalnum()
 
 
 def _written_around(tokenizer: Any) -> str:

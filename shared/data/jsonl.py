@@ -17,8 +17,8 @@ import orjson
 from opentinker.shared.durable_files import local_path
 from opentinker.shared.spec.data import JSON, JSONL, PARQUET
 
-MOST_ROW_BYTES = 64 << 20
-MOST_BLANK = 1_000_000
+MAX_ROW_BYTES = 64 << 20
+MAX_BLANK = 1_000_000
 """Lines one after another: a small compressed file may hold any number of them."""
 
 
@@ -37,16 +37,16 @@ def lines(path: Path) -> Iterator[tuple[int, bytes]]:
         with _open(path) as file:
             blank = 0
             for number in itertools.count(1):
-                line = file.readline(MOST_ROW_BYTES + 1)
+                line = file.readline(MAX_ROW_BYTES + 1)
                 if not line:
                     return
-                if len(line) > MOST_ROW_BYTES:
-                    raise RowError(f"{path}, line {number}: has more than {MOST_ROW_BYTES >> 20} MiB")
+                if len(line) > MAX_ROW_BYTES:
+                    raise RowError(f"{path}, line {number}: has more than {MAX_ROW_BYTES >> 20} MiB")
                 blank = 0 if line.strip() else blank + 1
                 if not blank:
                     yield number, line
-                elif blank > MOST_BLANK:
-                    raise RowError(f"{path}, line {number}: follows {MOST_BLANK} blank ones")
+                elif blank > MAX_BLANK:
+                    raise RowError(f"{path}, line {number}: follows {MAX_BLANK} blank ones")
     except (OSError, EOFError, lzma.LZMAError) as error:
         raise RowError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -62,13 +63,7 @@ class LightTokenizer:
         """`tokenize` must be False: the caller encodes. Raises jinja2.TemplateSyntaxError where the template says what
         is not known here."""
         assert not tokenize
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
-        )
-        environment.globals["strftime_now"] = time.strftime
-        environment.globals["raise_exception"] = _refuse
-        environment.filters["tojson"] = _to_json
-        template = environment.from_string(self._template(with_tools=tools is not None))
+        template = _compiled(self._template(with_tools=tools is not None))
         return template.render(messages=chat, tools=tools, add_generation_prompt=add_generation_prompt, **self._special)
 
     def _template(self, *, with_tools: bool) -> str:
@@ -80,6 +75,18 @@ class LightTokenizer:
             if name in self.chat_template:
                 return self.chat_template[name]
         raise jinja2.TemplateError(f"none of them is named default: {', '.join(sorted(self.chat_template))}")
+
+
+@lru_cache(32)
+def _compiled(template: str) -> jinja2.Template:
+    """Raise jinja2.TemplateSyntaxError. Cached: compilation costs more than all the rest of a turn."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.globals["strftime_now"] = time.strftime
+    environment.globals["raise_exception"] = _refuse
+    environment.filters["tojson"] = _to_json
+    return environment.from_string(template)
 
 
 def _config(directory: Path) -> dict[str, Any]:

@@ -8,12 +8,9 @@ from typing import Any
 
 import orjson
 
-SEEING = ("idefics3",)
+VISION_FAMILIES = ("idefics3",)
 """`model_type` of models that images can be shown to: those that `shared/nn/vision.py` has code for."""
-TEXT_OF_SEEING = (
-    *("gemma3", "gemma3n", "gemma4", "llama4", "mllama", "qwen3_5", "qwen3_5_moe"),
-    *SEEING,
-)
+TEXT_OF_VISION = (*("gemma3", "gemma3n", "gemma4", "llama4", "mllama", "qwen3_5", "qwen3_5_moe"), *VISION_FAMILIES)
 """Vision models that transformers also loads as language models: rows of text can train them."""
 OTHER_SENSES = ("vision_config", "audio_config", "vision_encoder", "visual", "thinker_config", "speech_config")
 """Entries of a config.json that describe a tower in addition to the language model."""
@@ -26,7 +23,7 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 def unsupported_family(config: Mapping[str, Any], *, served: bool) -> str:
     """Why no job can have a model with this config.json; empty if its family is supported. `served`: vLLM loads it."""
     kind = config.get("model_type")
-    if kind in (SEEING if served else TEXT_OF_SEEING):
+    if kind in (VISION_FAMILIES if served else TEXT_OF_VISION):
         return ""
     if config.get("is_encoder_decoder"):
         return f"is a {kind} model, an encoder-decoder; OpenTinker trains and serves decoders of text"
@@ -35,7 +32,7 @@ def unsupported_family(config: Mapping[str, Any], *, served: bool) -> str:
     text_only = not any(isinstance(config.get(name), dict) for name in OTHER_SENSES)
     if text_only and not any(str(name).endswith(CONDITIONAL) for name in names):
         return ""
-    types = ", ".join(SEEING)
+    types = ", ".join(VISION_FAMILIES)
     return (
         f"is a {kind} model; OpenTinker trains and serves text models, and of models that see {types}: take a text "
         "model, or SmolVLM-256M-Instruct for images"

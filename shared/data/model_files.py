@@ -5,6 +5,7 @@ Looked at without loading, by the scheduler when a job is submitted and by every
 
 from __future__ import annotations
 
+import re
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -18,11 +19,20 @@ CODE_KEYS = ("auto_map", "auto_mapping", "custom_pipelines", "custom_generate", 
 """Names of entries by which transformers and peft find Python files to import, at any depth."""
 UNSAFE = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.h5", "*.msgpack")
 INDEX = "*.safetensors.index.json"
-MOST_BYTES = 64 << 20
+MAX_BYTES = 64 << 20
 """Largest file that is read here."""
 LENGTH_BYTES = 8
 """Size of a safetensors file's first field: the length of its header."""
 POINTER = b"version https://git-lfs"[:LENGTH_BYTES]
+
+
+def parameters_in(directory: Path) -> float:
+    """Return the number of parameters of a model, by the size of its weights; 0 where there are none. Blocking."""
+    weights = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+    if not weights:
+        return 0.0
+    halves = {"bfloat16", "float16"} & set(re.findall(r"\w+", (directory / "config.json").read_text()))
+    return weights / (2 if halves else 4)
 
 
 def code_in(directory: Path) -> str | None:
@@ -90,7 +100,7 @@ def _torn(path: Path) -> str:
         length = int.from_bytes(first, "little")
         if first == POINTER:
             return f"holds a pointer of Git LFS in the place of {path.name}: `git lfs pull` fetches it"
-        header = file.read(length) if length <= min(size, MOST_BYTES) else b""
+        header = file.read(length) if length <= min(size, MAX_BYTES) else b""
     try:
         entries = orjson.loads(header)
         ends = [entry["data_offsets"][1] for name, entry in entries.items() if name != "__metadata__"]
@@ -103,8 +113,8 @@ def _torn(path: Path) -> str:
 def _read(path: Path) -> Any:
     """Return the file's parsed content; None if it is absent, a string with the error if it cannot be read."""
     try:
-        if path.stat().st_size > MOST_BYTES:
-            return f"has a {path.name} of more than {MOST_BYTES >> 20} MiB"
+        if path.stat().st_size > MAX_BYTES:
+            return f"has a {path.name} of more than {MAX_BYTES >> 20} MiB"
         return orjson.loads(path.read_bytes())
     except FileNotFoundError:
         return None

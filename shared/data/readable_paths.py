@@ -33,15 +33,15 @@ MACHINE = (Path("/proc"), Path("/sys"), Path("/dev"))
 """Nothing in them is a file of a job, and links in /proc lead anywhere."""
 SHARED_MEMORY = Path("/dev/shm")
 """The exception: an ordinary file system."""
-MOST_LINKS = 40
+MAX_LINKS = 40
 """The kernel follows no more of them in one path."""
-MOST_NAME_BYTES = 255
-MOST_ENTRIES = 100_000
+MAX_NAME_BYTES = 255
+MAX_ENTRIES = 100_000
 """Entries of a directory that a job names, including its subdirectories."""
 DEPTH = 2
 TOKENIZER_CONFIG, INDEX = "tokenizer_config.json", ".index.json"
 """Files of a model that name other files: transformers opens those wherever they are."""
-MOST_CONFIG_BYTES = 64 << 20
+MAX_CONFIG_BYTES = 64 << 20
 SHOWN = 200
 """Characters of a wrong text."""
 RESERVED = "is kept by the server: of its directories only those of your own jobs may be named"
@@ -106,7 +106,7 @@ class Readable:
         """Why this file or directory, or what is in it, may not be opened; empty: it may be, or there is nothing."""
         place = resolved(path, self._here)
         try:
-            return self.refusal(place) or self._why_closed(place, place, DEPTH, iter(range(MOST_ENTRIES)))
+            return self.refusal(place) or self._why_closed(place, place, DEPTH, iter(range(MAX_ENTRIES)))
         except OSError:  # absent or unreadable: the reader reports it
             return ""
 
@@ -119,7 +119,7 @@ class Readable:
         with os.scandir(place) as entries:
             for entry in entries:
                 if next(budget, None) is None:
-                    return f"holds more than {MOST_ENTRIES} files: give a directory of a model or a data set alone"
+                    return f"holds more than {MAX_ENTRIES} files: give a directory of a model or a data set alone"
                 link = inner = Path(entry.path)
                 if entry.is_symlink():
                     inner = resolved(link)
@@ -139,8 +139,8 @@ class Readable:
         """Explain why a file that names weights or vocabularies for transformers is refused."""
         if not _names_files(called):
             return ""
-        if file.stat().st_size > MOST_CONFIG_BYTES:
-            return f"has a {called.name} of more than {MOST_CONFIG_BYTES >> 20} MiB"
+        if file.stat().st_size > MAX_CONFIG_BYTES:
+            return f"has a {called.name} of more than {MAX_CONFIG_BYTES >> 20} MiB"
         try:
             told = orjson.loads(file.read_bytes())
         except orjson.JSONDecodeError:
@@ -159,7 +159,7 @@ class Readable:
         first = text.partition("/")[0]
         if not first or first[0] == "~" or (".." in text and "/" in text) or self._is_inside:
             return False
-        return len(first) > MOST_NAME_BYTES or not os.path.lexists(first)
+        return len(first) > MAX_NAME_BYTES or not os.path.lexists(first)
 
     def _kept_place(self, path: Path) -> Path | None:
         """Where it is as the server names it, if that is below a place of the server's; by name, or because a directory
@@ -210,7 +210,8 @@ class Readable:
 
 def _opened_by(data: Any) -> list[tuple[str, str]]:
     """Fields of a spec that name files or directories of this machine, or something of a hub, and what they say."""
-    named = re.compile(r"(model|teacher|value_model|reward_models\.[0-9]+)\.base|data\.(path|validation)")
+    models = r"(model|policies\.[^.]+\.model|seats\..+\.model|teacher|value_model|reward_models\.[0-9]+)\.base"
+    named = re.compile(rf"{models}|data\.(path|validation)")
     return [(field, text) for field, text in texts_in(data) if named.fullmatch(field)]
 
 
@@ -281,7 +282,7 @@ def resolved(path: Path, here: Path | None = None) -> Path:
             there = min(there, len(found))
             continue
         found.append(name)
-        if there < len(found) - 1 or links == MOST_LINKS:
+        if there < len(found) - 1 or links == MAX_LINKS:
             continue
         try:
             target = Path(os.readlink("/" + "/".join(found)))

@@ -13,7 +13,7 @@ import msgspec
 Shapes = dict[str, tuple[int, ...]]
 NAMED = 3
 """Tensors that a difference names; of all of them it gives the number."""
-LONGEST = 100_000_000
+MAX_HEADER_BYTES = 100_000_000
 """Bytes of a header; the format's own bound."""
 
 
@@ -38,7 +38,7 @@ def shapes_in(*files: Path) -> Shapes:
     for path in files:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            raw = file.read(length) if length <= LONGEST else b""
+            raw = file.read(length) if length <= MAX_HEADER_BYTES else b""
         try:
             if len(raw) != length:
                 raise msgspec.DecodeError(f"its header of {length} bytes is not there")

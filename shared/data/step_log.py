@@ -16,6 +16,7 @@ import orjson
 import structlog
 
 from opentinker.shared.durable_files import make_directories, sync_directory, sync_file
+from opentinker.shared.types.core import part_id, split_part
 from opentinker.shared.types.telemetry import MetricPoint
 
 log = structlog.get_logger()
@@ -25,23 +26,51 @@ TRAINER_SOURCE = "trainer"
 """Source of the metrics of steps."""
 
 
-def point_of(job: str, line: Mapping[str, Any], number: int) -> MetricPoint:
-    """Return the metric point of a line. Lines of versions that did not write `point` are named by their `number`."""
-    incarnation, seq = line.get("point") or ("metrics.jsonl", number)
+UNNAMED = "metrics.jsonl"
+"""Incarnation of points whose lines do not name them."""
+
+
+def trainer_source(policy: str) -> str:
+    """Return the source of the metrics of a policy's steps; a job with one policy has it under the empty name."""
+    return part_id(TRAINER_SOURCE, policy)
+
+
+def metric_prefix(policy: str) -> str:
+    """Return what the names of a policy's metrics begin with in the job's history: its own files have none."""
+    return f"{policy}/" if policy else ""
+
+
+def point_of(part: str, line: Mapping[str, Any], number: int) -> MetricPoint:
+    """Return the metric point of a line. `part`: the job, or JOB~POLICY. Lines of versions that did not write `point`
+    are named by their `number`."""
+    incarnation, seq = line.get("point") or (UNNAMED, number)
+    job, policy = split_part(part)
+    prefix = metric_prefix(policy)
     return MetricPoint(
         job=job,
-        source=TRAINER_SOURCE,
+        source=trainer_source(policy),
         incarnation=incarnation,
         seq=seq,
         time=line["time"],
         step=line["step"],
-        values={name: value for name, value in line.items() if isinstance(value, float) and name != "time"},
+        values={prefix + name: value for name, value in line.items() if isinstance(value, float) and name != "time"},
     )
+
+
+def parse_line(raw: bytes) -> dict[str, Any] | None:
+    """Return a line of the file; None if it is torn or not one of a step."""
+    try:
+        line = orjson.loads(raw)
+    except orjson.JSONDecodeError:
+        return None
+    if not isinstance(line, dict) or not isinstance(line.get("time"), float) or not isinstance(line.get("step"), int):
+        return None
+    return line
 
 
 def lineage(path: Path, resumed: Mapping[int, int], step: int) -> list[dict[str, Any]]:
     """The lines of the steps that led to `step`, in order. `resumed`: epoch -> step at which it began (Manifest)."""
-    lines: list[dict[str, Any]] = []
+    lines: list[Any] = []
     try:
         for line in path.read_bytes().splitlines():
             with contextlib.suppress(orjson.JSONDecodeError):  # half a line, of a process that was killed
@@ -51,7 +80,9 @@ def lineage(path: Path, resumed: Mapping[int, int], step: int) -> list[dict[str,
     counting = {
         line["step"]: line
         for line in lines
-        if line["epoch"] in resumed
+        if isinstance(line, dict)
+        and {"epoch", "step"} <= line.keys()
+        and line["epoch"] in resumed
         and line["step"] <= min([step, *(began for epoch, began in resumed.items() if epoch > line["epoch"])])
     }
     return [counting[number] for number in sorted(counting)]
@@ -110,4 +141,4 @@ def _cut_torn_line(file: io.FileIO, path: Path) -> None:
         whole, left = first + whole if whole else 0, first
     if whole < end:
         file.truncate(whole)
-        log.warning("torn_line_cut", file=str(path), bytes=end - whole)
+        log.warning("torn_line_removed", file=str(path), bytes=end - whole)

@@ -31,9 +31,9 @@ NAME = r"[a-z0-9][a-z0-9_-]{0,62}"
 NAME_RULE = "must be lower case letters, digits, - and _, at most 63; give one with --name"
 DESCRIPTION, PROJECT = "environment.toml", "pyproject.toml"
 LOCKS = ("requirements.lock", "uv.lock")
-MOST_TOML, MOST_LOCK = 1 << 16, 1 << 22
+MAX_TOML, MAX_LOCK = 1 << 16, 1 << 22
 """Characters of what a package says of itself; of its lock."""
-MOST_MISTAKES = 50
+MAX_MISTAKES = 50
 """That are told of one package."""
 SIZE = ".size"
 KEYS = {"name", "class", "lock", "python"}
@@ -175,7 +175,7 @@ def read_package(files: Path, name: str = "") -> Package:
         wrong(f"{source}: python", python, "is not a set of versions, e.g. >=3.11")
     lock, lock_digest = _lock(files, own.get("lock"), project, wrong)
     if mistakes:
-        raise SpecError(mistakes[:MOST_MISTAKES])
+        raise SpecError(mistakes[:MAX_MISTAKES])
     _, count, size = digest_of(files)
     return Package(name=name, path=str(path), root=root, lock=lock, lock_digest=lock_digest, python=python,
                    files=count, bytes=size)  # fmt: skip
@@ -186,7 +186,7 @@ def _described(files: Path, wrong: Any) -> tuple[str, dict[str, Any], dict[str, 
     read: dict[str, Any] = {}
     for name in (DESCRIPTION, PROJECT):
         try:
-            read[name] = bounded_toml.loads((files / name).read_text(), MOST_TOML)
+            read[name] = bounded_toml.loads((files / name).read_text(), MAX_TOML)
         except FileNotFoundError:
             continue
         except (OSError, ValueError) as error:
@@ -258,12 +258,12 @@ def _locked(lock: Path) -> tuple[set[str], str]:
     """Names of what it locks, and what is installed in its normal form. Raises OSError, ValueError."""
     text = lock.read_text(errors="replace")
     if lock.name == LOCKS[0]:
-        if len(text) > MOST_LOCK:
-            raise ValueError(f"it has {len(text)} characters, and at most {MOST_LOCK} are taken")
+        if len(text) > MAX_LOCK:
+            raise ValueError(f"it has {len(text)} characters, and at most {MAX_LOCK} are taken")
         found = pins(text)
         return {pin.name for pin in found}, normal_of(found)
     try:
-        read = bounded_toml.loads(text, MOST_LOCK)
+        read = bounded_toml.loads(text, MAX_LOCK)
     except ValueError as error:
         raise ValueError(f"cannot be read: {error}") from None
     packages = read.get("package", [])

@@ -16,30 +16,40 @@ Z95 = 1.959964
 TASK = "task/"
 OWN = frozenset(
     {"episodes", "failed", "missing", "seconds", "tokens", "reward", "response_length", "turns"}
-    | {"ending", "component", "task", "env", "pass"}
+    | {"ending", "component", "task", "env", "pass", "winrate", "wins", "draws", "losses", "rating"}
 )
 """First parts of names of ours below val/, which an environment's metric must not take."""
+OUTCOMES = {"wins": 1.0, "draws": 0.5, "losses": 0.0}
+"""By name of the metric that counts them, see `EvalResult.outcome`."""
 TASKS_OWN = frozenset({"episodes", "reward", "env"})
 """The same below val/task/NAME/."""
 
 
 def validation_metrics(
-    results: Sequence[EvalResult], episodes: int, *, samples: int = 1, solved_at: float = 1.0
+    results: Sequence[EvalResult],
+    episodes: int,
+    *,
+    samples: int = 1,
+    solved_at: float = 1.0,
+    opponents: Sequence[str] = (),
 ) -> dict[str, float]:
-    """Metrics of an evaluation of `episodes` episodes, `samples` from each start state, of which these have a result.
+    """Metrics of an evaluation of `episodes` episodes, `samples` from each start state, of which these have a result;
+    with `opponents`, of so many against each.
 
     val/reward/{mean,std}, and val/NAME for every metric that the environment reported (`val/env/NAME` where the name is
     taken, or begins with a part of ours), each with `low` and `high` of `interval`; val/reward/seat/NAME where there
-    are several seats (with its bounds; an episode's reward is the mean of its seats'); val/component/NAME (mean part of
-    the reward), val/pass/K as `pass_at` says, val/response_length/{mean,max}, val/turns/mean, val/ending/REASON (share,
-    failed ones included), val/task/NAME/{episodes,reward,METRIC} by task, val/{episodes,failed,missing,tokens}.
+    are several seats (with its bounds; an episode's reward is the mean of the policy's seats); val/component/NAME (mean
+    part of the reward), val/pass/K as `pass_at` says, val/response_length/{mean,max}, val/turns/mean, val/ending/REASON
+    (share, failed ones included), val/task/NAME/{episodes,reward,METRIC} by task, val/{episodes,failed,missing,tokens}.
+    Where other seats play: val/winrate, a draw being half a win, and its counts val/{wins,draws,losses}; with
+    `opponents` val/winrate/OPPONENT and so on, and val/reward/against/OPPONENT.
     Failed episodes are in none of the means. A mean with bounds is one over start states, of the mean of each.
     """
     played = [r for r in results if not r.ending.failed]
     values = {
         "val/episodes": float(len(played)),
         "val/failed": float(len(results) - len(played)),
-        "val/missing": float(episodes - len(results)),
+        "val/missing": float(episodes * max(1, len(opponents)) - len(results)),
         "val/tokens": float(sum(r.tokens for r in played)),
     }
     endings = Counter(r.ending for r in results)
@@ -50,13 +60,15 @@ def validation_metrics(
     }
     if not played:
         return values
-    states = [r.index // samples for r in played]
+    states = [r.index % episodes // samples for r in played]
     rewards = [r.reward for r in played]
     values |= _mean("val/reward/mean", "val/reward", states, rewards) | {"val/reward/std": float(np.std(rewards))}
-    values |= pass_at([_solved(r, solved_at) for r in played], states, samples)
+    apart = [r.index // samples for r in played]  # by opponent too
+    values |= pass_at([_solved(r, solved_at) for r in played], apart, samples)
     by_seat = _by_name(states, [r.seats for r in played])
     for seat, found in by_seat.items() if len(by_seat) > 1 else ():
         values |= _mean(f"val/reward/seat/{seat}", f"val/reward/seat/{seat}", *found)
+    values |= _results_of_games(played, episodes, samples, opponents)
     lengths = [r.tokens for r in played]
     values |= {"val/response_length/mean": float(np.mean(lengths)), "val/response_length/max": float(max(lengths))}
     values["val/turns/mean"] = float(np.mean([len(r.stops) for r in played]))
@@ -66,6 +78,25 @@ def validation_metrics(
     for name, (_, parts) in _by_name(states, [r.components for r in played]).items():
         values[f"val/component/{name}"] = float(np.mean(parts))
     return values | _by_task(states, played, values)
+
+
+def _results_of_games(
+    played: Sequence[EvalResult], episodes: int, samples: int, opponents: Sequence[str]
+) -> dict[str, float]:
+    values: dict[str, float] = {}
+    for number, opponent in enumerate(opponents or ("",)):
+        own = [r for r in played if not opponents or r.index // episodes == number]
+        states, at = [r.index // samples for r in own], f"/{opponent}" if opponent else ""
+        decided = [(state, r.outcome) for state, r in zip(states, own, strict=True) if r.outcome is not None]
+        if decided:
+            over, outcomes = zip(*decided, strict=True)
+            values |= _mean(f"val/winrate{at}", f"val/winrate{at}", over, outcomes)
+            counted = Counter(outcomes)
+            values |= {f"val/{name}{at}": float(counted[outcome]) for name, outcome in OUTCOMES.items()}
+        if opponent and own:
+            place = f"val/reward/against/{opponent}"
+            values |= _mean(place, place, states, [r.reward for r in own])
+    return values
 
 
 def _by_task(states: list[int], played: list[EvalResult], ours: Mapping[str, float]) -> dict[str, float]:

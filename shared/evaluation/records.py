@@ -15,13 +15,14 @@ import msgspec
 import orjson
 import structlog
 
-from opentinker.shared.data.step_log import StepLog, lineage
+from opentinker.shared.data.step_log import StepLog, lineage, metric_prefix
 from opentinker.shared.durable_files import make_directories, replace_durably
-from opentinker.shared.evaluation.metrics import validation_metrics
+from opentinker.shared.evaluation.metrics import OUTCOMES, validation_metrics
+from opentinker.shared.evaluation.ratings import fit_ratings
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.runtime.telemetry import MetricSource
 from opentinker.shared.spec import EvaluationSpec
-from opentinker.shared.types.core import WeightVersion
+from opentinker.shared.types.core import WeightVersion, part_id
 from opentinker.shared.types.evaluation import EvalEpisode, EvalResult, exam_seed
 from opentinker.shared.types.manifest import name_of
 
@@ -29,27 +30,33 @@ log = structlog.get_logger()
 
 SAID = ("val/episodes", "val/reward/mean", "val/exact", "val/loss", "val/failed", "val/missing", "val/seconds")
 """Metrics that the event contains, if present and not 0."""
+MAX_RATED = 500
+"""Most evaluations that are rated together: the newest ones."""
 Tell = Callable[[str, dict[str, object]], Awaitable[None]]
 
 
 def exam_at(index: int, job: str, version: WeightVersion, plan: EvaluationSpec) -> EvalEpisode:
     """Return the episode with this number."""
-    return EvalEpisode(job=job, version=version, index=index, seed=exam_seed(plan.seed, index // plan.samples))
+    state = index % plan.total // plan.samples
+    return EvalEpisode(job=job, version=version, index=index, seed=exam_seed(plan.seed, state))
 
 
-def metrics_of(results: Sequence[EvalResult], plan: EvaluationSpec) -> dict[str, float]:
+def metrics_of(results: Sequence[EvalResult], plan: EvaluationSpec, opponents: Sequence[str] = ()) -> dict[str, float]:
     """As `validation_metrics` says."""
-    return validation_metrics(results, plan.total, samples=plan.samples, solved_at=plan.solved_at)
+    return validation_metrics(results, plan.total, samples=plan.samples, solved_at=plan.solved_at, opponents=opponents)
 
 
-def transcript_of(result: EvalResult, plan: EvaluationSpec) -> dict[str, Any]:
+def transcript_of(result: EvalResult, plan: EvaluationSpec, opponents: Sequence[str] = ()) -> dict[str, Any]:
     """An episode as a line of transcripts."""
-    state, sample = divmod(result.index, plan.samples)
+    opponent, place = divmod(result.index, plan.total)
+    state, sample = divmod(place, plan.samples)
     return {
         "index": result.index,
+        **({"opponent": opponents[opponent]} if opponents else {}),
         **({"state": state, "sample": sample} if plan.samples > 1 else {}),
         "reward": result.reward,
         **({"seats": result.seats} if len(result.seats) > 1 else {}),
+        **({"outcome": result.outcome} if result.outcome is not None else {}),
         "metrics": result.metrics,
         "ending": result.ending,
         "messages": [{"role": m.role, "content": m.text} for m in result.messages],
@@ -57,25 +64,50 @@ def transcript_of(result: EvalResult, plan: EvaluationSpec) -> dict[str, Any]:
     }
 
 
-class Evaluations:
-    """`home` is the job's directory, `event` appends to its event log; `guard` raises Fenced if another epoch owns the
-    job: then nothing is written."""
+def _games_of(values: Mapping[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in values.items() if name.startswith(tuple(f"val/{won}/" for won in OUTCOMES))}
 
-    def __init__(self, bus: Bus, job: str, home: Path, event: Tell, guard: Callable[[], Awaitable[None]]) -> None:
-        self._home, self._event, self._guard = home, event, guard
-        self._source = MetricSource(bus, job, "validation")
+
+class Evaluations:
+    """`home` is the directory of the job, or of its policy; `event` appends to its event log; `guard` raises Fenced if
+    another epoch owns the job: then nothing is written."""
+
+    def __init__(
+        self, bus: Bus, job: str, home: Path, event: Tell, guard: Callable[[], Awaitable[None]], policy: str = ""
+    ) -> None:
+        self._home, self._event, self._guard, self._policy = home, event, guard, policy
+        self._source = MetricSource(bus, job, part_id("validation", policy), prefix=metric_prefix(policy))
         self._log = StepLog(home / "validation.jsonl")
         self.steps: set[int] = set()
         """Evaluated steps of this lineage."""
         self.last: dict[str, float] = {}
         """Metrics of the newest complete evaluation."""
+        self._games: dict[int, dict[str, float]] = {}
+        """Numbers of games won, drawn and lost in the newest complete ones, by step."""
 
     def restore(self, resumed: Mapping[int, int], step: int) -> None:
         """Blocking. What was evaluated on the way to the checkpoint of `step`: these very weights."""
         lines = lineage(self._home / "validation.jsonl", resumed, step)
         self.steps = {line["step"] for line in lines}
         complete = [line for line in lines if not line.get("val/missing")]
+        self._games = {line["step"]: _games_of(line) for line in complete[-MAX_RATED:]}
         self.last = {name: value for name, value in complete[-1].items() if name.startswith("val/")} if complete else {}
+
+    def rate(self, step: int, values: dict[str, float], bots: Sequence[str]) -> dict[str, float]:
+        """Return val/rating of a step's weights and its standard error, from the evaluations up to this one; nothing
+        without games against bots that connect it with the first one, whose rating is 0."""
+        games = {**self._games, step: values}
+        players = list(games)[-MAX_RATED:]
+        results = {
+            (str(player), f"bot {bot}"): [round(games[player].get(f"val/{won}/{bot}", 0.0)) for won in OUTCOMES]
+            for player in players
+            for bot in bots
+        }
+        results = {pair: counts for pair, counts in results.items() if any(counts)}
+        if not any(player == str(step) for player, _ in results):
+            return {}
+        found = fit_ratings(results, {f"bot {bots[0]}": 0.0}).players[str(step)]
+        return {"val/rating": found.elo, "val/rating/error": found.error} if found.anchored else {}
 
     async def add(self, version: WeightVersion, values: dict[str, float], target: Mapping[str, float]) -> None:
         """Record a finished evaluation. An incomplete one is marked so and is ignored by targets. Raises Fenced."""
@@ -84,10 +116,14 @@ class Evaluations:
         complete = not values.get("val/missing")
         if complete:
             self.last = values
+            self._games[version.step] = _games_of(values)
+            for oldest in list(self._games)[:-MAX_RATED]:
+                del self._games[oldest]
         point = await self._source.emit(version.step, values)
         line = {"epoch": version.epoch, "step": version.step, "version": str(version), "time": point.time}
+        own = {name.removeprefix(metric_prefix(self._policy)): value for name, value in point.values.items()}
         try:
-            await asyncio.to_thread(self._append, {**line, **point.values})
+            await asyncio.to_thread(self._append, {**line, **own})
         except OSError as error:
             await self._refused(version.step, error)
         said = {name.removeprefix("val/"): round(values[name], 4) for name in SAID if values.get(name)}

@@ -1,5 +1,5 @@
-"""The only place that talks to NATS (with `consumer.py`, its receiving half): connect, request/serve, publish/consume,
-emit/listen.
+"""The only place that talks to NATS, with `consumer.py`, its receiving half, and `stored_messages.py`:
+connect, request/serve, publish/consume, emit/listen.
 
 JetStream is at-least-once; the checkpoint manifest, never an ack, decides what has been trained once. A publish waits
 for its ack on our own inbox and is repeated under the same id at the reconnect after a server restart, or when no ack
@@ -11,18 +11,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import random
 import time
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from datetime import UTC, datetime
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import nats
 import nats.errors
-import orjson
 import structlog
 from nats.aio.client import Client
 from nats.aio.msg import Msg
@@ -31,6 +27,8 @@ from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy, StreamConfig
 from nats.js.errors import APIError, NotFoundError
 
 from opentinker.shared.asyncio_tools import await_cancellable
+from opentinker.shared.backoff import Backoff
+from opentinker.shared.messaging.connection import NoReply, NoResponders, OutageLog, PublishAcks, StreamFull, TooLarge
 from opentinker.shared.messaging.consumer import (
     ACK_WAIT_S,
     AWAY,
@@ -40,7 +38,8 @@ from opentinker.shared.messaging.consumer import (
     Delivery,
     patiently,
 )
-from opentinker.shared.messaging.permissions import inbox, stream_of
+from opentinker.shared.messaging.permissions import inbox
+from opentinker.shared.messaging.stored_messages import StoredMessages, required_stream
 from opentinker.shared.messaging.subjects import STREAMS, Call, Subject
 from opentinker.shared.security.redact import redacted
 from opentinker.shared.types import codec
@@ -54,13 +53,8 @@ __all__ = [
     "ACK_WAIT_S", "Bus", "Consumer", "ConsumerDeleted", "Delivery", "NoReply", "NoResponders", "StreamFull", "TooLarge",
 ]  # fmt: skip
 
-ERROR_LOG_S = 10.0
-ACK_S = 3.0
-"""A publish without an ack is repeated after this time."""
-LOST = (nats.errors.UnexpectedEOF, nats.errors.StaleConnectionError, OSError)
-"""Errors that the client reports while it loses the connection, before it reports the loss itself."""
 SETTLE_S = 2
-PATIENCE_S = 10.0
+RECONNECT_TIMEOUT_S = 10.0
 """A publish that is not stored within this time is logged, once."""
 
 FULL = (10002, 10023, 10047, 10077)
@@ -69,38 +63,17 @@ TOO_FEW = (10005, 10074)
 """Server error codes: fewer servers in the cluster than replicas, or no cluster."""
 
 
-class NoReply(OpenTinkerError):
-    """Nobody answered a request: no one serves the subject, or not in time."""
-
-
-class NoResponders(NoReply):
-    """The server reports that no process serves the subject at this moment."""
-
-
-class StreamFull(OpenTinkerError):
-    """The server has no room for the message: its store is full, or the account's or the stream's share of it is.
-    Stop producing until a checkpoint, or the end of a job, has made room."""
-
-
-class TooLarge(OpenTinkerError):
-    """The server takes no message of this size, however often it is sent. Sizes in bytes, headers included."""
-
-    def __init__(self, subject: str, size: int, limit: int) -> None:
-        self.size, self.limit = size, limit
-        super().__init__(f"{subject}: the message has {size} bytes, the NATS server takes {limit} (max_payload)")
-
-
-class Bus:
+class Bus(StoredMessages):
     """One connection. Survives server restarts: what may be repeated waits until the server is back, `request` and
     the reading calls that say so raise NoReply instead."""
 
-    def __init__(self, nc: Client, on_reconnect: set[Callable[[], Awaitable[None]]], outage: _Outage) -> None:
-        self.nc = nc
+    def __init__(self, nc: Client, on_reconnect: set[Callable[[], Awaitable[None]]], outage: OutageLog) -> None:
+        super().__init__(nc, nc.jetstream(timeout=2.5))
         self._outage = outage
-        self.js = nc.jetstream(timeout=2.5)
+        self.reconnect_timeout_s = RECONNECT_TIMEOUT_S
         self.on_reconnect = on_reconnect
         """Awaited one after the other when the server is back, after what the client had held back for it."""
-        self._acks = _Acks(nc)
+        self._acks = PublishAcks(nc)
         on_reconnect.add(self._acks.lost)
 
     @classmethod
@@ -117,7 +90,7 @@ class Bus:
         first_failure = True
         on_reconnect: set[Callable[[], Awaitable[None]]] = set()
 
-        outage = _Outage(shown)
+        outage = OutageLog(shown)
 
         async def reconnected() -> None:
             outage.ends()
@@ -177,7 +150,7 @@ class Bus:
     async def await_streams(self, names: Sequence[str]) -> None:
         """Wait until the scheduler has made them."""
         for name in names:
-            say_at: float | None = time.monotonic() + PATIENCE_S
+            say_at: float | None = time.monotonic() + RECONNECT_TIMEOUT_S
             while True:
                 try:
                     await patiently(functools.partial(self.js.stream_info, name))
@@ -289,9 +262,9 @@ class Bus:
         Raises StreamFull when the server has no room for it now, TooLarge when the server never takes it.
         """
         payload = codec.to_json(noun) if subject.json else codec.encode(noun)
-        to, headers, pause = subject.at(**keys), {"Nats-Msg-Id": msg_id}, 0.05
+        to, headers, backoff = subject.at(**keys), {"Nats-Msg-Id": msg_id}, Backoff(0.05, 0.5)
         size = len(payload) + len(f"NATS/1.0\r\nNats-Msg-Id: {msg_id}\r\n\r\n")
-        say_at: float | None = time.monotonic() + PATIENCE_S
+        say_at: float | None = time.monotonic() + self.reconnect_timeout_s
         while True:
             if size > self.nc.max_payload:  # known since the first connect; the server closes connections over it
                 raise TooLarge(to, size, self.nc.max_payload)
@@ -308,9 +281,8 @@ class Bus:
                 why = str(away) or type(away).__name__
             if say_at is not None and time.monotonic() >= say_at:
                 say_at = None
-                log.warning("publish_waits", subject=to, error=why, since_s=PATIENCE_S)
-            await asyncio.sleep(pause * (0.5 + random.random()))
-            pause = min(2 * pause, 0.5)
+                log.warning("publish_delayed", subject=to, error=why, since_s=self.reconnect_timeout_s)
+            await backoff.sleep()
 
     async def consume(
         self,
@@ -334,155 +306,9 @@ class Bus:
             deliver_policy=DeliverPolicy.ALL if start_seq is None else DeliverPolicy.BY_START_SEQUENCE,
             opt_start_seq=start_seq,
         )
-        consumer = Consumer(self.nc, self.js, self.on_reconnect, subject, _stream_of(subject), config, batch)
+        consumer = Consumer(self.nc, self.js, self.on_reconnect, subject, required_stream(subject), config, batch)
         await consumer.open(fresh=start_seq is not None)
         return consumer
-
-    async def delete_consumer(self, stream: str, durable: str) -> None:
-        with contextlib.suppress(NotFoundError):
-            await patiently(lambda: self.js.delete_consumer(stream, durable))
-
-    async def delete_consumers(self, subject: Subject[Any], **keys: str) -> None:
-        """Every durable consumer of exactly this subject."""
-        stream, wanted = _stream_of(subject), subject.at(**keys)
-        names: list[str] = []
-        offset = 0
-        while page := await patiently(functools.partial(self.js.consumers_info, stream, offset)):
-            names += [info.name for info in page if info.config.filter_subject == wanted]
-            offset += len(page)
-        for name in names:
-            await self.delete_consumer(stream, name)
-
-    async def purge(self, stream: str, subject: str, below: int | None = None) -> None:
-        """Remove the subject's messages, all or those with a sequence lower than `below`."""
-        await patiently(lambda: self.js.purge_stream(stream, subject=subject, seq=below))
-
-    async def history(
-        self, subject: Subject[T], after: int, limit: int, *, since: float | None = None, **keys: str
-    ) -> list[tuple[int, T]]:
-        """Up to `limit` stored messages with a stream sequence above `after`, or stored at `since` (Unix seconds) or
-        later, oldest first, without consuming them.
-
-        Raises NoReply while the server is away. Messages that are not a T are left out.
-        """
-        config = ConsumerConfig(
-            name=uuid.uuid4().hex,
-            filter_subject=subject.at(**keys),
-            ack_policy=AckPolicy.NONE,
-            deliver_policy=DeliverPolicy.BY_START_SEQUENCE if since is None else DeliverPolicy.BY_START_TIME,
-            opt_start_seq=after + 1 if since is None else None,
-            opt_start_time=None if since is None else datetime.fromtimestamp(since, UTC),
-            inactive_threshold=10.0,
-            mem_storage=True,
-        )
-        stream = _stream_of(subject)
-        inbox = self.nc.new_inbox()
-        sub = await self.nc.subscribe(inbox, pending_bytes_limit=512 * 2**20)
-        found: list[tuple[int, T]] = []
-        try:
-            info = await self.js.add_consumer(stream, config)
-            want = min(limit, info.num_pending or 0)
-            if want:
-                request = orjson.dumps({"batch": want, "expires": int(5e9)})
-                await self.nc.publish(f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{info.name}", request, reply=inbox)
-            for _ in range(want):
-                msg = await sub.next_msg(timeout=5.0)
-                if not msg.reply:  # a status: the server has no more
-                    break
-                with contextlib.suppress(codec.WireError):
-                    decode = codec.from_json if subject.json else codec.decode
-                    found.append((msg.metadata.sequence.stream, decode(subject.kind, msg.data)))
-            await self.delete_consumer(stream, info.name)
-        except (TimeoutError, *AWAY, *CLOSED) as error:
-            raise NoReply(f"{subject.at(**keys)}: history: {type(error).__name__}") from None
-        finally:
-            if not self.nc.is_closed:
-                await sub.unsubscribe()
-        return found
-
-    async def stored(self, subject: Subject[T], **keys: str) -> list[T]:
-        """Every message stored for the subject, also on a work queue, where a second consumer is not allowed."""
-        found: list[T] = []
-        seq = 1
-        while True:
-            try:
-                raw = await self.js.get_msg(_stream_of(subject), seq=seq, subject=subject.at(**keys), next=True)
-            except NotFoundError:
-                return found
-            except (TimeoutError, *AWAY, *CLOSED) as error:
-                raise NoReply(f"{subject.at(**keys)}: {type(error).__name__}") from None
-            assert raw.seq is not None
-            seq = raw.seq + 1
-            with contextlib.suppress(codec.WireError):
-                found.append(codec.decode(subject.kind, raw.data or b""))
-
-    async def last(self, subject: Subject[T], **keys: str) -> T | None:
-        """The newest message stored for the subject. Raises WireError if it is no T."""
-        try:
-            raw = await patiently(lambda: self.js.get_last_msg(_stream_of(subject), subject.at(**keys)))
-        except NotFoundError:
-            return None
-        return (codec.from_json if subject.json else codec.decode)(subject.kind, raw.data or b"")
-
-    async def counts(self, stream: str, subject: str) -> dict[str, int]:
-        """Messages stored for each subject that the given one, with wildcards, stands for; none is left out as 0."""
-        info = await patiently(lambda: self.js.stream_info(stream, subjects_filter=subject))
-        return dict(info.state.subjects or {})
-
-    async def count(self, stream: str, subject: str) -> int:
-        """Messages stored for the subject."""
-        return sum((await self.counts(stream, subject)).values())
-
-
-class _Acks:
-    """Publishes that wait for their ack, all on one inbox."""
-
-    def __init__(self, nc: Client) -> None:
-        self._nc = nc
-        self._inbox = nc.new_inbox()
-        self._waiting: dict[str, asyncio.Future[dict[str, Any]]] = {}
-        self._count = 0
-
-    async def open(self) -> None:
-        await self._nc.subscribe(self._inbox + ".*", cb=self._receive)
-
-    async def _receive(self, msg: Msg) -> None:
-        future = self._waiting.pop(msg.subject, None)
-        if future is None or future.done():
-            return
-        if msg.data:
-            future.set_result(orjson.loads(msg.data))
-        else:  # 503: no stream listens on the subject, or not yet
-            future.set_exception(nats.errors.NoRespondersError())
-
-    async def publish(self, subject: str, payload: bytes, headers: dict[str, str]) -> dict[str, Any]:
-        """Raises one of AWAY if there was no ack: the message may be stored or not."""
-        if not self._nc.is_connected and not self._nc.is_closed:
-            raise nats.errors.ConnectionReconnectingError
-        self._count += 1
-        reply = f"{self._inbox}.{self._count}"
-        future = self._waiting[reply] = asyncio.get_running_loop().create_future()
-        try:
-            await self._nc.publish(subject, payload, reply=reply, headers=headers)
-            async with asyncio.timeout(ACK_S):
-                ack: dict[str, Any] = await future
-                return ack
-        except TimeoutError:
-            raise nats.errors.TimeoutError from None
-        finally:
-            self._waiting.pop(reply, None)
-
-    async def lost(self) -> None:
-        """The connection is a new one: acks that were on their way will not come."""
-        for future in self._waiting.values():
-            if not future.done():
-                future.set_exception(nats.errors.ConnectionReconnectingError())
-
-
-def _stream_of(subject: Subject[Any]) -> str:
-    name = stream_of(subject)
-    assert name is not None
-    return name
 
 
 def _finish(tasks: set[asyncio.Task[None]]) -> Callable[[asyncio.Task[Any]], None]:
@@ -492,30 +318,3 @@ def _finish(tasks: set[asyncio.Task[None]]) -> Callable[[asyncio.Task[Any]], Non
             log.error("request_handler_failed", exc_info=error)
 
     return done
-
-
-class _Outage:
-    """Logs what the client reports: of a server that is away one line, however often it is looked for, and one when it
-    is back; the same error of one that is there now and then."""
-
-    def __init__(self, url: str) -> None:
-        self._url = url
-        self.ended_at = float("-inf")
-        """When the newest outage ended, monotonic."""
-        self._away = self._said = False
-        self._said_at: dict[str, float] = {}
-
-    async def begins(self) -> None:
-        self._away = True
-
-    def ends(self) -> None:
-        self._away = self._said = False
-
-    async def report(self, error: Exception) -> None:
-        text, now = str(error) or type(error).__name__, time.monotonic()
-        lost = self._away or isinstance(error, LOST)
-        if (lost and self._said) or now - self._said_at.get(text, -ERROR_LOG_S) < ERROR_LOG_S:
-            return
-        self._said = self._said or lost
-        self._said_at = {said: at for said, at in self._said_at.items() if now - at < ERROR_LOG_S} | {text: now}
-        log.warning("nats_error", url=self._url, error=text)

@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -27,7 +27,8 @@ from nats.js.api import ConsumerConfig
 from nats.js.client import JetStreamContext
 from nats.js.errors import NoStreamResponseError, NotFoundError, ServiceUnavailableError
 
-from opentinker.shared.asyncio_tools import await_cancellable, check_cancelled
+from opentinker.shared.asyncio_tools import await_cancellable, check_cancelled, sleep
+from opentinker.shared.backoff import Backoff
 from opentinker.shared.messaging.subjects import Subject
 from opentinker.shared.types import codec
 from opentinker.shared.types.errors import OpenTinkerError
@@ -58,14 +59,13 @@ class ConsumerDeleted(OpenTinkerError):
 
 async def patiently(call: Callable[[], Awaitable[T]]) -> T:
     """Repeat an idempotent call until the server is there to answer it."""
-    pause = 0.05
+    backoff = Backoff(0.05, 0.5)
     while True:
         try:
             return await await_cancellable(call())
         except AWAY as error:
-            log.debug("nats_away", error=str(error) or type(error).__name__)
-        await asyncio.sleep(pause)
-        pause = min(2 * pause, 0.5)
+            log.debug("nats_unavailable", error=str(error) or type(error).__name__)
+        await backoff.sleep()
 
 
 class Delivery(Generic[T]):
@@ -133,6 +133,25 @@ class Delivery(Generic[T]):
     async def in_progress(self) -> None:
         await self._say(self._msg.in_progress())
 
+    @contextlib.asynccontextmanager
+    async def held(self, ack_wait_s: float) -> AsyncIterator[None]:
+        """Keep the message while the block runs, and ack it at its end. A block that is cancelled hands it back; one
+        that raises leaves it to its redelivery. `ack_wait_s`: that of the consumer."""
+        alive = asyncio.create_task(self._keep_alive(ack_wait_s / 3))
+        try:
+            yield
+            await self.ack_sync()
+        except asyncio.CancelledError:
+            await self.nak()
+            raise
+        finally:
+            alive.cancel()
+
+    async def _keep_alive(self, every_s: float) -> None:
+        while True:
+            await sleep(every_s)
+            await self.in_progress()
+
     async def _say(self, message: Awaitable[None]) -> None:
         """If the report is lost, redelivery of the message repeats it."""
         with contextlib.suppress(nats.errors.MsgAlreadyAckdError, *AWAY, *CLOSED):
@@ -163,6 +182,7 @@ class Consumer(Generic[T]):
         self._nc, self._js, self._on_reconnect = nc, js, on_reconnect
         self._subject, self._stream, self._config, self._batch = subject, stream, config, batch
         self._durable: str = config.durable_name
+        self.expires_s = EXPIRES_S
         self._ready: deque[Msg] = deque()
         self._asks: deque[_Ask] = deque()
         self._serial = 0
@@ -239,12 +259,12 @@ class Consumer(Generic[T]):
             return
         if self._refusals >= REFUSALS:
             self._refusals = 0
-            log.warning("consumer_made_again", consumer=self._durable)
+            log.warning("consumer_recreated", consumer=self._durable)
             await patiently(self._make)
         self._serial += 1
-        ask = _Ask(str(self._serial), want - coming, now + EXPIRES_S + GRACE_S)
+        ask = _Ask(str(self._serial), want - coming, now + self.expires_s + GRACE_S)
         self._asks.append(ask)
-        body = orjson.dumps({"batch": ask.left, "expires": int(EXPIRES_S * 1e9)})
+        body = orjson.dumps({"batch": ask.left, "expires": int(self.expires_s * 1e9)})
         subject = f"$JS.API.CONSUMER.MSG.NEXT.{self._stream}.{self._durable}"
         try:
             await self._nc.publish(subject, body, reply=f"{self._inbox}.{ask.serial}")

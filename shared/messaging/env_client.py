@@ -10,14 +10,14 @@ waited out. Only a worker that is gone is final.
 from __future__ import annotations
 
 import asyncio
-import random
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 
 import msgspec
 import structlog
 
+from opentinker.shared.backoff import Backoff
 from opentinker.shared.messaging.bus import Bus, NoReply, NoResponders
 from opentinker.shared.messaging.subjects import ENV_CLOSE, ENV_OPEN, ENV_STEP, SANDBOX_OPEN, SERVED_OPEN, Call
 from opentinker.shared.types.codec import WireError
@@ -44,7 +44,7 @@ UNKNOWN = Policy()
 OPENING_S = 2.5
 """An open that takes longer is reported: a caller that gives up then knows where to close it, and those of a cancelled
 job are gone within its 5 s."""
-ASKED_AT_ONCE = 256
+MAX_PENDING = 256
 """Opens that one client has not been answered yet: large groups open in portions."""
 LATE_S = 2.0
 """An env worker's own deadline comes first: its words say what was late."""
@@ -68,7 +68,7 @@ class EnvClient:
         """`owner`, `own_jobs`: see OpenSession."""
         self._bus = bus
         self._own_jobs = sorted(own_jobs)
-        self._asking = asyncio.Semaphore(ASKED_AT_ONCE)
+        self._asking = asyncio.Semaphore(MAX_PENDING)
         self._owner = owner
         self._tenant = tenant
         """Tenant of the jobs whose episodes are played: environments that its users serve are visible to it alone."""
@@ -94,17 +94,13 @@ class EnvClient:
         policy: Policy = UNKNOWN,
         tools: list[dict[str, object]] | None = None,
         tool_turns: int = 1,
+        bots: Mapping[str, str] | None = None,
         importing: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> SessionReply:
         """Gives up a little before the deadline, with the reason why no session could be had.
 
         `importing`: around the import of the environment, which does not count; its deadline is the env worker's.
         """
-        deadline = time.monotonic() + deadline_s
-        give_up = deadline - min(1.0, 0.1 * deadline_s)
-        pause, why = 0.02, "it did not answer in time"
-        call, keys, nobody = self._way(environment, isolation)
-        imported_s = 0.0
         request = OpenSession(
             job=job,
             session=session,
@@ -116,11 +112,23 @@ class EnvClient:
             deadline_s=deadline_s,
             tools=tools or [],
             tool_turns=tool_turns,
+            bots=dict(bots or {}),
             answer_within_s=0.0,
             policy=policy,
             own_jobs=self._own_jobs,
             owner=self._owner,
         )
+        return await self._ask_until_open(request, importing)
+
+    async def _ask_until_open(
+        self, request: OpenSession, importing: Callable[[], AbstractContextManager[object]]
+    ) -> SessionReply:
+        """`request` with the time that all tries have together."""
+        deadline = time.monotonic() + request.deadline_s
+        give_up = deadline - min(1.0, 0.1 * request.deadline_s)
+        backoff, why = Backoff(0.02, 1.0, factor=1.5), "it did not answer in time"
+        call, keys, nobody = self._way(request.environment, request.isolation)
+        imported_s = 0.0
         while (now := time.monotonic()) < give_up:
             within_s = 0.0
             try:
@@ -135,7 +143,9 @@ class EnvClient:
                         answer_within_s=min(OPENING_S, 0.5 * within_s),
                     )
                     reply = await self._ask(call, request, within_s, keys)
-                reply, took_s = await self._opened(reply, session, give_up, MAX_IMPORT_S - imported_s, importing)
+                reply, took_s = await self._opened(
+                    reply, request.session, give_up, MAX_IMPORT_S - imported_s, importing
+                )
                 imported_s, deadline, give_up = imported_s + took_s, deadline + took_s, give_up + took_s
                 if reply.failure != Ending.ENV_LOST and not reply.busy:
                     return reply
@@ -147,9 +157,8 @@ class EnvClient:
                     why = "it did not answer in time"
             except WireError as error:
                 return _failed("", Ending.ENV_BAD_REPLY, str(error))
-            await asyncio.sleep(now + pause * (0.5 + random.random()) - time.monotonic())
-            pause = min(1.5 * pause, 1.0)
-        return _failed("", Ending.ENV_LOST, f"environment {environment!r} could not be opened: {why}")
+            await asyncio.sleep(now + backoff.delay_s() - time.monotonic())
+        return _failed("", Ending.ENV_LOST, f"environment {request.environment!r} could not be opened: {why}")
 
     async def _ask(
         self, call: Call[OpenSession, SessionReply], request: OpenSession, within_s: float, keys: dict[str, str]
@@ -234,7 +243,7 @@ class EnvClient:
                 await asyncio.sleep(0.1)
             except NoReply as error:
                 gone_since = None
-                log.info("step_asked_again", episode=request.session, turn=request.turn, reason=str(error))
+                log.info("step_retried", episode=request.session, turn=request.turn, reason=str(error))
                 await asyncio.sleep(0.1)
             except WireError as error:
                 return _failed(worker, Ending.ENV_BAD_REPLY, str(error))

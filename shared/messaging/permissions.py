@@ -1,7 +1,7 @@
 """Permissions of each service's user on NATS and Redis. Every right follows from a table; nothing else is allowed.
 
     subjects.py  who sends and who eats   --> `nats_rights`: publish and subscribe, JetStream's API, acks, inboxes
-    STREAM_USES  who looks into a stream, or empties it --'
+    STREAM_USES  who reads a stream, or purges it --'
     subjects.py  what of a job is shown  --> `shown_of`: what whoever has a credential for its streams may hear
     REDIS_KEYS   who reads and writes which keys --> `redis_rules`
 
@@ -76,11 +76,7 @@ STREAM_USES: dict[str, dict[str, tuple[Use, ...]]] = {
         str(LOGS.name): (Use.MAKE, Use.COUNT, Use.EMPTY, Use.CONSUMERS, Use.REPLAY),
         str(TIMELINES.name): (Use.MAKE, Use.COUNT, Use.EMPTY, Use.CONSUMERS, Use.REPLAY),
     },
-    TRAINER: {
-        str(GROUPS.name): (Use.EMPTY,),
-        str(EXAMS.name): (Use.LOOK, Use.EMPTY),
-        str(METRICS.name): (Use.LOOK,),
-    },
+    TRAINER: {str(GROUPS.name): (Use.EMPTY,), str(EXAMS.name): (Use.LOOK, Use.EMPTY), str(METRICS.name): (Use.LOOK,)},
     REFERENCE: {str(SCORES.name): (Use.COUNT,)},
 }
 
@@ -218,5 +214,5 @@ def redis_rules(service: str) -> str:
 
 
 OPERATOR_RULES = "resetkeys allchannels +@all ~*"
-ANYBODY_RULES = "on nopass resetkeys resetchannels -@all +ping"
+COMMON_RULES = "on nopass resetkeys resetchannels -@all +ping"
 """Rights of an unauthenticated client: the supervisor's health probe."""

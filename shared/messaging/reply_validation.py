@@ -5,19 +5,22 @@ child. Types are already checked by decoding (`codec.py`).
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from opentinker.shared.types.core import Ending, Message, Tool
-from opentinker.shared.types.env_protocol import SessionReply
+from opentinker.shared.types.env_protocol import ROUND_SEATS, EnvCheckReply, SeatPrompt, SessionReply
 from opentinker.shared.types.error_text import error_tail
 
 OBSERVATION_BYTES = 256 * 1024
 """All messages of one reply together, with what may be called, and where a turn stops."""
+ROUND_BYTES = 3 * OBSERVATION_BYTES
+"""The same of all seats of a round together: a reply is one message of at most a MiB on a WebSocket."""
 PROMPT_IDS = 256 * 1024
-"""Tokens of a prompt that an environment gives as such: the whole context."""
+"""Tokens of a prompt that an environment gives as such: the whole context. Of all seats of a round together."""
 NAME_CHARACTERS = 100
 NAMED_NUMBERS = 64
 """Components, and metrics, of one reply."""
@@ -59,25 +62,50 @@ def late_import(worker: str, within_s: float) -> SessionReply:
 
 def _problem(reply: SessionReply) -> str:
     """Describe the first problem of the reply; empty if there is none."""
-    size = size_of(reply.messages, reply.tools, reply.stop, reply.prompt_text)
-    names = (reply.seat, reply.stream, *reply.rewards)
+    sizes = [_size(prompt) for prompt in reply.prompts]
+    names = (*(name for prompt in reply.prompts for name in (prompt.seat, prompt.stream)), *reply.rewards)
     named = (reply.components, reply.metrics, *reply.rewards.values())
     values = (reply.reward, *(value for numbers in named for value in numbers.values()))
+    limits = [prompt.max_tokens for prompt in reply.prompts if prompt.max_tokens is not None]
     wrong = {
-        f"{size:,} bytes of messages, tools and stops; at most {OBSERVATION_BYTES:,} are allowed": size
+        f"{max(sizes):,} bytes of messages, tools and stops; at most {OBSERVATION_BYTES:,} are allowed": max(sizes)
         > OBSERVATION_BYTES,
         f"at most {PROMPT_IDS:,} prompt_ids are allowed": len(reply.prompt_ids or ()) > PROMPT_IDS,
         f"seats and streams have names of at most {NAME_CHARACTERS} characters": any(
             len(name) > NAME_CHARACTERS for name in names
         ),
-        f"max_tokens must be positive, not {reply.max_tokens}": reply.max_tokens is not None and reply.max_tokens < 1,
+        f"max_tokens must be positive, not {min(limits, default=1)}": min(limits, default=1) < 1,
         f"at most {NAMED_NUMBERS} named numbers are allowed": any(len(numbers) > NAMED_NUMBERS for numbers in named),
         "numbers must be named by short ASCII strings": any(
             len(name) > NAME_CHARACTERS or not name.isascii() for numbers in named for name in numbers
         ),
         "rewards and metrics must be finite": not all(map(math.isfinite, values)),
     }
-    return next((problem for problem, found in wrong.items() if found), "")
+    found = next((problem for problem, found in wrong.items() if found), "")
+    if found or not reply.round:
+        return found
+    if any(getattr(reply, field) for field in SeatPrompt.__struct_fields__):
+        return "a round and the prompt of a single seat cannot come together"
+    return round_problem(reply.round)
+
+
+def round_problem(prompts: Sequence[SeatPrompt]) -> str:
+    """Describe the first problem that the prompts of a round have together; empty if there is none."""
+    counts = Counter(prompt.seat for prompt in prompts)
+    twice = next((seat for seat, count in counts.items() if count > 1), None)
+    if twice is not None:
+        return f"seat {twice!r:.{NAME_CHARACTERS}} is named twice in a round"
+    if len(prompts) > ROUND_SEATS:
+        return f"a round of {len(prompts)} seats; at most {ROUND_SEATS} may act at the same time"
+    if (size := sum(map(_size, prompts))) > ROUND_BYTES:
+        return f"{size:,} bytes of messages, tools and stops for a round; at most {ROUND_BYTES:,} are allowed"
+    if (ids := sum(len(prompt.prompt_ids or ()) for prompt in prompts)) > PROMPT_IDS:
+        return f"{ids:,} prompt_ids for a round; at most {PROMPT_IDS:,} are allowed"
+    return ""
+
+
+def _size(prompt: SeatPrompt) -> int:
+    return size_of(prompt.messages, prompt.tools, prompt.stop, prompt.prompt_text)
 
 
 def size_of(
@@ -96,9 +124,9 @@ def _parts(message: Message) -> tuple[object, ...]:
     return message.role, message.text, message.tool_calls, message.tool_call_id, message.name
 
 
-def sound_mistakes(errors: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def sound_check(errors: list[dict[str, Any]], seats: list[str]) -> EnvCheckReply:
     """As `sound`, of the answer to a check."""
-    return [
+    mistakes = [
         {
             "field": str(error.get("field", "environment"))[:NAME_CHARACTERS],
             "value": value if len(repr(value := error.get("value"))) <= NAME_CHARACTERS else None,
@@ -106,3 +134,4 @@ def sound_mistakes(errors: list[dict[str, Any]]) -> list[dict[str, Any]]:
         }
         for error in errors[:MISTAKES]
     ]
+    return EnvCheckReply(errors=mistakes, seats=[str(seat)[:NAME_CHARACTERS] for seat in seats[:MISTAKES]])

@@ -103,7 +103,7 @@ TIMELINE = Subject(
 )
 """Who works for a job -> dashboards: what it was busy with, at most once a second. Live and as history."""
 WAKE = Subject("wake.{who}", dict, json=True, by=(SCHEDULER, TRAINER, ROLLOUT), to=(SCHEDULER, TRAINER, ROLLOUT))
-"""Anybody -> a loop that sleeps: look again now. A hint; every loop also looks by itself."""
+"""Any process -> a loop that sleeps: run a round now. A hint; every loop also polls."""
 
 ENV_OPEN = Call(
     "env.open.{environment}", env_protocol.OpenSession, env_protocol.SessionReply, by=(ROLLOUT, SCHEDULER), to=(ENV,)

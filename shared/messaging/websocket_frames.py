@@ -43,7 +43,7 @@ HELLO_S = 5.0
 GOODBYE = 4000
 """WebSocket close code of a player that will not come back. Any other end of a connection may be an accident."""
 TITLE_CHARACTERS = 200
-MOST_SESSIONS = 4096
+MAX_SESSIONS = 4096
 """Concurrent sessions of one player, regardless of the capacity that it announces."""
 _PROCESS = re.compile(r"[A-Za-z0-9_-]{16,64}")
 
@@ -68,7 +68,7 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True):
     """The player's address, as the asker calls it."""
 
 
-class Call(msgspec.Struct, frozen=True, array_like=True):
+class CallFrame(msgspec.Struct, frozen=True, array_like=True):
     serial: int
     verb: str
     """open | step | close | check"""
@@ -76,7 +76,7 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
     """OpenSession, StepSession, CloseSession or EnvCheck."""
 
 
-class Answer(msgspec.Struct, frozen=True, array_like=True):
+class AnswerFrame(msgspec.Struct, frozen=True, array_like=True):
     serial: int
     body: msgspec.Raw
     """SessionReply, to a check EnvCheckReply."""
@@ -145,8 +145,8 @@ async def greet(socket: Socket) -> Hello:
         raise BadFrame(f"protocol {hello.protocol} is not spoken here, only {PROTOCOL}: install the same opentinker")
     if not _PROCESS.fullmatch(hello.process):
         raise BadFrame("process must be 16 to 64 letters, digits and -_")
-    if not 1 <= hello.capacity <= MOST_SESSIONS:
-        raise BadFrame(f"capacity must be 1 to {MOST_SESSIONS}")
+    if not 1 <= hello.capacity <= MAX_SESSIONS:
+        raise BadFrame(f"capacity must be 1 to {MAX_SESSIONS}")
     if max(len(hello.environment), len(hello.host)) > TITLE_CHARACTERS:
         raise BadFrame(f"environment and host have at most {TITLE_CHARACTERS} characters")
     return hello
@@ -166,7 +166,7 @@ class Asker:
         """Returns when the connection has ended. Raises BadFrame, after closing it."""
         try:
             while True:
-                answer = await frame_of(self._socket, Answer)
+                answer = await frame_of(self._socket, AnswerFrame)
                 self._answers += 1
                 if self._answers > self._serial:
                     raise BadFrame(f"{self._answers} answers came to {self._serial} calls")
@@ -192,7 +192,7 @@ class Asker:
         serial = self._serial = self._serial + 1
         waiting = self._waiting[serial] = asyncio.get_running_loop().create_future()
         try:
-            await self._send(codec.encode(Call(serial, verb, msgspec.Raw(codec.encode(noun)))))
+            await self._send(codec.encode(CallFrame(serial, verb, msgspec.Raw(codec.encode(noun)))))
             return codec.decode(kind, await waiting)
         finally:
             del self._waiting[serial]
@@ -220,7 +220,7 @@ async def answer_calls(socket: Socket, play: Play) -> None:
     """
     playing: set[asyncio.Task[None]] = set()
 
-    async def answer(call: Call, noun: Any) -> None:
+    async def answer(call: CallFrame, noun: Any) -> None:
         data = _answer(call.serial, await play(call.verb, noun))
         if not socket.closed:
             try:
@@ -230,7 +230,7 @@ async def answer_calls(socket: Socket, play: Play) -> None:
 
     try:
         while True:
-            call = await frame_of(socket, Call)
+            call = await frame_of(socket, CallFrame)
             if call.verb not in KINDS:
                 raise BadFrame(f"{call.verb!r:.40} is no verb; there are: {', '.join(KINDS)}")
             try:
@@ -248,12 +248,12 @@ async def answer_calls(socket: Socket, play: Play) -> None:
 
 
 def _answer(serial: int, reply: Any) -> bytes:
-    data = codec.encode(Answer(serial, msgspec.Raw(codec.encode(reply))))
+    data = codec.encode(AnswerFrame(serial, msgspec.Raw(codec.encode(reply))))
     if len(data) <= FRAME_BYTES:
         return data
     problem = f"a reply of {len(data):,} bytes is too large: a frame has at most {FRAME_BYTES:,}"
     if isinstance(reply, EnvCheckReply):
         mistake = {"field": "environment.config", "value": None, "problem": problem}
-        return codec.encode(Answer(serial, msgspec.Raw(codec.encode(EnvCheckReply(errors=[mistake])))))
+        return codec.encode(AnswerFrame(serial, msgspec.Raw(codec.encode(EnvCheckReply(errors=[mistake])))))
     failed = SessionReply(worker=reply.worker, failure=Ending.ENV_BAD_REPLY, error=problem)
-    return codec.encode(Answer(serial, msgspec.Raw(codec.encode(failed))))
+    return codec.encode(AnswerFrame(serial, msgspec.Raw(codec.encode(failed))))

@@ -121,13 +121,7 @@ def _in_buckets(query: Tensor, key: Tensor, value: Tensor, plan: Layout, scale: 
             for tensor, like in ((q, query), (k, key), (v, value))
         )
         attended = F.scaled_dot_product_attention(
-            q_b,
-            k_b,
-            v_b,
-            dropout_p=dropout,
-            is_causal=True,
-            scale=scale,
-            enable_gqa=query.shape[1] != key.shape[1],
+            q_b, k_b, v_b, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
         )
         outputs.append(attended.transpose(1, 2).reshape(bucket.numel(), -1))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from opentinker.shared.nn.layout import SEEN, Layout
 from opentinker.shared.types.errors import JobFailed
 
-SIGHT = "opentinker_sight"
+VISION_ATTENTION = "opentinker_sight"
 """Attribute of a loaded model that sees: its `sight.Sight`."""
 LOGITS_AT_ONCE = 1 << 24
 """Largest [tokens, vocabulary] that is kept for the backward pass; above it, logits are made in chunks, twice."""
@@ -93,7 +93,7 @@ def _inputs(causal: Any, plan: Layout) -> dict[str, Tensor]:
     """Token ids; where images are shown, embeddings instead, with theirs in their places. Raises JobFailed."""
     if not plan.shown:
         return {"input_ids": plan.ids_N[None]}
-    sight = getattr(causal, SIGHT, None)
+    sight = getattr(causal, VISION_ATTENTION, None)
     if sight is None:
         raise JobFailed(f"the trajectories show images, and {type(causal).__name__} is no model that sees them")
     image_FH = sight.embeddings(causal, plan.shown)
@@ -119,12 +119,7 @@ def token_values(decoder: Any, head: Any, plan: Layout) -> Tensor:
 
 
 def _head_scores(
-    head: Any,
-    hidden_U: Tensor,
-    targets_U: Tensor,
-    temperature: float | Tensor,
-    entropy_gradient: bool,
-    hits: bool,
+    head: Any, hidden_U: Tensor, targets_U: Tensor, temperature: float | Tensor, entropy_gradient: bool, hits: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     logits_UV = head(hidden_U).float()
     if isinstance(temperature, Tensor):

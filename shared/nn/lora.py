@@ -13,7 +13,7 @@ from torch import nn
 
 from opentinker.shared.data.model_files import code_in, unsafe_weights_in
 from opentinker.shared.data.safetensors_header import difference, shapes_in
-from opentinker.shared.nn.forward import SIGHT
+from opentinker.shared.nn.forward import VISION_ATTENTION
 from opentinker.shared.nn.models import first_line
 from opentinker.shared.nn.vision import VISION_MODULES
 from opentinker.shared.spec import LoraSpec
@@ -30,7 +30,7 @@ def attach_lora(model: nn.Module, lora: LoraSpec) -> PeftModel:
         lora_dropout=lora.dropout,
         target_modules=lora.target_modules,
         init_lora_weights=True if lora.init == "kaiming" else lora.init,
-        exclude_modules=VISION_MODULES if hasattr(model, SIGHT) else None,
+        exclude_modules=VISION_MODULES if hasattr(model, VISION_ATTENTION) else None,
     )
     try:
         adapted = get_peft_model(model, config)

@@ -29,7 +29,7 @@ from opentinker.shared.data.model_families import unsupported_family
 from opentinker.shared.data.model_files import code_in, unsafe_weights_in
 from opentinker.shared.data.safetensors_header import difference
 from opentinker.shared.nn.attention import PACKED
-from opentinker.shared.nn.forward import SIGHT, token_logprobs, token_values
+from opentinker.shared.nn.forward import VISION_ATTENTION, token_logprobs, token_values
 from opentinker.shared.nn.layout import Layout, layout
 from opentinker.shared.nn.vision import FAMILIES, VisionProcessor
 from opentinker.shared.types.errors import JobFailed
@@ -68,7 +68,7 @@ def load_model(base: str, dtype: torch.dtype, device: torch.device | str = "cpu"
     model = _from_pretrained(_language_auto(config), base, config, dtype, attn_implementation="sdpa")
     model.to(device).eval()
     if _language_auto(config) is AutoModelForImageTextToText:
-        setattr(model, SIGHT, VisionProcessor.of(base))
+        setattr(model, VISION_ATTENTION, VisionProcessor.of(base))
         _freeze_eyes(model)
 
     def plain(ids_1T: Tensor) -> Tensor:
@@ -210,7 +210,7 @@ def refuse_other_model(base: str, wanted: str) -> None:
 
 
 _NO_PART_OF_THE_MODEL = {"_name_or_path", "architectures", "dtype", "initializer_range", "max_position_embeddings"} | {
-    *("transformers_version", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "id2label", "label2id"),
+    *("transformers_version", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "id2label", "label2id")
 }
 """Entries of a configuration that may differ where the weights mean the same."""
 
@@ -295,7 +295,7 @@ def _packed_difference(
     with torch.no_grad():
         expected_M = torch.cat([plain(torch.tensor([row], device=device)) for row in rows])
         try:
-            model.set_attn_implementation({"text_config": PACKED} if hasattr(model, SIGHT) else PACKED)
+            model.set_attn_implementation({"text_config": PACKED} if hasattr(model, VISION_ATTENTION) else PACKED)
             plan = layout(rows, [[0] + [1] * (len(row) - 1) for row in rows])
             found_M = packed(plan.to(device))
         except (TypeError, ValueError, KeyError, AttributeError, NotImplementedError) as error:

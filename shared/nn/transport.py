@@ -38,8 +38,8 @@ GIVEN_UP = "given-up"
 """Key of a group's store: the reason why the group has been abandoned. Waiting members poll it, because gloo does not
 wake a member in the middle of a message when the connection ends."""
 BACKLOG = 1024
-LOOK_S = 0.1
-ARRIVAL_LOOK_S = 0.02
+POLL_S = 0.1
+ARRIVAL_POLL_S = 0.02
 STRIDE = 0x9E3779B97F4A7C15
 MASK = (1 << 64) - 1
 
@@ -189,7 +189,7 @@ def _listen(address: str) -> socket.socket:
         except OSError as error:
             if error.errno != errno.EADDRNOTAVAIL:
                 raise
-    log.warning("listens_on_all_addresses", advertise_host=address, known_as=sorted({info[4][0] for info in infos}))
+    log.warning("listening_on_all_addresses", advertise_host=address, known_as=sorted({info[4][0] for info in infos}))
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", 0), family=socket.AF_INET6, backlog=BACKLOG, dualstack_ipv6=True)
     return socket.create_server(("", 0), backlog=BACKLOG)
@@ -354,7 +354,7 @@ def _arrive(store: dist.TCPStore, rank: int, world: int, deadline: float) -> str
             return why
         if time.monotonic() > deadline:
             return f"rank {', '.join(map(str, missing))} did not come in time"
-        time.sleep(ARRIVAL_LOOK_S)
+        time.sleep(ARRIVAL_POLL_S)
     return ""
 
 
@@ -370,9 +370,9 @@ def _over(work: dist.Work, on_gloo: bool) -> bool:
     """True as soon as the work has ended, well or not; False after LOOK_S."""
     if on_gloo:
         with contextlib.suppress(RuntimeError):  # not yet; or it has failed, and the next wait says so again
-            work.wait(_delta(LOOK_S))
+            work.wait(_delta(POLL_S))
         return bool(work.is_completed())
-    end = time.monotonic() + LOOK_S
+    end = time.monotonic() + POLL_S
     while (
         not (over := work.is_completed()) and time.monotonic() < end
     ):  # NCCL's wait returns before the bytes are there

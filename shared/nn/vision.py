@@ -38,8 +38,8 @@ FAMILIES: dict[str, dict[str, Any]] = {"idefics3": {"return_row_col_info": True}
 torchvision, which has no CPU build."""
 VISION_MODULES = r".*\b(vision_model|connector)\b.*"
 """Names of what is no part of the language model: it gets no adapters."""
-MOST_PIXELS = 1 << 24
-LONGEST_TO_SHORTEST = 100
+MAX_PIXELS = 1 << 24
+MAX_ASPECT_RATIO = 100
 KEPT_BYTES = 256 << 20
 """Bytes of cached pixels in a rollout worker, of prompt placeholders, and of embeddings next to a model."""
 MALFORMED = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, OverflowError)
@@ -223,10 +223,10 @@ def _opened(data: bytes) -> PIL.Image.Image:
         with PIL.Image.open(io.BytesIO(data), formats=("PNG", "JPEG")) as picture:
             width, height = picture.size
             size = f"an image has {width} x {height} pixels"
-            if width * height > MOST_PIXELS:
-                raise BadImage(f"{size}, and {MOST_PIXELS:,} are allowed: scale it down")
-            if max(width, height) > LONGEST_TO_SHORTEST * min(width, height):
-                raise BadImage(f"{size}: one side is over {LONGEST_TO_SHORTEST} times the other")
+            if width * height > MAX_PIXELS:
+                raise BadImage(f"{size}, and {MAX_PIXELS:,} are allowed: scale it down")
+            if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
+                raise BadImage(f"{size}: one side is over {MAX_ASPECT_RATIO} times the other")
             return picture.convert("RGB")
     except PIL.UnidentifiedImageError:
         raise BadImage("an image is neither PNG nor JPEG, whatever its type says") from None

@@ -19,7 +19,7 @@ TopLogprobs = list[tuple[str, float]]
 """Tokens at one place as text, and their logprobs; the likeliest first."""
 
 
-class Answer(Protocol):
+class ReplyText(Protocol):
     """A model's answer."""
 
     @property
@@ -44,7 +44,7 @@ class Answer(Protocol):
     def prompt_tokens(self) -> int: ...
 
 
-def said(asked: ParsedRequest, answer: Answer) -> Message:
+def said(asked: ParsedRequest, answer: ReplyText) -> Message:
     """The answer as the asker gets it, and as it stands in a request that continues from it."""
     if answer.tool_calls:
         return Message(role="assistant", content=answer.words, tool_calls=answer.tool_calls)
@@ -57,14 +57,14 @@ def cut(text: str, stops: Sequence[str]) -> str:
     return text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))]
 
 
-class Stream:
+class AnswerStream:
     """The chunks of one response, in order: `begin`, `more` any number of times, `end`."""
 
     def __init__(self, asked: ParsedRequest, *, chat: bool, mark: str = "") -> None:
         self._asked, self._chat = asked, chat
         self._head = _head(asked, "chat.completion.chunk" if chat else "text_completion", mark)
 
-    def begin(self, answer: Answer | None = None) -> list[Json]:
+    def begin(self, answer: ReplyText | None = None) -> list[Json]:
         """`answer`: where it is known to be one that calls tools."""
         content = None if answer is not None and answer.tool_calls and not answer.words else ""
         return [self._chunk({"role": "assistant", "content": content})] if self._chat else []
@@ -86,13 +86,13 @@ class Stream:
             )
         return {**self._head, "choices": [_completion(self._asked, text, ids, logprobs, tokens, offsets, None, likely)]}
 
-    def calls(self, answer: Answer, tokens: Sequence[str] = (), likely: Sequence[TopLogprobs] = ()) -> Json:
+    def calls(self, answer: ReplyText, tokens: Sequence[str] = (), likely: Sequence[TopLogprobs] = ()) -> Json:
         """And the words before them, if there are any."""
         words = {"content": answer.words} if answer.words else {}
         listed = [{"index": n, **call} for n, call in enumerate(_calls(answer.tool_calls))]
         return self._chunk({**words, "tool_calls": listed}, _chat_logprobs(self._asked, answer, tokens, likely))
 
-    def end(self, answer: Answer) -> list[Json]:
+    def end(self, answer: ReplyText) -> list[Json]:
         if self._chat:
             last = self._chunk({}, None, _finish(answer))
         else:
@@ -106,7 +106,11 @@ class Stream:
 
 
 def chat_answer(
-    asked: ParsedRequest, answer: Answer, tokens: Sequence[str] = (), mark: str = "", likely: Sequence[TopLogprobs] = ()
+    asked: ParsedRequest,
+    answer: ReplyText,
+    tokens: Sequence[str] = (),
+    mark: str = "",
+    likely: Sequence[TopLogprobs] = (),
 ) -> Json:
     """`tokens`: the sampled ones as text, where that is known; `mark`: names the weights; `likely`: at the place of
     each token."""
@@ -126,16 +130,16 @@ def _words(message: Message) -> str | None:
     return message.text or (None if message.tool_calls else "")
 
 
-def chat_chunks(asked: ParsedRequest, answer: Answer) -> list[Json]:
+def chat_chunks(asked: ParsedRequest, answer: ReplyText) -> list[Json]:
     """The same as a stream in one piece, where the answer is there as a whole."""
-    stream = Stream(asked, chat=True)
+    stream = AnswerStream(asked, chat=True)
     whole = stream.more(said(asked, answer).text, answer.ids, answer.logprobs)
     return [*stream.begin(answer), stream.calls(answer) if answer.tool_calls else whole, *stream.end(answer)]
 
 
 def completion_answer(
     asked: ParsedRequest,
-    answer: Answer,
+    answer: ReplyText,
     tokens: Sequence[str] = (),
     mark: str = "",
     offsets: Sequence[int] = (),
@@ -147,12 +151,12 @@ def completion_answer(
     return {**_head(asked, "text_completion", mark), "choices": [choice], "usage": _usage(answer)}
 
 
-def completion_chunks(asked: ParsedRequest, answer: Answer) -> list[Json]:
-    stream = Stream(asked, chat=False)
+def completion_chunks(asked: ParsedRequest, answer: ReplyText) -> list[Json]:
+    stream = AnswerStream(asked, chat=False)
     return [stream.more(said(asked, answer).text, answer.ids, answer.logprobs), *stream.end(answer)]
 
 
-def generate_answer(asked: ParsedRequest, answer: Answer) -> Json:
+def generate_answer(asked: ParsedRequest, answer: ReplyText) -> Json:
     """Return the answer of `POST /inference/v1/generate`: every sampled token, including the end-of-turn token, with
     its log-probability."""
     choice = {
@@ -192,12 +196,12 @@ def _head(asked: ParsedRequest, kind: str, mark: str) -> Json:
     return head | ({"system_fingerprint": mark} if mark else {})
 
 
-def _usage(answer: Answer) -> Json:
+def _usage(answer: ReplyText) -> Json:
     prompt, sampled = answer.prompt_tokens, len(answer.ids)
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 
-def _finish(answer: Answer) -> str:
+def _finish(answer: ReplyText) -> str:
     return "tool_calls" if answer.tool_calls else FINISH[answer.stop]
 
 
@@ -209,7 +213,7 @@ def _calls(calls: list[ToolCall]) -> list[Json]:
 
 
 def _chat_logprobs(
-    asked: ParsedRequest, answer: Answer, tokens: Sequence[str], likely: Sequence[TopLogprobs] = ()
+    asked: ParsedRequest, answer: ReplyText, tokens: Sequence[str], likely: Sequence[TopLogprobs] = ()
 ) -> Json | None:
     listed = _token_logprobs(answer.ids, answer.logprobs, tokens, likely)
     return {"content": listed, "refusal": None} if asked.logprobs else None

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from typing import Any
 
 Json = dict[str, Any]
-MOST_STOPS = 16
-LARGEST_ID = 2**31
+MAX_STOPS = 16
+MAX_TOKEN_ID = 2**31
 
 
 class InvalidField(Exception):
@@ -66,14 +66,14 @@ def stops(body: Json) -> list[str]:
     found = [value] if isinstance(value, str) else [] if value is None else value
     if not isinstance(found, list) or any(not isinstance(stop, str) or not stop for stop in found):
         raise InvalidField("must be a string or a list of strings", param="stop")
-    if len(found) > MOST_STOPS:
-        raise InvalidField(f"can have {MOST_STOPS} strings at most", param="stop")
+    if len(found) > MAX_STOPS:
+        raise InvalidField(f"can have {MAX_STOPS} strings at most", param="stop")
     return found
 
 
 def token_ids(body: Json, name: str) -> list[int]:
     ids = body.get(name)
-    if not isinstance(ids, list) or not ids or any(type(id) is not int or not 0 <= id < LARGEST_ID for id in ids):
+    if not isinstance(ids, list) or not ids or any(type(id) is not int or not 0 <= id < MAX_TOKEN_ID for id in ids):
         raise InvalidField("must be a list of token ids, at least one", param=name)
     return ids
 

@@ -19,7 +19,7 @@ from opentinker.shared.types.core import Image, Message, Text, Tool, ToolCall
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 IMAGE_TYPES = ("image/png", "image/jpeg")
-MOST_LIKELY_CHAT, MOST_LIKELY = 20, 5
+MAX_LIKELY_CHAT, MAX_LIKELY = 20, 5
 """Tokens at each place whose logprobs a chat and a completion can ask for: OpenAI's limits."""
 
 
@@ -59,7 +59,7 @@ def parse_chat(body: Json, session: str = "", *, likely: bool = False) -> Parsed
             'tool_choice can be "auto" or "none" here: nothing forces what is sampled', param="tool_choice"
         )
     tools = [] if choice == "none" else [_tool(tool, f"tools[{n}]") for n, tool in enumerate(items(body, "tools"))]
-    top, logprobs = _most_likely(body, "top_logprobs", MOST_LIKELY_CHAT, likely), flag(body, "logprobs")
+    top, logprobs = _most_likely(body, "top_logprobs", MAX_LIKELY_CHAT, likely), flag(body, "logprobs")
     if top is not None and not logprobs:
         raise InvalidField("top_logprobs needs logprobs = true", param="top_logprobs")
     asked = ParsedRequest(
@@ -90,7 +90,7 @@ def parse_completion(body: Json, session: str = "", *, likely: bool = False) -> 
         prompt = prompt[0]
     if prompt == "":
         raise InvalidField("must not be empty", param="prompt")
-    logprobs = _most_likely(body, "logprobs", MOST_LIKELY, likely)
+    logprobs = _most_likely(body, "logprobs", MAX_LIKELY, likely)
     asked = ParsedRequest(
         token_ids=None if isinstance(prompt, str) else token_ids({"prompt": prompt}, "prompt"),
         text=prompt if isinstance(prompt, str) else None,

@@ -17,8 +17,8 @@ INERT = frozenset({"user", "metadata", "store", "service_tier", "safety_identifi
 """Say nothing about what is sampled."""
 USUAL: Json = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "min_p": 0, "min_tokens": 0}
 """Values that are accepted because they change nothing."""
-HOTTEST = 10.0
-LARGEST_SEED = 2**63 - 1
+MAX_TEMPERATURE = 10.0
+MAX_SEED = 2**63 - 1
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,10 +43,10 @@ def parse_manner(body: Json, *, chat: bool) -> SamplingParams:
         raise InvalidField(
             "parallel_tool_calls can only be true: nothing forces what is sampled", param="parallel_tool_calls"
         )
-    temperature, top_p = number(body, "temperature", 0, HOTTEST), number(body, "top_p", 0, 1, above=True)
+    temperature, top_p = number(body, "temperature", 0, MAX_TEMPERATURE), number(body, "top_p", 0, 1, above=True)
     top_k, seed = body.get("top_k"), whole(body, "seed", 0)
-    if seed is not None and seed > LARGEST_SEED:
-        raise InvalidField(f"must be at most {LARGEST_SEED}", param="seed")
+    if seed is not None and seed > MAX_SEED:
+        raise InvalidField(f"must be at most {MAX_SEED}", param="seed")
     return SamplingParams(
         temperature=1.0 if temperature is None else temperature,
         top_p=1.0 if top_p is None else top_p,

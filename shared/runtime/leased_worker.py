@@ -18,7 +18,7 @@ import msgspec
 import structlog
 from redis.exceptions import RedisError
 
-from opentinker.shared.asyncio_tools import AGAIN_S, cancel_and_wait, sleep, wait_event
+from opentinker.shared.asyncio_tools import RETRY_S, cancel_and_wait, sleep, wait_event
 from opentinker.shared.messaging.subjects import WAKE
 from opentinker.shared.runtime.gpus import visible
 from opentinker.shared.runtime.service import Context, first_failure
@@ -32,13 +32,13 @@ from opentinker.shared.types.errors import Conflict, Fenced, JobFailed, NotFound
 log = structlog.get_logger()
 
 GRANT_S = 2.0
-"""Between a scheduler's look at the workers and the lease that it writes."""
-LOOK_S = 0.5
+"""Between a scheduler's observation of the workers and the lease that it writes."""
+POLL_S = 0.5
 """At what ends its work: whether that is still wanted."""
 LEAVE_S = 1.0
 CLOSE_S = 30.0
 """Time for closing resources after a lost lease; a trainer has more, because it saves."""
-LET_GO_S = 120.0
+RELEASE_TIMEOUT_S = 120.0
 """So long a trainer may save for a job that is over. Nobody counts on who holds on for longer without a lease."""
 STOP_S = 1.0
 """Time beyond `drain_s` for which work that cannot be interrupted may delay the end of a stopping service."""
@@ -52,8 +52,18 @@ class LeasedWorker:
     JobFailed of a rollout worker that cannot even load what others of the job generate with.
     """
 
-    def __init__(self, ctx: Context, pool: Pool, work: Work) -> None:
+    def __init__(
+        self,
+        ctx: Context,
+        pool: Pool,
+        work: Work,
+        *,
+        grant_s: float = GRANT_S,
+        close_s: float = CLOSE_S,
+        release_timeout_s: float = RELEASE_TIMEOUT_S,
+    ) -> None:
         self.ctx = ctx
+        self._grant_s, self._close_s, self._release_timeout_s = grant_s, close_s, release_timeout_s
         self._work = work
         self._wake = asyncio.Event()
         self._leaving = asyncio.Event()
@@ -132,7 +142,7 @@ class LeasedWorker:
                 await sleep(min(left_s, self.ctx.settings.heartbeat_s))
                 continue
             await self.status("draining")
-            await sleep(GRANT_S + self.ctx.settings.heartbeat_s)
+            await sleep(self._grant_s + self.ctx.settings.heartbeat_s)
             if self._free_since is None:
                 continue
             if await self._mine(None) is None:
@@ -207,14 +217,14 @@ class LeasedWorker:
         while not task.done():
             grace_s = min(self.ctx.settings.cancel_grace_s, STOP_S if self.ctx.stopping.is_set() else math.inf)
             now = time.monotonic()
-            if now - asked >= AGAIN_S:
+            if now - asked >= RETRY_S:
                 task.cancel()
                 asked = now
             if vain == math.inf and not (begun and now - began < await self._wanted_s(lease)):
                 vain = now
             if now - vain >= grace_s and not task.done():
                 await self._begin_anew(lease, now - vain)
-            await asyncio.wait([task], timeout=min(LOOK_S, max(0.01, vain + grace_s - now)))
+            await asyncio.wait([task], timeout=min(POLL_S, max(0.01, vain + grace_s - now)))
 
     async def _wanted_s(self, lease: Lease) -> float:
         """For how long somebody wants what is still done for a lease that is gone."""
@@ -225,18 +235,18 @@ class LeasedWorker:
         if state == JobState.CANCELLED:
             return 0.0
         if self.info.pool != Pool.TRAINER:
-            return CLOSE_S
-        return LET_GO_S if state.final else math.inf
+            return self._close_s
+        return self._release_timeout_s if state.final else math.inf
 
     async def _begin_anew(self, lease: Lease, waited_s: float) -> None:
         with structlog.contextvars.bound_contextvars(job=lease.job, epoch=lease.epoch):
-            log.warning("begins_anew", why="its work cannot be interrupted", waited_s=round(waited_s, 1))
+            log.warning("process_restarts", why="its work cannot be interrupted", waited_s=round(waited_s, 1))
         self._silent = True
         try:
             async with asyncio.timeout(LEAVE_S):
                 await self.ctx.store.leave(self.info)
         except (TimeoutError, RedisError) as error:  # its last heartbeat expires
-            log.warning("not_left", error=str(error))
+            log.warning("lease_not_released", error=str(error))
         await self.ctx.begin_anew(self.leftovers)
 
     async def _run(self, lease: Lease) -> None:
@@ -259,7 +269,7 @@ class LeasedWorker:
             finally:
                 if isinstance(failure := sys.exception(), Exception):
                     log.error("worker_failed", exc_info=failure)
-                log.info("lease_left")
+                log.info("lease_released")
 
     async def _fail(self, lease: Lease, reason: str) -> None:
         """Unless the job is over or another's. Rollout leases outlive trainers, so their epoch may be old.

@@ -22,7 +22,7 @@ class Pulses:
         self._looked_at = clock()
 
     def silent(self, beats: Iterable[Heartbeat]) -> list[Heartbeat]:
-        """One look. `beats`: the last one of each worker.
+        """Observe once. `beats`: the last one of each worker.
 
         Return the heartbeats of dead workers. The time between two calls counts for at most half of a `ttl_s`: we may
         have been stopped, or Redis away, and workers that could not send heartbeats have until the next call to do so.

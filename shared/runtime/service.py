@@ -34,6 +34,7 @@ from opentinker.shared.messaging.subjects import SCHEDULER
 from opentinker.shared.runtime import reexec
 from opentinker.shared.runtime.job_logs import JobLogs
 from opentinker.shared.runtime.telemetry import REGISTRY, configure_logging
+from opentinker.shared.runtime.tenant_threads import TenantThreads
 from opentinker.shared.runtime.tracing import Tracer
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.errors import OpenTinkerError, SpecError
@@ -43,7 +44,10 @@ LIVENESS_FAILURES = 3
 DRAIN_EXTRA_S = 3.0
 """Additional time after `drain_s` for releasing unfinished work."""
 DISK_THREADS = 8
-LAST_WORDS_S = 1.0
+COPY_THREADS = 16
+TENANT_COPIES = 2
+"""Copies of one tenant at a time."""
+FLUSH_TIMEOUT_S = 1.0
 """Time for shipping a job's log lines before the process re-executes itself."""
 
 
@@ -67,7 +71,9 @@ class Context:
     detail: dict[str, Any] = field(default_factory=dict)
     """Shown by /readyz."""
     disk: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, DISK_THREADS, "disk"))
-    """For looks at file systems that may hang, which hold up nothing else."""
+    """For calls on file systems that may hang, which hold up nothing else."""
+    copies: TenantThreads = field(default_factory=partial(TenantThreads, COPY_THREADS, TENANT_COPIES, "copies"))
+    """For copies of large files, which hold up no checks."""
     begin_anew: Callable[[Sequence[str]], Awaitable[NoReturn]] = _is_no_process
     """Ends all work of this process and re-executes it; see reexec.py for the argument. If the service is stopping, it
     exits for good."""
@@ -149,7 +155,7 @@ async def run(
 
     async def begin_anew(bus: Bus, left: Sequence[str]) -> NoReturn:
         with contextlib.suppress(TimeoutError, nats.errors.Error):
-            async with asyncio.timeout(LAST_WORDS_S):
+            async with asyncio.timeout(FLUSH_TIMEOUT_S):
                 await logs.send(bus)
                 await bus.nc.flush()
         _flush()

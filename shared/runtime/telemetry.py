@@ -39,7 +39,7 @@ POINTS = Total("opentinker_metric_points", "Metric points sent", ["source"], reg
 LEFT_OUT = Total(
     "opentinker_metric_values_left_out", "Values of names beyond a source's most", ["source"], registry=REGISTRY
 )
-MOST_NAMES = 500
+MAX_NAMES = 500
 """Names on /metrics per source of a job, because environments choose names freely. The history keeps all of them."""
 
 SENT_AGAIN = 64
@@ -108,7 +108,9 @@ class MetricSource:
     the newest ones are sent again, and it keeps those that it lacks.
     """
 
-    def __init__(self, bus: Bus, job: str, source: str) -> None:
+    def __init__(self, bus: Bus, job: str, source: str, max_names: int = MAX_NAMES, prefix: str = "") -> None:
+        """`prefix`: of every name."""
+        self._max_names, self._prefix = max_names, prefix
         self._bus, self._job, self._source = bus, job, source
         self._incarnation = uuid.uuid4().hex[:8]
         self._seq = 0
@@ -125,10 +127,10 @@ class MetricSource:
             seq=self._seq,
             time=time.time(),
             step=step,
-            values={name: float(value) for name, value in values.items() if math.isfinite(value)},
+            values={self._prefix + name: float(value) for name, value in values.items() if math.isfinite(value)},
         )
         self._seq += 1
-        room = MOST_NAMES - len(self._names)
+        room = self._max_names - len(self._names)
         self._names |= set(sorted(point.values.keys() - self._names)[:room])
         for name, value in point.values.items():
             if name in self._names:
@@ -198,7 +200,8 @@ class _Sent:
 class Reporter:
     """Consumes meters, produces METRIC: once a second a point for every job of which something has changed."""
 
-    def __init__(self, bus: Bus, source: str, meters: Meters) -> None:
+    def __init__(self, bus: Bus, source: str, meters: Meters, forget_s: float = FORGET_S) -> None:
+        self._forget_s = forget_s
         self._bus, self._source, self._meters = bus, source, meters
         self._sent: dict[str, _Sent] = {}
 
@@ -220,7 +223,7 @@ class Reporter:
                 values |= {f"{name}_per_s": (n - sent.counts[name]) / elapsed for name, n in meter.counts.items()}
                 sent.counts, sent.gauges, sent.at = meter.counts.copy(), meter.gauges.copy(), now
                 await sent.source.emit(meter.step, values)
-            elif now - sent.at > FORGET_S and not any(meter.gauges.values()):
+            elif now - sent.at > self._forget_s and not any(meter.gauges.values()):
                 del self._meters.jobs[job]
         for job in self._sent.keys() - self._meters.jobs.keys():
             self._sent.pop(job).source.close()

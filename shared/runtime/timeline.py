@@ -24,7 +24,7 @@ from opentinker.shared.types.telemetry import Segment, TimelinePart
 
 REPORT_S = 1.0
 GLUE_S = 0.02
-MOST = 100
+MAX_SEGMENTS = 100
 """Segments a second of one worker and job; the longest stay, the others are counted."""
 FORGET_S = 60.0
 
@@ -34,7 +34,7 @@ Key = tuple[str, str, str]
 
 
 @dataclass(slots=True)
-class _Open:
+class _OpenSegment:
     """Something is going on there since `start`, or was a moment ago; `area`: seconds times how many, up to `seen`."""
 
     start: float
@@ -58,7 +58,7 @@ class Lanes:
         self._glue_s = glue_s
         self._incarnation = uuid.uuid4().hex[:8]
         self._seq = 0
-        self._open: dict[Key, _Open] = {}
+        self._open: dict[Key, _OpenSegment] = {}
         self._closed: list[Segment] = []
         self._version = ""
         self.heard = clock()
@@ -82,7 +82,7 @@ class Lanes:
             self._close(key, found)
             found = None
         if found is None:
-            found = self._open[key] = _Open(now, now)
+            found = self._open[key] = _OpenSegment(now, now)
         found.upto(now)
         found.count += 1
         return key
@@ -108,7 +108,7 @@ class Lanes:
             lane = self._open.pop(key)
             now = self._close(key, lane)
             if lane.count:
-                self._open[key[0], key[1], version] = _Open(now, now, lane.count)
+                self._open[key[0], key[1], version] = _OpenSegment(now, now, lane.count)
 
     async def run(self) -> None:
         while True:
@@ -126,7 +126,7 @@ class Lanes:
             return
         self.heard = self._clock()
         found, self._closed = glued(self._closed, self._glue_s), []
-        longest = sorted(found, key=lambda segment: segment.start - segment.end)[:MOST]
+        longest = sorted(found, key=lambda segment: segment.start - segment.end)[:MAX_SEGMENTS]
         part = TimelinePart(
             job=self._job,
             worker=self._worker,
@@ -138,7 +138,7 @@ class Lanes:
         self._seq += 1
         await self._bus.emit(TIMELINE, part, job=self._job, worker=self._worker)
 
-    def _close(self, key: Key, lane: _Open) -> float:
+    def _close(self, key: Key, lane: _OpenSegment) -> float:
         """Up to when."""
         if lane.count:
             lane.upto(self._clock())
@@ -156,8 +156,8 @@ class Lanes:
 class LanesByJob:
     """Lanes of a worker that serves several jobs."""
 
-    def __init__(self, bus: Bus, worker: str, *, glue_s: float = GLUE_S) -> None:
-        self._bus, self._worker, self._glue_s = bus, worker, glue_s
+    def __init__(self, bus: Bus, worker: str, *, glue_s: float = GLUE_S, forget_s: float = FORGET_S) -> None:
+        self._bus, self._worker, self._glue_s, self._forget_s = bus, worker, glue_s, forget_s
         self._jobs: dict[str, Lanes] = {}
 
     def of(self, job: str) -> Lanes:
@@ -175,7 +175,7 @@ class LanesByJob:
         """Each job its own."""
         for job, lanes in list(self._jobs.items()):
             await lanes.report()
-            if not lanes.goes_on and time.time() - lanes.heard > FORGET_S:
+            if not lanes.goes_on and time.time() - lanes.heard > self._forget_s:
                 del self._jobs[job]
 
 

@@ -1,4 +1,4 @@
-"""The limits of a sandbox, and a look from outside at what its processes hold together.
+"""The limits of a sandbox, and measurement of what its processes hold together.
 
 A memory cgroup, where there is one (cgroup.py), counts what cannot be observed (inodes, page tables, overhead of
 buffers).
@@ -16,7 +16,7 @@ from opentinker.shared.runtime.reexec import below
 
 HOME = "/tmp"
 MIB = 1 << 20
-MOST_FILES = 20_000
+MAX_FILES = 20_000
 """In /tmp: each takes memory of the kernel, however small it is."""
 DESCRIPTORS = 8
 """Times `open_files`: descriptors of all processes together."""
@@ -76,8 +76,8 @@ def excess(pid: int, limits: Limits) -> str:
     if sum(map(_held, processes)) > most and (held := sum(map(_share, processes))) > most:
         return f"its processes held {held // MIB} MB of memory; at most {limits.memory_mb} (sandbox_memory_mb)"
     for place, size in ((HOME, limits.disk_mb * MIB), ("/dev/shm", MIB)):
-        if max((_files(process, place, size) for process in processes), default=0) > MOST_FILES:
-            return f"it had more than {MOST_FILES} files in {place}"
+        if max((_files(process, place, size) for process in processes), default=0) > MAX_FILES:
+            return f"it had more than {MAX_FILES} files in {place}"
     if (sockets := _sockets(processes)) > limits.open_files:
         return f"its processes had {sockets} sockets; at most {limits.open_files} (sandbox_open_files)"
     most = DESCRIPTORS * limits.open_files

@@ -38,8 +38,8 @@ from opentinker.shared.sandbox.limits import HOME, KERNEL_MB, MIB, Limits, exces
 from opentinker.shared.types.errors import OpenTinkerError
 
 LAUNCHER = "/run/sandbox_launch.py"
-LOOK_S = 0.5
-MOST_LINKS = 40
+POLL_S = 0.5
+MAX_LINKS = 40
 UIDS = 256
 PROBE_S = 20.0
 NO_DEVICE = ("/dev/null", "/dev/zero")
@@ -204,7 +204,7 @@ class Sandboxed:
         try:
             while True:
                 try:
-                    status = await asyncio.wait_for(self.process.wait(), LOOK_S)
+                    status = await asyncio.wait_for(self.process.wait(), POLL_S)
                 except TimeoutError:
                     if problem := excess(self.process.pid, self._limits) or self._oom():
                         self.kill(problem)
@@ -277,7 +277,7 @@ def names_of(program: str) -> list[str]:
     names = [program]
     while os.path.islink(names[-1]):
         names.append(os.path.normpath(os.path.join(os.path.dirname(names[-1]), os.readlink(names[-1]))))
-        if len(names) > MOST_LINKS:
+        if len(names) > MAX_LINKS:
             raise Unavailable(f"{program} is a link that leads nowhere")
     return names
 

@@ -1,20 +1,16 @@
-"""The audit log: who did what to which object, one line each, every line bound to the one before it.
+"""The audit log: who did what to which object, one JSON object per line, numbered without gaps.
 
-    DATA_DIR/audit/SCHEDULER.jsonl          the present file
+    DATA_DIR/audit/SCHEDULER.jsonl          the current file
     DATA_DIR/audit/SCHEDULER.NUMBER.jsonl   older ones, by the number of their first line
 
-A line is a JSON object with its number `seq`, what was done, `prev` (the hash of the line before) and `hash`: SHA-256
-of the line without it. Whoever changes, takes out, adds or moves a line breaks the chain behind it. Whoever can write
-all the files may make a new chain, or cut off its end: against that, note a hash elsewhere, and ask `verify` for it.
+A line holds its number `seq` and what was done. Lines of older releases also hold `prev` and `hash`.
 """
 
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import os
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,8 +21,6 @@ from opentinker.shared.durable_files import make_directories, sync_directory
 from opentinker.shared.types.errors import OpenTinkerError
 
 FILE_BYTES = 64 << 20
-NOTHING = "0" * 64
-"""`prev` of the first line."""
 
 
 class AuditBroken(OpenTinkerError):
@@ -38,8 +32,6 @@ class Verified:
     lines: int
     first: int
     last: int
-    hash: str
-    """Hash of the last line."""
 
 
 def folder(data_dir: Path) -> Path:
@@ -47,12 +39,12 @@ def folder(data_dir: Path) -> Path:
 
 
 class AuditFile:
-    """One writer's chain. Blocking; other processes may write the same chain."""
+    """The log of one writer. Blocking; other processes may write the same log."""
 
     def __init__(self, directory: Path, writer: str, file_bytes: int = FILE_BYTES) -> None:
         self._path = directory / f"{re.sub(r'[^A-Za-z0-9_-]', '-', writer)}.jsonl"
-        self._most = file_bytes
-        self._size, self._seq, self._hash = -1, 0, NOTHING
+        self._max_bytes = file_bytes
+        self._size, self._seq = -1, 0
         make_directories(directory, 0o700)
 
     def append(self, entries: list[dict[str, Any]]) -> None:
@@ -61,45 +53,39 @@ class AuditFile:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not self._path.exists() or self._path.stat().st_size != self._size:
                 entries = [*self._resume(), *entries]
-            if self._size >= self._most:
+            if self._size >= self._max_bytes:
                 self._rotate()
             self._write(entries)
 
     def _write(self, entries: list[dict[str, Any]]) -> None:
-        seq, before, lines = self._seq, self._hash, []
-        for entry in entries:
-            seq += 1
-            line = _line({"seq": seq, **entry, "prev": before})
-            before = _hash_of(line)
-            lines.append(line[:-1] + b',"hash":"' + before.encode() + b'"}\n')
+        lines = [orjson.dumps({"seq": seq, **entry}, default=str) for seq, entry in enumerate(entries, self._seq + 1)]
         fresh = not self._path.exists()
         with open(os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab") as file:
             self._size = -1  # after a failed write the size is unknown
-            file.write(b"".join(lines))
+            file.write(b"".join(line + b"\n" for line in lines))
             file.flush()
             os.fsync(file.fileno())
-            self._size, self._seq, self._hash = file.tell(), seq, before
+            self._size, self._seq = file.tell(), self._seq + len(entries)
         if fresh:
             sync_directory(self._path.parent)
 
     def _resume(self) -> list[dict[str, Any]]:
-        """Go on behind the last whole line. What is behind that was never confirmed to anybody: it is cut off, and the
-        chain says so."""
-        self._size, self._seq, self._hash = 0, 0, NOTHING
+        """Find the last whole line. A torn line behind it was never acknowledged: it is cut off, and the returned
+        entry records that."""
+        self._size, self._seq = 0, 0
         torn = 0
         for path in reversed(files_of(self._path)):
             data = path.read_bytes()
             whole = data.rfind(b"\n") + 1
             if path == self._path:
-                if b"\0" in data[_last_line(data, whole) : whole]:  # its other half never came to the disk
+                if b"\0" in data[_last_line(data, whole) : whole]:  # its other half never reached the disk
                     whole = _last_line(data, whole)
                 torn = len(data) - whole
                 if torn:
                     os.truncate(path, whole)
                 self._size = whole
             if whole:
-                last = orjson.loads(data[_last_line(data, whole) : whole])
-                self._seq, self._hash = int(last["seq"]), str(last["hash"])
+                self._seq = int(orjson.loads(data[_last_line(data, whole) : whole])["seq"])
                 break
         return [{"event": "cut", "bytes": torn}] if torn else []
 
@@ -117,74 +103,39 @@ def _last_line(data: bytes, end: int) -> int:
 
 
 def writers(directory: Path) -> list[Path]:
-    """The present file of every chain in the directory, there or not."""
+    """Return the current file of every log in the directory, whether it exists or not."""
     stems = {re.sub(r"\.\d+$", "", path.stem) for path in directory.glob("*.jsonl")}
     return [directory / f"{stem}.jsonl" for stem in sorted(stems)]
 
 
-def files_of(present: Path) -> list[Path]:
-    """A chain's files, oldest first."""
+def files_of(current: Path) -> list[Path]:
+    """Return the files of a log, oldest first."""
     older = {
         int(match[1]): path
-        for path in present.parent.glob(f"{present.stem}.*.jsonl")
-        if (match := re.fullmatch(rf"{re.escape(present.stem)}\.(\d+)\.jsonl", path.name))
+        for path in current.parent.glob(f"{current.stem}.*.jsonl")
+        if (match := re.fullmatch(rf"{re.escape(current.stem)}\.(\d+)\.jsonl", path.name))
     }
-    return [*(path for _, path in sorted(older.items())), *([present] if present.exists() else [])]
+    return [*(path for _, path in sorted(older.items())), *([current] if current.exists() else [])]
 
 
-def verify(present: Path, first: int = 1, expected: str = "") -> Verified:
-    """Raises AuditBroken. `first`: lines before this number were taken away on purpose. `expected`: a hash noted
-    earlier, which must be in the chain."""
-    count, seq, before, begin, met = 0, 0, NOTHING, 0, not expected
-    for place, raw in _lines(files_of(present)):
-        entry = _parsed(place, raw)
-        if entry["seq"] < first:
-            continue
-        if not count:
-            begin = seq = first
-            before = NOTHING if first == 1 else entry["prev"]
-        else:
-            seq += 1
-        if entry["seq"] != seq:
-            raise AuditBroken(
-                f"{place}: line number {entry['seq']} stands where {seq} should: lines are missing, or moved"
-            )
-        if entry["prev"] != before:
-            raise AuditBroken(
-                f"{place}: line {seq} does not follow the line before it: one of them was changed or moved"
-            )
-        before, count = entry["hash"], count + 1
-        met = met or before == expected
-    if not met:
-        raise AuditBroken(f"{present}: no line has the hash {expected}: the chain was cut off, or made anew")
-    return Verified(count, begin, seq, before)
+def verify(current: Path, first: int = 1) -> Verified:
+    """Check that every line of a log can be read and none is missing, doubled or moved. Raises AuditBroken.
 
-
-def _lines(files: list[Path]) -> Iterator[tuple[str, bytes]]:
-    for path in files:
+    `first`: lines before this number were removed on purpose.
+    """
+    expected = first
+    for path in files_of(current):
         with path.open("rb") as file:
-            for number, raw in enumerate(file, 1):
-                yield f"{path.name}:{number}", raw
-
-
-def _parsed(place: str, raw: bytes) -> dict[str, Any]:
-    """A line whose own hash holds. Raises AuditBroken."""
-    try:
-        entry = orjson.loads(raw)
-        seq, before, said = entry["seq"], entry["prev"], entry["hash"]
-        content = {name: value for name, value in entry.items() if name != "hash"}
-    except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError):
-        raise AuditBroken(f"{place}: is no line of an audit log") from None
-    line = _line(content)
-    same = raw == line[:-1] + b',"hash":"' + str(said).encode() + b'"}\n'
-    if not same or _hash_of(line) != said or not isinstance(seq, int) or not isinstance(before, str):
-        raise AuditBroken(f"{place}: line {seq} was changed: its hash is not that of what it says")
-    return {"seq": seq, "prev": before, "hash": said}
-
-
-def _line(content: dict[str, Any]) -> bytes:
-    return orjson.dumps(content, default=str)
-
-
-def _hash_of(line: bytes) -> str:
-    return hashlib.sha256(line).hexdigest()
+            for number, line in enumerate(file, 1):
+                try:
+                    seq = orjson.loads(line)["seq"]
+                except (orjson.JSONDecodeError, KeyError, TypeError):
+                    raise AuditBroken(f"{path.name}:{number}: not a line of an audit log") from None
+                if isinstance(seq, int) and seq < first:
+                    continue
+                if seq != expected:
+                    raise AuditBroken(
+                        f"{path.name}:{number}: line {seq} where {expected} is expected: lines are missing or moved"
+                    )
+                expected += 1
+    return Verified(expected - first, first, expected - 1)

@@ -65,7 +65,7 @@ _MEMBER = _VIEWER | {
         Action.INFERENCE_USE,
         Action.ENVIRONMENTS_WRITE,
         Action.ENVIRONMENTS_SERVE,
-    ),
+    )
 }
 _ADMIN = _MEMBER | {Action.KEYS_READ, Action.KEYS_WRITE}
 MAY: dict[Role, frozenset[Action]] = {

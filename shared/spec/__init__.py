@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, ValidationError, model_serializer
+from pydantic import Field, SerializerFunctionWrapHandler, ValidationError, model_serializer, model_validator
 
 from opentinker.shared.spec import algorithms
 from opentinker.shared.spec.algorithm import AlgorithmSpec
@@ -25,19 +25,26 @@ from opentinker.shared.spec.frozen_models import (
 from opentinker.shared.spec.model import LoraSpec, ModelSpec
 from opentinker.shared.spec.name import DisplayName
 from opentinker.shared.spec.near import with_suggestions
+from opentinker.shared.spec.policies import (
+    MAX_POLICIES,
+    MAX_SEATS,
+    MatchSpec,
+    PolicyName,
+    PolicySpec,
+    SeatName,
+    SeatSpec,
+    settle_policies,
+    spec_of,
+    unknown_policies,
+    with_job_settings,
+)
 from opentinker.shared.spec.ranks import settle_parallel, unused_gpus
-from opentinker.shared.spec.rollout import MOST_AT_ONCE, NO_ENVIRONMENT, EnvironmentSpec, RolloutSpec, ToySpec
+from opentinker.shared.spec.rollout import MAX_OPEN_GROUPS, NO_ENVIRONMENT, EnvironmentSpec, RolloutSpec, ToySpec
 from opentinker.shared.spec.serving import AdapterSpec, ServingSpec, settle_serving
 from opentinker.shared.spec.start import StartSpec
 from opentinker.shared.spec.tools import ToolSpec
 from opentinker.shared.spec.train import SIMULATED, ResourceSpec, TrainSpec
-from opentinker.shared.spec.validation import (
-    PREFIX,
-    EvaluationSpec,
-    ValidationSpec,
-    contradictions,
-    settle_evaluation,
-)
+from opentinker.shared.spec.validation import PREFIX, EvaluationSpec, ValidationSpec, contradictions, settle_evaluation
 from opentinker.shared.types.errors import SpecError
 from opentinker.shared.types.mistakes import IS_NEEDED, NO_TABLE, WHOLE, fill, mistakes_of, unused
 
@@ -51,10 +58,13 @@ __all__ = [
     "EvaluationSpec",
     "JobSpec",
     "LoraSpec",
+    "MatchSpec",
     "ModelSpec",
+    "PolicySpec",
     "ResourceSpec",
     "RewardModelSpec",
     "RolloutSpec",
+    "SeatSpec",
     "ServingSpec",
     "StartSpec",
     "TeacherSpec",
@@ -77,12 +87,15 @@ SIMULATED_IGNORES = {
 }
 """By part of the spec. Groups are still dropped for equal rewards, and scored by reference-forward."""
 RL_PARTS = {"environment", "algorithm", "rollout", "teacher", "validation", "reward_models", "value_model", "train"}
+RL_PARTS |= {"policies", "seats", "match"}
+POLICY_TABLES = ("model.", "algorithm.", "train.")
+"""Tables that a policy may have of its own."""
 PARTS_OF = {
     "rl": RL_PARTS,
     "sft": {"data", "train"},
     "dpo": {"data", "dpo", "train"},
     "inference": {"rollout", "serving"},
-    "eval": {"environment", "rollout", "evaluation"},
+    "eval": {"environment", "rollout", "evaluation", "seats"},
 }
 """By kind: the parts that not every kind has. The others are refused where they are written, and are not stored."""
 NEEDED: dict[str, tuple[str, ...]] = {
@@ -111,25 +124,35 @@ TARGETS = {"sft": {"accuracy"}, "dpo": {"rewards/accuracy", "rewards/margin"}}
 
 class JobSpec(SpecPart):
     name: DisplayName
-    """Any text for people, 200 characters at most, e.g. "Qwen3 run 2"; the server gives the job an id."""
+    """Free text, 200 characters at most, e.g. "Qwen3 run 2"; the server assigns the job's id."""
     kind: Literal["rl", "sft", "dpo", "inference", "eval"] = "rl"
-    """`rl`: reinforcement learning in an environment. `sft`: supervised learning of what rows of data say. `dpo`: of
-    preferences between two completions. sft and dpo take [data], and none of [environment], [algorithm],
-    [rollout] and what goes with them. `inference`: nothing is trained, an OpenAI-compatible endpoint answers; it takes
-    [serving], and of [rollout] engine, toy and context_length. `eval`: nothing is trained, an environment is played
-    with the weights as they are, as [evaluation] says; the job ends with what came of it."""
+    """`rl`: reinforcement learning in an environment. `sft`: supervised learning from rows of data. `dpo`: learning
+    from preferences between two completions. sft and dpo use [data], and neither [environment], [algorithm], [rollout]
+    nor their dependent tables. `inference`: serves an OpenAI-compatible endpoint without training; uses [serving], and
+    engine, toy and context_length of [rollout]. `eval`: plays an environment with fixed weights as set in [evaluation]
+    and ends with the result."""
     model: ModelSpec
     environment: EnvironmentSpec = NO_ENVIRONMENT
     algorithm: AlgorithmSpec = AlgorithmSpec()
     rollout: RolloutSpec = RolloutSpec()
+    policies: Annotated[dict[PolicyName, PolicySpec], Field(max_length=MAX_POLICIES)] = {}
+    """Policies that learn in one game, each with a name: weights, optimizer, curve and checkpoints of their own.
+    Without this table the job has one policy, which plays every seat that [seats] leaves to it. See docs/policies.md.
+    """
+    seats: Annotated[dict[SeatName, SeatSpec], Field(max_length=MAX_SEATS)] = {}
+    """Who plays which seat of the environment, by name or pattern (`player_*`): `white = "NAME"` for one of [policies],
+    `white = { bot = "NAME" }` for a scripted player of the environment, `white = { frozen = "JOB@STEP" }` for a
+    checkpoint. A seat's own name counts before patterns."""
+    match: MatchSpec | None = None
+    """How the matches of [policies] are played."""
     teacher: TeacherSpec | None = None
-    """The model that on-policy distillation learns from."""
+    """Teacher of on-policy distillation."""
     validation: ValidationSpec | None = None
-    """Evaluations on schedule; without it there are none. sft and dpo have theirs in [data]."""
+    """Scheduled evaluations; none without this table. sft and dpo configure theirs in [data]."""
     reward_models: Annotated[list[RewardModelSpec], Field(max_length=16)] = []
-    """Models whose scores are added to the environment's rewards, but for the episodes of [validation]."""
+    """Models whose scores are added to the environment's rewards, except in episodes of [validation]."""
     value_model: ValueModelSpec | None = None
-    """The frozen model that says the values of algorithm.advantage = "gae", in place of a critic that is trained."""
+    """Frozen model for the values of algorithm.advantage = "gae", instead of a trained critic."""
     data: DataSpec | None = None
     """sft, dpo: the rows."""
     dpo: DpoSpec | None = None
@@ -141,7 +164,7 @@ class JobSpec(SpecPart):
     train: TrainSpec = TrainSpec()
     """Needed, but for inference and eval."""
     start: StartSpec | None = None
-    """Begin with the checkpoint of another job instead of the weights in model.base; inference: serve it; eval: play
+    """Start from the checkpoint of another job instead of the weights in model.base; inference: serve it; eval: play
     with it."""
     resources: ResourceSpec = ResourceSpec()
     artifacts: ArtifactSpec = ArtifactSpec()
@@ -153,6 +176,12 @@ class JobSpec(SpecPart):
         "environment": {"name": "x"},
         "train": {"steps": 1},
     }
+
+    @model_validator(mode="before")
+    @classmethod
+    def _inherit(cls, data: Any) -> Any:
+        """Policies have the job's settings where they say nothing."""
+        return with_job_settings(data) if isinstance(data, dict) else data
 
     @classmethod
     def written(cls, data: dict[str, Any]) -> list[dict[str, Any]]:
@@ -169,7 +198,8 @@ class JobSpec(SpecPart):
         for part in NEEDED[kind]:
             if part not in there:
                 found.append({"field": part, "value": None, "problem": f"{IS_NEEDED} for kind = {kind!r}"})
-        return found + misplaced_critic(data) + _length(kind, data.get("train"), data.get("data"))
+        found += misplaced_critic(data) + unknown_policies(data)
+        return found + _length(kind, data.get("train"), data.get("data"))
 
     @model_serializer(mode="wrap")
     def _own_parts(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -186,10 +216,21 @@ class JobSpec(SpecPart):
             )
             return [{"field": "start.from", "value": self.start.checkpoint, "problem": problem}]
         if self.kind == "eval":
-            found = self._untaught_tools() + settle_evaluation(self) + settle_kept(self.kind, self.artifacts)
+            found = self._untaught_tools() + settle_evaluation(self) + settle_policies(self)
+            found += settle_kept(self.kind, self.artifacts)
             return found + unused_gpus(self)
         if self.kind != "rl":
             return self._settle_supervised()
+        found = self._settle_learning()
+        for name in self.policies:
+            found += self._settle_policy(name)
+        found += self._untaught_tools() + self._at_once() + settle_frozen(self) + settle_policies(self)
+        found += settle_best(self.artifacts, evaluated=self.validation is not None)
+        found += unused_gpus(self)
+        return found + broken_promises(self) + contradictions(self)
+
+    def _settle_learning(self) -> list[dict[str, Any]]:
+        """Return mistakes between [model], [algorithm] and [train], which a policy may have of its own."""
         found = []
         if self.train.learner == "simulated":
             usual: dict[str, SpecPart] = {
@@ -209,23 +250,26 @@ class JobSpec(SpecPart):
                 found.append(
                     {"field": "start.optimizer", "value": True, "problem": f"does not apply to train.{SIMULATED}"}
                 )
-        found += (
-            self._untaught_tools()
-            + self._at_once()
-            + self._settle_overlong()
-            + settle_frozen(self)
-            + settle_parallel(self)
-        )
-        found += settle_best(self.artifacts, evaluated=self.validation is not None)
-        found += unused_gpus(self)
-        return found + broken_promises(self) + contradictions(self)
+        return found + self._settle_overlong() + settle_parallel(self)
+
+    def _settle_policy(self, name: str) -> list[dict[str, Any]]:
+        own = spec_of(self, name)
+        found = own._settle_learning() + contradictions(own)
+        if own._untaught_tools():
+            problem = "cannot tell the model of environment.tools"
+            found.append({"field": "model.chat_template", "value": "plain", "problem": problem})
+        policies = {**self.policies, name: self.policies[name].model_copy(update={"algorithm": own.algorithm})}
+        fill(self, {"policies": policies})
+        return [{**m, "field": f"policies.{name}.{m['field']}"} for m in found if m["field"].startswith(POLICY_TABLES)]
 
     def _at_once(self) -> list[dict[str, Any]]:
         rollout = self.rollout
         groups, episodes = rollout.max_concurrent_groups, self.algorithm.group_size + rollout.oversample
-        if groups * episodes <= MOST_AT_ONCE:
+        if groups * episodes <= MAX_OPEN_GROUPS:
             return []
-        problem = f"times {episodes} episodes per group is more than the {MOST_AT_ONCE:,} that one rollout worker plays"
+        problem = (
+            f"times {episodes} episodes per group is more than the {MAX_OPEN_GROUPS:,} that one rollout worker plays"
+        )
         return [{"field": "rollout.max_concurrent_groups", "value": groups, "problem": problem}]
 
     def _untaught_tools(self) -> list[dict[str, Any]]:
@@ -298,12 +342,20 @@ def _length(kind: str, train: Any, data: Any) -> list[dict[str, Any]]:
     return []
 
 
+MAX_MISTAKES = 100
+"""Mistakes of a spec that are reported: each unknown setting is compared with all settings."""
+
+
 def parse_spec(data: Any) -> JobSpec:
-    """Validate plain data. Raises SpecError with one entry per mistake: field, value, problem, maybe a suggestion."""
+    """Validate plain data. Raises SpecError with one entry per mistake: field, value, problem, maybe a suggestion; of
+    more than MAX_MISTAKES the first ones."""
     try:
         return JobSpec.model_validate(data)
     except ValidationError as error:
-        found = [mistake for item in error.errors(include_url=False) for mistake in mistakes_of(item)]
+        found = _once([mistake for item in error.errors(include_url=False) for mistake in mistakes_of(item)])
+    if len(found) > MAX_MISTAKES:
+        problem = f"has {len(found) - MAX_MISTAKES} more mistakes, which are not shown"
+        found = [*found[:MAX_MISTAKES], {"field": WHOLE, "value": None, "problem": problem}]
     if data == {}:
         problem = "is empty: a job says at least what stands below; `opentinker spec` prints every setting"
         found.insert(0, {"field": WHOLE, "value": None, "problem": problem})
@@ -311,6 +363,17 @@ def parse_spec(data: Any) -> JobSpec:
     own = PARTS_OF.get(kind if isinstance(kind, str) else "", set())
     absent = {part for parts in PARTS_OF.values() for part in parts} - own if own else set()
     raise SpecError(with_suggestions(map(_with_example, found), JobSpec, absent))
+
+
+def _once(mistakes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Drop mistakes that policies inherit from the job: policies.NAME.train.lr repeats train.lr."""
+    own = {(mistake["field"], mistake["problem"]) for mistake in mistakes}
+
+    def inherited(mistake: dict[str, Any]) -> bool:
+        table, _, rest = mistake["field"].partition(".")
+        return table == "policies" and (rest.partition(".")[2], mistake["problem"]) in own
+
+    return [mistake for mistake in mistakes if not inherited(mistake)]
 
 
 def _with_example(mistake: dict[str, Any]) -> dict[str, Any]:

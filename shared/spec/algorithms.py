@@ -23,16 +23,22 @@ class Component(msgspec.Struct, frozen=True):
     options: Values = {}
 
 
+PEERS: Values = {"episode_peers": None}
+"""Option of the estimators that compare rewards with each other and normalise nothing over the batch."""
 ADVANTAGES = {
-    "grpo": Component("(reward - group mean) / group standard deviation", {"normalize_std": True}),
-    "dr_grpo": Component("reward - group mean"),
-    "rloo": Component("reward - mean of the group's others"),
-    "maxrl": Component("(reward - group mean) / group mean"),
+    "grpo": Component(
+        "(reward - group mean) / group standard deviation",
+        {"normalize_std": True, "baseline_over": "episodes", **PEERS},
+    ),
+    "dr_grpo": Component("reward - group mean", {"baseline_over": "episodes", **PEERS}),
+    "rloo": Component("reward - mean of the group's others", PEERS),
+    "maxrl": Component("(reward - group mean) / group mean", PEERS),
     "reinforce_pp": Component("reward, normalised over the batch's tokens"),
     "reinforce_pp_baseline": Component("reward - group mean, normalised over the batch's tokens"),
+    "rae": Component("reward - running mean of the seat's rewards in this environment", {"baseline_decay": 0.95}),
     "per_turn": Component(
         "returns-to-go of each turn, against the same turn of the group's others",
-        {"gamma": 1.0, "normalize_std": True},
+        {"gamma": 1.0, "normalize_std": True, **PEERS},
     ),
     "gae": Component(
         "generalised advantage estimation with a critic",
@@ -90,14 +96,16 @@ SWITCHES: dict[str, Component] = {
     "overlong_shaping": Component("soft length penalty", {"overlong_length": None, "overlong_buffer": None}),
     "entropy_coef": Component("entropy bonus"),
     "distill_coef": Component("on-policy distillation"),
+    "team": Component("rewards of teams", {"team_weight": 1.0}),
 }
-"""Fields that are off unless set (0 or false); their options apply when they are on."""
+"""Fields that are off unless set (0, false or none); their options apply when they are on."""
 OFF: Values = {
     "kl_coef": 0.0,
     "drop_zero_variance": False,
     "overlong_shaping": False,
     "entropy_coef": 0.0,
     "distill_coef": 0.0,
+    "team": None,
 }
 
 
@@ -118,6 +126,16 @@ PRESETS = {
         "GRPO without its two biases: no division by the standard deviation, none by the own length.",
         "arXiv 2503.20783",
         {"advantage": "dr_grpo", "loss": "decoupled_ppo", "aggregation": "constant"},
+    ),
+    "dr_mas": Preset(
+        "GRPO for several seats: mean and standard deviation are those of all turns of a seat in the group.",
+        "Dr. MAS, arXiv 2602.08847",
+        {"advantage": "grpo", "baseline_over": "turns", "loss": "decoupled_ppo", "aggregation": "token_mean"},
+    ),
+    "spiral": Preset(
+        "Self-play of unequal seats: each reward against a running mean of its seat, and any group size.",
+        "SPIRAL, arXiv 2506.24119",
+        {"advantage": "rae", "loss": "decoupled_ppo", "aggregation": "constant"},
     ),
     "dapo": Preset(
         "GRPO with a higher upper clip, dynamic sampling, token mean and a soft length penalty.",
@@ -208,7 +226,7 @@ def _first(*values: Any) -> Any:
 def _misplaced(option: str, chosen: Values) -> str:
     for switch, component in SWITCHES.items():
         if option in component.options:
-            return f"does not apply: {switch} is {OFF[switch]!r}".replace("False", "false")
+            return f"does not apply: {switch} is {OFF[switch]!r}".replace("False", "false").replace("None", "not set")
     for part, components in PARTS.items():
         owners = [name for name, component in components.items() if option in component.options]
         if owners:
@@ -280,6 +298,11 @@ def _reward_conflicts(values: Values, given: Values) -> list[tuple[str, str]]:
             found.append(("drop_zero_variance", "per_turn: groups of equal total rewards may differ turn by turn"))
         if in_reward:
             found.append(("drop_zero_variance", "with KL in the reward, groups whose own rewards are equal teach too"))
+        if values.get("episode_peers"):
+            why = "with episode_peers, rewards that are equal from episode to episode may differ within one"
+            found.append(("drop_zero_variance", why))
+        if values["team"]:
+            found.append(("drop_zero_variance", "with teams, groups whose own rewards are equal may teach too"))
     if advantage == "maxrl" and in_reward:
         found.append(("kl_in", "maxrl needs rewards of 0 or more, and the KL is taken off them: take kl_in = 'loss'"))
     if advantage == "maxrl" and values["overlong_shaping"]:
@@ -294,6 +317,8 @@ def _distillation_conflicts(values: Values) -> list[tuple[str, str]]:
     alone, distills = values["advantage"] == "none", values["distill_coef"] > 0
     if alone and not distills:
         found.append(("distill_coef", "advantage = 'none' learns from nothing but the teacher: it must be above 0"))
+    if alone and values["team"]:
+        found.append(("team", "advantage = 'none' ignores the reward, and that of the team with it"))
     if alone and values["overlong_shaping"]:
         found.append(("overlong_shaping", "advantage = 'none' ignores the reward, and the penalty with it"))
     if alone and values.get("kl_in") == "reward":

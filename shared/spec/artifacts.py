@@ -12,12 +12,12 @@ from opentinker.shared.spec.base import SpecPart
 
 class ArtifactSpec(SpecPart):
     keep_last: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
-    """Checkpoints that stay in the artifact store: this many, the newest; default: train.keep_checkpoints. Until the
-    job is over those that its trainer holds, to resume from, stay too."""
+    """Number of newest checkpoints that stay in the artifact store; default: train.keep_checkpoints. Until the job is
+    over, those from which its trainer may resume stay too."""
     keep_all: bool = False
-    """All of them."""
+    """Keep all checkpoints."""
     keep_best: Annotated[int, Field(ge=0, le=1_000_000)] = 0
-    """Additionally this many with the best `best_metric`."""
+    """Number of checkpoints with the best `best_metric` that stay in addition."""
     best_metric: str | None = None
     """Name of a metric of the trainer at the checkpoint's step, e.g. "reward/mean", or of the evaluation of its
     weights, e.g. "val/exact"; a checkpoint without it is never among the best. One whose evaluation is pending is kept
@@ -25,7 +25,8 @@ class ArtifactSpec(SpecPart):
     best_is: Literal["highest", "lowest"] = "highest"
     """Direction of `best_metric`."""
     expire_days: Annotated[float, Field(gt=0, le=36_500)] | None = None
-    """So long after the job's end all that is left of it goes, but what is published or in use; default: never."""
+    """Days after the job's end until its artifacts, metrics, log and timeline are deleted, except checkpoints that are
+    published or in use; default: never."""
 
     def resolve(self) -> list[dict[str, Any]]:
         found = []

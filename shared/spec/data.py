@@ -28,39 +28,40 @@ JSON = ".json"
 class DataSpec(SpecPart):
     path: Annotated[str, Field(min_length=1)]
     """A .jsonl (also .jsonl.gz, .jsonl.xz), .json (a list) or .parquet file, a directory of .parquet files or one saved
-    by Hugging Face datasets, or a data set's hub id. No code of a data set is ever run."""
+    by Hugging Face datasets, or a data set's hub id. Code of data sets is never run."""
     split: Annotated[str, Field(min_length=1)] | None = None
-    """Split of a hub id, or of a saved directory that has several; default `train`."""
+    """Split of a hub id, or of a saved directory with several; default `train`."""
     subset: Annotated[str, Field(min_length=1)] | None = None
-    """Subset of a hub id that has several (the hub calls it a configuration), e.g. `main` of openai/gsm8k; for
-    `validation` too where that is the same id."""
+    """Subset of a hub id with several (the hub calls it a configuration), e.g. `main` of openai/gsm8k; also for
+    `validation` if that is the same id."""
     format: Format | None = None
-    """`messages`: a chat, [{role, content}, ...]. `prompt_completion`: each a list of messages, or a text, of the user
-    and of the assistant. `preference`: `chosen` and `rejected`, each a completion of `prompt`; without a prompt each is
-    a whole chat, which begins like the other. Default: what the columns say."""
+    """`messages`: a chat, [{role, content}, ...]. `prompt_completion`: each a text or a list of messages, of the user
+    and of the assistant. `preference`: `chosen` and `rejected`, each a completion of `prompt`, or without a prompt a
+    whole chat with a common beginning. Default: detected from the columns."""
     columns: dict[str, str] = {}
-    """Where the data names the columns of the format otherwise, e.g. {prompt = "question", completion = "answer"}."""
+    """Other column names than those of the format, e.g. {prompt = "question", completion = "answer"}."""
     mask: Literal["completion", "assistant"] = "completion"
     """Tokens that are learned. `completion`: the assistant's turns of the completion, or the last turn of `messages`.
-    `assistant`: all of the assistant's turns. Up to and including the end-of-turn token, exactly as the chat template
-    has it: by its generation tags, else by rendering the chat turn by turn."""
+    `assistant`: all of the assistant's turns. End-of-turn tokens are included, exactly as in the chat template: by its
+    generation tags, otherwise by rendering the chat turn by turn."""
     max_length: Tokens | None = None
-    """Tokens per row; default: what the model allows, at most 4096."""
+    """Tokens per row; default: the model's maximum, at most 4096."""
     longer: Literal["refuse", "drop", "cut"] = "refuse"
-    """How longer rows are handled: `refuse` fails the job, `drop` leaves them out, `cut` truncates them. The job's log
+    """Handling of longer rows: `refuse` fails the job, `drop` leaves them out, `cut` truncates them. The job's log
     reports their number."""
     batch_size: Count = 16
     """Rows (dpo: pairs) per step."""
     epochs: Count | None = None
-    """Times that every row is used: gives the number of steps, in the place of `train.steps`."""
+    """Passes over the rows, instead of `train.steps`."""
     shuffle: bool = True
-    """A new order in every epoch, from `train.seed`; false: the order of the file."""
+    """Shuffle the rows in every epoch by `train.seed`; false: the order of the file."""
     validation: Annotated[float, Field(gt=0.0, lt=1.0)] | str | None = None
     """Rows that are never trained on: a share of the rows, drawn by `train.seed`, or a path or hub id as above."""
     validation_split: Annotated[str, Field(min_length=1)] | None = None
-    """As `split`, of the path in `validation`; default `validation`."""
+    """Like `split`, for the path in `validation`; default `validation`."""
     validate_every: Steps | None = None
-    """Steps; with `validation` it is also done before the first step and after the last one. Default: only then."""
+    """Steps between evaluations on `validation`, which also run before the first and after the last step. Default: only
+    those two."""
 
     def resolve(self) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
@@ -77,11 +78,7 @@ class DataSpec(SpecPart):
         if self.validation_split is not None and not isinstance(self.validation, str):
             problem = "needs a path or hub id in `validation`"
             found.append({"field": "validation_split", "value": self.validation_split, "problem": problem})
-        for field, path in (
-            ("split", self.path),
-            ("subset", self.path),
-            ("validation_split", self.validation),
-        ):
+        for field, path in (("split", self.path), ("subset", self.path), ("validation_split", self.validation)):
             if getattr(self, field) is not None and isinstance(path, str) and path.endswith((*JSONL, JSON, PARQUET)):
                 problem = f"does not apply to a file ({path})"
                 found.append({"field": field, "value": getattr(self, field), "problem": problem})
@@ -94,11 +91,11 @@ class DataSpec(SpecPart):
 
 class DpoSpec(SpecPart):
     beta: Factor = 0.1
-    """How hard the policy is held to the reference, which is the model that the job starts from."""
+    """Strength of the pull towards the reference, which is the model that the job starts from."""
     loss: Literal["sigmoid", "ipo"] = "sigmoid"
     """`sigmoid`: DPO. `ipo`: squared distance of the per-token margin from 1/(2 beta)."""
     label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] = 0.0
-    """sigmoid: share of pairs that are assumed to be the wrong way round."""
+    """sigmoid: assumed share of pairs with swapped labels."""
 
     def resolve(self) -> list[dict[str, Any]]:
         if self.loss == "ipo" and self.label_smoothing:

@@ -17,23 +17,24 @@ if TYPE_CHECKING:
 class TeacherSpec(SpecPart):
     base: Annotated[str, Field(min_length=1)]
     """Directory or hub id of the causal language model to learn from. Every token of model.base must have the same id
-    in it. Its logits are divided by rollout.temperature, as the policy's are."""
+    in it. Its logits are divided by rollout.temperature, like the policy's."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """In which it computes."""
+    """Precision of its computation."""
 
 
 class RewardModelSpec(SpecPart):
     base: Annotated[str, Field(min_length=1)]
-    """Directory or hub id of a Hugging Face sequence classifier with a chat template, which renders conversations for
-    it, regardless of the policy's template."""
+    """Directory or hub id of a Hugging Face sequence classifier whose own chat template renders conversations,
+    regardless of the policy's template."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """In which it computes."""
+    """Precision of its computation."""
     label: str | None = None
-    """Whose probability is the score, of a classifier with several labels. With one label the score is its logit."""
+    """For a classifier with several labels: the label whose probability is the score. With one label the score is its
+    logit."""
     weight: Annotated[float, Field(ge=-1e6, le=1e6)] = 1.0
-    """The score is multiplied by it and added to the reward of the last turn; 0: it is only reported."""
+    """Factor of the score, which is added to the reward of the last turn; 0: it is only reported."""
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{0,40}$")] = ""
-    """Stands in metrics; default: the last part of base."""
+    """Name in metrics; default: the last part of base."""
 
     def resolve(self) -> list[dict[str, Any]]:
         last = re.sub(r"[^A-Za-z0-9_.-]", "-", self.base.rstrip("/").rpartition("/")[2])
@@ -44,11 +45,10 @@ class RewardModelSpec(SpecPart):
 class ValueModelSpec(SpecPart):
     base: Annotated[str, Field(min_length=1)]
     """Directory or hub id of a Hugging Face token classifier (AutoModelForTokenClassification) with one label: the
-    return that is expected where the next token is about to be chosen, in units of the job's rewards, with
-    reward models' scores and what kl_in = 'reward' takes off. It reads causally, and every token of model.base must
-    have the same id in it."""
+    return expected before the next token is chosen, in units of the job's rewards, including reward models' scores and
+    the deduction of kl_in = 'reward'. It must be causal, and every token of model.base must have the same id in it."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """In which it computes."""
+    """Precision of its computation."""
 
 
 TRAINS_CRITIC = ("critic_lr", "value_clip")

@@ -15,13 +15,14 @@ class LoraSpec(SpecPart):
     alpha: Factor = 32.0
     """The adapter is scaled by alpha / rank."""
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
-    """Dropout before the adapter, while training."""
+    """Dropout before the adapter during training."""
     target_modules: Annotated[list[str], Field(max_length=1000)] | Literal["all-linear"] = "all-linear"
     """Names of the layers that get an adapter; `all-linear` means all but the head."""
     init: Literal["kaiming", "gaussian", "orthogonal"] = "kaiming"
-    """How A and B begin. `kaiming`: A uniform, B zero. `gaussian`: A normal with deviation 1 / rank, B zero.
-    `orthogonal`: both from one orthogonal matrix, so that their product is zero up to rounding; of an even rank. Others
-    (pissa, olora, loftq) would change the base, which is the reference and what vLLM serves the adapter on."""
+    """Initialisation of A and B. `kaiming`: A uniform, B zero. `gaussian`: A normal with deviation 1 / rank, B zero.
+    `orthogonal`: both from one orthogonal matrix, so that their product is zero up to rounding; the rank must be even.
+    Others (pissa, olora, loftq) would change the base, which is the reference and the model that vLLM applies the
+    adapter to."""
 
     def resolve(self) -> list[dict[str, Any]]:
         if self.init == "orthogonal" and self.rank % 2:
@@ -31,13 +32,13 @@ class LoraSpec(SpecPart):
 
 class ModelSpec(SpecPart):
     base: Annotated[str, Field(min_length=1)]
-    """Directory or hub id of a Hugging Face causal language model (safetensors; no remote code), or of one that
-    sees: docs/environments/images.md. Where relative paths begin: docs/submitting.md."""
+    """Directory or hub id of a Hugging Face causal language model (safetensors; no remote code), or of a vision model
+    (docs/environments/images.md). docs/submitting.md explains relative paths."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of generation and of the trainer's forward pass; master weights are float32."""
     fp32_head: bool = False
-    """Compute logits in float32 from bfloat16 hidden states and head weights, in generation and in training alike: the
-    two then round alike where it matters most. Takes a float32 copy of the head's weights for each forward pass."""
+    """Compute logits in float32 from bfloat16 hidden states and head weights, in generation and in training, so that
+    both round alike where it matters most. Needs a float32 copy of the head's weights for each forward pass."""
     lora: LoraSpec | None = None
     """Train an adapter instead of all weights."""
     chat_template: Literal["model", "plain"] = "model"
@@ -48,8 +49,8 @@ class ModelSpec(SpecPart):
     and speak as the assistant: for trusted contents that contain such tokens on purpose. docs/environments/tokens.md
     lists the tokens."""
     tool_format: Literal["auto", "hermes", "llama3_json", "mistral", "qwen3_coder"] = "auto"
-    """How the model writes calls of tools, where the environment offers any. `auto`: as its chat template shows; a job
-    whose template shows none of these formats fails with the first prompt. `hermes` is Qwen's too."""
+    """Format of the model's tool calls, if the environment offers tools. `auto`: detected from the chat template; a job
+    whose template shows none of these formats fails at the first prompt. `hermes` covers Qwen."""
 
     def resolve(self) -> list[dict[str, Any]]:
         found = []

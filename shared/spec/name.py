@@ -10,16 +10,16 @@ from pydantic import AfterValidator, Field, StringConstraints
 
 from opentinker.shared.security.key_text import FORM
 
-LONGEST = 200
+MAX_CHARACTERS = 200
 JOINERS = "\u200c\u200d"
 """Format characters of ordinary words and emoji; all others reorder or hide their neighbours."""
-REFUSED = {"Cc", "Cf", "Cs", "Zl", "Zp"}
+FORBIDDEN_CATEGORIES = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 """Unicode categories: control, format, surrogate, line separator, paragraph separator."""
 
 
 def _printable(name: str) -> str:
     """Raises ValueError for what a terminal or a table would not show as it stands."""
-    if odd := [char for char in name if unicodedata.category(char) in REFUSED and char not in JOINERS]:
+    if odd := [char for char in name if unicodedata.category(char) in FORBIDDEN_CATEGORIES and char not in JOINERS]:
         raise ValueError(f'has a control character (U+{ord(odd[0]):04X}); e.g. "Qwen3 run 2"')
     if FORM.search(name):
         raise ValueError('holds an API key; revoke that key, and choose another name, e.g. "Qwen3 run 2"')
@@ -29,7 +29,7 @@ def _printable(name: str) -> str:
 DisplayName = Annotated[
     str,
     StringConstraints(strip_whitespace=True),
-    Field(min_length=1, max_length=LONGEST),
+    Field(min_length=1, max_length=MAX_CHARACTERS),
     AfterValidator(_printable),
 ]
 

@@ -10,7 +10,7 @@ from opentinker.shared.spec.base import Fraction, SpecPart, Tokens
 from opentinker.shared.spec.tools import ToolSpec
 from opentinker.shared.types.mistakes import fill, unused
 
-MOST_AT_ONCE = 16_384
+MAX_OPEN_GROUPS = 16_384
 """Episodes that one rollout worker plays."""
 TOY_IGNORES = {"temperature", "top_p", "top_k", "stop"}
 ELSEWHERE = ("served:", "http://", "https://", "ws://", "wss://")
@@ -19,19 +19,19 @@ ELSEWHERE = ("served:", "http://", "https://", "ws://", "wss://")
 
 class EnvironmentSpec(SpecPart):
     name: Annotated[str, Field(min_length=1, max_length=200)]
-    """A built-in environment; `upload:NAME` or `upload:NAME@VERSION`, which `opentinker env push` has brought;
-    `served:NAME`, which `opentinker env serve` serves; a URL, http(s):// or ws(s)://, of a server that plays it; or
-    `module:Class` where env workers run with OPENTINKER_ENV_MODULES=1."""
+    """A built-in environment; `upload:NAME` or `upload:NAME@VERSION`, pushed by `opentinker env push`; `served:NAME`,
+    served by `opentinker env serve`; the URL of an environment server (http(s):// or ws(s)://); or `module:Class` if
+    env workers run with OPENTINKER_ENV_MODULES=1."""
     isolation: Literal["process", "sandbox"] | None = None
-    """Where it runs. `process`: in an env worker or a child process of it, for what the operator wrote. `sandbox`: in a
-    child process without network, files or privileges: the only choice for uploads, and their default."""
+    """Isolation level. `process`: in an env worker or a child process of it, for the operator's own code. `sandbox`: in
+    a child process without network, files or privileges; required for uploads, and their default."""
     config: dict[str, Any] = {}
-    """Passed to the environment's own config model, which refuses what it does not know."""
+    """Settings of the environment, which refuses unknown ones."""
     tools: Annotated[list[ToolSpec], Field(max_length=64)] = []
     """Tools that the policy may call in every episode, in addition to those of the environment."""
     tool_turns: Annotated[int, Field(ge=1, le=1000)] = 16
-    """Turns of an episode (of a seat, where there are several) that tools may answer; from then on every turn is the
-    environment's. They count in rollout.max_turns like any other."""
+    """Turns per episode (per seat, if there are several) that tools may answer; all later turns go to the environment.
+    They count towards rollout.max_turns."""
 
     def resolve(self) -> list[dict[str, Any]]:
         if self.tools and self.name.startswith("served:"):
@@ -74,38 +74,39 @@ class RolloutSpec(SpecPart):
     max_tokens: Tokens = 256
     """Sampled tokens per episode."""
     max_tokens_per_turn: Tokens | None = None
-    """Sampled tokens per turn; default: what is left of max_tokens."""
+    """Sampled tokens per turn; default: the rest of max_tokens."""
     context_length: Tokens | None = None
-    """Tokens per trajectory, prompt and observations included; default: what the model allows, at most 4096."""
+    """Tokens per trajectory, including prompt and observations; default: the model's maximum, at most 4096."""
     temperature: Annotated[float, Field(gt=0.0, le=10.0)] = 1.0
     """Logits are divided by it before sampling; the trainer does the same."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Sample from the smallest set of tokens that holds this much probability; 1: all. Below 1 ratios are biased: the
-    trainer's probabilities are those of all tokens."""
+    """Sample from the smallest set of tokens with this total probability; 1: all. Below 1 ratios are biased, because
+    the trainer's probabilities are those of all tokens."""
     top_k: Annotated[int, Field(ge=0, le=1_000_000)] = 0
-    """Sample from this many of the likeliest tokens; 0: all. Above 0 ratios are biased, as with top_p."""
+    """Sample from this many most likely tokens; 0: all. Above 0 ratios are biased, as with top_p."""
     stop: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=64)] = []
     """A turn ends when one of these strings appears; it stays in the text, with the rest of the token in which it
     ends."""
     max_concurrent_groups: Annotated[int, Field(gt=0, le=4096)] = 32
-    """Per rollout worker; eval: episodes. Times algorithm.group_size + oversample at most 16,384 episodes."""
+    """Groups per rollout worker (eval: episodes). Multiplied by algorithm.group_size + oversample at most 16,384
+    episodes."""
     oversample: Annotated[int, Field(ge=0, le=1024)] = 0
-    """Episodes that a group starts beyond algorithm.group_size: when group_size have ended, it is closed and the rest
-    is cut off. Nobody waits for the slowest, but what is slow is left out: the sample leans towards short episodes."""
+    """Extra episodes that a group starts: it closes when algorithm.group_size have ended and cuts off the rest. This
+    avoids waiting for slow episodes, but biases the sample towards short ones."""
     episode_timeout_s: Annotated[float, Field(gt=0.0, le=604_800.0)] = 120.0
-    """Wall clock over open, all steps and close. The import of the environment before its first open has a deadline of
-    its own: the operator's env_import_timeout_s."""
+    """Wall-clock limit of an episode: open, all steps and close. The environment's import before its first open has a
+    separate limit, the operator's env_import_timeout_s."""
     retries: Annotated[int, Field(ge=0, le=10)] = 3
-    """Tries of an episode after its first failure, before its group is failed."""
+    """Retries of a failed episode before its group fails."""
     max_failed_share: Fraction = 0.5
     """The job fails when more than this share of its groups failed (counted from the 20th group)."""
     opening_mismatch: Literal["warn", "fail"] = "warn"
-    """When the samples of a group begin with different observations, although row and seed are the same. The group's
-    baseline then compares answers to different prompts. `warn`: an event and a metric, and the group is trained: some
-    environments vary their prompts on purpose. `fail`: the group fails and is replaced."""
+    """Reaction to samples of a group that begin with different observations despite the same row and seed: the group's
+    baseline then compares answers to different prompts. `warn`: an event and a metric, and the group is trained,
+    because some environments vary their prompts on purpose. `fail`: the group fails and is replaced."""
     transcripts: Annotated[int, Field(ge=0, le=64)] = 4
-    """Training episodes of each step that are kept word by word, up to 20,000 characters each (`opentinker rollouts`);
-    of older steps fewer and fewer. 0: none."""
+    """Training episodes of each step that are kept in full, up to 20,000 characters each (`opentinker rollouts`); fewer
+    of older steps. 0: none."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] | None = None
     """Seeds every request and every group's start state; without it start states use seed 0 and sampling is free."""
 

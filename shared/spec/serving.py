@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 KIND = "inference"
 USED = {"engine", "toy", "context_length"}
 """Fields of [rollout] that are used: each request brings its sampling parameters."""
-MOST_ADAPTERS = 32
-LARGEST_RANK = 512
+MAX_ADAPTERS = 32
+MAX_LORA_RANK = 512
 """Largest adapter rank that vLLM serves."""
 
 
@@ -25,8 +25,8 @@ class AdapterSpec(Origin):
     name: Annotated[str, Field(max_length=63)]
     """Name in requests (`model`): lower-case letters, digits, dots, dashes and underscores."""
     checkpoint: str = Field(alias="from")
-    """`JOB@STEP`, `JOB@latest` or a published name: the checkpoint of a job of yours that trained an adapter of
-    model.base, rendering with the same model.chat_template."""
+    """`JOB@STEP`, `JOB@latest` or a published name: a checkpoint of your jobs with an adapter of model.base, trained
+    with the same model.chat_template."""
 
     @field_validator("name")
     @classmethod
@@ -52,19 +52,20 @@ class ServingSpec(SpecPart):
     max_waiting: Annotated[int, Field(ge=0, le=10_000)] = 256
     """Requests that wait in one rollout worker in addition to those; further ones are answered with 429."""
     request_timeout_s: Annotated[float, Field(gt=0.0, le=86_400.0)] = 600.0
-    """Wall clock of one request, its waiting included."""
+    """Wall-clock limit of a request, including its waiting time."""
     idle_s: Seconds | None = None
     """The job ends, succeeded, after this time without requests; default: the operator's inference_idle_s, otherwise it
     runs until it is completed or cancelled."""
     sleep_s: Seconds | None = None
-    """The job's rollout workers are released after this time without requests, and return, by the queue, with the next
-    request; default: it keeps them unless another job waits for them (inference_lend_s, a setting of the operator)."""
+    """Idle time after which the job's rollout workers are released; the next request brings them back through the
+    queue. Default: the job keeps them unless another job waits for them (inference_lend_s, a setting of the
+    operator)."""
     wake_s: Annotated[float, Field(gt=0.0, le=3600.0)] | None = None
-    """A request to a sleeping job waits this long for a rollout worker, then it is answered with 503 and Retry-After,
+    """Time that a request to a sleeping job waits for a rollout worker before it is answered with 503 and Retry-After,
     while the job continues to wake. Default: 60."""
-    adapters: Annotated[list[AdapterSpec], Field(max_length=MOST_ADAPTERS)] = []
-    """Answer with each of these adapters of model.base too, and with model.base itself, all by the same engine; a
-    request's `model` says with which. Not together with [start]."""
+    adapters: Annotated[list[AdapterSpec], Field(max_length=MAX_ADAPTERS)] = []
+    """Adapters of model.base served by the same engine in addition to model.base itself; a request's `model` selects
+    one. Not together with [start]."""
 
     def resolve(self) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []

@@ -8,8 +8,10 @@ from pydantic import Field, field_validator
 
 from opentinker.shared.spec.base import SpecPart
 
-CHECKPOINT = re.compile(r"j-[a-z0-9]{10}@([0-9]{1,12}|latest|live)")
-SAVED = re.compile(r"j-[a-z0-9]{10}@([0-9]{1,12}|latest)")
+PART = r"j-[a-z0-9]{10}(~[a-z][a-z0-9_]{0,31})?"
+"""A job, or one policy of it."""
+CHECKPOINT = re.compile(rf"(j-[a-z0-9]{{10}}@live|{PART}@([0-9]{{1,12}}|latest))")
+SAVED = re.compile(rf"{PART}@([0-9]{{1,12}}|latest)")
 """Those of them that are on a disk."""
 PUBLISHED = re.compile(r"(?!j-[a-z0-9]{10}$)[a-z0-9][a-z0-9._-]{0,62}")
 """Names that checkpoints may be published under; no job's id."""
@@ -39,15 +41,15 @@ class Origin(SpecPart):
 
 class StartSpec(Origin):
     checkpoint: str = Field(alias="from")
-    """`JOB@STEP` or `JOB@latest`: begin with the weights of a checkpoint of a job of yours; or the name that one is
-    published under (`opentinker publish`). Either it holds full weights whose tensors are those of model.base (which
-    gives the tokenizer) and this job trains all weights, or it holds an adapter of model.base as model.lora describes.
-    With `kl_coef` these weights are the reference; a
-    float32 job with `kl_coef` cannot begin with a checkpoint of a bfloat16 one, whose files are rounded. A critic in it
-    is taken over where this job trains one. `JOB@live`, for inference alone: the policy of a job of kind rl that is
-    not over, followed version by version; dtype, fp32_head and lora are that job's."""
+    """`JOB@STEP` or `JOB@latest` (`JOB~POLICY@STEP` of a job with several policies): start from the weights of a
+    checkpoint of your jobs; or its published name
+    (`opentinker publish`). It must hold full weights with the tensors of model.base (which gives the tokenizer) if this
+    job trains all weights, otherwise an adapter of model.base as model.lora describes. With `kl_coef` these weights are
+    the reference; a float32 job with `kl_coef` cannot start from a checkpoint of a bfloat16 one, whose files are
+    rounded. A critic in it is used if this job trains one. `JOB@live` (inference only): the policy of an unfinished job
+    of kind rl, followed version by version; dtype, fp32_head and lora are that job's."""
     optimizer: bool = False
-    """Take over the optimizer's moments too. Learning-rate schedule, step count, seeds and data order are new either
+    """Also load the optimizer's moments. Learning-rate schedule, step count, seeds and data order are new either
     way."""
 
     @field_validator("checkpoint")
@@ -55,7 +57,8 @@ class StartSpec(Origin):
     def _named(cls, value: str) -> str:
         if not CHECKPOINT.fullmatch(value) and not PUBLISHED.fullmatch(value):
             raise ValueError(
-                "must be JOB@STEP or JOB@latest (inference: or JOB@live), as in j-0123456789@50, or a published name"
+                "must be JOB@STEP or JOB@latest (of one policy JOB~POLICY@STEP; inference: or JOB@live), as in "
+                "j-0123456789@50, or a published name"
             )
         return value
 

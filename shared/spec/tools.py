@@ -8,39 +8,36 @@ from pydantic import Field
 
 from opentinker.shared.spec.base import Count, SpecPart
 
-OF_TYPE = {
-    "python": {"backend", "memory_mb"},
-    "mcp": {"command", "url", "shared"},
-    "functions": {"module"},
-}
+OF_TYPE = {"python": {"backend", "memory_mb"}, "mcp": {"command", "url", "shared"}, "functions": {"module"}}
 """Fields that not every type has."""
 MEMORY_MB = {"monty": 64, "sandbox": 512}
 
 
 class ToolSpec(SpecPart):
     type: Literal["python", "mcp", "functions"]
-    """`python`: runs programs that the policy writes. `mcp`: all tools of a Model Context Protocol server. `functions`:
-    Python functions of the operator's own."""
+    """`python`: runs programs written by the policy. `mcp`: all tools of a Model Context Protocol server. `functions`:
+    the operator's Python functions."""
     timeout_s: Annotated[float, Field(gt=0.0, le=600.0)] = 10.0
-    """Limit of one call, also of connecting to a server. A call that takes longer is ended, and the policy gets an
+    """Time limit of a call, and of connecting to a server. A call that exceeds it is ended, and the policy gets an
     error."""
     backend: Literal["monty", "sandbox"] = "monty"
-    """python: `monty` interprets a part of Python, within a millisecond, and keeps its variables during an episode;
-    `sandbox` is CPython with numpy and sympy in bubblewrap, every call by itself. Neither falls back to the other."""
+    """python: `monty` interprets a subset of Python within a millisecond and keeps variables during an episode;
+    `sandbox` is CPython with numpy and sympy in bubblewrap, without state between calls. Neither falls back to the
+    other."""
     memory_mb: Count | None = None
-    """python: what a program may take; default: 64 (monty) or 512 (sandbox)."""
+    """python: memory limit of a program; default: 64 (monty) or 512 (sandbox)."""
     command: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=1000)] = []
-    """mcp: a program that speaks over stdin and stdout, with its arguments; env workers start it themselves, where the
-    operator allows it (setting env_tool_commands)."""
+    """mcp: a program, with its arguments, that speaks over stdin and stdout; env workers start it if the operator
+    allows it (setting env_tool_commands)."""
     url: Annotated[str, Field(pattern=r"^https?://")] | None = None
-    """mcp: a server that speaks streamable HTTP. Addresses of private networks are refused, unless the operator allows
+    """mcp: a server that speaks streamable HTTP. Addresses of private networks are refused unless the operator allows
     them (env_egress_allow)."""
     shared: bool = False
-    """mcp: one connection, and with `command` one process, for all episodes of an env worker in this job: for servers
-    that remember nothing. Else every episode has its own."""
+    """mcp: one connection, and with `command` one process, per env worker for all episodes of the job, for stateless
+    servers. Otherwise every episode has its own."""
     module: Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$")] | None = None
-    """functions: `package.module:name` of a function, or of a list of functions, importable by env workers that run
-    with OPENTINKER_ENV_MODULES=1."""
+    """functions: `package.module:name` of a function or a list of functions, importable by env workers that run with
+    OPENTINKER_ENV_MODULES=1."""
 
     STAND_INS: ClassVar[dict[str, Any]] = {"url": "http://x", "module": "x:y", "command": ["x"]}
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from opentinker.shared.config import LEAST_PRIORITY, MOST_PRIORITY
+from opentinker.shared.config import MAX_PRIORITY, MIN_PRIORITY
 from opentinker.shared.spec.base import Coefficient, Factor, Fraction, SpecPart, Steps, Tokens, Workers
 from opentinker.shared.types.mistakes import fill
 
@@ -17,9 +17,9 @@ class TrainSpec(SpecPart):
     learner: Literal["torch", "simulated"] = "torch"
     """The learner; `simulated` only waits, for load tests, and refuses options that it would ignore."""
     simulated_step_s: Annotated[float, Field(ge=0.0, le=86_400.0)] | None = None
-    """Duration of a step of the simulated learner, which takes no time by default; only with it."""
+    """simulated: duration of a step; default: none."""
     steps: Annotated[int, Field(ge=0, le=100_000_000)] = 0
-    """Batches to train on; each raises the weight version by one. Needed, unless `data.epochs` says how long."""
+    """Batches to train on; each raises the weight version by one. Required unless `data.epochs` is set."""
     lr: Coefficient = 1e-5
     """Learning rate of AdamW."""
     warmup_steps: Annotated[int, Field(ge=0, le=100_000_000)] = 0
@@ -27,7 +27,7 @@ class TrainSpec(SpecPart):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """lr after the warmup: constant, or falling with every step until the end of `steps`."""
     lr_end: Fraction | None = None
-    """linear, cosine: the share of lr that would be left for a step after the last; default 0."""
+    """linear, cosine: final share of lr, which a step after the last would have; default 0."""
     beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
     """AdamW: decay of the mean of gradients."""
     beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
@@ -37,32 +37,32 @@ class TrainSpec(SpecPart):
     grad_clip: Factor = 1.0
     """Largest global gradient norm."""
     parallel: Literal["data", "zero1", "zero2", "zero3"] = "data"
-    """What the ranks of resources.trainer_ranks share. `data`: the batch. `zero1`: the optimizer's state too;
-    `zero2`: gradients too; `zero3`: weights too (DeepSpeed's ZeRO). Each needs less memory than the one before and
-    more traffic."""
+    """Sharding over the ranks of resources.trainer_ranks. `data`: the batch. `zero1`: also the optimizer's state;
+    `zero2`: also gradients; `zero3`: also weights (DeepSpeed's ZeRO). Each needs less memory and more traffic than the
+    one before."""
     tokens_per_micro_batch: Tokens = 8192
     """Packed tokens per forward pass; a longer trajectory gets a separate one."""
     gradient_checkpointing: bool = False
-    """Keep only the inputs of each layer for the backward pass and compute the rest again: the same gradients with a
+    """Keep only the inputs of each layer for the backward pass and recompute the rest: the same gradients with a
     fraction of the memory, for about a third more time."""
     checkpoint_every: Steps = 50
-    """Steps; the last step is always saved."""
+    """Steps between checkpoints; the last step is always saved."""
     keep_checkpoints: Annotated[int, Field(ge=2, le=1_000_000)] = 3
-    """This many checkpoints, the newest, stay on disk."""
+    """Number of newest checkpoints that stay on disk."""
     target: Annotated[dict[str, Annotated[float, Field(ge=-1e12, le=1e12)]], Field(max_length=100)] = {}
-    """Stop early once the mean of the last 10 steps of each named metric reaches the value, e.g. {"exact" = 0.9}. Of a
+    """Stop early once the mean of the last 10 steps of each named metric reaches the value, e.g. {"exact" = 0.9}. For a
     metric of [validation], e.g. {"val/exact" = 0.9}, the last complete evaluation counts, and training waits for it."""
     entropy_alarm: Coefficient = 0.01
-    """rl: an event `collapse_alarm` when over 20 steps the entropy is below this (nats), nine groups of ten have equal
+    """rl: event `collapse_alarm` if over 20 steps the entropy is below this (nats), nine groups of ten have equal
     rewards, and `target` (or 0.9 of the way from the worst reward to the best) is not reached. 0: never."""
     collapse_alarm: Annotated[float, Field(ge=0.0, le=1.0)] = 0.5
-    """rl: the same event when over 20 steps `exact`, or `reward/mean` without it, has lost this share of what it had
-    gained at its best. 0: never."""
+    """rl: the same event if over 20 steps `exact`, or `reward/mean` without it, has lost this share of its best gain.
+    0: never."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of the trainer: adapter initialisation, dropout, the order of [data]."""
     deterministic: bool = False
-    """Two runs give the same weights, bit for bit, and so does one that was killed and resumed. What that needs and
-    costs: docs/deterministic.md."""
+    """Two runs give bitwise identical weights, even if killed and resumed. Requirements and cost:
+    docs/deterministic.md."""
 
     def resolve(self) -> list[dict[str, Any]]:
         found = []
@@ -82,20 +82,21 @@ class TrainSpec(SpecPart):
 
 
 class ResourceSpec(SpecPart):
-    priority: Annotated[int, Field(ge=LEAST_PRIORITY, le=MOST_PRIORITY)] = 0
-    """Jobs of higher priority go first, and may interrupt those of lower: these go on later from where they were. The
-    operator may set a lower bound than 10 for a tenant."""
+    priority: Annotated[int, Field(ge=MIN_PRIORITY, le=MAX_PRIORITY)] = 0
+    """Jobs of higher priority start first and may preempt lower ones, which continue later. The operator may set a
+    lower maximum than 10 for a tenant."""
     rollout_workers: Workers = 1
-    """Processes that generate for the job, at most. It needs min_rollout_workers; idle ones are lent to it beyond them,
-    and taken back when another job can start with them."""
+    """Maximum number of processes that generate for the job. It needs min_rollout_workers; idle ones beyond that are
+    lent to it, and taken back when another job can start with them."""
     min_rollout_workers: Workers = 1
-    """The job starts with this many rollout workers, and keeps them."""
+    """Rollout workers with which the job starts, and which it keeps."""
     trainer_gpus: Annotated[int, Field(ge=0, le=64)] = 0
-    """0 trains on the CPU; several have a rank each, on one machine. The job gets a trainer with this many."""
+    """GPUs of the job's trainer, one rank each, on one machine; 0: trains on the CPU."""
     rollout_gpus: Annotated[int, Field(ge=0, le=1)] = 0
-    """1: its rollout workers must have a GPU. With 0 it takes those without one first, and vLLM what its worker has."""
+    """1: rollout workers must have a GPU. 0: workers without one are preferred, and vLLM uses whatever device its
+    worker has."""
     gpu_memory_gb: Annotated[float, Field(gt=0, le=10_000)] | None = None
-    """Each of these GPUs has so much memory at least (10^9 bytes)."""
+    """Minimum memory of each of these GPUs (10^9 bytes)."""
     trainer_ranks: Annotated[int, Field(gt=0, le=64)] | None = None
     """Processes on the trainer's machine that share each batch; default: one per GPU, or one. See train.parallel."""
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 
 from opentinker.shared.spec.base import SpecPart, Steps, Tokens
+from opentinker.shared.spec.policies import OpponentSpec
 from opentinker.shared.spec.serving import nothing_trained
 from opentinker.shared.types.mistakes import unused
 
@@ -23,25 +24,26 @@ TOY_IGNORES = ("temperature", "top_p", "top_k")
 KIND = "eval"
 UNUSED = {"temperature", "top_p", "top_k", "oversample", "opening_mismatch", "transcripts", "seed"}
 """Fields of [rollout] that [evaluation] replaces in a job of that kind."""
-MOST_EPISODES = 200_000
+MAX_EPISODES = 200_000
 """Episodes per evaluation."""
+MAX_OPPONENTS = 8
 
 
 class EvaluationSpec(SpecPart):
     """The episodes of an evaluation. Its metrics are named val/... in both kinds of evaluation."""
 
-    episodes: Annotated[int, Field(gt=0, le=MOST_EPISODES)] = 64
+    episodes: Annotated[int, Field(gt=0, le=MAX_EPISODES)] = 64
     """Start states per evaluation, played `samples` times each; always the same ones. Both together at most 200,000
     episodes."""
     samples: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Episodes from each start state: gives val/pass/K, the chance that at least one of K solves it, for K up to
+    """Episodes per start state, which give val/pass/K, the probability that at least one of K solves it, for K up to
     `samples`. More than 1 needs temperature > 0."""
     solved_at: Annotated[float, Field(ge=-1e12, le=1e12)] = 1.0
-    """An episode whose reward is at least so much has solved its task."""
+    """Smallest reward with which an episode counts as solved."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
-    """Fixes the start states, and what is sampled. Rows are 0, 1, 2...; seeds are never those of training."""
+    """Seed of start states and sampling. Rows are 0, 1, 2...; seeds are never those of training."""
     temperature: Annotated[float, Field(ge=0.0, le=10.0)] = 0.0
-    """0: always the likeliest token."""
+    """0: greedy."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """As in [rollout]; not with temperature = 0."""
     top_k: Annotated[int, Field(ge=0, le=1_000_000)] = 0
@@ -63,8 +65,8 @@ class EvaluationSpec(SpecPart):
             if self.samples > 1:
                 problem = "would all be alike at temperature = 0: raise the temperature, or leave samples at 1"
                 found.append({"field": "samples", "value": self.samples, "problem": problem})
-        if self.total > MOST_EPISODES:
-            problem = f"times samples = {self.samples} is more than {MOST_EPISODES} episodes"
+        if self.total > MAX_EPISODES:
+            problem = f"times samples = {self.samples} is more than {MAX_EPISODES} episodes"
             found.append({"field": "episodes", "value": self.episodes, "problem": problem})
         return found
 
@@ -80,13 +82,38 @@ class ValidationSpec(EvaluationSpec):
     evaluations: rewards are the environment's alone."""
 
     every: Steps
-    """Optimizer steps from one evaluation to the next; training waits where an evaluation takes longer."""
+    """Optimizer steps between evaluations; training waits for an evaluation that takes longer."""
     at_start: bool = True
-    """Evaluate the weights that the job starts from, too."""
+    """Also evaluate the initial weights."""
     config: dict[str, Any] = {}
-    """Laid over environment.config, e.g. {"split" = "test"}."""
+    """Overrides of environment.config, e.g. {"split" = "test"}."""
+    against: Annotated[list[OpponentSpec], Field(max_length=MAX_OPPONENTS)] = []
+    """Opponents, each of which plays all `episodes` from the same start states. It takes the seats that the policy does
+    not play; a policy that plays every seat takes one at a time, in turn. Gives val/winrate/OPPONENT and, from bots,
+    val/rating. By default an evaluation is played by those that [seats] names."""
     timeout_s: Annotated[float, Field(gt=0.0, le=604_800.0)] = 600.0
-    """An evaluation that takes longer ends with the episodes that it has, and says so."""
+    """Time limit, after which an evaluation ends with its finished episodes and reports the missing ones."""
+
+    def resolve(self) -> list[dict[str, Any]]:
+        found = super().resolve()
+        names = [opponent.name for opponent in self.against]
+        if len(set(names)) < len(names):
+            found.append({"field": "against", "value": names, "problem": "names an opponent twice"})
+        if taken := sorted({"low", "high"} & set(names)):
+            problem = f"must not be named {' or '.join(taken)}: these are the bounds of val/winrate"
+            found.append({"field": "against", "value": names, "problem": problem})
+        if self.total * len(self.against) > MAX_EPISODES >= self.total:
+            problem = f"times samples = {self.samples} and {len(names)} opponents is more than {MAX_EPISODES} episodes"
+            found.append({"field": "episodes", "value": self.episodes, "problem": problem})
+        return found
+
+    def opponents_of(self, policy: str) -> list[OpponentSpec]:
+        """Return those that a policy is evaluated against, in order; empty: by the players that [seats] names."""
+        return [opponent for opponent in self.against if opponent.policy is None or opponent.policy != policy]
+
+    def total_of(self, policy: str) -> int:
+        """Return the episodes of one evaluation of a policy."""
+        return self.total * max(1, len(self.opponents_of(policy)))
 
 
 def settle_evaluation(spec: JobSpec) -> list[dict[str, Any]]:
@@ -113,7 +140,25 @@ def contradictions(spec: JobSpec) -> list[dict[str, Any]]:
         "that the environment reports, or reward/mean"
     )
     found = [{"field": f"train.target.{name}", "value": spec.train.target[name], "problem": problem} for name in judged]
-    return found + _drawn_by_toy(spec, "validation", validation)
+    return found + _drawn_by_toy(spec, "validation", validation) + _opponent_mistakes(spec, validation)
+
+
+def _opponent_mistakes(spec: JobSpec, validation: ValidationSpec) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for place, opponent in enumerate(validation.against):
+        if opponent.policy is not None and opponent.policy not in spec.policies:
+            known = f"its policies are: {', '.join(spec.policies)}" if spec.policies else "it has no [policies]"
+            problem = f"is no policy of this job; {known}"
+            found.append({"field": f"validation.against.{place}.policy", "value": opponent.policy, "problem": problem})
+    patterns = [seat for seat in spec.seats if any(sign in seat for sign in "*?[")]
+    problem = ""
+    if not spec.seats:
+        problem = "needs [seats]: they say which seats the policy plays, and which its opponent"
+    elif len(spec.policies) == 1 and patterns and all(player.policy for player in spec.seats.values()):
+        problem = f"needs [seats] without patterns ({', '.join(patterns)}): the policy plays them all, and keeps one"
+    if validation.against and problem:
+        found.append({"field": "validation.against", "value": len(validation.against), "problem": problem})
+    return found
 
 
 def _drawn_by_toy(spec: JobSpec, part: str, exam: EvaluationSpec) -> list[dict[str, Any]]:

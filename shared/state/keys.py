@@ -25,7 +25,7 @@ from opentinker.shared.types.errors import Conflict, NotFound
 
 TENANT = re.compile(r"[a-z0-9][a-z0-9-]{0,31}")
 ALL = "*"
-MOST_KEYS = 1000
+MAX_KEYS = 1000
 """Keys per tenant."""
 KEPT_S = 30 * 86400
 USED_EVERY_S = 60.0
@@ -111,7 +111,7 @@ class Key(msgspec.Struct, frozen=True, kw_only=True):
         return hmac.compare_digest(digest, self.digest) or old
 
 
-class Keys:
+class KeyStore:
     """`now` everywhere: Unix seconds, of the scheduler's clock."""
 
     def __init__(self, redis: Any) -> None:
@@ -155,10 +155,10 @@ class Keys:
         gone = int(expires + KEPT_S) if expires else 0
         answer = await self._create(
             keys=[_of(id), _all_of(tenant), "tenants"],
-            args=[id, now, MOST_KEYS, tenant, digest, gone, *(part for pair in fields.items() for part in pair)],
+            args=[id, now, MAX_KEYS, tenant, digest, gone, *(part for pair in fields.items() for part in pair)],
         )
         if answer == "full":
-            raise Conflict(f"tenant {tenant} has {MOST_KEYS} keys, which is the most; revoked ones count for a month")
+            raise Conflict(f"tenant {tenant} has {MAX_KEYS} keys, which is the most; revoked ones count for a month")
         found = await self.find(id)
         if found is None:
             raise NotFound(f"key {id!r} is gone")

@@ -38,96 +38,13 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.maint_notifications import MaintNotificationsConfig
 
 from opentinker.shared.asyncio_tools import await_cancellable
-from opentinker.shared.state.lease_table import CHARGE, LeaseTable, granted, raise_unless_granted
-from opentinker.shared.state.redis_script import LED, UNFENCED, LeadersScript, Script
-from opentinker.shared.types.core import JobRecord, JobState, Lease
+from opentinker.shared.state.job_scripts import CREATE, PLACE, TRANSITION, UPDATE
+from opentinker.shared.state.lease_table import LeaseTable, granted, raise_unless_granted
+from opentinker.shared.state.redis_script import UNFENCED, LeadersScript, Script
+from opentinker.shared.types.core import JobRecord, JobState, Lease, split_part
 from opentinker.shared.types.errors import Conflict, Fenced, NotFound
 
 log = structlog.get_logger()
-
-# A client that lost the connection sends its command again: `op` keys remember for a while what was done, so that a
-# change is made, and an event logged, once.
-
-# KEYS job, events, active, ending, op, states. ARGV: id, allowed states (comma separated, "" = any that is not final),
-# new state, epoch (-1: the scheduler), now, fields, event
-_TRANSITION = """
-local before = redis.call('GET', KEYS[5])
-if before then return {'ok', before} end
-local current = redis.call('HMGET', KEYS[1], 'state', 'epoch', 'version')
-if not current[1] then return {'missing'} end
-local final = {succeeded=true, failed=true, cancelled=true}
-local epoch = tonumber(ARGV[4])
-if epoch >= 0 and epoch < tonumber(current[2]) then return {'fenced', current[2]} end
-local allowed = false
-if ARGV[2] == '' then allowed = not final[current[1]] end
-for state in string.gmatch(ARGV[2], '[^,]+') do if state == current[1] then allowed = true end end
-if not allowed then return {'conflict', current[1]} end
-local version = tonumber(current[3]) + 1
-redis.call('HSET', KEYS[1], 'state', ARGV[3], 'updated', ARGV[5], 'version', version)
-if epoch > tonumber(current[2]) then redis.call('HSET', KEYS[1], 'epoch', epoch) end
-local fields = cjson.decode(ARGV[6])
-for key, value in pairs(fields) do redis.call('HSET', KEYS[1], key, value) end
-if final[ARGV[3]] then redis.call('SREM', KEYS[3], ARGV[1]); redis.call('SADD', KEYS[4], ARGV[1])
-else redis.call('SADD', KEYS[3], ARGV[1]) end
-local entry = redis.call('XADD', KEYS[2], 'MAXLEN', '~', '5000', '*', 'event', ARGV[7])
-redis.call('XADD', KEYS[6], entry, 'event', ARGV[7], 'version', version)
-redis.call('SET', KEYS[5], current[1], 'EX', 120)
-return {'ok', current[1]}
-"""
-
-_LEASES = """
-if led_by_another(ARGV[8]) then return {'led'} end
-for i = 9, #ARGV, 3 do if taken(ARGV[i], ARGV[1]) then return {'taken', ARGV[i]} end end
-for i = 9, #ARGV, 3 do grant(ARGV[i], ARGV[i + 1], ARGV[i + 2]) end
-local version"""
-# The same of the scheduler that leads. KEYS also leases, leases:held, leader:epoch. ARGV also the leader's epoch, then
-# slot, lease and account of every worker that the job gets with its state.
-_PLACE = CHARGE + _TRANSITION.replace("\nlocal version", _LEASES, 1)
-
-# KEYS job, events, op, failures (optional). ARGV: epoch, now, fields (JSON object), event ('' = none),
-# '1' = only if the job is not over, leader's epoch
-_UPDATE = (
-    LED
-    + """
-if led_by_another(ARGV[6]) then return {'led'} end
-if redis.call('EXISTS', KEYS[3]) == 1 then return {'ok'} end
-local epoch, state = unpack(redis.call('HMGET', KEYS[1], 'epoch', 'state'))
-if not epoch then return {'missing'} end
-if ARGV[5] == '1' and (state == 'succeeded' or state == 'failed' or state == 'cancelled') then
-  return {'conflict', state}
-end
-if tonumber(ARGV[1]) >= 0 and tonumber(ARGV[1]) < tonumber(epoch) then return {'fenced', epoch} end
-redis.call('HSET', KEYS[1], 'updated', ARGV[2])
-for key, value in pairs(cjson.decode(ARGV[3])) do redis.call('HSET', KEYS[1], key, value) end
-if ARGV[4] ~= '' then
-  local entry = redis.call('XADD', KEYS[2], 'MAXLEN', '~', '5000', '*', 'event', ARGV[4])
-  if KEYS[4] then redis.call('XADD', KEYS[4], 'MAXLEN', '~', '1000', entry, 'event', ARGV[4]) end
-  redis.call('SET', KEYS[3], 1, 'EX', 120)
-end
-return {'ok'}
-"""
-)
-
-# KEYS job, events, jobs, active, idempotency, states. ARGV: id, now, fields, event, body hash, ttl seconds
-_CREATE = """
-if redis.call('EXISTS', KEYS[1]) == 1 then return {'ok', ARGV[1]} end
-if ARGV[5] ~= '' then
-  local seen = redis.call('HMGET', KEYS[5], 'job', 'body')
-  if seen[1] then
-    if seen[2] == ARGV[5] then return {'same', seen[1]} end
-    return {'differs', seen[1]}
-  end
-  redis.call('HSET', KEYS[5], 'job', ARGV[1], 'body', ARGV[5])
-  redis.call('EXPIRE', KEYS[5], ARGV[6])
-end
-for key, value in pairs(cjson.decode(ARGV[3])) do redis.call('HSET', KEYS[1], key, value) end
-redis.call('ZADD', KEYS[3], ARGV[2], ARGV[1])
-redis.call('SADD', KEYS[4], ARGV[1])
-local entry = redis.call('XADD', KEYS[2], 'MAXLEN', '~', '5000', '*', 'event', ARGV[4])
-redis.call('XADD', KEYS[6], entry, 'event', ARGV[4], 'version', 0)
-return {'ok', ARGV[1]}
-"""
-
 
 CONNECTIONS = 5000
 """Each event stream holds one connection; redis-py's default limit is 100."""
@@ -149,11 +66,12 @@ class Store(LeaseTable):
     def __init__(self, redis: Any) -> None:
         # redis-py types every reply as bytes or str; ours are str (decode_responses).
         super().__init__(redis)
-        self._transition = Script(redis, _TRANSITION)
-        self._place = Script(redis, _PLACE)
-        self._update = Script(redis, _UPDATE)
-        self._create = Script(redis, _CREATE)
+        self._transition = Script(redis, TRANSITION)
+        self._place = Script(redis, PLACE)
+        self._update = Script(redis, UPDATE)
+        self._create = Script(redis, CREATE)
         self._ended = LeadersScript(redis, "redis.call('SREM', KEYS[1], ARGV[2])")
+        self._forget = LeadersScript(redis, "redis.call('DEL', unpack(KEYS))")
 
     @classmethod
     @asynccontextmanager
@@ -255,11 +173,17 @@ class Store(LeaseTable):
         return _record(id, fields)
 
     async def jobs(self, ids: Sequence[str]) -> list[JobRecord]:
-        """Those of the given ones that exist."""
+        """Those of the given ones that exist. JOB~POLICY is the record of a policy (`JobRecord.part`)."""
+        named = [split_part(id) for id in ids]
         pipe = self.redis.pipeline(transaction=False)
-        for id in ids:
-            pipe.hgetall(f"job:{id}")
-        return [_record(id, fields) for id, fields in zip(ids, await pipe.execute(), strict=True) if fields]
+        for job, _ in named:
+            pipe.hgetall(f"job:{job}")
+        found = [
+            (_record(job, fields), policy)
+            for (job, policy), fields in zip(named, await pipe.execute(), strict=True)
+            if fields
+        ]
+        return [job.part(policy) for job, policy in found if policy in ("", *job.policies)]
 
     async def tenants_of(self, ids: Iterable[str]) -> dict[str, str]:
         """By id, of those jobs that exist."""
@@ -346,8 +270,11 @@ class Store(LeaseTable):
     ) -> None:
         """Change fields other than the state, and optionally log an event; `failure`: among those that failed for good
         too. Raises NotFound, Fenced (epoch, or another scheduler leads), and Conflict if the job is over and the
-        change is meant for an active one (`only_active`)."""
+        change is meant for an active one (`only_active`). `id` may be JOB~POLICY: the event then names the policy."""
         now = time.time()
+        id, policy = split_part(id)
+        if policy:
+            detail = {"policy": policy, **(detail or {})}
         line = _event(event, now, **(detail or {})) if event else ""
         keys = [f"job:{id}", f"job:{id}:events", _op(id)]
         answer = await self._update(
@@ -356,10 +283,11 @@ class Store(LeaseTable):
         )
         _raise(id, answer, "update")
 
-    async def forget(self, id: str) -> None:
-        """Delete everything of a finished job but its record, state changes and usage."""
+    async def forget(self, id: str, *, leader: int = UNFENCED) -> None:
+        """Delete everything of a finished job, or of a part of it, but its record, state changes and usage. Raises
+        Fenced."""
         gone = (f"job:{id}:events", f"job:{id}:failures", f"adm:{id}", f"adm:{id}:groups", f"spent:step:{id}")
-        await self.redis.delete(*gone)
+        await self._forget(leader=leader, keys=gone)
 
     async def epoch(self, id: str) -> int:
         """Return the epoch of the job's newest trainer lease. Raises NotFound."""

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 from opentinker.shared.state.redis_script import Script
 
 OPEN = "streams:open"
-MOST = 4_000
+MAX_CONNECTIONS = 4_000
 """Noted of one group at a time; further ones are not let in."""
-AT_A_TIME = 1_000
+BATCH = 1_000
 """Forgotten by one script: it has room for some 8,000 arguments."""
 SLACK_S = 60.0
 """Allowance for the clock of the server that ends a connection."""
@@ -43,7 +43,7 @@ if redis.call('EXISTS', KEYS[2]) == 0 then redis.call('ZREM', KEYS[1], ARGV[1]) 
 """
 
 
-class Group(NamedTuple):
+class ConnectionGroup(NamedTuple):
     """Connections that live and die together."""
 
     key: str
@@ -57,7 +57,7 @@ class Group(NamedTuple):
         return "/".join(self)
 
 
-class Connection(NamedTuple):
+class StreamConnection(NamedTuple):
     server: str
     client: int
 
@@ -69,30 +69,30 @@ class StreamConnections:
         self._redis = redis
         self._note, self._gone = Script(redis, _NOTE), Script(redis, _GONE)
 
-    async def note(self, group: Group, one: Connection, *, until: float, now: float) -> bool:
+    async def note(self, group: ConnectionGroup, one: StreamConnection, *, until: float, now: float) -> bool:
         """False: there are too many of its group already."""
-        args = [now - SLACK_S, until, MOST, _member(one), group.name, int(until + 2 * SLACK_S)]
+        args = [now - SLACK_S, until, MAX_CONNECTIONS, _member(one), group.name, int(until + 2 * SLACK_S)]
         return bool(await self._note(keys=[OPEN, _of(group)], args=args))
 
-    async def groups(self, now: float) -> list[Group]:
+    async def groups(self, now: float) -> list[ConnectionGroup]:
         """That may have connections."""
         await self._redis.zremrangebyscore(OPEN, "-inf", now - SLACK_S)
-        return [Group(*name.split("/")) for name in await self._redis.zrange(OPEN, 0, -1)]
+        return [ConnectionGroup(*name.split("/")) for name in await self._redis.zrange(OPEN, 0, -1)]
 
-    async def of(self, group: Group, now: float) -> list[Connection]:
+    async def of(self, group: ConnectionGroup, now: float) -> list[StreamConnection]:
         found = (name.split("/") for name in await self._redis.zrangebyscore(_of(group), now - SLACK_S, "+inf"))
-        return [Connection(server, int(client)) for server, client in found]
+        return [StreamConnection(server, int(client)) for server, client in found]
 
-    async def gone(self, group: Group, closed: Iterable[Connection]) -> None:
+    async def gone(self, group: ConnectionGroup, closed: Iterable[StreamConnection]) -> None:
         """These are there no more."""
         members = [_member(one) for one in closed]
-        for at in range(0, len(members), AT_A_TIME):
-            await self._gone(keys=[OPEN, _of(group)], args=[group.name, *members[at : at + AT_A_TIME]])
+        for at in range(0, len(members), BATCH):
+            await self._gone(keys=[OPEN, _of(group)], args=[group.name, *members[at : at + BATCH]])
 
 
-def _of(group: Group) -> str:
+def _of(group: ConnectionGroup) -> str:
     return f"{OPEN}:{group.name}"
 
 
-def _member(one: Connection) -> str:
+def _member(one: StreamConnection) -> str:
     return f"{one.server}/{one.client}"

@@ -22,7 +22,7 @@ from opentinker.shared.state.redis_script import Script
 
 PREFIX = "ot_stream_"
 LIFE_S = 900.0
-MOST = 500
+MAX_CREDENTIALS = 500
 """That one API key has at a time."""
 SLACK_S = 60
 """Allowance for Redis' clock; readers compare `expires` with ours."""
@@ -60,7 +60,7 @@ class Credential(msgspec.Struct, frozen=True, kw_only=True):
         return f"_INBOX.stream.{self.id}"
 
 
-class StreamCredentials:
+class StreamCredentialStore:
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
         self._give = Script(redis, _GIVE)
@@ -76,7 +76,8 @@ class StreamCredentials:
         fields = [part for pair in msgspec.structs.asdict(given).items() for part in pair]
         forgotten = int(given.expires) + SLACK_S
         earliest = await self._give(
-            keys=[f"stream:{digest}", f"streams:of:{key}"], args=[now, given.expires, MOST, digest, forgotten, *fields]
+            keys=[f"stream:{digest}", f"streams:of:{key}"],
+            args=[now, given.expires, MAX_CREDENTIALS, digest, forgotten, *fields],
         )
         if float(earliest):
             raise TooManyCredentials(float(earliest) - now)
@@ -94,4 +95,4 @@ class TooManyCredentials(Exception):
 
     def __init__(self, wait_s: float) -> None:
         self.wait_s = wait_s
-        super().__init__(f"this key has {MOST} credentials for streams, which is the most")
+        super().__init__(f"this key has {MAX_CREDENTIALS} credentials for streams, which is the most")

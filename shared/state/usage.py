@@ -28,6 +28,7 @@ from redis.exceptions import RedisError
 
 from opentinker.shared.asyncio_tools import cancel_and_wait, sleep
 from opentinker.shared.state.redis_script import UNFENCED, LeadersScript, Script
+from opentinker.shared.types.core import part_id
 
 log = structlog.get_logger()
 
@@ -88,7 +89,7 @@ end
 """
 
 
-class Usage:
+class UsageStore:
     def __init__(self, redis: Any) -> None:
         self._redis = redis
         self._count, self._trained = Script(redis, _COUNT), Script(redis, _TRAINED)
@@ -100,9 +101,9 @@ class Usage:
         keys = [f"job:{job}", f"spent:job:{job}", f"spent:seen:{job}:{source}"]
         await self._count(keys=keys, args=[time.time(), *said])
 
-    async def trained(self, job: str, step: int, tokens: float) -> None:
-        """Count the tokens of one optimizer step."""
-        keys = [f"job:{job}", f"spent:job:{job}", f"spent:step:{job}"]
+    async def trained(self, job: str, step: int, tokens: float, policy: str = "") -> None:
+        """Count the tokens of one optimizer step, of one policy of a job with several."""
+        keys = [f"job:{job}", f"spent:job:{job}", f"spent:step:{part_id(job, policy)}"]
         await self._trained(keys=keys, args=[time.time(), step, tokens])
 
     async def of_jobs(self, ids: Sequence[str]) -> list[dict[str, float]]:
@@ -133,10 +134,10 @@ class Usage:
 
 
 @asynccontextmanager
-async def metered(redis: Any, job: str, spent: Counter[str]) -> AsyncIterator[None]:
+async def metered(redis: Any, job: str, spent: Counter[str], report_s: float = REPORT_S) -> AsyncIterator[None]:
     """While the block runs, the time of the processors of this process and its children, and what the block puts into
     `spent`, are counted for the job."""
-    usage, source = Usage(redis), uuid.uuid4().hex[:12]
+    usage, source = UsageStore(redis), uuid.uuid4().hex[:12]
     cpu_began = cpu_seconds()
 
     async def report() -> None:
@@ -145,11 +146,11 @@ async def metered(redis: Any, job: str, spent: Counter[str]) -> AsyncIterator[No
         try:
             await usage.count(job, source, totals)
         except RedisError as error:
-            log.warning("usage_counted_later", error=str(error))  # the next word has it too
+            log.warning("usage_deferred", error=str(error))  # the next report includes it
 
     async def again_and_again() -> None:
         while True:
-            await sleep(REPORT_S)
+            await sleep(report_s)
             await report()
 
     task = asyncio.create_task(again_and_again())

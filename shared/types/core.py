@@ -9,6 +9,7 @@ the distinct ones of them, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import Any
 
@@ -56,6 +57,30 @@ class JobState(StrEnum):
     def held(self) -> bool:
         """It has workers, or is to have them back."""
         return self in (JobState.STARTING, JobState.RUNNING)
+
+
+POLICY_MARK = "~"
+
+
+def part_id(job: str, policy: str) -> str:
+    """Return the name of one policy of a job, JOB~POLICY: where its checkpoints, artifacts and admission state lie. A
+    job with one policy, which has no name, is its own only part."""
+    return f"{job}{POLICY_MARK}{policy}" if policy else job
+
+
+def split_part(part: str) -> tuple[str, str]:
+    """Return the job and policy of a `part_id`."""
+    job, _, policy = part.partition(POLICY_MARK)
+    return job, policy
+
+
+def parts_of(job: str, policies: Sequence[str]) -> list[str]:
+    """Return the parts of a job with these policies, or none."""
+    return [part_id(job, policy) for policy in policies or ("",)]
+
+
+POLICY_TABLES = ("model", "algorithm", "train")
+"""Tables of a spec that each policy of a job has too."""
 
 
 class Pool(StrEnum):
@@ -126,6 +151,14 @@ class Discard(StrEnum):
     """It holds tokens of weights that were rolled back."""
     INVALID = "invalid"
     """It could not be decoded or its arrays do not agree."""
+    ABSENT = "absent"
+    """The policy had no turn in it."""
+    OPPONENT_MOVED = "opponent_moved"
+    """Another policy of the match has moved more than `max_opponent_lag` versions since."""
+    SURPLUS = "surplus"
+    """It was played for other policies: after this one's last step, or faster than this one takes matches."""
+    RESTING = "resting"
+    """It was played while another policy had its turn."""
 
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True):
@@ -246,7 +279,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Heartbeat(WorkerInfo, frozen=True, kw_only=True):
-    """As it stands in Redis. Who watches it looks whether its number moves (liveness.py)."""
+    """As it stands in Redis. Readers check whether its number moves (liveness.py)."""
 
     number: int = 0
     """Grows with every beat of the incarnation."""
@@ -310,8 +343,33 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Unix time at which all that it left was deleted."""
     asleep: bool = False
     """A queued inference job without requests: it gets workers with the next request."""
+    quiet_since: float = 0.0
+    """Unix time of the last request, or of the start, of a job that is asleep."""
     waiting_for: str = ""
     """Resources that the job waits for; empty if none."""
+
+    @property
+    def policies(self) -> list[str]:
+        """Names of the policies that it trains; empty if it has one, without a name."""
+        return list(self.spec.get("policies") or ())
+
+    @property
+    def parts(self) -> list[str]:
+        """See `parts_of`."""
+        return parts_of(self.id, self.policies)
+
+    @property
+    def artifact_ids(self) -> list[str]:
+        """Return the ids under which its artifacts lie: its own, and those of its policies."""
+        return [self.id, *(part_id(self.id, policy) for policy in self.policies)]
+
+    def part(self, policy: str) -> JobRecord:
+        """Return the record of one of its policies, with its id and settings; itself for the empty name."""
+        if not policy:
+            return self
+        own = self.spec["policies"][policy]
+        spec = {**self.spec, **{table: own[table] for table in POLICY_TABLES}}
+        return msgspec.structs.replace(self, id=part_id(self.id, policy), spec=spec)
 
 
 class TensorInfo(msgspec.Struct, frozen=True, array_like=True):
@@ -339,6 +397,8 @@ class SwapCommand(msgspec.Struct, frozen=True, kw_only=True):
 
     job: str
     epoch: int
+    policy: str = ""
+    """Whose weights, of a job with several policies."""
     action: str
     """join | receive | ping"""
     generation: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -21,6 +22,8 @@ SERVED = "served:"
 """Before the name of an environment that its user serves; not part of any other."""
 SERVED_WORKER = "served-"
 """Begins the address of a process that serves one."""
+ROUND_SEATS = 128
+"""Most seats that act at the same time."""
 AWAY_S = 15.0
 """How long such a process may be away, with its connection broken, before its sessions count as lost."""
 
@@ -67,20 +70,18 @@ class OpenSession(msgspec.Struct, frozen=True, kw_only=True):
     """Turns of a seat that tools may answer."""
     own_jobs: list[str] = []
     """Jobs of the job's tenant: `config` may name their directories."""
+    bots: dict[str, str] = {}
+    """Seats, or patterns of them, that scripted players of the environment take, and the names of these; an empty name
+    leaves a seat to a model. The seat's own name counts before patterns, these in their order."""
     owner: str = ""
     """Whoever plays it, as `owner_of` says: with that process the episode is gone. Empty: it lives to its deadline."""
 
 
-class StepSession(msgspec.Struct, frozen=True, kw_only=True):
-    """Rollout worker -> the env worker that holds the session."""
+class SeatAction(msgspec.Struct, frozen=True, kw_only=True):
+    """What one seat does."""
 
-    session: str
-    turn: int
-    """0, 1, 2... over all seats: a repeated turn is answered from memory, never played twice. OPEN: what the open came
-    to, or `opening` with `importing_s` when an import begins. IMPORTED: answered when the environment has been
-    imported, with `opening`, or what the open came to."""
     seat: str = ""
-    """Who acts: the seat that the last reply named."""
+    """Who acts: a seat that the last reply named."""
     text: str
     stop: StopReason
     tool_calls: list[ToolCall] = []
@@ -97,15 +98,30 @@ class StepSession(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of the stream before `ids`; set where the environment wants tokens."""
 
 
+class StepSession(SeatAction, frozen=True, kw_only=True):
+    """Rollout worker -> the env worker that holds the session."""
+
+    session: str
+    turn: int
+    """0, 1, 2... over all seats: a repeated turn is answered from memory, never played twice. OPEN: what the open came
+    to, or `opening` with `importing_s` when an import begins. IMPORTED: answered when the environment has been
+    imported, with `opening`, or what the open came to."""
+    round: list[SeatAction] = []
+    """Where the last reply asked a `round`: the actions of all its seats, in its order. The action of a single seat
+    is then empty."""
+
+    @property
+    def actions(self) -> list[SeatAction]:
+        return self.round or [self]
+
+
 class CloseSession(msgspec.Struct, frozen=True, kw_only=True):
     session: str
 
 
-class SessionReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Env worker -> rollout worker, for open and step."""
+class SeatPrompt(msgspec.Struct, frozen=True, kw_only=True):
+    """What one seat sees before it acts."""
 
-    worker: str
-    """Where the following steps go."""
     seat: str = ""
     """Who acts next."""
     stream: str = ""
@@ -122,6 +138,16 @@ class SessionReply(msgspec.Struct, frozen=True, kw_only=True):
     """Limit of the next turn, where the environment allows less than the job."""
     stop: list[str] = []
     """Strings that end the next turn, in addition to the job's."""
+
+
+class SessionReply(SeatPrompt, frozen=True, kw_only=True):
+    """Env worker -> rollout worker, for open and step."""
+
+    worker: str
+    """Where the following steps go."""
+    round: list[SeatPrompt] = []
+    """Seats that act at the same time, ROUND_SEATS at most, in the order of the environment's seats. The prompt of a
+    single seat is then empty. What they earn is in `rewards`."""
     wants_tokens: bool = False
     """In the reply to open: steps carry token ids and logprobs."""
     reward: float = 0.0
@@ -142,6 +168,26 @@ class SessionReply(msgspec.Struct, frozen=True, kw_only=True):
     importing_s: float = 0.0
     """With `opening`, while the environment is being imported: seconds after which the worker gives that up."""
 
+    @property
+    def prompts(self) -> list[SeatPrompt]:
+        return self.round or [self]
+
+    def with_prompts(self, prompts: Sequence[SeatPrompt], *, together: bool) -> SessionReply:
+        """Return the reply with these prompts: a round if the seats act `together`, else the prompt of one seat."""
+        if together:
+            return msgspec.structs.replace(self, round=list(prompts))
+        (only,) = prompts
+        fields = {name: getattr(only, name) for name in SeatPrompt.__struct_fields__}
+        return msgspec.structs.replace(self, **fields)
+
+    def step(self, session: str, turn: int, actions: Sequence[SeatAction]) -> StepSession:
+        """Return the request that answers this reply with an action of each seat that it asks, in its order."""
+        if self.round:
+            return StepSession(session=session, turn=turn, text="", stop=StopReason.EOS, round=list(actions))
+        (only,) = actions
+        fields = {name: getattr(only, name) for name in SeatAction.__struct_fields__}
+        return StepSession(session=session, turn=turn, **fields)
+
 
 class EnvCheck(msgspec.Struct, frozen=True, kw_only=True):
     """Scheduler -> any env worker: would episodes of this environment start with this config?"""
@@ -154,11 +200,15 @@ class EnvCheck(msgspec.Struct, frozen=True, kw_only=True):
     """As they stand in the spec."""
     own_jobs: list[str] = []
     """As in OpenSession."""
+    bots: dict[str, str] = {}
+    """As in OpenSession."""
 
 
 class EnvCheckReply(msgspec.Struct, frozen=True, kw_only=True):
     errors: list[dict[str, Any]] = []
     """One {field, value, problem} per mistake, fields as in the job spec (`environment.config.digits`)."""
+    seats: list[str] = []
+    """Seats of the environment with this config, if the worker knows them without playing it."""
 
 
 class ServedBack(msgspec.Struct, frozen=True):

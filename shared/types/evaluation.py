@@ -18,7 +18,7 @@ class EvalEpisode(msgspec.Struct, frozen=True, kw_only=True):
     job: str
     version: WeightVersion
     index: int
-    """Which of the evaluation's episodes; `samples` neighbours have the same start state."""
+    """Which of the evaluation's episodes: opponent by opponent, `samples` neighbours have the same start state."""
     seed: int
     """Seed of the start state, see `exam_seed`."""
 
@@ -40,15 +40,18 @@ class EvalResult(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     worker: str
     sampled_by: list[WeightVersion] = []
-    """The versions that its tokens come from: no other than `version` counts."""
+    """The versions that its tokens come from: no other than `version` counts. Empty: the policy had no turn."""
     ending: Ending
     error: str = ""
     reward: float = 0.0
-    """Mean over the seats that acted."""
+    """Mean over the seats of the evaluated policy that acted."""
     seats: dict[str, float] = {}
-    """Reward by seat."""
+    """Reward by seat, of every seat that acted or was rewarded, bots included."""
+    outcome: float | None = None
+    """1 for a win, 0.5 for a draw, 0 for a loss: whether the policy's seats earned more on average than the other
+    seats. None without other seats."""
     components: dict[str, float] = {}
-    """Parts of the reward, summed over turns; mean over the same seats."""
+    """Parts of the reward, summed over turns; mean over the policy's seats."""
     metrics: dict[str, float] = {}
     """Metrics reported by the environment."""
     tokens: int = 0

@@ -1,9 +1,10 @@
 """Description inside a checkpoint directory: written by the trainer, read by it and by the scheduler.
 
-{data_dir}/jobs/{job}/checkpoints/step-000050/manifest.json    a committed checkpoint
+{data_dir}/jobs/{job}/checkpoints/step-000050/manifest.json    a committed checkpoint; jobs/{job}~{policy}/ of a policy
 {data_dir}/jobs/{job}/checkpoints/.epoch                       nobody of a lower epoch may write here
 {data_dir}/jobs/{job}/start/manifest.json                      the checkpoint of another job that this one starts from
 {data_dir}/jobs/{job}/start/adapters/{name}/manifest.json      one that an inference job serves beside its base
+{data_dir}/jobs/{job}/start/seats/{checkpoint}/manifest.json   one that plays seats of the job
 """
 
 from __future__ import annotations
@@ -26,6 +27,10 @@ TRAINER_STATE = "trainer/"
 OPTIMIZER, CRITIC = f"{TRAINER_STATE}optimizer.safetensors", f"{TRAINER_STATE}critic.safetensors"
 
 
+SeatBaselines = dict[str, dict[str, float]]
+"""Running mean reward by environment and seat."""
+
+
 class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int
     sha256: str
@@ -46,6 +51,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """A checkpoint and its job's position when it was taken. JSON on disk."""
 
     job: str
+    policy: str = ""
+    """Of a job with several: which of them."""
     epoch: int
     """Epoch of the trainer that wrote it."""
     step: int
@@ -64,6 +71,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Deterministic jobs: groups issued for the steps up to this one, without those of rolled-back steps."""
     data: DataCursor | None = None
     """sft, dpo."""
+    baselines: SeatBaselines = {}
+    """rl with advantage = rae: what the next rewards are compared with."""
     files: dict[str, FileEntry] = {}
     """By path inside the directory. Filled in when the checkpoint is committed."""
     created: float = 0.0
@@ -88,6 +97,11 @@ def start_of(data_dir: Path, job: str) -> Path:
 def adapter_of(data_dir: Path, job: str, name: str) -> Path:
     """Return the directory of an inference job's adapter, from submission to the end of the job."""
     return start_of(data_dir, job) / "adapters" / name
+
+
+def frozen_of(data_dir: Path, job: str, checkpoint: str) -> Path:
+    """Return the directory of a frozen checkpoint that plays seats of a job, from submission to the end of the job."""
+    return start_of(data_dir, job) / "seats" / checkpoint
 
 
 def name_of(step: int) -> str:

@@ -15,7 +15,7 @@ WHOLE = "(whole spec)"
 UNKNOWN = "unknown setting"
 IS_NEEDED = "is needed"
 NO_TABLE = "must be a table"
-LONGEST_VALUE = 80
+MAX_VALUE_CHARACTERS = 80
 """Characters of a value that a mistake shows."""
 
 
@@ -81,7 +81,7 @@ def nearest(name: Any, known: Sequence[str]) -> str | None:
 def short(value: Any) -> Any:
     """The value, or how it begins if it is long."""
     text = value if isinstance(value, str) else repr(value)
-    return value if len(text) <= LONGEST_VALUE else text[:LONGEST_VALUE] + "..."
+    return value if len(text) <= MAX_VALUE_CHARACTERS else text[:MAX_VALUE_CHARACTERS] + "..."
 
 
 def _problem(item: Any) -> str:

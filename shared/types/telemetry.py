@@ -83,6 +83,8 @@ class KeptStep(msgspec.Struct, frozen=True, kw_only=True):
     """A step's episodes are there to be read."""
 
     job: str
+    policy: str = ""
+    """Of a job with several: whose step."""
     epoch: int
     step: int
     time: float

@@ -1,6 +1,9 @@
-"""Tokens of an episode one by one, for people to read: of training (`rollouts`) and of evaluations (`transcripts`)."""
+"""Tokens of an episode one by one, and its messages in the order of play, for people to read: of training (`rollouts`)
+and of evaluations (`transcripts`)."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
@@ -41,3 +44,25 @@ def tokens_of(view: Trajectory, pieces: list[str], advantages: npt.NDArray[np.fl
         versions=[(span.start, min(span.end, kept), str(span.version)) for span in view.spans if span.start < kept],
         left_out=len(view.mask) - kept,
     )
+
+
+def order_of_play(views: Sequence[Trajectory]) -> list[tuple[int, int]]:
+    """Return the messages of a whole episode as one conversation, each by the place of its view and its own in there.
+
+    Seats come in the order of their turns. Before its words a seat has what it was shown since its last turn; what it
+    was shown after its last one is at the end. `views`: with transcripts, which may leave out the end.
+    """
+    shown = [0] * len(views)
+    lengths = [len(view.transcript or []) for view in views]
+    order: list[tuple[int, int]] = []
+
+    def show(place: int, end: int) -> None:
+        order.extend((place, message) for message in range(shown[place], end))
+        shown[place] = max(shown[place], end)
+
+    acts = [(place, turn) for place, view in enumerate(views) for turn in view.turns]
+    for place, turn in sorted(acts, key=lambda act: act[1].number):
+        show(place, lengths[place] if turn.message is None else min(turn.message + 1, lengths[place]))
+    for place, length in enumerate(lengths):
+        show(place, length)
+    return order

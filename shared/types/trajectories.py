@@ -35,6 +35,8 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     reward: float
     number: int = 0
     """0, 1, 2... over all seats and streams of the episode: the order of play."""
+    message: int | None = None
+    """Place of its words among the messages of its stream."""
     components: dict[str, float] = {}
     generate_s: float = 0.0
     env_s: float = 0.0
@@ -74,6 +76,8 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     """Whose view it is, in an environment with several."""
     stream: str = ""
     """Which of the seat's contexts."""
+    policy: str = ""
+    """Which policy played the seat, in a job with several."""
     ids_T: bytes
     """int32 token ids: prompt, outputs and observations in order, exactly as the engine saw and sampled them."""
     mask_T: bytes
@@ -211,6 +215,12 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     """The ticket's."""
     images: dict[str, bytes] = {}
     """By digest, PNG or JPEG: what the trajectories show, each image once."""
+    rewards_of_all: dict[int, dict[str, float]] = {}
+    """By sample and seat, of a part that one policy played (`of`): `totals` of the whole group."""
+    opponents: dict[str, WeightVersion] = {}
+    """By name, of a part that one policy played (`of`): the oldest version of each other policy that had a turn."""
+    others: list[Trajectory] = []
+    """Of a part that one policy played (`of`): what the others played in the episodes that people may read."""
 
     @property
     def oldest(self) -> WeightVersion:
@@ -219,6 +229,22 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def key(self) -> str:
         return f"{self.job}/{self.seq}"
+
+    def of(self, policy: str) -> Group:
+        """Return what this policy played, with the rewards of the other seats, the versions of the other policies and
+        what they played in the episodes that people may read; without trajectories if it had no turn."""
+        own = [t for t in self.trajectories if t.policy == policy]
+        others = [t for t in self.trajectories if t.policy != policy]
+        opponents: dict[str, WeightVersion] = {}
+        for other in others:
+            opponents[other.policy] = min(other.oldest, opponents.get(other.policy, other.oldest))
+        return msgspec.structs.replace(
+            self,
+            trajectories=own,
+            rewards_of_all=self.totals,
+            opponents=opponents,
+            others=[other for other in others if other.transcript is not None],
+        )
 
     @property
     def samples(self) -> int:
@@ -236,6 +262,18 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
         for place, trajectory in enumerate(self.trajectories):
             places.setdefault(trajectory.seat, {}).setdefault(trajectory.index, []).append(place)
         return {seat: list(samples.values()) for seat, samples in places.items()}
+
+    @property
+    def totals(self) -> dict[int, dict[str, float]]:
+        """By sample: the reward of each seat that acted, the sum over its streams."""
+        if self.rewards_of_all:
+            return self.rewards_of_all
+        found: dict[int, dict[str, float]] = {}
+        for seat, samples in self.seats.items():
+            for streams in samples:
+                own = [self.trajectories[place] for place in streams]
+                found.setdefault(own[0].index, {})[seat] = math.fsum(t.reward for t in own)
+        return found
 
     @property
     def rewards(self) -> dict[str, list[float]]:

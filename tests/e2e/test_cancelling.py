@@ -32,24 +32,18 @@ async def seen(cluster: Cluster, name: str) -> WorkerInfo | None:
 
 async def is_free_again(cluster: Cluster, name: str, before: WorkerInfo) -> None:
     """In the same process, which has begun anew: nobody has seen it end."""
-
-    async def idle() -> bool:
-        worker = await seen(cluster, name)
-        return worker is not None and worker.status == "idle" and worker.incarnation != before.incarnation
-
-    await until(idle)
+    await until(
+        lambda: seen(cluster, name),
+        lambda worker: worker is not None and worker.status == "idle" and worker.incarnation != before.incarnation,
+    )
     assert cluster.processes[name].pid == before.pid and cluster.processes[name].exits == []
-    assert "begins_anew" in cluster.logs(name)
+    assert "process_restarts" in cluster.logs(name)
 
 
 async def cancelled(cluster: Cluster, job: str) -> None:
     """With nothing held, and not for a fault of its workers."""
     await cluster.client.cancel(job)
-
-    async def free() -> bool:
-        return job not in {lease.job for lease in await cluster.store.leases()}
-
-    await until(free)
+    await until(cluster.store.leases, lambda found: job not in {lease.job for lease in found})
     record = await cluster.store.job(job)
     assert (record.state, record.restarts, record.rollout_losses) == (JobState.CANCELLED, 0, 0)
 
@@ -77,9 +71,7 @@ async def test_trainer_that_is_loading_is_free_again(system: Cluster, tmp_path: 
 
 
 @pytest.mark.nightly
-async def test_vllm_that_is_starting_is_free_again_and_serves_the_next_job(
-    system: Cluster, tiny: Path, tmp_path: Path
-) -> None:
+async def test_starting_vllm_is_freed_and_serves_the_next_job(system: Cluster, tiny: Path, tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(tiny, model)
     parts: dict[str, Any] = {"name": "chat", "kind": "inference"}
@@ -95,8 +87,4 @@ async def test_vllm_that_is_starting_is_free_again_and_serves_the_next_job(
     assert system.children(name) == [], "its engine is gone"
     toy = {"model": {"base": str(toy_model(tmp_path / "toy"))}, "rollout": {"engine": "toy"}}
     served = (await system.client.submit({**parts, **toy}))["id"]
-
-    async def serves() -> bool:
-        return (await system.store.job(served)).state == JobState.RUNNING
-
-    await until(serves)
+    await until(lambda: system.store.job(served), lambda found: found.state == JobState.RUNNING)

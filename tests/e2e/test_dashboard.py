@@ -32,11 +32,11 @@ from opentinker.shared.spec import parse_spec
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import JobState
 from opentinker.shared.types.telemetry import LogLine, MetricPoint, Segment, TimelinePart
-from tests.conftest import WAIT_S, Server, free_port, until
+from tests.conftest import WAIT_S, NewContext, free_port, until
 from tests.support.api import OPERATOR, SPEC, Http, new_key_of, write_checkpoint
 from tests.support.cluster import Cluster, toy_cluster
 from tests.support.factories import make_spec
-from tests.support.scheduling import context, new_job, scheduler
+from tests.support.scheduling import new_job, scheduler
 
 expect.set_options(timeout=WAIT_S * 1000)
 
@@ -176,7 +176,7 @@ async def test_a_key_is_asked_for_and_stays_in_the_tab(opened: Open, http: Http)
     tab = await opened(http.url, key="")
     await tab.page.get_by_label("API key").fill(OPERATOR[:-1])
     await tab.page.get_by_role("button", name="Sign in").click()
-    await tab.shows("this is not an OpenTinker key")
+    await tab.shows("malformed API key")
     await tab.page.get_by_label("API key").fill(OPERATOR)
     await tab.page.get_by_role("button", name="Sign in").click()
     await tab.shows(job)
@@ -184,16 +184,14 @@ async def test_a_key_is_asked_for_and_stays_in_the_tab(opened: Open, http: Http)
     assert await tab.page.evaluate("localStorage.length + document.cookie.length") == 0
     assert not [url for url in tab.asked if OPERATOR in url]
     await tab.page.get_by_role("button", name="Sign out").click()
-    await tab.shows("This server asks for a key")
+    await tab.shows("API key required")
     assert await tab.page.evaluate("sessionStorage.length") == 0
 
 
-async def test_a_server_without_keys_says_so_loudly(
-    opened: Open, nats_server: Server, valkey_server: Server, store: Store, tmp_path: Path
-) -> None:
-    async with context(nats_server, valkey_server, "scheduler-0", tmp_path, auth=False) as ctx, scheduler(ctx) as url:
+async def test_a_server_without_keys_says_so_loudly(opened: Open, new_context: NewContext) -> None:
+    async with new_context(auth=False) as ctx, scheduler(ctx) as url:
         tab = await opened(url, key="")
-        await tab.shows("This server asks for no key")
+        await tab.shows("This server requires no key")
         await tab.shows("No jobs yet")
 
 
@@ -208,7 +206,7 @@ async def test_a_viewer_sees_all_of_its_tenant_and_no_way_to_change_it(opened: O
     await tab.go("jobs", other)
     await tab.shows(f"no job '{other}'")
     await tab.go("cluster")
-    await tab.shows("for operators")
+    await tab.shows("Only operators")
     own = await new_key_of(store, "default", Role.VIEWER)
     tab = await opened(http.url, own)
     await tab.go("jobs", other)
@@ -311,7 +309,7 @@ async def test_what_a_worker_did_while_its_messages_were_lost_is_not_known(opene
         await bus.emit(TIMELINE, part, job=job, worker="trainer-0")
     tab = await opened(http.url)
     await tab.go("jobs", job, "timeline")
-    await tab.shows("2 are nowhere any more")
+    await tab.shows("2 lost.")
     lanes = tab.page.locator(".timeline canvas")
     await lanes.press("ArrowUp")
     await lanes.press("ArrowLeft")
@@ -326,7 +324,7 @@ async def test_many_env_workers_are_one_lane_until_it_is_opened(opened: Open, ht
         await bus.emit(TIMELINE, part, job=job, worker=f"env-{number}")
     tab = await opened(http.url)
     await tab.go("jobs", job, "timeline")
-    rows, fold = tab.page.locator(".timeline li"), tab.page.get_by_role("button", name="env: each worker for itself")
+    rows, fold = tab.page.locator(".timeline li"), tab.page.get_by_role("button", name="env: show each worker")
     await expect(rows).to_have_text(re.compile(r"env 8 workers\d+%"))
     await tab.page.locator(".timeline canvas").press("ArrowLeft")
     await expect(tab.page.locator(".chosen")).to_contain_text(re.compile(r"env of 8 workers: turn \d+ ms, \d\.\d at"))
@@ -346,6 +344,114 @@ async def test_two_runs_are_compared(opened: Open, http: Http, bus: Bus) -> None
     await expect(value(tab, "Reward")).to_have_text("0.25")
     await tab.page.get_by_label("Compare with").select_option(jobs[1])
     await expect(tab.page.locator('[data-chart="Reward"] .legend')).to_contain_text(f"{jobs[1]} 0.75")
+
+
+POLICIES = ("speaker", "listener")
+GAME = {
+    **{"name": "game", "model": SPEC["model"], "environment": {"name": "signalling"}},
+    **{"algorithm": {"group_size": 2, "groups_per_batch": 4}, "train": {"steps": 24}},
+    "policies": {"speaker": {}, "listener": {"algorithm": {"groups_per_batch": 2}, "train": {"steps": 48}}},
+    "seats": {name: name for name in POLICIES},
+}
+
+
+async def new_game(http: Http, bus: Bus, ctx: Context) -> str:
+    """Return a job with two policies, each with curves and a checkpoint of its own."""
+    status, body = await http.submit(GAME)
+    assert status == 201, body
+    job: str = body["id"]
+    for name, mean in zip(POLICIES, (0.25, 0.75), strict=True):
+        trainer = Trainer(bus, job, f"trainer~{name}")
+        for step in range(1, 4):
+            values = {**reward(mean * step / 3), "entropy": 3 - step, "loss/policy": -mean, "loss/kl": mean / 10}
+            await trainer.says(step, {f"{name}/{metric}": value for metric, value in values.items()})
+        other = POLICIES[name == "speaker"]
+        won = {other: mean, "random": 0.5 + mean / 2, "random/low": 0.4, "random/high": 0.9}
+        rated = {f"{name}/val/winrate/{opponent}": rate for opponent, rate in won.items()}
+        await trainer.says(3, {**rated, f"{name}/val/rating": 100 * mean, f"{name}/val/rating/error": 20})
+        write_checkpoint(ctx, f"{job}~{name}", 3 if name == "speaker" else 6, {"model.safetensors": b"weights"})
+    return job
+
+
+async def test_policies_of_one_game_are_drawn_side_by_side_and_one_alone(
+    opened: Open, http: Http, bus: Bus, ctx: Context
+) -> None:
+    job = await new_game(http, bus, ctx)
+    tab = await opened(http.url)
+    await tab.go("jobs", job)
+    legend = tab.page.locator('[data-chart="Reward"] .legend')
+    await expect(legend).to_have_text("listener 0.75speaker 0.25")
+    await expect(tab.page.locator('[data-chart="Entropy"] .legend .key')).to_have_count(2)
+    await expect(tab.page.locator('[data-chart="Loss"] .legend')).to_contain_text("listener KL term 0.075")
+    await expect(tab.page.locator(".top [data-policy=listener]")).to_contain_text("3 / 48")
+    rates = tab.page.get_by_role("region", name="Win rates").locator("tr")
+    assert [await row.locator("th, td").all_inner_texts() for row in await rates.all()] == [
+        ["policy", "against listener", "against speaker", "against random"],
+        ["listener", "–", "75%", "88%\n40% to 90%"],
+        ["speaker", "25%", "–", "63%\n40% to 90%"],
+    ]
+    await expect(tab.page.locator('[data-chart="Rating"] .legend')).to_have_text("listener 75speaker 25")
+    lines = (await saved(tab, "Reward as CSV")).decode().splitlines()
+    assert lines[0] == 'step,"listener","speaker"' and lines[3] == "3,0.75,0.25"
+    await tab.page.get_by_role("group", name="policy").get_by_role("button", name="speaker").click()
+    await expect(legend).to_have_text("reward 0.25")
+    await tab.go("jobs", job, "checkpoints")
+    await expect(tab.page.locator("tbody td").first).to_have_text("3")
+    await tab.shows(f"opentinker download {job} DIR --policy speaker")
+    await tab.page.get_by_role("group", name="policy").get_by_role("button", name="listener").click()
+    await expect(tab.page.locator("tbody td").first).to_have_text("6")
+    await expect(tab.page.get_by_role("button", name="Continue training")).to_have_count(0)
+    assert len(await saved(tab, "Download")) > len(b"weights")
+
+
+def played(seat: str, sees: str, says: str, turn: int, version: str) -> dict[str, Any]:
+    words = {"role": "assistant", "content": says, "turn": turn, "tokens": [1, 2], "versions": [version], "reward": 0.5}
+    return {
+        **{"seat": seat, "stream": "", "policy": seat, "reward": 0.5},
+        "messages": [{"role": "user", "content": sees}, words],
+        "tokens": {
+            **{"text": [sees, says], "ids": [4, 5], "mask": [0, 1], "logprobs": [0, -0.7], "left_out": 0},
+            **{"advantages": [0, 1.5] if seat == "speaker" else None, "versions": [[1, 2, version]]},
+        },
+    }
+
+
+def write_match(ctx: Context, job: str) -> None:
+    """One training episode of both policies, as the speaker's trainer keeps it."""
+    episode: dict[str, Any] = {
+        **{"step": 3, "group": 7, "sample": 0, "environment": "signalling", "worker": "r-0", "versions": ["1.2"]},
+        **{"reward": 0.5, "rewards": {"speaker": 0.5}, "group_rewards": {"speaker": [0.5, 0.0]}, "components": {}},
+        **{"scores": {}, "metrics": {"exact": 1.0}, "ending": "env_done", "stops": ["eos"], "tokens": 1, "turns": 1},
+        **{"seconds": 0.1, "order": [[0, 0], [0, 1], [1, 0], [1, 1]]},
+        "views": [played("speaker", "say 3", "q", 0, "1.2"), played("listener", "heard q", "3", 1, "1.5")],
+    }
+    folder = ctx.settings.data_dir / "jobs" / f"{job}~speaker" / "rollouts"
+    folder.mkdir(parents=True)
+    (folder / "step-000003.jsonl").write_bytes(orjson.dumps(episode) + b"\n")
+
+
+async def test_a_match_is_a_conversation_of_its_seats_with_the_version_of_each_policy(
+    opened: Open, http: Http, bus: Bus, ctx: Context
+) -> None:
+    job = await new_game(http, bus, ctx)
+    write_match(ctx, job)
+    tab = await opened(http.url)
+    await tab.go("jobs", job, "episodes")
+    messages = tab.page.locator(".match .message")
+    await expect(messages.locator(".words")).to_have_text(["say 3", "q", "heard q", "3"])
+    heads = ["to speaker · user", "speaker · weights speaker 1.2 · reward 0.5"]
+    heads += ["to listener · user", "listener · weights listener 1.5 · reward 0.5"]
+    await expect(messages.locator("small").first).to_have_text(heads[0])
+    assert await messages.locator("> small").all_text_contents() == heads
+    await tab.page.get_by_role("button", name="version", exact=True).click()
+    colours = [
+        await messages.nth(place).locator(".tokens span").evaluate("e => e.style.background") for place in (1, 3)
+    ]
+    assert len(set(colours)) == 2, "each policy's version has a colour"
+    await tab.page.locator(".tokens span", has_text="3").click()
+    await tab.shows("weights listener 1.5")
+    await tab.page.get_by_role("group", name="policy").get_by_role("button", name="listener").click()
+    await tab.shows("No episodes yet")
 
 
 async def test_words_of_others_stay_words(opened: Open, http: Http, ctx: Context, store: Store, bus: Bus) -> None:
@@ -436,6 +542,7 @@ async def test_every_view_fits_a_phone_and_is_reached_by_keys(opened: Open, http
         await expect(tab.page.locator("main .empty", has_text="…")).to_have_count(0)
         wide = await tab.page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
         assert wide <= 0, view
+        await expect(tab.page.locator("h1")).to_have_count(1)
     await tab.go()
     await tab.shows(job)
     for _ in range(20):
@@ -498,11 +605,45 @@ async def test_a_real_run_is_seen_live_through_a_restart_of_nats(opened: Open, t
 
 
 @pytest.mark.nightly
+async def test_a_real_game_of_two_policies_is_seen_whole(opened: Open, tmp_path: Path) -> None:
+    async with toy_cluster(tmp_path) as (cluster, model):
+        spec: dict[str, Any] = {
+            "name": "pennies",
+            "model": {"base": str(model), "chat_template": "plain"},
+            "environment": {"name": "matching_pennies"},
+            "algorithm": {"group_size": 2, "groups_per_batch": 2, "max_staleness": 1},
+            "rollout": {"engine": "toy", "max_tokens": 4, "transcripts": 2},
+            "train": {"learner": "simulated", "steps": 8, "simulated_step_s": 0.05},
+            "policies": {"a": {}, "b": {}},
+            "seats": {"even": "a", "odd": "b"},
+            "validation": {"every": 4, "episodes": 4, "against": [{"bot": "heads"}, {"policy": "b"}]},
+        }
+        job = await cluster.submit(parse_spec(spec))
+        await cluster.succeeds(job)
+        tab = await opened(f"http://127.0.0.1:{cluster.http_port}")
+        await tab.go("jobs", job)
+        reward_lines = ["a reward", "a validation", "b reward", "b validation"]
+        for chart, lines in {"Reward": reward_lines, "Rating": ["a", "b"], "Staleness": ["a", "b"]}.items():
+            await expect(tab.page.locator(f'[data-chart="{chart}"] .legend .key')).to_contain_text(lines)
+        await expect(tab.page.locator(".top [data-policy=b]")).to_contain_text("8 / 8")
+        row = tab.page.get_by_role("region", name="Win rates").locator("tbody tr").first
+        await expect(row).to_contain_text("a50%")
+        await tab.go("jobs", job, "episodes")
+        heads = tab.page.locator(".match").first.locator(".message > small")
+        await expect(heads).to_have_count(4)
+        said = await heads.all_text_contents()
+        assert [text.split(" ·")[0] for text in said] == ["to even", "even", "to odd", "odd"]
+        assert "weights a 1." in said[1] and "weights b 1." in said[3]
+        await tab.page.get_by_role("button", name="evaluations", exact=True).click()
+        await tab.shows("Against")
+
+
+@pytest.mark.nightly
 async def test_a_checkpoint_is_talked_to(opened: Open, tmp_path: Path) -> None:
     async with toy_cluster(tmp_path) as (cluster, model):
         train = {"learner": "simulated", "steps": 3}
         job = await cluster.submit(make_spec(model__base=str(model), train=train))
-        assert (await cluster.wait(job))["state"] == "succeeded"
+        await cluster.succeeds(job)
         tab = await opened(f"http://127.0.0.1:{cluster.http_port}")
         await tab.go("jobs", job)
         await expect(tab.page.locator(".signal")).to_have_attribute("data-way", "ended")
@@ -585,7 +726,7 @@ async def test_a_job_is_cloned_looked_at_submitted_paused_and_cancelled(opened: 
     whole = await spec.input_value()
     await spec.fill(whole.replace('"group_size": 2', '"group_size": -2'))
     await tab.page.get_by_role("button", name="Validate").click()
-    await tab.shows("It would not run as it is")
+    await tab.shows("The job cannot run")
     await tab.shows("algorithm.group_size")
     await spec.fill(whole)
     await tab.page.get_by_role("button", name="Submit").click()
@@ -610,7 +751,7 @@ async def test_toml_is_a_spec_too(opened: Open, http: Http) -> None:
     await tab.go("submit")
     await tab.page.get_by_label("Spec").fill('name = "of-toml"\nkind = "rl\n')
     await tab.page.get_by_role("button", name="Validate").click()
-    await tab.shows("neither TOML nor JSON")
+    await tab.shows("neither valid TOML nor JSON")
     await tab.page.get_by_label("Spec").fill('name = "of-toml"\nsteps = 3\n')
     await tab.page.get_by_role("button", name="Validate").click()
-    await tab.shows("It would not run as it is")
+    await tab.shows("The job cannot run")

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from opentinker.services.rollout_worker.engines.base import Completion, EngineError, Progress, Sampling, Shown
 from opentinker.services.trainer.batch.assembler import Assembler
 from opentinker.shared.data.step_log import StepLog, lineage
 from opentinker.shared.messaging.bus import Bus
@@ -19,7 +17,7 @@ from opentinker.shared.state.store import Store
 from opentinker.shared.types.errors import JobFailed, SpecError
 from opentinker.shared.types.manifest import name_of, read_manifest
 from tests.conftest import soon
-from tests.integration.rollout_worker.test_rollout_worker import Bench, Mortal
+from tests.integration.rollout_worker.test_rollout_worker import Bench, Failing
 from tests.support.cluster import Cluster
 from tests.support.factories import make_group, make_spec
 
@@ -32,8 +30,9 @@ def deterministic(model: Path, **changes: Any) -> JobSpec:
     fields: dict[str, Any] = {
         "model": {"base": str(model)},
         "environment": {"name": "tests.samples.env_samples:BrokenRows", "config": {"digits": 2, "every": 5}},
-        # Two updates: the order of groups decides which of them are in the first.
-        "algorithm": {"group_size": 4, "groups_per_batch": 4, "max_staleness": 0, "updates_per_batch": 2},
+        # Two updates: the order of groups decides which of them are in the first; rae: also what each is compared with.
+        "algorithm": {"advantage": "rae", "group_size": 4, "groups_per_batch": 4, "max_staleness": 0}
+        | {"updates_per_batch": 2},
         "rollout": {"engine": "toy", "max_tokens": 8, "toy": {"seconds_per_token": 0.03}, "seed": 7, "retries": 0},
         "train": {"steps": STEPS, "lr": 1e-3, "checkpoint_every": 3, "deterministic": True},
     }
@@ -45,13 +44,13 @@ def hashes(cluster: Cluster, job: str) -> list[str]:
     assert manifest.step == STEPS
     before = read_manifest(cluster.data / "jobs" / job / "checkpoints" / name_of(STEPS - 1))
     assert all(manifest.files[name].sha256 != before.files[name].sha256 for name in HASHED), "every step changes them"
-    return [manifest.files[name].sha256 for name in HASHED]
+    assert manifest.baselines and manifest.baselines != before.baselines
+    return [*(manifest.files[name].sha256 for name in HASHED), str(manifest.baselines)]
 
 
 async def whole(cluster: Cluster, spec: JobSpec) -> list[str]:
     job = await cluster.submit(spec)
-    record = await cluster.wait(job)
-    assert record["state"] == "succeeded", record["reason"]
+    await cluster.succeeds(job)
     return hashes(cluster, job)
 
 
@@ -60,8 +59,7 @@ async def broken(cluster: Cluster, spec: JobSpec) -> list[str]:
     job = await cluster.submit(spec)
     await cluster.reaches(job, KILL_AT)
     cluster.kill("trainer-0")
-    record = await cluster.wait(job)
-    assert record["state"] == "succeeded", record["reason"]
+    await cluster.succeeds(job)
     assert cluster.processes["trainer-0"].exits[-1] == -signal.SIGKILL
     assert 3 <= cluster.manifest(job).resumed[2] < STEPS
     ledger = await cluster.ledger(job)
@@ -70,9 +68,7 @@ async def broken(cluster: Cluster, spec: JobSpec) -> list[str]:
     return hashes(cluster, job)
 
 
-async def test_weights_are_the_same_to_the_last_bit_after_ten_steps_and_after_a_kill(
-    tmp_path: Path, tiny: Path
-) -> None:
+async def test_weights_are_bit_identical_after_ten_steps_and_a_kill(tmp_path: Path, tiny: Path) -> None:
     async with Cluster(tmp_path, env_workers=2) as cluster:
         spec = deterministic(tiny)
         assert await whole(cluster, spec) == await broken(cluster, spec)
@@ -88,20 +84,6 @@ async def test_weights_are_the_same_with_vllm(tmp_path: Path, tiny: Path) -> Non
 
 
 # --- the parts ------------------------------------------------------------------------------------------------------
-
-
-class Failing(Mortal):
-    """Cannot generate anything."""
-
-    async def generate(
-        self,
-        request: str,
-        prompt_ids: list[int],
-        sampling: Sampling,
-        progress: Progress | None = None,
-        shown: Sequence[Shown] = (),
-    ) -> Completion:
-        raise EngineError("out of luck")
 
 
 async def test_group_that_failed_by_bad_luck_fails_the_job(bus: Bus, store: Store) -> None:

@@ -97,13 +97,14 @@ async def test_one_digit_is_learnt_and_the_model_can_be_used(system: Cluster, ti
     model = AutoModelForCausalLM.from_pretrained(target)
     tokenizer = AutoTokenizer.from_pretrained(target)
     prompts = [tokenizer.encode(f"{digit}=", return_tensors="pt") for digit in range(10)]
-    answers = [tokenizer.decode(model.generate(p, max_new_tokens=1, do_sample=False)[0, -1:]) for p in prompts]
+    made = [model.generate(prompt, max_new_tokens=1, do_sample=False)[0, -1:] for prompt in prompts]
+    answers = [tokenizer.decode(one, skip_special_tokens=True) for one in made]  # "" for an end at once
     assert sum(answer == str(digit) for digit, answer in enumerate(answers)) >= 5, answers
     await plays_as_it_has_learnt(system, job, tiny, dict(enumerate(answers)))
 
 
 async def plays_as_it_has_learnt(system: Cluster, trained: str, tiny: Path, answers: dict[int, str]) -> None:
-    """An evaluation of the checkpoint. `answers`: the greedy ones of its weights, by digit."""
+    """An evaluation of the checkpoint. `answers`: the greedy first character of its weights, by digit; "" for none."""
     spec = parse_spec(
         {
             "name": "look",
@@ -116,8 +117,7 @@ async def plays_as_it_has_learnt(system: Cluster, trained: str, tiny: Path, answ
         }
     )
     job = await system.submit(spec)
-    record = await system.wait(job)
-    assert record["state"] == "succeeded", record["reason"]
+    record = await system.succeeds(job)
     found = await system.client.transcripts(job)
     played = [[message["content"] for message in one["messages"]] for one in found["transcripts"]]
     assert len(played) == 32 and all(answer[:1] == answers[int(prompt[0])] for prompt, answer in played)
@@ -127,25 +127,7 @@ async def plays_as_it_has_learnt(system: Cluster, trained: str, tiny: Path, answ
 
 
 @pytest.mark.nightly
-async def test_killed_trainer_resumes_from_its_checkpoint_and_finishes(system: Cluster, tiny: Path) -> None:
-    train = {"steps": 24, "lr": 3e-4, "warmup_steps": 10, "checkpoint_every": 8}
-    job = await system.submit(one_digit(tiny, train=train))
-    await system.reaches(job, 10)
-    system.kill("trainer-0")
-    record = await system.wait(job)
-    assert record["state"] == "succeeded", record["reason"]
-    manifest = system.manifest(job)
-    assert manifest.resumed.keys() == {1, 2} and manifest.resumed[2] in (8, 16) and manifest.step == 24
-    assert lineage_faults(system, job, 24) == []
-    assert_exact_numerics(system.lines(job))
-    ledger = await system.ledger(job)
-    assert ledger.balanced and ledger.trained == 24 * 8
-
-
-@pytest.mark.nightly
-async def test_reference_teacher_and_reward_model_judge_what_is_sampled(
-    system: Cluster, tiny: Path, tmp_path: Path
-) -> None:
+async def test_reference_teacher_and_reward_model_score_groups(system: Cluster, tiny: Path, tmp_path: Path) -> None:
     """Episodes of several turns; three frozen models look at each group."""
     teacher = make_tiny(tmp_path / "teacher", hidden_size=64, layers=2, norm_scale=12.0, seed=7)
     judge = make_judge(tiny, tmp_path / "judge")
@@ -159,8 +141,7 @@ async def test_reference_teacher_and_reward_model_judge_what_is_sampled(
         train={"steps": 4, "lr": 3e-4},
     )
     job = await system.submit(spec)
-    record = await system.wait(job)
-    assert record["state"] == "succeeded", record["reason"]
+    await system.succeeds(job)
     lines = system.lines(job)
     assert_exact_numerics(lines)
     assert all(line["turns/mean"] > 1 and line["teacher/kl"] > 0.5 for line in lines)
@@ -179,12 +160,10 @@ async def test_reference_teacher_and_reward_model_judge_what_is_sampled(
 
     await until(all_scored)
     (reference,) = {w.id for w in await system.store.workers() if w.pool == "reference"}
-
-    async def reported() -> bool:
-        points = await system.client.metrics(job, source=reference)
-        return bool(points) and points[-1]["values"]["reference/groups"] >= 4 * 4
-
-    await until(reported)
+    await until(
+        lambda: system.client.metrics(job, source=reference),
+        lambda points: bool(points) and points[-1]["values"]["reference/groups"] >= 4 * 4,
+    )
     points = await system.client.metrics(job, source=reference)
     assert set(points[-1]["values"]) == {f"reference/{name}" for name in REFERENCE}
 
@@ -197,8 +176,7 @@ async def test_a_frozen_value_model_takes_the_place_of_the_critic(system: Cluste
         tiny, algorithm=algorithm, value_model={"base": str(model)}, train={"steps": 4, "lr": 3e-4, "warmup_steps": 2}
     )
     job = await system.submit(spec)
-    record = await system.wait(job)
-    assert record["state"] == "succeeded", record["reason"]
+    await system.succeeds(job)
     lines = system.lines(job)
     assert_exact_numerics(lines)
     assert all("loss/value" not in line and line["value/mean"] != 0 for line in lines)
@@ -216,8 +194,7 @@ async def test_adapter_is_trained_swapped_and_loads_with_peft(system: Cluster, t
     algorithm = {"group_size": 16, "groups_per_batch": 8, "max_staleness": 0}
     train = {"steps": 6, "lr": 1e-3, "checkpoint_every": 5}
     job = await system.submit(one_digit(tiny, model=model, algorithm=algorithm, train=train))
-    record = await system.wait(job)
-    assert record["state"] == "succeeded", record["reason"]
+    await system.succeeds(job)
     lines = system.lines(job)
     assert lineage_faults(system, job, 6) == []
     assert_exact_numerics(lines)
@@ -308,20 +285,17 @@ async def test_worker_that_dies_in_a_swap_holds_up_nobody(system: Cluster, tiny:
     "lora",
     [pytest.param(None, marks=pytest.mark.nightly, id="full"), pytest.param({"rank": 4, "alpha": 8.0}, id="lora")],
 )
-async def test_job_that_starts_from_a_checkpoint_trains_samples_and_scores_with_its_weights(
-    system: Cluster, tiny: Path, lora: dict[str, Any] | None
-) -> None:
+async def test_job_continues_with_a_checkpoint(system: Cluster, tiny: Path, lora: dict[str, Any] | None) -> None:
     """With a learning rate of 0: the weights stay those of the checkpoint, vLLM has the same, and KL is zero."""
     model = {"base": str(tiny), "lora": lora}
     algorithm = {"group_size": 16, "groups_per_batch": 8, "max_staleness": 0, "kl_coef": 0.05}
     toy = {"engine": "toy", "max_tokens": 3}  # as good as vLLM where only the weights have to become others
     train = {"steps": 4, "lr": 1e-3, "checkpoint_every": 10}
     first = await system.submit(one_digit(tiny, model=model, rollout=toy, train=train))
-    assert (await system.wait(first))["state"] == "succeeded"
+    await system.succeeds(first)
     spec = one_digit(tiny, model=model, algorithm=algorithm, train={"steps": 3, "lr": 0.0})
     second = (await system.client.submit(spec, from_checkpoint=f"{first}@4"))["id"]
-    record = await system.wait(second)
-    assert record["state"] == "succeeded", record["reason"]
+    await system.succeeds(second)
     lines = system.lines(second)
     assert_exact_numerics(lines)
     assert max(line["loss/kl"] for line in lines) <= 1e-6, "the reference is the model that it started with"
@@ -335,8 +309,7 @@ async def test_evaluation_is_of_the_very_weights_of_its_step(system: Cluster, ti
     train = {"steps": 8, "lr": 1e-3, "checkpoint_every": 3, "keep_checkpoints": 9}
     validation = {"every": 3, "episodes": 24, "transcripts": 24, "max_tokens": 2}
     job = await system.submit(one_digit(tiny, train=train, validation=validation))
-    record = await system.wait(job)
-    assert record["state"] == "succeeded", record["reason"]
+    await system.succeeds(job)
     assert lineage_faults(system, job, 8) == []
     assert_exact_numerics(system.lines(job))
 
@@ -358,9 +331,7 @@ async def test_evaluation_is_of_the_very_weights_of_its_step(system: Cluster, ti
 
 
 @pytest.mark.nightly
-async def test_a_model_that_sees_learns_colours_and_tells_them_when_it_is_asked(
-    system: Cluster, tmp_path: Path
-) -> None:
+async def test_a_vision_model_learns_colours_and_answers_with_them(system: Cluster, tmp_path: Path) -> None:
     base = await asyncio.to_thread(make_seeing, tmp_path / "seeing")
     job = await system.submit(
         make_spec(

@@ -76,9 +76,7 @@ async def current(engine: Any, trainer: Trainer, base: Path) -> Any:
     return model
 
 
-async def test_a_completion_across_a_swap_has_two_spans_each_true_to_its_weights(
-    engine: Any, trainer: Trainer, base: Path, current: Any
-) -> None:
+async def test_a_swap_splits_a_completion_into_spans(engine: Any, trainer: Trainer, base: Path, current: Any) -> None:
     newer, sampling = other_weights(base, 2), Sampling(max_tokens=400, seed=7)
     for attempt in range(20):
         running = [asyncio.create_task(engine.generate(f"r{attempt}-{n}", PROMPT, sampling)) for n in range(4)]
@@ -113,9 +111,7 @@ async def test_after_many_swaps_all_tokens_are_the_newest_weights(engine: Any, t
         assert worst(done, expected(model, PROMPT, done, sampling)) <= TOLERANCE
 
 
-async def test_what_the_engine_computes_of_given_tokens_is_of_the_newest_weights(
-    engine: Any, trainer: Trainer, base: Path, current: Any
-) -> None:
+async def test_prompt_logprobs_have_the_newest_weights(engine: Any, trainer: Trainer, base: Path, current: Any) -> None:
     """Beside requests under way; a swap that loads another tensor than it should is seen by it."""
     ids = [*PROMPT * 10, 7, 11]
     running = [asyncio.create_task(engine.generate(f"beside-{n}", PROMPT, Sampling(max_tokens=60))) for n in range(4)]
@@ -144,9 +140,7 @@ async def test_what_the_engine_computes_of_given_tokens_is_of_the_newest_weights
     ],
     ids=str,
 )
-async def test_logprobs_are_of_the_distribution_really_sampled_from(
-    engine: Any, current: Any, setting: dict[str, Any]
-) -> None:
+async def test_logprobs_are_of_the_sampled_distribution(engine: Any, current: Any, setting: dict[str, Any]) -> None:
     sampling = Sampling(max_tokens=48, seed=3, **setting)
     done, told = await asyncio.gather(
         engine.generate(f"d-{setting}", PROMPT, sampling),
@@ -198,9 +192,7 @@ async def test_endings_have_their_reason(engine: Any, trainer: Trainer, current:
         await engine.generate("long", [7] * 512, Sampling(max_tokens=1))
 
 
-async def test_the_end_of_turn_token_of_generation_config_ends_a_turn(
-    engine: Any, trainer: Trainer, current: Any
-) -> None:
+async def test_end_of_turn_token_of_generation_config(engine: Any, trainer: Trainer, current: Any) -> None:
     with torch.no_grad():
         likely = int(current(torch.tensor([PROMPT])).logits[0, -1].argmax())
         rows = current.lm_head.weight

@@ -23,16 +23,7 @@ from opentinker.shared.types.errors import JobFailed
 from opentinker.shared.types.trajectories import Span
 from tests.conftest import WAIT_S, soon
 from tests.support.learning import plain_logprobs
-from tests.support.vllm_engines import (
-    EOS,
-    PROMPT,
-    TOLERANCE,
-    Trainer,
-    build,
-    expected,
-    other_weights,
-    worst,
-)
+from tests.support.vllm_engines import EOS, PROMPT, TOLERANCE, Trainer, build, expected, other_weights, worst
 
 pytestmark = [
     pytest.mark.vllm,
@@ -121,9 +112,7 @@ async def test_an_adapter_that_is_served_later_is_the_one_that_answers(untied: P
 
 
 @pytest.mark.nightly
-async def test_adapters_beside_the_model_answer_together_each_as_itself_and_share_no_cached_prompt(
-    untied: Path, tmp_path: Path
-) -> None:
+async def test_adapters_answer_together_and_share_no_cached_prompt(untied: Path, tmp_path: Path) -> None:
     """Requests without an adapter among them: vLLM's CPU kernels give those what is in the last slot."""
     from opentinker.services.rollout_worker.engines.vllm import VllmEngine
     from opentinker.services.rollout_worker.engines.vllm_images import engine_input
@@ -355,9 +344,7 @@ async def test_one_by_one_logprobs_do_not_depend_on_what_else_is_asked_for(tiny:
         await engine.close()
 
 
-async def test_a_model_whose_class_lacks_a_module_fails_its_job_and_not_the_worker(
-    untied: Path, tmp_path: Path
-) -> None:
+async def test_a_model_class_without_a_module_fails_its_job_alone(untied: Path, tmp_path: Path) -> None:
     from vllm.model_executor.models.registry import ModelRegistry
 
     from opentinker.services.rollout_worker.engines.vllm import VllmEngine

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,7 @@ import pytest
 from nats.js.errors import NotFoundError
 
 from opentinker.services.rollout_worker import eval_runner
-from opentinker.services.rollout_worker.engines.base import (
-    Completion,
-    EngineError,
-    EngineLost,
-    Progress,
-    Sampling,
-    Shown,
-)
+from opentinker.services.rollout_worker.engines.base import EngineLost, Sampling
 from opentinker.services.rollout_worker.transcripts import shortened
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.messaging.subjects import EXAM, EXAM_RESULT
@@ -29,7 +21,7 @@ from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import Ending, Message, WeightVersion
 from opentinker.shared.types.evaluation import EvalEpisode, EvalResult
 from tests.conftest import soon, until
-from tests.integration.rollout_worker.test_rollout_worker import Bench, Mortal
+from tests.integration.rollout_worker.test_rollout_worker import Bench, Failing, Mortal
 from tests.support.cluster import toy_cluster, undocumented
 from tests.support.factories import make_spec, make_trajectory
 from tests.support.scheduling import running
@@ -60,7 +52,7 @@ class Exams(Bench):
 
 @pytest.fixture
 def exams(bus: Bus, store: Store, monkeypatch: pytest.MonkeyPatch) -> Exams:
-    monkeypatch.setattr(eval_runner, "EXAM_WAIT_S", 0.5)
+    monkeypatch.setattr(eval_runner, "EVAL_GROUP_WAIT_S", 0.5)
     return Exams(bus, store)
 
 
@@ -77,11 +69,7 @@ async def test_exam_waits_for_its_version_and_is_dropped_when_it_is_past(exams: 
         await until(lambda: len(exams.results) == 2)
         past = EvalEpisode(job=exams.job, version=V(1, 0), index=9, seed=0)
         await exams.bus.publish(EXAM, past, f"{exams.job}/9", job=exams.job)
-
-        async def done() -> bool:
-            return await exams.left() == 0
-
-        await until(done)
+        await until(exams.left, lambda found: found == 0)
     await serving.unsubscribe()
     assert [(r.index, r.sampled_by, r.ending) for r in exams.results] == [
         (0, [V(1, 0)], Ending.ENV_DONE),
@@ -98,11 +86,9 @@ async def test_exam_waits_for_its_version_and_is_dropped_when_it_is_past(exams: 
     assert (ledger.accepted, ledger.issued, ledger.running) == (0, 0, 0), "no part of the training counts"
 
 
-async def test_exams_that_come_while_the_version_is_lacking_are_left_to_others(
-    exams: Exams, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_exams_of_a_missing_version_go_to_others(exams: Exams, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is asked for meanwhile is neither held nor delivered again and again, which would use up its tries."""
-    monkeypatch.setattr(eval_runner, "EXAM_WAIT_S", 60.0)
+    monkeypatch.setattr(eval_runner, "EVAL_GROUP_WAIT_S", 60.0)
     await exams.ask(V(1, 0))
     engine = Mortal()
     engine.version = None
@@ -115,12 +101,9 @@ async def test_exams_that_come_while_the_version_is_lacking_are_left_to_others(
             return None
         return None if info.num_waiting or info.delivered is None else info.delivered.consumer_seq
 
-    async def given_back() -> bool:
-        return await delivered() == 1
-
     serving = await exams.bus.serve(EXAM_RESULT, exams.hear, job=exams.job)
     async with running(_forever(exams, engine)):
-        await until(given_back)
+        await until(delivered, lambda found: found == 1)
         exam = EvalEpisode(job=exams.job, version=V(1, 0), index=1, seed=1)
         await exams.bus.publish(EXAM, exam, f"{exams.job}/1", job=exams.job)
         assert await delivered() == 1
@@ -148,20 +131,9 @@ async def test_exam_of_a_lost_engine_is_played_by_the_next(exams: Exams) -> None
 
 
 async def test_episode_that_always_fails_is_a_result_with_its_reason(exams: Exams) -> None:
-    class Unlucky(Mortal):
-        async def generate(
-            self,
-            request: str,
-            prompt_ids: list[int],
-            sampling: Sampling,
-            progress: Progress | None = None,
-            shown: Sequence[Shown] = (),
-        ) -> Completion:
-            raise EngineError("out of luck")
-
     await exams.ask(V(1, 0))
     serving = await exams.bus.serve(EXAM_RESULT, exams.hear, job=exams.job)
-    async with running(_forever(exams, Unlucky())):
+    async with running(_forever(exams, Failing())):
         await until(lambda: len(exams.results) == 1)
     await serving.unsubscribe()
     assert (exams.results[0].ending, exams.results[0].error) == (Ending.ENGINE_ERROR, "out of luck")
@@ -211,14 +183,13 @@ async def test_job_is_evaluated_from_start_to_end_whoever_dies(tmp_path: Path) -
     async with toy_cluster(tmp_path, rollout_workers=2) as (cluster, model):
         spec = evaluated_spec(model, resources={"rollout_workers": 2})
         job = await cluster.submit(spec)
-        record = await cluster.wait(job)
-        assert record["state"] == "succeeded", record["reason"]
+        record = await cluster.succeeds(job)
         lines = cluster.lines(job, "validation.jsonl")
         assert [(line["step"], line["val/episodes"], line["val/missing"]) for line in lines] == [
             (step, 12, 0) for step in (0, 4, 8, 10)
         ]
         assert len({line["val/reward/mean"] for line in lines}) == 1, "the same start states; the toy learns nothing"
-        assert "exam_of_other_weights" not in cluster.logs("trainer-0")
+        assert "exam_with_other_weights" not in cluster.logs("trainer-0")
         ledger = await cluster.ledger(job)
         assert ledger.balanced and ledger.trained == 40 and ledger.issued == ledger.accepted
         points = await cluster.client.metrics(job)
@@ -256,8 +227,7 @@ async def test_evaluation_of_a_step_already_done_is_not_repeated_by_the_next_tra
         await until(lambda: [line["step"] for line in cluster.lines(job, "validation.jsonl")] == [0, 4])
         await cluster.reaches(job, 5)
         cluster.kill("trainer-0")
-        record = await cluster.wait(job)
-        assert record["state"] == "succeeded", record["reason"]
+        await cluster.succeeds(job)
         assert cluster.manifest(job).resumed[2] == 4
         assert [(line["epoch"], line["step"]) for line in cluster.lines(job, "validation.jsonl")] == [
             (1, 0),

@@ -218,9 +218,7 @@ async def test_the_adapter_of_a_checkpoint_is_served(system: Cluster, tiny: Path
 
 
 @pytest.mark.nightly
-async def test_several_adapters_and_their_base_are_served_together_and_after_a_sleep(
-    system: Cluster, tiny: Path, tmp_path: Path
-) -> None:
+async def test_adapters_and_base_are_served_before_and_after_sleep(system: Cluster, tiny: Path, tmp_path: Path) -> None:
     """Whatever is asked beside it, each answers with the probabilities that transformers and peft give it."""
     from transformers import AutoModelForCausalLM
 
@@ -235,10 +233,6 @@ async def test_several_adapters_and_their_base_are_served_together_and_after_a_s
     serving = {"adapters": adapters, "sleep_s": 1.0, "wake_s": WAIT_S}
     job = str((await system.client.submit(serves(tiny, rollout={"context_length": 512}, serving=serving)))["id"])
     prompts = [[5, 6, 7], [5 + n % 9 for n in range(300)]]  # the longer one is cached
-
-    async def asleep() -> bool:
-        return bool((await system.client.job(job))["asleep"])
-
     async with asking(system, job) as client:
         for again in range(2):
             asked = [(name, prompt, seed) for seed in range(6) for name in models for prompt in prompts]
@@ -259,7 +253,7 @@ async def test_several_adapters_and_their_base_are_served_together_and_after_a_s
             assert {pair for pair, far in apart.items() if far < 1e-3} == {(name, name) for name in models}
             assert all(far > 0.1 for (name, other), far in apart.items() if name != other)
             if not again:
-                await until(asleep)
+                await until(lambda: system.client.job(job), lambda found: found["asleep"])
         with pytest.raises(openai.NotFoundError, match="maths, code"):
             await client.completions.create(model="poems", prompt=[5])
     assert (await system.client.cancel(job))["state"] == "cancelled"

@@ -96,8 +96,7 @@ async def survives(cluster: Cluster, spec: JobSpec, *, seed: int, kills: int, na
     await cluster.reaches(job, 1)
     done = await harm(cluster, job, random.Random(seed), names, kills)
     print(f"{done} kills")
-    record = await cluster.wait(job)
-    assert record["state"] == "succeeded", record["reason"]
+    await cluster.succeeds(job)
     assert {name for name in names if -signal.SIGKILL in cluster.processes[name].exits} == set(names)
     await check(cluster, job, spec)
 
@@ -144,8 +143,7 @@ async def test_job_of_two_ranks_goes_on_from_its_checkpoint_when_one_is_killed(t
         await cluster.reaches(job, 4)
         (rank,) = cluster.children("trainer-0")
         os.kill(rank, signal.SIGKILL)
-        record = await cluster.wait(job)
-        assert record["state"] == "succeeded", record["reason"]
+        await cluster.succeeds(job)
         assert "RankLost" in cluster.logs("trainer-0") and "killed by signal 9" in cluster.logs("trainer-0")
         assert cluster.manifest(job).resumed[2] >= 3
         assert all(line["trainer/rank_imbalance"] < 2 for line in cluster.lines(job))
@@ -162,14 +160,12 @@ async def test_nothing_is_lost_while_nats_and_redis_are_away(tmp_path: Path) -> 
         await cluster.reaches(job, 10)
         for server in SERVERS:
             await cluster.stop(server)
-        await asyncio.sleep(3)
+        await asyncio.sleep(3)  # the outage itself: longer than worker_ttl_s, and there is no server to ask
         for server in SERVERS:
             cluster.start(server)
-        back = time.monotonic()
         step = cluster.lines(job)[-1]["step"]
         await cluster.reaches(job, step + 5)
-        print(f"useful work again {time.monotonic() - back:.1f} s after the servers")
-        assert (await cluster.wait(job))["state"] == "succeeded"
+        await cluster.succeeds(job)
         await check(cluster, job, spec)
 
 
@@ -180,17 +176,12 @@ async def test_trainer_that_slept_beyond_its_lease_writes_nothing_more(tmp_path:
         await cluster.reaches(job, 15)
         (first,) = [w.id for w in await cluster.store.workers() if w.job == job and w.pool == "trainer"]
         cluster.pause(first)
-
-        def taken_over() -> bool:
-            return bool(cluster.lines(job)[-1]["epoch"] == 2)
-
-        await until(taken_over)
+        await until(lambda: cluster.lines(job)[-1]["epoch"] == 2)
         cluster.resume(first)
-
-        async def let_go() -> bool:
-            return any(w.id == first and w.job is None and w.status == "idle" for w in await cluster.store.workers())
-
-        await until(let_go)
+        await until(
+            cluster.store.workers,
+            lambda found: any(w.id == first and w.job is None and w.status == "idle" for w in found),
+        )
         await until(lambda: cluster.manifest(job).epoch == 2)
         epochs = [line["epoch"] for line in cluster.lines(job)]
         assert epochs == sorted(epochs), "a line of epoch 1 after one of epoch 2"
@@ -212,11 +203,7 @@ async def test_trainer_that_wakes_while_its_successor_loads_writes_nothing(tmp_p
         await cluster.reaches(job, 5)
         cluster.pause("trainer-0")
         async with loading(cluster.store, "trainer-9", job):
-
-            async def is_given_away() -> bool:
-                return await cluster.store.epoch(job) == 2
-
-            await until(is_given_away)
+            await until(lambda: cluster.store.epoch(job), lambda found: found == 2)
             before, record = cluster.lines(job), await cluster.store.job(job)
             version = (await cluster.ledger(job)).version
             cluster.resume("trainer-0")
@@ -235,11 +222,7 @@ async def test_trainer_that_wakes_while_its_successor_loads_writes_nothing(tmp_p
             assert (after.step, after.state, after.epoch) == (record.step, "starting", 2)
             assert (await cluster.ledger(job)).version == version
             assert not list((cluster.data / "jobs" / job / "checkpoints").glob("step-*"))
-
-        def goes_on() -> bool:
-            return bool(cluster.lines(job)[-1]["epoch"] == 3)
-
-        await until(goes_on)
+        await until(lambda: cluster.lines(job)[-1]["epoch"] == 3)
         assert len(lineage(cluster.lines(job), {3: 0})) >= 1
         assert (await cluster.ledger(job)).balanced
         await cluster.client.cancel(job)

@@ -38,10 +38,7 @@ async def test_the_live_policy_is_served_version_by_version_and_training_does_no
         async def state() -> str:
             return str((await cluster.client.job(job))["state"])
 
-        async def running() -> bool:
-            return await state() == "running"
-
-        await until(running)
+        await until(state, lambda found: found == "running")
         async with AsyncOpenAI(base_url=url, api_key=OPERATOR, timeout=WAIT_S) as openai:
             names = [card.id async for card in await openai.models.list()]
             assert names == [f"{source}@live", "talk", job]
@@ -52,11 +49,7 @@ async def test_the_live_policy_is_served_version_by_version_and_training_does_no
 
             first = await version()
             assert first.epoch == 1
-
-            async def later() -> bool:
-                return await version() > first
-
-            await until(later)
+            await until(version, lambda found: found > first)
             holder = (await cluster.client.job(job))["workers"][0]["id"]
             cluster.kill(holder)
             step = await cluster.step(source)
@@ -92,7 +85,7 @@ async def test_what_has_no_live_policy_says_what_can_be_served(client: AsyncClie
         return {mistake["field"]: mistake["problem"] for mistake in caught.value.problem["errors"]}
 
     assert "has succeeded: take a checkpoint of it" in (await refused(over))["start.from"]
-    assert "there is no job" in (await refused(foreign))["start.from"]
+    assert "you have no job" in (await refused(foreign))["start.from"]
     wrong = await refused(rows, rollout={"engine": "vllm"}, model={"base": "other", "lora": {}})
     assert set(wrong) == {"rollout.engine", "model.base", "model.lora"}
     with pytest.raises(SpecError, match="follows a live policy"):

@@ -19,21 +19,34 @@ from tests.support.cluster import Cluster, toy_cluster
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
+Toy = tuple[Cluster, Path]
+"""A cluster and its model. Each test ends its jobs."""
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[Cluster, Path]]:
-    """One worker per pool; a waiting job of higher priority interrupts the running one. Each test ends its jobs."""
-    directory = tmp_path_factory.mktemp("pausing")
+async def one_each(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Toy]:
+    """One worker per pool; a waiting job of higher priority interrupts the running one."""
+    directory = tmp_path_factory.mktemp("one")
     async with toy_cluster(directory, queue_preempt_after_s=0.2, queue_min_run_s=0.5) as running:
         yield running
 
 
-@pytest.fixture
-def one_each(request: pytest.FixtureRequest, shared: tuple[Cluster, Path]) -> Iterator[tuple[Cluster, Path]]:
-    """The shared cluster and its model; a test that fails shows the last log lines of every service."""
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def two_each(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Toy]:
+    """Two trainers and rollout workers."""
+    workers = {"trainers": 2, "rollout_workers": 2}
+    async with toy_cluster(tmp_path_factory.mktemp("two"), **workers, worker_ttl_s=4, heartbeat_s=0.4) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def logs_of_failures(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test that fails shows the last log lines of every service."""
     failed = request.session.testsfailed
-    yield shared
+    yield
     if request.session.testsfailed > failed:
-        shared[0].show()
+        for name in {"one_each", "two_each"} & set(request.fixturenames):
+            request.getfixturevalue(name)[0].show()
 
 
 async def has_let_go(cluster: Cluster, job: str) -> bool:
@@ -43,7 +56,7 @@ async def has_let_go(cluster: Cluster, job: str) -> bool:
     return job not in busy
 
 
-async def test_paused_job_has_saved_what_it_trained_and_goes_on_from_there(one_each: tuple[Cluster, Path]) -> None:
+async def test_paused_job_has_saved_what_it_trained_and_goes_on_from_there(one_each: Toy) -> None:
     cluster, model = one_each
     train = {"learner": "simulated", "steps": 40, "simulated_step_s": 0.05, "checkpoint_every": 1000}
     spec = toy_spec(model, steps=40, train=train)
@@ -58,8 +71,7 @@ async def test_paused_job_has_saved_what_it_trained_and_goes_on_from_there(one_e
     other = await cluster.submit(toy_spec(model, steps=3))
     assert (await cluster.wait(other))["state"] == "succeeded", "the workers are free"
     assert (await cluster.client.resume(job))["state"] in ("queued", "starting")
-    record = await cluster.wait(job)
-    assert record["state"] == "succeeded", record["reason"]
+    await cluster.succeeds(job)
     assert cluster.manifest(job).resumed[2] == step
     await check(cluster, job, spec)
     with pytest.raises(ApiConflict, match="succeeded"):
@@ -69,16 +81,15 @@ async def test_paused_job_has_saved_what_it_trained_and_goes_on_from_there(one_e
 
 
 @pytest.mark.slow
-async def test_interrupted_job_goes_on_where_it_was(one_each: tuple[Cluster, Path]) -> None:
+async def test_interrupted_job_goes_on_where_it_was(one_each: Toy) -> None:
     cluster, model = one_each
     train = {"learner": "simulated", "steps": 60, "simulated_step_s": 0.05, "checkpoint_every": 1000}
     spec = toy_spec(model, steps=60, train=train)
     low = await cluster.submit(spec)
     await cluster.reaches(low, 5)
     high = await cluster.submit(toy_spec(model, steps=5, resources={"priority": 5}))
-    assert (await cluster.wait(high))["state"] == "succeeded"
-    record = await cluster.wait(low)
-    assert record["state"] == "succeeded", record["reason"]
+    await cluster.succeeds(high)
+    await cluster.succeeds(low)
     events = await cluster.client.event_log(low)
     (preempted,) = [event for event in events if event["event"] == "preempted"]
     assert preempted["by"] == high
@@ -87,25 +98,19 @@ async def test_interrupted_job_goes_on_where_it_was(one_each: tuple[Cluster, Pat
 
 
 @pytest.mark.slow
-async def test_lent_rollout_worker_finishes_its_groups_before_it_goes(tmp_path: Path) -> None:
-    async with toy_cluster(tmp_path, rollout_workers=2, trainers=2) as (cluster, model):
-        spec = toy_spec(model, steps=80, resources={"rollout_workers": 2})
-        wide = await cluster.submit(spec)
-
-        async def both() -> bool:
-            return sum(w.job == wide and w.pool == "rollout" for w in await cluster.store.workers()) == 2
-
-        await until(both)
-        await cluster.reaches(wide, 3)
-        narrow = await cluster.submit(toy_spec(model, steps=10))
-        assert (await cluster.wait(narrow))["state"] == "succeeded"
-        assert (await cluster.wait(wide))["state"] == "succeeded"
-        assert [e for e in await cluster.client.event_log(wide) if e["event"] == "rollout_worker_taken_back"]
-        repeated = [
-            line for name in cluster.processes for line in cluster.logs(name).splitlines() if "tickets_r" in line
-        ]
-        assert repeated == [], "no group was thrown away"
-        await check(cluster, wide, spec)
+async def test_lent_rollout_worker_finishes_its_groups_before_it_goes(two_each: Toy) -> None:
+    cluster, model = two_each
+    spec = toy_spec(model, steps=80, resources={"rollout_workers": 2})
+    wide = await cluster.submit(spec)
+    await until(cluster.store.workers, lambda found: sum(w.job == wide and w.pool == "rollout" for w in found) == 2)
+    await cluster.reaches(wide, 3)
+    narrow = await cluster.submit(toy_spec(model, steps=10))
+    await cluster.succeeds(narrow)
+    await cluster.succeeds(wide)
+    assert [e for e in await cluster.client.event_log(wide) if e["event"] == "rollout_worker_taken_back"]
+    repeated = [line for name in cluster.processes for line in cluster.logs(name).splitlines() if "tickets_r" in line]
+    assert repeated == [], "no group was thrown away"
+    await check(cluster, wide, spec)
 
 
 async def leads(cluster: Cluster) -> str:
@@ -114,44 +119,31 @@ async def leads(cluster: Cluster) -> str:
 
 
 @pytest.mark.slow
-async def test_second_scheduler_takes_over_and_the_first_can_grant_nothing_when_it_wakes(tmp_path: Path) -> None:
+async def test_a_second_scheduler_takes_over_and_the_first_grants_nothing_later(two_each: Toy) -> None:
     """SIGSTOP for longer than its leadership lasts, jobs placed meanwhile, SIGCONT: everything that it then tries to
     write is refused, and counted by the leases that are as they were."""
-    async with toy_cluster(tmp_path, trainers=2, rollout_workers=2, worker_ttl_s=4, heartbeat_s=0.4) as (
-        cluster,
-        model,
-    ):
-        cluster.env |= {"OPENTINKER_HTTP_PORT": "0"}
-        cluster._add("scheduler", "scheduler-2")
-        first = await cluster.submit(toy_spec(model, steps=10_000))
-        await cluster.reaches(first, 3)
-        assert '"scheduler"' in await leads(cluster)
-        cluster.pause("scheduler")
-
-        async def second_leads() -> bool:
-            return '"scheduler-2"' in await leads(cluster)
-
-        await until(second_leads)
-        epoch = (await cluster.store.job(first)).epoch
-        second = await cluster.store.create_job(
-            id="j-aftersleep", spec=(await cluster.store.job(first)).spec, tenant="t"
-        )
-
-        async def begun() -> bool:
-            return (await cluster.store.job(second)).state == JobState.RUNNING
-
-        await until(begun)
-        before = sorted((lease.worker, lease.job, lease.epoch) for lease in await cluster.store.leases())
-        cluster.resume("scheduler")
-        await until(lambda: "leads_no_more" in cluster.logs("scheduler"))
-        await cluster.client.jobs()  # it serves HTTP as before
-        assert sorted((lease.worker, lease.job, lease.epoch) for lease in await cluster.store.leases()) == before
-        assert (await cluster.store.job(first)).epoch == epoch, "nobody was disturbed"
-        assert '"scheduler-2"' in await leads(cluster)
+    cluster, model = two_each
+    cluster.env |= {"OPENTINKER_HTTP_PORT": "0"}
+    cluster._add("scheduler", "scheduler-2")
+    first = await cluster.submit(toy_spec(model, steps=10_000))
+    await cluster.reaches(first, 3)
+    assert '"scheduler"' in await leads(cluster)
+    cluster.pause("scheduler")
+    await until(lambda: leads(cluster), lambda found: '"scheduler-2"' in found)
+    epoch = (await cluster.store.job(first)).epoch
+    second = await cluster.store.create_job(id="j-aftersleep", spec=(await cluster.store.job(first)).spec, tenant="t")
+    await until(lambda: cluster.store.job(second), lambda found: found.state == JobState.RUNNING)
+    before = sorted((lease.worker, lease.job, lease.epoch) for lease in await cluster.store.leases())
+    cluster.resume("scheduler")
+    await until(lambda: "leadership_lost" in cluster.logs("scheduler"))
+    await cluster.client.jobs()  # it serves HTTP as before
+    assert sorted((lease.worker, lease.job, lease.epoch) for lease in await cluster.store.leases()) == before
+    assert (await cluster.store.job(first)).epoch == epoch, "nobody was disturbed"
+    assert '"scheduler-2"' in await leads(cluster)
 
 
 @pytest.mark.slow
-async def test_scheduler_that_is_killed_answers_soon_and_freed_workers_are_used(one_each: tuple[Cluster, Path]) -> None:
+async def test_scheduler_that_is_killed_answers_soon_and_freed_workers_are_used(one_each: Toy) -> None:
     cluster, model = one_each
     job = await cluster.submit(toy_spec(model, steps=10_000))
     await cluster.reaches(job, 3)
@@ -167,10 +159,6 @@ async def test_scheduler_that_is_killed_answers_soon_and_freed_workers_are_used(
     await cluster.client.cancel(job)
     await until(lambda: has_let_go(cluster, job))
     free = time.monotonic()
-
-    async def used() -> bool:
-        return bool([lease for lease in await cluster.store.leases() if lease.job == following])
-
-    await until(used)
+    await until(cluster.store.leases, lambda found: [lease for lease in found if lease.job == following])
     print(f"freed workers were used {time.monotonic() - free:.2f} s after they were free (goal 1 s)")
-    assert (await cluster.wait(following))["state"] == "succeeded"
+    await cluster.succeeds(following)

@@ -24,11 +24,11 @@ from opentinker.environment import GameEnvironment, StaticDatasetGenerator
 from opentinker.local.discovery import key_in, read_state
 from opentinker.shared.data.jsonl import RowError
 from opentinker.shared.spec import parse_spec
-from tests.conftest import WAIT_S, until
+from tests.conftest import until
 from tests.e2e.test_run import pids
-from tests.integration.shared.test_supervisor import alive
 from tests.samples.published_games import HigherLower
 from tests.support.cluster import JOB_S, ROOT, toy_model
+from tests.support.listening import runs
 
 CONFIG: dict[str, Any] = {
     "tokenizer_path": "some/model",
@@ -91,7 +91,8 @@ async def system(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> AsyncI
     (checkout / "opentinker").mkdir(parents=True)
     (checkout / "opentinker" / "__init__.py").touch()
     log, toy = folder / "up.log", toy_model(folder / "toy")
-    up = start("-P", "-m", "opentinker.cli", "up", "--port", 0, "--data-dir", folder / "data", folder=checkout, log=log)
+    command = ("-P", "-m", "opentinker.cli", "up", "--port", 0, "--data-dir", folder / "data")
+    up = start(*command, folder=checkout, log=log, OPENTINKER_PRELOAD="false")
     try:
         await until(lambda: read_state(folder / "data").get("ready") or up.poll() is not None)
         system = System(folder, toy, tiny, read_state(folder / "data"))
@@ -100,14 +101,14 @@ async def system(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> AsyncI
         started = pids(folder / "data")
         up.send_signal(signal.SIGINT)
         assert await ended(up) == 0, log.read_text()
-        assert not any(map(alive, started))
+        assert not any(map(runs, started))
     finally:
         up.kill()
         up.wait()
 
 
 async def ended(process: subprocess.Popen[bytes]) -> int:
-    await until(lambda: process.poll() is not None, JOB_S)
+    await until(lambda: process.poll() is not None, timeout_s=JOB_S)
     return process.returncode
 
 
@@ -150,7 +151,7 @@ async def test_a_program_that_was_killed_is_started_again_and_goes_on(system: Sy
         return job is not None and job["id"] != before and job["step"] >= 2
 
     with system.training(*arguments, log=tmp_path / "first"):
-        await until(begun, WAIT_S)
+        await until(begun)
         job = (await system.newest())["id"]
     log = tmp_path / "second"
     with system.training(*arguments, log=log, OPENTINKER_ATTACH=job) as process:

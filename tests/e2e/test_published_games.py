@@ -76,9 +76,7 @@ async def say(playing: Any, text: str) -> Any:
         ("openai/gsm8k", "72", "72 or\n#### 71", 0.0),
     ],
 )
-def test_an_answer_counts_by_its_value_and_never_because_its_text_occurs(
-    source: str, answer: str, said: str, reward: float
-) -> None:
+def test_an_answer_counts_by_its_value_alone(source: str, answer: str, said: str, reward: float) -> None:
     game = MathGame()
     game.reset(ground_truth=answer, data_source=source)
     result = game.step(said)

@@ -20,8 +20,8 @@ from opentinker.local.discovery import read_state
 from opentinker.shared.types.errors import SpecError
 from tests.conftest import start_nats, start_valkey, until
 from tests.integration.client.test_cli import ROOT, opentinker
-from tests.integration.shared.test_supervisor import alive
 from tests.support.cluster import toy_model
+from tests.support.listening import runs
 
 pytestmark = pytest.mark.slow
 
@@ -157,7 +157,7 @@ async def test_every_command_against_servers_of_ones_own(tmp_path: Path, monkeyp
             assert "cancelled" in typed("watch", other, exit_status=4)
             assert typed("down").startswith("stopped")
             await until(lambda: process.poll() is not None)
-            assert process.returncode == 0 and not any(map(alive, pids(data)))
+            assert process.returncode == 0 and not any(map(runs, pids(data)))
             typed("status", exit_status=3)
     finally:
         nats.kill()
@@ -171,10 +171,10 @@ async def test_run_ends_with_everything_it_started(tmp_path: Path, tiny: Path, n
     with started(*command, log=log, OPENTINKER_PRELOAD="false") as process:
         await until(lambda: "\nstep 1/" in log.read_text())
         running = pids(data_dir)
-        assert len(running) == 8 and all(map(alive, running))
+        assert len(running) == 8 and all(map(runs, running))
         os.kill(process.pid, number)
         await until(lambda: process.poll() is not None)
-        await until(lambda: not any(map(alive, running)))
+        await until(lambda: not any(map(runs, running)))
     if number == signal.SIGINT:
         assert process.returncode == 4
         said = log.read_text()

@@ -90,9 +90,7 @@ def worst(plain: Plain, said: list[Completion]) -> float:
     )
 
 
-async def test_what_vllm_sees_the_trainer_sees_before_and_after_a_swap(
-    base: Path, engine: Engine, tmp_path: Path
-) -> None:
+async def test_vllm_and_trainer_agree_before_and_after_a_swap(base: Path, engine: Engine, tmp_path: Path) -> None:
     await engine.serve(WeightVersion(0, 0))
     first = await answers(engine, base, "first")
     assert worst(Plain(base), first) < TOLERANCE

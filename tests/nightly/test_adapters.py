@@ -120,7 +120,7 @@ def test_mask_forbids_and_is_listed() -> None:
 @pytest.mark.parametrize("space", [gs.Graph(gs.Discrete(2), None), gs.OneOf((gs.Discrete(2),))])
 def test_an_action_space_without_words_is_an_error(space: Any) -> None:
     with pytest.raises(ValueError, match="cannot be said in text"):
-        spaces.how(space, [])
+        spaces.describe_action(space, [])
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_every_example_of_the_page_is_valid() -> None:
 
 @pytest.mark.parametrize("name", sorted(ADAPTERS))
 def test_a_missing_library_names_the_extra(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "installed", lambda module: False)
+    monkeypatch.setattr(library, "is_installed", lambda module: False)
     minimal = {name: config for name, config, _ in PLAYED}
     minimal |= {"skyrl_gym": {"id": "gsm8k", "path": "rows.jsonl"}, "gem": {"id": "game:Sudoku-v0-easy"}}
     minimal |= {"miniwob": {"tasks": ["click-test"]}}
@@ -267,9 +267,7 @@ def test_what_can_be_played_can_be_rehearsed(name: str, config: dict[str, Any], 
     rehearse(name, *check(name, config))
 
 
-async def test_a_submission_hears_what_is_missing_and_does_not_wait_for_what_takes_long(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_submission_reports_missing_parts_without_slow_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("opentinker.envs.runtime.child_pool.REHEARSAL_S", 0.5)
     host, resolver = ChildPool(children=1, per_child=1, modules=True), Resolver(modules=True)
     try:

@@ -131,7 +131,7 @@ def test_what_the_policy_wants_to_do(text: str, command: str) -> None:
 
 
 def test_wrong_settings_say_what_there_is(tmp_path: Path) -> None:
-    assert "is no directory on this machine" in wrong(path=str(tmp_path / "none"))
+    assert "is not a directory on this machine" in wrong(path=str(tmp_path / "none"))
     assert "there are: none" in wrong(path=str(tmp_path))
     assert "environment.config.split" in wrong(split="test")
     assert "there are: train, valid_seen, valid_unseen" in wrong(split="valid_train")
@@ -146,7 +146,7 @@ def test_wrong_settings_say_what_there_is(tmp_path: Path) -> None:
 
 
 def test_a_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "installed", lambda module: False)
+    monkeypatch.setattr(library, "is_installed", lambda module: False)
     assert "pip install 'opentinker[alfworld]'" in wrong()
     check("alfworld", {"path": "elsewhere"}, elsewhere=True)
 

@@ -120,7 +120,7 @@ async def _trains_while_all_are_harmed(project: Project, client: AsyncClient, tm
         async def further() -> bool:
             return await step() >= seen + ON
 
-        await until(further, LONG_S)
+        await until(further, timeout_s=LONG_S)
         tell(f"{after}; at step {seen}, and trained on to step {await step()}")
 
     async def has_workers(rollout: int, env: int) -> bool:
@@ -129,7 +129,7 @@ async def _trains_while_all_are_harmed(project: Project, client: AsyncClient, tm
 
     await goes_on("one worker of each kind")
     await project.compose("up", "--detach", "--no-recreate", "--scale", "env-worker=8", "--scale", "rollout-worker=2")
-    await until(lambda: has_workers(2, 8), LONG_S)
+    await until(lambda: has_workers(2, 8), timeout_s=LONG_S)
     await goes_on("8 env workers and 2 rollout workers")
     tell(f"memory: {await project.memory()}")
 
@@ -145,8 +145,8 @@ async def _trains_while_all_are_harmed(project: Project, client: AsyncClient, tm
             state = await project.inspect(container)
             return bool(state["RestartCount"] and state["State"]["Health"]["Status"] == "healthy")
 
-        await until(again, LONG_S)
-        await until(lambda: has_workers(2, 7), LONG_S)
+        await until(again, timeout_s=LONG_S)
+        await until(lambda: has_workers(2, 7), timeout_s=LONG_S)
         await goes_on(f"{service} is back")
 
     async def has_checkpoint() -> bool:
@@ -156,9 +156,9 @@ async def _trains_while_all_are_harmed(project: Project, client: AsyncClient, tm
         record = await client.job(job)
         return not record["workers"] and (await client.checkpoints(job))[-1]["step"] == record["step"]
 
-    await until(has_checkpoint, LONG_S)
+    await until(has_checkpoint, timeout_s=LONG_S)
     await client.pause(job)
-    await until(all_is_kept, LONG_S)
+    await until(all_is_kept, timeout_s=LONG_S)
     await client.cancel(job)
     record = await client.wait(job, LONG_S)
     assert record["state"] == "cancelled", record["reason"]
@@ -199,7 +199,7 @@ async def _is_served(client: AsyncClient, job: str) -> None:
         assert record["state"] in ("queued", "starting", "running"), record["reason"]
         return bool(record["state"] == "running")
 
-    await until(answers, LONG_S)
+    await until(answers, timeout_s=LONG_S)
     asked = client.chat(served, [{"role": "user", "content": "123"}], max_tokens=6)
     chunks = [chunk async for chunk in asked]
     assert {choice["finish_reason"] for chunk in chunks for choice in chunk["choices"]} & {"stop", "length"}
@@ -222,14 +222,14 @@ async def _is_upgraded(project: Project, client: AsyncClient, tmp_path: Path) ->
     async def trained(steps: int) -> bool:
         return (await client.job(job))["step"] >= steps
 
-    await until(lambda: trained(20), LONG_S)
+    await until(lambda: trained(20), timeout_s=LONG_S)
     await project.compose("--profile", "tiny-model", "build")
     built = [await project.docker("image", "inspect", "-f", "{{.Id}}", f"opentinker/{kind}") for kind in IMAGES]
     assert built == images, "a build without a change changes no image"
     await project.upgrade("--force-recreate")
     assert {service: len(await project.containers(service)) for service in before} == before
     resumed = (await client.job(job))["step"]
-    await until(lambda: trained(resumed + ON), LONG_S)
+    await until(lambda: trained(resumed + ON), timeout_s=LONG_S)
     await client.cancel(job)
     await client.wait(job, LONG_S)
     (file,) = await client.download_artifacts(job, tmp_path / "upgraded", ["metrics.jsonl"])
@@ -303,7 +303,7 @@ async def _keeps_objects(project: Project, client: AsyncClient, tmp_path: Path) 
                 and f"{job}/logs.jsonl" in text
             )
 
-        await until(is_kept, LONG_S)
+        await until(is_kept, timeout_s=LONG_S)
         model = await client.download(job, tmp_path / "from-s3")
         assert (model / "model.safetensors").stat().st_size > 1_000_000
         tell("a job's checkpoint and logs are in an object store")

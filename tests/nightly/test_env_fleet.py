@@ -55,11 +55,7 @@ async def test_four_env_workers_become_one_and_four_again_and_no_group_is_lost(t
         assert drained == [0, 0]
         assert all('"given_up":0' in cluster.logs(name) for name in WORKERS[1:3])
         assert await cluster.stop(WORKERS[3], signal.SIGKILL) == -signal.SIGKILL
-
-        async def alone() -> bool:
-            return await present(cluster) == {WORKERS[0]}
-
-        await until(alone)
+        await until(lambda: present(cluster), lambda found: found == {WORKERS[0]})
         await cluster.reaches(job, await cluster.step(job) + 5)
         for name in WORKERS[1:]:
             cluster.start(name)
@@ -67,8 +63,7 @@ async def test_four_env_workers_become_one_and_four_again_and_no_group_is_lost(t
         await cluster.reaches(job, await cluster.step(job) + 5)
 
         told.touch()
-        record = await cluster.wait(job)
-        assert record["state"] == "succeeded", record["reason"]
+        record = await cluster.succeeds(job)
         ledger, manifest = await cluster.ledger(job), cluster.manifest(job)
         assert ledger.balanced and ledger.failed == {}, ledger
         assert ledger.issued == ledger.accepted + ledger.running, ledger

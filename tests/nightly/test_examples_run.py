@@ -51,11 +51,7 @@ def plays(name: str) -> bool:
 def simulated(told: dict[str, Any], model: Path) -> dict[str, Any]:
     """The example with a few small groups of a simulated model; its environment as it stands."""
     rollout = {name: value for name, value in told.get("rollout", {}).items() if name not in SIMULATED_IGNORES}
-    changed = {
-        **told,
-        "model": {"base": str(model), "chat_template": "plain"},
-        "rollout": {**rollout, "engine": "toy"},
-    }
+    changed = {**told, "model": {"base": str(model), "chat_template": "plain"}, "rollout": {**rollout, "engine": "toy"}}
     if told.get("kind") == "eval":
         return {**changed, "evaluation": {**told["evaluation"], "episodes": 2, "samples": 2}}
     if "validation" in told:

@@ -98,7 +98,7 @@ async def test_what_another_interpreter_plays_costs_what_it_says(tmp_path: Path)
 
 
 def test_an_interpreter_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match="is no program on this machine") as caught:
+    with pytest.raises(SpecError, match="is not a program on this machine") as caught:
         Interpreters({"gem": tmp_path})
     assert caught.value.mistakes[0]["field"] == "env_interpreters.gem"
 

@@ -121,9 +121,7 @@ def test_a_number_beyond_the_tolerance_is_a_miss(tmp_path: Path, monkeypatch: py
         (1.0, 1.0, -0.25, ["staleness", "share"]),
     ],
 )
-def test_what_is_far_from_the_prediction_is_a_miss(
-    factor: float, versions: float, share: float, missed: list[str]
-) -> None:
+def test_a_wrong_prediction_is_a_miss(factor: float, versions: float, share: float, missed: list[str]) -> None:
     pools = Pools(rollout_workers=2, env_workers=1, sessions=512)
     foreseen = predict(WORK, pools)
     seen = Pace(foreseen.step_s * factor, foreseen.staleness + versions, foreseen.trainer_waits + share)
@@ -158,9 +156,7 @@ def test_every_page_polls_at_its_own_pace() -> None:
         (["steady", "service", "--url", "http://127.0.0.1:1"], "service: it kills processes of the service"),
     ],
 )
-def test_options_that_cannot_be_are_refused(
-    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_invalid_options_are_refused(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         options(arguments)
     assert words in capsys.readouterr().err

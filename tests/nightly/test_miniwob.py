@@ -145,9 +145,7 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ({"tasks": ["click-test"], "path": "/bin/sh"}, "MiniWob knows: data_mode"),
     ],
 )
-def test_wrong_config_is_refused_before_anything_is_played(
-    programs: Path, config: dict[str, Any], problem: str
-) -> None:
+def test_wrong_config_is_refused_before_play(programs: Path, config: dict[str, Any], problem: str) -> None:
     with pytest.raises(SpecError, match=problem):
         check("miniwob", config)
 

@@ -44,11 +44,7 @@ async def test_a_server_of_three_may_be_lost(servers: list[Server]) -> None:
         assert cluster is not None and cluster.leader is not None
         servers[int(cluster.leader[1:])].kill()
         await soon(bus.publish(TICKET, make_ticket(job="j", seq=20), "j/20", job="j"))
-
-        async def all_there() -> bool:
-            return await bus.count("TICKETS", TICKET.at(job="j")) == 21
-
-        await until(all_there)
+        await until(lambda: bus.count("TICKETS", TICKET.at(job="j")), lambda found: found == 21)
 
 
 async def made(bus: Bus) -> None:

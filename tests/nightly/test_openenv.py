@@ -261,7 +261,7 @@ async def test_a_server_that_is_not_there_is_named() -> None:
             {"url": "ws://127.0.0.1:8000", "actions": "json", "action_field": "x"},
             "action_field is for actions = 'text'",
         ),
-        ({"url": "ws://127.0.0.1:8000", "rows": 5}, "rows says nothing without row_key"),
+        ({"url": "ws://127.0.0.1:8000", "rows": 5}, "rows needs row_key"),
         ({"url": "ws://127.0.0.1:8000", "reset": {"seed": 1, "n": 2}}, "reset: seed is said of each episode"),
         ({"url": "ws://127.0.0.1:8000", "reset": {"n": 2}, "row_key": "n"}, "reset: n is said of each episode"),
         ({"url": "ws://127.0.0.1:8000", "row": 5}, "OpenEnv knows: action, action_field"),

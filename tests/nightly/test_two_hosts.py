@@ -64,9 +64,7 @@ def on_the_first(hosts: tuple[str, str, str], what: str, directory: Path) -> str
 
 
 @pytest.mark.slow
-def test_a_job_on_two_hosts_goes_on_after_ten_seconds_without_the_link(
-    hosts: tuple[str, str, str], tmp_path: Path
-) -> None:
+def test_a_job_on_two_hosts_survives_ten_seconds_apart(hosts: tuple[str, str, str], tmp_path: Path) -> None:
     said = on_the_first(hosts, "job", tmp_path)
     sys.stdout.write(said)
     assert "succeeded at step 300" in said

@@ -17,6 +17,7 @@ from opentinker.envs.agents import verifiers
 from opentinker.envs.agents.verifiers import Verifiers, VerifiersProcess
 from opentinker.envs.base import Opening, Step, user
 from opentinker.services.rollout_worker.episode import Episode
+from opentinker.services.rollout_worker.policies import SeatMap
 from opentinker.services.rollout_worker.renderer import Renderer
 from opentinker.shared.types.core import ToolCall
 from opentinker.shared.types.env_protocol import Policy
@@ -86,9 +87,7 @@ async def test_an_episode_that_is_given_up_is_cancelled_and_the_others_go_on(sta
     await other.close()
 
 
-async def test_a_process_that_cannot_cancel_is_killed(
-    stand_in: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_uncancellable_process_is_killed(stand_in: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verifiers, "CANCEL_S", 0.2)
     one = environment(**stand_in, args={"how": "block"})
     await one.open(0, 0)
@@ -149,7 +148,7 @@ async def played(one: Verifiers, *answers: str, row: int = 1) -> list[Any]:
     """Its trajectories, in the rollout worker's hands, with these answers of the policy."""
     engine = Script([say(answer) for answer in answers])
     job = make_spec(rollout__max_turns=9, rollout__max_tokens=50, rollout__episode_timeout_s=500.0)
-    episode = Episode(job, make_ticket(row=row), 0, engine, renderer(), Direct(one))  # type: ignore[arg-type]
+    episode = Episode(job, make_ticket(row=row), 0, SeatMap.single(job, engine, renderer()), Direct(one))  # type: ignore[arg-type]
     found = await episode.run()
     for trajectory in found:
         trajectory.check()

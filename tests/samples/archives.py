@@ -83,7 +83,7 @@ def dotted(count: int) -> bytes:
 PLAIN = header("x", 1) + padded(b"x")
 TAR_IS_WRONG = "is not a tar file"
 NO_NAME = "no name of a file inside"
-TOO_MUCH = "is larger than what is taken"
+TOO_MUCH = "is too large"
 DEVICE = "a link or a device"
 NOT_READ = "cannot be read"
 
@@ -156,10 +156,7 @@ ARCHIVES: dict[str, tuple[Callable[[], bytes], str]] = {
         lambda: good(pyproject__toml=b".".join([b'"\\t"'] * 9000) + b" = 1\n"),
         "more than 16 parts",
     ),
-    "toml_key_of_quotes_and_space": (
-        lambda: good(pyproject__toml=b" \t. ".join([b"''"] * 6000) + b"=1\n"),
-        "16 parts",
-    ),
+    "toml_key_of_quotes_and_space": (lambda: good(pyproject__toml=b" \t. ".join([b"''"] * 6000) + b"=1\n"), "16 parts"),
     "toml_of_brackets": (lambda: good(pyproject__toml=b"a = " + b"[" * 20000), "nested too deeply"),
     "toml_of_inline_tables": (lambda: good(pyproject__toml=b"a = " + b"{a=" * 15000), "nested too deeply"),
     "toml_of_a_megabyte": (lambda: good(pyproject__toml=b"# " + b"x" * 900_000), "at most 65536"),

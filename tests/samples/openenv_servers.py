@@ -111,7 +111,7 @@ def real(place: Path) -> Iterator[str]:
     """Serves three environments below one URL, with OpenEnv in a Python of its own: its pins and ours exclude each
     other. `scaffold` is what `openenv init` makes, as it is; `number` and `shop` are written on OpenEnv's classes."""
     programs = place / "venv" / "bin"
-    (place / "served_process.py").write_text(SERVED)
+    (place / "served.py").write_text(SERVED)
     port = free_port()
     for command in (
         [find_uv_bin(), "venv", "--quiet", "--no-project", "--python", sys.executable, str(place / "venv")],

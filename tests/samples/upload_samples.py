@@ -89,4 +89,4 @@ def receive(
     with held.incoming() as file:
         file.write(tar)
         file.seek(0)
-        return held.keep(file, tenant, name, used)
+        return held.store(file, tenant, name, used)

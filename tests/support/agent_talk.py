@@ -91,7 +91,7 @@ class Direct:
         return opening_of("w", self.environment, await self.environment.open(row, seed))
 
     async def step(self, worker: str, request: StepSession) -> SessionReply:
-        reply = reply_of(worker, self.environment, await self.environment.step(action_of(request)))
+        reply = reply_of(worker, self.environment, await self.environment.step(action_of(request.turn, request)))
         if reply.done:
             await self.environment.close()
         return reply

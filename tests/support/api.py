@@ -19,7 +19,7 @@ from opentinker.shared import api_types
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.security.authorization import Action, Role
 from opentinker.shared.security.key_text import new_key, write_key
-from opentinker.shared.state.keys import Keys
+from opentinker.shared.state.keys import KeyStore
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.manifest import Manifest
 from tests.support.factories import make_spec
@@ -59,7 +59,7 @@ async def new_key_of(
     """A key that the server knows."""
     key = new_key("local")
     chosen = None if scopes is None else sorted(scopes)
-    await Keys(store.redis).create(
+    await KeyStore(store.redis).create(
         key, now=time.time(), tenant=tenant, role=role, scopes=chosen, name="", by="test", expires=expires
     )
     return key

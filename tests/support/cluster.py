@@ -278,6 +278,11 @@ class Cluster:
         """The job in its final state."""
         return await self.client.wait(job, timeout_s)
 
+    async def succeeds(self, job: str, timeout_s: float = JOB_S) -> Job:
+        record = await self.wait(job, timeout_s)
+        assert record["state"] == "succeeded", record["reason"]
+        return record
+
     async def step(self, job: str) -> int:
         return (await self.store.job(job)).step
 
@@ -287,7 +292,7 @@ class Cluster:
             assert not record.state.final or record.step >= step, f"{record.state}: {record.reason}"
             return record.step >= step
 
-        await until(there, timeout_s)
+        await until(there, timeout_s=timeout_s)
 
     async def ledger(self, job: str) -> Ledger:
         return await Admission(self.store.redis, job).ledger()

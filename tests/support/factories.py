@@ -15,6 +15,14 @@ from opentinker.shared.types.trajectories import Group, Span, Trajectory, Turn
 
 V0 = WeightVersion(1, 0)
 
+SMALLEST: dict[str, Any] = {
+    "name": "j",
+    "model": {"base": "m"},
+    "environment": {"name": "copy_digits"},
+    "train": {"steps": 1},
+}
+"""A spec with what it needs and nothing else."""
+
 
 def trajectory_of(
     ids: Sequence[int],

@@ -121,10 +121,7 @@ class Site:
         return str(made["id"])
 
     async def runs(self, job: str) -> None:
-        async def running() -> bool:
-            return bool((await self.client.job(job))["state"] == "running")
-
-        await until(running)
+        await until(lambda: self.client.job(job), lambda found: found["state"] == "running")
 
     def openai(self, job: str, **options: Any) -> AsyncOpenAI:
         return AsyncOpenAI(

@@ -33,6 +33,11 @@ def _listeners() -> Iterator[tuple[str, tuple[str, int]]]:
                 yield f"socket:[{inode}]", (socket.inet_ntop(family, b"".join(words)), int(port, 16))
 
 
+def runs(pid: int) -> bool:
+    """Whether a process runs; one that has ended and waits for its parent does not."""
+    return pid in dict(living())
+
+
 def living() -> Iterator[tuple[int, int]]:
     """Process and parent, of all that still run."""
     for path in Path("/proc").glob("[0-9]*/stat"):

@@ -56,7 +56,7 @@ async def main() -> None:
             async def far() -> bool:
                 return (await at.client.job(job))["step"] >= STEPS
 
-            await until(far, LONG_S)
+            await until(far, timeout_s=LONG_S)
             await take(at.url, at.key or "", job)
 
 

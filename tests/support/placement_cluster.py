@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from opentinker.services.scheduler.placement.quotas import Used
-from opentinker.services.scheduler.placement.types import NO_GPUS, Gpus, Held, Job, Need, Rules, View
+from opentinker.services.scheduler.placement.types import NO_GPUS, ClusterView, Gpus, Held, Need, PlannedJob, Rules
 from opentinker.shared.config import TenantLimits
 from opentinker.shared.types.core import Pool
 
@@ -85,8 +85,8 @@ class Cluster:
         with_gpus: bool = False,
     ) -> None:
         self.random, self.limits, self.now = random, limits, 1e6
-        self.jobs: dict[str, Job] = {}
-        self.paused: dict[str, Job] = {}
+        self.jobs: dict[str, PlannedJob] = {}
+        self.paused: dict[str, PlannedJob] = {}
         pools = pools or {TRAINER: random.randint(1, 4), ROLLOUT: random.randint(1, 6)}
         ids = sorted((f"{pool}-{n}", pool) for pool, count in pools.items() for n in range(count))
         self.with_gpus = with_gpus
@@ -127,7 +127,7 @@ class Cluster:
             self.lacking_until = 0.0
             self._say_absent()
 
-    def _one(self, held: bool | None = None) -> Job | None:
+    def _one(self, held: bool | None = None) -> PlannedJob | None:
         found = [job for job in self.jobs.values() if held is None or job.held == held]
         return self.random.choice(found) if found else None
 
@@ -150,7 +150,7 @@ class Cluster:
     ) -> None:
         self.made += 1
         id = f"j{self.made}"
-        self.jobs[id] = Job(
+        self.jobs[id] = PlannedJob(
             id=id, tenant=tenant, priority=priority, created=self.now, since=self.now, needs=needs, most=most,
             absent=self._absent(needs), gpus=gpus or {},
         )  # fmt: skip
@@ -161,7 +161,7 @@ class Cluster:
     def _cancel(self) -> None:
         self.leave(self._one())
 
-    def leave(self, job: Job | None) -> None:
+    def leave(self, job: PlannedJob | None) -> None:
         if job is not None:
             if job.held:
                 self._stop(job)
@@ -221,14 +221,14 @@ class Cluster:
     def _change(self, id: str, **changes: object) -> None:
         self.jobs[id] = replace(self.jobs[id], **changes)
 
-    def begin(self, job: Job) -> None:
+    def begin(self, job: PlannedJob) -> None:
         self._change(job.id, held=True, since=self.now)
         tenant = self.tenants[job.tenant]
         tenant.running += 1
         for pool, n in job.needs.items():
             tenant.least[pool] += n
 
-    def _stop(self, job: Job) -> None:
+    def _stop(self, job: PlannedJob) -> None:
         """Of one that has begun."""
         for worker in self.workers.values():
             if worker.lease is not None and worker.lease.job == job.id:
@@ -239,11 +239,11 @@ class Cluster:
         for pool, n in job.needs.items():
             tenant.least[pool] -= n
 
-    def queue(self, job: Job) -> None:
+    def queue(self, job: PlannedJob) -> None:
         unready = "its last workers" if job.id in self.saving else ""
         self.jobs[job.id] = replace(job, held=False, since=self.now, unready=unready, absent=self._absent(job.needs))
 
-    def back(self, job: Job) -> None:
+    def back(self, job: PlannedJob) -> None:
         own = [worker for worker in self.workers.values() if worker.lease is not None and worker.lease.job == job.id]
         self._stop(job)
         until = max((worker.busy_until for worker in own), default=0.0)
@@ -254,7 +254,7 @@ class Cluster:
     def held_by(self, job: str) -> dict[Pool, int]:
         return self.has.get(job) or dict.fromkeys(POOLS, 0)
 
-    def give(self, id: str, job: Job) -> None:
+    def give(self, id: str, job: PlannedJob) -> None:
         worker = self.workers[id]
         assert self.is_free(worker), f"{id} is given to {job.id} and not free: {worker}"
         worker.lease = Held(id, job.id, worker.pool)
@@ -302,7 +302,7 @@ class Cluster:
     def is_free(self, worker: Worker) -> bool:
         return worker.alive and worker.lease is None and worker.busy_until <= self.now
 
-    def view(self) -> View:
+    def view(self) -> ClusterView:
         free: dict[Pool, list[str]] = {TRAINER: [], ROLLOUT: []}
         alive: dict[Pool, list[str]] = {TRAINER: [], ROLLOUT: []}
         coming: dict[Pool, list[str]] = {TRAINER: [], ROLLOUT: []}
@@ -316,7 +316,7 @@ class Cluster:
                 free[worker.pool].append(id)
             elif worker.alive:
                 coming[worker.pool].append(id)
-        return View(
+        return ClusterView(
             now=self.now,
             jobs=list(self.jobs.values()),
             free=free,

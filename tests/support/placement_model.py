@@ -9,13 +9,13 @@ from collections.abc import Collection, Mapping
 from opentinker.services.scheduler.placement.planner import plan
 from opentinker.services.scheduler.placement.types import (
     AddWorker,
+    ClusterView,
     Decision,
-    Job,
+    PlannedJob,
     Preempt,
     Reclaim,
     Requeue,
     Start,
-    View,
 )
 from opentinker.shared.types.core import Pool
 from tests.support.placement_cluster import DAY_S, POOLS, ROLLOUT, RULES, Cluster, Tenant
@@ -52,7 +52,7 @@ class Model(Cluster):
             return False
         return self.held_by(decision.job)[decision.pool] >= self.jobs[decision.job].needs.get(decision.pool, 0)
 
-    def _apply(self, view: View, decision: Decision) -> None:
+    def _apply(self, view: ClusterView, decision: Decision) -> None:
         job = self.jobs[decision.job]
         match decision:
             case Start(_, workers):
@@ -89,23 +89,23 @@ class Model(Cluster):
 
     # --- what must hold -----------------------------------------------------------------------------------------
 
-    def does(self, id: str, job: Job) -> bool:
+    def does(self, id: str, job: PlannedJob) -> bool:
         """It has what the job needs of it."""
         worker = self.workers[id]
         if (need := job.gpus.get(worker.pool)) is None:
             return True
         return sum(memory >= need.memory for memory in worker.gpus.memory[: need.gpus]) == need.gpus
 
-    def suffice(self, workers: Mapping[Pool, Collection[str]], job: Job) -> bool:
+    def suffice(self, workers: Mapping[Pool, Collection[str]], job: PlannedJob) -> bool:
         if not job.gpus:
             return all(len(workers[pool]) >= n for pool, n in job.needs.items())
         return all(sum(self.does(id, job) for id in workers[pool]) >= n for pool, n in job.needs.items())
 
-    def share(self, view: View, name: str) -> float:
+    def share(self, view: ClusterView, name: str) -> float:
         tenant = self.tenants[name]
         return max(n / max(1, len(view.alive[pool])) for pool, n in tenant.least.items()) / tenant.limits.weight
 
-    def blocked(self, view: View, job: Job) -> str:
+    def blocked(self, view: ClusterView, job: PlannedJob) -> str:
         if not self.suffice(view.alive, job):
             return "too few workers"
         if job.absent:
@@ -130,7 +130,7 @@ class Model(Cluster):
         most = tenant.limits.worker_seconds_per_day
         return most is not None and tenant.used_s >= most
 
-    def _check_choice(self, view: View, gaps: dict[Pool, set[str]], decision: Start) -> None:
+    def _check_choice(self, view: ClusterView, gaps: dict[Pool, set[str]], decision: Start) -> None:
         """What has more GPUs is left to who needs them."""
         job = self.jobs[decision.job]
         if not self.with_gpus:
@@ -141,7 +141,7 @@ class Model(Cluster):
             fewer = any(len(other.gpus.memory) < len(chosen.gpus.memory) for other in left)
             assert not fewer or self._is_kept(view, gaps, job), f"{job} is given {chosen}, and {left} would do"
 
-    def _check_turn(self, view: View, gaps: dict[Pool, set[str]], decision: Start) -> None:
+    def _check_turn(self, view: ClusterView, gaps: dict[Pool, set[str]], decision: Start) -> None:
         """Nobody who could start with what is there had the turn before: fairness is bounded by one job."""
         job = self.jobs[decision.job]
         own = self.share(view, job.tenant)
@@ -157,7 +157,7 @@ class Model(Cluster):
                 first = (-other.priority, self.share(view, other.tenant)) < (-job.priority, own)
             assert not first or self._is_kept(view, gaps, other), f"{other} should start before {job}"
 
-    def _is_kept(self, view: View, gaps: dict[Pool, set[str]], wanted_by: Job) -> bool:
+    def _is_kept(self, view: ClusterView, gaps: dict[Pool, set[str]], wanted_by: PlannedJob) -> bool:
         """Something that this job could have may be kept for one that cannot start yet: it waits for long, or for what
         is on its way. Who needs other workers keeps none of these."""
         waiting = [job for job in self.jobs.values() if not job.held and not self.blocked(view, job)]
@@ -168,12 +168,12 @@ class Model(Cluster):
         )
         return any(coming or self.now - job.since >= RULES.reserve_after_s for job in waiting)
 
-    def _compete(self, one: Job, other: Job, gaps: dict[Pool, set[str]]) -> bool:
+    def _compete(self, one: PlannedJob, other: PlannedJob, gaps: dict[Pool, set[str]]) -> bool:
         pools = one.needs.keys() & other.needs.keys()
         return any(self.does(id, one) and self.does(id, other) for pool in pools for id in gaps[pool])
 
     def _check_rest(
-        self, view: View, gaps: dict[Pool, set[str]], decisions: list[Decision], waiting: dict[str, str]
+        self, view: ClusterView, gaps: dict[Pool, set[str]], decisions: list[Decision], waiting: dict[str, str]
     ) -> None:
         for name, tenant in self.tenants.items():
             limits = tenant.limits
@@ -214,6 +214,6 @@ class Model(Cluster):
                     self.leave(job)
         raise AssertionError(f"stuck: {self.jobs}, {self.workers}")
 
-    def _is_whole(self, job: Job) -> bool:
+    def _is_whole(self, job: PlannedJob) -> bool:
         has = self.held_by(job.id)
         return all(has[pool] >= n for pool, n in job.needs.items())

@@ -6,6 +6,7 @@ from typing import Any
 
 from opentinker.envs.base import Action, Environment, Opening, Step
 from opentinker.envs.registry import make
+from opentinker.envs.rounds import prompts_of
 from opentinker.shared.types.core import StopReason
 
 
@@ -14,7 +15,9 @@ class Table:
 
     def __init__(self, environment: Environment, opening: Opening) -> None:
         self.environment: Any = environment
-        self.prompt = opening.messages[-1].text
+        self.prompts = prompts_of(environment, opening, "open")
+        """Who is asked, and what each sees; of a round, all its seats."""
+        self.prompt = next(iter(self.prompts.values())).messages[-1].text
         self.seat = opening.seat
         self.turn = 0
         self.totals = dict.fromkeys(environment.seats, 0.0)
@@ -30,9 +33,30 @@ class Table:
             for seat, parts in step.rewards.items():
                 assert seat != self.seat
                 self.totals[seat] += sum(parts.values())
-            self.turn += 1
-            self.seat = step.seat
+            self._go_on(step)
         return self.steps[-1]
+
+    async def say_all(self, *texts: str) -> Step:
+        """In a round: a text of every seat that is asked, in their order; the answer to all."""
+        said = zip(self.prompts, texts, strict=True)
+        actions = [Action(text=text, stop=StopReason.EOS, turn=self.turn, seat=seat) for seat, text in said]
+        step: Step = await self.environment.step_all(actions)
+        assert (step.reward, step.components) == (0.0, {})
+        self.steps.append(step)
+        for seat, parts in step.rewards.items():
+            self.totals[seat] += sum(parts.values())
+        self._go_on(step)
+        return step
+
+    def _go_on(self, step: Step) -> None:
+        self.turn += 1
+        self.seat = step.seat
+        if not step.done:
+            self.prompts = prompts_of(self.environment, step, "step")
+
+    def said_to(self, seat: str) -> str:
+        """The newest message to a seat of a round."""
+        return self.prompts[seat].messages[-1].text
 
     @property
     def seen(self) -> str:

@@ -44,12 +44,7 @@ async def context(nats: Server, valkey: Server, worker: str, data_dir: Path, **s
     async with Bus.connect(nats.url, worker) as bus, Store.connect(valkey.url, worker) as store:
         await bus.ensure_streams()
         yield Context(
-            service="scheduler",
-            worker=worker,
-            settings=chosen,
-            bus=bus,
-            store=store,
-            log=structlog.get_logger(),
+            service="scheduler", worker=worker, settings=chosen, bus=bus, store=store, log=structlog.get_logger()
         )
 
 

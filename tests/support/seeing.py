@@ -20,10 +20,7 @@ from opentinker.shared.types.core import F32, Image, Message, Text
 from opentinker.shared.types.trajectories import Group, Trajectory
 from tests.support.factories import group_of, trajectory_of
 
-KINDS: dict[str, dict[str, Any]] = {
-    "idefics3": {},
-    "parts": {"parts": True},
-}
+KINDS: dict[str, dict[str, Any]] = {"idefics3": {}, "parts": {"parts": True}}
 """Of models, by name: options of `make_seeing`."""
 
 

@@ -96,8 +96,7 @@ async def job(directory: Path, second: Second) -> None:
         assert not (await cluster.store.job(id)).state.final, "it was over before the link was there again"
         await until(works_there)
         print(f"step {await cluster.step(id)} when the other host worked for it again")
-        record = await cluster.wait(id)
-        assert record["state"] == "succeeded", record["reason"]
+        record = await cluster.succeeds(id)
         await check(cluster, id, spec)
         print(f"succeeded at step {record['step']}; {await cluster.ledger(id)}")
 

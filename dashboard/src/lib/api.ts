@@ -53,7 +53,7 @@ export async function fetched(path: string, asking: Asking = {}): Promise<Respon
     response = await fetch(path, request);
   } catch (error) {
     if (asking.signal?.aborted) throw error;
-    throw new Problem(0, "the server does not answer");
+    throw new Problem(0, "the server does not respond");
   }
   if (!response.ok) throw await problemOf(response);
   return response;

@@ -55,7 +55,7 @@ export async function subscribe(job: string, hearing: Hearing, connect = connect
   const listen = (nc: NatsConnection): void => {
     for (const [name, heard] of Object.entries(hearing.messages)) {
       const subject = credentials.subjects[name];
-      if (!subject) throw new Error(`the server names no subject of ${name}`);
+      if (!subject) throw new Error(`the server has no subject for ${name}`);
       nc.subscribe(subject, { callback: (error, message) => (error ? refuse(error) : heard(message.json())) });
     }
   };
@@ -67,7 +67,7 @@ export async function subscribe(job: string, hearing: Hearing, connect = connect
     let refused = 0; // the server comes back before the scheduler, which says who may come in
     for await (const status of nc.status()) {
       if (nc !== now) continue;
-      if (status.type === "disconnect") hearing.away("the message server is away");
+      if (status.type === "disconnect") hearing.away("the message server is unreachable");
       if (status.type === "error" && (refused += 1) > REFUSALS) void nc.close();
       if (status.type === "reconnect") {
         refused = 0;

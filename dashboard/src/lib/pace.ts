@@ -7,6 +7,7 @@ import type { Job } from "./types.ts";
 export function secondsLeft(job: Pick<Job, "state" | "step" | "steps" | "since" | "epoch" | "progress">, now: number): number | null {
   if (job.state !== "running" || !job.steps) return null;
   const since = job.epoch === 1 && job.step > 0 ? (now - job.since) / job.step : null;
-  const pace = job.progress["step_seconds"] ?? since;
+  const said = "step_seconds" in job.progress ? job.progress["step_seconds"] : undefined;
+  const pace = typeof said === "number" ? said : since;
   return pace === null ? null : pace * Math.max(0, job.steps - job.step);
 }

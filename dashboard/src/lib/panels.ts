@@ -1,13 +1,13 @@
 // Which curves a job shows, and of which metrics they are made (docs/metrics.md has them all).
 
-import type { Joined } from "./join.ts";
-import { column, metric, names, shareOf, together, type Axis, type Line } from "./series.ts";
+import { opponentsIn } from "./payoffs.ts";
+import { column, metric, names, shareOf, together, type Axis, type Line, type Metrics } from "./series.ts";
 
 export interface Panel {
   title: string;
   /** What it is, in a sentence. */
   about: string;
-  lines: (joined: Joined, axis: Axis) => Line[];
+  lines: (joined: Metrics, axis: Axis) => Line[];
   /** Never below 0. */
   positive?: boolean;
 }
@@ -19,17 +19,17 @@ const OURS = new Set(
 
 const named =
   (...wanted: [string, string][]) =>
-  (joined: Joined, axis: Axis): Line[] =>
+  (joined: Metrics, axis: Axis): Line[] =>
     wanted.map(([name, label]) => ({ ...metric(joined, name, axis), label }));
 
-function spread(joined: Joined, axis: Axis, mean: string, around: (v: Record<string, number>) => [number, number]): Line {
+function spread(joined: Metrics, axis: Axis, mean: string, around: (v: Record<string, number>) => [number, number]): Line {
   const line = metric(joined, mean, axis);
   const edge = (which: 0 | 1): number[] =>
     column(joined, mean, axis, (p) => (p.values[mean] === undefined ? undefined : around(p.values)[which])).y;
   return { ...line, low: edge(0), high: edge(1) };
 }
 
-const val = (joined: Joined, axis: Axis, name: string, label: string): Line => ({
+const val = (joined: Metrics, axis: Axis, name: string, label: string): Line => ({
   ...spread(joined, axis, name, (v) => {
     const base = name.replace(/\/mean$/, "");
     return [v[`${base}/low`] ?? v[name]!, v[`${base}/high`] ?? v[name]!];
@@ -41,7 +41,7 @@ const val = (joined: Joined, axis: Axis, name: string, label: string): Line => (
 export const PANELS: Panel[] = [
   {
     title: "Reward",
-    about: "Mean of the batch's rewards, and one standard deviation around it",
+    about: "Mean reward of the batch, plus and minus one standard deviation",
     lines: (joined, axis) => [
       {
         ...spread(joined, axis, "reward/mean", (v) => {
@@ -58,7 +58,7 @@ export const PANELS: Panel[] = [
   },
   {
     title: "Success",
-    about: "What the environment itself measures, mean over the batch, and the same in evaluations",
+    about: "Metrics of the environment: mean over the batch and in evaluations",
     lines: (joined, axis) => {
       const own = [...names(joined).keys()].filter((name) => !name.includes("/") && !OURS.has(name)).sort();
       const wanted = own.slice(0, 4);
@@ -69,8 +69,31 @@ export const PANELS: Panel[] = [
     },
   },
   {
+    title: "Win rate",
+    about: "Share of episodes that evaluations have won, a draw counted half, by opponent, with its interval",
+    lines: (joined, axis) => {
+      const opponents = opponentsIn(joined).map((name) => val(joined, axis, `val/winrate/${name}`, `against ${name}`));
+      return opponents.length ? opponents : [val(joined, axis, "val/winrate", "won")];
+    },
+    positive: true,
+  },
+  {
+    title: "Rating",
+    about: "Elo rating of the weights from all evaluations against bots, plus and minus its standard error; the first bot is at 0",
+    lines: (joined, axis) => [
+      {
+        ...spread(joined, axis, "val/rating", (v) => {
+          const error = v["val/rating/error"] ?? 0;
+          return [v["val/rating"]! - error, v["val/rating"]! + error];
+        }),
+        label: "rating",
+        dots: true,
+      },
+    ],
+  },
+  {
     title: "Loss",
-    about: "Of the policy, of the KL term, of the critic, and of rows",
+    about: "Policy loss, KL term, critic loss, and loss on rows",
     lines: (joined, axis) => [
       ...named(["loss/policy", "policy"], ["loss/kl", "KL term"], ["loss/value", "value"], ["loss", "loss"])(joined, axis),
       val(joined, axis, "val/loss", "validation"),
@@ -78,25 +101,25 @@ export const PANELS: Panel[] = [
   },
   {
     title: "KL",
-    about: "Estimates of KL to the policy that sampled (ratio/k3), to the reference, to the teacher",
+    about: "Estimated KL to the sampling policy (ratio/k3), the reference and the teacher",
     lines: named(["ratio/k3", "sampler"], ["loss/kl", "reference"], ["teacher/kl", "teacher"]),
   },
-  { title: "Entropy", about: "Of the policy at the sampled tokens, nats", lines: named(["entropy", "entropy"]) },
+  { title: "Entropy", about: "Entropy of the policy at the sampled tokens, in nats", lines: named(["entropy", "entropy"]) },
   {
     title: "Mismatch",
-    about: "Difference of trainer and engine logprobs: same weights (numerics), all tokens (drift)",
+    about: "Difference between trainer and engine logprobs: same weights (numerics), all tokens (drift)",
     lines: named(["mismatch/mean", "same weights"], ["drift/mean", "all tokens"]),
     positive: true,
   },
   {
     title: "Off-policy",
-    about: "Effective sample size of the importance ratios; share of tokens that the clip took",
+    about: "Effective sample size of the importance ratios; share of clipped tokens",
     lines: named(["ess", "ESS"], ["clip_share", "clipped"], ["ratio/outside", "outside 0.9 to 1.1"]),
     positive: true,
   },
   {
     title: "Staleness",
-    about: "Versions that the oldest token of a trajectory is behind the trainer: mean, least to most",
+    about: "Versions between a trajectory's oldest token and the trainer: mean and range",
     lines: (joined, axis) => [
       {
         ...spread(joined, axis, "staleness/mean", (v) => [v["staleness/min"] ?? 0, v["staleness/max"] ?? 0]),
@@ -106,8 +129,19 @@ export const PANELS: Panel[] = [
     positive: true,
   },
   {
+    title: "Opponent lag",
+    about: "Steps that opponents have made since they played a match: mean, and largest of the batch",
+    lines: (joined, axis) => [
+      {
+        ...spread(joined, axis, "opponent_lag/mean", (v) => [0, v["opponent_lag/max"] ?? 0]),
+        label: "opponent lag",
+      },
+    ],
+    positive: true,
+  },
+  {
     title: "Tokens per second",
-    about: "Generated by all rollout workers together, and trained on",
+    about: "Generated by all rollout workers, and trained on",
     lines: (joined, axis) => [
       { ...together(joined, "rollout/tokens_per_s", axis), label: "generated" },
       { ...metric(joined, "trainer/tokens_per_s", axis), label: "trained" },
@@ -117,7 +151,7 @@ export const PANELS: Panel[] = [
   },
   {
     title: "Wait shares",
-    about: "Of the trainer's step: waiting for trajectories. Of rollouts: in the environment instead of the engine",
+    about: "Share of the trainer's step spent waiting for trajectories; share of rollouts spent in the environment",
     lines: (joined, axis) => [
       { ...metric(joined, "trainer/wait_share", axis), label: "trainer waits" },
       { ...shareOf(joined, "rollout/env_s", "rollout/generate_s", axis), label: "rollouts in the environment" },
@@ -126,7 +160,7 @@ export const PANELS: Panel[] = [
   },
   {
     title: "Swap seconds",
-    about: "From the start of a weight swap to the last worker's answer, and its phases",
+    about: "Duration of a weight swap to the last worker's answer, and its phases",
     lines: named(
       ["swap/seconds", "whole"],
       ["swap/transfer_s", "transfer"],
@@ -138,13 +172,13 @@ export const PANELS: Panel[] = [
   },
   {
     title: "Step seconds",
-    about: "From step to step; computing alone",
+    about: "Time between steps; computation alone",
     lines: named(["step_seconds", "step"], ["train_seconds", "computing"]),
     positive: true,
   },
   {
     title: "Queues",
-    about: "Groups that wait to be trained, and those being generated",
+    about: "Groups waiting to be trained; groups being generated",
     lines: named(["queue/pending_groups", "pending"], ["queue/running_groups", "running"]),
     positive: true,
   },
@@ -154,17 +188,17 @@ export const PANELS: Panel[] = [
     lines: named(["response_length/mean", "mean"], ["response_length/max", "longest"]),
     positive: true,
   },
-  { title: "Gradient norm", about: "Before clipping", lines: named(["grad_norm", "norm"]), positive: true },
-  { title: "Learning rate", about: "Of the step", lines: (joined, axis) => [{ ...metric(joined, "lr", axis), label: "rate", exact: true }], positive: true },
+  { title: "Gradient norm", about: "Gradient norm before clipping", lines: named(["grad_norm", "norm"]), positive: true },
+  { title: "Learning rate", about: "Learning rate of the step", lines: (joined, axis) => [{ ...metric(joined, "lr", axis), label: "rate", exact: true }], positive: true },
   {
     title: "Preference",
-    about: "dpo: margin of the rewards, and the share of pairs where it is positive",
+    about: "dpo: reward margin, and the share of pairs where it is positive",
     lines: named(["rewards/margin", "margin"], ["rewards/accuracy", "accuracy"]),
   },
-  { title: "Token accuracy", about: "sft: share of tokens that are the likeliest", lines: named(["accuracy", "accuracy"]) },
+  { title: "Token accuracy", about: "sft: share of tokens with the highest probability", lines: named(["accuracy", "accuracy"]) },
   {
     title: "Requests",
-    about: "Of an inference job: in the engine, and waiting for a place in it",
+    about: "Inference requests in the engine, and waiting for it",
     lines: (joined, axis) => [
       { ...together(joined, "serving/running", axis), label: "running" },
       { ...together(joined, "serving/waiting", axis), label: "waiting" },
@@ -179,7 +213,7 @@ export function single(name: string): Panel {
   const ofWorkers = /^(rollout|env|serving|reference)\//.test(name);
   return {
     title: name,
-    about: ofWorkers ? `of all workers that say it, ${rate ? "summed" : "their mean"}` : "docs/metrics.md says what it is",
+    about: ofWorkers ? `${rate ? "sum" : "mean"} over workers` : "see docs/metrics.md",
     lines: (joined, axis) => [
       ofWorkers ? { ...together(joined, name, axis, rate ? "sum" : "mean"), label: name } : metric(joined, name, axis),
     ],

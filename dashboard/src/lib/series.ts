@@ -1,9 +1,17 @@
 // Points become lines: a metric by step (what was rolled back is gone) or by time, rates of several workers summed.
 
-import type { Joined } from "./join.ts";
 import type { Point } from "./types.ts";
 
 export type Axis = "step" | "time";
+
+/** Points by source: all of a job, or those of one of its policies. */
+export interface Metrics {
+  readonly sources: ReadonlyMap<string, readonly Point[]>;
+  /** Of a part of a job: time of the job's first point. */
+  readonly began?: number;
+  /** Of a part without a trainer: the points that say which step it had reached. */
+  readonly clock?: readonly Point[];
+}
 
 export interface Line {
   label: string;
@@ -18,10 +26,14 @@ export interface Line {
   exact?: boolean;
   /** Of another job, beside ours. */
   other?: boolean;
+  /** Its place among the colours; without one, its place in the chart. */
+  colour?: number;
+  /** 0: drawn through; 1 and above: a pattern of dashes, so that it differs by more than its colour. */
+  pattern?: number;
 }
 
 /** Every name that a source has said, with how often. */
-export function names(joined: Joined): Map<string, number> {
+export function names(joined: Metrics): Map<string, number> {
   const found = new Map<string, number>();
   for (const points of joined.sources.values())
     for (const point of points) for (const name in point.values) found.set(name, (found.get(name) ?? 0) + 1);
@@ -30,7 +42,7 @@ export function names(joined: Joined): Map<string, number> {
 
 /** By step or time, of every source that says it. A step that was trained again replaces the old one, and those after
  * it, which were rolled back. */
-export function column(joined: Joined, name: string, axis: Axis, take: (p: Point) => number | undefined): Line {
+export function column(joined: Metrics, name: string, axis: Axis, take: (p: Point) => number | undefined): Line {
   const line: Line = { label: name, x: [], y: [] };
   const begun = began(joined);
   for (const points of joined.sources.values()) {
@@ -49,12 +61,13 @@ export function column(joined: Joined, name: string, axis: Axis, take: (p: Point
   return line;
 }
 
-export function metric(joined: Joined, name: string, axis: Axis): Line {
+export function metric(joined: Metrics, name: string, axis: Axis): Line {
   return column(joined, name, axis, (point) => point.values[name]);
 }
 
 /** Time of the first point. */
-export function began(joined: Joined): number {
+export function began(joined: Metrics): number {
+  if (joined.began !== undefined) return joined.began;
   let first = Infinity;
   for (const points of joined.sources.values()) if (points[0]) first = Math.min(first, points[0].time);
   return first;
@@ -64,7 +77,7 @@ const CELLS = 1500;
 
 /** Of workers, each of which says it about once a second: their sum (or mean) in cells of time. By step: the one that
  * the trainer had reached then. */
-export function together(joined: Joined, name: string, axis: Axis, how: "sum" | "mean" = "sum"): Line {
+export function together(joined: Metrics, name: string, axis: Axis, how: "sum" | "mean" = "sum"): Line {
   const line: Line = { label: name, x: [], y: [] };
   const sources = those(joined, name);
   if (!sources.length) return line;
@@ -92,7 +105,7 @@ export function together(joined: Joined, name: string, axis: Axis, how: "sum" | 
 }
 
 /** Of two totals that workers count up: what one grew by, over what both did, of all workers in cells of time. */
-export function shareOf(joined: Joined, name: string, rest: string, axis: Axis): Line {
+export function shareOf(joined: Metrics, name: string, rest: string, axis: Axis): Line {
   const line: Line = { label: name, x: [], y: [] };
   const sources = those(joined, name);
   if (!sources.length) return line;
@@ -120,12 +133,12 @@ export function shareOf(joined: Joined, name: string, rest: string, axis: Axis):
 }
 
 /** Points of the sources that say it. */
-function those(joined: Joined, name: string): Point[][] {
+function those(joined: Metrics, name: string): (readonly Point[])[] {
   return [...joined.sources.values()].filter((points) => points.some((p) => name in p.values));
 }
 
 /** Which cell a time lies in, and where a cell is drawn. */
-function grid(joined: Joined, sources: Point[][], axis: Axis): { cell: (time: number) => number; x: (cell: number) => number } {
+function grid(joined: Metrics, sources: (readonly Point[])[], axis: Axis): { cell: (time: number) => number; x: (cell: number) => number } {
   const begun = began(joined);
   const last = Math.max(...sources.map((points) => points[points.length - 1]!.time));
   const size = Math.max(1, (last - begun) / CELLS);
@@ -138,10 +151,10 @@ function grid(joined: Joined, sources: Point[][], axis: Axis): { cell: (time: nu
 }
 
 /** Which step the trainer had reached, by time. */
-function steps(joined: Joined): (time: number) => number {
+function steps(joined: Metrics): (time: number) => number {
   const times: number[] = [];
   const at: number[] = [];
-  for (const points of joined.sources.values())
+  for (const points of joined.clock ? [joined.clock] : joined.sources.values())
     for (const point of points)
       if ("step_seconds" in point.values || "train_seconds" in point.values) {
         times.push(point.time);

@@ -1,5 +1,6 @@
 // Specs that are made from those of jobs: to serve a checkpoint, to run again, to go on from a checkpoint.
 
+import { partOf } from "./policies.ts";
 import type { Json, JobDetail } from "./types.ts";
 
 type Table = { [name: string]: Json };
@@ -12,23 +13,29 @@ function picked(from: Table, ...names: string[]): Table {
   return Object.fromEntries(names.flatMap((name) => (from[name] === undefined || from[name] === null ? [] : [[name, from[name]]])));
 }
 
-/** An inference job of one checkpoint, as `examples/inference.toml` has it. */
-export function inferenceSpec(job: JobDetail, step: number): Json {
+/** The settings of a job, or of one of its policies: the job's, but for its own. */
+function settingsOf(job: JobDetail, policy: string): Table {
   const spec = table(job.spec);
+  return { ...spec, ...table(table(spec["policies"])[policy]) };
+}
+
+/** An inference job of one checkpoint, as `examples/inference.toml` has it. */
+export function inferenceSpec(job: JobDetail, step: number, policy = ""): Json {
+  const spec = settingsOf(job, policy);
   const rollout = picked(table(spec["rollout"]), "engine", "toy", "context_length");
   return {
-    name: named(job.name, "chat"),
+    name: named(policy ? `${job.name}-${policy}` : job.name, "chat"),
     kind: "inference",
     model: picked(table(spec["model"]), "base", "chat_template"),
     ...(Object.keys(rollout).length ? { rollout } : {}),
-    start: { from: `${job.id}@${step}` },
+    start: { from: `${partOf(job.id, policy)}@${step}` },
     serving: { idle_s: 900 },
   };
 }
 
 /** Whether its checkpoints are adapters, which need their base model beside them. */
-export function savesAdapters(job: JobDetail): boolean {
-  return Boolean(table(table(job.spec)["model"])["lora"]);
+export function savesAdapters(job: JobDetail, policy = ""): boolean {
+  return Boolean(table(settingsOf(job, policy)["model"])["lora"]);
 }
 
 /** What may be asked of an inference job beside its own model. */

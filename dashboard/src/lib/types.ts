@@ -19,12 +19,15 @@ export interface Job {
   key: string;
   waiting_for: string;
   priority: number;
-  progress: Record<string, number>;
+  progress: Progress;
   environment?: string;
   data?: string;
   model: string;
   endpoint?: string;
 }
+
+/** The trainer's last report: numbers by name or, of a job with several policies, those of each. */
+export type Progress = Record<string, number> | { policies: Record<string, Record<string, number>> };
 
 export interface JobWorker {
   id: string;
@@ -38,6 +41,8 @@ export interface JobWorker {
 export interface JobDetail extends Job {
   spec: Json;
   ledger: Record<string, unknown>;
+  /** Of a job with several. */
+  policies?: Record<string, unknown>;
   workers: JobWorker[];
   /** Of an eval job that has succeeded. */
   result?: EvalResult;

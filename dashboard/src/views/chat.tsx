@@ -23,8 +23,8 @@ export function Chat({ job }: { job: JobDetail }): JSX.Element {
   const [problem, setProblem] = useState<Problem | null>(null);
   const stop = useRef<AbortController | null>(null);
   const [busy, setBusy] = useState(false);
-  if (!may) return <Empty>This key may not ask models (inference:use).</Empty>;
-  if (FINAL.includes(job.state)) return <Empty>This job has ended: it answers no more.</Empty>;
+  if (!may) return <Empty>This key may not use models (inference:use).</Empty>;
+  if (FINAL.includes(job.state)) return <Empty>This job has ended.</Empty>;
 
   const adapters = adaptersOf(job);
   const answer = async (messages: Message[]): Promise<void> => {
@@ -57,7 +57,7 @@ export function Chat({ job }: { job: JobDetail }): JSX.Element {
   };
   return (
     <section class="card chat">
-      {job.state !== "running" && <p class="waits">The job is {job.state}: an answer comes when it runs.</p>}
+      {job.state !== "running" && <p class="waits">The job is {job.state}: it answers once it runs.</p>}
       <div class="talk" aria-live="polite">
         {said.map((one, i) => (
           <p key={i} class={`message ${one.role}`}>
@@ -71,7 +71,7 @@ export function Chat({ job }: { job: JobDetail }): JSX.Element {
         <textarea
           rows={2}
           aria-label="Message"
-          placeholder="Say something…  (Enter sends, Shift+Enter begins a line)"
+          placeholder="Message…  (Enter to send, Shift+Enter for a new line)"
           value={text}
           onInput={(event) => setText(event.currentTarget.value)}
           onKeyDown={(event) => {
@@ -100,7 +100,7 @@ export function Chat({ job }: { job: JobDetail }): JSX.Element {
           <span class="spring" />
           {said.length > 0 && !busy && (
             <button type="button" onClick={() => setSaid([])}>
-              Begin anew
+              New conversation
             </button>
           )}
           {busy ? (

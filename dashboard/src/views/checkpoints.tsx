@@ -4,26 +4,43 @@ import type { JSX } from "preact";
 import { useRef, useState } from "preact/hooks";
 import { go, useAsked, useDoing, useMay } from "../hooks.ts";
 import { ask, fetched, job as path, key, onceKey } from "../lib/api.ts";
+import { partOf, policiesOf } from "../lib/policies.ts";
 import { inferenceSpec, savesAdapters } from "../lib/serve.ts";
 import type { Checkpoint, Job, JobDetail } from "../lib/types.ts";
 import { bytes, moment, save } from "../lib/words.ts";
-import { Empty, Said } from "../parts.tsx";
+import { Choice, Empty, Said } from "../parts.tsx";
 
 const LARGE = 512 * 1024 * 1024;
 
 export function Checkpoints({ job }: { job: JobDetail }): JSX.Element {
-  const { value, problem } = useAsked<{ checkpoints: Checkpoint[] }>(path(job.id, "/checkpoints"), 5);
+  const policies = policiesOf(job);
+  const [policy, setPolicy] = useState(policies[0] ?? "");
+  return (
+    <>
+      {policies.length > 0 && (
+        <div class="bar">
+          <Choice label="policy" value={policy} of={policies} choose={setPolicy} />
+        </div>
+      )}
+      <Saved key={policy} job={job} policy={policy} />
+    </>
+  );
+}
+
+/** `policy`: whose, of a job with several; empty: the job's. */
+function Saved({ job, policy }: { job: JobDetail; policy: string }): JSX.Element {
+  const { value, problem } = useAsked<{ checkpoints: Checkpoint[] }>(path(job.id, `/checkpoints${query(policy)}`), 5);
   const serves = useMay("jobs:write") && job.kind !== "inference";
   const downloads = useMay("checkpoints:read");
   const doing = useDoing();
   const [busy, setBusy] = useState("");
   const once = useRef(new Map<number, string>()); // by step: an answer that was lost makes no second job
   if (!value) return problem ? <Said problem={problem} /> : <Empty>…</Empty>;
-  if (!value.checkpoints.length) return <Empty>None yet: train.checkpoint_every says how often one is made.</Empty>;
+  if (!value.checkpoints.length) return <Empty>No checkpoints yet (interval: train.checkpoint_every).</Empty>;
   const take = (one: Checkpoint): void =>
     doing.act(async () => {
       try {
-        await download(job, one, (share) => setBusy(`step ${one.step}: ${share}`));
+        await download(job, policy, one, (share) => setBusy(`step ${one.step}: ${share}`));
       } finally {
         setBusy("");
       }
@@ -32,7 +49,7 @@ export function Checkpoints({ job }: { job: JobDetail }): JSX.Element {
     doing.act(async () => {
       const headers = { "Idempotency-Key": once.current.get(one.step) ?? onceKey() };
       once.current.set(one.step, headers["Idempotency-Key"]);
-      const made = await ask<Job>("/v1/jobs", { method: "POST", body: inferenceSpec(job, one.step), headers });
+      const made = await ask<Job>("/v1/jobs", { method: "POST", body: inferenceSpec(job, one.step, policy), headers });
       go("jobs", made.id, "chat");
     });
   return (
@@ -43,7 +60,7 @@ export function Checkpoints({ job }: { job: JobDetail }): JSX.Element {
         <thead>
           <tr>
             <th>Step</th>
-            <th>Made</th>
+            <th>Created</th>
             <th>Model</th>
             <th>With optimizer</th>
             <th />
@@ -53,13 +70,13 @@ export function Checkpoints({ job }: { job: JobDetail }): JSX.Element {
           {[...value.checkpoints].reverse().map((one) => (
             <tr key={`${one.epoch}.${one.step}`}>
               <td data-label="Step">{one.step}</td>
-              <td data-label="Made">{moment(one.created)}</td>
+              <td data-label="Created">{moment(one.created)}</td>
               <td data-label="Model">{bytes(one.model_bytes)}</td>
               <td data-label="With optimizer">{bytes(one.bytes)}</td>
               <td class="actions">
                 {downloads && tooLarge(one) && (
                   <small>
-                    <code>{`opentinker download ${job.id} DIR --step ${one.step}`}</code>, for this browser would hold all of it in memory
+                    <code>{`opentinker download ${job.id} DIR${option(policy)} --step ${one.step}`}</code> (too large for this browser's memory)
                   </small>
                 )}
                 {downloads && !tooLarge(one) && (
@@ -68,29 +85,29 @@ export function Checkpoints({ job }: { job: JobDetail }): JSX.Element {
                   </button>
                 )}
                 {serves && (
-                  <button disabled={doing.doing} onClick={() => chat(one)} title="Submits an inference job that serves it">
+                  <button disabled={doing.doing} onClick={() => chat(one)} title="Submit an inference job for this checkpoint">
                     Chat with this
                   </button>
                 )}
-                {serves && <button onClick={() => go("submit", job.id, String(one.step))}>Continue training</button>}
+                {serves && !policy && <button onClick={() => go("submit", job.id, String(one.step))}>Continue training</button>}
               </td>
             </tr>
           ))}
         </tbody>
       </table>
-      {downloads && <OnTheCommandLine job={job} />}
+      {downloads && <OnTheCommandLine job={job} policy={policy} />}
     </>
   );
 }
 
 /** What `opentinker download` brings, which is what the button does: no optimizer. */
-function OnTheCommandLine({ job }: { job: JobDetail }): JSX.Element {
-  const line = `opentinker download ${job.id} DIR`;
+function OnTheCommandLine({ job, policy }: { job: JobDetail; policy: string }): JSX.Element {
+  const line = `opentinker download ${job.id} DIR${option(policy)}`;
   return (
     <p class="dim">
-      {savesAdapters(job) ? (
+      {savesAdapters(job, policy) ? (
         <>
-          The newest adapter and its tokenizer, without the base model: <code>{line}</code>; put into the base, as a model of its own:{" "}
+          The newest adapter and its tokenizer, without the base model: <code>{line}</code>; merged into the base:{" "}
           <code>{line} --merge</code>.
         </>
       ) : (
@@ -98,10 +115,19 @@ function OnTheCommandLine({ job }: { job: JobDetail }): JSX.Element {
           The newest model and its tokenizer: <code>{line}</code>.
         </>
       )}{" "}
-      Another one: <code>--step</code>. With the optimizer's state, in Python:{" "}
-      <code>{`opentinker.Client().download("${job.id}", "DIR", everything=True)`}</code>
+      Other checkpoints: <code>--step</code>. With optimizer state, in Python:{" "}
+      <code>{`opentinker.Client().download("${partOf(job.id, policy)}", "DIR", everything=True)`}</code>
     </p>
   );
+}
+
+function query(policy: string): string {
+  return policy ? `?policy=${encodeURIComponent(policy)}` : "";
+}
+
+/** Of the command line. */
+function option(policy: string): string {
+  return policy ? ` --policy ${policy}` : "";
 }
 
 type Picker = (options: { suggestedName: string }) => Promise<{ createWritable: () => Promise<WritableStream<Uint8Array>> }>;
@@ -116,9 +142,9 @@ function tooLarge(one: Checkpoint): boolean {
 }
 
 /** What is large to a file as it comes, else through memory. Without a key the browser does it alone. */
-async function download(job: JobDetail, one: Checkpoint, tell: (share: string) => void): Promise<void> {
-  const from = path(job.id, `/checkpoints/${one.step}/download`);
-  const name = `${job.id}-step-${one.step}.tar`;
+async function download(job: JobDetail, policy: string, one: Checkpoint, tell: (share: string) => void): Promise<void> {
+  const from = path(job.id, `/checkpoints/${one.step}/download${query(policy)}`);
+  const name = `${job.id}${policy && `-${policy}`}-step-${one.step}.tar`;
   if (!key()) {
     const link = document.createElement("a");
     link.href = from;

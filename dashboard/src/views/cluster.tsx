@@ -14,12 +14,12 @@ const POOLS: [string, string][] = [
   ["env", "Env workers"],
 ];
 const QUEUES: Record<string, string> = {
-  TICKETS: "groups that may be rolled out, and those that are",
+  TICKETS: "groups to be played, and groups being played",
   EXAMS: "evaluation episodes",
-  SCORES: "groups that wait for reference-forward",
+  SCORES: "groups waiting for reference-forward",
   GROUPS: "groups that no checkpoint covers yet",
   METRICS: "history of metrics",
-  TIMELINES: "history of what workers were busy with",
+  TIMELINES: "activity history of workers",
   LOGS: "history of logs",
 };
 const LOOK_S = 2;
@@ -33,10 +33,11 @@ export function Cluster(): JSX.Element {
   const jobs = useAsked<{ jobs: Job[]; more: boolean }>(`/v1/jobs?limit=${MOST}`, LOOK_S);
   return (
     <>
+      <h1 class="unseen">Cluster</h1>
       <Said problem={workers.problem ?? queues.problem ?? jobs.problem} />
-      <Waiting jobs={jobs.value?.jobs ?? []} more={jobs.value?.more ?? false} />
-      {!may && <Empty>Workers and queues of all tenants are for operators (server:read).</Empty>}
+      {!may && <Empty>Only operators (server:read) see the workers and queues of all tenants.</Empty>}
       {workers.value && <Workers workers={workers.value.workers} />}
+      <Waiting jobs={jobs.value?.jobs ?? []} more={jobs.value?.more ?? false} />
       {queues.value && <Queues queues={queues.value.queues} />}
     </>
   );
@@ -50,10 +51,10 @@ function Waiting({ jobs, more }: { jobs: Job[]; more: boolean }): JSX.Element {
   for (const job of active) counts.set(job.state, (counts.get(job.state) ?? 0) + 1);
   return (
     <section class="card">
-      <h2>Who waits for what</h2>
+      <h2>Waiting jobs</h2>
       <p class="dim">
-        {active.length ? [...counts].map(([state, count]) => `${count} ${state}`).join(", ") : "No job is under way."}
-        {more && ` Of the newest ${MOST} jobs.`}
+        {active.length ? [...counts].map(([state, count]) => `${count} ${state}`).join(", ") : "No active jobs."}
+        {more && ` Newest ${MOST} jobs only.`}
       </p>
       {waiting.length > 0 && (
         <table>
@@ -72,7 +73,7 @@ function Waiting({ jobs, more }: { jobs: Job[]; more: boolean }): JSX.Element {
           </tbody>
         </table>
       )}
-      {active.length > 0 && waiting.length === 0 && <p class="dim">Nobody waits.</p>}
+      {active.length > 0 && waiting.length === 0 && <p class="dim">No job is waiting.</p>}
     </section>
   );
 }
@@ -89,7 +90,7 @@ function Workers({ workers }: { workers: Worker[] }): JSX.Element {
             <h2>
               {title} <small class="dim">{pool === "env" || pool === "reference" ? own.length : `${busy} of ${own.length} leased`}</small>
             </h2>
-            {own.length === 0 && <p class="waits">None runs: jobs that need one wait.</p>}
+            {own.length === 0 && <p class="waits">None is running; jobs that need one wait.</p>}
             <ul>
               {own.map((worker) => (
                 <WorkerLine key={worker.id} worker={worker} />
@@ -129,7 +130,7 @@ function WorkerLine({ worker }: { worker: Worker }): JSX.Element {
         <small>
           → <a href={`#/jobs/${job}`}>{job}</a>
           {worker.lease ? ` epoch ${worker.lease.epoch}` : ""}
-          {worker.lease?.leaves_by ? ", leaves" : ""}
+          {worker.lease?.leaves_by ? ", releasing" : ""}
         </small>
       )}
       {typeof sessions === "number" && (
@@ -158,7 +159,7 @@ function Queues({ queues }: { queues: Queue[] }): JSX.Element {
             <th>Stream</th>
             <th>Messages</th>
             <th>Size</th>
-            <th>Most of it</th>
+            <th>Largest part</th>
           </tr>
         </thead>
         <tbody>
@@ -171,7 +172,7 @@ function Queues({ queues }: { queues: Queue[] }): JSX.Element {
                 </td>
                 <td data-label="Messages">{queue.messages.toLocaleString()}</td>
                 <td data-label="Size">{bytes(queue.bytes)}</td>
-                <td data-label="Most of it">
+                <td data-label="Largest part">
                   {most.map(([subject, count]) => (
                     <small key={subject} class="pair">
                       <code>{subject}</code> {count}

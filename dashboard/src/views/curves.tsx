@@ -6,9 +6,11 @@ import { Chart, type Look } from "../chart.tsx";
 import { useAsked } from "../hooks.ts";
 import { Follow } from "../lib/follow.ts";
 import { PANELS, single, type Panel } from "../lib/panels.ts";
-import { names, type Axis, type Line } from "../lib/series.ts";
+import { ALL, linesOf, namesOf, partsOf } from "../lib/policies.ts";
+import type { Axis, Line } from "../lib/series.ts";
 import { FINAL, type Job } from "../lib/types.ts";
-import { Empty } from "../parts.tsx";
+import { Choice, Empty } from "../parts.tsx";
+import { PayoffMatrix } from "./payoffs.tsx";
 
 const SMOOTH = [0, 0.6, 0.9, 0.97];
 const MOST_COMPARED = 4;
@@ -17,11 +19,13 @@ export function Curves({ job, follow }: { job: Job; follow: Follow }): JSX.Eleme
   const [look, setLook] = useState<Look>({ axis: "step", smooth: 0, log: false });
   const [compared, setCompared] = useState<Job[]>([]);
   const [more, setMore] = useState<string[]>([]);
+  const [policy, setPolicy] = useState(ALL);
   const others = useFollows(compared);
   const panels = useMemo(() => [...PANELS, ...more.map(single)], [more]);
   const change = (part: Partial<Look>): void => setLook({ ...look, ...part });
   const version = follow.joined.version;
-  const all = useMemo(() => [...names(follow.joined).keys()].sort(), [version === 0, Math.floor(version / 200), follow]);
+  const all = useMemo(() => namesOf(follow.joined), [version === 0, Math.floor(version / 200), follow]);
+  const policies = [...partsOf(follow.joined).own.keys()];
   return (
     <>
       <div class="bar">
@@ -33,6 +37,9 @@ export function Curves({ job, follow }: { job: Job; follow: Follow }): JSX.Eleme
           say={(text) => (text === "0" ? "off" : text)}
           choose={(text) => change({ smooth: Number(text) })}
         />
+        {policies.length > 0 && (
+          <Choice label="policy" value={policy} of={[ALL, ...policies]} say={(name) => name || "all"} choose={setPolicy} />
+        )}
         <label class="check">
           <input type="checkbox" checked={look.log} onChange={(event) => change({ log: event.currentTarget.checked })} /> log
         </label>
@@ -53,10 +60,11 @@ export function Curves({ job, follow }: { job: Job; follow: Follow }): JSX.Eleme
           ))}
         </datalist>
       </div>
-      {version === 0 && <Empty>{follow.way === "loading" ? "Reading what there is…" : noMetrics(job)}</Empty>}
+      {version === 0 && <Empty>{follow.way === "loading" ? "Loading…" : noMetrics(job)}</Empty>}
+      <PayoffMatrix follow={follow} />
       <div class="charts">
         {panels.map((panel) => (
-          <PanelChart key={panel.title} panel={panel} look={look} follow={follow} others={others} compared={compared} />
+          <PanelChart key={panel.title} panel={panel} look={look} policy={policy} follow={follow} others={others} compared={compared} />
         ))}
       </div>
     </>
@@ -64,52 +72,34 @@ export function Curves({ job, follow }: { job: Job; follow: Follow }): JSX.Eleme
 }
 
 function noMetrics(job: Job): string {
-  if (FINAL.includes(job.state)) return `This job has ${job.state} without metrics: its log says what it did.`;
-  if (job.kind === "inference") return "No metrics yet: they come with the first requests.";
-  return `No metrics yet: they come with the first ${job.kind === "eval" ? "result" : "step"}.`;
+  if (FINAL.includes(job.state)) return `This job has ${job.state} without metrics; see its log.`;
+  if (job.kind === "inference") return "No metrics before the first request.";
+  return `No metrics before the first ${job.kind === "eval" ? "result" : "step"}.`;
 }
 
 interface PanelProps {
   panel: Panel;
   look: Look;
+  policy: string;
   follow: Follow;
   others: Follow[];
   compared: Job[];
 }
 
-function PanelChart({ panel, look, follow, others, compared }: PanelProps): JSX.Element {
+function PanelChart({ panel, look, policy, follow, others, compared }: PanelProps): JSX.Element {
   const versions = [follow, ...others].map((one) => `${one.job}:${one.joined.version}`).join();
   const lines = useMemo(() => {
-    const own = panel.lines(follow.joined, look.axis);
+    const own = linesOf(panel, follow.joined, look.axis, policy);
     const beside = others.flatMap((other) => {
       const name = compared.find((one) => one.id === other.job);
-      const drawn: Line[] = panel.lines(other.joined, look.axis).map(({ low: _low, high: _high, ...line }) => line);
+      const drawn: Line[] = linesOf(panel, other.joined, look.axis, policy).map(
+        ({ low: _low, high: _high, colour: _colour, pattern: _pattern, ...line }) => line,
+      );
       return drawn.map((line) => ({ ...line, label: `${line.label} · ${name?.name ?? ""} ${other.job}`, other: true }));
     });
     return [...own, ...beside];
-  }, [versions, look.axis, panel]);
+  }, [versions, look.axis, policy, panel]);
   return <Chart title={panel.title} about={panel.about} lines={lines} look={look} positive={panel.positive} />;
-}
-
-interface ChoiceProps {
-  label: string;
-  value: string;
-  of: string[];
-  say?: (text: string) => string;
-  choose: (text: string) => void;
-}
-
-function Choice({ label, value, of, say, choose }: ChoiceProps): JSX.Element {
-  return (
-    <span class="choice" role="group" aria-label={label}>
-      <small class="dim">{label}</small>
-      {of.map((one) => (
-        <button key={one} aria-pressed={one === value} onClick={() => choose(one)}>
-          {say ? say(one) : one}
-        </button>
-      ))}
-    </span>
-  );
 }
 
 function Compare({ job, compared, set }: { job: Job; compared: Job[]; set: (jobs: Job[]) => void }): JSX.Element {
@@ -122,7 +112,7 @@ function Compare({ job, compared, set }: { job: Job; compared: Job[]; set: (jobs
   return (
     <>
       {compared.map((one) => (
-        <button key={one.id} class="chip" title="Compare no more" onClick={() => set(compared.filter((two) => two.id !== one.id))}>
+        <button key={one.id} class="chip" title="Remove from the comparison" onClick={() => set(compared.filter((two) => two.id !== one.id))}>
           {one.name} {one.id} ×
         </button>
       ))}

@@ -5,23 +5,12 @@ import { useState } from "preact/hooks";
 import { useAsked, useHeard } from "../hooks.ts";
 import { job as path } from "../lib/api.ts";
 import type { Beside, Follow } from "../lib/follow.ts";
+import { conversation, seatOf, weightsIn, type Act, type Message, type Tokens, type View } from "../lib/match.ts";
+import { policiesOf } from "../lib/policies.ts";
 import type { JobDetail } from "../lib/types.ts";
 import { duration, short } from "../lib/words.ts";
-import { Empty, Facts, Said } from "../parts.tsx";
-import { Legend, TokenText, type Colour, type Tokens } from "../tokens.tsx";
-
-interface Message {
-  role: string;
-  content: string;
-}
-
-interface View {
-  seat: string;
-  stream: string;
-  reward: number;
-  messages: Message[];
-  tokens?: Tokens | null;
-}
+import { Choice, Empty, Facts, Said } from "../parts.tsx";
+import { Legend, TokenText, versionColour, type Colour } from "../tokens.tsx";
 
 interface Episode {
   group: number;
@@ -39,10 +28,16 @@ interface Episode {
   turns: number;
   seconds: number;
   views: View[];
+  /** Messages of all views, in the order of play; of old ones, none. */
+  order?: [number, number][];
 }
 
 interface Exam {
   index: number;
+  /** Who played the other seats, where the evaluation has several opponents. */
+  opponent?: string;
+  /** 1: won, 0.5: drawn, 0: lost; where others have seats. */
+  outcome?: number;
   reward: number;
   metrics: Record<string, number>;
   ending: string;
@@ -67,11 +62,17 @@ const COLOURS: Record<Kind, Colour[]> = {
   transcripts: ["text", "mask", "logprob", "version"],
 };
 
+/** Of seats, in an order that keeps them apart for people who see fewer colours. */
+const SEAT_COLOURS = ["--c1", "--c5", "--c4", "--c8", "--c7"];
+
 export function Episodes({ job, follow }: { job: JobDetail; follow: Follow | null }): JSX.Element {
   const [kind, setKind] = useState<Kind>(job.kind === "eval" ? "transcripts" : "rollouts");
   const [step, setStep] = useState<number | null>(null);
   const [colour, setColour] = useState<Colour>("text");
-  const query = step === null ? "" : `?step=${step}`;
+  const policies = policiesOf(job);
+  const [policy, setPolicy] = useState(policies[0] ?? "");
+  const asked = new URLSearchParams([...(step === null ? [] : [["step", String(step)]]), ...(policy ? [["policy", policy]] : [])]);
+  const query = asked.size ? `?${asked}` : "";
   const { value, problem, again } = useAsked<Answer>(path(job.id, `/${kind}${query}`), step === null ? 4 : 0);
   useHeard(step === null ? follow : null, HEARD, again);
   const shown = COLOURS[kind].includes(colour) ? colour : "text";
@@ -94,6 +95,17 @@ export function Episodes({ job, follow }: { job: JobDetail; follow: Follow | nul
             </button>
           ))}
         </span>
+        {policies.length > 0 && (
+          <Choice
+            label="policy"
+            value={policy}
+            of={policies}
+            choose={(name) => {
+              setPolicy(name);
+              setStep(null);
+            }}
+          />
+        )}
         <button aria-label="Earlier step" disabled={at <= 0} onClick={() => setStep(steps[at - 1]!)}>
           ‹
         </button>
@@ -126,7 +138,7 @@ export function Episodes({ job, follow }: { job: JobDetail; follow: Follow | nul
       <Said problem={problem} />
       {!value && !problem && <Empty>…</Empty>}
       {value?.step === null && (
-        <Empty>{kind === "rollouts" ? "None is kept yet (rollout.transcripts of each step)." : "No evaluation yet ([validation] in the spec)."}</Empty>
+        <Empty>{kind === "rollouts" ? "No episodes yet (number per step: rollout.transcripts)." : "No evaluations yet ([validation] in the spec)."}</Empty>
       )}
       {groups(value?.rollouts ?? []).map(([group, episodes]) => (
         <Group key={group} number={group} episodes={episodes} colour={shown} />
@@ -186,6 +198,7 @@ function Rewards({ seat, rewards, read }: { seat: string; rewards: number[]; rea
 
 function EpisodeCard({ episode, colour }: { episode: Episode; colour: Colour }): JSX.Element {
   const many = episode.views.length > 1;
+  const acts = many && episode.order ? conversation(episode.views, episode.order) : null;
   return (
     <article>
       <Facts
@@ -203,23 +216,75 @@ function EpisodeCard({ episode, colour }: { episode: Episode; colour: Colour }):
           ...pairs(episode.scores),
         ]}
       />
-      {episode.views.map((view) => (
-        <div key={`${view.seat}/${view.stream}`}>
-          {many && (
-            <h3>
-              {view.seat || "player"} {view.stream} · {short(view.reward)}
-            </h3>
-          )}
-          {colour !== "text" && view.tokens ? <TokenText tokens={view.tokens} colour={colour} /> : <Talk messages={view.messages} />}
-          {colour !== "text" && !view.tokens && <NotKept />}
-        </div>
-      ))}
+      {acts && <Match views={episode.views} acts={acts} colour={colour} />}
+      {!acts &&
+        episode.views.map((view) => (
+          <div key={`${view.seat}/${view.stream}`}>
+            {many && (
+              <h3>
+                {seatOf(view)} · {short(view.reward)}
+              </h3>
+            )}
+            {colour !== "text" && view.tokens ? <TokenText tokens={view.tokens} colour={colour} /> : <Talk messages={view.messages} />}
+            {colour !== "text" && !view.tokens && <NotKept />}
+          </div>
+        ))}
     </article>
   );
 }
 
+/** All seats in the order of play: what each was shown, and what it said with the weights that said it. */
+function Match({ views, acts, colour }: { views: View[]; acts: Act[]; colour: Colour }): JSX.Element {
+  const order = weightsIn(acts);
+  const names = views.map(seatOf).sort();
+  return (
+    <>
+      <p class="seats">
+        {views.map((view) => (
+          <span key={seatOf(view)} data-seat={seatOf(view)}>
+            <b>{seatOf(view)}</b> {view.policy && <small class="dim">played by {view.policy}</small>} {short(view.reward)}
+          </span>
+        ))}
+        {colour === "version" &&
+          order.map((weights) => (
+            <small key={weights} class="key">
+              <i style={{ background: `var(${versionColour(order, weights)})` }} /> {weights}
+            </small>
+          ))}
+      </p>
+      <div class="talk match">
+        {acts.map((act, i) => (
+          <div
+            key={i}
+            class={act.message.turn === undefined ? "message shown" : "message"}
+            style={{ borderLeftColor: `var(${SEAT_COLOURS[names.indexOf(act.seat) % SEAT_COLOURS.length]})` }}
+          >
+            <small>
+              {act.message.turn === undefined ? (
+                <>
+                  to {act.seat} · {act.message.role}
+                </>
+              ) : (
+                <>
+                  <b>{act.seat}</b> · weights {act.weights.join(", ")}
+                  {act.message.reward ? ` · reward ${short(act.message.reward)}` : ""}
+                </>
+              )}
+            </small>
+            {colour !== "text" && act.tokens ? (
+              <TokenText tokens={act.tokens} colour={colour} order={order} hint={false} />
+            ) : (
+              <span class="words">{act.message.content}</span>
+            )}
+          </div>
+        ))}
+      </div>
+    </>
+  );
+}
+
 function NotKept(): JSX.Element {
-  return <small class="dim">The tokens of this one were not kept.</small>;
+  return <small class="dim">The tokens of this episode were not kept.</small>;
 }
 
 function ExamCard({ exam, colour }: { exam: Exam; colour: Colour }): JSX.Element {
@@ -228,7 +293,14 @@ function ExamCard({ exam, colour }: { exam: Exam; colour: Colour }): JSX.Element
     <section class="card group">
       <article>
         <Facts
-          of={[["Episode", String(exam.index)], ["Reward", <b key="r">{short(exam.reward)}</b>], ["Ending", exam.ending], ...pairs(exam.metrics)]}
+          of={[
+            ["Episode", String(exam.index)],
+            ...(exam.opponent ? ([["Against", exam.opponent]] as [string, string][]) : []),
+            ...(exam.outcome === undefined ? [] : ([["Outcome", exam.outcome === 1 ? "won" : exam.outcome === 0 ? "lost" : "drawn"]] as [string, string][])),
+            ["Reward", <b key="r">{short(exam.reward)}</b>],
+            ["Ending", exam.ending],
+            ...pairs(exam.metrics),
+          ]}
         />
         {views.map((view) => (
           <div key={`${view.seat}/${view.stream}`}>

@@ -7,9 +7,11 @@ import { ask, job as path } from "../lib/api.ts";
 import type { Beside, Follow } from "../lib/follow.ts";
 import { sizeOf } from "../lib/join.ts";
 import { secondsLeft } from "../lib/pace.ts";
+import { advances, partsOf } from "../lib/policies.ts";
+import type { Metrics } from "../lib/series.ts";
 import { FINAL, type JobDetail } from "../lib/types.ts";
 import { ago, duration, moment } from "../lib/words.ts";
-import { Empty, Facts, Progress, Said, State } from "../parts.tsx";
+import { Empty, Facts, Progress, Said, Share, State } from "../parts.tsx";
 import { Chat } from "./chat.tsx";
 import { Checkpoints } from "./checkpoints.tsx";
 import { Config } from "./config.tsx";
@@ -71,7 +73,7 @@ export function JobView({ id, part }: { id: string; part: string }): JSX.Element
 function Top({ job, follow, again }: { job: JobDetail; follow: Follow | null; again: () => void }): JSX.Element {
   const now = useNow(1);
   const over = FINAL.includes(job.state);
-  const pace = follow ? paceOf(follow) : null;
+  const pace = follow ? paceOf(job, follow) : null;
   const left = pace && job.state === "running" && job.steps ? pace * (job.steps - job.step) : secondsLeft(job, now);
   const keyName = useKeyNames();
   return (
@@ -86,6 +88,7 @@ function Top({ job, follow, again }: { job: JobDetail; follow: Follow | null; ag
       {job.kind !== "inference" && (
         <div class="line">
           <Progress job={job} />
+          {follow && advances(job, follow.joined).map((one) => <Share key={one.policy} {...one} />)}
           <small>
             {left !== null && <>{duration(left)} left · </>}
             {pace !== null && pace > 0 && !over && <>{(1 / pace).toFixed(pace < 1 ? 1 : 2)} steps/s · </>}
@@ -111,9 +114,20 @@ function Top({ job, follow, again }: { job: JobDetail; follow: Follow | null; ag
   );
 }
 
-/** Seconds per step, over the last steps. */
-function paceOf(follow: Follow): number | null {
-  for (const points of follow.joined.sources.values()) {
+/** Seconds per step of the job, over the last steps: of several policies, those of the slowest. */
+function paceOf(job: JobDetail, follow: Follow): number | null {
+  const { own } = partsOf(follow.joined);
+  if (!own.size) return meanStep(follow.joined);
+  const paces = advances(job, follow.joined).flatMap(({ policy, steps }) => {
+    const part = own.get(policy);
+    const seconds = part && meanStep(part);
+    return seconds && job.steps ? [(seconds * steps) / job.steps] : [];
+  });
+  return paces.length ? Math.max(...paces) : null;
+}
+
+function meanStep(of: Metrics): number | null {
+  for (const points of of.sources.values()) {
     const last = points.filter((p) => "step_seconds" in p.values).slice(-PACE);
     if (last.length) return last.reduce((sum, p) => sum + p.values["step_seconds"]!, 0) / last.length;
   }
@@ -124,7 +138,7 @@ const WAYS: Record<string, string> = {
   loading: "reading history",
   live: "live",
   joining: "reconnecting",
-  polling: "not live, asking every 2 s",
+  polling: "not live, polling every 2 s",
   ended: "complete",
 };
 
@@ -137,9 +151,9 @@ function Signal({ follow }: { follow: Follow | null }): JSX.Element | null {
     <small class={`signal ${follow.way}`} data-way={follow.way} title={follow.said} role="status">
       <i /> {WAYS[follow.way]}
       {follow.said && follow.way !== "live" ? `: ${follow.said}` : ""}
-      {gaps > 0 && <b> · {points(gaps)} missing, being fetched</b>}
-      {lost > 0 && <b> · {points(lost)} {lost === 1 ? "is" : "are"} nowhere any more</b>}
-      {follow.joined.forgotten > 0 && <b> · the oldest {follow.joined.forgotten} points are left out</b>}
+      {gaps > 0 && <b> · {points(gaps)} missing, fetching</b>}
+      {lost > 0 && <b> · {points(lost)} lost</b>}
+      {follow.joined.forgotten > 0 && <b> · the oldest {follow.joined.forgotten} points are not shown</b>}
     </small>
   );
 }
@@ -178,7 +192,7 @@ function Actions({ job, again }: { job: JobDetail; again: () => void }): JSX.Ele
         </button>
       )}
       {!over && (
-        <button class="danger" disabled={doing} onClick={() => call("cancel", `Cancel ${job.name}? What it has trained stays.`)}>
+        <button class="danger" disabled={doing} onClick={() => call("cancel", `Cancel ${job.name}? Its checkpoints stay.`)}>
           Cancel
         </button>
       )}

@@ -4,6 +4,7 @@ import type { JSX } from "preact";
 import { useState } from "preact/hooks";
 import { go, useAsked, useKeyNames, useNow, useSettled } from "../hooks.ts";
 import { secondsLeft } from "../lib/pace.ts";
+import { reported } from "../lib/policies.ts";
 import { FINAL, type Job } from "../lib/types.ts";
 import { ago, duration, moment, short } from "../lib/words.ts";
 import { Empty, Progress, Said, State } from "../parts.tsx";
@@ -28,6 +29,7 @@ export function Jobs(): JSX.Element {
   const filter = `${state && `&state=${state}`}${search && `&search=${encodeURIComponent(search)}`}`;
   return (
     <>
+      <h1 class="unseen">Jobs</h1>
       <div class="bar">
         <input
           type="search"
@@ -67,7 +69,7 @@ function Found({ filter }: { filter: string }): JSX.Element {
       <Said problem={problem ?? page.problem} />
       {shown.length === 0 ? (
         <Empty>
-          {!filter ? "No jobs yet: opentinker submit examples/copy_digits.toml" : last.more ? "None of the newest jobs is like that." : "No job is like that."}
+          {!filter ? "No jobs yet. Submit one: opentinker submit examples/copy_digits.toml" : last.more ? "None of the newest jobs matches." : "No job matches."}
         </Empty>
       ) : (
         <table class="card jobs">
@@ -97,7 +99,7 @@ function Found({ filter }: { filter: string }): JSX.Element {
             setBefore(last.cursor);
           }}
         >
-          {filter ? "Look at older jobs" : "Older jobs"}
+          {filter ? "Search older jobs" : "Older jobs"}
         </button>
       )}
     </>
@@ -107,14 +109,14 @@ function Found({ filter }: { filter: string }): JSX.Element {
 function counted(count: number, filtered: boolean, more: boolean): string {
   const jobs = `${count} ${count === 1 ? "job" : "jobs"}`;
   if (!more) return jobs;
-  return filtered ? `${jobs} so far: older ones have not been looked at` : `the newest ${jobs}`;
+  return filtered ? `${jobs} so far; older ones not searched yet` : `the newest ${jobs}`;
 }
 
 function Row({ job, now, owner }: { job: Job; now: number; owner: string }): JSX.Element {
   const over = FINAL.includes(job.state);
   const spent = (job.finished ?? now) - job.created;
   const left = secondsLeft(job, now);
-  const progress = Object.entries(job.progress).filter(([name]) => name !== "step_seconds").slice(0, 2);
+  const progress = reported(job);
   return (
     <tr onClick={(event) => (event.target instanceof HTMLAnchorElement ? undefined : go("jobs", job.id))}>
       <td data-label="Job">

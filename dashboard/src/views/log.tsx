@@ -47,11 +47,11 @@ export function Log({ job, follow }: { job: JobDetail; follow: Follow | null }):
           ))}
         </select>
         <small class="dim">
-          {shown.length} lines{shown.length > SHOWN ? `, the last ${SHOWN} are shown` : ""}
-          {lines.length === KEPT ? `; older ones: opentinker logs ${job.id}` : ""}
+          {shown.length} lines{shown.length > SHOWN ? `, showing the last ${SHOWN}` : ""}
+          {lines.length === KEPT ? `; for older ones: opentinker logs ${job.id}` : ""}
         </small>
       </div>
-      {shown.length === 0 && <Empty>Nothing was said yet.</Empty>}
+      {shown.length === 0 && <Empty>No log lines yet.</Empty>}
       <ol class="card log" tabIndex={0} aria-label="Log">
         {shown.slice(-SHOWN).map((line) => (
           <li key={line.key} class={line.level}>

@@ -48,7 +48,7 @@ export function Submit({ from, step }: { from: string; step: string }): JSX.Elem
     });
   return (
     <section class="card submit">
-      <h1>{from ? (step ? `Go on from ${from}, step ${step}` : `Clone ${from}`) : "Submit a job"}</h1>
+      <h1>{from ? (step ? `Continue from ${from}, step ${step}` : `Clone ${from}`) : "Submit a job"}</h1>
       <Said problem={source.problem ?? problem} />
       <div class="bar">
         <label class="file">
@@ -59,7 +59,7 @@ export function Submit({ from, step }: { from: string; step: string }): JSX.Elem
             onChange={(event) => void event.currentTarget.files?.[0]?.text().then(change)}
           />
         </label>
-        <small class="dim">TOML or JSON; paths are those of the server. docs/job-spec.md has every setting.</small>
+        <small class="dim">TOML or JSON, with paths on the server. Settings: docs/job-spec.md.</small>
       </div>
       <textarea aria-label="Spec" spellcheck={false} rows={24} value={text} onInput={(event) => change(event.currentTarget.value)} />
       <div class="bar">
@@ -69,7 +69,7 @@ export function Submit({ from, step }: { from: string; step: string }): JSX.Elem
         <button class="main" disabled={doing} onClick={submit}>
           Submit
         </button>
-        {doing && <small class="dim">the server looks at it…</small>}
+        {doing && <small class="dim">checking…</small>}
       </div>
       {report && <Checked report={report} />}
     </section>
@@ -79,7 +79,7 @@ export function Submit({ from, step }: { from: string; step: string }): JSX.Elem
 function Checked({ report }: { report: Report }): JSX.Element {
   return (
     <div role="status">
-      <p class={report.valid ? "good" : "problem"}>{report.valid ? "It would run." : "It would not run as it is."}</p>
+      <p class={report.valid ? "good" : "problem"}>{report.valid ? "The job can run." : "The job cannot run."}</p>
       <ul>
         {report.mistakes.map((one) => (
           <li key={one.field + one.problem}>
@@ -100,6 +100,6 @@ function spec(text: string): Json {
   try {
     return (text.trimStart().startsWith("{") ? JSON.parse(text) : JSON.parse(JSON.stringify(parse(text)))) as Json;
   } catch (error) {
-    throw new Problem(0, `this is neither TOML nor JSON: ${error instanceof Error ? error.message : String(error)}`);
+    throw new Problem(0, `neither valid TOML nor JSON: ${error instanceof Error ? error.message : String(error)}`);
   }
 }

@@ -77,7 +77,7 @@ export function Timeline({ job, follow }: { job: JobDetail; follow: Follow }): J
         </span>
       </div>
       {problem && <p class="problem">{problem}</p>}
-      {lanes.rows.length === 0 ? <Empty>Nothing was said yet: workers say once a second what they are busy with.</Empty> : <Rows lanes={lanes} from={to - span} to={to} />}
+      {lanes.rows.length === 0 ? <Empty>No activity yet. Workers report it once a second.</Empty> : <Rows lanes={lanes} from={to - span} to={to} />}
       <Missing lanes={lanes} />
       {lanes.leftOut > 0 && <p class="dim">{lanes.leftOut} shorter segments are left out.</p>}
     </>
@@ -91,9 +91,9 @@ function Missing({ lanes }: { lanes: Lanes }): JSX.Element | null {
   if (!fetching && !lost) return null;
   return (
     <p class="note" role="status">
-      Hatched: nobody knows what the worker did, for messages are missing.
-      {fetching > 0 && ` ${fetching} ${fetching === 1 ? "is" : "are"} being fetched.`}
-      {lost > 0 && ` ${lost} ${lost === 1 ? "is" : "are"} nowhere any more.`}
+      Hatched: activity unknown, because messages are missing.
+      {fetching > 0 && ` ${fetching} ${fetching === 1 ? "message" : "messages"} being fetched.`}
+      {lost > 0 && ` ${lost} lost.`}
     </p>
   );
 }
@@ -134,7 +134,7 @@ function Rows({ lanes, from, to }: { lanes: Lanes; from: number; to: number }): 
           ref={canvas}
           role="application"
           tabIndex={0}
-          aria-label="What each worker did; the shares beside the names say how busy it was. Arrow keys go from segment to segment."
+          aria-label="Activity of each worker, with the busy share next to its name. Arrow keys move between segments."
           style={{ height: `${rows.length * ROW}px` }}
           onMouseMove={(event) => setHover({ x: event.offsetX, row: Math.floor(event.offsetY / ROW) })}
           onMouseLeave={() => setHover(null)}
@@ -144,7 +144,7 @@ function Rows({ lanes, from, to }: { lanes: Lanes; from: number; to: number }): 
       </div>
       <p class="axis dim">
         <span>{clock(from)}</span>
-        <span>{found.length && row ? `${row.worker}: ${found.map(said).join("; ")}` : unknown ? `${row.worker}: nobody knows` : at !== null ? clock(at) : ""}</span>
+        <span>{found.length && row ? `${row.worker}: ${found.map(said).join("; ")}` : unknown ? `${row.worker}: unknown` : at !== null ? clock(at) : ""}</span>
         <span>{clock(to)}</span>
       </p>
       <p class="chosen" role="status">
@@ -153,7 +153,7 @@ function Rows({ lanes, from, to }: { lanes: Lanes; from: number; to: number }): 
             <b>{picked.row.lane}</b> of {picked.row.worker}: {said(picked.segment)}, from {clock(picked.segment.start)}
           </>
         ) : (
-          <span class="dim">A click, a touch or the arrow keys choose a segment.</span>
+          <span class="dim">Select a segment by click, touch or arrow keys.</span>
         )}
       </p>
     </section>
@@ -180,12 +180,12 @@ function Names({ rows, foldable, open, choose, share }: Foldable): JSX.Element {
       {rows.map((one, i) => (
         <li key={one.worker + one.group} data-lane={one.lane}>
           {foldable.has(one.group) && rows[i - 1]?.group !== one.group && (
-            <button class="fold" aria-expanded={!one.of} aria-label={`${one.lane}: each worker for itself`} onClick={() => turn(one.group)}>
+            <button class="fold" aria-expanded={!one.of} aria-label={`${one.lane}: show each worker`} onClick={() => turn(one.group)}>
               {one.of ? "▸" : "▾"}
             </button>
           )}
           <b>{one.lane}</b> <small class="dim">{one.worker}</small>
-          <span class="share" title="Share of what is known of this window in which it does something">
+          <span class="share" title="Busy share of the known part of this window">
             {percent(share(one))}
           </span>
         </li>

@@ -6,5 +6,5 @@ from opentinker.shared.types.errors import OpenTinkerError
 
 
 class NoTools(OpenTinkerError):
-    """The tools of a job cannot be had here; the text says what to do. The episode fails, for it would be another one
-    without them."""
+    """The tools of a job are unavailable here; the text says what to do. The episode fails, because without them it
+    would be a different one."""

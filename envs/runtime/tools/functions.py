@@ -15,7 +15,7 @@ from opentinker.envs.runtime.tools.errors import NoTools
 from opentinker.envs.tools import OfferedTool, ToolError, as_text, describe, truncate, validate_arguments
 from opentinker.shared.spec.tools import ToolSpec
 
-MOST_RUNNING = 16
+MAX_RUNNING = 16
 """Calls of one function that have not returned: threads cannot be ended, and coroutines may go on regardless."""
 
 
@@ -23,38 +23,38 @@ class Functions:
     """Tool functions of one env worker. Calls that have not returned are counted over all episodes of all jobs."""
 
     def __init__(self) -> None:
-        self._loaded: dict[str, list[OfferedTool]] = {}
-        """By `module` of the spec."""
+        self._import_tools: dict[str, list[OfferedTool]] = {}
+        """Functions by `module` of the spec."""
 
     def load(self, spec: ToolSpec) -> list[OfferedTool]:
-        """In a thread: imports the module. Raises NoTools."""
+        """Return the tools of a spec, importing its module. Blocking. Raise NoTools."""
         assert spec.module is not None
-        if (found := self._loaded.get(spec.module)) is None:
-            found = self._loaded.setdefault(
-                spec.module, _loaded(spec.module)
+        if (found := self._import_tools.get(spec.module)) is None:
+            found = self._import_tools.setdefault(
+                spec.module, _import_tools(spec.module)
             )  # of two concurrent loads the first counts
         return [msgspec.structs.replace(one, timeout_s=spec.timeout_s) for one in found]
 
 
-def _loaded(named: str) -> list[OfferedTool]:
-    """Raises NoTools."""
+def _import_tools(named: str) -> list[OfferedTool]:
+    """Return the functions of a module. Raise NoTools."""
     module, _, name = named.partition(":")
     try:
         found = getattr(import_module(module), name)
-        return [_offered(function) for function in (found if isinstance(found, Sequence) else [found])]
+        return [_make_tool(function) for function in (found if isinstance(found, Sequence) else [found])]
     except ImportError as error:
         raise NoTools(f"cannot be imported: {error}") from None
     except AttributeError:
-        raise NoTools(f"module {module} has no {name}, or it is no function") from None
+        raise NoTools(f"module {module} has no {name}, or it is not a function") from None
     except TypeError as error:
         raise NoTools(str(error)) from None
     except Exception as error:  # user code: a module that raises offers no tools
         raise NoTools(f"module {module} cannot be imported: {type(error).__name__}: {error}") from error
 
 
-def _offered(function: Callable[..., Any]) -> OfferedTool:
-    """Async functions run in the event loop, plain ones each in a thread: they may block. Either way one that does not
-    end when it should is left alone, and counted."""
+def _make_tool(function: Callable[..., Any]) -> OfferedTool:
+    """Call a function: async ones in the event loop, plain ones each in a thread, because they may block. One that
+    exceeds its time is left alone and counted."""
     described, model = describe(function)
     running: set[threading.Thread | asyncio.Task[str]] = set()
     begin = _in_loop if inspect.iscoroutinefunction(function) else _in_thread
@@ -62,14 +62,14 @@ def _offered(function: Callable[..., Any]) -> OfferedTool:
     async def run(arguments: dict[str, Any]) -> str:
         given = validate_arguments(model, arguments)
         running.difference_update([one for one in running if isinstance(one, threading.Thread) and not one.is_alive()])
-        if len(running) >= MOST_RUNNING:
-            raise ToolError(f"{MOST_RUNNING} calls of it have not returned yet")
+        if len(running) >= MAX_RUNNING:
+            raise ToolError(f"{MAX_RUNNING} calls of it have not returned yet")
         return await begin(lambda: function(**given), running)
 
     return OfferedTool(tool=described, run=run)
 
 
-def _worded(result: Any) -> str:
+def _format_result(result: Any) -> str:
     """Convert a result to text in a thread, limited to the size of an observation: an endless result would never be
     written completely."""
     if isinstance(result, Iterator):
@@ -92,7 +92,7 @@ async def _in_loop(call: Callable[[], Awaitable[Any]], running: set[Any]) -> str
             raise
         except BaseException as error:  # noqa: BLE001 - the function's own; sys.exit() would end the event loop
             raise _own(error) from None
-        return await asyncio.to_thread(_worded, result)
+        return await asyncio.to_thread(_format_result, result)
 
     task = asyncio.get_running_loop().create_task(contained(), name="tool")
     running.add(task)
@@ -127,7 +127,10 @@ def _in_thread(call: Callable[[], Any], running: set[Any]) -> asyncio.Future[str
         outcome: tuple[str, Exception | None]
         try:
             result = call()
-            outcome = (_worded(asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result), None)
+            outcome = (
+                _format_result(asyncio.run(_await_result(result)) if inspect.isawaitable(result) else result),
+                None,
+            )
         except BaseException as error:  # noqa: BLE001 - the function's own; raised again in the loop
             outcome = ("", _own(error))
         if not loop.is_closed():
@@ -139,6 +142,6 @@ def _in_thread(call: Callable[[], Any], running: set[Any]) -> asyncio.Future[str
     return coming
 
 
-async def _awaited(result: Awaitable[Any]) -> Any:
+async def _await_result(result: Awaitable[Any]) -> Any:
     """Wrap a function that is not declared async."""
     return await result

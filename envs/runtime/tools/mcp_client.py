@@ -21,8 +21,8 @@ from opentinker.envs.runtime.tools.errors import NoTools
 from opentinker.envs.runtime.tools.mcp_limits import (
     BLOCKS,
     CURSOR_CHARACTERS,
+    MAX_PAGES,
     MESSAGE_BYTES,
-    MOST_PAGES,
 )
 from opentinker.envs.tool_limits import MAX_TOOLS, bounded_tools
 from opentinker.envs.tools import OfferedTool, ToolError
@@ -42,8 +42,8 @@ COMPLAINT_BYTES = 1000
 log = structlog.get_logger()
 
 
-class Connection:
-    """To one server."""
+class McpConnection:
+    """Connection to one server."""
 
     def __init__(self, spec: ToolSpec) -> None:
         self._spec = spec
@@ -63,7 +63,7 @@ class Connection:
         return self._spec.url or " ".join(self._spec.command)
 
     @classmethod
-    async def open(cls, spec: ToolSpec) -> Connection:
+    async def open(cls, spec: ToolSpec) -> McpConnection:
         """Raises NoTools."""
         one = cls(spec)
         try:
@@ -104,7 +104,7 @@ class Connection:
         try:
             async with self._transport() as transport, Client(transport) as client:
                 self._client = client
-                self._opened.set_result(await _listed(client))
+                self._opened.set_result(await _list_tools(client))
                 await self._over.wait()
         except Exception as error:  # noqa: BLE001 - the server's doing, or of the library on its behalf
             said = f" ({self._complaint.decode(errors='replace')})" if self._complaint else ""
@@ -120,7 +120,7 @@ class Connection:
             from opentinker.envs.runtime.tools.mcp_stdio import talking
 
             kept = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
-            async with self._listening() as stderr:
+            async with self._capture_stderr() as stderr:
                 yield talking(self._spec.command, kept, stderr, self._complain)
             return
         from mcp.client.streamable_http import streamable_http_client
@@ -133,14 +133,14 @@ class Connection:
     def _complain(self, problem: str) -> None:
         self._excess = problem
         self._lost = True
-        log.warning("mcp_server_says_too_much", server=self.name, problem=problem)
+        log.warning("mcp_limit_exceeded", server=self.name, problem=problem)
 
     @property
     def _gone(self) -> str:
         return f"{GONE}: {self._excess}" if self._excess else GONE
 
     @contextlib.asynccontextmanager
-    async def _listening(self) -> AsyncIterator[TextIO]:
+    async def _capture_stderr(self) -> AsyncIterator[TextIO]:
         """The server's stderr, of which the end is kept."""
         reading, writing = os.pipe()
         loop = asyncio.get_running_loop()
@@ -155,7 +155,7 @@ class Connection:
         self._complaint = (self._complaint + data)[-COMPLAINT_BYTES:]
 
     async def _call(self, name: str, arguments: dict[str, Any]) -> str:
-        """Raises ToolError with what the server says is wrong, or if it is gone."""
+        """Call a tool. Raise ToolError with the server's error, or if it is gone."""
         from mcp import MCPError
         from mcp_types import CONNECTION_CLOSED
 
@@ -183,7 +183,7 @@ class Connection:
 
 
 class _Listener(asyncio.Protocol):
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: McpConnection) -> None:
         self._connection = connection
 
     def data_received(self, data: bytes) -> None:
@@ -198,11 +198,11 @@ def _text(block: Any) -> str:
     return str(inner) if inner is not None else f"({getattr(block, 'type', 'something')} that cannot be shown)"
 
 
-async def _listed(client: Client) -> list[Tool]:
+async def _list_tools(client: Client) -> list[Tool]:
     """Return the tools. Raise NoTools if there are none, too many, or their descriptions are too large."""
     tools: list[Tool] = []
     cursor = None
-    for _ in range(MOST_PAGES):
+    for _ in range(MAX_PAGES):
         page = await client.list_tools(cursor=cursor)
         tools += [
             Tool(name=one.name, description=one.description or "", parameters=one.input_schema) for one in page.tools
@@ -219,7 +219,7 @@ async def _listed(client: Client) -> list[Tool]:
 
 
 def _why(error: BaseException) -> str:
-    """The first cause within groups of errors, which task groups make of them."""
+    """Return the first cause within the exception groups of task groups."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -8,14 +8,14 @@ MESSAGE_BYTES = 1 << 20
 UNASKED_BYTES = 16 << 20
 """Largest total sent in response to one request."""
 UNASKED_MESSAGES = 10_000
-MOST_PAGES = 16
+MAX_PAGES = 16
 CURSOR_CHARACTERS = 4096
 BLOCKS = 256
 """Parts of one result."""
 
 
 class TooMuch(Exception):
-    """The server says more than it may; the text says how much that is."""
+    """The server exceeded a limit, which the text names."""
 
 
 class Allowance:

@@ -57,7 +57,7 @@ async def talking(
             process.stdin.close()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(GRACE_S):
-                    await _emptied(process, reading)
+                    await _drain(process, reading)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -69,7 +69,7 @@ async def talking(
                 stream.close()
 
 
-async def _emptied(process: asyncio.subprocess.Process, reading: asyncio.Task[None]) -> None:
+async def _drain(process: asyncio.subprocess.Process, reading: asyncio.Task[None]) -> None:
     """It has ended. What it says until then is read: one that cannot write does not end."""
     assert process.stdout is not None
     await asyncio.wait([reading])
@@ -81,7 +81,7 @@ async def _emptied(process: asyncio.subprocess.Process, reading: asyncio.Task[No
 async def _read(
     output: asyncio.StreamReader, session: MemoryObjectSendStream[Heard], allowance: Allowance, complain: Complain
 ) -> None:
-    """Ends, and thereby the session, when the server does or says too much."""
+    """Read messages until the server ends or exceeds a limit; the session ends with it."""
     with session:
         try:
             while line := await _line(output):

@@ -25,12 +25,12 @@ PRINTED_BYTES = 5 * RESULT_BYTES
 STATE_BYTES = 1 << 20
 """Largest size of the variables of one episode."""
 POLICY: Any = {"sleep": "zero", "random_start": {"seed": 0}}
-"""The same program says the same, and never waits."""
+"""Settings that make programs reproducible and never wait."""
 OVERSPENT = "suspension limit"
-"""Said of a program that has asked the host too often; the interpreter counts for as long as it has its process."""
+"""Message for a program that has made too many host calls; the interpreter counts them per process."""
 
 
-class Interpreters:
+class MontyInterpreters:
     """The processes, shared by all episodes of an env worker. They are started when first needed."""
 
     broken = False
@@ -41,11 +41,11 @@ class Interpreters:
         self._turns = asyncio.Semaphore(most)
         self.held = 0
         """Processes that run a program or wait for one."""
-        self._waiting: dict[Session, AsyncMontySession] = {}
-        """Processes for the next call of who had them last; the longest unused comes first."""
+        self._waiting: dict[MontySession, AsyncMontySession] = {}
+        """Processes kept for the next call of their last user, longest unused first."""
 
     @classmethod
-    async def open(cls) -> Interpreters:
+    async def open(cls) -> MontyInterpreters:
         from pydantic_monty import AsyncMonty
 
         most = os.cpu_count() or 1
@@ -54,8 +54,8 @@ class Interpreters:
         return cls(pool, most)
 
     @asynccontextmanager
-    async def process(self, session: Session, *, fresh: bool) -> AsyncIterator[AsyncMontySession]:
-        """With the variables of the session. One in which something has failed is not used again."""
+    async def process(self, session: MontySession, *, fresh: bool) -> AsyncIterator[AsyncMontySession]:
+        """Borrow a process with the session's variables. One in which something failed is not reused."""
         async with self._turns:
             one = self._waiting.pop(session, None)
             if one is not None and fresh:
@@ -73,8 +73,8 @@ class Interpreters:
             else:
                 self._waiting[session] = one
 
-    async def _another(self, session: Session) -> AsyncMontySession:
-        if self.held >= self._most and self._waiting:  # if none waits, one is about to be given back
+    async def _another(self, session: MontySession) -> AsyncMontySession:
+        if self.held >= self._most and self._waiting:  # otherwise one is about to be returned
             await self._end(self._waiting.pop(next(iter(self._waiting))))
         self.held += 1
         one = self.pool.checkout(limits=session.limits, os_policy=POLICY)
@@ -97,11 +97,11 @@ class Interpreters:
         finally:
             self.held -= 1
 
-    def waits_for(self, session: Session) -> bool:
-        """Whether a process has its variables, and perhaps spent something that is given once to a process."""
+    def waits_for(self, session: MontySession) -> bool:
+        """Whether a process has its variables, and may have used up a per-process allowance."""
         return session in self._waiting
 
-    async def leave(self, session: Session) -> None:
+    async def leave(self, session: MontySession) -> None:
         """It wants no process, or not the one that waits."""
         if (one := self._waiting.pop(session, None)) is not None:
             await self._end(one)
@@ -124,10 +124,10 @@ def python(code: str) -> str:
     raise NotImplementedError  # described here, done by Session
 
 
-class Session:
-    """One episode's programs, one after the other."""
+class MontySession:
+    """Runs one episode's programs, one at a time."""
 
-    def __init__(self, interpreters: Interpreters, spec: ToolSpec) -> None:
+    def __init__(self, interpreters: MontyInterpreters, spec: ToolSpec) -> None:
         self._interpreters = interpreters
         self.limits: Any = {
             "max_feed_duration_secs": spec.timeout_s,
@@ -140,11 +140,11 @@ class Session:
 
     @property
     def offered(self) -> OfferedTool:
-        """Its own time limit holds while a program runs; waiting for a free process is no part of it."""
+        """The tool. It limits its programs' time itself, because waiting for a free process does not count."""
         return OfferedTool(tool=self._tool, run=self.run, timeout_s=None)
 
     async def run(self, arguments: dict[str, Any]) -> str:
-        """A program that fails leaves the variables as they were."""
+        """Run a program; a failed one leaves the variables unchanged."""
         code = validate_arguments(self._arguments, arguments)["code"]
         used = self._interpreters.waits_for(self)
         try:
@@ -152,7 +152,7 @@ class Session:
         except ToolFailed as failed:
             if not used or OVERSPENT not in str(failed):
                 raise
-        return await self._run(code, fresh=True)  # the programs before it have spent what is its own
+        return await self._run(code, fresh=True)  # earlier programs have used up the allowance
 
     async def _run(self, code: str, fresh: bool = False) -> str:
         from pydantic_monty import CollectString, MontyCrashedError, MontyError
@@ -165,7 +165,7 @@ class Session:
         except MontyCrashedError as error:
             raise ToolError(f"the interpreter was ended: {error}") from None
         except MontyError as error:
-            raise ToolFailed(f"{printed.output}{_explained(error)}") from None
+            raise ToolFailed(f"{printed.output}{_explain(error)}") from None
         note = ""
         if len(state) <= STATE_BYTES:
             self.state = state
@@ -180,8 +180,8 @@ class Session:
         await self._interpreters.leave(self)
 
 
-def _explained(error: Any) -> str:
-    """With the lines of the program that led to it."""
+def _explain(error: Any) -> str:
+    """Return the error with the program's lines that led to it."""
     return str(error.display() if hasattr(error, "display") else error)
 
 

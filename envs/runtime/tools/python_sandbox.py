@@ -82,7 +82,7 @@ class Runner:
         return one
 
     async def play(self, code: str, timeout_s: float) -> tuple[bool, str]:
-        """Whether the program ended well, and its output. Raises ConnectionError when the runner is gone."""
+        """Return whether the program succeeded, and its output. Raise ConnectionError if the runner is gone."""
         request = json.dumps({"code": code, "timeout_s": timeout_s, "most": PRINTED_BYTES}).encode()
         self._writer.write(HEAD.pack(len(request)) + request)
         try:
@@ -117,14 +117,14 @@ class Programs:
 
     @classmethod
     async def open(cls, sandbox: Sandbox, spec: ToolSpec, most: int) -> Programs:
-        """With the first sandbox running, so that it is known early that there can be one. Raises Unavailable."""
+        """Open with the first sandbox running, to detect early whether sandboxes work. Raise Unavailable."""
         programs = cls(sandbox, spec, most)
         programs._idle.append(await Runner.start(sandbox, spec))
         return programs
 
     @property
     def offered(self) -> OfferedTool:
-        """A program's time is its own; waiting for a sandbox is no part of it."""
+        """The tool. It limits its programs' time itself, because waiting for a sandbox does not count."""
         return OfferedTool(tool=self._tool, run=self.run, timeout_s=None)
 
     async def run(self, arguments: dict[str, Any]) -> str:
@@ -155,5 +155,5 @@ class Programs:
 
 
 def most_programs() -> int:
-    """At once, of one job in one env worker."""
+    """Concurrent sandboxes of one job in one env worker."""
     return max(2, os.cpu_count() or 1)

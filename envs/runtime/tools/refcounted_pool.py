@@ -1,4 +1,4 @@
-"""Things that several episodes use: made for the first that asks, kept for a while after the last has gone."""
+"""Shares resources between episodes: created for the first borrower, kept for a while after the last."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LINGER_S = 20.0
 class Thing(Protocol):
     @property
     def broken(self) -> bool:
-        """Whether it must not be lent again."""
+        """Whether the resource is no longer usable."""
 
     async def close(self) -> None: ...
 
@@ -36,7 +36,7 @@ class RefcountedPool(Generic[T]):
         self._closing: set[asyncio.Task[None]] = set()
 
     async def borrow(self, key: Hashable, make: Callable[[], Awaitable[T]]) -> tuple[T, Callable[[], None]]:
-        """The thing, and how to give it back. Raises what `make` raises."""
+        """Return the resource and a function that gives it back. Raise errors of `make`."""
         lent = self._lent.get(key)
         if lent is None or (lent.thing.done() and _broken(lent.thing)):
             lent = self._lent[key] = _Lent(asyncio.ensure_future(_made(make)))

@@ -37,17 +37,17 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # a collection in a child would write to, and so copy, every page that the fork has shared
     with socket.socket(fileno=int(sys.argv[1])) as service, service.makefile("rb") as requests:
-        child = Child(service)
+        child = ProgramChild(service)
         service.sendall(HEAD.pack(0))  # ready
         while len(head := requests.read(HEAD.size)) == HEAD.size:
             good, output = child.play(requests.read(HEAD.unpack(head)[0]))
             service.sendall(HEAD.pack(1 + len(output)) + (b"\1" if good else b"\0") + output)
             child.reap()
             clean()
-            child = Child(service)
+            child = ProgramChild(service)
 
 
-class Child:
+class ProgramChild:
     """A process that waits for its only program, forked in advance."""
 
     def __init__(self, service: socket.socket) -> None:
@@ -66,12 +66,12 @@ class Child:
         self._reaped = False
 
     def play(self, request: bytes) -> tuple[bool, bytes]:
-        """Whether the program ended well within its time, and what it printed."""
+        """Return whether the program succeeded within its time, and its output."""
         told = json.loads(request)
         with os.fdopen(self._request, "wb") as going:
             going.write(request)
         output, said, why = watch(self._pid, self._output, self._status, told["timeout_s"], told["most"])
-        if not said and not why:  # it has ended in the middle
+        if not said and not why:  # it ended prematurely
             status = self.reap()
             said = GOOD if status == 0 else b""
             if os.WIFSIGNALED(status):
@@ -79,7 +79,7 @@ class Child:
         return said == GOOD and not why, output[: told["most"]] + (f"\n{why}".encode() if why else b"")
 
     def reap(self) -> int:
-        """End it, if it has not; its status, once. Freeing what a large interpreter holds takes a while."""
+        """End it if necessary and return its status, once. Freeing a large interpreter takes a while."""
         if self._reaped:
             return 0
         self._reaped = True
@@ -122,7 +122,7 @@ def watch(child: int, reading: int, saying: int, timeout_s: float, most: int) ->
 
 
 def run(code: str, writing: int, saying: int, timeout_s: float) -> None:
-    """In the child; never returns. It says how it ends, for that to be known before all that it holds is freed."""
+    """Run the program in the child; never returns. It reports its result before its memory is freed."""
     status = 1
     try:
         nothing = os.open(os.devnull, os.O_RDONLY)
@@ -149,7 +149,7 @@ def run(code: str, writing: int, saying: int, timeout_s: float) -> None:
 
 
 def evaluate(code: str) -> None:
-    """Runs it, and shows the value of its last expression, as an interpreter does."""
+    """Run the program and print the value of its last expression, as an interpreter does."""
     tree = ast.parse(code, NAME)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
     names: dict[str, object] = {"__name__": "__main__"}
@@ -161,7 +161,7 @@ def evaluate(code: str) -> None:
 
 
 def show(error: BaseException) -> None:
-    """From the program's first line on: what is above is ours."""
+    """Print the traceback from the program's first line on, without our frames."""
     at = error.__traceback__
     while at is not None and at.tb_frame.f_code.co_filename != NAME:
         at = at.tb_next
@@ -170,7 +170,7 @@ def show(error: BaseException) -> None:
 
 
 def clean() -> None:
-    """Nobody but this process and the sandbox's first one is left, and nothing in its home."""
+    """Kill all processes except this one and the sandbox's first, and empty its writable directories."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(-1, signal.SIGKILL)
     for place in ("/tmp", "/dev/shm"):

@@ -21,8 +21,8 @@ from pydantic import ValidationError
 from opentinker.envs.runtime.tools import python_sandbox
 from opentinker.envs.runtime.tools.errors import NoTools
 from opentinker.envs.runtime.tools.functions import Functions
-from opentinker.envs.runtime.tools.mcp_client import Connection
-from opentinker.envs.runtime.tools.python_monty import Interpreters, Session
+from opentinker.envs.runtime.tools.mcp_client import McpConnection
+from opentinker.envs.runtime.tools.python_monty import MontyInterpreters, MontySession
 from opentinker.envs.runtime.tools.python_sandbox import Programs
 from opentinker.envs.runtime.tools.refcounted_pool import RefcountedPool
 from opentinker.envs.tools import OfferedTool
@@ -40,9 +40,9 @@ Mistakes = list[dict[str, Any]]
 class ToolFactory:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._interpreters: RefcountedPool[Interpreters] = RefcountedPool()
+        self._interpreters: RefcountedPool[MontyInterpreters] = RefcountedPool()
         self._programs: RefcountedPool[Programs] = RefcountedPool()
-        self._connections: RefcountedPool[Connection] = RefcountedPool()
+        self._connections: RefcountedPool[McpConnection] = RefcountedPool()
         self._functions = Functions()
 
     async def close(self) -> None:
@@ -73,18 +73,18 @@ class ToolFactory:
         return mistakes
 
     async def _tried(self, spec: ToolSpec) -> list[str]:
-        """The names of its tools, as far as they can be known without connecting."""
-        self._allowed(spec)
+        """Return the names of its tools, as far as known without connecting."""
+        self._check_allowed(spec)
         if spec.type == "functions":
             loaded = await asyncio.to_thread(self._functions.load, spec)
-            return [_named(one).tool.name for one in loaded]
+            return [_check_name(one).tool.name for one in loaded]
         if spec.url is not None:
             await Egress.of_process().check(spec.url)
         if spec.type == "python" and spec.backend == "sandbox":
             await Sandbox.open(self._settings)
         return ["python"] if spec.type == "python" else []
 
-    def _allowed(self, spec: ToolSpec) -> None:
+    def _check_allowed(self, spec: ToolSpec) -> None:
         """Raises NoTools."""
         if spec.command and not self._settings.env_tool_commands:
             raise NoTools("programs as MCP servers are switched off here (operator setting env_tool_commands)")
@@ -100,38 +100,38 @@ class ToolFactory:
     # --- for an episode -------------------------------------------------------------------------------------------
 
     async def open(self, job: str, tools: Sequence[dict[str, Any]]) -> Tools:
-        """All of them, or none. Raises NoTools, Unavailable."""
+        """Open all tools or none. Raise NoTools, Unavailable."""
         async with AsyncExitStack() as held:
             offered: list[OfferedTool] = []
             for plain in tools:
                 spec = ToolSpec.model_validate(plain)
-                self._allowed(spec)
-                offered += [_named(one) for one in await self._opened(job, spec, held)]
+                self._check_allowed(spec)
+                offered += [_check_name(one) for one in await self._open_tool(job, spec, held)]
             return Tools(offered, held.pop_all())
 
-    async def _opened(self, job: str, spec: ToolSpec, held: AsyncExitStack) -> list[OfferedTool]:
+    async def _open_tool(self, job: str, spec: ToolSpec, held: AsyncExitStack) -> list[OfferedTool]:
         if spec.type == "functions":
             return await asyncio.to_thread(self._functions.load, spec)
         if spec.type == "mcp":
             if spec.shared:
                 key = (job, spec.model_dump_json())
-                connection, back = await self._connections.borrow(key, lambda: Connection.open(spec))
+                connection, back = await self._connections.borrow(key, lambda: McpConnection.open(spec))
                 held.callback(back)
             else:
-                connection = await Connection.open(spec)
+                connection = await McpConnection.open(spec)
                 held.push_async_callback(connection.close)
             return connection.offered
         if spec.backend == "monty":
-            interpreters, back = await self._interpreters.borrow("monty", Interpreters.open)
+            interpreters, back = await self._interpreters.borrow("monty", MontyInterpreters.open)
             held.callback(back)
-            session = Session(interpreters, spec)
+            session = MontySession(interpreters, spec)
             held.push_async_callback(session.close)
             return [session.offered]
-        programs, back = await self._programs.borrow((job, spec.model_dump_json()), lambda: self._sandboxed(spec))
+        programs, back = await self._programs.borrow((job, spec.model_dump_json()), lambda: self._open_sandboxes(spec))
         held.callback(back)
         return [programs.offered]
 
-    async def _sandboxed(self, spec: ToolSpec) -> Programs:
+    async def _open_sandboxes(self, spec: ToolSpec) -> Programs:
         sandbox = await Sandbox.open(self._settings)
         return await Programs.open(sandbox, spec, python_sandbox.most_programs())
 
@@ -144,7 +144,7 @@ class Tools:
         self.close: Callable[[], Any] = held.aclose
 
 
-def _named(one: OfferedTool) -> OfferedTool:
+def _check_name(one: OfferedTool) -> OfferedTool:
     """Raises NoTools for a name that a metric or a chat template could not hold."""
     if not NAME.match(one.tool.name):
         raise NoTools(f"tool {one.tool.name!r:.80} has a name that is not made of 1 to 64 letters, digits and _.-")

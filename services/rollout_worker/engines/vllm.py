@@ -34,7 +34,8 @@ from opentinker.services.rollout_worker.engines.base import (
     SwapError,
 )
 from opentinker.shared.asyncio_tools import finish_uncancelled, sleep
-from opentinker.shared.data.model_families import SEEING, unsupported_family, unsupported_on_cpu
+from opentinker.shared.backoff import Backoff
+from opentinker.shared.data.model_families import VISION_FAMILIES, unsupported_family, unsupported_on_cpu
 from opentinker.shared.data.model_files import code_in, unsafe_weights_in
 from opentinker.shared.spec import LoraSpec
 from opentinker.shared.types.core import SIMULATED, StopReason, SwapCommand, WeightVersion
@@ -62,7 +63,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError  # no
 
 from opentinker.services.rollout_worker.engines.vllm_config import (  # noqa: E402
     EMPTY_SLOTS_ON_CPU,
-    LONGEST_DEFAULT_CONTEXT,
+    MAX_DEFAULT_CONTEXT,
     context_limit,
     cpu_kv_bytes,
     lora_arguments,
@@ -73,9 +74,11 @@ from opentinker.shared.nn.models import check_window  # noqa: E402
 
 log = structlog.get_logger()
 
-DEAD = "the vLLM engine process is dead"
+ENGINE_DEAD = "the vLLM engine process is dead"
 BATCHED_TOKENS = 4096
-LOOK_S = 0.5
+GPU_SHARE = 0.9
+"""Of a GPU's memory, for all engines together that share it."""
+POLL_S = 0.5
 """Interval of health checks of an idle engine."""
 
 
@@ -102,12 +105,13 @@ class VllmEngine:
         group_timeout_s: float = 10.0,
         seed: int | None = None,
         one_by_one: bool = False,
+        sharing: int = 1,
     ) -> None:
         """`eos_ids` end a completion and are part of it. `context_length` None: the model's limit, at most 4096.
         `stop_strings`: requests will contain some, so a tokenizer is needed. `seed`: of requests without one; None
         draws it, so that workers differ. `max_adapters`: of a LoRA job, versions in use by running requests at the same
         time; a request with another version waits. `beside_rank`: not 0 if adapters will be added to the model, as many
-        as `max_adapters`, the largest of this rank.
+        as `max_adapters`, the largest of this rank. `sharing`: engines that share the GPU's memory in equal parts.
 
         `one_by_one`: a request's log-probabilities do not depend on other requests. In a batch they do: the order of
         summation depends on the number of rows."""
@@ -116,7 +120,7 @@ class VllmEngine:
         self._model = model
         self._dtype = dtype
         self._max_concurrent = 1 if one_by_one else max_concurrent
-        self._one_by_one = one_by_one
+        self._one_by_one, self._sharing = one_by_one, sharing
         self._fp32_head = fp32_head
         self._stop_strings = stop_strings
         self._lora = lora
@@ -228,7 +232,7 @@ class VllmEngine:
 
     async def watch(self) -> None:
         while not self._broken and not self._engine().errored:
-            await sleep(LOOK_S)
+            await sleep(POLL_S)
         raise self._lost()
 
     async def serve(self, version: WeightVersion, adapter: Path | None = None) -> None:
@@ -330,7 +334,7 @@ class VllmEngine:
         plain = config.to_dict()
         if why := unsupported_family(plain, served=True) or (unsupported_on_cpu(plain) if on_cpu else ""):
             raise JobFailed(f"model {self._model!r} {why}")
-        self.context_length = self.context_length or min(context_limit(config), LONGEST_DEFAULT_CONTEXT)
+        self.context_length = self.context_length or min(context_limit(config), MAX_DEFAULT_CONTEXT)
         check_window(self._model, config, self.context_length)
         arguments: dict[str, Any] = {
             "model": self._model,
@@ -351,8 +355,10 @@ class VllmEngine:
         }
         if self._one_by_one:
             arguments["enable_prefix_caching"] = False  # a cached prefix makes a shorter, differently rounded prefill
-        if config.model_type in SEEING:  # images come processed; a tokenizer is asked for all the same
+        if config.model_type in VISION_FAMILIES:  # images come processed; a tokenizer is asked for all the same
             arguments |= {"skip_tokenizer_init": False, "mm_processor_cache_gb": 0, "skip_mm_profiling": on_cpu}
+        if self._sharing > 1:
+            arguments["gpu_memory_utilization"] = GPU_SHARE / self._sharing
         if self._fp32_head:
             arguments["hf_overrides"] = {"head_dtype": "float32"}
         if self._lora is not None:
@@ -389,7 +395,7 @@ class VllmEngine:
             raise EngineError("the engine is not running")
         return self._llm
 
-    def _lost(self, why: str = DEAD) -> EngineLost:
+    def _lost(self, why: str = ENGINE_DEAD) -> EngineLost:
         self._broken = self._broken or why
         return EngineLost(self._broken)
 
@@ -495,10 +501,9 @@ class VllmEngine:
     async def _in_background(self, method: str, info: dict[str, Any]) -> float:
         """Run a call concurrently with the engine loop and wait for its end. Returns its seconds; raises SwapError."""
         answer = await self._call(method, info)
-        pause = 0.002
+        backoff = Backoff(0.002, 0.05)
         while answer is None:
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, 0.05)
+            await backoff.sleep()
             answer = await self._call("weights_poll")
         if "error" in answer:
             raise SwapError(answer["error"])

@@ -11,10 +11,10 @@ import torch
 from transformers import PretrainedConfig
 
 from opentinker.shared.spec import LoraSpec
-from opentinker.shared.spec.serving import LARGEST_RANK
+from opentinker.shared.spec.serving import MAX_LORA_RANK
 from opentinker.shared.types.core import TensorInfo
 
-LONGEST_DEFAULT_CONTEXT = 4096
+MAX_DEFAULT_CONTEXT = 4096
 CPU_KV_SHARE = 0.06
 """Share of the machine's memory that the KV cache may take on a CPU."""
 CPU_KV_FLOOR = 32 << 20
@@ -26,7 +26,7 @@ skips them): nothing may be there."""
 
 
 def context_limit(config: PretrainedConfig) -> int:
-    return int(getattr(config.get_text_config(), "max_position_embeddings", LONGEST_DEFAULT_CONTEXT))
+    return int(getattr(config.get_text_config(), "max_position_embeddings", MAX_DEFAULT_CONTEXT))
 
 
 def cpu_kv_bytes(config: PretrainedConfig, dtype: str, context: int, concurrent: int) -> int:
@@ -55,7 +55,7 @@ def lora_arguments(rank: int, at_once: int, held: int) -> dict[str, Any]:
 
 def lora_rank_limit(rank: int) -> int:
     """vLLM takes these ranks only; smaller adapters are padded."""
-    allowed = (1, 8, 16, 32, 64, 128, 256, 320, LARGEST_RANK)
+    allowed = (1, 8, 16, 32, 64, 128, 256, 320, MAX_LORA_RANK)
     fitting = [limit for limit in allowed if limit >= rank]
     if not fitting:
         raise ValueError(f"LoRA rank {rank} is above {allowed[-1]}, the largest that vLLM serves")

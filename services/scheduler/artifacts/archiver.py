@@ -1,38 +1,39 @@
 """Archives job artifacts in the artifact store and applies retention.
 
-look loop   consumes checkpoints that trainers commit, by the rules of their jobs (`retention.py`); produces second
-            names of their files in {data_dir}/staged, which no trainer sweeps, and what is to be removed; looks once a
+scan loop   consumes checkpoints that trainers commit, by the rules of their jobs (`retention.py`); produces second
+            names of their files in {data_dir}/staged, which no trainer sweeps, and what is to be removed; scans once a
             second
 put loop    consumes what is staged and what is to be removed; produces what is in the store and its index; woken by
-            look
+            scan
 
 When a job is over and its workers have let go, its log, its events, metrics and episodes follow, as files of JSON
 lines. All of it may be done twice: a scheduler that is killed leaves nothing half done that the next one does not
 finish. One that was stopped, and wakes when another one leads, records nothing and deletes nothing but what is to be
 deleted anyway: every script carries the number of its leadership, and no place in the store is used twice
-(`shared/state/artifacts.py`, `staging.py`).
+(`shared/state/artifacts.py`, `checkpoint_dir.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import shutil
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 import nats.errors
-import orjson
 import structlog
 
-from opentinker.services.scheduler.artifacts import checkpoint_dir, staging
-from opentinker.services.scheduler.artifacts.catalog import EVENTS, LOG, Artifacts, key_of, live_files
+from opentinker.services.scheduler.artifacts import checkpoint_dir
+from opentinker.services.scheduler.artifacts.catalog import ArtifactCatalog, key_of
 from opentinker.services.scheduler.artifacts.checkpoint_dir import CheckpointView
-from opentinker.services.scheduler.artifacts.checkpoint_metrics import Measured
-from opentinker.services.scheduler.artifacts.retention import DAY_S, Rule
+from opentinker.services.scheduler.artifacts.history import delete_history, write_history
+from opentinker.services.scheduler.artifacts.retention import DAY_S, CheckpointMetrics, Rule
 from opentinker.services.scheduler.artifacts.store import (
     CorruptCheckpoint,
     DirectoryStore,
@@ -42,101 +43,91 @@ from opentinker.services.scheduler.artifacts.store import (
     sweep,
 )
 from opentinker.shared.asyncio_tools import sleep, wait_event
-from opentinker.shared.messaging import subjects
-from opentinker.shared.messaging.bus import Bus, NoReply
+from opentinker.shared.messaging.bus import NoReply
 from opentinker.shared.runtime.service import Context, first_failure
 from opentinker.shared.state.artifacts import CHECKPOINTS, ArtifactEntry, checkpoint_path
 from opentinker.shared.state.redis_script import UNFENCED
-from opentinker.shared.state.store import Store
-from opentinker.shared.state.usage import Usage
-from opentinker.shared.types.core import JobRecord
+from opentinker.shared.state.usage import UsageStore
+from opentinker.shared.types.core import JobRecord, split_part
 from opentinker.shared.types.errors import Fenced, NotFound
 from opentinker.shared.types.manifest import MANIFEST, Manifest
 
 log = structlog.get_logger()
 
-LOOK_S = 1.0
+POLL_S = 1.0
 LINGER_S = 5.0
 """After a job's end its services still say how they let go of it."""
-PAGE = 5000
 ORPHAN_S = 3600.0
 """Half-finished work of this age belongs to no running process."""
 COUNT_S = 30.0
-"""So often the day's usage learns what is stored."""
+"""Interval at which stored bytes are added to the day's usage."""
 
-HISTORY = (
-    (subjects.METRICS, subjects.METRIC, "source"),
-    (subjects.LOGS, subjects.LOG, "level"),
-    (subjects.TIMELINES, subjects.TIMELINE, "worker"),
-)
-"""Streams that keep messages about a job, with the part of the subject that varies within one job."""
-
-RETRIED = (StoreUnavailable, NoReply, nats.errors.Error, TimeoutError, OSError, NotFound)
-"""Errors after which a job is handled again at the next look."""
+STORE_ERRORS = (StoreUnavailable, OSError)
+JOB_ERRORS = (*STORE_ERRORS, NoReply, nats.errors.Error, TimeoutError, NotFound)
 
 
 class Archiver:
     def __init__(self, ctx: Context, leadership: int = UNFENCED) -> None:
-        """`leadership`: without one it only does what somebody asks for, see `keep`."""
+        """`leadership`: without one only `archive` may be called."""
         self.ctx, self.store, self.leader = ctx, ctx.store, leadership
-        self.artifacts = Artifacts(ctx)
+        self.artifacts = ArtifactCatalog(ctx)
         self.index = self.artifacts.index
         self._staged = ctx.settings.data_dir / "staged"
         self._news = asyncio.Event()
-        self._usage = Usage(ctx.store.redis)
-        self._measured = Measured()
+        self._usage = UsageStore(ctx.store.redis)
+        self._metrics = CheckpointMetrics()
         self._mark = uuid.uuid4().hex[:8]
         """Unique to this leadership."""
-        self._told: set[tuple[str, int, int]] = set()
-        """Checkpoints, by job, epoch and step, of which the log has it that they cannot be kept."""
+        self._logged: set[tuple[str, int, int]] = set()
+        """Corrupt checkpoints that were logged, by job, epoch and step."""
 
     async def run(self) -> None:
         await asyncio.to_thread(self.sweep)
-        await first_failure({"look": self._look_loop(), "put": self._put_loop()})
+        await first_failure({"scan": self._scan_loop(), "put": self._put_loop()})
 
-    def sweep(self) -> None:
+    def sweep(self, orphan_s: float = ORPHAN_S) -> None:
         """Remove half-finished work of schedulers that were killed. Blocking."""
         for place in list(self._staged.glob("*/*/.*")):
-            drop_old(place, ORPHAN_S)
+            drop_old(place, orphan_s)
         for home in list(self._staged.glob("*/*")):
-            remove_empty(home, self._staged)
+            with contextlib.suppress(OSError):  # it stays until the next time
+                remove_empty(home, self._staged)
         for store in (self.artifacts.workshop, self.artifacts.store):
             if isinstance(store, DirectoryStore):
-                sweep(store.root, ORPHAN_S)
+                sweep(store.root, orphan_s)
 
-    async def _look_loop(self) -> None:
+    async def _scan_loop(self) -> None:
         counted_at = float("-inf")
         while True:
-            await self.look()
+            await self.scan()
             if time.monotonic() - counted_at > COUNT_S:
                 await self.count()
                 counted_at = time.monotonic()
-            await sleep(LOOK_S)
+            await sleep(POLL_S)
 
     async def _put_loop(self) -> None:
         while True:
             self._news.clear()
             await self.put()
-            await wait_event(self._news, LOOK_S)
+            await wait_event(self._news, POLL_S)
 
-    # --- look ----------------------------------------------------------------------------------------------------
+    # --- scan ----------------------------------------------------------------------------------------------------
 
-    async def look(self) -> None:
+    async def scan(self) -> None:
         """Once over all jobs that may have left something new, or have something that is to go."""
         active = await self.store.active_jobs()
-        await self.index.open(*(job.id for job in active if job.epoch > 0), leader=self.leader)
+        begun = [id for job in active if job.epoch > 0 for id in job.artifact_ids]
+        await self.index.open(*begun, leader=self.leader)
         in_use = used_by(active)
         ending = set(await self.store.ending_jobs())
         for job in await self.store.jobs(await self.index.opened()):
-            try:
-                await self._look_at(job, in_use.get(job.id, set()), over=job.state.final and job.id not in ending)
-            except RETRIED as error:
-                log.warning("artifacts_later", job=job.id, error=str(error))
-        for job in await self.store.jobs(await self.index.expired(time.time())):
-            try:
-                await self._expire(job, in_use.get(job.id, set()))
-            except RETRIED as error:
-                log.warning("artifacts_later", job=job.id, error=str(error))
+            with _retried_later(job=job.id):
+                over = job.state.final and split_part(job.id)[0] not in ending
+                await self._archive(job, in_use.get(job.id, set()), over=over)
+        expired = await self.index.expired(time.time())
+        for job in await self.store.jobs(list(dict.fromkeys(split_part(id)[0] for id in expired))):
+            with _retried_later(job=job.id):
+                await self._expire(job, [id for id in job.artifact_ids if id in expired], in_use)
         self._news.set()
 
     async def count(self) -> None:
@@ -145,14 +136,14 @@ class Archiver:
             size = sum((await self.index.stored(tenant)).values())
             await self._usage.store(tenant, size, leader=self.leader)
 
-    async def _look_at(self, job: JobRecord, used: set[int], *, over: bool) -> None:
+    async def _archive(self, job: JobRecord, used: set[int], *, over: bool) -> None:
         """Archive or close one job. `over`: no process writes in its directory any longer."""
         rule, home = Rule.of(job.spec), self.artifacts.home(job)
         kept = {e.manifest.step: e for e in (await self.index.of(job.id)).values() if e.manifest is not None}
         here = {m.step: m for _, m in await asyncio.to_thread(checkpoint_dir.committed, home / CHECKPOINTS)}
         found = await self.artifacts.checkpoints(job)
         if rule.best:
-            found = await asyncio.to_thread(self._measured.of, home, found, rule, over=job.state.final)
+            found = await asyncio.to_thread(self._metrics.add, home, found, rule, over=job.state.final)
             await self._note(job, found, kept)
         stay = rule.stay(found) | used
         published = {p.step for p in (await self.index.published(job.tenant)).values() if p.job == job.id}
@@ -185,10 +176,10 @@ class Archiver:
         disk refuses."""
         source = self.artifacts.home(job) / CHECKPOINTS / manifest.name
         try:
-            return staging.stage(source, manifest, self._staged / job.tenant / job.id)
+            return checkpoint_dir.stage(source, manifest, self._staged / job.tenant / job.id)
         except CorruptCheckpoint as error:
-            if (known := (job.id, *manifest.age)) not in self._told:
-                self._told.add(known)
+            if (known := (job.id, *manifest.age)) not in self._logged:
+                self._logged.add(known)
                 log.warning("checkpoint_not_kept", job=job.id, step=manifest.step, error=str(error))
             return None
 
@@ -198,25 +189,36 @@ class Archiver:
         gone = await self.index.remove(job.tenant, job.id, list(by_path), leader=self.leader)
         return {by_path[path] for path in gone}
 
-    async def _expire(self, job: JobRecord, used: set[int]) -> None:
-        kept = await self.index.of(job.id)
-        stays = {checkpoint_path(step) for step in used}
-        paths = [path for path in kept if path not in stays]
-        gone = await self.index.remove(job.tenant, job.id, paths, leader=self.leader)
-        if gone or self.artifacts.home(job).exists():
-            await self.index.sweep_all(job.id, leader=self.leader)
-            await self.clean()
-        everything = len(gone) == len(kept)
+    async def _expire(self, job: JobRecord, expired: Sequence[str], in_use: Mapping[str, set[int]]) -> None:
+        """Remove what is kept under these ids of a job; its history once nothing is left under any of them."""
+        gone: list[ArtifactEntry] = []
+        for part in await self.store.jobs(expired):
+            gone += await self._expire_part(part, in_use.get(part.id, set()))
+        awaited = set(await self.index.opened()) - set(expired)
+        everything = not any([id in awaited or await self.index.of(id) for id in job.artifact_ids])
         if everything:
-            await delete_history(self.ctx.bus, self.store, job.id)
+            for id in job.artifact_ids:
+                await delete_history(self.ctx.bus, self.store, id, leader=self.leader)
         if gone or everything:
-            detail = {"artifacts": len(gone), "bytes": sum(kept[path].bytes for path in gone)}
+            detail = {"artifacts": len(gone), "bytes": sum(entry.bytes for entry in gone)}
             deleted = time.time() if everything else job.deleted
             event = "artifacts_expired"
             await self.store.update(job.id, event=event, detail=detail, leader=self.leader, deleted=deleted)
             log.info("artifacts_expired", job=job.id, **detail)
         if everything:
-            await self.index.over(job.id, leader=self.leader)
+            for id in job.artifact_ids:
+                await self.index.over(id, leader=self.leader)
+
+    async def _expire_part(self, part: JobRecord, used: set[int]) -> list[ArtifactEntry]:
+        """Return what went: what is published, or in use, stays."""
+        kept = await self.index.of(part.id)
+        stays = {checkpoint_path(step) for step in used}
+        paths = [path for path in kept if path not in stays]
+        gone = await self.index.remove(part.tenant, part.id, paths, leader=self.leader)
+        if gone or self.artifacts.home(part).exists():
+            await self.index.sweep_all(part.id, leader=self.leader)
+            await self.clean()
+        return [kept[path] for path in gone]
 
     # --- put -----------------------------------------------------------------------------------------------------
 
@@ -224,30 +226,24 @@ class Archiver:
         """All that is staged, and remove what is to go. What fails holds up nothing else, and is tried again."""
         await self.remove()
         await self.clean()
-        for place in await asyncio.to_thread(staging.staged, self._staged):
+        for place in await asyncio.to_thread(checkpoint_dir.staged, self._staged):
             for job in await self.store.jobs([place.parent.name]):
-                try:
+                with _retried_later(STORE_ERRORS, job=job.id, checkpoint=place.name):
                     await self.put_staged(job, place)
-                except (StoreUnavailable, OSError) as error:
-                    log.warning("artifacts_later", job=job.id, checkpoint=place.name, error=str(error))
 
     async def remove(self) -> None:
         """In the store, what has left the index. Also when we are late nothing else is there."""
         for key in await self.index.removing():
-            try:
+            with _retried_later(STORE_ERRORS, key=key):
                 await self.artifacts.store.delete(key)
                 await self.index.removed(key, leader=self.leader)
-            except (StoreUnavailable, OSError) as error:
-                log.warning("artifacts_later", key=key, error=str(error))
 
     async def clean(self) -> None:
         """In the directories of jobs that are over, what need not be there."""
         for name in await self.index.sweeping():
-            try:
+            with _retried_later(STORE_ERRORS, key=name):
                 await self.artifacts.workshop.delete(name)
                 await self.index.swept(name, leader=self.leader)
-            except (StoreUnavailable, OSError) as error:
-                log.warning("artifacts_later", key=name, error=str(error))
 
     async def put_staged(self, job: JobRecord, place: Path) -> None:
         """The manifest comes last: a checkpoint that has one is whole."""
@@ -256,7 +252,7 @@ class Archiver:
         try:
             manifest = await asyncio.to_thread(checkpoint_dir.whole, place)
         except CorruptCheckpoint as error:  # by a power cut, or another scheduler has put it: staged again if needed
-            log.warning("staged_dropped", job=job.id, checkpoint=place.name, error=str(error))
+            log.warning("staged_checkpoint_dropped", job=job.id, checkpoint=place.name, error=str(error))
             await self._drop(job, kept, place)
             return
         size = sum(entry.bytes for entry in manifest.files.values())
@@ -272,7 +268,7 @@ class Archiver:
     async def _put(
         self, job: JobRecord, kept: ArtifactEntry, before: ArtifactEntry | None, files: list[tuple[str, Path]]
     ) -> str:
-        """At its place, then into the index: `ok`, or `published`: the one before is. Raises StoreAway, OSError,
+        """At its place, then into the index: `ok`, or `published`: the one before is. Raises StoreUnavailable, OSError,
         Fenced."""
         key = f"{key_of(job)}/{kept.place}"
         if await self.index.is_removed(key):
@@ -294,10 +290,10 @@ class Archiver:
     async def _drop(self, job: JobRecord, kept: ArtifactEntry, place: Path) -> None:
         """Delete a staged checkpoint, and what was stored of it unless the index has it."""
         await self.index.discard(job.tenant, job.id, kept.path, kept.place, leader=self.leader)
-        await asyncio.to_thread(staging.drop, place)
+        await asyncio.to_thread(checkpoint_dir.drop_staged, place)
         await asyncio.to_thread(remove_empty, place.parent, self._staged)
 
-    async def keep(self, job: JobRecord, held: CheckpointView) -> ArtifactEntry:
+    async def archive(self, job: JobRecord, held: CheckpointView) -> ArtifactEntry:
         """Archive one checkpoint immediately, regardless of the rule. Raises Conflict, NotFound, StoreUnavailable."""
         path = checkpoint_path(held.manifest.step)
         kept = (await self.index.of(job.id)).get(path)
@@ -329,7 +325,7 @@ class Archiver:
         work = self._staged / job.tenant / job.id / f".files-{uuid.uuid4().hex}"
         try:
             await asyncio.to_thread(work.mkdir, parents=True)
-            for path in await self._files(job, work):
+            for path in await write_history(self.ctx, self.artifacts.home(job), job.id, work):
                 if path not in kept:
                     entry = await asyncio.to_thread(_measure, work / path, path, self._mark)
                     await self._put(job, entry, None, [("", work / path)])
@@ -353,46 +349,31 @@ class Archiver:
         """Delete stored files of killed schedulers that the index does not know. Raises StoreUnavailable."""
         prefix = key_of(job) + "/"
         found = {_place_of(key.removeprefix(prefix)) for key in await self.artifacts.store.list(key_of(job))}
-        waiting = await asyncio.to_thread(staging.staged, self._staged)
+        waiting = await asyncio.to_thread(checkpoint_dir.staged, self._staged)
         found -= {f"{CHECKPOINTS}/{place.name}" for place in waiting if place.parent.name == job.id}
         for place in sorted(found - {entry.at for entry in (await self.index.of(job.id)).values()}):
             path, _, _ = place.rpartition(".")
             await self.index.discard(job.tenant, job.id, path, place, leader=self.leader)
 
-    async def _files(self, job: JobRecord, work: Path) -> list[str]:
-        """Copies of what others wrote, which they might touch again, and what Redis and NATS have; their paths."""
-        home = self.artifacts.home(job)
-        paths = list(await asyncio.to_thread(live_files, home))
-        for path in paths:
-            await asyncio.to_thread(_copy, home / path, work / path)
-        lines, after = [], 0
-        while page := await self.ctx.bus.history(subjects.LOG, after, PAGE, job=job.id, level="*"):
-            lines += [msgspec.json.encode(line) for _, line in page]
-            after = page[-1][0]
-        events, last = [], "0"
-        while found := await self.store.events(job.id, last):
-            events += [orjson.dumps(event) for event in found]
-            last = found[-1]["id"]
-        for path, written in ((LOG, lines), (EVENTS, events)):
-            await asyncio.to_thread((work / path).write_bytes, b"".join(line + b"\n" for line in written))
-        return [*paths, LOG, EVENTS]
 
-
-async def delete_history(bus: Bus, store: Store, job: str) -> None:
-    """Delete a finished job's metrics, log lines, timeline and Redis keys; its record, state changes and usage stay."""
-    for stream, subject, rest in HISTORY:
-        assert stream.name is not None
-        await bus.purge(stream.name, subject.at(job=job, **{rest: "*"}))
-    await store.forget(job)
+@contextmanager
+def _retried_later(errors: tuple[type[Exception], ...] = JOB_ERRORS, **context: str) -> Iterator[None]:
+    """Log these errors; the next round tries the same again."""
+    try:
+        yield
+    except errors as error:
+        log.warning("artifacts_deferred", **context, error=str(error))
 
 
 def used_by(active: Iterable[JobRecord]) -> dict[str, set[int]]:
-    """Steps by job that jobs which are not over begin with, or serve."""
+    """Steps by job that jobs which are not over begin with, serve or play against."""
     found: dict[str, set[int]] = {}
     for job in active:
         start, serving = job.spec.get("start") or {}, job.spec.get("serving") or {}
-        for named in (start, *serving.get("adapters", [])):
-            source, _, step = named.get("from", "").partition("@")
+        names = [named.get("from", "") for named in (start, *serving.get("adapters", []))]
+        names += [player.get("frozen") or "" for player in job.spec.get("seats", {}).values()]
+        for name in names:
+            source, _, step = name.partition("@")
             if step.isdigit():
                 found.setdefault(source, set()).add(int(step))
     return found
@@ -406,11 +387,6 @@ def _newer(manifest: Manifest, before: Manifest) -> bool:
 def _place_of(name: str) -> str:
     """Return the store directory of a file below its job: all files of a checkpoint share one."""
     return "/".join(name.split("/")[:2]) if name.startswith(f"{CHECKPOINTS}/") else name
-
-
-def _copy(source: Path, target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(source, target)
 
 
 def _measure(file: Path, path: str, mark: str) -> ArtifactEntry:

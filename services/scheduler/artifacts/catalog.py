@@ -39,7 +39,7 @@ FETCHED_S = 3600.0
 """Longer than a submission takes."""
 
 
-class Artifacts:
+class ArtifactCatalog:
     def __init__(self, ctx: Context) -> None:
         """Raises SpecError: the settings name no store that could be."""
         self.store: ArtifactStore = store_of(ctx.settings)
@@ -51,14 +51,16 @@ class Artifacts:
         return self.workshop.root / job.id
 
     async def checkpoints(self, job: JobRecord) -> list[CheckpointView]:
-        """Oldest first."""
+        """Oldest first. What moves into the store is in its index before it leaves the directory, so that is read
+        first."""
+        here = await asyncio.to_thread(checkpoint_dir.committed, self.home(job) / CHECKPOINTS)
         kept = (await self.index.of(job.id)).values()
         found = {
             entry.manifest.step: CheckpointView(entry.manifest, self.store, f"{key_of(job)}/{entry.at}", entry.metric)
             for entry in kept
             if entry.manifest is not None
         }
-        for directory, manifest in await asyncio.to_thread(checkpoint_dir.committed, self.home(job) / CHECKPOINTS):
+        for directory, manifest in here:
             known = found.get(manifest.step)
             metric = known.metric if known is not None and known.manifest == manifest else None
             prefix = f"{job.id}/{CHECKPOINTS}/{directory.name}"
@@ -79,8 +81,22 @@ class Artifacts:
         found += [_entry(path, s.st_size, "", s.st_mtime) for path, s in live.items() if path not in files]
         return sorted(found, key=lambda entry: entry["path"])
 
+    async def open_checkpoint(self, job: JobRecord, step: int | None, everything: bool) -> checkpoint_dir.Archive:
+        """As `checkpoint_dir.open_archive`. One that has just moved into the store is opened there. Raises NotFound."""
+        try:
+            return await checkpoint_dir.open_archive(await self.checkpoints(job), step, everything)
+        except NotFound:
+            return await checkpoint_dir.open_archive(await self.checkpoints(job), step, everything)
+
     async def open(self, job: JobRecord, path: str) -> tuple[Opened, str]:
-        """A file of the list, and its SHA-256. Raises NotFound."""
+        """A file of the list, and its SHA-256. One that has just moved into the store is opened there. Raises
+        NotFound."""
+        try:
+            return await self._open(job, path)
+        except NotFound:
+            return await self._open(job, path)
+
+    async def _open(self, job: JobRecord, path: str) -> tuple[Opened, str]:
         kept = (await self.index.of(job.id)).get(path)
         if kept is not None and kept.manifest is None:
             return await self.store.open(f"{key_of(job)}/{kept.at}"), kept.sha256
@@ -111,8 +127,8 @@ class Artifacts:
         return sum(entry["bytes"] for entry in await self.listed(job))
 
     async def on_disk(self, held: CheckpointView) -> Path:
-        """Its directory on this machine; from an object store it is fetched, for an hour. Raises NotFound, StoreAway,
-        OSError."""
+        """Return its directory on this machine; from an object store it is fetched, for an hour. Raises NotFound,
+        StoreUnavailable, OSError."""
         if isinstance(held.store, DirectoryStore):
             return held.store.path(held.prefix)
         text = msgspec.json.encode(held.manifest)

@@ -3,6 +3,14 @@
 The trainer writes `{data_dir}/jobs/{job}/checkpoints/step-NNNNNN` with `manifest.json`; only what a manifest names
 leaves the machine. The tar is the same to the byte whenever it is made, so that a download can go on where it broke
 off.
+
+On its way into the artifact store a checkpoint is staged: its files get second names, which no trainer sweeps.
+
+    {data_dir}/staged/{tenant}/{job}/step-000050.{mark}    whole; the mark is never used twice
+    {data_dir}/staged/{tenant}/{job}/.*                    on its way there, or going
+
+A checkpoint has its mark in the store too. So a process that was stopped and puts or drops one late touches nothing
+that another scheduler has made since.
 """
 
 from __future__ import annotations
@@ -11,9 +19,11 @@ import contextlib
 import hashlib
 import os
 import re
+import shutil
 import stat
 import tarfile
-from collections.abc import AsyncIterator, Sequence
+import uuid
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,16 +82,18 @@ def committed(root: Path) -> list[tuple[Path, Manifest]]:
     return sorted(found, key=lambda pair: pair[1].age)
 
 
-def second_names(directory: Path, manifest: Manifest, place: Path) -> None:
-    """Make hard links of a checkpoint's files, which stay when a trainer deletes the originals. Blocking.
+def second_names(directory: Path, manifest: Manifest, place: Path, link: Callable[[Path, Path], None]) -> None:
+    """Make links or copies of a checkpoint's files, which stay when a trainer deletes the originals: each by
+    `link(source, target)`. Blocking.
 
-    Raises Damaged: it has gone, or is another one by now; OSError: the disk refuses. What was made of it is left."""
+    Raises CorruptCheckpoint: it has gone, or is another one by now; OSError: the disk refuses; what `link` raises. What
+    was made of it is left."""
     for name, entry in manifest.files.items():
         source, target = directory / inside(name), place / inside(name)
         check(source, name, entry.bytes)
         make_directories(target.parent)
         try:
-            hard_link(source, target)
+            link(source, target)
         except FileNotFoundError:
             check(source, name, entry.bytes)
             raise
@@ -114,6 +126,42 @@ def whole(place: Path) -> Manifest:
     for name, entry in manifest.files.items():
         check(place / inside(name), name, entry.bytes)
     return manifest
+
+
+def stage(source: Path, manifest: Manifest, home: Path) -> Path:
+    """Return the place in `home` where the checkpoint is staged, now or already. Raises CorruptCheckpoint: it is
+    damaged, or the trainer has deleted it since; OSError: the disk refuses."""
+    for place in home.glob(f"{manifest.name}.*"):
+        with contextlib.suppress(CorruptCheckpoint):
+            if whole(place) == manifest:
+                return place
+    mark = uuid.uuid4().hex
+    work, place = home / f".{manifest.name}-{mark}", home / f"{manifest.name}.{mark[:16]}"
+    try:
+        second_names(source, manifest, work, hard_link)
+        work.rename(place)
+    except OSError:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
+    return place
+
+
+def staged(root: Path) -> list[Path]:
+    """All that is, of all jobs."""
+    found = []
+    with contextlib.suppress(FileNotFoundError):  # the last of a job's has just been put: a moment later, then
+        for place in sorted(root.glob("*/*/step-*")):
+            marked = place.with_name(f"{place.name}.{uuid.uuid4().hex[:16]}")
+            found.append(place if place.suffix else place.rename(marked))  # of a release that had no marks
+    return found
+
+
+def drop_staged(place: Path) -> None:
+    """Renamed before it is removed: what has its name is whole."""
+    doomed = place.with_name(f".{place.name}-{uuid.uuid4().hex}")
+    with contextlib.suppress(FileNotFoundError):
+        place.rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
 
 
 def newest_epoch(root: Path) -> int:

@@ -48,7 +48,7 @@ class ObjectStore:
 
     @contextmanager
     def _asked(self, key: str) -> Iterator[None]:
-        """Raises NotFound, StoreAway."""
+        """Raises NotFound, StoreUnavailable."""
         try:
             yield
         except FileNotFoundError:  # obstore's NotFoundError is one

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import hashlib
 import os
 import re
 import shutil
@@ -28,6 +30,8 @@ from opentinker.shared.durable_files import make_directories, sync_directory, sy
 from opentinker.shared.types.errors import NotFound, OpenTinkerError
 
 CHUNK = 1 << 20
+MISSING = (FileNotFoundError, NotADirectoryError)
+"""What is not there, or not below a directory."""
 _LEFT = re.compile(r"\.(removing|putting)-[0-9a-f]{32}")
 """Names of ours alone: a trainer's `.removing-step-...` may still be a checkpoint."""
 
@@ -47,14 +51,14 @@ class Opened(Protocol):
     def size(self) -> int: ...
 
     def chunks(self, first: int, length: int) -> AsyncIterator[bytes]:
-        """`length` bytes from `first` on, in pieces. Raises StoreAway, OSError."""
+        """`length` bytes from `first` on, in pieces. Raises StoreUnavailable, OSError."""
         ...
 
     def close(self) -> None: ...
 
 
 class ArtifactStore(Protocol):
-    """All may raise StoreAway."""
+    """All may raise StoreUnavailable."""
 
     @property
     def apart(self) -> bool:
@@ -94,7 +98,7 @@ def store_of(settings: Settings) -> ArtifactStore:
 
 
 def inside(name: str) -> PurePosixPath:
-    """A name, if it stays in its directory. Raises Damaged."""
+    """A name, if it stays in its directory. Raises CorruptCheckpoint."""
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or "\0" in name or not path.parts:
         raise CorruptCheckpoint(0, f"its manifest names {name!r}")
@@ -138,15 +142,20 @@ class DirectoryStore:
         return found.st_size if stat.S_ISREG(found.st_mode) else None
 
     async def list(self, prefix: str) -> dict[str, int]:
-        return await asyncio.to_thread(self._below, self.path(prefix))
+        try:
+            return await asyncio.to_thread(self._below, self.path(prefix))
+        except OSError as error:
+            raise StoreUnavailable(f"{self.root}: {error.strerror or error}") from error
 
     def _below(self, place: Path) -> dict[str, int]:
         found = {}
-        for path in sorted(place.rglob("*")):
-            status = path.lstat()
-            if stat.S_ISREG(status.st_mode):
-                found[path.relative_to(self.root).as_posix()] = status.st_size
-        return found
+        for folder, _, names in os.walk(place, onerror=_ignore_missing):
+            for path in (Path(folder, name) for name in names):
+                with contextlib.suppress(*MISSING):  # removed meanwhile
+                    status = path.lstat()
+                    if stat.S_ISREG(status.st_mode):
+                        found[path.relative_to(self.root).as_posix()] = status.st_size
+        return dict(sorted(found.items()))
 
     async def delete(self, prefix: str) -> None:
         try:
@@ -154,21 +163,42 @@ class DirectoryStore:
         except OSError as error:
             raise StoreUnavailable(f"{self.root}: {error.strerror or error}") from error
 
+    async def left_of(self, prefix: str) -> int | None:
+        """Return the bytes that a failed deletion of `prefix` has left; None if it left nothing. Raises
+        StoreUnavailable."""
+        place = _removal_of(self.path(prefix))
+        if not await asyncio.to_thread(place.exists):
+            return None
+        return sum((await self.list(place.relative_to(self.root).as_posix())).values())
+
     def _remove(self, place: Path) -> None:
-        """Renamed before it is removed: a directory that has its name is whole."""
-        doomed = place.with_name(f".removing-{uuid.uuid4().hex}")
-        try:
+        """Renamed before it is removed: a directory that has its name is whole. A repeated call also removes what a
+        failed one left under the other name."""
+        doomed = _removal_of(place)
+        _unlink(doomed)
+        with contextlib.suppress(*MISSING):
             place.rename(doomed)
-        except (FileNotFoundError, NotADirectoryError):
-            return
-        if doomed.is_dir():
-            shutil.rmtree(doomed)
-        else:
-            doomed.unlink()
-        for parent in place.parents:
-            if parent == self.root or not parent.is_relative_to(self.root) or any(parent.iterdir()):
-                break
-            parent.rmdir()
+            _unlink(doomed)
+        remove_empty(place.parent, self.root)
+
+
+def _removal_of(place: Path) -> Path:
+    """Return the name under which a file or directory is removed."""
+    return place.with_name(f".removing-{hashlib.blake2b(place.name.encode(), digest_size=16).hexdigest()}")
+
+
+def _ignore_missing(error: BaseException) -> None:
+    if not isinstance(error, MISSING):
+        raise error
+
+
+def _unlink(path: Path) -> None:
+    """Remove a file or a directory, there or not; somebody else may be removing it as well. Raises OSError."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, onerror=lambda _, __, info: _ignore_missing(info[1]))
+    else:
+        with contextlib.suppress(*MISSING):
+            path.unlink()
 
 
 class OpenFile:
@@ -238,11 +268,18 @@ def drop_old(path: Path, older_s: float) -> None:
 
 
 def remove_empty(place: Path, root: Path) -> None:
-    """A directory below `root`, and those above it there, as far as they are empty. Blocking."""
-    with contextlib.suppress(OSError):  # not empty, or gone
-        while place != root and place.is_relative_to(root):
+    """Remove a directory below `root`, there or not, and those above it there, as far as they are empty. Blocking.
+    Raises OSError."""
+    while place != root and place.is_relative_to(root):
+        try:
             place.rmdir()
-            place = place.parent
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                return
+            raise
+        place = place.parent
 
 
 def _device(path: Path) -> int:

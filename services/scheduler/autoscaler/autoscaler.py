@@ -1,7 +1,7 @@
 """Workers on demand: what the queue lacks is started, within limits; what failed to start is tried again later.
 
     launch loop   consumes jobs, heartbeats, leases and what the launcher has started; produces workers and `starting`;
-                  looks every two seconds
+                  polls every two seconds
 
 There is no separate rule for missing workers: `planner.plan` is asked what it would do with as many more workers as may
 be started, and the workers that it would give to jobs are started. So order, quotas and minima are those of the queue,
@@ -28,17 +28,26 @@ from opentinker.services.scheduler.placement import planner
 from opentinker.services.scheduler.placement.cluster_view import Cluster, Overdue
 from opentinker.services.scheduler.placement.gpu_matching import described
 from opentinker.services.scheduler.placement.operator_limits import rules_of, used_today
-from opentinker.services.scheduler.placement.types import LEASED, NO_GPUS, UNKNOWN, AddWorker, Gpus, Slot, Start, View
+from opentinker.services.scheduler.placement.types import (
+    LEASED,
+    NO_GPUS,
+    UNKNOWN,
+    AddWorker,
+    ClusterView,
+    Gpus,
+    Slot,
+    Start,
+)
 from opentinker.services.scheduler.placement.untrained_jobs import waits_for_source
 from opentinker.shared.asyncio_tools import sleep
+from opentinker.shared.backoff import exponential_delay_s
 from opentinker.shared.config import Settings
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.types.core import JobRecord, JobState, Pool, WorkerInfo
 
 log = structlog.get_logger()
 
-LOOK_S = 2.0
-PAUSE_S = (5.0, 300.0)
+BACKOFF_S = (5.0, 300.0)
 """First and longest pause of a pool after one that did not come up; doubled with each in a row."""
 
 
@@ -52,7 +61,7 @@ def launcher_of(settings: Settings) -> Launcher | None:
     return None
 
 
-def lacking(view: View, room: Mapping[str, Slot]) -> list[str]:
+def workers_to_start(view: ClusterView, room: Mapping[str, Slot]) -> list[str]:
     """Which of the workers that may be started jobs would get if those ran. What is `coming` goes first."""
 
     def with_room(workers: Mapping[Pool, Sequence[str]]) -> dict[Pool, list[str]]:
@@ -85,21 +94,22 @@ class _Failures:
 
 
 class Autoscaler:
-    def __init__(self, ctx: Context, launcher: Launcher) -> None:
+    def __init__(self, ctx: Context, launcher: Launcher, poll_s: float = 2.0) -> None:
+        self._poll_s = poll_s
         self.ctx, self.launcher = ctx, launcher
         self.starting: dict[str, Slot] = {}
-        """Started, and not beating yet."""
+        """Started workers without a heartbeat yet."""
         settings = ctx.settings
         self._most = {Pool.TRAINER: settings.launcher_trainers, Pool.ROLLOUT: settings.launcher_rollout_workers}
         self._failures = {pool: _Failures() for pool in self._most}
         self._fresh: set[str] = set()
-        """Started in this life of the scheduler, and not heard of yet."""
+        """Started by this process, without a heartbeat yet."""
         self._seen: dict[str, float] = {}
         """By name, when it last beat; monotonic."""
         self._known: dict[str, float] = {}
         """By name, when it was first seen or started."""
         self._ending: set[str] = set()
-        self._told: dict[Pool, Gpus] = {}
+        self._gpus: dict[Pool, Gpus] = {}
         """GPUs of started workers by pool, those with the most memory, for launchers that do not know them in advance.
         So nothing is started for a job that no worker of the pool could serve."""
         self._overdue = Overdue(settings.drain_s)
@@ -107,23 +117,23 @@ class Autoscaler:
     async def run(self) -> None:
         while True:
             try:
-                await self.look()
+                await self.reconcile()
             except LauncherFailed as error:
                 log.warning("launcher_failed", error=str(error))
-            await sleep(LOOK_S)
+            await sleep(self._poll_s)
 
-    async def look(self) -> None:
-        """Once over everything. Raises LauncherFailed."""
+    async def reconcile(self) -> None:
+        """One round. Raises LauncherFailed."""
         launched = await self.launcher.running()
         workers, leases = await self.ctx.store.workers(), await self.ctx.store.leases()
         beating = {worker.id for worker in workers}
         for worker in workers:
             if worker.id in self._fresh:
                 self._learn(worker)
-        kept = [one for one in launched if not await self._over(one, beating)]
+        kept = [one for one in launched if not await self._end_if_over(one, beating)]
         self.starting.clear()
         self.starting.update((one.name, self._slot(one.pool, one.name)) for one in kept if one.name not in beating)
-        cluster = Cluster(workers, leases, self._overdue.look(workers, leases))
+        cluster = Cluster(workers, leases, self._overdue.find(workers, leases))
         active = await self.ctx.store.active_jobs()
         held = {job.id for job in active if job.state.held}
         jobs = [job for job in active if _wants_workers(job) and not waits_for_source(job, held)]
@@ -140,11 +150,11 @@ class Autoscaler:
         for pool, most in self._most.items():
             free = [name for name in names_of(self.launcher.prefix, pool, most) if name not in taken]
             room |= {name: self._slot(pool, name) for name in free[: max(0, most - here[pool])]}
-        for name in lacking(view, room):
+        for name in workers_to_start(view, room):
             await self._start(name, room[name])
 
-    async def _over(self, one: Launched, beating: set[str]) -> bool:
-        """It has ended, or is ended because it says nothing."""
+    async def _end_if_over(self, one: Launched, beating: set[str]) -> bool:
+        """Return whether a worker has ended; end one that sends no heartbeats."""
         now = time.monotonic()
         known = self._known.setdefault(one.name, now)
         if one.name in beating and not one.ended:
@@ -159,10 +169,10 @@ class Autoscaler:
             return False
         if one.name not in self._ending:
             why = one.ended or f"it said nothing for {self.ctx.settings.launcher_start_s:g} s"
-            log.info("launched_worker_over", launched=one.name, pool=one.pool, why=why)
+            log.info("launched_worker_ended", launched=one.name, pool=one.pool, why=why)
             if one.name in self._fresh:
                 self._fresh.discard(one.name)
-                self._failed(one.pool)
+                self._back_off(one.pool)
             self._ending.add(one.name)
         await self.launcher.end(one.name)
         if one.ended:
@@ -171,10 +181,10 @@ class Autoscaler:
             self._known.pop(one.name, None)
         return True
 
-    def _failed(self, pool: Pool) -> None:
+    def _back_off(self, pool: Pool) -> None:
         failures = self._failures[pool]
-        pause_s = min(PAUSE_S[1], PAUSE_S[0] * 2**failures.count)
         failures.count += 1
+        pause_s = exponential_delay_s(failures.count, *BACKOFF_S)
         failures.again_at = time.monotonic() + pause_s
         log.warning("launched_worker_failed", pool=pool, in_a_row=failures.count, again_in_s=pause_s)
 
@@ -182,11 +192,11 @@ class Autoscaler:
         """From its first heartbeat."""
         if UNKNOWN in self.launcher.gpus(worker.pool, worker.id).memory:
             has = described(worker.gpus)
-            self._told[worker.pool] = max(has, self._told.get(worker.pool, has), key=lambda gpus: gpus.memory)
+            self._gpus[worker.pool] = max(has, self._gpus.get(worker.pool, has), key=lambda gpus: gpus.memory)
 
     def _slot(self, pool: Pool, name: str) -> Slot:
         gpus = self.launcher.gpus(pool, name)
-        return Slot(pool, self._told.get(pool, gpus) if UNKNOWN in gpus.memory else gpus)
+        return Slot(pool, self._gpus.get(pool, gpus) if UNKNOWN in gpus.memory else gpus)
 
     async def _start(self, name: str, slot: Slot) -> None:
         if time.monotonic() < self._failures[slot.pool].again_at:
@@ -203,5 +213,5 @@ def _wants_workers(job: JobRecord) -> bool:
     return (job.state.held or job.state == JobState.QUEUED) and not job.asleep
 
 
-def on_their_way(launching: Autoscaler | None) -> Mapping[str, Slot]:
+def starting_workers(launching: Autoscaler | None) -> Mapping[str, Slot]:
     return {} if launching is None else launching.starting

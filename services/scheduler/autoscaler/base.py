@@ -3,7 +3,7 @@
 Two implementations: `process.py`, processes of this machine, and `kubernetes.py`, pods. Both know what
 they have started however often the scheduler was started since, and give a name away once at a time: so no more can be
 started than there are names, even by two schedulers that both believe to lead. What they start ends by itself when no
-job wants it (`idle_exit_s`), whether or not a scheduler still looks.
+job wants it (`idle_exit_s`), whether or not a scheduler runs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from opentinker.shared.types.errors import OpenTinkerError
 
 
 class LauncherFailed(OpenTinkerError):
-    """Nothing could be started or seen now; tried again with the next look."""
+    """Nothing could be started or seen now; tried again in the next round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +41,11 @@ class Launcher(Protocol):
         """Return the GPUs that a worker of this name will have; memory known only to the worker is UNKNOWN."""
 
     async def start(self, pool: Pool, name: str) -> None:
-        """A worker of this pool under this id; nothing if there is one of this name. Raises LauncherFailed."""
+        """Start a worker of this pool under this name, unless it runs. Raises LauncherFailed."""
 
     async def end(self, name: str) -> None:
-        """Asks it to end in good order, insists when it does not, forgets it when it has ended: called with every look
-        until it is seen no more. Raises LauncherFailed."""
+        """Ask a worker to end, kill it when it does not, forget it when it has ended. Called in every round until
+        `running` no longer lists it. Raises LauncherFailed."""
 
 
 def names_of(prefix: str, pool: Pool, most: int) -> list[str]:

@@ -2,7 +2,7 @@
 
 A pod is the operator's template in `launcher_pods` (the chart writes it) under the worker's name. It never restarts: an
 ended pod is deleted and recreated if it is wanted. All pods are owned by the scheduler's Deployment and are
-garbage-collected with it. The current pods are listed at every look, by label; no state is kept here.
+garbage-collected with it. The current pods are listed in every round, by label; no state is kept here.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ BY, POOL = "opentinker.dev/launched-by", "opentinker.dev/pool"
 TIMEOUT_S = 15.0
 PAGE = 200
 BUSY_TRIES = 4
-LONGEST_PAUSE_S = 10.0
+MAX_RETRY_AFTER_S = 10.0
 """Longest pause after a 429, regardless of its Retry-After."""
 CONFLICT, GONE = 409, 404
 
@@ -128,7 +128,7 @@ class KubernetesLauncher:
                 raise LauncherFailed(f"{method} {path}: {error or type(error).__name__}") from error
             if status != 429 or tries == BUSY_TRIES - 1:
                 break
-            await asyncio.sleep(min(LONGEST_PAUSE_S, float(pause) if pause.isdigit() else 1.0))
+            await asyncio.sleep(min(MAX_RETRY_AFTER_S, float(pause) if pause.isdigit() else 1.0))
         if status in fine:
             return {}
         if status >= 300:

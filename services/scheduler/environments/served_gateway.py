@@ -20,9 +20,11 @@ import structlog
 from aiohttp import WSCloseCode, web
 from prometheus_client import Gauge
 
-from opentinker.services.scheduler.environments.served_process import Served
+from opentinker.services.scheduler.environments.served_process import ServedProcess
 from opentinker.services.scheduler.http.auth import tenant_of
 from opentinker.services.scheduler.http.errors import json_response, problem
+from opentinker.services.scheduler.http.routes import Route
+from opentinker.shared import api_types
 from opentinker.shared.asyncio_tools import sleep
 from opentinker.shared.messaging.websocket_frames import (
     FRAME_BYTES,
@@ -38,15 +40,16 @@ from opentinker.shared.messaging.websocket_frames import (
 )  # fmt: skip
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.runtime.telemetry import REGISTRY
+from opentinker.shared.security.authorization import Action
 from opentinker.shared.types import codec
 from opentinker.shared.types.core import Pool, WorkerInfo
 from opentinker.shared.types.env_protocol import SERVED, SERVED_WORKER
 from opentinker.shared.types.errors import SpecError
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
-MOST_PROCESSES = 1000
+MAX_PROCESSES = 1000
 """Connected to one scheduler."""
-MOST_KNOWN = 2 * MOST_PROCESSES
+MAX_KNOWN = 2 * MAX_PROCESSES
 """With those that are away."""
 
 log = structlog.get_logger()
@@ -57,10 +60,18 @@ class Gateway:
     def __init__(self, ctx: Context) -> None:
         self.ctx = ctx
         self.closing = False
-        self._served: dict[str, Served] = {}
+        self._served: dict[str, ServedProcess] = {}
         """By address; also those that are away."""
         self._sockets: set[web.WebSocketResponse] = set()
 
+    @Route(
+        "GET",
+        "/v1/served/{name}",
+        Action.ENVIRONMENTS_SERVE,
+        "Serve an environment under this name (WebSocket)",
+        status=101,
+        content="application/octet-stream",
+    )
     async def connect(self, request: web.Request) -> web.StreamResponse:
         tenant, name = tenant_of(request), request.match_info["name"]
         if not NAME.fullmatch(name):
@@ -70,9 +81,9 @@ class Gateway:
             return problem(403, "a web page may not serve environments", title="Forbidden")
         socket = web.WebSocketResponse(heartbeat=HEARTBEAT_S, max_msg_size=FRAME_BYTES, compress=False, timeout=2.0)
         if not socket.can_prepare(request).ok:
-            return problem(426, "this route is a WebSocket: opentinker env serve", title="Upgrade required")
-        if self.closing or len(self._sockets) >= MOST_PROCESSES:
-            return problem(503, "no more connections here now", title="Unavailable")
+            return problem(426, "this route is a WebSocket; use opentinker env serve", title="Upgrade required")
+        if self.closing or len(self._sockets) >= MAX_PROCESSES:
+            return problem(503, "too many connections; retry later", title="Unavailable")
         await socket.prepare(request)
         self._sockets.add(socket)
         CONNECTED.set(len(self._sockets))
@@ -101,24 +112,24 @@ class Gateway:
         facts = {"environment": served.environment, "worker": served.address, "remote": remote}
         log.info("served_environment_connected", capacity=hello.capacity, **facts)
         asker, reason = Asker(socket), ""
-        served.come(asker, socket)
+        served.attach(asker, socket)
         try:
             await asker.run()
         except BadFrame as error:
             reason = str(error)
         finally:
             over = socket.close_code == GOODBYE
-            await served.leave(asker, for_good=over)
+            await served.detach(asker, for_good=over)
             if over and served.gone:
                 await self.ctx.store.leave(self._info(served))
             log.info("served_environment_disconnected", code=socket.close_code, reason=reason, **facts)
 
-    async def _welcome(self, served: Served, hello: Hello, socket: web.WebSocketResponse) -> bool:
-        """Whether the connection may come; if so, `served` counts it as one that does until it has come."""
+    async def _welcome(self, served: ServedProcess, hello: Hello, socket: web.WebSocketResponse) -> bool:
+        """Return whether the connection is accepted; if so, `served` counts it as coming until it is attached."""
         served.claim(hello)
         why = "another scheduler has it"
         try:
-            await served.expect()
+            await served.take_over()
             if not served.gone:
                 await socket.send_bytes(codec.encode(Welcome(worker=served.address)))
                 why = "" if not served.gone else why
@@ -128,17 +139,17 @@ class Gateway:
             await served.abandon()
             raise
         if why:
-            log.info("served_environment_sent_away", environment=served.environment, worker=served.address, reason=why)
+            log.info("served_environment_rejected", environment=served.environment, worker=served.address, reason=why)
             await served.abandon()
         return not why
 
-    def _of(self, tenant: str, name: str, hello: Hello) -> Served | None:
+    def _of(self, tenant: str, name: str, hello: Hello) -> ServedProcess | None:
         """None if there are too many."""
         digest = hashlib.sha256("\0".join((tenant, name, hello.process)).encode()).hexdigest()[:20]
         address = SERVED_WORKER + digest
         served = self._served.get(address)
-        if served is None and len(self._served) < MOST_KNOWN:
-            served = self._served[address] = Served(self.ctx, address, SERVED + name, tenant, self._served.pop)
+        if served is None and len(self._served) < MAX_KNOWN:
+            served = self._served[address] = ServedProcess(self.ctx, address, SERVED + name, tenant, self._served.pop)
         return served
 
     # --- what is seen of them -----------------------------------------------------------------------------------
@@ -151,7 +162,7 @@ class Gateway:
                     await self.ctx.store.beat(self._info(served), self.ctx.settings.worker_ttl_s)
             await sleep(self.ctx.settings.heartbeat_s)
 
-    def _info(self, served: Served) -> WorkerInfo:
+    def _info(self, served: ServedProcess) -> WorkerInfo:
         detail = {
             "served": served.environment,
             "tenant": served.tenant,
@@ -169,6 +180,13 @@ class Gateway:
             detail=detail,
         )
 
+    @Route(
+        "GET",
+        "/v1/served",
+        Action.ENVIRONMENTS_READ,
+        "List environments served by users",
+        answer=api_types.ServedEnvironments,
+    )
     async def list(self, request: web.Request) -> web.Response:
         """List the served environments of all schedulers."""
         found: dict[str, dict[str, Any]] = {}

@@ -5,9 +5,9 @@ there --connection breaks--> away --it connects again--> there      (turns wait 
 away --AWAY_S--> gone        there --it says goodbye--> gone        (turns are answered: lost)
 any --another scheduler has it--> gone                              (turns are left to that one)
 
-Connections come and go while subscriptions are being made and removed. So the state changes immediately, and `_settle`
-adjusts the subscriptions to the state one by one; a process that is gone is forgotten immediately and never revived:
-the next Hello makes another one.
+Connections come and go while subscriptions are being made and removed. So the state changes immediately, and
+`_sync_subscriptions` adjusts the subscriptions one by one; a process that is gone is forgotten immediately and never
+revived: the next Hello makes another one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import structlog
 from aiohttp import WSCloseCode, web
 from nats.aio.subscription import Subscription
 
-from opentinker.shared.messaging.reply_validation import late_import, sound, sound_mistakes
+from opentinker.shared.messaging.reply_validation import late_import, sound, sound_check
 from opentinker.shared.messaging.subjects import ENV_CLOSE, ENV_STEP, SERVED_BACK, SERVED_CHECK, SERVED_OPEN
 from opentinker.shared.messaging.websocket_frames import Asker, ConnectionLost, Hello
 from opentinker.shared.runtime.service import Context
@@ -51,7 +51,7 @@ UNKNOWN_S = 3600.0
 """For a session that was opened through another scheduler."""
 CHECK_S = 10.0
 TENANTS = 1000
-NOT_ITS = "who serves the environment is not the tenant of the job"
+OTHER_TENANT = "the environment is served by another tenant than that of the job"
 
 log = structlog.get_logger()
 
@@ -60,7 +60,7 @@ class Gone(OpenTinkerError):
     """The process is not coming back."""
 
 
-class Served:
+class ServedProcess:
     """`forget(address)` is called when the process is gone."""
 
     def __init__(
@@ -75,10 +75,10 @@ class Served:
         """Connections that have said Hello and are neither established nor closed."""
         self._asker: Asker | None = None
         self._socket: web.WebSocketResponse | None = None
-        self._back: asyncio.Future[Asker] = asyncio.get_running_loop().create_future()
+        self._next_asker: asyncio.Future[Asker] = asyncio.get_running_loop().create_future()
         """While it is away: its next connection, or Gone."""
         self._timer: asyncio.TimerHandle | None = None
-        self._settling = asyncio.Lock()
+        self._sync_lock = asyncio.Lock()
         self._at_address: list[Subscription] = []
         self._at_name: list[Subscription] = []
         self._deadlines: dict[str, float] = {}
@@ -102,66 +102,66 @@ class Served:
     # --- its connections ----------------------------------------------------------------------------------------
 
     def claim(self, hello: Hello) -> None:
-        """A connection is about to come: from here on `come` or `abandon` must follow."""
+        """A connection is about to come: from here on `attach` or `abandon` must follow."""
         self.hello = hello
         self._coming += 1
-        self._no_timer()
+        self._cancel_timer()
 
-    async def expect(self) -> None:
+    async def take_over(self) -> None:
         """Take over from who had the last one, and take requests."""
-        await self._settle()
+        await self._sync_subscriptions()
         await self._ctx.bus.emit(SERVED_BACK, ServedBack(self._holder), worker=self.address)
         await self._ctx.bus.flush()  # from here on the server sends us requests
 
-    def come(self, asker: Asker, socket: web.WebSocketResponse) -> None:
+    def attach(self, asker: Asker, socket: web.WebSocketResponse) -> None:
         """Ask here from now on. An older connection that has not ended yet is dropped."""
         self._coming -= 1
         if self._socket is not None:
-            self._drop(self._socket)
+            self._close(self._socket)
         self._asker, self._socket = asker, socket
-        if not self._back.done():
-            self._back.set_result(asker)
+        if not self._next_asker.done():
+            self._next_asker.set_result(asker)
 
     async def abandon(self) -> None:
         """The connection that was to come has ended before."""
         self._coming -= 1
         self._wait_if_away()
-        await self._settle()
+        await self._sync_subscriptions()
 
-    async def leave(self, asker: Asker, *, for_good: bool) -> None:
+    async def detach(self, asker: Asker, *, for_good: bool) -> None:
         """The connection has ended."""
-        self._lost(asker)
+        self._mark_away(asker)
         if for_good and self._asker is None and not self._coming:
             self._end(Gone("the process that served it has stopped"))
-        await self._settle()
+        await self._sync_subscriptions()
 
     async def release(self) -> None:
         """Leave it to the scheduler to which it connects next."""
         self._end(None)
-        await self._settle()
+        await self._sync_subscriptions()
 
     async def _is_elsewhere(self, back: ServedBack) -> None:
         if back.holder != self._holder and not self.gone:
-            log.info("served_environment_elsewhere", worker=self.address)
+            log.info("served_environment_moved", worker=self.address)
             await self.release()
 
-    def _lost(self, asker: Asker) -> None:
+    def _mark_away(self, asker: Asker) -> None:
         if self._asker is not asker:
             return
         self._asker = self._socket = None
-        self._back = asyncio.get_running_loop().create_future()
+        self._next_asker = asyncio.get_running_loop().create_future()
         self._wait_if_away()
 
     def _wait_if_away(self) -> None:
         """Mark a process without a connection as away, and wait for it for AWAY_S."""
         if self._asker is None and not self._coming and not self.gone and self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(AWAY_S, self._give_up)
+            self._timer = asyncio.get_running_loop().call_later(AWAY_S, self._expire)
 
-    def _give_up(self) -> None:
+    def _expire(self) -> None:
         self._end(Gone(f"the process that served it has been away for {AWAY_S:g} s"))
-        self._do(self._settle())
+        self._run_in_background(self._sync_subscriptions())
 
-    def _no_timer(self) -> None:
+    def _cancel_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -173,56 +173,56 @@ class Served:
             return
         self.gone = True
         self._forget(self.address, None)
-        self._no_timer()
+        self._cancel_timer()
         if self._socket is not None:
-            self._drop(self._socket)
+            self._close(self._socket)
         self._asker = self._socket = None
         if why is None:
             for step in self._steps.values():
                 step.cancel()
-        if self._back.done():
-            self._back = asyncio.get_running_loop().create_future()
-        self._back.set_exception(why or Gone("it is served by another scheduler now"))
-        self._back.exception()  # retrieved, because no caller may be waiting
+        if self._next_asker.done():
+            self._next_asker = asyncio.get_running_loop().create_future()
+        self._next_asker.set_exception(why or Gone("it is served by another scheduler now"))
+        self._next_asker.exception()  # retrieved, because no caller may be waiting
 
-    def _drop(self, socket: web.WebSocketResponse) -> None:
-        self._do(socket.close(code=WSCloseCode.GOING_AWAY))
+    def _close(self, socket: web.WebSocketResponse) -> None:
+        self._run_in_background(socket.close(code=WSCloseCode.GOING_AWAY))
 
-    def _do(self, work: Coroutine[Any, Any, Any]) -> None:
+    def _run_in_background(self, work: Coroutine[Any, Any, Any]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
-    async def _settle(self) -> None:
+    async def _sync_subscriptions(self) -> None:
         """Take the requests that the state asks for. Who changes the state calls this afterwards, so the last call of
         all sees the last state."""
         bus = self._ctx.bus
         keys = {"tenant": self.tenant, "environment": self.environment}
-        async with self._settling:
+        async with self._sync_lock:
             if not self.gone and not self._at_address:
                 async with _all_or_none(self._at_address) as made:
                     made.append(await bus.serve(ENV_STEP, self.step, worker=self.address))
                     made.append(await bus.serve(ENV_CLOSE, self.close, worker=self.address))
                     made.append(await bus.listen(SERVED_BACK, self._is_elsewhere, worker=self.address))
-            if self._wanted and not self._at_name:
+            if self._accepts_opens and not self._at_name:
                 async with _all_or_none(self._at_name) as made:
                     made.append(await bus.serve(SERVED_OPEN, self.open, QUEUE, **keys))
                     made.append(await bus.serve(SERVED_CHECK, self.check, QUEUE, **keys))
-            if not self._wanted:
-                await _give_up(self._at_name)
+            if not self._accepts_opens:
+                await _unsubscribe(self._at_name)
             if self.gone:
-                await _give_up(self._at_address)
+                await _unsubscribe(self._at_address)
 
     @property
-    def _wanted(self) -> bool:
-        """Whether opens are to come here."""
+    def _accepts_opens(self) -> bool:
+        """Return whether opens are to come here."""
         return not self.gone and (self._asker is not None or self._coming > 0)
 
     # --- what rollout workers ask -------------------------------------------------------------------------------
 
     async def open(self, request: OpenSession) -> SessionReply:
         if await self._tenant_of(request.job) != self.tenant:
-            return SessionReply(worker=self.address, failure=Ending.ENV_ERROR, error=NOT_ITS)
+            return SessionReply(worker=self.address, failure=Ending.ENV_ERROR, error=OTHER_TENANT)
         asker = self._asker
         if asker is None:
             return SessionReply(worker=self.address, busy=True)
@@ -236,14 +236,14 @@ class Served:
             reply = SessionReply(worker=self.address, failure=Ending.ENV_BAD_REPLY, error=str(error))
         if reply.opening and reply.importing_s > 0.0:
             reply = self._import(request.session, reply)
-        self._note(request.session, reply)
+        self._forget_ended(request.session, reply)
         return reply
 
     def _import(self, session: str, reply: SessionReply) -> SessionReply:
         """The reply, with the operator's deadline for the import; the episode's own begins after it."""
         within_s = min(reply.importing_s, self._ctx.settings.env_import_timeout_s)
-        self._imports[session] = asyncio.get_running_loop().time() + within_s
         if session in self._deadlines:  # else it was closed meanwhile
+            self._imports[session] = asyncio.get_running_loop().time() + within_s
             self._deadlines[session] += within_s
         return msgspec.structs.replace(reply, importing_s=within_s)
 
@@ -266,14 +266,14 @@ class Served:
                 reply = await self._played(request)
         except TimeoutError:
             if request.turn == IMPORTED:
-                self._do(self.close(CloseSession(session=request.session)))
+                self._run_in_background(self.close(CloseSession(session=request.session)))
                 return late_import(self.address, limit_s)
             reply = self._failed(Ending.ENV_TIMEOUT, "the process that serves it did not answer in time")
         except Gone as error:
             reply = self._failed(Ending.ENV_LOST, str(error))
         except WireError as error:
             reply = self._failed(Ending.ENV_BAD_REPLY, str(error))
-        self._note(request.session, reply)
+        self._forget_ended(request.session, reply)
         return reply
 
     async def _played(self, request: StepSession) -> SessionReply:
@@ -281,11 +281,11 @@ class Served:
         while True:
             asker = self._asker
             if asker is None:
-                asker = await asyncio.shield(self._back)
+                asker = await asyncio.shield(self._next_asker)
             try:
                 reply = sound(await asker.ask("step", request, SessionReply), self.address)
             except ConnectionLost:
-                self._lost(asker)
+                self._mark_away(asker)
                 continue
             if reply.opening and request.turn == IMPORTED:
                 return msgspec.structs.replace(reply, importing_s=0.0)
@@ -309,7 +309,7 @@ class Served:
                 raise ConnectionLost("it has just left")
             async with asyncio.timeout(CHECK_S):
                 answer = await self._asker.ask("check", request, EnvCheckReply)
-                return EnvCheckReply(errors=sound_mistakes(answer.errors))
+                return sound_check(answer.errors, answer.seats)
         except (ConnectionLost, TimeoutError, WireError) as error:
             why = str(error) or f"no answer within {CHECK_S:g} s"
             problem = f"the process that serves it could not say whether it would start: {why}"
@@ -320,7 +320,7 @@ class Served:
     def _failed(self, ending: Ending, error: str) -> SessionReply:
         return SessionReply(worker=self.address, failure=ending, error=error)
 
-    def _note(self, session: str, reply: SessionReply) -> None:
+    def _forget_ended(self, session: str, reply: SessionReply) -> None:
         """Forget a session that has ended, and those that were not closed."""
         if reply.done or reply.busy or reply.failure is not None:
             self._forget_session(session)
@@ -348,11 +348,11 @@ async def _all_or_none(subscriptions: list[Subscription]) -> AsyncIterator[list[
     try:
         yield subscriptions
     except BaseException:
-        await _give_up(subscriptions)
+        await _unsubscribe(subscriptions)
         raise
 
 
-async def _give_up(subscriptions: list[Subscription]) -> None:
+async def _unsubscribe(subscriptions: list[Subscription]) -> None:
     while subscriptions:
         with contextlib.suppress(nats.errors.Error):  # the connection is gone, and with it all of them
             await subscriptions.pop().unsubscribe()

@@ -28,10 +28,10 @@ from opentinker.shared.types import codec
 from opentinker.shared.types.errors import SpecError
 
 MIB = 1 << 20
-MOST_FILES = 2000
-MOST_DIRECTORIES = 2000
-LONGEST_PATH = 240
-LONGEST_NAME = 255
+MAX_FILES = 2000
+MAX_DIRECTORIES = 2000
+MAX_PATH_LENGTH = 240
+MAX_NAME_BYTES = 255
 """Bytes of a file's or directory's own name: file systems take no more."""
 MEMORY = 512 * MIB
 """Address space of the process."""
@@ -44,7 +44,7 @@ STDERR_CHARACTERS = 2000
 log = structlog.get_logger()
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class UnpackOutcome(msgspec.Struct, frozen=True, kw_only=True):
     package: Package | None = None
     """None: there are mistakes, or the disk refused."""
     digest: str = ""
@@ -68,7 +68,7 @@ def unpack(tar: IO[bytes], directory: Path, most_bytes: int, name: str) -> tuple
         said = ended.stderr.decode(errors="replace")[-STDERR_CHARACTERS:]
         log.warning("package_unreadable", returncode=ended.returncode, stderr=said)
         raise refused(f"cannot be read with {MEMORY // MIB} MB of memory and {TIME_S} s of processor time")
-    outcome = codec.from_json(Outcome, ended.stdout)
+    outcome = codec.from_json(UnpackOutcome, ended.stdout)
     if outcome.errno:
         raise OSError(outcome.errno, os.strerror(outcome.errno))
     if outcome.package is None:
@@ -90,17 +90,17 @@ def main(directory: str, most_bytes: str, name: str) -> None:
     sys.stdout.buffer.write(codec.to_json(read(sys.stdin.buffer, Path(directory) / "files", int(most_bytes), name)))
 
 
-def read(source: IO[bytes], files: Path, most_bytes: int, name: str) -> Outcome:
+def read(source: IO[bytes], files: Path, most_bytes: int, name: str) -> UnpackOutcome:
     """Blocking. `files` is made."""
     try:
         files.mkdir()
         Unpacking(files, most_bytes).run(source)
         package = uploads.read_package(files, name)
-        return Outcome(package=package, digest=uploads.digest_of(files)[0])
+        return UnpackOutcome(package=package, digest=uploads.digest_of(files)[0])
     except SpecError as error:
-        return Outcome(mistakes=error.mistakes)
+        return UnpackOutcome(mistakes=error.mistakes)
     except OSError as error:
-        return Outcome(errno=error.errno or errno.EIO)
+        return UnpackOutcome(errno=error.errno or errno.EIO)
 
 
 class Unpacking:
@@ -126,9 +126,9 @@ class Unpacking:
         self._members += 1
         if member.isreg():
             self._count, self._size = self._count + 1, self._size + member.size
-        if self._count > MOST_FILES or self._size > self._most or self._members > MOST_FILES + MOST_DIRECTORIES:
-            limits = f"{MOST_FILES} files, {MOST_DIRECTORIES} directories and {self._most // MIB} MB (upload_mb)"
-            raise refused(f"is larger than what is taken: at most {limits}")
+        if self._count > MAX_FILES or self._size > self._most or self._members > MAX_FILES + MAX_DIRECTORIES:
+            limits = f"{MAX_FILES} files, {MAX_DIRECTORIES} directories and {self._most // MIB} MB (upload_mb)"
+            raise refused(f"is too large: the limit is {limits}")
         if member.isdir():
             return
         self._make(path.parent)
@@ -146,8 +146,8 @@ class Unpacking:
             if path in self._made:
                 continue
             self._made.add(path)
-            if len(self._made) > MOST_DIRECTORIES:
-                raise refused(f"has more than {MOST_DIRECTORIES} directories")
+            if len(self._made) > MAX_DIRECTORIES:
+                raise refused(f"has more than {MAX_DIRECTORIES} directories")
             (self._files / path).mkdir(exist_ok=True)
             (self._files / path).chmod(0o755)
 
@@ -161,10 +161,10 @@ def _inside(member: tarfile.TarInfo) -> PurePosixPath:
     if member.issparse():
         raise refused(f"holds {shown}, which is a sparse file: only plain files are taken")
     bad = path.is_absolute() or ".." in path.parts or "\\" in member.name or not member.name.isprintable()
-    if bad or len(member.name) > LONGEST_PATH or (member.isreg() and not path.parts):
+    if bad or len(member.name) > MAX_PATH_LENGTH or (member.isreg() and not path.parts):
         raise refused(f"holds {shown}, which is no name of a file inside it")
-    if any(len(part.encode()) > LONGEST_NAME for part in path.parts):
-        raise refused(f"holds {shown}, a part of which has more than {LONGEST_NAME} bytes")
+    if any(len(part.encode()) > MAX_NAME_BYTES for part in path.parts):
+        raise refused(f"holds {shown}, a part of which has more than {MAX_NAME_BYTES} bytes")
     if member.size < 0:
         raise refused(f"holds {shown}, which has a negative size")
     return path

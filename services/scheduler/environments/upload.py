@@ -78,7 +78,7 @@ class Uploads:
         make_directories(self._home)
         return tempfile.TemporaryFile(dir=self._home)
 
-    def keep(
+    def store(
         self, tar: IO[bytes], tenant: str, name: str, used: Set[str] = frozenset()
     ) -> tuple[Package, Version, bool]:
         """The package, its version, and whether it is a new one: what the newest version holds already is no new one.
@@ -128,7 +128,7 @@ class Uploads:
         for it, but none whose digest is `used`. Raises SpecError, and then all stay."""
         with self._locked():
             for one in self._room(tenant, used):
-                log.info("old_version_collected", environment=one.name, version=one.version, tenant=tenant)
+                log.info("old_version_removed", environment=one.name, version=one.version, tenant=tenant)
                 self._remove(tenant, one.name, one.version)
 
     def _room(self, tenant: str, used: Set[str], coming: tuple[Package, str] | None = None) -> list[StoredVersion]:

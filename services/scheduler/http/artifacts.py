@@ -13,26 +13,56 @@ from opentinker.services.scheduler.artifacts import checkpoint_dir
 from opentinker.services.scheduler.artifacts.catalog import repr_digest
 from opentinker.services.scheduler.http.byte_ranges import send
 from opentinker.services.scheduler.http.errors import json_response
-from opentinker.services.scheduler.http.jobs import JobsApi
+from opentinker.services.scheduler.http.jobs import POLICY, JobsApi
+from opentinker.services.scheduler.http.routes import Parameter, Route
+from opentinker.shared import api_types
+from opentinker.shared.security.authorization import Action
+from opentinker.shared.types.core import JobRecord
 from opentinker.shared.types.errors import SpecError
 
-LONGEST = 400
+MAX_PATH = 400
+
+ALL = Parameter("all", "`1`: include optimizer and random state, to resume elsewhere.")
+OF_POLICY = Parameter("policy", "Files of one of the job's policies; default: the job's own, its log and events.")
+PATH = Parameter("path", "Path of the file in the list of artifacts.")
+RANGE = Parameter("Range", "`bytes=FIRST-`: the rest of an interrupted download, answered with 206.", "header")
+IF_RANGE = Parameter(
+    "If-Range",
+    "ETag of the interrupted download; for other content the response is the whole, 200.",
+    "header",
+)
 
 
 class ArtifactsApi:
     def __init__(self, jobs: JobsApi) -> None:
         self.jobs, self.artifacts = jobs, jobs.artifacts
 
+    @Route(
+        "GET",
+        "/v1/jobs/{id}/artifacts",
+        Action.JOBS_READ,
+        "List the files of a job",
+        parameters=(OF_POLICY,),
+        answer=api_types.Artifacts,
+    )
     async def list(self, request: web.Request) -> web.Response:
         """`bytes`: of all of them."""
-        job = await self.jobs.found(request)
+        job = await self._own_or_part(request)
         found = await self.artifacts.listed(job)
         return json_response({"artifacts": found, "bytes": sum(entry["bytes"] for entry in found)})
 
+    @Route(
+        "GET",
+        "/v1/jobs/{id}/artifacts/download",
+        Action.CHECKPOINTS_READ,
+        "Download a file of a job",
+        parameters=(PATH, OF_POLICY, RANGE, IF_RANGE),
+        content="application/octet-stream",
+    )
     async def file(self, request: web.Request) -> web.StreamResponse:
-        job = await self.jobs.found(request)
+        job = await self._own_or_part(request)
         path = request.query.get("path", "")
-        if not 0 < len(path) <= LONGEST or not path.isprintable():
+        if not 0 < len(path) <= MAX_PATH or not path.isprintable():
             problem = "must be the path of a file, as GET /v1/jobs/ID/artifacts lists them"
             raise SpecError([{"field": "path", "value": path[:100], "problem": problem}])
         opened, sha256 = await self.artifacts.open(job, path)
@@ -41,18 +71,38 @@ class ArtifactsApi:
         headers = {"Repr-Digest": repr_digest(sha256)}
         return await send(request, opened, etag=f'"{sha256}"', name=name, media=media, headers=headers)
 
-    async def checkpoints(self, request: web.Request) -> web.Response:
+    async def _own_or_part(self, request: web.Request) -> JobRecord:
+        """Return the job, whose own files are its log and events, or the policy that the request names."""
         job = await self.jobs.found(request)
+        return self.jobs.part(request, job) if "policy" in request.query else job
+
+    @Route(
+        "GET",
+        "/v1/jobs/{id}/checkpoints",
+        Action.JOBS_READ,
+        "List checkpoints, oldest first",
+        parameters=(POLICY,),
+        answer=api_types.Checkpoints,
+    )
+    async def checkpoints(self, request: web.Request) -> web.Response:
+        job = self.jobs.part(request, await self.jobs.found(request))
         return json_response({"checkpoints": checkpoint_dir.listed(await self.artifacts.checkpoints(job))})
 
+    @Route(
+        "GET",
+        "/v1/jobs/{id}/checkpoints/{step}/download",
+        Action.CHECKPOINTS_READ,
+        "Download a checkpoint as a tar archive; `step` is a number or `latest`",
+        parameters=(ALL, POLICY, RANGE, IF_RANGE),
+        content="application/x-tar",
+    )
     async def download(self, request: web.Request) -> web.StreamResponse:
         """A checkpoint; the manifest that it begins with has the SHA-256 of every other file."""
-        job = await self.jobs.found(request)
+        job = self.jobs.part(request, await self.jobs.found(request))
         step, everything = step_of(request), request.query.get("all", "0")
         if everything not in ("0", "1"):
             raise SpecError([{"field": "all", "value": everything[:100], "problem": "must be 0 or 1"}])
-        found = await self.artifacts.checkpoints(job)
-        archive = await checkpoint_dir.open_archive(found, step, everything == "1")
+        archive = await self.artifacts.open_checkpoint(job, step, everything == "1")
         name, headers = f"{job.id}-step-{archive.step}.tar", {"X-Checkpoint-Step": str(archive.step)}
         return await send(request, archive, etag=archive.etag, name=name, media="application/x-tar", headers=headers)
 

@@ -20,8 +20,8 @@ from prometheus_client import Counter
 
 from opentinker.services.scheduler.http.auth import ACTION, PRINCIPAL, TOUCHED
 from opentinker.services.scheduler.http.errors import Handler
-from opentinker.services.scheduler.http.openapi import Route
-from opentinker.services.scheduler.http.rate_limit import Buckets
+from opentinker.services.scheduler.http.rate_limit import TokenBuckets
+from opentinker.services.scheduler.http.routes import Route
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.runtime.telemetry import REGISTRY
 from opentinker.shared.security.audit_log import AuditFile, folder
@@ -55,7 +55,7 @@ class Audit:
         self._waiting: list[tuple[dict[str, Any], asyncio.Future[None]]] = []
         self._writing: asyncio.Task[None] | None = None
         self._actions: Mapping[tuple[str, str], Action] = {}
-        self._refusals = Buckets(REFUSALS_PER_S, REFUSALS_BURST)
+        self._refusals = TokenBuckets(REFUSALS_PER_S, REFUSALS_BURST)
         self._uncounted = 0
 
     def over(self, routes: Sequence[Route]) -> Any:
@@ -80,7 +80,7 @@ class Audit:
                 LINES.labels("yes").inc(len(batch))
             except (OSError, ValueError, KeyError) as error:  # a full disk; a file that somebody has spoilt
                 LINES.labels("no").inc(len(batch))
-                log.error("audit_not_written", error=str(error) or type(error).__name__, lines=entries)
+                log.error("audit_write_failed", error=str(error) or type(error).__name__, lines=entries)
             for _, done in batch:
                 if not done.done():
                     done.set_result(None)

@@ -22,27 +22,28 @@ from aiohttp.typedefs import Middleware
 from redis.exceptions import RedisError
 
 from opentinker.services.scheduler.http.errors import Handler
-from opentinker.services.scheduler.http.openapi import Route
+from opentinker.services.scheduler.http.rate_limit import UnknownKeyThrottle
+from opentinker.services.scheduler.http.routes import Route
 from opentinker.shared.asyncio_tools import sleep
 from opentinker.shared.config import LOOPBACK_HOSTS
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.security.authorization import DEFAULT_TENANT, SCOPES, Action, Principal, Role, Verdict, authorize
 from opentinker.shared.security.key_text import digest_of, parse, read_key
-from opentinker.shared.state.keys import Key, Keys
+from opentinker.shared.state.keys import Key, KeyStore
 from opentinker.shared.types.errors import NotFound, SpecError
 
 log = structlog.get_logger()
 
 CACHE_S = 0.4
-"""With LOOK_S less than a second."""
-LOOK_S = 0.3
+"""With RECHECK_S less than a second."""
+RECHECK_S = 0.3
 """How often the keys of open requests are looked at."""
-STRANGERS = 4
+MAX_UNKNOWN_LOOKUPS = 4
 """Concurrent lookups of keys that were never valid: guesses wait for other guesses."""
-MOST_CACHED = 10_000
+MAX_CACHED = 10_000
 TINKER = "/api/v1/"
 """Where the paths of Tinker's API begin."""
-ANYBODY = Principal(DEFAULT_TENANT, Role.OPERATOR, "", SCOPES)
+UNAUTHENTICATED = Principal(DEFAULT_TENANT, Role.OPERATOR, "", SCOPES)
 """Whoever asks a server that wants no keys."""
 PRINCIPAL: web.RequestKey[Principal] = web.RequestKey("principal", Principal)
 ACTION: web.RequestKey[Action] = web.RequestKey("action", Action)
@@ -85,14 +86,15 @@ class _Open:
 class AuthMiddleware:
     """In front of all routes."""
 
-    def __init__(self, ctx: Context) -> None:
+    def __init__(self, ctx: Context, throttle: UnknownKeyThrottle | None = None) -> None:
+        self._throttle = throttle or UnknownKeyThrottle()
         self._actions: dict[tuple[str, str], Action] = {}
         self._asks = ctx.settings.auth
         self._env = ctx.settings.key_env
-        self._keys = Keys(ctx.store.redis)
+        self._keys = KeyStore(ctx.store.redis)
         self._cache: dict[str, tuple[Key, float]] = {}
         """By digest: keys that were right, and when."""
-        self._strangers = asyncio.Semaphore(STRANGERS)
+        self._unknown_lookups = asyncio.Semaphore(MAX_UNKNOWN_LOOKUPS)
         self._open: set[_Open] = set()
 
     def before(self, routes: Sequence[Route]) -> Middleware:
@@ -101,16 +103,16 @@ class AuthMiddleware:
         self._actions |= {
             ("HEAD", path): action for (_, path), action in self._actions.items() if action is Action.FREE
         }
-        return self._passes
+        return self._authenticate
 
     @web.middleware
-    async def _passes(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _authenticate(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Authenticate and authorize a request. Raises HTTPUnauthorized, also for paths that do not exist,
         HTTPForbidden, and NotFound for Tinker's paths, whose clients send their key in another header."""
         resource = request.match_info.route.resource
         action = None if resource is None else self._actions[request.method, resource.canonical]
         if action is None and request.path.startswith(TINKER):
-            raise NotFound("there is no Tinker API here yet: what trains is a job, see /openapi.json")
+            raise NotFound("the Tinker API is not supported; submit a job instead, see /openapi.json")
         if action is Action.FREE and self._asks:
             return await handler(request)
         principal = await self._principal(request)
@@ -133,38 +135,51 @@ class AuthMiddleware:
     async def _principal(self, request: web.Request) -> Principal:
         if not self._asks:
             _refuse_pages(request)
-            return ANYBODY
+            return UNAUTHENTICATED
+        header = request.headers.get("Authorization", "")
+        known = self._is_known(header)
+        if not known:
+            await self._throttle.wait(request)
         try:
-            return (await self._key(request.headers.get("Authorization", ""))).principal
+            key = await self._key(header)
         except BadKey as error:
             raise web.HTTPUnauthorized(text=str(error)) from None
+        if not known:
+            self._throttle.give_back(request)
+        return key.principal
+
+    def _is_known(self, header: str) -> bool:
+        """Return whether the key was valid at its last lookup."""
+        text = _shown(header)[1]
+        found, _ = self._cache.get(digest_of(text), (None, 0.0)) if parse(text) else (None, 0.0)
+        return found is not None and found.state(time.time()) == "live"
 
     async def _key(self, header: str) -> Key:
         """Raises BadKey."""
         scheme, text = _shown(header)
         if scheme != "bearer" or not text:
-            raise BadKey("this server asks for a key")
+            raise BadKey("API key required")
         parsed = parse(text)
         if parsed is None:
-            raise BadKey("this is not an OpenTinker key, or it is incomplete")
+            raise BadKey("malformed API key")
         env, id = parsed
         if env != self._env:
-            raise BadKey(f"this is a key of {env!r}, and this server is {self._env!r}")
+            raise BadKey(f"this key belongs to deployment {env!r}, and this server is {self._env!r}")
         digest, now, at = digest_of(text), time.time(), time.monotonic()
         found, seen = self._cache.get(digest, (None, 0.0))
         if found is None or at - seen > CACHE_S:
-            async with self._strangers if found is None else contextlib.nullcontext():
+            async with self._unknown_lookups if found is None else contextlib.nullcontext():
                 found = await self._keys.find(id)
             self._cache.pop(digest, None)
             if found is None or not found.fits(digest, now):
-                raise BadKey("this server does not know this key")
+                raise BadKey("unknown API key")
             if found.state(now) == "live":
                 await self._keys.note_use(found, now)
-            while len(self._cache) >= MOST_CACHED:
+            while len(self._cache) >= MAX_CACHED:
                 del self._cache[next(iter(self._cache))]
             self._cache[digest] = (found, at)
         if not found.fits(digest, now):  # its time of grace is over
-            raise BadKey("this key was rotated: there is a new one")
+            raise BadKey("this key was rotated; use the new one")
         if (state := found.state(now)) != "live":
             raise BadKey("this key was revoked" if state == "revoked" else "this key has expired")
         return found
@@ -172,13 +187,13 @@ class AuthMiddleware:
     async def run(self) -> None:
         """Cut off what keys that are over have open."""
         while True:
-            await sleep(LOOK_S)
+            await sleep(RECHECK_S)
             for entry in list(self._open):
                 try:
                     await self._key(entry.header)
                 except BadKey as error:
                     if entry in self._open:  # it has not ended since
-                        log.info("request_cut_off", reason=str(error))
+                        log.info("request_aborted", reason=str(error))
                         self._open.discard(entry)
                         entry.task.cancel()
                 except (RedisError, OSError, TimeoutError) as error:  # looked at again in a moment
@@ -190,9 +205,9 @@ async def register_operator(ctx: Context) -> None:
     """Register the key in `admin_key_file` for an operator. Raises SpecError: without one the server could not be
     used."""
     if not ctx.settings.auth:
-        log.warning("auth_off", reason="whoever is on this machine is an operator: this is for development alone")
+        log.warning("auth_off", reason="everyone on this machine is an operator: use it for development only")
         return
-    keys, now = Keys(ctx.store.redis), time.time()
+    keys, now = KeyStore(ctx.store.redis), time.time()
     operators = [key for key in await keys.of(DEFAULT_TENANT) if key.role is Role.OPERATOR and key.state(now) == "live"]
     file = ctx.settings.admin_key_file
     if file is None:
@@ -209,12 +224,12 @@ async def register_operator(ctx: Context) -> None:
         text, now=now, tenant=DEFAULT_TENANT, role=Role.OPERATOR, scopes=None, name="admin_key_file", by="file"
     )
     if not found.fits(digest_of(text), now) or found.state(now) != "live":
-        log.warning("operator_key_over", file=str(file), key=id, hint="revoked or rotated: put another one there")
+        log.warning("operator_key_invalid", file=str(file), key=id, hint="revoked or rotated: put another one there")
     else:
         log.info("operator_key", file=str(file), key=id, others=[key.id for key in operators if key.id != id])
 
 
-async def say_open(_: web.Request, response: web.StreamResponse) -> None:
+async def mark_unauthenticated(_: web.Request, response: web.StreamResponse) -> None:
     """Every answer of a server that asks for no keys says so."""
     response.headers["X-OpenTinker-Auth"] = "off"
 
@@ -226,7 +241,7 @@ def _shown(header: str) -> tuple[str, str]:
 
 
 def _refusal(principal: Principal, action: Action) -> str:
-    return f"this key, a {principal.role}'s of tenant {principal.tenant}, does not allow {action}"
+    return f"this key (role {principal.role}, tenant {principal.tenant}) does not allow {action}"
 
 
 def _refuse_pages(request: web.Request) -> None:
@@ -235,9 +250,13 @@ def _refuse_pages(request: web.Request) -> None:
     origin, host = request.headers.get("Origin"), request.headers.get("Host", "")
     if host and _name_of(host) not in LOOPBACK_HOSTS:
         names = ", ".join(LOOPBACK_HOSTS)
-        raise web.HTTPForbidden(text=f"this server asks for no key (auth = false), and answers to {names} alone")
+        raise web.HTTPForbidden(
+            text=f"this server requires no key (auth = false) and accepts requests for {names} only"
+        )
     if origin is not None and origin != f"http://{host}":
-        raise web.HTTPForbidden(text="this server asks for no key, and answers no pages of others")
+        raise web.HTTPForbidden(
+            text="this server requires no key (auth = false) and rejects requests of other sites' pages"
+        )
 
 
 def _name_of(host: str) -> str | None:

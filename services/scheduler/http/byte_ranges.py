@@ -47,7 +47,9 @@ async def send(
         size = content.size
         range_ = wanted(request, size, etag)
         if range_ is None:
-            response = problem(416, f"there are {size} bytes, and none where the range begins", title="No such range")
+            response = problem(
+                416, f"the range begins beyond the {size} bytes of the content", title="Range not satisfiable"
+            )
             response.headers["Content-Range"] = f"bytes */{size}"
             return response
         first, length = range_

@@ -14,7 +14,9 @@ from pathlib import Path
 
 from aiohttp import web
 
+from opentinker.services.scheduler.http.routes import Route
 from opentinker.services.scheduler.http.stream_credentials import reached_by
+from opentinker.shared.security.authorization import Action
 from opentinker.shared.types.errors import NotFound
 
 HOME = Path(__file__).resolve().parents[1] / "page"
@@ -58,6 +60,7 @@ class Page:
         """`streams`: nats_websocket_url."""
         self._home, self._streams = HOME, streams
 
+    @Route("GET", "/", Action.FREE, "The dashboard", content="text/html")
     async def index(self, request: web.Request) -> web.Response:
         """Return the page; if it is not built, a page that explains how to build it."""
         try:
@@ -70,6 +73,7 @@ class Page:
         response.enable_compression()
         return response
 
+    @Route("GET", "/page/{name}", Action.FREE, "A script or style sheet of the dashboard", content="text/javascript")
     async def part(self, request: web.Request) -> web.Response:
         name = request.match_info["name"]
         if not _PART.fullmatch(name):
@@ -77,7 +81,7 @@ class Page:
         try:
             body = await asyncio.to_thread((self._home / name).read_bytes)
         except FileNotFoundError:
-            raise NotFound(f"the page has no {name[:100]!r}; load it again: it was built anew") from None
+            raise NotFound(f"the page has no {name[:100]!r}; reload the page: it was rebuilt") from None
         suffix = Path(name).suffix
         response = web.Response(body=body, content_type=TYPES[suffix], charset="utf-8", headers=HEADERS)
         response.headers["Cache-Control"] = "no-cache" if suffix == ".svg" else FOR_EVER

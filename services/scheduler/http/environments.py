@@ -19,10 +19,13 @@ from opentinker.services.scheduler.environments.unpack import MIB
 from opentinker.services.scheduler.environments.upload import Uploads, Version
 from opentinker.services.scheduler.http.auth import tenant_of
 from opentinker.services.scheduler.http.errors import body_read, json_response
+from opentinker.services.scheduler.http.routes import Integer, Parameter, Route
 from opentinker.services.scheduler.jobs.check_environment import ask
+from opentinker.shared import api_types
 from opentinker.shared.data import uploads
 from opentinker.shared.data.uploads import Reference
 from opentinker.shared.runtime.service import Context
+from opentinker.shared.security.authorization import Action
 from opentinker.shared.types.env_protocol import EnvCheck
 from opentinker.shared.types.errors import Conflict, SpecError
 
@@ -33,6 +36,9 @@ HEARD_OUT = 16
 AT_ONCE = 2
 """Packages that are unpacked at the same time: each takes a process (unpack.py)."""
 
+NAME = Parameter("name", "Name of the environment; default: the name in the package.")
+VERSION = Integer("version", "Only this version; default: all versions.", default=0, low=1, high=10**9 - 1)
+
 
 class EnvironmentsApi:
     def __init__(self, ctx: Context) -> None:
@@ -40,6 +46,16 @@ class EnvironmentsApi:
         self._uploads = Uploads.of(ctx.settings)
         self._unpacking = asyncio.Semaphore(AT_ONCE)
 
+    @Route(
+        "POST",
+        "/v1/environments",
+        Action.ENVIRONMENTS_WRITE,
+        "Upload an environment",
+        status=201,
+        parameters=(NAME,),
+        takes="application/x-tar",
+        answer=api_types.PushedEnvironment,
+    )
     async def push(self, request: web.Request) -> web.Response:
         name = request.query.get("name", "")
         tenant = tenant_of(request)
@@ -48,9 +64,10 @@ class EnvironmentsApi:
             await asyncio.to_thread(file.seek, 0)
             used = await self._used()
             async with self._unpacking:
-                package, version, new = await asyncio.to_thread(self._uploads.keep, file, tenant, name, used)
+                package, version, new = await asyncio.to_thread(self._uploads.store, file, tenant, name, used)
         reference = Reference(package.name, version.version, version.digest)
-        mistakes, checked = await ask(self.ctx, EnvCheck(name=str(reference), config=None, isolation="sandbox"), tenant)
+        reply = await ask(self.ctx, EnvCheck(name=str(reference), config=None, isolation="sandbox"), tenant)
+        mistakes, checked = reply.errors if reply is not None else [], reply is not None
         if new and not mistakes:
             try:
                 await asyncio.to_thread(self._uploads.fit, tenant, await self._used())
@@ -88,33 +105,55 @@ class EnvironmentsApi:
             ):  # who sends little more than that is heard out, and then reads why it is refused
                 break
         if size > most:
-            problem = f"is larger than what is taken: {self.ctx.settings.upload_mb} MB (upload_mb)"
+            problem = f"is larger than the limit of {self.ctx.settings.upload_mb} MB (upload_mb)"
             raise SpecError([{"field": "(package)", "value": None, "problem": problem}])
         if said is not None and said != digest.digest():
             raise SpecError([{"field": "Content-Digest", "value": request.headers["Content-Digest"][:100],
-                              "problem": "is not the digest of what has come: send it again"}])  # fmt: skip
+                              "problem": "does not match the received content; send it again"}])  # fmt: skip
 
+    @Route(
+        "GET",
+        "/v1/environments",
+        Action.ENVIRONMENTS_READ,
+        "List your environments with their latest versions",
+        answer=api_types.Environments,
+    )
     async def list(self, request: web.Request) -> web.Response:
         names = await asyncio.to_thread(self._uploads.names, tenant_of(request))
         newest = [{"name": name, **_shown(found[-1]), "versions": len(found)} for name, found in names.items()]
         return json_response({"environments": newest})
 
+    @Route(
+        "GET",
+        "/v1/environments/{name}",
+        Action.ENVIRONMENTS_READ,
+        "Get an environment and its versions, oldest first",
+        answer=api_types.Environment,
+    )
     async def get(self, request: web.Request) -> web.Response:
         name = request.match_info["name"]
         versions = await asyncio.to_thread(self._uploads.versions, tenant_of(request), name)
         return json_response({"name": name, "versions": [_shown(version) for version in versions]})
 
+    @Route(
+        "DELETE",
+        "/v1/environments/{name}",
+        Action.ENVIRONMENTS_WRITE,
+        "Delete an environment, or one version of it",
+        parameters=(VERSION,),
+        answer=api_types.DeletedEnvironment,
+    )
     async def delete(self, request: web.Request) -> web.Response:
         """A version that a job still needs stays: of a name all of whose versions shall go, all of them do."""
-        tenant, name, version = tenant_of(request), request.match_info["name"], _version(request)
+        tenant, name, version = tenant_of(request), request.match_info["name"], VERSION.read(request)
         versions = await asyncio.to_thread(self._uploads.versions, tenant, name)
-        going = {str(Reference(name, v.version, v.digest)) for v in versions if version in (None, v.version)}
+        going = {str(Reference(name, v.version, v.digest)) for v in versions if version in (0, v.version)}
         active = [job for job in await self.ctx.store.active_jobs() if job.tenant == tenant]
         used = [job for job in active if job.spec.get("environment", {}).get("name") in going]
         if used:
             jobs = ", ".join(job.id for job in used[:5])
-            raise Conflict(f"{len(used)} jobs that are not over play it: {jobs}; cancel them first")
-        gone = await asyncio.to_thread(self._uploads.delete, tenant, name, version)
+            raise Conflict(f"{len(used)} unfinished jobs use it: {jobs}; cancel them first")
+        gone = await asyncio.to_thread(self._uploads.delete, tenant, name, version or None)
         return json_response({"name": name, "deleted": [v.version for v in gone]})
 
 
@@ -140,10 +179,3 @@ def _shown(version: Version) -> dict[str, Any]:
     shown: dict[str, Any] = msgspec.to_builtins(version)
     shown["class"] = shown.pop("path")
     return shown
-
-
-def _version(request: web.Request) -> int | None:
-    text = request.query.get("version")
-    if text is not None and not re.fullmatch(r"[1-9][0-9]{0,8}", text):
-        raise SpecError([{"field": "version", "value": text[:100], "problem": "must be the number of a version"}])
-    return None if text is None else int(text)

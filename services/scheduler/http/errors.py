@@ -51,20 +51,20 @@ REQUESTS = Counter("opentinker_http_requests", "HTTP requests", ["method", "rout
 LATENCY = Histogram("opentinker_http_seconds", "Time until the response began", ["route"], registry=REGISTRY)
 
 HINTS = {
-    400: "see /openapi.json for what this route takes",
+    400: "see /openapi.json for what this route accepts",
     401: "send `Authorization: Bearer KEY`; our clients read OPENTINKER_API_KEY, or the file OPENTINKER_API_KEY_FILE",
-    403: "docs/keys.md says which roles and scopes allow what; `opentinker keys create` makes a key that may",
+    403: "docs/keys.md lists what roles and scopes allow; `opentinker keys create` creates a key",
     404: "see /openapi.json for the routes; GET /v1/jobs lists your jobs",
     405: "see /openapi.json for the methods of this route",
-    408: "send it again, or over a better line",
-    409: "GET the object to see its present state",
-    413: f"a body may have {BODY_LIMIT} bytes",
-    416: "ask for the whole of it",
+    408: "send the request again",
+    409: "GET the object to see its current state",
+    413: f"a request body may have at most {BODY_LIMIT} bytes",
+    416: "request the whole content",
     415: "send JSON with `Content-Type: application/json`; a spec may be TOML with `Content-Type: application/toml`",
     422: "correct the fields under `errors` and send it again",
-    429: "ask less often; `Retry-After` says when again",
-    500: "tell whoever operates the server the id",
-    503: "a part of the service is restarting; try again in a few seconds",
+    429: "send fewer requests; `Retry-After` says when to retry",
+    500: "report the id to the operator of the server",
+    503: "a part of the service is restarting; retry in a few seconds",
 }
 
 
@@ -87,7 +87,7 @@ class TooMany(OpenTinkerError):
 
     def __init__(self, what: str, wait_s: float) -> None:
         self.wait_s = max(1, math.ceil(wait_s))
-        super().__init__(f"too many {what}: the next is looked at in {self.wait_s} s")
+        super().__init__(f"too many {what}; retry in {self.wait_s} s")
 
 
 class SlowBody(OpenTinkerError):
@@ -105,9 +105,9 @@ async def body_read(what: str) -> AsyncIterator[None]:
         async with asyncio.timeout(BODY_S):
             yield
     except TimeoutError:
-        raise SlowBody(f"{what} has not come within {BODY_S:g} s") from None
+        raise SlowBody(f"{what} was not received within {BODY_S:g} s") from None
     except (ConnectionError, web.RequestPayloadError, HttpProcessingError) as error:
-        raise BrokenBody(f"{what} is broken off or wrongly framed: {type(error).__name__}") from None
+        raise BrokenBody(f"{what} is truncated or malformed: {type(error).__name__}") from None
 
 
 def json_response(data: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
@@ -192,7 +192,7 @@ def _http_problem(request: web.Request, error: web.HTTPException) -> web.Respons
     match error:
         case web.HTTPMethodNotAllowed():
             allowed = sorted(error.allowed_methods)
-            response = problem(405, f"{request.method} is not a method of {request.path}", title="Method not allowed")
+            response = problem(405, f"{request.path} does not support {request.method}", title="Method not allowed")
             response.headers["Allow"] = ", ".join(allowed)
             return response
         case web.HTTPUnauthorized():
@@ -214,7 +214,7 @@ def _unforeseen(request: web.Request, error: Exception) -> web.Response:
         raise error
     id = secrets.token_hex(6)
     log.error("request_failed", id=id, method=request.method, path=request.path[:300], exc_info=error)
-    return problem(500, f"a fault of the server, which its log has under the id {id}", title="Internal error", id=id)
+    return problem(500, f"internal error; the server's log has it under id {id}", title="Internal error", id=id)
 
 
 @web.middleware
@@ -277,7 +277,7 @@ def parse_json(raw: bytes) -> Any:
 
 
 def _bad_body(what: str) -> SpecError:
-    return SpecError([{"field": "(body)", "value": None, "problem": f"not acceptable JSON: {what}"}])
+    return SpecError([{"field": "(body)", "value": None, "problem": f"invalid JSON: {what}"}])
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -313,13 +313,3 @@ def parsed(kind: type[M], data: Any) -> M:
         raise SpecError(
             [{**mistake, "field": mistake["field"].replace("(whole spec)", "(body)")} for mistake in found]
         ) from None
-
-
-def integer(request: web.Request, name: str, default: int, low: int, high: int) -> int:
-    """A whole number of the query. Raises SpecError."""
-    text = request.query.get(name)
-    if text is None:
-        return default
-    if not re.fullmatch(r"[0-9]{1,19}", text) or not low <= int(text) <= high:
-        raise SpecError([{"field": name, "value": text[:100], "problem": f"must be a whole number, {low} to {high}"}])
-    return int(text)

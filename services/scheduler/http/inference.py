@@ -17,6 +17,7 @@ from aiohttp import web
 
 from opentinker.services.scheduler.http.errors import json_response, read_json
 from opentinker.services.scheduler.http.jobs import JobsApi
+from opentinker.services.scheduler.http.routes import Route
 from opentinker.services.scheduler.inference.router import InferenceRouter, refuse_unless_served
 from opentinker.shared.asyncio_tools import cancel_and_wait
 from opentinker.shared.openai import answers, requests
@@ -24,6 +25,7 @@ from opentinker.shared.openai.fields import InvalidField, Json, unknown_model
 from opentinker.shared.openai.inference import GenerateRequest, GenerateResult, adapters_in, models_of, names_of
 from opentinker.shared.openai.requests import ParsedRequest
 from opentinker.shared.openai.sampling import parse_manner
+from opentinker.shared.security.authorization import Action
 from opentinker.shared.types.core import JobRecord
 
 log = structlog.get_logger()
@@ -36,6 +38,7 @@ class InferenceApi:
     def __init__(self, jobs: JobsApi, replicas: InferenceRouter) -> None:
         self.jobs, self.replicas = jobs, replicas
 
+    @Route("GET", "/v1/jobs/{id}/v1/models", Action.INFERENCE_USE, "List the models of an inference job (OpenAI)")
     async def models(self, request: web.Request) -> web.Response:
         return json_response(self._cards(await self._job(request)))
 
@@ -45,13 +48,34 @@ class InferenceApi:
         length = job.spec["rollout"]["context_length"] or 0
         return answers.models(first, length, *others, adapters=adapters_in(job.spec))
 
+    @Route(
+        "GET",
+        "/v1/jobs/{id}/v1/models/{model}",
+        Action.INFERENCE_USE,
+        "Get a model of an inference job by any of its names (OpenAI)",
+        slashes="model",
+    )
     async def model(self, request: web.Request) -> web.Response:
         job, name = await self._job(request), request.match_info["model"]
         return json_response(answers.card_of(self._cards(job), name))
 
+    @Route(
+        "POST",
+        "/v1/jobs/{id}/v1/chat/completions",
+        Action.INFERENCE_USE,
+        "Create a chat completion, optionally streamed (OpenAI)",
+        takes="application/json",
+    )
     async def chat(self, request: web.Request) -> web.StreamResponse:
         return await self._ask(request, requests.parse_chat, chat=True)
 
+    @Route(
+        "POST",
+        "/v1/jobs/{id}/v1/completions",
+        Action.INFERENCE_USE,
+        "Create a completion of text or token ids (OpenAI)",
+        takes="application/json",
+    )
     async def completions(self, request: web.Request) -> web.StreamResponse:
         return await self._ask(request, requests.parse_completion, chat=False)
 
@@ -114,7 +138,7 @@ class InferenceApi:
             headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no", "X-Content-Type-Options": "nosniff"}
         )
         response.content_type = "text/event-stream"
-        stream, sent, counted = answers.Stream(asked, chat=chat), 0, 0
+        stream, sent, counted = answers.AnswerStream(asked, chat=chat), 0, 0
         try:
             async with aclosing(self.replicas.answer(job, ask)) as pieces:
                 async for piece in pieces:
@@ -136,7 +160,9 @@ class InferenceApi:
         return response
 
 
-def _rest(stream: answers.Stream, asked: ParsedRequest, reply: GenerateResult, sent: int, counted: int) -> list[Json]:
+def _rest(
+    stream: answers.AnswerStream, asked: ParsedRequest, reply: GenerateResult, sent: int, counted: int
+) -> list[Json]:
     """Return chunks for the unsent part of the result: characters from `sent`, tokens from `counted`."""
     if reply.tool_calls:
         return [stream.calls(reply, reply.tokens, reply.likely), *stream.end(reply)]
@@ -163,7 +189,7 @@ async def _while_there(request: web.Request, answering: asyncio.Task[web.StreamR
             await asyncio.wait([answering], timeout=GONE_S)
             if request.transport is None or request.transport.is_closing():
                 await cancel_and_wait(answering)
-                log.info("client_gone", path=request.path)
+                log.info("client_disconnected", path=request.path)
                 return web.Response(status=499, reason="Client closed request")
         return answering.result()
     except ConnectionResetError:

@@ -1,4 +1,5 @@
-"""Handlers of /v1/jobs and everything below it. Only `found` loads a job for them, if the requester may see it."""
+"""Handlers of /v1/jobs, and of what is done with a job. Only `found` loads a job, for the routes of other files below
+/v1/jobs/{id} too, if the requester may see it."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import asyncio
 import re
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,52 +17,55 @@ import orjson
 import structlog
 from aiohttp import web
 
-from opentinker.services.scheduler.artifacts.catalog import Artifacts
+from opentinker.services.scheduler.artifacts.catalog import ArtifactCatalog
 from opentinker.services.scheduler.artifacts.retention import Rule
-from opentinker.services.scheduler.http import transcripts
 from opentinker.services.scheduler.http.auth import may_see, principal_of, tenant_of
-from opentinker.services.scheduler.http.errors import integer, json_response
-from opentinker.services.scheduler.http.single_flight import SingleFlight
+from opentinker.services.scheduler.http.errors import json_response
+from opentinker.services.scheduler.http.routes import Integer, Parameter, Route
 from opentinker.services.scheduler.http.spec_body import read_spec
-from opentinker.services.scheduler.jobs.metric_history import MetricHistory
 from opentinker.services.scheduler.jobs.submit import submit
 from opentinker.services.scheduler.placement.cluster_view import Cluster
+from opentinker.shared import api_types
 from opentinker.shared.messaging.subjects import METRIC, METRICS, WAKE
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.runtime.tracing import incoming
-from opentinker.shared.state.staleness import Admission
-from opentinker.shared.types.core import Discard, JobRecord, JobState
+from opentinker.shared.security.authorization import Action
+from opentinker.shared.single_flight import SingleFlight
+from opentinker.shared.spec import JobSpec
+from opentinker.shared.state.staleness import admission_of
+from opentinker.shared.types.core import JobRecord, JobState
 from opentinker.shared.types.errors import Conflict, NotFound, SpecError
 from opentinker.shared.types.telemetry import MetricPoint
 
 log = structlog.get_logger()
 
 JOB_ID = re.compile(r"j-[a-z0-9]{10}")
-EVENT_ID = re.compile(r"[0-9]{1,15}(-[0-9]{1,15})?")
 IDEMPOTENCY_KEY = re.compile(r"[\x21-\x7e]{1,200}")
-LOOK_S = 1.0
 FRESH_S = 0.5
 """So old may the last metrics of a job be."""
-COMMENT_S = 10.0
-"""An idle event stream says something so often, so that proxies keep it and a dead client is noticed."""
-POINTS = 1000
-MOST_POINTS = 10_000
-JOBS = 100
-FAILURES = 100
-MOST_FAILURES = 1000
+STATES = tuple(state.value for state in JobState)
 PAUSABLE = (JobState.QUEUED, JobState.STARTING, JobState.RUNNING)
-MOST_JOBS = 1000
 MOST_LOOKED = 500
 SEARCH = 200
 """Characters."""
+
+KEY = Parameter(
+    "Idempotency-Key", "Up to 200 characters; requests with the same key and spec create one job, for 24 h.", "header"
+)
+BEFORE_JOB = Parameter("before", "Only jobs created before this one: the cursor of the previous response.")
+LIMIT_JOBS = Integer("limit", "Jobs per response.", default=100, low=1, high=1000)
+STATE_JOBS = Parameter("state", f"Only jobs in this state: {', '.join(STATES)}.")
+SEARCH_JOBS = Parameter(
+    "search", "Only jobs with all of these words in their id, name, kind, model, environment or key id."
+)
+POLICY = Parameter("policy", "One of the job's policies; needed where it has several.")
 
 
 class JobsApi:
     def __init__(self, ctx: Context) -> None:
         self.ctx, self.store, self.bus = ctx, ctx.store, ctx.bus
-        self.artifacts = Artifacts(ctx)
-        self._history = MetricHistory(ctx.bus, self.artifacts)
-        self._points = SingleFlight(self._last_metrics, FRESH_S)
+        self.artifacts = ArtifactCatalog(ctx)
+        self._points = SingleFlight[dict[str, Any]](FRESH_S)
         """Every page that shows a job asks for them every two seconds."""
 
     async def found(self, request: web.Request) -> JobRecord:
@@ -76,9 +81,28 @@ class JobsApi:
         """Return a job whose history and artifacts exist. Raises NotFound, HTTPGone."""
         job = await self.found(request)
         if job.deleted:
-            raise web.HTTPGone(text=f"what job {job.id} left was deleted; its record and its usage are there")
+            raise web.HTTPGone(text=f"the artifacts of job {job.id} were deleted; its record and usage remain")
         return job
 
+    @staticmethod
+    def part(request: web.Request, job: JobRecord) -> JobRecord:
+        """Return the job, or of one with several policies the part that the request names. Raises SpecError."""
+        policy = request.query.get("policy", "")
+        if policy in (job.policies or ("",)):
+            return job.part(policy)
+        named = f"must be one of {', '.join(job.policies)}" if job.policies else "job has one policy, without a name"
+        raise SpecError([{"field": "policy", "value": policy[:100] or None, "problem": named}])
+
+    @Route(
+        "POST",
+        "/v1/jobs",
+        Action.JOBS_WRITE,
+        "Submit a job",
+        status=201,
+        parameters=(KEY,),
+        body=JobSpec,
+        answer=api_types.JobSummary,
+    )
     async def create(self, request: web.Request) -> web.Response:
         key = request.headers.get("Idempotency-Key")
         if key is not None and not IDEMPOTENCY_KEY.fullmatch(key):
@@ -97,10 +121,18 @@ class JobsApi:
             summary["waiting_for"] = cluster.lacks(record)
         return json_response(summary, 201, headers)
 
+    @Route(
+        "GET",
+        "/v1/jobs",
+        Action.JOBS_READ,
+        "List your jobs, newest first",
+        parameters=(BEFORE_JOB, LIMIT_JOBS, STATE_JOBS, SEARCH_JOBS),
+        answer=api_types.Jobs,
+    )
     async def list(self, request: web.Request) -> web.Response:
         """`cursor` is the `before` of the next call. With a filter one call looks at MOST_LOOKED jobs at most: `more`
         says whether there are any behind those, however few were found."""
-        limit = integer(request, "limit", JOBS, 1, MOST_JOBS)
+        limit = LIMIT_JOBS.read(request)
         before = request.query.get("before", "")
         wanted = _filter(request)
         looks = MOST_LOOKED if wanted else limit
@@ -116,9 +148,16 @@ class JobsApi:
             {"jobs": [_summary(job) for job in found], "cursor": cursor, "more": full or len(page) == looks}
         )
 
+    @Route(
+        "GET",
+        "/v1/jobs/{id}",
+        Action.JOBS_READ,
+        "Get a job: state, ledger, workers, latest metrics",
+        answer=api_types.Job,
+    )
     async def get(self, request: web.Request) -> web.Response:
         job = await self.found(request)
-        ledger = await Admission(self.store.redis, job.id).ledger()
+        ledgers = {name: await self._ledger(job, name) for name in job.policies or ("",)}
         workers = [
             {"id": w.id, "pool": w.pool, "status": w.status, "host": w.host, "pid": w.pid, "detail": w.detail}
             for w in await self.store.workers()
@@ -128,20 +167,32 @@ class JobsApi:
             {
                 **_summary(job),
                 "spec": job.spec,
-                "ledger": {**msgspec.to_builtins(ledger), "version": str(ledger.version), "balanced": ledger.balanced},
+                "ledger": next(iter(ledgers.values())),
+                **(
+                    {"policies": {name: {"ledger": ledger} for name, ledger in ledgers.items()}} if job.policies else {}
+                ),
                 "workers": workers,
-                "metrics": await (self._last_metrics(job.id) if job.state.final else self._points.get(job.id)),
+                "metrics": await (
+                    self._last_metrics(job.id)
+                    if job.state.final
+                    else self._points.get(job.id, partial(self._last_metrics, job.id))
+                ),
                 **({"result": orjson.loads(job.result)} if job.result else {}),
                 "artifacts": await self._kept(job),
             }
         )
 
+    async def _ledger(self, job: JobRecord, policy: str) -> dict[str, Any]:
+        ledger = await admission_of(self.store.redis, job, policy).ledger()
+        return {**msgspec.to_builtins(ledger), "version": str(ledger.version), "balanced": ledger.balanced}
+
     async def _kept(self, job: JobRecord) -> dict[str, Any]:
         index = self.artifacts.index
-        names = [name for name, one in (await index.published(job.tenant)).items() if one.job == job.id]
+        parts = job.artifact_ids
+        names = [name for name, one in (await index.published(job.tenant)).items() if one.job in parts]
         return {
             "rule": str(Rule.of(job.spec)),
-            "bytes": sum(kept.bytes for kept in (await index.of(job.id)).values()),
+            "bytes": sum([kept.bytes for part in parts for kept in (await index.of(part)).values()]),
             "expires": await index.expires(job.id),
             "published": names,
         }
@@ -165,10 +216,18 @@ class JobsApi:
         points = [msgspec.json.decode(message.data or b"", type=MetricPoint) for message in messages]
         return {p.source: {"step": p.step, "time": p.time, "values": p.values} for p in points}
 
+    @Route("POST", "/v1/jobs/{id}/cancel", Action.JOBS_WRITE, "Cancel a job", answer=api_types.JobSummary)
     async def cancel(self, request: web.Request) -> web.Response:
         job = await self.found(request)
         return await self._end(job.id, JobState.CANCELLED, reason="cancelled by request", verb="cancel")
 
+    @Route(
+        "POST",
+        "/v1/jobs/{id}/pause",
+        Action.JOBS_WRITE,
+        "Pause a job: save its training state and release its workers",
+        answer=api_types.JobSummary,
+    )
     async def pause(self, request: web.Request) -> web.Response:
         """Save the job's training state and release its workers. Pausing a paused job is allowed."""
         job = await self.found(request)
@@ -177,6 +236,13 @@ class JobsApi:
         )
         return json_response(_summary(await self.store.job(job.id)))
 
+    @Route(
+        "POST",
+        "/v1/jobs/{id}/resume",
+        Action.JOBS_WRITE,
+        "Resume a paused job from its latest checkpoint",
+        answer=api_types.JobSummary,
+    )
     async def resume(self, request: web.Request) -> web.Response:
         """Back to the queue. Resuming what is not paused, and not over, is fine."""
         job = await self.found(request)
@@ -198,16 +264,9 @@ class JobsApi:
                 raise Conflict(f"job {job.id} is {state}: it cannot be {done}") from None
         await self.bus.emit(WAKE, {"job": job.id}, who="scheduler")
 
-    async def failures(self, request: web.Request) -> web.Response:
-        """Return permanent failures: the newest groups with their errors, and the number of all."""
-        job = await self.undeleted(request)
-        limit = integer(request, "limit", FAILURES, 1, MOST_FAILURES)
-        ledger = await Admission(self.store.redis, job.id).ledger()
-        found = await self.store.failures(job.id, limit)
-        invalid = {Discard.INVALID.value: ledger.discarded.get(Discard.INVALID, 0)}
-        counts = ledger.failed | {reason: count for reason, count in invalid.items() if count}
-        return json_response({"failures": found, "counts": counts})
-
+    @Route(
+        "POST", "/v1/jobs/{id}/complete", Action.JOBS_WRITE, "Complete an inference job", answer=api_types.JobSummary
+    )
     async def complete(self, request: web.Request) -> web.Response:
         """Complete a job that does not end by itself."""
         job = await self.found(request)
@@ -226,95 +285,8 @@ class JobsApi:
         await self.bus.emit(WAKE, {"job": job_id}, who="scheduler")
         return json_response(_summary(await self.store.job(job_id)))
 
-    # --- events -------------------------------------------------------------------------------------------------
-
-    async def events(self, request: web.Request) -> web.StreamResponse:
-        job = await self.found(request)
-        after = request.query.get("after") or request.headers.get("Last-Event-ID") or "0"
-        if not EVENT_ID.fullmatch(after):
-            raise SpecError(
-                [{"field": "after", "value": after[:100], "problem": "not an event id, e.g. 1763712000000-0"}]
-            )
-        match request.query.get("format", "sse"):
-            case "json":
-                return json_response({"events": await self._all_events(job.id, after)})
-            case "sse":
-                return await self._stream_events(request, job.id, after)
-            case other:
-                raise SpecError([{"field": "format", "value": other[:100], "problem": "must be `sse` or `json`"}])
-
-    async def _all_events(self, job: str, after: str) -> list[dict[str, Any]]:  # type: ignore[valid-type]
-        found: Any = []
-        while page := await self.store.events(job, after):
-            found += page
-            after = page[-1]["id"]
-        return found  # type: ignore[no-any-return]
-
-    async def _stream_events(self, request: web.Request, job: str, after: str) -> web.StreamResponse:
-        """Until the event of the final state is out, the client leaves, or the service stops."""
-        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no", "X-Content-Type-Options": "nosniff"}
-        response = web.StreamResponse(headers=headers)
-        response.content_type = "text/event-stream"
-        await response.prepare(request)
-        said_at = time.monotonic()
-        while not self.ctx.stopping.is_set() and request.transport is not None and not request.transport.is_closing():
-            over = (await self.store.job(job)).state.final
-            page = await self.store.events(job, after, block_ms=None if over else int(LOOK_S * 1000))
-            for event in page:
-                after = event["id"]
-                text = f"id: {after}\nevent: {event['event']}\ndata: {orjson.dumps(event).decode()}\n\n"
-                await response.write(text.encode())
-                said_at = time.monotonic()
-                if event.get("state") in FINAL:
-                    return response
-            if over and not page:
-                return response
-            if time.monotonic() - said_at > COMMENT_S:
-                await response.write(b": nothing new\n\n")
-                said_at = time.monotonic()
-        return response
-
-    # --- metrics ------------------------------------------------------------------------------------------------
-
-    async def metrics(self, request: web.Request) -> web.Response:
-        """Read from the stream and metrics.jsonl, so it survives every service; `cursor` is the `after` of the next
-        call."""
-        job = await self.undeleted(request)
-        after = integer(request, "after", 0, 0, 2**62)
-        limit = integer(request, "limit", POINTS, 1, MOST_POINTS)
-        source, names = request.query.get("source", "*"), request.query.get("names", "")
-        wanted = set(names.split(",")) if names else None
-        found, more = await self._history.page(job, after, limit, "*" if source == ">" else source)
-        points = [
-            {
-                "cursor": at,
-                "source": p.source,
-                "incarnation": p.incarnation,
-                "seq": p.seq,
-                "time": p.time,
-                "step": p.step,
-                "values": {k: v for k, v in p.values.items() if wanted is None or k in wanted},
-            }
-            for at, p in found
-        ]
-        if wanted is not None:
-            points = [point for point in points if point["values"]]
-        cursor = found[-1][0] if found else after
-        return json_response({"metrics": points, "cursor": cursor, "more": more})
-
-    async def transcripts(self, request: web.Request) -> web.Response:
-        """Validation episodes, word by word: of one step, by default the newest that has any."""
-        job = await self.undeleted(request)
-        step = integer(request, "step", -1, 0, 10**12)
-        home = self.home(job)
-        return json_response(await asyncio.to_thread(transcripts.read, home, None if step < 0 else step))
-
     def home(self, job: JobRecord) -> Path:
         return self.artifacts.home(job)
-
-
-STATES = tuple(state.value for state in JobState)
-FINAL = {state.value for state in JobState if state.final}
 
 
 def _filter(request: web.Request) -> Callable[[JobRecord], bool] | None:

@@ -14,17 +14,21 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from opentinker.services.scheduler.http.auth import may_see, principal_of, tenant_of
 from opentinker.services.scheduler.http.errors import json_response, parsed, read_json
+from opentinker.services.scheduler.http.routes import Parameter, Route
+from opentinker.shared import api_types
 from opentinker.shared.durable_files import file_system
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.security.authorization import DEFAULT_TENANT, MAY, Action, Role, outranks
 from opentinker.shared.security.key_text import KEY_ID, new_key
-from opentinker.shared.state.keys import TENANT, Key, Keys
+from opentinker.shared.state.keys import TENANT, Key, KeyStore
 from opentinker.shared.types.errors import NotFound, SpecError
 from opentinker.shared.types.mistakes import Mistakes
 
 DAY_S = 86400.0
 GRACE_S = DAY_S
 NO_STORE = {"Cache-Control": "no-store"}
+
+OF_TENANT = Parameter("tenant", "For operators: another tenant; default: your own.")
 
 
 class NewKey(BaseModel):
@@ -65,8 +69,17 @@ class Rotation(BaseModel):
 class KeysApi:
     def __init__(self, ctx: Context) -> None:
         self._env, self._asks = ctx.settings.key_env, ctx.settings.auth
-        self._keys = Keys(ctx.store.redis)
+        self._keys = KeyStore(ctx.store.redis)
 
+    @Route(
+        "POST",
+        "/v1/keys",
+        Action.KEYS_WRITE,
+        "Create an API key; the response is the only place that shows it",
+        status=201,
+        body=NewKey,
+        answer=api_types.MadeKey,
+    )
     async def create(self, request: web.Request) -> web.Response:
         asked = parsed(NewKey, await read_json(request))
         tenant = asked.tenant or tenant_of(request)
@@ -84,6 +97,14 @@ class KeysApi:
         )  # fmt: skip
         return json_response({"key": text, **_shown(key, now)}, 201, NO_STORE)
 
+    @Route(
+        "GET",
+        "/v1/keys",
+        Action.KEYS_READ,
+        "List API keys, oldest first, without their secrets",
+        parameters=(OF_TENANT,),
+        answer=api_types.Keys,
+    )
     async def list(self, request: web.Request) -> web.Response:
         tenant = request.query.get("tenant", tenant_of(request))
         if tenant != tenant_of(request) and not (may_see(request, tenant) and tenant in await self._keys.tenants()):
@@ -91,6 +112,14 @@ class KeysApi:
         now = time.time()
         return json_response({"keys": [_shown(key, now) for key in await self._keys.of(tenant)]})
 
+    @Route(
+        "POST",
+        "/v1/keys/{id}/rotate",
+        Action.KEYS_WRITE,
+        "Rotate an API key: replace its secret; the response is the only place that shows it",
+        body=Rotation,
+        answer=api_types.MadeKey,
+    )
     async def rotate(self, request: web.Request) -> web.Response:
         """Replace the key's secret. Its id and rights stay."""
         key = await self._found(request)
@@ -100,6 +129,7 @@ class KeysApi:
         await self._keys.rotate(key.id, text, now=now, grace_s=grace_s)
         return json_response({"key": text, **_shown(await self._known(key.id), now)}, headers=NO_STORE)
 
+    @Route("POST", "/v1/keys/{id}/revoke", Action.KEYS_WRITE, "Revoke an API key", answer=api_types.Key)
     async def revoke(self, request: web.Request) -> web.Response:
         """Revoking what is revoked already is fine: the call may be repeated."""
         key = await self._found(request)
@@ -107,6 +137,9 @@ class KeysApi:
         await self._keys.revoke(key.id, now=now)
         return json_response(_shown(await self._known(key.id), now))
 
+    @Route(
+        "GET", "/v1/whoami", Action.ABOUT, "Show the tenant, role and scopes of the key in use", answer=api_types.WhoAmI
+    )
     async def whoami(self, request: web.Request) -> web.Response:
         """Return the identity of the key in the request. Without authentication: an operator, and `auth` explains
         it."""
@@ -125,6 +158,7 @@ class KeysApi:
             }
         )
 
+    @Route("GET", "/v1/tenants", Action.SERVER_READ, "List tenants", answer=api_types.Tenants)
     async def tenants(self, _: web.Request) -> web.Response:
         found = await self._keys.tenants()
         return json_response({"tenants": [{"name": name, "since": since} for name, since in found.items()]})
@@ -148,7 +182,7 @@ class KeysApi:
 def _refuse_more(request: web.Request, role: Role, scopes: Sequence[Action] | None) -> None:
     principal = principal_of(request)
     if not outranks(principal, role, MAY[role] if scopes is None else scopes):
-        raise web.HTTPForbidden(text=f"a {role}'s key with these scopes may what yours, a {principal.role}'s, may not")
+        raise web.HTTPForbidden(text=f"a {role} key with these scopes has rights that your {principal.role} key lacks")
 
 
 def _no_tenant(name: str) -> NotFound:

@@ -15,54 +15,87 @@ import orjson
 from aiohttp import web
 
 from opentinker.services.scheduler.http import transcripts
-from opentinker.services.scheduler.http.errors import integer, json_response
-from opentinker.services.scheduler.http.jobs import JobsApi
+from opentinker.services.scheduler.http.errors import json_response
+from opentinker.services.scheduler.http.job_history import COMMENT_S, FORMAT, LOOK_S, STREAM
+from opentinker.services.scheduler.http.jobs import POLICY, JobsApi
+from opentinker.services.scheduler.http.routes import Integer, Parameter, Route
+from opentinker.shared import api_types
 from opentinker.shared.asyncio_tools import wait_event
 from opentinker.shared.messaging.subjects import LOG, TIMELINE
+from opentinker.shared.security.authorization import Action
 from opentinker.shared.types.core import JobRecord
 from opentinker.shared.types.errors import SpecError
 from opentinker.shared.types.telemetry import LEVELS, LogLine
 
-MOST_STEPS = 1000
-PARTS = 1000
 LINES = 1000
-MOST_LINES = 10_000
-LOOK_S = 1.0
-COMMENT_S = 10.0
 LINGER_S = 3.0
 """After a job's end its services still say how they let go of it."""
-STREAM = {"Cache-Control": "no-store", "X-Accel-Buffering": "no", "X-Content-Type-Options": "nosniff"}
+MAX_LINES = 10_000
+TRAINED = Integer("step", "Optimizer step that trained on the episodes; default: the latest.", default=-1, high=10**12)
+AFTER_STEP = Integer("after", "Only steps after this one.", high=10**12)
+LIMIT_STEPS = Integer("limit", "Steps in the response, the newest.", default=1, low=1, high=1000)
+AFTER_PART = Integer("after", "Only parts after this cursor.")
+LAST_S = Integer("last_s", "Only the last seconds; 0: everything.", high=7 * 86400)
+LIMIT_PARTS = Integer("limit", "Parts per response.", default=1000, low=1, high=MAX_LINES)
+AFTER_LINE = Integer("after", "Only lines after this cursor; `Last-Event-ID` is equivalent.")
+LEVEL = Parameter("level", f"Lines of this level and above: {', '.join(LEVELS)}.")
+LAST = Integer("last", "Only the last of the current lines; 0: all.", high=MAX_LINES)
+LIMIT_LINES = Integer("limit", "With `format=json`: lines per response.", default=LINES, low=1, high=MAX_LINES)
 
 
-class KnowingApi:
+class ObservabilityApi:
     def __init__(self, jobs: JobsApi) -> None:
         self.jobs, self.ctx, self.store, self.bus = jobs, jobs.ctx, jobs.store, jobs.bus
 
+    @Route(
+        "GET",
+        "/v1/jobs/{id}/rollouts",
+        Action.JOBS_READ,
+        "List stored training episodes",
+        parameters=(TRAINED, POLICY),
+        answer=api_types.Rollouts,
+    )
     async def rollouts(self, request: web.Request) -> web.Response:
         """Episodes of one step's batch: by default of the newest step that has any."""
         job = await self.jobs.undeleted(request)
-        step = integer(request, "step", -1, 0, 10**12)
-        home = self.jobs.home(job)
+        step = TRAINED.read(request)
+        home = self.jobs.home(self.jobs.part(request, job))
         return json_response(await asyncio.to_thread(transcripts.read, home, None if step < 0 else step, "rollouts"))
 
+    @Route(
+        "GET",
+        "/v1/jobs/{id}/distributions",
+        Action.JOBS_READ,
+        "Histograms of a step's rewards, lengths, turns, staleness and importance ratios",
+        parameters=(TRAINED, AFTER_STEP, LIMIT_STEPS, POLICY),
+        answer=api_types.Distributions,
+    )
     async def distributions(self, request: web.Request) -> web.Response:
         """Return distributions of one step, or of the newest `limit` above `after`, oldest first."""
         job = await self.jobs.undeleted(request)
-        step = integer(request, "step", -1, 0, 10**12)
-        after, limit = integer(request, "after", 0, 0, 10**12), integer(request, "limit", 1, 1, MOST_STEPS)
-        home = self.jobs.home(job)
+        step = TRAINED.read(request)
+        after, limit = AFTER_STEP.read(request), LIMIT_STEPS.read(request)
+        home = self.jobs.home(self.jobs.part(request, job))
         found = await asyncio.to_thread(transcripts.distributions, home, None if step < 0 else step, after, limit)
         return json_response({"distributions": found})
 
+    @Route(
+        "GET",
+        "/v1/jobs/{id}/timeline",
+        Action.JOBS_READ,
+        "List the activity of a job's workers, per second",
+        parameters=(AFTER_PART, LAST_S, LIMIT_PARTS),
+        answer=api_types.Timeline,
+    )
     async def timeline(self, request: web.Request) -> web.Response:
         """Return the activity of the job's workers, in the order of arrival.
 
         `cursor` is the `after` of the next call.
         """
         job = await self.jobs.undeleted(request)
-        after = integer(request, "after", 0, 0, 2**62)
-        last_s = integer(request, "last_s", 0, 0, 7 * 86400)
-        limit = integer(request, "limit", PARTS, 1, MOST_LINES)
+        after = AFTER_PART.read(request)
+        last_s = LAST_S.read(request)
+        limit = LIMIT_PARTS.read(request)
         since = time.time() - last_s if last_s else None
         found = await self.bus.history(TIMELINE, after, limit, since=since, job=job.id, worker="*")
         kept = [(seq, part) for seq, part in found if seq > after]
@@ -72,19 +105,27 @@ class KnowingApi:
 
     # --- logs ---------------------------------------------------------------------------------------------------
 
+    @Route(
+        "GET",
+        "/v1/jobs/{id}/logs",
+        Action.JOBS_READ,
+        "List or stream log lines of all services about a job",
+        parameters=(AFTER_LINE, LEVEL, LAST, LIMIT_LINES, FORMAT),
+        answer=api_types.LogLines,
+    )
     async def logs(self, request: web.Request) -> web.StreamResponse:
         """Return log lines; `cursor` is the `after` of the next call; `last` limits the number of current lines."""
         job = await self.jobs.undeleted(request)
-        after = integer(request, "after", _resumed(request), 0, 2**62)
+        after = AFTER_LINE.read(request, _resumed(request))
         level = request.query.get("level", LEVELS[0])
         if level not in LEVELS:
             raise SpecError(
                 [{"field": "level", "value": level[:100], "problem": f"must be one of {', '.join(LEVELS)}"}]
             )
-        last = integer(request, "last", 0, 0, MOST_LINES)
+        last = LAST.read(request)
         match request.query.get("format", "sse"):
             case "json":
-                limit = integer(request, "limit", LINES, 1, MOST_LINES)
+                limit = LIMIT_LINES.read(request)
                 return json_response(await self._page(job.id, after, level, last, limit))
             case "sse":
                 return await self._stream(request, job, after, level, last)
@@ -102,10 +143,10 @@ class KnowingApi:
     async def _last(self, job: str, after: int, level: str, last: int) -> tuple[list[dict[str, Any]], int]:
         kept: deque[dict[str, Any]] = deque(maxlen=last)
         while True:
-            found = await self.bus.history(LOG, after, MOST_LINES, job=job, level="*")
+            found = await self.bus.history(LOG, after, MAX_LINES, job=job, level="*")
             kept.extend(_shown(found, level))
             after = found[-1][0] if found else after
-            if len(found) < MOST_LINES:
+            if len(found) < MAX_LINES:
                 return list(kept), after
 
     async def _stream(

@@ -1,18 +1,17 @@
-"""The route table's type, and the OpenAPI 3.1 document made from it: nothing is documented that is not served."""
+"""Generates the OpenAPI 3.1 document from the route table."""
 
 from __future__ import annotations
 
 import inspect
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, is_typeddict
 
 import msgspec
-from pydantic import BaseModel
 
 import opentinker
-from opentinker.services.scheduler.http.errors import OPENAI, Handler
+from opentinker.services.scheduler.http.errors import OPENAI
+from opentinker.services.scheduler.http.routes import Parameter, Route
 from opentinker.services.scheduler.http.spec_body import TOML
 from opentinker.shared import api_types
 from opentinker.shared.messaging.asyncapi import documented
@@ -20,42 +19,6 @@ from opentinker.shared.security.authorization import Action
 from opentinker.shared.spec import JobSpec
 
 _SCHEMAS = "#/components/schemas/"
-
-
-@dataclass(frozen=True)
-class Parameter:
-    name: str
-    place: str
-    """query | header | path"""
-    meaning: str
-    type: str = "string"
-
-
-@dataclass(frozen=True)
-class Route:
-    method: str
-    path: str
-    handler: Handler
-    action: Action
-    """Action that the requester must be allowed; `auth.py` checks it."""
-    summary: str
-    status: int = 200
-    parameters: tuple[Parameter, ...] = ()
-    body: type[BaseModel] | None = None
-    """Type of the JSON body."""
-    content: str = "application/json"
-    """Media type of the answer."""
-    takes: str = ""
-    """Media type of a body that is not JSON."""
-    answer: Any = None
-    """One of `shared/api_types`, where its fields are told."""
-    slashes: str = ""
-    """The name in the path whose value may hold slashes."""
-
-    @property
-    def pattern(self) -> str:
-        """The path as aiohttp's router takes it."""
-        return self.path.replace(f"{{{self.slashes}}}", f"{{{self.slashes}:.+}}") if self.slashes else self.path
 
 
 def document(routes: Sequence[Route]) -> dict[str, Any]:
@@ -95,28 +58,32 @@ def _answers(kinds: Sequence[Any]) -> dict[str, Any]:
     return schemas
 
 
-_BEARER = "An API key, ot_ENV_ID_SECRET; what it may do is a matter of its role and its scopes."
+_BEARER = "An API key, ot_ENV_ID_SECRET. Its role and scopes determine what it allows."
 
 
 def _operation(route: Route) -> dict[str, Any]:
-    in_path = [Parameter(name, "path", "") for name in re.findall(r"{(\w+)}", route.path)]
-    errors = {"422": "Every mistake in the request"} if route.body or route.takes or route.parameters else {}
-    errors |= {"404": "Unknown id"} if in_path else {}
+    in_path = [Parameter(name, "", "path") for name in re.findall(r"{(\w+)}", route.path)]
+    errors = (
+        {"422": "Invalid request; `errors` lists every mistake"}
+        if route.body or route.takes or route.parameters
+        else {}
+    )
+    errors |= {"404": "Not found"} if in_path else {}
     ranged = any(p.name == "Range" for p in route.parameters)
-    errors |= {"416": "Nothing is where the range begins"} if ranged else {}
+    errors |= {"416": "Range not satisfiable"} if ranged else {}
     if route.action is not Action.FREE:
-        errors |= {"401": "A key is asked for", "429": "Too many requests; see Retry-After"}
+        errors |= {"401": "API key missing or invalid", "429": "Too many requests; see Retry-After"}
         errors |= {} if route.action is Action.ABOUT else {"403": f"The key does not allow {route.action}"}
     errors |= (
         {
-            "408": "The body did not come",
-            "413": "The body is too large",
-            "415": "A compressed body, or of another type",
+            "408": "The request body was not received in time",
+            "413": "The request body is too large",
+            "415": "Compressed body, or unsupported media type",
         }
         if route.body or route.takes
         else {}
     )
-    errors |= {"503": "Redis or NATS does not answer"} if route.path.startswith("/v1") else {}
+    errors |= {"503": "Redis or NATS is unavailable"} if route.path.startswith("/v1") else {}
     problem = {"application/problem+json": {"schema": {"$ref": _SCHEMAS + "Problem"}}}
     if OPENAI.match(route.path):
         errors = {status: text for status, text in errors.items() if status != "422"} | _OPENAI_ERRORS
@@ -131,14 +98,14 @@ def _operation(route: Route) -> dict[str, Any]:
                 "name": p.name,
                 "in": p.place,
                 "required": p.place == "path",
-                "schema": {"type": p.type},
+                "schema": p.schema,
                 **({"description": p.meaning} if p.meaning else {}),
             }
             for p in [*in_path, *route.parameters]
         ],
         "responses": {
             str(route.status): {"description": route.summary, "content": {route.content: answer}},
-            **({"206": {"description": "The range", "content": {route.content: {}}}} if ranged else {}),
+            **({"206": {"description": "Partial content", "content": {route.content: {}}}} if ranged else {}),
             **{status: {"description": text, "content": problem} for status, text in errors.items()},
         },
     }
@@ -154,14 +121,14 @@ def _operation(route: Route) -> dict[str, Any]:
 
 
 _OPENAI_ERRORS = {
-    "400": "What is wrong in the request, or not to be done",
-    "409": "The job is over: it answers no more requests",
-    "503": "No rollout worker can answer now, or Redis or NATS does not",
+    "400": "Invalid request",
+    "409": "The job has ended and answers no more requests",
+    "503": "No rollout worker is available, or Redis or NATS is unavailable",
 }
 _OPENAI_ANSWERS = {
-    "429": "More requests than the job's rollout workers take, or than the server does; see Retry-After",
-    "500": "The engine failed, or the answer is too large",
-    "504": "No answer within serving.request_timeout_s",
+    "429": "The job's rollout workers or the server are overloaded; see Retry-After",
+    "500": "The engine failed, or the response is too large",
+    "504": "No response within serving.request_timeout_s",
 }
 """Statuses of routes that generate."""
 _OPENAI_ERROR = {

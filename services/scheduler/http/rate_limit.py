@@ -1,10 +1,11 @@
-"""Limits per client of the HTTP server: connections, requests a second, wrong keys a second, time for a body; and
-rejection of requests that no honest client sends.
+"""Limits clients of the HTTP server: connections, requests a second, lookups of unknown keys a second; and rejects
+requests that no honest client sends.
 
-    Buckets  a token bucket per asker (the key that is borne, else the address), kept in this process
-    guard    the middleware: consumes requests; refuses those of an empty bucket (429), odd paths (404), compressed
-             bodies (415), parameters that a route does not know (422)
-    bound    connections: of one address, and of all
+    RequestLimiter      middleware in front of authentication: a token bucket per key, or per address without one (429),
+                        odd paths (404), compressed bodies (415)
+    UnknownKeyThrottle  used by `auth.py`: delays lookups of keys that were not valid before, per address
+    query_check         middleware behind authentication: query parameters that the route does not know (422)
+    bound               connections: of one address, and of all
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from urllib.parse import unquote
 import structlog
 from aiohttp import web, web_response
 from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.typedefs import Middleware
 from prometheus_client import Counter as Total
 
-from opentinker.services.scheduler.http.auth import PRINCIPAL
 from opentinker.services.scheduler.http.errors import OPENAI, STARTED, Handler, TooMany
 from opentinker.shared.asyncio_tools import sleep
 from opentinker.shared.config import Settings
@@ -37,14 +38,8 @@ log = structlog.get_logger()
 
 BURST_S = 2.0
 """A bucket holds the inflow of this time."""
-WRONG_PER_S, WRONG_BURST = 100.0, 100.0
-"""Lookups per second of one address for keys that were not just valid. Further ones queue; nothing more is read from
-their connections, so a flood of guesses takes hardly any time from other requests."""
-MOST_IN_LINE, MOST_IN_LINES = 64, 1024
-"""Queued requests of one address, and of all: each holds its data. The next one is answered with 429."""
-TRUSTED_S = 60.0
-MOST_ASKERS = 20_000
-"""The longest unseen are forgotten."""
+MAX_CLIENTS = 20_000
+"""Buckets; the least recently used is dropped."""
 HEADERS: dict[str, Any] = {"max_line_size": 8190, "max_field_size": 8190, "max_headers": 64}
 """Limits of a request: its first line, each header, their number."""
 IDLE_S = 75.0
@@ -76,120 +71,85 @@ def server_log() -> logging.Logger:
     return logger
 
 
-class Buckets:
-    def __init__(self, per_s: float, burst: float, most: int = MOST_ASKERS) -> None:
-        self._per_s, self._burst, self._most = per_s, burst, most
-        self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()
-        """Asker -> tokens, and when that was."""
+class TokenBuckets:
+    """A token bucket per client. `max_wait_s`: so far ahead of the inflow tokens are given out."""
 
-    def wait_s(self, asker: str, now: float) -> float:
-        """Until there is a token; 0 if there is one."""
-        return max(0.0, (1.0 - self._level(asker, now)) / self._per_s)
+    def __init__(self, per_s: float, burst: float, *, max_wait_s: float = 0.0, max_clients: int = MAX_CLIENTS) -> None:
+        self.max_wait_s = max_wait_s
+        self._per_s, self._burst, self._max_clients = per_s, burst, max_clients
+        self._levels: OrderedDict[str, tuple[float, float]] = OrderedDict()
+        """Client -> tokens, negative if some are owed, and the time of that."""
 
-    def take(self, asker: str, now: float) -> float:
-        """A token, or what `wait_s` says, and then nothing is taken."""
-        level = self._level(asker, now)
-        enough = level >= 1.0
-        self._put(asker, level - 1.0 if enough else level, now)
-        return 0.0 if enough else (1.0 - level) / self._per_s
+    def take(self, client: str, now: float) -> float:
+        """Take a token; return the seconds until it is available. If they exceed `max_wait_s` none is taken."""
+        level, at = self._levels.pop(client, (self._burst, now))
+        level = min(self._burst, level + max(0.0, now - at) * self._per_s)
+        wait_s = max(0.0, (1.0 - level) / self._per_s)
+        self._levels[client] = (level - 1.0 if wait_s <= self.max_wait_s else level, now)
+        while len(self._levels) > self._max_clients:
+            self._levels.popitem(last=False)
+        return wait_s
 
-    def owe(self, asker: str, now: float) -> float:
-        """Take a token, even if there is none; return the seconds until it is available."""
-        level = self._level(asker, now)
-        self._put(asker, level - 1.0, now)
-        return max(0.0, (1.0 - level) / self._per_s)
+    def give_back(self, client: str) -> None:
+        if client in self._levels:
+            level, at = self._levels[client]
+            self._levels[client] = level + 1.0, at
 
-    def give_back(self, asker: str) -> None:
-        if asker in self._left:
-            left, at = self._left[asker]
-            self._left[asker] = left + 1.0, at
 
-    def _put(self, asker: str, level: float, now: float) -> None:
-        self._left[asker] = (level, now)
-        self._left.move_to_end(asker)
-        while len(self._left) > self._most:
-            self._left.popitem(last=False)
+class UnknownKeyThrottle:
+    """Delays lookups of unknown keys, by address. Nothing more is read from a connection that waits, so a flood of
+    guesses takes hardly any time from other requests. With these figures 64 requests of an address wait at most."""
 
-    def _level(self, asker: str, now: float) -> float:
-        left, at = self._left.get(asker, (self._burst, now))
-        return min(self._burst, left + max(0.0, now - at) * self._per_s)
+    def __init__(self, per_s: float = 100.0, burst: float = 100.0, max_wait_s: float = 0.64) -> None:
+        self._buckets = TokenBuckets(per_s, burst, max_wait_s=max_wait_s)
+
+    async def wait(self, request: web.Request) -> None:
+        """Wait for a lookup. Raises TooMany, also if the client has disconnected since."""
+        wait_s = self._buckets.take(request.remote or "", time.monotonic())
+        if wait_s > self._buckets.max_wait_s:
+            raise TooMany("unknown keys", wait_s)
+        if wait_s:
+            await sleep(wait_s)
+            if request.transport is None:
+                raise TooMany("unknown keys", wait_s)
+            request[STARTED] = time.monotonic()  # of the answer
+
+    def give_back(self, request: web.Request) -> None:
+        """The key was valid."""
+        self._buckets.give_back(request.remote or "")
 
 
 class RequestLimiter:
-    """`free`: paths that are answered at any rate. `known`: (method, route) -> its query parameters."""
+    """`free`: paths that are answered at any rate."""
 
-    def __init__(self, settings: Settings, free: Collection[str], known: Mapping[tuple[str, str], set[str]]) -> None:
-        self._requests = Buckets(settings.http_rate, max(1.0, BURST_S * settings.http_rate))
-        self._asks = settings.auth
-        self._wrong = Buckets(WRONG_PER_S, WRONG_BURST)
-        self._in_line: Counter[str] = Counter()
-        self._in_lines = 0
-        self._free, self._known = frozenset(free), known
-        self._trusted: OrderedDict[str, float] = OrderedDict()
-        """Keys (as digests) that were right, and when."""
+    def __init__(self, settings: Settings, free: Collection[str]) -> None:
+        self._requests = TokenBuckets(settings.http_rate, max(1.0, BURST_S * settings.http_rate))
+        self._free = frozenset(free)
 
     @web.middleware
     async def guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         _refuse_odd(request)
         resource = request.match_info.route.resource
-        if resource is not None and resource.canonical in self._free:
-            return await handler(request)
-        now, address, key = time.monotonic(), request.remote or "", _key(request)
-        if wait_s := self._requests.take(key or address, now):
+        free = resource is not None and resource.canonical in self._free
+        if not free and (wait_s := self._requests.take(_key(request) or request.remote or "", time.monotonic())):
             raise TooMany("requests", wait_s)
-        stood = self._asks and not self._is_trusted(key, now)
-        if stood:
-            await self._stand_in_line(request, address)
-        try:
-            return await self._asked(request, handler)
-        except web.HTTPUnauthorized:
-            self._trusted.pop(key, None)
-            raise
-        finally:
-            if PRINCIPAL in request:  # the key was looked at, and is right
-                if stood:
-                    self._wrong.give_back(address)
-                if key:
-                    self._trust(key, now)
+        return await handler(request)
 
-    async def _stand_in_line(self, request: web.Request, address: str) -> None:
-        """Queue for a lookup. Raises TooMany, also if the requester has disconnected since."""
-        if self._in_line[address] >= MOST_IN_LINE or self._in_lines >= MOST_IN_LINES:
-            raise TooMany("wrong keys", self._wrong.wait_s(address, time.monotonic()))
-        wait_s = self._wrong.owe(address, time.monotonic())
-        if not wait_s:
-            return
-        self._in_line[address] += 1
-        self._in_lines += 1
-        try:
-            await sleep(wait_s)
-        finally:
-            self._in_lines -= 1
-            self._in_line[address] -= 1
-            if not self._in_line[address]:
-                del self._in_line[address]
-        if request.transport is None:
-            raise TooMany("wrong keys", wait_s)
-        request[STARTED] = time.monotonic()  # of the answer
 
-    async def _asked(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Raises SpecError for a parameter that the route would not look at."""
+def query_check(known: Mapping[tuple[str, str], set[str]]) -> Middleware:
+    """Return the middleware that raises SpecError for query parameters that a route would ignore; `known`: those of
+    each (method, path)."""
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         resource = request.match_info.route.resource
-        route = (request.method, "" if resource is None else resource.canonical)
-        known = self._known.get(route)
-        if known is not None and not OPENAI.match(request.path) and (odd := sorted(request.query.keys() - known)):
-            raise SpecError([{"field": name[:100], "value": request.query[name][:100], "problem": _unknown(name, known)}
+        names = None if resource is None else known.get((request.method, resource.canonical))
+        if names is not None and not OPENAI.match(request.path) and (odd := sorted(request.query.keys() - names)):
+            raise SpecError([{"field": name[:100], "value": request.query[name][:100], "problem": _unknown(name, names)}
                              for name in odd[:10]])  # fmt: skip
         return await handler(request)
 
-    def _trust(self, key: str, now: float) -> None:
-        self._trusted[key] = now
-        self._trusted.move_to_end(key)
-        while len(self._trusted) > MOST_ASKERS:
-            self._trusted.popitem(last=False)
-
-    def _is_trusted(self, key: str, now: float) -> bool:
-        return now - self._trusted.get(key, -math.inf) < TRUSTED_S
+    return check
 
 
 def bound(server: web.Server, most: int, most_per_address: int) -> None:
@@ -232,13 +192,15 @@ def _refuse_odd(request: web.Request) -> None:
         raise web.HTTPNotFound
     encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
     if encoding != "identity":
-        raise web.HTTPUnsupportedMediaType(text=f"bodies are taken as they are, not as {encoding[:40]}")
+        raise web.HTTPUnsupportedMediaType(
+            text=f"compressed bodies are not accepted (Content-Encoding: {encoding[:40]})"
+        )
 
 
 def _unknown(name: str, known: Collection[str]) -> str:
     near = difflib.get_close_matches(name, known, 1)
     takes = f"takes {', '.join(sorted(known))}" if known else "takes no parameters"
-    return f"is no parameter of this route{f'; did you mean {near[0]}?' if near else f', which {takes}'}"
+    return f"is not a parameter of this route{f'; did you mean {near[0]}?' if near else f', which {takes}'}"
 
 
 def _key(request: web.Request) -> str:

@@ -27,7 +27,7 @@ async def read_spec(request: web.Request) -> Any:
             raw = await request.read()
         return await asyncio.to_thread(_toml, raw)
     if kind not in JSON and not kind.endswith("+json"):
-        raise web.HTTPUnsupportedMediaType(text=f"a spec is sent as application/json or {TOML}, not as {kind[:100]}")
+        raise web.HTTPUnsupportedMediaType(text=f"send a spec as application/json or {TOML}, not as {kind[:100]}")
     try:
         return await read_json(request)
     except SpecError as error:
@@ -43,5 +43,5 @@ def _toml(raw: bytes) -> Any:
         data = bounded_toml.loads(raw.decode(), MOST_TOML)
         plain = json.dumps(data, allow_nan=False, default=str)  # dates are texts
     except ValueError as error:
-        raise SpecError([{"field": "(body)", "value": None, "problem": f"not acceptable TOML: {error}"}]) from None
+        raise SpecError([{"field": "(body)", "value": None, "problem": f"invalid TOML: {error}"}]) from None
     return parse_json(plain.encode())

@@ -15,20 +15,31 @@ from aiohttp import web
 from opentinker.services.scheduler.http.auth import principal_of, secret_of
 from opentinker.services.scheduler.http.errors import TooMany, json_response
 from opentinker.services.scheduler.http.jobs import JobsApi
+from opentinker.services.scheduler.http.routes import Route
+from opentinker.shared import api_types
 from opentinker.shared.messaging.permissions import shown_of
+from opentinker.shared.security.authorization import Action
 from opentinker.shared.state import stream_credentials
-from opentinker.shared.state.stream_credentials import StreamCredentials, TooManyCredentials
+from opentinker.shared.state.stream_credentials import StreamCredentialStore, TooManyCredentials
 from opentinker.shared.types.errors import Conflict
 
 ANY_HOST = ("0.0.0.0", "::")
 
 
-class StreamsApi:
+class StreamCredentialsApi:
     def __init__(self, jobs: JobsApi) -> None:
         self.jobs = jobs
         self._url = jobs.ctx.settings.nats_websocket_url
-        self._credentials = StreamCredentials(jobs.store.redis)
+        self._credentials = StreamCredentialStore(jobs.store.redis)
 
+    @Route(
+        "POST",
+        "/v1/jobs/{id}/stream-credentials",
+        Action.JOBS_READ,
+        "Create a temporary token for the live streams of a job on NATS; the response is the only place that shows it",
+        status=201,
+        answer=api_types.StreamCredentials,
+    )
     async def give(self, request: web.Request) -> web.Response:
         job = await self.jobs.found(request)
         if not self._url:

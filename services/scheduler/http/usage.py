@@ -6,34 +6,51 @@ usage   consumes what leases, workers and the artifact store's index have counte
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, date, datetime, timedelta
+from functools import partial
 from typing import Any
 
 from aiohttp import web
 
 from opentinker.services.scheduler.http.auth import may_see, tenant_of
-from opentinker.services.scheduler.http.errors import integer, json_response
-from opentinker.services.scheduler.http.jobs import JOB_ID, JOBS, MOST_JOBS, JobsApi
-from opentinker.shared.state.usage import DAYS, KINDS, STORED, Usage
+from opentinker.services.scheduler.http.errors import json_response
+from opentinker.services.scheduler.http.jobs import JOB_ID, LIMIT_JOBS, JobsApi
+from opentinker.services.scheduler.http.routes import Parameter, Route
+from opentinker.shared import api_types
+from opentinker.shared.security.authorization import Action
+from opentinker.shared.single_flight import SingleFlight
+from opentinker.shared.state.usage import DAYS, KINDS, STORED, UsageStore
 from opentinker.shared.types.core import JobRecord
 from opentinker.shared.types.errors import NotFound, SpecError
 
-MOST_DAYS = DAYS
-USUAL_DAYS = 30
-AGAIN_S = 30.0
+MAX_DAYS = DAYS
+DEFAULT_DAYS = 30
+MEASURE_S = 30.0
 """Interval between measurements of a job's stored bytes."""
 _DAY = re.compile(r"\d{4}-\d{2}-\d{2}")
+
+BY = Parameter("by", "`job` (default; the newest jobs), `day` or `key`.")
+FIRST = Parameter("from", "With `day`: the first day, YYYY-MM-DD; default: 30 days ago.")
+LAST_DAY = Parameter("to", f"With `day`: the last day; at most {MAX_DAYS} days.")
+ONE_JOB = Parameter("job", "With `job`: only this job.")
 
 
 class UsageApi:
     def __init__(self, jobs: JobsApi) -> None:
         self.jobs, self.store = jobs, jobs.store
-        self.spent = Usage(jobs.store.redis)
+        self.spent = UsageStore(jobs.store.redis)
         self.artifacts = jobs.artifacts
-        self._sizes: dict[str, tuple[float, int]] = {}
+        self._sizes = SingleFlight[int](MEASURE_S)
 
+    @Route(
+        "GET",
+        "/v1/usage",
+        Action.JOBS_READ,
+        "Usage of your jobs: worker, GPU and CPU seconds, tokens, stored bytes",
+        parameters=(BY, FIRST, LAST_DAY, ONE_JOB, LIMIT_JOBS),
+        answer=api_types.Usage,
+    )
     async def usage(self, request: web.Request) -> web.Response:
         by = request.query.get("by", "job")
         rows: Sequence[Mapping[str, Any]]
@@ -58,7 +75,7 @@ class UsageApi:
             if not found or not may_see(request, found[0].tenant):
                 raise NotFound(f"you have no job {id[:100]!r}")
             return found
-        return await self.store.jobs_of(tenant_of(request), integer(request, "limit", JOBS, 1, MOST_JOBS))
+        return await self.store.jobs_of(tenant_of(request), LIMIT_JOBS.read(request))
 
     async def _by_job(self, jobs: list[JobRecord]) -> list[dict[str, Any]]:
         spent = await self.spent.of_jobs([job.id for job in jobs])
@@ -71,29 +88,29 @@ class UsageApi:
 
     async def _by_day(self, request: web.Request) -> list[dict[str, Any]]:
         last = _day(request, "to", datetime.now(UTC).date())
-        first = _day(request, "from", last - timedelta(days=USUAL_DAYS - 1))
-        if not 0 <= (last - first).days < MOST_DAYS:
-            problem = f"must not be after `to` ({last}), nor more than {MOST_DAYS} days before it"
+        first = _day(request, "from", last - timedelta(days=DEFAULT_DAYS - 1))
+        if not 0 <= (last - first).days < MAX_DAYS:
+            problem = f"must not be after `to` ({last}), nor more than {MAX_DAYS} days before it"
             raise SpecError([{"field": "from", "value": str(first), "problem": problem}])
         found = await self.spent.of_days(tenant_of(request), first, last)
         return [{"day": str(day), **spent} for day, spent in found.items()]
 
     async def _stored(self, jobs: list[JobRecord]) -> list[int]:
-        """Bytes. What is put away is counted; what others may still write into is measured."""
+        """Return the bytes of each job with its policies. What is archived is counted; what others may still write
+        into is measured."""
         index = self.artifacts.index
         kept = await index.stored(jobs[0].tenant) if jobs else {}
-        going_on = set(await index.opened()) | {job.id for job in jobs if not job.state.final or job.id not in kept}
-        return [await self._measured(job) if job.id in going_on else kept[job.id] for job in jobs]
-
-    async def _measured(self, job: JobRecord) -> int:
-        now = time.monotonic()
-        at, size = self._sizes.get(job.id, (float("-inf"), 0))
-        if now - at > AGAIN_S:
-            size = await self.artifacts.size(job)
-            for old in [id for id, (measured, _) in self._sizes.items() if now - measured > AGAIN_S]:
-                del self._sizes[old]
-            self._sizes[job.id] = (now, size)
-        return size
+        opened = set(await index.opened())
+        sizes = []
+        for job in jobs:
+            size = 0
+            for part in [job.part(policy) for policy in ("", *job.policies)]:
+                if job.state.final and part.id in kept and part.id not in opened:
+                    size += kept[part.id]
+                else:
+                    size += await self._sizes.get(part.id, partial(self.artifacts.size, part))
+            sizes.append(size)
+        return sizes
 
 
 def _summed(rows: Sequence[Mapping[str, Any]], name: str) -> list[dict[str, Any]]:

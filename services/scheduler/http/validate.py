@@ -14,19 +14,24 @@ from aiohttp import web
 
 from opentinker.services.scheduler.http.auth import tenant_of
 from opentinker.services.scheduler.http.errors import json_response
+from opentinker.services.scheduler.http.routes import Route
 from opentinker.services.scheduler.http.spec_body import read_spec
 from opentinker.services.scheduler.jobs.disk_threads import on_disk
 from opentinker.services.scheduler.jobs.submit import Mistakes, check_references, kept_idle_s
 from opentinker.services.scheduler.placement import forecast
+from opentinker.shared import api_types
 from opentinker.shared.api_types import Check, Mistake, Said, Validation
 from opentinker.shared.data import dry_run
 from opentinker.shared.data.dry_run import NOT_LOOKED_AT, check
+from opentinker.shared.data.dry_run_policies import of_policies, policies
 from opentinker.shared.messaging.env_client import EnvClient
 from opentinker.shared.runtime.service import Context
+from opentinker.shared.security.authorization import Action
 from opentinker.shared.spec import JobSpec, parse_spec
+from opentinker.shared.spec.policies import bots_of
 from opentinker.shared.spec.rollout import ELSEWHERE
 from opentinker.shared.types.core import StopReason
-from opentinker.shared.types.env_protocol import Policy, SessionReply, StepSession
+from opentinker.shared.types.env_protocol import Policy, SeatAction, SessionReply, StepSession
 from opentinker.shared.types.error_text import error_sentence
 from opentinker.shared.types.errors import SpecError, plural
 
@@ -38,13 +43,21 @@ SAID = "0"
 """Answer to every turn of the episode."""
 SHOWN = 2000
 """Characters shown of the environment's messages."""
-NO_PROMPTS = "a server renders no prompts: reading a tokenizer would hold up everything else"
+NO_PROMPTS = "the server renders no prompts: loading a tokenizer would block other requests"
 
 
 class ValidateApi:
     def __init__(self, ctx: Context) -> None:
         self.ctx = ctx
 
+    @Route(
+        "POST",
+        "/v1/validate",
+        Action.JOBS_WRITE,
+        "Validate a spec without submitting it: check it and play one episode",
+        body=JobSpec,
+        answer=api_types.Validation,
+    )
     async def validate(self, request: web.Request) -> web.Response:
         return json_response(await report_on(self.ctx, await read_spec(request), tenant_of(request)))
 
@@ -53,7 +66,7 @@ async def report_on(ctx: Context, data: Any, tenant: str) -> Validation:
     mistakes: Mistakes = []
     spec: JobSpec | None = None
     try:
-        spec = parse_spec(data)
+        spec = await asyncio.to_thread(parse_spec, data)
     except SpecError as error:
         mistakes += error.mistakes
     asked, *_ = await check_references(ctx, data, spec, tenant, mistakes)
@@ -71,7 +84,8 @@ async def report_on(ctx: Context, data: Any, tenant: str) -> Validation:
         else:
             hint = "start one: it is checked at the first episode otherwise"
             checks.append(check("environment", "no env worker answered", "note", hint))
-    checks.append(await on_disk(ctx, dry_run.model, spec))
+    checks += await on_disk(ctx, of_policies, spec, dry_run.model)
+    checks += await on_disk(ctx, policies, spec)
     checks.append(
         check("prompt", f"{NOT_LOOKED_AT}{NO_PROMPTS}", "note", "opentinker validate renders it, with the model here")
     )
@@ -85,8 +99,8 @@ async def report_on(ctx: Context, data: Any, tenant: str) -> Validation:
 
 def _kept(idle_s: float | None, *, own: bool) -> Check:
     if idle_s is None:
-        found = "until it is completed or cancelled, whether or not anybody asks it"
-        return check("kept", found, hint="serving.idle_s ends it when nobody does")
+        found = "until it is completed or cancelled, even if idle"
+        return check("kept", found, hint="serving.idle_s ends it when idle")
     whose = "serving.idle_s" if own else "this server's inference_idle_s; serving.idle_s is the job's own"
     return check("kept", f"until it has been idle for {idle_s:g} s ({whose})")
 
@@ -112,12 +126,15 @@ async def _episode(client: EnvClient, spec: JobSpec, name: str) -> tuple[Check, 
                 policy=policy,
                 tools=[tool.model_dump() for tool in spec.environment.tools],
                 tool_turns=spec.environment.tool_turns,
+                bots=bots_of(spec.seats),
             )
             worker = reply.worker
-            messages = [{"role": said.role, "content": said.text[:SHOWN]} for said in reply.messages]
+            first = reply.prompts[0]
+            messages = [{"role": said.role, "content": said.text[:SHOWN]} for said in first.messages]
             while reply.failure is None and not reply.done and not reply.wants_tokens and turns < TURNS:
                 reply = await client.step(worker, _step(session, turns, reply))
-                rewards, turns = rewards + reply.reward, turns + 1
+                others = sum(sum(parts.values()) for parts in reply.rewards.values())
+                rewards, turns = rewards + reply.reward + others, turns + 1
     except TimeoutError:
         return _bad(f"no answer within {within_s:g} s after {plural(turns, 'turn')}"), messages
     if worker and not reply.done:
@@ -131,7 +148,8 @@ async def _episode(client: EnvClient, spec: JobSpec, name: str) -> tuple[Check, 
 
 
 def _step(session: str, turn: int, asked: SessionReply) -> StepSession:
-    return StepSession(session=session, turn=turn, seat=asked.seat, text=SAID, stop=StopReason.EOS)
+    actions = [SeatAction(seat=prompt.seat, text=SAID, stop=StopReason.EOS) for prompt in asked.prompts]
+    return asked.step(session, turn, actions)
 
 
 def _bad(found: str) -> Check:

@@ -16,13 +16,12 @@ import hashlib
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing, contextmanager
 
 import msgspec
 import structlog
 
-from opentinker.services.scheduler.inference.ready_workers import LOOK_S, ReadyWorkers
 from opentinker.shared.asyncio_tools import sleep
 from opentinker.shared.messaging.bus import NoReply, NoResponders, TooLarge
 from opentinker.shared.messaging.streaming import ask as ask_in_pieces
@@ -37,16 +36,20 @@ from opentinker.shared.openai.inference import (
     InFlight,
 )
 from opentinker.shared.runtime.service import Context
+from opentinker.shared.single_flight import SingleFlight
+from opentinker.shared.state.store import Store
 from opentinker.shared.types import codec
 from opentinker.shared.types.core import JobRecord, JobState, WorkerInfo
-from opentinker.shared.types.errors import Conflict
+from opentinker.shared.types.errors import Conflict, NotFound
 
 log = structlog.get_logger()
 
-PATIENCE_S = 30.0
+POLL_S = 0.2
+"""Age at which the ready workers of a job are looked up again."""
+WORKER_TIMEOUT_S = 30.0
 """Time for which a request waits for a rollout worker of a running job."""
-MOST_TRIES = 5
-UNHEARD_S = 0.5
+MAX_TRIES = 5
+UNREACHABLE_RETRY_S = 0.5
 """Interval between requests to a worker that NATS does not know at the moment."""
 LOST = "the rollout worker that was answering is gone; ask again"
 NEAR = 2
@@ -55,14 +58,14 @@ BEGINNING = 512
 """Characters or tokens of a plain prompt that may be shared with others."""
 
 
-class Tries:
+class RoutingAttempts:
     """Attempts of one request: workers asked, and the outcomes."""
 
-    def __init__(self, patience_s: float = PATIENCE_S) -> None:
+    def __init__(self, timeout_s: float = WORKER_TIMEOUT_S) -> None:
         self.last: GenerateError | None = None
-        self.left = MOST_TRIES
-        self._patience_s = patience_s
-        self.until = time.monotonic() + patience_s
+        self.left = MAX_TRIES
+        self._timeout_s = timeout_s
+        self.until = time.monotonic() + timeout_s
         self._refused: set[str] = set()
         self._lost: dict[str, float] = {}
         """From when on it may be asked again, by address."""
@@ -80,14 +83,14 @@ class Tries:
         """
         first = worker.address not in self._lost
         self.last = GenerateError(message=LOST, status=503, elsewhere=True)
-        self._lost[worker.address] = time.monotonic() + (0.0 if heard else UNHEARD_S)
+        self._lost[worker.address] = time.monotonic() + (0.0 if heard else UNREACHABLE_RETRY_S)
         if heard:
             self._count()
         return first
 
     def _count(self) -> None:
         self.left -= 1
-        self.until = time.monotonic() + self._patience_s
+        self.until = time.monotonic() + self._timeout_s
 
     def best(self, ready: list[WorkerInfo], of: Callable[[list[WorkerInfo]], WorkerInfo]) -> WorkerInfo | None:
         """Those that were lost only where there is no other."""
@@ -102,6 +105,49 @@ class Tries:
         return any(worker.address not in self._refused for worker in ready)
 
 
+class ReadyWorkers:
+    """Finds the ready rollout workers of a job. All requests that wait for the same job share one query of Redis."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._lookups = SingleFlight[tuple[JobRecord, list[WorkerInfo]]](POLL_S)
+        self._waiting: Counter[str] = Counter()
+
+    async def find(self, job: str) -> tuple[JobRecord, list[WorkerInfo]]:
+        """Return the job, and those of its rollout workers that are ready. Raises InvalidField."""
+        try:
+            return await self._lookups.get(job, lambda: self._find(job))
+        except NotFound:
+            raise InvalidField(f"job {job} is gone", status=404) from None
+
+    async def _find(self, job: str) -> tuple[JobRecord, list[WorkerInfo]]:
+        record = await self._store.job(job)
+        return record, [worker for worker in await self._store.workers() if worker.ready_for(job)]
+
+    @contextmanager
+    def place(self, job: JobRecord) -> Iterator[None]:
+        """A place among those who wait until a worker of the job is ready: as many as its workers would take then.
+
+        Raises InvalidField.
+        """
+        serving, workers = job.spec["serving"], job.spec["resources"]["rollout_workers"]
+        room = (serving["max_concurrent"] + serving["max_waiting"]) * workers
+        if self._waiting[job.id] >= room:
+            raise InvalidField(
+                f"{room} requests wait for a rollout worker of job {job.id} (serving.max_concurrent, "
+                "serving.max_waiting): try again in a moment",
+                status=429,
+                code="overloaded",
+            )
+        self._waiting[job.id] += 1
+        try:
+            yield
+        finally:
+            self._waiting[job.id] -= 1
+            if not self._waiting[job.id]:
+                del self._waiting[job.id]
+
+
 class InferenceRouter:
     def __init__(self, ctx: Context) -> None:
         self.ctx = ctx
@@ -110,7 +156,7 @@ class InferenceRouter:
         self._busy: Counter[str] = Counter()
         """Requests of ours under way, by the worker's address."""
         self._waking: set[str] = set()
-        self._lookout = ReadyWorkers(ctx.store)
+        self._workers = ReadyWorkers(ctx.store)
 
     async def run(self) -> None:
         """Serves WANTED until it is cancelled."""
@@ -124,8 +170,8 @@ class InferenceRouter:
         return InFlight([id for id in asked.ids if id in self._wanted])
 
     async def answer(self, job: JobRecord, ask: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
-        """Pieces with something in them, the reply last. Raises Refused. Closing the generator ends the request."""
-        tries, begun = Tries(job.spec["serving"].get("wake_s") or PATIENCE_S), False
+        """Yield chunks, the reply last. Closing the generator cancels the request. Raises InvalidField."""
+        tries, begun = RoutingAttempts(job.spec["serving"].get("wake_s") or WORKER_TIMEOUT_S), False
         while True:
             replica = await self._choose(job, ask, tries)
             asked = msgspec.structs.replace(ask, id=f"{ask.id}-{uuid.uuid4().hex[:6]}")  # one that is lost may go on
@@ -177,12 +223,12 @@ class InferenceRouter:
             if not over:
                 await self.ctx.bus.emit(ABANDON, CancelGenerate(ask.id), worker=address)
 
-    async def _choose(self, job: JobRecord, ask: GenerateRequest, tries: Tries) -> WorkerInfo:
+    async def _choose(self, job: JobRecord, ask: GenerateRequest, tries: RoutingAttempts) -> WorkerInfo:
         """Choose a worker. Raises the refusal of the last one asked if there is no other."""
-        job, ready = await self._lookout.look(job.id)
+        job, ready = await self._workers.find(job.id)
         if chosen := tries.best(ready, lambda workers: self._best(workers, ask)):
             return chosen
-        with self._lookout.place(job):
+        with self._workers.place(job):
             while True:
                 if ready and tries.last is not None and tries.last.status == 429 and not tries.hopes(ready):
                     raise _refused(tries.last)
@@ -194,8 +240,8 @@ class InferenceRouter:
                         raise _refused(tries.last)
                     why = f": it waits for {job.waiting_for}" if job.waiting_for else ""
                     raise InvalidField(f"no rollout worker of job {job.id} is ready now{why}; try again", status=503)
-                await sleep(LOOK_S)
-                job, ready = await self._lookout.look(job.id)
+                await sleep(POLL_S)
+                job, ready = await self._workers.find(job.id)
                 if chosen := tries.best(ready, lambda workers: self._best(workers, ask)):
                     return chosen
 
@@ -209,8 +255,8 @@ class InferenceRouter:
                         job, only_active=True, event="woken", asleep=False, since=time.time(), waiting_for=""
                     )
                     await self.ctx.bus.emit(WAKE, {"job": job}, who="scheduler")
-            except Conflict:  # it is over: the next look says so
-                log.info("job_not_woken", job=job)
+            except Conflict:  # it is over: the next lookup says so
+                log.info("job_wakeup_failed", job=job)
             finally:
                 self._waking.discard(job)
 
@@ -228,7 +274,7 @@ class InferenceRouter:
 
 
 def refuse_unless_served(job: JobRecord) -> None:
-    """Raises Refused for a job that answers no requests, now or ever."""
+    """Raises InvalidField for a job that answers no requests, now or ever."""
     if job.kind != "inference":
         raise InvalidField(
             f"job {job.id} is of kind {job.kind}, and only jobs of kind inference answer requests: submit one with "

@@ -1,8 +1,6 @@
-"""Checks the adapters that an inference job serves: finds them, compares them with the base, and keeps them for the
-job.
+"""Checks the adapters that an inference job serves: finds them, and compares them with the base.
 
-Kept as the checkpoint is that a job starts from (`check_start_checkpoint.py`), each in
-{data_dir}/jobs/{job}/start/adapters/{name}."""
+`kept_checkpoints.py` keeps each in {data_dir}/jobs/{job}/start/adapters/{name}."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from opentinker.services.scheduler.jobs.disk_threads import on_disk
 from opentinker.shared.durable_files import local_path
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import AdapterSpec, JobSpec
-from opentinker.shared.spec.serving import LARGEST_RANK
+from opentinker.shared.spec.serving import MAX_LORA_RANK
 from opentinker.shared.types.manifest import ADAPTER
 
 CONFIG = "adapter_config.json"
@@ -27,7 +25,9 @@ Found = Sequence[tuple[str, SourceCheckpoint]]
 """Name and checkpoint of each, in the order of the spec."""
 
 
-async def look_at(ctx: Context, data: Any, spec: JobSpec | None, base: str, tenant: str) -> tuple[Mistakes, Found]:
+async def check_adapters(
+    ctx: Context, data: Any, spec: JobSpec | None, base: str, tenant: str
+) -> tuple[Mistakes, Found]:
     """`data`: the spec as it was sent. `base`: model.base, an absolute path if it is a directory."""
     mistakes: Mistakes = []
     found: list[tuple[str, SourceCheckpoint]] = []
@@ -69,7 +69,7 @@ def _misfits(chosen: SourceCheckpoint, spec: JobSpec, base: str) -> list[str]:
         return [f"it is an adapter of {theirs['base']}, and model.base is {base}"]
     try:
         rank = int(orjson.loads((chosen.directory / CONFIG).read_bytes())["r"])
-        problems = [] if rank <= LARGEST_RANK else [f"its rank is {rank}, and vLLM serves {LARGEST_RANK} at most"]
+        problems = [] if rank <= MAX_LORA_RANK else [f"its rank is {rank}, and vLLM serves {MAX_LORA_RANK} at most"]
         if (path := local_path(base)) is not None and (odd := _other_ids(chosen.directory, path)):
             problems.append(f"it was trained with another tokenizer than that of {base}: {odd}")
     except (OSError, ValueError, KeyError, TypeError) as error:

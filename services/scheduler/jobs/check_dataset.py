@@ -14,24 +14,11 @@ from opentinker.shared.durable_files import not_on_hub
 from opentinker.shared.spec import DataSpec
 from opentinker.shared.spec.data import JSONL, NoFormat, format_of
 
-FILE_FORMATS = frozenset(
-    (
-        *("arrow", "audiofolder", "conll", "csv", "eval", "fasta", "fastq", "genbank", "harbor", "hdf5", "iceberg"),
-        *(
-            "imagefolder",
-            "json",
-            "lance",
-            "meshfolder",
-            "mmcif",
-            "niftifolder",
-            "pandas",
-            "parquet",
-            "pdb",
-            "pdffolder",
-        ),
-        *("sql", "text", "tsfile", "videofolder", "vortex", "webdataset", "xml"),
-    )
-)
+FILE_FORMATS = frozenset([
+    "arrow", "audiofolder", "conll", "csv", "eval", "fasta", "fastq", "genbank", "harbor", "hdf5", "iceberg",
+    "imagefolder", "json", "lance", "meshfolder", "mmcif", "niftifolder", "pandas", "parquet", "pdb", "pdffolder",
+    "sql", "text", "tsfile", "videofolder", "vortex", "webdataset", "xml",
+])  # fmt: skip
 """Names under which Hugging Face datasets loads local files instead of a data set of the hub."""
 
 

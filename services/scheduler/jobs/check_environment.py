@@ -15,11 +15,12 @@ from opentinker.shared.data import uploads
 from opentinker.shared.messaging.bus import NoReply, NoResponders
 from opentinker.shared.messaging.subjects import ENV_CHECK, SANDBOX_CHECK, SERVED_CHECK
 from opentinker.shared.runtime.service import Context
-from opentinker.shared.spec import EnvironmentSpec, JobSpec
+from opentinker.shared.spec import EnvironmentSpec, JobSpec, ValidationSpec
+from opentinker.shared.spec.policies import bots_of, mistakes_in_seats, opposed
 from opentinker.shared.spec.validation import validation_episodes
 from opentinker.shared.types.codec import WireError
 from opentinker.shared.types.core import Pool
-from opentinker.shared.types.env_protocol import SERVED, EnvCheck, is_url
+from opentinker.shared.types.env_protocol import SERVED, EnvCheck, EnvCheckReply, is_url
 from opentinker.shared.types.errors import SpecError
 
 ENV_CHECK_S = 15.0
@@ -32,7 +33,7 @@ SANDBOX_CHECK_S = 20.0
 SERVED_CHECK_S = 12.0
 SERVED_S = 4.0
 """Whoever has lost its connection is back by then."""
-LOOK_S = 0.2
+POLL_S = 0.2
 Mistakes = list[dict[str, Any]]
 
 
@@ -59,9 +60,12 @@ async def check_environment(
         except SpecError as error:
             return EnvironmentCheck(mistakes=error.mistakes)
         check = msgspec.structs.replace(check, name=str(exact), isolation="sandbox")
-    mistakes, answered = await ask(ctx, check, tenant)
-    if answered and not mistakes and spec is not None and spec.validation is not None and spec.validation.config:
-        mistakes = await _of_evaluations(ctx, check, spec, tenant)
+    reply = await ask(ctx, check, tenant)
+    answered, mistakes = reply is not None, reply.errors if reply is not None else []
+    if reply is not None and reply.seats and not mistakes and spec is not None:
+        mistakes = mistakes_in_seats(spec, reply.seats)
+    if answered and not mistakes and spec is not None and spec.validation is not None:
+        mistakes = await _of_evaluations(ctx, check, spec, spec.validation, tenant)
     return EnvironmentCheck(check, answered, mistakes)
 
 
@@ -75,30 +79,44 @@ async def gone(ctx: Context, check: EnvCheck, tenant: str) -> Mistakes:
     return []
 
 
-async def _of_evaluations(ctx: Context, check: EnvCheck, spec: JobSpec, tenant: str) -> Mistakes:
-    """Check the config overrides of evaluations."""
-    config = validation_episodes(spec).environment.config
-    found, _ = await ask(ctx, msgspec.structs.replace(check, config=config, tools=[]), tenant)
-    return [{**m, "field": m["field"].replace("environment.config", "validation.config", 1)} for m in found]
+async def _of_evaluations(
+    ctx: Context, check: EnvCheck, spec: JobSpec, validation: ValidationSpec, tenant: str
+) -> Mistakes:
+    """Check the config overrides of evaluations, and the bots that they are played against."""
+    found: Mistakes = []
+    own = msgspec.structs.replace(check, config=validation_episodes(spec).environment.config, tools=[])
+    if validation.config:
+        reply = await ask(ctx, own, tenant)
+        found = [] if reply is None else reply.errors
+        found = [{**m, "field": m["field"].replace("environment.config", "validation.config", 1)} for m in found]
+    for place, opponent in enumerate(validation.against if not found else []):
+        if opponent.bot is None:
+            continue
+        policy = next(iter(spec.policies), "")
+        seats = bots_of(opposed(spec.seats, policy, opponent))
+        reply = await ask(ctx, msgspec.structs.replace(own, bots=seats), tenant)
+        problems = {m["problem"] for m in ([] if reply is None else reply.errors)}
+        at = f"validation.against.{place}.bot"
+        found += [{"field": at, "value": opponent.name, "problem": problem} for problem in sorted(problems)]
+    return found
 
 
-async def ask(ctx: Context, check: EnvCheck, tenant: str) -> tuple[Mistakes, bool]:
-    """Return an env worker's mistakes, and whether one answered. An isolation level that no running worker has is a
-    mistake, and so is a user's environment that is not served."""
+async def ask(ctx: Context, check: EnvCheck, tenant: str) -> EnvCheckReply | None:
+    """Return an env worker's answer; None if none answered. An isolation level that no running worker has is a mistake,
+    and so is a user's environment that is not served."""
     if check.name.startswith(SERVED):
-        return await _served(ctx, check, tenant), True
+        return await _served(ctx, check, tenant)
     sandboxed = check.isolation == "sandbox"
     call, within_s = (SANDBOX_CHECK, SANDBOX_CHECK_S) if sandboxed else (ENV_CHECK, ENV_CHECK_S)
     try:
-        reply = await ctx.bus.request(call, check, min(within_s, URL_CHECK_S) if is_url(check.name) else within_s)
+        return await ctx.bus.request(call, check, min(within_s, URL_CHECK_S) if is_url(check.name) else within_s)
     except NoResponders:
-        return await _without_sandboxes(ctx) if sandboxed else [], False
+        return await _without_sandboxes(ctx) if sandboxed else None
     except (NoReply, WireError):
-        return [], False
-    return reply.errors, True
+        return None
 
 
-async def _served(ctx: Context, check: EnvCheck, tenant: str) -> Mistakes:
+async def _served(ctx: Context, check: EnvCheck, tenant: str) -> EnvCheckReply:
     """Ask a process of this tenant that serves the environment. Reconnecting ones, to us or to another scheduler, are
     waited for."""
     loop = asyncio.get_running_loop()
@@ -106,26 +124,26 @@ async def _served(ctx: Context, check: EnvCheck, tenant: str) -> Mistakes:
     while loop.time() < deadline:
         try:
             keys = {"tenant": tenant, "environment": check.name}
-            return (await ctx.bus.request(SERVED_CHECK, check, SERVED_CHECK_S, **keys)).errors
+            return await ctx.bus.request(SERVED_CHECK, check, SERVED_CHECK_S, **keys)
         except NoResponders:
-            await sleep(LOOK_S)
+            await sleep(POLL_S)
     name = check.name.removeprefix(SERVED)
     problem = f"nobody serves it now: start `opentinker env serve module:Class --name {name}` and submit again"
-    return [{"field": "environment.name", "value": check.name, "problem": problem}]
+    return EnvCheckReply(errors=[{"field": "environment.name", "value": check.name, "problem": problem}])
 
 
-async def _without_sandboxes(ctx: Context) -> Mistakes:
-    """Nothing to say where no env worker runs yet: it may have them."""
+async def _without_sandboxes(ctx: Context) -> EnvCheckReply | None:
+    """Refuse what no env worker can sandbox; None where no env worker runs yet: it may have them."""
     reasons = [str(w.detail.get("no_sandbox", "")) for w in await ctx.store.workers() if w.pool == Pool.ENV]
     if not any(reasons):
-        return []
+        return None
     problem = f"none of the {len(reasons)} env workers has sandboxes: {next(filter(None, reasons))}"
-    return [{"field": "environment.isolation", "value": "sandbox", "problem": problem}]
+    return EnvCheckReply(errors=[{"field": "environment.isolation", "value": "sandbox", "problem": problem}])
 
 
 def _named(data: Any, spec: JobSpec | None, own_jobs: list[str]) -> EnvCheck | None:
     if spec is not None:
-        return _check(spec.environment, own_jobs) if spec.environment.name else None
+        return _check(spec.environment, own_jobs, bots_of(spec.seats)) if spec.environment.name else None
     raw = data.get("environment") if isinstance(data, dict) else None
     try:
         return _check(EnvironmentSpec.model_validate(raw), own_jobs)
@@ -133,7 +151,9 @@ def _named(data: Any, spec: JobSpec | None, own_jobs: list[str]) -> EnvCheck | N
         return None
 
 
-def _check(part: EnvironmentSpec, own_jobs: list[str]) -> EnvCheck:
+def _check(part: EnvironmentSpec, own_jobs: list[str], bots: dict[str, str] | None = None) -> EnvCheck:
     tools = [tool.model_dump() for tool in part.tools]
     isolation = part.isolation or "process"
-    return EnvCheck(name=part.name, config=part.config, isolation=isolation, tools=tools, own_jobs=own_jobs)
+    return EnvCheck(
+        name=part.name, config=part.config, isolation=isolation, tools=tools, own_jobs=own_jobs, bots=bots or {}
+    )

@@ -1,30 +1,38 @@
-"""Refuses a submitted spec whose models no worker could load, told by their config.json."""
+"""Refuses a submitted spec whose models no worker could load, judged by the files of local directories."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import orjson
+
 from opentinker.services.scheduler.jobs.disk_threads import on_disk
-from opentinker.shared.data.dry_run import is_served, loads_weights
+from opentinker.shared.data.dry_run import is_served, loads_weights, mistake_in
 from opentinker.shared.data.model_families import read_config, unsupported_family, unsupported_on_cpu
-from opentinker.shared.durable_files import local_path
+from opentinker.shared.data.readable_paths import resolved
+from opentinker.shared.durable_files import local_path, not_on_hub
 from opentinker.shared.runtime.service import Context
-from opentinker.shared.spec import JobSpec
+from opentinker.shared.spec import JobSpec, ModelSpec
 from opentinker.shared.types.core import Pool
 
 Mistakes = list[dict[str, Any]]
 
 
-async def look_at(ctx: Context, spec: JobSpec | None) -> Mistakes:
+async def check_model(ctx: Context, spec: JobSpec | None) -> Mistakes:
     """Check local model directories, if the whole spec is valid."""
     if spec is None or not loads_weights(spec):
         return []
-    base, served = spec.model.base, is_served(spec)
-    config = await on_disk(ctx, _config_of, base)
-    problem = unsupported_family(config, served=served)
-    if not problem and served and await _only_cpus(ctx, spec):
-        problem = unsupported_on_cpu(config)
-    found = [("model.base", base, problem)]
+    served = is_served(spec)
+    bases = {"model.base": spec.model.base}
+    bases |= {f"policies.{name}.model.base": policy.model.base for name, policy in spec.policies.items()}
+    found = []
+    for field, base in bases.items():
+        config = await on_disk(ctx, _config_of, base)
+        problem = unsupported_family(config, served=served)
+        if not problem and served and await _only_cpus(ctx, spec):
+            problem = unsupported_on_cpu(config)
+        found.append((field, base, problem))
     if spec.teacher is not None:
         teacher = spec.teacher.base
         problem = unsupported_family(await on_disk(ctx, _config_of, teacher), served=False)
@@ -43,3 +51,85 @@ async def _only_cpus(ctx: Context, spec: JobSpec) -> bool:
         return False
     gpus = [worker.gpus for worker in await ctx.store.workers() if worker.pool == Pool.ROLLOUT]
     return bool(gpus) and not any(gpus)
+
+
+def resolved_base(base: str) -> str:
+    path = local_path(base)
+    return base if path is None else str(resolved(path))
+
+
+def mistakes_in_model(base: str, model: ModelSpec | None, weights: bool) -> Mistakes:
+    """Check a local model without loading it; `weights`: those will be loaded too. Blocking."""
+    path = local_path(base) if base else None
+    if path is None:
+        why = not_on_hub(base) if base else None
+        return [_mistake(base, why)] if why else []
+    try:
+        if why := mistake_in(path, weights):
+            return [_mistake(base, why)]
+        if model is not None and model.chat_template == "model" and _lacks_template(path):
+            problem = f'the tokenizer in {base} has no chat template; use one that has, or chat_template = "plain"'
+            return [{"field": "model.chat_template", "value": "model", "problem": problem}]
+    except OSError as error:
+        return [_mistake(base, error.strerror or str(error))]
+    return []
+
+
+def mistakes_in_frozen_models(data: Any) -> Mistakes:
+    """Blocking. Of the models that reference-forward will load, even if other parts of the spec are wrong."""
+    if not isinstance(data, dict):
+        return []
+    found = [
+        {**mistake, "field": "teacher.base"} for mistake in mistakes_in_model(_name_in(data.get("teacher")), None, True)
+    ]
+    base = _name_in(data.get("value_model"))
+    wrong = mistakes_in_model(base, None, True) or _check_classifier(base, "token")
+    found += [{**mistake, "field": "value_model.base"} for mistake in wrong]
+    judges = data.get("reward_models")
+    for i, judge in enumerate(judges if isinstance(judges, list) else []):
+        base = _name_in(judge)
+        wrong = mistakes_in_model(base, None, True) or _check_classifier(base, "sequence") or _check_template(base)
+        found += [{**mistake, "field": f"reward_models.{i}.base"} for mistake in wrong]
+    return found
+
+
+def _name_in(part: Any) -> str:
+    base = part.get("base") if isinstance(part, dict) else None
+    return base if isinstance(base, str) else ""
+
+
+def _check_classifier(base: str, kind: str) -> Mistakes:
+    """Check a local directory with a config.json. `kind`: what the model classifies."""
+    path = local_path(base) if base else None
+    if path is None:
+        return []
+    try:
+        architectures = orjson.loads((path / "config.json").read_bytes()).get("architectures") or []
+        if not any(str(name).endswith(f"For{kind.title()}Classification") for name in architectures):
+            said = ", ".join(map(str, architectures)) or "no architecture"
+            return [_mistake(base, f"is no {kind} classifier: its config.json says {said}")]
+    except (OSError, AttributeError, TypeError, orjson.JSONDecodeError):
+        return []  # reference-forward has more to say about such a file than we
+    return []
+
+
+def _check_template(base: str) -> Mistakes:
+    """Check the chat template of a local directory."""
+    path = local_path(base) if base else None
+    if path is None or not _lacks_template(path):
+        return []
+    return [_mistake(base, "has no chat template: add the one that it was trained with as chat_template.jinja")]
+
+
+def _lacks_template(path: Path) -> bool:
+    config = path / "tokenizer_config.json"
+    if (path / "chat_template.jinja").exists() or (path / "chat_template.json").exists() or not config.is_file():
+        return False
+    try:
+        return not orjson.loads(config.read_bytes()).get("chat_template")
+    except (orjson.JSONDecodeError, AttributeError):
+        return False  # the loader has more to say about such a file than we
+
+
+def _mistake(base: str, problem: str) -> dict[str, Any]:
+    return {"field": "model.base", "value": base, "problem": problem}

@@ -1,15 +1,9 @@
-"""The checkpoint that a new job starts from: found, compared with what the job trains, and kept for it.
-
-Kept means: hard links in {data_dir}/jobs/{new job}/start. Whatever the other job's trainer removes later, the new job's
-trainer finds it there when its turn comes, after every restart, and reference-forward until the end; `cleanup.py`
-takes it away. Functions without `async` block.
+"""The checkpoint that a new job starts from: found, and compared with what the job trains. `kept_checkpoints.py` keeps
+it for the job. Functions without `async` block.
 """
 
 from __future__ import annotations
 
-import contextlib
-import shutil
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,19 +11,16 @@ from typing import Any
 import orjson
 
 from opentinker.services.scheduler.artifacts import checkpoint_dir
-from opentinker.services.scheduler.artifacts.catalog import Artifacts
+from opentinker.services.scheduler.artifacts.catalog import ArtifactCatalog
 from opentinker.shared.data.safetensors_header import NAMED, Shapes, difference, shapes_in
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import JobSpec, LoraSpec, StartSpec
 from opentinker.shared.spec.start import Origin
 from opentinker.shared.types.core import JobRecord
 from opentinker.shared.types.errors import NotFound
-from opentinker.shared.types.manifest import ADAPTER, CRITIC, OPTIMIZER, Manifest, adapter_of, read_manifest, start_of
+from opentinker.shared.types.manifest import ADAPTER, CRITIC, OPTIMIZER, Manifest
 
 Mistakes = list[dict[str, Any]]
-SUBMISSION_S = 3600.0
-"""Longer than any submission takes."""
-ADVICE = "submit it again; `opentinker checkpoints JOB` lists what there is"
 
 
 @dataclass(frozen=True)
@@ -47,7 +38,7 @@ class SourceCheckpoint:
 async def find(ctx: Context, start: Origin, tenant: str) -> SourceCheckpoint | str:
     """Return the checkpoint, or the reason why there is none. A job of another tenant looks like one that does not
     exist."""
-    artifacts = Artifacts(ctx)
+    artifacts = ArtifactCatalog(ctx)
     source, step = start.job, start.step
     if start.published:
         try:
@@ -57,7 +48,7 @@ async def find(ctx: Context, start: Origin, tenant: str) -> SourceCheckpoint | s
         source, step = named.job, named.step
     jobs = [job for job in await ctx.store.jobs([source]) if job.tenant == tenant]
     if not jobs:
-        return f"there is no job {source} of yours; `opentinker jobs` lists them"
+        return f"you have no job {source}; `opentinker jobs` lists yours"
     try:
         held = checkpoint_dir.choose(await artifacts.checkpoints(jobs[0]), step)
     except NotFound as error:
@@ -72,11 +63,13 @@ async def mistakes_in_live(ctx: Context, start: StartSpec, spec: JobSpec | None,
     """Return mistakes regarding the job whose live policy is to be served. `base` as in `mistakes_in`."""
     found = [job for job in await ctx.store.jobs([start.job]) if job.tenant == tenant]
     if not found:
-        return [_wrong(f"there is no job {start.job} of yours; `opentinker jobs` lists them")]
+        return [_wrong(f"you have no job {start.job}; `opentinker jobs` lists yours")]
     (job,) = found
     if job.kind != "rl" or job.state.final:
         why = f"has {job.state}" if job.state.final else f"is of kind {job.kind}, which publishes no versions"
         return [_wrong(f"job {job.id} {why}: take a checkpoint of it, {job.id}@latest")]
+    if job.policies:
+        return [_wrong(f"job {job.id} has several policies: take a checkpoint of one, {job.parts[0]}@latest")]
     return [] if spec is None else _unlike(job, spec, base)
 
 
@@ -232,37 +225,3 @@ def _other_model(directory: Path, files: list[str], base: Path) -> list[str]:
 def _some(shapes: Shapes, names: list[str]) -> str:
     said = ", ".join(f"{name} {list(shapes[name])}" for name in names[:NAMED])
     return f"{said} ({len(names)} tensors)"
-
-
-def keep(chosen: SourceCheckpoint, data_dir: Path, job: str, adapter: str = "") -> str | None:
-    """Make the new job's own name for every file. Returns what is wrong with the checkpoint, having left nothing.
-
-    Keep a checkpoint for a job. `adapter`: the name under which it is served."""
-    home = start_of(data_dir, job).parent
-    try:
-        place = adapter_of(data_dir, job, adapter) if adapter else start_of(data_dir, job)
-        checkpoint_dir.second_names(chosen.directory, chosen.manifest, place)
-    except OSError as error:
-        shutil.rmtree(home, ignore_errors=True)
-        return f"it could not be kept for the new job: {error.strerror}; {ADVICE}"
-    return None
-
-
-def read_start(data_dir: Path, job: str) -> Manifest:
-    """Return the manifest of the checkpoint kept for a job. Raises OSError, ValueError."""
-    return read_manifest(start_of(data_dir, job))
-
-
-def drop(data_dir: Path, job: str) -> None:
-    """The job is over, or never was."""
-    shutil.rmtree(start_of(data_dir, job), ignore_errors=True)
-
-
-def kept_long(data_dir: Path) -> set[str]:
-    """Jobs for which a checkpoint is kept, but for those that a submission may be about to store."""
-    found = set()
-    for path in data_dir.glob("jobs/*/start"):
-        with contextlib.suppress(FileNotFoundError):  # its job is over by now
-            if time.time() - path.stat().st_mtime > SUBMISSION_S:
-                found.add(path.parent.name)
-    return found

@@ -1,7 +1,7 @@
 """After a job: its messages and consumers, and the checkpoint of another job that it started from, are removed
 once its workers have let go. The ledger's counts stay.
 
-clear loop   consumes the set of jobs that are ending; removes their messages; looks once a second
+clean loop   consumes the set of jobs that are ending; removes their messages; polls once a second
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ import structlog
 from nats.js.api import StreamConfig
 
 from opentinker.services.scheduler.artifacts.catalog import drop_fetched
-from opentinker.services.scheduler.jobs import check_start_checkpoint
+from opentinker.services.scheduler.jobs import kept_checkpoints
 from opentinker.shared.asyncio_tools import sleep
 from opentinker.shared.messaging.subjects import EXAM, EXAMS, GROUP, GROUPS, SCORE, SCORES, TICKET, TICKETS, Subject
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.artifacts import ArtifactIndex
-from opentinker.shared.state.staleness import Admission
+from opentinker.shared.state.staleness import admission_of
+from opentinker.shared.types.core import JobRecord
 
 log = structlog.get_logger()
 
-LOOK_S = 1.0
+POLL_S = 1.0
 SWEEP_S = 30.0
 QUEUES = ((TICKETS, TICKET), (EXAMS, EXAM), (SCORES, SCORE), (GROUPS, GROUP))
 
@@ -37,35 +38,40 @@ class JobCleaner:
         swept_at = time.monotonic()
         while True:
             try:
-                await self.look()
+                await self.clean()
                 if time.monotonic() - swept_at > SWEEP_S:
                     await self.sweep()
                     swept_at = time.monotonic()
             except (TimeoutError, nats.errors.Error) as error:
-                log.warning("clearing_later", error=str(error) or type(error).__name__)
-            await sleep(LOOK_S)
+                log.warning("cleanup_deferred", error=str(error) or type(error).__name__)
+            await sleep(POLL_S)
 
-    async def look(self) -> None:
+    async def clean(self) -> None:
         ending = await self.store.ending_jobs()
         if not ending:
             return
         busy = {worker.job for worker in await self.store.workers()} | {
             lease.job for lease in await self.store.leases()
         }
-        for job in ending:
-            if job not in busy:
+        jobs = await self.store.jobs(ending)
+        for job in jobs:
+            if job.id not in busy:
                 await self._clear(job)
-                await ArtifactIndex(self.store.redis).open(job, leader=self.leader)
-                await self.store.ended(job, leader=self.leader)
+                await ArtifactIndex(self.store.redis).open(*job.artifact_ids, leader=self.leader)
+                await self.store.ended(job.id, leader=self.leader)
+        for absent in set(ending) - {job.id for job in jobs}:
+            log.warning("ending_job_without_record", job=absent)
+            await self.store.ended(absent, leader=self.leader)
 
-    async def _clear(self, job: str) -> None:
+    async def _clear(self, job: JobRecord) -> None:
         for stream, subject in QUEUES:
-            await self.bus.delete_consumers(subject, job=job)
             assert stream.name is not None
-            await self.bus.purge(stream.name, subject.at(job=job))
-        await Admission(self.store.redis, job).clear()
-        await asyncio.to_thread(check_start_checkpoint.drop, self.ctx.settings.data_dir, job)
-        log.info("job_cleared", job=job)
+            for part in job.artifact_ids if subject is EXAM else [job.id]:
+                await self.bus.delete_consumers(subject, job=part)
+                await self.bus.purge(stream.name, subject.at(job=part))
+        await admission_of(self.store.redis, job).clear()
+        await asyncio.to_thread(kept_checkpoints.drop, self.ctx.settings.data_dir, job.id)
+        log.info("job_cleared", job=job.id)
 
     async def sweep(self) -> None:
         """Remove leftovers that were in transit when their job was cleared: tickets, and groups in reference-forward;
@@ -74,17 +80,17 @@ class JobCleaner:
         Messages and checkpoints are listed before jobs: those of a job that starts in between are not touched,
         regardless of pauses.
         """
-        old = await asyncio.to_thread(check_start_checkpoint.kept_long, self.ctx.settings.data_dir)
+        old = await asyncio.to_thread(kept_checkpoints.kept_long, self.ctx.settings.data_dir)
         stored = [(stream, subject, await self._stored(stream, subject)) for stream, subject in QUEUES]
-        active = [job.id for job in await self.store.active_jobs()]
+        active = [part for job in await self.store.active_jobs() for part in job.artifact_ids]
         for stream, subject, found in stored:
             assert stream.name is not None
             for late in found - {subject.at(job=job) for job in active}:
                 await self.bus.purge(stream.name, late)
                 log.info("messages_swept", subject=late)
         for job in old - set(active):
-            await asyncio.to_thread(check_start_checkpoint.drop, self.ctx.settings.data_dir, job)
-            log.info("start_swept", job=job)
+            await asyncio.to_thread(kept_checkpoints.drop, self.ctx.settings.data_dir, job)
+            log.info("start_checkpoint_removed", job=job)
         await asyncio.to_thread(drop_fetched, self.ctx.settings.data_dir)
 
     async def _stored(self, stream: StreamConfig, subject: Subject[Any]) -> set[str]:

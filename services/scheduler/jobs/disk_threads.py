@@ -21,11 +21,11 @@ class ReferencesAway(OpenTinkerError):
     """A file system, or another thing that a spec refers to, did not answer in time."""
 
 
-async def on_disk(ctx: Context, look: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
-    """Return the result of the blocking `look`. Raises ReferencesAway, and its exceptions."""
-    looking = ctx.disk.submit(look, *args, **options)
+async def on_disk(ctx: Context, call: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
+    """Return the result of the blocking `call`. Raises ReferencesAway, and its exceptions."""
+    running = ctx.disk.submit(call, *args, **options)
     try:
         async with asyncio.timeout(DISK_S):
-            return await asyncio.wrap_future(looking)
+            return await asyncio.wrap_future(running)
     except TimeoutError:
         raise ReferencesAway(f"a file system that the spec names has not answered within {DISK_S:g} s") from None

@@ -22,7 +22,7 @@ import msgspec
 import orjson
 import structlog
 
-from opentinker.services.scheduler.jobs.check_start_checkpoint import read_start
+from opentinker.services.scheduler.jobs.kept_checkpoints import read_start
 from opentinker.shared.asyncio_tools import cancel_and_wait, sleep, wait_event
 from opentinker.shared.data.step_log import StepLog
 from opentinker.shared.evaluation.records import Evaluations, exam_at, metrics_of, transcript_of
@@ -37,10 +37,10 @@ from opentinker.shared.types.evaluation import EvalAck, EvalResult
 
 log = structlog.get_logger()
 
-LOOK_S = 0.5
+POLL_S = 0.5
 LOST_S = 10.0
 """Episodes without a result after this silence are looked for, and requested again if no worker has them."""
-UNDERWAY = 1024
+MAX_PENDING_EXAMS = 1024
 """Exams that are asked for and have no result, at most."""
 JUDGED_FROM = 20
 """Episodes that must have ended before the share of failed ones is judged; all of them at the end."""
@@ -51,7 +51,8 @@ HELD = (JobState.STARTING, JobState.RUNNING)
 
 
 class EvalCoordinator:
-    def __init__(self, ctx: Context, leadership: int) -> None:
+    def __init__(self, ctx: Context, leadership: int, lost_s: float = LOST_S) -> None:
+        self._lost_s = lost_s
         self.ctx, self.leader = ctx, leadership
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
@@ -59,12 +60,12 @@ class EvalCoordinator:
         """Until it is cancelled. Raises what a job's task raises that is no fault of the job."""
         try:
             while True:
-                await self.look()
-                await sleep(LOOK_S)
+                await self.reconcile()
+                await sleep(POLL_S)
         finally:
             await cancel_and_wait(*self._tasks.values())
 
-    async def look(self) -> None:
+    async def reconcile(self) -> None:
         held = {job.id: job for job in await self.ctx.store.active_jobs() if job.state.held and job.kind == "eval"}
         for id in [id for id, task in self._tasks.items() if id not in held or task.done()]:
             task = self._tasks.pop(id)
@@ -85,7 +86,7 @@ class EvalCoordinator:
                 await end(self.ctx, self.leader, job.id, JobState.FAILED, reason)
                 return
             with contextlib.suppress(Conflict, NotFound):  # it has ended since: our results stay where they are
-                await Evaluation(self.ctx, self.leader, job, version).run()
+                await Evaluation(self.ctx, self.leader, job, version, self._lost_s).run()
 
 
 async def end(ctx: Context, leader: int, job: str, state: JobState, reason: str = "") -> None:
@@ -98,7 +99,10 @@ async def end(ctx: Context, leader: int, job: str, state: JobState, reason: str 
 class Evaluation:
     """One job, as long as it has workers."""
 
-    def __init__(self, ctx: Context, leader: int, job: JobRecord, version: WeightVersion) -> None:
+    def __init__(
+        self, ctx: Context, leader: int, job: JobRecord, version: WeightVersion, lost_s: float = LOST_S
+    ) -> None:
+        self._lost_s = lost_s
         self.ctx, self.leader, self.job, self.version = ctx, leader, job, version
         self.plan = parse_spec(job.spec).evaluation
         self.home: Path = ctx.settings.data_dir / "jobs" / job.id
@@ -109,7 +113,7 @@ class Evaluation:
         self._writing = asyncio.Lock()
         self._asked: set[int] = set()
         self._lost: set[int] = set()
-        """Episodes that no worker had at the last look."""
+        """Episodes that no worker had in the last round."""
         self._name = uuid.uuid4().hex[:12]
         self._times = 0
         """Times that exams were stored: with `_name` it makes their message ids differ."""
@@ -144,15 +148,15 @@ class Evaluation:
             await self._tell()
             if len(self._results) > had:
                 had, heard = len(self._results), time.monotonic()
-            elif time.monotonic() - heard > LOST_S:
+            elif time.monotonic() - heard > self._lost_s:
                 await self._ask_for_lost()
                 heard = time.monotonic()
             if len(self._results) < self.plan.total:
-                await sleep(LOOK_S)
-            await wait_event(self._news, LOOK_S)
+                await sleep(POLL_S)
+            await wait_event(self._news, POLL_S)
 
     async def _tell(self) -> None:
-        """How far it is, with the job, at most once per look."""
+        """How far it is, with the job, at most once per round."""
         done = len(self._results)
         if done != self._said:
             self._said = done
@@ -162,8 +166,8 @@ class Evaluation:
 
     async def _ask_more(self) -> None:
         """So many that rollout workers have work, in order."""
-        room = UNDERWAY - (len(self._asked) - len(self._results))
-        if room > UNDERWAY // 2 and len(self._asked) < self.plan.total:
+        room = MAX_PENDING_EXAMS - (len(self._asked) - len(self._results))
+        if room > MAX_PENDING_EXAMS // 2 and len(self._asked) < self.plan.total:
             new = [i for i in range(self.plan.total) if i not in self._asked][:room]
             self._asked |= set(new)
             await self._ask(new)
@@ -177,7 +181,7 @@ class Evaluation:
         try:
             await asyncio.gather(*(self.ctx.bus.publish(EXAM, e, f"{name}/{e.index}", job=job) for e in exams))
         except StreamFull as error:
-            log.warning("exams_later", error=str(error))
+            log.warning("exams_deferred", error=str(error))
 
     async def _ask_for_lost(self) -> None:
         """Those of which nothing is stored, twice in a row: a result may just be on its way."""
@@ -187,7 +191,7 @@ class Evaluation:
             return
         missing = self._asked - self._results.keys() - stored
         if again := missing & self._lost:
-            log.warning("exams_asked_again", exams=sorted(again)[:20], count=len(again))
+            log.warning("exams_republished", exams=sorted(again)[:20], count=len(again))
             await self._ask(sorted(again))
         self._lost = missing - again
 
@@ -203,7 +207,7 @@ class Evaluation:
             try:
                 await asyncio.to_thread(self._log.add, msgspec.to_builtins(result))
             except OSError as error:  # it is written with the next one
-                log.error("result_not_written", error=str(error))
+                log.error("result_write_failed", error=str(error))
             self._results[result.index] = result
             if result.ending.failed:
                 self._failed.append(result)

@@ -2,7 +2,7 @@
 cluster.
 
 measure loop   consumes ledgers, stream sizes, heartbeats; produces METRIC, by job and for the cluster;
-               looks once a second, and says something when something has changed
+               measures once a second and publishes changes
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections import Counter
 
 from opentinker.shared.asyncio_tools import sleep
+from opentinker.shared.data.step_log import metric_prefix
 from opentinker.shared.messaging.subjects import GROUP, GROUPS, SCORE, SCORES, TICKET, TICKETS
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.runtime.telemetry import CLUSTER, REPORT_S, Meters, Reporter
-from opentinker.shared.state.staleness import Admission
+from opentinker.shared.state.staleness import admission_of
 from opentinker.shared.types.core import JobRecord, JobState, Pool
 
 QUEUES = (("queue/tickets", TICKETS, TICKET), ("queue/scores", SCORES, SCORE), ("queue/groups", GROUPS, GROUP))
@@ -29,14 +30,14 @@ class SchedulerMetrics:
     async def run(self) -> None:
         while True:
             await sleep(REPORT_S)
-            await self.look()
+            await self.measure()
             await self.reporter.report()
 
-    async def look(self) -> None:
+    async def measure(self) -> None:
         jobs = await self.store.active_jobs()
         await self._cluster(jobs)
-        held = [job.id for job in jobs if job.state.held and job.kind == "rl"]
-        for over in self.meters.jobs.keys() - {CLUSTER, *held}:
+        held = [job for job in jobs if job.state.held and job.kind == "rl"]
+        for over in self.meters.jobs.keys() - {CLUSTER, *(job.id for job in held)}:
             del self.meters.jobs[over]
         if not held:
             return
@@ -44,26 +45,26 @@ class SchedulerMetrics:
         for _, stream, subject in QUEUES:
             assert stream.name is not None
             depths |= await self.bus.counts(stream.name, subject.at(job="*"))
-        for id in held:
-            await self._job(id, depths)
+        for job in held:
+            await self._job(job, depths)
 
-    async def _job(self, id: str, depths: dict[str, int]) -> None:
-        ledger = await Admission(self.store.redis, id).ledger()
-        new = id not in self.meters.jobs
-        meter = self.meters.of(id)
-        meter.step = ledger.version.step
-        meter.counts = Counter(
-            {"scheduler/tickets_issued": ledger.issued, "scheduler/groups_accepted": ledger.accepted}
-        )
+    async def _job(self, job: JobRecord, depths: dict[str, int]) -> None:
+        """Measure a job: the ledger of each of its policies, and its queues."""
+        new = job.id not in self.meters.jobs
+        meter = self.meters.of(job.id)
+        gauges = {name: depths.get(subject.at(job=job.id), 0) for name, _, subject in QUEUES}
+        counts = {}
+        for policy in job.policies or ("",):
+            ledger = await admission_of(self.store.redis, job, policy).ledger()
+            prefix = metric_prefix(policy)
+            meter.step = ledger.version.step
+            counts[f"{prefix}scheduler/tickets_issued"] = ledger.issued
+            counts[f"{prefix}scheduler/groups_accepted"] = ledger.accepted
+            gauges[f"{prefix}scheduler/running_groups"] = ledger.running
+            gauges[f"{prefix}scheduler/pending_groups"] = ledger.pending
+        meter.counts, meter.gauges = Counter(counts), Counter(gauges)
         if new:
             meter.before = meter.counts.copy()
-        meter.gauges = Counter(
-            {
-                "scheduler/running_groups": ledger.running,
-                "scheduler/pending_groups": ledger.pending,
-                **{name: depths.get(subject.at(job=id), 0) for name, _, subject in QUEUES},
-            }
-        )
 
     async def _cluster(self, jobs: list[JobRecord]) -> None:
         pools = Counter(worker.pool for worker in await self.store.workers())

@@ -7,35 +7,42 @@ import hashlib
 import secrets
 import string
 from functools import partial
-from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import orjson
 from pydantic import ValidationError
 
-from opentinker.services.scheduler.jobs import check_adapters, check_environment, check_model
+from opentinker.services.scheduler.jobs import (
+    check_adapters,
+    check_environment,
+    check_frozen_seats,
+    check_model,
+    kept_checkpoints,
+)
 from opentinker.services.scheduler.jobs import check_start_checkpoint as starting
 from opentinker.services.scheduler.jobs.check_dataset import absolute, check_data
 from opentinker.services.scheduler.jobs.disk_threads import ReferencesAway, on_disk
 from opentinker.shared.config import Settings
-from opentinker.shared.data.dry_run import loads_weights, mistake_in
-from opentinker.shared.data.readable_paths import readable_by, resolved
-from opentinker.shared.durable_files import local_path, not_on_hub
+from opentinker.shared.data.dry_run import loads_weights
+from opentinker.shared.data.readable_paths import readable_by
 from opentinker.shared.messaging.subjects import WAKE
 from opentinker.shared.runtime.service import Context
-from opentinker.shared.spec import JobSpec, ModelSpec, StartSpec, parse_spec
-from opentinker.shared.types.errors import SpecError
+from opentinker.shared.spec import JobSpec, StartSpec, parse_spec
+from opentinker.shared.types.errors import Conflict, SpecError
+from opentinker.shared.types.manifest import adapter_of, frozen_of, start_of
 
 _ALPHABET = string.ascii_lowercase + string.digits
 Mistakes = list[dict[str, Any]]
 
 
 class Found(NamedTuple):
-    """References of a spec: its environment, start checkpoint, and served adapters."""
+    """References of a spec: its environment, start checkpoint, served adapters, and checkpoints that play seats."""
 
     asked: check_environment.EnvironmentCheck = check_environment.EnvironmentCheck()
     chosen: starting.SourceCheckpoint | None = None
     adapters: check_adapters.Found = ()
+    seats: check_frozen_seats.Found = MappingProxyType({})
 
 
 def new_job_id() -> str:
@@ -49,10 +56,10 @@ async def submit(
 
     Returns the job's id and whether an equal request with the same key had made it before.
 
-    Equal is what is written, with its defaults: what the checks look at may have changed or gone since then.
+    Equal is what is written, with its defaults: what the checks read may have changed or gone since then.
     Raises SpecError with every mistake, Conflict if the key was used for another spec.
     """
-    spec, body_hash, mistakes = _read(data)
+    spec, body_hash, mistakes = await asyncio.to_thread(_read, data)  # a body may hold 100,000 names
     if spec is not None and idempotency and not mistakes:
         made = await ctx.store.find_idempotent(tenant, idempotency, body_hash)
         if made is not None:
@@ -69,12 +76,16 @@ async def submit(
     if asked.check is not None:
         plain["environment"]["name"] = asked.check.name
     new = new_job_id()
-    await _keep(ctx, plain, found, tenant, new)
-    id = await ctx.store.create_job(
-        id=new, spec=plain, tenant=tenant, idempotency=idempotency, body_hash=body_hash, key=key, trace=trace
-    )
+    try:
+        await _keep_references(ctx, plain, found, tenant, new)
+        id = await ctx.store.create_job(
+            id=new, spec=plain, tenant=tenant, idempotency=idempotency, body_hash=body_hash, key=key, trace=trace
+        )
+    except (SpecError, Conflict):  # after any other error the job may be stored; if it is not, the sweep removes it
+        kept_checkpoints.forget(ctx, new)
+        raise
     if id != new:
-        await asyncio.to_thread(starting.drop, ctx.settings.data_dir, new)
+        kept_checkpoints.forget(ctx, new)
     if id == new and asked.check is not None and not asked.answered:
         await ctx.store.update(
             id,
@@ -111,22 +122,28 @@ def _read(data: Any) -> tuple[JobSpec | None, str, Mistakes]:
         return spec, "", error.mistakes
 
 
-async def _keep(ctx: Context, plain: dict[str, Any], found: Found, tenant: str, new: str) -> None:
-    """Keep the job's references for it. Raises SpecError if one has gone since it was checked."""
-    asked, chosen = found.asked, found.chosen
+async def _keep_references(ctx: Context, plain: dict[str, Any], found: Found, tenant: str, new: str) -> None:
+    """Keep checkpoints that the job starts from, serves or plays against. Raises SpecError if one has gone since it was
+    checked."""
+    asked, chosen, data_dir = found.asked, found.chosen, ctx.settings.data_dir
     if (start := plain.get("start")) is not None and (live := StartSpec.model_validate(start)).live:
         plain["model"] = starting.followed(plain, await ctx.store.job(live.job))
+    references = []
     if chosen is not None:
-        plain |= await asyncio.to_thread(_started, plain, chosen)
-        if problem := await asyncio.to_thread(starting.keep, chosen, ctx.settings.data_dir, new):
-            raise SpecError([{"field": "start.from", "value": chosen.name, "problem": problem}])
+        plain |= await on_disk(ctx, _started, plain, chosen)
+        references.append(kept_checkpoints.Reference("start.from", chosen, start_of(data_dir, new)))
     for place, (name, adapter) in enumerate(found.adapters):
         plain["serving"]["adapters"][place]["from"] = adapter.name
-        if problem := await asyncio.to_thread(starting.keep, adapter, ctx.settings.data_dir, new, name):
-            field = f"serving.adapters.{place}.from"
-            raise SpecError([{"field": field, "value": adapter.name, "problem": problem}])
+        kept = adapter_of(data_dir, new, name)
+        references.append(kept_checkpoints.Reference(f"serving.adapters.{place}.from", adapter, kept))
+    for seat, (source, model) in found.seats.items():
+        plain["seats"][seat] |= {"frozen": source.name, "model": model}
+        kept = frozen_of(data_dir, new, source.name)
+        if not any(reference.place == kept for reference in references):
+            references.append(kept_checkpoints.Reference(f"seats.{seat}.frozen", source, kept))
+    if references and (mistakes := await kept_checkpoints.keep(ctx, references, new, tenant)):
+        raise SpecError(mistakes)
     if asked.check is not None and (gone := await check_environment.gone(ctx, asked.check, tenant)):
-        await asyncio.to_thread(starting.drop, ctx.settings.data_dir, new)
         raise SpecError(gone)
 
 
@@ -137,9 +154,11 @@ async def check_references(ctx: Context, data: Any, spec: JobSpec | None, tenant
     """
     limit_s = ctx.settings.submission_check_timeout_s
     try:
-        async with asyncio.timeout(limit_s):
+        async with asyncio.timeout(limit_s) as limit:
             return await _check_references(ctx, data, spec, tenant, mistakes)
     except TimeoutError:
+        if not limit.expired():  # something else timed out
+            raise
         environment = "" if spec is None else spec.environment.name
         what = f"environment {environment!r}, " if environment else ""
         problem = f"{what}files and checkpoints that the spec refers to were not checked within {limit_s:g} s"
@@ -157,15 +176,16 @@ async def _check_references(ctx: Context, data: Any, spec: JobSpec | None, tenan
                 check_environment.check_environment(ctx, data, spec, tenant, mistakes, readable.own)
             )
             looking = tasks.create_task(on_disk(ctx, _check_files, data, spec))
-            families = tasks.create_task(check_model.look_at(ctx, spec))
+            families = tasks.create_task(check_model.check_model(ctx, spec))
             starts = tasks.create_task(_check_start(ctx, _start(data, spec), spec, tenant))
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
     asked, files, (wrong_start, chosen) = asking.result(), looking.result(), starts.result()
-    wrong_adapters, beside = await check_adapters.look_at(ctx, data, spec, files.base, tenant)
+    wrong_adapters, beside = await check_adapters.check_adapters(ctx, data, spec, files.base, tenant)
+    wrong_seats, frozen = await check_frozen_seats.check_frozen_seats(ctx, data, spec, tenant)
     mistakes += _check_priority(ctx, spec, tenant) + families.result()
-    mistakes += asked.mistakes + files.model + wrong_start + wrong_adapters + files.frozen + files.data
-    return Found(asked, chosen, beside)
+    mistakes += asked.mistakes + files.model + wrong_start + wrong_adapters + wrong_seats + files.frozen + files.data
+    return Found(asked, chosen, beside, frozen)
 
 
 class Files(NamedTuple):
@@ -182,11 +202,22 @@ def _check_files(data: Any, spec: JobSpec | None) -> Files:
     base = _base(data, spec)
     model, weights = (None, False) if spec is None else (spec.model, loads_weights(spec))
     return Files(
-        "" if spec is None else _resolved(spec.model.base),
-        [] if base is None else _check_model(base, model, weights),
-        _check_frozen(data),
+        "" if spec is None else check_model.resolved_base(spec.model.base),
+        ([] if base is None else check_model.mistakes_in_model(base, model, weights)) + _mistakes_in_policies(spec),
+        check_model.mistakes_in_frozen_models(data),
         [] if spec is None or spec.data is None else check_data(spec.data, spec.kind),
     )
+
+
+def _mistakes_in_policies(spec: JobSpec | None) -> Mistakes:
+    """Blocking. Check the models of policies that have another than the job."""
+    own = {} if spec is None else {name: policy.model for name, policy in spec.policies.items()}
+    found = []
+    for name, model in own.items():
+        if spec is not None and model != spec.model:
+            wrong = check_model.mistakes_in_model(model.base, model, loads_weights(spec))
+            found += [{**mistake, "field": f"policies.{name}.{mistake['field']}"} for mistake in wrong]
+    return found
 
 
 def _started(plain: dict[str, Any], chosen: starting.SourceCheckpoint) -> dict[str, Any]:
@@ -200,9 +231,10 @@ def _started(plain: dict[str, Any], chosen: starting.SourceCheckpoint) -> dict[s
 
 def _make_absolute(plain: dict[str, Any], spec: JobSpec) -> None:
     """Blocking. The paths in a stored spec, of models and of data."""
-    named = (plain["model"], plain.get("teacher"), plain.get("value_model"), *plain.get("reward_models", []))
+    models = (plain["model"], *(policy["model"] for policy in plain.get("policies", {}).values()))
+    named = (*models, plain.get("teacher"), plain.get("value_model"), *plain.get("reward_models", []))
     for part in filter(None, named):
-        part["base"] = _resolved(part["base"])
+        part["base"] = check_model.resolved_base(part["base"])
     if spec.data is not None:
         plain["data"] |= absolute(spec.data)
 
@@ -231,7 +263,7 @@ async def _check_start(
     if start is None:
         return [], None
     if start.live:
-        base = "" if spec is None else await on_disk(ctx, _resolved, spec.model.base)
+        base = "" if spec is None else await on_disk(ctx, check_model.resolved_base, spec.model.base)
         wrong = await starting.mistakes_in_live(ctx, start, spec, base, tenant)
         return [{**mistake, "value": mistake["value"] or start.checkpoint} for mistake in wrong], None
     found = await starting.find(ctx, start, tenant)
@@ -239,7 +271,7 @@ async def _check_start(
         return [{"field": "start.from", "value": start.checkpoint, "problem": found}], None
     if spec is None:
         return [], found
-    base = await on_disk(ctx, _resolved, spec.model.base)
+    base = await on_disk(ctx, check_model.resolved_base, spec.model.base)
     wrong = await on_disk(ctx, starting.mistakes_in, found, spec, base)
     return [{**mistake, "value": start.checkpoint} for mistake in wrong], found
 
@@ -250,85 +282,3 @@ def _base(data: Any, spec: JobSpec | None) -> str | None:
     part = data.get("model") if isinstance(data, dict) else None
     base = part.get("base") if isinstance(part, dict) else None
     return base if isinstance(base, str) and base else None
-
-
-def _resolved(base: str) -> str:
-    path = local_path(base)
-    return base if path is None else str(resolved(path))
-
-
-def _check_model(base: str, model: ModelSpec | None, weights: bool) -> Mistakes:
-    """Check a local model without loading it; `weights`: those will be loaded too. Blocking."""
-    path = local_path(base) if base else None
-    if path is None:
-        why = not_on_hub(base) if base else None
-        return [_mistake(base, why)] if why else []
-    try:
-        if why := mistake_in(path, weights):
-            return [_mistake(base, why)]
-        if model is not None and model.chat_template == "model" and _lacks_template(path):
-            problem = f'the tokenizer in {base} has no chat template; use one that has, or chat_template = "plain"'
-            return [{"field": "model.chat_template", "value": "model", "problem": problem}]
-    except OSError as error:
-        return [_mistake(base, error.strerror or str(error))]
-    return []
-
-
-def _check_frozen(data: Any) -> Mistakes:
-    """Blocking. Of the models that reference-forward will load, even if other parts of the spec are wrong."""
-    if not isinstance(data, dict):
-        return []
-    found = [
-        {**mistake, "field": "teacher.base"} for mistake in _check_model(_name_in(data.get("teacher")), None, True)
-    ]
-    base = _name_in(data.get("value_model"))
-    wrong = _check_model(base, None, True) or _check_classifier(base, "token")
-    found += [{**mistake, "field": "value_model.base"} for mistake in wrong]
-    judges = data.get("reward_models")
-    for i, judge in enumerate(judges if isinstance(judges, list) else []):
-        base = _name_in(judge)
-        wrong = _check_model(base, None, True) or _check_classifier(base, "sequence") or _check_template(base)
-        found += [{**mistake, "field": f"reward_models.{i}.base"} for mistake in wrong]
-    return found
-
-
-def _name_in(part: Any) -> str:
-    base = part.get("base") if isinstance(part, dict) else None
-    return base if isinstance(base, str) else ""
-
-
-def _check_classifier(base: str, kind: str) -> Mistakes:
-    """Check a local directory with a config.json. `kind`: what the model classifies."""
-    path = local_path(base) if base else None
-    if path is None:
-        return []
-    try:
-        architectures = orjson.loads((path / "config.json").read_bytes()).get("architectures") or []
-        if not any(str(name).endswith(f"For{kind.title()}Classification") for name in architectures):
-            said = ", ".join(map(str, architectures)) or "no architecture"
-            return [_mistake(base, f"is no {kind} classifier: its config.json says {said}")]
-    except (OSError, AttributeError, TypeError, orjson.JSONDecodeError):
-        return []  # reference-forward has more to say about such a file than we
-    return []
-
-
-def _check_template(base: str) -> Mistakes:
-    """Check the chat template of a local directory."""
-    path = local_path(base) if base else None
-    if path is None or not _lacks_template(path):
-        return []
-    return [_mistake(base, "has no chat template: add the one that it was trained with as chat_template.jinja")]
-
-
-def _lacks_template(path: Path) -> bool:
-    config = path / "tokenizer_config.json"
-    if (path / "chat_template.jinja").exists() or (path / "chat_template.json").exists() or not config.is_file():
-        return False
-    try:
-        return not orjson.loads(config.read_bytes()).get("chat_template")
-    except (orjson.JSONDecodeError, AttributeError):
-        return False  # the loader has more to say about such a file than we
-
-
-def _mistake(base: str, problem: str) -> dict[str, Any]:
-    return {"field": "model.base", "value": base, "problem": problem}

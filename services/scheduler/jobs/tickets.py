@@ -24,18 +24,17 @@ from opentinker.shared.messaging.bus import NoReply, StreamFull
 from opentinker.shared.messaging.subjects import TICKET, TICKETS, WAKE
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.redis_script import UNFENCED
-from opentinker.shared.state.staleness import Admission, Ledger
+from opentinker.shared.state.staleness import Ledger, admission_of
 from opentinker.shared.types.core import JobRecord, JobState, Ticket
 from opentinker.shared.types.error_text import error_sentence
 from opentinker.shared.types.errors import Conflict, NotFound
 
 log = structlog.get_logger()
 
-LOOK_S = 0.2
 SWEEP_S = 5.0
 PORTION = 64
 """Tickets that a job gets before the next job has its turn."""
-MOST_SWEPT = 256
+MAX_SWEPT = 256
 """Lost tickets of a job that one sweep stores again."""
 JUDGED_FROM = 20
 """Groups that must have ended before the share of failed ones is judged."""
@@ -53,7 +52,8 @@ def ticket_seed(seed: int, position: int) -> int:
 class TicketIssuer:
     """`leader`: the number of this scheduler's leadership; what it writes into jobs is refused after it."""
 
-    def __init__(self, ctx: Context, leader: int = UNFENCED) -> None:
+    def __init__(self, ctx: Context, leader: int = UNFENCED, poll_s: float = 0.2) -> None:
+        self._poll_s = poll_s
         self.ctx, self.store, self.bus, self.leader = ctx, ctx.store, ctx.bus, leader
         self._wake = asyncio.Event()
         self._missing: dict[str, set[int]] = {}
@@ -70,35 +70,35 @@ class TicketIssuer:
         try:
             while True:
                 self._wake.clear()
-                more = await self.look()
+                more = await self.issue()
                 if time.monotonic() - swept_at >= SWEEP_S:
                     await self.sweep()
                     swept_at = time.monotonic()
                 if not more:
-                    await wait_event(self._wake, LOOK_S)
+                    await wait_event(self._wake, self._poll_s)
         finally:
             await subscription.unsubscribe()
 
     async def _held(self) -> list[JobRecord]:
         return [job for job in await self.store.active_jobs() if job.state.held and job.kind == "rl"]
 
-    async def look(self) -> bool:
+    async def issue(self) -> bool:
         """One portion per job. True if a job may have room for more."""
         more = False
         for job in await self._held():
-            more |= await self._issue(job)
-            await self._judge(job)
+            more |= await self._issue_portion(job)
+            await self._fail_if_failing(job)
         return more
 
-    async def _issue(self, job: JobRecord) -> bool:
-        _, seqs = await Admission(self.store.redis, job.id).issue(PORTION)
+    async def _issue_portion(self, job: JobRecord) -> bool:
+        _, seqs = await admission_of(self.store.redis, job).issue(PORTION)
         return await self._store(job, seqs) and len(seqs) == PORTION
 
     async def _store(self, job: JobRecord, seqs: list[int], again: str = "") -> bool:
         """False if the store is full: the sweep stores what is missing when there is room."""
         if not seqs:
             return True
-        shift = await Admission(self.store.redis, job.id).shift()
+        shift = await admission_of(self.store.redis, job).shift()
         try:
             await asyncio.gather(
                 *(
@@ -121,16 +121,16 @@ class TicketIssuer:
             try:
                 await self._republish(job)
             except (NoReply, TimeoutError, nats.errors.Error) as error:
-                log.warning("sweep_later", job=job.id, error=str(error) or type(error).__name__)
+                log.warning("sweep_deferred", job=job.id, error=str(error) or type(error).__name__)
 
     async def _republish(self, job: JobRecord) -> None:
-        admission = Admission(self.store.redis, job.id)
+        admission = admission_of(self.store.redis, job)
         assert TICKETS.name is not None
         if await self.bus.count(TICKETS.name, TICKET.at(job=job.id)) >= len(await admission.running()):
             self._missing.pop(job.id, None)
             return
         stored = {ticket.seq for ticket in await self.bus.stored(TICKET, job=job.id)}
-        missing = set(sorted(set(await admission.running()) - stored)[:MOST_SWEPT])
+        missing = set(sorted(set(await admission.running()) - stored)[:MAX_SWEPT])
         if missing:
             stubborn = missing & self._missing.get(job.id, set())
             log.warning("tickets_republished", job=job.id, groups=sorted(missing))
@@ -139,10 +139,11 @@ class TicketIssuer:
             await self._store(job, sorted(stubborn), again=f"/{time.time_ns()}")
         self._missing[job.id] = missing
 
-    async def _judge(self, job: JobRecord) -> None:
+    async def _fail_if_failing(self, job: JobRecord) -> None:
         """Fail a job whose groups fail too often."""
-        ledger = await Admission(self.store.redis, job.id).ledger()
-        problem = too_many_failures(ledger, job.spec["rollout"]["max_failed_share"])
+        share = job.spec["rollout"]["max_failed_share"]
+        ledgers = [await admission_of(self.store.redis, job, policy).ledger() for policy in job.policies or ("",)]
+        problem = next(filter(None, (too_many_failures(ledger, share) for ledger in ledgers)), None)
         if problem is None:
             return
         last = await self.store.latest_event(job.id, "group_failed")

@@ -10,14 +10,24 @@ from typing import Any
 from opentinker.services.scheduler.placement.gpu_matching import FreeWorkers, GpuMatcher, described
 from opentinker.services.scheduler.placement.quotas import Used
 from opentinker.services.scheduler.placement.shortages import GB, too_few
-from opentinker.services.scheduler.placement.types import LEASED, NAMES, NO_GPUS, Held, Job, Need, Rules, Slot, View
+from opentinker.services.scheduler.placement.types import (
+    LEASED,
+    NAMES,
+    NO_GPUS,
+    ClusterView,
+    Held,
+    Need,
+    PlannedJob,
+    Rules,
+    Slot,
+)
 from opentinker.shared.config import TenantLimits
-from opentinker.shared.runtime.leased_worker import LET_GO_S
+from opentinker.shared.runtime.leased_worker import RELEASE_TIMEOUT_S
 from opentinker.shared.spec.frozen_models import is_scored
 from opentinker.shared.types.core import JobRecord, JobState, Lease, Pool, WorkerInfo
 from opentinker.shared.types.env_protocol import SERVED
 
-LONGEST_RETRY_S = 60.0
+MAX_RETRY_S = 60.0
 """A job that lost workers waits no longer before the next try."""
 POOLS = {"rl": (Pool.TRAINER, Pool.ROLLOUT), "inference": (Pool.ROLLOUT,), "eval": (Pool.ROLLOUT,)}
 """Pools from which a job needs its own workers, by its kind; other kinds need a trainer."""
@@ -35,7 +45,7 @@ class Overdue:
         self._since: dict[tuple[object, ...], float] = {}
         """When each was first seen holding on to its work without a lease, or with one about to leave."""
 
-    def look(self, workers: Iterable[WorkerInfo], leases: Iterable[Lease]) -> frozenset[str]:
+    def find(self, workers: Iterable[WorkerInfo], leases: Iterable[Lease]) -> frozenset[str]:
         now, leased = self._clock(), {lease.worker for lease in leases}
         before, self._since = self._since, {}
         found = set()
@@ -45,7 +55,7 @@ class Overdue:
                 continue
             key = worker.id, worker.incarnation, worker.job, worker.epoch, held
             since = self._since[key] = before.get(key, now)
-            if now - since > LET_GO_S + (self._drain_s if leaves else 0.0):
+            if now - since > RELEASE_TIMEOUT_S + (self._drain_s if leaves else 0.0):
                 found.add(worker.id)
         return frozenset(found)
 
@@ -118,7 +128,7 @@ class Cluster:
         used: Mapping[str, Used],
         rules: Rules,
         starting: Mapping[str, Slot] | None = None,
-    ) -> View:
+    ) -> ClusterView:
         """`jobs`: those that have begun or are queued. `starting`: workers that are on their way (autoscaler.py)."""
         on_their_way = {id: slot for id, slot in (starting or {}).items() if id not in self.workers}
         alive = {pool: self.alive(pool) for pool in Pool}
@@ -131,7 +141,7 @@ class Cluster:
         gpus |= {id: slot.gpus for id, slot in on_their_way.items() if slot.gpus != NO_GPUS}
         winding_down = {worker.job for worker in ours if worker.job is not None}
         absent = {pool: not found for pool, found in alive.items()}
-        return View(
+        return ClusterView(
             now=now,
             jobs=[self._job(job, now, winding_down, absent, rules.inference_lend_s) for job in jobs],
             free=free,
@@ -151,16 +161,16 @@ class Cluster:
     def lacks(self, job: JobRecord) -> str:
         """Describe what the job needs and no process provides."""
         view = self.view([job], now=time.time(), limits={}, used={}, rules=Rules())
-        (one,), fitting = view.jobs, GpuMatcher(view.gpus)
-        return too_few(one, *(FreeWorkers(fitting, workers).count(one) for workers in (view.alive, view.free)))
+        (one,), matcher = view.jobs, GpuMatcher(view.gpus)
+        return too_few(one, *(FreeWorkers(matcher, workers).count(one) for workers in (view.alive, view.free)))
 
     def _job(
         self, job: JobRecord, now: float, winding_down: set[str], absent: Mapping[Pool, bool], lend_s: float
-    ) -> Job:
+    ) -> PlannedJob:
         resources = job.spec["resources"]
         needs = needs_of(job.kind, resources)
-        saving = job.state == JobState.QUEUED and job.id in winding_down and now - job.since < LET_GO_S
-        return Job(
+        saving = job.state == JobState.QUEUED and job.id in winding_down and now - job.since < RELEASE_TIMEOUT_S
+        return PlannedJob(
             id=job.id,
             tenant=job.tenant,
             priority=int(resources.get("priority", 0)),
@@ -170,7 +180,7 @@ class Cluster:
             most=int(resources["rollout_workers"]) if Pool.ROLLOUT in needs else 0,
             held=job.state.held,
             since=job.since,
-            retry_at=job.retry_at if job.retry_at - now <= LONGEST_RETRY_S else 0.0,  # else a clock was set back
+            retry_at=job.retry_at if job.retry_at - now <= MAX_RETRY_S else 0.0,  # else a clock was set back
             lost_at=job.lost_at,
             absent=", ".join(self._absent(job, absent)),
             kind=job.kind,

@@ -12,7 +12,7 @@ from opentinker.services.scheduler.placement.gpu_matching import ANY, described
 from opentinker.services.scheduler.placement.operator_limits import rules_of, used_today
 from opentinker.services.scheduler.placement.quotas import Used, over_quota
 from opentinker.services.scheduler.placement.shortages import with_gpus
-from opentinker.services.scheduler.placement.types import ANYBODY, UNLIMITED, Start
+from opentinker.services.scheduler.placement.types import OTHER_TENANTS, UNLIMITED, Start
 from opentinker.shared.api_types import Check
 from opentinker.shared.data.dry_run import check
 from opentinker.shared.runtime.service import Context
@@ -75,7 +75,7 @@ async def _queue(ctx: Context, spec: JobSpec, tenant: str, cluster: Cluster) -> 
     used = await used_today(ctx, {job.tenant for job in active} | {tenant})
     view = cluster.view([*active, candidate], now=now, limits=settings.tenants, used=used, rules=rules_of(settings))
     (job,) = (job for job in view.jobs if job.id == CANDIDATE)
-    limits = settings.tenants.get(tenant) or settings.tenants.get(ANYBODY) or UNLIMITED
+    limits = settings.tenants.get(tenant) or settings.tenants.get(OTHER_TENANTS) or UNLIMITED
     if never := over_quota(limits, Used(), jobs=0, workers=0, more=sum(job.needs.values())):
         hint = "it would never start: ask for less (resources), or the operator for more (tenants)"
         return check("queue", f"beyond {never}", "bad", hint)

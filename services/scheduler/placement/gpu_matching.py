@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
-from opentinker.services.scheduler.placement.types import LEASED, NO_GPUS, Gpus, Job, Need
+from opentinker.services.scheduler.placement.types import LEASED, NO_GPUS, Gpus, Need, PlannedJob
 from opentinker.shared.runtime.gpus import nearest
 from opentinker.shared.types.core import Gpu, Pool
 
@@ -31,7 +31,7 @@ class GpuMatcher:
         """Its place in `kinds`."""
         return self._kind.get(worker, 0)
 
-    def suiting(self, job: Job, pool: Pool) -> list[int]:
+    def suiting(self, job: PlannedJob, pool: Pool) -> list[int]:
         """Kinds that do for the job, the first choice first."""
         need = job.gpus.get(pool, ANY) if job.gpus else ANY
         found = self._suiting.get(need)
@@ -40,7 +40,7 @@ class GpuMatcher:
             found = self._suiting[need] = sorted(fine, key=lambda number: _order(self.kinds[number], need))
         return found
 
-    def those(self, workers: Sequence[str], job: Job, pool: Pool) -> Sequence[str]:
+    def those(self, workers: Sequence[str], job: PlannedJob, pool: Pool) -> Sequence[str]:
         """Return those of these workers of a pool that suit the job."""
         if not job.gpus or len(suiting := self.suiting(job, pool)) == len(self.kinds):
             return workers
@@ -54,35 +54,35 @@ class GpuMatcher:
 class FreeWorkers:
     """Workers by pool and kind, each kind in the order in which they were put in."""
 
-    def __init__(self, fitting: GpuMatcher, workers: Mapping[Pool, Iterable[str]]) -> None:
-        self._fitting = fitting
+    def __init__(self, matcher: GpuMatcher, workers: Mapping[Pool, Iterable[str]]) -> None:
+        self._matcher = matcher
         self._workers: dict[Pool, list[deque[str]]] = {}
         for pool in LEASED:
-            if len(fitting.kinds) == 1:
+            if len(matcher.kinds) == 1:
                 self._workers[pool] = [deque(workers.get(pool, ()))]
                 continue
-            self._workers[pool] = [deque() for _ in fitting.kinds]
+            self._workers[pool] = [deque() for _ in matcher.kinds]
             for worker in workers.get(pool, ()):
                 self.put(pool, worker)
 
     def put(self, pool: Pool, worker: str) -> None:
-        self._workers[pool][self._fitting.kind(worker)].append(worker)
+        self._workers[pool][self._matcher.kind(worker)].append(worker)
 
-    def count(self, job: Job) -> dict[Pool, int]:
+    def count(self, job: PlannedJob) -> dict[Pool, int]:
         """Count suitable workers of each pool that the job needs."""
-        if len(self._fitting.kinds) == 1 and not job.gpus:
+        if len(self._matcher.kinds) == 1 and not job.gpus:
             return {pool: len(self._workers[pool][0]) for pool in job.needs}
         found = {}
         for pool in job.needs:
             kinds, found[pool] = self._workers[pool], 0
-            for number in self._fitting.suiting(job, pool):
+            for number in self._matcher.suiting(job, pool):
                 found[pool] += len(kinds[number])
         return found
 
-    def take(self, job: Job, pool: Pool, most: int) -> list[str]:
+    def take(self, job: PlannedJob, pool: Pool, most: int) -> list[str]:
         """Take up to `most` suitable workers."""
         taken: list[str] = []
-        for number in self._fitting.suiting(job, pool):
+        for number in self._matcher.suiting(job, pool):
             there = self._workers[pool][number]
             while there and len(taken) < most:
                 taken.append(there.popleft())

@@ -58,7 +58,7 @@ class Leadership:
         finally:
             await cancel_and_wait(doing)
             self.ctx.detail["leads"] = False
-        log.warning("leads_no_more", leadership=epoch)
+        log.warning("leadership_lost", leadership=epoch)
 
     @property
     def _pause_s(self) -> float:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from opentinker.services.scheduler.placement.quotas import Used
-from opentinker.services.scheduler.placement.types import ANYBODY, Rules
+from opentinker.services.scheduler.placement.types import OTHER_TENANTS, Rules
 from opentinker.shared.config import Settings
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.artifacts import ArtifactIndex
-from opentinker.shared.state.usage import Usage
+from opentinker.shared.state.usage import UsageStore
 
 NAMED = 3
 """Jobs listed to a tenant whose artifacts leave no room."""
@@ -26,9 +26,9 @@ def rules_of(settings: Settings) -> Rules:
 async def used_today(ctx: Context, tenants: set[str]) -> dict[str, Used]:
     """Return today's usage of tenants with limits: seconds, and currently stored bytes."""
     limits, index = ctx.settings.tenants, ArtifactIndex(ctx.store.redis)
-    bound = {tenant: limit for tenant in tenants if (limit := limits.get(tenant) or limits.get(ANYBODY))}
+    bound = {tenant: limit for tenant in tenants if (limit := limits.get(tenant) or limits.get(OTHER_TENANTS))}
     counted = [tenant for tenant, limit in bound.items() if limit.by_time]
-    seconds = await Usage(ctx.store.redis).today(counted) if counted else {}
+    seconds = await UsageStore(ctx.store.redis).today(counted) if counted else {}
     stored = await index.stored_by([tenant for tenant, limit in bound.items() if limit.stored_gb is not None])
     return {
         tenant: Used(

@@ -1,6 +1,6 @@
 """Who gets which worker: a view of jobs, workers and leases and the time -> a list of decisions. No I/O, no clock.
 
-`plan` is called with every look of the reconcile loop and remembers nothing. In this order:
+`plan` is called in every round of the reconcile loop and remembers nothing. In this order:
 
 0. Jobs whose tenants have used up their day go back to the queue (`Requeue`), where they wait for the next one.
 1. Jobs that have begun and lost a part of what they need get it back (`AddWorker`), once their back-off is over. One
@@ -31,12 +31,13 @@ too small for it, or an unleased service (env workers, reference-forward) is mis
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Iterable, Mapping, Sequence
 
 from opentinker.services.scheduler.placement.gpu_matching import FreeWorkers, GpuMatcher
-from opentinker.services.scheduler.placement.planner_state import Reservation, RunningJob, Tenant
-from opentinker.services.scheduler.placement.quotas import Used, over_quota, used_up
+from opentinker.services.scheduler.placement.lending import lend
+from opentinker.services.scheduler.placement.planner_state import Reservation, RunningJob, TenantState, Turn
+from opentinker.services.scheduler.placement.preemption import Preemption
+from opentinker.services.scheduler.placement.quotas import Used, used_up
 from opentinker.services.scheduler.placement.shortages import (
     called,
     held_by,
@@ -48,31 +49,29 @@ from opentinker.services.scheduler.placement.shortages import (
     too_few,
 )
 from opentinker.services.scheduler.placement.types import (
-    ANYBODY,
     LEASED,
+    OTHER_TENANTS,
     UNLIMITED,
     AddWorker,
+    ClusterView,
     Counts,
     Decision,
-    Job,
     Need,
-    Plan,
+    PlacementPlan,
+    PlannedJob,
     Preempt,
     Reclaim,
     Requeue,
     Sleep,
     Start,
-    View,
 )
 from opentinker.shared.types.core import Pool
 
 
-def plan(view: View) -> Plan:
+def plan(view: ClusterView) -> PlacementPlan:
     return _Planning(view).run()
 
 
-_Turn = tuple[int, float, float, str, str]
-"""Priority, share, age; the job and its tenant."""
 _Lack = tuple[tuple[Pool, Need | None], ...]
 """Pools of which nothing is free, and what is needed of them."""
 
@@ -80,44 +79,43 @@ _Lack = tuple[tuple[Pool, Need | None], ...]
 class _Planning:
     """One run of `plan`: the remaining workers change as decisions are made."""
 
-    def __init__(self, view: View) -> None:
+    def __init__(self, view: ClusterView) -> None:
         self.view, self.rules, self.now = view, view.rules, view.now
         self.decisions: list[Decision] = []
         self.waiting: dict[str, str] = {}
-        self.fitting = fitting = GpuMatcher(view.gpus)
+        self.matcher = matcher = GpuMatcher(view.gpus)
         self.size = {pool: len(view.alive.get(pool, ())) for pool in LEASED}
-        self.alive, self.free = FreeWorkers(fitting, view.alive), FreeWorkers(fitting, view.free)
-        self.coming = FreeWorkers(fitting, view.coming)
+        self.alive, self.free = FreeWorkers(matcher, view.alive), FreeWorkers(matcher, view.free)
+        self.coming = FreeWorkers(matcher, view.coming)
         """Workers that will be free soon and are not assigned."""
         self.reserve: Reservation | None = None
-        self.tenants: dict[str, Tenant] = {}
+        self.tenants: dict[str, TenantState] = {}
         self.begun: dict[str, RunningJob] = {}
         """By rank."""
-        for job in sorted(view.jobs, key=_rank):
+        for job in sorted(view.jobs, key=lambda job: (-job.priority, job.created, job.id)):
             tenant = self._tenant(job.tenant)
             if job.held:
                 self.begun[job.id] = RunningJob(job, tenant)
             else:
                 tenant.queue.append(job)
-        self._see_leases()
+        self._count_leases()
         for one in self.begun.values():
             self._count(one)
-        self.turns: list[_Turn] = []
+        self.turns: list[Turn] = []
         """A heap; outdated turns are skipped."""
         self.lenders = [one for one in self.begun.values() if one.lent]
         """Jobs with workers that they could do without."""
-        self._may_go: list[RunningJob] | None = None
-        self._holder_texts: dict[tuple[str, Pool, Need | None], str] = {}
-        """By tenant, pool and what is needed there; asked for by every job that waits."""
+        self._holder_texts: dict[tuple[str, int, Pool, Need | None], str] = {}
+        """By tenant, priority, pool and what is needed there; asked for by every job that waits."""
 
-    def run(self) -> Plan:
+    def run(self) -> PlacementPlan:
         self._stop_used_up()
         self._complete()
         self._start()
         self._lend()
-        return Plan(self.decisions, self.waiting)
+        return PlacementPlan(self.decisions, self.waiting)
 
-    def _see_leases(self) -> None:
+    def _count_leases(self) -> None:
         for lease in self.view.leases:
             if lease.leaving:
                 self.coming.put(lease.pool, lease.worker)
@@ -127,15 +125,14 @@ class _Planning:
         for one in self.begun.values():
             least = one.job.needs.get(Pool.ROLLOUT, 0)
             if one.has[Pool.ROLLOUT] > least:
-                found = self.fitting.least_first(one.own[Pool.ROLLOUT])
+                found = self.matcher.least_first(one.own[Pool.ROLLOUT])
                 one.own[Pool.ROLLOUT], one.lent = found[:least], found[least:]
 
-    def _tenant(self, id: str) -> Tenant:
-        found = self.tenants.get(id)
-        if found is None:
-            limits = self.view.limits.get(id) or self.view.limits.get(ANYBODY) or UNLIMITED
-            found = self.tenants[id] = Tenant(id, limits, self.view.used.get(id) or Used())
-        return found
+    def _tenant(self, id: str) -> TenantState:
+        if id not in self.tenants:
+            limits = self.view.limits.get(id) or self.view.limits.get(OTHER_TENANTS) or UNLIMITED
+            self.tenants[id] = TenantState(id, limits, self.view.used.get(id) or Used(), self.size)
+        return self.tenants[id]
 
     def _count(self, one: RunningJob, sign: int = 1) -> None:
         """Add or remove a running job's usage; its minimum counts even while workers are missing."""
@@ -144,30 +141,25 @@ class _Planning:
         for pool, needed in one.job.needs.items():
             tenant.least[pool] += sign * needed
             tenant.total[pool] += sign * max(needed, one.has[pool])
-        tenant.share = self._share(tenant, tenant.least)
-
-    def _share(self, tenant: Tenant, held: Counts) -> float:
-        return max([held[pool] / max(1, self.size[pool]) for pool in LEASED]) / tenant.limits.weight
+        tenant.share = tenant.share_of(tenant.least)
 
     # --- jobs that have begun ------------------------------------------------------------------------------------
 
     def _stop_used_up(self) -> None:
         """Stop jobs of tenants that have used up their daily quota; they continue tomorrow from the checkpoints that
         they save now."""
-        timed = [one for one in self.begun.values() if one.tenant.limits.by_time]
-        for one in timed:
+        for one in self.begun.values():
             if why := used_up(one.tenant.limits, one.tenant.used):
                 self.decisions.append(Requeue(one.job.id, why))
                 self.waiting[one.job.id] = why
-                self._goes(one)
-        if timed:
-            self.lenders = [one for one in self.lenders if not one.goes]
+                self._requeue(one)
+        self.lenders = [one for one in self.lenders if not one.requeued]
 
     def _complete(self) -> None:
         """Replace lost workers first: these jobs hold the others and have work that waiting jobs have not done yet."""
         broken = []
         for one in self.begun.values():
-            if one.goes:
+            if one.requeued:
                 continue
             job, short = one.job, missing(one.job.needs, one.has)
             early = self.now < job.retry_at
@@ -186,11 +178,11 @@ class _Planning:
         queued = self._short_of() if long else {}
         for one, short in reversed(long):  # one at a time: what it frees may be what the others lack
             job = one.job
-            if other := self._wants_part_of(one, broken, queued):
+            if other := self._job_in_need_of(one, broken, queued):
                 lack = ", ".join(called(pool, job.gpus.get(pool)) for pool in short)
                 who = named(other, job.tenant)
                 self.decisions.append(Requeue(job.id, f"it lacks a {lack}, and {who} waits for what it holds"))
-                self._goes(one)
+                self._requeue(one)
                 break
 
     def _replace_lost(self, one: RunningJob, short: Counts) -> None:
@@ -200,22 +192,22 @@ class _Planning:
                 one.has[pool] += 1
                 one.own[pool].append(worker)
 
-    def _goes(self, one: RunningJob) -> None:
+    def _requeue(self, one: RunningJob) -> None:
         """Back to the queue; what it has becomes free, and its tenant has less."""
         for pool in LEASED:
             for worker in one.holds(pool):
                 self.coming.put(pool, worker)
-        one.goes, one.lent = True, []
+        one.requeued, one.lent = True, []
         self._count(one, -1)
         self._line_up(one.tenant)
 
-    def _lacks_long(self, job: Job) -> bool:
+    def _lacks_long(self, job: PlannedJob) -> bool:
         return bool(job.lost_at) and self.now - job.lost_at >= self.rules.gang_s
 
-    def _short_of(self) -> dict[_Lack, Job]:
+    def _short_of(self) -> dict[_Lack, PlannedJob]:
         """Return, by missing pools and needs, the first queued job that could start otherwise. Computed once a plan,
         however many jobs lack workers."""
-        found: dict[_Lack, Job] = {}
+        found: dict[_Lack, PlannedJob] = {}
         for job in self.view.jobs:
             if not job.held:
                 none = tuple((pool, job.gpus.get(pool)) for pool, n in self.free.count(job).items() if not n)
@@ -223,13 +215,13 @@ class _Planning:
                     found[none] = job
         return found
 
-    def _wants_part_of(
-        self, one: RunningJob, broken: Iterable[tuple[RunningJob, Counts]], queued: Mapping[_Lack, Job]
-    ) -> Job | None:
+    def _job_in_need_of(
+        self, one: RunningJob, broken: Iterable[tuple[RunningJob, Counts]], queued: Mapping[_Lack, PlannedJob]
+    ) -> PlannedJob | None:
         """A job that lacks something which this one holds."""
 
-        def holds(pool: Pool, other: Job) -> bool:
-            return bool(self.fitting.those(one.holds(pool), other, pool))
+        def holds(pool: Pool, other: PlannedJob) -> bool:
+            return bool(self.matcher.those(one.holds(pool), other, pool))
 
         for other, short in broken:
             if other is not one and self.now >= other.job.retry_at and any(holds(pool, other.job) for pool in short):
@@ -238,62 +230,46 @@ class _Planning:
 
     # --- the queue -----------------------------------------------------------------------------------------------
 
-    def _alive(self, job: Job) -> Counts:
+    def _alive(self, job: PlannedJob) -> Counts:
         """Return the number of suitable workers, free or not."""
         return self.alive.count(job) if job.gpus else self.size
 
-    def _blocked(self, job: Job, tenant: Tenant) -> str:
+    def _blocked(self, job: PlannedJob, tenant: TenantState) -> str:
         """Describe why the job cannot start regardless of free workers."""
         alive = self._alive(job)
         if job.absent or missing(job.needs, alive):
             return too_few(job, alive, self.free.count(job))
         if self.now < job.retry_at:
             return next_try(job)
-        return job.unready or self._beyond(job, tenant)
+        return job.unready or tenant.over_quota(job)
 
-    def _is_blocked(self, job: Job, tenant: Tenant) -> bool:
+    def _is_blocked(self, job: PlannedJob, tenant: TenantState) -> bool:
         """The same without words, which take their time."""
-        if job.absent or job.unready or self.now < job.retry_at or missing(job.needs, self._alive(job)):
-            return True
-        return bool(self._beyond(job, tenant))
-
-    @staticmethod
-    def _beyond(job: Job, tenant: Tenant) -> str:
-        """The quota that has no room for it."""
-        return over_quota(
-            tenant.limits,
-            tenant.used,
-            jobs=tenant.running + tenant.promised_jobs,
-            workers=sum(tenant.least.values()) + tenant.promised_workers,
-            more=sum(job.needs.values()),
+        late = self.now >= job.retry_at
+        return not late or bool(
+            job.absent or job.unready or missing(job.needs, self._alive(job)) or tenant.over_quota(job)
         )
 
     def _start(self) -> None:
         """Tenant by tenant, as the order at the top says: of each, the first job that had no turn yet."""
+        self.preemption = Preemption(self.begun.values(), self.matcher, self.rules, self.now)
         for tenant in self.tenants.values():
             self._line_up(tenant)
         while self.turns:
             turn = heapq.heappop(self.turns)
             tenant = self.tenants[turn[-1]]
-            if turn == self._turn(tenant):
+            if turn == tenant.next_turn():
                 job = tenant.queue[tenant.tried]
                 tenant.tried += 1
-                self._try(job, tenant)
+                self._try_to_start(job, tenant)
                 self._line_up(tenant)
 
-    def _line_up(self, tenant: Tenant) -> None:
+    def _line_up(self, tenant: TenantState) -> None:
         """Again when its share has changed."""
-        if turn := self._turn(tenant):
+        if turn := tenant.next_turn():
             heapq.heappush(self.turns, turn)
 
-    @staticmethod
-    def _turn(tenant: Tenant) -> _Turn | None:
-        if tenant.tried == len(tenant.queue):
-            return None
-        job = tenant.queue[tenant.tried]
-        return -job.priority, tenant.share, job.created, job.id, tenant.id
-
-    def _try(self, job: Job, tenant: Tenant) -> None:
+    def _try_to_start(self, job: PlannedJob, tenant: TenantState) -> None:
         if why := self._blocked(job, tenant):
             self.waiting[job.id] = why
             return
@@ -308,21 +284,21 @@ class _Planning:
         if soon and not missing(job.needs, self.free.count(job)):
             self._begin(job, tenant)
         elif soon or (not self.reserve and self.now - job.since >= self.rules.reserve_after_s):
-            self._keep(job, tenant, soon=soon)
+            self._reserve(job, tenant, soon=soon)
 
-    def _lack(self, job: Job, short: Counts) -> str:
+    def _lack(self, job: PlannedJob, short: Counts) -> str:
         """Describe missing workers and their holders."""
         holders = {pool: self._held_by(job, pool) for pool in short}
         return in_words(dict(short), self._alive(job), job.absent, job.gpus, holders)
 
-    def _held_by(self, job: Job, pool: Pool) -> str:
-        key = job.tenant, pool, job.gpus.get(pool)
+    def _held_by(self, job: PlannedJob, pool: Pool) -> str:
+        key = job.tenant, job.priority, pool, job.gpus.get(pool)
         if key not in self._holder_texts:
-            those = [one.job for one in self.begun.values() if self.fitting.those(one.holds(pool), job, pool)]
-            self._holder_texts[key] = held_by(those, pool, job.tenant, self.rules.inference_lend_s)
+            those = [one.job for one in self.begun.values() if self.matcher.those(one.holds(pool), job, pool)]
+            self._holder_texts[key] = held_by(those, pool, job, self.rules.inference_lend_s)
         return self._holder_texts[key]
 
-    def _begin(self, job: Job, tenant: Tenant) -> None:
+    def _begin(self, job: PlannedJob, tenant: TenantState) -> None:
         chosen = tuple(worker for pool, n in job.needs.items() for worker in self.free.take(job, pool, n))
         self._return_own(job, tenant)
         self.decisions.append(Start(job.id, chosen))
@@ -331,7 +307,7 @@ class _Planning:
         self._count(one)
         self.waiting[job.id] = ""
 
-    def _keep(self, job: Job, tenant: Tenant, *, soon: bool) -> None:
+    def _reserve(self, job: PlannedJob, tenant: TenantState, *, soon: bool) -> None:
         """Keep free and coming workers, up to its need, for this job and none behind it."""
         reserve = Reservation(job)
         for pool, needed in job.needs.items():
@@ -341,7 +317,7 @@ class _Planning:
             rest -= len(reserve.coming[pool])
             if not soon and pool == Pool.ROLLOUT:
                 lent = [worker for one in self.lenders for worker in self._spared(one, job)]
-                reserve.owed = self.fitting.least_first(lent)[:rest]
+                reserve.owed = self.matcher.least_first(lent)[:rest]
                 rest -= len(reserve.owed)
             reserve.lacks[pool] = rest
         tenant.promised_jobs += 1
@@ -349,7 +325,7 @@ class _Planning:
         if not soon:
             self.reserve = reserve
 
-    def _make_room(self, job: Job, short: dict[Pool, int]) -> bool:
+    def _make_room(self, job: PlannedJob, short: dict[Pool, int]) -> bool:
         """True if what others can do without and what jobs of lower priority hold covers what is short; then it is
         taken from them."""
         back = 0
@@ -357,37 +333,36 @@ class _Planning:
             lent = sum(len(self._spared(one, job)) for one in self.lenders)
             back = min(lent, short[Pool.ROLLOUT])
         left = missing(short, {Pool.TRAINER: 0, Pool.ROLLOUT: back})
-        victims = self._victims(job, left)
+        victims = self.preemption.victims(job, left, self.reserve)
         if victims is None:
             return False
         if victims and self.reserve:
-            given = self._given(self.reserve, job, left)
-            victims = self._victims(job, missing(left, {pool: len(workers) for pool, workers in given.items()}))
+            released = self.preemption.released(self.reserve, job, left)
+            rest = missing(left, {pool: len(workers) for pool, workers in released.items()})
+            victims = self.preemption.victims(job, rest, self.reserve)
             assert victims is not None, "fewer do where more do"
-            back += self.reserve.let_go(given, self.free, self.coming)
+            back += self.reserve.release(released, self.free, self.coming)
         for other in victims:
             self.decisions.append((Sleep if other.job.idle else Preempt)(other.job.id, job.id))
             if other.job.idle:
                 del self.waiting[other.job.id]  # reconciler.py says what a job that sleeps waits for
-            self._goes(other)
-            self._interruptible().remove(other)
+            self._requeue(other)
+            self.preemption.remove(other)
         if back:
             self._take_back(self.lenders, back, job)
         return True
 
-    def _spared(self, one: RunningJob, job: Job) -> Sequence[str]:
+    def _spared(self, one: RunningJob, job: PlannedJob) -> Sequence[str]:
         """Return workers that this job can spare and that are not owed to another that has waited longer."""
         owed = self.reserve.owed if self.reserve else ()
-        return [worker for worker in self.fitting.those(one.lent, job, Pool.ROLLOUT) if worker not in owed]
+        return [worker for worker in self.matcher.those(one.lent, job, Pool.ROLLOUT) if worker not in owed]
 
     def _take_back(
-        self, lenders: Iterable[RunningJob], count: int, wanted_by: Job, *, any_worker: bool = False
+        self, lenders: Iterable[RunningJob], count: int, wanted_by: PlannedJob, *, any_worker: bool = False
     ) -> None:
         """From the lowest priority, the tenant that has most, the youngest job; `any_worker`: also what does not suit
         the job that wants it."""
-        lenders = sorted(
-            lenders, key=lambda one: (one.job.priority, -self._share(one.tenant, one.tenant.total), -one.job.created)
-        )
+        lenders = sorted(lenders, key=lambda one: (one.job.priority, -one.tenant.total_share, -one.job.created))
         lent = [
             (one, worker) for one in lenders for worker in (one.lent if any_worker else self._spared(one, wanted_by))
         ]
@@ -398,122 +373,26 @@ class _Planning:
             self.coming.put(Pool.ROLLOUT, worker)
             self.decisions.append(Reclaim(holder.job.id, worker, wanted_by.id))
 
-    def _return_own(self, job: Job, tenant: Tenant) -> None:
+    def _return_own(self, job: PlannedJob, tenant: TenantState) -> None:
         """Reclaim workers lent to other jobs of its tenant if the quota has no room for both."""
         most, wanted = tenant.limits.workers, sum(tenant.total.values()) + sum(job.needs.values())
         if most is not None and wanted > most:
             own = [one for one in self.lenders if one.tenant is tenant]
             self._take_back(own, wanted - most, job, any_worker=True)
 
-    def _given(self, reserve: Reservation, job: Job, short: Mapping[Pool, int]) -> dict[Pool, Sequence[str]]:
-        """Return the job's part of reserved workers, in place of workers for which it could preempt others: those would
-        be reserved too, and it would preempt again and again."""
-        return {
-            pool: self.fitting.those(reserve.holds(pool), job, pool)[:n] if self._can_spare(reserve, pool, n) else ()
-            for pool, n in {**dict.fromkeys(LEASED, 0), **short}.items()
-        }
-
-    def _can_spare(self, reserve: Reservation, pool: Pool, count: int) -> bool:
-        """Return whether the job that has waited longer can still preempt others for this many, in addition to those
-        that it lacks."""
-        job = reserve.job
-        if pool not in job.needs:
-            return True
-        held = sum(len(self.fitting.those(other.own[pool], job, pool)) for other in self._yielding(job))
-        return held >= reserve.lacks[pool] + count
-
-    def _victims(self, job: Job, short: dict[Pool, int]) -> list[RunningJob] | None:
-        """As few as hold, as their minimum, what is short; None if all that may be interrupted do not."""
-        if not short:
-            return []
-        if self.now - job.since < self.rules.preempt_after_s:
-            return None
-
-        reserve = self.reserve
-        not_spared = {pool for pool, n in short.items() if reserve and not self._can_spare(reserve, pool, n)}
-
-        def own(other: RunningJob, pool: Pool) -> int:
-            found = self.fitting.those(other.own[pool], job, pool)
-            kept = self.fitting.those(found, reserve.job, pool) if reserve and pool in not_spared else ()
-            return len(found) - len(kept)
-
-        chosen: list[RunningJob] = []
-        left = short
-        for other in self._yielding(job):
-            if not left:
-                break
-            holds = {pool: own(other, pool) for pool in left}
-            if any(holds.values()):
-                chosen.append(other)
-                left = missing(left, holds)
-        if left:
-            return None
-        for other in list(chosen):  # some of the first ones may no longer be needed
-            rest = [one for one in chosen if one is not other]
-            if all(sum(own(one, pool) for one in rest) >= n for pool, n in short.items()):
-                chosen = rest
-        return chosen
-
-    def _yielding(self, job: Job) -> Iterator[RunningJob]:
-        """Jobs that may be interrupted for this one, the first choice first."""
-        for other in self._interruptible():
-            if other.job.priority < job.priority or (other.job.idle and other.job.priority == job.priority):
-                yield other
-            elif not other.job.idle:
-                return
-
-    def _interruptible(self) -> list[RunningJob]:
-        """Jobs that ran for long enough: idle ones first, then lowest priority, shortest run, youngest."""
-        if self._may_go is None:
-            found = [one for one in self.begun.values() if one.job.held and not one.goes]
-            ran = [one for one in found if self.now - one.job.since >= self.rules.min_run_s]
-            self._may_go = sorted(
-                ran, key=lambda one: (not one.job.idle, one.job.priority, -one.job.since, -one.job.created)
-            )
-        return self._may_go
-
     # --- what is left over ---------------------------------------------------------------------------------------
 
     def _lend(self) -> None:
         kept = self.reserve.free[Pool.ROLLOUT] if self.reserve else []
-        left_over = self.fitting.least_first([*self.free.all(Pool.ROLLOUT), *kept])
+        left_over = self.matcher.least_first([*self.free.all(Pool.ROLLOUT), *kept])
         if not left_over:
             return
         gave = {
             decision.job for decision in self.decisions if isinstance(decision, Preempt | Sleep | Requeue | Reclaim)
         }
-        may = [one for one in self.begun.values() if one.job.most and one.job.id not in gave]
-        may = [one for one in may if not missing(one.job.needs, one.has)]
-        for kind, workers in groupby(left_over, self.fitting.kind):
-            suited = [one for one in may if kind in self.fitting.suiting(one.job, Pool.ROLLOUT)]
-            turns = [self._lending_turn(one) for one in suited]
-            heapq.heapify(turns)
-            for worker in workers:
-                one = self._next_to_lend(turns)
-                if one is None:
-                    break
-                self.decisions.append(AddWorker(one.job.id, worker, Pool.ROLLOUT))
-                one.has[Pool.ROLLOUT] += 1
-                one.tenant.total[Pool.ROLLOUT] += 1
-
-    def _next_to_lend(self, turns: list[tuple[int, float, int, float, str]]) -> RunningJob | None:
-        """Return the next job for a lent worker. Holdings of jobs and tenants only grow during a plan, so the first by
-        current holdings is the first."""
-        while turns:
-            one = self.begun[turns[0][-1]]
-            most = one.tenant.limits.workers
-            if one.has[Pool.ROLLOUT] >= one.job.most or (most is not None and sum(one.tenant.total.values()) >= most):
-                heapq.heappop(turns)
-            elif (now := self._lending_turn(one)) != turns[0]:
-                heapq.heapreplace(turns, now)
-            else:
-                return one
-        return None
-
-    def _lending_turn(self, one: RunningJob) -> tuple[int, float, int, float, str]:
-        share = self._share(one.tenant, one.tenant.total)
-        return -one.job.priority, share, one.has[Pool.ROLLOUT], one.job.created, one.job.id
-
-
-def _rank(job: Job) -> tuple[int, float, str]:
-    return -job.priority, job.created, job.id
+        borrowers = [
+            one
+            for one in self.begun.values()
+            if one.job.most and one.job.id not in gave and not missing(one.job.needs, one.has)
+        ]
+        self.decisions.extend(lend(borrowers, left_over, self.matcher))

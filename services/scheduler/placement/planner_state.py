@@ -6,55 +6,85 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from opentinker.services.scheduler.placement.gpu_matching import FreeWorkers
-from opentinker.services.scheduler.placement.quotas import Used
-from opentinker.services.scheduler.placement.types import LEASED, Job
+from opentinker.services.scheduler.placement.quotas import Used, over_quota
+from opentinker.services.scheduler.placement.types import LEASED, Counts, PlannedJob
 from opentinker.shared.config import TenantLimits
 from opentinker.shared.types.core import Pool
 
+Turn = tuple[int, float, float, str, str]
+"""Priority, share, age; the job and its tenant."""
 
-def _none() -> dict[Pool, int]:
+
+def _zeros() -> dict[Pool, int]:
     return dict.fromkeys(LEASED, 0)
 
 
-def _nobody() -> dict[Pool, list[str]]:
+def _no_workers() -> dict[Pool, list[str]]:
     return {Pool.TRAINER: [], Pool.ROLLOUT: []}
 
 
 @dataclass(slots=True, eq=False)
-class Tenant:
+class TenantState:
     """A tenant's holdings during the plan."""
 
     id: str
     limits: TenantLimits
     used: Used
-    queue: list[Job] = field(default_factory=list)
+    size: Counts
+    """Workers in the cluster."""
+    queue: list[PlannedJob] = field(default_factory=list)
     """By rank."""
     tried: int = 0
     """So many of them had their turn."""
     running: int = 0
-    least: dict[Pool, int] = field(default_factory=_none)
+    least: dict[Pool, int] = field(default_factory=_zeros)
     """The minimum of its jobs that have begun."""
     share: float = 0.0
     """Its share of the cluster, divided by its weight."""
-    total: dict[Pool, int] = field(default_factory=_none)
+    total: dict[Pool, int] = field(default_factory=_zeros)
     """The same with what is lent to them."""
     promised_jobs: int = 0
     """Part of its quota promised to its jobs with reservations."""
     promised_workers: int = 0
+
+    def share_of(self, held: Counts) -> float:
+        """Return the largest part of any pool that this is, divided by the tenant's weight."""
+        return max([held[pool] / max(1, self.size[pool]) for pool in LEASED]) / self.limits.weight
+
+    @property
+    def total_share(self) -> float:
+        return self.share_of(self.total)
+
+    def over_quota(self, job: PlannedJob) -> str:
+        """Describe the quota that has no room for the job."""
+        return over_quota(
+            self.limits,
+            self.used,
+            jobs=self.running + self.promised_jobs,
+            workers=sum(self.least.values()) + self.promised_workers,
+            more=sum(job.needs.values()),
+        )
+
+    def next_turn(self) -> Turn | None:
+        """Return the turn of the first job that had none yet."""
+        if self.tried == len(self.queue):
+            return None
+        job = self.queue[self.tried]
+        return -job.priority, self.share, job.created, job.id, self.id
 
 
 @dataclass(slots=True, eq=False)
 class RunningJob:
     """A running job, and its remaining workers during the plan."""
 
-    job: Job
-    tenant: Tenant
-    has: dict[Pool, int] = field(default_factory=_none)
-    own: dict[Pool, list[str]] = field(default_factory=_nobody)
+    job: PlannedJob
+    tenant: TenantState
+    has: dict[Pool, int] = field(default_factory=_zeros)
+    own: dict[Pool, list[str]] = field(default_factory=_no_workers)
     """Its own workers, up to its minimum."""
     lent: list[str] = field(default_factory=list)
     """Rollout workers that it could do without."""
-    goes: bool = False
+    requeued: bool = False
     """Back to the queue."""
 
     def holds(self, pool: Pool) -> list[str]:
@@ -65,22 +95,22 @@ class RunningJob:
 class Reservation:
     """Workers reserved for a job that has waited long and cannot start soon."""
 
-    job: Job
-    free: dict[Pool, list[str]] = field(default_factory=_nobody)
+    job: PlannedJob
+    free: dict[Pool, list[str]] = field(default_factory=_no_workers)
     """Reserved free workers; they may be lent until then."""
-    coming: dict[Pool, list[str]] = field(default_factory=_nobody)
+    coming: dict[Pool, list[str]] = field(default_factory=_no_workers)
     owed: list[str] = field(default_factory=list)
     """Rollout workers that are lent now, and would be its when they come back: they stay where they are."""
-    lacks: dict[Pool, int] = field(default_factory=_none)
+    lacks: dict[Pool, int] = field(default_factory=_zeros)
     """Missing beyond these."""
 
     def holds(self, pool: Pool) -> list[str]:
         return self.free[pool] + self.coming[pool] + (self.owed if pool == Pool.ROLLOUT else [])
 
-    def let_go(self, given: Mapping[Pool, Sequence[str]], free: FreeWorkers, coming: FreeWorkers) -> int:
-        """They are kept no longer; returns how many of them are lent."""
+    def release(self, released: Mapping[Pool, Sequence[str]], free: FreeWorkers, coming: FreeWorkers) -> int:
+        """Keep these no longer; return how many of them are lent."""
         lent = 0
-        for pool, workers in given.items():
+        for pool, workers in released.items():
             self.lacks[pool] += len(workers)
             for worker in workers:
                 for place, stock in ((self.free[pool], free), (self.coming[pool], coming)):

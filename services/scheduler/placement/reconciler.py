@@ -4,7 +4,7 @@ else.
     reconcile loop   consumes jobs, heartbeats and leases; produces leases, epochs and events;
                      waits for half a second; woken by WAKE "scheduler"
 
-One look:
+One round:
 
     lease of a job that has no workers (over, paused, queued, unknown)  -> revoked; of one that went to sleep as if it
                                                were taken back
@@ -32,7 +32,7 @@ import structlog
 
 from opentinker.services.scheduler.artifacts.checkpoint_dir import newest_epoch
 from opentinker.services.scheduler.placement import planner
-from opentinker.services.scheduler.placement.cluster_view import Cluster, Overdue
+from opentinker.services.scheduler.placement.cluster_view import Cluster
 from opentinker.services.scheduler.placement.operator_limits import rules_of, used_today
 from opentinker.services.scheduler.placement.shortages import named
 from opentinker.services.scheduler.placement.types import (
@@ -53,10 +53,10 @@ from opentinker.services.scheduler.placement.untrained_jobs import (
     update_untrained,
     waits_for_source,
 )
-from opentinker.services.scheduler.placement.worker_loss import NATS_AWAY, NATS_GRACE_S, lost
+from opentinker.services.scheduler.placement.worker_loss import NATS_AWAY, lost
+from opentinker.services.scheduler.placement.worker_watch import WorkerWatch
 from opentinker.shared.asyncio_tools import sleep, wait_event
 from opentinker.shared.messaging.subjects import WAKE
-from opentinker.shared.runtime.liveness import Pulses
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.redis_script import UNFENCED
 from opentinker.shared.types.core import JobRecord, JobState, Lease, Pool, WorkerInfo
@@ -64,19 +64,20 @@ from opentinker.shared.types.errors import Conflict, NotFound
 
 log = structlog.get_logger()
 
-LOOK_S = 0.5
-REST = 4.0
-"""Times what a look took, that nothing wakes the next one."""
+POLL_S = 0.5
+IDLE_FACTOR = 4.0
+"""Times what a round took: the least interval before the next one."""
 CHARGE_S = 2.0
-"""So often what leases have held is counted."""
-SAID_AT_ONCE = 100
-"""Jobs per look that are told of a change in what they wait for."""
+"""Interval at which usage of leases is counted."""
+MAX_WAITING_UPDATES = 100
+"""Jobs per round whose `waiting_for` is updated."""
 HELD = (JobState.STARTING, JobState.RUNNING)
 
 
 class Reconciler:
     """`leader`: the number of this scheduler's leadership; what it writes into leases and jobs is refused after it.
-    `clock`: monotonic."""
+    `clock`: monotonic. `nats_grace_s`: no loss counts within this time after an outage of NATS; longer than requests of
+    that time wait for an answer, and than a death stays unnoticed."""
 
     def __init__(
         self,
@@ -84,26 +85,16 @@ class Reconciler:
         leader: int = UNFENCED,
         starting: Mapping[str, Slot] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        nats_grace_s: float = 30.0,
     ) -> None:
         self.ctx, self.store, self.leader = ctx, ctx.store, leader
-        self._ttl_s = ctx.settings.worker_ttl_s
         self._starting: Mapping[str, Slot] = {} if starting is None else starting
         """Started workers that have not sent a heartbeat yet; the launcher updates it."""
         self._wake = asyncio.Event()
         self._clock = clock
-        self._pulses = Pulses(clock)
-        self._overdue = Overdue(ctx.settings.drain_s, clock)
-        self._seen_at = float("-inf")
+        self.watch = WorkerWatch(ctx, leader, clock)
+        self.nats_grace_s = nats_grace_s
         self._charged_at = float("-inf")
-        self._absence_counts_from = 0.0
-        self._ignored_since: dict[Lease, float] = {}
-        """When a live worker was first seen not acting on its lease."""
-        self._leaving_since: dict[Lease, float] = {}
-        """When a lease was first seen being taken back."""
-        self._granted: set[Lease] = set()
-        """Written by us, not by a scheduler that led before."""
-        self._stopping: set[Lease] = set()
-        """Whose holder was told to stop."""
 
     async def run(self) -> None:
         async def wake(_: dict[str, Any]) -> None:
@@ -114,21 +105,21 @@ class Reconciler:
             while True:
                 self._wake.clear()
                 began = time.monotonic()
-                await self.look()
+                await self.reconcile()
                 # However many wake us: requests are answered by the same process.
-                await sleep(min(LOOK_S, REST * (time.monotonic() - began)))
-                await wait_event(self._wake, LOOK_S)
+                await sleep(min(POLL_S, IDLE_FACTOR * (time.monotonic() - began)))
+                await wait_event(self._wake, POLL_S)
         finally:
             await subscription.unsubscribe()
 
-    async def look(self) -> int:
-        """Once over everything. Returns how many decisions were made. Raises Fenced if another scheduler leads."""
-        cluster = await self._observe()
+    async def reconcile(self) -> int:
+        """One round. Return the number of decisions made. Raises Fenced if another scheduler leads."""
+        cluster = await self.watch.observe()
         jobs = await self.store.active_jobs()
         await self._revoke_others(cluster, jobs)
-        kept = [await self._keep(job, cluster) if job.state.held else job for job in jobs]
+        kept = [await self._check_leases(job, cluster) if job.state.held else job for job in jobs]
         active = {job.id: job for job in kept if job.state.held or job.state == JobState.QUEUED}
-        early = await self._hold_followers(active, cluster)
+        early = await self._hold_back_followers(active, cluster)
         planned = planner.plan(
             cluster.view(
                 [job for job in active.values() if not job.asleep and job.id not in early],
@@ -140,38 +131,17 @@ class Reconciler:
             )
         )
         for decision in planned.decisions:
-            with _over_meanwhile(decision.job):
+            with _log_if_ended(decision.job):
                 active[decision.job] = await self._carry_out(decision, active, cluster)
         known = {job.id for job in jobs}
         for job in active.values():
             if job.kind in UNTRAINED:
-                with _over_meanwhile(job.id):
-                    if await update_untrained(
-                        self.store, job, cluster, known, self.ctx.settings.inference_lend_s, self.leader
-                    ):
+                with _log_if_ended(job.id):
+                    if await update_untrained(self.store, job, cluster, known, self.leader):
                         await self._put_to_sleep(job, cluster)
-        await self._say_waiting(active, planned.waiting | early)
+        await self._update_waiting(active, planned.waiting | early)
         await self._charge()
         return len(planned.decisions)
-
-    async def _observe(self) -> Cluster:
-        """Observe the cluster. Leases are read before jobs: a lease whose job has no workers then belongs to a job that
-        has ended.
-
-        Whose heart stands still by our clock is gone, for everybody else too.
-        """
-        beats, leases = await self.store.beats(), await self.store.leases()
-        now = self._clock()
-        if now - self._seen_at > max(self._ttl_s / 2, 3 * LOOK_S):
-            # After our start, or an outage of Redis, live workers may be missing. Give them time for a heartbeat.
-            self._absence_counts_from = now + self._ttl_s
-        self._seen_at = now
-        lost = {
-            beat.id for beat in self._pulses.silent(beats) if await self.store.remove_dead(beat, leader=self.leader)
-        }
-        self._leaving_since = {lease: self._leaving_since.get(lease, now) for lease in leases if lease.leaves_by}
-        living = [beat for beat in beats if beat.id not in lost]
-        return Cluster(living, leases, self._overdue.look(living, leases))
 
     async def _charge(self) -> None:
         if self._clock() - self._charged_at >= CHARGE_S:
@@ -183,70 +153,47 @@ class Reconciler:
     async def _revoke_others(self, cluster: Cluster, jobs: list[JobRecord]) -> None:
         queued = {job.id for job in jobs if job.state == JobState.QUEUED}
         for lease in cluster.leases_outside({job.id for job in jobs if job.state.held}):
-            if lease.job in queued and not self._is_over(lease, cluster):
+            if lease.job in queued and not self.watch.may_revoke(lease, cluster):
                 continue  # of a job that went to sleep: it answers what it has begun
             log.info("lease_revoked", job=lease.job, lease_worker=lease.worker, why="the job has no workers now")
             await self._revoke(lease, cluster)
 
-    def _is_over(self, lease: Lease, cluster: Cluster) -> bool:
-        """It is not being taken back, or has been, or we have waited for that long enough."""
-        if not lease.leaves_by or cluster.has_left(lease):
-            return True
-        return self._clock() - self._leaving_since.get(lease, self._clock()) > self.ctx.settings.take_back_s
-
     async def _revoke(self, lease: Lease, cluster: Cluster) -> None:
         await self.store.revoke(lease.worker, leader=self.leader)
         cluster.forget(lease)
-        self._ignored_since.pop(lease, None)
-        self._granted.discard(lease)
-        self._stopping.discard(lease)
+        self.watch.forget(lease)
         await self._wake_worker(lease.worker)
 
-    def _lost(self, lease: Lease, cluster: Cluster) -> str | None:
-        """Return the reason why the holder is lost; None if it works, or may."""
-        worker, now = cluster.workers.get(lease.worker), self._clock()
-        if worker is None:
-            return "it stopped beating" if now >= self._absence_counts_from else None
-        if worker.incarnation != lease.incarnation:
-            return "its process was restarted"
-        if worker.status == "draining":
-            self._stopping.add(lease)
-        if worker.job == lease.job or worker.status == "draining":
-            self._ignored_since.pop(lease, None)
-            return None
-        since = self._ignored_since.setdefault(lease, now)
-        return "it does not act on its lease" if now - since > 3 * self._ttl_s else None
-
-    async def _keep(self, job: JobRecord, cluster: Cluster) -> JobRecord:
+    async def _check_leases(self, job: JobRecord, cluster: Cluster) -> JobRecord:
         """Take back what dead workers hold, and those that were lent and have ended. Returns the job as it is
         afterwards."""
         for lease in cluster.leases_of(job.id):
             if lease.leaves_by:
-                if self._is_over(lease, cluster):
+                if self.watch.may_revoke(lease, cluster):
                     await self._revoke(lease, cluster)
                 continue
-            why = self._lost(lease, cluster)
+            why = self.watch.why_lost(lease, cluster)
             if why is None:
                 continue
-            counts = lease in self._granted and lease not in self._stopping
-            if counts and self.ctx.bus.was_away(NATS_GRACE_S):
+            counts = self.watch.loss_counts(lease)
+            if counts and self.ctx.bus.was_away(self.nats_grace_s):
                 why, counts = f"{why}; {NATS_AWAY}", False
             log.warning("worker_lost", job=job.id, lost=lease.worker, pool=lease.pool, why=why, counts=counts)
             await self._revoke(lease, cluster)
-            with _over_meanwhile(job.id):
-                job = await self._count(job, lease, why, counts=counts)
+            with _log_if_ended(job.id):
+                job = await self._record_loss(job, lease, why, counts=counts)
         if job.rollout_losses and job.state == JobState.RUNNING and cluster.serving(job.id):
-            with _over_meanwhile(job.id):
+            with _log_if_ended(job.id):
                 await self.store.update(job.id, only_active=True, leader=self.leader, rollout_losses=0)
                 job = msgspec.structs.replace(job, rollout_losses=0)
         return job
 
-    async def _count(self, job: JobRecord, lease: Lease, why: str, *, counts: bool) -> JobRecord:
+    async def _record_loss(self, job: JobRecord, lease: Lease, why: str, *, counts: bool) -> JobRecord:
         loss = lost(job, lease, why, counts=counts, now=time.time(), retry_s=self.ctx.settings.queue_retry_s)
         if loss.failed:
             await self.store.transition(job.id, JobState.FAILED, allowed=HELD, reason=loss.failed, leader=self.leader)
             return msgspec.structs.replace(job, state=JobState.FAILED)
-        await self._note(job, loss.event, loss.detail, **loss.changes)
+        await self._record(job, loss.event, loss.detail, **loss.changes)
         return msgspec.structs.replace(job, **loss.changes)
 
     # --- what is decided ----------------------------------------------------------------------------------------
@@ -302,7 +249,7 @@ class Reconciler:
             tenant=job.tenant,
             **changes,
         )
-        self._granted.update(leases)
+        self.watch.grant(leases)
         for worker in workers:
             await self._wake_worker(worker.id)
 
@@ -310,14 +257,14 @@ class Reconciler:
         """Leases of rollout workers stay as they are when the trainer changes; new ones carry today's epoch."""
         lease = _lease(job.id, job.epoch, worker)
         await self.store.grant(lease, tenant=job.tenant, gpus=len(worker.gpus), leader=self.leader)
-        self._granted.add(lease)
+        self.watch.grant([lease])
         await self._wake_worker(worker.id)
-        await self._note(job, "rollout_worker_added", {"worker": worker.id})
+        await self._record(job, "rollout_worker_added", {"worker": worker.id})
         log.info("rollout_worker_added", job=job.id, added=worker.id)
 
     async def _take_back(self, job: JobRecord, lease: Lease, wanted_by: str) -> None:
         await self._leave(lease)
-        await self._note(job, "rollout_worker_taken_back", {"worker": lease.worker, "wanted_by": wanted_by})
+        await self._record(job, "rollout_worker_taken_back", {"worker": lease.worker, "wanted_by": wanted_by})
         log.info("rollout_worker_taken_back", job=job.id, taken=lease.worker, wanted_by=wanted_by)
 
     async def _leave(self, lease: Lease) -> None:
@@ -334,7 +281,9 @@ class Reconciler:
         """
         why = LENT.format(lent_to) if lent_to else SLEEPS
         detail = {"lent_to": lent_to} if lent_to else {}
-        changes: dict[str, Any] = {"since": time.time(), "waiting_for": why, "asleep": True}
+        now = time.time()
+        quiet_since = now - (cluster.quiet_s(job.id) or 0.0)
+        changes: dict[str, Any] = {"since": now, "waiting_for": why, "asleep": True, "quiet_since": quiet_since}
         await self.store.transition(
             job.id, JobState.QUEUED, allowed=HELD, leader=self.leader, event="asleep", detail=detail, **changes
         )
@@ -344,7 +293,7 @@ class Reconciler:
                 await self._leave(lease)
         return msgspec.structs.replace(job, state=JobState.QUEUED, **changes)
 
-    async def _hold_followers(self, active: dict[str, JobRecord], cluster: Cluster) -> dict[str, str]:
+    async def _hold_back_followers(self, active: dict[str, JobRecord], cluster: Cluster) -> dict[str, str]:
         """Return jobs that would serve the live policy of a job without workers, and what they wait for: their workers
         may be the very ones that it needs. One that already serves continues with what it has."""
         held = {id for id, job in active.items() if job.state.held}
@@ -355,7 +304,7 @@ class Reconciler:
             source = followed_by(job)
             early[job.id] = f"job {source} to run"
             if job.state == JobState.STARTING:
-                with _over_meanwhile(job.id):
+                with _log_if_ended(job.id):
                     why = {"why": f"job {source}, whose live policy it serves, has no workers"}
                     active[job.id] = await self._back_to_queue(job, cluster, "requeued", why)
         return early
@@ -371,26 +320,27 @@ class Reconciler:
             await self._revoke(lease, cluster)
         return msgspec.structs.replace(job, state=JobState.QUEUED, **changes)
 
-    async def _note(self, job: JobRecord, event: str, detail: dict[str, Any], **changes: Any) -> None:
+    async def _record(self, job: JobRecord, event: str, detail: dict[str, Any], **changes: Any) -> None:
         """Into the log of an active job."""
         await self.store.update(job.id, only_active=True, leader=self.leader, event=event, detail=detail, **changes)
 
     async def _next_epoch(self, job: JobRecord) -> int:
         """Higher than any that Redis or a checkpoint knows of."""
-        root = self.ctx.settings.data_dir / "jobs" / job.id / "checkpoints"
-        return max(job.epoch, await asyncio.to_thread(newest_epoch, root)) + 1
+        roots = [self.ctx.settings.data_dir / "jobs" / part / "checkpoints" for part in job.parts]
+        known = [await asyncio.to_thread(newest_epoch, root) for root in roots]
+        return max(job.epoch, *known) + 1
 
     async def _wake_worker(self, worker: str) -> None:
         await self.ctx.bus.emit(WAKE, {}, who=worker)
 
     # --- messages for users -------------------------------------------------------------------------------------------
 
-    async def _say_waiting(self, jobs: dict[str, JobRecord], waiting: dict[str, str]) -> None:
+    async def _update_waiting(self, jobs: dict[str, JobRecord], waiting: dict[str, str]) -> None:
         """Shown with the job; an event only when it changes."""
         changed = [id for id, why in waiting.items() if why != jobs[id].waiting_for]
-        for id in changed[:SAID_AT_ONCE]:
+        for id in changed[:MAX_WAITING_UPDATES]:
             event, why = "waiting" if waiting[id] else "", waiting[id]
-            with _over_meanwhile(id):
+            with _log_if_ended(id):
                 detail = {"for": why}
                 await self.store.update(
                     id, only_active=True, leader=self.leader, event=event, detail=detail, waiting_for=why
@@ -398,12 +348,12 @@ class Reconciler:
 
 
 @contextmanager
-def _over_meanwhile(job: str) -> Iterator[None]:
-    """The job was cancelled, paused or ended since we read it: leave it alone, the next look takes its leases back."""
+def _log_if_ended(job: str) -> Iterator[None]:
+    """The job was cancelled, paused or ended since we read it: leave it alone, the next round takes its leases back."""
     try:
         yield
     except (Conflict, NotFound) as error:
-        log.info("job_changed_meanwhile", job=job, why=str(error))
+        log.info("job_update_conflict", job=job, why=str(error))
 
 
 LEASED = {Pool.TRAINER: "trainer", Pool.ROLLOUT: "rollout_worker"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
-from opentinker.services.scheduler.placement.types import NAMES, Counts, Job, Need
+from opentinker.services.scheduler.placement.types import NAMES, Counts, Need, PlannedJob
 from opentinker.shared.types.core import JobRecord, Pool
 
 GB = 10**9
@@ -53,7 +53,7 @@ def in_words(
     return "; ".join(busy + ([f"{none} (none is running)"] if none else []))
 
 
-def too_few(job: Job, alive: Counts, free: Counts) -> str:
+def too_few(job: PlannedJob, alive: Counts, free: Counts) -> str:
     """Describe workers that are missing altogether; empty if all are there, free or not. `alive`, `free`: suitable
     ones."""
     small = missing(job.needs, alive)
@@ -65,14 +65,15 @@ def too_few(job: Job, alive: Counts, free: Counts) -> str:
     return joined(in_words(rest, alive, job.absent, job.gpus), *counts)
 
 
-def held_by(jobs: Sequence[Job], pool: Pool, tenant: str, lend_s: float = 0.0) -> str:
-    """Describe which jobs hold the workers of a pool, and what to do about it, as this tenant may read it.
+def held_by(jobs: Sequence[PlannedJob], pool: Pool, waiting: PlannedJob, lend_s: float = 0.0) -> str:
+    """Describe which jobs hold the workers of a pool, and what to do about it, as the waiting job's tenant may read it.
 
-    Empty if no job does. `lend_s`: seconds without requests after which an inference job lends its workers; 0: never.
+    Empty if no job does. `lend_s`: seconds without requests after which an inference job lends its workers to a job of
+    the same or a higher priority; 0: never.
     """
     if not jobs:
         return ""
-    own = [f"{job.kind} job {job.id}".strip() for job in jobs if job.tenant == tenant]
+    own = [f"{job.kind} job {job.id}".strip() for job in jobs if job.tenant == waiting.tenant]
     if not own:
         return "held by " + ("a job of another tenant" if len(jobs) == 1 else f"{len(jobs)} jobs of other tenants")
     shown = own[:SHOWN_HOLDERS]
@@ -80,12 +81,13 @@ def held_by(jobs: Sequence[Job], pool: Pool, tenant: str, lend_s: float = 0.0) -
         shown.append(f"{rest} more")
     whom = "it" if len(jobs) == 1 else "one"
     text = f"held by {' and '.join(shown)}; cancel {whom} or add a {NAMES[pool]}"
-    if lend_s and any(job.tenant == tenant and job.kind == "inference" for job in jobs):
+    lenders = (job for job in jobs if job.tenant == waiting.tenant and job.kind == "inference")
+    if lend_s and any(job.priority <= waiting.priority for job in lenders):
         text += f"; an inference job lends its workers after {lend_s:g} s without requests"
     return text
 
 
-def next_try(job: Job) -> str:
+def next_try(job: PlannedJob) -> str:
     return f"another try at {time.strftime('%H:%M:%S', time.gmtime(job.retry_at))} UTC, after its last failure"
 
 
@@ -93,6 +95,6 @@ def joined(*parts: str) -> str:
     return "; ".join(part for part in parts if part)
 
 
-def named(job: Job | JobRecord, tenant: str) -> str:
+def named(job: PlannedJob | JobRecord, tenant: str) -> str:
     """As this tenant may read it."""
     return job.id if job.tenant == tenant else "a job of another tenant"

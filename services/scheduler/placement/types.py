@@ -17,7 +17,7 @@ NAMES = {
     Pool.REFERENCE: "shared reference-forward",
     Pool.ENV: "env worker",
 }
-ANYBODY = "*"
+OTHER_TENANTS = "*"
 """In the limits, a tenant that is not named."""
 UNLIMITED = TenantLimits()
 Counts = Mapping[Pool, int]
@@ -60,7 +60,7 @@ class Slot(msgspec.Struct, frozen=True):
     gpus: Gpus = Gpus()
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True):
+class PlannedJob(msgspec.Struct, frozen=True, kw_only=True):
     """An unfinished, unpaused job in the planner's view."""
 
     id: str
@@ -111,9 +111,9 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     """0: idle inference jobs keep their workers."""
 
 
-class View(msgspec.Struct, frozen=True, kw_only=True):
+class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
     now: float
-    jobs: Sequence[Job]
+    jobs: Sequence[PlannedJob]
     free: Mapping[Pool, Sequence[str]]
     """Idle workers without a lease."""
     alive: Mapping[Pool, Sequence[str]]
@@ -173,7 +173,7 @@ class Requeue(msgspec.Struct, frozen=True):
 Decision = Start | AddWorker | Reclaim | Preempt | Sleep | Requeue
 
 
-class Plan(msgspec.Struct, frozen=True):
+class PlacementPlan(msgspec.Struct, frozen=True):
     decisions: list[Decision]
     waiting: dict[str, str]
     """By job, a description of what it waits for; empty for one that lacks nothing."""

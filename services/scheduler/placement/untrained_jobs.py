@@ -28,30 +28,25 @@ LENT = "a request: idle, it lent its rollout workers to {}, and the next request
 
 
 async def update_untrained(
-    store: Store,
-    job: JobRecord,
-    cluster: Cluster,
-    active: Container[str],
-    lend_s: float = 0.0,
-    leader: int = UNFENCED,
+    store: Store, job: JobRecord, cluster: Cluster, active: Container[str], leader: int = UNFENCED
 ) -> bool:
     """Update one job of these kinds. True if it shall sleep. Raises Conflict or NotFound if it has ended in between,
     Fenced if another scheduler leads than `leader`.
 
-    `active`: jobs that are not over; `lend_s`: the setting `inference_lend_s`.
+    `active`: jobs that are not over.
     """
     if (followed := followed_by(job)) and followed not in active:
         over = (await store.job(followed)).state
         reason = f"job {followed}, whose live policy it served, has {over}; {followed}@latest is its newest checkpoint"
         await store.transition(job.id, JobState.SUCCEEDED, allowed=[job.state], leader=leader, reason=reason)
-        log.info("job_followed_to_its_end", job=job.id, followed=followed)
+        log.info("followed_job_ended", job=job.id, followed=followed)
         return False
     if job.state == JobState.STARTING and cluster.serving(job.id):
         await store.transition(job.id, JobState.RUNNING, allowed=[JobState.STARTING], leader=leader)
-        log.info("job_serves", job=job.id)
+        log.info("job_serving", job=job.id)
     if job.kind != "inference":
         return False
-    quiet_s, serving = _quiet_s(job, cluster, lend_s), job.spec["serving"]
+    quiet_s, serving = _quiet_s(job, cluster), job.spec["serving"]
     idle_s, sleep_s = serving["idle_s"], serving.get("sleep_s")
     if quiet_s is not None and idle_s is not None and quiet_s >= idle_s:
         if job.asleep and not (await store.job(job.id)).asleep:
@@ -76,9 +71,8 @@ def waits_for_source(job: JobRecord, held: Container[str]) -> bool:
     return bool(source) and source not in held and not job.asleep and job.state != JobState.RUNNING
 
 
-def _quiet_s(job: JobRecord, cluster: Cluster, lend_s: float) -> float | None:
+def _quiet_s(job: JobRecord, cluster: Cluster) -> float | None:
     """Seconds without a request, at least; None if that is not known now."""
     if job.asleep:
-        before = [seconds for seconds in (job.spec["serving"].get("sleep_s"), lend_s) if seconds]
-        return min(before, default=0.0) + time.time() - job.since
+        return time.time() - (job.quiet_since or job.since)
     return cluster.quiet_s(job.id) if job.state == JobState.RUNNING else None

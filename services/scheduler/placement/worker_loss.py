@@ -3,7 +3,7 @@
 A job fails for what it does itself. A trainer's loss counts unless the trainer had made a step since it was loaded, and
 not ended at the very step where the one before it did; nothing counts of a worker that was told to stop, or whose lease
 is older than the leadership of the scheduler: then scheduler and worker have ended together, or one of them while
-nobody looked. Nor does a loss count while the scheduler has no connection to NATS, or within NATS_GRACE_S after that:
+nobody looked. Nor does a loss count while the scheduler has no connection to NATS, or soon after that:
 the outage may have ended the worker.
 """
 
@@ -11,14 +11,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from opentinker.services.scheduler.placement.cluster_view import LONGEST_RETRY_S
+from opentinker.services.scheduler.placement.cluster_view import MAX_RETRY_S
+from opentinker.shared.backoff import exponential_delay_s
 from opentinker.shared.types.core import JobRecord, Lease, Pool
 
 MAX_RESTARTS = 5
 """Losses of trainers in a row that count; the next one fails the job. As many rollout workers, and one for each that
 the job asks for beyond the first, may be lost before one serves it."""
-NATS_GRACE_S = 30.0
-"""After an outage of NATS. Longer than requests of that time wait for an answer, and than a death stays unnoticed."""
 NATS_AWAY = "NATS was away"
 
 
@@ -74,5 +73,5 @@ def _rollout_worker(job: JobRecord, lease: Lease, why: str, counts: bool, now: f
 
 def _again(losses: int, now: float, retry_s: float) -> dict[str, Any]:
     """Schedule the next try after this many losses in a row: immediately after the first."""
-    pause_s = min(LONGEST_RETRY_S, retry_s * 2 ** (losses - 2)) if losses > 1 else 0.0
+    pause_s = exponential_delay_s(losses - 1, retry_s, MAX_RETRY_S) if losses > 1 else 0.0
     return {"lost_at": now, "retry_at": now + pause_s}

@@ -1,7 +1,7 @@
 """Connections to NATS that somebody has opened with a credential of ours end with the key, or the job, that it is for.
 
     hang up loop   consumes connections that `nats_auth.py` has noted, API keys, jobs; produces KICK, to the nats-server
-                   that has the connection; looks every LOOK_S
+                   that has the connection; polls every POLL_S
 
 Every scheduler does it, none remembers anything: what has to be closed follows from Redis alone, and is tried again
 until the server says that it has no such connection. KICK is a right of the servers' own account: a user of that
@@ -26,20 +26,20 @@ from redis.exceptions import RedisError
 from opentinker.services.scheduler.streams.nats_auth import ConnectionRefused, standing
 from opentinker.shared.asyncio_tools import await_cancellable, sleep
 from opentinker.shared.config import Settings
-from opentinker.shared.messaging.bus import LOST
+from opentinker.shared.messaging.connection import LOST
 from opentinker.shared.messaging.permissions import SYSTEM, inbox
 from opentinker.shared.messaging.subjects import KICK
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.runtime.telemetry import REGISTRY
 from opentinker.shared.security.secrets import password_in
-from opentinker.shared.state.keys import Keys
-from opentinker.shared.state.stream_connections import Connection, Group, StreamConnections
+from opentinker.shared.state.keys import KeyStore
+from opentinker.shared.state.stream_connections import ConnectionGroup, StreamConnection, StreamConnections
 
 log = structlog.get_logger()
 
-LOOK_S = 0.3
+POLL_S = 0.3
 ANSWER_S = 2.0
-AT_ONCE = 64
+MAX_CONCURRENT_KICKS = 64
 """Connections that are being closed."""
 RETRY_S = 1
 SAY_S = 10.0
@@ -60,7 +60,7 @@ class _Reply(msgspec.Struct):
 class StreamDisconnector:
     def __init__(self, ctx: Context) -> None:
         self.ctx = ctx
-        self._keys, self._connections = Keys(ctx.store.redis), StreamConnections(ctx.store.redis)
+        self._keys, self._connections = KeyStore(ctx.store.redis), StreamConnections(ctx.store.redis)
 
     async def run(self) -> None:
         """Until it is cancelled."""
@@ -69,12 +69,12 @@ class StreamDisconnector:
         async with _system(self.ctx.settings, self.ctx.worker) as nc:
             while True:
                 try:
-                    await self.look(nc)
+                    await self.poll(nc)
                 except (RedisError, OSError, TimeoutError, nats.errors.Error) as error:  # again in a moment
-                    log.warning("streams_not_looked_at", error=str(error) or type(error).__name__)
-                await sleep(LOOK_S)
+                    log.warning("stream_check_failed", error=str(error) or type(error).__name__)
+                await sleep(POLL_S)
 
-    async def look(self, nc: Client) -> None:
+    async def poll(self, nc: Client) -> None:
         """Once over all groups of connections."""
         now = time.time()
         groups = await self._connections.groups(now)
@@ -83,22 +83,22 @@ class StreamDisconnector:
         keys = await self._keys.several({group.key for group in groups if group.key})
         tenants = await self.ctx.store.tenants_of({group.job for group in groups})
         away: set[str] = set()
-        over: list[tuple[Group, str]] = []
+        over: list[tuple[ConnectionGroup, str]] = []
         for group in groups:
             try:
                 standing(group, keys.get(group.key), tenants.get(group.job), now, auth=self.ctx.settings.auth)
             except ConnectionRefused as error:
                 over.append((group, str(error)))
-        room = asyncio.Semaphore(AT_ONCE)
+        room = asyncio.Semaphore(MAX_CONCURRENT_KICKS)
         await asyncio.gather(*(self._close(nc, group, why, now, room, away) for group, why in over))
 
     async def _close(
-        self, nc: Client, group: Group, why: str, now: float, room: asyncio.Semaphore, away: set[str]
+        self, nc: Client, group: ConnectionGroup, why: str, now: float, room: asyncio.Semaphore, away: set[str]
     ) -> None:
         """All of a group. What is closed is asked for once more, and forgotten when its server has it no more: it may
         have been on its way in. `away`: servers that do not answer now; they hold up no other's."""
 
-        async def kicked(one: Connection) -> bool | None:
+        async def kicked(one: StreamConnection) -> bool | None:
             async with room:
                 if one.server in away:
                     return None
@@ -117,7 +117,7 @@ class StreamDisconnector:
         await self._connections.gone(group, gone)
 
 
-async def _kick(nc: Client, one: Connection) -> bool:
+async def _kick(nc: Client, one: StreamConnection) -> bool:
     """False: its server has no such connection. Raises TimeoutError, nats.errors.Error."""
     asked = msgspec.json.encode({"cid": one.client})
     reply = await await_cancellable(nc.request(KICK.format(server=one.server), asked, timeout=ANSWER_S))

@@ -21,12 +21,12 @@ from opentinker.shared.types.telemetry import JobEvent
 
 log = structlog.get_logger()
 
-LOOK_MS = 500
-"""Jobs that are new are seen so soon."""
-AGAIN_S = 1.0
+POLL_MS = 500
+"""Delay after which new jobs are seen."""
+RETRY_S = 1.0
 LINGER_S = 30.0
 """Events of a job are published for this time after its end: that it was saved, and released."""
-AT_ONCE = 200
+READ_COUNT = 200
 
 
 class EventFeed:
@@ -41,19 +41,19 @@ class EventFeed:
     async def run(self) -> None:
         while True:
             try:
-                await self.look()
+                await self.poll()
             except (RedisError, OSError, TimeoutError) as error:
-                log.warning("feed_waits", error=str(error) or type(error).__name__)
-                await sleep(AGAIN_S)
+                log.warning("feed_unavailable", error=str(error) or type(error).__name__)
+                await sleep(RETRY_S)
 
-    async def look(self) -> None:
-        """Waits for entries, and passes them on."""
+    async def poll(self) -> None:
+        """Wait for entries and publish them."""
         await self._follow()
         if not self._seen:
-            await sleep(LOOK_MS / 1000)
+            await sleep(POLL_MS / 1000)
             return
         logs = {f"job:{job}:events": after for job, after in self._seen.items()}
-        for name, entries in await self.ctx.store.redis.xread(logs, count=AT_ONCE, block=LOOK_MS):
+        for name, entries in await self.ctx.store.redis.xread(logs, count=READ_COUNT, block=POLL_MS):
             job = name.split(":")[1]
             for id, fields in entries:
                 self._seen[job] = id

@@ -20,22 +20,22 @@ from nats.aio.msg import Msg
 from prometheus_client import Counter
 from redis.exceptions import RedisError
 
-from opentinker.services.scheduler.http.auth import ANYBODY
+from opentinker.services.scheduler.http.auth import UNAUTHENTICATED
 from opentinker.shared.messaging.nats_tokens import Signer, claims_of
 from opentinker.shared.messaging.permissions import shown_of
 from opentinker.shared.messaging.subjects import LOGINS
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.runtime.telemetry import REGISTRY
 from opentinker.shared.security.authorization import Action, Verdict, authorize
-from opentinker.shared.state.keys import Key, Keys
-from opentinker.shared.state.stream_connections import Connection, Group, StreamConnections
-from opentinker.shared.state.stream_credentials import Credential, StreamCredentials
+from opentinker.shared.state.keys import Key, KeyStore
+from opentinker.shared.state.stream_connections import ConnectionGroup, StreamConnection, StreamConnections
+from opentinker.shared.state.stream_credentials import Credential, StreamCredentialStore
 
 log = structlog.get_logger()
 
-AT_ONCE = 16
+MAX_CONCURRENT = 16
 """Questions that wait for Redis; others wait for them."""
-MOST_WAITING = 1000
+MAX_WAITING = 1000
 """Further requests are not answered: nats-server refuses clients without an answer."""
 SUBSCRIPTIONS = 32
 """Subscriptions per connection."""
@@ -81,9 +81,9 @@ class NatsAuthCallout:
         self.ctx = ctx
         settings = ctx.settings
         self._signer = Signer(settings.password("nats_issuer_file")) if settings.nats_issuer_file else None
-        self._keys, self._credentials = Keys(ctx.store.redis), StreamCredentials(ctx.store.redis)
+        self._keys, self._credentials = KeyStore(ctx.store.redis), StreamCredentialStore(ctx.store.redis)
         self._connections = StreamConnections(ctx.store.redis)
-        self._room = asyncio.Semaphore(AT_ONCE)
+        self._room = asyncio.Semaphore(MAX_CONCURRENT)
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
@@ -100,7 +100,7 @@ class NatsAuthCallout:
                 task.cancel()
 
     async def _receive(self, message: Msg) -> None:
-        if len(self._tasks) >= MOST_WAITING:
+        if len(self._tasks) >= MAX_WAITING:
             SEEN.labels("unanswered").inc()
             return
         task = asyncio.create_task(self._answer(message))
@@ -112,7 +112,7 @@ class NatsAuthCallout:
         try:
             login = claims_of(message.data, _Question).nats
         except ValueError as error:
-            log.warning("bad_login_question", error=str(error))
+            log.warning("bad_auth_request", error=str(error))
             return
         about: dict[str, Any] = {"type": "authorization_response", "version": 2}
         try:
@@ -124,7 +124,7 @@ class NatsAuthCallout:
             about["error"] = str(error)
             SEEN.labels("no").inc()
         except (RedisError, OSError, TimeoutError) as error:
-            log.warning("login_not_looked_at", error=str(error) or type(error).__name__)
+            log.warning("auth_request_failed", error=str(error) or type(error).__name__)
             about["error"] = "the state store does not answer"
             SEEN.labels("no").inc()
         answer = self._signer.sign({"sub": login.user_nkey, "aud": login.server_id.id, "nats": about})
@@ -139,21 +139,21 @@ class NatsAuthCallout:
         credential = await self._credentials.find(login.connect_opts.auth_token, now)
         if credential is None:
             raise ConnectionRefused("no such credential, or not any more")
-        group = Group(credential.key, credential.secret, credential.job)
+        group = ConnectionGroup(credential.key, credential.secret, credential.job)
         key = await self._keys.find(credential.key) if credential.key else None
         tenant = (await self.ctx.store.tenants_of([credential.job])).get(credential.job)
         until = min(credential.expires, standing(group, key, tenant, now, auth=self.ctx.settings.auth))
-        one = Connection(login.server_id.id, login.client_info.id)
+        one = StreamConnection(login.server_id.id, login.client_info.id)
         if not await self._connections.note(group, one, until=until, now=now):
             raise ConnectionRefused("its key has too many connections")
         return msgspec.structs.replace(credential, expires=until)
 
 
-def standing(group: Group, key: Key | None, tenant: str | None, now: float, *, auth: bool) -> float:
+def standing(group: ConnectionGroup, key: Key | None, tenant: str | None, now: float, *, auth: bool) -> float:
     """Until when, as far as is known now, connections of this group may stay. `key`: the one of that id, `tenant`:
     whose the job is. Raises Refused."""
     if not group.key and not auth:
-        principal, until = ANYBODY, float("inf")
+        principal, until = UNAUTHENTICATED, float("inf")
     else:
         if key is None or key.state(now) != "live" or not key.fits(group.secret, now):
             raise ConnectionRefused("the key that asked for it is over")

@@ -22,24 +22,28 @@ what a clip or an advantage of 0 makes of that, is NaN. Source of the number: ve
 `core_algos.py`, which clamps the log ratio to [-20, 20]; below -20 nothing overflows, so nothing is clamped here."""
 
 
-def grpo(rewards_G: npt.ArrayLike, *, normalize_std: bool = True) -> F64:
+def grpo(rewards_G: npt.ArrayLike, *, normalize_std: bool = True, turns_G: Sequence[int] | None = None) -> F64:
     """A_i = (r_i - mean(r)) / (std(r) + 1e-4); without `normalize_std` the numerator alone.
 
-    `std` is the sample standard deviation (G - 1 in the denominator). A group of equal rewards gets zeros.
-    Source: GRPO, arXiv 2402.03300, section 4.1.2.
+    `std` is the sample standard deviation (N - 1 in the denominator). A group of equal rewards gets zeros. Mean and std
+    are those of the group's trajectories (N = G) or, with `turns_G`, the number of turns of each, those of the group's
+    turns (N = sum of K_i), each of which has its trajectory's reward: a trajectory counts K_i times.
+    Source: GRPO, arXiv 2402.03300, section 4.1.2; over turns: Dr. MAS, arXiv 2602.08847, equation 5, where a group is
+    all action steps of one agent.
     """
     rewards = _group(rewards_G)
-    centred: F64 = rewards - rewards.mean()
-    if alike(rewards.tolist()):
-        return np.zeros_like(centred)
+    counted = rewards if turns_G is None else np.repeat(rewards, turns_G)
+    if alike(rewards.tolist()) or len(counted) < 2:
+        return np.zeros_like(rewards)
+    centred: F64 = rewards - counted.mean()
     if normalize_std:
-        centred /= rewards.std(ddof=1) + EPSILON
+        centred /= counted.std(ddof=1) + EPSILON
     return centred
 
 
-def dr_grpo(rewards_G: npt.ArrayLike) -> F64:
-    """A_i = r_i - mean(r). Source: Dr. GRPO, arXiv 2503.20783, section 3.2."""
-    return grpo(rewards_G, normalize_std=False)
+def dr_grpo(rewards_G: npt.ArrayLike, *, turns_G: Sequence[int] | None = None) -> F64:
+    """A_i = r_i - mean(r), the mean as in `grpo`. Source: Dr. GRPO, arXiv 2503.20783, section 3.2."""
+    return grpo(rewards_G, normalize_std=False, turns_G=turns_G)
 
 
 def rloo(rewards_G: npt.ArrayLike) -> F64:
@@ -84,6 +88,23 @@ def reinforce_pp_baseline(rewards_B: Sequence[npt.ArrayLike], counts_B: Sequence
     centred_B = [dr_grpo(rewards) for rewards in rewards_B]
     tokens = np.concatenate([np.repeat(c, n) for c, n in zip(centred_B, counts_B, strict=True)])
     return [(c - tokens.mean()) / (tokens.std() + TINY) for c in centred_B]
+
+
+def rae(rewards_N: npt.ArrayLike, baseline: float, *, decay: float) -> tuple[F64, float]:
+    """A_i = r_i - b, and then b <- decay * b + (1 - decay) * r_i, one trajectory after the other; not normalised.
+
+    `rewards_N` are those of one seat in one environment, in the order of training; `baseline` is b before the first of
+    them, 0 at a job's start. Returns (advantages [N], b after the last). A reward is never compared with a mean that
+    it is part of, so there is no bias and groups may have any size.
+    Source: role-conditioned advantage estimation, SPIRAL, arXiv 2506.24119, algorithm 1 (decay 0.95), in the order of
+    its reference implementation.
+    """
+    rewards = np.asarray(rewards_N, dtype=np.float64)
+    found = np.empty_like(rewards)
+    for i, reward in enumerate(rewards.tolist()):
+        found[i] = reward - baseline
+        baseline = decay * baseline + (1.0 - decay) * reward
+    return found, baseline
 
 
 def per_turn(rewards_G: Sequence[npt.ArrayLike], *, gamma: float, normalize_std: bool = True) -> list[F64]:

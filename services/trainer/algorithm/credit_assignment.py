@@ -7,6 +7,7 @@ rewards --overlong penalty--> --KL in the reward--> --estimator of the spec--> -
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -17,10 +18,17 @@ from opentinker.services.trainer.algorithm import advantages
 from opentinker.services.trainer.algorithm.advantages import F64
 from opentinker.services.trainer.algorithm.seats import Player, credit_groups
 from opentinker.shared.spec import AlgorithmSpec
+from opentinker.shared.spec.seat_lists import list_of
 from opentinker.shared.types.errors import JobFailed
+from opentinker.shared.types.manifest import SeatBaselines
 from opentinker.shared.types.trajectories import Group, Trajectory
 
-GROUPWISE = {"grpo": advantages.grpo, "dr_grpo": advantages.dr_grpo, "rloo": advantages.rloo, "maxrl": advantages.maxrl}
+GROUPWISE: dict[str, Callable[..., F64]] = {
+    "grpo": advantages.grpo,
+    "dr_grpo": advantages.dr_grpo,
+    "rloo": advantages.rloo,
+    "maxrl": advantages.maxrl,
+}
 
 
 @dataclass
@@ -31,6 +39,8 @@ class Credit:
     returns_S: list[F64] | None
     """Targets of the critic; None unless one is trained."""
     metrics: dict[str, float]
+    baselines: SeatBaselines
+    """Running baselines after this batch; empty unless the estimator has them."""
 
 
 class Values(NamedTuple):
@@ -42,16 +52,22 @@ class Values(NamedTuple):
     """Values of the end states of truncated trajectories."""
 
 
-def assign(groups: Sequence[Group], algorithm: AlgorithmSpec, values: Values | None = None) -> Credit:
+def assign(
+    groups: Sequence[Group],
+    algorithm: AlgorithmSpec,
+    values: Values | None = None,
+    baselines: SeatBaselines | None = None,
+) -> Credit:
     """Assign advantages to a whole batch. `values`: for gae, those of a trained critic; without it, those that came
-    with the trajectories.
+    with the trajectories. `baselines`: for rae, the running ones before the batch.
 
     Raises JobFailed if rewards, reference logprobs or values do not fit the algorithm.
     """
     trajectories = [t for group in groups for t in group.trajectories]
-    peers = credit_groups(groups)
+    peers = credit_groups(groups, algorithm)
     players = [player for group in peers for player in group]
-    metrics: dict[str, float] = {}
+    _require_listed_seats(groups, algorithm)
+    metrics = _team_metrics(players)
     penalty_P = np.zeros(len(players))
     if algorithm.overlong_shaping:
         assert algorithm.overlong_length and algorithm.overlong_buffer
@@ -68,10 +84,16 @@ def assign(groups: Sequence[Group], algorithm: AlgorithmSpec, values: Values | N
     if algorithm.advantage == "gae" and values is None:
         values = frozen = Values([_value(t) for t in trajectories], [t.end_value for t in trajectories])
     claims = [
-        Claim(player, float(penalty), player.join(costs_S)) for player, penalty in zip(players, penalty_P, strict=True)
+        Claim(player, float(penalty), player.join(costs_S), algorithm.team_weight or 0.0)
+        for player, penalty in zip(players, penalty_P, strict=True)
     ]
+    after: SeatBaselines = {}
     try:
-        advantages_P, returns_P = _estimate(claims, [len(group) for group in peers], algorithm, values)
+        if algorithm.advantage == "rae":
+            (advantages_P, after, said), returns_P = _rae(claims, algorithm, baselines or {}), None
+            metrics |= said
+        else:
+            advantages_P, returns_P = _estimate(claims, [len(group) for group in peers], algorithm, values)
     except ValueError as error:
         raise JobFailed(f"advantage = {algorithm.advantage!r}: {error}") from error
     advantages_S = _by_trajectory(players, advantages_P)
@@ -83,7 +105,7 @@ def assign(groups: Sequence[Group], algorithm: AlgorithmSpec, values: Values | N
         advice_S, said = _teacher_advantages(trajectories)
         advantages_S = [a + algorithm.distill_coef * advice for a, advice in zip(advantages_S, advice_S, strict=True)]
         metrics |= said
-    return Credit(advantages_S, returns_S, metrics)
+    return Credit(advantages_S, returns_S, metrics, after)
 
 
 @dataclass(frozen=True)
@@ -95,15 +117,31 @@ class Claim:
     """Penalty for length, charged to the last turn."""
     costs_N: F64
     """The KL cost, per token."""
+    team_weight: float
+    """Share of the team's mean reward in the player's, if it is in a team: r = w * team + (1 - w) * own."""
+
+    @property
+    def own_share(self) -> float:
+        return 1.0 if self.player.team is None else 1.0 - self.team_weight
+
+    @property
+    def team_part(self) -> float:
+        return 0.0 if self.player.team is None else self.team_weight * self.player.team[1]
 
     @property
     def reward(self) -> float:
-        return self.player.reward + self.penalty
+        return self.own_share * self.player.reward + self.team_part + self.penalty
+
+    @property
+    def total(self) -> float:
+        """The reward less the costs of all tokens."""
+        return float(self.reward - self.costs_N.sum())
 
     def turn_rewards_K(self, *, less_costs: bool) -> F64:
-        rewards = self.player.turn_rewards_K
+        """The team's part is an outcome: it is paid at the last turn."""
+        rewards = self.own_share * self.player.turn_rewards_K
         if len(rewards):
-            rewards[-1] += self.penalty
+            rewards[-1] += self.team_part + self.penalty
             if less_costs:
                 np.subtract.at(rewards, self.player.turn_N, self.costs_N)
         return rewards
@@ -114,6 +152,24 @@ class Claim:
         return found
 
 
+def _require_listed_seats(groups: Sequence[Group], algorithm: AlgorithmSpec) -> None:
+    """Raise JobFailed if a setting lists seats and no seat of the game is among them; of several policies, this one's
+    seats need not be. Submission has compared them, unless only the environment's server knows its seats."""
+    for field, lists in (("team", algorithm.team), ("episode_peers", algorithm.episode_peers)):
+        seats = {seat for group in groups for rewards in group.totals.values() for seat in rewards} if lists else set()
+        if lists and not any(list_of(lists, seat) for seat in seats):
+            names = ", ".join(map(repr, sorted(seats)))
+            raise JobFailed(f"algorithm.{field} names no seat of this environment; its seats are: {names}")
+
+
+def _team_metrics(players: list[Player]) -> dict[str, float]:
+    """Return reward/team/NAME: mean reward of the team over the samples and its seats."""
+    rewards: dict[str, list[float]] = {}
+    for team, reward in (player.team for player in players if player.team is not None):
+        rewards.setdefault(team, []).append(reward)
+    return {f"reward/team/{team}": math.fsum(own) / len(own) for team, own in sorted(rewards.items())}
+
+
 def _estimate(
     claims: list[Claim], sizes: list[int], algorithm: AlgorithmSpec, values: Values | None
 ) -> tuple[list[F64], list[F64] | None]:
@@ -121,6 +177,7 @@ def _estimate(
     players that are compared with each other; a single player gets 0 where a group is the baseline. Normalisation over
     the batch is done seat by seat: seats may have opposite rewards."""
     name, options = algorithm.advantage, algorithm.options("advantage")
+    options.pop("episode_peers", None)  # it made the groups
     if name == "none":
         return [np.zeros_like(claim.costs_N) for claim in claims], None
     if name == "reinforce_pp":
@@ -140,7 +197,7 @@ def _estimate(
             for i, values_K in zip(members, values_G, strict=True):
                 values_P[i] = claims[i].spread(values_K)
         return values_P, None
-    totals_P = np.array([claim.reward - claim.costs_N.sum() for claim in claims])
+    totals_P = np.array([claim.total for claim in claims])
     if name == "reinforce_pp_baseline":
         for seat in sorted({claim.player.seat for claim in claims}):
             own_B = [members for members in members_B if claims[members[0]].player.seat == seat]
@@ -150,11 +207,38 @@ def _estimate(
                 for i, value in zip(members, found_G, strict=True):
                     values_P[i] = np.full(claims[i].player.tokens, value)
         return values_P, None
+    over_turns = options.pop("baseline_over", "episodes") == "turns"
     for members in members_B:
-        scores_G = GROUPWISE[str(name)](totals_P[list(members)], **options)
+        counted = {"turns_G": [claims[i].player.turns for i in members]} if over_turns else {}
+        scores_G = GROUPWISE[str(name)](totals_P[list(members)], **options, **counted)
         for i, value in zip(members, scores_G, strict=True):
             values_P[i] = np.full(claims[i].player.tokens, value)
     return values_P, None
+
+
+def _rae(
+    claims: list[Claim], algorithm: AlgorithmSpec, baselines: SeatBaselines
+) -> tuple[list[F64], SeatBaselines, dict[str, float]]:
+    """Return advantages per player, the running baselines after the batch, and the metrics reward/baseline and, where
+    there are several seats, reward/baseline/SEAT: means of what the rewards were compared with."""
+    after = {environment: dict(of_seats) for environment, of_seats in baselines.items()}
+    own: dict[tuple[str, str], list[int]] = {}
+    for i, claim in enumerate(claims):
+        own.setdefault((claim.player.environment, claim.player.seat), []).append(i)
+    scores_P, totals_P = np.empty(len(claims)), np.array([claim.total for claim in claims])
+    for (environment, seat), places in own.items():
+        before = after.setdefault(environment, {}).get(seat, 0.0)
+        scores_P[places], after[environment][seat] = advantages.rae(
+            totals_P[places], before, decay=algorithm.options("advantage")["baseline_decay"]
+        )
+    compared_P = totals_P - scores_P
+    metrics = {"reward/baseline": float(compared_P.mean())}
+    if len(seats := sorted({seat for _, seat in own})) > 1:
+        for seat in seats:
+            places = [i for i, claim in enumerate(claims) if claim.player.seat == seat]
+            metrics[f"reward/baseline/{seat}"] = float(compared_P[places].mean())
+    values_P = [np.full(claim.player.tokens, score) for claim, score in zip(claims, scores_P, strict=True)]
+    return values_P, after, metrics
 
 
 def _gae(claim: Claim, values: Values, gamma: float, lam: float) -> tuple[F64, F64]:

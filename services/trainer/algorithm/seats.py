@@ -7,7 +7,7 @@ player, in that order; advantages are distributed back to the streams.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,8 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from opentinker.services.trainer.algorithm.advantages import F64
+from opentinker.shared.spec import AlgorithmSpec
+from opentinker.shared.spec.seat_lists import list_of
 from opentinker.shared.types.trajectories import Group, Trajectory
 
+TeamRewards = dict[tuple[int, str], tuple[str, float]]
 I64 = npt.NDArray[np.int64]
 
 
@@ -24,10 +27,13 @@ I64 = npt.NDArray[np.int64]
 class Player:
     """N: sampled tokens of all its streams; K: its turns, in order of play."""
 
+    environment: str
     seat: str
     places: list[int]
     """Indices of its streams among the trajectories of the batch."""
     streams: list[Trajectory]
+    team: tuple[str, float] | None = None
+    """Name of its team in this sample, and the team's mean reward."""
 
     @property
     def reward(self) -> float:
@@ -79,8 +85,13 @@ class Player:
         return self._turn_of[self._order]
 
     @property
+    def turns(self) -> int:
+        """K."""
+        return sum(len(stream.turns) for stream in self.streams)
+
+    @property
     def turn_rewards_K(self) -> F64:
-        rewards = np.zeros(sum(len(stream.turns) for stream in self.streams))
+        rewards = np.zeros(self.turns)
         for stream, ranks in zip(self.streams, self._ranks, strict=True):
             rewards[ranks] = [turn.reward for turn in stream.turns]
         return rewards
@@ -97,19 +108,50 @@ class Player:
         return np.split(values, np.cumsum(self.counts)[:-1])
 
 
-def credit_groups(groups: Sequence[Group]) -> list[list[Player]]:
-    """Return the players of a batch, grouped for comparison: the same seat in all samples of a group."""
-    found, first = [], 0
+def credit_groups(groups: Sequence[Group], algorithm: AlgorithmSpec | None = None) -> list[list[Player]]:
+    """Return the players of a batch, grouped for comparison: the same seat in all samples of a group; of seats that
+    `episode_peers` lists together, these seats in one sample.
+
+    Source of the latter: hierarchical GRPO of prime-rl (github.com/PrimeIntellect-ai/prime-rl): the attempts at one
+    proposed problem are compared with each other, the proposals with each other; a player without peers gets 0.
+    """
+    found: list[list[Player]] = []
+    first = 0
+    teams = {} if algorithm is None else algorithm.team or {}
+    peers = {} if algorithm is None else algorithm.episode_peers or {}
     for group in groups:
+        paid = team_rewards(group.totals, teams) if teams else {}
+        compared: dict[tuple[str, int | None], list[Player]] = {}
         for seat, samples in group.seats.items():
-            found.append(
-                [
-                    Player(seat, [first + p for p in places], [group.trajectories[p] for p in places])
-                    for places in samples
-                ]
-            )
+            together = list_of(peers, seat)
+            for places in samples:
+                player = _player(group, seat, places, first, paid)
+                key = (seat, None) if together is None else (together, player.streams[0].index)
+                compared.setdefault(key, []).append(player)
+        found += compared.values()
         first += len(group.trajectories)
     return found
+
+
+def team_rewards(totals: Mapping[int, Mapping[str, float]], teams: Mapping[str, list[str]]) -> TeamRewards:
+    """Return, by sample and seat, the name of its team and the mean reward of the team's seats that acted. `totals`:
+    by sample, the reward of each seat."""
+    found: TeamRewards = {}
+    for sample, rewards in totals.items():
+        members: dict[str, list[str]] = {}
+        for seat in rewards:
+            if (team := list_of(teams, seat)) is not None:
+                members.setdefault(team, []).append(seat)
+        for team, seats in members.items():
+            mean = math.fsum(rewards[seat] for seat in seats) / len(seats)
+            found |= {(sample, seat): (team, mean) for seat in seats}
+    return found
+
+
+def _player(group: Group, seat: str, places: list[int], first: int, paid: TeamRewards) -> Player:
+    streams = [group.trajectories[place] for place in places]
+    team = paid.get((streams[0].index, seat))
+    return Player(group.environment, seat, [first + place for place in places], streams, team)
 
 
 def players_of(groups: Sequence[Group]) -> list[Player]:

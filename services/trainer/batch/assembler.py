@@ -1,7 +1,7 @@
 """Groups in arrival or submission order -> batches, with the hard staleness drop and the record of consumed messages.
 
     received --take--> trained       (stays here, tagged with its batch, until a checkpoint covers it)
-             '-------> discarded     (stale, of equal rewards, from rolled-back weights, or undecodable)
+             '-------> discarded     (see Discard)
 
 Staleness of a group at the step that makes version k+1 is k minus the step of its oldest token; more than
 `max_staleness` is dropped regardless of admission. The stream floor is the highest sequence below which every
@@ -11,6 +11,7 @@ message of the job is consumed: a restart begins reading after it.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from opentinker.shared.types.core import Discard, WeightVersion
@@ -36,6 +37,16 @@ class Assembler:
     """Groups whose rewards are all equal are discarded; admission lets as many new ones start."""
     in_order: bool = False
     """A batch is ordered by group number. Deterministic jobs have no staleness, so it then holds all there are."""
+    opponent_lag: Callable[[Group], int] = lambda _: 0
+    """How many versions the other policies have moved since they played the group."""
+    max_opponent_lag: int | None = None
+    """Groups with a larger opponent lag are discarded."""
+    keep: int | None = None
+    """Most groups that wait; beyond them the oldest are discarded."""
+    resting: bool = False
+    """Whether another policy has its turn: nothing is taken, and what arrives is discarded."""
+    trained: int = 0
+    """Groups taken, over the life of the job's lineage."""
     resumed: dict[int, int] = field(default_factory=dict)
     """epoch -> step at which that epoch began; tokens of an older epoch beyond that step were rolled back."""
     floor: int = 0
@@ -52,6 +63,10 @@ class Assembler:
     """Highest stream sequence seen."""
     barren: int = 0
     """Groups of equal rewards discarded since the last batch was taken."""
+    absent: int = 0
+    """Groups without a turn of the policy discarded since the last batch was taken."""
+    overtaken: int = 0
+    """Groups discarded because an opponent had moved, since the trainer began to wait for a batch."""
 
     def add(self, stream_seq: int, group: Group) -> bool:
         """False if the group was seen before."""
@@ -76,12 +91,16 @@ class Assembler:
         self.discarded[Discard.INVALID] += 1
 
     def _verdict(self, group: Group, step: int) -> Discard | None:
+        if not group.trajectories:
+            return Discard.ABSENT
         for trajectory in group.trajectories:
             for span in trajectory.spans:
                 if self._rolled_back(span.version, step):
                     return Discard.FROM_FUTURE
         if step - group.oldest.step > self.max_staleness:
             return Discard.STALE
+        if self.max_opponent_lag is not None and self.opponent_lag(group) > self.max_opponent_lag:
+            return Discard.OPPONENT_MOVED
         if self.drop_zero_variance and group.equal:
             return Discard.ZERO_VARIANCE
         return None
@@ -91,26 +110,47 @@ class Assembler:
             return True
         return any(version.epoch < epoch and version.step > at for epoch, at in self.resumed.items())
 
+    @staticmethod
+    def discard_batch(reason: Discard, step: int) -> int:
+        """Return the number of the step that a discard at version `step` belongs to: the next one. A policy that rests
+        makes none for long; its discards are final at once, so that the stream need not hold them."""
+        return step if reason is Discard.RESTING else step + 1
+
     def drop(self, step: int) -> dict[Discard, list[int]]:
         """Discard groups that may not train the batch starting at version `step`. Returns group numbers by reason."""
         dropped: dict[Discard, list[int]] = {}
-        for stream_seq, group in list(self.pending.items()):
-            reason = self._verdict(group, step)
+        reasons = {
+            stream_seq: Discard.RESTING if self.resting else self._verdict(group, step)
+            for stream_seq, group in self.pending.items()
+        }
+        good = [stream_seq for stream_seq, reason in reasons.items() if reason is None]
+        if self.keep is not None:
+            reasons |= dict.fromkeys(good[: max(0, len(good) - self.keep)], Discard.SURPLUS)
+        for stream_seq, reason in reasons.items():
             if reason is not None:
-                del self.pending[stream_seq]
-                self.consumed[stream_seq] = Consumed(step + 1, group.seq, reason)
+                group = self.pending.pop(stream_seq)
+                self.consumed[stream_seq] = Consumed(self.discard_batch(reason, step), group.seq, reason)
                 self.discarded[reason] += 1
                 self.barren += reason == Discard.ZERO_VARIANCE
+                self.absent += reason == Discard.ABSENT
+                self.overtaken += reason == Discard.OPPONENT_MOVED
                 dropped.setdefault(reason, []).append(group.seq)
         return dropped
 
-    def take(self, step: int, groups: int) -> list[Group] | None:
-        """Return the first `groups` as the batch that makes version step + 1; None if there are not enough yet."""
-        if len(self.pending) < groups:
+    @property
+    def overfull(self) -> bool:
+        return self.keep is not None and len(self.pending) > self.keep
+
+    def take(self, step: int, groups: int, growth: int = 1) -> list[Group] | None:
+        """Return the first `groups` as the batch that makes version step + 1, or up to `growth` times as many if they
+        are there; None if there are not enough yet."""
+        if self.resting or len(self.pending) < groups:
             return None
-        self.barren = 0
+        self.barren = self.absent = 0
         arrived = list(self.pending.items())
-        batch = (sorted(arrived, key=lambda item: item[1].seq) if self.in_order else arrived)[:groups]
+        size = min(len(arrived) // groups, growth) * groups
+        batch = (sorted(arrived, key=lambda item: item[1].seq) if self.in_order else arrived)[:size]
+        self.trained += size
         for stream_seq, group in batch:
             del self.pending[stream_seq]
             self.consumed[stream_seq] = Consumed(step + 1, group.seq, None)
@@ -128,6 +168,11 @@ class Assembler:
         later = Counter(c.reason for c in self.consumed.values() if c.batch > step and c.reason is not None)
         discarded = {reason: count - later[Discard(reason)] for reason, count in self.discarded.items()}
         return floor, sorted(above), {str(r): n for r, n in discarded.items() if n}
+
+    def trained_by(self, step: int) -> int:
+        """Return how many groups were trained in the steps up to this one."""
+        later = (c for c in self.consumed.values() if c.batch > step and c.seq is not None and c.reason is None)
+        return self.trained - sum(1 for _ in later)
 
     def forget(self, floor: int) -> None:
         """A durable checkpoint has this floor: nothing at or below it will ever be read again."""

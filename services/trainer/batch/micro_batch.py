@@ -83,7 +83,7 @@ def micro_batches(
     version: WeightVersion,
     spec: JobSpec,
     device: torch.device,
-    gang: ProcessGroup | None = None,
+    process_group: ProcessGroup | None = None,
 ) -> list[list[MicroBatch]]:
     """A batch -> the micro-batches of each optimizer step; with a process group, this rank's.
 
@@ -94,13 +94,18 @@ def micro_batches(
     updates, first = [], 0
     for start in range(0, len(groups), size):
         part = groups[start : start + size]
-        updates.append(_update(part, first, version, spec, device, gang or ProcessGroup()))
+        updates.append(_update(part, first, version, spec, device, process_group or ProcessGroup()))
         first += sum(len(group.trajectories) for group in part)
     return updates
 
 
 def _update(
-    groups: Sequence[Group], first: int, version: WeightVersion, spec: JobSpec, device: torch.device, gang: ProcessGroup
+    groups: Sequence[Group],
+    first: int,
+    version: WeightVersion,
+    spec: JobSpec,
+    device: torch.device,
+    process_group: ProcessGroup,
 ) -> list[MicroBatch]:
     part = [t for group in groups for t in group.trajectories]
     images = {digest: data for group in groups for digest, data in group.images.items()}
@@ -110,7 +115,7 @@ def _update(
     if not sampled:
         raise JobFailed("a whole batch came without one sampled token: do the prompts fill the context window?")
     tokens = sum(int(np.count_nonzero(part[i].mask)) for i in sampled)
-    own = share([len(part[i].mask_T) for i in sampled], gang.world)[gang.rank]
+    own = share([len(part[i].mask_T) for i in sampled], process_group.world)[process_group.rank]
     packed = pack([len(part[sampled[place]].mask_T) for place in own], spec.train.tokens_per_micro_batch)
     micros = []
     for places in packed:
@@ -120,7 +125,7 @@ def _update(
         micro.members = [first + i for i in members]
         micros.append(micro)
     if spec.train.parallel != "data":
-        shares = share([len(part[i].mask_T) for i in sampled], gang.world)
+        shares = share([len(part[i].mask_T) for i in sampled], process_group.world)
         lengths_R = [[len(part[sampled[place]].mask_T) for place in places] for places in shares]
         passes = max(len(pack(lengths, spec.train.tokens_per_micro_batch)) for lengths in lengths_R)
         micros += [_idle(part[sampled[0]], version, spec, device) for _ in range(passes - len(micros))]
@@ -201,25 +206,25 @@ def give_credit(micros: Sequence[MicroBatch], credit: Credit) -> None:
             micro.returns_M = _tensor([credit.returns_S[i] for i in micro.members], np.float32, device)
 
 
-def values_of(micros: Sequence[MicroBatch], counts_S: Sequence[int], gang: ProcessGroup) -> list[F64]:
+def values_of(micros: Sequence[MicroBatch], counts_S: Sequence[int], process_group: ProcessGroup) -> list[F64]:
     """Return the critic's values, trajectory by trajectory of the whole batch; `counts_S`: their sampled tokens."""
     ends = np.cumsum(counts_S)
-    values = torch.zeros(int(ends[-1]), device=gang.device)
+    values = torch.zeros(int(ends[-1]), device=process_group.device)
     for micro in micros:
         assert micro.values_M is not None
         for member, part in zip(micro.members, micro.values_M.split(micro.counts), strict=True):
             values[ends[member] - len(part) : ends[member]] = part
-    return np.split(gang.sum(values).double().cpu().numpy(), ends[:-1])
+    return np.split(process_group.sum(values).double().cpu().numpy(), ends[:-1])
 
 
-def end_values_of(micros: Sequence[MicroBatch], count: int, gang: ProcessGroup) -> F64:
+def end_values_of(micros: Sequence[MicroBatch], count: int, process_group: ProcessGroup) -> F64:
     """Return the critic's values of the end states of the `count` trajectories of the whole batch; 0 for those that
     were not truncated."""
-    values = torch.zeros(count, device=gang.device)
+    values = torch.zeros(count, device=process_group.device)
     for micro in micros:
         if micro.end_values_S is not None and micro.members:
             values[micro.members] = micro.end_values_S
-    found: F64 = gang.sum(values).double().cpu().numpy()
+    found: F64 = process_group.sum(values).double().cpu().numpy()
     return found
 
 

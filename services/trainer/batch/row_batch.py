@@ -38,20 +38,23 @@ class RowBatch:
 
 
 def row_batches(
-    examples: Sequence[Example], tokens_per_micro_batch: int, device: torch.device, gang: ProcessGroup | None = None
+    examples: Sequence[Example],
+    tokens_per_micro_batch: int,
+    device: torch.device,
+    process_group: ProcessGroup | None = None,
 ) -> Iterator[RowBatch]:
     """Yield micro-batches in order; the parts of an example stay together, and their common prefix is computed once.
 
     With a process group, yield this rank's: consecutive examples, about equally many tokens each. All ranks run the
     same number of passes, because they may share weights; a rank with fewer micro-batches adds smallest passes.
     """
-    gang = gang or ProcessGroup()
+    process_group = process_group or ProcessGroup()
     lengths = [len(example) for example in examples]
     passes_R = [
         [[own[n] for n in places] for places in pack([lengths[n] for n in own], tokens_per_micro_batch)]
-        for own in share(lengths, gang.world)
+        for own in share(lengths, process_group.world)
     ]
-    own_passes = passes_R[gang.rank]
+    own_passes = passes_R[process_group.rank]
     count = max(map(len, passes_R))
     for number in range(count):
         places = own_passes[number] if number < len(own_passes) else []

@@ -34,8 +34,8 @@ from opentinker.services.trainer.distributed.rank_protocol import (
     Join,
     Load,
     Prepare,
+    RankStep,
     RowStep,
-    Step,
     rows_of,
 )
 from opentinker.services.trainer.learners.rl import RlLearner
@@ -45,6 +45,7 @@ from opentinker.shared.runtime.gpus import ORDER, VISIBLE, nearest, visible
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.types.core import WeightVersion
 from opentinker.shared.types.errors import JobFailed, OpenTinkerError
+from opentinker.shared.types.manifest import SeatBaselines
 from opentinker.shared.types.trajectories import Group
 
 T = TypeVar("T")
@@ -77,7 +78,7 @@ class MultiRankLearner:
         if self.ranks is None:
             self._start_ranks()
         self.own.close()
-        self.own = make_learner(self.spec, self.own.gang)
+        self.own = make_learner(self.spec, self.own.process_group)
         self.own.total_steps = self.total_steps
         return Load(self.spec.model_dump_json().encode(), checkpoint, resume, optimizer, self.total_steps)
 
@@ -106,7 +107,7 @@ class MultiRankLearner:
 
     def _leave(self) -> None:
         self.own.close()
-        self.own.gang.leave()
+        self.own.process_group.leave()
 
     def _start_ranks(self) -> None:
         if self.device == "cuda" and torch.cuda.device_count() < self.world:
@@ -123,7 +124,7 @@ class MultiRankLearner:
             ranks.close(self._leave)
             raise OpenTinkerError("the job was released while its ranks were starting")
         store, port = transport.host_store(HOST, self.world, COLLECTIVE_TIMEOUT_S)
-        self.own.gang = self._run(
+        self.own.process_group = self._run(
             Join(self.device, port, self.world), lambda: ProcessGroup.join(port, 0, self.world, self.device, store)
         )
 
@@ -140,8 +141,13 @@ class MultiRankRlLearner(MultiRankLearner):
         """Advantages of all trajectories: every rank sees the whole batch."""
         return self.own.credited
 
+    @property
+    def baselines(self) -> SeatBaselines:
+        """Running baselines, which every rank has for itself: alike, from the same batches."""
+        return self.own.baselines
+
     def step(self, groups: list[Group], version: WeightVersion) -> dict[str, float]:
-        return self._run(Step(groups, version), lambda: self.own.step(groups, version))
+        return self._run(RankStep(groups, version), lambda: self.own.step(groups, version))
 
     def snapshot(self, version: WeightVersion) -> transport.Snapshot:
         if self.spec.train.parallel != "zero3":  # every rank holds all weights

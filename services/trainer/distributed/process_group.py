@@ -37,7 +37,7 @@ class ProcessGroup:
         store = store or dist.TCPStore(HOST, port, world, is_master=False, timeout=patience, wait_for_workers=False)
         dist.init_process_group(
             "nccl" if device == "cuda" else "gloo",
-            store=dist.PrefixStore("gang", store),
+            store=dist.PrefixStore("process_group", store),
             rank=rank,
             world_size=world,
             timeout=patience,

@@ -33,8 +33,8 @@ from opentinker.services.trainer.distributed.rank_protocol import (
     Join,
     Load,
     Prepare,
+    RankStep,
     RowStep,
-    Step,
     StepRefused,
     ToRank,
     examples_of,
@@ -78,21 +78,21 @@ LEARNERS: dict[str, type[PolicyModel]] = {"rl": RlLearner, "sft": SftLearner, "d
 """Learner of one rank, by kind of job."""
 
 
-def make_learner(spec: JobSpec, gang: ProcessGroup) -> PolicyModel:
+def make_learner(spec: JobSpec, process_group: ProcessGroup) -> PolicyModel:
     """Return one rank's learner."""
     learner = LEARNERS[spec.kind]
     if spec.train.parallel != "data":
         from opentinker.services.trainer.distributed.zero import zero_class  # deepspeed is imported only if needed
 
         learner = zero_class(learner)
-    return learner(spec, gang.device, gang)
+    return learner(spec, process_group.device, process_group)
 
 
 class Rank:
     def __init__(self, trainer: socket.socket, rank: int) -> None:
         self._trainer, self._rank = trainer, rank
         self._writing = threading.Lock()
-        self._gang = ProcessGroup()
+        self._process_group = ProcessGroup()
         self._learner: Any = None
 
     def serve(self) -> None:
@@ -117,10 +117,10 @@ class Rank:
     def _execute(self, command: Command) -> None:
         match command:
             case Join(device=device, port=port, world=world):
-                self._gang = ProcessGroup.join(port, self._rank, world, device)
+                self._process_group = ProcessGroup.join(port, self._rank, world, device)
             case Load():
                 self._load(command)
-            case Step(groups=groups, version=version):
+            case RankStep(groups=groups, version=version):
                 self._learner.step(groups, version)
             case Prepare(rows=rows, home=home):
                 self._learner.prepare(examples_of(rows), Path(home))
@@ -139,7 +139,7 @@ class Rank:
         if self._learner is not None:
             self._learner.close()
         self._learner = None  # its memory is needed
-        learner = make_learner(parse_spec(orjson.loads(command.spec)), self._gang)
+        learner = make_learner(parse_spec(orjson.loads(command.spec)), self._process_group)
         learner.total_steps = command.total_steps
         checkpoint = None if command.checkpoint is None else Path(command.checkpoint)
         if checkpoint is None or command.resume:

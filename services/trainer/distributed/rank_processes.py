@@ -215,7 +215,7 @@ class RankProcesses:
             why = "rank 0 still waits for ranks that are gone: this trainer must be started again"
             if not self._reported:
                 raise OpenTinkerError(why)
-            log.error("ranks_not_left", why=why)
+            log.error("ranks_not_stopped", why=why)
 
     def _run_own(self, part: Callable[[], Any], *, wait_for_all: bool = False) -> tuple[Any, BaseException | None]:
         """Run `part` in the worker thread; returns its result or exception. Raises RankLost."""

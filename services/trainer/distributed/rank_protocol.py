@@ -37,26 +37,26 @@ class Load(msgspec.Struct, frozen=True, tag=True):
     """Length of the learning-rate schedule."""
 
 
-class Step(msgspec.Struct, frozen=True, tag=True):
+class RankStep(msgspec.Struct, frozen=True, tag=True):
     groups: list[Group]
     version: WeightVersion
 
 
-class Row(msgspec.Struct, frozen=True):
+class RankRow(msgspec.Struct, frozen=True):
     """An example: for each part its token ids (int32) and which of them are learned (bool)."""
 
     parts: list[tuple[bytes, bytes]]
     reference: tuple[float, ...]
 
 
-def rows_of(examples: list[Example]) -> list[Row]:
+def rows_of(examples: list[Example]) -> list[RankRow]:
     return [
-        Row([(part.ids_T.tobytes(), part.learned_T.tobytes()) for part in example.parts], example.reference)
+        RankRow([(part.ids_T.tobytes(), part.learned_T.tobytes()) for part in example.parts], example.reference)
         for example in examples
     ]
 
 
-def examples_of(rows: list[Row]) -> list[Example]:
+def examples_of(rows: list[RankRow]) -> list[Example]:
     return [
         Example(
             tuple(Tokens(np.frombuffer(ids, np.int32), np.frombuffer(learned, np.bool_)) for ids, learned in row.parts),
@@ -69,16 +69,16 @@ def examples_of(rows: list[Row]) -> list[Example]:
 class Prepare(msgspec.Struct, frozen=True, tag=True):
     """See `RowLearner.prepare`."""
 
-    rows: list[Row]
+    rows: list[RankRow]
     home: str
 
 
 class RowStep(msgspec.Struct, frozen=True, tag=True):
-    rows: list[Row]
+    rows: list[RankRow]
 
 
 class Evaluate(msgspec.Struct, frozen=True, tag=True):
-    rows: list[Row]
+    rows: list[RankRow]
 
 
 class Gather(msgspec.Struct, frozen=True, tag=True):
@@ -102,7 +102,7 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
     """Heartbeat, once a second."""
 
 
-Command = Join | Load | Step | Prepare | RowStep | Evaluate | Gather
+Command = Join | Load | RankStep | Prepare | RowStep | Evaluate | Gather
 Answer = Done | StepRefused | Beat
 
 

@@ -39,7 +39,7 @@ from opentinker.services.trainer.learners import optimizer_state
 from opentinker.services.trainer.learners.base import BUCKET_BYTES
 from opentinker.services.trainer.learners.policy_model import CheckpointTensors, PolicyModel
 from opentinker.shared.nn import transport
-from opentinker.shared.nn.forward import SIGHT, token_scores
+from opentinker.shared.nn.forward import VISION_ATTENTION, token_scores
 from opentinker.shared.nn.layout import Layout
 from opentinker.shared.nn.models import autocast
 from opentinker.shared.types.core import TensorInfo, WeightVersion
@@ -58,13 +58,13 @@ warnings.filterwarnings("ignore", message=".*is deprecated", category=FutureWarn
 class _Packed(nn.Module):  # type: ignore[misc]
     """The module that the engine wraps: a pass over one micro-batch, so that the engine sees where each begins."""
 
-    def __init__(self, causal: nn.Module, dtype: torch.dtype, gang: ProcessGroup) -> None:
+    def __init__(self, causal: nn.Module, dtype: torch.dtype, process_group: ProcessGroup) -> None:
         super().__init__()
-        self.causal, self.device, self.dtype, self.gang = causal, gang.device, dtype, gang
+        self.causal, self.device, self.dtype, self.process_group = causal, process_group.device, dtype, process_group
 
     def forward(self, plan: Layout, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
         with autocast(self.device, self.dtype):
-            return token_scores(self.causal, plan, agree=self.gang.max_across_ranks, **options)
+            return token_scores(self.causal, plan, agree=self.process_group.max_across_ranks, **options)
 
 
 def zero_class(learner: type[PolicyModel]) -> type[PolicyModel]:
@@ -96,7 +96,7 @@ class Zero(PolicyModel):
 
     def _share(self) -> None:
         """Partition the policy: afterwards each rank holds its share only. Raises JobFailed."""
-        if hasattr(self.causal, SIGHT):
+        if hasattr(self.causal, VISION_ATTENTION):
             raise JobFailed(
                 f"train.parallel = {self.spec.train.parallel!r} is not supported for vision models, of which a part "
                 "is frozen; take 'data'"
@@ -136,7 +136,7 @@ class Zero(PolicyModel):
                 "stage3_max_reuse_distance": 0,
             },
         }
-        packed = _Packed(self.causal, self.dtype, self.gang)
+        packed = _Packed(self.causal, self.dtype, self.process_group)
         os.environ["LOCAL_RANK"] = "0"  # DeepSpeed asks for it; every process sees its own device as the first one
         # DeepSpeed numbers modules and parameters by counts of the process, and compares the numbers between ranks:
         # those of a process that has had another job, and of one that has not, must be the same.
@@ -145,7 +145,7 @@ class Zero(PolicyModel):
         engine, *_ = deepspeed.initialize(
             model=packed, optimizer=self.optimizer, config=config, dist_init_required=False
         )
-        self.gang.destroy = deepspeed.comm.destroy_process_group
+        self.process_group.destroy = deepspeed.comm.destroy_process_group
         return engine
 
     def close(self) -> None:
@@ -169,7 +169,7 @@ class Zero(PolicyModel):
         non-finite loss makes every gradient NaN, so that the engine refuses the step too."""
         self.engine.set_gradient_accumulation_boundary(last)
         poison = torch.where(loss.detach().isfinite(), 1.0, float("nan"))
-        self.engine.backward(loss * (poison * self.gang.world))
+        self.engine.backward(loss * (poison * self.process_group.world))
 
     def clip(self) -> Tensor:
         """Return the norm of the gradient; the engine clips it in its step."""
@@ -243,7 +243,9 @@ class Zero(PolicyModel):
             safe_set_full_optimizer_state(parameter, whole, moment)
             return
         share = torch.zeros(parameter.ds_tensor.numel())
-        own = whole.flatten()[share.numel() * self.gang.rank :][: share.numel()]  # the last share may be padded
+        own = whole.flatten()[share.numel() * self.process_group.rank :][
+            : share.numel()
+        ]  # the last share may be padded
         share[: own.numel()] = own
         safe_set_local_optimizer_state(parameter, share, moment)
 
@@ -276,10 +278,10 @@ class Zero(PolicyModel):
         """Gather the tensors of a checkpoint on rank 0; the other ranks take part and keep nothing."""
         weights, tensors = {}, {}
         for name, tensor in self.named_weights():
-            if self.gang.rank == 0:
+            if self.process_group.rank == 0:
                 weights[name] = tensor.to("cpu", copy=True)
         for name, tensor in self._state():
-            if self.gang.rank == 0:
+            if self.process_group.rank == 0:
                 tensors[name] = tensor.cpu()
         return CheckpointTensors(weights, tensors)
 

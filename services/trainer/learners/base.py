@@ -21,6 +21,7 @@ from opentinker.services.trainer.data.examples import Example
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.types.core import SIMULATED, Probe, TensorInfo, WeightVersion
 from opentinker.shared.types.errors import JobFailed, OpenTinkerError
+from opentinker.shared.types.manifest import SeatBaselines
 from opentinker.shared.types.trajectories import Group
 
 BUCKET_BYTES = 64 * 2**20
@@ -127,6 +128,10 @@ class Learner(Trainable, Protocol):
         """Advantages of the sampled tokens in the last step, per trajectory of the batch in order. None if nothing was
         computed."""
 
+    @property
+    def baselines(self) -> SeatBaselines:
+        """Running baselines of the seats after the last step, for the manifest; `load` reads them from there."""
+
     def step(self, groups: list[Group], version: WeightVersion) -> dict[str, float]:
         """Train on one batch (`updates_per_batch` optimizer steps); `version` names the weights before it."""
 
@@ -153,6 +158,7 @@ class SimulatedLearner:
     def __init__(self, spec: JobSpec) -> None:
         self.spec = spec
         self.steps = 0
+        self.baselines: SeatBaselines = {}
         self._interrupted = threading.Event()
 
     def load(self, checkpoint: Path | None) -> None:

@@ -88,9 +88,9 @@ class DpoLearner(SupervisedLearner):
             return
         file = home / f"reference-{fingerprint(examples)}.npy"
         known = _read_reference(file, len(examples))
-        if self.gang.max_across_ranks(known is None) or known is None:  # ranks compute together, or not at all
+        if self.process_group.max_across_ranks(known is None) or known is None:  # ranks compute together, or not at all
             known = self._measure(examples, home / START)
-            if self.gang.rank == 0:
+            if self.process_group.rank == 0:
                 _write_reference(file, known)
         for example, values in zip(examples, known.tolist(), strict=True):
             example.reference = tuple(values)
@@ -102,12 +102,12 @@ class DpoLearner(SupervisedLearner):
         found = torch.zeros(len(examples), 2, device=self.device)
         budget = self.spec.train.tokens_per_micro_batch
         with torch.no_grad():
-            for micro in row_batches(examples, budget, torch.device(self.device), self.gang):
+            for micro in row_batches(examples, budget, torch.device(self.device), self.process_group):
                 self.raise_if_interrupted(changes=False)
                 sums_S = micro.sums_S(policy.forward(micro.plan)[0])
                 if micro.places:
                     found[micro.places] = sums_S.view(-1, 2)
-        measured: F32 = self.gang.sum(found).cpu().numpy()
+        measured: F32 = self.process_group.sum(found).cpu().numpy()
         return measured
 
     def _at_start(self, start: Path) -> PolicyModel:

@@ -28,7 +28,7 @@ from opentinker.services.trainer.distributed.process_group import ProcessGroup
 from opentinker.services.trainer.learners import optimizer_state
 from opentinker.services.trainer.learners.base import BUCKET_BYTES, Interrupted, NonFinite
 from opentinker.shared.nn import transport
-from opentinker.shared.nn.forward import SIGHT, token_scores
+from opentinker.shared.nn.forward import VISION_ATTENTION, token_scores
 from opentinker.shared.nn.layers import float32_head, recompute_layers
 from opentinker.shared.nn.layout import Layout, layout
 from opentinker.shared.nn.lora import attach_lora, causal_lm, lora_dropouts
@@ -50,10 +50,10 @@ class CheckpointTensors(NamedTuple):
 class PolicyModel:
     """AdamW on one model, on one device; with a process group, the same model on the devices of all its ranks."""
 
-    def __init__(self, spec: JobSpec, device: str = "cpu", gang: ProcessGroup | None = None) -> None:
+    def __init__(self, spec: JobSpec, device: str = "cpu", process_group: ProcessGroup | None = None) -> None:
         self.spec = spec
         self.device = device
-        self.gang = gang or ProcessGroup(device=device)
+        self.process_group = process_group or ProcessGroup(device=device)
         self.dtype = torch_dtype(spec.model.dtype)
         self.total_steps = spec.train.steps
         """Length of the schedule. With data.epochs the training loop sets it once the data is read."""
@@ -176,7 +176,7 @@ class PolicyModel:
 
     def clip(self) -> Tensor:
         """Sum the gradient over the ranks and clip its norm; returns the norm before clipping."""
-        self.gang.sum_gradients(self.parameters.values())
+        self.process_group.sum_gradients(self.parameters.values())
         return nn.utils.clip_grad_norm_(list(self.parameters.values()), self.spec.train.grad_clip)
 
     def require_finite(self, sums: Mapping[str, Tensor], advice: str) -> dict[str, float]:
@@ -261,7 +261,7 @@ class PolicyModel:
         directory.mkdir(parents=True, exist_ok=True)
         optimizer_state.save_model(directory, self.model, saved.weights, self.dtype)
         self.tokenizer.save_pretrained(directory)
-        if (sight := getattr(self.causal, SIGHT, None)) is not None:
+        if (sight := getattr(self.causal, VISION_ATTENTION, None)) is not None:
             sight.save(directory)
         optimizer_state.save(directory, saved.state, self.steps, cuda=self.device == "cuda")
 
@@ -282,7 +282,7 @@ class PolicyModel:
         """
         asked, shares = self._interrupted.is_set(), self.spec.train.parallel != "data"
         if shares:
-            asked = not changes and bool(self.gang.max_across_ranks(int(asked)))
+            asked = not changes and bool(self.process_group.max_across_ranks(int(asked)))
         if asked:
             raise Interrupted("the job was cancelled", alike=shares)
 

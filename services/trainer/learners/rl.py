@@ -31,7 +31,7 @@ from opentinker.services.trainer.learners.base import Interrupted, NonFinite
 from opentinker.services.trainer.learners.critic import Critic, critic_columns, critic_metrics
 from opentinker.services.trainer.learners.policy_model import PolicyModel
 from opentinker.shared.types.core import WeightVersion
-from opentinker.shared.types.manifest import CRITIC
+from opentinker.shared.types.manifest import CRITIC, SeatBaselines, read_manifest
 from opentinker.shared.types.trajectories import Group
 
 PROBE_TOKENS = 64
@@ -48,10 +48,13 @@ class RlLearner(PolicyModel):
     def _build(self, checkpoint: Path | None) -> None:
         super()._build(checkpoint)
         self.critic = Critic(self.spec, self.device) if trains_critic(self.spec) else None
+        self.baselines: SeatBaselines = {}
 
     def _resume(self, checkpoint: Path | None) -> None:
         if checkpoint is not None and self.critic is not None:
             self.critic.load(checkpoint)
+        if checkpoint is not None and self.spec.algorithm.advantage == "rae":
+            self.baselines = read_manifest(checkpoint).baselines
         super()._resume(checkpoint)
 
     def _load_start(self, checkpoint: Path, *, moments: bool) -> None:
@@ -67,8 +70,8 @@ class RlLearner(PolicyModel):
     def _step(self, groups: list[Group], version: WeightVersion) -> dict[str, float]:
         start = time.perf_counter()
         algorithm, lr_share = self.spec.algorithm, self.lr_share
-        self.gang.seed_dropout_by_rank(self.spec.train.seed, self.steps)
-        batches = micro_batches(groups, version, self.spec, torch.device(self.device), self.gang)
+        self.process_group.seed_dropout_by_rank(self.spec.train.seed, self.steps)
+        batches = micro_batches(groups, version, self.spec, torch.device(self.device), self.process_group)
         micros = [micro for update in batches for micro in update]
         credit = self._give_credit(groups, micros)
         of_the_start = algorithm.proximal == "recomputed" or algorithm.correction == "geometric"
@@ -84,8 +87,9 @@ class RlLearner(PolicyModel):
                 back()
             raise
         self.steps += 1
+        self.baselines = credit.baselines
         self.probed = choose_probe(groups) if self.steps % PROBE_EVERY == 1 else []
-        found = self.gang.gather({**record.columns(), **sizes(micros), **critic_columns(micros)})
+        found = self.process_group.gather({**record.columns(), **sizes(micros), **critic_columns(micros)})
         return {
             "loss/policy": sum(r["policy"] for r in results) / len(results),
             "grad_norm": max(r["norm"] for r in results),
@@ -106,10 +110,10 @@ class RlLearner(PolicyModel):
             trajectories = [t for group in groups for t in group.trajectories]
             self.critic.measure(micros, self.raise_if_interrupted)
             values = Values(
-                values_of(micros, [int(t.mask.sum()) for t in trajectories], self.gang),
-                end_values_of(micros, len(trajectories), self.gang),
+                values_of(micros, [int(t.mask.sum()) for t in trajectories], self.process_group),
+                end_values_of(micros, len(trajectories), self.process_group),
             )
-        credit = assign(groups, self.spec.algorithm, values)
+        credit = assign(groups, self.spec.algorithm, values, self.baselines)
         self.credited = credit.advantages_S
         give_credit(micros, credit)
         return credit
@@ -143,10 +147,10 @@ class RlLearner(PolicyModel):
             record.add(micro, logprobs_M, entropy_M, found)
             if self.critic is not None:
                 sums["value"] += self.critic.accumulate(micro)
-        sums = dict(zip(sums, self.gang.sum(torch.stack(list(sums.values()))), strict=True))
+        sums = dict(zip(sums, self.process_group.sum(torch.stack(list(sums.values()))), strict=True))
         sums["norm"] = self.clip()
         if self.critic is not None:
-            self.gang.sum_gradients(self.critic.parameters.values())
+            self.process_group.sum_gradients(self.critic.parameters.values())
             sums["critic_norm"] = self.critic.clip()
         try:
             result = self.require_finite(sums, "a lower lr, or a tighter bound on the ratio")

@@ -42,7 +42,7 @@ class SupervisedLearner(PolicyModel, ABC):
 
     def step(self, batch: list[Example]) -> dict[str, float]:
         began = time.perf_counter()
-        self.gang.seed_dropout_by_rank(self.spec.train.seed, self.steps)
+        self.process_group.seed_dropout_by_rank(self.spec.train.seed, self.steps)
         lr = self.set_lr()
         self.dropout(on=True)
         with self.undo_if_interrupted():
@@ -68,7 +68,9 @@ class SupervisedLearner(PolicyModel, ABC):
         weight = self.weight(batch)
         sums: dict[str, Tensor] = {}
         sizes = dict.fromkeys(("tokens", "tokens/total", "tokens/computed"), 0)
-        for micro in row_batches(batch, self.spec.train.tokens_per_micro_batch, torch.device(self.device), self.gang):
+        for micro in row_batches(
+            batch, self.spec.train.tokens_per_micro_batch, torch.device(self.device), self.process_group
+        ):
             self.raise_if_interrupted(changes=backward)
             found = self.share(micro, weight)
             counts = bool(micro.places)
@@ -80,6 +82,6 @@ class SupervisedLearner(PolicyModel, ABC):
                 sizes["tokens"] += len(micro.sequence_M)
                 sizes["tokens/total"] += micro.tokens
                 sizes["tokens/computed"] += len(micro.plan.ids_N)
-        totals = self.gang.sum(torch.stack(list(sums.values())))
-        columns = self.gang.gather({name: torch.tensor([size]) for name, size in sizes.items()})
+        totals = self.process_group.sum(torch.stack(list(sums.values())))
+        columns = self.process_group.gather({name: torch.tensor([size]) for name, size in sizes.items()})
         return dict(zip(sums, totals, strict=True)), size_metrics(columns)

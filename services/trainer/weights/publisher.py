@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from opentinker.services.trainer.learners.base import BUCKET_BYTES, SnapshotLike
-from opentinker.services.trainer.weights.swap_rpc import Failure, SwapCalls
+from opentinker.services.trainer.weights.swap_rpc import SwapCalls, SwapFailure
 from opentinker.shared.asyncio_tools import wait_event
+from opentinker.shared.backoff import exponential_delay_s
 from opentinker.shared.messaging.subjects import WAKE
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.types.core import SIMULATED, Lease, SwapCommand, SwapReply, WeightVersion, WorkerInfo
@@ -49,9 +50,10 @@ class Publisher:
         lease: Lease,
         device: str,
         served: Callable[[WeightVersion, dict[str, float]], Awaitable[None]],
+        policy: str = "",
     ) -> None:
-        self.ctx, self.lease, self.device, self._served = ctx, lease, device, served
-        self._calls = SwapCalls(ctx, lease)
+        self.ctx, self.lease, self.device, self._served, self.policy = ctx, lease, device, served, policy
+        self._calls = SwapCalls(ctx, lease, policy)
         self._snapshot: SnapshotLike | None = None
         self._wake = asyncio.Event()
         self._generation = 0
@@ -109,7 +111,7 @@ class Publisher:
         if _addresses(ready) == _addresses(self._members):
             return ready
         answers = await self._calls.ping_all(ready)
-        refused = [(w, a) for w, a in zip(ready, answers, strict=True) if isinstance(a, Failure) and not a.absent]
+        refused = [(w, a) for w, a in zip(ready, answers, strict=True) if isinstance(a, SwapFailure) and not a.absent]
         for worker, failure in refused:
             self._back_off(worker, failure)
         wanted = [worker for worker, answer in zip(ready, answers, strict=True) if isinstance(answer, SwapReply)]
@@ -158,6 +160,7 @@ class Publisher:
         commands = [
             SwapCommand(
                 job=self.lease.job,
+                policy=self.policy,
                 epoch=self.lease.epoch,
                 action="join",
                 generation=self._generation,
@@ -172,7 +175,7 @@ class Publisher:
         problem, answers = await self._calls.call(
             list(zip(members, commands, strict=True)), self._enter(port, world), self._timeout_s, self._give_up
         )
-        if problem or any(isinstance(answer, Failure) for answer in answers):
+        if problem or any(isinstance(answer, SwapFailure) for answer in answers):
             self._break_group(members, answers, problem)
             if self._is_own_fault(members, answers, problem):
                 self._count_failure(members, answers, problem)
@@ -222,6 +225,7 @@ class Publisher:
         started = time.monotonic()
         command = SwapCommand(
             job=self.lease.job,
+            policy=self.policy,
             epoch=self.lease.epoch,
             action="receive",
             generation=self._generation,
@@ -280,7 +284,7 @@ class Publisher:
 
     # --- failures -----------------------------------------------------------------------------------------------
 
-    def _break_group(self, members: list[WorkerInfo], answers: list[SwapReply | Failure], problem: str) -> None:
+    def _break_group(self, members: list[WorkerInfo], answers: list[SwapReply | SwapFailure], problem: str) -> None:
         """Leave the broken group: the next iteration forms another without the workers at fault."""
         log.warning("weight_group_broken", generation=self._generation, problem=problem)
         for worker, failure in _at_fault(members, answers, problem):
@@ -289,23 +293,22 @@ class Publisher:
         self._members = []
         self._wake.set()
 
-    def _back_off(self, worker: WorkerInfo, failure: Failure) -> None:
+    def _back_off(self, worker: WorkerInfo, failure: SwapFailure) -> None:
         """Exclude the worker, for longer each time. An absent one may return as soon as it answers."""
-        log.warning("rollout_worker_left_out", rollout_worker=worker.id, why=failure.why)
+        log.warning("rollout_worker_excluded", rollout_worker=worker.id, why=failure.why)
         name = worker.address
         self._loaded.pop(name, None)
         if not failure.absent:
             self._failures[name] = self._failures.get(name, 0) + 1
-            pause = min(RETRY_S * 2 ** (self._failures[name] - 1), MAX_RETRY_S)
-            self._not_before[name] = time.monotonic() + pause
+            self._not_before[name] = time.monotonic() + exponential_delay_s(self._failures[name], RETRY_S, MAX_RETRY_S)
 
-    def _is_own_fault(self, members: list[WorkerInfo], answers: list[SwapReply | Failure], problem: str) -> bool:
+    def _is_own_fault(self, members: list[WorkerInfo], answers: list[SwapReply | SwapFailure], problem: str) -> bool:
         """Return whether the job's own workers, or the trainer, are at fault. If only workers that serve the policy
         are, the next group forms without them."""
         blamed = [worker for worker, _ in _at_fault(members, answers, problem)]
         return any(self._is_own(worker) for worker in blamed or members)
 
-    def _count_failure(self, members: list[WorkerInfo], answers: list[SwapReply | Failure], problem: str) -> None:
+    def _count_failure(self, members: list[WorkerInfo], answers: list[SwapReply | SwapFailure], problem: str) -> None:
         """Count an attempt that reached no worker. Raises JobFailed after too many in a row."""
         if not self.ctx.bus.nc.is_connected:
             return  # no worker is at fault, and the connection will return
@@ -322,11 +325,11 @@ class Publisher:
 
 
 def _at_fault(
-    members: list[WorkerInfo], answers: list[SwapReply | Failure], problem: str
-) -> list[tuple[WorkerInfo, Failure]]:
+    members: list[WorkerInfo], answers: list[SwapReply | SwapFailure], problem: str
+) -> list[tuple[WorkerInfo, SwapFailure]]:
     """Return the dead and silent workers. If there are none: all that failed, or, where the trainer's own part failed
     too, the first of them, as the others may have failed because of it."""
-    failed = [(w, answer) for w, answer in zip(members, answers, strict=True) if isinstance(answer, Failure)]
+    failed = [(w, answer) for w, answer in zip(members, answers, strict=True) if isinstance(answer, SwapFailure)]
     silent = [(w, failure) for w, failure in failed if failure.silent]
     if silent or not problem:
         return silent or failed

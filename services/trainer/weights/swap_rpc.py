@@ -32,7 +32,7 @@ REQUEST_LIMIT_S = 86_400.0
 
 
 @dataclass(frozen=True)
-class Failure:
+class SwapFailure:
     """Why a worker did not execute a command."""
 
     why: str
@@ -50,14 +50,14 @@ class Failure:
 
 
 class SwapCalls:
-    def __init__(self, ctx: Context, lease: Lease) -> None:
-        self.ctx, self.lease = ctx, lease
+    def __init__(self, ctx: Context, lease: Lease, policy: str = "") -> None:
+        self.ctx, self.lease, self.policy = ctx, lease, policy
         self._beating: set[str] = set()
         self._pulses = Pulses()
         self._polled_at = 0.0
         self._poll_lock = asyncio.Lock()
 
-    async def ping_all(self, workers: Sequence[WorkerInfo]) -> list[SwapReply | Failure]:
+    async def ping_all(self, workers: Sequence[WorkerInfo]) -> list[SwapReply | SwapFailure]:
         """Ping workers, regardless of their last heartbeat; one that is busy with an earlier swap fails."""
         return list(await asyncio.gather(*(self._ping(worker) for worker in workers)))
 
@@ -67,7 +67,7 @@ class SwapCalls:
         part: Awaitable[T],
         timeout_s: float,
         failed: Callable[[str], None],
-    ) -> tuple[T, list[SwapReply | Failure]]:
+    ) -> tuple[T, list[SwapReply | SwapFailure]]:
         """Send all commands concurrently and run the trainer's `part`, which must end by itself. Then answers may take
         another `timeout_s`. `failed(why)` is called for each failure as soon as it is known."""
         asks = [asyncio.create_task(self._call(worker, command, failed)) for worker, command in commands]
@@ -76,36 +76,36 @@ class SwapCalls:
             await asyncio.wait(asks, timeout=timeout_s)
         finally:
             await cancel_and_wait(*asks)
-        late = Failure(f"no answer {timeout_s:.1f} s after the trainer finished its part", late=True)
+        late = SwapFailure(f"no answer {timeout_s:.1f} s after the trainer finished its part", late=True)
         return result, [late if ask.cancelled() else ask.result() for ask in asks]
 
     async def _call(
         self, worker: WorkerInfo, command: SwapCommand, failed: Callable[[str], None]
-    ) -> SwapReply | Failure:
+    ) -> SwapReply | SwapFailure:
         answer = await self._request(worker, command)
-        if isinstance(answer, Failure):
+        if isinstance(answer, SwapFailure):
             failed(f"{worker.id}: {answer.why}")
         return answer
 
-    async def _request(self, worker: WorkerInfo, command: SwapCommand) -> SwapReply | Failure:
+    async def _request(self, worker: WorkerInfo, command: SwapCommand) -> SwapReply | SwapFailure:
         asking = asyncio.create_task(self.ctx.bus.request(SWAP, command, REQUEST_LIMIT_S, worker=worker.address))
         try:
             while not (await asyncio.wait([asking], timeout=POLL_S))[0]:
                 if why := await self._absence(worker):
-                    return Failure(why, absent=True)
+                    return SwapFailure(why, absent=True)
             reply = asking.result()
         except NoReply as error:  # the address has no responder, or NATS is away
-            return Failure(str(error), absent=True)
+            return SwapFailure(str(error), absent=True)
         except WireError as error:
-            return Failure(str(error))
+            return SwapFailure(str(error))
         finally:
             await cancel_and_wait(asking)
-        return reply if reply.ok else Failure(reply.error)
+        return reply if reply.ok else SwapFailure(reply.error)
 
     async def _absence(self, worker: WorkerInfo) -> str:
         """Return why the worker will not answer, or an empty string."""
         answer = await self._ping(worker)
-        if isinstance(answer, Failure) and answer.gone:
+        if isinstance(answer, SwapFailure) and answer.gone:
             return "its process is gone"
         if worker.address not in await self._heartbeats():
             return "its heartbeat has expired"
@@ -121,12 +121,14 @@ class SwapCalls:
                 self._polled_at = time.monotonic()
             return self._beating
 
-    async def _ping(self, worker: WorkerInfo) -> SwapReply | Failure:
-        command = SwapCommand(job=self.lease.job, epoch=self.lease.epoch, action="ping", generation=0)
+    async def _ping(self, worker: WorkerInfo) -> SwapReply | SwapFailure:
+        command = SwapCommand(
+            job=self.lease.job, policy=self.policy, epoch=self.lease.epoch, action="ping", generation=0
+        )
         try:
             reply = await self.ctx.bus.request(SWAP, command, PING_S, worker=worker.address)
         except NoReply as error:
-            return Failure(str(error), absent=True, gone=isinstance(error, NoResponders))
+            return SwapFailure(str(error), absent=True, gone=isinstance(error, NoResponders))
         except WireError as error:
-            return Failure(str(error))
-        return reply if reply.ok else Failure(reply.error)
+            return SwapFailure(str(error))
+        return reply if reply.ok else SwapFailure(reply.error)

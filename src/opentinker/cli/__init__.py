@@ -37,7 +37,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.callback(cls=help_format.Group)(help_format.root)
+app.callback(cls=help_format.CommandGroup)(help_format.root)
 PARTS = (
     machine,
     jobs,

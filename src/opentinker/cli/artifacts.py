@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from opentinker.cli.common import AsJson, JobId, Url, UsageError, ago, client, print_json, print_table, say
+from opentinker.cli.common import AsJson, JobId, Policy, Url, UsageError, ago, client, print_json, print_table, say
+from opentinker.shared.types.core import part_id
 from opentinker.shared.types.errors import plural
 
 if TYPE_CHECKING:
@@ -23,9 +24,9 @@ def register(app: typer.Typer) -> None:
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Lower-case letters, digits, `.`, `_`, `-`.")]
 
 
-def checkpoints(job_id: JobId, url: Url = None, as_json: AsJson = False) -> None:
+def checkpoints(job_id: JobId, policy: Policy = "", url: Url = None, as_json: AsJson = False) -> None:
     """List a job's checkpoints."""
-    found = client(url).checkpoints(job_id)
+    found = client(url).checkpoints(part_id(job_id, policy))
     if as_json:
         print_json(found)
         return
@@ -37,6 +38,7 @@ def download(
     job_id: Annotated[str, typer.Argument(metavar="JOB", help="Job id, or the name of a published checkpoint.")],
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Created if missing; must be empty.")],
     step: Annotated[int | None, typer.Option(help="Checkpoint of this step; default: the newest.", min=0)] = None,
+    policy: Policy = "",
     merge: Annotated[
         bool, typer.Option("--merge", help="Merge an adapter into its base model, on this machine, with peft.")
     ] = False,
@@ -50,11 +52,17 @@ def download(
     """Fetch a checkpoint as a Hugging Face directory; an interrupted download resumes."""
     if base is not None and not merge:
         raise typer.BadParameter("--base needs --merge")
-    path = client(url).download(job_id, directory, step=step, merge=merge, base=base)
+    path = client(url).download(part_id(job_id, policy), directory, step=step, merge=merge, base=base)
     if as_json:
         print_json({"directory": str(path)})
     else:
-        say(f"{path}\nload it with: transformers.AutoModelForCausalLM.from_pretrained({str(path)!r})")
+        say(f"{path}\nload it with: {_loader(path)}.from_pretrained({str(path)!r})")
+
+
+def _loader(model: Path) -> str:
+    """Return the class that loads a downloaded checkpoint: of an adapter, with the base model that it names."""
+    is_adapter = (model / "adapter_config.json").exists()
+    return "peft.AutoPeftModelForCausalLM" if is_adapter else "transformers.AutoModelForCausalLM"
 
 
 def artifacts(
@@ -66,6 +74,7 @@ def artifacts(
     only: Annotated[
         list[str] | None, typer.Option("--only", metavar="PATH", help="With --into: only this file. Repeatable.")
     ] = None,
+    policy: Policy = "",
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
@@ -74,10 +83,10 @@ def artifacts(
         raise typer.BadParameter("--only needs --into")
     api = client(url)
     if into is not None:
-        paths = api.download_artifacts(job_id, into, only)
+        paths = api.download_artifacts(part_id(job_id, policy), into, only)
         print_json({"files": [str(path) for path in paths]}) if as_json else say("\n".join(map(str, paths)))
         return
-    found = api.artifacts(job_id)
+    found = api.artifacts(part_id(job_id, policy))
     if as_json:
         print_json(found)
         return
@@ -90,6 +99,7 @@ def artifacts(
 def delete(
     job_id: JobId,
     step: Annotated[int | None, typer.Option(help="Only the checkpoint of this step.", min=0)] = None,
+    policy: Policy = "",
     everything: Annotated[
         bool, typer.Option("--all", help="Everything the job left; the job must have ended.")
     ] = False,
@@ -99,7 +109,9 @@ def delete(
     """Delete one checkpoint of a job, or everything it left. What is published or in use stays."""
     if (step is None) is not everything:
         raise UsageError("say what to delete: --step STEP for one checkpoint, or --all")
-    gone = client(url).delete_artifacts(job_id, step)
+    if policy and everything:
+        raise UsageError("--all deletes what all policies left: leave --policy out")
+    gone = client(url).delete_artifacts(part_id(job_id, policy), step)
     print_json(gone) if as_json else say(f"{_size(gone['bytes'])} of job {job_id} deleted")
 
 

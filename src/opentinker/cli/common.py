@@ -33,6 +33,7 @@ Url = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
 JobId = Annotated[str, typer.Argument(metavar="JOB", help="Job id, see `opentinker jobs`.")]
+Policy = Annotated[str, typer.Option(metavar="NAME", help="One of the job's policies; needed if it has several.")]
 
 UsageError: Any = typer.BadParameter.__mro__[1]
 """From typer's version of click: a wrong option, where BadParameter is a wrong value."""

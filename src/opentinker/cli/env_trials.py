@@ -72,6 +72,10 @@ def play(
     name: Name,
     settings: Setting = None,
     row: Annotated[int, typer.Option(help="Row of the data set to play.")] = 0,
+    bots: Annotated[
+        list[str] | None,
+        typer.Option("--bot", metavar="SEAT=BOT", help="Let a bot of the environment play a seat. Repeatable."),
+    ] = None,
     seed: Seed = 0,
     turns: Turns = 200,
     as_json: Annotated[
@@ -79,20 +83,23 @@ def play(
     ] = False,
 ) -> None:
     """Play an episode yourself: read the model's prompts and type its answers. Ctrl-D ends it."""
-    from opentinker.local.env_trial import Asked, play_by_hand, show
+    from opentinker.local.env_trial import Asked, play_by_hand, show_messages, show_outcome
 
     here()
-    tried = play_by_hand(Asked(name, config_of(settings), 1, seed, turns, row))
+    tried = play_by_hand(Asked(name, config_of(settings), 1, seed, turns, row, bots=bots_of(bots)))
     if tried.failure:
         complain(f"error: {tried.failure}")
         raise typer.Exit(1)
-    show(tried.replies[-1], rewarded=len(tried.replies) > 1)
+    last = tried.replies[-1]
+    show_outcome(last, rewarded=len(tried.replies) > 1)
+    for prompt in last.prompts:
+        show_messages(prompt)
     if as_json:
         said = [{"seat": seat, "content": message.text} for seat, message in tried.said]
         print_json({"ended": tried.ended, "rewards": tried.rewards, "said": said})
         return
     totals = ", ".join(f"{f'{seat}: ' if seat else ''}{reward:g}" for seat, reward in tried.rewards.items())
-    say(f"{'done' if tried.ended else 'given up'} after {plural(len(tried.said), 'turn')}; reward {totals or 0}")
+    say(f"{'done' if tried.ended else 'given up'} after {plural(len(tried.turns), 'turn')}; reward {totals or 0}")
 
 
 def here() -> None:
@@ -103,3 +110,14 @@ def here() -> None:
 
 def config_of(settings: list[str] | None) -> dict[str, Any]:
     return dict(assigned(setting) for setting in settings or [])
+
+
+def bots_of(given: list[str] | None) -> dict[str, str]:
+    """Return the bot of each seat, from `SEAT=BOT`. Exit with the mistake."""
+    found = {}
+    for one in given or []:
+        seat, equals, bot = one.partition("=")
+        if not (equals and bot):
+            raise typer.BadParameter(f"{one!r} is not of the form SEAT=BOT, e.g. second=random", param_hint="--bot")
+        found[seat] = bot
+    return found

@@ -19,7 +19,7 @@ WHOLE = 10_000
 """Help in lists of commands is not cut."""
 HEADINGS = {
     "Server": "up down run status doctor free access",
-    "Jobs": "submit jobs job watch cancel pause resume events logs failures",
+    "Jobs": "submit eval jobs job watch cancel pause resume events logs failures",
     "Job specs": "spec validate plan algorithms",
     "Results": "checkpoints download artifacts delete publish unpublish published rollouts transcripts distributions "
     "usage sink",
@@ -33,14 +33,13 @@ WORDS = {
     "data_dir": "DIR", "folder": "DIR", "port": "PORT", "websocket_port": "PORT", "name": "NAME", "model": "NAME",
     "tenant": "NAME", "env": "NAME", "role": "ROLE", "scopes": "SCOPE,...", "expires": "DURATION", "grace": "DURATION",
     "secrets": "PREFIX", "state": "STATE", "kind": "KIND", "level": "LEVEL", "by": "job|day|key", "after": "ID",
-    "expect": "HASH",
 }  # fmt: skip
 """Parameter -> what stands for its value in help; others are N if they are numbers, else TEXT."""
 LISTS = {"no job": ("jobs",), "no key": ("keys", "list"), "no environment": ("env", "list")}
 """Missing object -> the command that lists existing ones."""
 
 
-class Group(TyperGroup):
+class CommandGroup(TyperGroup):
     """Commands under headings, whole."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
@@ -69,11 +68,11 @@ class Command(TyperCommand):
 
 def present(app: typer.Typer) -> None:
     """Give all commands of an application, and of those below it, this look."""
-    app.info.cls = Group
+    app.info.cls = CommandGroup
     for command in app.registered_commands:
         command.cls = Command
     for group in app.registered_groups:
-        group.cls = Group
+        group.cls = CommandGroup
         if group.typer_instance is not None:
             group.typer_instance.rich_markup_mode = None
             present(group.typer_instance)

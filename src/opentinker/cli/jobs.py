@@ -1,4 +1,4 @@
-"""Commands about jobs: submit, jobs, job, watch, cancel, pause, resume, failures, events, transcripts."""
+"""Commands about jobs: submit, eval, jobs, job, watch, cancel, pause, resume, failures, events, transcripts."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from opentinker.cli.common import (
     PATIENCE_S,
     AsJson,
     JobId,
+    Policy,
     Url,
     ago,
     as_typed,
@@ -24,9 +25,15 @@ from opentinker.cli.common import (
 )
 from opentinker.cli.job_list import cancel, jobs
 from opentinker.cli.job_record import job
-from opentinker.cli.specs import Changes, FromCheckpoint, SpecFile, Steps, WithOptimizer, read_spec
+from opentinker.cli.specs import Changes, FromCheckpoint, SpecFile, Steps, WithOptimizer, changed, read_spec
+from opentinker.sdk.job_text import on_one_line, state_of
+from opentinker.shared.types.core import part_id
 from opentinker.shared.types.manifest import short_list
 
+EvaluationChanges = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="SETTING=VALUE", help="Change its spec: evaluation.episodes=200. Repeatable."),
+]
 STATE_EXIT = {"succeeded": 0, "failed": 1, "cancelled": 4}
 """Exit status of `watch` and `run` by the state in which the job ended."""
 
@@ -45,6 +52,7 @@ def register(app: typer.Typer) -> None:
         transcripts,
     ):
         app.command()(command)
+    app.command("eval")(evaluate)
 
 
 def submit(
@@ -64,6 +72,11 @@ def submit(
     spec = read_spec(path, from_checkpoint, with_optimizer, changes, steps)
     with located(path):
         record = api.submit(spec, beside=path.parent)
+    _begin(api, record, url, follow, as_json)
+
+
+def _begin(api: Any, record: Any, url: str | None, follow: bool, as_json: bool) -> None:
+    """Show a job that was just submitted."""
     if as_json:
         print_line(record)
     else:
@@ -73,6 +86,23 @@ def submit(
             say(f"watch it with: {as_typed('watch', record['id'], *same_server(url))}")
     if follow:
         raise typer.Exit(show(api, record["id"], as_json=as_json))
+
+
+def evaluate(
+    job_id: JobId,
+    swap: Annotated[
+        bool, typer.Option("--swap", help="Exchange the policies: each plays the seats of the one before it.")
+    ] = False,
+    follow: Annotated[bool, typer.Option("--watch", "-w", help="Watch it after submitting.")] = False,
+    changes: EvaluationChanges = None,
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """Play the newest checkpoints of a job against each other, as an eval job of its own."""
+    from opentinker.sdk.evaluation_spec import evaluation_of
+
+    api = client(url, patience_s=PATIENCE_S if follow else 2.0)
+    _begin(api, api.submit(changed(evaluation_of(api.job(job_id), swap=swap), changes or [])), url, follow, as_json)
 
 
 def watch(
@@ -110,7 +140,7 @@ def show(api: Any, job_id: str, *, as_json: bool = False) -> int:
             view.show(update)
         return STATE_EXIT[update.job["state"]]
     last = watch_job(api, job_id)
-    say(f"{last.job['state']}: {last.job['reason']}" if last.job["reason"] else str(last.job["state"]))
+    say(state_of(last.job))
     return STATE_EXIT[last.job["state"]]
 
 
@@ -138,7 +168,12 @@ def failures(
         print_json(found)
         return
     rows = [
-        [f.get("group", f.get("episode")), f["reason"], ago(f["time"]), (f["error"].strip().splitlines() or [""])[-1]]
+        [
+            f.get("group", f.get("episode")),
+            f["reason"],
+            ago(f["time"]),
+            on_one_line((f["error"].strip().splitlines() or [""])[-1]),
+        ]
         for f in found["failures"]
     ]
     print_table(["group", "reason", "when", "error"], rows, empty="no group has failed for good")
@@ -177,11 +212,12 @@ def transcripts(
     step: Annotated[
         int | None, typer.Option(help="The evaluation after this step; default: the newest.", min=0)
     ] = None,
+    policy: Policy = "",
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
     """Show the validation episodes that were kept, in full."""
-    found = client(url).transcripts(job_id, step)
+    found = client(url).transcripts(part_id(job_id, policy), step)
     if as_json:
         print_json(found)
         return
@@ -191,6 +227,7 @@ def transcripts(
     say(f"step {found['step']}; kept steps: {short_list(found['steps'])}")
     for one in found["transcripts"]:
         measured = " ".join(f"{name} {value:g}" for name, value in one["metrics"].items())
-        say(f"\n--- episode {one['index']}: reward {one['reward']:g} {measured} ({one['ending']})")
+        against = f" against {one['opponent']}" if "opponent" in one else ""
+        say(f"\n--- episode {one['index']}{against}: reward {one['reward']:g} {measured} ({one['ending']})")
         for message in one["messages"]:
             say(f"[{message['role']}] {message['content']}")

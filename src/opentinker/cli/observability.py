@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Annotated, Any
 
 import typer
 
-from opentinker.cli.common import AsJson, JobId, Url, client, print_json, print_table, say
-from opentinker.shared.api_types import Rollout
+from opentinker.cli.common import AsJson, JobId, Policy, Url, client, print_json, print_table, say
+from opentinker.shared.api_types import Rollout, View
+from opentinker.shared.types.core import part_id
 from opentinker.shared.types.errors import plural
 from opentinker.shared.types.manifest import short_list
 
@@ -25,9 +27,9 @@ def register(app: typer.Typer) -> None:
 Step = Annotated[int | None, typer.Option(help="The optimizer step that trained on it; default: the newest.", min=0)]
 
 
-def rollouts(job_id: JobId, step: Step = None, url: Url = None, as_json: AsJson = False) -> None:
+def rollouts(job_id: JobId, step: Step = None, policy: Policy = "", url: Url = None, as_json: AsJson = False) -> None:
     """Show kept training episodes in full, with their rewards."""
-    found = client(url).rollouts(job_id, step)
+    found = client(url).rollouts(part_id(job_id, policy), step)
     if as_json:
         print_json(found)
         return
@@ -37,12 +39,36 @@ def rollouts(job_id: JobId, step: Step = None, url: Url = None, as_json: AsJson 
     say(f"step {found['step']}; kept steps: {short_list(found['steps'])}")
     for one in found["rollouts"]:
         say(f"\n--- group {one['group']}, sample {one['sample']}: {_facts(one)}")
-        for view in one["views"]:
-            named = " ".join(part for part in (view["seat"], view["stream"]) if part)
-            if len(one["views"]) > 1:
-                say(f"({named or 'one seat'}, reward {view['reward']:g})")
-            for message in view["messages"]:
-                say(f"[{message['role']}] {message['content']}")
+        for line in words_of(one):
+            say(line)
+
+
+def words_of(one: Rollout) -> Iterator[str]:
+    """Yield the messages of an episode: of several seats with who said or saw each, in the order of play."""
+    views = one["views"]
+    if len(views) == 1:
+        yield from (f"[{message['role']}] {message['content']}" for message in views[0]["messages"])
+        return
+    for view in views:
+        yield f"({_who(view)}, reward {view['reward']:g})"
+        if "order" not in one:  # it was kept before there was any
+            yield from (f"[{message['role']}] {message['content']}" for message in view["messages"])
+    for place, number in one.get("order", ()):
+        view, message = views[place], views[place]["messages"][number]
+        if "turn" in message:
+            yield f"[{_who(view)} {', '.join(message['versions'])}] {message['content']}"
+        else:
+            yield f"[to {_named(view)}, {message['role']}] {message['content']}"
+
+
+def _named(view: View) -> str:
+    return " ".join(part for part in (view["seat"], view["stream"]) if part) or "one seat"
+
+
+def _who(view: View) -> str:
+    """`white`, or `white by alice` where several policies play."""
+    policy = view.get("policy")
+    return f"{_named(view)} by {policy}" if policy else _named(view)
 
 
 def _facts(one: Rollout) -> str:
@@ -56,9 +82,11 @@ def _facts(one: Rollout) -> str:
     )
 
 
-def distributions(job_id: JobId, step: Step = None, url: Url = None, as_json: AsJson = False) -> None:
+def distributions(
+    job_id: JobId, step: Step = None, policy: Policy = "", url: Url = None, as_json: AsJson = False
+) -> None:
     """Show histograms of a step: rewards, lengths, turns, staleness, importance ratios."""
-    found = client(url).distributions(job_id, step)
+    found = client(url).distributions(part_id(job_id, policy), step)
     if as_json:
         print_json(found)
         return

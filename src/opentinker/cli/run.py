@@ -17,6 +17,8 @@ import typer
 
 from opentinker.cli.common import as_typed, client, complain, say, shown
 from opentinker.cli.specs import Changes, FromCheckpoint, SpecFile, Steps, WithOptimizer, read_spec
+from opentinker.sdk.job_text import state_of
+from opentinker.shared.types.core import parts_of, split_part
 from opentinker.shared.types.errors import OpenTinkerError
 
 if TYPE_CHECKING:
@@ -209,34 +211,37 @@ def report(last: Update, home: Path, url: str, began: float, api: Client, *, kee
     job, curves = last.job, last.curves
     say("")
     shown_at_the_end = (("reward", "reward/mean", None), ("exact", "exact", 0.0), ("loss", "loss", None))
-    for title, name, low in (*shown_at_the_end, TAUGHT, ("validation loss", "val/loss", None)):
-        values = curves.series(name)
-        if len(values) > 1:
-            say(f"{title} by step, 1 to {curves.last_step}")
-            say("\n".join(chart(values, 76, 8, low=low)) + "\n")
-    state = f"{job['state']}: {job['reason']}" if job["reason"] else str(job["state"])
+    for policy, own in curves.policies.items():
+        for title, name, low in (*shown_at_the_end, TAUGHT, ("validation loss", "val/loss", None)):
+            values = own.series(name)
+            if len(values) > 1:
+                say(f"{policy} {title} by step, 1 to {own.last_step}".lstrip())
+                say("\n".join(chart(values, 76, 8, low=low)) + "\n")
     plays = job["kind"] == "eval"
     unit, step = ("episode", job["step"]) if plays else ("step", curves.last_step or job["step"])
-    say(f"{job['name']} {state} at {unit} {step}/{job['steps'] or '?'} in {duration(time.time() - began)}")
+    say(f"{job['name']} {state_of(job)} at {unit} {step}/{job['steps'] or '?'} in {duration(time.time() - began)}")
     for name, value in job.get("result", {}).get("values", {}).items():
         say(f"  {name} {value:.6g}")
     for line in figures(last, began):
         say("  " + line)
-    found = [] if plays else api.checkpoints(job["id"])
+    part = parts_of(job["id"], list(job.get("policies", {})))[0]
+    named = ("--policy", split_part(part)[1]) if job.get("policies") else ()
+    found = [] if plays else api.checkpoints(part)
     if not found:
         say(f"\nlogs are in {shown(home / 'logs')}")
         return
     step = found[-1]["step"]
-    newest = home / "jobs" / str(job["id"]) / "checkpoints" / f"step-{step:06d}"
+    newest = home / "jobs" / part / "checkpoints" / f"step-{step:06d}"
     layout = "a PEFT adapter" if job.get("spec", {}).get("model", {}).get("lora") else "a Hugging Face model"
-    say(f"\nThe checkpoint of step {step} is {layout}:\n  {shown(newest)}\n\nnext:")
+    whose = f" of policy {named[1]}" if named else ""
+    say(f"\nThe checkpoint of step {step}{whose} is {layout}:\n  {shown(newest)}\n\nnext:")
     if not keep:
         say(f"  {as_typed('up', '--data-dir', home, '--port', url.rpartition(':')[2])}")
         say("      # the same machine again, with this job in its list; then, from another terminal:")
     key = _bearing(home)
     say(f"  {key}{as_typed('jobs', '--url', url)}")
-    say(f"  {key}{as_typed('download', job['id'], 'my-model', '--url', url)}")
-    newest_of_job = f"{job['id']}@{step}"
+    say(f"  {key}{as_typed('download', job['id'], 'my-model', *named, '--url', url)}")
+    newest_of_job = f"{part}@{step}"
     say(f"  {key}{as_typed('submit', 'NEXT.toml', '--from-checkpoint', newest_of_job, '--url', url)}")
     say("      # another job, which begins with these weights")
     say(f"  {as_typed('spec')}")
@@ -260,14 +265,16 @@ def figures(last: Update, began: float) -> list[str]:
     if not order:
         return ["no step was trained"]
     first_s, created = curves.times[order[0]], float(last.job["created"])
-    first_what = "reward" if curves.series("reward/mean") else "loss"
+    first_what = "reward" if any(own.series("reward/mean") for own in curves.policies.values()) else "loss"
     lines = [
         f"first {first_what} {duration(first_s - began)} after start ({duration(first_s - created)} after submission)"
     ]
-    for label, name in (("reward", "reward/mean"), ("exact", "exact"), ("teacher kl", "teacher/kl"), *SUPERVISED):
-        first, end = curves.mean(name, curves.having(name)[:1]), curves.recent(name)
-        if first is not None and end is not None:
-            lines.append(f"{label} {first:.2f} at the first step, {end:.2f} over the last 10")
+    for policy, own in curves.policies.items():
+        for label, name in (("reward", "reward/mean"), ("exact", "exact"), ("teacher kl", "teacher/kl"), *SUPERVISED):
+            first, end = own.mean(name, own.having(name)[:1]), own.recent(name)
+            if first is not None and end is not None:
+                line = f"{policy} {label} {first:.2f} at the first step, {end:.2f} over the last 10"
+                lines.append(line.lstrip())
     evaluated = sorted(curves.validations)
     for step in dict.fromkeys([*evaluated[:1], *evaluated[-1:]]):
         values = curves.validations[step]
@@ -277,13 +284,15 @@ def figures(last: Update, began: float) -> list[str]:
     if len(order) > 1:
         span = curves.times[order[-1]] - curves.times[order[0]]
         lines.append(f"training {duration(span)}, {short((order[-1] - order[0]) / span)} steps/s")
-    for label, name in (("mismatch", "mismatch/mean"), ("staleness", "staleness/mean"), ("entropy", "entropy")):
-        value = curves.mean(name, order)
-        if value is not None:
-            lines.append(f"{label} {short(value)} on average")
-    wait = curves.mean("trainer/wait_share", order)
-    if wait is not None:
-        lines.append(f"the trainer waited {wait:.0%} of its time for trajectories")
+    for policy, own in curves.policies.items():
+        for label, name in (("mismatch", "mismatch/mean"), ("staleness", "staleness/mean"), ("entropy", "entropy")):
+            value = own.mean(name, order)
+            if value is not None:
+                lines.append(f"{policy} {label} {short(value)} on average".lstrip())
+        wait = own.mean("trainer/wait_share", order)
+        if wait is not None:
+            whose = f"trainer of {policy}" if policy else "trainer"
+            lines.append(f"the {whose} waited {wait:.0%} of its time for trajectories")
     if curves.tokens_per_s is not None:
         lines.append(f"generated {short(curves.tokens_per_s)} tokens/s")
     return lines

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from opentinker.cli.common import PATIENCE_S, JobId, Url, client, complain, print_line, say
+from opentinker.shared.types.core import split_part
 
 if TYPE_CHECKING:
     from opentinker.client import Client
@@ -56,6 +57,6 @@ def send(api: Client, job_id: str, opened: Sink, after: int = 0) -> dict[str, An
 
 def tagged(point: Mapping[str, Any]) -> dict[str, float]:
     """Names are those of docs/metrics.md; of a worker, of which there may be several, under its own."""
-    if point["source"] in ("trainer", "validation"):
+    if split_part(point["source"])[0] in ("trainer", "validation"):
         return dict(point["values"])
     return {f"{point['source']}/{name}": value for name, value in point["values"].items()}

@@ -181,6 +181,7 @@ def _looked_at(data: dict[str, Any], server: str | None, beside: Path) -> dict[s
     from opentinker.local import validate_local
     from opentinker.sdk.inputs import with_whole_paths
     from opentinker.shared.data.dry_run import NOT_LOOKED_AT, prompt
+    from opentinker.shared.data.dry_run_policies import of_policies
     from opentinker.shared.spec import parse_spec
     from opentinker.shared.types.core import Message
 
@@ -192,10 +193,10 @@ def _looked_at(data: dict[str, Any], server: str | None, beside: Path) -> dict[s
     with client(server) as api:
         found = api.validate(data, beside=beside)
     messages = [Message(role=said["role"], content=said["content"]) for said in found["messages"]]
-    checks = [
-        prompt(spec, messages) if check["what"] == "prompt" and check["found"].startswith(NOT_LOOKED_AT) else check
-        for check in found["checks"]
-    ]
+    checks = []
+    for check in found["checks"]:
+        rendered = check["what"] != "prompt" or not check["found"].startswith(NOT_LOOKED_AT)
+        checks += [check] if rendered else of_policies(spec, lambda own: prompt(own, messages))
     valid = found["valid"] and not _any_bad(checks)
     return {"valid": valid, "mistakes": found["mistakes"], "checks": checks, "server": server}
 

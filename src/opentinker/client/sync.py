@@ -3,51 +3,46 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
+import functools
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from opentinker.sdk.artifacts import FetchingSync
-from opentinker.sdk.client import POLL_S, AsyncClient, OnChange, print_change
-from opentinker.sdk.http import ApiError, ExitExecutor, Json
-from opentinker.sdk.inputs import Spec
-from opentinker.sdk.keys import GrantingSync
+from opentinker.sdk.client import AsyncClient, OnChange, print_change
+from opentinker.sdk.http import ApiError, ExitExecutor
 from opentinker.sdk.loop_thread import call_in_loop
-from opentinker.sdk.observability import KnowingSync
-from opentinker.shared.api_types import (
-    Environment,
-    EnvironmentSummary,
-    Event,
-    Failures,
-    Job,
-    JobSummary,
-    MetricPoint,
-    PushedEnvironment,
-    Queue,
-    Transcripts,
-    Worker,
-)
+from opentinker.shared.api_types import Job
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def documented_by(original: type) -> Callable[[type[T]], type[T]]:
-    """Copy the docstrings of `original` to the methods of the same names that have none."""
+def blocking(
+    method: Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[Client, P], T]:
+    """Make a method of Client from one of AsyncClient, with its parameters and docstring."""
 
-    def document(kind: type[T]) -> type[T]:
-        for name, method in inspect.getmembers(kind, inspect.isfunction):
-            if not name.startswith("_") and not method.__doc__:
-                method.__doc__ = inspect.getdoc(getattr(original, name))
-        return kind
+    @functools.wraps(method)
+    def call(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self._call(method(self._core, *args, **kwargs))
 
-    return document
+    return call
 
 
-@documented_by(AsyncClient)
-class Client(FetchingSync, GrantingSync, KnowingSync):
+def iterating(
+    method: Callable[Concatenate[AsyncClient, P], AsyncGenerator[T, None]],
+) -> Callable[Concatenate[Client, P], Iterator[T]]:
+    """The same of a stream, which becomes an iterator."""
+
+    @functools.wraps(method)
+    def call(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
+        return self._iterate(method(self._core, *args, **kwargs))
+
+    return call
+
+
+class Client:
     """The HTTP API from Python, each call blocking; streams are iterators.
 
     `url` defaults to OPENTINKER_URL, `api_key` to OPENTINKER_API_KEY, to the content of OPENTINKER_API_KEY_FILE, or to
@@ -82,57 +77,56 @@ class Client(FetchingSync, GrantingSync, KnowingSync):
         self.close()
 
     def close(self) -> None:
+        """Close the connections and end the thread; calls after it raise."""
         self._finish()
 
-    def submit(
-        self,
-        spec: Spec,
-        *,
-        beside: str | Path | None = None,
-        from_checkpoint: str | None = None,
-        with_optimizer: bool = False,
-        idempotency_key: str | None = None,
-    ) -> JobSummary:
-        return self._call(
-            self._core.submit(
-                spec,
-                beside=beside,
-                from_checkpoint=from_checkpoint,
-                with_optimizer=with_optimizer,
-                idempotency_key=idempotency_key,
-            )
-        )
+    submit = blocking(AsyncClient.submit)
+    jobs = blocking(AsyncClient.jobs)
+    job = blocking(AsyncClient.job)
+    cancel = blocking(AsyncClient.cancel)
+    pause = blocking(AsyncClient.pause)
+    resume = blocking(AsyncClient.resume)
+    complete = blocking(AsyncClient.complete)
+    validate = blocking(AsyncClient.validate)
+    failures = blocking(AsyncClient.failures)
+    chat = iterating(AsyncClient.chat)
 
-    def jobs(
-        self,
-        limit: int = 100,
-        *,
-        states: Collection[str] | None = None,
-        kinds: Collection[str] | None = None,
-        name: str | None = None,
-    ) -> list[JobSummary]:
-        return self._call(self._core.jobs(limit, states=states, kinds=kinds, name=name))
+    event_log = blocking(AsyncClient.event_log)
+    events = iterating(AsyncClient.events)
+    metrics = blocking(AsyncClient.metrics)
+    watch_metrics = iterating(AsyncClient.watch_metrics)
+    log_lines = blocking(AsyncClient.log_lines)
+    logs = iterating(AsyncClient.logs)
+    rollouts = blocking(AsyncClient.rollouts)
+    transcripts = blocking(AsyncClient.transcripts)
+    distributions = blocking(AsyncClient.distributions)
+    timeline = blocking(AsyncClient.timeline)
+    stream_credentials = blocking(AsyncClient.stream_credentials)
+    usage = blocking(AsyncClient.usage)
 
-    def job(self, id: str) -> Job:
-        return self._call(self._core.job(id))
+    checkpoints = blocking(AsyncClient.checkpoints)
+    artifacts = blocking(AsyncClient.artifacts)
+    download = blocking(AsyncClient.download)
+    download_artifacts = blocking(AsyncClient.download_artifacts)
+    delete_artifacts = blocking(AsyncClient.delete_artifacts)
+    publish = blocking(AsyncClient.publish)
+    unpublish = blocking(AsyncClient.unpublish)
+    published = blocking(AsyncClient.published)
 
-    def cancel(self, id: str) -> JobSummary:
-        return self._call(self._core.cancel(id))
+    push_environment = blocking(AsyncClient.push_environment)
+    environments = blocking(AsyncClient.environments)
+    environment = blocking(AsyncClient.environment)
+    delete_environment = blocking(AsyncClient.delete_environment)
 
-    def pause(self, id: str) -> JobSummary:
-        return self._call(self._core.pause(id))
-
-    def resume(self, id: str) -> JobSummary:
-        return self._call(self._core.resume(id))
-
-    def failures(self, id: str, limit: int = 100) -> Failures:
-        return self._call(self._core.failures(id, limit))
-
-    def complete(self, id: str) -> JobSummary:
-        return self._call(self._core.complete(id))
-
-    def chat(self, id: str, messages: Sequence[Mapping[str, Any]], **options: Any) -> Iterator[Json]:
-        return self._iterate(self._core.chat(id, messages, **options))
+    create_key = blocking(AsyncClient.create_key)
+    keys = blocking(AsyncClient.keys)
+    rotate_key = blocking(AsyncClient.rotate_key)
+    revoke_key = blocking(AsyncClient.revoke_key)
+    whoami = blocking(AsyncClient.whoami)
+    tenants = blocking(AsyncClient.tenants)
+    workers = blocking(AsyncClient.workers)
+    free_worker = blocking(AsyncClient.free_worker)
+    queues = blocking(AsyncClient.queues)
 
     def wait(
         self,
@@ -152,40 +146,7 @@ class Client(FetchingSync, GrantingSync, KnowingSync):
             raise
         return job
 
-    def event_log(self, id: str, after: str = "0") -> list[Event]:
-        return self._call(self._core.event_log(id, after))
-
-    def events(self, id: str, after: str = "0") -> Iterator[Event]:
-        return self._iterate(self._core.events(id, after))
-
-    def metrics(
-        self, id: str, after: int = 0, *, source: str | None = None, names: list[str] | None = None
-    ) -> list[MetricPoint]:
-        return self._call(self._core.metrics(id, after, source=source, names=names))
-
-    def watch_metrics(self, id: str, after: int = 0, *, poll_s: float = POLL_S) -> Iterator[MetricPoint]:
-        return self._iterate(self._core.watch_metrics(id, after, poll_s=poll_s))
-
-    def transcripts(self, id: str, step: int | None = None) -> Transcripts:
-        return self._call(self._core.transcripts(id, step))
-
-    def push_environment(self, directory: str | Path, name: str | None = None) -> PushedEnvironment:
-        return self._call(self._core.push_environment(directory, name))
-
-    def environments(self) -> list[EnvironmentSummary]:
-        return self._call(self._core.environments())
-
-    def environment(self, name: str) -> Environment:
-        return self._call(self._core.environment(name))
-
-    def delete_environment(self, name: str, version: int | None = None) -> list[int]:
-        return self._call(self._core.delete_environment(name, version))
-
-    def workers(self) -> list[Worker]:
-        return self._call(self._core.workers())
-
-    def queues(self) -> list[Queue]:
-        return self._call(self._core.queues())
+    wait.__doc__ = AsyncClient.wait.__doc__
 
     def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         if not self._finish.alive:

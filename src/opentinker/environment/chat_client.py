@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
-import random
 import re
 import time
 from typing import Any
@@ -14,6 +12,7 @@ import orjson
 
 from opentinker.client.utils.utils import resolve_path
 from opentinker.sdk.http import api_key
+from opentinker.shared.backoff import Backoff
 
 OURS = re.compile(r"/v1/jobs/j-[a-z0-9]{10}$")
 AGAIN = (429, 502, 503, 504)
@@ -76,7 +75,7 @@ class ChatServer:
         return await self._json("POST", "/v1/chat/completions", {"model": self.model, "messages": messages, **options})
 
     async def _json(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        deadline, pause = 0.0, 0.2
+        deadline, backoff = 0.0, Backoff(0.2, 5.0)
         while True:
             try:
                 status, answer = await self._once(method, path, body)
@@ -90,10 +89,9 @@ class ChatServer:
             if 200 <= status < 300 and isinstance(answer, dict):
                 return answer
             deadline = deadline or time.monotonic() + PATIENCE_S
-            if (status and status not in AGAIN) or time.monotonic() + pause > deadline:
+            if (status and status not in AGAIN) or time.monotonic() + backoff.next_s > deadline:
                 raise ChatError(str(problem) or f"{self.url}{path} answered {status}", status, problem.code)
-            await asyncio.sleep(pause * (0.5 + random.random()))
-            pause = min(2 * pause, 5.0)
+            await backoff.sleep()
 
     async def _once(self, method: str, path: str, body: dict[str, Any] | None) -> tuple[int, Any]:
         assert self._session is not None

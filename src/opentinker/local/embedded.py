@@ -24,9 +24,9 @@ import orjson
 from opentinker.local import nats_store
 from opentinker.local.processes import (
     PROBE_S,
-    Child,
     ChildSpec,
     Guard,
+    ServiceProcess,
     StartError,
     banner,
     free_port,
@@ -109,7 +109,7 @@ class EmbeddedServers:
         origins: tuple[str, ...] = (),
     ) -> None:
         self.data_dir = data_dir.resolve()
-        self.children: dict[str, Child] = {}
+        self.children: dict[str, ServiceProcess] = {}
         self.ports: dict[str, int] = {}
         self._wanted = [name for name, on in (("nats", nats), ("valkey", redis)) if on]
         self._default_ports = default_ports
@@ -192,7 +192,7 @@ class EmbeddedServers:
         for attempt in range(PORT_TRIES):
             # Another process may take a port between our look and the server's bind: then look for others.
             self._choose_ports(name, remembered if attempt == 0 else {}, fresh=attempt > 0)
-            child = Child(self._spec(name), guard)
+            child = ServiceProcess(self._spec(name), guard)
             self.children[name] = child
             child.start()
             try:

@@ -9,13 +9,10 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import re
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,139 +20,13 @@ from typing import Any
 import msgspec
 
 from opentinker.envs.base import Environment
-from opentinker.envs.runtime.player import LocalPlayer
-from opentinker.shared.types.core import Message, StopReason
-from opentinker.shared.types.env_protocol import OpenSession, SessionReply, StepSession
+from opentinker.local.trial_episode import Guessing, Repeating, Tried, expert, play
+from opentinker.shared.types.core import Message
+from opentinker.shared.types.env_protocol import SeatPrompt, SessionReply
 from opentinker.shared.types.errors import OpenTinkerError, SpecError
 
 BLOCKING_S = 0.05
 """A call that holds the event loop longer than an environment owes it to others."""
-TURNS = 1000
-"""Turns of an episode that the policy does not end."""
-
-
-Policy = Callable[[Environment, SessionReply], Message | None]
-"""Returns the next message for a reply; None: the episode is abandoned."""
-
-
-@dataclass
-class Tried:
-    """One episode."""
-
-    row: int
-    seed: int
-    replies: list[SessionReply] = field(default_factory=list)
-    said: list[tuple[str, Message]] = field(default_factory=list)
-    """Who acted, and their message."""
-    open_s: float = 0.0
-    step_s: list[float] = field(default_factory=list)
-    rewards: dict[str, float] = field(default_factory=dict)
-    """By seat."""
-
-    @property
-    def ended(self) -> bool:
-        return self.replies[-1].done
-
-    @property
-    def failure(self) -> str:
-        last = self.replies[-1]
-        where = "open()" if len(self.replies) == 1 else f"step() number {len(self.replies) - 1}"
-        return (
-            "" if last.failure is None else f"{where} of row {self.row}, seed {self.seed}: {last.failure}: {last.error}"
-        )
-
-    def transcript(self) -> str:
-        lines: list[str] = []
-        for number, reply in enumerate(self.replies):
-            if number:
-                seat, message = self.said[number - 1]
-                lines.append(_told(message, seat))
-                lines.append(_outcome(reply))
-            lines += [_told(message, reply.seat) for message in reply.messages]
-        return "\n".join(line for line in lines if line)
-
-
-def _told(message: Message, seat: str) -> str:
-    calls = "".join(f"\n  calls {call.name}({call.arguments})" for call in message.tool_calls)
-    pictures = f" [{len(message.images)} images]" if message.images else ""
-    return f"{message.role}{f' ({seat})' if seat else ''}: {message.text}{pictures}{calls}"
-
-
-def _outcome(reply: SessionReply) -> str:
-    parts = [f"reward {reply.reward:g}"] if reply.reward or reply.done else []
-    parts += [f"{name} {value:g}" for name, value in reply.components.items()]
-    parts += [f"{seat} gets {sum(named.values()):g}" for seat, named in reply.rewards.items()]
-    parts += [f"{name}={value:g}" for name, value in reply.metrics.items()] if reply.done else []
-    if reply.failure is not None:
-        parts = [f"{reply.failure}: {reply.error}"]
-    return f"  -> {', '.join(parts)}{'; done' if reply.done else ''}" if parts else ""
-
-
-async def play(name: str, config: dict[str, Any], policy: Policy, *, row: int, seed: int, turns: int = TURNS) -> Tried:
-    """One episode to its end, or until it fails, the policy says nothing, or `turns` are over."""
-    tried = Tried(row, seed)
-    player = LocalPlayer("here", modules=True)
-    request = OpenSession(
-        job="trial", session="trial", environment=name, config=config, row=row, seed=seed, deadline_s=3600.0,
-        answer_within_s=3600.0,
-    )  # fmt: skip
-    began = time.perf_counter()
-    reply = await player.open(request)
-    tried.open_s = time.perf_counter() - began
-    tried.replies.append(reply)
-    for turn in range(turns):
-        if reply.failure is not None or reply.done:
-            break
-        assert player.environment is not None
-        said = policy(player.environment, reply)
-        if said is None:
-            break
-        step = StepSession(
-            session="trial", turn=turn, seat=reply.seat, text=said.text, stop=StopReason.EOS,
-            tool_calls=said.tool_calls,
-        )  # fmt: skip
-        tried.said.append((reply.seat, said))
-        began = time.perf_counter()
-        seat, reply = reply.seat, await player.step(step)
-        tried.step_s.append(time.perf_counter() - began)
-        tried.replies.append(reply)
-        tried.rewards[seat] = tried.rewards.get(seat, 0.0) + reply.reward
-        for other, parts in reply.rewards.items():
-            tried.rewards[other] = tried.rewards.get(other, 0.0) + sum(parts.values())
-    await player.close()
-    return tried
-
-
-# --- policies --------------------------------------------------------------------------------------------------------
-
-
-def expert(environment: Environment, _: SessionReply) -> Message | None:
-    gold = environment.gold()
-    return gold if gold is None or isinstance(gold, Message) else Message(role="assistant", content=gold)
-
-
-class Guessing:
-    """Says words and numbers that it has been shown, or single letters and digits: enough to reach most code."""
-
-    def __init__(self, seed: int) -> None:
-        self._random = random.Random(seed)
-
-    def __call__(self, _: Environment, reply: SessionReply) -> Message:
-        shown = re.findall(r"[A-Za-z]+|-?\d+", " ".join(message.text for message in reply.messages))
-        pool = [*shown[-50:], *"ABCD", *map(str, range(10))]
-        words = self._random.choices(pool, k=self._random.choice((1, 1, 1, 2, 4)))
-        return Message(role="assistant", content=" ".join(words))
-
-
-class Repeating:
-    """Repeats the messages of an episode."""
-
-    def __init__(self, said: Sequence[tuple[str, Message]]) -> None:
-        self._said = [message for _, message in said]
-
-    def __call__(self, _: Environment, __: SessionReply) -> Message | None:
-        return self._said.pop(0) if self._said else None
-
 
 # --- what is looked at ------------------------------------------------------------------------------------------------
 
@@ -204,13 +75,13 @@ async def _repeat(name: str, config: dict[str, Any], *originals: Any) -> None:
     *tried, report = originals
     for original in tried:
         again = await play(name, config, Repeating(original.said), row=original.row, seed=original.seed)
-        if again.replies[0].messages != original.replies[0].messages:
+        if _first_messages(again) != _first_messages(original):
             report.errors.append(
                 f"open(row={original.row}, seed={original.seed}) gave other messages the second time: draw the start "
                 "state from row and seed alone, or the episodes of a group are not comparable"
             )
             return
-        rewards = [[reply.reward for reply in each.replies] for each in (original, again)]
+        rewards = [[(reply.reward, reply.rewards) for reply in each.replies] for each in (original, again)]
         if rewards[0] != rewards[1]:
             report.advice.append(
                 "the same words in the same start state were rewarded otherwise the second time: if that is not meant "
@@ -219,10 +90,15 @@ async def _repeat(name: str, config: dict[str, Any], *originals: Any) -> None:
             return
 
 
+def _first_messages(tried: Tried) -> list[list[Message]]:
+    """Return what every seat sees that acts first."""
+    return [prompt.messages for prompt in tried.replies[0].prompts]
+
+
 def _judge(found: type[Environment], experts: list[Tried], guesses: list[Tried], report: Report) -> None:
     played = experts + guesses
-    stories = {str([tried.replies[0].messages, tried.said]) for tried in experts}
-    prompts = {str(tried.replies[0].messages) for tried in guesses}
+    stories = {str([_first_messages(tried), tried.said]) for tried in experts}
+    prompts = {str(_first_messages(tried)) for tried in guesses}
     if len(guesses) > 1 and len(prompts) == 1 and len(stories) < 2:
         report.advice.append("every row and seed begins with the same words: is there one task only?")
     unended = sum(not tried.ended for tried in guesses)
@@ -234,9 +110,10 @@ def _judge(found: type[Environment], experts: list[Tried], guesses: list[Tried],
     if experts:
         best = [tried.rewards.get(tried.said[0][0], 0.0) for tried in experts if tried.said]
         report.facts["expert"] = f"reward {statistics.fmean(best):.3f} (lowest {min(best):.3f})"
-        if statistics.fmean(best) <= statistics.fmean(rewards) and len(found.seats) == 1:
+        seats = {seat for tried in played for seat, _ in tried.said}
+        if statistics.fmean(best) <= statistics.fmean(rewards) and len(seats) == 1:
             report.errors.append("the expert gets no more reward than guessing: gold() or the reward is wrong")
-    elif len(set(rewards)) == 1:
+    elif len({tuple(sorted(tried.rewards.items())) for tried in guesses}) == 1:
         report.learnable = False
         report.advice.append(
             f"guessing always got {rewards[0]:g}, and no expert (gold) shows that more can be had: a group of equal "
@@ -256,7 +133,7 @@ def _judge(found: type[Environment], experts: list[Tried], guesses: list[Tried],
             "that it runs in a process of its own"
         )
     report.facts["guessing"] = f"reward {statistics.fmean(rewards):.3f} +- {statistics.pstdev(rewards):.3f}"
-    report.facts["turns"] = f"{statistics.fmean(len(tried.said) for tried in played):.1f} per episode"
+    report.facts["turns"] = f"{statistics.fmean(len(tried.turns) for tried in played):.1f} per episode"
     report.facts["open"] = f"{1000 * statistics.median(opens):.2f} ms"
     if steps:
         report.facts["step"] = f"{1000 * statistics.median(steps):.3f} ms, {len(steps) / sum(steps):,.0f} per s"
@@ -271,21 +148,31 @@ class Person:
     def __init__(self) -> None:
         self._is_first = True
 
-    def __call__(self, _: Environment, reply: SessionReply) -> Message | None:
-        show(reply, rewarded=not self._is_first)
+    def __call__(self, _: Environment, reply: SessionReply, prompt: SeatPrompt) -> Message | None:
+        if prompt is reply.prompts[0]:
+            show_outcome(reply, rewarded=not self._is_first)
+            if reply.round:
+                sys.stdout.write(f"({', '.join(one.seat for one in reply.round)} act at the same time)\n")
         self._is_first = False
-        sys.stdout.write(f"{reply.seat or 'you'}> ")
+        show_messages(prompt)
+        sys.stdout.write(f"{prompt.seat or 'you'}> ")
         sys.stdout.flush()
         line = sys.stdin.readline()
         return Message(role="assistant", content=line.rstrip("\n")) if line else None
 
 
-def show(reply: SessionReply, *, rewarded: bool) -> None:
+def show_outcome(reply: SessionReply, *, rewarded: bool) -> None:
     """On stdout. `rewarded`: it answers a turn."""
-    if rewarded and (reply.reward or reply.components):
-        parts = "".join(f", {name} {value:g}" for name, value in reply.components.items())
-        sys.stdout.write(f"  -> reward {reply.reward:g}{parts}\n")
-    for message in reply.messages:
+    parts = [f"reward {reply.reward:g}"] if reply.reward or reply.components else []
+    parts += [f"{name} {value:g}" for name, value in reply.components.items()]
+    parts += [f"{seat} gets {sum(named.values()):g}" for seat, named in reply.rewards.items()]
+    if rewarded and parts:
+        sys.stdout.write(f"  -> {', '.join(parts)}\n")
+
+
+def show_messages(prompt: SeatPrompt) -> None:
+    """On stdout."""
+    for message in prompt.messages:
         sys.stdout.write(f"{message.role}: {message.text}\n")
     sys.stdout.flush()
 
@@ -303,6 +190,8 @@ class Asked(msgspec.Struct):
     turns: int
     row: int | None = None
     """Row of the one episode that a person plays; None: `look_at` plays `episodes`."""
+    bots: dict[str, str] = {}
+    """With `row`: bots of the environment by seat."""
     answer: str = ""
     """The file that Answered goes to: stdout is for the person, and for what libraries print."""
 
@@ -350,7 +239,8 @@ async def _played(asked: Asked) -> Answered:
         episodes = asked.episodes
         return Answered(await look_at(asked.name, asked.config, episodes=episodes, seed=asked.seed, turns=asked.turns))
     policy, row = Person(), asked.row
-    return Answered(tried=await play(asked.name, asked.config, policy, row=row, seed=asked.seed, turns=asked.turns))
+    tried = await play(asked.name, asked.config, policy, row=row, seed=asked.seed, turns=asked.turns, bots=asked.bots)
+    return Answered(tried=tried)
 
 
 def _answered_by(interpreter: str, python_path: str, asked: Asked) -> Answered:

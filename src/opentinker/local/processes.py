@@ -1,7 +1,7 @@
 """One child process: started on a leash, with its log file and its health probe; ended with everything it started.
 
-The embedded servers and the services are both `Child`ren; `supervisor.py` keeps them alive. Children are started from
-the main thread only: the kernel's death signal follows the thread that forked.
+Embedded servers and services are both a `ServiceProcess`; `supervisor.py` keeps them alive. They are started from the
+main thread only: the kernel's death signal follows the thread that forked.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _handed_on() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith("OPENTINKER_API_KEY")}
 
 
-class Child:
+class ServiceProcess:
     """A restartable process. `pid` is None while it does not run."""
 
     def __init__(self, spec: ChildSpec, guard: Guard) -> None:

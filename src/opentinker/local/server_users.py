@@ -24,7 +24,7 @@ from opentinker.shared.config import PREFIX
 from opentinker.shared.durable_files import create_durably, make_directories, replace_durably
 from opentinker.shared.messaging.nats_tokens import Signer, new_seed
 from opentinker.shared.messaging.permissions import (
-    ANYBODY_RULES,
+    COMMON_RULES,
     OPERATOR,
     OPERATOR_RULES,
     SYSTEM,
@@ -190,7 +190,7 @@ def _user(name: str, password: str, rights: NatsRights) -> list[str]:
 
 def valkey_users(passwords: dict[str, str]) -> str:
     """For Valkey or Redis, an ACL file."""
-    lines = [f"user default {ANYBODY_RULES}"]
+    lines = [f"user default {COMMON_RULES}"]
     for user, password in passwords.items():
         rules = OPERATOR_RULES if user == OPERATOR else redis_rules(user)
         lines.append(f"user {user} on resetpass #{hashlib.sha256(password.encode()).hexdigest()} {rules}")

@@ -18,7 +18,7 @@ from typing import Any
 import orjson
 import structlog
 
-from opentinker.local.processes import Child
+from opentinker.local.processes import ServiceProcess
 
 log = structlog.get_logger()
 
@@ -38,7 +38,7 @@ LOOP_S = 30.0
 class Keeper:
     """One child and what we know of its lives."""
 
-    def __init__(self, child: Child) -> None:
+    def __init__(self, child: ServiceProcess) -> None:
         self.child = child
         self.name = child.spec.name
         self.state = "waiting"
@@ -100,7 +100,7 @@ class Supervisor:
 
     def __init__(
         self,
-        stages: Sequence[Sequence[Child]],
+        stages: Sequence[Sequence[ServiceProcess]],
         state_file: Path,
         facts: Mapping[str, Any] | None = None,
         afterwards: Callable[[], None] = lambda: None,
@@ -164,7 +164,7 @@ class Supervisor:
             temporary.write_bytes(orjson.dumps(state, option=orjson.OPT_INDENT_2))
             temporary.replace(self._state_file)
         except OSError as error:  # written again at the next change
-            log.warning("state_not_written", file=str(self._state_file), error=str(error))
+            log.warning("state_write_failed", file=str(self._state_file), error=str(error))
 
     async def _keep(self, keeper: Keeper) -> None:
         """Consumes: the child's deaths and missed probes. Produces: a living child. Woken by: a tick, forever."""

@@ -25,7 +25,7 @@ import structlog
 
 from opentinker.local.discovery import KEY_FILE, read_state
 from opentinker.local.embedded import EmbeddedServers
-from opentinker.local.processes import Child, ChildSpec, Guard, free_port, http_ok, port_free, reserve_port
+from opentinker.local.processes import ChildSpec, Guard, ServiceProcess, free_port, http_ok, port_free, reserve_port
 from opentinker.local.supervisor import Supervisor
 from opentinker.shared.config import LOOPBACK_HOSTS, PREFIX, load_settings
 from opentinker.shared.durable_files import is_blank, make_directories, replace_durably
@@ -132,7 +132,7 @@ async def serve(plan: Plan, tell: Tell = lambda *_: None) -> None:
             if key is not None:
                 facts[KEY_FILE] = str(key)
             specs = service_specs(plan, port, nats_url, redis_url, key, servers.environment)
-            stages = [list(servers.children.values()), [Child(spec, guard) for spec in specs]]
+            stages = [list(servers.children.values()), [ServiceProcess(spec, guard) for spec in specs]]
             supervisor = Supervisor(
                 stages,
                 plan.data_dir / "run" / "state.json",
@@ -184,14 +184,14 @@ def operator_key(plan: Plan) -> Path | None:
     if not (plan.auth and settings.auth):
         if plan.host not in LOOPBACK_HOSTS:
             raise OpenTinkerError(f"--host {plan.host} is for other machines too: there --no-auth is refused")
-        log.warning("AUTH IS OFF", reason=f"whoever is on this machine is an operator of {plan.host}")
+        log.warning("AUTH IS OFF", reason=f"everyone on this machine is an operator of {plan.host}")
         return None
     if settings.admin_key_file is not None:
         return settings.admin_key_file.absolute()
     path = plan.data_dir / "run" / "operator-key"
     if is_blank(path):
         write_key(path, new_key(settings.key_env))
-        log.info("operator_key_made", file=str(path))
+        log.info("operator_key_created", file=str(path))
     env, _ = parse(read_key(path)) or ("", "")
     if env != settings.key_env:
         raise OpenTinkerError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from opentinker.shared.api_types import Check
 from opentinker.shared.data.dry_run import check, model, prompt, rows
+from opentinker.shared.data.dry_run_policies import of_policies, policies
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.types.core import Message
 from opentinker.shared.types.errors import plural
@@ -16,14 +17,14 @@ PROGRAMS = ("agent_program", "verifiers", "openenv", "miniwob")
 
 async def inspect(spec: JobSpec) -> list[Check]:
     """Each check: what, found, result (ok | note | bad), hint."""
-    checks = [model(spec)]
+    checks = [*of_policies(spec, model), *policies(spec)]
     messages: list[Message] = []
     if spec.environment.name:
         found, messages = await episode(spec)
         checks.append(found)
     if spec.data is not None:
         checks += rows(spec, here=True)
-    return [*checks, prompt(spec, messages)]
+    return [*checks, *of_policies(spec, lambda own: prompt(own, messages))]
 
 
 def playable(spec: JobSpec) -> bool:
@@ -34,7 +35,7 @@ def playable(spec: JobSpec) -> bool:
 
 async def episode(spec: JobSpec) -> tuple[Check, list[Message]]:
     """The first start state, a few guesses."""
-    from opentinker.local.env_trial import Guessing, play
+    from opentinker.local.trial_episode import Guessing, play
 
     name = spec.environment.name
     if not playable(spec):
@@ -43,8 +44,8 @@ async def episode(spec: JobSpec) -> tuple[Check, list[Message]]:
     if tried.failure:
         return check("episode", tried.failure, "bad", f"opentinker env check {name} plays it alone"), []
     rewards = ", ".join(f"{reward:g}" for reward in tried.rewards.values())
-    first = tried.replies[0].messages
+    first = tried.replies[0].prompts[0].messages
     return check(
         "episode",
-        f"{plural(len(first), 'message')}, {plural(len(tried.said), 'turn')} of guessing, reward {rewards or 0}",
+        f"{plural(len(first), 'message')}, {plural(len(tried.turns), 'turn')} of guessing, reward {rewards or 0}",
     ), first

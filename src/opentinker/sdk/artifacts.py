@@ -11,10 +11,9 @@ import base64
 import hashlib
 import re
 import tempfile
-from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 from urllib.parse import quote
 
 import aiohttp
@@ -32,6 +31,7 @@ from opentinker.shared.api_types import (
     Publication,
     Publications,
 )
+from opentinker.shared.types.core import split_part
 from opentinker.shared.types.manifest import ADAPTER, instead
 
 T = TypeVar("T")
@@ -40,8 +40,8 @@ CHUNK = 1 << 20
 _JOB = re.compile(r"j-[a-z0-9]{10}")
 
 
-class FetchingCalls:
-    """The part of AsyncClient that is about it."""
+class ArtifactCalls:
+    """Calls of AsyncClient for artifacts. Of a job with several policies, `JOB~POLICY` is the id of one of them."""
 
     _http: Http
 
@@ -65,22 +65,22 @@ class FetchingCalls:
     async def delete_artifacts(self, id: str, step: int | None = None) -> DeletedArtifacts:
         """One checkpoint, or all that a job left which is over. Raises ApiConflict for what is published or in use."""
         path = "/artifacts" if step is None else f"/checkpoints/{step}"
-        return cast(DeletedArtifacts, await self._http.json("DELETE", _of(id, path), again=False))
+        return cast(DeletedArtifacts, await self._http.json("DELETE", path_of(id, path), query_of(id), again=False))
 
     async def _named(self, id: str, step: int | None) -> tuple[str, int | None]:
         """A published name in the place of a job's id."""
-        if _JOB.fullmatch(id) or step is not None:
+        if _JOB.fullmatch(split_part(id)[0]) or step is not None:
             return id, step
         found = cast(Publication, await self._http.json("GET", _publication(id)))
         return found["job"], found["step"]
 
     async def checkpoints(self, id: str) -> list[Checkpoint]:
         """The checkpoints of a job, oldest first."""
-        return cast(Checkpoints, await self._http.json("GET", _of(id, "/checkpoints")))["checkpoints"]
+        return cast(Checkpoints, await self._http.json("GET", path_of(id, "/checkpoints"), query_of(id)))["checkpoints"]
 
     async def artifacts(self, id: str) -> list[Artifact]:
         """Every file that a job has left so far: `path`, `kind`, `bytes`, `created`, and `sha256` where it is known."""
-        return cast(Artifacts, await self._http.json("GET", _of(id, "/artifacts")))["artifacts"]
+        return cast(Artifacts, await self._http.json("GET", path_of(id, "/artifacts"), query_of(id)))["artifacts"]
 
     async def download_artifacts(
         self, id: str, directory: str | Path, paths: Sequence[str] | None = None
@@ -102,7 +102,7 @@ class FetchingCalls:
         if bool(sha256) and await asyncio.to_thread(_has, target, sha256):
             return target
         part = _Part(target)
-        headers = await _fetch(self._http, _of(id, "/artifacts/download"), {"path": path}, part)
+        headers = await _fetch(self._http, path_of(id, "/artifacts/download"), query_of(id, path=path), part)
         said = base64.b64encode(bytes.fromhex(await asyncio.to_thread(part.sha256))).decode()
         if headers.get("Repr-Digest") != f"sha-256=:{said}:":
             part.drop()
@@ -135,9 +135,9 @@ class FetchingCalls:
         if base is not None:
             raise ApiError("a base is needed only where an adapter is merged into it")
         id, step = await self._named(id, step)
-        path = _of(id, f"/checkpoints/{'latest' if step is None else step}/download")
+        path = path_of(id, f"/checkpoints/{'latest' if step is None else step}/download")
         part = _Part(target)
-        headers = await _fetch(self._http, path, {"all": "1"} if everything else {}, part)
+        headers = await _fetch(self._http, path, query_of(id, **({"all": "1"} if everything else {})), part)
         try:
             await asyncio.to_thread(_unpack, part.path, target)
         except ValueError as error:
@@ -270,47 +270,12 @@ def _publication(name: str) -> str:
     return f"/v1/published/{quote(name, safe='')}"
 
 
-def _of(id: str, rest: str = "") -> str:
-    return f"/v1/jobs/{quote(id, safe='')}{rest}"
+def path_of(id: str, rest: str = "") -> str:
+    """Return the path of a job's resource; JOB~POLICY has that of its job."""
+    return f"/v1/jobs/{quote(split_part(id)[0], safe='')}{rest}"
 
 
-class FetchingSync(ABC):
-    """The same of Client."""
-
-    _core: FetchingCalls
-
-    @abstractmethod
-    def _call(self, coroutine: Coroutine[Any, Any, T]) -> T: ...
-
-    def publish(self, checkpoint: str, name: str) -> Publication:
-        return self._call(self._core.publish(checkpoint, name))
-
-    def unpublish(self, name: str) -> Publication:
-        return self._call(self._core.unpublish(name))
-
-    def published(self) -> list[Publication]:
-        return self._call(self._core.published())
-
-    def delete_artifacts(self, id: str, step: int | None = None) -> DeletedArtifacts:
-        return self._call(self._core.delete_artifacts(id, step))
-
-    def checkpoints(self, id: str) -> list[Checkpoint]:
-        return self._call(self._core.checkpoints(id))
-
-    def artifacts(self, id: str) -> list[Artifact]:
-        return self._call(self._core.artifacts(id))
-
-    def download_artifacts(self, id: str, directory: str | Path, paths: Sequence[str] | None = None) -> list[Path]:
-        return self._call(self._core.download_artifacts(id, directory, paths))
-
-    def download(
-        self,
-        id: str,
-        directory: str | Path,
-        step: int | None = None,
-        *,
-        everything: bool = False,
-        merge: bool = False,
-        base: str | None = None,
-    ) -> Path:
-        return self._call(self._core.download(id, directory, step=step, everything=everything, merge=merge, base=base))
+def query_of(id: str, **query: str) -> dict[str, str]:
+    """Return a query that names the policy of JOB~POLICY."""
+    policy = split_part(id)[1]
+    return {**query, "policy": policy} if policy else query

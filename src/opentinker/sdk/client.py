@@ -27,13 +27,14 @@ from urllib.parse import quote
 import aiohttp
 import orjson
 
-from opentinker.sdk.artifacts import FetchingCalls
+from opentinker.sdk.artifacts import ArtifactCalls, path_of, query_of
 from opentinker.sdk.environments import EnvironmentCalls
 from opentinker.sdk.http import ApiConflict, ApiError, ApiNotFound, Http
 from opentinker.sdk.inference import InferenceCalls
-from opentinker.sdk.inputs import Spec, prepared, started
-from opentinker.sdk.keys import GrantingCalls
-from opentinker.sdk.observability import READ_S, KnowingCalls
+from opentinker.sdk.inputs import Spec, prepared, refers_to_checkpoints, started
+from opentinker.sdk.job_text import state_of
+from opentinker.sdk.keys import KeyCalls
+from opentinker.sdk.observability import READ_S, ObservabilityCalls
 from opentinker.sdk.wait_notice import Waiting
 from opentinker.shared.api_types import (
     Event,
@@ -54,6 +55,8 @@ from opentinker.shared.types.core import JobState
 
 __all__ = ["ApiConflict", "ApiError", "ApiNotFound", "AsyncClient"]
 
+SUBMIT_S = 720.0
+"""Least time limit of a submission for which the server may copy checkpoints."""
 POLL_S = 0.5
 PAGE = 5000
 JOBS_PAGE = 500
@@ -62,7 +65,7 @@ JOBS_PAGE = 500
 OnChange = Callable[[Job], object]
 
 
-class AsyncClient(EnvironmentCalls, FetchingCalls, GrantingCalls, InferenceCalls, KnowingCalls):
+class AsyncClient(EnvironmentCalls, ArtifactCalls, KeyCalls, InferenceCalls, ObservabilityCalls):
     """`url` defaults to OPENTINKER_URL, `api_key` to OPENTINKER_API_KEY, to the content of OPENTINKER_API_KEY_FILE, or
     to the key of a server that was started in this directory. `on_wait(sentence)` is called when the server is not
     reached, or does not answer; default: it is logged."""
@@ -111,7 +114,10 @@ class AsyncClient(EnvironmentCalls, FetchingCalls, GrantingCalls, InferenceCalls
         """
         data = started(await prepared(self._http, spec, beside), from_checkpoint, with_optimizer)
         headers = {"Idempotency-Key": idempotency_key or uuid.uuid4().hex, "Content-Type": "application/json"}
-        return cast(JobSummary, await self._http.json("POST", "/v1/jobs", body=orjson.dumps(data), headers=headers))
+        body = orjson.dumps(data)
+        limit_s = max(self._http.timeout_s, SUBMIT_S) if refers_to_checkpoints(data) else self._http.timeout_s
+        made = await self._http.json("POST", "/v1/jobs", body=body, headers=headers, timeout_s=limit_s)
+        return cast(JobSummary, made)
 
     async def jobs(
         self,
@@ -257,9 +263,10 @@ class AsyncClient(EnvironmentCalls, FetchingCalls, GrantingCalls, InferenceCalls
             await asyncio.sleep(poll_s)
 
     async def transcripts(self, id: str, step: int | None = None) -> Transcripts:
-        """Kept validation episodes of an evaluation (default: the newest): `step`, `transcripts`, and all `steps`."""
+        """Kept validation episodes of an evaluation (default: the newest): `step`, `transcripts`, and all `steps`.
+        `id`: JOB~POLICY for a job with several policies."""
         query = {} if step is None else {"step": str(step)}
-        return cast(Transcripts, await self._http.json("GET", _of(id, "/transcripts"), query))
+        return cast(Transcripts, await self._http.json("GET", path_of(id, "/transcripts"), query_of(id, **query)))
 
     async def workers(self) -> list[Worker]:
         """The workers of the cluster and what they do. For operators."""
@@ -274,8 +281,7 @@ def print_change(job: Job) -> None:
     """`job j-0123456789 is queued: waits for a free trainer`, on stderr if that is a terminal."""
     if not sys.stderr.isatty():
         return
-    why = job["reason"] or (f"waits for {job['waiting_for']}" if job["waiting_for"] else "")
-    sys.stderr.write(f"job {job['id']} is {job['state']}" + (f": {why}" if why else "") + "\n")
+    sys.stderr.write(f"job {job['id']} is {state_of(job)}\n")
     sys.stderr.flush()
 
 

@@ -31,7 +31,7 @@ PUSH_S = 120.0
 
 
 class EnvironmentCalls:
-    """The part of AsyncClient that is about them."""
+    """Calls of AsyncClient for environments."""
 
     _http: Http
 

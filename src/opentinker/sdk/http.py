@@ -22,6 +22,7 @@ import orjson
 
 from opentinker.local.discovery import key_for
 from opentinker.sdk.wait_notice import Waiting, why
+from opentinker.shared.backoff import Backoff
 from opentinker.shared.types.errors import Conflict, NotFound, OpenTinkerError, described
 
 T = TypeVar("T")
@@ -55,6 +56,14 @@ class ApiError(OpenTinkerError):
         return list(self.problem.get("errors", []))
 
 
+class _Unavailable(aiohttp.ClientConnectionError):
+    """The server, or a proxy before it, answered that it is away. `refusal`: what it said, if it said why."""
+
+    def __init__(self, status: int, refusal: ApiError | None) -> None:
+        super().__init__(f"it answered {status}" + (f": {refusal}" if refusal else ""))
+        self.refusal = refusal
+
+
 class ApiNotFound(ApiError, NotFound):
     """404."""
 
@@ -63,12 +72,23 @@ class ApiConflict(ApiError, Conflict):
     """409: the job's state does not allow it."""
 
 
-def _error(status: int, raw: bytes, url: str) -> ApiError:
+def _problem(raw: bytes) -> Json | None:
+    """Return an answer's problem document; None: it was not our server that answered."""
     try:
         problem = orjson.loads(raw)
     except orjson.JSONDecodeError:
-        problem = None
-    if not isinstance(problem, dict):
+        return None
+    return problem if isinstance(problem, dict) else None
+
+
+def _unavailable(status: int, raw: bytes, url: str) -> _Unavailable:
+    problem = _problem(raw) or {}
+    return _Unavailable(status, _error(status, raw, url) if {"detail", "error"} & problem.keys() else None)
+
+
+def _error(status: int, raw: bytes, url: str) -> ApiError:
+    problem = _problem(raw)
+    if problem is None:
         return ApiError(f"{url} answered {status}, not as an OpenTinker server does", status)
     kind = {404: ApiNotFound, 409: ApiConflict}.get(status, ApiError)
     if isinstance(error := problem.get("error"), dict):  # as OpenAI's API says it
@@ -201,10 +221,12 @@ class Http:
         if response.headers.get("X-OpenTinker-Auth") == "off" and not self._said_open:
             self._said_open = True
             self.tell(f"AUTH IS OFF at {self.url}: whoever reaches it is an operator")
+        if response.status < 400:
+            return
+        raw = await response.read() if raw is None else raw
         if response.status in AWAY and again:
-            raise aiohttp.ClientConnectionError(f"it answered {response.status}")
-        if response.status >= 400:
-            raise _error(response.status, await response.read() if raw is None else raw, self.url)
+            raise _unavailable(response.status, raw, self.url)
+        raise _error(response.status, raw, self.url)
 
     @asynccontextmanager
     async def open(
@@ -247,18 +269,17 @@ class Http:
 
     async def patiently(self, once: Callable[[], Coroutine[Any, Any, T]], waiting: Waiting) -> T:
         """Try until `wait_s` has passed without success."""
-        deadline, pause = time.monotonic() + self.wait_s, 0.1
+        deadline, backoff = time.monotonic() + self.wait_s, Backoff(0.1, 1.0)
         while True:
             try:
                 return await once()
             except aiohttp.InvalidURL:
                 raise ApiError(f"{self.url!r} is not a URL") from None
             except (aiohttp.ClientError, TimeoutError) as error:
-                if time.monotonic() + pause > deadline:
+                if time.monotonic() + backoff.next_s > deadline:
                     raise self.unreachable(error) from None
                 waiting.failed(error)
-            await asyncio.sleep(pause * (0.5 + random.random()))
-            pause = min(2 * pause, 1.0)
+            await backoff.sleep()
 
     async def stand_by(self, waiting: Waiting, error: Exception) -> None:
         """A stream has broken off, or could not be opened: a pause, or ApiError where `wait_s` is over."""
@@ -288,4 +309,7 @@ class Http:
         )
 
     def unreachable(self, error: Exception) -> ApiError:
+        """Return what to raise when the last try failed with `error`: what the server said, if it said why."""
+        if isinstance(error, _Unavailable) and error.refusal is not None:
+            return error.refusal
         return ApiError(f"cannot reach {self.url}: {why(error)}. Is `opentinker up` running there?")

@@ -17,7 +17,7 @@ SILENCE_S = 900.0
 
 
 class InferenceCalls:
-    """The part of AsyncClient that is about them."""
+    """Calls of AsyncClient for inference jobs."""
 
     _http: Http
 
@@ -25,7 +25,9 @@ class InferenceCalls:
         """End an inference job; its state is succeeded then."""
         return cast(JobSummary, await self._http.json("POST", f"/v1/jobs/{quote(id, safe='')}/complete"))
 
-    async def chat(self, id: str, messages: Sequence[Mapping[str, Any]], **options: Any) -> AsyncGenerator[Json, None]:
+    async def chat(
+        self, /, id: str, messages: Sequence[Mapping[str, Any]], **options: Any
+    ) -> AsyncGenerator[Json, None]:
         """The chunks of the answer as they come, in OpenAI's form; `options` are those of its chat completions.
 
         Raises ApiError, also where the answer breaks off. It is not asked again by itself.

@@ -63,6 +63,16 @@ def started(data: Any, checkpoint: str | None, optimizer: bool) -> Any:
     return {**data, "start": {"from": checkpoint, "optimizer": optimizer}} if isinstance(data, dict) else data
 
 
+def refers_to_checkpoints(data: Any) -> bool:
+    """Return whether the spec's data names checkpoints, which the server may copy for the job."""
+    if not isinstance(data, dict):
+        return False
+    serving, seats = data.get("serving"), data.get("seats")
+    players = seats.values() if isinstance(seats, dict) else ()
+    plays = any(isinstance(player, dict) and player.get("frozen") for player in players)
+    return bool(plays or data.get("start") or (isinstance(serving, dict) and serving.get("adapters")))
+
+
 def with_whole_paths(data: Any, beside: str | Path | None = None) -> Any:
     """The spec's data with the whole path of what its relative ones lead to from here. Blocking."""
     found = copy.deepcopy(data)

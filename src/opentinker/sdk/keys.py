@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Sequence
+from typing import TypeVar, cast
 from urllib.parse import quote
 
 import orjson
@@ -17,8 +16,8 @@ T = TypeVar("T")
 KEYS = "/v1/keys"
 
 
-class GrantingCalls:
-    """The part of AsyncClient that is about them. What makes a secret is asked once: a lost answer is a lost secret."""
+class KeyCalls:
+    """Calls of AsyncClient for keys. A call that makes a secret is not retried: a lost answer is a lost secret."""
 
     _http: Http
 
@@ -70,43 +69,3 @@ _JSON = {"Content-Type": "application/json"}
 
 def _of(id: str, verb: str) -> str:
     return f"{KEYS}/{quote(id, safe='')}/{verb}"
-
-
-class GrantingSync(ABC):
-    """The same of Client."""
-
-    _core: GrantingCalls
-
-    @abstractmethod
-    def _call(self, coroutine: Coroutine[Any, Any, T]) -> T: ...
-
-    def create_key(
-        self,
-        role: str,
-        *,
-        tenant: str | None = None,
-        name: str = "",
-        scopes: Sequence[str] | None = None,
-        expires_in_s: float | None = None,
-    ) -> MadeKey:
-        return self._call(
-            self._core.create_key(role, tenant=tenant, name=name, scopes=scopes, expires_in_s=expires_in_s)
-        )
-
-    def keys(self, tenant: str | None = None) -> list[Key]:
-        return self._call(self._core.keys(tenant))
-
-    def rotate_key(self, id: str, *, grace_s: float | None = None) -> MadeKey:
-        return self._call(self._core.rotate_key(id, grace_s=grace_s))
-
-    def revoke_key(self, id: str) -> Key:
-        return self._call(self._core.revoke_key(id))
-
-    def whoami(self) -> WhoAmI:
-        return self._call(self._core.whoami())
-
-    def tenants(self) -> list[Tenant]:
-        return self._call(self._core.tenants())
-
-    def free_worker(self, id: str) -> FreedWorker:
-        return self._call(self._core.free_worker(id))

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Coroutine, Iterator
+from collections.abc import AsyncGenerator
 from pathlib import Path
-from typing import Any, TypeVar, cast
-from urllib.parse import quote
+from typing import TypeVar, cast
 
 import aiohttp
 import orjson
 
+from opentinker.sdk.artifacts import path_of, query_of
 from opentinker.sdk.http import Http
 from opentinker.sdk.inputs import Spec, prepared
 from opentinker.shared.api_types import (
@@ -32,8 +31,8 @@ READ_S = 30.0
 """A stream that sends nothing for this time, not even a keep-alive, is broken."""
 
 
-class KnowingCalls:
-    """The part of AsyncClient that is about it."""
+class ObservabilityCalls:
+    """Calls of AsyncClient for logs, rollouts, timelines, usage and validation."""
 
     _http: Http
 
@@ -43,7 +42,7 @@ class KnowingCalls:
         lines: list[LogLine] = []
         query = {"format": "json", "level": level, "last": str(last)}
         while True:
-            page = cast(LogLines, await self._http.json("GET", _of(id, "/logs"), {**query, "after": str(after)}))
+            page = cast(LogLines, await self._http.json("GET", path_of(id, "/logs"), {**query, "after": str(after)}))
             lines += page["lines"]
             after = page["cursor"]
             if not page["more"]:
@@ -58,7 +57,7 @@ class KnowingCalls:
         while True:
             try:
                 asked = {**query, "after": str(after)}
-                async with self._http.open(_of(id, "/logs"), asked, read_s=READ_S, waiting=waiting) as response:
+                async with self._http.open(path_of(id, "/logs"), asked, read_s=READ_S, waiting=waiting) as response:
                     async for raw in response.content:
                         line: LogLine | None = orjson.loads(raw[5:]) if raw.startswith(b"data:") else None
                         if line is None or line["cursor"] <= after:
@@ -75,9 +74,10 @@ class KnowingCalls:
                 await self._http.stand_by(waiting, error)
 
     async def rollouts(self, id: str, step: int | None = None) -> Rollouts:
-        """Kept training episodes of a step's batch (default: the newest): `step`, `rollouts`, and all `steps`."""
+        """Kept training episodes of a step's batch (default: the newest): `step`, `rollouts`, and all `steps`. `id`:
+        JOB~POLICY for a job with several policies."""
         query = {} if step is None else {"step": str(step)}
-        return cast(Rollouts, await self._http.json("GET", _of(id, "/rollouts"), query))
+        return cast(Rollouts, await self._http.json("GET", path_of(id, "/rollouts"), query_of(id, **query)))
 
     async def distributions(
         self, id: str, step: int | None = None, *, after: int = 0, limit: int = 1
@@ -85,7 +85,8 @@ class KnowingCalls:
         """Histograms of a step, or of the newest `limit` steps above `after`, oldest first: `step`, and by name `edges`
         and `counts`, of which there is one more (below the first edge, ..., from the last one on)."""
         query = {"after": str(after), "limit": str(limit)} if step is None else {"step": str(step)}
-        return cast(Distributions, await self._http.json("GET", _of(id, "/distributions"), query))["distributions"]
+        asked = query_of(id, **query)
+        return cast(Distributions, await self._http.json("GET", path_of(id, "/distributions"), asked))["distributions"]
 
     async def timeline(self, id: str, after: int = 0, *, last_s: int = 0) -> list[TimelinePart]:
         """Return the activity of the job's workers: a part per worker and second, oldest first, with its `segments`
@@ -94,7 +95,7 @@ class KnowingCalls:
         query = {"last_s": str(last_s)} if last_s else {}
         while True:
             asked = {**query, "after": str(after)}
-            page = cast(Timeline, await self._http.json("GET", _of(id, "/timeline"), asked))
+            page = cast(Timeline, await self._http.json("GET", path_of(id, "/timeline"), asked))
             parts += page["timeline"]
             after, query = page["cursor"], {}
             if not page["more"]:
@@ -102,7 +103,7 @@ class KnowingCalls:
 
     async def stream_credentials(self, id: str) -> StreamCredentials:
         """Where and how the job is heard live on NATS, for a while: `servers`, `token`, `subjects`, `expires_at`..."""
-        return cast(StreamCredentials, await self._http.json("POST", _of(id, "/stream-credentials"), again=False))
+        return cast(StreamCredentials, await self._http.json("POST", path_of(id, "/stream-credentials"), again=False))
 
     async def validate(self, spec: Spec, *, beside: str | Path | None = None) -> Validation:
         """Have the server check a spec without submitting it: `valid`, `mistakes`, `checks` (what, found, result: ok,
@@ -130,52 +131,4 @@ class KnowingCalls:
 
     async def _goes_on(self, id: str) -> bool:
         """The stream has ended: because the job has, or because the server stops."""
-        return not (await self._http.json("GET", _of(id)))["finished"]
-
-
-def _of(id: str, rest: str = "") -> str:
-    return f"/v1/jobs/{quote(id, safe='')}{rest}"
-
-
-class KnowingSync(ABC):
-    """The same of Client."""
-
-    _core: KnowingCalls
-
-    @abstractmethod
-    def _call(self, coroutine: Coroutine[Any, Any, T]) -> T: ...
-
-    @abstractmethod
-    def _iterate(self, items: AsyncGenerator[T, None]) -> Iterator[T]: ...
-
-    def log_lines(self, id: str, after: int = 0, *, level: str = "debug", last: int = 0) -> list[LogLine]:
-        return self._call(self._core.log_lines(id, after, level=level, last=last))
-
-    def logs(self, id: str, after: int = 0, *, level: str = "debug", last: int = 0) -> Iterator[LogLine]:
-        return self._iterate(self._core.logs(id, after, level=level, last=last))
-
-    def rollouts(self, id: str, step: int | None = None) -> Rollouts:
-        return self._call(self._core.rollouts(id, step))
-
-    def distributions(self, id: str, step: int | None = None, *, after: int = 0, limit: int = 1) -> list[Distribution]:
-        return self._call(self._core.distributions(id, step, after=after, limit=limit))
-
-    def timeline(self, id: str, after: int = 0, *, last_s: int = 0) -> list[TimelinePart]:
-        return self._call(self._core.timeline(id, after, last_s=last_s))
-
-    def stream_credentials(self, id: str) -> StreamCredentials:
-        return self._call(self._core.stream_credentials(id))
-
-    def usage(
-        self,
-        by: str = "job",
-        *,
-        job: str | None = None,
-        first: str | None = None,
-        last: str | None = None,
-        limit: int = 100,
-    ) -> Usage:
-        return self._call(self._core.usage(by, job=job, first=first, last=last, limit=limit))
-
-    def validate(self, spec: Spec, *, beside: str | Path | None = None) -> Validation:
-        return self._call(self._core.validate(spec, beside=beside))
+        return not (await self._http.json("GET", path_of(id)))["finished"]

@@ -15,7 +15,6 @@ Several processes that serve the same name share its episodes.
 from __future__ import annotations
 
 import asyncio
-import random
 import re
 import socket
 import threading
@@ -32,6 +31,7 @@ from opentinker.envs.runtime.in_process_server import InProcessServer
 from opentinker.sdk.http import ApiError, Http
 from opentinker.sdk.loop_thread import call_in_loop
 from opentinker.sdk.wait_notice import Waiting, why
+from opentinker.shared.backoff import Backoff
 from opentinker.shared.messaging.websocket_frames import (
     FRAME_BYTES,
     GOODBYE,
@@ -148,7 +148,7 @@ class AsyncServing:
 
     async def _run(self) -> None:
         """Consumes calls of the scheduler, produces answers; reconnects until it is closed or refused."""
-        pause, waiting = FIRST_PAUSE_S, self._http.waiting()
+        backoff, waiting = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S), self._http.waiting()
         while not self._stopping:
             try:
                 ended, lasted = await self._connection(waiting)
@@ -157,11 +157,10 @@ class AsyncServing:
             if self._stopping:
                 return
             if lasted:
-                pause = FIRST_PAUSE_S
+                backoff.reset()
                 waiting.answered()
             waiting.failed(ended)
-            await asyncio.sleep(pause * (0.5 + random.random()))
-            pause = min(2 * pause, LONGEST_PAUSE_S)
+            await backoff.sleep()
 
     async def _connection(self, waiting: Waiting) -> tuple[str, bool]:
         """One, from its beginning to its end: why it ended, and whether it was one. Raises ApiError if refused."""

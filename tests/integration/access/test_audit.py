@@ -1,4 +1,4 @@
-"""The audit log: every act has its line before its answer, and no line can be changed, lost or moved unseen."""
+"""The audit log: every act has its line before its answer, and no line is lost or moved unnoticed."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ import pytest
 
 from opentinker.services.scheduler.http import audit as scheduler_audit
 from opentinker.shared.runtime.service import Context
-from opentinker.shared.security.audit_log import AuditBroken, AuditFile, files_of, folder, verify, writers
+from opentinker.shared.security.audit_log import AuditBroken, AuditFile, Verified, files_of, folder, verify, writers
 from opentinker.shared.security.authorization import Role
 from tests.support.api import OPERATOR, SPEC, bearing, new_key_of
 from tests.support.scheduling import scheduler
 
-PER_FILE = 900
+PER_FILE = 250
 
 
 @pytest.fixture
-def chain(tmp_path: Path) -> Path:
+def log(tmp_path: Path) -> Path:
     """Twenty lines in several files."""
-    log = AuditFile(tmp_path / "audit", "scheduler-0", file_bytes=PER_FILE)
+    file = AuditFile(tmp_path / "audit", "scheduler-0", file_bytes=PER_FILE)
     for number in range(20):
-        log.append([{"action": "test", "number": number}])
-    (present,) = writers(tmp_path / "audit")
-    assert len(files_of(present)) >= 3
-    return present
+        file.append([{"action": "test", "number": number}])
+    (current,) = writers(tmp_path / "audit")
+    assert len(files_of(current)) >= 3
+    return current
 
 
-def lines(present: Path) -> list[tuple[Path, bytes]]:
-    return [(path, line) for path in files_of(present) for line in path.read_bytes().splitlines(keepends=True)]
+def lines(current: Path) -> list[tuple[Path, bytes]]:
+    return [(path, line) for path in files_of(current) for line in path.read_bytes().splitlines(keepends=True)]
 
 
 def write(changed: list[tuple[Path, bytes]]) -> None:
@@ -42,91 +42,74 @@ def write(changed: list[tuple[Path, bytes]]) -> None:
         path.write_bytes(b"".join(line for _, line in group))
 
 
-def test_a_chain_that_nobody_touched_is_whole(chain: Path) -> None:
-    found = verify(chain)
-    assert (found.lines, found.first, found.last) == (20, 1, 20)
-    assert verify(chain, expected=found.hash) == found
-    hashes = [orjson.loads(line)["hash"] for _, line in lines(chain)]
-    assert len(set(hashes)) == 20 and all(verify(chain, expected=hash) for hash in hashes)
-
-
-def test_every_changed_missing_doubled_or_moved_line_is_found(chain: Path) -> None:
-    """But the last one that is cut off: for that there is `expected`."""
-    whole = lines(chain)
-    last = verify(chain).hash
-    tried = 0
-    for at, (path, line) in enumerate(whole):
-        content = orjson.loads(line)
-        variants: list[list[tuple[Path, bytes]]] = [
+def test_every_missing_doubled_moved_or_unreadable_line_is_found(log: Path) -> None:
+    """Except for a missing end."""
+    whole = lines(log)
+    assert verify(log) == Verified(lines=20, first=1, last=20)
+    for at, (path, line) in enumerate(whole[:-1]):
+        after = whole[at + 1]
+        for variant in (
             [*whole[:at], *whole[at + 1 :]],
             [*whole[:at], (path, line), (path, line), *whole[at + 1 :]],
-            [*whole[:at], (path, line.replace(b'"test"', b'"tost"')), *whole[at + 1 :]],
-            [*whole[:at], (path, line.replace(b'"seq"', b' "seq"')), *whole[at + 1 :]],
-            [*whole[:at], (path, orjson.dumps(content | {"number": 99}) + b"\n"), *whole[at + 1 :]],
             [*whole[:at], (path, b"{}\n"), *whole[at + 1 :]],
-        ]
-        if at + 1 < len(whole):
-            after = whole[at + 1]
-            variants.append([*whole[:at], (path, after[1]), (after[0], line), *whole[at + 2 :]])
-        for variant in variants:
+            [*whole[:at], (path, line[: len(line) // 2] + b"\n"), *whole[at + 1 :]],
+            [*whole[:at], (path, after[1]), (after[0], line), *whole[at + 2 :]],
+        ):
             write(variant)
             with pytest.raises(AuditBroken):
-                verify(chain, expected=last)
-            tried += 1
-        write(whole)
-    assert verify(chain).hash == last and tried == 20 * 6 + 19
+                verify(log)
+    write(whole)
+    assert verify(log).lines == 20
 
 
-def test_a_line_made_anew_with_a_right_hash_breaks_the_one_behind_it(chain: Path, tmp_path: Path) -> None:
-    whole = lines(chain)
-    other = AuditFile(tmp_path / "other", "scheduler-0", file_bytes=1 << 20)
-    other.append([{"action": "test", "number": 7}])
-    ((_, forged),) = lines(*writers(tmp_path / "other"))
-    write([(whole[0][0], forged), *whole[1:]])
-    with pytest.raises(AuditBroken, match="does not follow"):
-        verify(chain)
+def test_lines_of_an_older_version_are_continued(tmp_path: Path) -> None:
+    """Each held the hash of the one before it."""
+    (tmp_path / "s.jsonl").write_bytes(b'{"seq":1,"action":"a","prev":"00","hash":"1f"}\n')
+    AuditFile(tmp_path, "s").append([{"action": "b"}])
+    assert verify(tmp_path / "s.jsonl").lines == 2
 
 
-def test_a_lost_file_is_missed_unless_it_is_said(chain: Path) -> None:
-    first, second, *_ = files_of(chain)
+def test_a_removed_file_is_reported_unless_its_lines_are_excepted(log: Path) -> None:
+    first, second, *_ = files_of(log)
     first.unlink()
     with pytest.raises(AuditBroken, match="lines are missing"):
-        verify(chain)
+        verify(log)
     start = orjson.loads(second.read_bytes().splitlines()[0])["seq"]
-    assert verify(chain, first=start).first == start
+    assert verify(log, first=start).first == start
     second.unlink()
     with pytest.raises(AuditBroken, match="lines are missing"):
-        verify(chain, first=start)
+        verify(log, first=start)
 
 
-def test_a_torn_last_line_is_cut_off_and_said(tmp_path: Path) -> None:
-    """As a power cut leaves it: nobody had been told that it was written."""
+@pytest.mark.parametrize("torn", [b'{"seq":3,"action":"c","pre', b"\0" * 300 + b'"what":2}\n'])
+def test_a_torn_last_line_is_cut_off_and_said(tmp_path: Path, torn: bytes) -> None:
+    """As a power cut leaves it: no caller was told that it was written."""
     AuditFile(tmp_path, "s").append([{"action": "a"}, {"action": "b"}])
-    (present,) = writers(tmp_path)
-    with present.open("ab") as file:
-        file.write(b'{"seq":3,"action":"c","pre')
+    (current,) = writers(tmp_path)
+    with current.open("ab") as file:
+        file.write(torn)
     AuditFile(tmp_path, "s").append([{"action": "d"}])
-    found = [orjson.loads(line) for _, line in lines(present)]
+    found = [orjson.loads(line) for _, line in lines(current)]
     assert [line.get("action", line.get("event")) for line in found] == ["a", "b", "cut", "d"]
-    assert found[2]["bytes"] == 26 and verify(present).lines == 4
+    assert found[2]["bytes"] == len(torn) and verify(current).lines == 4
 
 
-def test_two_writers_of_one_chain_do_not_break_it(tmp_path: Path) -> None:
+def test_two_writers_of_one_log_number_its_lines_without_gaps(tmp_path: Path) -> None:
     one, two = AuditFile(tmp_path, "s"), AuditFile(tmp_path, "s")
     for number in range(5):
         one.append([{"n": number}])
         two.append([{"n": number}, {"n": -number}])
-    (present,) = writers(tmp_path)
-    assert verify(present).lines == 15
+    (current,) = writers(tmp_path)
+    assert verify(current).lines == 15
 
 
 # --- the scheduler --------------------------------------------------------------------------------------------------
 
 
 def entries(ctx: Context) -> list[dict[str, Any]]:
-    (present,) = writers(folder(ctx.settings.data_dir))
-    verify(present)
-    return [orjson.loads(line) for _, line in lines(present)]
+    (current,) = writers(folder(ctx.settings.data_dir))
+    verify(current)
+    return [orjson.loads(line) for _, line in lines(current)]
 
 
 async def test_who_did_what_to_what_is_there_when_the_answer_is(ctx: Context) -> None:
@@ -181,20 +164,15 @@ async def test_a_log_that_cannot_be_written_ends_no_request(
     monkeypatch.setattr(AuditFile, "append", full)
     async with scheduler(ctx) as url, aiohttp.ClientSession() as session:
         assert (await session.post(f"{url}/v1/jobs", json=SPEC, headers=bearing())).status == 201
-    assert "audit_not_written" in capsys.readouterr().out
+    assert "audit_write_failed" in capsys.readouterr().out
 
 
-def test_the_command_tells_a_whole_log_from_a_broken_one(tmp_path: Path) -> None:
+def test_the_command_reports_a_missing_line(tmp_path: Path) -> None:
     AuditFile(folder(tmp_path), "scheduler-0").append([{"action": "a"}, {"action": "b"}])
     command = [sys.executable, "-m", "opentinker.cli", "audit", "verify", "--data-dir", str(tmp_path), "--json"]
     done = subprocess.run(command, capture_output=True, check=False)
-    (log,) = orjson.loads(done.stdout)["logs"]
-    assert (done.returncode, log["lines"]) == (0, 2)
-    assert subprocess.run([*command, "--expect", log["hash"]], capture_output=True, check=False).returncode == 0
-    (present,) = writers(folder(tmp_path))
-    first, _ = present.read_bytes().splitlines(keepends=True)
-    present.write_bytes(first)
-    assert subprocess.run([*command, "--expect", log["hash"]], capture_output=True, check=False).returncode == 1
-    present.write_bytes(first.replace(b'"a"', b'"c"'))
+    assert (done.returncode, orjson.loads(done.stdout)["logs"]) == (0, [{"log": "scheduler-0", "lines": 2, "last": 2}])
+    (current,) = writers(folder(tmp_path))
+    current.write_bytes(current.read_bytes().splitlines(keepends=True)[1])
     done = subprocess.run(command, capture_output=True, check=False)
-    assert done.returncode == 1 and "line 1 was changed" in orjson.loads(done.stdout)["broken"][0]
+    assert done.returncode == 1 and "line 2 where 1 is expected" in orjson.loads(done.stdout)["broken"][0]

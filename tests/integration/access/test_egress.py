@@ -124,9 +124,7 @@ async def test_a_literal_address_is_judged_too() -> None:
         assert counting.requests == 0
 
 
-async def test_a_name_that_resolves_to_something_else_the_second_time_gains_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_name_that_resolves_differently_later_gains_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     counting = Counting()
     answers = [PUBLIC, "127.0.0.1"]
 

@@ -33,7 +33,14 @@ from opentinker.shared.config import Settings
 from opentinker.shared.data import uploads
 from opentinker.shared.data.uploads import Pin
 from opentinker.shared.types.core import Ending, StopReason
-from opentinker.shared.types.env_protocol import CloseSession, EnvCheck, OpenSession, SessionReply, StepSession
+from opentinker.shared.types.env_protocol import (
+    CloseSession,
+    EnvCheck,
+    EnvCheckReply,
+    OpenSession,
+    SessionReply,
+    StepSession,
+)
 from opentinker.shared.types.errors import SpecError
 from tests.conftest import soon, until
 from tests.integration.access.test_sandbox import DEADLY
@@ -182,9 +189,7 @@ async def test_a_cost_that_a_child_says_is_checked(worker: Worker, tmp_path: Pat
     assert reply.failure == Ending.ENV_BAD_REPLY and "cost must be above 0" in reply.error
 
 
-async def test_an_idle_child_leaves_its_place_or_ends(
-    worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_idle_children_make_room(worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name = worker.push(PARITY)
     for job in ("a", "b", "c", "d"):
         session, opened = await worker.open(name, job)
@@ -196,7 +201,7 @@ async def test_an_idle_child_leaves_its_place_or_ends(
     session, _ = await worker.open(name, "d")
     await worker.step(session, "odd")
     last = worker.host._children[-1]
-    await until(lambda: last.gone == "nobody needed it any more")
+    await until(lambda: last.gone == "it was idle")
     await last.ended()
 
 
@@ -262,12 +267,14 @@ async def test_what_the_operator_wrote_can_be_isolated_too(worker: Worker) -> No
 
 async def test_settings_are_checked_by_the_package_in_a_sandbox(worker: Worker, tmp_path: Path) -> None:
     name = worker.push(PARITY)
-    assert await worker.host.check(EnvCheck(name=name, config={"largest": 7}, isolation="sandbox")) == []
-    assert await worker.host.check(EnvCheck(name=name, config=None, isolation="sandbox")) == []
+    assert await worker.host.check(EnvCheck(name=name, config={"largest": 7}, isolation="sandbox")) == EnvCheckReply(
+        seats=[""]
+    )
+    assert await worker.host.check(EnvCheck(name=name, config=None, isolation="sandbox")) == EnvCheckReply()
     wrong = await worker.host.check(EnvCheck(name=name, config={"largest": "x", "y": 1}, isolation="sandbox"))
-    assert {mistake["field"] for mistake in wrong} == {"environment.config.largest", "environment.config.y"}
+    assert {mistake["field"] for mistake in wrong.errors} == {"environment.config.largest", "environment.config.y"}
     broken = worker.push(package(tmp_path / "x", small__py="1 / 0\n"))
-    (mistake,) = await worker.host.check(EnvCheck(name=broken, config=None, isolation="sandbox"))
+    (mistake,) = (await worker.host.check(EnvCheck(name=broken, config=None, isolation="sandbox"))).errors
     assert "ZeroDivisionError" in mistake["problem"]
     assert worker.host._children == []
 
@@ -304,9 +311,7 @@ async def test_attacks_get_errors_and_everybody_goes_on(worker: Worker, tmp_path
         ("endless", Ending.ENV_TIMEOUT, "were over"),
     ],
 )
-async def test_who_overdoes_it_ends_its_own_episode_alone(
-    worker: Worker, tmp_path: Path, attack: str, ending: Ending, words: str
-) -> None:
+async def test_excess_ends_one_episode(worker: Worker, tmp_path: Path, attack: str, ending: Ending, words: str) -> None:
     name = worker.push(hostile(tmp_path / "hostile"))
     neighbour, _ = await worker.open(worker.push(PARITY), "another")
     await worker.said(name)  # the child is warm, so that its start is no part of the deadline
@@ -347,9 +352,7 @@ async def test_an_upload_is_never_played_outside_of_a_sandbox(worker: Worker) ->
         ({"environment__toml": 'name = "small"\nclass = "small:Small"\npython = "<3"\n'}, "is for Python <3"),
     ],
 )
-async def test_packages_that_cannot_work_here_say_why(
-    worker: Worker, tmp_path: Path, files: dict[str, str], words: str
-) -> None:
+async def test_unusable_packages_say_why(worker: Worker, tmp_path: Path, files: dict[str, str], words: str) -> None:
     with pytest.raises(SpecError, match=words):
         await worker.sandboxes.program(worker.push(package(tmp_path / "x", **files)))
 
@@ -423,9 +426,7 @@ class Small(Environment):
 """
 
 
-async def test_the_lock_is_installed_once_and_no_code_of_it_runs_outside(
-    worker: Worker, tmp_path: Path, index: Path
-) -> None:
+async def test_the_lock_is_installed_once_and_only_inside(worker: Worker, tmp_path: Path, index: Path) -> None:
     trap = tmp_path / "trap"
     place = package(tmp_path / "x", requirements__lock=wheel(index, trap), small__py=USES)
     name = worker.push(place)
@@ -439,9 +440,7 @@ async def test_the_lock_is_installed_once_and_no_code_of_it_runs_outside(
     assert not trap.exists()
 
 
-async def test_a_package_that_is_pushed_again_gets_its_virtual_environment_again(
-    worker: Worker, tmp_path: Path, index: Path
-) -> None:
+async def test_a_package_pushed_again_is_installed_again(worker: Worker, tmp_path: Path, index: Path) -> None:
     """The scheduler takes away what nobody names any more, also what this worker has played."""
     place = package(tmp_path / "x", requirements__lock=wheel(index, tmp_path / "trap"), small__py=USES)
     name = worker.push(place)
@@ -506,9 +505,7 @@ wheels = [{{ url = "https://example.org/{WHEEL}", hash = "{digest}" }}]
     assert not (tmp_path / "trap").exists()  # nor does uv do what the package tells it
 
 
-async def test_what_cannot_be_installed_is_told_in_uvs_words_and_tried_again(
-    worker: Worker, tmp_path: Path, index: Path
-) -> None:
+async def test_failed_installs_show_uv_errors_and_are_retried(worker: Worker, tmp_path: Path, index: Path) -> None:
     line = wheel(index, tmp_path / "trap")
     made = index / WHEEL
     content = made.read_bytes()

@@ -27,7 +27,7 @@ from opentinker.shared.security.authorization import MAY, SCOPES, Action, Princi
 from opentinker.shared.security.key_text import digest_of, new_key, parse, read_key, write_key
 from opentinker.shared.security.redact import redacted
 from opentinker.shared.state import keys as keys_module
-from opentinker.shared.state.keys import Key, Keys
+from opentinker.shared.state.keys import Key, KeyStore
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.errors import Conflict, NotFound, OpenTinkerError, SpecError
 from tests.conftest import soon, until
@@ -73,9 +73,7 @@ def test_each_role_may_what_the_one_before_may_and_more() -> None:
 
 @pytest.mark.parametrize("role", Role)
 @pytest.mark.parametrize("action", Action)
-def test_an_action_is_allowed_where_role_and_scopes_allow_it_on_what_is_the_tenant_s(
-    role: Role, action: Action
-) -> None:
+def test_an_action_needs_role_scope_and_tenant(role: Role, action: Action) -> None:
     free, about = action is Action.FREE, action is Action.ABOUT
     for scopes in (SCOPES, frozenset[Action](), frozenset({action})):
         who = Principal("red", role, "k", scopes)
@@ -102,14 +100,14 @@ def test_nobody_gives_more_than_they_have() -> None:
 async def test_redis_never_sees_a_secret(store: Store) -> None:
     key = await new_key_of(store)
     _, id = parse(key) or ("", "")
-    found = await Keys(store.redis).find(id)
+    found = await KeyStore(store.redis).find(id)
     assert found is not None and found.digest == digest_of(key) and found.fits(digest_of(key), time.time())
     stored = [str(await store.redis.hgetall(name)) for name in await store.redis.keys("key:*")]
     assert stored and not any(key.rpartition("_")[2] in text for text in stored)
 
 
 async def test_a_rotated_key_stays_valid_for_its_time_of_grace(store: Store) -> None:
-    key, keys, now = await new_key_of(store), Keys(store.redis), time.time()
+    key, keys, now = await new_key_of(store), KeyStore(store.redis), time.time()
     _, id = parse(key) or ("", "")
     second, third = new_key("local", id), new_key("local", id)
     for _ in range(2):  # a client that lost the connection says it again
@@ -126,7 +124,7 @@ async def test_a_rotated_key_stays_valid_for_its_time_of_grace(store: Store) -> 
 
 
 async def test_what_is_over_is_not_rotated_and_revoking_twice_is_fine(store: Store) -> None:
-    keys, now = Keys(store.redis), time.time()
+    keys, now = KeyStore(store.redis), time.time()
     _, id = parse(await new_key_of(store)) or ("", "")
     _, old = parse(await new_key_of(store, expires=now - 1.0)) or ("", "")
     for _ in range(2):
@@ -141,10 +139,8 @@ async def test_what_is_over_is_not_rotated_and_revoking_twice_is_fine(store: Sto
     assert await store.redis.ttl(f"key:{id}") > 0 and await store.redis.ttl(f"key:{old}") > 0
 
 
-async def test_a_tenant_has_so_many_keys_and_forgotten_ones_do_not_count(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(keys_module, "MOST_KEYS", 2)
+async def test_a_tenant_has_a_limit_of_keys(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keys_module, "MAX_KEYS", 2)
     first = await new_key_of(store, "red")
     await new_key_of(store, "red")
     with pytest.raises(Conflict, match="2 keys"):
@@ -152,113 +148,98 @@ async def test_a_tenant_has_so_many_keys_and_forgotten_ones_do_not_count(
     await store.redis.delete(f"key:{(parse(first) or ('', ''))[1]}")  # as after KEPT_S
     await new_key_of(store, "red")
     await new_key_of(store, "blue")
-    assert set(await Keys(store.redis).tenants()) == {"red", "blue"}
+    assert set(await KeyStore(store.redis).tenants()) == {"red", "blue"}
 
 
 # --- what they open -------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-async def closed(ctx: Context) -> AsyncIterator[Http]:
-    """A scheduler, and a session that bears nothing."""
-    async with scheduler(ctx) as url, aiohttp.ClientSession() as session:
-        yield Http(session, url)
-
-
 BAD = [
-    (None, "asks for a key"),
-    (OPERATOR, "asks for a key"),
-    (f"Basic {OPERATOR}", "asks for a key"),
-    ("Bearer", "asks for a key"),
-    (f"Bearer {OPERATOR[:-1]}", "or it is incomplete"),
-    ("Bearer \xff\udcff", "or it is incomplete"),
-    (f"Bearer {new_key('elsewhere')}", "a key of 'elsewhere', and this server is 'local'"),
-    (f"Bearer {new_key('local')}", "does not know"),
-    (f"Bearer {new_key('local', (parse(OPERATOR) or ('', ''))[1])}", "does not know"),
+    (None, "API key required"),
+    (OPERATOR, "API key required"),
+    (f"Basic {OPERATOR}", "API key required"),
+    ("Bearer", "API key required"),
+    (f"Bearer {OPERATOR[:-1]}", "malformed API key"),
+    ("Bearer \xff\udcff", "malformed API key"),
+    (f"Bearer {new_key('elsewhere')}", "belongs to deployment 'elsewhere', and this server is 'local'"),
+    (f"Bearer {new_key('local')}", "unknown API key"),
+    (f"Bearer {new_key('local', (parse(OPERATOR) or ('', ''))[1])}", "unknown API key"),
 ]
 
 
 @pytest.mark.parametrize(("header", "why"), BAD, ids=range(len(BAD)))
-async def test_a_wrong_key_opens_nothing_and_is_told_why(closed: Http, header: str | None, why: str) -> None:
+async def test_a_wrong_key_opens_nothing_and_is_told_why(api: Http, header: str | None, why: str) -> None:
     headers = {} if header is None else {"Authorization": header.encode("utf-8", "surrogateescape").decode("latin-1")}
     for path in ("/v1/jobs", "/nowhere", "/metrics", "/openapi.json", "/healthz/../v1/jobs", "//healthz"):
-        status, body = await closed("GET", path, headers=headers)
+        status, body = await api("GET", path, headers=headers)
         assert (status, body["title"]) == (401, "Unauthorized"), path
         assert why in body["detail"] and "OPENTINKER_API_KEY" in body["hint"] and OPERATOR not in str(body)
-    status, body = await closed("GET", "/v1/jobs/x/v1/models", headers=headers)  # as OpenAI's API says it
+    status, body = await api("GET", "/v1/jobs/x/v1/models", headers=headers)  # as OpenAI's API says it
     assert status == 401 and why in body["error"]["message"] and body["error"]["code"] == "invalid_api_key"
-    assert [(await closed("GET", path, headers=headers))[0] for path in ("/healthz", "/readyz")] == [200, 200]
+    assert [(await api("GET", path, headers=headers))[0] for path in ("/healthz", "/readyz")] == [200, 200]
 
 
-async def test_clients_of_tinker_are_told_that_its_api_is_not_there(closed: Http) -> None:
+async def test_clients_of_tinker_are_told_that_its_api_is_not_there(api: Http) -> None:
     for path, headers in (("/api/v1/get_server_capabilities", {"X-API-Key": "tml-1"}), ("/api/v1/create_session", {})):
-        status, body = await closed("POST", path, headers=headers)
-        assert status == 404 and body["detail"].startswith("there is no Tinker API here yet")
+        status, body = await api("POST", path, headers=headers)
+        assert status == 404 and body["detail"].startswith("the Tinker API is not supported")
 
 
-async def test_a_key_that_nobody_can_have_been_given_costs_no_question_to_redis(
-    closed: Http, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_impossible_key_costs_no_redis_call(api: Http, monkeypatch: pytest.MonkeyPatch) -> None:
     async def away(*_: object) -> None:
         raise RedisError("away")
 
-    monkeypatch.setattr(Keys, "find", away)
-    answers = [(await closed("GET", "/v1/jobs", headers={"Authorization": header or ""}))[0] for header, _ in BAD[:5]]
+    monkeypatch.setattr(KeyStore, "find", away)
+    answers = [(await api("GET", "/v1/jobs", headers={"Authorization": header or ""}))[0] for header, _ in BAD[:5]]
     assert answers == [401] * 5
-    assert (await closed("GET", "/v1/jobs", headers=bearing(new_key("elsewhere"))))[0] == 401
-    assert (await closed("GET", "/v1/jobs", headers=bearing(new_key("local"))))[0] == 503
+    assert (await api("GET", "/v1/jobs", headers=bearing(new_key("elsewhere"))))[0] == 401
+    assert (await api("GET", "/v1/jobs", headers=bearing(new_key("local"))))[0] == 503
 
 
-async def test_who_guesses_keys_waits_for_other_guesses_and_holds_up_nobody_else(
-    closed: Http, store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_guesses_delay_only_guesses(api: Http, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auth, "CACHE_S", -1.0)  # a known key is looked up each time
-    key, find, go_on = await new_key_of(store), Keys.find, asyncio.Event()
+    key, find, go_on = await new_key_of(store), KeyStore.find, asyncio.Event()
     _, known = parse(key) or ("", "")
-    assert (await closed("GET", "/v1/jobs", headers=bearing(key)))[0] == 200
+    assert (await api("GET", "/v1/jobs", headers=bearing(key)))[0] == 200
     looking: set[str] = set()
 
-    async def slowly(self: Keys, id: str) -> Key | None:
+    async def slowly(self: KeyStore, id: str) -> Key | None:
         if id != known:
             looking.add(id)
             await go_on.wait()
         return await find(self, id)
 
-    monkeypatch.setattr(Keys, "find", slowly)
-    guesses = [asyncio.create_task(closed("GET", "/v1/jobs", headers=bearing(new_key("local")))) for _ in range(50)]
-    await until(lambda: len(looking) == auth.STRANGERS)
+    monkeypatch.setattr(KeyStore, "find", slowly)
+    guesses = [asyncio.create_task(api("GET", "/v1/jobs", headers=bearing(new_key("local")))) for _ in range(50)]
+    await until(lambda: len(looking) == auth.MAX_UNKNOWN_LOOKUPS)
     for _ in range(5):
-        assert (await closed("GET", "/v1/jobs", headers=bearing(key)))[0] == 200
-    assert len(looking) == auth.STRANGERS and not any(guess.done() for guess in guesses)
+        assert (await api("GET", "/v1/jobs", headers=bearing(key)))[0] == 200
+    assert len(looking) == auth.MAX_UNKNOWN_LOOKUPS and not any(guess.done() for guess in guesses)
     go_on.set()
     assert {status for status, _ in await asyncio.gather(*guesses)} == {401}
 
 
-async def test_a_good_key_opens_and_its_use_is_noted_once_a_minute(
-    closed: Http, store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_key_use_is_noted_once_a_minute(api: Http, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auth, "CACHE_S", -1.0)
     key = await new_key_of(store)
     _, id = parse(key) or ("", "")
     began = time.time()
     for header in (f"Bearer {key}", f"bearer  {key}"):
-        status, body = await closed("GET", "/v1/jobs", headers={"Authorization": header})
+        status, body = await api("GET", "/v1/jobs", headers={"Authorization": header})
         assert (status, body["jobs"]) == (200, [])
-    found = await Keys(store.redis).find(id)
+    found = await KeyStore(store.redis).find(id)
     assert found is not None and found.used >= began
     await store.redis.hset(f"key:{id}", "used", 1.0)
-    await closed("GET", "/v1/jobs", headers=bearing(key))
-    found = await Keys(store.redis).find(id)
+    await api("GET", "/v1/jobs", headers=bearing(key))
+    found = await KeyStore(store.redis).find(id)
     assert found is not None and found.used >= began
     await store.redis.hset(f"key:{id}", "used", time.time() - 30.0)
-    before = await Keys(store.redis).find(id)
-    await closed("GET", "/v1/jobs", headers=bearing(key))
-    assert await Keys(store.redis).find(id) == before
+    before = await KeyStore(store.redis).find(id)
+    await api("GET", "/v1/jobs", headers=bearing(key))
+    assert await KeyStore(store.redis).find(id) == before
 
 
-async def test_a_revoked_key_opens_nothing_a_second_later_at_any_scheduler(
-    ctx: Context, store: Store, tmp_path: Path
-) -> None:
+async def test_a_revoked_key_is_refused_by_all_schedulers(ctx: Context, store: Store, tmp_path: Path) -> None:
     second = Context(**{**vars(ctx), "worker": "scheduler-1", "stopping": asyncio.Event(), "detail": {}})
     async with scheduler(ctx) as url, scheduler(second) as other, aiohttp.ClientSession() as session:
         for end, why in (("revoke", "revoked"), ("expire", "expired"), ("rotate", "rotated")):
@@ -269,33 +250,33 @@ async def test_a_revoked_key_opens_nothing_a_second_later_at_any_scheduler(
             now = time.time()
             match end:
                 case "revoke":
-                    await Keys(store.redis).revoke(id, now=now)
+                    await KeyStore(store.redis).revoke(id, now=now)
                 case "expire":
                     await store.redis.hset(f"key:{id}", "expires", now)
                 case "rotate":
-                    await Keys(store.redis).rotate(id, new_key("local", id), now=now, grace_s=0.0)
+                    await KeyStore(store.redis).rotate(id, new_key("local", id), now=now, grace_s=0.0)
             await asyncio.sleep(auth.CACHE_S)  # what is believed for so long is believed no longer
             for http in both:
                 status, body = await http("GET", "/v1/jobs", headers=bearing(key))
-                assert status == 401 and (why in body["detail"] or "does not know" in body["detail"])
-    assert auth.CACHE_S + auth.LOOK_S < 1.0
+                assert status == 401 and (why in body["detail"] or "unknown API key" in body["detail"])
+    assert auth.CACHE_S + auth.RECHECK_S < 1.0
 
 
-async def test_what_a_key_has_open_is_cut_off_when_it_is_over(closed: Http, store: Store) -> None:
+async def test_what_a_key_has_open_is_cut_off_when_it_is_over(api: Http, store: Store) -> None:
     key, stays = await new_key_of(store), await new_key_of(store)
-    _, job = await closed("POST", "/v1/jobs", data=orjson.dumps(SPEC), headers=bearing(key))
-    events = f"{closed.url}/v1/jobs/{job['id']}/events"
+    _, job = await api("POST", "/v1/jobs", data=orjson.dumps(SPEC), headers=bearing(key))
+    events = f"{api.url}/v1/jobs/{job['id']}/events"
     async with (
-        closed.session.get(events, headers=bearing(key)) as ending,
-        closed.session.get(events, headers=bearing(stays)) as staying,
-        closed.session.ws_connect(f"{closed.url}/v1/served/x", headers=bearing(key)) as socket,
+        api.session.get(events, headers=bearing(key)) as ending,
+        api.session.get(events, headers=bearing(stays)) as staying,
+        api.session.ws_connect(f"{api.url}/v1/served/x", headers=bearing(key)) as socket,
     ):
         assert len(await soon(read_events(ending, 1))) == len(await soon(read_events(staying, 1))) == 1
-        await Keys(store.redis).revoke((parse(key) or ("", ""))[1], now=time.time())
+        await KeyStore(store.redis).revoke((parse(key) or ("", ""))[1], now=time.time())
         with pytest.raises(aiohttp.ClientPayloadError):
             await soon(ending.content.read())
         assert (await soon(socket.receive())).type in (aiohttp.WSMsgType.CLOSE, aiohttp.WSMsgType.CLOSED)
-        await closed("POST", f"/v1/jobs/{job['id']}/cancel", headers=bearing(stays))
+        await api("POST", f"/v1/jobs/{job['id']}/cancel", headers=bearing(stays))
         assert (await soon(read_events(staying)))[-1]["event"] == "cancelled"
 
 
@@ -316,14 +297,12 @@ async def test_a_server_nobody_could_ask_does_not_start(ctx: Context, store: Sto
         await register_operator(ctx)
 
 
-async def test_a_revoked_operator_s_key_does_not_come_back_by_its_file(
-    closed: Http, ctx: Context, store: Store
-) -> None:
-    assert (await closed("GET", "/v1/workers", headers=bearing()))[0] == 200
-    await Keys(store.redis).revoke((parse(OPERATOR) or ("", ""))[1], now=time.time())
+async def test_a_revoked_operator_key_stays_revoked(api: Http, ctx: Context, store: Store) -> None:
+    assert (await api("GET", "/v1/workers", headers=bearing()))[0] == 200
+    await KeyStore(store.redis).revoke((parse(OPERATOR) or ("", ""))[1], now=time.time())
     await register_operator(ctx)
     await asyncio.sleep(auth.CACHE_S)
-    assert (await closed("GET", "/v1/workers", headers=bearing()))[0] == 401
+    assert (await api("GET", "/v1/workers", headers=bearing()))[0] == 401
 
 
 @pytest.mark.parametrize("content", [None, b"", b"short", b"0123456789abcdef" * 4, b"\xff" * 40])
@@ -383,19 +362,17 @@ async def without(ctx: Context) -> AsyncIterator[Http]:
 
 
 PAGES = [
-    ({"Origin": "http://evil.example"}, "no pages of others"),
-    ({"Origin": "http://localhost:3000"}, "no pages of others"),
-    ({"Origin": "null"}, "no pages of others"),
-    ({"Host": "evil.example"}, "asks for no key"),
-    ({"Host": "127.0.0.1.evil.example:8080", "Origin": "http://127.0.0.1.evil.example:8080"}, "asks for no key"),
-    ({"Host": "[::1"}, "asks for no key"),
+    ({"Origin": "http://evil.example"}, "rejects requests of other sites"),
+    ({"Origin": "http://localhost:3000"}, "rejects requests of other sites"),
+    ({"Origin": "null"}, "rejects requests of other sites"),
+    ({"Host": "evil.example"}, "requires no key"),
+    ({"Host": "127.0.0.1.evil.example:8080", "Origin": "http://127.0.0.1.evil.example:8080"}, "requires no key"),
+    ({"Host": "[::1"}, "requires no key"),
 ]
 
 
 @pytest.mark.parametrize(("headers", "why"), PAGES)
-async def test_a_server_without_keys_answers_no_page_of_another_site(
-    without: Http, headers: dict[str, str], why: str
-) -> None:
+async def test_a_server_without_keys_refuses_other_sites(without: Http, headers: dict[str, str], why: str) -> None:
     for method, path in (("POST", "/v1/jobs"), ("GET", "/v1/jobs"), ("GET", "/healthz")):
         status, body = await without(method, path, headers=headers)
         assert status == 403 and why in body["detail"]
@@ -414,15 +391,13 @@ async def test_a_server_without_keys_says_so_and_answers_its_own_pages_and_progr
 
 
 @pytest.mark.usefixtures("nothing_given")
-async def test_the_client_takes_the_key_from_a_parameter_a_variable_or_a_file(
-    closed: Http, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_client_finds_its_key(api: Http, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def ask(key: str | None = None) -> None:
-        async with AsyncClient(closed.url, api_key=key) as client:
+        async with AsyncClient(api.url, api_key=key) as client:
             assert await client.jobs() == []
 
     await ask(OPERATOR)
-    with pytest.raises(ApiError, match="asks for a key; set OPENTINKER_API_KEY") as refused:
+    with pytest.raises(ApiError, match="API key required; set OPENTINKER_API_KEY") as refused:
         await ask()
     assert refused.value.status == 401
     monkeypatch.setenv("OPENTINKER_API_KEY_FILE", str(tmp_path / "nowhere"))
@@ -432,7 +407,7 @@ async def test_the_client_takes_the_key_from_a_parameter_a_variable_or_a_file(
     monkeypatch.setenv("OPENTINKER_API_KEY_FILE", str(tmp_path / "key"))
     await ask()
     monkeypatch.setenv("OPENTINKER_API_KEY", new_key("local"))
-    with pytest.raises(ApiError, match="does not know this key"):
+    with pytest.raises(ApiError, match="unknown API key"):
         await ask()
 
 

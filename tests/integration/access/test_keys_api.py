@@ -25,19 +25,13 @@ from opentinker.shared.runtime.service import Context
 from opentinker.shared.security.audit_log import files_of, folder, writers
 from opentinker.shared.security.authorization import MAY, Action, Role
 from opentinker.shared.security.key_text import parse, read_key
-from opentinker.shared.state.keys import Keys
+from opentinker.shared.state.keys import KeyStore
 from opentinker.shared.state.store import Store
 from tests.conftest import until
 from tests.support.api import OPERATOR, Http, bearing, new_key_of
 from tests.support.scheduling import Workers, new_job, scheduler
 
 YEAR_S = 365 * 86400.0
-
-
-@pytest.fixture
-async def url(ctx: Context) -> AsyncIterator[str]:
-    async with scheduler(ctx) as url:
-        yield url
 
 
 @pytest.fixture
@@ -126,30 +120,21 @@ async def test_an_admin_sees_no_tenant_but_its_own_and_an_operator_all(http: Htt
     assert (status, gone["state"], gone["tenant"]) == (200, "revoked", "blue")
 
 
-async def test_an_operator_frees_a_worker_of_a_foreign_job_and_learns_its_id_and_state(
-    http: Http, url: str, ctx: Context, store: Store
-) -> None:
+async def test_an_operator_frees_a_worker_of_a_foreign_job(http: Http, url: str, ctx: Context, store: Store) -> None:
     workers = Workers(store)
     await workers.start("trainer-0", "rollout-0", "env-0")
     red = await new_key_of(store, "red")
     job = await new_job(store, "j-red0000000", tenant="red")
     free = "/v1/workers/rollout-0/free"
-
-    async def held() -> bool:
-        return await workers.holds("rollout-0") == job
-
-    async def is_free() -> bool:
-        return await workers.holds("rollout-0") is None
-
     try:
-        await until(held)
+        await until(lambda: workers.holds("rollout-0"), lambda found: found == job)
         assert (await http("POST", free, headers=bearing(red)))[0] == 403
         assert (await http("GET", f"/v1/jobs/{job}", headers=bearing()))[0] == 404
         async with AsyncClient(url, api_key=OPERATOR) as operator:
             assert await operator.free_worker("rollout-0") == {"worker": "rollout-0", "job": job, "state": "cancelled"}
         status, seen = await http("GET", f"/v1/jobs/{job}", headers=bearing(red))
         assert (status, seen["state"]) == (200, "cancelled") and "by an operator" in seen["reason"]
-        await until(is_free)
+        await until(lambda: workers.holds("rollout-0"), lambda found: found is None)
         assert (await http("POST", free, headers=bearing()))[0] == 409
         assert (await http("POST", "/v1/workers/rollout-9/free", headers=bearing()))[0] == 404
         (present,) = writers(folder(ctx.settings.data_dir))
@@ -269,7 +254,7 @@ async def test_keys_on_the_command_line(url: str, store: Store, tmp_path: Path) 
     new = (await typed("keys", "rotate", id_of(key), "--grace", "1h", *on))[0].strip()
     assert id_of(new) == id_of(key) and new != key
     assert (await typed("keys", "revoke", id_of(key), *on))[0] == f"{id_of(key)}  revoked\n"
-    found = await Keys(store.redis).find(id_of(key))
+    found = await KeyStore(store.redis).find(id_of(key))
     assert found is not None and found.revoked
     for wrong in (("--expires", "soon"), ("--scopes", "fly"), ("--role", "king")):
         await typed("keys", "create", *wrong, *on, status=2 if wrong[0] == "--expires" else 1)
@@ -292,9 +277,7 @@ async def test_a_server_without_keys_is_called_so_loudly(ctx: Context) -> None:
         assert orjson.loads(shown) == [] and said.startswith("AUTH IS OFF at")
 
 
-async def test_the_key_of_this_directory_is_rotated_in_its_file(
-    ctx: Context, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_key_file_rotation(ctx: Context, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("OPENTINKER_API_KEY", "OPENTINKER_ADMIN_KEY_FILE"):
         monkeypatch.delenv(name)

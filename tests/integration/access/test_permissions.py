@@ -140,9 +140,7 @@ def expected(service: str) -> tuple[dict[str, bool], dict[str, bool]]:
     return publish, subscribe
 
 
-async def test_each_nats_user_may_what_the_table_says_and_nothing_else(
-    guarded_nats: Server, access: tuple[Access, int], figure: Figure
-) -> None:
+async def test_nats_users_follow_the_table(guarded_nats: Server, access: tuple[Access, int], figure: Figure) -> None:
     cells = allowed = 0
     for service in SERVICES:
         publish, subscribe = expected(service)
@@ -178,9 +176,7 @@ async def test_nobody_without_the_password_of_a_user_comes_in(guarded_nats: Serv
     await asyncio.gather(*(comes(dict(login)) for login in logins))
 
 
-async def test_what_a_service_asks_for_is_answered_where_only_it_listens(
-    guarded_nats: Server, access: tuple[Access, int]
-) -> None:
+async def test_services_have_private_inboxes(guarded_nats: Server, access: tuple[Access, int]) -> None:
     """A request of the scheduler to an env worker, while a trainer tries to listen to everything."""
     from opentinker.shared.messaging.subjects import ENV_CHECK, SCHEDULER
     from opentinker.shared.types.env_protocol import EnvCheck, EnvCheckReply
@@ -236,9 +232,7 @@ NEVER = (("flushall",), ("config", "get", "*"), ("keys", "*"), ("acl", "list"), 
          ("publish", "c", "m"))  # fmt: skip
 
 
-async def test_each_redis_user_has_its_keys_and_no_others(
-    guarded_valkey: Server, access: tuple[Access, int], figure: Figure
-) -> None:
+async def test_redis_users_have_their_keys(guarded_valkey: Server, access: tuple[Access, int], figure: Figure) -> None:
     cells = allowed = 0
     async with Store.connect(guarded_valkey.url, "test", OPERATOR, access[0].password("valkey", OPERATOR)) as store:
 

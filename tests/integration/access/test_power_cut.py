@@ -25,7 +25,6 @@ from opentinker.shared.evaluation.records import Evaluations
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.messaging.permissions import OPERATOR
 from opentinker.shared.messaging.subjects import SERVICES
-from opentinker.shared.security import audit_log
 from opentinker.shared.security.key_text import new_key, read_key, write_key
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import WeightVersion
@@ -56,9 +55,7 @@ def data(tmp_path: Path) -> Path:
 
 
 @both
-def test_what_the_first_start_has_made_is_there_at_the_second(
-    disk: UnsyncedDisk, data: Path, tmp_path: Path, how: Cut
-) -> None:
+def test_the_second_start_finds_files_of_the_first(disk: UnsyncedDisk, data: Path, tmp_path: Path, how: Cut) -> None:
     access = Access(data / "run" / "access", shipped_conf("nats.conf"))
     access.deal(data / "dealt", "local")
     write_key(data / "run" / "operator-key", key := new_key("local"))
@@ -76,9 +73,7 @@ def test_what_the_first_start_has_made_is_there_at_the_second(
 
 
 @both
-def test_an_upload_that_was_answered_is_there_and_whole(
-    disk: UnsyncedDisk, data: Path, tmp_path: Path, how: Cut
-) -> None:
+def test_an_answered_upload_is_complete(disk: UnsyncedDisk, data: Path, tmp_path: Path, how: Cut) -> None:
     source = package(tmp_path / "source")
     (source / "levels" / "deep").mkdir(parents=True)
     (source / "levels" / "deep" / "one.txt").write_text("x")
@@ -90,9 +85,7 @@ def test_an_upload_that_was_answered_is_there_and_whole(
 
 
 @both
-async def test_what_a_job_has_reported_is_there(
-    disk: UnsyncedDisk, data: Path, tmp_path: Path, how: Cut, bus: Bus
-) -> None:
+async def test_job_reports_survive(disk: UnsyncedDisk, data: Path, tmp_path: Path, how: Cut, bus: Bus) -> None:
     home = data / "jobs" / "j-1"
     told: list[str] = []
 
@@ -185,15 +178,6 @@ def test_a_torn_end_of_a_log_costs_no_line_that_is_written_after_it(tmp_path: Pa
     assert path.read_bytes() == b'{"epoch":2,"step":3}\n'
 
 
-def test_a_torn_end_of_the_audit_log_is_cut_off_and_said(tmp_path: Path) -> None:
-    audit_log.AuditFile(tmp_path, "scheduler-0").append([{"what": 1}])
-    path = tmp_path / "scheduler-0.jsonl"
-    path.write_bytes(path.read_bytes() + b"\0" * 300 + b'"hash":"x"}\n')
-    audit_log.AuditFile(tmp_path, "scheduler-0").append([{"what": 2}])
-    assert audit_log.verify(path).lines == 3
-    assert orjson.loads(path.read_bytes().splitlines()[1])["event"] == "cut"
-
-
 def test_a_damaged_list_of_versions_is_that_name_s_problem_alone(tmp_path: Path) -> None:
     held = Uploads(tmp_path, 1)
     source = package(tmp_path / "source")
@@ -212,9 +196,7 @@ def test_a_damaged_list_of_versions_is_that_name_s_problem_alone(tmp_path: Path)
 
 
 @pytest.mark.parametrize("damaged", ["small.py", "package.json"])
-async def test_a_damaged_package_is_not_played_and_pushing_the_same_again_repairs_it(
-    tmp_path: Path, damaged: str
-) -> None:
+async def test_a_damaged_package_is_refused_and_repaired_by_a_push(tmp_path: Path, damaged: str) -> None:
     held = Uploads(tmp_path, 1)
     source = package(tmp_path / "source")
     _, version, _ = receive(held, pack(source))

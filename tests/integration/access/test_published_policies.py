@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from opentinker.services.scheduler.artifacts.archiver import Archiver
-from opentinker.services.scheduler.jobs.check_start_checkpoint import read_start
+from opentinker.services.scheduler.jobs.kept_checkpoints import read_start
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.security.authorization import Role
 from opentinker.shared.state.store import Store
@@ -96,16 +96,14 @@ async def test_viewers_and_other_tenants_do_not(http: Http, store: Store, traine
     assert (await http("GET", f"/v1/published/{NAME}", headers=bearing(stranger)))[0] == 404
 
 
-async def test_published_checkpoint_outlives_its_jobs_rules_and_begins_others_from_the_store(
-    http: Http, ctx: Context, store: Store, trained: tuple[str, str]
-) -> None:
+async def test_published_checkpoints_are_kept(http: Http, ctx: Context, store: Store, trained: tuple[str, str]) -> None:
     """The workshop of the job is gone: what is published is in the store, and whoever begins with it gets it there."""
     owner, job = trained
     assert (await publish(http, owner, f"{job}@10"))[0] == 201
     await store.transition(job, JobState.SUCCEEDED, epoch=1)
-    keeping = Archiver(ctx)
+    archiver = Archiver(ctx)
     await store.redis.sadd("artifact:sweeping", job)
-    await keeping.clean()
+    await archiver.clean()
     assert not (ctx.settings.data_dir / "jobs" / job).exists()
     for kind in ("rl", "eval", "inference"):
         status, user = await submit(http, await new_key_of(store, "red", Role.MEMBER), kind, NAME)

@@ -29,6 +29,7 @@ from opentinker.shared.sandbox.sandbox import Sandbox, Sandboxed, Unavailable, o
 from tests.conftest import soon, until
 from tests.samples import attacks
 from tests.support.cluster import PYTHONPATH
+from tests.support.listening import runs
 
 ATTACKS = Path(attacks.__file__)
 TOO_MUCH = {
@@ -126,9 +127,7 @@ async def test_every_sandbox_of_root_has_a_uid_of_its_own() -> None:
         await running.wait()
 
 
-async def test_attacks_that_leave_their_program_running_get_errors(
-    sandbox: Sandbox, listening: str, tmp_path: Path
-) -> None:
+async def test_surviving_attacks_get_errors(sandbox: Sandbox, listening: str, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("of another tenant")
     names = [name for name in attacks.ATTACKS if name not in DEADLY]
@@ -173,9 +172,7 @@ async def test_what_processes_hold_together_is_limited_from_outside(sandbox: San
 
 
 @pytest.mark.parametrize("name", ["memory_of_many", "many_sockets"])
-async def test_the_kernel_counts_memory_where_it_may(
-    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+async def test_memory_cgroups_are_used(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Also its own: no look from outside is needed."""
     if sandbox.cgroups is None:
         pytest.skip("no memory cgroup can be made here")
@@ -200,9 +197,7 @@ async def test_cgroups_of_services_that_were_killed_are_removed() -> None:
     kept.rmdir()
 
 
-def test_cgroups_of_version_2_are_made_where_the_memory_controller_is_handed_down(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_v2_cgroups_need_the_memory_controller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The files are those of the kernel's documentation; a machine with the controller in version 1 has no others."""
     unit = tmp_path / "system.slice" / "env-worker.service"
     unit.mkdir(parents=True)
@@ -270,15 +265,7 @@ async def test_a_sandbox_ends_with_the_service() -> None:
     assert len(processes) > 2
     service.kill()
     await service.wait()
-    await until(lambda: not any(_runs(int(pid)) for pid in processes))
-
-
-def _runs(pid: int) -> bool:
-    """A zombie whose parent is slow to look does not run."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    await until(lambda: not any(runs(int(pid)) for pid in processes))
 
 
 NOBODY = 65534

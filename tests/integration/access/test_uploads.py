@@ -30,11 +30,11 @@ from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import JobState, Pool
 from opentinker.shared.types.env_protocol import EnvCheck, EnvCheckReply
 from opentinker.shared.types.errors import NotFound, SpecError
-from tests.conftest import Server
+from tests.conftest import NewContext
 from tests.integration.client.test_cli import opentinker
 from tests.samples.upload_samples import NO_LOCK, PARITY, package, receive, tar_of
 from tests.support.factories import make_spec
-from tests.support.scheduling import FakeWorker, context
+from tests.support.scheduling import FakeWorker
 
 HASH = "--hash=sha256:" + "a" * 64
 UV_LOCK = """
@@ -192,8 +192,8 @@ def _linked(name: str, kind: bytes, target: str) -> tarfile.TarInfo:
         ([_linked("x", tarfile.FIFOTYPE, "")], "a link or a device"),
         ([("x", b"1"), ("x", b"2")], "twice"),
         ([("x", b"1"), ("x/y", b"2")], "twice"),
-        ([("x", b"1" * 1_100_000)], "at most 2000 files, 2000 directories and 1 MB"),
-        ([(str(number), b"") for number in range(2001)], "at most 2000 files, 2000 directories and 1 MB"),
+        ([("x", b"1" * 1_100_000)], "the limit is 2000 files, 2000 directories and 1 MB"),
+        ([(str(number), b"") for number in range(2001)], "the limit is 2000 files, 2000 directories and 1 MB"),
     ],
 )
 def test_tars_that_are_no_packages_are_refused_and_leave_nothing(
@@ -215,9 +215,7 @@ def test_a_name_that_no_process_can_be_told_is_refused(held: Uploads, tmp_path: 
         keep(held, package(tmp_path / "x"), name)
 
 
-def test_a_package_is_unpacked_beside_a_directory_called_like_ours(
-    held: Uploads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_directory_named_like_ours_is_fine(held: Uploads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "checkout" / "opentinker").mkdir(parents=True)
     (tmp_path / "checkout" / "opentinker" / "__init__.py").touch()
     monkeypatch.chdir(tmp_path / "checkout")
@@ -410,9 +408,7 @@ KEPT = st.builds(
 
 
 @given(st.lists(KEPT, max_size=12), st.sets(st.sampled_from("pqrst")), st.integers(1, 8), st.integers(1, 8))
-def test_what_goes_is_old_unused_and_no_more_than_needed(
-    kept: list[StoredVersion], used: set[str], mb: int, versions: int
-) -> None:
+def test_only_old_unused_versions_go(kept: list[StoredVersion], used: set[str], mb: int, versions: int) -> None:
     venvs, quota = {"x": MIB, "y": 2 * MIB}, Quota(mb=mb, versions=versions)
 
     def fits(left: list[StoredVersion]) -> bool:
@@ -436,9 +432,9 @@ def test_what_goes_is_old_unused_and_no_more_than_needed(
 
 
 @pytest.fixture
-async def ctx(nats_server: Server, valkey_server: Server, store: Store, tmp_path: Path) -> AsyncIterator[Context]:
+async def ctx(new_context: NewContext) -> AsyncIterator[Context]:
     limits = {"upload_mb": 1, "upload_tenant_mb": 32, "upload_tenant_versions": 2}
-    async with context(nats_server, valkey_server, "scheduler-0", tmp_path / "data", **limits) as ctx:
+    async with new_context(**limits) as ctx:
         yield ctx
 
 
@@ -504,9 +500,7 @@ async def test_a_job_keeps_the_exact_version_and_that_one_stays(client: AsyncCli
         await client.submit(spec)
 
 
-async def test_a_version_that_goes_while_its_job_is_looked_at_is_missed(
-    client: AsyncClient, bus: Bus, store: Store
-) -> None:
+async def test_a_version_removed_during_its_check_is_missed(client: AsyncClient, bus: Bus, store: Store) -> None:
     await client.push_environment(PARITY)
 
     async def deleted(request: EnvCheck) -> EnvCheckReply:
@@ -545,9 +539,7 @@ async def test_the_command_line_pushes_shows_and_deletes(ctx: Context, client: A
     assert gone.stdout == "deleted: mine version 1\n"
 
 
-async def test_quotas_hold_for_pushes_and_versions_of_jobs_stay(
-    ctx: Context, client: AsyncClient, bus: Bus, store: Store, tmp_path: Path
-) -> None:
+async def test_quotas_of_pushes(ctx: Context, client: AsyncClient, bus: Bus, store: Store, tmp_path: Path) -> None:
     pushed = [await client.push_environment(numbered(tmp_path, number)) for number in (1, 2)]
     named = make_spec(model__base="some/model", environment={"name": "upload:small@1"})
     job = await client.submit(named)

@@ -177,9 +177,7 @@ def test_status_of_nothing_says_how_to_start(tmp_path: Path) -> None:
     [(".venv/bin/opentinker", ".venv/bin/opentinker"), ("on/path/opentinker", "opentinker"), ("", None)],
     ids=["beside a venv", "on PATH", "as a module"],
 )
-def test_commands_to_be_copied_work_as_they_stand(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, typed: str | None
-) -> None:
+def test_shown_commands_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, typed: str | None) -> None:
     for folder in (".venv/bin", "on/path"):
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "opentinker").touch(mode=0o755)

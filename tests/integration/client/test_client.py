@@ -7,8 +7,6 @@ import hashlib
 import io
 import os
 import tarfile
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,20 +30,9 @@ from tests.conftest import WAIT_S, free_port, soon, until
 from tests.support.api import write_checkpoint
 from tests.support.factories import make_spec
 from tests.support.scheduling import scheduler
+from tests.support.submission_server import answering
 
 SPEC = make_spec(model__base="some/model")
-
-
-@asynccontextmanager
-async def answering(create: Callable[[web.Request], Awaitable[web.Response]]) -> AsyncIterator[str]:
-    """A stand-in for the server, which answers submissions and who asks; gives its URL."""
-    app = web.Application()
-    app.add_routes([web.post("/v1/jobs", create), web.get("/v1/whoami", create)])
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    await runner.cleanup()
 
 
 async def test_spec_may_be_a_dict_a_jobspec_or_a_file(client: AsyncClient, tmp_path: Path) -> None:
@@ -102,9 +89,7 @@ async def test_relative_paths_are_looked_for_here_then_beside_the_file(of_a_user
     assert sent[2] == {"model": {"base": "owner/model"}, "data": {"path": "~nobody-here/x", "validation": ""}}
 
 
-async def test_paths_are_the_server_s_where_it_sees_other_files(
-    client: AsyncClient, of_a_user: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_paths_are_of_the_server(client: AsyncClient, of_a_user: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inputs, "file_system", lambda: "of another machine")
     with pytest.raises(ApiError, match=f"rows.jsonl.*relative paths begin at {of_a_user / 'here'}") as refused:
         await client.submit("../mine/job.toml")
@@ -174,9 +159,7 @@ async def test_event_stream_of_an_ended_job_ends(client: AsyncClient) -> None:
     assert await client.event_log(job, after=events[0]["id"]) == events[1:]
 
 
-async def test_metrics_are_read_whole_and_followed(
-    client: AsyncClient, ctx: Context, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_metrics_are_followed(client: AsyncClient, ctx: Context, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("opentinker.sdk.client.PAGE", 4)
     job = (await client.submit(SPEC))["id"]
     source = MetricSource(ctx.bus, job, "trainer")
@@ -240,9 +223,7 @@ async def test_damaged_checkpoint_is_not_accepted(client: AsyncClient, ctx: Cont
 
 
 @pytest.mark.parametrize("content", [b"[]", None])
-async def test_damaged_newest_checkpoint_is_said_with_the_command_for_an_older_one(
-    client: AsyncClient, ctx: Context, tmp_path: Path, content: bytes | None
-) -> None:
+async def test_a_damaged_checkpoint(client: AsyncClient, ctx: Context, tmp_path: Path, content: bytes | None) -> None:
     job = (await client.submit(SPEC))["id"]
     for step in (10, 20):
         write_checkpoint(ctx, job, step, FILES)
@@ -323,52 +304,6 @@ def test_truncated_tar_is_refused(tmp_path: Path) -> None:
         unpack(io.BytesIO(whole[:5000]), tmp_path / "model")
     unpack(io.BytesIO(whole), tmp_path / "model")
     assert (tmp_path / "model" / "a").read_bytes() == content
-
-
-# --- a server that is not there ---------------------------------------------------------------------------------
-
-
-async def test_client_that_is_early_says_what_it_waits_for_and_goes_on(ctx: Context) -> None:
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
-    notes: list[str] = []
-    fixed = Context(**{**vars(ctx), "settings": ctx.settings.model_copy(update={"http_port": port})})
-    async with AsyncClient(url, wait_s=WAIT_S, on_wait=notes.append) as client:
-        submitting = asyncio.create_task(client.submit(SPEC))
-        await until(lambda: notes)
-        assert url in notes[0]
-        async with scheduler(fixed):
-            assert (await submitting)["state"] == "queued"
-            assert len(await client.jobs()) == 1
-    assert len(notes) == 1
-
-
-async def test_unreachable_server_is_an_error_that_names_the_url(caplog: pytest.LogCaptureFixture) -> None:
-    url = f"http://127.0.0.1:{free_port()}"
-    async with AsyncClient(url, wait_s=0.3) as client:
-        for call in (client.jobs(), client.submit(SPEC), anext(client.events("j-0000000000"))):
-            with pytest.raises(ApiError, match=url) as error:
-                await call
-            assert error.value.status is None
-    assert url in caplog.text
-    async with AsyncClient("nonsense", wait_s=0.3) as client:
-        with pytest.raises(ApiError, match="nonsense"):
-            await client.jobs()
-
-
-async def test_answers_lost_on_the_way_are_asked_for_again_with_the_same_key() -> None:
-    keys: list[str] = []
-
-    async def create(request: web.Request) -> web.Response:
-        keys.append(request.headers["Idempotency-Key"])
-        if len(keys) == 1:
-            assert request.transport is not None
-            request.transport.close()
-        return web.json_response({"id": "j-1"}, status=503 if len(keys) == 2 else 201)
-
-    async with answering(create) as url, AsyncClient(url) as client:
-        assert (await client.submit(SPEC))["id"] == "j-1"
-    assert len(keys) == 3 and len(set(keys)) == 1
 
 
 async def test_who_waits_cancels_the_job_only_if_asked_to(client: AsyncClient, ctx: Context) -> None:

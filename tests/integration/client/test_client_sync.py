@@ -64,15 +64,15 @@ async def test_wait_reports_every_change_in_the_callers_thread(ctx: Context) -> 
         await asyncio.to_thread(use, url)
 
 
-def test_progress_of_a_wait_goes_to_a_terminal_alone(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_terminals_show_wait_progress(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     job: Any = {"id": "j-1", "state": "queued", "waiting_for": "a free trainer", "reason": ""}
     print_change(job)
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     print_change(job)
-    assert capsys.readouterr().err == "job j-1 is queued: waits for a free trainer\n"
+    print_change(job | {"state": "failed", "reason": "two\nlines \x1b[31min red"})
+    told = "job j-1 is queued: waits for a free trainer\njob j-1 is failed: two lines [31min red\n"
+    assert capsys.readouterr().err == told
 
 
 def test_every_call_of_both_clients_is_documented_and_they_say_where_they_point() -> None:

@@ -24,10 +24,12 @@ from opentinker.cli.observability import bars
 from opentinker.cli.views.job_summary import doing
 from opentinker.cli.views.job_table import ChangeLines
 from opentinker.cli.views.watch import event_line
+from opentinker.sdk.job_text import state_of
+from opentinker.shared.runtime.service import Context
 from opentinker.shared.types.manifest import short_list
 from tests.conftest import until
 from tests.integration.client.test_cli import environ, typed
-from tests.support.api import OPERATOR
+from tests.support.api import OPERATOR, write_checkpoint
 from tests.support.factories import make_spec
 
 WAIT_S = 60.0
@@ -49,9 +51,7 @@ async def listed(*arguments: object) -> list[str]:
     return [job["name"] for job in orjson.loads((await run("jobs", "--json", *arguments)).stdout)]
 
 
-async def test_jobs_are_chosen_by_state_kind_and_name_and_cancelled_together(
-    client: AsyncClient, on: list[str]
-) -> None:
+async def test_jobs_are_selected_by_state_kind_and_name_and_cancelled(client: AsyncClient, on: list[str]) -> None:
     ids = [(await client.submit(make_spec(name=f"sweep {n}")))["id"] for n in range(3)]
     other = (await client.submit(make_spec(name="other")))["id"]
     await client.cancel(ids[0])
@@ -77,6 +77,21 @@ async def test_a_job_is_shown_shortly_unless_all_is_asked_for(client: AsyncClien
     assert "since  " in full and "e+09" not in full
 
 
+async def test_the_policies_of_a_job_are_evaluated_by_a_command(
+    client: AsyncClient, ctx: Context, on: list[str]
+) -> None:
+    game = {"environment": {"name": "signalling"}, "seats": {"speaker": "a", "listener": "b"}}
+    id = (await client.submit(make_spec(**game, policies={"a": {}, "b": {}})))["id"]
+    early = await run("eval", id, "--swap", *on)
+    assert early.returncode == 1 and "seats.speaker.frozen" in early.stderr and "none yet" in early.stderr
+    for policy in ("a", "b"):
+        write_checkpoint(ctx, f"{id}~{policy}", 10, {"trainer/state.json": b"{}"})
+    made = await run("eval", id, "--swap", "--set", "evaluation.episodes=5", "--json", *on)
+    spec = (await client.job(orjson.loads(made.stdout)["id"]))["spec"]
+    assert spec["start"]["from"] == f"{id}~a@10" and spec["seats"]["speaker"]["frozen"] == f"{id}~b@10"
+    assert spec["evaluation"]["episodes"] == 5 and list(spec["seats"]) == ["speaker"]
+
+
 async def test_a_job_that_is_not_there_is_said_without_routes(on: list[str]) -> None:
     for command in ("job", "events", "logs", "watch", "artifacts"):
         done = await run(command, "j-nope", *on)
@@ -96,6 +111,20 @@ async def test_what_to_delete_is_asked_in_words(on: list[str]) -> None:
     done = await run("delete", "j-0000000000", *on)
     assert done.returncode == 2 and "say what to delete: --step STEP" in done.stderr
     assert "Invalid value" not in done.stderr
+
+
+async def test_a_downloaded_checkpoint_is_said_to_be_loaded_as_what_it_is(
+    client: AsyncClient, ctx: Context, on: list[str], tmp_path: Path
+) -> None:
+    id = (await client.submit(make_spec()))["id"]
+    for step, file, loader in (
+        (1, "model.safetensors", "transformers.AutoModelForCausalLM"),
+        (2, "adapter_config.json", "peft.AutoPeftModelForCausalLM"),
+    ):
+        write_checkpoint(ctx, id, step, {file: b"{}"})
+        done = await run("download", id, tmp_path / str(step), "--step", step, *on)
+        assert f"load it with: {loader}.from_pretrained(" in done.stdout, done.stderr
+        assert (tmp_path / str(step) / file).exists()
 
 
 class Terminal(io.StringIO):
@@ -118,7 +147,7 @@ def test_lists_and_counts_are_short_and_grammatical() -> None:
     assert short_list(range(1, 8)) == "1, 2, 3, 4, 5, 6, 7"
     assert short_list(range(1, 201)) == "1, 2, 3, ... (194 more) ..., 198, 199, 200"
     assert [line.partition("#")[0].strip() for line in bars([2, 3, 4, 6], [1, 1, 1, 1, 1], 1)] == [
-        *("1", "2", "3", "4 to 5", "6 or more"),
+        *("1", "2", "3", "4 to 5", "6 or more")
     ]
     files = [{"kind": "logs", "bytes": 1000}, {"kind": "logs", "bytes": 500}]
     assert _kinds(files) == "2 logs (1.5 kB)"  # type: ignore[arg-type]
@@ -129,6 +158,9 @@ def test_events_and_endings_read_as_people_write() -> None:
     assert "epoch" not in line and "1795393246" not in line and "since=" in line
     job = {"state": "failed", "kind": "rl", "step": 1, "steps": 2, "reason": "no such model."}
     assert doing(job) == ["It has failed at step 1 of 2: no such model."]
+    raised = job | {"id": "j-1", "waiting_for": "", "reason": "two\nlines \x1b[31min red"}
+    assert doing(raised) == ["It has failed at step 1 of 2: two lines [31min red."]
+    assert state_of(raised) == "failed: two lines [31min red"
 
 
 # --- jobs --watch -----------------------------------------------------------------------------------------------------
@@ -145,17 +177,15 @@ async def interrupted(process: subprocess.Popen[bytes]) -> int:
 
 
 @pytest.mark.parametrize("as_json", [False, True])
-async def test_jobs_watched_in_a_pipe_are_a_line_per_change(
-    client: AsyncClient, on: list[str], tmp_path: Path, as_json: bool
-) -> None:
+async def test_a_pipe_has_a_line_per_change(client: AsyncClient, on: list[str], tmp_path: Path, as_json: bool) -> None:
     id = (await client.submit(make_spec(name="watched")))["id"]
     file = tmp_path / "lines"
     with file.open("w") as out:
         process = watching(out.fileno(), "--state", "queued", *on, *(["--json"] if as_json else []))
     try:
-        await until(lambda: id in file.read_text(), WAIT_S)
+        await until(lambda: id in file.read_text())
         await client.cancel(id)
-        await until(lambda: file.read_text().count(id) == 2, WAIT_S)
+        await until(lambda: file.read_text().count(id) == 2)
         assert await interrupted(process) == 130
     finally:
         process.kill()
@@ -183,10 +213,10 @@ async def test_jobs_watched_on_a_terminal_are_a_table_redrawn_in_place(client: A
         return text in shown
 
     try:
-        await until(lambda: shows(b"queued"), WAIT_S)
+        await until(lambda: shows(b"queued"))
         assert id.encode() in shown and b"1 job at " in shown
         await client.cancel(id)
-        await until(lambda: shows(b"cancelled"), WAIT_S)
+        await until(lambda: shows(b"cancelled"))
         assert b"\x1b[1A" in shown, "the cursor moves up before the table is drawn again"
         assert await interrupted(process) == 130
     finally:
@@ -202,3 +232,5 @@ def test_jobs_watched_report_progress_in_forty_parts() -> None:
     for step in range(401):
         lines.show([{**job, "step": step}])  # type: ignore[typeddict-item]
     assert [line.split("  ")[4] for line in out.getvalue().splitlines()] == [f"{n}/400" for n in range(0, 401, 10)]
+    lines.show([{**job, "step": 400, "state": "failed", "reason": "two\nlines \x1b[31min red"}])  # type: ignore[typeddict-item]
+    assert out.getvalue().splitlines()[-1].endswith("two lines [31min red")

@@ -80,9 +80,7 @@ async def test_a_closed_port_is_said_at_the_first_try(name: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", [*CALLS, *ONCE])
-async def test_a_server_that_never_answers_is_said_while_it_is_waited_for(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_silent_server_is_reported(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wait_notice, "WORD_S", 0.01)
     notes: list[str] = []
     async with mute() as (url, asked, _), AsyncClient(url, wait_s=WAIT_S, on_wait=notes.append) as client:
@@ -175,9 +173,7 @@ async def breaking(streams: Callable[[int], bytes], *, ends: bool = False) -> As
 @pytest.mark.parametrize("ends", [False, True])
 @pytest.mark.parametrize("line", [b"", b": nothing new\n\n"], ids=["the_same", "nothing_new"])
 @pytest.mark.parametrize("name", ["events", "logs"])
-async def test_a_stream_that_breaks_off_each_time_after_a_line_that_is_not_new_is_given_up(
-    name: str, line: bytes, ends: bool, tmp_path: Path
-) -> None:
+async def test_a_stream_without_progress_is_given_up(name: str, line: bytes, ends: bool, tmp_path: Path) -> None:
     line = line or said(name, 7)
     async with (
         breaking(lambda _: line, ends=ends) as (url, asked),
@@ -239,9 +235,7 @@ def test_the_other_face_says_it_too(tmp_path: Path) -> None:
             assert len(notes) == 1 and url in notes.pop()
 
 
-async def test_who_serves_an_environment_is_told_of_a_server_that_never_answers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_serve_reports_a_server_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wait_notice, "WORD_S", 0.01)
     notes: list[str] = []
     async with mute() as (url, asked, _):

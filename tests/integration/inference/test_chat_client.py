@@ -64,12 +64,7 @@ VLLM = ({"id": "base", "root": "/models/base"}, {"id": "lora", "root": "/adapter
 
 @pytest.mark.parametrize(
     ("cards", "model", "chosen"),
-    [
-        (OURS, None, "/models/mine"),
-        (OURS, "chat", "chat"),
-        (VLLM, "lora", "lora"),
-        (VLLM, "/models/base", "base"),
-    ],
+    [(OURS, None, "/models/mine"), (OURS, "chat", "chat"), (VLLM, "lora", "lora"), (VLLM, "/models/base", "base")],
 )
 async def test_the_model_that_is_named_is_asked(cards: tuple[Card, ...], model: str | None, chosen: str) -> None:
     async with serving(*cards) as (_, url), ChatServer(url, model) as server:

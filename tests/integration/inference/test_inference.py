@@ -6,7 +6,6 @@ import asyncio
 import io
 import json
 import sys
-from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
@@ -15,7 +14,7 @@ import openai
 import pytest
 from nats.aio.client import Client as Nats
 
-from opentinker.client import ApiConflict, ApiError, AsyncClient
+from opentinker.client import ApiConflict, ApiError
 from opentinker.sdk.inference import text_of
 from opentinker.services.rollout_worker.inference_job import InferenceJob
 from opentinker.shared.messaging.bus import Bus
@@ -25,9 +24,9 @@ from opentinker.shared.openai.inference import GenerateChunk, GenerateRequest
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import JobState, Message
-from tests.conftest import WAIT_S, Server, soon, until
+from tests.conftest import WAIT_S, soon, until
 from tests.support.api import bearing, write_checkpoint
-from tests.support.inference import Site, site_of
+from tests.support.inference import Site
 from tests.support.scheduling import kinds, new_job
 
 HELLO: Any = [{"role": "user", "content": "Hello?"}]
@@ -40,12 +39,6 @@ ADD: Any = {
     },
 }
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 3}}\n</tool_call>'
-
-
-@pytest.fixture
-async def site(client: AsyncClient, ctx: Context, nats_server: Server, valkey_server: Server) -> AsyncIterator[Site]:
-    async with site_of(client, nats_server, valkey_server, ctx.settings.data_dir) as site:
-        yield site
 
 
 async def collected(stream: Any) -> tuple[str, list[Any]]:

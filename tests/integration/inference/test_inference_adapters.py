@@ -105,9 +105,7 @@ async def two(site: ToySite, ctx: Context, base: Path, **parts: Any) -> str:
 # --- who is asked ---------------------------------------------------------------------------------------------------
 
 
-async def test_a_request_is_answered_by_the_model_that_it_names_and_told_so(
-    site: ToySite, ctx: Context, base: Path
-) -> None:
+async def test_a_request_is_answered_by_the_model_it_names(site: ToySite, ctx: Context, base: Path) -> None:
     job = await two(site, ctx, base)
     said = {str(base): "weights-0.0", "talk": "weights-0.0", job: "weights-0.0"}
     said |= {"maths": "weights-1.40", "code.v2": "weights-1.7"}
@@ -136,12 +134,10 @@ async def test_a_request_is_answered_by_the_model_that_it_names_and_told_so(
             await model.chat.completions.create(model=f"{MATHS}@40", messages=HELLO)
         assert (refused.value.code, refused.value.param) == ("model_not_found", "model")
     generated = sum(one.usage.completion_tokens for one in [*answers, plain] if one.usage is not None)
-
-    async def counted() -> bool:
-        points = await site.client.metrics(job)
-        return max((p["values"].get("serving/answers", 0) for p in points), default=0) == len(asked) + 2
-
-    await until(counted)
+    await until(
+        lambda: site.client.metrics(job),
+        lambda points: max((p["values"].get("serving/answers", 0) for p in points), default=0) == len(asked) + 2,
+    )
     tokens = max(p["values"].get("serving/tokens", 0) for p in await site.client.metrics(job))
     assert generated < tokens <= generated + 3, "the streamed answer too"
     url = ["--url", site.client.url, "-m", "12", "--max-tokens", "2", "--json"]
@@ -149,9 +145,7 @@ async def test_a_request_is_answered_by_the_model_that_it_names_and_told_so(
     assert status == 0 and {orjson.loads(line)["model"] for line in out.splitlines()} == {"maths"}
 
 
-async def test_a_job_that_has_slept_and_a_second_worker_have_its_adapters_too(
-    site: ToySite, ctx: Context, store: Store, base: Path
-) -> None:
+async def test_adapters_survive_sleep_and_new_workers(site: ToySite, ctx: Context, store: Store, base: Path) -> None:
     serving = {"sleep_s": 0.3, "wake_s": WAIT_S}
     await site.worker("rollout-1")
     job = await two(site, ctx, base, serving=serving, resources={"rollout_workers": 2})
@@ -200,9 +194,7 @@ async def mistakes(client: AsyncClient, spec: dict[str, Any]) -> dict[str, str]:
     return {mistake["field"]: mistake["problem"] for mistake in wrong.value.mistakes}
 
 
-async def test_what_is_no_adapter_of_the_base_is_refused_all_at_once(
-    client: AsyncClient, ctx: Context, base: Path
-) -> None:
+async def test_adapters_of_another_base_are_refused_together(client: AsyncClient, ctx: Context, base: Path) -> None:
     other = orjson.loads((base / "tokenizer.json").read_bytes())
     swapped = {"0": other["model"]["vocab"]["1"], "1": other["model"]["vocab"]["0"]}
     other["model"]["vocab"] |= swapped
@@ -236,7 +228,7 @@ async def test_what_is_no_adapter_of_the_base_is_refused_all_at_once(
     ]
     found = await mistakes(client, of(base, *made, *unknown))
     said = [problem for *_, problem in listed.values()]
-    said += ["no job j-foreign000 of yours", "no job j-nobodys000 of yours", "there are: 3", "best"]
+    said += ["no job j-foreign000", "no job j-nobodys000", "there are: 3", "best"]
     wanted = {f"serving.adapters.{place}.from": text for place, text in enumerate(said) if text is not None}
     assert found.keys() == wanted.keys()
     for field, text in wanted.items():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,16 +12,14 @@ import orjson
 import pytest
 from aiohttp.test_utils import TestServer
 
-from opentinker.client import AsyncClient
 from opentinker.environment import InferencePipeline, RemoteEnvironmentClient, generate_samples, load_samples
 from opentinker.environment.base_game import StepResult
 from opentinker.environment.base_game_server import create_game_app
 from opentinker.environment.chat_client import ChatError
 from opentinker.environment.inference_pipeline import run_inference
-from opentinker.shared.runtime.service import Context
-from tests.conftest import WAIT_S, Server
+from tests.conftest import WAIT_S
 from tests.samples.published_games import HigherLower
-from tests.support.inference import Site, site_of
+from tests.support.inference import Site
 
 
 class Sums(HigherLower):
@@ -39,12 +36,6 @@ class Sums(HigherLower):
 class Broken(HigherLower):
     def step(self, action: str) -> StepResult:
         raise OSError("the board is gone")
-
-
-@pytest.fixture
-async def site(client: AsyncClient, ctx: Context, nats_server: Server, valkey_server: Server) -> AsyncIterator[Site]:
-    async with site_of(client, nats_server, valkey_server, ctx.settings.data_dir) as site:
-        yield site
 
 
 async def pipeline(site: Site, **options: Any) -> InferencePipeline:

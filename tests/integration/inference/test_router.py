@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -17,8 +16,7 @@ from opentinker.services.rollout_worker import inference_job
 from opentinker.services.rollout_worker.inference_job import InferenceJob
 from opentinker.services.rollout_worker.inference_request import RequestState
 from opentinker.services.scheduler.inference import router
-from opentinker.services.scheduler.inference.ready_workers import LOOK_S, ReadyWorkers
-from opentinker.services.scheduler.inference.router import InferenceRouter
+from opentinker.services.scheduler.inference.router import POLL_S, InferenceRouter, ReadyWorkers
 from opentinker.shared.messaging.streaming import Send
 from opentinker.shared.openai.inference import GenerateChunk, GenerateRequest
 from opentinker.shared.runtime.service import Context
@@ -30,15 +28,7 @@ from tests.support.inference import Site, site_of
 from tests.support.scheduling import context, scheduler
 
 
-@pytest.fixture
-async def site(client: AsyncClient, ctx: Context, nats_server: Server, valkey_server: Server) -> AsyncIterator[Site]:
-    async with site_of(client, nats_server, valkey_server, ctx.settings.data_dir) as site:
-        yield site
-
-
-async def test_a_piece_that_is_lost_is_asked_for_again_at_the_only_worker(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_lost_chunk_is_requested_again(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     say, dropped = RequestState.say, asyncio.Event()
 
     async def lossy(talk: RequestState, **parts: object) -> None:
@@ -57,9 +47,7 @@ async def test_a_piece_that_is_lost_is_asked_for_again_at_the_only_worker(
     await until(lambda: len(speaker.asked) == 2 and not speaker.running)
 
 
-async def test_a_worker_that_loses_every_answer_is_named_in_the_end(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_worker_that_loses_answers_is_named(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     async def mute(talk: RequestState, **parts: object) -> None:
         pass
 
@@ -76,8 +64,8 @@ async def test_a_worker_that_loses_every_answer_is_named_in_the_end(
     async with site.openai(job) as model:
         with pytest.raises(openai.InternalServerError, match="was answering is gone"):
             await model.chat.completions.create(model=job, messages=HELLO)
-    await until(lambda: len(begun) == router.MOST_TRIES)
-    assert len(set(begun)) == router.MOST_TRIES, "each has an id of its own: an earlier one may still be at work"
+    await until(lambda: len(begun) == router.MAX_TRIES)
+    assert len(set(begun)) == router.MAX_TRIES, "each has an id of its own: an earlier one may still be at work"
 
 
 async def test_requests_survive_a_restart_of_the_message_server(
@@ -107,12 +95,10 @@ async def test_requests_survive_a_restart_of_the_message_server(
                 assert (await soon(asking)).choices[0].message.content == "Hello there."
 
 
-async def test_those_who_wait_for_a_worker_look_together_and_are_not_too_many(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_waiting_requests_poll_together_up_to_a_limit(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     job = await site.job(serving={"max_concurrent": 2, "max_waiting": 3})
     await site.kill("rollout-0")
-    look, looks, waiting = ReadyWorkers._look, list[float](), Counter[str]()
+    look, looks, waiting = ReadyWorkers._find, list[float](), Counter[str]()
 
     async def counted(lookout: ReadyWorkers, id: str) -> tuple[JobRecord, list[WorkerInfo]]:
         nonlocal waiting
@@ -120,7 +106,7 @@ async def test_those_who_wait_for_a_worker_look_together_and_are_not_too_many(
         waiting = lookout._waiting
         return await look(lookout, id)
 
-    monkeypatch.setattr(ReadyWorkers, "_look", counted)
+    monkeypatch.setattr(ReadyWorkers, "_find", counted)
     async with site.openai(job) as model:
         five = [asyncio.create_task(model.chat.completions.create(model=job, messages=HELLO)) for _ in range(5)]
         await until(lambda: waiting[job] == 5)
@@ -129,7 +115,7 @@ async def test_those_who_wait_for_a_worker_look_together_and_are_not_too_many(
             await model.chat.completions.create(model=job, messages=HELLO)
         assert refused.value.code == "overloaded"
         await until(lambda: len(looks) > 3)
-        assert min(after - before for before, after in pairwise(looks)) > 0.9 * LOOK_S
+        assert min(after - before for before, after in pairwise(looks)) > 0.9 * POLL_S
         await site.worker("rollout-0")
         for asking in five:
             assert (await soon(asking)).choices

@@ -3,33 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import time
 from typing import Any
 
 import msgspec
 import openai
 import pytest
 
-from opentinker.client import AsyncClient
 from opentinker.services.scheduler.inference.router import refuse_unless_served
 from opentinker.services.scheduler.placement.cluster_view import Cluster
 from opentinker.services.scheduler.placement.untrained_jobs import update_untrained
 from opentinker.shared.openai.fields import InvalidField
-from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import parse_spec
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import JobState
 from opentinker.shared.types.errors import Fenced, SpecError
-from tests.conftest import WAIT_S, Server, until
+from tests.conftest import WAIT_S, until
 from tests.integration.inference.test_inference import HELLO
-from tests.support.inference import Site, site_of
+from tests.support.inference import Site
 from tests.support.scheduling import kinds
-
-
-@pytest.fixture
-async def site(client: AsyncClient, ctx: Context, nats_server: Server, valkey_server: Server) -> AsyncIterator[Site]:
-    async with site_of(client, nats_server, valkey_server, ctx.settings.data_dir) as site:
-        yield site
 
 
 async def made(site: Site, store: Store, **serving: Any) -> str:
@@ -41,25 +33,15 @@ async def made(site: Site, store: Store, **serving: Any) -> str:
 
 
 async def ran(store: Store, job: str, times: int) -> None:
-    async def so_often() -> bool:
-        return (await kinds(store, job)).count("running") >= times
-
-    await until(so_often)
+    await until(lambda: kinds(store, job), lambda found: found.count("running") >= times)
 
 
 async def asleep(site: Site, job: str) -> None:
     """And its worker is free."""
-
-    async def there() -> bool:
-        record = await site.client.job(job)
-        return bool(record["asleep"]) and record["workers"] == []
-
-    await until(there)
+    await until(lambda: site.client.job(job), lambda record: bool(record["asleep"]) and record["workers"] == [])
 
 
-async def test_a_job_that_nobody_asks_gives_its_worker_back_and_wakes_with_the_next_request(
-    site: Site, store: Store
-) -> None:
+async def test_an_idle_job_sleeps_and_wakes_with_the_next_request(site: Site, store: Store) -> None:
     job = await made(site, store, sleep_s=0.2, wake_s=WAIT_S)
     await asleep(site, job)
     record = await site.client.job(job)
@@ -68,12 +50,10 @@ async def test_a_job_that_nobody_asks_gives_its_worker_back_and_wakes_with_the_n
     async with site.openai(job) as model:
         assert [card.id async for card in await model.models.list()] == ["some/model", "chat", job]
         asking = [asyncio.create_task(model.chat.completions.create(model=job, messages=HELLO)) for _ in range(3)]
-
-        async def waits() -> bool:
-            record = await site.client.job(job)
-            return not record["asleep"] and "a free rollout worker (held by" in record["waiting_for"]
-
-        await until(waits)
+        await until(
+            lambda: site.client.job(job),
+            lambda record: not record["asleep"] and "a free rollout worker (held by" in record["waiting_for"],
+        )
         await site.client.cancel(other)
         answers = await asyncio.gather(*asking)
     assert {answer.choices[0].message.content for answer in answers} == {"Hello there."}
@@ -101,6 +81,18 @@ async def test_a_sleeping_job_ends_when_nobody_asks_for_longer_still(site: Site,
     assert (record["state"], record["reason"]) == ("succeeded", "idle for 0.6 s (serving.idle_s)")
 
 
+async def test_idle_time_of_a_sleeping_job_counts_from_its_last_request(store: Store) -> None:
+    """Not from when it fell asleep: a job may lend its workers shortly before its idle time is up."""
+    spec = parse_spec({"name": "chat", "kind": "inference", "model": {"base": "m"}, "serving": {"idle_s": 3600.0}})
+    await store.create_job(id="j-lent000000", spec=spec.model_dump(mode="json"), tenant="default")
+    now = time.time()
+    for quiet_s, state in ((3500.0, JobState.QUEUED), (3600.0, JobState.SUCCEEDED)):
+        await store.update("j-lent000000", asleep=True, since=now, quiet_since=now - quiet_s)
+        job = await store.job("j-lent000000")
+        assert not await update_untrained(store, job, Cluster([], []), {job.id})
+        assert (await store.job(job.id)).state == state
+
+
 async def test_a_job_that_was_woken_since_it_was_looked_at_does_not_end(store: Store) -> None:
     serving = {"sleep_s": 1.0, "idle_s": 2.0}
     spec = parse_spec({"name": "chat", "kind": "inference", "model": {"base": "m"}, "serving": serving})
@@ -118,9 +110,7 @@ async def test_a_job_that_was_woken_since_it_was_looked_at_does_not_end(store: S
     assert (await store.job(seen.id)).state == JobState.SUCCEEDED
 
 
-async def test_requests_wait_for_a_job_that_has_run_before_and_are_refused_by_one_that_never_started(
-    store: Store,
-) -> None:
+async def test_requests_wait_for_a_sleeping_job_and_not_for_one_that_never_ran(store: Store) -> None:
     """Also where it names no serving.sleep_s: it may have lent its workers."""
     spec = parse_spec({"name": "chat", "kind": "inference", "model": {"base": "m"}})
     await store.create_job(id="j-new0000000", spec=spec.model_dump(mode="json"), tenant="default")
@@ -132,11 +122,7 @@ async def test_requests_wait_for_a_job_that_has_run_before_and_are_refused_by_on
 
 
 @pytest.mark.parametrize(
-    ("serving", "field"),
-    [
-        ({"sleep_s": 60, "idle_s": 60}, "serving.idle_s"),
-        ({"sleep_s": 0}, "serving.sleep_s"),
-    ],
+    ("serving", "field"), [({"sleep_s": 60, "idle_s": 60}, "serving.idle_s"), ({"sleep_s": 0}, "serving.sleep_s")]
 )
 def test_settings_of_sleep_that_make_no_sense_are_refused(serving: dict[str, Any], field: str) -> None:
     with pytest.raises(SpecError) as refused:

@@ -18,6 +18,7 @@ from opentinker.envs.runtime.child_pool import ChildPool
 from opentinker.envs.runtime.resolver import Resolver
 from opentinker.envs.runtime.sessions import Sessions
 from opentinker.services.rollout_worker.episode import Episode
+from opentinker.services.rollout_worker.policies import SeatMap
 from opentinker.shared.types.core import Ending, StopReason
 from opentinker.shared.types.env_protocol import CloseSession, OpenSession, Policy, StepSession
 from opentinker.shared.types.errors import SpecError
@@ -37,10 +38,9 @@ async def test_every_context_of_an_agent_becomes_a_trajectory_of_the_sampled_tok
         await generate(model, [5, 6])
 
     engine = Script([say("xy$"), say("z$"), say("w$"), say("q$")])
-    played = Episode(
-        make_spec(rollout__max_turns=9, rollout__max_tokens=50),
-        make_ticket(), 0, engine, renderer(), Direct(Scripted(talk)),  # type: ignore[arg-type]
-    )  # fmt: skip
+    spec = make_spec(rollout__max_turns=9, rollout__max_tokens=50)
+    seats = SeatMap.single(spec, engine, renderer())  # type: ignore[arg-type]
+    played = Episode(spec, make_ticket(), 0, seats, Direct(Scripted(talk)))
     first, second, third = await played.run()
     assert first.ids.tolist() == Chars().encode("<u>a$\n<a>xy$\n<u>b$\n<a>w$")
     assert "".join(c for c, m in zip("<u>a$\n<a>xy$\n<u>b$\n<a>w$", first.mask, strict=True) if m) == "xy$w$"

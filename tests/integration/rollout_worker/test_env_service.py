@@ -115,9 +115,7 @@ def guess(reply: SessionReply, session: str, turn: int = 0, text: str = "?") -> 
     return reply.worker, StepSession(session=session, turn=turn, text=text, stop=StopReason.EOS)
 
 
-async def test_two_workers_share_the_opens_and_one_that_dies_costs_only_its_own(
-    workers: Workers, client: EnvClient
-) -> None:
+async def test_two_workers_share_opens_and_lose_only_their_own(workers: Workers, client: EnvClient) -> None:
     await asyncio.gather(workers.start("env-0"), workers.start("env-1"))
     names = [f"s{i}" for i in range(40)]
     replies = dict(zip(names, await asyncio.gather(*(client.open(**opening(name)) for name in names)), strict=True))
@@ -136,9 +134,7 @@ async def gone(workers: Workers, name: str) -> bool:
     return await workers.info(name) is None
 
 
-async def test_stopped_worker_finishes_its_sessions_while_opens_go_elsewhere(
-    workers: Workers, client: EnvClient
-) -> None:
+async def test_a_stopped_worker_finishes_its_sessions(workers: Workers, client: EnvClient) -> None:
     await workers.start("env-0")
     held = await client.open(**opening("held"))
     await workers.start("env-1")
@@ -196,9 +192,7 @@ async def test_who_gives_up_in_line_leaves_no_session_behind(workers: Workers, c
     assert not client._given_up
 
 
-async def test_import_has_a_deadline_of_its_own_for_who_waits(
-    client: EnvClient, workers: Workers, tmp_path: Path
-) -> None:
+async def test_an_import_has_its_own_deadline(client: EnvClient, workers: Workers, tmp_path: Path) -> None:
     waiting = "import time\nfrom pathlib import Path\nwhile not Path({!r}).exists():\n    time.sleep(0.01)\n{}"
     gate, kind = tmp_path / "gate", "from tests.samples.env_samples import Counting"
     (tmp_path / "slowly_imported.py").write_text(waiting.format(str(gate), kind))
@@ -325,9 +319,7 @@ async def test_slow_open_that_nobody_waits_for_any_more_is_closed(slow: Slow, wo
     await until(empty)  # its deadline is far away
 
 
-async def test_hanging_environment_is_answered_at_its_deadline_and_blocks_nobody(
-    workers: Workers, client: EnvClient
-) -> None:
+async def test_a_hanging_environment_is_answered_at_its_deadline(workers: Workers, client: EnvClient) -> None:
     await workers.start("env-0")
     hung = await client.open(**opening("hung", MISBEHAVING, deadline_s=5.0, how="hang"))
     other = await client.open(**opening("other"))
@@ -339,9 +331,7 @@ async def test_hanging_environment_is_answered_at_its_deadline_and_blocks_nobody
 
 
 @pytest.mark.parametrize("how", ["sleep", "regex"])
-async def test_environment_that_blocks_the_loop_is_named_and_its_worker_ends(
-    workers: Workers, client: EnvClient, tmp_path: Path, how: str
-) -> None:
+async def test_a_blocked_loop_is_named(workers: Workers, client: EnvClient, tmp_path: Path, how: str) -> None:
     """`regex` keeps the interpreter's lock as well: then no other thread runs, and the stack alone names it."""
     log = tmp_path / "env-0.log"
     await workers.start("env-0", log, OPENTINKER_WORKER_TTL_S="1")
@@ -363,9 +353,7 @@ def read(path: Path) -> str:
     return path.read_text()
 
 
-async def test_nats_restart_in_the_middle_of_a_session_loses_nothing(
-    tmp_path: Path, valkey_server: Server, store: Store
-) -> None:
+async def test_a_nats_restart_loses_no_session(tmp_path: Path, valkey_server: Server, store: Store) -> None:
     nats = start_nats(tmp_path)
     workers = Workers(nats, valkey_server, store)
     try:
@@ -395,9 +383,7 @@ async def test_check_reports_every_mistake(workers: Workers, bus: Bus) -> None:
     assert "did you mean gsm8k" in unknown.errors[0]["problem"]
 
 
-async def test_tools_of_a_job_are_checked_and_answer_over_the_bus(
-    workers: Workers, client: EnvClient, bus: Bus
-) -> None:
+async def test_tools_are_checked_and_answer_over_the_bus(workers: Workers, client: EnvClient, bus: Bus) -> None:
     await workers.start("env-0")
     tools: list[dict[str, Any]] = [{"type": "python", "timeout_s": 20.0}, {"type": "mcp", "command": ["server"]}]
     checked = await bus.request(ENV_CHECK, EnvCheck(name="copy_digits", config={}, tools=tools), WAIT_S)
@@ -409,9 +395,7 @@ async def test_tools_of_a_job_are_checked_and_answer_over_the_bus(
     assert (await client.step(opened.worker, asked)).messages[0].text == "42"
 
 
-async def test_an_environment_opens_nothing_that_is_not_its_tenant_s(
-    workers: Workers, bus: Bus, tmp_path: Path
-) -> None:
+async def test_an_environment_opens_only_files_of_its_tenant(workers: Workers, bus: Bus, tmp_path: Path) -> None:
     own, other = "j-aaaaaaaaaa", "j-bbbbbbbbbb"
     for job in (own, other):
         (tmp_path / "jobs" / job).mkdir(parents=True)
@@ -441,9 +425,7 @@ async def test_module_environments_are_refused_without_leave(workers: Workers, c
     assert (await client.open(**opening("t"))).failure is None
 
 
-async def test_a_worker_without_sandboxes_says_why_and_is_not_asked_for_any(
-    workers: Workers, client: EnvClient
-) -> None:
+async def test_a_worker_without_sandboxes_says_why(workers: Workers, client: EnvClient) -> None:
     await workers.start("env-0", OPENTINKER_SANDBOX_BWRAP="/no/bwrap")
     info = await workers.info("env-0")
     assert info is not None and "give the path of bubblewrap" in info.detail["no_sandbox"]
@@ -458,12 +440,7 @@ async def test_a_worker_without_sandboxes_says_why_and_is_not_asked_for_any(
 async def test_worker_tells_what_it_is(workers: Workers, client: EnvClient) -> None:
     await workers.start("env-0")
     await client.open(**opening("s"))
-
-    async def counted() -> bool:
-        info = await workers.info("env-0")
-        return info is not None and info.detail["sessions"] == 1
-
-    await until(counted)
+    await until(lambda: workers.info("env-0"), lambda info: info is not None and info.detail["sessions"] == 1)
     info = await workers.info("env-0")
     assert info is not None
     assert (info.pool, info.status) == (Pool.ENV, "ready")
@@ -474,9 +451,7 @@ SHARED = 32
 """So many sessions and none of them on the one of two workers: that does not happen."""
 
 
-async def test_workers_say_what_they_play_for_each_job_on_its_own_subject(
-    workers: Workers, client: EnvClient, bus: Bus
-) -> None:
+async def test_timelines_are_published_per_job(workers: Workers, client: EnvClient, bus: Bus) -> None:
     await asyncio.gather(workers.start("env-0"), workers.start("env-1"))
     jobs = [f"j-{uuid.uuid4().hex[:10]}" for _ in range(2)]
     heard: dict[str, list[TimelinePart]] = {job: [] for job in jobs}
@@ -525,11 +500,7 @@ async def test_episodes_of_a_rollout_worker_that_is_gone_are_ended(workers: Work
     kept = await stays.open(**opening("kept", deadline_s=600.0))
     lost = await dead.open(**opening("lost", deadline_s=600.0))
     nobodys = await EnvClient(bus).open(**opening("nobodys", deadline_s=600.0))
-
-    async def ended() -> bool:
-        return (await dead.step(*guess(lost, "lost"))).failure == Ending.ENV_LOST
-
-    await until(ended)
+    await until(lambda: dead.step(*guess(lost, "lost")), lambda found: found.failure == Ending.ENV_LOST)
     assert (await stays.step(*guess(kept, "kept"))).failure is None
     assert (await stays.step(*guess(nobodys, "nobodys"))).failure is None
     await store.leave(alive)

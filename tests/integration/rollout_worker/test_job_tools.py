@@ -17,7 +17,7 @@ from opentinker.envs.runtime.resolver import Resolver
 from opentinker.envs.runtime.sessions import Sessions
 from opentinker.envs.runtime.tools import functions
 from opentinker.envs.runtime.tools.errors import NoTools
-from opentinker.envs.runtime.tools.python_monty import Interpreters
+from opentinker.envs.runtime.tools.python_monty import MontyInterpreters
 from opentinker.envs.runtime.tools.refcounted_pool import RefcountedPool
 from opentinker.envs.runtime.tools.tool_factory import ToolFactory, Tools
 from opentinker.envs.tools import RESULT_BYTES, OfferedTool, Outcome, run_tool
@@ -94,14 +94,12 @@ async def test_episodes_take_turns_at_fewer_interpreters_and_keep_their_variable
         assert [await said(tools, "x") for tools in many] == [str(n + turn) for n in range(len(many))]
     for tools in many:
         await tools.close()
-    interpreters, back = await shop._interpreters.borrow("monty", Interpreters.open)
+    interpreters, back = await shop._interpreters.borrow("monty", MontyInterpreters.open)
     assert interpreters.held == 0
     back()
 
 
-async def test_what_a_program_may_ask_its_host_is_its_own_and_not_that_of_the_programs_before(
-    shop: ToolFactory,
-) -> None:
+async def test_a_program_reaches_only_its_own_host_functions(shop: ToolFactory) -> None:
     tools = await shop.open("j", [MONTY])
     asks = "n = 0\nfor _ in range({}):\n    try: missing\n    except NameError: n += 1\nprint(n)"
     for _ in range(3):
@@ -114,7 +112,7 @@ async def test_what_a_program_may_ask_its_host_is_its_own_and_not_that_of_the_pr
 async def test_a_call_that_nobody_waits_for_any_more_leaves_the_variables_as_they_were(shop: ToolFactory) -> None:
     tools = await shop.open("j", [{**MONTY, "timeout_s": 60.0}])
     assert await said(tools, "x = 1\nx") == "1"
-    interpreters, back = await shop._interpreters.borrow("monty", Interpreters.open)
+    interpreters, back = await shop._interpreters.borrow("monty", MontyInterpreters.open)
     call = asyncio.create_task(said(tools, "x = 2\nwhile True: pass"))
     await until(lambda: not interpreters._waiting)
     call.cancel()
@@ -230,7 +228,7 @@ async def test_without_a_sandbox_there_is_no_tool_and_nothing_in_its_place() -> 
     (mistake,) = await shop.check([SANDBOX])
     assert mistake["field"] == "environment.tools.0.backend"
     assert "no program here" in mistake["problem"]
-    sessions = Sessions("w", limit=8, resolver=Resolver(modules=True), shop=shop)
+    sessions = Sessions("w", limit=8, resolver=Resolver(modules=True), tool_factory=shop)
     refused = await sessions.open(with_tools(SANDBOX))
     assert refused.failure == Ending.ENV_ERROR
     assert "no program here" in refused.error
@@ -290,13 +288,11 @@ async def test_a_server_that_cannot_be_started_fails_the_episode_and_says_why(sh
 
 
 @pytest.mark.slow
-async def test_a_server_over_http_is_reached_through_the_guard(
-    shop: ToolFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_http_server_is_reached_through_the_guard(shop: ToolFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
     process = await asyncio.create_subprocess_exec(sys.executable, "-m", "tests.samples.tool_samples", str(port))
     try:
-        await until(lambda: _listens(port), 30.0)
+        await until(lambda: _listens(port), timeout_s=30.0)
         tool = {"type": "mcp", "url": f"http://127.0.0.1:{port}/mcp", "timeout_s": 30.0}
         (mistake,) = await shop.check([tool])
         assert mistake["field"] == "environment.tools.0.url" and "a loopback address" in mistake["problem"]
@@ -343,7 +339,7 @@ async def test_whatever_a_function_does_is_an_observation_and_one_that_goes_on_i
     huge = (await use(tools, "huge", size=50_000_000)).text
     assert len(huge) <= 20_000 and "(49,980,100 characters are left out)" in huge
     again = await shop.open("k", [{**stubborn, "timeout_s": 0.3}])  # another episode, of another job
-    half = functions.MOST_RUNNING // 2
+    half = functions.MAX_RUNNING // 2
     calls = [asyncio.create_task(use(one, "stubborn")) for one in (tools, again) for _ in range(half)]
     assert "16 calls of it have not returned yet" in "".join([(await one).text for one in calls])
     tool_samples.LET_GO.set()
@@ -426,16 +422,14 @@ def run(code: str, id: str = "c") -> ToolCall:
 async def sessions(shop: ToolFactory) -> AsyncIterator[Sessions]:
     env_samples.Counting.calls.clear()
     host = ChildPool(children=1, per_child=2, modules=True)
-    sessions = Sessions("w", limit=8, resolver=Resolver(modules=True), host=host, shop=shop)
+    sessions = Sessions("w", limit=8, resolver=Resolver(modules=True), host=host, tool_factory=shop)
     yield sessions
     await sessions.drain(0.01)
     await host.close()
 
 
 @pytest.mark.parametrize("environment", ["Counting", "Blocking"])
-async def test_calls_are_answered_in_the_worker_and_the_environment_hears_of_the_rest(
-    sessions: Sessions, environment: str
-) -> None:
+async def test_the_worker_answers_calls_and_passes_on_the_rest(sessions: Sessions, environment: str) -> None:
     opened = await sessions.open(with_tools(MONTY, environment=f"tests.samples.env_samples:{environment}"))
     assert [tool.name for tool in opened.tools] == ["python"]
     answered = await sessions.step(step(0, run("x = 4"), run("x * 2", "d")))

@@ -16,14 +16,8 @@ from aiohttp import web
 
 from opentinker.envs.runtime.tools import mcp_http
 from opentinker.envs.runtime.tools.errors import NoTools
-from opentinker.envs.runtime.tools.mcp_client import Connection
-from opentinker.envs.runtime.tools.mcp_limits import (
-    MESSAGE_BYTES,
-    UNASKED_BYTES,
-    UNASKED_MESSAGES,
-    Allowance,
-    TooMuch,
-)
+from opentinker.envs.runtime.tools.mcp_client import McpConnection
+from opentinker.envs.runtime.tools.mcp_limits import MESSAGE_BYTES, UNASKED_BYTES, UNASKED_MESSAGES, Allowance, TooMuch
 from opentinker.envs.tool_limits import bounded_tools, depth_beyond
 from opentinker.envs.tools import RESULT_BYTES, run_tool
 from opentinker.shared.spec.tools import ToolSpec
@@ -35,17 +29,17 @@ TIMEOUT_S = 60.0
 
 
 @asynccontextmanager
-async def server(how: str) -> AsyncIterator[Connection]:
+async def server(how: str) -> AsyncIterator[McpConnection]:
     command = [sys.executable, "-I", str(Path(mcp_hostile.__file__)), how]
     spec = ToolSpec.model_validate({"type": "mcp", "command": command, "timeout_s": TIMEOUT_S})
-    connection = await Connection.open(spec)
+    connection = await McpConnection.open(spec)
     try:
         yield connection
     finally:
         await connection.close()
 
 
-async def asked(connection: Connection) -> tuple[bool, str]:
+async def asked(connection: McpConnection) -> tuple[bool, str]:
     """Whether the call failed, and what the policy is told."""
     offered = {one.tool.name: one for one in connection.offered}
     outcome = await soon(run_tool(offered, ToolCall(id="c", name="ask", arguments={})))
@@ -163,7 +157,7 @@ class Http:
 
 
 @asynccontextmanager
-async def over_http(how: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Http, Connection]]:
+async def over_http(how: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Http, McpConnection]]:
     monkeypatch.setenv("OPENTINKER_ENV_EGRESS_ALLOW", "127.0.0.0/8")
     one = Http(how)
     app = web.Application()
@@ -173,7 +167,9 @@ async def over_http(how: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     url = f"http://127.0.0.1:{runner.addresses[0][1]}/mcp"
     try:
-        connection = await Connection.open(ToolSpec.model_validate({"type": "mcp", "url": url, "timeout_s": TIMEOUT_S}))
+        connection = await McpConnection.open(
+            ToolSpec.model_validate({"type": "mcp", "url": url, "timeout_s": TIMEOUT_S})
+        )
         try:
             yield one, connection
         finally:
@@ -191,17 +187,13 @@ async def over_http(how: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
         ("event", "Server-sent event exceeded"),
     ],
 )
-async def test_answers_over_http_are_bounded_and_never_compressed(
-    how: str, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_http_answers_are_bounded(how: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async with over_http(how, monkeypatch) as (_, connection):
         failed, text = await asked(connection)
         assert failed and reason in text
 
 
-async def test_who_ends_its_streams_at_once_is_not_asked_for_the_next_one_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_streams_that_end_immediately_are_reopened_later(monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
 
     async def paused(seconds: float) -> None:

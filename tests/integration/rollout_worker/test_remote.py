@@ -7,10 +7,10 @@ import os
 import random
 import time
 import uuid
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import pytest
@@ -18,6 +18,7 @@ from aiohttp import web
 
 from opentinker.envs import remote
 from opentinker.envs.base import Action, Environment, EnvironmentConfig, Opening, Step, user
+from opentinker.envs.builtin.tictactoe import TicTacToe
 from opentinker.envs.registry import check, find
 from opentinker.envs.runtime.resolver import Resolver
 from opentinker.envs.runtime.sessions import Sessions
@@ -84,16 +85,12 @@ class Game:
 
 @asynccontextmanager
 async def server(game: Game, port: int = 0) -> AsyncIterator[str]:
-    app = web.Application()
-    app.add_routes([web.post("/reset", game.reset), web.post("/step", game.step), web.post("/finalize", game.finalize)])
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", port).start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        game.hang.set()
-        await runner.cleanup()
+    routes = web.post("/reset", game.reset), web.post("/step", game.step), web.post("/finalize", game.finalize)
+    async with serving(*routes, port=port) as address:
+        try:
+            yield f"http://{address}"
+        finally:
+            game.hang.set()
 
 
 class Playing:
@@ -226,9 +223,7 @@ async def test_an_open_that_found_nobody_may_be_asked_for_again_under_the_same_i
         await playing.close()
 
 
-async def test_urls_that_may_not_be_reached_are_refused_at_submission_and_when_played(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_forbidden_urls_are_refused_at_submission_and_play(monkeypatch: pytest.MonkeyPatch) -> None:
     game = Game()
     async with server(game) as url:
         resolver = Resolver(modules=False)
@@ -332,9 +327,22 @@ async def test_everything_of_the_protocol_travels_over_a_websocket() -> None:
         await playing.close()
 
 
-async def test_import_behind_a_websocket_takes_no_time_of_the_episode(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_server_plays_the_bots_and_checks_them() -> None:
+    async with listening(TicTacToe, "127.0.0.1", 0, 8) as url:
+        playing = Playing(url)
+        playing.request = msgspec.structs.replace(playing.request, bots={"first": "perfect"})
+        opened = await playing.open()
+        assert opened.failure is None, opened.error
+        assert opened.seat == "second" and opened.messages[0].text.count("x") == 1, "the stone of the bot"
+        await playing.close()
+        playing = Playing(url)
+        playing.request = msgspec.structs.replace(playing.request, bots={"first": "stockfish"})
+        refused = await playing.open()
+        assert refused.failure == Ending.ENV_ERROR and "TicTacToe has no bot 'stockfish'" in refused.error
+        await playing.close()
+
+
+async def test_websocket_import_is_no_episode_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     gate = Gate(tmp_path, blocking=True, waits=f"os.getpid() != {os.getpid()}")
     async with listening(gate.environment, "127.0.0.1", 0, 8) as url:
@@ -357,9 +365,37 @@ async def test_import_behind_a_websocket_takes_no_time_of_the_episode(
         assert session not in playing.sessions._sessions
 
 
-async def test_import_behind_a_websocket_ends_at_the_operators_deadline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_websocket_import_after_a_wait_for_a_place_is_no_episode_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Remote(remote.WebSocketRemote):
+        url = "ws://127.0.0.1:1"
+        pools: ClassVar[dict[Any, Any]] = {}
+
+    importing = SessionReply(worker="w", opening=True, importing_s=5.0)
+    replies = [SessionReply(worker="w", busy=True), importing, importing, SessionReply(worker="w", opening=True)]
+    asked: list[bool] = []  # whether the episode's clock stood still
+    stopped = False
+
+    @contextmanager
+    def clock_stops() -> Iterator[None]:
+        nonlocal stopped
+        stopped = True
+        yield
+        stopped = False
+
+    async def ask(self: Remote, method: str, request: OpenSession) -> SessionReply:
+        asked.append(stopped)
+        return replies.pop(0) if replies else SessionReply(worker="w", messages=[user("hello")])
+
+    monkeypatch.setattr(remote, "IMPORT_POLL_S", 0.01)
+    monkeypatch.setattr(Remote, "_ask", ask)
+    environment = Remote(Remote.Config(config={}))
+    environment.importing = clock_stops
+    assert (await environment.open(0, 0)).messages == [user("hello")]
+    assert asked == [False, False, True, True, False]
+    await environment.close()
+
+
+async def test_websocket_import_has_a_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     gate = Gate(tmp_path, blocking=True, waits=f"os.getpid() != {os.getpid()}")
     async with listening(gate.environment, "127.0.0.1", 0, 8) as url:
@@ -408,13 +444,13 @@ async def test_a_server_that_is_none_of_ours_is_a_reason() -> None:
 
 
 @asynccontextmanager
-async def serving(*routes: web.RouteDef) -> AsyncIterator[str]:
+async def serving(*routes: web.RouteDef, port: int = 0) -> AsyncIterator[str]:
     """HOST:PORT of a server with these routes."""
     app = web.Application()
     app.add_routes(routes)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
     try:
         yield f"127.0.0.1:{runner.addresses[0][1]}"
     finally:

@@ -8,22 +8,15 @@ import os
 import sys
 import threading
 import uuid
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import structlog
 
-from opentinker.services.rollout_worker.engines.base import (
-    Completion,
-    EngineError,
-    EngineLost,
-    Progress,
-    Sampling,
-    Shown,
-)
+from opentinker.services.rollout_worker.engines.base import Completion, EngineError, EngineLost
 from opentinker.services.rollout_worker.engines.toy import ToyEngine
 from opentinker.services.rollout_worker.episode import Sessions
+from opentinker.services.rollout_worker.policies import LoadedPolicy
 from opentinker.services.rollout_worker.renderer import Renderer
 from opentinker.services.rollout_worker.rl_job import MAX_DELIVERIES, RolloutJob
 from opentinker.services.rollout_worker.service import ENGINE, import_engine
@@ -67,21 +60,21 @@ class Mortal(ToyEngine):
         self.poisoned = False
         self.died = asyncio.Event()
 
-    async def generate(
-        self,
-        request: str,
-        prompt_ids: list[int],
-        sampling: Sampling,
-        progress: Progress | None = None,
-        shown: Sequence[Shown] = (),
-    ) -> Completion:
+    async def generate(self, *args: Any, **options: Any) -> Completion:
         if self.poisoned:
             raise EngineLost("killed by its request")
-        return await super().generate(request, prompt_ids, sampling, progress, shown)
+        return await super().generate(*args, **options)
 
     async def watch(self) -> None:
         await self.died.wait()
         raise EngineLost("killed while idle")
+
+
+class Failing(Mortal):
+    """Cannot generate anything."""
+
+    async def generate(self, *_: Any, **__: Any) -> Completion:
+        raise EngineError("out of luck")
 
 
 class Bench:
@@ -115,7 +108,8 @@ class Bench:
         worker = LeasedWorker(ctx, Pool.ROLLOUT, unused)
         lease = Lease(job=self.job, worker="rollout-0", incarnation=worker.info.incarnation, epoch=1, pool=Pool.ROLLOUT)
         renderer = Renderer(Chars(), "model", frozenset({EOS}))
-        job = RolloutJob(worker, lease, self.spec, engine, renderer, self.sessions)
+        policy = LoadedPolicy("", self.spec, engine, renderer)
+        job = RolloutJob(worker, lease, self.spec, [policy], self.sessions)
         job.weights.set()
         return asyncio.create_task(job.run())
 
@@ -168,11 +162,7 @@ async def test_tickets_of_a_lost_engine_are_played_by_the_next(bench: Bench) -> 
     with pytest.raises(EngineLost):
         await soon(bench.live(engine))
     life = bench.live(Mortal())
-
-    async def played() -> bool:
-        return await bench.bus.count("GROUPS", GROUP.at(job=bench.job)) == 3
-
-    await until(played)
+    await until(lambda: bench.bus.count("GROUPS", GROUP.at(job=bench.job)), lambda found: found == 3)
     life.cancel()
     await asyncio.wait([life])
     assert (await bench.admission.ledger()).failed == {}
@@ -186,14 +176,7 @@ class Uneven(Mortal):
         self.hanging, self.failing = hanging, failing
         self.freed: list[int] = []
 
-    async def generate(
-        self,
-        request: str,
-        prompt_ids: list[int],
-        sampling: Sampling,
-        progress: Progress | None = None,
-        shown: Sequence[Shown] = (),
-    ) -> Completion:
+    async def generate(self, request: str, *args: Any, **options: Any) -> Completion:
         index = int(request.split("-")[-3])
         if index in self.failing:
             raise EngineError("this one never works")
@@ -202,7 +185,7 @@ class Uneven(Mortal):
                 await asyncio.Event().wait()
             finally:
                 self.freed.append(index)
-        return await super().generate(request, prompt_ids, sampling, progress, shown)
+        return await super().generate(request, *args, **options)
 
 
 async def test_an_oversampled_group_is_closed_when_enough_episodes_have_ended(bench: Bench) -> None:
@@ -211,11 +194,7 @@ async def test_an_oversampled_group_is_closed_when_enough_episodes_have_ended(be
     await bench.issue(1)
     engine = Uneven(hanging={0}, failing={2})
     life = bench.live(engine)
-
-    async def played() -> bool:
-        return await bench.tickets() == 0
-
-    await until(played)
+    await until(bench.tickets, lambda found: found == 0)
     consumer = await bench.bus.consume(GROUP, "look", batch=1, start_seq=1, job=bench.job)
     delivery = await consumer.next(WAIT_S)
     assert delivery is not None and delivery.noun is not None
@@ -233,11 +212,7 @@ async def test_an_oversampled_group_fails_when_too_few_are_left(bench: Bench) ->
     bench.spec = make_spec(rollout__engine="toy", rollout__oversample=1, rollout__retries=0)
     await bench.issue(1)
     life = bench.live(Uneven(hanging={1}, failing={0, 2}))
-
-    async def over() -> bool:
-        return await bench.tickets() == 0
-
-    await until(over)
+    await until(bench.tickets, lambda found: found == 0)
     assert (await bench.admission.ledger()).failed == {"engine_error": 1}
     life.cancel()
     await asyncio.wait([life])
@@ -255,18 +230,12 @@ class Unseeded(Asking):
 
 
 @pytest.mark.parametrize("choice", ["warn", "fail"])
-async def test_siblings_that_begin_differently_are_told_of_and_trained_only_by_choice(
-    bench: Bench, choice: str
-) -> None:
+async def test_siblings_with_other_starts_are_trained_by_choice(bench: Bench, choice: str) -> None:
     bench.spec = make_spec(rollout__engine="toy", rollout__opening_mismatch=choice, rollout__retries=0)
     bench.sessions = Unseeded()
     await bench.issue(2)
     life = bench.live(Mortal())
-
-    async def over() -> bool:
-        return await bench.tickets() == 0
-
-    await until(over)
+    await until(bench.tickets, lambda found: found == 0)
     ledger = await bench.admission.ledger()
     assert (ledger.accepted, ledger.failed) == ((2, {}) if choice == "warn" else (0, {"env_bad_reply": 2}))
     (event,) = (e for e in await bench.store.events(bench.job) if e["event"] == "opening_mismatch")
@@ -275,9 +244,7 @@ async def test_siblings_that_begin_differently_are_told_of_and_trained_only_by_c
     await asyncio.wait([life])
 
 
-async def test_groups_wait_while_the_store_is_full_and_go_on_with_nothing_lost(
-    small_server: Server, store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_full_store_loses_no_group(small_server: Server, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("opentinker.services.rollout_worker.rl_job.FULL_PAUSE_S", 0.05)
     async with Bus.connect(small_server.url, "test") as bus:
         for stream in (TICKETS, GROUPS):
@@ -296,11 +263,7 @@ async def test_groups_wait_while_the_store_is_full_and_go_on_with_nothing_lost(
         assert await bus.count("GROUPS", GROUP.at(job=bench.job)) == 0
         assert (await bench.admission.ledger()).running == 3
         await bus.purge("GROUPS", GROUP.at(job="other"))
-
-        async def played() -> bool:
-            return await bench.tickets() == 0
-
-        await until(played)
+        await until(bench.tickets, lambda found: found == 0)
         assert await bus.count("GROUPS", GROUP.at(job=bench.job)) == 3
         ledger = await bench.admission.ledger()
         assert (ledger.accepted, ledger.running, ledger.failed) == (3, 0, {})
@@ -373,9 +336,7 @@ class Held(importlib.abc.MetaPathFinder):
             raise ImportError("the loop turned" if self.turned.wait(WAIT_S) else "the loop stood still")
 
 
-async def test_the_first_job_of_a_process_that_loads_late_holds_up_no_heartbeat(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_late_first_load_delays_no_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
     held = Held()
     monkeypatch.setattr(sys, "meta_path", [held, *sys.meta_path])
     monkeypatch.setattr(os, "environ", os.environ.copy())

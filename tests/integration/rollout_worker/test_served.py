@@ -26,18 +26,18 @@ from opentinker.serve.ws_client import AsyncServing, serve_environment
 from opentinker.shared.messaging.bus import Bus, NoReply, NoResponders
 from opentinker.shared.messaging.env_client import EnvClient
 from opentinker.shared.messaging.subjects import SERVED_CHECK
-from opentinker.shared.messaging.websocket_frames import FRAME_BYTES, Answer, Call, Hello, Welcome
+from opentinker.shared.messaging.websocket_frames import FRAME_BYTES, AnswerFrame, CallFrame, Hello, Welcome
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.store import Store
 from opentinker.shared.types import codec
 from opentinker.shared.types.core import Ending, Message, StopReason
 from opentinker.shared.types.env_protocol import EnvCheck, OpenSession, SessionReply, StepSession
-from tests.conftest import Server, until
+from tests.conftest import NewContext, until
 from tests.samples.env_samples import Shuffled
 from tests.samples.slow_imports import Gate, alive_importers
 from tests.support.api import OPERATOR, bearing
 from tests.support.factories import make_spec
-from tests.support.scheduling import context, scheduler
+from tests.support.scheduling import scheduler
 
 DEADLINE_S = 20.0
 
@@ -59,9 +59,7 @@ class Counting(Environment):
         await self.gate.wait()
         self.played.append(action.turn)
         return Step(
-            messages=[user(f"turn {action.turn}: {action.text}")],
-            reward=1.0,
-            done=action.turn + 1 >= self.config.limit,
+            messages=[user(f"turn {action.turn}: {action.text}")], reward=1.0, done=action.turn + 1 >= self.config.limit
         )
 
 
@@ -71,18 +69,6 @@ def environment() -> type[Counting]:
     gate = asyncio.Event()
     gate.set()
     return type("Counting", (Counting,), {"gate": gate, "played": []})
-
-
-@pytest.fixture
-async def ctx(nats_server: Server, valkey_server: Server, store: Store, tmp_path: Path) -> AsyncIterator[Context]:
-    async with context(nats_server, valkey_server, "scheduler-0", tmp_path) as ctx:
-        yield ctx
-
-
-@pytest.fixture
-async def url(ctx: Context) -> AsyncIterator[str]:
-    async with scheduler(ctx) as url:
-        yield url
 
 
 @pytest.fixture
@@ -126,9 +112,7 @@ def serving(environment: type[Environment] | type[AbstractGame] | str, url: str,
     return AsyncServing(environment, name="count", url=url, on_wait=lambda _: None, **{"drain_s": 0.0} | options)
 
 
-async def test_an_episode_is_played_in_the_process_that_serves_it(
-    url: str, bus: Bus, job: str, environment: type[Counting]
-) -> None:
+async def test_the_serving_process_plays(url: str, bus: Bus, job: str, environment: type[Counting]) -> None:
     async with serving(environment, url) as served:
         assert served.environment == "served:count"
         episode = Episode(bus, job, "count")
@@ -172,17 +156,11 @@ async def test_import_in_the_serving_process_takes_no_time_of_the_episode(
 
 
 async def test_import_in_the_serving_process_ends_at_the_operators_deadline(
-    nats_server: Server,
-    valkey_server: Server,
-    store: Store,
-    bus: Bus,
-    job: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    bus: Bus, job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, new_context: NewContext
 ) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     gate = Gate(tmp_path, blocking=True, waits=f"os.getpid() != {os.getpid()}")
-    limited = context(nats_server, valkey_server, "scheduler-0", tmp_path, env_import_timeout_s=2.0)
+    limited = new_context(env_import_timeout_s=2.0)
     async with limited as ctx, scheduler(ctx) as url, serving(gate.environment, url) as served:
         late = await Episode(bus, job, "count").open()
         assert late.failure == Ending.ENV_TIMEOUT
@@ -199,12 +177,12 @@ async def test_who_serves_is_listed_and_seen_among_the_workers(url: str, environ
                 return found
 
         async with serving(environment, url, concurrency=7), serving(environment, url, concurrency=8):
-
-            async def both() -> bool:
-                found = await listed()
-                return [(e["environment"], e["processes"], e["capacity"]) for e in found] == [("served:count", 2, 15)]
-
-            await until(both)
+            await until(
+                listed,
+                lambda found: (
+                    [(e["environment"], e["processes"], e["capacity"]) for e in found] == [("served:count", 2, 15)]
+                ),
+            )
         await until(lambda: _nobody(listed))
 
 
@@ -212,9 +190,7 @@ async def _nobody(listed: Callable[[], Awaitable[list[Any]]]) -> bool:
     return await listed() == []
 
 
-async def test_a_full_process_is_busy_and_two_share_the_load(
-    url: str, bus: Bus, job: str, environment: type[Counting]
-) -> None:
+async def test_two_processes_share_the_load(url: str, bus: Bus, job: str, environment: type[Counting]) -> None:
     async with serving(environment, url, concurrency=2) as one:
         episodes = [Episode(bus, job, "count") for _ in range(4)]
         first = [await episode.open() for episode in episodes[:2]]
@@ -230,9 +206,7 @@ async def test_a_full_process_is_busy_and_two_share_the_load(
                 await episode.close()
 
 
-async def test_a_session_goes_on_after_a_broken_connection(
-    url: str, bus: Bus, job: str, environment: type[Counting]
-) -> None:
+async def test_a_session_survives_a_disconnect(url: str, bus: Bus, job: str, environment: type[Counting]) -> None:
     async with serving(environment, url) as served:
         episode = Episode(bus, job, "count")
         await episode.open()
@@ -256,9 +230,7 @@ def cut(served: AsyncServing) -> None:
     transport.abort()
 
 
-async def test_sessions_survive_a_restart_of_the_scheduler(
-    ctx: Context, bus: Bus, job: str, environment: type[Counting]
-) -> None:
+async def test_sessions_survive_the_scheduler(ctx: Context, bus: Bus, job: str, environment: type[Counting]) -> None:
     async with AsyncExitStack() as stack:
         async with scheduler(ctx) as url:
             served = await stack.enter_async_context(serving(environment, url))
@@ -275,14 +247,9 @@ async def test_sessions_survive_a_restart_of_the_scheduler(
 
 
 async def test_either_of_two_schedulers_may_hold_the_connection(
-    ctx: Context, url: str, nats_server: Server, valkey_server: Server, bus: Bus, job: str, tmp_path: Path,
-    environment: type[Counting],
-) -> None:  # fmt: skip
-    async with (
-        context(nats_server, valkey_server, "scheduler-1", tmp_path) as other,
-        scheduler(other) as second,
-        serving(environment, url) as served,
-    ):
+    ctx: Context, url: str, bus: Bus, job: str, environment: type[Counting], new_context: NewContext
+) -> None:
+    async with new_context("scheduler-1") as other, scheduler(other) as second, serving(environment, url) as served:
         episode = Episode(bus, job, "count")
         await episode.open()
         await episode.step(0)
@@ -298,9 +265,7 @@ async def test_either_of_two_schedulers_may_hold_the_connection(
         assert (await episode.step(4)).failure is None
 
 
-async def test_who_says_goodbye_loses_its_sessions_at_once(
-    url: str, bus: Bus, job: str, environment: type[Counting]
-) -> None:
+async def test_a_goodbye_ends_all_sessions(url: str, bus: Bus, job: str, environment: type[Counting]) -> None:
     async with serving(environment, url, drain_s=0.0) as served:
         episode = Episode(bus, job, "count")
         await episode.open()
@@ -359,10 +324,10 @@ class Raw:
     async def next(self, kind: type[Any]) -> Any:
         return codec.decode(kind, await self.socket.receive_bytes(timeout=10.0))
 
-    async def answer(self, reply: Any) -> Call:
+    async def answer(self, reply: Any) -> CallFrame:
         """Of the next call."""
-        call: Call = await self.next(Call)
-        await self.send(Answer(call.serial, msgspec.Raw(codec.encode(reply))))
+        call: CallFrame = await self.next(CallFrame)
+        await self.send(AnswerFrame(call.serial, msgspec.Raw(codec.encode(reply))))
         return call
 
 
@@ -462,7 +427,7 @@ async def test_a_half_open_connection_is_noticed(url: str, bus: Bus, job: str, m
         await client.next(Welcome)
         episode = Episode(bus, job, "count")
         opening = asyncio.create_task(episode.open())
-        await client.next(Call)
+        await client.next(CallFrame)
         assert (await client.socket.receive(10.0)).type is aiohttp.WSMsgType.PING
         opening.cancel()
         await until(lambda: _nobody_serves(bus))
@@ -541,9 +506,7 @@ async def test_a_server_that_refuses_is_an_error_at_once() -> None:
         await runner.cleanup()
 
 
-async def test_a_blocking_module_is_played_in_child_processes(
-    url: str, bus: Bus, job: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_blocking_modules_get_children(url: str, bus: Bus, job: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     async with serving("tests.samples.env_samples:Blocking", url, concurrency=2):
         episodes = [Episode(bus, job, "count") for _ in range(2)]

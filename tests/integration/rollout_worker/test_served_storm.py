@@ -6,7 +6,6 @@ import asyncio
 import random
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
-from pathlib import Path
 
 import aiohttp
 import msgspec
@@ -18,23 +17,17 @@ from opentinker.services.scheduler.environments import served_gateway as gateway
 from opentinker.services.scheduler.environments.served_gateway import Gateway
 from opentinker.shared.messaging.bus import Bus, NoReply
 from opentinker.shared.messaging.env_client import EnvClient
-from opentinker.shared.messaging.websocket_frames import GOODBYE, Call, Hello, Welcome
+from opentinker.shared.messaging.websocket_frames import GOODBYE, CallFrame, Hello, Welcome
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.env_protocol import EnvCheckReply, OpenSession, SessionReply
-from tests.conftest import Server, soon, until
+from tests.conftest import soon, until
 from tests.integration.rollout_worker.test_served import HELLO, Raw, checked, raw
 from tests.support.api import new_key_of
 from tests.support.factories import make_spec
-from tests.support.scheduling import context, scheduler
+from tests.support.scheduling import scheduler
 
 PROCESSES = [msgspec.structs.replace(HELLO, process=letter * 32) for letter in "abcd"]
-
-
-@pytest.fixture
-async def ctx(nats_server: Server, valkey_server: Server, store: Store, tmp_path: Path) -> AsyncIterator[Context]:
-    async with context(nats_server, valkey_server, "scheduler-0", tmp_path) as ctx:
-        yield ctx
 
 
 @pytest.fixture
@@ -89,9 +82,7 @@ async def come_and_go(url: str, hello: Hello, dice: random.Random) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_whoever_comes_and_goes_in_any_order_leaves_nothing_and_the_name_answers(
-    made: tuple[str, Gateway], bus: Bus, seed: int
-) -> None:
+async def test_any_order_of_connections_leaves_nothing(made: tuple[str, Gateway], bus: Bus, seed: int) -> None:
     url, gateway = made
 
     async def storm(number: int) -> None:
@@ -132,9 +123,7 @@ async def test_who_drops_right_after_its_hello_is_forgotten(made: tuple[str, Gat
     await until(lambda: left(gateway) == [])
 
 
-async def test_a_process_that_comes_again_while_its_old_connection_ends_is_asked(
-    made: tuple[str, Gateway], bus: Bus
-) -> None:
+async def test_a_reconnecting_process_is_used(made: tuple[str, Gateway], bus: Bus) -> None:
     url, gateway = made
     async with AsyncExitStack() as stack:
         for _ in range(20):
@@ -153,11 +142,9 @@ async def test_a_process_that_comes_again_while_its_old_connection_ends_is_asked
     await until(lambda: left(gateway) == [])
 
 
-async def test_more_processes_than_can_be_remembered_are_sent_away(
-    made: tuple[str, Gateway], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_excess_processes_are_refused(made: tuple[str, Gateway], monkeypatch: pytest.MonkeyPatch) -> None:
     url, gateway = made
-    monkeypatch.setattr(gateway_module, "MOST_KNOWN", 1)
+    monkeypatch.setattr(gateway_module, "MAX_KNOWN", 1)
     async with raw(url) as first, raw(url) as second:
         await first.send(PROCESSES[0])
         await first.next(Welcome)
@@ -188,6 +175,6 @@ async def test_a_name_is_its_tenant_s_own(made: tuple[str, Gateway], bus: Bus, s
                 job=job, session=job, environment="served:count", config={}, row=0, seed=0, deadline_s=20.0
             )
             opened = asyncio.create_task(opening)
-            call: Call = await clients[tenant].answer(SessionReply(worker="", messages=[user(tenant)]))
+            call: CallFrame = await clients[tenant].answer(SessionReply(worker="", messages=[user(tenant)]))
             assert msgspec.msgpack.decode(call.body, type=OpenSession).job == job
             assert (await opened).messages == [user(tenant)]

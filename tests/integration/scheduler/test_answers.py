@@ -26,7 +26,7 @@ from opentinker.shared.runtime.service import Context
 from opentinker.shared.runtime.telemetry import MetricSource
 from opentinker.shared.spec import EvaluationSpec
 from opentinker.shared.state.store import Store
-from opentinker.shared.state.usage import Usage
+from opentinker.shared.state.usage import UsageStore
 from opentinker.shared.types.core import Ending, Gpu, JobState, Message, WeightVersion
 from opentinker.shared.types.evaluation import EvalResult
 from opentinker.shared.types.telemetry import LogLine, Segment, TimelinePart
@@ -57,11 +57,7 @@ async def test_jobs_and_workers_are_what_their_types_say(client: AsyncClient, ct
         made = await client.submit(SPEC)
         fits(made, answers.JobSummary)
         job = made["id"]
-
-        async def leased() -> bool:
-            return len((await client.job(job))["workers"]) == 2
-
-        await until(leased)
+        await until(lambda: client.job(job), lambda found: len(found["workers"]) == 2)
         await MetricSource(ctx.bus, job, "trainer").emit(1, {"reward/mean": 0.5})
         await until(lambda: _points(client, job))
         fits(await client.job(job), answers.Job)
@@ -133,7 +129,7 @@ async def test_what_jobs_leave_and_cost_is_what_its_types_say(client: AsyncClien
     fits(seen, answers.Transcripts)
     assert seen["transcripts"][0]["views"][0]["tokens"]["text"] == ["x"] * 6
 
-    await Usage(store.redis).count(job, "a", {"cpu_s": 1.5})
+    await UsageStore(store.redis).count(job, "a", {"cpu_s": 1.5})
     for by in ("job", "day", "key"):
         used = await client.usage(by)
         fits(used, answers.Usage)
@@ -213,11 +209,7 @@ async def test_environments_are_what_their_types_say(client: AsyncClient, tmp_pa
 
 async def _served(client: AsyncClient) -> Any:
     """When it has been heard of."""
-
-    async def there() -> bool:
-        return bool((await known(client.url, "/v1/served"))["served"])
-
-    await until(there)
+    await until(lambda: known(client.url, "/v1/served"), lambda found: found["served"])
     return await known(client.url, "/v1/served")
 
 

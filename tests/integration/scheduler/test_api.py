@@ -70,9 +70,7 @@ async def test_jobs_come_page_by_page(http: Http) -> None:
         assert status == 422 and set(mistakes(body)) == {field}
 
 
-async def test_jobs_are_found_by_state_and_words_however_old_they_are(
-    http: Http, store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_old_jobs_are_found_by_state_and_text(http: Http, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     named = [await http.submit({**SPEC, "name": name}) for name in ("of-maths", "of-letters", "of-maths-too")]
     old, other, new = [job["id"] for _, job in named]
     await http("POST", f"/v1/jobs/{other}/cancel")
@@ -131,6 +129,19 @@ async def test_every_mistake_is_told_at_once(http: Http, bus: Bus) -> None:
     }
     assert body["detail"].startswith("6 mistakes")
     assert (await http("GET", "/v1/jobs"))[1]["jobs"] == []
+
+
+async def test_seats_that_the_algorithm_names_must_exist_in_the_environment(http: Http, bus: Bus) -> None:
+    async def check(request: EnvCheck) -> EnvCheckReply:
+        return EnvCheckReply(seats=["first", "second"])
+
+    await bus.serve(ENV_CHECK, check, "env")
+    await bus.nc.flush()
+    spec = {**SPEC, "environment": {"name": "tictactoe"}, "train": {"steps": 1}}
+    for mate, expected in (("second", 201), ("third", 422)):
+        status, body = await http.submit({**spec, "algorithm": {"team": {"all": ["first", mate]}}})
+        assert status == expected, body
+    assert set(mistakes(body)) == {"algorithm.team.all"}
 
 
 async def test_checking_what_a_spec_refers_to_has_a_time_limit(http: Http, bus: Bus, ctx: Context) -> None:
@@ -192,16 +203,9 @@ async def test_local_model_is_looked_at(
         assert status == 422 and problem in mistakes(body)[field]
 
 
-async def test_a_local_teacher_is_looked_at_and_its_path_made_absolute(
-    http: Http, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_local_teacher_checks(http: Http, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    taught = {
-        **SPEC,
-        "algorithm": {"name": "distill"},
-        "train": {"steps": 1},
-        "teacher": {"base": "./models/teacher"},
-    }
+    taught = {**SPEC, "algorithm": {"name": "distill"}, "train": {"steps": 1}, "teacher": {"base": "./models/teacher"}}
     for changes in ({}, {"train": {"steps": 0}}):  # also beside other mistakes
         status, body = await http.submit({**taught, **changes})
         assert status == 422 and "does not exist" in mistakes(body)["teacher.base"]
@@ -255,9 +259,7 @@ async def test_a_local_reward_model_is_looked_at(
         ('{"model_type": "x", "architectures": ["Qwen3ForTokenClassification"]}', ""),
     ],
 )
-async def test_a_local_value_model_is_looked_at(
-    http: Http, store: Store, tmp_path: Path, config: str, problem: str
-) -> None:
+async def test_value_model_is_checked(http: Http, store: Store, tmp_path: Path, config: str, problem: str) -> None:
     (values := tmp_path / "values").mkdir()
     if config:
         (values / "config.json").write_text(config)
@@ -459,9 +461,7 @@ async def test_openapi_describes_every_route_and_the_spec(http: Http) -> None:
     assert schemas["AlgorithmSpec"]["properties"]["group_size"]["description"]
 
 
-async def test_scheduler_process_restarts_quickly_and_stops_on_sigterm(
-    nats_server: Server, valkey_server: Server, store: Store, tmp_path: Path
-) -> None:
+async def test_restart_and_sigterm(nats_server: Server, valkey_server: Server, store: Store, tmp_path: Path) -> None:
     port = free_port()
     environ = {
         **os.environ,

@@ -87,9 +87,7 @@ async def _points(http: Http, path: str, count: int) -> bool:
     return len((await http("GET", path))[1]["metrics"]) == count
 
 
-async def test_metrics_history_survives_a_restart_of_every_service(
-    valkey_server: Server, store: Store, tmp_path: Path
-) -> None:
+async def test_metric_history_survives_restarts(valkey_server: Server, store: Store, tmp_path: Path) -> None:
     nats = start_nats(tmp_path)
     try:
         async with (
@@ -116,9 +114,7 @@ async def test_metrics_history_survives_a_restart_of_every_service(
         nats.kill()
 
 
-async def test_message_server_that_is_away_is_503_and_comes_back(
-    valkey_server: Server, store: Store, tmp_path: Path
-) -> None:
+async def test_missing_nats_is_503_until_it_is_back(valkey_server: Server, store: Store, tmp_path: Path) -> None:
     nats = start_nats(tmp_path)
     try:
         async with (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import shutil
 import uuid
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,27 +16,17 @@ import pytest
 from opentinker.services.scheduler.artifacts import checkpoint_dir
 from opentinker.services.scheduler.artifacts.archiver import Archiver
 from opentinker.services.scheduler.artifacts.checkpoint_dir import CheckpointView
-from opentinker.services.scheduler.artifacts.checkpoint_metrics import Measured
-from opentinker.services.scheduler.artifacts.retention import Rule
+from opentinker.services.scheduler.artifacts.retention import CheckpointMetrics, Rule
 from opentinker.services.scheduler.artifacts.store import DirectoryStore, StoreUnavailable
 from opentinker.shared.messaging.bus import NoReply
 from opentinker.shared.runtime.service import Context
-from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import JobRecord, JobState
 from opentinker.shared.types.manifest import read_manifest
-from tests.conftest import Server
 from tests.support.api import SPEC, write_checkpoint
 from tests.support.factories import make_spec
-from tests.support.scheduling import context
 
 FILES = {"model.safetensors": b"weights", "trainer/state.json": b"{}"}
 PATH = "checkpoints/step-000010"
-
-
-@pytest.fixture
-async def ctx(nats_server: Server, valkey_server: Server, store: Store, tmp_path: Path) -> AsyncIterator[Context]:
-    async with context(nats_server, valkey_server, "scheduler-0", tmp_path / "data") as ctx:
-        yield ctx
 
 
 @pytest.fixture
@@ -70,24 +59,22 @@ def staged(ctx: Context, job: str) -> Path:
     return place
 
 
-async def size_of(keeping: Archiver, job: str, name: str = "model.safetensors") -> int | None:
+async def size_of(archiver: Archiver, job: str, name: str = "model.safetensors") -> int | None:
     """In the store."""
-    return await keeping.artifacts.store.stat(f"default/{job}/{(await keeping.index.of(job))[PATH].at}/{name}")
+    return await archiver.artifacts.store.stat(f"default/{job}/{(await archiver.index.of(job))[PATH].at}/{name}")
 
 
-async def tar_of(keeping: Archiver, job: JobRecord, first: int = 0) -> tuple[str, bytes]:
-    archive = await checkpoint_dir.open_archive(await keeping.artifacts.checkpoints(job), 10, everything=True)
+async def tar_of(archiver: Archiver, job: JobRecord, first: int = 0) -> tuple[str, bytes]:
+    archive = await checkpoint_dir.open_archive(await archiver.artifacts.checkpoints(job), 10, everything=True)
     try:
         return archive.etag, b"".join([chunk async for chunk in archive.chunks(first, archive.size - first)])
     finally:
         archive.close()
 
 
-async def test_disk_that_refuses_costs_no_checkpoint(
-    ctx: Context, apart: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job, keeping = await begun(ctx), Archiver(ctx)
-    await keeping.index.open(job)
+async def test_a_full_disk_loses_no_checkpoint(ctx: Context, apart: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    job, archiver = await begun(ctx), Archiver(ctx)
+    await archiver.index.open(job)
     await over(ctx, job)
     home = ctx.settings.data_dir / "jobs" / job / PATH
 
@@ -97,62 +84,89 @@ async def test_disk_that_refuses_costs_no_checkpoint(
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint_dir, "hard_link", full)
         for _ in range(2):
-            await keeping.look()
-            await keeping.put()
+            await archiver.scan()
+            await archiver.put()
     assert (home / "model.safetensors").read_bytes() == b"weights", "it is the last copy"
-    assert job in await keeping.index.opened(), "it is tried again"
-    await keeping.look()
-    await keeping.put()
-    assert (await keeping.index.of(job)).keys() == {PATH} and home.exists()
-    await keeping.look()
-    assert job not in await keeping.index.opened() and not home.exists()
-    assert await size_of(keeping, job) == 7
+    assert job in await archiver.index.opened(), "it is tried again"
+    await archiver.scan()
+    await archiver.put()
+    assert (await archiver.index.of(job)).keys() == {PATH} and home.exists()
+    await archiver.scan()
+    assert job not in await archiver.index.opened() and not home.exists()
+    assert await size_of(archiver, job) == 7
 
 
 async def test_what_the_store_cannot_have_stays_where_it_is(ctx: Context, apart: None) -> None:
-    job, keeping = await begun(ctx), Archiver(ctx)
+    job, archiver = await begun(ctx), Archiver(ctx)
     home = ctx.settings.data_dir / "jobs" / job / PATH
     (home / "model.safetensors").write_bytes(b"half")
-    await keeping.index.open(job)
+    await archiver.index.open(job)
     await over(ctx, job)
-    await keeping.look()
-    assert job not in await keeping.index.opened()
+    await archiver.scan()
+    assert job not in await archiver.index.opened()
     assert (home / "model.safetensors").read_bytes() == b"half" and (home / "trainer" / "state.json").exists()
 
 
+@pytest.mark.parametrize("what", ["the checkpoint", "a file of it"])
+async def test_a_checkpoint_that_moves_while_it_is_opened_is_opened_in_the_store(
+    ctx: Context, apart: None, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """The archiver removes the job's directory when the request has listed it and opens its first file."""
+    job, archiver = await begun(ctx), Archiver(ctx)
+    await archiver.index.open(job)
+    await over(ctx, job)
+    await archiver.scan()
+    await archiver.put()
+    home, catalog = ctx.settings.data_dir / "jobs" / job / PATH, archiver.artifacts
+    assert home.exists() and (await archiver.index.of(job)).keys() == {PATH}, "in both places"
+    opens, moved = catalog.workshop.open, []
+
+    async def moves(key: str) -> Any:
+        await archiver.scan()
+        moved.append(key)
+        return await opens(key)
+
+    monkeypatch.setattr(catalog.workshop, "open", moves)
+    if what == "the checkpoint":
+        opened: Any = await catalog.open_checkpoint(await record(ctx, job), None, True)
+    else:
+        opened, _ = await catalog.open(await record(ctx, job), f"{PATH}/model.safetensors")
+    data = b"".join([chunk async for chunk in opened.chunks(0, opened.size)])
+    opened.close()
+    assert b"weights" in data and not home.exists() and len(moved) == 1
+
+
 async def test_download_goes_on_when_the_checkpoint_has_moved_into_the_store(ctx: Context) -> None:
-    job, keeping = await record(ctx, await begun(ctx)), Archiver(ctx)
-    before = await tar_of(keeping, job)
-    await keeping.look()
-    await keeping.put()
+    job, archiver = await record(ctx, await begun(ctx)), Archiver(ctx)
+    before = await tar_of(archiver, job)
+    await archiver.scan()
+    await archiver.put()
     shutil.rmtree(ctx.settings.data_dir / "jobs" / job.id)
-    etag, rest = await tar_of(keeping, job, first=1000)
+    etag, rest = await tar_of(archiver, job, first=1000)
     assert (etag, before[1][:1000] + rest) == before
 
 
 @pytest.mark.parametrize("text", [b"", b"{"])
 async def test_torn_manifest_of_what_is_staged_is_staged_again(ctx: Context, text: bytes) -> None:
-    job, keeping = await begun(ctx), Archiver(ctx)
-    await keeping.look()
+    job, archiver = await begun(ctx), Archiver(ctx)
+    await archiver.scan()
     torn = staged(ctx, job)
     (torn / "manifest.json").write_bytes(text)
-    await keeping.put()
-    assert await keeping.index.of(job) == {} and not torn.exists()
+    await archiver.put()
+    assert await archiver.index.of(job) == {} and not torn.exists()
     torn.mkdir(parents=True)
     (torn / "manifest.json").write_bytes(text)
-    await keeping.look()
-    await keeping.put()
-    assert (await keeping.index.of(job)).keys() == {PATH}
+    await archiver.scan()
+    await archiver.put()
+    assert (await archiver.index.of(job)).keys() == {PATH}
 
 
-async def test_one_that_cannot_be_put_or_removed_holds_up_no_other(
-    ctx: Context, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    jobs, keeping = sorted([await begun(ctx), await begun(ctx), await begun(ctx)]), Archiver(ctx)
-    await keeping.look()
+async def test_a_failed_upload_or_removal_delays_no_other(ctx: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs, archiver = sorted([await begun(ctx), await begun(ctx), await begun(ctx)]), Archiver(ctx)
+    await archiver.scan()
     places = [staged(ctx, job) for job in jobs]
     (places[0] / "model.safetensors").unlink()
-    store = keeping.artifacts.store
+    store = archiver.artifacts.store
     put, delete = store.put, store.delete
 
     async def refuses(key: str, *rest: Any) -> None:
@@ -163,29 +177,27 @@ async def test_one_that_cannot_be_put_or_removed_holds_up_no_other(
     with monkeypatch.context() as patch:
         patch.setattr(store, "put", refuses)
         patch.setattr(store, "delete", refuses)
-        await keeping.put()
-        kept = [(await keeping.index.of(job)).keys() for job in jobs]
+        await archiver.put()
+        kept = [(await archiver.index.of(job)).keys() for job in jobs]
         assert kept == [set(), set(), {PATH}] and not places[0].exists() and places[1].exists()
-        await keeping.look()
-        await keeping.put()
-        assert (await keeping.index.of(jobs[0])).keys() == {PATH}, "it is staged and put again"
-    await keeping.put()
-    assert (await keeping.index.of(jobs[1])).keys() == {PATH}
-    at = (await keeping.index.of(jobs[1]))[PATH].at
+        await archiver.scan()
+        await archiver.put()
+        assert (await archiver.index.of(jobs[0])).keys() == {PATH}, "it is staged and put again"
+    await archiver.put()
+    assert (await archiver.index.of(jobs[1])).keys() == {PATH}
+    at = (await archiver.index.of(jobs[1]))[PATH].at
     for job in jobs:
-        await keeping.index.remove("default", job, [PATH])
+        await archiver.index.remove("default", job, [PATH])
     with monkeypatch.context() as patch:
         patch.setattr(store, "delete", refuses)
-        await keeping.remove()
-    assert await keeping.index.removing() == [f"default/{jobs[1]}/{at}"]
+        await archiver.remove()
+    assert await archiver.index.removing() == [f"default/{jobs[1]}/{at}"]
 
 
-async def test_history_that_does_not_answer_is_asked_again(
-    ctx: Context, apart: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job, keeping = await begun(ctx), Archiver(ctx)
-    await keeping.look()
-    await keeping.put()
+async def test_unanswered_history_is_retried(ctx: Context, apart: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    job, archiver = await begun(ctx), Archiver(ctx)
+    await archiver.scan()
+    await archiver.put()
     await over(ctx, job)
 
     async def away(*args: Any, **keys: Any) -> None:
@@ -193,10 +205,10 @@ async def test_history_that_does_not_answer_is_asked_again(
 
     with monkeypatch.context() as patch:
         patch.setattr(ctx.bus, "history", away)
-        await keeping.look()
-    assert job in await keeping.index.opened()
-    await keeping.look()
-    assert job not in await keeping.index.opened()
+        await archiver.scan()
+    assert job in await archiver.index.opened()
+    await archiver.scan()
+    assert job not in await archiver.index.opened()
 
 
 async def test_published_while_the_leader_puts_it(ctx: Context, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,37 +220,37 @@ async def test_published_while_the_leader_puts_it(ctx: Context, monkeypatch: pyt
         raise StoreUnavailable(f"{file} has gone")
 
     monkeypatch.setattr(publisher.artifacts.store, "put", late)
-    kept = await publisher.keep(job, held)
+    kept = await publisher.archive(job, held)
     assert kept.manifest == held.manifest
     monkeypatch.setattr(publisher, "stage", None)  # it is not even asked
-    assert await publisher.keep(job, held) == kept
+    assert await publisher.archive(job, held) == kept
 
 
 async def test_what_was_measured_brings_nothing_back(ctx: Context) -> None:
-    job, keeping = await begun(ctx), Archiver(ctx)
-    await keeping.look()
-    await keeping.put()
-    entry = (await keeping.index.of(job))[PATH]
-    await keeping.index.note(job, entry, 0.5)
-    measured = (await keeping.index.of(job))[PATH]
+    job, archiver = await begun(ctx), Archiver(ctx)
+    await archiver.scan()
+    await archiver.put()
+    entry = (await archiver.index.of(job))[PATH]
+    await archiver.index.note(job, entry, 0.5)
+    measured = (await archiver.index.of(job))[PATH]
     assert measured == msgspec.structs.replace(entry, metric=0.5)
-    await keeping.index.note(job, entry, 0.9)
-    assert (await keeping.index.of(job))[PATH] == measured, "it is another one by now"
-    await keeping.index.remove("default", job, [PATH])
-    await keeping.index.note(job, measured, 0.9)
-    (held,) = [replace(held, metric=0.9) for held in await keeping.artifacts.checkpoints(await record(ctx, job))]
-    await keeping._note(await record(ctx, job), [held], {10: measured})
-    assert await keeping.index.of(job) == {}
+    await archiver.index.note(job, entry, 0.9)
+    assert (await archiver.index.of(job))[PATH] == measured, "it is another one by now"
+    await archiver.index.remove("default", job, [PATH])
+    await archiver.index.note(job, measured, 0.9)
+    (held,) = [replace(held, metric=0.9) for held in await archiver.artifacts.checkpoints(await record(ctx, job))]
+    await archiver._note(await record(ctx, job), [held], {10: measured})
+    assert await archiver.index.of(job) == {}
 
 
 async def test_what_killed_schedulers_left_is_swept(ctx: Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    job, keeping, data = await begun(ctx), Archiver(ctx), ctx.settings.data_dir
+    job, archiver, data = await begun(ctx), Archiver(ctx), ctx.settings.data_dir
     checkpoint = data / "jobs" / job / PATH
-    await keeping.look()
-    await keeping.put()
+    await archiver.scan()
+    await archiver.put()
     assert list((data / "staged").iterdir()) == [], "no empty directories stay"
     mark = uuid.uuid4().hex
-    kept = data / "artifacts" / "default" / job / (await keeping.index.of(job))[PATH].at
+    kept = data / "artifacts" / "default" / job / (await archiver.index.of(job))[PATH].at
     left = [
         data / "staged" / "default" / job / f".step-000010-{mark}",
         data / "staged" / "default" / "j-another" / f".files-{mark}",
@@ -252,13 +264,12 @@ async def test_what_killed_schedulers_left_is_swept(ctx: Context, monkeypatch: p
     left[-1].write_bytes(b"half")
     trainers = checkpoint.with_name(".removing-step-000010-1-1")
     trainers.mkdir()
-    keeping.sweep()
+    archiver.sweep()
     assert all(place.exists() for place in left), "somebody may be at it"
-    monkeypatch.setattr("opentinker.services.scheduler.artifacts.archiver.ORPHAN_S", -60.0)
-    keeping.sweep()
+    archiver.sweep(orphan_s=-60.0)
     assert not any(place.exists() for place in left) and list((data / "staged").iterdir()) == []
     assert trainers.exists() and (checkpoint / "model.safetensors").exists()
-    assert await size_of(keeping, job) == 7
+    assert await size_of(archiver, job) == 7
 
 
 # --- the best by a metric of evaluations, which come after the checkpoints ------------------------------------------
@@ -282,43 +293,43 @@ async def judged(ctx: Context, **validation: Any) -> str:
     return job
 
 
-async def after(ctx: Context, keeping: Archiver, job: str, *steps: int, epoch: int = 1) -> list[int]:
+async def after(ctx: Context, archiver: Archiver, job: str, *steps: int, epoch: int = 1) -> list[int]:
     """Steps that are kept once the trainer has saved these, and swept them."""
     for step in steps:
         directory = write_checkpoint(ctx, job, step, FILES, epoch)
-        await keeping.look()
-        await keeping.put()
+        await archiver.scan()
+        await archiver.put()
         shutil.rmtree(directory)
-    await keeping.look()
-    await keeping.put()
-    return sorted(kept.manifest.step for kept in (await keeping.index.of(job)).values() if kept.manifest is not None)
+    await archiver.scan()
+    await archiver.put()
+    return sorted(kept.manifest.step for kept in (await archiver.index.of(job)).values() if kept.manifest is not None)
 
 
 async def test_checkpoint_whose_evaluation_is_still_to_come_stays(ctx: Context) -> None:
-    job, keeping = await judged(ctx), Archiver(ctx)
-    assert await after(ctx, keeping, job, 10, 15, 20) == [10, 20], "15 is never evaluated"
+    job, archiver = await judged(ctx), Archiver(ctx)
+    assert await after(ctx, archiver, job, 10, 15, 20) == [10, 20], "15 is never evaluated"
     evaluated(ctx, job, 10, 0.9)
-    assert await after(ctx, keeping, job, 30) == [10, 20, 30]
+    assert await after(ctx, archiver, job, 30) == [10, 20, 30]
     evaluated(ctx, job, 20, 0.5)
-    assert await after(ctx, keeping, job) == [10, 30]
+    assert await after(ctx, archiver, job) == [10, 30]
     evaluated(ctx, job, 30, 0.95)
-    assert await after(ctx, keeping, job, 40) == [30, 40], "a better one"
+    assert await after(ctx, archiver, job, 40) == [30, 40], "a better one"
 
 
 async def test_checkpoint_that_will_not_be_evaluated_any_more_goes(ctx: Context) -> None:
-    job, keeping = await judged(ctx), Archiver(ctx)
-    assert await after(ctx, keeping, job, 10, 20, 30) == [10, 20, 30]
+    job, archiver = await judged(ctx), Archiver(ctx)
+    assert await after(ctx, archiver, job, 10, 20, 30) == [10, 20, 30]
     evaluated(ctx, job, 10)  # without the metric: none of its episodes was played
-    assert await after(ctx, keeping, job) == [20, 30]
+    assert await after(ctx, archiver, job) == [20, 30]
     evaluated(ctx, job, 30, 0.1)  # they come in order: that of 20 was cut off
-    assert await after(ctx, keeping, job, 40, 45) == [30, 40, 45]
+    assert await after(ctx, archiver, job, 40, 45) == [30, 40, 45]
     await over(ctx, job)
-    assert await after(ctx, keeping, job) == [30, 45], "the job is over"
+    assert await after(ctx, archiver, job) == [30, 45], "the job is over"
 
 
 async def test_what_was_measured_before_a_rollback_is_of_other_weights(ctx: Context) -> None:
     """The first trainer came to step 20 and was evaluated there, the second one went on from 10."""
-    job, keeping = await judged(ctx), Archiver(ctx)
+    job, archiver = await judged(ctx), Archiver(ctx)
     evaluated_at = ctx.settings.data_dir / "jobs" / job
     evaluated_at.mkdir(parents=True)
     for step, exact in ((10, 0.4), (20, 0.9)):
@@ -326,14 +337,14 @@ async def test_what_was_measured_before_a_rollback_is_of_other_weights(ctx: Cont
     directory = write_checkpoint(ctx, job, 20, FILES, epoch=2)
     manifest = msgspec.structs.replace(read_manifest(directory), resumed={1: 0, 2: 10})
     (directory / "manifest.json").write_bytes(msgspec.json.encode(manifest))
-    held = [CheckpointView(manifest, keeping.artifacts.workshop, "", here=True)]
+    held = [CheckpointView(manifest, archiver.artifacts.workshop, "", here=True)]
     rule = Rule.of((await record(ctx, job)).spec)
-    (found,) = Measured().of(evaluated_at, held, rule, over=False)
+    (found,) = CheckpointMetrics().add(evaluated_at, held, rule, over=False)
     assert found.metric is None and found.awaited
     evaluated(ctx, job, 20, 0.1, epoch=2)
-    (found,) = Measured().of(evaluated_at, held, rule, over=False)
+    (found,) = CheckpointMetrics().add(evaluated_at, held, rule, over=False)
     assert found.metric == 0.1 and not found.awaited
-    (resumed,) = Measured().of(
+    (resumed,) = CheckpointMetrics().add(
         evaluated_at, [replace(held[0], manifest=msgspec.structs.replace(manifest, step=10))], rule, over=False
     )
     assert resumed.metric == 0.4, "these weights are those of the first trainer"

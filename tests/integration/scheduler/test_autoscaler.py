@@ -16,12 +16,20 @@ import pytest
 
 from opentinker.local.embedded import shipped_conf
 from opentinker.local.server_users import Access
-from opentinker.services.scheduler.autoscaler import autoscaler
-from opentinker.services.scheduler.autoscaler.autoscaler import Autoscaler, lacking, launcher_of
+from opentinker.services.scheduler.autoscaler.autoscaler import Autoscaler, launcher_of, workers_to_start
 from opentinker.services.scheduler.autoscaler.base import Launched, LauncherFailed
 from opentinker.services.scheduler.autoscaler.kubernetes import KubernetesLauncher
 from opentinker.services.scheduler.autoscaler.process import ProcessLauncher
-from opentinker.services.scheduler.placement.types import NO_GPUS, UNKNOWN, Gpus, Held, Job, Need, Slot, View
+from opentinker.services.scheduler.placement.types import (
+    NO_GPUS,
+    UNKNOWN,
+    ClusterView,
+    Gpus,
+    Held,
+    Need,
+    PlannedJob,
+    Slot,
+)
 from opentinker.shared.config import Settings, TenantLimits, load_settings
 from opentinker.shared.runtime import launched_processes
 from opentinker.shared.runtime.gpus import pin_of
@@ -31,11 +39,11 @@ from opentinker.shared.spec import parse_spec
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import Gpu, JobState, Pool, WorkerInfo
 from opentinker.shared.types.errors import SpecError
-from tests.conftest import Server, soon, until
+from tests.conftest import NewContext, soon, until
 from tests.e2e.test_kills import check, toy_spec
 from tests.support.cluster import toy_cluster
 from tests.support.kubernetes_api import DEPLOYMENT_UID, TOKEN, KubernetesApi, kubernetes
-from tests.support.scheduling import Workers, context, new_job
+from tests.support.scheduling import Workers, new_job
 from tests.unit.shared.test_gpus import fake_nvml, install
 
 HERE = launched_processes.prefix()
@@ -49,19 +57,19 @@ def room(gpus: Mapping[str, Gpus] | None = None) -> dict[str, Slot]:
     return {f"{pool}-{n}": Slot(pool, (gpus or {}).get(f"{pool}-{n}", NO_GPUS)) for pool, n in slots}
 
 
-def lacked(view: View, room: dict[str, Slot]) -> Counter[Pool]:
-    return Counter(room[name].pool for name in lacking(view, room))
+def lacked(view: ClusterView, room: dict[str, Slot]) -> Counter[Pool]:
+    return Counter(room[name].pool for name in workers_to_start(view, room))
 
 
-def queued(id: str, needs: dict[Pool, int] = RL, **changes: Any) -> Job:
-    return Job(id=id, tenant="default", priority=0, created=1.0, needs=needs, **({"most": 1} | changes))
+def queued(id: str, needs: dict[Pool, int] = RL, **changes: Any) -> PlannedJob:
+    return PlannedJob(id=id, tenant="default", priority=0, created=1.0, needs=needs, **({"most": 1} | changes))
 
 
-def view(*jobs: Job, **changes: Any) -> View:
-    return View(now=100.0, jobs=jobs, **({"free": {}, "alive": {}} | changes))
+def view(*jobs: PlannedJob, **changes: Any) -> ClusterView:
+    return ClusterView(now=100.0, jobs=jobs, **({"free": {}, "alive": {}} | changes))
 
 
-# --- what is lacking --------------------------------------------------------------------------------------------------
+# --- workers to start -----------------------------------------------------------------------------------------------
 
 
 def test_what_a_job_lacks_is_what_is_started() -> None:
@@ -98,9 +106,9 @@ def test_what_has_the_gpus_that_a_job_needs_is_started_for_it() -> None:
     two, one = Gpus((80, 80)), Gpus((80,))
     gpus = {"trainer-1": two, "rollout-2": one}
     wants = queued("a", gpus={Pool.TRAINER: Need(2), Pool.ROLLOUT: Need(1)})
-    assert lacking(view(wants), room(gpus)) == ["trainer-1", "rollout-2"]
-    assert lacking(view(queued("a")), room(gpus)) == ["trainer-0", "rollout-0"]
-    assert not lacking(view(queued("a", gpus={Pool.TRAINER: Need(3)})), room(gpus))
+    assert workers_to_start(view(wants), room(gpus)) == ["trainer-1", "rollout-2"]
+    assert workers_to_start(view(queued("a")), room(gpus)) == ["trainer-0", "rollout-0"]
+    assert not workers_to_start(view(queued("a", gpus={Pool.TRAINER: Need(3)})), room(gpus))
 
 
 # --- the loop ---------------------------------------------------------------------------------------------------------
@@ -134,9 +142,9 @@ class FakeLauncher:
 
 
 @pytest.fixture
-async def ctx(nats_server: Server, valkey_server: Server, tmp_path: Path, store: Store) -> AsyncIterator[Context]:
+async def ctx(new_context: NewContext) -> AsyncIterator[Context]:
     settings = {"launcher_trainers": 2, "launcher_rollout_workers": 3, "launcher_start_s": 1000.0}
-    async with context(nats_server, valkey_server, "scheduler", tmp_path, **settings) as ctx:
+    async with new_context("scheduler", **settings) as ctx:
         yield ctx
 
 
@@ -147,66 +155,58 @@ async def workers(store: Store) -> AsyncIterator[Workers]:
     await workers.stop()
 
 
-async def test_jobs_get_workers_once_and_never_more_than_there_may_be(
-    ctx: Context, store: Store, workers: Workers
-) -> None:
+async def test_jobs_get_workers_once_up_to_the_limit(ctx: Context, store: Store, workers: Workers) -> None:
     await workers.start("env-0")
     launcher = FakeLauncher()
     loop = Autoscaler(ctx, launcher)
-    await loop.look()
+    await loop.reconcile()
     assert not launcher.all
     await new_job(store, "job-1")
-    await loop.look()
+    await loop.reconcile()
     assert launcher.counts() == RL and Counter(slot.pool for slot in loop.starting.values()) == RL
-    await loop.look()
+    await loop.reconcile()
     assert launcher.counts() == RL, "they are on their way"
     for n in range(2, 9):
         await new_job(store, f"job-{n}")
-    await loop.look()
+    await loop.reconcile()
     assert launcher.counts() == {Pool.TRAINER: 2, Pool.ROLLOUT: 2}
-    await Autoscaler(ctx, launcher).look()
+    await Autoscaler(ctx, launcher).reconcile()
     assert launcher.counts() == {Pool.TRAINER: 2, Pool.ROLLOUT: 2}, "the next scheduler knows them"
 
 
-async def test_job_that_waits_for_the_policy_of_another_gets_workers_when_that_one_has_its_own(
-    ctx: Context, store: Store, workers: Workers
-) -> None:
+async def test_a_job_of_a_live_policy_gets_workers_after_it(ctx: Context, store: Store, workers: Workers) -> None:
     await workers.start("env-0")
     spec = {"name": "live", "kind": "inference", "model": {"base": "model"}, "rollout": {"engine": "toy"}}
     served = parse_spec({**spec, "start": {"from": "j-0000000000@live"}}).model_dump(mode="json")
     await store.create_job(id="j-1111111111", spec=served, tenant="default")
     launcher = FakeLauncher()
     loop = Autoscaler(ctx, launcher)
-    await loop.look()
+    await loop.reconcile()
     assert not launcher.all, "what it would serve has no workers"
     await new_job(store, "j-0000000000", JobState.STARTING)
-    await loop.look()
+    await loop.reconcile()
     assert launcher.counts()[Pool.ROLLOUT] > 0
 
 
-async def test_what_does_not_come_up_is_ended_and_tried_again_later(
-    ctx: Context, store: Store, workers: Workers
-) -> None:
+async def test_a_worker_that_never_starts_is_retried_later(ctx: Context, store: Store, workers: Workers) -> None:
     await workers.start("env-0")
     await new_job(store, "job-1")
     launcher = FakeLauncher()
     loop = Autoscaler(ctx, launcher)
-    await loop.look()
+    await loop.reconcile()
     (trainer,) = (one for one in launcher.all.values() if one.pool == Pool.TRAINER)
     launcher.all[trainer.name] = Launched(trainer.name, Pool.TRAINER, trainer.since, "its process has ended")
-    await loop.look()
+    await loop.reconcile()
     assert launcher.ended == [trainer.name]
-    await loop.look()
+    await loop.reconcile()
     assert launcher.counts() == {Pool.ROLLOUT: 1}, "not at once"
     loop._failures[Pool.TRAINER].again_at = 0.0
-    await loop.look()
+    await loop.reconcile()
     assert launcher.counts() == RL
     assert loop._failures[Pool.TRAINER].count == 1
 
 
-async def test_memory_that_only_the_worker_knows_is_learned_from_the_first(
-    ctx: Context, store: Store, workers: Workers
-) -> None:
+async def test_memory_is_learned_from_the_first_worker(ctx: Context, store: Store, workers: Workers) -> None:
     """Else every worker that may be is started for a job that none of them does for, again and again."""
 
     class Unknowing(FakeLauncher):
@@ -217,7 +217,7 @@ async def test_memory_that_only_the_worker_knows_is_learned_from_the_first(
     job = await new_job(store, "job-1", resources__trainer_gpus=1, resources__gpu_memory_gb=80, train__learner="torch")
     launcher = Unknowing()
     loop = Autoscaler(ctx, launcher)
-    await loop.look()
+    await loop.reconcile()
     assert launcher.counts() == RL, "it may be enough"
     (name,) = (one.name for one in launcher.all.values() if one.pool == Pool.TRAINER)
     info = WorkerInfo(
@@ -225,29 +225,27 @@ async def test_memory_that_only_the_worker_knows_is_learned_from_the_first(
         gpus=[Gpu(index=0, uuid="0", model="X", memory=40 * 10**9)],
     )  # fmt: skip
     await store.beat(info, 600.0)
-    await loop.look()
+    await loop.reconcile()
     assert launcher.counts() == RL, "another would have no more"
     await store.redis.delete(f"worker:{name}")
     await launcher.end(name)
-    await loop.look()
+    await loop.reconcile()
     assert launcher.counts() == {Pool.ROLLOUT: 1}
     await store.transition(job, JobState.CANCELLED, epoch=0)
     await new_job(store, "job-2", resources__trainer_gpus=1, resources__gpu_memory_gb=40, train__learner="torch")
-    await loop.look()
+    await loop.reconcile()
     assert launcher.counts()[Pool.TRAINER] == 1, "this is what they have"
 
 
-async def test_what_says_nothing_is_ended(
-    ctx: Context, store: Store, workers: Workers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_silence_is_ended(ctx: Context, store: Store, workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
     await workers.start("env-0")
     await new_job(store, "job-1")
     launcher = FakeLauncher()
     loop = Autoscaler(ctx, launcher)
-    await loop.look()
+    await loop.reconcile()
     names = sorted(launcher.all)
     loop._known = {name: since - 2000.0 for name, since in loop._known.items()}
-    await loop.look()
+    await loop.reconcile()
     assert sorted(launcher.ended) == names and not loop.starting
 
 
@@ -258,7 +256,7 @@ async def test_workers_that_beat_are_not_on_their_way(ctx: Context, store: Store
     launcher.all["trainer-0"] = Launched("trainer-0", Pool.TRAINER, time.time())
     await workers.start("trainer-0")
     loop = Autoscaler(ctx, launcher)
-    await loop.look()
+    await loop.reconcile()
     assert [slot.pool for slot in loop.starting.values()] == [Pool.ROLLOUT]
 
 
@@ -291,9 +289,7 @@ async def environment_of(pid: int) -> dict[str, str]:
     return told()
 
 
-async def test_a_process_is_known_to_the_next_scheduler_and_ends_when_it_is_told(
-    alone: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_process_is_known_to_the_next_scheduler(alone: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in AWS:
         monkeypatch.setenv(name, "of-the-artifact-store")
     launcher = ProcessLauncher(alone)
@@ -426,9 +422,7 @@ def cluster_settings(tmp_path: Path, url: str, **changes: Any) -> Settings:
     return Settings.model_validate({**given, **changes})
 
 
-async def test_a_pod_is_what_the_operator_wrote_and_goes_with_the_deployment(
-    api: tuple[KubernetesApi, str], tmp_path: Path
-) -> None:
+async def test_a_pod_follows_the_template_and_its_owner(api: tuple[KubernetesApi, str], tmp_path: Path) -> None:
     cluster, url = api
     launcher = launcher_of(cluster_settings(tmp_path, url))
     assert isinstance(launcher, KubernetesLauncher)
@@ -445,9 +439,7 @@ async def test_a_pod_is_what_the_operator_wrote_and_goes_with_the_deployment(
     assert (one.name, one.pool, one.ended) == ("rl-scheduler-rollout-0", Pool.ROLLOUT, "")
 
 
-async def test_all_pods_are_seen_page_by_page_and_others_are_not(
-    api: tuple[KubernetesApi, str], tmp_path: Path
-) -> None:
+async def test_pods_are_listed_by_page_and_label(api: tuple[KubernetesApi, str], tmp_path: Path) -> None:
     cluster, url = api
     launcher = KubernetesLauncher(cluster_settings(tmp_path, url))
     for n in range(5):
@@ -501,15 +493,13 @@ async def test_the_token_may_change_and_the_api_may_be_away(api: tuple[Kubernete
 
 
 async def test_the_loop_starts_pods_for_a_queue_and_outlives_an_api_that_is_away(
-    api: tuple[KubernetesApi, str], ctx: Context, store: Store, workers: Workers, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    api: tuple[KubernetesApi, str], ctx: Context, store: Store, workers: Workers, tmp_path: Path
+) -> None:
     cluster, url = api
-    monkeypatch.setattr(autoscaler, "LOOK_S", 0.02)
     await workers.start("env-0")
     await new_job(store, "job-1")
     cluster.busy = 6
-    loop = Autoscaler(ctx, KubernetesLauncher(cluster_settings(tmp_path, url)))
+    loop = Autoscaler(ctx, KubernetesLauncher(cluster_settings(tmp_path, url)), poll_s=0.02)
     from tests.support.scheduling import running
 
     async with running(loop.run()):
@@ -571,8 +561,7 @@ async def test_a_job_gets_its_workers_as_processes_which_outlive_the_scheduler_a
             assert sorted(before) == [f"{HERE}-rollout-0", f"{HERE}-trainer-0"]
             cluster.kill("scheduler")
             os.kill(before[f"{HERE}-rollout-0"], signal.SIGKILL)
-            record = await cluster.wait(job)
-            assert record["state"] == "succeeded", record["reason"]
+            await cluster.succeeds(job)
             await check(cluster, job, spec)
             assert processes(cluster.data).get(f"{HERE}-trainer-0") in (before[f"{HERE}-trainer-0"], None)
             log = (cluster.data / f"logs/{HERE}-trainer-0.log").read_text()

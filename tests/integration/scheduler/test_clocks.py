@@ -15,7 +15,7 @@ from opentinker.services.scheduler.placement.types import Rules
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.lease_table import CHARGED_AT_MOST_S
 from opentinker.shared.state.store import Store
-from opentinker.shared.state.usage import Usage
+from opentinker.shared.state.usage import UsageStore
 from opentinker.shared.types.core import JobState, Lease, Pool, WorkerInfo
 from tests.conftest import Server, until
 from tests.support.scheduling import context, kinds, new_job
@@ -63,47 +63,43 @@ async def clock_of_redis_steps(store: Store, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("step_s", [HOUR_S, 1000 * 24 * HOUR_S, -HOUR_S])
-async def test_a_step_of_the_clock_of_redis_costs_no_worker_and_no_hour(
-    store: Store, ctx: Context, step_s: float
-) -> None:
+async def test_a_clock_step_of_redis_costs_no_worker(store: Store, ctx: Context, step_s: float) -> None:
     clock = Clock()
     job = await new_job(store, "j-a")
     hearts = Hearts(store, "trainer-0", "rollout-0", "env-0")
     await hearts.beat()
     reconciler = Reconciler(ctx, clock=clock)
-    await reconciler.look()
+    await reconciler.reconcile()
     before = {lease.worker: lease for lease in await store.leases()}
     assert before.keys() == {"trainer-0", "rollout-0"}
     await clock_of_redis_steps(store, step_s)
     for _ in range(12):  # longer than anybody's patience
         clock.now += LOOK_S
         await hearts.beat()
-        await reconciler.look()
+        await reconciler.reconcile()
     assert {lease.worker: lease for lease in await store.leases()} == before
     assert (await store.job(job)).epoch == 1 and "trainer_lost" not in await kinds(store, job)
-    (spent,) = await Usage(store.redis).of_jobs([job])
+    (spent,) = await UsageStore(store.redis).of_jobs([job])
     assert spent["worker_s"] <= 2 * CHARGED_AT_MOST_S + 60.0, "two workers, and what this test took"
 
 
-async def test_a_worker_is_lost_when_its_beats_end_for_its_time_of_the_leaders_clock(
-    store: Store, ctx: Context
-) -> None:
+async def test_worker_timeouts_are_of_the_leaders_clock(store: Store, ctx: Context) -> None:
     clock = Clock()
     job = await new_job(store, "j-a")
     hearts = Hearts(store, "trainer-0", "rollout-0", "env-0", "trainer-1")
     await hearts.beat()
     reconciler = Reconciler(ctx, clock=clock)
-    await reconciler.look()
+    await reconciler.reconcile()
     await hearts.beat()
-    await reconciler.look()
+    await reconciler.reconcile()
     for _ in range(round(PATIENCE_S / LOOK_S) - 1):
         clock.now += LOOK_S
         await hearts.beat("rollout-0", "env-0", "trainer-1")
-        await reconciler.look()
+        await reconciler.reconcile()
     assert (await store.job(job)).epoch == 1
     clock.now += LOOK_S
     await hearts.beat("rollout-0", "env-0", "trainer-1")
-    await reconciler.look()
+    await reconciler.reconcile()
     assert (await store.job(job)).epoch == 2, "in the very look that found it"
     assert {lease.worker: lease.epoch for lease in await store.leases()} == {"rollout-0": 1, "trainer-1": 2}
     assert not await store.lives("trainer-0", "trainer-0-1"), "everybody reads the same"
@@ -116,14 +112,14 @@ async def test_a_new_leader_counts_anew(store: Store, ctx: Context) -> None:
     job = await new_job(store, "j-a")
     await Hearts(store, "trainer-0", "rollout-0", "env-0").beat()
     first = Reconciler(ctx, clock=clock)
-    await first.look()
+    await first.reconcile()
     clock.now += HOUR_S
     next_ = Reconciler(ctx, clock=clock)
     for _ in range(round(PATIENCE_S / LOOK_S)):
-        await next_.look()
+        await next_.reconcile()
         assert len(await store.leases()) == 2
         clock.now += LOOK_S
-    await next_.look()
+    await next_.reconcile()
     assert await store.leases() == [] and "trainer_lost" in await kinds(store, job)
 
 
@@ -136,11 +132,11 @@ async def test_a_worker_that_is_taken_back_has_its_time_whatever_clocks_say(stor
     reconciler = Reconciler(ctx, clock=clock)
     for _ in range(round(ctx.settings.take_back_s / LOOK_S)):
         await hearts.beat()
-        await reconciler.look()
+        await reconciler.reconcile()
         assert await store.leases() == [lease]
         clock.now += LOOK_S
     clock.now += LOOK_S
-    await reconciler.look()
+    await reconciler.reconcile()
     assert await store.leases() == []
 
 
@@ -155,9 +151,7 @@ async def test_a_job_that_lost_a_worker_does_not_wait_for_an_hour_when_the_clock
     assert {job.id: job.retry_at for job in view.jobs} == {"j-a": 0.0, "j-b": 1030.0}
 
 
-async def test_leadership_of_a_dead_scheduler_ends_by_the_clock_of_another_one(
-    store: Store, valkey_server: Server
-) -> None:
+async def test_dead_leadership_ends_by_the_clock_of_another(store: Store, valkey_server: Server) -> None:
     """The clock of Redis was set back: the key would stay for an hour."""
     async with Store.connect(valkey_server.url, "rival") as rival:
         ttl_s = 1.0
@@ -167,9 +161,5 @@ async def test_leadership_of_a_dead_scheduler_ends_by_the_clock_of_another_one(
             assert await rival.lead("s-2", "two", ttl_s) is None
             assert await store.lead("s-1", "one", ttl_s) == epoch
         await store.redis.persist("leader")
-
-        async def leads() -> bool:
-            return await rival.lead("s-2", "two", ttl_s) is not None
-
-        await until(leads)
+        await until(lambda: rival.lead("s-2", "two", ttl_s), lambda found: found is not None)
         assert await store.lead("s-1", "one", ttl_s) is None

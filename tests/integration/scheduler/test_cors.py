@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import aiohttp
 import pytest
@@ -13,9 +12,9 @@ from pydantic import ValidationError
 from opentinker.local.up import page_origins
 from opentinker.services.scheduler.http.cors import SHOWN, TAKEN
 from opentinker.shared.config import PREFIX, Settings
-from tests.conftest import Server
+from tests.conftest import NewContext
 from tests.support.api import bearing
-from tests.support.scheduling import context, scheduler
+from tests.support.scheduling import scheduler
 
 LAB = "https://lab.example"
 NAMED = [f"{LAB}:443", "http://localhost:8000"]
@@ -24,11 +23,8 @@ ALLOW = "Access-Control-Allow-"
 
 
 @pytest.fixture
-async def url(nats_server: Server, valkey_server: Server, tmp_path: Path) -> AsyncIterator[str]:
-    async with (
-        context(nats_server, valkey_server, "scheduler-0", tmp_path, http_origins=NAMED) as ctx,
-        scheduler(ctx) as url,
-    ):
+async def url(new_context: NewContext) -> AsyncIterator[str]:
+    async with new_context(http_origins=NAMED) as ctx, scheduler(ctx) as url:
         yield url
 
 
@@ -67,8 +63,8 @@ async def test_a_page_serves_no_environments_whoever_named_it(url: str) -> None:
     assert status == 403
 
 
-async def test_by_default_no_page_may_ask(nats_server: Server, valkey_server: Server, tmp_path: Path) -> None:
-    async with context(nats_server, valkey_server, "scheduler-0", tmp_path) as ctx, scheduler(ctx) as url:
+async def test_by_default_no_page_may_ask(new_context: NewContext) -> None:
+    async with new_context() as ctx, scheduler(ctx) as url:
         for origin in (LAB, url):
             status, headers = await asked("OPTIONS", url + "/v1/jobs", origin, **preflight())
             assert status == 401 and not any(name.startswith(ALLOW) for name in headers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -19,24 +20,15 @@ from opentinker.shared.messaging.permissions import SYSTEM
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.security.key_text import digest_of, new_key, parse
 from opentinker.shared.state import stream_connections
-from opentinker.shared.state.keys import Keys
+from opentinker.shared.state.keys import KeyStore
 from opentinker.shared.state.store import Store
-from opentinker.shared.state.stream_connections import Connection, Group, StreamConnections
-from opentinker.shared.state.stream_credentials import StreamCredentials
+from opentinker.shared.state.stream_connections import ConnectionGroup, StreamConnection, StreamConnections
+from opentinker.shared.state.stream_credentials import StreamCredentialStore
 from tests.conftest import Server, free_port, nats_conf, until
 from tests.support.api import Http, new_key_of
 from tests.support.factories import make_spec
 from tests.support.scheduling import running, scheduler
-from tests.support.streams import (
-    Guarded,
-    Listener,
-    comes_in,
-    connected,
-    given,
-    guarded_context,
-    guarded_nats,
-    job_of,
-)
+from tests.support.streams import Guarded, Listener, comes_in, connected, given, guarded_context, guarded_nats, job_of
 
 
 @pytest.fixture(scope="module")
@@ -49,12 +41,6 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
 async def ctx(guarded: Guarded, valkey_server: Server, store: Store, tmp_path: Path) -> AsyncIterator[Context]:
     async with guarded_context(guarded, valkey_server, store, tmp_path / "data") as ctx:
         yield ctx
-
-
-@pytest.fixture
-async def api(ctx: Context) -> AsyncIterator[Http]:
-    async with scheduler(ctx) as url, aiohttp.ClientSession() as session:
-        yield Http(session, url)
 
 
 @asynccontextmanager
@@ -72,11 +58,11 @@ Over = Callable[[Store, str, str], Awaitable[object]]
 
 
 async def revoked(store: Store, key: str, job: str) -> None:
-    await Keys(store.redis).revoke(id_of(key), now=time.time())
+    await KeyStore(store.redis).revoke(id_of(key), now=time.time())
 
 
 async def rotated_away(store: Store, key: str, job: str) -> None:
-    await Keys(store.redis).rotate(id_of(key), new_key("local", id_of(key)), now=time.time(), grace_s=0.0)
+    await KeyStore(store.redis).rotate(id_of(key), new_key("local", id_of(key)), now=time.time(), grace_s=0.0)
 
 
 async def its_end_brought_forward(store: Store, key: str, job: str) -> None:
@@ -101,9 +87,7 @@ ENDS: tuple[Over, ...] = (
 )
 
 
-async def test_connections_end_with_what_they_were_opened_for_and_others_stay(
-    api: Http, store: Store, guarded: Guarded
-) -> None:
+async def test_connections_end_with_their_key_or_job(api: Http, store: Store, guarded: Guarded) -> None:
     """Each takes about a second at most; here it is waited for, and what stays is asked after all others have gone."""
     took: dict[str, float] = {}
     async with AsyncExitStack() as stack:
@@ -120,7 +104,8 @@ async def test_connections_end_with_what_they_were_opened_for_and_others_stay(
             job, token, both = await opened(key)
             began = time.monotonic()
             await end(store, key, job)
-            await until(lambda both=both: all(listener.closed for listener in both))  # type: ignore[misc]
+            for listener in both:
+                await until(functools.partial(getattr, listener, "closed"))
             took[end.__name__] = time.monotonic() - began
             assert not await comes_in(guarded.websocket, token=token), end.__name__
         for _, token, both in stays:
@@ -131,15 +116,13 @@ async def test_connections_end_with_what_they_were_opened_for_and_others_stay(
     print("\nclosed after s:", {name: round(seconds, 2) for name, seconds in took.items()})
 
 
-async def test_rotation_ends_what_the_secret_before_opened_when_its_grace_is_over(
-    api: Http, store: Store, guarded: Guarded
-) -> None:
+async def test_rotation_closes_old_connections_after_grace(api: Http, store: Store, guarded: Guarded) -> None:
     key = await new_key_of(store, "red")
     job = await job_of(api, key)
     new = new_key("local", id_of(key))
     token = str((await given(api, job, key))["token"])
     async with listening(token, guarded) as old:
-        await Keys(store.redis).rotate(id_of(key), new, now=time.time(), grace_s=3600.0)
+        await KeyStore(store.redis).rotate(id_of(key), new, now=time.time(), grace_s=3600.0)
         async with listening(str((await given(api, job, new))["token"]), guarded) as newer:
             assert await comes_in(guarded.websocket, token=token)
             await store.redis.hset(f"key:{id_of(key)}", "old_until", time.time())
@@ -148,9 +131,7 @@ async def test_rotation_ends_what_the_secret_before_opened_when_its_grace_is_ove
             assert not newer.closed and not await comes_in(guarded.websocket, token=token)
 
 
-async def test_key_revoked_while_no_scheduler_runs_is_cut_off_by_the_next_one(
-    ctx: Context, store: Store, guarded: Guarded
-) -> None:
+async def test_key_revoked_without_a_scheduler_is_cut_off(ctx: Context, store: Store, guarded: Guarded) -> None:
     async with aiohttp.ClientSession() as session, AsyncExitStack() as stack:
         async with scheduler(ctx) as url:
             key, api = await new_key_of(store, "red"), Http(session, url)
@@ -162,11 +143,9 @@ async def test_key_revoked_while_no_scheduler_runs_is_cut_off_by_the_next_one(
         async with scheduler(ctx):
             await until(lambda: listener.closed)
             connections = StreamConnections(store.redis)
-
-            async def forgotten() -> bool:
-                return await connections.groups(time.time()) == []
-
-            await until(forgotten)  # its server says that it has it no more
+            await until(
+                lambda: connections.groups(time.time()), lambda found: found == []
+            )  # its server says that it has it no more
 
 
 async def test_scheduler_and_operator_are_no_users_of_the_servers_account(ctx: Context, guarded: Guarded) -> None:
@@ -182,18 +161,16 @@ async def test_scheduler_and_operator_are_no_users_of_the_servers_account(ctx: C
     assert not await comes_in(guarded.server.url, user=SYSTEM, password="x" * 64)
 
 
-async def test_more_connections_than_most_are_refused(
-    api: Http, store: Store, guarded: Guarded, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(stream_connections, "MOST", 2)
+async def test_excess_is_refused(api: Http, store: Store, guarded: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_connections, "MAX_CONNECTIONS", 2)
     key = await new_key_of(store, "red")
     token = str((await given(api, await job_of(api, key), key))["token"])
     assert [await comes_in(guarded.websocket, token=token) for _ in range(3)] == [True, True, False]
 
 
 async def test_what_is_noted_is_forgotten_in_time(store: Store) -> None:
-    connections, group, now = StreamConnections(store.redis), Group("k", "s", "j"), time.time()
-    early, late = Connection("A", 1), Connection("B", 2)
+    connections, group, now = StreamConnections(store.redis), ConnectionGroup("k", "s", "j"), time.time()
+    early, late = StreamConnection("A", 1), StreamConnection("B", 2)
     await connections.note(group, early, until=now + 10.0, now=now)
     await connections.note(group, late, until=now + 900.0, now=now)
     assert await connections.groups(now) == [group] and await connections.of(group, now) == [early, late]
@@ -246,7 +223,7 @@ async def test_connection_to_another_server_of_a_cluster_is_closed(
     here, there = two_servers
     key, job = await new_key_of(store, "red"), "j-clustered0"
     await store.create_job(id=job, spec=make_spec().model_dump(mode="json"), tenant="red")
-    token, _ = await StreamCredentials(store.redis).give(
+    token, _ = await StreamCredentialStore(store.redis).give(
         key=id_of(key), secret=digest_of(key), tenant="red", job=job, now=time.time(), life_s=600.0
     )
     async with (

@@ -174,9 +174,7 @@ async def test_what_has_come_stays_where_going_on_is_refused(
     assert names_in(tmp_path) == ["data", "model"]
 
 
-async def test_part_of_another_checkpoint_is_not_gone_on_with(
-    client: AsyncClient, ctx: Context, tmp_path: Path
-) -> None:
+async def test_part_of_another_checkpoint_is_discarded(client: AsyncClient, ctx: Context, tmp_path: Path) -> None:
     job = (await client.submit(SPEC))["id"]
     write_checkpoint(ctx, job, 10, FILES)
     for etag, part in (('"another"', b"some bytes"), ("", b"x"), ('"another"', os.urandom(3_000_000))):

@@ -147,15 +147,10 @@ async def started(ctx: Context, id: str, **changes: Any) -> Asked:
     return Asked(ctx.bus, id)
 
 
-async def test_the_next_scheduler_goes_on_with_what_has_a_result(ctx: Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eval_coordinator, "LOST_S", 0.2)
+async def test_the_next_scheduler_goes_on_with_what_has_a_result(ctx: Context) -> None:
     asked = await started(ctx, "j-nextone000")
-
-    async def all_asked() -> bool:
-        return len(await asked.exams()) == 24
-
-    async with running(EvalCoordinator(ctx, UNFENCED).run()):
-        await until(all_asked)
+    async with running(EvalCoordinator(ctx, UNFENCED, lost_s=0.2).run()):
+        await until(asked.exams, lambda found: len(found) == 24)
         exams = await asked.exams()
         assert {exam.seed for exam in exams[:3]} == {exams[0].seed} != {exams[3].seed}
         done = [result(i, float(i % 3 == 0), asked.job) for i in range(20)]
@@ -166,7 +161,7 @@ async def test_the_next_scheduler_goes_on_with_what_has_a_result(ctx: Context, m
         file.write(b'{"job": "j-next')  # as of a process that was killed
     assert sorted(read_results(path, V)) == list(range(20))
 
-    async with running(EvalCoordinator(ctx, UNFENCED).run()):
+    async with running(EvalCoordinator(ctx, UNFENCED, lost_s=0.2).run()):
 
         async def rest_asked() -> bool:
             return [exam.index for exam in await asked.exams()] == [20, 21, 22, 23]
@@ -175,11 +170,7 @@ async def test_the_next_scheduler_goes_on_with_what_has_a_result(ctx: Context, m
         await ctx.bus.purge("EXAMS", EXAM.at(job=asked.job))  # nobody has them any more: they are asked for again
         await until(rest_asked)
         await soon(asked.hand_in(*[result(i, float(i % 3 == 0), asked.job) for i in range(20, 24)]))
-
-        async def over() -> bool:
-            return (await ctx.store.job(asked.job)).state.final
-
-        await until(over)
+        await until(lambda: ctx.store.job(asked.job), lambda found: found.state.final)
     record = await ctx.store.job(asked.job)
     assert (record.state, record.step, record.steps) == (JobState.SUCCEEDED, 24, 24)
     found = orjson.loads(record.result)
@@ -218,11 +209,7 @@ async def test_exams_name_the_version_of_the_checkpoint_that_was_kept(ctx: Conte
 async def test_job_whose_episodes_fail_says_why_and_ends(ctx: Context) -> None:
     asked = await started(ctx, "j-failing000", evaluation={"episodes": 100})
     async with running(EvalCoordinator(ctx, UNFENCED).run()):
-
-        async def all_asked() -> bool:
-            return len(await asked.exams()) == 100
-
-        await until(all_asked)
+        await until(asked.exams, lambda found: len(found) == 100)
         bad = {"ending": Ending.ENV_ERROR, "error": "Traceback\nKeyError: 'board'", "sampled_by": []}
         await soon(asked.hand_in(*[result(i, 0.0, asked.job, **(bad if i % 3 else {})) for i in range(20)]))
 
@@ -241,17 +228,11 @@ async def test_results_that_cannot_be_read_end_the_job_and_not_the_scheduler(ctx
     (ctx.settings.data_dir / "jobs" / "j-unread0000" / "results.jsonl").mkdir(parents=True)
     asked = await started(ctx, "j-unread0000")
     async with running(EvalCoordinator(ctx, UNFENCED).run()):
-
-        async def over() -> bool:
-            return (await ctx.store.job(asked.job)).state == JobState.FAILED
-
-        await until(over)
+        await until(lambda: ctx.store.job(asked.job), lambda found: found.state == JobState.FAILED)
     assert "cannot be read" in (await ctx.store.job(asked.job)).reason
 
 
-async def test_an_evaluation_that_an_earlier_leader_has_told_of_is_not_told_of_again(
-    ctx: Context, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_evaluation_is_reported_once_by_all_leaders(ctx: Context, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = await started(ctx, "j-twice00000", evaluation={"episodes": 1})
     path = ctx.settings.data_dir / "jobs" / asked.job / "results.jsonl"
     path.parent.mkdir(parents=True)
@@ -294,8 +275,7 @@ async def test_eval_job_over_real_processes_ends_with_its_result_whoever_dies(tm
         cluster.kill("rollout_worker-0")
         await played(cluster, job, 6)
         cluster.kill("scheduler")
-        record = await cluster.wait(job)
-        assert record["state"] == "succeeded", record["reason"]
+        record = await cluster.succeeds(job)
         values = record["result"]["values"]
         assert (record["step"], values["val/episodes"], values["val/failed"], values["val/missing"]) == (24, 24, 0, 0)
         points = await cluster.client.metrics(job)
@@ -318,14 +298,8 @@ async def test_eval_job_over_real_processes_ends_with_its_result_whoever_dies(tm
 
 
 async def in_state(cluster: Cluster, job: str, state: str) -> None:
-    async def there() -> bool:
-        return bool((await cluster.client.job(job))["state"] == state)
-
-    await until(there)
+    await until(lambda: cluster.client.job(job), lambda found: found["state"] == state)
 
 
 async def played(cluster: Cluster, job: str, episodes: int) -> None:
-    async def enough() -> bool:
-        return int((await cluster.client.job(job))["step"]) >= episodes
-
-    await until(enough)
+    await until(lambda: cluster.client.job(job), lambda found: int(found["step"]) >= episodes)

@@ -1,6 +1,6 @@
 """A scheduler that led, was stopped, and wakes when another one leads: it records, deletes and loses nothing.
 
-Stopped at every single point: before each command to Redis and each piece of work on files that keeping does.
+Stopped at every single point: before each command to Redis and each piece of work on files that archiver does.
 """
 
 from __future__ import annotations
@@ -11,32 +11,24 @@ import shutil
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from opentinker.services.scheduler.artifacts.archiver import Archiver
+from opentinker.services.scheduler.artifacts.history import delete_history
 from opentinker.services.scheduler.artifacts.store import DirectoryStore
 from opentinker.services.scheduler.jobs.cleanup import JobCleaner
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.artifacts import ArtifactEntry, ArtifactIndex
 from opentinker.shared.state.store import Store
-from opentinker.shared.state.usage import Usage
+from opentinker.shared.state.usage import UsageStore
 from opentinker.shared.types.core import JobState
 from opentinker.shared.types.errors import Fenced
-from tests.conftest import Server
 from tests.support.api import write_checkpoint
 from tests.support.factories import make_spec
-from tests.support.scheduling import context
 
 PATH = "checkpoints/step-000010"
-
-
-@pytest.fixture
-async def ctx(nats_server: Server, valkey_server: Server, store: Store, tmp_path: Path) -> AsyncIterator[Context]:
-    async with context(nats_server, valkey_server, "scheduler-0", tmp_path / "data") as ctx:
-        yield ctx
 
 
 @pytest.fixture
@@ -105,7 +97,7 @@ async def lead(store: Store) -> int:
 
 
 async def state_of(ctx: Context) -> dict[str, Any]:
-    """All of Redis that keeping writes."""
+    """All of Redis that the archiver writes."""
     redis, found = ctx.store.redis, dict[str, Any]()
     for name in sorted(await redis.keys("*")):
         if not name.startswith(("artifact:", "stored:", "published:", "job", "spent:")) or ":op:" in name:
@@ -134,8 +126,8 @@ def files_of(ctx: Context) -> dict[str, str]:
 
 async def whole(ctx: Context, job: str) -> dict[int, int]:
     """Epoch by step of what the index says is kept, all of whose files are in the store, and nothing else is there."""
-    keeping = Archiver(ctx)
-    index, found, places = await keeping.index.of(job), dict[int, int](), set[str]()
+    archiver = Archiver(ctx)
+    index, found, places = await archiver.index.of(job), dict[int, int](), set[str]()
     for kept in index.values():
         manifest = kept.manifest
         names = [""] if manifest is None else [f"/{name}" for name in (*manifest.files, "manifest.json")]
@@ -147,8 +139,8 @@ async def whole(ctx: Context, job: str) -> dict[int, int]:
             places.add(f"default/{job}/{kept.at}{name}")
         if manifest is not None:
             found[manifest.step] = manifest.epoch
-    assert (await keeping.artifacts.store.list(f"default/{job}")).keys() == places
-    assert (await keeping.index.stored("default")).get(job, 0) == sum(kept.bytes for kept in index.values())
+    assert (await archiver.artifacts.store.list(f"default/{job}")).keys() == places
+    assert (await archiver.index.stored("default")).get(job, 0) == sum(kept.bytes for kept in index.values())
     return found
 
 
@@ -160,19 +152,17 @@ def sweep(ctx: Context, job: str, step: int) -> None:
     directory.rmdir()
 
 
-async def twice(keeping: Archiver) -> None:
+async def twice(archiver: Archiver) -> None:
     for _ in range(2):
-        await keeping.look()
-        await keeping.put()
+        await archiver.scan()
+        await archiver.put()
 
 
 def weights(text: str) -> dict[str, bytes]:
     return {"model.safetensors": text.encode(), "trainer/state.json": b"{}"}
 
 
-async def test_leader_stopped_anywhere_while_a_job_runs(
-    ctx: Context, own: Store, stride: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_leader_stops_mid_job(ctx: Context, own: Store, stride: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Meanwhile the trainer resumes, writes step 20 anew and sweeps; the next leader puts and removes."""
     spec = make_spec(artifacts={"keep_last": 1}).model_dump(mode="json")
     at, refused, done = 1, 0, False
@@ -182,7 +172,7 @@ async def test_leader_stopped_anywhere_while_a_job_runs(
         await ctx.store.transition(job, JobState.STARTING, epoch=1)
         write_checkpoint(ctx, job, 10, weights("ten"))
         old = Archiver(replace(ctx, store=own), await lead(ctx.store))
-        await old.look()
+        await old.scan()
         await old.put()
         sweep(ctx, job, 10)
         write_checkpoint(ctx, job, 20, weights("twenty"))
@@ -213,9 +203,7 @@ async def test_leader_stopped_anywhere_while_a_job_runs(
 
 
 @pytest.mark.nightly
-async def test_leader_stopped_anywhere_when_a_job_is_over(
-    ctx: Context, own: Store, stride: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_leader_stops_at_the_end(ctx: Context, own: Store, stride: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it left is put away, to a store apart, and expires; meanwhile the next leader does all of that."""
     monkeypatch.setattr(DirectoryStore, "apart", True)
     monkeypatch.setattr("opentinker.services.scheduler.artifacts.archiver.LINGER_S", -60.0)
@@ -280,8 +268,9 @@ async def test_everything_a_leader_writes_of_artifacts_is_refused_from_an_earlie
         "open": lambda leader: index.open(job, leader=leader),
         "close": lambda leader: index.close(job, 1.0, leader=leader),
         "over": lambda leader: index.over(job, leader=leader),
-        "usage": lambda leader: Usage(store.redis).store("default", 3, leader=leader),
+        "usage": lambda leader: UsageStore(store.redis).store("default", 3, leader=leader),
         "event": lambda leader: store.update(job, event="artifacts_expired", leader=leader),
+        "history": lambda leader: delete_history(ctx.bus, store, job, leader=leader),
         "ended": lambda leader: store.ended(job, leader=leader),
     }
     for name, write in writes.items():
@@ -294,35 +283,46 @@ async def test_everything_a_leader_writes_of_artifacts_is_refused_from_an_earlie
 
 
 async def test_leader_that_wakes_opens_no_job_that_is_put_away(ctx: Context) -> None:
-    """Clearing: the next leader has cleared the job, and keeping has closed it, while the one before slept."""
+    """Clearing: the next leader has cleared the job, and the archiver has closed it, while the one before slept."""
     job = "j-cleared000"
     await ctx.store.create_job(id=job, spec=make_spec().model_dump(mode="json"), tenant="default")
     await ctx.store.transition(job, JobState.CANCELLED)
     sleeping = JobCleaner(ctx, await lead(ctx.store))
     await lead(ctx.store)
     with pytest.raises(Fenced):
-        await sleeping.look()
+        await sleeping.clean()
     assert await ArtifactIndex(ctx.store.redis).opened() == [] and await ctx.store.ending_jobs() == [job]
 
 
 async def test_place_in_the_store_is_never_used_again(ctx: Context) -> None:
     """A checkpoint that was removed, and is wanted again, gets another one; what lies staged under an old one goes."""
-    keeping = Archiver(ctx, await lead(ctx.store))
+    archiver = Archiver(ctx, await lead(ctx.store))
     job = "j-placed0000"
     await ctx.store.create_job(id=job, spec=make_spec().model_dump(mode="json"), tenant="default")
     await ctx.store.transition(job, JobState.STARTING, epoch=1)
     write_checkpoint(ctx, job, 10, weights("ten"))
-    await keeping.look()
+    await archiver.scan()
     (place,) = (ctx.settings.data_dir / "staged" / "default" / job).iterdir()
     copy = ctx.settings.data_dir / "copy"
     shutil.copytree(place, copy)
-    await keeping.put()
-    first = (await keeping.index.of(job))[PATH]
-    await keeping.index.remove("default", job, [PATH])
+    await archiver.put()
+    first = (await archiver.index.of(job))[PATH]
+    await archiver.index.remove("default", job, [PATH])
     place.parent.mkdir(parents=True)
     copy.rename(place)  # as if we had died before it was dropped
-    await keeping.put()
-    assert await keeping.index.is_removed(f"default/{job}/{first.at}") and await keeping.index.of(job) == {}
-    await twice(keeping)
-    second = (await keeping.index.of(job))[PATH]
+    await archiver.put()
+    assert await archiver.index.is_removed(f"default/{job}/{first.at}") and await archiver.index.of(job) == {}
+    await twice(archiver)
+    second = (await archiver.index.of(job))[PATH]
     assert second.at != first.at and second.manifest == first.manifest and await whole(ctx, job) == {10: 1}
+
+
+async def test_an_earlier_leader_keeps_the_event_of_an_expiry(ctx: Context) -> None:
+    store, job = ctx.store, "j-expired000"
+    await store.create_job(id=job, spec=make_spec().model_dump(mode="json"), tenant="default")
+    earlier, now = await lead(store), await lead(store)
+    await delete_history(ctx.bus, store, job, leader=now)
+    await store.update(job, event="artifacts_expired", leader=now)
+    with pytest.raises(Fenced):
+        await delete_history(ctx.bus, store, job, leader=earlier)
+    assert [event["event"] for event in await store.events(job)][-1] == "artifacts_expired"

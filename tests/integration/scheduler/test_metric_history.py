@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -10,15 +11,18 @@ import aiohttp
 import msgspec
 import pytest
 
-from opentinker.services.scheduler.artifacts.catalog import Artifacts, key_of
-from opentinker.shared.data.step_log import StepLog
+from opentinker.services.scheduler.artifacts.catalog import ArtifactCatalog, key_of
+from opentinker.services.scheduler.jobs import metric_history
+from opentinker.shared.data.step_log import StepLog, metric_prefix, trainer_source
 from opentinker.shared.messaging.subjects import METRIC, METRICS
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.runtime.telemetry import MetricSource
 from opentinker.shared.state.artifacts import ArtifactEntry
+from opentinker.shared.types.core import JobState, part_id
 from opentinker.shared.types.telemetry import MetricPoint
 from tests.conftest import Server
 from tests.support.api import Http, bearing
+from tests.support.factories import make_spec
 from tests.support.scheduling import context, scheduler
 
 FULL = 32 * 1024
@@ -28,20 +32,29 @@ FULL = 32 * 1024
 class Writer:
     """A job's trainer and one rollout worker, as far as metrics go."""
 
-    def __init__(self, ctx: Context, job: str) -> None:
-        self.ctx, self.job, self.step = ctx, job, 0
-        self.path = ctx.settings.data_dir / "jobs" / job / "metrics.jsonl"
+    def __init__(self, ctx: Context, job: str, step: int = 0, ahead_s: float = 0.0, policy: str = "") -> None:
+        """`ahead_s`: how far the trainer's clock is ahead."""
+        self.ctx, self.job, self.step, self.ahead_s = ctx, job, step, ahead_s
+        self.path = ctx.settings.data_dir / "jobs" / part_id(job, policy) / "metrics.jsonl"
         self._log = StepLog(self.path)
-        self._trainer, self._worker = MetricSource(ctx.bus, job, "trainer"), MetricSource(ctx.bus, job, "rollout-0")
+        self._trainer = MetricSource(ctx.bus, job, trainer_source(policy), prefix=metric_prefix(policy))
+        self._worker, self._prefix = MetricSource(ctx.bus, job, "rollout-0"), metric_prefix(policy)
 
     async def write(self, steps: int) -> None:
         for _ in range(steps):
             self.step += 1
             point = await self._trainer.emit(self.step, {"loss": 1.0 / self.step, "lr": 0.1})
-            named = {"time": point.time, "point": [point.incarnation, point.seq]}
-            self._log.add({"epoch": 1, "step": self.step, **named, "seqs": [1, 2], **point.values})
+            values = {name.removeprefix(self._prefix): value for name, value in point.values.items()}
+            named = {"time": point.time + self.ahead_s, "point": [point.incarnation, point.seq]}
+            self._log.add({"epoch": 1, "step": self.step, **named, "seqs": [1, 2], **values})
             await self._worker.emit(self.step, {"rollout/groups": 1.0})
             await self.ctx.bus.settle()
+
+    async def emit(self) -> None:
+        """A point without a line."""
+        self.step += 1
+        await self._trainer.emit(self.step, {"loss": 1.0 / self.step})
+        await self.ctx.bus.settle()
 
 
 async def fill(ctx: Context, points: int) -> None:
@@ -163,7 +176,7 @@ async def test_dropped_points_are_read_from_the_artifact_store_when_the_job_is_o
     writer = Writer(ctx, job)
     await writer.write(10)
     await fill(ctx, 300)
-    record, artifacts = await ctx.store.job(job), Artifacts(ctx)
+    record, artifacts = await ctx.store.job(job), ArtifactCatalog(ctx)
     entry = ArtifactEntry(path="metrics.jsonl", place="metrics.jsonl.1", bytes=1, created=1.0)
     await artifacts.store.put(f"{key_of(record)}/{entry.at}", writer.path)
     await artifacts.index.add(record.tenant, job, entry, before=None)
@@ -171,16 +184,40 @@ async def test_dropped_points_are_read_from_the_artifact_store_when_the_job_is_o
     assert steps(await Reader(http, job).rest()) == list(range(1, 11))
 
 
-async def test_torn_lines_and_lines_without_the_name_of_their_point_are_no_obstacle(
-    full: tuple[Context, Http],
-) -> None:
+async def test_trainers_whose_clocks_differ_leave_no_gap(full: tuple[Context, Http]) -> None:
+    ctx, http = full
+    job = await http.job()
+    await Writer(ctx, job, ahead_s=60.0).write(50)
+    await Writer(ctx, job, step=50).write(150)
+    first = await first_step(ctx, job)
+    assert first is not None and first > 50
+    assert steps(await Reader(http, job).rest()) == list(range(1, 201))
+
+
+async def test_an_empty_stream_leaves_the_lines_of_the_file(full: tuple[Context, Http]) -> None:
+    """As a new NATS, or one whose damaged history was removed."""
+    ctx, http = full
+    job = await http.job()
+    writer = Writer(ctx, job, ahead_s=-60.0)
+    await writer.write(5)
+    writer.ahead_s = 0.0
+    await writer.write(1)
+    await ctx.bus.js.purge_stream(METRICS.name)
+    assert steps(await Reader(http, job).rest()) == [1, 2, 3, 4, 5], "the newest may be on its way"
+    await ctx.store.transition(job, JobState.CANCELLED)
+    assert steps(await Reader(http, job).rest()) == [1, 2, 3, 4, 5, 6]
+
+
+async def test_torn_and_nameless_lines_are_skipped(full: tuple[Context, Http]) -> None:
     ctx, http = full
     job = await http.job()
     writer = Writer(ctx, job)
     await writer.write(2)
     lines = writer.path.read_bytes().splitlines()
     old = {name: value for name, value in msgspec.json.decode(lines[0]).items() if name != "point"}
-    writer.path.write_bytes(b"\n".join([msgspec.json.encode(old), lines[1][:20], lines[1], b'{"epoch": 1, "st']))
+    writer.path.write_bytes(
+        b"\n".join([msgspec.json.encode(old), lines[1][:20], lines[1], b"5", b"null", b"{}", b'{"epoch": 1, "st'])
+    )
     await fill(ctx, 300)
     points = await Reader(http, job, "limit=1").rest()
     assert steps(points) == [1, 2]
@@ -202,3 +239,130 @@ async def test_job_whose_points_are_all_in_the_stream_gets_none_from_the_file(fu
     await MetricSource(ctx.bus, job, "trainer").send(late)
     await ctx.bus.settle()
     assert steps(await reader.rest()) == [4]
+
+
+@pytest.mark.parametrize(("lines", "looked_at"), [(10, 1), (10, 100), (0, 100)])
+async def test_points_come_once_where_the_stream_begins_with_one_that_has_no_line(
+    full: tuple[Context, Http], monkeypatch: pytest.MonkeyPatch, lines: int, looked_at: int
+) -> None:
+    """Its trainer was killed before it wrote the line."""
+    monkeypatch.setattr(metric_history, "OLDEST_POINTS", looked_at)
+    ctx, http = full
+    job = await http.job()
+    await Writer(ctx, job).write(5)
+    killed = Writer(ctx, job, step=5)
+    await killed.write(lines)
+    await killed.emit()
+    await ctx.bus.js.purge_stream(METRICS.name, seq=(await ctx.bus.js.stream_info(METRICS.name)).state.last_seq)
+    await Writer(ctx, job, step=killed.step).write(20)
+    assert await first_step(ctx, job) == killed.step
+    for limit in (1, 7, 1000):
+        assert steps(await Reader(http, job, f"limit={limit}").rest()) == list(range(1, killed.step + 21))
+
+
+async def test_reader_waits_for_a_line_whose_point_may_still_arrive(
+    full: tuple[Context, Http], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a cursor behind later points of other sources it would never get that line."""
+    monkeypatch.setattr(metric_history, "ARRIVAL_S", 3600.0)
+    ctx, http = full
+    job = await http.job()
+    writer = Writer(ctx, job)
+    await writer.write(3)
+    await ctx.bus.js.purge_stream(METRICS.name)
+    await fill(ctx, 1)
+    await writer.write(1)
+    await ctx.bus.purge(str(METRICS.name), METRIC.at(job=job, source="trainer"))
+    reader = Reader(http, job)
+    assert steps(await reader.rest()) == [1, 2, 3]
+    monkeypatch.setattr(metric_history, "ARRIVAL_S", 0.0)
+    points = await reader.rest()
+    assert [(point["source"], point["step"]) for point in points] == [("trainer", 4), ("rollout-0", 4)]
+
+
+async def test_point_that_comes_late_hides_no_lines(full: tuple[Context, Http]) -> None:
+    """It was lost by a NATS server that was killed, and sent again: the stream has dropped those that came after it."""
+    ctx, http = full
+    job = await http.job()
+    writer = Writer(ctx, job)
+    await writer.write(2)
+    ((_, late),) = await ctx.bus.history(METRIC, 0, 1, job=job, source="trainer")
+    await writer.write(8)
+    await ctx.bus.js.purge_stream(METRICS.name)
+    await writer.write(1)
+    assert await first_step(ctx, job) == 11
+    await ctx.bus.emit(METRIC, late, "sent again", job=job, source="trainer")
+    await ctx.bus.settle()
+    points = await Reader(http, job, "limit=1000").rest()
+    assert sorted(steps(points)) == list(range(1, 12)), "each of them once"
+
+
+# --- several policies ------------------------------------------------------------------------------------------------
+
+
+async def pair(ctx: Context) -> tuple[str, Writer, Writer]:
+    """A job with two policies, and what writes their metrics."""
+    game: dict[str, Any] = {
+        "environment": {"name": "signalling"},
+        "policies": {"speaker": {}, "listener": {}},
+        "seats": {"speaker": "speaker", "listener": "listener"},
+    }
+    job = f"j-{uuid.uuid4().hex[:10]}"
+    await ctx.store.create_job(id=job, spec=make_spec(**game).model_dump(mode="json"), tenant="default")
+    return job, Writer(ctx, job, policy="speaker"), Writer(ctx, job, policy="listener")
+
+
+def steps_of(points: list[dict[str, Any]], policy: str) -> list[int]:
+    return [point["step"] for point in points if point["source"] == f"trainer~{policy}"]
+
+
+async def test_dropped_points_of_all_policies_come_from_their_files(full: tuple[Context, Http]) -> None:
+    """One of them has made its last step long ago."""
+    ctx, http = full
+    job, speaker, listener = await pair(ctx)
+    for _ in range(30):
+        await listener.write(1)
+        await speaker.write(2)
+    await speaker.write(140)
+    for limit in (7, 1000):
+        points = await Reader(http, job, f"limit={limit}").rest()
+        assert steps_of(points, "speaker") == list(range(1, 201)), "each of them once, in order"
+        assert steps_of(points, "listener") == list(range(1, 31))
+        own = [point["values"] for point in points if point["source"] == "trainer~listener"]
+        assert own[:2] == [{"listener/loss": 1.0 / n, "listener/lr": 0.1} for n in (1, 2)]
+    alone = await Reader(http, job, "limit=7&source=trainer~speaker").rest()
+    assert steps_of(alone, "speaker") == list(range(1, 201)) == [point["step"] for point in alone]
+    assert await Reader(http, job, "source=trainer").rest() == []
+
+
+async def test_reader_of_several_policies_lacks_nothing_when_the_stream_drops_more(full: tuple[Context, Http]) -> None:
+    ctx, http = full
+    job, speaker, listener = await pair(ctx)
+    readers = [Reader(http, job, f"limit={limit}") for limit in (5, 11, 40)]
+    read: list[list[dict[str, Any]]] = [[] for _ in readers]
+    for _ in range(12):
+        await speaker.write(9)
+        await listener.write(4)
+        await speaker.write(3)
+        for reader, points in zip(readers, read, strict=True):
+            points.extend((await reader.page())[0])
+    for reader, points in zip(readers, read, strict=True):
+        points.extend(await reader.rest())
+        assert set(steps_of(points, "speaker")) == set(range(1, 145))
+        assert set(steps_of(points, "listener")) == set(range(1, 49))
+        assert await reader.rest() == []
+
+
+async def test_lines_that_one_policy_still_has_in_the_stream_do_not_hide_dropped_ones(
+    full: tuple[Context, Http],
+) -> None:
+    ctx, http = full
+    job, speaker, listener = await pair(ctx)
+    for _ in range(5):
+        await speaker.write(1)
+        await listener.write(1)
+    await ctx.bus.purge(str(METRICS.name), METRIC.at(job=job, source="trainer~listener"))
+    await ctx.store.transition(job, JobState.CANCELLED)
+    for limit in (1, 3, 1000):
+        points = await Reader(http, job, f"limit={limit}").rest()
+        assert steps_of(points, "listener") == [1, 2, 3, 4, 5] and set(steps_of(points, "speaker")) == {1, 2, 3, 4, 5}

@@ -56,9 +56,7 @@ async def test_failures_are_listed_newest_first_and_counted(http: Http, store: S
     assert (await http("GET", f"/v1/jobs/{job}/failures?limit=0"))[0] == 422
 
 
-async def test_operator_bounds_the_priority_of_a_tenant(
-    nats_server: Server, valkey_server: Server, store: Store, ctx: Context
-) -> None:
+async def test_priority_is_bounded(nats_server: Server, valkey_server: Server, store: Store, ctx: Context) -> None:
     tenants = {"*": {"max_priority": 0}}
     async with (
         context(nats_server, valkey_server, "scheduler-0", ctx.settings.data_dir, tenants=tenants) as bounded,
@@ -87,11 +85,7 @@ async def test_commands(client: AsyncClient, store: Store) -> None:
 
     assert (await told("pause", job)).split() == [job, "paused"]
     assert (await told("resume", job)).split() == [job, "queued"]
-
-    async def waits() -> bool:
-        return bool((await store.job(job)).waiting_for)
-
-    await until(waits)
+    await until(lambda: store.job(job), lambda found: found.waiting_for)
     assert "trainer, rollout worker (none is running)" in await told("job", job)
     assert "too slow" in await told("failures", job)
     await workers.stop()

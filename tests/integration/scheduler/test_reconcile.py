@@ -15,7 +15,6 @@ import orjson
 import pytest
 import structlog
 
-from opentinker.services.scheduler.placement import reconciler as reconciling
 from opentinker.services.scheduler.placement.reconciler import Reconciler
 from opentinker.services.scheduler.placement.worker_loss import MAX_RESTARTS
 from opentinker.shared.runtime.leased_worker import LeasedWorker
@@ -23,9 +22,9 @@ from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.state.artifacts import ArtifactEntry, ArtifactIndex
 from opentinker.shared.state.store import Store
-from opentinker.shared.state.usage import Usage
+from opentinker.shared.state.usage import UsageStore
 from opentinker.shared.types.core import Gpu, JobState, Lease, Pool
-from tests.conftest import Server, start_nats, until
+from tests.conftest import NewContext, Server, start_nats, until
 from tests.support.scheduling import BEAT_S, Workers, context, kinds, new_job, running
 
 
@@ -66,9 +65,7 @@ async def started(store: Store, job: str, epoch: int = 1) -> bool:
     return record.state == JobState.STARTING and record.epoch == epoch
 
 
-async def test_job_starts_when_a_trainer_and_a_rollout_worker_are_free(
-    store: Store, workers: Workers, reconciler: Reconciler
-) -> None:
+async def test_job_starts_when_workers_are_free(store: Store, workers: Workers, reconciler: Reconciler) -> None:
     job = await new_job(store, "j-a")
     await until(lambda: _waits_for(store, job, "trainer, rollout worker (none is running)"))
     await workers.start("trainer-0")
@@ -90,17 +87,11 @@ async def _has(workers: Workers, id: str, lease: Lease) -> bool:
     return await workers[id].lease() == lease
 
 
-TAUGHT: dict[str, Any] = {
-    "algorithm": {"name": "distill"},
-    "teacher": {"base": "t"},
-    "train": {"steps": 1},
-}
+TAUGHT: dict[str, Any] = {"algorithm": {"name": "distill"}, "teacher": {"base": "t"}, "train": {"steps": 1}}
 
 
 @pytest.mark.parametrize("changes", [{"algorithm__kl_coef": 0.1}, TAUGHT], ids=["reference", "teacher"])
-async def test_job_waits_for_an_env_worker_and_for_reference_forward(
-    store: Store, ctx: Context, changes: dict[str, Any]
-) -> None:
+async def test_job_waits_for_shared_workers(store: Store, ctx: Context, changes: dict[str, Any]) -> None:
     workers = Workers(store)
     await workers.start("trainer-0", "rollout-0")
     job = await new_job(store, "j-a", **changes)
@@ -111,9 +102,7 @@ async def test_job_waits_for_an_env_worker_and_for_reference_forward(
     await workers.stop()
 
 
-async def test_a_job_that_cannot_start_does_not_hold_back_the_next(
-    store: Store, workers: Workers, reconciler: Reconciler
-) -> None:
+async def test_a_stuck_job_does_not_block_the_next(store: Store, workers: Workers, reconciler: Reconciler) -> None:
     first = await new_job(store, "j-first", algorithm__kl_coef=0.1)
     second = await new_job(store, "j-second")
     await workers.start("trainer-0", "rollout-0")
@@ -126,20 +115,18 @@ async def test_a_job_that_cannot_start_does_not_hold_back_the_next(
 async def test_oldest_job_goes_first(store: Store, workers: Workers, ctx: Context) -> None:
     jobs = [await new_job(store, f"j-{name}") for name in ("z", "a", "m")]
     await workers.start("trainer-0", "rollout-0")
-    await Reconciler(ctx).look()
+    await Reconciler(ctx).reconcile()
     assert [await state(store, job) for job in jobs] == [JobState.STARTING, JobState.QUEUED, JobState.QUEUED]
 
 
-async def test_dead_trainer_is_replaced_with_a_higher_epoch_and_rollouts_keep_their_lease(
-    store: Store, workers: Workers, reconciler: Reconciler
-) -> None:
+async def test_dead_trainer_is_replaced_at_a_new_epoch(store: Store, workers: Workers, reconciler: Reconciler) -> None:
     job = await new_job(store, "j-a")
     await workers.start("trainer-0", "rollout-0")
     await until(lambda: _leased(workers, "rollout-0", job, 1))
     await store.transition(job, JobState.RUNNING, epoch=1)
     rollout = await workers["rollout-0"].lease()
     # The scheduler has just started: it gives everybody one ttl to be seen.
-    await until(lambda: time.monotonic() >= reconciler._absence_counts_from)
+    await until(lambda: time.monotonic() >= reconciler.watch.absence_counts_from)
     await workers.start("trainer-1")
     await workers["trainer-0"].die()
     await until(lambda: started(store, job, epoch=2))
@@ -149,24 +136,22 @@ async def test_dead_trainer_is_replaced_with_a_higher_epoch_and_rollouts_keep_th
     assert (await kinds(store, job))[-2:] == ["trainer_lost", "trainer_restarted"]
 
 
-async def test_trainer_that_is_told_to_stop_keeps_its_job_until_it_has_left(
-    store: Store, workers: Workers, ctx: Context
-) -> None:
+async def test_a_stopping_trainer_keeps_its_job_until_it_left(store: Store, workers: Workers, ctx: Context) -> None:
     reconciler = Reconciler(ctx)
     job = await new_job(store, "j-a")
     await workers.start("trainer-0", "rollout-0")
-    await until(lambda: _look_until(reconciler, store, job, 1))
+    await until(lambda: _reconcile_until(reconciler, store, job, 1))
     await until(lambda: _works(store, "trainer-0", job))
     await until(lambda: _works(store, "rollout-0", job))
     await workers.start("trainer-1", "rollout-1")
     for id in ("trainer-0", "rollout-0"):
         workers[id].drains = True
         await until(partial(_drains, store, id))
-    await until(partial(_look_until_leased, reconciler, workers, "rollout-1", job))
-    await reconciler.look()
+    await until(partial(_reconcile_until_leased, reconciler, workers, "rollout-1", job))
+    await reconciler.reconcile()
     assert (await store.job(job)).epoch == 1 and await workers.holds("trainer-1") is None, "it saves"
     await workers["trainer-0"].die()
-    await until(lambda: _look_until(reconciler, store, job, 2))
+    await until(lambda: _reconcile_until(reconciler, store, job, 2))
     assert await _leased(workers, "trainer-1", job, 2) and await workers.holds("trainer-0") is None
 
 
@@ -179,9 +164,7 @@ async def _leased(workers: Workers, id: str, job: str, epoch: int) -> bool:
     return lease is not None and (lease.job, lease.epoch) == (job, epoch)
 
 
-async def test_restarted_trainer_process_gets_its_job_back_at_once(
-    store: Store, workers: Workers, reconciler: Reconciler
-) -> None:
+async def test_restarted_trainer_gets_its_job_back(store: Store, workers: Workers, reconciler: Reconciler) -> None:
     job = await new_job(store, "j-a")
     await workers.start("trainer-0", "rollout-0")
     await until(lambda: started(store, job))
@@ -193,9 +176,7 @@ async def test_restarted_trainer_process_gets_its_job_back_at_once(
     assert (await store.job(job)).epoch == 2
 
 
-async def test_job_whose_trainer_died_says_what_it_waits_for(
-    store: Store, workers: Workers, reconciler: Reconciler
-) -> None:
+async def test_job_says_it_waits_for_a_new_trainer(store: Store, workers: Workers, reconciler: Reconciler) -> None:
     job = await new_job(store, "j-a")
     await workers.start("trainer-0", "rollout-0")
     await until(lambda: started(store, job))
@@ -206,9 +187,7 @@ async def test_job_whose_trainer_died_says_what_it_waits_for(
     await until(lambda: _waits_for(store, job, ""))
 
 
-async def test_dead_rollout_worker_is_replaced_under_the_same_epoch(
-    store: Store, workers: Workers, reconciler: Reconciler
-) -> None:
+async def test_dead_rollout_worker_keeps_the_epoch(store: Store, workers: Workers, reconciler: Reconciler) -> None:
     job = await new_job(store, "j-a")
     await workers.start("trainer-0", "rollout-0")
     await until(lambda: _leased(workers, "trainer-0", job, 1))
@@ -221,9 +200,7 @@ async def test_dead_rollout_worker_is_replaced_under_the_same_epoch(
     assert (await kinds(store, job))[-2:] == ["rollout_worker_lost", "rollout_worker_added"]
 
 
-async def test_rollout_workers_that_are_lent_go_to_a_job_that_can_start_with_them(
-    store: Store, workers: Workers, reconciler: Reconciler
-) -> None:
+async def test_lent_workers_go_to_a_startable_job(store: Store, workers: Workers, reconciler: Reconciler) -> None:
     wide = await new_job(store, "j-wide", resources__rollout_workers=3)
     await workers.start("trainer-0", "rollout-0")
     await until(lambda: started(store, wide))
@@ -249,13 +226,8 @@ async def _leaving(workers: Workers, id: str, job: str) -> bool:
     return lease is not None and lease.job == job and lease.leaves_by > time.time()
 
 
-async def test_a_worker_that_does_not_leave_in_time_is_taken_from_its_job(
-    nats_server: Server, valkey_server: Server, store: Store, workers: Workers, tmp_path: Path
-) -> None:
-    async with (
-        context(nats_server, valkey_server, "scheduler-0", tmp_path, take_back_s=0.2) as ctx,
-        looking(Reconciler(ctx)),
-    ):
+async def test_a_worker_that_overstays_is_taken_away(store: Store, workers: Workers, new_context: NewContext) -> None:
+    async with new_context(take_back_s=0.2) as ctx, looking(Reconciler(ctx)):
         wide = await new_job(store, "j-wide", resources__rollout_workers=2)
         await workers.start("trainer-0", "rollout-0", "rollout-1")
         await until(lambda: _leased(workers, "rollout-1", wide, 1))
@@ -265,9 +237,7 @@ async def test_a_worker_that_does_not_leave_in_time_is_taken_from_its_job(
         await until(lambda: _leased(workers, "rollout-1", narrow, 1))
 
 
-async def test_a_job_starts_with_all_the_rollout_workers_that_it_needs_or_none(
-    store: Store, workers: Workers, reconciler: Reconciler
-) -> None:
+async def test_a_job_starts_with_all_its_minimum(store: Store, workers: Workers, reconciler: Reconciler) -> None:
     resources = {"rollout_workers": 3, "min_rollout_workers": 2}
     job = await new_job(store, "j-a", resources=resources)
     await workers.start("trainer-0", "rollout-0")
@@ -278,9 +248,7 @@ async def test_a_job_starts_with_all_the_rollout_workers_that_it_needs_or_none(
     assert {lease.worker for lease in await store.leases()} == {"trainer-0", "rollout-0", "rollout-1"}
 
 
-async def test_paused_job_lets_go_and_goes_on_when_it_is_resumed(
-    store: Store, workers: Workers, reconciler: Reconciler
-) -> None:
+async def test_paused_job_frees_workers_and_resumes(store: Store, workers: Workers, reconciler: Reconciler) -> None:
     job = await new_job(store, "j-a")
     await workers.start("trainer-0", "rollout-0")
     await until(lambda: _leased(workers, "trainer-0", job, 1))
@@ -292,14 +260,9 @@ async def test_paused_job_lets_go_and_goes_on_when_it_is_resumed(
     await until(lambda: started(store, job, epoch=2))
 
 
-async def test_a_job_of_higher_priority_interrupts_and_the_other_goes_on_after_it(
-    nats_server: Server, valkey_server: Server, store: Store, workers: Workers, tmp_path: Path
-) -> None:
+async def test_priority_interrupts_and_resumes(store: Store, workers: Workers, new_context: NewContext) -> None:
     at_once: dict[str, Any] = {"queue_preempt_after_s": 0.0, "queue_min_run_s": 0.0}
-    async with (
-        context(nats_server, valkey_server, "scheduler-0", tmp_path, **at_once) as ctx,
-        looking(Reconciler(ctx)),
-    ):
+    async with new_context(**at_once) as ctx, looking(Reconciler(ctx)):
         low = await new_job(store, "j-low")
         await workers.start("trainer-0", "rollout-0")
         await until(lambda: _leased(workers, "trainer-0", low, 1))
@@ -312,12 +275,10 @@ async def test_a_job_of_higher_priority_interrupts_and_the_other_goes_on_after_i
         await until(lambda: started(store, low, epoch=2))
 
 
-async def test_nobody_reads_of_another_tenants_jobs_which_they_are(
-    nats_server: Server, valkey_server: Server, store: Store, workers: Workers, tmp_path: Path
-) -> None:
+async def test_ids_of_other_tenants_stay_hidden(store: Store, workers: Workers, new_context: NewContext) -> None:
     """Taken back, interrupted, kept: all that is written down of a job, and logged, is for its tenant."""
     at_once: dict[str, Any] = dict.fromkeys(("queue_preempt_after_s", "queue_min_run_s", "queue_reserve_after_s"), 0.0)
-    async with context(nats_server, valkey_server, "scheduler-0", tmp_path, **at_once) as ctx:
+    async with new_context(**at_once) as ctx:
         with structlog.testing.capture_logs() as logged:
             async with running(Reconciler(ctx).run()):
                 await workers.start("trainer-0", "trainer-1", "rollout-0", "rollout-1")
@@ -346,9 +307,7 @@ async def _was_told(store: Store, job: str, what: str) -> bool:
     return what in (await store.job(job)).waiting_for
 
 
-async def test_a_job_waits_for_a_trainer_with_the_gpus_it_needs(
-    store: Store, workers: Workers, reconciler: Reconciler
-) -> None:
+async def test_a_job_waits_for_enough_gpus(store: Store, workers: Workers, reconciler: Reconciler) -> None:
     await workers.start("trainer-0", "rollout-0")
     job = await new_job(store, "j-a", resources__trainer_gpus=2, train__learner="torch")
     await until(lambda: _waits_for(store, job, "trainer with 2 GPUs (none is running)"))
@@ -358,41 +317,37 @@ async def test_a_job_waits_for_a_trainer_with_the_gpus_it_needs(
     assert await workers.holds("trainer-1") == job and await workers.holds("trainer-0") is None
 
 
-async def test_interrupted_job_waits_until_its_last_workers_have_saved(
-    nats_server: Server, valkey_server: Server, store: Store, workers: Workers, tmp_path: Path
-) -> None:
-    async with context(nats_server, valkey_server, "scheduler-0", tmp_path) as ctx:
+async def test_interrupted_job_waits_for_its_workers(store: Store, workers: Workers, new_context: NewContext) -> None:
+    async with new_context() as ctx:
         job = await new_job(store, "j-a")
         await workers.start("trainer-0", "rollout-0")
         reconciler = Reconciler(ctx)
-        await reconciler.look()
+        await reconciler.reconcile()
         await until(lambda: _works(store, "trainer-0", job))
         await workers["trainer-0"].stop()  # it saves: it beats, and has not let go
         await workers.start("trainer-1")
         await store.transition(job, JobState.PAUSED)
         await store.transition(job, JobState.QUEUED, allowed=[JobState.PAUSED], since=time.time())
-        await reconciler.look()
-        await reconciler.look()
+        await reconciler.reconcile()
+        await reconciler.reconcile()
         assert await _waits_for(store, job, "its last workers, which save what they have")
         await workers.start("trainer-0")
-        await until(lambda: _look_until(reconciler, store, job, 2))
+        await until(lambda: _reconcile_until(reconciler, store, job, 2))
 
 
 async def _works(store: Store, id: str, job: str) -> bool:
     return any(worker.id == id and worker.job == job for worker in await store.workers())
 
 
-async def test_two_halves_of_two_jobs_do_not_wait_for_each_other(
-    nats_server: Server, valkey_server: Server, store: Store, workers: Workers, tmp_path: Path
-) -> None:
-    async with context(nats_server, valkey_server, "scheduler-0", tmp_path, queue_gang_s=0.0) as ctx:
+async def test_half_started_jobs_do_not_deadlock(store: Store, workers: Workers, new_context: NewContext) -> None:
+    async with new_context(queue_gang_s=0.0) as ctx:
         first, second = [await new_job(store, f"j-{name}") for name in ("first", "second")]
         await workers.start("trainer-0", "rollout-0", "trainer-1", "rollout-1")
         reconciler = Reconciler(ctx)
-        await reconciler.look()
+        await reconciler.reconcile()
         held = {lease.worker: lease.job for lease in await store.leases()}
         assert sorted(held.values()) == [first, first, second, second]
-        await until(lambda: time.monotonic() >= reconciler._absence_counts_from)
+        await until(lambda: time.monotonic() >= reconciler.watch.absence_counts_from)
         await workers[next(w for w, job in held.items() if job == first and "trainer" in w)].die()
         await workers[next(w for w, job in held.items() if job == second and "rollout" in w)].die()
         await until(partial(_whole, reconciler, store, first))
@@ -401,53 +356,47 @@ async def test_two_halves_of_two_jobs_do_not_wait_for_each_other(
 
 
 async def _whole(reconciler: Reconciler, store: Store, job: str) -> bool:
-    await reconciler.look()
+    await reconciler.reconcile()
     return {lease.pool for lease in await store.leases() if lease.job == job} == {Pool.TRAINER, Pool.ROLLOUT}
 
 
-async def test_what_workers_hold_is_counted_and_quotas_are_kept(
-    nats_server: Server, valkey_server: Server, store: Store, workers: Workers, tmp_path: Path
-) -> None:
+async def test_quotas_count_what_workers_hold(store: Store, workers: Workers, new_context: NewContext) -> None:
     tenants: Any = {"default": {"running_jobs": 1, "worker_seconds_per_day": 0.001}}
-    async with context(nats_server, valkey_server, "scheduler-0", tmp_path, tenants=tenants) as ctx:
+    async with new_context(tenants=tenants) as ctx:
         first, second = [await new_job(store, f"j-{name}") for name in ("first", "second")]
         await workers.start("trainer-0", "rollout-0", "trainer-1", "rollout-1")
         reconciler = Reconciler(ctx)
-        await until(lambda: _look_until(reconciler, store, first, 1))
+        await until(lambda: _reconcile_until(reconciler, store, first, 1))
         await until(lambda: _waits_for(store, second, "its tenant's quota of 1 running jobs"))
         await store.transition(first, JobState.CANCELLED)
-        await until(lambda: _says_after_a_look(reconciler, store, second, "worker seconds a day"))
-        usage = Usage(store.redis)
+        await until(lambda: _waits_for_after_a_round(reconciler, store, second, "worker seconds a day"))
+        usage = UsageStore(store.redis)
         (spent,) = await usage.of_jobs([first])
         assert spent["worker_s"] > 0.001 and (await usage.today(["default"]))["default"] == spent
 
 
-async def test_a_full_store_keeps_jobs_waiting_and_says_what_to_delete(
-    nats_server: Server, valkey_server: Server, store: Store, workers: Workers, tmp_path: Path
-) -> None:
+async def test_a_full_store_keeps_jobs_waiting(store: Store, workers: Workers, new_context: NewContext) -> None:
     tenants: Any = {"default": {"stored_gb": 1.0}}
-    async with context(nats_server, valkey_server, "scheduler-0", tmp_path, tenants=tenants) as ctx:
+    async with new_context(tenants=tenants) as ctx:
         index, job = ArtifactIndex(store.redis), await new_job(store, "j-next")
         for name, size in (("j-small", 1), ("j-large", 1_250_000_000)):
             await index.add("default", name, ArtifactEntry(path="logs.jsonl", bytes=size, created=0.0))
         await workers.start("trainer-0", "rollout-0")
         reconciler = Reconciler(ctx)
         words = "its tenant's quota of 1 GB of artifacts: 1.25 GB are stored; delete some with `opentinker delete"
-        await until(lambda: _says_after_a_look(reconciler, store, job, words))
+        await until(lambda: _waits_for_after_a_round(reconciler, store, job, words))
         assert "(the largest: j-large 1.25 GB, j-small" in (await store.job(job)).waiting_for
         await index.remove("default", "j-large", ["logs.jsonl"])
-        await until(lambda: _look_until(reconciler, store, job, 1))
+        await until(lambda: _reconcile_until(reconciler, store, job, 1))
 
 
-async def _says_after_a_look(reconciler: Reconciler, store: Store, job: str, what: str) -> bool:
-    await reconciler.look()
+async def _waits_for_after_a_round(reconciler: Reconciler, store: Store, job: str, what: str) -> bool:
+    await reconciler.reconcile()
     return what in (await store.job(job)).waiting_for
 
 
 @pytest.mark.parametrize("before", [JobState.QUEUED, JobState.STARTING, JobState.RUNNING])
-async def test_cancel_frees_everything(
-    store: Store, workers: Workers, reconciler: Reconciler, before: JobState
-) -> None:
+async def test_cancel_frees_workers(store: Store, workers: Workers, reconciler: Reconciler, before: JobState) -> None:
     job = await new_job(store, "j-a")
     if before != JobState.QUEUED:
         await workers.start("trainer-0", "rollout-0")
@@ -469,21 +418,21 @@ async def test_job_fails_when_trainers_are_lost_without_progress(store: Store, w
     reconciler = Reconciler(ctx)
     job = await new_job(store, "j-a")
     await workers.start("rollout-0", "trainer-0")
-    await until(lambda: _look_until(reconciler, store, job, 1))
+    await until(lambda: _reconcile_until(reconciler, store, job, 1))
     for epoch in range(1, MAX_RESTARTS + 1):
         await store.update(job, step=2, epoch=epoch)
         await workers.start("trainer-0")
-        await until(partial(_look_until, reconciler, store, job, epoch + 1))
+        await until(partial(_reconcile_until, reconciler, store, job, epoch + 1))
         assert (await store.job(job)).restarts == epoch
     await store.update(job, resumed_step=2, step=3)  # progress: the count starts anew
     await workers.start("trainer-0")
-    await until(lambda: _look_until(reconciler, store, job, MAX_RESTARTS + 2))
+    await until(lambda: _reconcile_until(reconciler, store, job, MAX_RESTARTS + 2))
     assert (await store.job(job)).restarts == 1
     for restarts in range(1, MAX_RESTARTS + 1):
         await workers.start("trainer-0")
-        await reconciler.look()
+        await reconciler.reconcile()
         if restarts < MAX_RESTARTS:
-            await until(partial(_look_until, reconciler, store, job, MAX_RESTARTS + 2 + restarts))
+            await until(partial(_reconcile_until, reconciler, store, job, MAX_RESTARTS + 2 + restarts))
     record = await store.job(job)
     assert record.state == JobState.FAILED
     assert "lost 6 times in a row without a new step (step 3 of 3)" in record.reason
@@ -495,16 +444,16 @@ async def test_trainers_that_make_steps_may_be_killed_without_end(store: Store, 
     reconciler = Reconciler(ctx)
     job = await new_job(store, "j-a", train__steps=60)
     await workers.start("rollout-0", "trainer-0")
-    await until(lambda: _look_until(reconciler, store, job, 1))
+    await until(lambda: _reconcile_until(reconciler, store, job, 1))
     steps = [18, 13, 16, 13, 18, 12, 17, 11, 14]
     deadly = [16] * (MAX_RESTARTS + 1)
     for epoch, step in enumerate(steps + deadly, start=1):
         await store.update(job, epoch=epoch, resumed_step=10, step=step)
         await workers.start("trainer-0")
         if epoch < len(steps + deadly):
-            await until(partial(_look_until, reconciler, store, job, epoch + 1))
+            await until(partial(_reconcile_until, reconciler, store, job, epoch + 1))
             assert (await store.job(job)).restarts == max(1, epoch - len(steps))
-    await reconciler.look()
+    await reconciler.reconcile()
     record = await store.job(job)
     assert record.state == JobState.FAILED and "lost 6 times in a row" in record.reason
 
@@ -518,7 +467,7 @@ async def test_losses_while_nats_is_away_or_just_was_do_not_fail_a_job(
             reconciler = Reconciler(ctx)
             job = await new_job(store, "j-a")
             await workers.start("rollout-0", "trainer-0")
-            await until(lambda: _look_until(reconciler, store, job, 1))
+            await until(lambda: _reconcile_until(reconciler, store, job, 1))
             nats.kill()
             await until(lambda: not ctx.bus.nc.is_connected)
             for epoch in range(1, MAX_RESTARTS + 3):
@@ -527,31 +476,29 @@ async def test_losses_while_nats_is_away_or_just_was_do_not_fail_a_job(
                     await until(lambda: ctx.bus.nc.is_connected)
                 await store.update(job, step=2, epoch=epoch)
                 await workers.start("trainer-0")
-                await until(partial(_look_until, reconciler, store, job, epoch + 1))
+                await until(partial(_reconcile_until, reconciler, store, job, epoch + 1))
             record = await store.job(job)
             assert (record.state, record.restarts) == (JobState.STARTING, 0)
             events = await store.events(job)
             why = {event["why"] for event in events if event["event"] == "trainer_lost"}
             assert why == {"its process was restarted; NATS was away"}
-            monkeypatch.setattr(reconciling, "NATS_GRACE_S", 0.0)  # the outage is long ago
+            reconciler.nats_grace_s = 0.0  # the outage is long ago
             await workers.start("trainer-0")
-            await until(partial(_look_until, reconciler, store, job, MAX_RESTARTS + 4))
+            await until(partial(_reconcile_until, reconciler, store, job, MAX_RESTARTS + 4))
             assert (await store.job(job)).restarts == 1
     finally:
         nats.kill()
 
 
 @pytest.mark.parametrize("pool", ["trainer-0", "rollout-0"])
-async def test_what_dies_with_the_scheduler_or_is_told_to_stop_does_not_count(
-    store: Store, workers: Workers, ctx: Context, pool: str
-) -> None:
+async def test_stopped_workers_are_no_losses(store: Store, workers: Workers, ctx: Context, pool: str) -> None:
     job = await new_job(store, "j-a")
     await workers.start("rollout-0", "trainer-0")
     reconciler = Reconciler(ctx)
-    await until(lambda: _look_until(reconciler, store, job, 1))
+    await until(lambda: _reconcile_until(reconciler, store, job, 1))
 
     async def replaced() -> bool:
-        await reconciler.look()
+        await reconciler.reconcile()
         lease = await workers[pool].lease()
         return lease is not None and lease.incarnation == workers[pool].info.incarnation
 
@@ -561,12 +508,10 @@ async def test_what_dies_with_the_scheduler_or_is_told_to_stop_does_not_count(
         await until(replaced)
     for _ in range(MAX_RESTARTS + 1):
         workers[pool].drains = True
-
-        async def told() -> bool:
-            return any(worker.id == pool and worker.status == "draining" for worker in await store.workers())
-
-        await until(told)
-        await reconciler.look()
+        await until(
+            store.workers, lambda found: any(worker.id == pool and worker.status == "draining" for worker in found)
+        )
+        await reconciler.reconcile()
         workers[pool].drains = False
         await workers.start(pool)
         await until(replaced)
@@ -575,50 +520,46 @@ async def test_what_dies_with_the_scheduler_or_is_told_to_stop_does_not_count(
 
 
 @pytest.mark.parametrize("state", [JobState.STARTING, JobState.RUNNING])
-async def test_job_fails_when_rollout_workers_are_lost_before_one_serves_it(
-    store: Store, workers: Workers, ctx: Context, state: JobState
-) -> None:
+async def test_losses_before_service_fail_a_job(store: Store, workers: Workers, ctx: Context, state: JobState) -> None:
     """Each dies while it loads the model: the job would wait without end."""
     reconciler = Reconciler(ctx)
     job = await new_job(store, "j-a", resources__rollout_workers=2)
     await workers.start("trainer-0", "rollout-0")
-    await until(lambda: _look_until(reconciler, store, job, 1))
+    await until(lambda: _reconcile_until(reconciler, store, job, 1))
     await store.transition(job, state, epoch=1)
     workers["rollout-0"].obeys = False
     for losses in range(1, MAX_RESTARTS + 2):
-        await until(partial(_look_until_leased, reconciler, workers, "rollout-0", job))
+        await until(partial(_reconcile_until_leased, reconciler, workers, "rollout-0", job))
         await workers.start("rollout-0")
         await until(partial(_lost, reconciler, store, job, losses))
-    await until(partial(_look_until_leased, reconciler, workers, "rollout-0", job))
+    await until(partial(_reconcile_until_leased, reconciler, workers, "rollout-0", job))
     await workers.start("rollout-0")
-    await reconciler.look()
+    await reconciler.reconcile()
     record = await store.job(job)
     assert record.state == JobState.FAILED
     assert "rollout workers were lost 7 times in a row before one served the job" in record.reason
     assert "rollout-0: its process was restarted" in record.reason and "memory" in record.reason
 
 
-async def _look_until_leased(reconciler: Reconciler, workers: Workers, id: str, job: str) -> bool:
+async def _reconcile_until_leased(reconciler: Reconciler, workers: Workers, id: str, job: str) -> bool:
     """To the very process that beats now."""
-    await reconciler.look()
+    await reconciler.reconcile()
     lease = await workers[id].lease()
     return lease is not None and (lease.job, lease.incarnation) == (job, workers[id].info.incarnation)
 
 
 async def _lost(reconciler: Reconciler, store: Store, job: str, losses: int) -> bool:
-    await reconciler.look()
+    await reconciler.reconcile()
     return (await store.job(job)).rollout_losses == losses
 
 
-async def test_rollout_workers_that_come_and_go_while_one_serves_are_no_reason_to_fail(
-    store: Store, workers: Workers, ctx: Context
-) -> None:
+async def test_losses_do_not_fail_a_job_while_one_worker_serves(store: Store, workers: Workers, ctx: Context) -> None:
     reconciler = Reconciler(ctx)
     job = await new_job(store, "j-a", resources__rollout_workers=2)
     await workers.start("trainer-0", "rollout-0", "rollout-1")
-    await until(lambda: _look_until(reconciler, store, job, 1))
+    await until(lambda: _reconcile_until(reconciler, store, job, 1))
     await store.transition(job, JobState.RUNNING, epoch=1)
-    await reconciler.look()
+    await reconciler.reconcile()
     for losses in range(1, 2 * MAX_RESTARTS + 3):
         await workers.start("rollout-1")
         await until(partial(_lost_and_forgiven, reconciler, store, job, losses))
@@ -626,30 +567,30 @@ async def test_rollout_workers_that_come_and_go_while_one_serves_are_no_reason_t
 
 
 async def _lost_and_forgiven(reconciler: Reconciler, store: Store, job: str, losses: int) -> bool:
-    await reconciler.look()
+    await reconciler.reconcile()
     lost = [kind for kind in await kinds(store, job) if kind == "rollout_worker_lost"]
     return len(lost) == losses and (await store.job(job)).rollout_losses == 0
 
 
-async def _look_until(reconciler: Reconciler, store: Store, job: str, epoch: int) -> bool:
-    await reconciler.look()
+async def _reconcile_until(reconciler: Reconciler, store: Store, job: str, epoch: int) -> bool:
+    await reconciler.reconcile()
     return (await store.job(job)).epoch == epoch
 
 
 async def test_a_scheduler_that_starts_anew_disturbs_nobody(store: Store, workers: Workers, ctx: Context) -> None:
     job = await new_job(store, "j-a")
     await workers.start("trainer-0", "rollout-0")
-    await Reconciler(ctx).look()
+    await Reconciler(ctx).reconcile()
     leases = sorted(await store.leases(), key=lambda lease: lease.worker)
     # As after an outage of Redis: the heartbeats are gone although the workers live.
     await workers.stop()
     await store.redis.delete("worker:trainer-0", "worker:rollout-0")
     anew = Reconciler(ctx)
-    await anew.look()
+    await anew.reconcile()
     assert sorted(await store.leases(), key=lambda lease: lease.worker) == leases
     assert (await store.job(job)).epoch == 1
-    await until(lambda: time.monotonic() >= anew._absence_counts_from)
-    await anew.look()  # they had their time
+    await until(lambda: time.monotonic() >= anew.watch.absence_counts_from)
+    await anew.reconcile()  # they had their time
     assert await store.leases() == []
 
 
@@ -663,35 +604,26 @@ async def test_worker_that_ignores_its_lease_loses_it(store: Store, workers: Wor
     assert next(e for e in events if e["event"] == "trainer_lost")["why"] == "it does not act on its lease"
 
 
-async def test_epoch_is_higher_than_that_of_any_checkpoint(store: Store, workers: Workers, ctx: Context) -> None:
-    job = await new_job(store, "j-a")
-    directory = ctx.settings.data_dir / "jobs" / job / "checkpoints" / "step-000010"
-    directory.mkdir(parents=True)
-    (directory / "manifest.json").write_bytes(orjson.dumps({"job": job, "epoch": 7, "step": 10, "version": [7, 10]}))
-    await workers.start("trainer-0", "rollout-0")
-    await Reconciler(ctx).look()
-    assert (await store.job(job)).epoch == 8
+CHECKPOINT = {"job": "j-a", "epoch": 7, "step": 10, "version": [7, 10]}
 
 
-async def test_epoch_is_higher_than_that_of_a_trainer_that_wrote_no_checkpoint(
-    store: Store, workers: Workers, ctx: Context
+@pytest.mark.parametrize(
+    ("file", "text", "epoch"), [("step-000010/manifest.json", orjson.dumps(CHECKPOINT), 8), (".epoch", b"4", 5)]
+)
+async def test_epoch_is_higher_than_that_of_any_trainer_before(
+    store: Store, workers: Workers, ctx: Context, file: str, text: bytes, epoch: int
 ) -> None:
-    job = await new_job(store, "j-a")
-    root = ctx.settings.data_dir / "jobs" / job / "checkpoints"
-    root.mkdir(parents=True)
-    (root / ".epoch").write_text("4")
+    """Whether or not it wrote a checkpoint."""
+    path = ctx.settings.data_dir / "jobs" / await new_job(store, "j-a") / "checkpoints" / file
+    path.parent.mkdir(parents=True)
+    path.write_bytes(text)
     await workers.start("trainer-0", "rollout-0")
-    await Reconciler(ctx).look()
-    assert (await store.job(job)).epoch == 5
+    await Reconciler(ctx).reconcile()
+    assert (await store.job("j-a")).epoch == epoch
 
 
 async def test_real_worker_runs_the_job_and_lets_go_when_it_is_cancelled(
-    nats_server: Server,
-    valkey_server: Server,
-    store: Store,
-    workers: Workers,
-    reconciler: Reconciler,
-    tmp_path: Path,
+    store: Store, workers: Workers, reconciler: Reconciler, new_context: NewContext
 ) -> None:
     entered, left = asyncio.Event(), asyncio.Event()
 
@@ -705,7 +637,7 @@ async def test_real_worker_runs_the_job_and_lets_go_when_it_is_cancelled(
 
     await workers.start("rollout-0")
     async with (
-        context(nats_server, valkey_server, "trainer-0", tmp_path, worker_ttl_s=60.0) as trainer,
+        new_context("trainer-0", worker_ttl_s=60.0) as trainer,
         running(LeasedWorker(trainer, Pool.TRAINER, work).serve()),
     ):
         job = await new_job(store, "j-a")
@@ -722,39 +654,35 @@ async def endpoint(store: Store, id: str, **changes: Any) -> str:
     return id
 
 
-async def test_job_that_goes_to_sleep_answers_what_it_has_begun_meanwhile(
-    store: Store, workers: Workers, ctx: Context
-) -> None:
+async def test_a_job_answers_open_requests_before_sleep(store: Store, workers: Workers, ctx: Context) -> None:
     reconciler = Reconciler(ctx)
     job = await endpoint(store, "j-sleepy0000", serving={"sleep_s": 5.0})
     await workers.start("rollout-0")
-    await reconciler.look()
+    await reconciler.reconcile()
     worker = workers["rollout-0"]
     worker.leaves = False  # a request has come since it said so
     worker.info = msgspec.structs.replace(worker.info, detail={"quiet_s": 60.0})
 
     async def asleep() -> bool:
-        await reconciler.look()
+        await reconciler.reconcile()
         return (await store.job(job)).asleep
 
     await until(asleep)
-    await reconciler.look()
+    await reconciler.reconcile()
     lease = await worker.lease()
     assert lease is not None and lease.leaves_by > time.time()
     assert await state(store, job) == JobState.QUEUED
     worker.leaves = True
 
     async def free() -> bool:
-        await reconciler.look()
+        await reconciler.reconcile()
         return await worker.lease() is None
 
     await until(free)
     assert (await store.job(job)).asleep
 
 
-async def test_an_idle_inference_job_lends_its_worker_and_comes_back_when_asked(
-    store: Store, workers: Workers, ctx: Context
-) -> None:
+async def test_an_idle_inference_job_lends_its_worker(store: Store, workers: Workers, ctx: Context) -> None:
     """On a server with one rollout worker an endpoint that nobody uses starves no other job."""
     reconciler = Reconciler(ctx)
     chat = await endpoint(store, "j-idle000000")
@@ -762,7 +690,7 @@ async def test_an_idle_inference_job_lends_its_worker_and_comes_back_when_asked(
     worker = workers["rollout-0"]
 
     async def serves() -> bool:
-        await reconciler.look()
+        await reconciler.reconcile()
         return await state(store, chat) == JobState.RUNNING
 
     await until(serves)
@@ -772,7 +700,7 @@ async def test_an_idle_inference_job_lends_its_worker_and_comes_back_when_asked(
     await store.update(chat, since=time.time() - ctx.settings.queue_min_run_s)
 
     async def waits() -> bool:
-        await reconciler.look()
+        await reconciler.reconcile()
         return "held by inference job" in (await store.job(rl)).waiting_for
 
     await until(waits)
@@ -780,7 +708,7 @@ async def test_an_idle_inference_job_lends_its_worker_and_comes_back_when_asked(
     worker.info = msgspec.structs.replace(worker.info, detail={"quiet_s": ctx.settings.inference_lend_s})
 
     async def lent() -> bool:
-        await reconciler.look()
+        await reconciler.reconcile()
         return await state(store, rl) in (JobState.STARTING, JobState.RUNNING)
 
     await until(lent)
@@ -788,25 +716,24 @@ async def test_an_idle_inference_job_lends_its_worker_and_comes_back_when_asked(
     assert asleep.asleep and asleep.waiting_for == (
         f"a request: idle, it lent its rollout workers to {rl}, and the next request wakes it"
     )
+    assert asleep.since - asleep.quiet_since == pytest.approx(ctx.settings.inference_lend_s)
     assert (await store.latest_event(chat, "asleep") or {})["lent_to"] == rl
 
 
-async def test_job_that_follows_another_leaves_it_the_workers_that_it_needs(
-    store: Store, workers: Workers, ctx: Context
-) -> None:
+async def test_a_following_job_leaves_the_other_its_workers(store: Store, workers: Workers, ctx: Context) -> None:
     reconciler = Reconciler(ctx)
     follower = await endpoint(store, "j-follower00", start={"from": "j-source0000@live"})
     source = await new_job(store, "j-source0000", JobState.PAUSED)
     await workers.start("trainer-0", "rollout-0")
-    await reconciler.look()
+    await reconciler.reconcile()
     assert await state(store, follower) == JobState.QUEUED
     assert await _waits_for(store, follower, f"job {source} to run")
     await store.transition(source, JobState.QUEUED)
-    await reconciler.look()
+    await reconciler.reconcile()
     assert await started(store, source, epoch=2)
     await workers.start("rollout-1")
-    await reconciler.look()
+    await reconciler.reconcile()
     assert await state(store, follower) == JobState.STARTING
     await store.transition(source, JobState.PAUSED)
-    await reconciler.look()
+    await reconciler.reconcile()
     assert await state(store, follower) == JobState.QUEUED and await workers.holds("rollout-1") is None

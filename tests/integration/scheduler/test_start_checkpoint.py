@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import os
 import re
 import shutil
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +18,25 @@ import torch
 from safetensors.torch import save_file
 
 from opentinker import ApiError, AsyncClient
-from opentinker.services.scheduler.jobs import check_start_checkpoint
+from opentinker.services.scheduler.jobs import disk_threads, kept_checkpoints
 from opentinker.services.scheduler.jobs.cleanup import JobCleaner
+from opentinker.services.scheduler.jobs.disk_threads import ReferencesAway
+from opentinker.services.scheduler.jobs.submit import submit
 from opentinker.services.trainer import checkpoint
 from opentinker.shared.data.safetensors_header import difference, shapes_in
-from opentinker.shared.runtime.service import Context
+from opentinker.shared.runtime.service import TENANT_COPIES, Context
+from opentinker.shared.runtime.tenant_threads import TenantThreads
 from opentinker.shared.state.redis_script import UNFENCED
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import JobRecord
+from opentinker.shared.types.errors import Conflict
 from opentinker.shared.types.manifest import read_manifest, start_of
-from tests.conftest import until
+from tests.conftest import soon, until
 from tests.support.api import write_checkpoint
 from tests.support.factories import make_spec
 from tests.support.scheduling import new_job
 
+LINK = os.link
 LORA = {"rank": 2, "alpha": 4.0, "target_modules": ["q_proj", "v_proj"]}
 STATE = {"trainer/optimizer.safetensors": b"moments", "trainer/state.json": b"{}"}
 
@@ -90,13 +99,11 @@ async def refused(client: AsyncClient, spec: Any, **options: Any) -> dict[str, s
 # --- what is refused ------------------------------------------------------------------------------------------------
 
 
-async def test_checkpoint_that_is_not_there_is_refused_with_those_that_are(
-    client: AsyncClient, ctx: Context, store: Store, base: Path, tmp_path: Path
-) -> None:
+async def test_missing_checkpoint(client: AsyncClient, ctx: Context, store: Store, base: Path, tmp_path: Path) -> None:
     spec = spec_of(base)
     first = (await client.submit(spec))["id"]
     unknown = await refused(client, spec, from_checkpoint="j-0000000000@1")
-    assert "no job j-0000000000 of yours" in unknown["start.from"]
+    assert "no job j-0000000000" in unknown["start.from"]
     assert "none yet" in (await refused(client, spec, from_checkpoint=f"{first}@latest"))["start.from"]
     for step in (10, 20):
         write_checkpoint(ctx, first, step, full_files(tmp_path))
@@ -105,7 +112,7 @@ async def test_checkpoint_that_is_not_there_is_refused_with_those_that_are(
     await store.create_job(id="j-theirs0000", spec=spec, tenant="someone-else")
     write_checkpoint(ctx, "j-theirs0000", 10, full_files(tmp_path))
     theirs = await refused(client, spec, from_checkpoint="j-theirs0000@10")
-    assert "no job j-theirs0000 of yours" in theirs["start.from"]
+    assert "no job j-theirs0000" in theirs["start.from"]
 
 
 async def test_its_mistakes_come_with_all_the_others(client: AsyncClient, base: Path, tmp_path: Path) -> None:
@@ -138,20 +145,14 @@ MISFITS: list[tuple[str, dict[str, Any], str]] = [
         {"model": {"lora": {**LORA, "target_modules": ["q_proj", "v_proj", "o_proj"]}}},
         "has nothing for o_proj",
     ),
-    (
-        "larger",
-        {},
-        r"1 tensors differ, such as model\.embed\.weight \(\[41, 8\] instead of \[40, 8\]\)",
-    ),
+    ("larger", {}, r"1 tensors differ, such as model\.embed\.weight \(\[41, 8\] instead of \[40, 8\]\)"),
     ("deeper", {}, r"model\.layers\.1\.mlp\.weight \(\[8, 8\] instead of absent\)"),
     ("cut short", {}, "could not be kept for the new job: model.safetensors is not the file of .* bytes"),
     ("garbled", {}, "cannot be read: model.safetensors is no safetensors file"),
 ]
 
 
-async def test_what_cannot_be_served_says_how_it_could(
-    client: AsyncClient, ctx: Context, store: Store, base: Path, tmp_path: Path
-) -> None:
+async def test_unservable_sources(client: AsyncClient, ctx: Context, store: Store, base: Path, tmp_path: Path) -> None:
     source = (await client.submit(spec_of(base)))["id"]
     write_checkpoint(ctx, source, 10, full_files(tmp_path))
     job = {"name": "x", "kind": "inference", "start": {"from": f"{source}@10"}, "model": {"base": str(base)}}
@@ -164,13 +165,7 @@ async def test_what_cannot_be_served_says_how_it_could(
 
 @pytest.mark.parametrize(("held", "changes", "words"), MISFITS, ids=[f"{m[0]}: {m[2][:30]}" for m in MISFITS])
 async def test_checkpoint_that_does_not_fit_is_refused_with_the_tensors(
-    client: AsyncClient,
-    ctx: Context,
-    base: Path,
-    tmp_path: Path,
-    held: str,
-    changes: dict[str, Any],
-    words: str,
+    client: AsyncClient, ctx: Context, base: Path, tmp_path: Path, held: str, changes: dict[str, Any], words: str
 ) -> None:
     first = await first_job(client, ctx, base, tmp_path, held)
     model = {"base": str(base), "chat_template": "plain", **changes.get("model", {})}
@@ -250,9 +245,7 @@ async def test_optimizer_state_must_be_there(client: AsyncClient, ctx: Context, 
 # --- what is kept ---------------------------------------------------------------------------------------------------
 
 
-async def test_checkpoint_is_kept_from_submission_to_the_end_whatever_is_swept(
-    client: AsyncClient, ctx: Context, base: Path, tmp_path: Path
-) -> None:
+async def test_checkpoint_is_kept_to_the_end(client: AsyncClient, ctx: Context, base: Path, tmp_path: Path) -> None:
     first = (await client.submit(spec_of(base)))["id"]
     for step in (10, 20):
         source = write_checkpoint(ctx, first, step, full_files(tmp_path))
@@ -269,9 +262,7 @@ async def test_checkpoint_is_kept_from_submission_to_the_end_whatever_is_swept(
     await client.cancel(first)
 
 
-async def test_repeated_submission_makes_one_job_and_keeps_one_checkpoint(
-    client: AsyncClient, ctx: Context, base: Path, tmp_path: Path
-) -> None:
+async def test_repetition_makes_one_job(client: AsyncClient, ctx: Context, base: Path, tmp_path: Path) -> None:
     """Also if `latest` is another one by then."""
     first = (await client.submit(spec_of(base)))["id"]
     write_checkpoint(ctx, first, 10, full_files(tmp_path))
@@ -283,9 +274,7 @@ async def test_repeated_submission_makes_one_job_and_keeps_one_checkpoint(
     assert (await client.job(second))["spec"]["start"]["from"] == f"{first}@10"
 
 
-async def test_repeated_submission_is_answered_when_what_it_named_is_gone(
-    client: AsyncClient, ctx: Context, base: Path, tmp_path: Path
-) -> None:
+async def test_repetition_outlives_its_source(client: AsyncClient, ctx: Context, base: Path, tmp_path: Path) -> None:
     first = (await client.submit(spec_of(base)))["id"]
     source = write_checkpoint(ctx, first, 10, full_files(tmp_path))
     spec = spec_of(base) | {"start": {"from": f"{first}@10"}}
@@ -302,15 +291,169 @@ async def test_repeated_submission_is_answered_when_what_it_named_is_gone(
 async def test_copy_is_made_where_files_cannot_have_two_names(
     client: AsyncClient, ctx: Context, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_links(*_: object) -> None:
-        raise PermissionError(1, "Operation not permitted")
-
     monkeypatch.setattr(os, "link", no_links)
     first = (await client.submit(spec_of(base)))["id"]
     source = write_checkpoint(ctx, first, 10, full_files(tmp_path))
     second = (await client.submit(spec_of(base), from_checkpoint=f"{first}@10"))["id"]
     shutil.rmtree(source)
     checkpoint.read_intact(start_of(ctx.settings.data_dir, second))
+
+
+def no_links(*_: object) -> None:
+    raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+
+@pytest.fixture
+def slow_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Files cannot be linked, and copies take until the event is set."""
+    finish = threading.Event()
+    copy = kept_checkpoints.copy
+
+    def slow(given_up: threading.Event, source: Path, target: Path) -> None:
+        finish.wait(60)
+        copy(given_up, source, target)
+
+    monkeypatch.setattr(os, "link", no_links)
+    monkeypatch.setattr(kept_checkpoints, "copy", slow)
+    yield finish
+    finish.set()
+
+
+async def test_copy_may_take_longer_than_a_check(
+    client: AsyncClient,
+    ctx: Context,
+    base: Path,
+    tmp_path: Path,
+    slow_copies: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first = (await client.submit(spec_of(base)))["id"]
+    write_checkpoint(ctx, first, 10, full_files(tmp_path))
+    monkeypatch.setattr(disk_threads, "DISK_S", 2.0)
+    submission = asyncio.create_task(client.submit(spec_of(base), from_checkpoint=f"{first}@10"))
+    homes = ctx.settings.data_dir / "jobs"
+    await until(lambda: any(homes.glob("*/start")))
+    await asyncio.sleep(2 * disk_threads.DISK_S)
+    slow_copies.set()
+    second = (await soon(submission))["id"]
+    checkpoint.read_intact(start_of(ctx.settings.data_dir, second))
+
+
+@pytest.mark.parametrize("ending", ["limit", "cancellation"])
+async def test_copy_that_is_given_up_leaves_nothing(
+    client: AsyncClient,
+    ctx: Context,
+    base: Path,
+    tmp_path: Path,
+    slow_copies: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
+    ending: str,
+) -> None:
+    first = (await client.submit(spec_of(base)))["id"]
+    write_checkpoint(ctx, first, 10, full_files(tmp_path))
+    if ending == "limit":
+        monkeypatch.setattr(kept_checkpoints, "KEEP_S", 0.01)
+    submission = asyncio.create_task(submit(ctx, spec_of(base) | {"start": {"from": f"{first}@10"}}, "default"))
+    homes = ctx.settings.data_dir / "jobs"
+    await until(lambda: any(homes.glob("*/start")))
+    if ending == "cancellation":
+        submission.cancel()
+    with pytest.raises(asyncio.CancelledError if ending == "cancellation" else ReferencesAway):
+        await soon(submission)
+    slow_copies.set()
+    await until(lambda: [home.name for home in homes.iterdir()] == [first])
+
+
+async def test_stuck_copies_hold_up_only_copies_of_their_tenant(
+    client: AsyncClient,
+    ctx: Context,
+    base: Path,
+    tmp_path: Path,
+    slow_copies: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first = (await client.submit(spec_of(base)))["id"]
+    write_checkpoint(ctx, first, 10, full_files(tmp_path))
+    spec = spec_of(base) | {"start": {"from": f"{first}@10"}}
+    stuck = [asyncio.create_task(submit(ctx, spec, "default")) for _ in range(TENANT_COPIES)]
+    homes = ctx.settings.data_dir / "jobs"
+    await until(lambda: len(list(homes.glob("*/start"))) == TENANT_COPIES)
+    await until(lambda: ctx.copies._unfinished["default"] == TENANT_COPIES)
+    with pytest.raises(ReferencesAway, match="2 submissions of yours are being copied"):
+        await soon(submit(ctx, spec, "default"))
+    other = ctx.copies.submit("other", threading.get_ident)
+    assert await soon(asyncio.wrap_future(other)), "another tenant's copy is made"
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "link", LINK)
+        linked, _ = await soon(submit(ctx, spec, "default"))
+    checkpoint.read_intact(start_of(ctx.settings.data_dir, linked))
+    slow_copies.set()
+    made = {id for id, _ in await soon(asyncio.gather(*stuck))}
+    await until(lambda: {home.name for home in homes.iterdir()} == {first, linked, *made})
+
+
+async def test_time_of_a_copy_begins_with_it(
+    client: AsyncClient, ctx: Context, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = (await client.submit(spec_of(base)))["id"]
+    write_checkpoint(ctx, first, 10, full_files(tmp_path))
+    monkeypatch.setattr(os, "link", no_links)
+    monkeypatch.setattr(kept_checkpoints, "KEEP_S", 2.0)
+    finish = threading.Event()
+    busy = Context(**{**vars(ctx), "copies": TenantThreads(1, 2, "copies")})
+    busy.copies.submit("other", finish.wait)
+    submission = asyncio.create_task(submit(busy, spec_of(base) | {"start": {"from": f"{first}@10"}}, "default"))
+    await asyncio.sleep(2 * kept_checkpoints.KEEP_S)
+    finish.set()
+    second, _ = await soon(submission)
+    checkpoint.read_intact(start_of(ctx.settings.data_dir, second))
+
+
+async def test_submission_does_not_wait_for_ever_for_a_thread(
+    client: AsyncClient, ctx: Context, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = (await client.submit(spec_of(base)))["id"]
+    write_checkpoint(ctx, first, 10, full_files(tmp_path))
+    monkeypatch.setattr(os, "link", no_links)
+    monkeypatch.setattr(kept_checkpoints, "QUEUE_S", 0.01)
+    finish = threading.Event()
+    busy = Context(**{**vars(ctx), "copies": TenantThreads(1, 2, "copies")})
+    busy.copies.submit("other", finish.wait)
+    with pytest.raises(ReferencesAway, match="copying other checkpoints"):
+        await soon(submit(busy, spec_of(base) | {"start": {"from": f"{first}@10"}}, "default"))
+    homes = ctx.settings.data_dir / "jobs"
+    await until(lambda: [home.name for home in homes.iterdir()] == [first])
+    finish.set()
+
+
+def test_copy_that_nobody_awaits_ends_before_its_next_chunk(tmp_path: Path) -> None:
+    source, given_up = tmp_path / "source", threading.Event()
+    source.write_bytes(b"weights")
+    kept_checkpoints.copy(given_up, source, tmp_path / "whole")
+    assert (tmp_path / "whole").read_bytes() == b"weights"
+    given_up.set()
+    with pytest.raises(kept_checkpoints.GivenUp):
+        kept_checkpoints.copy(given_up, source, tmp_path / "partial")
+    assert (tmp_path / "partial").stat().st_size == 0
+
+
+async def test_checkpoint_kept_for_a_refused_submission_is_removed(
+    client: AsyncClient, ctx: Context, base: Path, tmp_path: Path
+) -> None:
+    """Its key was used for another job while its files were linked."""
+    first = (await client.submit(spec_of(base)))["id"]
+    write_checkpoint(ctx, first, 10, full_files(tmp_path))
+    spec = spec_of(base) | {"start": {"from": f"{first}@10"}}
+    found = await asyncio.gather(
+        submit(ctx, spec, "default", "once"),
+        submit(ctx, spec | {"name": "other"}, "default", "once"),
+        submit(ctx, spec, "default", "once"),
+        return_exceptions=True,
+    )
+    (made,) = {answer[0] for answer in found if isinstance(answer, tuple)}
+    assert any(isinstance(answer, Conflict) for answer in found)
+    homes = ctx.settings.data_dir / "jobs"
+    await until(lambda: {home.name for home in homes.iterdir()} == {first, made})
 
 
 async def test_checkpoint_that_is_written_anew_meanwhile_is_not_mixed_with_the_old_one(
@@ -339,16 +482,14 @@ async def test_what_a_broken_submission_kept_is_swept_when_it_is_old(ctx: Contex
         place.mkdir(parents=True)
     for job in ("j-active", "j-old"):
         os.utime(places[job], (1e9, 1e9))
-    assert check_start_checkpoint.kept_long(ctx.settings.data_dir) == {"j-active", "j-old"}
-    assert check_start_checkpoint.kept_long(tmp_path / "empty") == set()
+    assert kept_checkpoints.kept_long(ctx.settings.data_dir) == {"j-active", "j-old"}
+    assert kept_checkpoints.kept_long(tmp_path / "empty") == set()
     await new_job(ctx.store, "j-active")
     await JobCleaner(ctx, UNFENCED).sweep()
     assert [job for job, place in places.items() if place.exists()] == ["j-active", "j-new"]
 
 
-async def test_leader_that_slept_sweeps_nothing_of_jobs_that_began_meanwhile(
-    ctx: Context, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_former_leader_sweeps_no_newer_jobs(ctx: Context, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was stopped when it had read which jobs there are, for longer than a submission takes."""
     place = start_of(ctx.settings.data_dir, "j-meanwhile")
     jobs_now = ctx.store.active_jobs

@@ -20,9 +20,9 @@ from opentinker.shared.messaging.subjects import METRIC, SCHEDULER, SERVICES, ST
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.security.key_text import digest_of, new_key, parse
 from opentinker.shared.state import stream_credentials
-from opentinker.shared.state.keys import Keys
+from opentinker.shared.state.keys import KeyStore
 from opentinker.shared.state.store import Store
-from opentinker.shared.state.stream_credentials import StreamCredentials
+from opentinker.shared.state.stream_credentials import StreamCredentialStore
 from opentinker.shared.types.telemetry import MetricPoint
 from tests.conftest import Figure, Server, soon, until
 from tests.support.api import Http, bearing, new_key_of
@@ -77,9 +77,7 @@ def cells(own: str, foreign: str, credential: dict[str, Any]) -> tuple[dict[str,
     return subscribe, publish
 
 
-async def test_a_credential_hears_its_job_and_nothing_else(
-    api: Http, store: Store, guarded: Guarded, figure: Figure
-) -> None:
+async def test_a_credential_is_for_one_job(api: Http, store: Store, guarded: Guarded, figure: Figure) -> None:
     red, blue = await new_key_of(store, "red"), await new_key_of(store, "blue")
     own, foreign = await job_of(api, red), await job_of(api, blue)
     credential = await given(api, own, red)
@@ -103,9 +101,7 @@ async def test_a_credential_hears_its_job_and_nothing_else(
     assert set(credential["subjects"].values()) <= {s for s, may in subscribe.items() if may}
 
 
-async def test_messages_of_the_job_come_and_those_of_others_do_not(
-    api: Http, store: Store, guarded_ctx: Context
-) -> None:
+async def test_only_messages_of_the_job_arrive(api: Http, store: Store, guarded_ctx: Context) -> None:
     key = await new_key_of(store, "red")
     job, other = await job_of(api, key), await job_of(api, key)
     credential = await given(api, job, key)
@@ -142,7 +138,7 @@ async def test_the_answer_says_where_what_and_how_long(api: Http, store: Store, 
 
 
 async def expired(api: Http, store: Store, job: str, key: str) -> str:
-    credentials, id = StreamCredentials(store.redis), (parse(key) or ("", ""))[1]
+    credentials, id = StreamCredentialStore(store.redis), (parse(key) or ("", ""))[1]
     token, _ = await credentials.give(
         key=id, secret=digest_of(key), tenant="red", job=job, now=time.time() - 10.0, life_s=5.0
     )
@@ -151,21 +147,21 @@ async def expired(api: Http, store: Store, job: str, key: str) -> str:
 
 async def of_a_revoked_key(api: Http, store: Store, job: str, key: str) -> str:
     credential = await given(api, job, key)
-    await Keys(store.redis).revoke((parse(key) or ("", ""))[1], now=time.time())
+    await KeyStore(store.redis).revoke((parse(key) or ("", ""))[1], now=time.time())
     return str(credential["token"])
 
 
 async def of_a_rotated_key(api: Http, store: Store, job: str, key: str) -> str:
     credential = await given(api, job, key)
     id = (parse(key) or ("", ""))[1]
-    await Keys(store.redis).rotate(id, new_key("local", id), now=time.time(), grace_s=0.0)
+    await KeyStore(store.redis).rotate(id, new_key("local", id), now=time.time(), grace_s=0.0)
     return str(credential["token"])
 
 
 async def token_of(store: Store, job: str, key: str) -> str:
     """A credential that nobody asked for."""
     id, secret = (parse(key) or ("", ""))[1], digest_of(key) if key else ""
-    given = StreamCredentials(store.redis).give
+    given = StreamCredentialStore(store.redis).give
     return (await given(key=id, secret=secret, tenant="red", job=job, now=time.time(), life_s=60.0))[0]
 
 
@@ -231,9 +227,7 @@ async def test_what_is_no_credential_any_more_opens_nothing(api: Http, store: St
         assert not await comes_in(guarded.websocket, **login)
 
 
-async def test_a_credential_is_for_the_websocket_and_a_services_password_is_not(
-    api: Http, store: Store, guarded: Guarded
-) -> None:
+async def test_a_credential_is_for_the_websocket_alone(api: Http, store: Store, guarded: Guarded) -> None:
     key = await new_key_of(store, "red")
     credential = await given(api, await job_of(api, key), key)
     assert await comes_in(guarded.websocket, token=credential["token"])
@@ -291,7 +285,7 @@ async def test_pages_of_other_sites_are_refused_by_the_listener(guarded: Guarded
 
 
 async def test_a_key_has_so_many_at_a_time(api: Http, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_credentials, "MOST", 2)
+    monkeypatch.setattr(stream_credentials, "MAX_CREDENTIALS", 2)
     key, other = await new_key_of(store, "red"), await new_key_of(store, "red")
     job = await job_of(api, key)
     for _ in range(2):

@@ -42,11 +42,11 @@ async def tickets(ctx: Context, job: str) -> list[Ticket]:
 async def test_tickets_fill_the_room_and_no_more(ctx: Context, store: Store) -> None:
     job = await running_job(store, "j-fill", rollout__seed=5)
     issuer = TicketIssuer(ctx)
-    await issuer.look()
+    await issuer.issue()
     assert await tickets(ctx, job) == []  # no trainer has loaded the model yet
     admission = await restored(store, job)
     for _ in range(3):
-        await issuer.look()
+        await issuer.issue()
     found = await tickets(ctx, job)
     assert [t.seq for t in found] == list(range((ETA + 1) * BATCH))
     assert [t.row for t in found] == [t.seq for t in found]
@@ -55,24 +55,23 @@ async def test_tickets_fill_the_room_and_no_more(ctx: Context, store: Store) -> 
     for seq in (0, 1):
         await admission.accept(seq)
     await admission.train(1, [0, 1])
-    await issuer.look()
+    await issuer.issue()
     assert len(await tickets(ctx, job)) == (ETA + 1) * BATCH  # trained groups count until the version is raised
     await admission.set_version(1)
-    await issuer.look()
+    await issuer.issue()
     assert len(await tickets(ctx, job)) == (ETA + 2) * BATCH
 
 
 async def test_job_without_a_seed_has_the_start_states_of_seed_0(ctx: Context, store: Store) -> None:
     job = await running_job(store, "j-unseeded")
     await restored(store, job)
-    await TicketIssuer(ctx).look()
+    await TicketIssuer(ctx).issue()
     assert [t.seed for t in await tickets(ctx, job)] == [ticket_seed(0, seq) for seq in range((ETA + 1) * BATCH)]
 
 
 async def test_a_wake_issues_at_once(ctx: Context, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("opentinker.services.scheduler.jobs.tickets.LOOK_S", 4 * WAIT_S)
     job = await running_job(store, "j-wake")
-    issuer, looked = TicketIssuer(ctx), asyncio.Event()
+    issuer, looked = TicketIssuer(ctx, poll_s=4 * WAIT_S), asyncio.Event()
     sweep = issuer.sweep
 
     async def first_sweep() -> None:
@@ -101,7 +100,7 @@ async def test_jobs_that_do_not_run_get_no_tickets(ctx: Context, store: Store, s
         await store.transition(job, state)
     await restored(store, job)
     issuer = TicketIssuer(ctx)
-    await issuer.look()
+    await issuer.issue()
     await issuer.sweep()
     assert await tickets(ctx, job) == []
 
@@ -111,7 +110,7 @@ async def test_numbers_issued_before_a_crash_get_their_tickets(ctx: Context, sto
     admission = await restored(store, job)
     await admission.issue(3)  # and here the scheduler was killed
     anew = TicketIssuer(ctx)
-    await anew.look()
+    await anew.issue()
     assert [t.seq for t in await tickets(ctx, job)] == [3]
     for _ in range(2):
         await anew.sweep()
@@ -145,7 +144,7 @@ async def test_a_job_that_wants_absurdly_much_starves_nobody(ctx: Context, store
             await train_one()
         await store.transition(huge, JobState.CANCELLED)
         clearing = JobCleaner(ctx, UNFENCED)
-        await clearing.look()
+        await clearing.clean()
         for _ in range(3):
             await train_one()
         assert (await Admission(store.redis, huge).issue(1))[1] == []
@@ -157,7 +156,7 @@ async def test_claimed_ticket_is_not_stored_again(ctx: Context, store: Store) ->
     job = await running_job(store, "j-claimed")
     await restored(store, job)
     issuer = TicketIssuer(ctx)
-    await issuer.look()
+    await issuer.issue()
     consumer = await ctx.bus.consume(TICKET, f"roll-{job}", batch=2, job=job)
     assert await consumer.next(WAIT_S) is not None
     for _ in range(2):
@@ -170,7 +169,7 @@ async def test_lost_ticket_of_a_running_group_comes_back(ctx: Context, store: St
     job = await running_job(store, "j-lost")
     await restored(store, job)
     issuer = TicketIssuer(ctx)
-    await issuer.look()
+    await issuer.issue()
     assert TICKETS.name is not None
     await ctx.bus.purge(TICKETS.name, TICKET.at(job=job))
     for _ in range(2):  # the first sweep uses the old id, which the server takes for a repetition
@@ -178,15 +177,13 @@ async def test_lost_ticket_of_a_running_group_comes_back(ctx: Context, store: St
     assert sorted(t.seq for t in await tickets(ctx, job)) == list(range((ETA + 1) * BATCH))
 
 
-async def test_tickets_that_find_the_store_full_are_stored_when_there_is_room(
-    own_server: Server, valkey_server: Server, store: Store, tmp_path: Path
-) -> None:
+async def test_tickets_wait_for_room(own_server: Server, valkey_server: Server, store: Store, tmp_path: Path) -> None:
     job = await running_job(store, "j-full")
     await restored(store, job)
     async with context(own_server, valkey_server, "scheduler-0", tmp_path) as ctx:
         await ctx.bus.js.update_stream(TICKETS.evolve(max_msgs=1, discard=DiscardPolicy.NEW))
         issuer = TicketIssuer(ctx)
-        await issuer.look()
+        await issuer.issue()
         await issuer.sweep()
         assert len(await tickets(ctx, job)) == 1
         await ctx.bus.ensure_streams()
@@ -197,7 +194,7 @@ async def test_tickets_that_find_the_store_full_are_stored_when_there_is_room(
 async def fail_groups(ctx: Context, issuer: TicketIssuer, job: str, count: int, reason: Ending) -> None:
     admission = Admission(ctx.store.redis, job)
     for _ in range(count):
-        await issuer.look()
+        await issuer.issue()
         await admission.fail((await admission.running())[0], reason)
 
 
@@ -210,7 +207,7 @@ async def test_job_that_only_fails_is_stopped_with_the_reasons(ctx: Context, sto
     await fail_groups(ctx, issuer, job, JUDGED_FROM - 5, Ending.ENV_ERROR)
     assert (await store.job(job)).state == JobState.RUNNING
     await fail_groups(ctx, issuer, job, 1, Ending.ENV_ERROR)
-    await issuer.look()
+    await issuer.issue()
     record = await store.job(job)
     assert record.state == JobState.FAILED
     assert record.reason == (
@@ -224,27 +221,25 @@ async def test_failures_within_the_allowed_share_are_lived_with(ctx: Context, st
     admission = await restored(store, job)
     issuer = TicketIssuer(ctx)
     for step in range(1, 9):
-        await issuer.look()
+        await issuer.issue()
         seqs = (await admission.running())[:BATCH]
         for seq in seqs:
             await admission.accept(seq)
         await admission.train(step, seqs)
         await admission.set_version(step)
     await fail_groups(ctx, issuer, job, 8 * BATCH, Ending.ENV_ERROR)
-    await issuer.look()
+    await issuer.issue()
     assert (await store.job(job)).state == JobState.RUNNING
     await fail_groups(ctx, issuer, job, 1, Ending.ENV_ERROR)
-    await issuer.look()
+    await issuer.issue()
     assert (await store.job(job)).state == JobState.FAILED
     assert (await kinds(store, job))[-1] == "failed"
 
 
-async def test_messages_and_consumers_of_an_ended_job_are_removed_once_its_workers_let_go(
-    ctx: Context, store: Store
-) -> None:
+async def test_messages_of_an_ended_job_are_removed(ctx: Context, store: Store) -> None:
     job = await running_job(store, "j-over")
     await restored(store, job)
-    await TicketIssuer(ctx).look()
+    await TicketIssuer(ctx).issue()
     await ctx.bus.publish(GROUP, make_group(job=job), "g", job=job)
     await (await ctx.bus.consume(TICKET, f"roll-{job}", batch=2, job=job)).close()
     await (await ctx.bus.consume(GROUP, f"train-{job}", batch=2, job=job)).close()
@@ -252,10 +247,10 @@ async def test_messages_and_consumers_of_an_ended_job_are_removed_once_its_worke
     await store.beat(worker, 60.0)
     await store.transition(job, JobState.SUCCEEDED)
     clearing = JobCleaner(ctx, UNFENCED)
-    await clearing.look()
+    await clearing.clean()
     assert await tickets(ctx, job) != []
     await store.leave(worker)
-    await clearing.look()
+    await clearing.clean()
     assert TICKETS.name is not None and GROUPS.name is not None
     assert await tickets(ctx, job) == []
     assert await ctx.bus.count(GROUPS.name, GROUP.at(job=job)) == 0
@@ -272,7 +267,7 @@ async def test_messages_that_arrive_after_the_clearing_are_swept(ctx: Context, s
     alive, over = await running_job(store, "j-alive"), await running_job(store, "j-late")
     await store.transition(over, JobState.CANCELLED)
     clearing = JobCleaner(ctx, UNFENCED)
-    await clearing.look()
+    await clearing.clean()
     for job in (alive, over):
         await ctx.bus.publish(TICKET, make_ticket(job=job), f"{job}/0", job=job)
         for subject in (SCORE, GROUP):
@@ -285,4 +280,4 @@ async def test_messages_that_arrive_after_the_clearing_are_swept(ctx: Context, s
     await clearing.sweep()
     assert await left(alive) == [1, 1, 1]
     assert await left(over) == [0, 0, 0]
-    await clearing._clear(alive)
+    await clearing._clear(await ctx.store.job(alive))

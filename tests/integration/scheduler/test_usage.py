@@ -16,7 +16,7 @@ from opentinker.services.scheduler.artifacts.archiver import Archiver
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.artifacts import ArtifactEntry, ArtifactIndex
 from opentinker.shared.state.store import Store
-from opentinker.shared.state.usage import KINDS, Usage, cpu_seconds, metered
+from opentinker.shared.state.usage import KINDS, UsageStore, cpu_seconds, metered
 from tests.conftest import until
 from tests.support.api import SPEC, Http
 from tests.support.scheduling import new_job
@@ -30,12 +30,12 @@ async def job(store: Store) -> str:
 
 
 async def spent(store: Store, job: str) -> dict[str, float]:
-    (found,) = await Usage(store.redis).of_jobs([job])
+    (found,) = await UsageStore(store.redis).of_jobs([job])
     return {kind: number for kind, number in found.items() if number}
 
 
 async def test_what_is_said_again_adds_nothing(store: Store, job: str) -> None:
-    usage = Usage(store.redis)
+    usage = UsageStore(store.redis)
     for total in (10.0, 25.5, 25.5, 12.0):
         await usage.count(job, "a", {"cpu_s": total, "tokens_generated": 2 * total})
     await usage.count(job, "b", {"cpu_s": 1.0})
@@ -43,19 +43,19 @@ async def test_what_is_said_again_adds_nothing(store: Store, job: str) -> None:
 
 
 async def test_a_step_that_is_trained_again_is_not_counted_again(store: Store, job: str) -> None:
-    usage = Usage(store.redis)
+    usage = UsageStore(store.redis)
     for step in (1, 2, 3, 2, 3, 4):  # resumed from a checkpoint of step 1
         await usage.trained(job, step, 100.0)
     assert await spent(store, job) == {"tokens_trained": 400.0}
 
 
 async def test_of_a_job_that_does_not_exist_nothing_is_counted(store: Store) -> None:
-    await Usage(store.redis).count("j-0000000000", "a", {"cpu_s": 1.0})
+    await UsageStore(store.redis).count("j-0000000000", "a", {"cpu_s": 1.0})
     assert await spent(store, "j-0000000000") == {}
 
 
 async def test_days_are_the_tenants(store: Store, job: str) -> None:
-    usage, today = Usage(store.redis), datetime.now(UTC).date()
+    usage, today = UsageStore(store.redis), datetime.now(UTC).date()
     other = await new_job(store, f"j-{uuid.uuid4().hex[:10]}")
     await usage.count(job, "a", {"cpu_s": 1.0})
     await usage.count(other, "a", {"cpu_s": 2.0})
@@ -77,16 +77,11 @@ async def test_a_lease_counts_its_processes_and_what_its_work_says(store: Store,
     assert (await spent(store, job))["tokens_generated"] == 10
 
 
-async def test_what_is_spent_is_said_while_it_is(store: Store, job: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("opentinker.shared.state.usage.REPORT_S", 0.05)
+async def test_what_is_spent_is_said_while_it_is(store: Store, job: str) -> None:
     said: Counter[str] = Counter()
-    async with metered(store.redis, job, said):
+    async with metered(store.redis, job, said, report_s=0.05):
         said["tokens_generated"] += 7
-
-        async def counted() -> bool:
-            return (await spent(store, job)).get("tokens_generated") == 7
-
-        await until(counted)
+        await until(lambda: spent(store, job), lambda found: found.get("tokens_generated") == 7)
 
 
 def test_processor_time_never_falls_when_a_child_ends() -> None:
@@ -103,8 +98,8 @@ def test_processor_time_never_falls_when_a_child_ends() -> None:
 
 async def test_usage_is_served_by_job_day_and_key(client: AsyncClient, ctx: Context, store: Store) -> None:
     first, second = (await client.submit(SPEC))["id"], (await client.submit(SPEC))["id"]
-    await Usage(store.redis).count(first, "a", {"cpu_s": 1.5})
-    await Usage(store.redis).trained(second, 1, 40)
+    await UsageStore(store.redis).count(first, "a", {"cpu_s": 1.5})
+    await UsageStore(store.redis).trained(second, 1, 40)
     home = ctx.settings.data_dir / "jobs" / first
     home.mkdir(parents=True)
     (home / "metrics.jsonl").write_bytes(b"12345")

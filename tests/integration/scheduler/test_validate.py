@@ -22,10 +22,11 @@ from opentinker.shared.api_types import Check, Validation
 from opentinker.shared.config import TenantLimits
 from opentinker.shared.data import dry_run, light_tokenizer
 from opentinker.shared.data.light_tokenizer import LightTokenizer
+from opentinker.shared.data.model_files import parameters_in
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.messaging.subjects import ENV_CHECK, ENV_CLOSE, ENV_OPEN, ENV_STEP
 from opentinker.shared.runtime.service import Context
-from opentinker.shared.spec import JobSpec
+from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import Ending, Message
 from opentinker.shared.types.env_protocol import REMOTE, EnvCheck, EnvCheckReply, OpenSession, SessionReply
@@ -55,6 +56,49 @@ async def test_model_prompt_and_an_episode_are_looked_at_here(tiny: Path) -> Non
     checks = await validate_local.inspect(spec_of(tiny))
     assert results(checks) == {"model": "ok", "episode": "ok", "prompt": "ok"}
     assert "Qwen3ForCausalLM" in checks[0]["found"]
+
+
+def game_of(model: Path, **changes: Any) -> JobSpec:
+    spec: dict[str, Any] = {
+        "name": "game",
+        "model": {"base": str(model), "chat_template": "plain"},
+        "environment": {"name": "signalling"},
+        "algorithm": {"group_size": 2, "groups_per_batch": 4},
+        "train": {"steps": 24},
+        "policies": {
+            "speaker": {"model": {"lora": {"rank": 8}}},
+            "listener": {"algorithm": {"groups_per_batch": 2}, "train": {"steps": 48}},
+        },
+        "seats": {"speaker": "speaker", "listener": "listener"},
+    }
+    return parse_spec({**spec, **changes})
+
+
+async def test_of_several_policies_each_has_its_model_its_training_and_its_memory_looked_at(
+    tiny: Path, tmp_path: Path
+) -> None:
+    found = {check["what"]: check for check in await validate_local.inspect(game_of(tiny))}
+    assert set(found) == {
+        *("model of speaker, listener", "policy speaker", "policy listener", "memory", "episode"),
+        "prompt of speaker, listener",
+    }
+    assert found["policy speaker"]["found"] == "grpo on an adapter of rank 8, 24 steps of 4 groups of 2; plays speaker"
+    assert found["policy listener"]["found"] == "grpo on all weights, 48 steps of 2 groups of 2; plays listener"
+    mib = 4 * parameters_in(tiny) / 2**20
+    assert f"{2 * mib:.3g} MiB of weights in 2 engines" in found["memory"]["found"]
+    assert f"about {5 * mib:.3g} MiB" in found["memory"]["found"], "of the adapter's base the weights alone"
+
+    own = {"speaker": {"model": {"base": str(tmp_path / "nothing")}}, "listener": {}}
+    checks = {check["what"]: check for check in await validate_local.inspect(game_of(tiny, policies=own))}
+    assert checks["model of speaker"]["result"] == "bad" and checks["model of listener"]["result"] == "ok"
+    assert checks["memory"]["result"] == "note" and "nothing is not known here" in checks["memory"]["found"]
+
+
+async def test_a_server_looks_at_each_policy_too(client: AsyncClient, tiny: Path) -> None:
+    report = await client.validate(game_of(tiny).model_dump(mode="json"))
+    fits(report, Validation)
+    found = {check["what"]: check["result"] for check in report["checks"]}
+    assert found["model of speaker, listener"] == found["policy listener"] == found["memory"] == "ok"
 
 
 async def test_a_prompt_that_does_not_fit_is_said_before_any_job(tiny: Path) -> None:
@@ -103,9 +147,7 @@ BROKEN: dict[str, tuple[dict[str, bytes], str]] = {
 
 
 @pytest.mark.parametrize("how", BROKEN)
-async def test_a_directory_that_cannot_be_loaded_is_no_model_anywhere(
-    how: str, client: AsyncClient, tmp_path: Path
-) -> None:
+async def test_an_unloadable_directory_is_no_model(how: str, client: AsyncClient, tmp_path: Path) -> None:
     files, why = BROKEN[how]
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
@@ -340,9 +382,7 @@ async def test_mistakes_are_those_of_a_submission(client: AsyncClient) -> None:
     assert not found["valid"] and {m["field"] for m in found["mistakes"]} >= {"name", "model.base", "train"}
 
 
-async def test_the_command_renders_the_prompt_that_a_server_does_not(
-    client: AsyncClient, bus: Bus, tiny: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_prompts_are_rendered(client: AsyncClient, bus: Bus, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server is in this process, and would be held up while it reads a tokenizer."""
     await Environment(bus).start()
     spec = spec_of(tiny, rollout__context_length=2)
@@ -351,7 +391,7 @@ async def test_the_command_renders_the_prompt_that_a_server_does_not(
         found = await client.validate(spec)
     assert found["valid"] and results(found["checks"])["model"] == "ok"
     (prompt,) = (check for check in found["checks"] if check["what"] == "prompt")
-    assert prompt["result"] == "note" and prompt["found"].startswith("not looked at: a server renders no prompts")
+    assert prompt["result"] == "note" and prompt["found"].startswith("not looked at: the server renders no prompts")
     monkeypatch.setattr(sys, "path", [*sys.path])
     seen = await asyncio.to_thread(_looked_at, spec.model_dump(mode="json"), client.url, Path())
     (prompt,) = (check for check in seen["checks"] if check["what"] == "prompt")

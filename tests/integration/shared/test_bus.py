@@ -191,9 +191,7 @@ async def test_full_job_is_refused_while_another_publishes(own_server: Server) -
         assert await bus.count("GROUPS", GROUP.at(job="full")) == 1
 
 
-async def test_a_full_store_is_said_to_the_publisher_and_takes_messages_again_when_there_is_room(
-    small_server: Server,
-) -> None:
+async def test_a_full_store_refuses_messages_until_there_is_room(small_server: Server) -> None:
     """Of the whole server: what one subject has filled is missing to all others."""
     async with Bus.connect(small_server.url, "test") as bus:
         await bus.js.add_stream(GROUPS)
@@ -226,10 +224,10 @@ async def test_a_publish_that_is_not_stored_says_so_once(bus: Bus, job: str, mon
         return answer or await publish(subject, payload, headers)
 
     monkeypatch.setattr(bus._acks, "publish", unavailable)
-    monkeypatch.setattr("opentinker.shared.messaging.bus.PATIENCE_S", 0.1)
+    monkeypatch.setattr(bus, "reconnect_timeout_s", 0.1)
     with capture_logs() as logs:
         await bus.publish(TICKET, make_ticket(job=job), f"{job}/0", job=job)
-    assert [(line["event"], line["error"]) for line in logs] == [("publish_waits", "unavailable")]
+    assert [(line["event"], line["error"]) for line in logs] == [("publish_delayed", "unavailable")]
 
 
 async def test_nothing_but_the_disk_limits_the_groups_between_two_checkpoints(own_server: Server) -> None:
@@ -265,12 +263,10 @@ async def test_publish_and_next_after_close_raise_instead_of_waiting(nats_server
 # --- consume ------------------------------------------------------------------------------------------------------
 
 
-async def test_message_is_delivered_at_once_to_a_waiting_consumer(
-    bus: Bus, job: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not with the next ask: that is sent when this one expires, EXPIRES_S later."""
-    monkeypatch.setattr("opentinker.shared.messaging.consumer.EXPIRES_S", 2 * WAIT_S)
+async def test_a_waiting_consumer_gets_its_message(bus: Bus, job: str) -> None:
+    """Not with the next ask: that is sent when this one expires, `expires_s` later."""
     consumer = await bus.consume(TICKET, f"c-{job}", batch=8, job=job)
+    consumer.expires_s = 2 * WAIT_S
     for seq in range(10):
         waiting = asyncio.create_task(consumer.next(WAIT_S))
         await until(lambda: consumer._asks)
@@ -291,12 +287,12 @@ async def test_many_processes_share_a_durable_without_a_limit_on_what_is_under_w
         await worker.close()
 
 
-async def test_delivery_goes_on_after_asks_expired(bus: Bus, job: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("opentinker.shared.messaging.consumer.EXPIRES_S", 0.2)
+async def test_delivery_goes_on_after_asks_expired(bus: Bus, job: str) -> None:
     consumer = await bus.consume(TICKET, f"c-{job}", batch=8, job=job)
+    consumer.expires_s = 0.2
     waiting = asyncio.create_task(consumer.next(2 * WAIT_S))
     await until(lambda: consumer._serial == 1)
-    monkeypatch.setattr("opentinker.shared.messaging.consumer.EXPIRES_S", 4 * WAIT_S)
+    consumer.expires_s = 4 * WAIT_S
     await until(lambda: consumer._serial == 2)  # the first ask has ended without a message
     await publish(bus, job, 1)
     assert await soon(waiting) is not None
@@ -324,6 +320,28 @@ async def test_message_not_acked_comes_again(bus: Bus, job: str) -> None:
     assert once_more is not None and once_more.deliveries == 3
     await once_more.term()
     await until(lambda: _none_left(bus, job))
+    await consumer.close(delete=True)
+
+
+async def test_held_message_is_handed_back_if_cancelled_and_deleted_at_the_end(bus: Bus, job: str) -> None:
+    """Meanwhile it does not come again."""
+    consumer = await bus.consume(TICKET, f"c-{job}", batch=8, ack_wait_s=2.0, job=job)
+    await publish(bus, job, 1)
+    first = await consumer.next(WAIT_S)
+    assert first is not None
+
+    async def hold() -> None:
+        async with first.held(2.0):
+            await asyncio.Event().wait()
+
+    holding = asyncio.create_task(hold())
+    assert await consumer.next(3.0) is None
+    holding.cancel()
+    again = await consumer.next(WAIT_S)
+    assert again is not None and (again.seq, again.deliveries) == (first.seq, 2)
+    async with again.held(2.0):
+        pass
+    assert await _none_left(bus, job)
     await consumer.close(delete=True)
 
 
@@ -430,11 +448,7 @@ async def test_metric_points_are_kept_as_history(bus: Bus, job: str) -> None:
     source = MetricSource(bus, job, "trainer")
     sent = [await source.emit(i, {"reward": i / 2}) for i in range(5)]
     await bus.nc.flush()
-
-    async def kept() -> bool:
-        return await bus.count("METRICS", METRIC.at(job=job, source="trainer")) == 5
-
-    await until(kept)
+    await until(lambda: bus.count("METRICS", METRIC.at(job=job, source="trainer")), lambda found: found == 5)
     found = await bus.history(METRIC, 0, 100, job=job, source="*")
     assert [point for _, point in found] == sent
     assert [point.seq for _, point in await bus.history(METRIC, found[2][0], 100, job=job, source="*")] == [3, 4]

@@ -13,9 +13,7 @@ from opentinker.shared.messaging.subjects import STREAMS
 from tests.conftest import Server, free_port
 
 
-async def test_servers_that_answer_say_version_persistence_and_clock(
-    bus: Bus, nats_server: Server, valkey_server: Server
-) -> None:
+async def test_servers_report_version_and_clock(bus: Bus, nats_server: Server, valkey_server: Server) -> None:
     found = {check["what"]: check for check in await look(Place(nats_server.url, valkey_server.url))}
     assert nats_server.url in found["NATS"]["found"] and valkey_server.url.split("/")[2] in found["Redis"]["found"]
     assert found["JetStream"]["found"] == f"{len(STREAMS)} streams on disk"

@@ -114,9 +114,7 @@ async def test_a_nats_at_its_own_limit_is_well(tmp_path: Path, monkeypatch: pyte
         assert servers.children["nats"].spec.healthy()
 
 
-async def test_a_nats_that_cannot_write_is_restarted_once_there_is_room_and_nothing_is_lost(
-    tmp_path: Path, free: Disk, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_full_nats_restarts_without_loss(tmp_path: Path, free: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
     """No file of it may grow beyond a megabyte: it fails as on a full disk, and stays so until its restart."""
     monkeypatch.setattr(supervision, "PROBE_EVERY_S", 0.05)
     async with (
@@ -144,9 +142,7 @@ async def test_a_nats_that_cannot_write_is_restarted_once_there_is_room_and_noth
         assert await bus.count("GROUPS", GROUP.at(job="j")) == 20
 
 
-async def test_a_valkey_that_cannot_write_comes_back_with_all_that_it_confirmed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_full_valkey_keeps_what_it_confirmed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It ends at the first write that the disk refuses, and again after each start until there is room."""
     limit, wrapper = tmp_path / "limit", tmp_path / "limited-valkey"
     limit.write_text("100")  # blocks

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from opentinker.shared.state.store import Store
-from opentinker.shared.state.usage import Usage
+from opentinker.shared.state.usage import UsageStore
 from opentinker.shared.types.core import JobState, Lease, Pool
 from opentinker.shared.types.errors import Conflict, Fenced
 from tests.conftest import until
@@ -88,7 +88,7 @@ async def test_changes_of_the_state_stay_in_a_log_that_was_cut(store: Store) -> 
 
 
 async def test_job_and_its_workers_are_granted_in_one_act_or_not_at_all(store: Store) -> None:
-    id = await create(store, "j-gang")
+    id = await create(store, "j-ranks")
     leases = [Lease(job=id, worker=name, pool=Pool.ROLLOUT, incarnation="1", epoch=1) for name in ("w-1", "w-2")]
     await store.grant(Lease(job="other", worker="w-2", pool=Pool.ROLLOUT, incarnation="1", epoch=1), tenant="t")
     with pytest.raises(Conflict, match="another job holds one of w-2"):
@@ -137,7 +137,7 @@ async def test_what_leases_hold_is_counted_by_day_and_job(store: Store) -> None:
     await until(lambda: _charged(store))
     await store.grant(msgspec.structs.replace(lease, epoch=2), tenant="payer", gpus=2)
     await store.revoke("w-paid")
-    usage = Usage(store.redis)
+    usage = UsageStore(store.redis)
     spent = (await usage.today(["payer", "nobody"]))["payer"]
     assert [spent] == await usage.of_jobs(["j-paid"])
     assert spent["gpu_s"] == pytest.approx(2 * spent["worker_s"], abs=1e-5)
@@ -147,4 +147,4 @@ async def test_what_leases_hold_is_counted_by_day_and_job(store: Store) -> None:
 
 async def _charged(store: Store) -> bool:
     await store.charge()
-    return (await Usage(store.redis).of_jobs(["j-paid"]))[0]["worker_s"] > 0.01
+    return (await UsageStore(store.redis).of_jobs(["j-paid"]))[0]["worker_s"] > 0.01

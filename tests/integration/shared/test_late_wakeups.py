@@ -22,7 +22,6 @@ from opentinker.shared.runtime.leased_worker import LeasedWorker
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.state.staleness import Admission
-from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import (
     SIMULATED,
     Discard,
@@ -35,18 +34,18 @@ from opentinker.shared.types.core import (
 )
 from opentinker.shared.types.errors import Fenced
 from opentinker.shared.types.manifest import Manifest
-from tests.conftest import WAIT_S, Server, soon, until
+from tests.conftest import WAIT_S, NewContext, soon, until
 from tests.integration.trainer.test_supervised import Student, rows, spec_of
 from tests.support.factories import make_group, make_spec
-from tests.support.scheduling import context, running
+from tests.support.scheduling import running
 
 JOB = "j-waking"
 STOPS_AT = 4
 
 
 @pytest.fixture
-async def ctx(nats_server: Server, valkey_server: Server, store: Store, tmp_path: Path) -> AsyncIterator[Context]:
-    async with context(nats_server, valkey_server, "trainer-0", tmp_path) as ctx:
+async def ctx(new_context: NewContext) -> AsyncIterator[Context]:
+    async with new_context("trainer-0") as ctx:
         await ctx.bus.purge("GROUPS", GROUP.at(job=JOB))
         yield ctx
 

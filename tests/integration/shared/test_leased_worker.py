@@ -16,7 +16,6 @@ from opentinker.shared.asyncio_tools import finish_uncancelled
 from opentinker.shared.config import Settings
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.messaging.subjects import WAKE
-from opentinker.shared.runtime import leased_worker
 from opentinker.shared.runtime.leased_worker import LeasedWorker
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import JobSpec
@@ -32,11 +31,11 @@ Behaviour = Callable[[Lease], Awaitable[None]]
 class Bench:
     """One worker in this process, and the scheduler's side of its leases."""
 
-    def __init__(self, ctx: Context, pool: Pool) -> None:
+    def __init__(self, ctx: Context, pool: Pool, timing: dict[str, float]) -> None:
         self.ctx = ctx
         self.log: list[tuple[str, str, int]] = []
         self.behaviour: Behaviour = self.forever
-        self.worker = LeasedWorker(ctx, pool, self.work)
+        self.worker = LeasedWorker(ctx, pool, self.work, **timing)
         self.serving = asyncio.create_task(self.worker.serve())
 
     async def forever(self, lease: Lease) -> None:
@@ -69,18 +68,23 @@ class Bench:
     async def wake(self) -> None:
         await self.ctx.bus.emit(WAKE, {}, who=self.ctx.worker)
 
+    async def works_in_vain(self) -> None:
+        """The worker begins job a, leaves it and is idle."""
+        await self.grant("a", 1)
+        await self.seen(("began", "a", 1), ("left", "a", 1))
+        await self.status("idle")
+
     async def seen(self, *expected: tuple[str, str, int]) -> None:
         await until(lambda: self.log == list(expected))
 
     async def status(self, status: str) -> None:
-        async def reported() -> bool:
-            return [worker.status for worker in await self.ctx.store.workers()] == [status]
-
-        await until(reported)
+        await until(self.ctx.store.workers, lambda found: [worker.status for worker in found] == [status])
 
 
 @asynccontextmanager
-async def at_the_bench(bus: Bus, store: Store, pool: Pool = Pool.ROLLOUT, **settings: Any) -> AsyncIterator[Bench]:
+async def at_the_bench(
+    bus: Bus, store: Store, pool: Pool = Pool.ROLLOUT, timing: dict[str, float] | None = None, **settings: Any
+) -> AsyncIterator[Bench]:
     for job in ("a", "b"):
         spec: dict[str, Any] = make_spec(name=job).model_dump(mode="json")
         await store.create_job(id=job, spec=spec, tenant="t")
@@ -88,7 +92,7 @@ async def at_the_bench(bus: Bus, store: Store, pool: Pool = Pool.ROLLOUT, **sett
     ctx = Context(
         service="rollout", worker="w-0", settings=Settings(**settings), bus=bus, store=store, log=structlog.get_logger()
     )
-    bench = Bench(ctx, pool)
+    bench = Bench(ctx, pool, timing or {})
     await until(lambda: ctx.is_ready)
     yield bench
     ctx.stopping.set()
@@ -113,11 +117,8 @@ async def test_lease_is_taken_and_left(bench: Bench) -> None:
     assert bench.worker.info.job is None
 
 
-async def test_a_worker_that_no_job_wants_says_so_and_ends(
-    bus: Bus, store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(leased_worker, "GRANT_S", 0.05)
-    async with at_the_bench(bus, store, heartbeat_s=0.05, idle_exit_s=0.2) as bench:
+async def test_an_unused_worker_says_so_and_ends(bus: Bus, store: Store) -> None:
+    async with at_the_bench(bus, store, timing={"grant_s": 0.05}, heartbeat_s=0.05, idle_exit_s=0.2) as bench:
         await bench.grant("a", 1)
         await bench.seen(("began", "a", 1))
         await bench.revoke()
@@ -125,11 +126,9 @@ async def test_a_worker_that_no_job_wants_says_so_and_ends(
         await soon(bench.ctx.stopping.wait())
 
 
-async def test_a_lease_that_comes_while_an_idle_worker_goes_is_worked_for(
-    bus: Bus, store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(leased_worker, "GRANT_S", WAIT_S)
-    async with at_the_bench(bus, store, heartbeat_s=0.05, idle_exit_s=0.05, drain_s=0.1) as bench:
+async def test_a_late_lease_is_served(bus: Bus, store: Store) -> None:
+    settings: dict[str, Any] = {"heartbeat_s": 0.05, "idle_exit_s": 0.05, "drain_s": 0.1}
+    async with at_the_bench(bus, store, timing={"grant_s": WAIT_S}, **settings) as bench:
         await bench.status("draining")
         await bench.grant("a", 1)
         await bench.seen(("began", "a", 1))
@@ -207,11 +206,7 @@ async def test_job_that_cannot_go_on_fails_with_its_reason(bench: Bench) -> None
 
     bench.behaviour = fail
     await bench.grant("a", 1)
-
-    async def failed() -> bool:
-        return (await bench.ctx.store.job("a")).state == JobState.FAILED
-
-    await until(failed)
+    await until(lambda: bench.ctx.store.job("a"), lambda found: found.state == JobState.FAILED)
     assert (await bench.ctx.store.job("a")).reason == "rollout: no such model"
     await bench.status("idle")
     bench.behaviour = bench.forever
@@ -225,9 +220,7 @@ async def test_failure_of_a_job_that_has_ended_is_no_failure_of_the_worker(bench
         raise JobFailed("too late")
 
     bench.behaviour = fail
-    await bench.grant("a", 1)
-    await bench.seen(("began", "a", 1), ("left", "a", 1))
-    await bench.status("idle")
+    await bench.works_in_vain()
     assert (await bench.ctx.store.job("a")).state == JobState.CANCELLED
 
 
@@ -246,26 +239,18 @@ async def test_worker_that_cannot_load_a_job_that_another_serves_ends_alone(benc
     assert (await bench.ctx.store.job("a")).state == JobState.RUNNING
 
 
-async def test_worker_that_cannot_load_a_job_that_nobody_serves_any_more_fails_it(bench: Bench) -> None:
-    """Or it would be tried without end."""
-    bench.behaviour = out_of_memory
-    await bench.ctx.store.transition("a", JobState.RUNNING)
-    await bench.grant("a", 1)
-    await bench.seen(("began", "a", 1), ("left", "a", 1))
-    await bench.status("idle")
-    assert (await bench.ctx.store.job("a")).state == JobState.FAILED
+@pytest.mark.parametrize("has_served", [False, True])
+async def test_a_worker_fails_a_running_job_that_no_other_serves(bench: Bench, has_served: bool) -> None:
+    """Or it would be loaded again without end."""
 
-
-async def test_worker_that_served_a_running_job_may_fail_it(bench: Bench) -> None:
     async def fail(lease: Lease) -> None:
-        await bench.worker.status("ready", job=lease.job, epoch=lease.epoch)
+        if has_served:
+            await bench.worker.status("ready", job=lease.job, epoch=lease.epoch)
         raise JobFailed("a group does not fit into a message")
 
     bench.behaviour = fail
     await bench.ctx.store.transition("a", JobState.RUNNING)
-    await bench.grant("a", 1)
-    await bench.seen(("began", "a", 1), ("left", "a", 1))
-    await bench.status("idle")
+    await bench.works_in_vain()
     assert (await bench.ctx.store.job("a")).state == JobState.FAILED
 
 
@@ -280,9 +265,7 @@ async def test_failure_of_an_old_epoch(bus: Bus, store: Store, pool: Pool, then:
             raise JobFailed("of the past")
 
         bench.behaviour = fail
-        await bench.grant("a", 1)
-        await bench.seen(("began", "a", 1), ("left", "a", 1))
-        await bench.status("idle")
+        await bench.works_in_vain()
         assert (await store.job("a")).state == then
 
 
@@ -291,9 +274,7 @@ async def test_fenced_work_ends_quietly(bench: Bench) -> None:
         raise Fenced("epoch 2 owns the job")
 
     bench.behaviour = fenced
-    await bench.grant("a", 1)
-    await bench.seen(("began", "a", 1), ("left", "a", 1))
-    await bench.status("idle")
+    await bench.works_in_vain()
     assert not bench.serving.done()
 
 
@@ -307,11 +288,7 @@ async def test_spec_of_another_release_fails_the_job(bench: Bench) -> None:
     spec: dict[str, Any] = {**make_spec().model_dump(mode="json"), "gone": 1}
     await bench.ctx.store.create_job(id="old", spec=spec, tenant="t")
     await bench.grant("old", 1)
-
-    async def failed() -> bool:
-        return "gone" in (await bench.ctx.store.job("old")).reason
-
-    await until(failed)
+    await until(lambda: bench.ctx.store.job("old"), lambda found: "gone" in found.reason)
     await bench.status("idle")
 
 
@@ -381,7 +358,9 @@ class Anew(Exception):
 
 
 @asynccontextmanager
-async def held(bus: Bus, store: Store, pool: Pool, status: str) -> AsyncIterator[tuple[Bench, asyncio.Event]]:
+async def held(
+    bus: Bus, store: Store, pool: Pool, status: str, **timing: float
+) -> AsyncIterator[tuple[Bench, asyncio.Event]]:
     """A worker that has said `status` of job a and lets go of it when the event is set, whatever else happens."""
     let_go = asyncio.Event()
 
@@ -389,7 +368,7 @@ async def held(bus: Bus, store: Store, pool: Pool, status: str) -> AsyncIterator
         let_go.set()
         raise Anew(*left)
 
-    async with at_the_bench(bus, store, pool, heartbeat_s=0.05, cancel_grace_s=0.05) as bench:
+    async with at_the_bench(bus, store, pool, timing, heartbeat_s=0.05, cancel_grace_s=0.05) as bench:
         bench.ctx.begin_anew = begin_anew
 
         async def save(lease: Lease) -> None:
@@ -423,9 +402,7 @@ async def test_trainer_saves_for_a_paused_job_however_long_that_takes(bus: Bus, 
 
 @pytest.mark.parametrize("states", [[JobState.CANCELLED], [JobState.PAUSED, JobState.CANCELLED]])
 @pytest.mark.parametrize("pool", [Pool.TRAINER, Pool.ROLLOUT])
-async def test_what_is_still_done_for_a_cancelled_job_is_given_up(
-    bus: Bus, store: Store, pool: Pool, states: list[JobState]
-) -> None:
+async def test_cancelled_work_is_given_up(bus: Bus, store: Store, pool: Pool, states: list[JobState]) -> None:
     async with held(bus, store, pool, "ready") as (bench, _):
         for state in states:
             await store.transition("a", state)
@@ -448,12 +425,10 @@ async def test_load_for_a_job_that_lost_its_lease_is_given_up(bus: Bus, store: S
     + [(Pool.TRAINER, JobState.SUCCEEDED), (Pool.TRAINER, JobState.FAILED)],
 )
 async def test_who_does_not_let_go_of_what_nobody_wants_begins_anew(
-    bus: Bus, store: Store, monkeypatch: pytest.MonkeyPatch, pool: Pool, state: JobState
+    bus: Bus, store: Store, pool: Pool, state: JobState
 ) -> None:
     """An engine that hangs when it is closed, a save that never ends."""
-    monkeypatch.setattr(leased_worker, "CLOSE_S", 0.05)
-    monkeypatch.setattr(leased_worker, "LET_GO_S", 0.05)
-    async with held(bus, store, pool, "ready") as (bench, _):
+    async with held(bus, store, pool, "ready", close_s=0.05, release_timeout_s=0.05) as (bench, _):
         if state == JobState.SUCCEEDED:
             await store.transition("a", JobState.RUNNING)
         await store.transition("a", state)

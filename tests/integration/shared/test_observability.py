@@ -205,9 +205,7 @@ def test_the_subscribers_are_short() -> None:
             assert len(file.read_text().splitlines()) <= 22, file.name
 
 
-async def test_the_subscriber_in_python_prints_what_happens(
-    site: tuple[str, Bus], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_python_subscriber_prints_events(site: tuple[str, Bus], monkeypatch: pytest.MonkeyPatch) -> None:
     """And goes on when its credential is over."""
     monkeypatch.setattr(stream_credentials, "LIFE_S", 2.0)
     url, bus = site
@@ -252,10 +250,7 @@ async def test_the_subscriber_in_a_browser_shows_what_happens(site: tuple[str, B
                 lines = (await page.inner_text("pre")).splitlines()
                 return [orjson.loads(line) for line in lines]
 
-            async def some() -> bool:
-                return len(await shown()) >= 3
-
-            await until(some)
+            await until(shown, lambda found: len(found) >= 3)
         points = [line for line in await shown() if "values" in line]
         assert points and all(point["job"] == job and point["values"] == {"loss": 0.25} for point in points)
         await browser.close()

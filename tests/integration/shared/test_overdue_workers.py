@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from opentinker.services.scheduler.placement.cluster_view import Cluster, Overdue
-from opentinker.services.scheduler.placement.types import Rules, View
-from opentinker.shared.runtime.leased_worker import LET_GO_S
+from opentinker.services.scheduler.placement.types import ClusterView, Rules
+from opentinker.shared.runtime.leased_worker import RELEASE_TIMEOUT_S
 from opentinker.shared.types.core import Lease, Pool, WorkerInfo
 
 DRAIN_S = 20.0
@@ -27,9 +27,9 @@ class Watched:
         self.now = 1000.0
         self.overdue = Overdue(DRAIN_S, lambda: self.now)
 
-    def after(self, seconds: float, workers: list[WorkerInfo], leases: list[Lease]) -> View:
+    def after(self, seconds: float, workers: list[WorkerInfo], leases: list[Lease]) -> ClusterView:
         self.now += seconds
-        cluster = Cluster(workers, leases, self.overdue.look(workers, leases))
+        cluster = Cluster(workers, leases, self.overdue.find(workers, leases))
         return cluster.view([], now=0.0, limits={}, used={}, rules=Rules())
 
 
@@ -37,7 +37,7 @@ def test_a_worker_that_does_not_let_go_is_not_counted_on_for_ever() -> None:
     watched, hangs = Watched(), worker("rollout-0")
     works, idle = worker("rollout-1"), worker("rollout-2", status="idle", job=None)
     leases = [lease("rollout-1")]
-    for seconds in (0.0, LET_GO_S):
+    for seconds in (0.0, RELEASE_TIMEOUT_S):
         view = watched.after(seconds, [hangs, works, idle], leases)
         assert view.coming[Pool.ROLLOUT] == ["rollout-0"] and len(view.alive[Pool.ROLLOUT]) == 3
     view = watched.after(1.0, [hangs, works, idle], leases)
@@ -50,14 +50,14 @@ def test_another_job_and_another_process_begin_a_time_of_their_own() -> None:
     watched = Watched()
     watched.after(0.0, [worker("trainer-0")], [])
     for other in (worker("trainer-0", job="k"), msgspec.structs.replace(worker("trainer-0"), incarnation="2")):
-        assert watched.after(LET_GO_S + 1.0, [other], []).coming[Pool.TRAINER] == ["trainer-0"]
+        assert watched.after(RELEASE_TIMEOUT_S + 1.0, [other], []).coming[Pool.TRAINER] == ["trainer-0"]
 
 
 def test_a_trainer_that_is_told_to_stop_holds_its_job_while_it_may_save() -> None:
     watched = Watched()
     draining = [worker("trainer-0", status="draining"), worker("rollout-0", status="draining")]
     leases = [lease("trainer-0"), lease("rollout-0")]
-    for seconds in (0.0, DRAIN_S + LET_GO_S):
+    for seconds in (0.0, DRAIN_S + RELEASE_TIMEOUT_S):
         assert [held.worker for held in watched.after(seconds, draining, leases).leases] == ["trainer-0"]
     assert watched.after(1.0, draining, leases).leases == []
 

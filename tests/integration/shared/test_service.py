@@ -59,10 +59,7 @@ class Process:
 
     async def get(self, path: str) -> tuple[int, str]:
         at = await self.logged("health")
-        async with (
-            aiohttp.ClientSession() as session,
-            session.get(f"http://127.0.0.1:{at['port']}{path}") as response,
-        ):
+        async with aiohttp.ClientSession() as session, session.get(f"http://127.0.0.1:{at['port']}{path}") as response:
             return response.status, await response.text()
 
 
@@ -145,10 +142,7 @@ async def test_service_is_not_ready_while_nats_is_away(start: Start, tmp_path: P
     async def ready() -> bool:
         return (await process.get("/readyz"))[0] == 200
 
-    async def unready() -> bool:
-        return not await ready()
-
-    await until(unready)
+    await until(ready, lambda found: not found)
     server.start()
     await until(ready)
     assert process.popen.poll() is None
@@ -180,23 +174,15 @@ async def test_heartbeat_of_a_killed_worker_stands_still(start: Start, store: St
         return await store.workers()
 
     pulses = Pulses()
-
-    async def silent() -> bool:
-        return bool(pulses.silent(await store.beats()))
-
     process = start("leased", worker_ttl_s="0.5", heartbeat_s="0.1")
     await until(workers)
     process.popen.kill()
     process.popen.wait()
     (before,) = await store.beats()
-    await until(silent)
+    await until(store.beats, lambda found: pulses.silent(found))
     assert await store.beats() == [before]
     process = start("leased", worker_ttl_s="30", heartbeat_s="0.1")
-
-    async def again() -> bool:
-        return (await store.beats())[0].incarnation != before.incarnation
-
-    await until(again)
+    await until(store.beats, lambda found: found[0].incarnation != before.incarnation)
     process.stop()
     assert await process.ended() == 0
     assert await workers() == [], "a worker that stops says so"

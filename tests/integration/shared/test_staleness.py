@@ -325,19 +325,22 @@ def test_law_and_ledger_hold_on_random_schedules(run: Callable[..., None], machi
 
 
 FAULTS = {
-    "law one batch too wide": ("version + 1) * batch", "version + 2) * batch"),
-    "total ignored": ("* batch, num('total'))", "* batch, 999)"),
-    "pending groups not counted": ("num('trained') + num('pending') +", "num('trained') +"),
-    "group accepted twice": ("if state ~= 'r' then return", "if state ~= 'r' and state ~= 'p' then return"),
-    "failed group still running": ("add('running', -1)", "if op ~= 'fail' then add('running', -1) end"),
+    "law one batch too wide": ("version + 1) * num(p, 'batch')", "version + 2) * num(p, 'batch')"),
+    "total ignored": ("* num(p, 'batch'), num(p, 'total'))", "* num(p, 'batch'), 999)"),
+    "pending groups not counted": ("num(p, 'trained') + num(p, 'pending') +", "num(p, 'trained') +"),
+    "group accepted twice": (
+        "elseif state == 'r' then\n      unchanged",
+        "elseif state == 'r' or state == 'p' then\n      unchanged",
+    ),
+    "failed group still running": ("add(p, 'running', -1)", "if op ~= 'fail' then add(p, 'running', -1) end"),
     "restore keeps what was consumed": ("if tag_of(state) > step then", "if tag_of(state) > step + 1 then"),
     "restore forgets what a damaged checkpoint covers": (
         "elseif state == 'p' then",
-        "elseif tag_of(state) >= 0 then redis.call('HDEL', G, seq) elseif state == 'p' then",
+        "elseif tag_of(state) >= 0 then redis.call('HDEL', me.G, seq) elseif state == 'p' then",
     ),
-    "commit forgets too much": ("tag <= tonumber(ARGV[3])", "tag <= tonumber(ARGV[3]) + 2"),
-    "old epochs may write": ("epoch < owner", "epoch < num('epoch') - 1"),
-    "discard not counted": ("else add('discard:' .. ARGV[4], done) end", "end"),
+    "commit forgets too much": ("tag <= tonumber(ARGV[4])", "tag <= tonumber(ARGV[4]) + 2"),
+    "old epochs may write": ("epoch < owner", "epoch < num(me, 'epoch') - 1"),
+    "discard not counted": ("else add(me, 'discard:' .. ARGV[5], done) end", "end"),
 }
 
 
@@ -371,9 +374,7 @@ async def test_used_group_numbers_stay_used_when_redis_lost_them(store: Store) -
     assert (await ours.issue(2))[1] == [17, 18]
 
 
-async def test_reply_lost_by_the_connection_does_not_repeat_the_operation(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_lost_reply_repeats_no_operation(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """The client repeats a command whose reply it lost: the answer and the effect are those of the first time."""
     ours = await admission(store, "j")
     once = ours._script
@@ -448,3 +449,219 @@ async def test_a_job_without_workers_is_issued_nothing(store: Store, state: JobS
     assert (await ours.issue(1))[1] == [0]
     await store.transition(job, state)
     assert (await ours.issue(1))[1] == []
+
+
+# --- several policies ---------------------------------------------------------------------------------------------
+
+PAIR = ("a", "b")
+
+
+async def pair(store: Store, job: str, **changes: Any) -> tuple[Admission, Admission]:
+    """Two trainers of one job: `a` takes 4 groups a step, `b` 2."""
+    ours = [Admission(store.redis, job, 1, policies=PAIR, policy=name) for name in PAIR]
+    for one, batch in zip(ours, (4, 2), strict=True):
+        fields: dict[str, Any] = {"step": 0, "max_staleness": 1, "groups_per_batch": batch}
+        fields |= {"total": 100, "discarded": {}}
+        await one.restore(**(fields | changes))
+    return ours[0], ours[1]
+
+
+async def test_a_match_starts_only_while_every_policy_has_room(store: Store) -> None:
+    a, b = await pair(store, "two")
+    assert (await a.issue(50))[1] == [0, 1, 2, 3]  # b: 2 versions of 2 groups; a alone would have room for 8
+    assert (await b.issue(50))[1] == []
+    for seq in range(4):
+        assert await a.accept(seq) == "ok"
+        assert await b.accept(seq) == "p"  # one acceptance is for all
+    assert await b.train(1, [0, 1]) == 2
+    await b.set_version(1)
+    assert (await a.issue(50))[1] == [4, 5]
+    assert await a.train(1, [0, 1, 2, 3]) == 4
+    assert [(x.trained, x.pending, x.running, x.balanced) for x in [await a.ledger(), await b.ledger()]] == [
+        (4, 0, 2, True),
+        (2, 2, 2, True),
+    ]
+
+
+async def test_no_match_starts_before_the_last_policy_is_restored(store: Store) -> None:
+    a = Admission(store.redis, "half", 1, policies=PAIR, policy="a")
+    await a.restore(step=0, max_staleness=1, groups_per_batch=4, total=100, discarded={})
+    assert (await a.issue(5))[1] == []
+
+
+async def test_a_failed_match_is_void_for_all(store: Store) -> None:
+    a, b = await pair(store, "void")
+    await a.issue(1)
+    assert await b.fail(0, Ending.ENV_ERROR) == (1, 0)
+    assert await a.accept(0) == await b.accept(0) == "unknown"
+    for one in (a, b):
+        ledger = await one.ledger()
+        assert (ledger.running, ledger.failed) == (0, {"env_error": 1}) and ledger.balanced
+
+
+async def test_a_finished_policy_gates_no_match_and_counts_what_is_over_as_surplus(store: Store) -> None:
+    a, b = await pair(store, "over", total=4)
+    assert (await a.issue(9))[1] == [0, 1, 2, 3]
+    for seq in range(4):
+        await a.accept(seq)
+    assert await a.discard(1, Discard.STALE, [0]) == 1  # a needs one more match than b
+    assert await b.train(1, [0, 1]) == await b.train(2, [2, 3]) == 2
+    await b.set_version(2)
+    assert (await a.issue(9))[1] == [4], "b has had all that it may, and evaluates its last weights"
+    assert await b.accept(4) == "ok"
+    assert await b.finish(Discard.SURPLUS) == 1
+    assert await b.accept(4) == "unknown" and await a.accept(4) == "p"
+    assert await a.discard(1, Discard.STALE, [4]) == 1
+    assert (await a.issue(9))[1] == [5]
+    assert await b.accept(5) == "unknown" and await a.accept(5) == "p"
+    assert await a.train(1, [1, 2, 3, 5]) == 4
+    assert (await a.ledger()).balanced and (await b.ledger()).balanced
+
+
+async def test_policies_go_back_to_checkpoints_of_their_own(store: Store) -> None:
+    a, b = await pair(store, "back")
+    await a.issue(4)
+    for seq in range(4):
+        await a.accept(seq)
+    await a.train(1, [0, 1, 2, 3])
+    await b.train(1, [0, 1])
+    fields: dict[str, Any] = {"max_staleness": 1, "total": 100, "discarded": {}}
+    second = [Admission(store.redis, "back", 2, policies=PAIR, policy=name) for name in PAIR]
+    await second[0].restore(step=0, groups_per_batch=4, **fields)
+    await second[1].restore(step=1, groups_per_batch=2, **fields)
+    ledgers = [await one.ledger() for one in second]
+    assert [(x.trained, x.pending) for x in ledgers] == [(0, 4), (2, 2)] and all(x.balanced for x in ledgers)
+    with pytest.raises(Fenced):
+        await a.train(1, [0])
+
+
+# --- schedules ----------------------------------------------------------------------------------------------------
+
+
+async def scheduled(store: Store, job: str, **changes: Any) -> tuple[Admission, Admission]:
+    """Two trainers of one job that take 2 groups a step."""
+    ours = [Admission(store.redis, job, 1, policies=PAIR, policy=name) for name in PAIR]
+    for one in ours:
+        fields: dict[str, Any] = {"step": 0, "max_staleness": 0, "groups_per_batch": 2, "total": 100, "discarded": {}}
+        await one.restore(**(fields | changes))
+    return ours[0], ours[1]
+
+
+async def play(one: Admission) -> list[int]:
+    """Play what may start."""
+    seqs = (await one.issue(50))[1]
+    for seq in seqs:
+        await one.accept(seq)
+    return seqs
+
+
+async def test_the_fastest_gates_alone(store: Store) -> None:
+    a, b = await scheduled(store, "drop", gate="fastest")
+    assert await play(a) == [0, 1], "both are as fast"
+    assert await a.train(1, [0, 1]) == 2
+    assert await play(a) == [], "its new version is not served"
+    await a.set_version(1)
+    assert await play(a) == [2, 3]
+    await a.train(2, [2, 3])
+    await a.set_version(2)
+    assert await play(b) == [4, 5], "whoever asks"
+    assert (await b.ledger()).pending == 6
+    assert await b.discard(1, Discard.SURPLUS, [0, 1]) == 2 and await play(b) == []
+    assert await a.finish(Discard.SURPLUS) == 2
+    assert await b.train(1, [2, 3]) == 2
+    await b.set_version(1)
+    assert await play(b) == [], "alone it gates itself: two more are pending"
+    assert await b.train(2, [4, 5]) == 2
+    await b.set_version(2)
+    assert await play(b) == [6, 7]
+    assert (await a.ledger()).balanced and (await b.ledger()).balanced
+
+
+async def test_a_step_of_several_batches_counts_as_one(store: Store) -> None:
+    a, b = await scheduled(store, "grow", gate="fastest")
+    for step in (1, 2, 3):
+        await a.train(step, await play(a))
+        await a.set_version(step)
+    assert await b.train(1, [0, 1, 2, 3, 4, 5]) == 6
+    await b.set_version(1)
+    ledger = await b.ledger()
+    assert (ledger.trained, ledger.pending, ledger.balanced) == (6, 0, True)
+    await a.finish(Discard.SURPLUS)
+    assert await play(b) == [6, 7], "room for a batch after one step, not after three"
+    again = Admission(store.redis, "grow", 2, policies=PAIR, policy="b")
+    fields: dict[str, Any] = {"max_staleness": 0, "groups_per_batch": 2, "total": 100, "discarded": {}}
+    await again.restore(step=1, trained=6, gate="fastest", **fields)
+    ledger = await again.ledger()
+    assert (ledger.trained, ledger.pending, ledger.balanced) == (6, 2, True)
+    assert await again.train(2, [6, 7]) == 2
+    await again.set_version(2)
+    assert await play(again) == [8, 9]
+
+
+async def test_only_the_policy_whose_turn_it_is_gates_and_starts_no_more_than_its_turn_needs(store: Store) -> None:
+    a, b = await scheduled(store, "turns", gate="turn", turn=2, max_staleness=5)
+    assert await play(b) == [0, 1, 2, 3], "two steps, though its staleness allows more"
+    assert await b.discard(1, Discard.RESTING, [0, 1, 2, 3]) == 4
+    assert await play(a) == []
+    await a.train(1, [0, 1])
+    await a.train(2, [2, 3])
+    await a.set_version(1)
+    assert await play(a) == [], "the last version of its turn is not served"
+    await a.set_version(2)
+    assert await play(a) == [4, 5, 6, 7]
+    assert await a.discard(3, Discard.RESTING, [4, 5, 6, 7]) == 4
+    await b.train(1, [4, 5])
+    await b.train(2, [6, 7])
+    await b.set_version(2)
+    assert await play(a) == [8, 9, 10, 11]
+    assert (await a.ledger()).balanced and (await b.ledger()).balanced
+
+
+async def test_in_lockstep_the_one_that_lacks_matches_gates(store: Store) -> None:
+    a, b = await scheduled(store, "step", gate="neediest")
+    assert await play(a) == [0, 1]
+    assert await a.discard(1, Discard.ABSENT, [0]) == 1
+    assert await play(b) == [2], "b has all it needs, a lacks one"
+    assert await b.train(1, [0, 1]) == 2 and await b.discard(2, Discard.STALE, [2]) == 1
+    assert await a.train(1, [1, 2]) == 2
+    await a.set_version(1)
+    await b.set_version(1)
+    assert await play(a) == [3, 4]
+
+
+async def test_in_lockstep_nothing_starts_while_only_one_new_version_is_served(store: Store) -> None:
+    a, b = await scheduled(store, "swap", gate="neediest")
+    seqs = await play(a)
+    await a.train(1, seqs)
+    await b.train(1, seqs)
+    await a.set_version(1)
+    assert await play(a) == [], "b still plays with its version 0"
+    await b.set_version(1)
+    assert await play(a) == [2, 3]
+
+
+@pytest.mark.parametrize(("gate", "turn"), [("all", 0), ("fastest", 0), ("turn", 1), ("neediest", 0)])
+async def test_a_policy_that_has_trained_all_its_groups_gates_no_longer(store: Store, gate: Any, turn: int) -> None:
+    """Its last evaluation may take long; `finish` comes after that."""
+    a = Admission(store.redis, f"last-{gate}", 1, policies=PAIR, policy="a")
+    b = Admission(store.redis, f"last-{gate}", 1, policies=PAIR, policy="b")
+    fields: dict[str, Any] = {"step": 0, "max_staleness": 0, "groups_per_batch": 2, "discarded": {}, "gate": gate}
+    await a.restore(total=2, turn=turn, **fields)
+    await b.restore(total=8, turn=turn, **fields)
+    first = await play(a)
+    assert first == [0, 1]
+    await a.train(1, first)
+    await a.set_version(1)
+    if gate != "turn":
+        await b.train(1, first)
+        await b.set_version(1)
+    else:
+        await b.discard(0, Discard.RESTING, first)
+    assert await play(b) == [2, 3]
+    assert (await a.ledger()).balanced and (await b.ledger()).balanced
+
+
+async def test_no_match_starts_before_all_policies_are_restored_whichever_gates(store: Store) -> None:
+    a = Admission(store.redis, "half-drop", 1, policies=PAIR, policy="a")
+    await a.restore(step=3, max_staleness=1, groups_per_batch=4, total=100, discarded={}, gate="fastest")
+    assert (await a.issue(5))[1] == []

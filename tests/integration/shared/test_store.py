@@ -159,9 +159,7 @@ async def test_log_replays_to_the_state_after_random_transitions(store: Store) -
         assert replayed(await store.events(f"j{n}")) == (await store.job(f"j{n}")).state
 
 
-async def test_reply_lost_by_the_connection_does_not_repeat_the_change(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_lost_reply_repeats_no_change(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     await create(store)
     for name in ("_transition", "_update"):
         once = getattr(store, name)
@@ -177,9 +175,7 @@ async def test_reply_lost_by_the_connection_does_not_repeat_the_change(
     assert (await store.job("j")).version == 1
 
 
-async def test_a_server_that_forgets_its_scripts_before_every_call_runs_them(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_forgotten_scripts_are_loaded_again(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """As one that starts anew again and again, because its disk is full."""
     evalsha = store.redis.evalsha
 
@@ -201,11 +197,7 @@ async def test_events_are_read_from_where_one_was(store: Store) -> None:
     await create(store)
     first = (await store.events("j"))[0]["id"]
     waiting = asyncio.create_task(store.events("j", after=first, block_ms=int(1000 * WAIT_S)))
-
-    async def blocked() -> bool:
-        return bool((await store.redis.info("clients"))["blocked_clients"])
-
-    await until(blocked)
+    await until(lambda: store.redis.info("clients"), lambda found: found["blocked_clients"])
     await store.update("j", event="note", detail={"n": 1})
     assert [event["n"] for event in await waiting] == [1]
     assert (await store.latest_event("j", "note") or {})["n"] == 1

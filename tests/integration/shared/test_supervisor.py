@@ -22,13 +22,22 @@ import structlog
 from opentinker.local import supervisor as supervision
 from opentinker.local.discovery import is_running
 from opentinker.local.embedded import EmbeddedServers, nats_binary
-from opentinker.local.processes import Child, ChildSpec, Guard, StartError, free_port, http_ok, port_free, rotate
+from opentinker.local.processes import (
+    ChildSpec,
+    Guard,
+    ServiceProcess,
+    StartError,
+    free_port,
+    http_ok,
+    port_free,
+    rotate,
+)
 from opentinker.local.supervisor import Supervisor
 from opentinker.local.up import AlreadyRunning, Plan, api_port, api_url, locked, service_specs
 from opentinker.shared.security.egress import VARIABLE
 from tests.conftest import WAIT_S, soon, until
 from tests.support.cluster import PYTHONPATH, ROOT
-from tests.support.listening import listening
+from tests.support.listening import listening, runs
 
 STAND_IN = """
 import http.server, os, signal, subprocess, sys
@@ -72,7 +81,7 @@ def stand_in(directory: Path, name: str, mode: str = "serves", *, stop_s: float 
 
 
 @asynccontextmanager
-async def running(*stages: list[Child], state: Path) -> AsyncIterator[Supervisor]:
+async def running(*stages: list[ServiceProcess], state: Path) -> AsyncIterator[Supervisor]:
     supervisor = Supervisor(stages, state)
     task = asyncio.create_task(supervisor.run())
     try:
@@ -80,13 +89,6 @@ async def running(*stages: list[Child], state: Path) -> AsyncIterator[Supervisor
     finally:
         supervisor.stopping.set()
         await task
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 # --- embedded servers ---------------------------------------------------------------------------------------------
@@ -161,7 +163,7 @@ def test_no_server_process_is_left_after_stop(tmp_path: Path) -> None:
     servers.start()
     pids = [child.pid for child in servers.children.values()]
     servers.stop()
-    assert len(pids) == 2 and not any(alive(pid) for pid in pids if pid)
+    assert len(pids) == 2 and not any(runs(pid) for pid in pids if pid)
     assert all(port_free(port) for port in servers.ports.values())
 
 
@@ -177,7 +179,7 @@ def _get(url: str) -> dict[str, Any]:
 
 
 async def test_a_killed_child_is_started_again(tmp_path: Path, guard: Guard) -> None:
-    child = Child(stand_in(tmp_path, "worker"), guard)
+    child = ServiceProcess(stand_in(tmp_path, "worker"), guard)
     async with running([child], state=tmp_path / "state.json") as supervisor:
         await soon(supervisor.ready.wait())
         first = child.pid
@@ -191,7 +193,10 @@ async def test_a_killed_child_is_started_again(tmp_path: Path, guard: Guard) -> 
 
 
 async def test_servers_start_before_services_and_stop_after_them(tmp_path: Path, guard: Guard) -> None:
-    server, service = Child(stand_in(tmp_path, "server"), guard), Child(stand_in(tmp_path, "service"), guard)
+    server, service = (
+        ServiceProcess(stand_in(tmp_path, "server"), guard),
+        ServiceProcess(stand_in(tmp_path, "service"), guard),
+    )
     seen: list[tuple[str, str]] = []
     supervisor = Supervisor([[server], [service]], tmp_path / "state.json")
     write = supervisor.write_state
@@ -210,11 +215,9 @@ async def test_servers_start_before_services_and_stop_after_them(tmp_path: Path,
     assert order.index(("service", "stopped")) < order.index(("server", "stopping"))
 
 
-async def test_a_crash_loop_is_reported_with_the_log_and_tried_on(
-    tmp_path: Path, guard: Guard, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_crash_loop_is_reported(tmp_path: Path, guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervision, "BACKOFF_S", (0.01, 0.2))
-    child = Child(stand_in(tmp_path, "trainer-0", "dies"), guard)
+    child = ServiceProcess(stand_in(tmp_path, "trainer-0", "dies"), guard)
     with structlog.testing.capture_logs() as lines:
         async with running([child], state=tmp_path / "state.json") as supervisor:
             await until(lambda: supervisor.keepers[0].crash_loop)
@@ -227,12 +230,10 @@ async def test_a_crash_loop_is_reported_with_the_log_and_tried_on(
     assert pauses[:4] == [0.01, 0.02, 0.04, 0.08]
 
 
-async def test_a_child_that_hangs_is_killed_and_started_again(
-    tmp_path: Path, guard: Guard, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_hung_child_is_restarted(tmp_path: Path, guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervision, "PROBE_EVERY_S", 0.05)
     hang = tmp_path / "hang"
-    child = Child(stand_in(tmp_path, "worker", "hangs", extra=str(hang)), guard)
+    child = ServiceProcess(stand_in(tmp_path, "worker", "hangs", extra=str(hang)), guard)
     async with running([child], state=tmp_path / "state.json") as supervisor:
         await soon(supervisor.ready.wait())
         first = child.pid
@@ -244,28 +245,28 @@ async def test_a_child_that_hangs_is_killed_and_started_again(
 
 async def test_a_disk_that_takes_no_state_stops_nothing(tmp_path: Path, guard: Guard) -> None:
     (tmp_path / "file").write_text("in the way")
-    child = Child(stand_in(tmp_path, "worker"), guard)
+    child = ServiceProcess(stand_in(tmp_path, "worker"), guard)
     async with running([child], state=tmp_path / "file" / "state.json") as supervisor:
         await soon(supervisor.ready.wait())
-        assert child.pid is not None and alive(child.pid)
+        assert child.pid is not None and runs(child.pid)
 
 
 async def test_a_child_that_ignores_sigterm_is_killed_after_its_time(tmp_path: Path, guard: Guard) -> None:
-    child = Child(stand_in(tmp_path, "worker", "stubborn", stop_s=0.3), guard)
+    child = ServiceProcess(stand_in(tmp_path, "worker", "stubborn", stop_s=0.3), guard)
     async with running([child], state=tmp_path / "state.json") as supervisor:
         await soon(supervisor.ready.wait())
         pid = child.pid
         assert pid is not None
-    assert not alive(pid)
+    assert not runs(pid)
 
 
 async def test_what_a_child_started_ends_with_it(tmp_path: Path, guard: Guard) -> None:
-    child = Child(stand_in(tmp_path, "worker", "has-child"), guard)
+    child = ServiceProcess(stand_in(tmp_path, "worker", "has-child"), guard)
     async with running([child], state=tmp_path / "state.json") as supervisor:
         await soon(supervisor.ready.wait())
         grandchild = int(child.tail().split()[-1])
-        assert alive(grandchild)
-    await until(lambda: not alive(grandchild))
+        assert runs(grandchild)
+    await until(lambda: not runs(grandchild))
 
 
 async def test_nothing_outlives_a_supervisor_that_is_killed(tmp_path: Path) -> None:
@@ -274,14 +275,14 @@ async def test_nothing_outlives_a_supervisor_that_is_killed(tmp_path: Path) -> N
         import asyncio, pathlib, sys
         sys.path.insert(0, {str(ROOT)!r})
         from opentinker.local.embedded import EmbeddedServers
-        from opentinker.local.processes import Child, Guard
+        from opentinker.local.processes import Guard, ServiceProcess
         from opentinker.local.supervisor import Supervisor
         from tests.integration.shared.test_supervisor import stand_in
         here = pathlib.Path({str(tmp_path)!r})
         guard = Guard()
         servers = EmbeddedServers(here, default_ports=False, guard=guard)
         servers.start()
-        service = Child(stand_in(here, "worker", "has-child"), guard)
+        service = ServiceProcess(stand_in(here, "worker", "has-child"), guard)
         asyncio.run(Supervisor([list(servers.children.values()), [service]], here / "state.json").run())
     """)
     with subprocess.Popen([sys.executable, "-c", script]) as process:  # noqa: ASYNC220
@@ -294,7 +295,7 @@ async def test_nothing_outlives_a_supervisor_that_is_killed(tmp_path: Path) -> N
     pids = [child["pid"] for child in children.values()]
     pids.append(int((tmp_path / "logs" / "worker.log").read_text().split()[-1]))
     assert len(pids) == 4
-    await until(lambda: not any(alive(pid) for pid in pids))
+    await until(lambda: not any(runs(pid) for pid in pids))
 
 
 # --- up -----------------------------------------------------------------------------------------------------------

@@ -78,10 +78,9 @@ async def test_rate_is_since_the_last_report(bus: Bus, heard: list[MetricPoint])
     assert heard[1].values["env/steps_per_s"] == pytest.approx(5.0, rel=0.05)
 
 
-async def test_job_without_news_is_forgotten_unless_a_gauge_stands(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(telemetry, "FORGET_S", 0.0)
+async def test_job_without_news_is_forgotten_unless_a_gauge_stands(bus: Bus) -> None:
     meters = Meters()
-    reporter = Reporter(bus, "env-0", meters)
+    reporter = Reporter(bus, "env-0", meters, forget_s=0.0)
     meters.of("j-over").counts["env/steps"] += 1
     meters.of("j-open").gauges["env/sessions"] += 1
     await reporter.report()
@@ -101,11 +100,8 @@ async def test_closed_source_is_shown_no_more(bus: Bus) -> None:
     assert "j-closed" not in prometheus()
 
 
-async def test_names_on_the_metrics_page_are_bounded_and_the_history_has_them_all(
-    bus: Bus, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(telemetry, "MOST_NAMES", 3)
-    source = MetricSource(bus, "j-wordy", "trainer")
+async def test_metric_names_on_the_page_are_bounded(bus: Bus) -> None:
+    source = MetricSource(bus, "j-wordy", "trainer", max_names=3)
     points = [await source.emit(step, {f"env/{step}{k}": 1.0 for k in range(2)}) for step in range(4)]
     assert [len(point.values) for point in points] == [2, 2, 2, 2]
     assert prometheus().count('job="j-wordy"') == 3

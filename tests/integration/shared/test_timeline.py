@@ -18,7 +18,7 @@ from opentinker.services.rollout_worker.renderer import Renderer
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.messaging.subjects import EVENT, TIMELINE
 from opentinker.shared.runtime.service import Context
-from opentinker.shared.runtime.timeline import GLUE_S, MOST, Lanes, LanesByJob, glued
+from opentinker.shared.runtime.timeline import GLUE_S, MAX_SEGMENTS, Lanes, LanesByJob, glued
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import JobState, StopReason
 from opentinker.shared.types.env_protocol import CloseSession, OpenSession, StepSession
@@ -90,7 +90,7 @@ async def test_what_goes_on_is_told_part_by_part_without_a_gap(heard: Heard) -> 
         clock.now += 0.5
     await lanes.report()
     assert [(s[2], s[3], s[4]) for s in heard.segments] == [
-        *((100.0, 101.0, "1.5"), (101.0, 102.0, "1.5"), (102.0, 103.0, "1.5"), (103.0, 103.5, "1.5")),
+        *((100.0, 101.0, "1.5"), (101.0, 102.0, "1.5"), (102.0, 103.0, "1.5"), (103.0, 103.5, "1.5"))
     ]
     assert [part.seq for part in heard.parts] == [0, 1, 2, 3]
 
@@ -119,11 +119,11 @@ async def test_short_gaps_are_none_and_the_shortest_segments_are_left_out_when_t
         with lanes.busy("env", "rollout"):
             clock.now += 0.01
         clock.now += GLUE_S / 2
-    for number in range(MOST + 20):
+    for number in range(MAX_SEGMENTS + 20):
         lanes.note("swap", "load", 200.0 + number, 200.0 + number + (0.1 if number < 30 else 0.5))
     await lanes.report()
     (part,) = heard.parts
-    assert len(part.segments) == MOST and part.left_out == 21
+    assert len(part.segments) == MAX_SEGMENTS and part.left_out == 21
     assert [s.lane for s in part.segments].count("env") == 1
     assert part.segments == sorted(part.segments, key=lambda s: s.start)
     assert len(msgspec.json.encode(part)) < 20_000
@@ -197,11 +197,8 @@ async def test_a_worker_of_many_jobs_tells_each_its_own(bus: Bus) -> None:
     assert [part for _, part in kept] == heard
 
 
-async def test_a_job_is_not_forgotten_while_something_of_it_goes_on(
-    heard: Heard, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("opentinker.shared.runtime.timeline.FORGET_S", -1.0)
-    lanes = LanesByJob(heard, "env-0")  # type: ignore[arg-type]
+async def test_an_active_job_is_not_forgotten(heard: Heard) -> None:
+    lanes = LanesByJob(heard, "env-0", forget_s=-1.0)  # type: ignore[arg-type]
     key = lanes.of("j").begin("env", "turn")
     first = lanes.of("j")
     await lanes.report()

@@ -30,9 +30,7 @@ async def test_a_job_keeps_the_trace_of_the_request_that_submitted_it(http: Http
     assert trace_id(other["trace"]) not in ("", ID)
 
 
-def test_spans_are_nothing_without_an_exporter_and_children_of_the_trace_with_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_spans_need_an_exporter(monkeypatch: pytest.MonkeyPatch) -> None:
     with Tracer("trainer", {}).span("step", GIVEN, step=1):
         pass
     trace = pytest.importorskip("opentelemetry.sdk.trace")

@@ -115,9 +115,7 @@ def logits(model: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-async def test_merged_download_is_a_plain_model_with_the_logits_of_base_and_adapter(
-    client: AsyncClient, ctx: Context, tiny: Path, tmp_path: Path, dtype: str
-) -> None:
+async def test_merged_downloads(client: AsyncClient, ctx: Context, tiny: Path, tmp_path: Path, dtype: str) -> None:
     base = tiny
     if dtype == "bfloat16":
         base = tmp_path / "base"
@@ -138,9 +136,7 @@ async def test_merged_download_is_a_plain_model_with_the_logits_of_base_and_adap
     assert not [name for name in os.listdir(tmp_path) if name.startswith(".")], "nothing is left of the work"
 
 
-async def test_base_may_be_elsewhere_and_must_be_the_right_one(
-    client: AsyncClient, ctx: Context, tiny: Path, tmp_path: Path
-) -> None:
+async def test_base_may_lie_elsewhere(client: AsyncClient, ctx: Context, tiny: Path, tmp_path: Path) -> None:
     base = make_tiny(tmp_path / "first" / "place", hidden_size=64, layers=1)
     job = await trained(client, ctx, base, tmp_path / "c", lora={"rank": 4, "alpha": 8.0})
     moved = base.rename(tmp_path / "moved")
@@ -178,9 +174,7 @@ async def test_what_cannot_be_merged_is_said(
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings")
-async def test_adapter_of_a_tied_head_is_not_merged(
-    client: AsyncClient, ctx: Context, tiny: Path, tmp_path: Path
-) -> None:
+async def test_tied_head_adapter_is_not_merged(client: AsyncClient, ctx: Context, tiny: Path, tmp_path: Path) -> None:
     lora = {"rank": 4, "alpha": 8.0, "target_modules": ["q_proj", "lm_head"]}
     job = await trained(client, ctx, tiny, tmp_path / "c", lora=lora)
     with pytest.raises(ApiError, match=r"changes .*lm_head, whose weights are those of another layer too"):

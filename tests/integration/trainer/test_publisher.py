@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -33,7 +32,7 @@ from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import ToySpec
 from opentinker.shared.types.core import Lease, Pool, SwapCommand, SwapReply, WeightVersion, WorkerInfo
 from opentinker.shared.types.errors import JobFailed
-from tests.conftest import WAIT_S, Server, soon, until
+from tests.conftest import WAIT_S, NewContext, Server, soon, until
 from tests.support.cluster import PYTHONPATH, Process, toy_model
 from tests.support.scheduling import context, new_job, running
 
@@ -146,12 +145,7 @@ class Fleet:
 
     async def address(self, name: str) -> str:
         """On SWAP, as soon as it listens there."""
-
-        async def ready() -> bool:
-            info = await self._info(name)
-            return info is not None and info.status == "ready"
-
-        await until(ready)
+        await until(lambda: self._info(name), lambda info: info is not None and info.status == "ready")
         info = await self._info(name)
         assert info is not None
         return info.address
@@ -526,14 +520,12 @@ class SlowWorker:
 
 
 @pytest.mark.usefixtures("impatient")
-async def test_each_phase_has_its_time_and_the_time_for_its_bytes(
-    nats_server: Server, valkey_server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_each_phase_has_its_timeout(monkeypatch: pytest.MonkeyPatch, new_context: NewContext) -> None:
     monkeypatch.setattr(transport, "SLOWEST_LINK", BUCKET_BYTES / 30)
     timeout_s = 1.5
     slow = SlowWorker(late_s=1.8, load_s=1.8, timeout_s=timeout_s)
     settings = {"swap_timeout_s": timeout_s, "worker_ttl_s": TTL_S}
-    async with context(nats_server, valkey_server, "trainer-0", tmp_path, **settings) as ctx:
+    async with new_context("trainer-0", **settings) as ctx:
         worker = FakeWorker(ctx, "w", slow.take)
         async with running(worker.live()), training(ctx, FAKE, "cpu") as trainer:
             await trainer.offer(1, LARGE)  # 30 s more for each

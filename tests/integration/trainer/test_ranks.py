@@ -1,4 +1,4 @@
-"""Two ranks do what one does: one gang of two processes for all tests here, given another job by each."""
+"""Two ranks do what one does: one learner of two processes for all tests here, given another job by each."""
 
 from __future__ import annotations
 
@@ -52,26 +52,26 @@ def two_ranks(base: Path, **parts: Any) -> JobSpec:
 
 
 class Pair:
-    """The gang, and beside it a learner of one rank for the same job."""
+    """A learner of two ranks, and one of one rank for the same job."""
 
     def __init__(self, base: Path) -> None:
         self.base = base
-        self.gang = MultiRankRlLearner(two_ranks(base), "cpu")
+        self.multi_rank = MultiRankRlLearner(two_ranks(base), "cpu")
 
     def job(self, checkpoint: Path | None = None, **parts: Any) -> RlLearner:
-        """From now on the gang trains this. Returns the learner of one rank."""
+        """Let the two ranks train this job from now on, and return a learner of one rank for it."""
         single = copy.deepcopy(parts)
         single.get("train", {}).pop("parallel", None)
         alone = RlLearner(torch_spec(self.base, **single))
         alone.load(checkpoint)
         self.start = {name: weights.clone() for name, weights in alone.named_weights()}
-        self.gang.spec = two_ranks(self.base, **parts)
-        self.gang.load(checkpoint)
+        self.multi_rank.spec = two_ranks(self.base, **parts)
+        self.multi_rank.load(checkpoint)
         return alone
 
     def both_step(self, alone: RlLearner, groups: list[Group], step: int) -> dict[str, float]:
         """The same batch for both, which must say the same of it."""
-        expected, found = alone.step(groups, version(step)), self.gang.step(groups, version(step))
+        expected, found = alone.step(groups, version(step)), self.multi_rank.step(groups, version(step))
         assert found.keys() - expected.keys() == {"trainer/rank_imbalance"} and expected.keys() <= found.keys()
         largest, _ = GAPS[alone.spec.model.dtype]
         binned = {name for name in expected if name.startswith("histogram/ratio/")}
@@ -82,7 +82,7 @@ class Pair:
         return found
 
     def assert_same_weights(self, alone: RlLearner) -> None:
-        snapshot = self.gang.snapshot(version(9))
+        snapshot = self.multi_rank.snapshot(version(9))
         found = dict(unpack(snapshot.manifest, snapshot.buckets))
         expected = dict(alone.named_weights())
         assert found.keys() == expected.keys()
@@ -98,14 +98,14 @@ class Pair:
 def pair(small: Path) -> Iterator[Pair]:
     pair = Pair(small)
     yield pair
-    pair.gang.close()
+    pair.multi_rank.close()
 
 
 SMALL_PASSES = {"lr": 1e-3, "weight_decay": 0.1, "tokens_per_micro_batch": 40}
 """Several passes per rank and step, not equally many of them."""
 JOBS: dict[str, dict[str, Any]] = {
     "full": {"train": SMALL_PASSES},
-    "lora": {"model": {"lora": LORA}},
+    "lora": {"model": {"lora": LORA}, "algorithm": {"advantage": "rae"}},
     "bfloat16": {"model": {"dtype": "bfloat16"}},
     "two updates": {"algorithm": {"updates_per_batch": 2, "proximal": "recomputed"}},
     "critic": {"algorithm": {"name": "ppo", "critic_lr": 1e-3}},
@@ -147,7 +147,7 @@ def test_two_ranks_start_from_the_checkpoint_of_another_job(pair: Pair, tmp_path
         alone = RlLearner(first.spec)
         alone.start(tmp_path, optimizer=optimizer)
         pair.start = {name: weights.clone() for name, weights in alone.named_weights()}
-        pair.gang.start(tmp_path, optimizer=optimizer)
+        pair.multi_rank.start(tmp_path, optimizer=optimizer)
         pair.both_step(alone, random_groups(7), 0)
         pair.assert_same_weights(alone)
 
@@ -160,10 +160,10 @@ HELD = {"data": 3.0, "zero1": 2.5, "zero2": 2.5, "zero3": 2.0}
 def test_what_a_rank_holds_between_steps(pair: Pair, parallel: str) -> None:
     alone = pair.job(train={"lr": 1e-3, "parallel": parallel})
     pair.both_step(alone, random_groups(0), 0)
-    probe, expected = pair.gang.snapshot(version(1)).probe, alone.snapshot(version(1)).probe
+    probe, expected = pair.multi_rank.snapshot(version(1)).probe, alone.snapshot(version(1)).probe
     assert probe is not None and expected is not None and probe.ids == expected.ids
     assert probe.logprobs == pytest.approx(expected.logprobs, abs=1e-3), "what workers check the version by"
-    own = pair.gang.own
+    own = pair.multi_rank.own
     tensors = [*own.parameters.values(), *own.optimizer.state]
     tensors += [p.ds_tensor for p in own.parameters.values() if hasattr(p, "ds_tensor")]
     tensors += [value for state in own.optimizer.state.values() for value in state.values()]
@@ -197,7 +197,7 @@ def test_a_step_that_is_not_finite_is_refused_by_all_ranks_and_changes_nothing(p
     last = groups[3].trajectories
     nowhere = [trajectory_of(t.ids.tolist(), t.mask.tolist(), logprobs=float("nan"), reward=t.reward) for t in last]
     with pytest.raises(NonFinite, match="refused after 1 steps"):
-        pair.gang.step([*groups[:3], group_of(nowhere, 3)], version(1))
+        pair.multi_rank.step([*groups[:3], group_of(nowhere, 3)], version(1))
     pair.both_step(alone, random_groups(1), 1)
     pair.assert_same_weights(alone)
 
@@ -216,23 +216,23 @@ def test_a_checkpoint_fits_any_number_of_ranks(pair: Pair, tmp_path: Path, parts
     alone = pair.job(**parts)
     for step in range(2):
         pair.both_step(alone, random_groups(step), step)
-    pair.gang.save(tmp_path / "of two")
+    pair.multi_rank.save(tmp_path / "of two")
     alone.save(tmp_path / "of one")
     for checkpoint in ("of two", "of one"):
         resumed = pair.job(tmp_path / checkpoint, **parts)
-        assert resumed.steps == pair.gang.own.steps == 2
+        assert resumed.steps == pair.multi_rank.own.steps == 2
         pair.both_step(resumed, random_groups(2), 2)
         pair.assert_same_weights(resumed)
 
 
-def test_what_all_ranks_refuse_fails_the_job_and_not_the_gang(pair: Pair, tmp_path: Path) -> None:
-    pair.gang.spec = two_ranks(tmp_path / "nothing")
+def test_what_all_ranks_refuse_fails_the_job_and_not_the_processes(pair: Pair, tmp_path: Path) -> None:
+    pair.multi_rank.spec = two_ranks(tmp_path / "nothing")
     with pytest.raises(JobFailed, match="has no usable tokenizer"):
-        pair.gang.load(None)
+        pair.multi_rank.load(None)
     pair.both_step(pair.job(), random_groups(0), 0)
 
 
-# --- losing a rank: the last test with this gang --------------------------------------------------------------------
+# --- losing a rank: the last test with these two --------------------------------------------------------------------
 
 
 def gone(pid: int) -> bool:
@@ -244,30 +244,26 @@ def gone(pid: int) -> bool:
 
 
 @pytest.mark.nightly
-def test_a_rank_that_stops_is_noticed_and_ended_and_the_next_job_has_others(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_rank_is_replaced_for_the_next_job(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGSTOP between two steps. Its silence is noticed whatever our own part waits for."""
     pair.job(train={"lr": 1e-3, "parallel": "zero2"})
     monkeypatch.setattr(rank_processes, "SILENT_S", 3.0)
-    assert pair.gang.ranks is not None
-    (pid,) = pair.gang.ranks.pids
+    assert pair.multi_rank.ranks is not None
+    (pid,) = pair.multi_rank.ranks.pids
     os.kill(pid, signal.SIGSTOP)
     with pytest.raises(RankLost, match="rank 1 has been silent"):
-        pair.gang.step(random_groups(1), version(1))
-    pair.gang.close()
+        pair.multi_rank.step(random_groups(1), version(1))
+    pair.multi_rank.close()
     assert gone(pid)
-    pair.gang.close()
+    pair.multi_rank.close()
 
     monkeypatch.setattr(rank_processes, "START_S", 2.0)  # it imports torch for longer, and uses its processor meanwhile
-    pair.gang = MultiRankRlLearner(two_ranks(pair.base), "cpu")
+    pair.multi_rank = MultiRankRlLearner(two_ranks(pair.base), "cpu")
     alone = pair.job(train={"lr": 1e-3, "parallel": "zero1"})
     pair.both_step(alone, random_groups(0), 0)
 
 
-def test_what_lost_the_ranks_is_not_hidden_by_a_part_of_ours_that_does_not_let_go(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_cause_of_lost_ranks_is_not_hidden_by_a_stuck_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_processes, "CLOSE_S", 0.1)
     stuck = threading.Event()
 
@@ -300,26 +296,24 @@ def test_what_lost_the_ranks_is_not_hidden_by_a_part_of_ours_that_does_not_let_g
 
 
 def test_ranks_that_were_starting_when_the_job_was_let_go_end(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    gang = MultiRankRlLearner(two_ranks(pair.base), "cpu")
+    multi_rank = MultiRankRlLearner(two_ranks(pair.base), "cpu")
     started: list[RankProcesses] = []
 
     def slowly(*arguments: Any) -> RankProcesses:
         started.append(RankProcesses(*arguments))
-        gang.close()
+        multi_rank.close()
         return started[0]
 
     monkeypatch.setattr(multi_rank_learner, "RankProcesses", slowly)
     with pytest.raises(OpenTinkerError, match="released"):
-        gang.load(None)
+        multi_rank.load(None)
     assert all(gone(pid) for pid in started[0].pids)
 
 
 @pytest.mark.parametrize(
     ("told", "taken"), [(None, ["0", "1", "2"]), ("", ["", "", ""]), ("5", ["5", "", ""]), ("6,4,5", ["6", "4", "5"])]
 )
-def test_ranks_take_no_gpu_that_their_trainer_was_not_given(
-    monkeypatch: pytest.MonkeyPatch, told: str | None, taken: list[str]
-) -> None:
+def test_ranks_use_gpus_of_their_trainer(monkeypatch: pytest.MonkeyPatch, told: str | None, taken: list[str]) -> None:
     monkeypatch.setattr(multi_rank_learner, "visible", list)
     monkeypatch.delenv(VISIBLE, raising=False)
     if told is not None:

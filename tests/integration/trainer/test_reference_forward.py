@@ -35,6 +35,7 @@ from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import JobState, Pool, WeightVersion
 from opentinker.shared.types.trajectories import Group
 from tests.conftest import WAIT_S, Server, soon, until
+from tests.support.factories import make_trajectory
 from tests.support.learning import plain_logprobs, random_groups, torch_spec
 
 
@@ -103,9 +104,7 @@ def test_scoring_beside_a_load_in_another_dtype_gives_the_same(tiny: Path) -> No
 
 
 @pytest.mark.parametrize("lora", [None, {"rank": 4, "alpha": 8.0}], ids=["full", "lora"])
-def test_reference_of_a_continued_job_is_the_model_that_it_starts_with(
-    tiny: Path, tmp_path: Path, lora: dict[str, Any] | None
-) -> None:
+def test_reference_of_a_continued_job_is_its_start(tiny: Path, tmp_path: Path, lora: dict[str, Any] | None) -> None:
     spec = torch_spec(tiny, model={"lora": lora})
     learner = RlLearner(spec)
     learner.load(None)
@@ -132,11 +131,7 @@ def test_reference_of_a_continued_job_is_the_model_that_it_starts_with(
 
 @asynccontextmanager
 async def running(
-    bus: Bus,
-    store: Store,
-    worker: str = "reference-0",
-    make_scorer: Callable[[], Scorer] = Scorer,
-    **changes: Any,
+    bus: Bus, store: Store, worker: str = "reference-0", make_scorer: Callable[[], Scorer] = Scorer, **changes: Any
 ) -> AsyncIterator[ReferenceForward]:
     settings = Settings(heartbeat_s=0.1, **changes)
     ctx = Context("reference-forward", worker, settings, bus, store, structlog.get_logger())
@@ -184,24 +179,34 @@ async def test_groups_pass_through_with_reference_logprobs_once_each(bus: Bus, s
     await consumer.close(delete=True)
 
 
+async def test_what_a_frozen_checkpoint_said_passes_through_unscored(bus: Bus, store: Store, tiny: Path) -> None:
+    """Its tokens may be those of another model, which this one does not know."""
+    job = await add_job(store, str(tiny))
+    (group,) = of_job(job, 1)
+    theirs = make_trajectory(index=0, seat="b", policy="j-0123456789@5", prompt=(10**6,), output=(10**6, 1))
+    whole = msgspec.structs.replace(group, trajectories=[group.trajectories[0], theirs, *group.trajectories[1:]])
+    await bus.publish(SCORE, whole, f"{group.key}:a", job=job)
+    consumer = await bus.consume(GROUP, f"trainer-{job}", batch=1, job=job)
+    async with running(bus, store):
+        delivery = await consumer.next(WAIT_S)
+    assert delivery is not None and delivery.noun is not None, await store.job(job)
+    found = delivery.noun.trajectories
+    assert found[1] == theirs and all((t.ref_logprobs is None) == (t is found[1]) for t in found)
+    await consumer.close(delete=True)
+
+
 async def test_an_unusable_reference_fails_the_job_with_the_reason(bus: Bus, store: Store, tmp_path: Path) -> None:
     job = await add_job(store, str(tmp_path / "nothing"))
     for group in of_job(job, 2):
         await bus.publish(SCORE, group, f"{group.key}:a", job=job)
     async with running(bus, store):
-
-        async def gone() -> bool:
-            return await bus.count("SCORES", SCORE.at(job=job)) == 0
-
-        await until(gone)
+        await until(lambda: bus.count("SCORES", SCORE.at(job=job)), lambda found: found == 0)
     record = await store.job(job)
     assert record.state is JobState.FAILED and "not found" in record.reason
     assert await bus.count("GROUPS", GROUP.at(job=job)) == 0
 
 
-async def test_a_reference_that_leads_to_another_tenant_s_job_by_now_is_not_opened(
-    bus: Bus, store: Store, tiny: Path, tmp_path: Path
-) -> None:
+async def test_a_changed_link_to_a_reference_is_refused(bus: Bus, store: Store, tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "mine").symlink_to(tiny)
     job = await add_job(store, str(tmp_path / "mine"))
     victim = await add_job(store, str(tiny))
@@ -219,19 +224,12 @@ async def test_a_reference_that_leads_to_another_tenant_s_job_by_now_is_not_open
 
 async def failed(store: Store, job: str) -> str:
     """Waits until the job has failed. Returns the reason."""
-
-    async def over() -> bool:
-        return (await store.job(job)).state is JobState.FAILED
-
-    await until(over)
+    await until(lambda: store.job(job), lambda found: found.state is JobState.FAILED)
     return (await store.job(job)).reason
 
 
 async def passed(bus: Bus, job: str, count: int) -> None:
-    async def all_passed() -> bool:
-        return await bus.count("GROUPS", GROUP.at(job=job)) == count
-
-    await until(all_passed)
+    await until(lambda: bus.count("GROUPS", GROUP.at(job=job)), lambda found: found == count)
 
 
 async def test_what_is_wrong_with_one_job_fails_that_job_and_others_go_on(bus: Bus, store: Store, tiny: Path) -> None:
@@ -277,11 +275,7 @@ async def test_what_cannot_be_decoded_reaches_the_trainer_under_its_number(bus: 
         await bus.js.publish(SCORE.at(job=key.partition("/")[0]), garbage, headers=headers)
     async with running(bus, store):
         await passed(bus, job, 1)
-
-        async def taken() -> bool:
-            return await bus.count("SCORES", SCORE.at(job="*")) == 0
-
-        await until(taken)
+        await until(lambda: bus.count("SCORES", SCORE.at(job="*")), lambda found: found == 0)
     consumer = await bus.consume(GROUP, f"train-{job}", batch=1, job=job)
     delivery = await consumer.next(WAIT_S)
     assert delivery is not None and (delivery.noun, delivery.key, delivery.data) == (None, f"{job}/7:a", garbage)
@@ -291,9 +285,7 @@ async def test_what_cannot_be_decoded_reaches_the_trainer_under_its_number(bus: 
     await bus.purge("GROUPS", GROUP.at(job=job))
 
 
-async def test_a_job_whose_stream_is_full_holds_up_nobody_and_loses_nothing(
-    bus: Bus, store: Store, tiny: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_full_stream_loses_nothing(bus: Bus, store: Store, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     full, other = await add_job(store, str(tiny)), await add_job(store, str(tiny))
     monkeypatch.setattr("opentinker.services.reference_forward.service.FULL_PAUSE_S", 0.3)
     for job in (full, other):
@@ -332,16 +324,10 @@ def libraries(process: subprocess.Popen[bytes]) -> str:
     return Path(f"/proc/{process.pid}/maps").read_text()
 
 
-async def test_torch_is_not_loaded_before_a_job_needs_it(
-    nats_server: Server, valkey_server: Server, store: Store
-) -> None:
+async def test_torch_is_loaded_on_demand(nats_server: Server, valkey_server: Server, store: Store) -> None:
     process = launch(nats_server, valkey_server)
     try:
-
-        async def beats() -> bool:
-            return [worker.pid for worker in await store.workers()] == [process.pid]
-
-        await until(beats)
+        await until(store.workers, lambda found: [worker.pid for worker in found] == [process.pid])
         assert "libtorch" not in libraries(process)
     finally:
         process.kill()

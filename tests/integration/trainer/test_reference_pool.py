@@ -16,6 +16,7 @@ import pytest
 from opentinker.services.reference_forward.group_queue import GroupQueue, QueuedGroup
 from opentinker.services.reference_forward.model_cache import MIN_STAY_LOADS, ModelCache
 from opentinker.services.reference_forward.required_models import REFERENCE, ModelKey
+from opentinker.services.reference_forward.results import add_results
 from opentinker.services.reference_forward.scorer import Scorer
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.messaging.subjects import GROUP, SCORE
@@ -25,7 +26,7 @@ from opentinker.shared.types.errors import JobFailed
 from opentinker.shared.types.trajectories import Group
 from tests.conftest import WAIT_S, Server, start_nats, until
 from tests.integration.trainer.test_reference_forward import add_job, failed, launch, of_job, passed, running
-from tests.support.factories import make_group
+from tests.support.factories import group_of, make_group, make_trajectory
 
 A, B, C = (ModelKey(name, "float32") for name in ("a", "b", "c"))
 
@@ -38,6 +39,27 @@ async def send(bus: Bus, *groups: Group) -> None:
 def work(job: str, key: ModelKey, seq: int = 0) -> QueuedGroup:
     """Of 12 tokens."""
     return QueuedGroup(cast(Any, None), make_group(job=job, seq=seq), 1.0, {key: [REFERENCE]})
+
+
+def test_trajectories_of_frozen_checkpoints_are_not_scored_and_keep_their_places() -> None:
+    own, theirs = make_trajectory(index=0, seat="a"), make_trajectory(index=0, seat="b", policy="j-0123456789@5")
+    alone = make_trajectory(index=1, seat="b", policy="j-0123456789@5")
+    last = make_trajectory(index=1, seat="a")
+    whole = group_of([own, theirs, alone, last])
+    queued = QueuedGroup(cast(Any, None), whole, 1.0, {A: [REFERENCE]})
+    queued.select_own()
+    assert queued.group.trajectories == [own, last]
+    scored = add_results(queued.group, {REFERENCE: [np.zeros(6), np.zeros(6)]}, {})
+    found = queued.put_back(scored)
+    assert [(t.index, t.seat, t.ref_logprobs_T is not None) for t in found.trajectories] == [
+        (0, "a", True),
+        (0, "b", False),
+        (1, "b", False),
+        (1, "a", True),
+    ]
+    usual = QueuedGroup(cast(Any, None), make_group(), 1.0, {})
+    usual.select_own()
+    assert usual.whole is None and usual.put_back(usual.group) is usual.group
 
 
 # --- the desk -------------------------------------------------------------------------------------------------------
@@ -349,7 +371,7 @@ async def test_work_of_an_instance_killed_in_a_forward_pass_is_done_by_another(
     jobs = [await add_job(store, str(tiny)) for _ in range(2)]
     groups = [group for job in jobs for group in of_job(job, 3)]
     await send(bus, *groups)
-    process = launch(nats_server, valkey_server, "tests.support.reference_process", str(tmp_path / "marker"))
+    process = launch(nats_server, valkey_server, "tests.samples.reference_process", str(tmp_path / "marker"))
     try:
         await until((tmp_path / "marker").exists)
     finally:

@@ -11,16 +11,17 @@ import orjson
 import pytest
 
 from opentinker import AsyncClient
-from opentinker.cli.observability import bars
+from opentinker.cli.observability import bars, words_of
 from opentinker.services.rollout_worker.transcripts import is_kept, shortened
 from opentinker.services.trainer.batch.distributions import RATIO, distributions, histogram, ratio_counts, reward_edges
 from opentinker.services.trainer.rollout_log import NEWEST, RolloutLog, expired_steps
 from opentinker.shared.data.step_log import StepLog
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.types.core import Image, Message, Text, WeightVersion
-from opentinker.shared.types.trajectories import Group
+from opentinker.shared.types.token_records import order_of_play
+from opentinker.shared.types.trajectories import Group, Span, Trajectory
 from tests.support.api import SPEC
-from tests.support.factories import group_of, make_group, make_spec, make_trajectory
+from tests.support.factories import group_of, make_group, make_spec, make_trajectory, trajectory_of
 
 V = WeightVersion
 
@@ -133,7 +134,7 @@ async def test_kept_episodes_have_their_tokens_one_by_one(tmp_path: Path) -> Non
     credited = [np.array([0.5, 0.5, 0.5]), np.array([-0.5, -0.25, 0.123456])]
     said = await RolloutLog(tmp_path, 4, _silent).step(V(1, 4), 5.0, [group_of(views, 9)], {}, credited)
     assert [(one.group, one.sample, one.reward, one.ending, one.tokens) for one in said] == [
-        *((9, 0, 0.0, "env_done", 3), (9, 1, 1.0, "env_done", 3)),
+        *((9, 0, 0.0, "env_done", 3), (9, 1, 1.0, "env_done", 3))
     ]
     line = orjson.loads((tmp_path / "rollouts" / "step-000004.jsonl").read_bytes().splitlines()[1])
     assert line["group_rewards"] == {"": [0.0, 1.0]}
@@ -191,3 +192,57 @@ async def test_a_disk_that_refuses_is_said_once(tmp_path: Path, monkeypatch: pyt
 def test_a_group_travels_with_its_words() -> None:
     group = spoken(3, talk("a", "b"))
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(group), type=Group) == group
+
+
+def seat(name: str, *said: str, numbers: tuple[int, ...], version: int) -> Trajectory:
+    """A seat that sees one token and says one, for each pair of words, in the turns of these numbers."""
+    mask = [0, 1] * (len(said) // 2)
+    made = trajectory_of(
+        list(range(len(mask))), mask, reward=[float(number) for number in numbers], numbers=numbers, seat=name,
+        policy=f"p-{name}", transcript=talk(*said), pieces=[str(i) for i in range(len(mask))],
+    )  # fmt: skip
+    turns = [msgspec.structs.replace(turn, message=2 * i + 1) for i, turn in enumerate(made.turns)]
+    spans = [Span(span.start, span.end, V(1, version + i)) for i, span in enumerate(made.spans)]
+    return msgspec.structs.replace(made, turns=turns, spans=spans)
+
+
+async def test_a_match_is_kept_whole_by_each_policy_in_the_order_of_play(tmp_path: Path) -> None:
+    white = seat("white", "your move", "a1", "c3", "d4", numbers=(0, 2), version=4)
+    black = seat("black", "a1", "b2", numbers=(1,), version=7)
+    match = group_of([msgspec.structs.replace(black, transcript=[*talk("a1", "b2"), *talk("you lost")]), white], 9)
+    for policy in ("p-white", "p-black"):
+        home = tmp_path / policy
+        own = match.of(policy)
+        await RolloutLog(home, 4, _silent).step(V(1, 9), 5.0, [own], {}, [np.ones(int(own.trajectories[0].mask.sum()))])
+        (line,) = map(orjson.loads, (home / "rollouts" / "step-000009.jsonl").read_bytes().splitlines())
+        views = line["views"]
+        shown = [(views[view]["seat"], views[view]["messages"][message]["content"]) for view, message in line["order"]]
+        assert shown == [
+            *(("white", "your move"), ("white", "a1"), ("black", "a1"), ("black", "b2")),
+            *(("white", "c3"), ("white", "d4"), ("black", "you lost")),
+        ]
+        said = {view["seat"]: [one for one in view["messages"] if "turn" in one] for view in views}
+        assert [
+            (one["content"], one["turn"], one["tokens"], one["versions"], one["reward"]) for one in said["white"]
+        ] == [
+            ("a1", 0, [1, 2], ["1.4"], 0.0),
+            ("d4", 2, [3, 4], ["1.5"], 2.0),
+        ]
+        assert {view["policy"]: view["tokens"]["advantages"] is None for view in views} == {
+            "p-white": policy != "p-white",
+            "p-black": policy != "p-black",
+        }
+        speaks, sees = (
+            ("white by p-white", "to white, user") if policy == "p-white" else ("black by p-black", "to black")
+        )
+        printed = list(words_of(line))
+        assert printed[0] == f"({speaks}, reward {2 if policy == 'p-white' else 1:g})" and sees in "".join(printed)
+        assert printed[2:5] == ["[to white, user] your move", "[white by p-white 1.4] a1", "[to black, user] a1"]
+        assert line["versions"] == (["1.4", "1.5"] if policy == "p-white" else ["1.7"]), "its numbers are its own"
+
+
+def test_seats_that_act_at_the_same_time_and_words_that_were_left_out_have_their_place() -> None:
+    views = [seat(name, "0", "x", "1", "y", numbers=(0, 1), version=1) for name in "ab"]
+    assert order_of_play(views) == [(0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (0, 3), (1, 2), (1, 3)]
+    cut = [msgspec.structs.replace(views[0], transcript=talk("0", "x")), views[1]]
+    assert order_of_play(cut) == [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (1, 3)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,11 @@ from opentinker.shared.asyncio_tools import cancel_and_wait
 from opentinker.shared.runtime.leased_worker import LeasedWorker
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import JobState, Lease, Pool
 from opentinker.shared.types.errors import JobFailed
-from tests.conftest import WAIT_S, Server, until
+from tests.conftest import WAIT_S, until
 from tests.samples.row_samples import row_spec
-from tests.support.scheduling import context, kinds
+from tests.support.scheduling import kinds
 
 JOB = "j-rows"
 
@@ -88,12 +87,6 @@ class Student:
             assert self.interrupted.wait(WAIT_S)
             raise Interrupted("asked")
         return {"loss": 2.0, "accuracy": 0.5, "tokens": float(len(examples))}
-
-
-@pytest.fixture
-async def ctx(nats_server: Server, valkey_server: Server, store: Store, tmp_path: Path) -> AsyncIterator[Context]:
-    async with context(nats_server, valkey_server, "trainer-0", tmp_path) as ctx:
-        yield ctx
 
 
 def spec_of(**parts: dict[str, Any]) -> JobSpec:

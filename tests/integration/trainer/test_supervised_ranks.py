@@ -1,4 +1,4 @@
-"""Jobs of rows on two ranks do what they do on one: a gang of two processes for all tests here."""
+"""Jobs of rows on two ranks do what they do on one: a learner of two processes for all tests here."""
 
 from __future__ import annotations
 
@@ -38,24 +38,24 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def gang(base: Path) -> Iterator[MultiRankRowLearner]:
-    gang = MultiRankRowLearner(two_ranks(base, "sft"), "cpu")
-    yield gang
-    gang.close()
+def multi_rank(base: Path) -> Iterator[MultiRankRowLearner]:
+    multi_rank = MultiRankRowLearner(two_ranks(base, "sft"), "cpu")
+    yield multi_rank
+    multi_rank.close()
 
 
 def two_ranks(base: Path, kind: str, **parts: Any) -> Any:
     return row_spec(base, "unused.jsonl", kind, **{**parts, "resources": {"trainer_ranks": 2}})
 
 
-def both(gang: MultiRankRowLearner, base: Path, kind: str, checkpoint: Path | None = None, **parts: Any) -> Any:
-    """From now on the gang trains this. Returns the learner of one rank."""
+def both(multi_rank: MultiRankRowLearner, base: Path, kind: str, checkpoint: Path | None = None, **parts: Any) -> Any:
+    """Let the two ranks train this job from now on, and return a learner of one rank for it."""
     single = copy.deepcopy(parts)
     single.get("train", {}).pop("parallel", None)
     alone: Any = LEARNERS[kind](row_spec(base, "unused.jsonl", kind, **single))
     alone.load(checkpoint)
-    gang.spec = two_ranks(base, kind, **parts)
-    gang.load(checkpoint)
+    multi_rank.spec = two_ranks(base, kind, **parts)
+    multi_rank.load(checkpoint)
     return alone
 
 
@@ -79,21 +79,21 @@ def weights_of(learner: Any, directory: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_two_ranks_learn_what_one_does(gang: MultiRankRowLearner, base: Path, tmp_path: Path, name: str) -> None:
+def test_two_ranks_learn_what_one_does(multi_rank: MultiRankRowLearner, base: Path, tmp_path: Path, name: str) -> None:
     kind, parts = JOBS[name]
-    alone = both(gang, base, kind, **parts)
+    alone = both(multi_rank, base, kind, **parts)
     start = {name: weights.clone() for name, weights in alone.named_weights()}
     batches, validation = [examples(kind, seed) for seed in range(2)], examples(kind, 9, 5)
     known = [example for batch in (*batches, validation) for example in batch]
     alone.prepare(known, tmp_path / "alone")
     references = [example.reference for example in known]
-    gang.prepare(known, tmp_path / "gang")
+    multi_rank.prepare(known, tmp_path / "multi_rank")
     for example, reference in zip(known, references, strict=True):
         assert example.reference == pytest.approx(reference, abs=1e-5)
     for batch in batches:
-        assert_alike(gang.step(batch), alone.step(batch))
-        assert_alike(gang.evaluate(validation), alone.evaluate(validation))
-    expected, found = (weights_of(learner, tmp_path / type(learner).__name__) for learner in (alone, gang))
+        assert_alike(multi_rank.step(batch), alone.step(batch))
+        assert_alike(multi_rank.evaluate(validation), alone.evaluate(validation))
+    expected, found = (weights_of(learner, tmp_path / type(learner).__name__) for learner in (alone, multi_rank))
     gap, way = (
         torch.cat([(other[name].double() - expected[name].double()).flatten() for name in expected]).norm()
         for other in (found, start)
@@ -104,62 +104,56 @@ def test_two_ranks_learn_what_one_does(gang: MultiRankRowLearner, base: Path, tm
 @pytest.mark.parametrize("parallel", ["data", "zero3"])
 @pytest.mark.parametrize("kind", ["sft", "dpo"])
 def test_a_rank_may_have_nothing_to_do(
-    gang: MultiRankRowLearner, base: Path, tmp_path: Path, kind: str, parallel: str
+    multi_rank: MultiRankRowLearner, base: Path, tmp_path: Path, kind: str, parallel: str
 ) -> None:
-    alone = both(gang, base, kind, train={"lr": 1e-3, "parallel": parallel})
+    alone = both(multi_rank, base, kind, train={"lr": 1e-3, "parallel": parallel})
     batch = examples(kind, 3, 1)
-    gang.prepare(batch, tmp_path)
-    assert_alike(gang.step(batch), alone.step(batch))
+    multi_rank.prepare(batch, tmp_path)
+    assert_alike(multi_rank.step(batch), alone.step(batch))
 
 
-def test_reference_is_read_by_all_ranks_or_computed_by_all(
-    gang: MultiRankRowLearner, base: Path, tmp_path: Path
-) -> None:
+def test_all_ranks_read_or_compute_the_reference(multi_rank: MultiRankRowLearner, base: Path, tmp_path: Path) -> None:
     """After a restart the weights are others; what was kept is not computed again."""
-    both(gang, base, "dpo", train={"lr": 1e-2})
+    both(multi_rank, base, "dpo", train={"lr": 1e-2})
     pairs = examples("dpo", 1)
-    gang.prepare(pairs, tmp_path)
+    multi_rank.prepare(pairs, tmp_path)
     first = [pair.reference for pair in pairs]
     for _ in range(2):
-        gang.step(pairs)
-    gang.save(tmp_path / "checkpoint")
-    both(gang, base, "dpo", tmp_path / "checkpoint", train={"lr": 1e-2})
-    gang.prepare(pairs, tmp_path)
+        multi_rank.step(pairs)
+    multi_rank.save(tmp_path / "checkpoint")
+    both(multi_rank, base, "dpo", tmp_path / "checkpoint", train={"lr": 1e-2})
+    multi_rank.prepare(pairs, tmp_path)
     assert [pair.reference for pair in pairs] == first
     (kept,) = tmp_path.glob("reference-*.npy")
     kept.unlink()
-    gang.prepare(pairs, tmp_path)  # by the model as it was at the start
+    multi_rank.prepare(pairs, tmp_path)  # by the model as it was at the start
     assert all(pair.reference == pytest.approx(was, abs=1e-5) for pair, was in zip(pairs, first, strict=True))
 
 
-def test_ranks_that_share_weights_give_up_an_evaluation_alike_and_still_save(
-    gang: MultiRankRowLearner, base: Path, tmp_path: Path
-) -> None:
-    alone = both(gang, base, "sft", train={"parallel": "zero3", **SMALL_PASSES})
+def test_ranks_stop_an_evaluation_together(multi_rank: MultiRankRowLearner, base: Path, tmp_path: Path) -> None:
+    alone = both(multi_rank, base, "sft", train={"parallel": "zero3", **SMALL_PASSES})
     batch = examples("sft", 1)
-    assert_alike(gang.step(batch), alone.step(batch))
-    gang.interrupt()
+    assert_alike(multi_rank.step(batch), alone.step(batch))
+    multi_rank.interrupt()
     with pytest.raises(Interrupted) as given_up:
-        gang.evaluate(examples("sft", 5))
+        multi_rank.evaluate(examples("sft", 5))
     assert given_up.value.alike
-    expected, found = (weights_of(learner, tmp_path / type(learner).__name__) for learner in (alone, gang))
+    expected, found = (weights_of(learner, tmp_path / type(learner).__name__) for learner in (alone, multi_rank))
     for name, weights in expected.items():
         torch.testing.assert_close(found[name], weights, rtol=1e-3, atol=1e-3)
 
 
-def test_a_step_that_is_not_finite_is_refused_by_all_ranks(
-    gang: MultiRankRowLearner, base: Path, tmp_path: Path
-) -> None:
-    alone = both(gang, base, "dpo", train={"lr": 1e-3})
+def test_all_ranks_refuse_a_non_finite_step(multi_rank: MultiRankRowLearner, base: Path, tmp_path: Path) -> None:
+    alone = both(multi_rank, base, "dpo", train={"lr": 1e-3})
     pairs = examples("dpo", 2)
-    gang.prepare(pairs, tmp_path)
+    multi_rank.prepare(pairs, tmp_path)
     good = [pair.reference for pair in pairs]
     pairs[-1].reference = (float("nan"), 0.0)
     with pytest.raises(NonFinite, match="step refused after 0 steps"):
-        gang.step(pairs)
+        multi_rank.step(pairs)
     for pair, reference in zip(pairs, good, strict=True):
         pair.reference = reference
-    assert_alike(gang.step(pairs), alone.step(pairs))
+    assert_alike(multi_rank.step(pairs), alone.step(pairs))
 
 
 def test_rows_travel_whole() -> None:
@@ -173,17 +167,15 @@ def test_rows_travel_whole() -> None:
 
 
 @pytest.mark.nightly
-def test_work_is_given_up_when_asked_and_the_next_job_has_other_ranks(
-    gang: MultiRankRowLearner, base: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    both(gang, base, "sft")
+def test_ranks_are_freed(multi_rank: MultiRankRowLearner, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    both(multi_rank, base, "sft")
     monkeypatch.setattr(
         rank_processes, "GRACE_S", float("inf")
     )  # the others have nothing to say, and nobody waits for it
-    gang.interrupt()
+    multi_rank.interrupt()
     with pytest.raises(Interrupted):
-        gang.evaluate(examples("sft", 5))
-    gang.close()
+        multi_rank.evaluate(examples("sft", 5))
+    multi_rank.close()
     following = MultiRankRowLearner(two_ranks(base, "sft"), "cpu")
     try:
         alone = both(following, base, "sft")

@@ -6,7 +6,7 @@ import asyncio
 import errno
 import resource
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,15 +27,14 @@ from opentinker.shared.runtime.leased_worker import LeasedWorker
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.state.staleness import Admission
-from opentinker.shared.state.store import Store
 from opentinker.shared.types import codec
 from opentinker.shared.types.core import JobState, Lease, Pool, WeightVersion
 from opentinker.shared.types.errors import JobFailed
 from opentinker.shared.types.manifest import Manifest, start_of
 from opentinker.shared.types.trajectories import Group
-from tests.conftest import WAIT_S, Server, soon, until
+from tests.conftest import WAIT_S, soon, until
 from tests.support.factories import make_group, make_spec
-from tests.support.scheduling import context, kinds, running
+from tests.support.scheduling import kinds, running
 
 JOB = "j-loop"
 
@@ -56,12 +55,6 @@ class Clumsy(SimulatedLearner):
         super().save(directory)
         if self.steps in self.full_at:
             raise OSError(errno.ENOSPC, "No space left on device")
-
-
-@pytest.fixture
-async def ctx(nats_server: Server, valkey_server: Server, store: Store, tmp_path: Path) -> AsyncIterator[Context]:
-    async with context(nats_server, valkey_server, "trainer-0", tmp_path) as ctx:
-        yield ctx
 
 
 async def prepare(
@@ -147,9 +140,7 @@ async def test_job_fails_when_its_last_checkpoint_cannot_be_written(ctx: Context
     assert [manifest.step for _, manifest in checkpoint.list_checkpoints(job.reporter.root)] == [2, 4]
 
 
-async def test_job_that_meets_its_target_fails_too_when_its_last_checkpoint_cannot_be_written(
-    ctx: Context, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_target_needs_a_last_checkpoint(ctx: Context, monkeypatch: pytest.MonkeyPatch) -> None:
     job = await prepare(ctx, target="reward/mean", full_at=(1,))
     monkeypatch.setattr(job.reporter, "target_met", lambda: job.step == 1)
     with pytest.raises(JobFailed, match=r"step 1 .*No space left"):
@@ -231,9 +222,7 @@ def test_half_a_line_is_taken_back(tmp_path: Path) -> None:
     assert steps_of(path) == [1, 2, 3]
 
 
-async def test_checkpoints_come_earlier_when_the_stream_would_hold_too_much(
-    ctx: Context, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_long_stream_brings_checkpoints_forward(ctx: Context, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rl_loop, "UNSAVED_BYTES", 1)
     job = await prepare(ctx)
     await train(job)
@@ -270,20 +259,14 @@ async def test_starved_trainer_removes_all_that_it_trained_on(ctx: Context, monk
         version, seqs = await Admission(ctx.store.redis, JOB).issue(3)
         for seq in seqs:
             await deliver(job, seq, version)
-
-        async def one_is_left() -> bool:
-            return job.step == 1 and await stored(ctx) == 1
-
-        await until(one_is_left)
+        await until(lambda: stored(ctx), lambda found: job.step == 1 and found == 1)
     *_, saved = [
         manifest for _, manifest in checkpoint.list_checkpoints(job.reporter.root)
     ]  # it may have been starved before too
     assert (saved.step, saved.consumed) == (1, [])
 
 
-async def test_checkpoint_that_failed_is_tried_again_by_a_starved_trainer(
-    ctx: Context, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_starved_trainer_retries_its_checkpoint(ctx: Context, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rl_loop, "STARVED_S", 0.05)
     monkeypatch.setattr(rl_loop, "STARVED_BYTES", 0)
     job = await prepare(ctx, full_at=(0,))
@@ -293,18 +276,12 @@ async def test_checkpoint_that_failed_is_tried_again_by_a_starved_trainer(
         await until(lambda: job.stepped_at > 0)
         version, (seq,) = await Admission(ctx.store.redis, JOB).issue(1)
         await deliver(job, seq, version)
-
-        async def failed_twice() -> bool:
-            return (await kinds(ctx.store, JOB)).count("checkpoint_failed") >= 2
-
-        await until(failed_twice)
+        await until(lambda: kinds(ctx.store, JOB), lambda found: found.count("checkpoint_failed") >= 2)
         learner.full_at = ()
         await until(lambda: checkpoint.list_checkpoints(job.reporter.root))
 
 
-async def test_job_that_is_cancelled_when_a_step_is_computed_keeps_that_step(
-    ctx: Context, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_cancel_keeps_a_computed_step(ctx: Context, monkeypatch: pytest.MonkeyPatch) -> None:
     job = await prepare(ctx)
     await cancel_in_third_step(job, monkeypatch)
     found = checkpoint.find_newest(job.reporter.root)
@@ -313,9 +290,7 @@ async def test_job_that_is_cancelled_when_a_step_is_computed_keeps_that_step(
     assert (await ctx.store.job(JOB)).state != JobState.SUCCEEDED
 
 
-async def test_points_that_died_with_the_server_and_the_trainer_are_sent_by_the_next_one(
-    ctx: Context, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_lost_points_are_sent_by_the_next_trainer(ctx: Context, monkeypatch: pytest.MonkeyPatch) -> None:
     job = await prepare(ctx, staleness=0)
     await cancel_in_third_step(job, monkeypatch)
     assert METRICS.name is not None
@@ -329,9 +304,7 @@ async def test_points_that_died_with_the_server_and_the_trainer_are_sent_by_the_
     assert all(point.values.items() <= line.items() for point, line in zip(points, lines, strict=True))
 
 
-async def test_job_that_is_cancelled_gives_up_a_long_step_and_keeps_what_came_before(
-    ctx: Context, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_cancel_gives_up_a_long_step(ctx: Context, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the groups of that step are trained by whoever goes on."""
     job = await prepare(ctx, staleness=0)
     learner = job.learner
@@ -396,18 +369,14 @@ async def cancel_in_third_step(
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
-async def test_job_goes_on_after_a_step_that_it_was_stopped_in(
-    ctx: Context, monkeypatch: pytest.MonkeyPatch, staleness: int
-) -> None:
+async def test_job_resumes_a_stopped_step(ctx: Context, monkeypatch: pytest.MonkeyPatch, staleness: int) -> None:
     """The step counts, in the ledger and in the record: no group is waited for that was trained already."""
     job = await prepare(ctx, staleness=staleness)
     await cancel_in_third_step(job, monkeypatch)
     await goes_on(ctx, job)
 
 
-async def test_weights_in_doubt_are_not_saved_when_the_job_is_cancelled(
-    ctx: Context, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_weights_in_doubt_are_not_saved_on_cancel(ctx: Context, monkeypatch: pytest.MonkeyPatch) -> None:
     job = await prepare(ctx)
     await cancel_in_third_step(job, monkeypatch, error=RuntimeError("out of memory"))
     found = checkpoint.find_newest(job.reporter.root)
@@ -524,30 +493,26 @@ async def test_a_job_whose_checkpoints_are_all_damaged_does_not_begin_anew(ctx: 
         await train(after(job))
 
 
+NO_ROOM = r"step 1: it does not fit into memory: .*tokens_per_micro_batch"
+
+
 @pytest.mark.parametrize(
-    "error", [MemoryError("no room"), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 4 bytes.")]
+    ("error", "raised", "match"),
+    [
+        (MemoryError("no room"), JobFailed, NO_ROOM),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 4 bytes."), JobFailed, NO_ROOM),
+        (RuntimeError("a kernel is missing"), RuntimeError, "kernel"),
+    ],
 )
-async def test_a_step_that_does_not_fit_into_memory_fails_the_job_and_says_what_to_lower(
-    ctx: Context, monkeypatch: pytest.MonkeyPatch, error: Exception
+async def test_out_of_memory_fails_the_job_and_other_errors_crash_the_trainer(
+    ctx: Context, monkeypatch: pytest.MonkeyPatch, error: Exception, raised: type[Exception], match: str
 ) -> None:
     def refuse(*_: object) -> dict[str, float]:
         raise error
 
     job = await prepare(ctx)
     monkeypatch.setattr(job.learner, "step", refuse)
-    with pytest.raises(JobFailed, match=r"step 1: it does not fit into memory: .*tokens_per_micro_batch"):
-        await train(job)
-
-
-async def test_what_else_goes_wrong_in_a_step_is_no_fault_of_the_job(
-    ctx: Context, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> dict[str, float]:
-        raise RuntimeError("a kernel is missing")
-
-    job = await prepare(ctx)
-    monkeypatch.setattr(job.learner, "step", refuse)
-    with pytest.raises(RuntimeError, match="kernel"):
+    with pytest.raises(raised, match=match):
         await train(job)
 
 
@@ -567,9 +532,7 @@ async def test_group_that_cannot_be_decoded_is_discarded_and_replaced(ctx: Conte
     assert (failure["event"], failure["group"], failure["reason"]) == ("group_rejected", 3, "invalid")
 
 
-async def test_a_learner_is_closed_however_often_its_job_is_cancelled_while_no_thread_is_free(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_learner_is_closed_despite_repeated_cancels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or the other ranks would outlive the job."""
     closed, running, free = threading.Event(), asyncio.Event(), threading.Event()
 

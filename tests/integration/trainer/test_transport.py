@@ -293,9 +293,7 @@ def test_a_lost_receiver_is_noticed_by_the_trainer_and_by_survivors(
     assert isinstance(survivor.exception(WAIT_S), TransportError)
 
 
-def test_a_transfer_that_is_given_up_ends_for_everyone_and_lets_go_of_the_memory(
-    pool: ThreadPoolExecutor, trio: tuple[list[WeightGroup], subprocess.Popen[str]]
-) -> None:
+def test_aborted_transfers_end(pool: ThreadPoolExecutor, trio: tuple[list[WeightGroup], subprocess.Popen[str]]) -> None:
     groups, victim = trio
     os.kill(victim.pid, signal.SIGSTOP)
     staged = [torch.zeros(SIZE, dtype=torch.uint8) for _ in range(2)]
@@ -326,7 +324,7 @@ def test_an_address_that_is_not_of_this_machine_is_listened_for_on_all() -> None
     """Behind an address translation: others, and the store itself, come back to this machine by it."""
     with structlog.testing.capture_logs() as said, transport._listen("192.0.2.1") as listener:
         socket.create_connection(("127.0.0.2", listener.getsockname()[1]), WAIT_S).close()
-    assert [line["event"] for line in said] == ["listens_on_all_addresses"]
+    assert [line["event"] for line in said] == ["listening_on_all_addresses"]
 
 
 @pytest.mark.parametrize(
@@ -336,9 +334,7 @@ def test_an_address_that_is_not_of_this_machine_is_listened_for_on_all() -> None
         (["127.0.0.2", "127.0.0.3"], ["127.0.0.2", "127.0.0.3"]),  # a container in two networks
     ],
 )
-def test_a_name_that_others_may_resolve_otherwise_is_listened_for_on_all(
-    monkeypatch: pytest.MonkeyPatch, known_as: list[str], reached: list[str]
-) -> None:
+def test_ambiguous_names_bind_to_all(monkeypatch: pytest.MonkeyPatch, known_as: list[str], reached: list[str]) -> None:
     def getaddrinfo(host: str, port: int, type: int) -> list[object]:
         assert (host, port, type) == ("here", 0, socket.SOCK_STREAM)
         return [(socket.AF_INET, type, 6, "", (address, 0)) for address in known_as]

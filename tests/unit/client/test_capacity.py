@@ -16,9 +16,10 @@ from typer.testing import CliRunner
 
 from opentinker.cli import app
 from opentinker.cli.planning.estimates import parameters_of
-from opentinker.cli.planning.plan import measured_of
+from opentinker.cli.planning.plan import joint_batch, measured_of, work_of
 from opentinker.cli.planning.simulation import Pools, Work, enough_env_workers, predict
 from opentinker.envs.registry import _found, find
+from opentinker.shared.spec import parse_spec
 from opentinker.shared.types.errors import OpenTinkerError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -130,6 +131,39 @@ def test_a_job_that_has_run_gives_durations_and_lengths() -> None:
         measured_of(steps, "j")
 
 
+def test_a_job_with_several_policies_gives_the_turns_of_all_and_the_time_of_the_slowest() -> None:
+    speaker = [point("trainer~speaker", speaker__train_seconds=2.0, speaker__turns__mean=1.0) for _ in range(3)]
+    listener = [point("trainer~listener", listener__train_seconds=1.5, listener__turns__mean=2.0) for _ in range(6)]
+    worker = point("rollout-0", rollout__turns=30, rollout__tokens=60, rollout__generate_s=3.0, rollout__env_s=6.0)
+    found = measured_of([*speaker, *listener, worker], "j")
+    assert found["turns"] == 3.0 and found["tokens"] == 2.0
+    assert found["train_s"] == 3.0, "it makes two steps where the other makes one"
+    with pytest.raises(OpenTinkerError, match="done too little"):
+        measured_of([*speaker[:2], *listener, worker], "j")
+
+
+def test_policies_are_planned_with_their_own_models_and_batches(small: Path) -> None:
+    spec: dict[str, Any] = {
+        "name": "game",
+        "model": {"base": "a/b-1B"},
+        "environment": {"name": "signalling"},
+        "algorithm": {"group_size": 2, "groups_per_batch": 4, "max_staleness": 1},
+        "train": {"steps": 24},
+        "policies": {"speaker": {}, "listener": {"model": {"base": "a/b-3B", "lora": {"rank": 8}}}},
+        "seats": {"speaker": "speaker", "listener": "listener"},
+    }
+    work, reasons = work_of(parse_spec(spec), {"env_s": 0.0, "turns": 2.0, "tokens": 10.0}, 0.5)
+    assert (work.groups_per_batch, work.max_staleness) == (4, 1)
+    assert work.token_s == pytest.approx(0.01 + 2e9 * 4 / 1e10), "the mean of both models, in float32"
+    tokens = 2 * 4 * 2 * 10 * 2  # each trains on half of them: one all weights, one an adapter
+    assert work.train_s == pytest.approx((6 * 1e9 + 4 * 3e9) / 2 * tokens / 1e11)
+    assert "1e+03 M parameters (its name) and 3e+03 M parameters (its name)" in " ".join(reasons)
+    spec["policies"]["listener"] = {
+        **{"algorithm": {"groups_per_batch": 2, "max_staleness": 1}, "train": {"steps": 48}},
+    }
+    assert joint_batch(parse_spec(spec)) == (2, 4, 0), "the smaller batch lets 4 groups begin, not 8"
+
+
 def plan(*arguments: str) -> Any:
     return CliRunner().invoke(app, ["plan", str(ROOT / "examples" / "copy_digits.toml"), *arguments])
 
@@ -171,9 +205,7 @@ def test_plan_knows_what_a_session_costs_an_env_worker(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_plan_finds_the_environment_of_this_directory_or_says_that_it_does_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plan_finds_the_environment_of_this_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [part for part in sys.path if part])
     monkeypatch.delitem(_found, "verifiers", raising=False)

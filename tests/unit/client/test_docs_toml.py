@@ -34,10 +34,7 @@ BLOCKS = [
     for page in [*PAGES, ROOT / "CONTRIBUTING.md"]
     for number, text in enumerate(blocks(page, "toml"))
 ]
-LEAST: dict[str, dict[str, Any]] = {
-    "rl": {"environment": {"name": "bandit"}, "train": {"steps": 1}},
-    "inference": {},
-}
+LEAST: dict[str, dict[str, Any]] = {"rl": {"environment": {"name": "bandit"}, "train": {"steps": 1}}, "inference": {}}
 FILES = {
     "rows.jsonl": '{"prompt": "2+2?", "reward_spec": {"ground_truth": "4"}}\n',
     "problems.jsonl": '{"problem": "2+2?", "answer": "4"}\n' * 20,

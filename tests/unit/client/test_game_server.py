@@ -59,9 +59,7 @@ async def site(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Site]:
         yield Site(http, clock)
 
 
-async def test_a_full_server_resets_what_it_has_and_forgets_what_nobody_plays(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_full_server_forgets_idle_games(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base_game_server, "MOST_GAMES", 2)
     assert (await site.post("/reset", "a", secret=1))[0] == 200
     assert (await site.post("/reset", "b", secret=9))[0] == 200
@@ -115,9 +113,7 @@ class Alone(Told):
         return super().reset(secret, **kwargs)
 
 
-async def test_resets_of_one_game_at_once_are_one_game_and_count_towards_the_limit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_concurrent_resets_of_a_game_count_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base_game_server, "MOST_GAMES", 1)
     for shared in (Alone.made, Alone.at_once):
         shared.clear()

@@ -15,18 +15,12 @@ from tests.support.api import SPEC, Http
 from tests.support.scheduling import Workers
 
 
-async def test_the_cluster_at_a_glance(
-    http: Http, ctx: Context, store: Store, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_cluster_status(http: Http, ctx: Context, store: Store, capsys: pytest.CaptureFixture[str]) -> None:
     workers = Workers(store)
     await workers.start("trainer-0", "env-0")
     status_code, job = await http.submit(SPEC)
     assert status_code == 201
-
-    async def waits() -> bool:
-        return bool((await store.job(job["id"])).waiting_for)
-
-    await until(waits)
+    await until(lambda: store.job(job["id"]), lambda found: found.waiting_for)
     found = await asyncio.to_thread(status.cluster, http.url)
     assert found["error"] == "" and found["jobs"] == {"queued": 1}
     assert found["workers"] == {"env": {"running": 1, "leased": 0}, "trainer": {"running": 1, "leased": 0}}

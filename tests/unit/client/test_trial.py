@@ -148,6 +148,40 @@ def test_play_lets_a_person_be_the_model() -> None:
     assert left.exit_code == 0 and "given up after 0 turns" in left.output
 
 
+async def test_rewards_of_seats_that_cancel_out_can_be_learned() -> None:
+    found = await look_at("matching_pennies", {}, episodes=16, seed=0, turns=4)
+    assert found.errors == [] and found.learnable and not any("always got" in line for line in found.advice)
+
+
+def test_a_person_plays_every_seat_of_a_round() -> None:
+    played = CliRunner().invoke(app, ["env", "play", "matching_pennies"], input="h\nt\n")
+    assert played.exit_code == 0, played.output
+    order = ["(even, odd act at the same time)", "coins are the same", "even>", "coins are different", "odd>",
+             "-> even gets -1, odd gets 1", "done after 1 turn; reward even: -1, odd: 1"]  # fmt: skip
+    places = [played.output.find(part) for part in order]
+    assert -1 not in places and places == sorted(places), played.output
+    left = CliRunner().invoke(app, ["env", "play", "matching_pennies"], input="h\n")
+    assert left.exit_code == 0 and "given up after 0 turns" in left.output
+    alone = CliRunner().invoke(app, ["env", "play", "matching_pennies", "--bot", "odd=heads"], input="h\n")
+    assert alone.exit_code == 0 and "done after 1 turn; reward even: 1" in alone.output
+
+
+async def test_rounds_are_checked_like_turns() -> None:
+    found = await look_at("tests.samples.round_samples:Vote", {}, episodes=4, seed=0, turns=4)
+    assert found.errors == [] and found.facts["turns"] == "2.0 per episode"
+    wrong = await look_at("tests.samples.round_samples:Wrong", {"how": "next"}, episodes=2, seed=0, turns=4)
+    assert len(wrong.errors) == 2 and "step_all() number 1 of row 0" in wrong.errors[0]
+
+
+def test_a_person_plays_against_a_bot() -> None:
+    played = CliRunner().invoke(app, ["env", "play", "tictactoe", "--bot", "second=perfect"], input="5\n5\n")
+    assert played.exit_code == 0, played.output
+    assert "second>" not in played.output and "done after 2 turns; reward first: -1" in played.output
+    for bot, said in (("second=stockfish", "has no bot 'stockfish'; its bots are: perfect"), ("second", "SEAT=BOT")):
+        wrong = CliRunner().invoke(app, ["env", "play", "tictactoe", "--bot", bot])
+        assert wrong.exit_code != 0 and said in wrong.output + str(wrong.exception)
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [(["nowhere:Game"], "cannot be imported"), (["copy_digits", "--set", "digits"], "is not of the form NAME=VALUE")],

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from opentinker.cli.run import figures
 from opentinker.cli.views.charts import Curves, bins, chart, short
-from opentinker.cli.views.watch import LiveView, PlainView, Update, clock, duration, event_line, facts
+from opentinker.cli.views.watch import LiveView, PlainView, Update, clock, duration, event_line, facts, step_line
 
 
 def trained(step: int, *, reward: float = 0.5, time: float | None = None, **values: float) -> dict[str, Any]:
@@ -215,3 +215,22 @@ def test_evaluations_are_shown_beside_the_steps() -> None:
 def test_an_event_is_one_line() -> None:
     line = event_line({"id": "1-0", "event": "failed", "time": 0.0, "reason": "no such model", "epoch": ""})
     assert line.endswith(" failed reason=no such model")
+    raised = event_line({"event": "failed", "time": 0.0, "reason": "two\nlines \x1b[31min red"})
+    assert raised.endswith(" failed reason=two lines [31min red")
+
+
+def test_policies_have_curves_of_their_own_and_share_a_line() -> None:
+    curves = Curves()
+    points = [
+        {"source": f"trainer~{name}", "step": step, "time": 10.0 * step, "values": {f"{name}/reward/mean": reward}}
+        for step, rewards in ((1, (0.1, 0.2)), (2, (0.3, 0.4)))
+        for name, reward in zip(("speaker", "listener"), rewards, strict=True)
+    ]
+    assert curves.add(points) == [1, 2]
+    assert {name: own.series("reward/mean") for name, own in curves.policies.items()} == {
+        "speaker": [0.1, 0.3],
+        "listener": [0.2, 0.4],
+    }
+    line = step_line(update(curves, [1, 2]), range(1, 3), 2)
+    assert line == "step 2/400 speaker reward 0.20 listener reward 0.30"
+    assert curves.last_step == 2 and curves.steps[2] == {"speaker/reward/mean": 0.3, "listener/reward/mean": 0.4}

@@ -37,9 +37,7 @@ async def test_a_request_that_goes_on_from_an_earlier_one_stays_in_its_stream() 
     "rewritten",
     [chat("A", "one", "b"), chat("a", "One", "b"), chat("a"), chat("a", "one"), chat("a", "one", "b", tools=[])],
 )
-async def test_a_request_that_rewrites_its_history_begins_a_new_stream_with_all_of_it(
-    rewritten: dict[str, Any],
-) -> None:
+async def test_a_request_with_a_rewritten_history_begins_a_new_stream(rewritten: dict[str, Any]) -> None:
     tool: Any = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
     async def talk(model: AsyncOpenAI) -> None:

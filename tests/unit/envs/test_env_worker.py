@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from opentinker.envs.base import user
 from opentinker.envs.registry import find
 from opentinker.envs.runtime.child_pool import ChildPool
-from opentinker.envs.runtime.child_process import Child
-from opentinker.envs.runtime.child_protocol import Answer, frame
+from opentinker.envs.runtime.child_process import EnvironmentChild
+from opentinker.envs.runtime.child_protocol import ChildAnswer, frame
 from opentinker.envs.runtime.resolver import Resolver
 from opentinker.envs.runtime.sessions import Sessions
 from opentinker.services.env_worker.service import check_environment
@@ -181,7 +181,7 @@ async def test_full_worker_says_busy_and_takes_sessions_again_later(sessions: Se
 
 
 async def in_line(sessions: Sessions, count: int) -> None:
-    await until(lambda: len(sessions._line) == count)
+    await until(lambda: len(sessions._queue) == count)
 
 
 async def test_who_stands_in_line_gets_places_in_turn(sessions: Sessions) -> None:
@@ -264,9 +264,7 @@ async def test_drain_gives_up_on_what_does_not_finish(sessions: Sessions) -> Non
     assert called()[-1] == "close"
 
 
-async def test_answers_of_ended_sessions_are_forgotten_in_the_end(
-    sessions: Sessions, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_answers_of_ended_sessions_expire(sessions: Sessions, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("opentinker.envs.runtime.sessions.REMEMBERED", 10)
     for number in range(50):
         await sessions.open(opening(session=str(number), turns=1))
@@ -372,9 +370,7 @@ async def test_wrong_environment_or_config_is_explained(
     assert sessions.active == 0
 
 
-async def test_slow_open_is_answered_in_time_and_its_observation_is_had_by_asking(
-    sessions: Sessions, tmp_path: Path
-) -> None:
+async def test_slow_open_is_answered_in_time_and_polled(sessions: Sessions, tmp_path: Path) -> None:
     files: dict[str, Any] = {name: str(tmp_path / name) for name in ("opens", "gate")}
     request = msgspec.structs.replace(
         opening(environment="tests.samples.env_samples:Slow", **files), answer_within_s=0.01
@@ -440,9 +436,7 @@ while not Path({str(gate)!r}).exists():
     assert [error["field"] for error in (await checked).errors] == ["environment.config.x"]
 
 
-async def test_an_import_that_never_ends_times_out_and_blocks_nobody(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_endless_import_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sessions = Sessions("w", limit=8, resolver=Resolver(modules=True), import_timeout_s=0.3)
     code = "import threading\nEND = threading.Event()\nEND.wait(30)\n"
     write_module(tmp_path, "endless_module", code)
@@ -521,9 +515,7 @@ async def test_import_does_not_count_as_time_of_the_episode(
     assert hung.failure == Ending.ENV_TIMEOUT and "the episode's 0.3 s were over (last request: open)" in hung.error
 
 
-async def test_import_that_hangs_in_a_child_is_given_up_at_its_own_deadline_with_the_child(
-    host: ChildPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_hung_child_import_ends(host: ChildPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     sessions = Sessions("w", limit=8, resolver=Resolver(modules=True), host=host, import_timeout_s=2.0)
     gate = Gate(tmp_path, blocking=True, waits=f"os.getpid() != {os.getpid()}")
@@ -536,9 +528,7 @@ async def test_import_that_hangs_in_a_child_is_given_up_at_its_own_deadline_with
     await sessions.drain(0.01)
 
 
-async def test_import_in_a_child_that_nobody_waits_for_is_given_up(
-    sessions: Sessions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_abandoned_import_ends(sessions: Sessions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     gate = Gate(tmp_path, blocking=True, waits=f"os.getpid() != {os.getpid()}")
     opened = asyncio.create_task(sessions.open(opening(environment=gate.environment)))
@@ -751,7 +741,7 @@ def test_what_costs_nothing_or_recycles_no_process_is_refused() -> None:
         find("tests.samples.env_samples:NoProcess", modules=True)
 
 
-def answering(*answers: Answer) -> Child:
+def answering(*answers: ChildAnswer) -> EnvironmentChild:
     """A child that gives these answers once it has been called, whatever that was."""
 
     class Process:
@@ -779,13 +769,13 @@ def answering(*answers: Answer) -> Child:
     async def start(descriptor: int) -> Process:
         return Process(descriptor)
 
-    return Child(start, "x of j", checked=True)
+    return EnvironmentChild(start, "x of j", checked=True)
 
 
 @pytest.mark.parametrize("more", [range(2, 20), [1]])
 async def test_answers_to_calls_that_were_not_made_end_the_child(more: Sequence[int]) -> None:
     good = SessionReply(worker="", messages=[user("x")])
-    child = answering(Answer(1, good), *(Answer(serial, good) for serial in more))
+    child = answering(ChildAnswer(1, good), *(ChildAnswer(serial, good) for serial in more))
     assert (await soon(child.call("open", CloseSession(session="s")))).reply == good
     await soon(child.ended())
     assert "was not made or is answered" in child.gone

@@ -130,8 +130,7 @@ async def test_the_prompt_shows_the_state_that_is_played_also_where_numpy_draws_
 
 
 @pytest.mark.parametrize(
-    ("config", "problem"),
-    [({"bigest": 3}, "HigherLower takes no bigest; it takes: largest, tries")],
+    ("config", "problem"), [({"bigest": 3}, "HigherLower takes no bigest; it takes: largest, tries")]
 )
 def test_arguments_that_the_game_does_not_take_are_named(config: dict[str, Any], problem: str) -> None:
     with pytest.raises(SpecError) as refused:
@@ -150,7 +149,7 @@ def test_arguments_that_the_game_needs_are_named() -> None:
 
 async def test_what_a_game_tells_beside_its_reward_fails_no_episode() -> None:
     info = {"ratio": float("nan"), "best": np.float32("inf"), "huge": 10**400, "tries": 2, "won": np.bool_(True)}
-    with pytest.warns(UserWarning, match="no finite number") as warned:
+    with pytest.warns(UserWarning, match="not a finite number") as warned:
         assert numbers_of(info) == {"tries": 2.0, "won": 1.0}
     assert [str(w.message).split(" is ")[0] for w in warned] == ["info['ratio']", "info['best']", "info['huge']"]
 

@@ -71,6 +71,25 @@ async def test_expert_against_itself_shares_one_outcome() -> None:
     assert all(game.metrics["black_won"] == float(game.rewards[BLACK] == 1.0) for game in games)
 
 
+async def test_outcomes_sum_to_zero_in_random_games_of_four_in_a_row_on_five_by_five() -> None:
+    draw, endings = random.Random(1), set()
+    for game in range(150):
+        environment = make("gomoku", {"opponent": "self", "size": 5, "win": 4, "retries": 1})
+        opening, totals = await environment.open(game, 0), {BLACK: 0.0, WHITE: 0.0}
+        assert isinstance(opening, Opening)
+        seat, step = opening.seat, Step()
+        while not step.done:
+            text = environment.board.name(draw.choice(environment.board.free()))  # type: ignore[attr-defined]
+            (step,) = await say(environment, "pass" if draw.random() < 0.1 else text)  # type: ignore[arg-type]
+            totals[seat] += step.components["outcome"]
+            for other_seat, parts in step.rewards.items():
+                totals[other_seat] += parts["outcome"]
+            seat = step.seat
+        assert totals[BLACK] + totals[WHITE] == 0.0
+        endings.add((totals[BLACK], step.metrics["forfeit"]))
+    assert {(1.0, 0.0), (-1.0, 0.0), (0.0, 1.0)} <= endings
+
+
 def test_the_bot_wins_blocks_and_follows_its_random_generator() -> None:
     for mine, theirs, expected in (("a1 b1", "a3 b3", "c1"), ("a1 e5", "a3 b3", "c3")):
         board = Board(5, 3)

@@ -6,6 +6,8 @@ import random
 
 import pytest
 
+from opentinker.envs.registry import make
+from opentinker.shared.types.errors import SpecError
 from tests.support.playing import sit, transcript
 
 
@@ -79,3 +81,60 @@ async def test_episodes_in_one_process_do_not_disturb_each_other() -> None:
 async def test_a_wrong_number_of_players_is_the_games_own_error() -> None:
     with pytest.raises(AssertionError, match="number of players has to be 2"):
         await sit("textarena", id="TicTacToe-v0", players=3)
+
+
+RPS = {"id": "IteratedRockPaperScissors-v0", "players": 2, "simultaneous": True, "kwargs": {"num_rounds": 3}}
+
+
+async def test_players_of_a_simultaneous_game_act_in_rounds() -> None:
+    table = await sit("textarena", **RPS)
+    assert list(table.prompts) == ["0", "1"] and "You are Player 1" in table.said_to("1")
+    await table.say_all("[rock]", "[paper]")
+    assert list(table.prompts) == ["0", "1"]
+    assert table.said_to("0") == table.said_to("1") == "[GAME] Round result: Player 1 wins!"
+    await table.say_all("[rock]", "[scissors]")
+    step = await table.say_all("[rock]", "[scissors]")
+    assert step.done and table.totals == {"0": 1.0, "1": -1.0}
+
+
+async def test_rounds_and_turns_of_a_simultaneous_game_come_to_the_same() -> None:
+    texts = [("[rock]", "[paper]"), ("[scissors]", "[paper]"), ("[paper]", "[scissors]")]
+    together = await sit("textarena", **RPS)
+    in_turn = await sit("textarena", **{**RPS, "simultaneous": False})
+    for pair in texts:
+        one, other = await together.say_all(*pair), await in_turn.say(*pair)
+    assert one.done and other.done and one.metrics == other.metrics
+    assert together.totals == in_turn.totals == {"0": -1.0, "1": 1.0}
+
+
+@pytest.mark.parametrize("wrong", [0, 1])
+async def test_a_player_whose_action_is_not_accepted_is_asked_again_alone(wrong: int) -> None:
+    table = await sit("textarena", **RPS)
+    texts = ["[rock]", "[rock]"]
+    texts[wrong] = "lizard"
+    await table.say_all(*texts)
+    assert list(table.prompts) == [str(wrong)] and "Move not recognized" in table.said_to(str(wrong))
+    await table.say_all("[rock]")
+    assert list(table.prompts) == ["0", "1"] and "Draw" in table.said_to("0")
+    await table.say_all(*texts)
+    step = await table.say_all("lizard")
+    assert step.done and table.totals[str(wrong)] == -1.0 == -table.totals[str(1 - wrong)]
+
+
+async def test_an_eliminated_player_gets_no_more_rounds() -> None:
+    table = await sit("textarena", id="PublicGoodsGame-v0", players=3, simultaneous=True,
+                      kwargs={"num_rounds": 2, "communication_turns": 1})  # fmt: skip
+    await table.say_all("{hello}", "{hi}", "{ho}")
+    assert list(table.prompts) == ["0", "1", "2"] and "Player 0: hello" in table.said_to("2")
+    await table.say_all("nothing", "[5]", "[5]")
+    for _ in range(2):
+        assert list(table.prompts) == ["0"]
+        await table.say_all("nothing")
+    assert "eliminated" in table.said_to("0"), "this game asks once more all the same"
+    await table.say_all("[0]")
+    assert list(table.prompts) == ["1", "2"]
+
+
+def test_one_player_cannot_act_at_the_same_time_as_others() -> None:
+    with pytest.raises(SpecError, match="needs players >= 2"):
+        make("textarena", {"id": "Wordle-v0", "simultaneous": True})

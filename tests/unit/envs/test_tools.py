@@ -18,13 +18,12 @@ from opentinker.envs.tools import (
     OfferedTool,
     ToolError,
     ToolTurns,
-    WithTools,
     describe,
     run_tool,
     tool,
     tool_of,
-    with_tools,
 )
+from opentinker.envs.with_tools import WithTools, with_tools
 from opentinker.shared.types.core import Ending, Message, StopReason, Tool, ToolCall
 from opentinker.shared.types.env_protocol import StepSession
 from opentinker.shared.types.errors import SpecError

@@ -19,8 +19,10 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
 from opentinker.services.rollout_worker.engines.base import Completion, EngineError, Progress, Sampling, Shown
-from opentinker.services.rollout_worker.episode import Episode, EpisodeFailed, merge, turn_seed
+from opentinker.services.rollout_worker.episode import Episode, EpisodeFailed, turn_seed
+from opentinker.services.rollout_worker.policies import SeatMap
 from opentinker.services.rollout_worker.renderer import Renderer
+from opentinker.services.rollout_worker.stream import merge
 from opentinker.shared.types.core import Ending, Image, Message, StopReason, Text, Tool, ToolCall, WeightVersion
 from opentinker.shared.types.env_protocol import SessionReply, StepSession
 from opentinker.shared.types.errors import JobFailed
@@ -114,7 +116,11 @@ def renderer(mode: str = "model") -> Renderer:
 
 def episode(engine: Script, env: Env, mode: str = "model", **spec: Any) -> Episode:
     job = make_spec(**({"rollout__max_turns": 3, "rollout__max_tokens": 50} | spec))
-    return Episode(job, make_ticket(), 0, engine, renderer(mode), env)  # type: ignore[arg-type]
+    return Episode(job, make_ticket(), 0, SeatMap.single(job, engine, renderer(mode)), env)  # type: ignore[arg-type]
+
+
+def read_with(played: Episode, other: Renderer) -> None:
+    played.seats = SeatMap.single(played.spec, played.seats.first.engine, other)
 
 
 async def test_plain_text_goes_on_by_no_template_and_begins_as_the_tokenizer_begins() -> None:
@@ -238,9 +244,7 @@ async def test_output_cut_by_the_context_says_so() -> None:
         ([reply("x" * 2000)], [], Ending.PROMPT),
     ],
 )
-async def test_failures_are_data_with_a_reason_and_the_session_is_closed(
-    replies: list[SessionReply], answers: list[str], ending: Ending
-) -> None:
+async def test_failures_close_the_session(replies: list[SessionReply], answers: list[str], ending: Ending) -> None:
     env = Env(list(replies))
     opened = not replies[0].failure
     with pytest.raises(EpisodeFailed) as failure:
@@ -292,9 +296,7 @@ def test_tokenizer_without_template_is_refused_unless_the_spec_allows_it() -> No
     ("generation", "config", "ends"),
     [([2, 5], 3, {1, 2, 5}), (None, 3, {1, 3}), (None, [3, 4], {1, 3, 4}), (None, None, {1})],
 )
-def test_turn_ends_as_generation_config_says_else_as_config_and_with_the_tokenizer_s_own_eos(
-    tmp_path: Path, generation: list[int] | None, config: Any, ends: set[int]
-) -> None:
+def test_end_of_turn_tokens(tmp_path: Path, generation: list[int] | None, config: Any, ends: set[int]) -> None:
     tokenizer = Tokenizer(WordLevel({"a": 0, "</s>": 1}, unk_token="a"))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(tmp_path)
     (tmp_path / "config.json").write_bytes(orjson.dumps({"model_type": "qwen3", "eos_token_id": config}))
@@ -355,11 +357,7 @@ async def test_each_seat_has_its_own_tokens_and_its_own_reward() -> None:
 
 async def test_a_seat_that_has_not_acted_yet_gets_its_reward_with_its_first_turn() -> None:
     env = Env(
-        [
-            move("black", "go"),
-            move("white", "go", rewards={"white": {"gift": 0.25}}),
-            move("", done=True, reward=1.0),
-        ]
+        [move("black", "go"), move("white", "go", rewards={"white": {"gift": 0.25}}), move("", done=True, reward=1.0)]
     )
     black, white = await episode(Script([say("a$"), say("b$")]), env).run()
     assert (black.reward, white.reward) == (0.0, 1.25)
@@ -420,7 +418,7 @@ async def test_what_does_not_continue_the_stream_is_the_environment_s_fault(seco
     empty = Chars()
     empty.apply_chat_template = lambda chat, **_: "".join(m["content"] for m in chat)  # type: ignore[method-assign]
     played = episode(Script([say("a$")]), Env([reply("hi"), second]))
-    played.renderer = Renderer(empty, "model", frozenset({EOS}))
+    read_with(played, Renderer(empty, "model", frozenset({EOS})))
     with pytest.raises(EpisodeFailed) as failed:
         await played.run()
     assert failed.value.ending == Ending.ENV_BAD_REPLY
@@ -467,11 +465,11 @@ async def test_a_later_observation_that_the_template_refuses_costs_its_own_episo
 
     env = Env([reply("go"), reply("one", "two")])
     played = episode(Script([say("a$")]), env)
-    played.renderer = Renderer(Strict(), "model", frozenset({EOS}))
+    read_with(played, Renderer(Strict(), "model", frozenset({EOS})))
     with pytest.raises(EpisodeFailed, match="roles must alternate") as failed:
         await played.run()
     assert failed.value.ending == Ending.ENV_BAD_REPLY
     first = episode(Script([]), Env([reply("one", "two")]))
-    first.renderer = played.renderer
+    read_with(first, Renderer(Strict(), "model", frozenset({EOS})))
     with pytest.raises(JobFailed, match="roles must alternate"):
         await first.run()

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import PreTrainedTokenizerFast
 
 from opentinker.services.rollout_worker.renderer import Renderer
-from opentinker.services.rollout_worker.tool_calls import FORMATS, MOST_CALLS, Said, parse, recognise
+from opentinker.services.rollout_worker.tool_calls import FORMATS, MAX_CALLS, ParsedReply, parse, recognise
 from opentinker.shared.data.light_tokenizer import LightTokenizer
 from opentinker.shared.types import codec
 from opentinker.shared.types.core import Message, StopReason, Tool, ToolCall
@@ -38,7 +38,7 @@ WRITTEN = {
 }
 
 
-def said(form: str, text: str, stop: StopReason = StopReason.EOS) -> Said:
+def said(form: str, text: str, stop: StopReason = StopReason.EOS) -> ParsedReply:
     return parse(form, text, [ADD], stop=stop, turn=3)
 
 
@@ -59,7 +59,7 @@ def test_a_call_is_read_in_every_format_alone_and_within_text(form: str) -> None
 def test_several_calls_of_a_turn_have_ids_of_their_own(form: str) -> None:
     found = said(form, WRITTEN[form] + "\n" + WRITTEN[form])
     assert [call.id for call in found.calls] == ["t00003n00", "t00003n01"]
-    assert "at most 8" in said(form, WRITTEN[form] * (MOST_CALLS + 1)).problem
+    assert "at most 8" in said(form, WRITTEN[form] * (MAX_CALLS + 1)).problem
 
 
 @pytest.mark.parametrize(
@@ -284,7 +284,7 @@ def test_a_played_dialogue_has_the_tokens_of_the_template_s_own_rendering(form: 
     sampled = whole[len(prompt) : -len(after)]
     assert sampled[-1] == tokenizer.eos_token_id
     found = renderer.said(sampled, [ADD], stop=StopReason.EOS, turn=0)
-    assert found == Said(calls=[call])
+    assert found == ParsedReply(calls=[call])
 
 
 @pytest.mark.parametrize("form", sorted(TEMPLATES))

@@ -14,6 +14,7 @@ from opentinker.envs.runtime.sessions import Sessions
 from opentinker.envs.runtime.tools.tool_factory import ToolFactory
 from opentinker.services.rollout_worker.engines.base import Completion
 from opentinker.services.rollout_worker.episode import Episode
+from opentinker.services.rollout_worker.policies import SeatMap
 from opentinker.shared.config import Settings
 from opentinker.shared.types.core import Ending, StopReason
 from opentinker.shared.types.env_protocol import CloseSession, OpenSession, SessionReply, StepSession
@@ -42,7 +43,7 @@ class Near:
 @pytest.fixture
 async def near() -> AsyncIterator[Near]:
     shop = ToolFactory(Settings())
-    sessions = Sessions("w", limit=8, resolver=Resolver(modules=False), shop=shop)
+    sessions = Sessions("w", limit=8, resolver=Resolver(modules=False), tool_factory=shop)
     yield Near(sessions)
     await sessions.drain(0.01)
     await shop.close()
@@ -59,7 +60,7 @@ async def play(near: Near, answers: list[str], **spec: Any) -> tuple[Trajectory,
 
     engine: Any = Script([spoken(text) for text in answers], context_length=100_000)
     job = make_spec(rollout__max_tokens=10_000, rollout__max_turns=8, **spec)
-    (trajectory,) = await Episode(job, make_ticket(), 0, engine, renderer, near).run()
+    (trajectory,) = await Episode(job, make_ticket(), 0, SeatMap.single(job, engine, renderer), near).run()
     trajectory.check()
     starts = [turn.start for turn in trajectory.turns]
     assert [asked for asked, _ in engine.asked] == [list(trajectory.ids[:start]) for start in starts]

@@ -15,18 +15,18 @@ from opentinker.services.scheduler.placement.planner import plan
 from opentinker.services.scheduler.placement.quotas import Used
 from opentinker.services.scheduler.placement.types import (
     AddWorker,
+    ClusterView,
     Gpus,
     Held,
-    Job,
     Need,
-    Plan,
+    PlacementPlan,
+    PlannedJob,
     Preempt,
     Reclaim,
     Requeue,
     Rules,
     Sleep,
     Start,
-    View,
 )
 from opentinker.shared.config import TenantLimits
 from opentinker.shared.types.core import Pool
@@ -40,18 +40,20 @@ EVENTS = int(os.environ.get("OPENTINKER_PLACEMENT_EVENTS", "1000"))
 BLOCK = 50
 
 
-def job(id: str, **changes: Any) -> Job:
+def job(id: str, **changes: Any) -> PlannedJob:
     fields: dict[str, Any] = {"tenant": "t", "priority": 0, "created": NOW - 10, "since": NOW - 10, "most": 1}
-    return Job(id=id, **{**fields, "needs": {TRAINER: 1, ROLLOUT: 1}, **changes})
+    return PlannedJob(id=id, **{**fields, "needs": {TRAINER: 1, ROLLOUT: 1}, **changes})
 
 
-def held(id: str, *workers: str, **changes: Any) -> tuple[Job, list[Held]]:
+def held(id: str, *workers: str, **changes: Any) -> tuple[PlannedJob, list[Held]]:
     """A job that has begun an hour ago, and its leases."""
     leases = [Held(worker, id, Pool(worker.split("-")[0])) for worker in workers]
     return job(id, held=True, **{"since": NOW - 3600, "created": NOW - 3600, **changes}), leases
 
 
-def planned(*jobs: Job | tuple[Job, list[Held]], trainers: int = 0, rollouts: int = 0, **view: Any) -> Plan:
+def planned(
+    *jobs: PlannedJob | tuple[PlannedJob, list[Held]], trainers: int = 0, rollouts: int = 0, **view: Any
+) -> PlacementPlan:
     """`trainers`, `rollouts`: in all; those that nobody holds are free."""
     leases = [lease for one in jobs if isinstance(one, tuple) for lease in one[1]]
     taken = {lease.worker for lease in leases}
@@ -63,10 +65,10 @@ def planned(*jobs: Job | tuple[Job, list[Held]], trainers: int = 0, rollouts: in
         "alive": ids,
         "leases": leases,
     }
-    return plan(View(**(fields | view)))
+    return plan(ClusterView(**(fields | view)))
 
 
-def started(found: Plan) -> list[str]:
+def started(found: PlacementPlan) -> list[str]:
     return [decision.job for decision in found.decisions if isinstance(decision, Start)]
 
 
@@ -116,7 +118,7 @@ def test_after_its_time_what_is_free_is_kept_for_the_large_job() -> None:
 
 def test_small_jobs_that_keep_coming_do_not_starve_the_large_one() -> None:
     """Each runs for 100 s; one comes every 10 s."""
-    now, running = NOW, dict[str, tuple[Job, list[Held]]]()
+    now, running = NOW, dict[str, tuple[PlannedJob, list[Held]]]()
     waiting = {"large": job("large", needs={ROLLOUT: 4}, created=NOW, since=NOW)}
     for number in range(100):
         now += 10
@@ -279,7 +281,7 @@ def test_what_is_lent_has_what_the_job_needs() -> None:
     }
 
 
-def endpoint(id: str, *workers: str, **changes: Any) -> tuple[Job, list[Held]]:
+def endpoint(id: str, *workers: str, **changes: Any) -> tuple[PlannedJob, list[Held]]:
     """An inference job that runs."""
     return held(id, *workers, **{"kind": "inference", "needs": {ROLLOUT: 1}, **changes})
 
@@ -315,6 +317,9 @@ def test_a_waiting_job_says_who_holds_what_it_needs() -> None:
         "a free rollout worker (held by inference job chat; cancel it or add a rollout worker; "
         "an inference job lends its workers after 120 s without requests)"
     )
+    above = endpoint("chat", "rollout-0", priority=1)
+    never = planned(above, job("rl"), trainers=1, rollouts=1, rules=Rules(inference_lend_s=120))
+    assert never.waiting["rl"] == found.waiting["rl"]
 
 
 def test_jobs_of_who_has_used_up_the_day_go_back_to_the_queue() -> None:

@@ -10,14 +10,14 @@ from msgspec.structs import replace
 from opentinker.services.scheduler.placement.planner import plan
 from opentinker.services.scheduler.placement.types import (
     AddWorker,
+    ClusterView,
     Gpus,
     Held,
-    Job,
     Need,
+    PlannedJob,
     Preempt,
     Reclaim,
     Start,
-    View,
 )
 from tests.unit.scheduler.test_placement import NOW, ROLLOUT, TRAINER, held, job, planned
 
@@ -30,14 +30,16 @@ BUSY = held("busy", "trainer-0", needs={TRAINER: 1}, priority=1, most=0)
 """It has the only trainer."""
 
 
-def lows(count: int) -> list[tuple[Job, list[Held]]]:
+def lows(count: int) -> list[tuple[PlannedJob, list[Held]]]:
     return [held(f"low{i}", f"rollout-{i}", needs={ROLLOUT: 1}, priority=-1) for i in range(count)]
 
 
 class Looks:
-    """One look after the other, with what came of those before."""
+    """Round after round, each with the outcome of those before."""
 
-    def __init__(self, running: Sequence[tuple[Job, list[Held]]], queue: Sequence[Job], rollouts: int) -> None:
+    def __init__(
+        self, running: Sequence[tuple[PlannedJob, list[Held]]], queue: Sequence[PlannedJob], rollouts: int
+    ) -> None:
         self.now = NOW
         self.jobs = {one.id: one for one in [*(one for one, _ in running), *queue]}
         self.leases = {lease.worker: lease for _, leases in running for lease in leases}
@@ -51,7 +53,7 @@ class Looks:
             self.now += LOOK_S
             self.saving = {worker: until for worker, until in self.saving.items() if until > self.now}
             taken = self.leases.keys() | self.saving.keys()
-            view = View(
+            view = ClusterView(
                 now=self.now,
                 jobs=list(self.jobs.values()),
                 alive=self.ids,

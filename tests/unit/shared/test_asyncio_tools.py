@@ -14,6 +14,7 @@ from opentinker.shared.asyncio_tools import (
     cancel_and_wait,
     check_cancelled,
     finish_uncancelled,
+    gather_all,
     sleep,
     wait_event,
 )
@@ -100,7 +101,7 @@ async def test_only_what_fails_while_it_is_put_down_is_told_of() -> None:
         await cancel_and_wait(before, None)
         assert logs == [] and isinstance(before.exception(), ValueError)
         await cancel_and_wait(before, late)
-    assert [(entry["event"], entry["task"]) for entry in logs] == [("failed_while_put_down", late.get_name())]
+    assert [(entry["event"], entry["task"]) for entry in logs] == [("task_failed_after_cancellation", late.get_name())]
 
 
 async def test_nobody_is_left_behind_when_putting_down_is_cancelled() -> None:
@@ -127,3 +128,31 @@ async def test_nobody_is_left_behind_when_putting_down_is_cancelled() -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert child.cancelled() and asked == 1
+
+
+async def test_gather_all_ends_the_others_before_it_raises_the_first_error() -> None:
+    ended: list[str] = []
+
+    async def forever(name: str) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            ended.append(name)
+
+    async def fail() -> None:
+        await asyncio.sleep(0)
+        raise ValueError("first")
+
+    with pytest.raises(ValueError, match="first"):
+        await gather_all([forever("a"), fail(), forever("b")])
+    assert sorted(ended) == ["a", "b"]
+
+
+async def test_gather_all_returns_results_in_the_order_of_the_work() -> None:
+    async def late(value: int, seconds: float) -> int:
+        await asyncio.sleep(seconds)
+        return value
+
+    assert await gather_all([late(1, 0.01), late(2, 0.0)]) == [1, 2]
+    assert await gather_all([late(3, 0.0)]) == [3]

@@ -43,7 +43,8 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
     if origin is list:
         return st.lists(values(arguments[0]), max_size=3)
     if origin is dict:
-        return st.dictionaries(st.text(max_size=4), values(arguments[1]), max_size=3)
+        keys = small if arguments[0] is int else st.text(max_size=4)
+        return st.dictionaries(keys, values(arguments[1]), max_size=3)
     if origin is tuple:
         return st.tuples(*map(values, arguments))
     if arguments:  # a union

@@ -55,9 +55,7 @@ def test_every_mistake_is_named_with_its_source(tmp_path: Path) -> None:
         ("heartbeat_s = 5", {"OPENTINKER_WORKER_TTL_S": "9.9"}, "OPENTINKER_WORKER_TTL_S"),
     ],
 )
-def test_a_worker_is_not_dead_before_its_second_heartbeat_is_due(
-    tmp_path: Path, file: str, environ: dict[str, str], where: str
-) -> None:
+def test_ttl_is_at_least_two_heartbeats(tmp_path: Path, file: str, environ: dict[str, str], where: str) -> None:
     (tmp_path / "s.toml").write_text(file)
     with pytest.raises(SpecError) as caught:
         load_settings(str(tmp_path / "s.toml"), environ)

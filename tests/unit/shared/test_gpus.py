@@ -68,8 +68,7 @@ def test_without_binding_or_driver_there_are_none(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("environ", "indices"),
-    [("2,0", [2, 0]), ("", []), ("GPU-333", [3]), ("1,9,2", [1]), ("-1", [])],
+    ("environ", "indices"), [("2,0", [2, 0]), ("", []), ("GPU-333", [3]), ("1,9,2", [1]), ("-1", [])]
 )
 def test_only_those_that_cuda_sees_count(monkeypatch: pytest.MonkeyPatch, environ: str, indices: list[int]) -> None:
     install(monkeypatch, fake_nvml(4))

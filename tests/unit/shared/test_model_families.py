@@ -9,8 +9,13 @@ from typing import Any
 import orjson
 import pytest
 
-from opentinker.services.scheduler.jobs.check_model import look_at
-from opentinker.shared.data.model_families import SEEING, TEXT_OF_SEEING, unsupported_family, unsupported_on_cpu
+from opentinker.services.scheduler.jobs.check_model import check_model
+from opentinker.shared.data.model_families import (
+    TEXT_OF_VISION,
+    VISION_FAMILIES,
+    unsupported_family,
+    unsupported_on_cpu,
+)
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import Gpu
@@ -56,8 +61,8 @@ def test_rows_of_text_train_what_transformers_has_as_a_language_model() -> None:
 
     from opentinker.shared.nn.vision import FAMILIES
 
-    assert set(SEEING) == set(FAMILIES)
-    assert set(TEXT_OF_SEEING) - set(SEEING) <= set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    assert set(VISION_FAMILIES) == set(FAMILIES)
+    assert set(TEXT_OF_VISION) - set(VISION_FAMILIES) <= set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     assert unsupported_family({"model_type": "gemma3", **SEES}, served=False) == ""
 
 
@@ -77,18 +82,16 @@ async def test_a_job_with_such_a_model_is_refused_when_it_is_submitted(http: Htt
     assert problem.startswith("is a qwen2_vl model; OpenTinker trains and serves text models")
 
 
-async def test_head_sizes_are_asked_for_only_where_all_workers_are_cpus(
-    ctx: Context, store: Store, small: Path, tmp_path: Path
-) -> None:
+async def test_head_sizes_matter_on_cpus_alone(ctx: Context, store: Store, small: Path, tmp_path: Path) -> None:
     model = Path(shutil.copytree(small, tmp_path / "model"))
     change(model / "config.json", head_dim=16)
     spec, workers = make_spec(model__base=str(model), **LOADED), Workers(store)
-    assert await look_at(ctx, spec) == []
+    assert await check_model(ctx, spec) == []
     await workers.start("rollout-0")
-    (mistake,) = await look_at(ctx, spec)
+    (mistake,) = await check_model(ctx, spec)
     assert mistake["field"] == "model.base" and "heads of 16 dimensions" in mistake["problem"]
     await workers.start("rollout-1", gpus=[Gpu(index=0, uuid="u", model="m", memory=1)])
-    assert await look_at(ctx, spec) == []
+    assert await check_model(ctx, spec) == []
     await workers.stop()
 
 

@@ -16,6 +16,7 @@ import pytest
 from opentinker.shared.runtime import parent_death
 from opentinker.shared.runtime.parent_death import contain_command, guard_command
 from tests.conftest import until
+from tests.support.listening import runs
 
 PARENT = """
     import subprocess, sys
@@ -29,14 +30,6 @@ LEAVES_ITS_GROUP = """
     pathlib.Path(sys.argv[1]).write_text(f"{os.getpid()} {hidden.pid} {os.environ['TMPDIR']}")
     time.sleep(float(sys.argv[2]))
 """
-
-
-def alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended and waits for its parent does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def written(path: Path) -> list[str]:
@@ -65,9 +58,9 @@ async def test_a_held_program_is_killed_with_its_parent(tmp_path: Path, started:
     started.append(parent)
     await until(lambda: written(note))
     pid = int(note.read_text())
-    assert alive(pid)
+    assert runs(pid)
     parent.kill()
-    await until(lambda: not alive(pid))
+    await until(lambda: not runs(pid))
 
 
 def test_a_program_whose_parent_has_died_before_is_not_started(tmp_path: Path) -> None:
@@ -84,18 +77,16 @@ def test_a_program_that_does_not_exist_is_named() -> None:
     assert "cannot run no-such-program: No such file or directory" in done.stderr
 
 
-async def test_what_a_contained_program_hides_is_killed_with_its_parent(
-    tmp_path: Path, started: list[subprocess.Popen[bytes]]
-) -> None:
+async def test_hidden_children_die_with_the_parent(tmp_path: Path, started: list[subprocess.Popen[bytes]]) -> None:
     note = tmp_path / "note"
     parent = parent_of("contain_command", sys.executable, "-c", textwrap.dedent(LEAVES_ITS_GROUP), str(note), "1000")
     started.append(parent)
     await until(lambda: len(written(note)) == 3)
     program, hidden, place = written(note)
     assert place.startswith(tempfile.gettempdir())
-    assert alive(int(program)) and alive(int(hidden))
+    assert runs(int(program)) and runs(int(hidden))
     parent.kill()
-    await until(lambda: not alive(int(program)) and not alive(int(hidden)) and not Path(place).exists())
+    await until(lambda: not runs(int(program)) and not runs(int(hidden)) and not Path(place).exists())
 
 
 def test_what_a_contained_program_hides_is_killed_when_it_ends(tmp_path: Path) -> None:
@@ -103,12 +94,10 @@ def test_what_a_contained_program_hides_is_killed_when_it_ends(tmp_path: Path) -
     argv = [sys.executable, "-c", textwrap.dedent(LEAVES_ITS_GROUP) + "sys.exit(3)", str(note), "0"]
     assert subprocess.run(contain_command(argv), check=False).returncode == 3
     _, hidden, place = written(note)
-    assert not alive(int(hidden)) and not Path(place).exists()
+    assert not runs(int(hidden)) and not Path(place).exists()
 
 
-def test_a_guard_kills_the_groups_that_are_still_listed_at_end_of_input(
-    started: list[subprocess.Popen[bytes]],
-) -> None:
+def test_a_guard_kills_listed_groups_at_end_of_input(started: list[subprocess.Popen[bytes]]) -> None:
     listed, forgotten = (subprocess.Popen(["sleep", "1000"], start_new_session=True) for _ in range(2))
     started += [listed, forgotten]
     lines = f"+{listed.pid}\n+{forgotten.pid}\n-{forgotten.pid}\n"

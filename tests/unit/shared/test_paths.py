@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
 
 from opentinker.services.scheduler.jobs.check_dataset import check_data
 from opentinker.shared.data.jsonl import rows_path
@@ -39,7 +40,7 @@ def test_a_name_that_no_file_can_have_is_a_place_where_nothing_is(name: str) -> 
     assert mistake["field"] == "data.path" and "does not exist on the server" in mistake["problem"]
 
 
-@pytest.mark.parametrize("name", ["text", "csv", "imagefolder"])
+@pytest.mark.parametrize("name", sorted(_PACKAGED_DATASETS_MODULES))
 def test_a_file_format_is_no_data_set(name: str) -> None:
     """`datasets` would load every file below the working directory under such a name."""
     for data in (DataSpec(path=name), DataSpec(path="owner/name", validation=name)):
@@ -65,9 +66,7 @@ def test_a_place_that_may_not_be_looked_at_is_said_to_be_that(monkeypatch: pytes
         ("spaces/x", "OWNER/NAME"),
     ],
 )
-def test_a_path_at_which_nothing_is_is_no_hub_id(
-    name: str, meant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_path_is_no_hub_id(name: str, meant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "models" / "tiny").mkdir(parents=True)
     (tmp_path / "runs" / "models" / "tiny" / "config.json").touch()

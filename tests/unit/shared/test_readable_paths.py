@@ -229,6 +229,20 @@ def test_a_long_text_takes_no_time(machine: Machine) -> None:
 # --- what is there --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("field", ["model.base", "policies.a.model.base", "teacher.base", "value_model.base"])
+def test_a_model_that_links_to_another_job_s_weights_is_refused_wherever_it_is_named(
+    machine: Machine, tmp_path: Path, field: str
+) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    spec = named(field, str(model))
+    assert machine.readable.mistakes_in(spec, files=True) == []
+    (model / "model.safetensors").symlink_to(machine.home / "jobs" / OTHER / "metrics.jsonl")
+    (mistake,) = machine.readable.mistakes_in(spec, files=True)
+    assert mistake["field"] == field and "kept by the server" in mistake["problem"]
+
+
 def test_what_is_no_file_and_what_leads_out_of_a_directory_is_refused(machine: Machine, tmp_path: Path) -> None:
     def why(path: Path) -> str:
         return machine.readable.why_closed(path)
@@ -267,9 +281,7 @@ def test_what_is_no_file_and_what_leads_out_of_a_directory_is_refused(machine: M
     assert why(model) == ""
 
 
-def test_what_a_model_of_the_hub_names_is_judged_once_it_is_downloaded(
-    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hub_models_are_checked(machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     place = tmp_path / "hub" / "models--some--model"
     (place / "blobs").mkdir(parents=True)
@@ -342,9 +354,7 @@ async def test_no_spelling_gets_one_tenant_what_is_another_s(ctx: Context, store
     assert kept == f"{resolved(ctx.settings.data_dir)}/jobs/{OWN}/metrics.jsonl"
 
 
-async def test_a_link_that_is_laid_elsewhere_after_submission_fails_the_job_when_it_is_opened(
-    ctx: Context, store: Store, jobs: list[str], tmp_path: Path
-) -> None:
+async def test_a_changed_link_fails_the_job(ctx: Context, store: Store, jobs: list[str], tmp_path: Path) -> None:
     mine, rows = tmp_path / "mine", tmp_path / "mine" / "rows.jsonl"
     mine.mkdir()
     rows.write_bytes(orjson.dumps(ROW) + b"\n")
@@ -358,9 +368,7 @@ async def test_a_link_that_is_laid_elsewhere_after_submission_fails_the_job_when
         await check_opened(store, ctx.settings, id)
 
 
-async def test_trainer_and_rollout_worker_open_nothing_that_leads_elsewhere_by_then(
-    ctx: Context, store: Store, jobs: list[str], tmp_path: Path
-) -> None:
+async def test_workers_open_no_changed_link(ctx: Context, store: Store, jobs: list[str], tmp_path: Path) -> None:
     async def unused(*_: object) -> None:
         raise AssertionError
 

@@ -16,14 +16,7 @@ from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.spec.algorithms import PRESETS
 from opentinker.shared.types.errors import SpecError
 from opentinker.shared.types.spec_text import load_spec
-from tests.support.factories import make_spec
-
-SMALLEST: dict[str, Any] = {
-    "name": "j",
-    "model": {"base": "m"},
-    "environment": {"name": "copy_digits"},
-    "train": {"steps": 1},
-}
+from tests.support.factories import SMALLEST, make_spec
 
 
 def parts(kind: type[BaseModel]) -> Iterator[type[BaseModel]]:

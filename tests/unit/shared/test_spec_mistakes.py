@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,14 @@ from typing import Any
 import pytest
 
 from opentinker.sdk.spec_location import with_places
-from opentinker.shared.spec import EXAMPLES, JobSpec, parse_spec
+from opentinker.shared.spec import EXAMPLES, MAX_MISTAKES, JobSpec, parse_spec
 from opentinker.shared.spec.name import file_name
 from opentinker.shared.spec.near import SYNONYMS, paths_of
+from opentinker.shared.types import mistakes
 from opentinker.shared.types.errors import SpecError, described
 from opentinker.shared.types.spec_text import parse_text
-from tests.unit.shared.test_spec import SMALLEST, changed
+from tests.support.factories import SMALLEST
+from tests.unit.shared.test_spec import changed
 
 ROWS: dict[str, Any] = {"name": "x", "kind": "sft", "model": {"base": "m"}, "train": {"steps": 1}}
 
@@ -55,6 +58,18 @@ def test_what_was_meant_is_a_setting_of_this_kind_of_job() -> None:
 def test_every_synonym_leads_to_a_setting() -> None:
     known = set(paths_of(JobSpec))
     assert [path for paths in SYNONYMS.values() for path in paths if path not in known] == []
+
+
+def test_a_name_of_a_megabyte_is_compared_with_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison would hold up the event loop for a minute."""
+
+    def compare(*_: Any) -> list[str]:
+        raise AssertionError("compared")
+
+    monkeypatch.setattr("difflib.get_close_matches", compare)
+    assert mistakes.nearest("x" * 1_000_000, ["train", "algorithm"]) is None
+    with pytest.raises(AssertionError, match="compared"):
+        mistakes.nearest("trian", ["train", "algorithm"])
 
 
 def test_nothing_is_suggested_where_nothing_is_near() -> None:
@@ -116,9 +131,7 @@ JSON = """{
         ("job.json", JSON, {"train.learning_rate": (4, 25)}),
     ],
 )
-def test_a_mistake_is_told_with_the_line_on_which_it_was_written(
-    tmp_path: Path, name: str, text: str, places: dict[str, tuple[int, int]]
-) -> None:
+def test_mistakes_name_their_lines(tmp_path: Path, name: str, text: str, places: dict[str, tuple[int, int]]) -> None:
     path = tmp_path / name
     path.write_text(text)
     found = with_places(mistakes_in(parse_text(text, path.suffix)), path)
@@ -145,3 +158,18 @@ def test_a_name_that_cannot_be_shown_is_refused(name: Any) -> None:
 )
 def test_a_file_that_is_named_after_a_job_stays_where_it_belongs(name: str, safe: str) -> None:
     assert file_name(name) == safe
+
+
+@pytest.mark.parametrize("part", [(), ("model",), ("environment", "config", "of", "a", "table")])
+def test_tens_of_thousands_of_names_cost_no_seconds_of_the_event_loop(part: tuple[str, ...]) -> None:
+    """A body of a megabyte has room for them; every unknown name is compared with all settings."""
+    data: dict[str, Any] = {f"k{number}": 0 for number in range(70_000)}
+    for name in reversed(part):
+        data = {name: data}
+    began = time.process_time()
+    with pytest.raises(SpecError) as refused:
+        parse_spec(data)
+    assert time.process_time() - began < 3.0
+    found = refused.value.mistakes
+    assert len(found) <= MAX_MISTAKES + 1
+    assert ("more mistakes, which are not shown" in found[-1]["problem"]) == (len(part) < 2)

@@ -130,9 +130,7 @@ def test_gae_is_the_double_sum_of_the_paper(gamma: float, lam: float) -> None:
 
 
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.9, 0.8), (1.0, 0.0)])
-def test_gae_counts_the_value_of_the_state_that_a_truncation_left_and_none_after_a_termination(
-    gamma: float, lam: float
-) -> None:
+def test_gae_bootstraps_after_truncation_and_not_after_termination(gamma: float, lam: float) -> None:
     """By hand, of two tokens: A_1 = r_1 + gamma V(s_2) - V(s_1), A_0 = r_0 + gamma V(s_1) - V(s_0) + gamma lam A_1."""
     before, end = np.array([0.3, -0.2]), 0.7
     for truncated in (True, False):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from opentinker.services.trainer import checkpoint
 from opentinker.services.trainer.batch.micro_batch import micro_batches
 from opentinker.services.trainer.learners.base import NonFinite
 from opentinker.services.trainer.learners.rl import RlLearner
@@ -17,15 +18,9 @@ from opentinker.shared.spec import AlgorithmSpec, parse_spec
 from opentinker.shared.spec.algorithms import ADVANTAGES, AGGREGATIONS, CORRECTIONS, LOSSES, OPTIONS, PRESETS
 from opentinker.shared.types.core import WeightVersion
 from opentinker.shared.types.errors import JobFailed, SpecError
-from tests.support.factories import group_of, trajectory_of
+from opentinker.shared.types.manifest import Manifest, read_manifest
+from tests.support.factories import SMALLEST, group_of, trajectory_of
 from tests.support.learning import random_groups, torch_spec
-
-SMALLEST: dict[str, Any] = {
-    "name": "j",
-    "model": {"base": "m"},
-    "environment": {"name": "copy_digits"},
-    "train": {"steps": 1},
-}
 
 
 def resolved(**fields: Any) -> AlgorithmSpec:
@@ -76,6 +71,17 @@ def test_a_given_field_overrides_the_preset_and_a_replaced_part_brings_its_own_d
     assert (with_kl.kl_in, with_kl.kl_estimator) == ("reward", "k1")
 
 
+def test_a_team_is_paid_as_one_unless_told_otherwise() -> None:
+    assert resolved(team=RED).team_weight == 1.0 and resolved().team_weight is None
+    spec = resolved(team={"red": ["r1", "r2"], "blue": ["b*"]}, team_weight=0.3)
+    assert spec.seats_named == [("team.red", "r1"), ("team.red", "r2"), ("team.blue", "b*")]
+    assert resolved(episode_peers=RED).seats_named == [("episode_peers.red", "a"), ("episode_peers.red", "b")]
+    nobody: list[dict[str, list[str]]] = [{}, {"red": []}, {"red": [""]}]
+    for team in nobody:
+        assert refused(team=team)
+
+
+RED = {"red": ["a", "b"]}
 PRESET_OF = {"gae": "ppo", "none": "distill"}
 """Of choices that do not stand with the default preset."""
 
@@ -98,6 +104,16 @@ def test_every_part_and_option_of_the_tables_is_a_field_that_takes_it() -> None:
         ({"loss": "ppo", "behaviour_cap": 2.0}, "behaviour_cap", "decoupled_ppo"),
         ({"tis_cap": 2.0}, "tis_cap", "correction = 'none'"),
         ({"name": "ppo", "normalize_std": True}, "normalize_std", "'grpo' | 'per_turn'"),
+        ({"advantage": "rloo", "baseline_over": "turns"}, "baseline_over", "'grpo' | 'dr_grpo'"),
+        ({"team_weight": 0.5}, "team_weight", "team is not set"),
+        ({"team": {"red": ["a"]}}, "team.red", "names one seat alone"),
+        ({"team": {"red": ["a", "b", "a"]}}, "team.red", "twice"),
+        ({"team": {"red": ["a", "b"], "blue": ["c", "b"]}}, "team.blue", "and in team.red"),
+        ({"team": RED, "drop_zero_variance": True}, "drop_zero_variance", "with teams"),
+        ({"name": "distill", "team": RED}, "team", "ignores the reward"),
+        ({"name": "spiral", "episode_peers": RED}, "episode_peers", "'rloo' | 'maxrl' | 'per_turn'"),
+        ({"episode_peers": {"red": ["a"]}}, "episode_peers.red", "names one seat alone"),
+        ({"episode_peers": RED, "drop_zero_variance": True}, "drop_zero_variance", "may differ within one"),
         ({"kl_estimator": "k2"}, "kl_estimator", "kl_coef is 0"),
         ({"kl_in": "reward"}, "kl_in", "kl_coef is 0"),
         ({"max_zero_variance_batches": 3}, "max_zero_variance_batches", "drop_zero_variance is false"),
@@ -105,6 +121,8 @@ def test_every_part_and_option_of_the_tables_is_a_field_that_takes_it() -> None:
         ({"group_size": 1}, "group_size", "others of its group"),
         ({"advantage": "per_turn", "group_size": 1}, "group_size", "others of its group"),
         ({"name": "ppo", "drop_zero_variance": True}, "drop_zero_variance", "no group baseline"),
+        ({"name": "spiral", "drop_zero_variance": True}, "drop_zero_variance", "no group baseline"),
+        ({"baseline_decay": 0.9}, "baseline_decay", "belongs to advantage = 'rae'"),
         ({"loss": "dppo", "proximal": "loglinear"}, "proximal", "does not apply to loss = 'dppo'"),
         ({"proximal": "behaviour"}, "proximal", "plain PPO"),
         ({"correction": "tis"}, "correction", "twice"),
@@ -142,7 +160,7 @@ def test_mistakes_of_values_and_of_choices_come_together() -> None:
     }
 
 
-@pytest.mark.parametrize("name", ["ppo", "reinforce_pp", "distill"])
+@pytest.mark.parametrize("name", ["ppo", "reinforce_pp", "spiral", "distill"])
 def test_group_size_one_is_fine_without_a_group_baseline(name: str) -> None:
     assert resolved(name=name, group_size=1).group_size == 1
 
@@ -257,6 +275,42 @@ def test_a_critic_resumes_to_the_bit(tiny: Path, tmp_path: Path, parts: dict[str
     assert {info.name for info in second.snapshot(version(4)).manifest} == {
         info.name for info in loaded(tiny, **parts).snapshot(version(4)).manifest
     }, "the critic does not travel"
+
+
+def committed(root: Path, learner: RlLearner, step: int) -> Path:
+    manifest = Manifest(job="j", epoch=1, step=step, version=version(step), baselines=learner.baselines)
+    return checkpoint.commit(root, manifest, learner.save)
+
+
+def test_running_baselines_resume_to_the_bit(tiny: Path, tmp_path: Path) -> None:
+    spiral = {"name": "spiral"}
+    unbroken = loaded(tiny, algorithm=spiral)
+    for step in range(4):
+        unbroken.step(random_groups(step), version(step))
+    first = loaded(tiny, algorithm=spiral)
+    for step in range(2):
+        first.step(random_groups(step), version(step))
+    saved = committed(tmp_path, first, 2)
+    assert read_manifest(saved).baselines == first.baselines and first.baselines["copy_digits"][""] != 0.0
+    second = loaded(tiny, saved, algorithm=spiral)
+    for step in range(2, 4):
+        second.step(random_groups(step), version(step))
+    assert second.baselines == unbroken.baselines
+    assert all(torch.equal(a, b) for a, b in zip(state(second), state(unbroken), strict=True))
+    another = RlLearner(torch_spec(tiny, algorithm=spiral))
+    another.start(saved, optimizer=True)
+    assert another.baselines == {}, "another job has other opponents"
+
+
+def test_a_refused_step_leaves_the_running_baselines_alone(tiny: Path) -> None:
+    learner = loaded(tiny, algorithm={"name": "spiral"})
+    learner.step(random_groups(0), version(0))
+    before = learner.baselines
+    with torch.no_grad():
+        next(iter(learner.parameters.values())).fill_(float("nan"))
+    with pytest.raises(NonFinite):
+        learner.step(random_groups(1), version(1))
+    assert learner.baselines == before
 
 
 def test_a_critic_learns_the_returns(tiny: Path) -> None:

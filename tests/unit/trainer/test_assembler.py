@@ -124,3 +124,51 @@ def test_the_floor_waits_for_messages_that_come_out_of_order() -> None:
     assert assembler.account(step=1, settled=7) == (5, [2], {})
     assert assembler.take(step=1, groups=1) is not None
     assert assembler.account(step=2, settled=7) == (7, [], {})
+
+
+def test_groups_whose_opponents_have_moved_too_far_are_dropped() -> None:
+    lags = {0: 2, 1: 3}
+    assembler = Assembler(max_staleness=5, epoch=1, max_opponent_lag=2, opponent_lag=lambda group: lags[group.seq])
+    for seq in lags:
+        assembler.add(seq + 1, make_group(seq=seq))
+    assert assembler.drop(step=1) == {Discard.OPPONENT_MOVED: [1]} and assembler.overtaken == 1
+    lags[0] = 3
+    assert assembler.drop(step=1) == {Discard.OPPONENT_MOVED: [0]}, "an opponent moves on while a group waits"
+    assert assembler.account(step=2, settled=99) == (2, [], {"opponent_moved": 2})
+
+
+def test_the_oldest_groups_beyond_those_that_may_wait_are_surplus() -> None:
+    assembler = Assembler(max_staleness=1, epoch=1, keep=3)
+    assembler.add(1, make_group(seq=0, versions=[WeightVersion(1, 0)]))
+    for seq in range(1, 6):
+        assembler.add(seq + 1, make_group(seq=seq, versions=[WeightVersion(1, 1)]))
+    assert assembler.overfull
+    assert assembler.drop(step=2) == {Discard.STALE: [0], Discard.SURPLUS: [1, 2]}
+    assert not assembler.overfull and [g.seq for g in assembler.pending.values()] == [3, 4, 5]
+
+
+def test_a_batch_grows_by_whole_batches_and_is_counted() -> None:
+    assembler = Assembler(max_staleness=9, epoch=1, trained=10)
+    for seq in range(5):
+        assembler.add(seq + 1, make_group(seq=seq))
+    assert [g.seq for g in assembler.take(step=2, groups=2, growth=3) or []] == [0, 1, 2, 3]
+    assert (assembler.trained_by(2), assembler.trained_by(3)) == (10, 14)
+    for seq in range(5, 14):
+        assembler.add(seq + 1, make_group(seq=seq))
+    assert len(assembler.take(step=3, groups=2, growth=3) or []) == 6, "no more than growth allows"
+    assert assembler.take(step=4, groups=5, growth=3) is None
+    assembler.forget(4)
+    assert (assembler.trained_by(3), assembler.trained_by(4)) == (14, 20), "also after what was trained is forgotten"
+
+
+def test_a_policy_at_rest_takes_nothing() -> None:
+    assembler = Assembler(max_staleness=1, epoch=1, resting=True)
+    for seq in range(2):
+        assembler.add(seq + 1, make_group(seq=seq))
+    assert assembler.take(step=0, groups=1) is None
+    assert assembler.drop(step=0) == {Discard.RESTING: [0, 1]}
+    assert assembler.account(step=0, settled=99) == (2, [], {"resting": 2}), "the stream need not hold them for a step"
+    assembler.resting = False
+    assembler.add(3, make_group(seq=2, versions=[WeightVersion(1, 5)]))
+    assert assembler.drop(step=0) == {Discard.FROM_FUTURE: [2]}
+    assert assembler.account(step=0, settled=99) == (2, [], {"resting": 2}), "others belong to the next step"

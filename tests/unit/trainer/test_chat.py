@@ -36,11 +36,7 @@ def by_hand(tokenizer: Any, chat: list[dict[str, str]], learned: Sequence[int]) 
     ids, mask = [], []
     for number, message in enumerate(chat):
         own = number in learned
-        for text, flag in (
-            (f"{START}{message['role']}\n", False),
-            (message["content"] + END, own),
-            ("\n", False),
-        ):
+        for text, flag in ((f"{START}{message['role']}\n", False), (message["content"] + END, own), ("\n", False)):
             part = tokenizer.encode(text, add_special_tokens=False)
             ids += part
             mask += [flag] * len(part)

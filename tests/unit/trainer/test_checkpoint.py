@@ -92,9 +92,7 @@ def test_a_newer_epoch_that_appears_while_writing_wins(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".writing*"))
 
 
-def test_who_begins_anew_removes_what_it_has_half_written_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_restart_removes_only_its_own_partial_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other containers may share the directory, and the number of the process."""
 
     def halfway(directory: Path) -> None:

@@ -66,9 +66,7 @@ def by_hand(policy: Any, reference: Any, pairs: list[Example], loss: str, smooth
 
 @pytest.mark.parametrize("budget", [1, 60, 8192], ids=["pair by pair", "some at once", "all at once"])
 @pytest.mark.parametrize(("loss", "smoothing"), [("sigmoid", 0.0), ("sigmoid", 0.2), ("ipo", 0.0)])
-def test_loss_and_gradient_are_those_of_plain_forwards(
-    base: Path, tmp_path: Path, budget: int, loss: str, smoothing: float
-) -> None:
+def test_loss_and_gradient_are_exact(base: Path, tmp_path: Path, budget: int, loss: str, smoothing: float) -> None:
     dpo = {"beta": BETA, "loss": loss, "label_smoothing": smoothing}
     learner = loaded(base, dpo=dpo, train={"lr": 1e-3, "tokens_per_micro_batch": budget})
     pairs = random_pairs(0)
@@ -148,9 +146,7 @@ def test_resume_is_exact_to_the_bit(base: Path, tmp_path: Path, parts: dict[str,
 
 
 @pytest.mark.parametrize("parts", [{}, {"model": {"dtype": "bfloat16"}}, {"model": LORA}], ids=["full", "bf16", "lora"])
-def test_the_reference_of_a_job_that_starts_from_another_one_is_what_it_starts_from(
-    base: Path, tmp_path: Path, parts: dict[str, Any]
-) -> None:
+def test_the_reference_of_a_continued_job_is_its_start(base: Path, tmp_path: Path, parts: dict[str, Any]) -> None:
     before = loaded(base, **parts, train={"lr": 1e-2})
     pairs = random_pairs(0)
     before.prepare(pairs, tmp_path / "before")
@@ -172,9 +168,7 @@ def test_the_reference_of_a_job_that_starts_from_another_one_is_what_it_starts_f
     assert digest(resumed) == digest(unbroken)
 
 
-def test_what_was_kept_of_the_reference_is_used_if_it_is_whole(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_complete_reference_files_are_reused(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pairs = random_pairs(0)
     loaded(base).prepare(pairs, tmp_path)
     expected = [pair.reference for pair in pairs]

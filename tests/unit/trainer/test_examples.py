@@ -311,9 +311,7 @@ def test_validation_rows_of_a_file_of_their_own(tmp_path: Path) -> None:
     seed=st.integers(0, 2**32 - 1),
     shuffle=st.booleans(),
 )
-def test_every_epoch_has_every_row_once_however_it_is_cut(
-    rows: int, sizes: list[int], seed: int, shuffle: bool
-) -> None:
+def test_every_epoch_has_every_row_once(rows: int, sizes: list[int], seed: int, shuffle: bool) -> None:
     found: list[int] = []
     for size in sizes:
         found += places(len(found), size, rows, seed=seed, shuffle=shuffle)

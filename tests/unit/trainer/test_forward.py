@@ -118,9 +118,7 @@ def test_long_and_short_sequences_share_little_padding() -> None:
     assert len(plan.buckets) < 32
 
 
-def test_kernel_is_asked_for_causal_attention_within_each_row(
-    models: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernel_attends_causally_within_each_row(models: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The one call that only a GPU can do, in its place what it documents: rows by their ends, and a causal window."""
     _, packed = models
     ids, masks = ragged(4)
@@ -142,9 +140,7 @@ def test_kernel_is_asked_for_causal_attention_within_each_row(
     assert calls and set(calls) == {(-1, 0)}
 
 
-def test_masters_of_float32_are_attended_to_in_the_precision_of_the_job(
-    models: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_has_the_precision_of_the_job(models: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     _, packed = models
     ids, masks = ragged(4)
     seen, by_rows = set(), attention._row_by_row

@@ -86,9 +86,7 @@ def test_gradient_checkpointing_makes_the_same_steps_with_less_memory(tiny: Path
         f"{kind} after {n}" for kind in ("two updates", "lora with dropout", "critic") for n in ("none", "some", "most")
     ],
 )
-def test_a_step_that_is_interrupted_leaves_nothing_behind(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch, parts: dict[str, Any], after: int
-) -> None:
+def test_interrupted_steps(tiny: Path, monkeypatch: pytest.MonkeyPatch, parts: dict[str, Any], after: int) -> None:
     """And the next trainer makes the very step that an unbroken one makes."""
     parts = {**parts, "train": {"tokens_per_micro_batch": 40}}
     learner, unbroken = loaded(tiny, **parts), loaded(tiny, **parts)
@@ -142,9 +140,7 @@ def test_fp32_head_computes_logits_in_float32_from_bfloat16_states_and_weights(t
 
 
 @pytest.mark.parametrize("lora", [None, {"rank": 4}])
-def test_fp32_head_trains_and_the_reference_rounds_alike(
-    tiny: Path, tmp_path: Path, lora: dict[str, int] | None
-) -> None:
+def test_fp32_head_trains_like_its_reference(tiny: Path, tmp_path: Path, lora: dict[str, int] | None) -> None:
     model = {"dtype": "bfloat16", "fp32_head": True, "lora": lora}
     learner = loaded(tiny, model=model)
     trajectories = [trajectory_of([7, 8, 9, 1], [0, 1, 1, 1], reward=r) for r in (0.0, 1.0)]

@@ -197,9 +197,7 @@ def same_weights(a: RlLearner, b: RlLearner) -> bool:
     ],
     ids=["full", "bfloat16", "lora with dropout", "lora in bfloat16", "critic"],
 )
-def test_start_takes_weights_to_the_bit_and_begins_everything_else_anew(
-    tiny: Path, tmp_path: Path, parts: dict[str, dict[str, Any]]
-) -> None:
+def test_start_takes_weights_alone(tiny: Path, tmp_path: Path, parts: dict[str, dict[str, Any]]) -> None:
     spec = torch_spec(tiny, train={"lr": 1e-3, "warmup_steps": 5}, **parts)
     first = trained(spec, tmp_path / "c")
     fresh, again = loaded(spec), started(spec, tmp_path / "c")
@@ -394,9 +392,7 @@ def test_wrong_lora_targets_and_missing_state_are_named(tiny: Path) -> None:
         ({"warmup_steps": 6, "schedule": "cosine"}, [1 / 6, 2 / 6, 3 / 6, 4 / 6, 5 / 6, 1, 1]),
     ],
 )
-def test_the_learning_rate_warms_up_and_falls_as_the_schedule_says(
-    tiny: Path, train: dict[str, Any], shares: list[float]
-) -> None:
+def test_learning_rate_schedules(tiny: Path, train: dict[str, Any], shares: list[float]) -> None:
     """Of six steps; a job that is told of fewer by its data ends there."""
     learner = RlLearner(torch_spec(tiny, train={"steps": 6, "lr": 1e-3, **train}))
     found = []

@@ -49,7 +49,7 @@ def seat(groups: list[Group], name: str) -> list[Group]:
     return [group_of([t for t in group.trajectories if t.seat == name], group.seq) for group in groups]
 
 
-@pytest.mark.parametrize("advantage", [*GROUP_BASELINES, "reinforce_pp", "gae", "maxrl"])
+@pytest.mark.parametrize("advantage", [*GROUP_BASELINES, "reinforce_pp", "rae", "gae", "maxrl"])
 def test_a_seat_gets_what_it_would_get_alone(advantage: str) -> None:
     """Whatever the other seat was paid, and however much it said."""
     rewards = ((1.0, 0.0, 1.0), (0.0, 0.5, 1.0)) if advantage == "maxrl" else ((1.0, -1.0, 1.0), (0.0, 0.5, -1.0))
@@ -116,7 +116,7 @@ def in_order(a: Any, b: Any, tokens: int = 3) -> Any:
     return np.concatenate([a[:tokens], b, a[tokens:]])
 
 
-@pytest.mark.parametrize("advantage", [*GROUP_BASELINES, "reinforce_pp", "gae"])
+@pytest.mark.parametrize("advantage", [*GROUP_BASELINES, "reinforce_pp", "rae", "gae"])
 @pytest.mark.parametrize("shaped", [False, True])
 def test_streams_of_a_seat_are_credited_as_one_play(advantage: str, shaped: bool) -> None:
     """Outcome, turn by turn and token by token, KL in the reward and the length penalty included."""

@@ -7,7 +7,11 @@ from __future__ import annotations
 import asyncio
 import re
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
+
+from opentinker.shared.data.model_files import parameters_in
+from opentinker.shared.spec.policies import spec_of
 
 if TYPE_CHECKING:
     from opentinker.shared.spec import JobSpec
@@ -49,19 +53,18 @@ def estimated(spec: JobSpec, turns: float, tokens: float, missing: set[str]) -> 
     of a turn. Plays the environment for a moment, if it can be played here."""
     values: dict[str, float] = {}
     reasons = []
-    count, why = parameters_of(spec.model.base)
-    size = f"{count / 1e6:.3g} M parameters ({why})"
+    models = models_of(spec)
+    size = " and ".join(f"{one.parameters / 1e6:.3g} M parameters ({one.why})" for one in models)
     if {"token_s", "tokens_per_s"} & missing:
         machine = GPU if spec.resources.rollout_gpus else CPU
-        weights = count * (4 if spec.model.dtype == "float32" else 2)
-        values["token_s"] = machine.token_s + weights / machine.bytes_per_s
-        values["tokens_per_s"] = machine.operations_per_s / (2 * count)
+        values["token_s"] = machine.token_s + fmean(one.bytes for one in models) / machine.bytes_per_s
+        values["tokens_per_s"] = machine.operations_per_s / (2 * fmean(one.parameters for one in models))
         shown = f"--token-ms {values['token_s'] * 1e3:.3g} --tokens-per-s {values['tokens_per_s']:.3g}"
         reasons.append(f"assumed: {shown}, for {size} on {machine.name}")
     if "train_s" in missing:
         machine = GPU if spec.resources.trainer_gpus else CPU
         batch = spec.algorithm.group_size * spec.algorithm.groups_per_batch * turns * tokens * PROMPT_SHARE
-        operations = (4 if spec.model.lora else 6) * count * batch
+        operations = fmean((4 if one.is_adapter else 6) * one.parameters for one in models) * batch
         values["train_s"] = operations / machine.operations_per_s / max(1, spec.resources.trainer_gpus)
         shown = f"--train-s {values['train_s']:.3g}"
         reasons.append(f"assumed: {shown}, for {batch:.3g} tokens of {size} on {machine.name}")
@@ -71,12 +74,30 @@ def estimated(spec: JobSpec, turns: float, tokens: float, missing: set[str]) -> 
     return Estimate({name: value for name, value in values.items() if name in missing}, reasons)
 
 
+class Model(NamedTuple):
+    parameters: float
+    why: str
+    """Source of their number."""
+    bytes: float
+    """Of its weights in an engine."""
+    is_adapter: bool
+
+
+def models_of(spec: JobSpec) -> list[Model]:
+    """Return the model of the job, or of each of its policies. They share the machines, and each is taken to sample and
+    train on an equal part of the tokens: what a token costs is their mean."""
+    found = []
+    for own in (spec_of(spec, name) for name in spec.policies or ("",)):
+        count, why = parameters_of(own.model.base)
+        weights = count * (4 if own.model.dtype == "float32" else 2)
+        found.append(Model(count, why, weights, own.model.lora is not None))
+    return found
+
+
 def parameters_of(base: str) -> tuple[float, str]:
     """Return a model's number of parameters, and its source."""
-    path = Path(base).expanduser()
-    if weights := sum(file.stat().st_size for file in path.glob("*.safetensors")):
-        halves = {"bfloat16", "float16"} & set(re.findall(r"\w+", (path / "config.json").read_text()))
-        return weights / (2 if halves else 4), "its files"
+    if count := parameters_in(Path(base).expanduser()):
+        return count, "its files"
     if found := NAMED_SIZE.search(base.rpartition("/")[2]):
         return float(found[1]) * (1e9 if found[2].lower() == "b" else 1e6), "its name"
     return PARAMETERS, "a guess: it is not on this machine"
@@ -84,7 +105,7 @@ def parameters_of(base: str) -> tuple[float, str]:
 
 def _env_s(spec: JobSpec) -> tuple[float, str]:
     """Seconds of a call of the environment, and whether they were measured."""
-    from opentinker.local.env_trial import Guessing, play
+    from opentinker.local.trial_episode import Guessing, play
     from opentinker.local.validate_local import playable
 
     name = spec.environment.name

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 from opentinker.cli.common import AsJson, Url, client, complain, print_json, print_table, say
 from opentinker.cli.specs import Changes, SpecFile, demands, read_spec
+from opentinker.shared.types.core import split_part
 from opentinker.shared.types.errors import OpenTinkerError
 
 if TYPE_CHECKING:
@@ -70,26 +71,16 @@ def plan(
     Missing figures are estimated from the model's size or measured by briefly playing the environment. The output lists
     each estimate.
     """
-    from opentinker.sdk.inputs import with_whole_paths
-    from opentinker.shared.spec import parse_spec
-
-    spec = parse_spec(with_whole_paths(read_spec(path, changes=changes), path.parent))
-    if spec.kind != "rl":
-        raise OpenTinkerError(f"{path}: kind = {spec.kind!r} has no environment; only rl jobs are planned")
+    spec = _read_rl_spec(path, changes)
     said = {
         "turns": turns, "tokens": tokens, "token_s": None if token_ms is None else token_ms / 1e3,
         "tokens_per_s": tokens_per_s, "env_s": None if env_ms is None else env_ms / 1e3, "train_s": train_s,
         "swap_s": swap_s,
     }  # fmt: skip
     measured = {} if like is None else measured_of(client(url).metrics(like), like)
-    cost, blocks, unknown = demands(spec.environment.name)
     known = {**measured, **{name: value for name, value in said.items() if value is not None}}
+    cost, blocks = _demands(spec.environment.name)
     work, reasons = work_of(spec, known, spread)
-    if unknown:
-        complain(
-            f"note: {spec.environment.name} is not inspected ({unknown}); assuming cost 1 and no blocking. Pass"
-            " --sessions and --blocking if that is wrong"
-        )
     rows = [_row(work, pools) for pools in _pools(rollout_workers, sessions, blocking or blocks, cost)]
     told = advice(work, rows, spec)
     if as_json:
@@ -100,6 +91,27 @@ def plan(
         say(line)
     if reasons:
         say("pass --like JOB to use figures measured in an earlier job")
+
+
+def _read_rl_spec(path: Path, changes: list[str] | None) -> JobSpec:
+    from opentinker.sdk.inputs import with_whole_paths
+    from opentinker.shared.spec import parse_spec
+
+    spec = parse_spec(with_whole_paths(read_spec(path, changes=changes), path.parent))
+    if spec.kind != "rl":
+        raise OpenTinkerError(f"{path}: kind = {spec.kind!r} has no environment; only rl jobs are planned")
+    return spec
+
+
+def _demands(environment: str) -> tuple[float, bool]:
+    """Return the environment's cost and whether it blocks. Says so if that is assumed."""
+    cost, blocks, unknown = demands(environment)
+    if unknown:
+        complain(
+            f"note: {environment} is not inspected ({unknown}); assuming cost 1 and no blocking. Pass"
+            " --sessions and --blocking if that is wrong"
+        )
+    return cost, blocks
 
 
 def work_of(spec: JobSpec, known: dict[str, float], spread: float) -> tuple[Work, list[str]]:
@@ -113,25 +125,62 @@ def work_of(spec: JobSpec, known: dict[str, float], spread: float) -> tuple[Work
     values = {"turns": turns, "tokens": rollout.max_tokens / turns, "swap_s": 0.0}
     if rollout.toy is not None:
         values |= {"token_s": rollout.toy.seconds_per_token, "swap_s": rollout.toy.swap_seconds}
-    if spec.train.simulated_step_s is not None:
-        values["train_s"] = spec.train.simulated_step_s
+    if (simulated := simulated_step_s(spec)) is not None:
+        values["train_s"] = simulated
     values |= known
     missing = {"token_s", "env_s", "train_s"} - values.keys()
     if "token_s" in missing and "tokens_per_s" not in values:
         missing.add("tokens_per_s")
     found = estimated(spec, turns, values["tokens"], missing)
     reasons = list(found.reasons)
+    batch = joint_batch(spec)
     if "tokens" not in known:
         reasons.append(f"assumed: --turns {turns:g} --tokens {values['tokens']:g}, as many as the job allows")
     return Work(
-        group_size=spec.algorithm.group_size,
-        groups_per_batch=spec.algorithm.groups_per_batch,
-        max_staleness=spec.algorithm.max_staleness,
+        group_size=batch.group_size,
+        groups_per_batch=batch.groups,
+        max_staleness=batch.max_staleness,
         concurrent_groups=rollout.max_concurrent_groups,
         spread=spread,
         **values,
         **found.values,
     ), reasons
+
+
+class JointBatch(NamedTuple):
+    group_size: int
+    groups: int
+    """Per step of the job."""
+    max_staleness: int
+    """In steps of the job."""
+
+
+def _policies(spec: JobSpec) -> list[JobSpec]:
+    """Return the job's spec with the settings of each policy."""
+    from opentinker.shared.spec.policies import spec_of
+
+    return [spec_of(spec, name) for name in spec.policies or ("",)]
+
+
+def joint_batch(spec: JobSpec) -> JointBatch:
+    """Return the batch of a job's step and its staleness bound: of several policies that of the one which lets the
+    fewest groups begin."""
+    policies = _policies(spec)
+    first = policies[0]
+    groups = max(1, first.train.steps * first.algorithm.groups_per_batch // max(1, spec.train.steps))
+    room = min((own.algorithm.max_staleness + 1) * own.algorithm.groups_per_batch for own in policies)
+    return JointBatch(first.algorithm.group_size, groups, max(0, room // groups - 1))
+
+
+def simulated_step_s(spec: JobSpec) -> float | None:
+    """Return the time of a job's step if all its learners are simulated: policies train side by side."""
+    policies = _policies(spec)
+    seconds = [
+        own.train.simulated_step_s * own.train.steps / max(1, spec.train.steps)
+        for own in policies
+        if own.train.simulated_step_s is not None
+    ]
+    return max(seconds) if len(seconds) == len(policies) else None
 
 
 def advice(work: Work, rows: Sequence[Mapping[str, Any]], spec: JobSpec) -> list[str]:
@@ -157,30 +206,48 @@ def advice(work: Work, rows: Sequence[Mapping[str, Any]], spec: JobSpec) -> list
 
 def measured_of(points: Sequence[Mapping[str, Any]], job: str) -> dict[str, float]:
     """Durations and lengths from a job's metrics. Tokens take as long as they took with the sequences that there were:
-    with fewer of them in an engine they would be faster."""
-    steps = [point["values"] for point in points if "train_seconds" in point["values"]][-RECENT:]
+    with fewer of them in an engine they would be faster. Several policies train side by side, so a step takes as long
+    as that of the slowest; a match has the turns of all."""
+    steps = _steps_of(points)
     last: dict[str, dict[str, float]] = {}
     for point in points:
         if "rollout/turns" in point["values"]:
             last.setdefault(point["source"], {}).update(point["values"])
     turns = sum(values["rollout/turns"] for values in last.values())
-    if len(steps) < FEWEST or not turns:
+    fewest = min(map(len, steps), default=0)
+    recent = [own[-RECENT:] for own in steps]
+    if fewest < FEWEST or not turns:
         raise OpenTinkerError(f"job {job} has done too little to be planned by: {FEWEST} steps are needed")
 
-    def mean(*names: str) -> float:
-        return float(sum(step.get(name, 0.0) for step in steps for name in names) / len(steps))
+    def mean(own: list[dict[str, float]], *names: str) -> float:
+        return float(sum(step.get(name, 0.0) for step in own for name in names) / len(own))
 
     def total(name: str) -> float:
         return sum(values.get(name, 0.0) for values in last.values())
 
     return {
-        "turns": max(1.0, mean("turns/mean")),
+        "turns": max(1.0, sum(mean(own, "turns/mean") for own in recent)),
         "tokens": total("rollout/tokens") / turns,
         "token_s": total("rollout/generate_s") / max(1.0, total("rollout/tokens")),
         "env_s": total("rollout/env_s") / turns,
-        "train_s": mean("train_seconds"),
-        "swap_s": mean("swap/pause_s", "swap/load_s", "swap/resume_s"),
+        "train_s": max(
+            mean(own, "train_seconds") * len(whole) / fewest for own, whole in zip(recent, steps, strict=True)
+        ),
+        "swap_s": max(mean(own, "swap/pause_s", "swap/load_s", "swap/resume_s") for own in recent),
     }
+
+
+def _steps_of(points: Sequence[Mapping[str, Any]]) -> list[list[dict[str, float]]]:
+    """Return the metrics of the steps, of a job with several policies by policy."""
+    from opentinker.shared.data.step_log import metric_prefix
+
+    found: dict[str, list[dict[str, float]]] = {}
+    for point in points:
+        prefix = metric_prefix(split_part(str(point["source"]))[1])
+        if f"{prefix}train_seconds" in point["values"]:
+            values = {name.removeprefix(prefix): value for name, value in point["values"].items()}
+            found.setdefault(prefix, []).append(values)
+    return list(found.values())
 
 
 def _pools(rollout_workers: str, sessions: int | None, blocking: bool, cost: float) -> list[Pools]:

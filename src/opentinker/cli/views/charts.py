@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from opentinker.shared.types.core import split_part
+
 DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 """Bit of the dot at [row][column] of one braille character."""
 BLANK = 0x2800
@@ -34,13 +36,17 @@ class Curves:
         """Since the first report, by all rollout workers."""
         self._span: tuple[float, float] | None = None
         """Times of the first and the last report."""
+        self.by_policy: dict[str, Curves] = {}
+        """Of a job with several policies: of each. `steps` then holds the values of all, named POLICY/METRIC."""
 
     def add(self, points: Iterable[Mapping[str, Any]]) -> list[int]:
         """Returns the steps that are new or changed."""
         changed = []
         for point in points:
             values: dict[str, float] = point["values"]
-            if "reward/mean" in values or "loss" in values:
+            if (policy := split_part(str(point["source"]))[1]) != "":
+                changed += self._add_policy(policy, point)
+            elif "reward/mean" in values or "loss" in values:
                 step = int(point["step"])
                 for later in [s for s in self.steps if s > step and self.times[s] < point["time"]]:
                     del self.steps[later], self.times[later]  # rolled back
@@ -55,7 +61,20 @@ class Curves:
             elif made := next((kind for kind in ("rollout", "serving") if f"{kind}/tokens_per_s" in values), None):
                 rate, total = values[f"{made}/tokens_per_s"], values[f"{made}/tokens"]
                 self._report(str(point["source"]), float(point["time"]), rate, total)
+        return list(dict.fromkeys(changed))
+
+    def _add_policy(self, policy: str, point: Mapping[str, Any]) -> list[int]:
+        values, step = point["values"], int(point["step"])
+        own = {name.removeprefix(f"{policy}/"): value for name, value in values.items()}
+        changed = self.by_policy.setdefault(policy, Curves()).add([{**point, "source": "trainer", "values": own}])
+        self.steps[step] = {**self.steps.get(step, {}), **values}
+        self.times[step] = point["time"]
         return changed
+
+    @property
+    def policies(self) -> dict[str, Curves]:
+        """By name; the job's own under the empty name if it has one policy."""
+        return self.by_policy or {"": self}
 
     def _report(self, worker: str, time: float, rate: float, total: float) -> None:
         self._rates[worker] = (rate, time)

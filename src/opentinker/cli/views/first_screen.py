@@ -29,7 +29,7 @@ def _ready(facts: Mapping[str, str]) -> str:
     job = EXAMPLE if EXAMPLE.exists() else "JOB.toml"
     server = [] if data_dir == usual_data_dir().resolve() else ["--url", facts["url"]]
     if (key := facts.get(KEY_FILE)) is None:
-        sign_in = "No key is needed: whoever is on this machine is an operator (--no-auth)."
+        sign_in = "No key is needed: everyone on this machine is an operator (--no-auth)."
     else:
         sign_in = f"Sign in with the operator's key, which is in this file:\n\n  {shown(Path(key))}"
         sign_in += "" if finds(data_dir) else f"\n\n  export OPENTINKER_API_KEY_FILE={shown(Path(key))}"

@@ -6,7 +6,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from opentinker.shared.types.core import JobState
+from opentinker.sdk.job_text import on_one_line
+from opentinker.shared.types.core import JobState, part_id
 from opentinker.shared.types.errors import plural
 
 Job = Mapping[str, Any]
@@ -38,7 +39,7 @@ def doing(job: Job, now: float | None = None) -> list[str]:
 def _ended(job: Job) -> list[str]:
     unit = "episode" if job["kind"] == "eval" else "step"
     at = f" at {unit} {job['step']} of {job['steps']}" if job["steps"] else ""
-    reason = str(job["reason"]).rstrip(".")
+    reason = on_one_line(job["reason"]).rstrip(".")
     return [f"It has {job['state']}{at}" + (f": {reason}" if reason else "") + "."]
 
 
@@ -74,10 +75,18 @@ def _worker(worker: dict[str, Any]) -> str:
 
 
 def _flow(job: Job, now: float) -> list[str]:
-    ledger = job["ledger"]
+    said = []
+    for policy in job.get("policies") or ("",):
+        said += _policy_flow(job, policy, now)
+    return said
+
+
+def _policy_flow(job: Job, policy: str, now: float) -> list[str]:
+    """Describe the groups and the trainer of one policy, or of the job that has one."""
+    ledger = job["policies"][policy]["ledger"] if policy else job["ledger"]
     said = [
-        f"{ledger['running']} groups are being generated, {ledger['pending']} wait to be trained, "
-        f"{ledger['trained']} were trained."
+        f"{policy + ': ' if policy else ''}{ledger['running']} groups are being generated, {ledger['pending']} wait to "
+        f"be trained, {ledger['trained']} were trained."
     ]
     discarded, failed = sum(ledger["discarded"].values()), sum(ledger["failed"].values())
     if discarded or failed:
@@ -85,11 +94,11 @@ def _flow(job: Job, now: float) -> list[str]:
             f"{count} {name}" for name, count in {**ledger["discarded"], **ledger["failed"]}.items() if count
         )
         said.append(f"{plural(discarded + failed, 'group')} discarded or failed, and replaced: {why}.")
-    point = job["metrics"].get("trainer")
+    point = job["metrics"].get(part_id("trainer", policy))
     if point is None or now - point["time"] > FRESH_S:
         last = "no step yet" if point is None else f"the last step was {_since(now - point['time'])} ago"
         return [*said, f"The trainer waits for its next batch: {last}."]
-    share = point["values"].get("trainer/wait_share")
+    share = point["values"].get(f"{policy}/trainer/wait_share" if policy else "trainer/wait_share")
     if share is not None and share >= LONG_WAIT:
         said.append(f"The trainer waits {share:.0%} of its time for trajectories: more rollout workers would help.")
     elif share is not None and share <= SHORT_WAIT and not ledger["running"]:
@@ -116,7 +125,8 @@ def next_commands(job: Job) -> list[tuple[str, ...]]:
     if job["kind"] == "eval" and state.final:
         return [("transcripts", id)]
     if state.final:
-        return [("download", id, "my-model"), ("watch", id)]
+        policy = ("--policy", next(iter(job["policies"]))) if job.get("policies") else ()
+        return [("download", id, "my-model", *policy), ("watch", id)]
     if state == JobState.PAUSED:
         return [("resume", id), ("cancel", id)]
     if job.get("waiting_for"):

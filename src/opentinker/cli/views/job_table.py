@@ -16,6 +16,7 @@ import orjson
 
 from opentinker.cli.common import ago, table_lines
 from opentinker.cli.views.watch import PLAIN_LINES
+from opentinker.sdk.job_text import reason_of
 from opentinker.shared.types.errors import plural
 
 if TYPE_CHECKING:
@@ -27,12 +28,12 @@ POLL_S = 1.0
 COLUMNS = ("id", "name", "state", "step", "created", "reason")
 
 
-class View(Protocol):
+class TableView(Protocol):
     def show(self, jobs: Sequence[JobSummary]) -> None: ...
     def close(self) -> None: ...
 
 
-def watch_jobs(find: Callable[[], Sequence[JobSummary]], view: View, rounds: int | None = None) -> None:
+def watch_jobs(find: Callable[[], Sequence[JobSummary]], view: TableView, rounds: int | None = None) -> None:
     """Show what `find` returns, again and again, until Ctrl-C. `rounds` limits how often."""
     try:
         for number in count() if rounds is None else range(rounds):
@@ -43,7 +44,7 @@ def watch_jobs(find: Callable[[], Sequence[JobSummary]], view: View, rounds: int
         view.close()
 
 
-def view_of(as_json: bool, empty: str) -> View:
+def view_of(as_json: bool, empty: str) -> TableView:
     """The view that suits stdout: lines unless it is a capable terminal."""
     from rich.console import Console
 
@@ -62,11 +63,6 @@ def rows_of(jobs: Sequence[JobSummary]) -> list[list[Any]]:
 
 def step_of(job: JobSummary) -> str:
     return f"{job['step']}/{job['steps'] or '?'}"
-
-
-def reason_of(job: JobSummary) -> str:
-    """Why it ended, or what it waits for."""
-    return job["reason"] or (f"waits for {job['waiting_for']}" if job["waiting_for"] else "")
 
 
 class LiveTable:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO
 import orjson
 
 from opentinker.cli.views.charts import Curves, chart, short
+from opentinker.sdk.job_text import on_one_line
 from opentinker.shared.types.core import JobState
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ class Update:
         return JobState(self.job["state"]).final
 
 
-class View(Protocol):
+class WatchView(Protocol):
     def show(self, update: Update) -> None: ...
     def close(self) -> None: ...
 
@@ -110,7 +111,7 @@ def watch(client: Client, job_id: str, *, live: bool | None = None) -> Update:
 
     console = Console()
     fancy = console.is_terminal and not console.is_dumb_terminal if live is None else live
-    view: View = LiveView(console) if fancy else PlainView(sys.stdout)
+    view: WatchView = LiveView(console) if fancy else PlainView(sys.stdout)
     update: Update | None = None
     try:
         for update in follow(client, job_id):
@@ -206,31 +207,44 @@ class LiveView:
         height = 6 if self._console.height >= 32 else 4
         grid = Table.grid(padding=(0, 2))
         panels = []
-        for panel in CURVES[str(job.get("kind", "rl"))]:
-            title, name, low = TAUGHT if panel[1] == "exact" and curves.series("teacher/kl") else panel
-            values = curves.series(name) if name else curves.generated
-            latest = curves.recent(name) if name else (values[-1] if values else None)
+        for title, name, low, own in _panels(curves, str(job.get("kind", "rl"))):
+            values = own.series(name) if name else curves.generated
+            latest = own.recent(name) if name else (values[-1] if values else None)
             shown = f"{title}  {short(latest)}" if latest is not None else title
             panels.append(Text("\n".join([shown, *chart(values, width, height, low=low)]), no_wrap=True))
-        grid.add_row(*panels[:2])
-        grid.add_row(*panels[2:])
+        for first in range(0, len(panels), 2):
+            grid.add_row(*panels[first : first + 2])
         notes = Text("\n".join(event_line(event) for event in update.seen), style="dim")
         return Group(head, bar, Text(""), grid, Text(""), Text(facts(update)), notes)
+
+
+def _panels(curves: Curves, kind: str) -> Iterator[tuple[str, str, float | None, Curves]]:
+    """Yield title, metric, lower end of the axis and curves of each chart; of several policies, reward and exact."""
+    for title, name, low in CURVES[kind]:
+        if len(curves.policies) > 1 and name not in ("reward/mean", "exact"):
+            continue
+        for policy, own in curves.policies.items():
+            taught = name == "exact" and own.series("teacher/kl")
+            shown = TAUGHT if taught else (title, name, low)
+            yield f"{policy} {shown[0]}".lstrip(), shown[1], shown[2], own
 
 
 def step_line(update: Update, window: range, step: int) -> str:
     """Means over the steps since the line before."""
     curves, steps = update.curves, list(window)
     parts = [f"step {step}/{update.job['steps'] or '?'}"]
-    for label, name, form in LINE:
-        value = curves.mean(name, steps)
-        if value is not None:
-            parts.append(f"{label} {value:{form}}")
+    for policy, own in curves.policies.items():
+        parts += [policy] if policy else []
+        for label, name, form in LINE:
+            value = own.mean(name, steps)
+            if value is not None:
+                parts.append(f"{label} {value:{form}}")
     if curves.generated:
         parts.append(f"tok/s {curves.generated[-1]:.0f}")
-    wait = curves.mean("trainer/wait_share", steps)
-    if wait is not None:
-        parts.append(f"wait {wait:.0%}")
+    for policy, own in curves.policies.items():
+        wait = own.mean("trainer/wait_share", steps)
+        if wait is not None:
+            parts.append(f"{policy} wait {wait:.0%}".lstrip())
     return " ".join(parts)
 
 
@@ -241,7 +255,7 @@ def event_line(event: Mapping[str, Any]) -> str:
     known = ("id", "event", "time", "state", "finished")
     told = {k: v for k, v in event.items() if k not in known and v not in ("", None) and (k, v) != ("epoch", NO_EPOCH)}
     rest = " ".join(f"{k}={_time_of_day(v) if k in TIMES else v}" for k, v in told.items())
-    return f"{stamp} {event.get('event', '?')} {rest}".rstrip()
+    return f"{stamp} {event.get('event', '?')} {on_one_line(rest)}".rstrip()
 
 
 def _time_of_day(unix_s: float) -> str:
@@ -272,7 +286,11 @@ def facts(update: Update) -> str:
         ("zero variance", "zero_variance"),
         ("trainer waits", "trainer/wait_share"),
     )
-    shown = [(label, curves.recent(name)) for label, name in wanted]
+    shown = [
+        (f"{policy} {label}".lstrip(), own.recent(name))
+        for policy, own in curves.policies.items()
+        for label, name in wanted
+    ]
     parts = [f"{label} {short(value)}" for label, value in shown if value is not None]
     if curves.validations:
         step = max(curves.validations)

@@ -25,6 +25,7 @@ from opentinker.client.sync import Client
 from opentinker.client.utils.inference_client import STATES, InferenceSchedulerClient, Scheduler
 from opentinker.client.utils.utils import say
 from opentinker.sdk.http import ApiError
+from opentinker.sdk.job_text import on_one_line
 from opentinker.serve.ws_client import serve_environment
 from opentinker.shared.api_types import Job, MetricPoint
 from opentinker.shared.types.core import JobState
@@ -238,7 +239,7 @@ def _follow(client: Client, job: str, verbose: bool, stats: Any, every: int) -> 
             break
         time.sleep(POLL_S)
     if JobState(record["state"]) != JobState.SUCCEEDED:
-        raise RuntimeError(f"job {job} {record['state']}: {record['reason'] or 'no reason was given'}")
+        raise RuntimeError(f"job {job} {record['state']}: {on_one_line(record['reason']) or 'no reason was given'}")
     return last
 
 

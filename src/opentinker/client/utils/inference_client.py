@@ -17,6 +17,7 @@ from typing import Any
 from opentinker.client.sync import Client
 from opentinker.client.utils.utils import say, tolerant_merge_dicts
 from opentinker.sdk.http import ApiError
+from opentinker.sdk.job_text import on_one_line
 from opentinker.shared.types.core import JobState
 
 API_KEY = "OPENTINKER_API_KEY"
@@ -131,7 +132,9 @@ class InferenceSchedulerClient(Scheduler):
             if state == JobState.RUNNING:
                 return
             if state.final:
-                raise RuntimeError(f"inference job {job} {state}: {record['reason'] or 'no reason was given'}")
+                raise RuntimeError(
+                    f"inference job {job} {state}: {on_one_line(record['reason']) or 'no reason was given'}"
+                )
             if time.monotonic() >= deadline:
                 waits = f", it waits for {record['waiting_for']}" if record["waiting_for"] else ""
                 raise TimeoutError(f"inference job {job} was {state} after {self.timeout:g} s{waits}: cancelled")

@@ -1,0 +1,91 @@
+// A match as one conversation: what each seat was shown and said, in the order of play, each word with its policy's version.
+
+/** Columns, one entry per token; `versions` as [from, to, version] of sampled ones. */
+export interface Tokens {
+  text: string[];
+  ids: number[];
+  mask: number[];
+  logprobs: number[];
+  advantages: number[] | null;
+  versions: [number, number, string][];
+  left_out: number;
+}
+
+export interface Message {
+  role: string;
+  content: string;
+  /** Of words that a policy said: which turn of the episode, its tokens in the view, who sampled them, its reward. */
+  turn?: number;
+  tokens?: [number, number];
+  versions?: string[];
+  reward?: number;
+}
+
+export interface View {
+  seat: string;
+  stream: string;
+  policy?: string;
+  reward: number;
+  messages: Message[];
+  tokens?: Tokens | null;
+}
+
+/** Something that a seat was shown or said. */
+export interface Act {
+  seat: string;
+  policy: string;
+  /** Of what it said: the weights, with the policy's name where there are several. */
+  weights: string[];
+  message: Message;
+  /** Of what it said, as far as they were kept. */
+  tokens: Tokens | null;
+}
+
+/** The messages of all seats, in the order of play. */
+export function conversation(views: readonly View[], order: readonly [number, number][]): Act[] {
+  return order.flatMap(([place, number]) => {
+    const view = views[place];
+    const message = view?.messages[number];
+    if (!view || !message) return [];
+    const said = message.turn !== undefined && message.tokens !== undefined && view.tokens;
+    return [
+      {
+        seat: seatOf(view),
+        policy: view.policy ?? "",
+        weights: (message.versions ?? []).map((version) => weightsOf(view, version)),
+        message,
+        tokens: said ? cut(view, view.tokens!, message.tokens!) : null,
+      },
+    ];
+  });
+}
+
+/** The weights of all that was said, in the order in which they first spoke. */
+export function weightsIn(acts: readonly Act[]): string[] {
+  return [...new Set(acts.flatMap((act) => act.weights))];
+}
+
+export function seatOf(view: View): string {
+  return [view.seat || "player", view.stream].filter(Boolean).join(" ");
+}
+
+function weightsOf(view: View, version: string): string {
+  return view.policy ? `${view.policy} ${version}` : version;
+}
+
+/** The tokens [from, to) of a view; null if none of them were kept. */
+function cut(view: View, tokens: Tokens, [from, to]: [number, number]): Tokens | null {
+  const end = Math.min(to, tokens.text.length);
+  if (from >= end) return null;
+  return {
+    text: tokens.text.slice(from, end),
+    ids: tokens.ids.slice(from, end),
+    mask: tokens.mask.slice(from, end),
+    logprobs: tokens.logprobs.slice(from, end),
+    advantages: tokens.advantages && tokens.advantages.slice(from, end),
+    versions: tokens.versions
+      .map(([first, last, version]): [number, number, string] => [Math.max(first, from) - from, Math.min(last, end) - from, weightsOf(view, version)])
+      .filter(([first, last]) => first < last),
+    left_out: to - end,
+  };
+}

@@ -1,0 +1,42 @@
+// A match as one conversation.
+
+import assert from "node:assert/strict";
+import { test } from "node:test";
+import { conversation, weightsIn, type View } from "../src/lib/match.ts";
+
+const view = (seat: string, version: string): View => ({
+  seat,
+  stream: "",
+  policy: `p-${seat}`,
+  reward: 0,
+  messages: [
+    { role: "user", content: "your move" },
+    { role: "assistant", content: "a1", turn: 0, tokens: [2, 4], versions: [version], reward: 1 },
+  ],
+  tokens: {
+    text: ["your", "move", "a", "1", "."],
+    ids: [1, 2, 3, 4, 5],
+    mask: [0, 0, 1, 1, 0],
+    logprobs: [0, 0, -1, -2, 0],
+    advantages: null,
+    versions: [[2, 4, version]],
+    left_out: 0,
+  },
+});
+
+test("seats speak in the order of play, each with its own weights and tokens", () => {
+  const acts = conversation([view("white", "1.3"), view("black", "1.5")], [[1, 0], [1, 1], [0, 0], [0, 1]]);
+  assert.deepEqual(acts.map((act) => [act.seat, act.message.content]), [["black", "your move"], ["black", "a1"], ["white", "your move"], ["white", "a1"]]);
+  assert.deepEqual(weightsIn(acts), ["p-black 1.5", "p-white 1.3"]);
+  assert.equal(acts[0]!.tokens, null, "what it was shown was not sampled");
+  assert.deepEqual([acts[1]!.tokens?.text, acts[1]!.tokens?.logprobs, acts[1]!.tokens?.versions], [["a", "1"], [-1, -2], [[0, 2, "p-black 1.5"]]]);
+});
+
+test("tokens beyond those that were kept are counted", () => {
+  const long = view("white", "1.3");
+  long.tokens!.text = ["your", "move", "a"];
+  const acts = conversation([long], [[0, 1]]);
+  assert.deepEqual([acts[0]!.tokens?.text, acts[0]!.tokens?.left_out], [["a"], 1]);
+  long.tokens!.text = ["your"];
+  assert.equal(conversation([long], [[0, 1]])[0]!.tokens, null);
+});

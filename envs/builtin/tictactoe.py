@@ -1,0 +1,121 @@
+"""Tic-tac-toe: two seats, each with a view of the same board, and two bots."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Mapping
+from functools import cache
+from typing import ClassVar, Literal
+
+from opentinker.envs.base import Action, Bot, Environment, EnvironmentConfig, Opening, Step, user
+from opentinker.envs.builtin.gomoku_board import BLACK, STONES, Board, lines, other
+
+SIDE = 3
+FIRST, SECOND = "first", "second"
+_NUMBER = re.compile(r"(?<!\d)[1-9](?!\d)")
+
+
+class TicTacToe(Environment):
+    """Every turn begins a new context with the board, whose free fields show their numbers; an answer names one, like
+    `5`; the last number in it counts.
+
+    Reward `outcome`: 1 won, 0 drawn, -1 lost. An answer that names no free field loses the game, and the other seat
+    wins it, so that the rewards of both always sum to 0.
+    """
+
+    class Config(EnvironmentConfig):
+        random_stones: Literal[0, 2, 4] = 0
+        """Stones on the board at the start, placed by row and seed, so that games differ."""
+        rules: bool = True
+        """Begin every turn with the rules in a sentence; false for models that learn from random weights."""
+
+    config: Config
+    seats = (FIRST, SECOND)
+    bots: ClassVar[Mapping[str, Bot]] = {
+        "random": lambda game: _name(game.draw.choice(game.board.free())),
+        "perfect": lambda game: _name(game.draw.choice(game.best())),
+    }
+
+    async def open(self, row: int, seed: int) -> Opening:
+        self.draw = random.Random(f"tictactoe/{seed}/{row}")
+        self.board = Board(SIDE, SIDE)
+        for field in self.draw.sample(self.board.free(), self.config.random_stones):
+            self.board.place(field)
+        return Opening(messages=[user(self._prompt())], seat=self._seat, stream=self._stream)
+
+    async def step(self, action: Action) -> Step:
+        mover = self._seat
+        named = _NUMBER.findall(action.text)
+        field = int(named[-1]) - 1 if named else None
+        if field is None or self.board.fields[field]:
+            return self._end(mover, -1.0, forfeit=True)
+        self.board.place(field)
+        if self.board.over:
+            return self._end(mover, float(bool(self.board.winner)))
+        return Step(
+            messages=[user(self._prompt())],
+            components={"outcome": 0.0},
+            seat=self._seat,
+            stream=self._stream,
+            metrics=self._metrics(),
+        )
+
+    def gold(self) -> str:
+        return _name(self.best()[0])
+
+    def best(self) -> tuple[int, ...]:
+        """Return the moves with the best outcome against perfect play."""
+        return _solve(tuple(self.board.fields), self.board.next)[1]
+
+    @property
+    def _seat(self) -> str:
+        return FIRST if self.board.next == BLACK else SECOND
+
+    @property
+    def _stream(self) -> str:
+        return str(self.board.played)
+
+    def _prompt(self) -> str:
+        signs = [STONES[stone] if stone else _name(field) for field, stone in enumerate(self.board.fields)]
+        rows = "\n".join("".join(signs[start : start + SIDE]) for start in range(0, SIDE * SIDE, SIDE))
+        stone = STONES[self.board.next]
+        rules = f"tic-tac-toe, 3 in a row win. you are {stone}. say the number of a free field.\n"
+        return f"{rules if self.config.rules else ''}{rows}\n{stone}:"
+
+    def _end(self, mover: str, outcome: float, *, forfeit: bool = False) -> Step:
+        rival = SECOND if mover == FIRST else FIRST
+        won = mover if outcome > 0.0 else rival if outcome < 0.0 else ""
+        last = {"forfeit": float(forfeit), "draw": float(not won), "first_won": float(won == FIRST)}
+        return Step(
+            done=True,
+            reward=outcome,
+            components={"outcome": outcome},
+            rewards={rival: {"outcome": 0.0 - outcome}},
+            metrics=self._metrics() | last,
+        )
+
+    def _metrics(self) -> dict[str, float]:
+        return {"moves": float(self.board.played), "forfeit": 0.0, "draw": 0.0, "first_won": 0.0}
+
+
+def _name(field: int) -> str:
+    return str(field + 1)
+
+
+@cache
+def _solve(fields: tuple[str, ...], mover: str) -> tuple[int, tuple[int, ...]]:
+    """Return the outcome for the mover under perfect play of both (1, 0, -1), and the moves that reach it."""
+    rival = other(mover)
+    if any(all(fields[field] == rival for field in run) for run in lines(SIDE, SIDE).runs):
+        return -1, ()
+    outcomes = {
+        field: -_solve((*fields[:field], mover, *fields[field + 1 :]), rival)[0]
+        for field, stone in enumerate(fields)
+        if not stone
+    }
+    best = max(outcomes.values(), default=0)
+    return best, tuple(field for field, outcome in outcomes.items() if outcome == best)
+
+
+_solve(("",) * SIDE**2, BLACK)  # during the import: no episode waits for it

@@ -1,0 +1,131 @@
+"""How long a round of several seats takes, against the same seats in turn, with an engine of a given duration.
+
+    python -m loadtest.rounds [--seats 4] [--engine-ms 100] [--rounds 40] [--episodes 4]
+
+Starts nats-server and a Redis-compatible server on free ports and one env worker, and plays episodes in this process
+with the simulated engine, one after the other. Prints the time from one round's beginning to the next (p50), the same
+of a game whose seats act in turn, and the hand-over: from the last answer of the engine to its next request, which is
+the environment's step over NATS and all that surrounds it. Exit status 1 if a target is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import uvloop
+
+from loadtest._environments import PROMPT
+from loadtest._machine import Meter, met
+from loadtest.env_plane import serving
+from opentinker.services.rollout_worker.engines.base import Completion
+from opentinker.services.rollout_worker.engines.toy import ToyEngine
+from opentinker.services.rollout_worker.episode import Episode
+from opentinker.services.rollout_worker.policies import SeatMap
+from opentinker.services.rollout_worker.renderer import Renderer
+from opentinker.shared.messaging.bus import Bus
+from opentinker.shared.messaging.env_client import EnvClient
+from opentinker.shared.spec import ToySpec, parse_spec
+from opentinker.shared.types.core import Ticket, WeightVersion
+from tests.support.toys import toy_model
+
+TOKENS = len(PROMPT)
+"""The simulated engine repeats the digits and ends its turn."""
+OVERHEAD = 1.15
+"""A round may take so much longer than the engine."""
+HAND_OVER_MS = 3.0
+
+
+class Timed(ToyEngine):
+    """Remembers when every request came and was answered."""
+
+    calls: list[tuple[float, float]]
+
+    async def generate(self, *args: Any, **options: Any) -> Completion:
+        began = time.perf_counter()
+        completion = await super().generate(*args, **options)
+        self.calls.append((began, time.perf_counter()))
+        return completion
+
+
+async def play(bus: Bus, model: Path, options: argparse.Namespace, *, together: bool) -> tuple[float, float]:
+    """Return the medians of a round's seconds and of a hand-over's."""
+    toy = {"seconds_per_token": options.engine_ms / 1000 / TOKENS, "skill": 1.0}
+    spec = parse_spec(
+        {
+            "name": "rounds",
+            "model": {"base": str(model)},
+            "environment": {
+                "name": "loadtest._environments:Table",
+                "config": {"seats": options.seats, "together": together},
+            },
+            "algorithm": {"group_size": 2, "groups_per_batch": 1},
+            "rollout": {
+                "engine": "toy",
+                "toy": toy,
+                "max_tokens": TOKENS * options.rounds,
+                "max_tokens_per_turn": TOKENS,
+                "max_turns": options.rounds,
+            },
+            "train": {"learner": "simulated", "steps": 1},
+        }
+    )
+    renderer = Renderer.load_light(str(model), spec.model.chat_template)
+    engine = Timed(ToySpec(**toy), eos_id=0, vocab_size=48, context_length=100_000, echo_ids=frozenset(range(2, 12)))
+    engine.version = WeightVersion(1, 0)
+    together_size = options.seats if together else 1
+    rounds_s: list[float] = []
+    hand_over_s: list[float] = []
+    for number in range(options.episodes):
+        engine.calls = []
+        ticket = Ticket(job="load", seq=number, row=0, seed=0, group_size=1)
+        await Episode(spec, ticket, 0, SeatMap.single(spec, engine, renderer), EnvClient(bus)).run()
+        calls = sorted(engine.calls)
+        turns = [calls[at : at + together_size] for at in range(0, len(calls), together_size)]
+        for turn, following in pairwise(turns[1:]):  # the first warms up
+            hand_over_s.append(min(began for began, _ in following) - max(ended for _, ended in turn))
+        begins = [turn[0][0] for turn in turns[1:]][:: 1 if together else options.seats]
+        rounds_s += [later - earlier for earlier, later in pairwise(begins)]
+    return float(np.median(rounds_s)), float(np.median(hand_over_s))
+
+
+async def run(options: argparse.Namespace, url: str, pids: dict[str, int]) -> bool:
+    with tempfile.TemporaryDirectory() as directory:
+        model = toy_model(Path(directory, "model"))
+        async with Bus.connect(url, "load", "rollout-worker") as bus:  # whom env workers may answer
+            await play(bus, model, argparse.Namespace(**vars(options) | {"episodes": 1, "rounds": 4}), together=True)
+            meter = Meter(pids)
+            round_s, hand_over_s = await play(bus, model, options, together=True)
+            meter.stop()
+            turns_s, _ = await play(bus, model, options, together=False)
+    engine_s = options.engine_ms / 1000
+    print(f"{options.seats} seats, engine {options.engine_ms:g} ms: a round p50 {1e3 * round_s:.1f} ms together, "
+          f"{1e3 * turns_s:.1f} ms in turn; hand-over p50 {1e3 * hand_over_s:.2f} ms")  # fmt: skip
+    rounds = options.rounds * options.episodes
+    print("CPU-ms per round:", ", ".join(f"{name} {1e3 * used / rounds:.2f}" for name, used in meter.used.items()))
+    print(f"cores used by others meanwhile: {meter.foreign:.2f}")
+    rate = met("rounds/s", 1 / round_s, 1 / (OVERHEAD * engine_s), meter.foreign)
+    return met("hand-overs/s", 1 / hand_over_s, 1e3 / HAND_OVER_MS, meter.foreign) and rate
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seats", type=int, default=4)
+    parser.add_argument("--engine-ms", type=float, default=100.0)
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--episodes", type=int, default=4)
+    options = parser.parse_args()
+    with serving() as (url, pids):
+        good = uvloop.run(run(options, url, pids | {"client": os.getpid()}))
+    sys.exit(0 if good else 1)
+
+
+if __name__ == "__main__":
+    main()

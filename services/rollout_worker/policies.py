@@ -1,0 +1,91 @@
+"""Who plays the seats of an episode: the job's one policy, or several, and frozen checkpoints, each with an engine of
+its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from opentinker.services.rollout_worker.engines.base import Engine
+from opentinker.services.rollout_worker.renderer import Renderer
+from opentinker.shared.spec import JobSpec, SeatSpec
+from opentinker.shared.spec.policies import OpponentSpec, bots_of, opposed, player_at, rotated
+
+
+@dataclass(frozen=True)
+class LoadedPolicy:
+    """A policy with its tokenizer, in an engine that the caller has started."""
+
+    name: str
+    """Empty: the job has one policy. Of a frozen checkpoint: JOB@STEP."""
+    spec: JobSpec
+    """With the policy's settings."""
+    engine: Engine
+    renderer: Renderer
+    is_frozen: bool = False
+    """Whether it plays without learning: no trainer sends its weights, and its trajectories are never trained on."""
+
+    @property
+    def context(self) -> int:
+        """Tokens per stream."""
+        own = self.spec.rollout.context_length
+        return self.engine.context_length if own is None else min(own, self.engine.context_length)
+
+
+class SeatMap:
+    """`[seats]` of a job, with its policies loaded."""
+
+    def __init__(self, spec: JobSpec, policies: Sequence[LoadedPolicy]) -> None:
+        """`policies`: those of the job before frozen checkpoints."""
+        self._seats: Mapping[str, SeatSpec] = spec.seats
+        self._policies = {policy.name: policy for policy in policies}
+        self._rotates = spec.match is not None and spec.match.rotate
+        self.first = policies[0]
+
+    @classmethod
+    def single(cls, spec: JobSpec, engine: Engine, renderer: Renderer) -> SeatMap:
+        """Return the seats of a job whose one policy plays all that no bot plays."""
+        return cls(spec, [LoadedPolicy("", spec, engine, renderer)])
+
+    def turned(self, group: int, sample: int) -> SeatMap:
+        """Return the seats of one sample of a group: itself, unless players rotate (`match.rotate`)."""
+        if not self._rotates:
+            return self
+        return self._with(rotated(list(self._seats), list(self._seats.values()), group + sample))
+
+    def opposed(self, policy: str, opponent: OpponentSpec, place: int) -> SeatMap:
+        """Return the seats of an evaluation of a policy, see `shared.spec.policies.opposed`."""
+        return self._with(opposed(self._seats, policy, opponent, place))
+
+    def _with(self, seats: Mapping[str, SeatSpec]) -> SeatMap:
+        changed = SeatMap.__new__(SeatMap)
+        changed.__dict__ |= self.__dict__
+        changed._seats, changed._rotates = seats, False
+        return changed
+
+    def at(self, seat: str) -> LoadedPolicy | None:
+        """Return the policy of a seat; None: nobody plays it, or a bot does."""
+        player = player_at(self._seats, seat)
+        if player is None:
+            return self._policies.get("")
+        name = player.policy or player.frozen
+        return None if name is None else self._policies[name]
+
+    def split_seats(self, policy: str, seats: Iterable[str]) -> tuple[list[str], list[str]]:
+        """Return which of these seats the policy plays, and which others do."""
+        own = {seat for seat in seats if (player := self.at(seat)) is not None and player.name == policy}
+        return [seat for seat in seats if seat in own], [seat for seat in seats if seat not in own]
+
+    def has_others(self, policy: str) -> bool:
+        """Return whether anybody but the policy plays a seat."""
+        return any(not policy or player.policy != policy for player in self._seats.values())
+
+    @property
+    def bots(self) -> dict[str, str]:
+        """See `OpenSession.bots`."""
+        return bots_of(self._seats)
+
+    @property
+    def context(self) -> int:
+        """Tokens per stream that every policy takes."""
+        return min(policy.context for policy in self._policies.values())

@@ -1,0 +1,69 @@
+"""The token stream of one seat in an episode, while it grows; the episode makes a trajectory of it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from opentinker.services.rollout_worker.engines.base import Completion
+from opentinker.services.rollout_worker.policies import LoadedPolicy
+from opentinker.services.rollout_worker.renderer import images_of
+from opentinker.shared.types.core import Message, Tool
+from opentinker.shared.types.trajectories import Picture, Span, Turn
+
+
+class Stream:
+    """One context of one seat: the trajectory's arrays while they grow."""
+
+    def __init__(self, seat: str, name: str, tools: list[Tool], policy: LoadedPolicy) -> None:
+        self.seat, self.name, self.tools, self.policy = seat, name, tools, policy
+        self.ids: list[int] = []
+        self.mask: list[int] = []
+        self.logprobs: list[float] = []
+        self.spans: list[Span] = []
+        self.turns: list[Turn] = []
+        self.sampled = 0
+        self.said: list[Message] = []
+        """Both sides' words so far."""
+        self.spoken = 0
+        """How many of these messages there are up to the policy's last."""
+        self.pictures: list[Picture] = []
+        self.images: dict[str, bytes] = {}
+
+    def observe(self, ids: list[int], messages: list[Message], pictures: list[Picture]) -> None:
+        """`pictures`: where `ids` show what images."""
+        if pictures:
+            self.pictures += [picture.moved(len(self.ids)) for picture in pictures]
+            self.images |= images_of(messages)
+        self.ids += ids
+        self.mask += [0] * len(ids)
+        self.logprobs += [0.0] * len(ids)
+        self.said += messages
+
+    def sample(self, completion: Completion, text: str) -> None:
+        start = len(self.ids)
+        self.ids += completion.ids
+        self.mask += [1] * len(completion.ids)
+        self.logprobs += completion.logprobs
+        self.spans += [Span(start + s.start, start + s.end, s.version) for s in completion.spans]
+        self.sampled += len(completion.ids)
+        self.said.append(Message(role="assistant", content=text))
+        self.spoken = len(self.said)
+
+    def award(self, parts: dict[str, float]) -> None:
+        """Named rewards that came after the stream's last turn, and are its own."""
+        last = self.turns[-1]
+        components = dict(last.components)
+        for name, value in parts.items():
+            components[name] = components.get(name, 0.0) + value
+        self.turns[-1] = msgspec.structs.replace(last, reward=last.reward + sum(parts.values()), components=components)
+
+
+def merge(spans: list[Span]) -> list[Span]:
+    """Join neighbours of the same version, turn boundaries included only where they touch."""
+    merged: list[Span] = []
+    for span in spans:
+        if merged and merged[-1].version == span.version and merged[-1].end == span.start:
+            merged[-1] = Span(merged[-1].start, span.end, span.version)
+        else:
+            merged.append(span)
+    return merged

@@ -1,0 +1,174 @@
+"""Handlers of how a job went: its events, metrics, validation episodes and failures.
+
+events   consumes the job's events, as history and as they come; produces JSON or server-sent events
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from opentinker.services.scheduler.http import transcripts
+from opentinker.services.scheduler.http.errors import json_response
+from opentinker.services.scheduler.http.jobs import POLICY, JobsApi
+from opentinker.services.scheduler.http.routes import Integer, Parameter, Route
+from opentinker.services.scheduler.jobs.metric_history import MetricHistory
+from opentinker.shared import api_types
+from opentinker.shared.security.authorization import Action
+from opentinker.shared.state.staleness import admission_of
+from opentinker.shared.types.core import Discard, JobState
+from opentinker.shared.types.errors import SpecError
+
+EVENT_ID = re.compile(r"[0-9]{1,15}(-[0-9]{1,15})?")
+LOOK_S = 1.0
+COMMENT_S = 10.0
+"""An idle event stream says something so often, so that proxies keep it and a dead client is noticed."""
+STREAM = {"Cache-Control": "no-store", "X-Accel-Buffering": "no", "X-Content-Type-Options": "nosniff"}
+"""Headers of an event stream."""
+FINAL = {state.value for state in JobState if state.final}
+LIMIT_FAILURES = Integer("limit", "Failures in the response, the newest.", default=100, low=1, high=1000)
+AFTER_EVENT = Parameter("after", "Only events after this id; `Last-Event-ID` is equivalent.")
+FORMAT = Parameter("format", "`json`: all current entries as one list; default: a stream of server-sent events.")
+AFTER_POINT = Integer("after", "Only points after this cursor.")
+LIMIT_POINTS = Integer("limit", "Points per response.", default=1000, low=1, high=10_000)
+SOURCE = Parameter("source", "Only points of this source, for example `trainer`.")
+NAMES = Parameter("names", "Only these values, separated by commas.")
+STEP = Integer("step", "Step of the evaluation; default: the latest.", default=-1, high=10**12)
+
+
+class JobHistoryApi:
+    def __init__(self, jobs: JobsApi) -> None:
+        self.jobs, self.ctx, self.store = jobs, jobs.ctx, jobs.store
+        self._history = MetricHistory(jobs.bus, jobs.artifacts)
+
+    # --- events -------------------------------------------------------------------------------------------------
+
+    @Route(
+        "GET",
+        "/v1/jobs/{id}/events",
+        Action.JOBS_READ,
+        "Stream job events (server-sent events)",
+        parameters=(AFTER_EVENT, FORMAT),
+        answer=api_types.Events,
+    )
+    async def events(self, request: web.Request) -> web.StreamResponse:
+        job = await self.jobs.found(request)
+        after = request.query.get("after") or request.headers.get("Last-Event-ID") or "0"
+        if not EVENT_ID.fullmatch(after):
+            raise SpecError(
+                [{"field": "after", "value": after[:100], "problem": "not an event id, e.g. 1763712000000-0"}]
+            )
+        match request.query.get("format", "sse"):
+            case "json":
+                return json_response({"events": await self._all_events(job.id, after)})
+            case "sse":
+                return await self._stream_events(request, job.id, after)
+            case other:
+                raise SpecError([{"field": "format", "value": other[:100], "problem": "must be `sse` or `json`"}])
+
+    async def _all_events(self, job: str, after: str) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        while page := await self.store.events(job, after):
+            found += page
+            after = page[-1]["id"]
+        return found
+
+    async def _stream_events(self, request: web.Request, job: str, after: str) -> web.StreamResponse:
+        """Until the event of the final state is out, the client leaves, or the service stops."""
+        response = web.StreamResponse(headers=STREAM)
+        response.content_type = "text/event-stream"
+        await response.prepare(request)
+        said_at = time.monotonic()
+        while not self.ctx.stopping.is_set() and request.transport is not None and not request.transport.is_closing():
+            over = (await self.store.job(job)).state.final
+            page = await self.store.events(job, after, block_ms=None if over else int(LOOK_S * 1000))
+            for event in page:
+                after = event["id"]
+                text = f"id: {after}\nevent: {event['event']}\ndata: {orjson.dumps(event).decode()}\n\n"
+                await response.write(text.encode())
+                said_at = time.monotonic()
+                if event.get("state") in FINAL:
+                    return response
+            if over and not page:
+                return response
+            if time.monotonic() - said_at > COMMENT_S:
+                await response.write(b": nothing new\n\n")
+                said_at = time.monotonic()
+        return response
+
+    # --- metrics ------------------------------------------------------------------------------------------------
+
+    @Route(
+        "GET",
+        "/v1/jobs/{id}/metrics",
+        Action.JOBS_READ,
+        "List metric points",
+        parameters=(AFTER_POINT, LIMIT_POINTS, SOURCE, NAMES),
+        answer=api_types.Metrics,
+    )
+    async def metrics(self, request: web.Request) -> web.Response:
+        """Read from the stream and metrics.jsonl, so it survives every service; `cursor` is the `after` of the next
+        call."""
+        job = await self.jobs.undeleted(request)
+        after = AFTER_POINT.read(request)
+        limit = LIMIT_POINTS.read(request)
+        source, names = request.query.get("source", "*"), request.query.get("names", "")
+        wanted = set(names.split(",")) if names else None
+        found, more = await self._history.page(job, after, limit, "*" if source == ">" else source)
+        points = [
+            {
+                "cursor": at,
+                "source": p.source,
+                "incarnation": p.incarnation,
+                "seq": p.seq,
+                "time": p.time,
+                "step": p.step,
+                "values": {k: v for k, v in p.values.items() if wanted is None or k in wanted},
+            }
+            for at, p in found
+        ]
+        if wanted is not None:
+            points = [point for point in points if point["values"]]
+        cursor = found[-1][0] if found else after
+        return json_response({"metrics": points, "cursor": cursor, "more": more})
+
+    # --- episodes and failures -----------------------------------------------------------------------------------
+
+    @Route(
+        "GET",
+        "/v1/jobs/{id}/transcripts",
+        Action.JOBS_READ,
+        "List stored validation episodes",
+        parameters=(STEP, POLICY),
+        answer=api_types.Transcripts,
+    )
+    async def transcripts(self, request: web.Request) -> web.Response:
+        """Validation episodes, word by word: of one step, by default the newest that has any."""
+        job = await self.jobs.undeleted(request)
+        step = STEP.read(request)
+        home = self.jobs.home(self.jobs.part(request, job))
+        return json_response(await asyncio.to_thread(transcripts.read, home, None if step < 0 else step))
+
+    @Route(
+        "GET",
+        "/v1/jobs/{id}/failures",
+        Action.JOBS_READ,
+        "List groups that failed permanently",
+        parameters=(LIMIT_FAILURES,),
+        answer=api_types.Failures,
+    )
+    async def failures(self, request: web.Request) -> web.Response:
+        """Return permanent failures: the newest groups with their errors, and the number of all."""
+        job = await self.jobs.undeleted(request)
+        limit = LIMIT_FAILURES.read(request)
+        ledgers = [await admission_of(self.store.redis, job, policy).ledger() for policy in job.policies or ("",)]
+        found = await self.store.failures(job.id, limit)
+        counts = max((ledger.failed for ledger in ledgers), key=lambda failed: sum(failed.values()))
+        if invalid := max(ledger.discarded.get(Discard.INVALID, 0) for ledger in ledgers):
+            counts = {**counts, Discard.INVALID.value: invalid}
+        return json_response({"failures": found, "counts": counts})

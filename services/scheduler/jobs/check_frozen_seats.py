@@ -1,0 +1,99 @@
+"""Checks the checkpoints that play seats of a job (`seats.NAME.frozen`): finds them, and whether they can play.
+
+`kept_checkpoints.py` keeps each in {data_dir}/jobs/{job}/start/seats/{checkpoint}."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from pydantic import ValidationError
+
+from opentinker.services.scheduler.jobs.check_model import mistakes_in_model
+from opentinker.services.scheduler.jobs.check_start_checkpoint import Mistakes, SourceCheckpoint, adapter_in, find
+from opentinker.services.scheduler.jobs.disk_threads import on_disk
+from opentinker.shared.data.dry_run import is_served
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.spec import JobSpec, ModelSpec, SeatSpec
+from opentinker.shared.spec.serving import MAX_LORA_RANK
+from opentinker.shared.spec.start import Origin
+
+
+class FrozenSeat(NamedTuple):
+    source: SourceCheckpoint
+    model: dict[str, Any]
+    """[model] of the job that it is of, with the checkpoint's adapter."""
+
+
+Found = Mapping[str, FrozenSeat]
+"""By seat or pattern, in the order of the spec."""
+
+
+async def check_frozen_seats(
+    ctx: Context, data: Any, spec: JobSpec | None, tenant: str
+) -> tuple[Mistakes, dict[str, FrozenSeat]]:
+    """`data`: the spec as it was sent."""
+    mistakes: Mistakes = []
+    found: dict[str, FrozenSeat] = {}
+    known: dict[str, SourceCheckpoint | str] = {}
+    for seat, player in _written(data, spec).items():
+        checkpoint = player.frozen
+        if checkpoint is None:
+            continue
+        if checkpoint not in known:
+            known[checkpoint] = await find(ctx, Origin.model_validate({"from": checkpoint}), tenant)
+        chosen = known[checkpoint]
+        if isinstance(chosen, str):
+            mistakes.append({"field": f"seats.{seat}.frozen", "value": checkpoint, "problem": chosen})
+            continue
+        model, wrong = await on_disk(ctx, _judge, chosen, player, spec)
+        if model is not None:
+            found[seat] = FrozenSeat(chosen, model)
+        mistakes += [{**mistake, "field": f"seats.{seat}.{mistake['field']}"} for mistake in wrong]
+    return mistakes, found
+
+
+def _written(data: Any, spec: JobSpec | None) -> Mapping[str, SeatSpec]:
+    """Of a spec that is wrong somewhere, the seats that are right in themselves."""
+    if spec is not None:
+        return spec.seats
+    listed = data.get("seats") if isinstance(data, dict) else None
+    found = {}
+    for seat, player in (listed if isinstance(listed, dict) else {}).items():
+        try:
+            found[str(seat)] = SeatSpec.model_validate(player)
+        except ValidationError:
+            continue  # named by a policy, or among the mistakes already
+    return found
+
+
+def _judge(chosen: SourceCheckpoint, player: SeatSpec, spec: JobSpec | None) -> tuple[dict[str, Any] | None, Mistakes]:
+    """Blocking. Return the model of the checkpoint, and why it cannot play in this job."""
+    try:
+        lora = adapter_in(chosen)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return None, [_wrong(player, f"it cannot be read: {error}")]
+    model = ModelSpec.model_validate({**chosen.job.spec["model"], "lora": lora})
+    plain = model.model_dump(mode="json")
+    wrong = []
+    if player.model is not None and player.model != model:
+        problem = f"is not that of {chosen.name}: leave it out"
+        wrong.append({"field": "model", "value": player.model.base, "problem": problem})
+    if lora is not None and lora.rank > MAX_LORA_RANK:
+        wrong.append(_wrong(player, f"its adapter has rank {lora.rank}, and vLLM serves {MAX_LORA_RANK} at most"))
+    if spec is None:
+        return plain, wrong
+    weights = any(name.endswith(".safetensors") and "/" not in name for name in chosen.manifest.files)
+    if is_served(spec) and not weights:
+        wrong.append(
+            _wrong(player, "it holds no weights (learner = 'simulated'): only rollout.engine = 'toy' plays it")
+        )
+    for mistake in mistakes_in_model(model.base, model, is_served(spec) and lora is not None):
+        wrong.append(_wrong(player, f"its {mistake['field']}, {mistake['value']}, {mistake['problem']}"))
+    if spec.environment.tools and model.chat_template == "plain":
+        wrong.append(_wrong(player, "its model.chat_template is 'plain', which cannot tell it of environment.tools"))
+    return plain, wrong
+
+
+def _wrong(player: SeatSpec, problem: str) -> dict[str, Any]:
+    return {"field": "frozen", "value": player.frozen, "problem": problem}

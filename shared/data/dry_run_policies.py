@@ -1,0 +1,74 @@
+"""What `validate` finds of a job with several policies: the model of each, what it trains, and the memory of all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from opentinker.shared.api_types import Check
+from opentinker.shared.data.dry_run import NOT_LOOKED_AT, check, is_served, loads_weights
+from opentinker.shared.data.model_files import parameters_in
+from opentinker.shared.durable_files import local_path
+from opentinker.shared.spec import JobSpec
+from opentinker.shared.spec.policies import spec_of
+
+TRAINED_BYTES = 16
+"""Bytes in the trainer per trained parameter: weights, gradient, two moments, in float32; with bfloat16 weights and
+gradients there is a copy of the weights in float32."""
+
+
+def of_policies(spec: JobSpec, looked_at: Callable[[JobSpec], Check]) -> list[Check]:
+    """Return what is found of the job or, of one with several policies, of each. Policies of which the same is found
+    share a check."""
+    if not spec.policies:
+        return [looked_at(spec)]
+    found: list[tuple[Check, list[str]]] = []
+    for name in spec.policies:
+        one = looked_at(spec_of(spec, name))
+        same = next((names for other, names in found if other == one), None)
+        if same is None:
+            found.append((one, [name]))
+        else:
+            same.append(name)
+    return [{**one, "what": f"{one['what']} of {', '.join(names)}"} for one, names in found]
+
+
+def policies(spec: JobSpec) -> list[Check]:
+    """Return what each policy of a job with several trains, and the memory that all need. Blocking."""
+    if not spec.policies:
+        return []
+    found = [check(f"policy {name}", _training(spec, name)) for name in spec.policies]
+    return [*found, _memory(spec)] if any(loads_weights(spec_of(spec, name)) for name in spec.policies) else found
+
+
+def _training(spec: JobSpec, policy: str) -> str:
+    """`grpo on all weights, 24 steps of 4 groups of 2; plays speaker`"""
+    own = spec_of(spec, policy)
+    lora, algorithm = own.model.lora, own.algorithm
+    weights = f"an adapter of rank {lora.rank}" if lora else "all weights"
+    seats = ", ".join(seat for seat, player in spec.seats.items() if player.policy == policy)
+    batch = f"{algorithm.groups_per_batch} groups of {algorithm.group_size}"
+    return f"{algorithm.name} on {weights}, {own.train.steps} steps of {batch}; plays {seats}"
+
+
+def _memory(spec: JobSpec) -> Check:
+    """Weights of all policies together: each rollout worker has an engine for each, one trainer holds them all."""
+    engines = trainer = 0.0
+    for name in spec.policies:
+        own = spec_of(spec, name)
+        path = local_path(own.model.base)
+        count = 0.0 if path is None else parameters_in(path)
+        if not count:
+            return check("memory", f"{NOT_LOOKED_AT}the size of {own.model.base} is not known here", "note")
+        weights = count * (4 if own.model.dtype == "float32" else 2)
+        engines += weights
+        trainer += weights if own.model.lora else count * TRAINED_BYTES
+    parts = [f"the trainer about {_size(trainer)} for weights and optimizers"]
+    if is_served(spec):
+        parts.insert(0, f"each rollout worker holds {_size(engines)} of weights in {len(spec.policies)} engines")
+    frozen = "the engines of frozen seats, " if any(player.frozen for player in spec.seats.values()) else ""
+    hint = f"{frozen}contexts, activations and what adapters need come on top"
+    return check("memory", ", ".join(parts), hint=hint)
+
+
+def _size(count: float) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.3g} MiB"

@@ -1,0 +1,129 @@
+"""Reads and deletes messages that streams store, and deletes their consumers."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import uuid
+from datetime import UTC, datetime
+from typing import Any, TypeVar
+
+import orjson
+from nats.aio.client import Client
+from nats.js import JetStreamContext
+from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
+from nats.js.errors import NotFoundError
+
+from opentinker.shared.messaging.connection import NoReply
+from opentinker.shared.messaging.consumer import AWAY, CLOSED, patiently
+from opentinker.shared.messaging.permissions import stream_of
+from opentinker.shared.messaging.subjects import Subject
+from opentinker.shared.types import codec
+
+T = TypeVar("T")
+
+
+def required_stream(subject: Subject[Any]) -> str:
+    name = stream_of(subject)
+    assert name is not None
+    return name
+
+
+class StoredMessages:
+    def __init__(self, nc: Client, js: JetStreamContext) -> None:
+        self.nc, self.js = nc, js
+
+    async def delete_consumer(self, stream: str, durable: str) -> None:
+        with contextlib.suppress(NotFoundError):
+            await patiently(lambda: self.js.delete_consumer(stream, durable))
+
+    async def delete_consumers(self, subject: Subject[Any], **keys: str) -> None:
+        """Every durable consumer of exactly this subject."""
+        stream, wanted = required_stream(subject), subject.at(**keys)
+        names: list[str] = []
+        offset = 0
+        while page := await patiently(functools.partial(self.js.consumers_info, stream, offset)):
+            names += [info.name for info in page if info.config.filter_subject == wanted]
+            offset += len(page)
+        for name in names:
+            await self.delete_consumer(stream, name)
+
+    async def purge(self, stream: str, subject: str, below: int | None = None) -> None:
+        """Remove the subject's messages, all or those with a sequence lower than `below`."""
+        await patiently(lambda: self.js.purge_stream(stream, subject=subject, seq=below))
+
+    async def history(
+        self, subject: Subject[T], after: int, limit: int, *, since: float | None = None, **keys: str
+    ) -> list[tuple[int, T]]:
+        """Up to `limit` stored messages with a stream sequence above `after`, or stored at `since` (Unix seconds) or
+        later, oldest first, without consuming them.
+
+        Raises NoReply while the server is away. Messages that are not a T are left out.
+        """
+        config = ConsumerConfig(
+            name=uuid.uuid4().hex,
+            filter_subject=subject.at(**keys),
+            ack_policy=AckPolicy.NONE,
+            deliver_policy=DeliverPolicy.BY_START_SEQUENCE if since is None else DeliverPolicy.BY_START_TIME,
+            opt_start_seq=after + 1 if since is None else None,
+            opt_start_time=None if since is None else datetime.fromtimestamp(since, UTC),
+            inactive_threshold=10.0,
+            mem_storage=True,
+        )
+        stream = required_stream(subject)
+        inbox = self.nc.new_inbox()
+        sub = await self.nc.subscribe(inbox, pending_bytes_limit=512 * 2**20)
+        found: list[tuple[int, T]] = []
+        try:
+            info = await self.js.add_consumer(stream, config)
+            want = min(limit, info.num_pending or 0)
+            if want:
+                request = orjson.dumps({"batch": want, "expires": int(5e9)})
+                await self.nc.publish(f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{info.name}", request, reply=inbox)
+            for _ in range(want):
+                msg = await sub.next_msg(timeout=5.0)
+                if not msg.reply:  # a status: the server has no more
+                    break
+                with contextlib.suppress(codec.WireError):
+                    decode = codec.from_json if subject.json else codec.decode
+                    found.append((msg.metadata.sequence.stream, decode(subject.kind, msg.data)))
+            await self.delete_consumer(stream, info.name)
+        except (TimeoutError, *AWAY, *CLOSED) as error:
+            raise NoReply(f"{subject.at(**keys)}: history: {type(error).__name__}") from None
+        finally:
+            if not self.nc.is_closed:
+                await sub.unsubscribe()
+        return found
+
+    async def stored(self, subject: Subject[T], **keys: str) -> list[T]:
+        """Every message stored for the subject, also on a work queue, where a second consumer is not allowed."""
+        found: list[T] = []
+        seq = 1
+        while True:
+            try:
+                raw = await self.js.get_msg(required_stream(subject), seq=seq, subject=subject.at(**keys), next=True)
+            except NotFoundError:
+                return found
+            except (TimeoutError, *AWAY, *CLOSED) as error:
+                raise NoReply(f"{subject.at(**keys)}: {type(error).__name__}") from None
+            assert raw.seq is not None
+            seq = raw.seq + 1
+            with contextlib.suppress(codec.WireError):
+                found.append(codec.decode(subject.kind, raw.data or b""))
+
+    async def last(self, subject: Subject[T], **keys: str) -> T | None:
+        """The newest message stored for the subject. Raises WireError if it is no T."""
+        try:
+            raw = await patiently(lambda: self.js.get_last_msg(required_stream(subject), subject.at(**keys)))
+        except NotFoundError:
+            return None
+        return (codec.from_json if subject.json else codec.decode)(subject.kind, raw.data or b"")
+
+    async def counts(self, stream: str, subject: str) -> dict[str, int]:
+        """Messages stored for each subject that the given one, with wildcards, stands for; none is left out as 0."""
+        info = await patiently(lambda: self.js.stream_info(stream, subjects_filter=subject))
+        return dict(info.state.subjects or {})
+
+    async def count(self, stream: str, subject: str) -> int:
+        """Messages stored for the subject."""
+        return sum((await self.counts(stream, subject)).values())

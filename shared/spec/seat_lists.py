@@ -1,0 +1,46 @@
+"""Named lists of seats in a spec: `red = ["r1", "r2"]`, or `red = ["red_*"]`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
+
+if TYPE_CHECKING:
+    pass
+
+MAX_LISTS = 64
+MAX_SEATS = 64
+ListName = Annotated[str, Field(min_length=1, max_length=100)]
+SeatEntry = Annotated[str, Field(min_length=1, max_length=100)]
+"""The name of a seat, or a pattern with `*`, `?` or `[...]`."""
+SeatLists = Annotated[
+    dict[ListName, Annotated[list[SeatEntry], Field(min_length=1, max_length=MAX_SEATS)]],
+    Field(min_length=1, max_length=MAX_LISTS),
+]
+
+
+def list_of(lists: Mapping[str, list[str]], seat: str) -> str | None:
+    """Return the name of the list that a seat is in: the one with its own name, else the first with a pattern that
+    matches."""
+    own = (name for name, entries in lists.items() if seat in entries)
+    matching = (name for name, entries in lists.items() if any(fnmatchcase(seat, entry) for entry in entries))
+    return next(own, next(matching, None))
+
+
+def settle_lists(field: str, lists: Mapping[str, list[str]]) -> list[dict[str, Any]]:
+    """Return the entries that stand in two places, and the lists that can never hold two seats."""
+    found: list[dict[str, Any]] = []
+    first: dict[str, str] = {}
+    for name, entries in lists.items():
+        for entry in entries:
+            if entry in first:
+                where = "twice" if first[entry] == name else f"and in {field}.{first[entry]}"
+                found.append({"field": f"{field}.{name}", "value": entry, "problem": f"names this seat {where}"})
+            first.setdefault(entry, name)
+        if len(entries) == 1 and not any(sign in entries[0] for sign in "*?["):
+            problem = "names one seat alone: two or more, or a pattern, e.g. 'player_*'"
+            found.append({"field": f"{field}.{name}", "value": entries, "problem": problem})
+    return found

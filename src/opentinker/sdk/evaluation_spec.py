@@ -1,0 +1,102 @@
+"""Specs of eval jobs made from jobs of kind rl: their newest checkpoints play the same game, as trained or exchanged.
+
+client.submit(evaluation_of(client.job(id), swap=True))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from opentinker.sdk.http import ApiError
+from opentinker.shared.types.core import part_id
+
+SAMPLED = ("temperature", "top_p", "top_k", "oversample", "opening_mismatch", "transcripts", "seed")
+"""Settings of [rollout] that [evaluation] replaces."""
+EPISODES = ("episodes", "samples", "solved_at", "seed", "temperature", "top_p", "top_k", "max_tokens", "transcripts")
+"""Settings that [validation] and [evaluation] have in common."""
+RESOURCES = ("priority", "rollout_workers", "min_rollout_workers", "rollout_gpus")
+NAME_CHARACTERS = 180
+
+
+def evaluation_of(job: Mapping[str, Any], *, swap: bool = False) -> dict[str, Any]:
+    """Return the spec of an eval job for a job of the API, with the episodes of its [validation] if it has some.
+
+    With `swap`, each policy plays the seats of the one before it, and the first those of the last. Raises ApiError.
+    """
+    spec, id = job["spec"], str(job["id"])
+    if job["kind"] != "rl":
+        raise ApiError(f"job {id} is of kind {job['kind']}: an evaluation plays the environment of a job of kind rl")
+    policies = list(spec.get("policies") or ())
+    if swap:
+        _check_swap(id, spec, policies)
+    own, seats = _players(id, spec.get("seats") or {}, policies, int(swap))
+    validation = spec.get("validation") or {}
+    environment = spec["environment"]
+    config = {**environment.get("config", {}), **validation.get("config", {})}
+    what = "policies exchanged" if swap else "evaluation"
+    model = spec["policies"][own]["model"] if own else spec["model"]
+    resources = spec.get("resources") or {}
+    return {
+        "name": f"{spec['name'][:NAME_CHARACTERS]}: {what}",
+        "kind": "eval",
+        "model": {**model, "lora": None},
+        "start": {"from": f"{part_id(id, own)}@latest"},
+        "environment": {**environment, "config": config},
+        "seats": seats,
+        "rollout": {name: value for name, value in spec["rollout"].items() if name not in SAMPLED},
+        "evaluation": {name: validation[name] for name in EPISODES if validation.get(name) is not None},
+        "resources": {name: resources[name] for name in RESOURCES if name in resources},
+    }
+
+
+def _check_swap(id: str, spec: Mapping[str, Any], policies: Sequence[str]) -> None:
+    if len(policies) < 2:
+        raise ApiError(f"job {id} has one policy: there is none to exchange it with")
+    if (spec.get("match") or {}).get("rotate"):
+        raise ApiError(f"the policies of job {id} play every seat already (match.rotate): leave out the exchange")
+
+
+def _players(
+    id: str, seats: Mapping[str, Mapping[str, Any]], policies: Sequence[str], by: int
+) -> tuple[str, dict[str, Any]]:
+    """Return the policy that is evaluated, which plays the seats without an entry, and the entries of the others: the
+    first policy for which leaving out its entries gives no seat to a pattern of another. Raises ApiError."""
+    if not policies:
+        return "", {seat: dict(player) for seat, player in seats.items()}
+    player_of = {name: policies[(place + by) % len(policies)] for place, name in enumerate(policies)}
+    for own in policies:
+        left = [seat for seat, player in seats.items() if player_of.get(player.get("policy") or "") == own]
+        others = [seat for seat in seats if seat not in left]
+        if left and not any(_would_take(other, seat, list(seats)) for seat in left for other in others):
+            return own, {
+                seat: {"frozen": f"{part_id(id, player_of[seats[seat]['policy']])}@latest"}
+                if seats[seat].get("policy")
+                else dict(seats[seat])
+                for seat in others
+            }
+    raise ApiError(
+        f"the patterns in [seats] of job {id} ({', '.join(seats)}) overlap, so no policy's entries can be left out; "
+        "submit an eval job that names each seat (docs/policies.md)"
+    )
+
+
+def _would_take(other: str, seat: str, order: Sequence[str]) -> bool:
+    """Whether the entry `other` would give seats of the entry `seat` to its player if that one were left out."""
+    if not _is_pattern(other):
+        return False
+    if not _is_pattern(seat):
+        return fnmatchcase(seat, other)
+    begins, ends = _literal(seat), _literal(other)
+    may_overlap = begins.startswith(ends) or ends.startswith(begins)
+    return may_overlap and order.index(other) > order.index(seat)
+
+
+def _is_pattern(seat: str) -> bool:
+    return any(sign in seat for sign in "*?[")
+
+
+def _literal(pattern: str) -> str:
+    """Return how every seat that matches begins."""
+    return pattern[: min(pattern.find(sign) for sign in "*?[" if sign in pattern)]

@@ -1,0 +1,100 @@
+"""Two policies of different speed under each schedule, with real processes and a killed trainer: ledgers balance, both
+lags keep within their bounds, and what one policy could not take is discarded for it alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from opentinker.shared.spec import JobSpec, parse_spec
+from opentinker.shared.spec.policies import spec_of
+from opentinker.shared.state.staleness import admission_of
+from opentinker.shared.types.core import part_id
+from tests.support.cluster import Cluster, toy_cluster
+from tests.support.lineage import Line, lineage
+
+SLOW_S, FAST_S = 0.3, 0.05
+
+
+def game(model: Path, match: dict[str, Any], *, max_staleness: int, slow: int, fast: int) -> JobSpec:
+    """`slow`, `fast`: steps of the policies of that name."""
+    spec: dict[str, Any] = {
+        "name": "schedule",
+        "model": {"base": str(model), "chat_template": "plain"},
+        "environment": {"name": "signalling", "config": {"rules": False}},
+        "algorithm": {"group_size": 2, "groups_per_batch": 2, "max_staleness": max_staleness},
+        "rollout": {"engine": "toy", "max_tokens": 4, "toy": {"seconds_per_token": 0.005}},
+        "train": {"learner": "simulated", "steps": fast, "simulated_step_s": FAST_S, "checkpoint_every": 4},
+        "policies": {"slow": {"train": {"steps": slow, "simulated_step_s": SLOW_S}}, "fast": {}},
+        "seats": {"speaker": "slow", "listener": "fast"},
+        "match": match,
+    }
+    return parse_spec(spec)
+
+
+async def trained(cluster: Cluster, spec: JobSpec, *, kill_at: int) -> dict[str, list[Line]]:
+    """Return the steps of each policy that count, after the job has ended and its ledgers have been checked."""
+    job = await cluster.submit(spec)
+    await cluster.reaches(job, kill_at)
+    cluster.kill("trainer-0")
+    await cluster.succeeds(job)
+    record = await cluster.store.job(job)
+    found = {}
+    for name in spec.policies:
+        part, own = part_id(job, name), spec_of(spec, name)
+        manifest = cluster.manifest(part)
+        lines = found[name] = lineage(cluster.lines(part), manifest.resumed)
+        assert [line["step"] for line in lines] == list(range(1, own.train.steps + 1)), name
+        times = Counter(seq for line in lines for seq in line["seqs"])
+        assert max(times.values()) == 1, f"{name} trained a group twice"
+        ledger = await admission_of(cluster.store.redis, record, name).ledger()
+        assert ledger.balanced and ledger.running == ledger.pending == 0, (name, ledger)
+        assert ledger.trained == times.total() == manifest.ledger["trained"], (name, ledger)
+        assert max(line["staleness/max"] for line in lines) <= own.algorithm.max_staleness
+    return found
+
+
+@pytest.mark.parametrize("schedule", ["drop", "grow"])
+async def test_the_fast_policy_goes_ahead_and_the_slow_one_takes_what_it_can(tmp_path: Path, schedule: str) -> None:
+    async with toy_cluster(tmp_path) as (cluster, model):
+        spec = game(model, {"schedule": schedule, "max_opponent_lag": 8}, max_staleness=2, slow=8, fast=40)
+        found = await trained(cluster, spec, kill_at=10)
+        assert max(line["opponent_lag/max"] for lines in found.values() for line in lines) <= 8
+        sizes = {name: {len(line["seqs"]) for line in lines} for name, lines in found.items()}
+        if schedule == "drop":
+            assert sizes == {"slow": {2}, "fast": {2}}
+            assert found["slow"][-1]["dropped/surplus"] > 0
+        else:
+            assert (
+                sizes["fast"] == {2}
+                and max(sizes["slow"]) > 2
+                and all(size % 2 == 0 and size <= 16 for size in sizes["slow"])
+            )
+            assert found["slow"][-1].get("dropped/surplus", 0.0) == 0.0
+
+
+async def test_in_lockstep_no_opponent_has_moved(tmp_path: Path) -> None:
+    async with toy_cluster(tmp_path) as (cluster, model):
+        spec = game(model, {"schedule": "lockstep"}, max_staleness=0, slow=12, fast=12)
+        found = await trained(cluster, spec, kill_at=6)
+        assert {line["opponent_lag/max"] for lines in found.values() for line in lines} == {0.0}
+        together = [len(set(a["seqs"]) & set(b["seqs"])) for a, b in zip(found["slow"], found["fast"], strict=True)]
+        assert together.count(2) >= 10, "but for the steps around the kill both learn from the same matches"
+
+
+async def test_policies_take_turns(tmp_path: Path) -> None:
+    async with toy_cluster(tmp_path) as (cluster, model):
+        match = {"schedule": "alternate", "alternate_steps": 3, "max_opponent_lag": 0}
+        spec = game(model, match, max_staleness=1, slow=9, fast=12)
+        found = await trained(cluster, spec, kill_at=5)
+        assert {line["opponent_lag/max"] for lines in found.values() for line in lines} == {0.0}
+        assert all(lines[-1]["dropped/resting"] > 0 for lines in found.values())
+        ends = sorted((line["time"], name, line["step"]) for name, lines in found.items() for line in lines)
+        last = {"slow": 0, "fast": 0}
+        for _, name, step in ends:
+            others = {other: made for other, made in last.items() if other != name}
+            assert all(made // 3 >= (step - 1) // 3 for other, made in others.items() if made < len(found[other])), ends
+            last[name] = step

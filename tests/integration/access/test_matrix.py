@@ -1,0 +1,394 @@
+"""The isolation matrix: every route, for whoever may ask, on objects of their own, of other tenants, and of nobody.
+
+    pytest tests/integration/access/test_matrix.py             says how many cells were asserted
+
+Routes are taken from the table of the running server, so a new one is here as soon as it is there; if it takes
+something that nobody has told this file about (`PLACES`, `BODIES`), the test says so. What each role may is read from
+docs/keys.md, so that page is what is tested.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import orjson
+import pytest
+from pydantic import BaseModel
+
+from opentinker.client import AsyncClient
+from opentinker.services.scheduler.environments.served_gateway import Gateway
+from opentinker.services.scheduler.http import auth
+from opentinker.services.scheduler.http.keys import NewKey, Rotation
+from opentinker.services.scheduler.http.publishing import NewPublication
+from opentinker.services.scheduler.http.routes import Route
+from opentinker.services.scheduler.http.server import Api
+from opentinker.services.scheduler.inference.router import InferenceRouter
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.security.authorization import DEFAULT_TENANT, SCOPES, Action, Principal, Role, Verdict
+from opentinker.shared.security.key_text import new_key, parse
+from opentinker.shared.spec import JobSpec
+from opentinker.shared.state.keys import KeyStore
+from opentinker.shared.state.store import Store
+from tests.conftest import Figure
+from tests.samples.upload_samples import package
+from tests.support.api import SPEC, Http, bearing, fits, new_key_of, write_checkpoint
+from tests.support.cluster import ROOT
+from tests.support.scheduling import scheduler
+
+OWN, FOREIGN, UNKNOWN = "own", "foreign", "unknown"
+TENANTS = ("red", "blue", DEFAULT_TENANT)
+"""Whose objects there are; operators are of the last one."""
+SERVER = {Action.SERVER_READ, Action.SERVER_WRITE, Action.FREE, Action.ABOUT}
+"""What these answer is about all tenants."""
+
+
+@dataclass(frozen=True)
+class Things:
+    """One tenant's, or nobody's."""
+
+    job: str
+    environment: str
+    key: str
+    publication: str
+
+    def of(self, route: Route) -> dict[str, str]:
+        """What stands in the places of the route's path. Raises KeyError for a place that this file does not know."""
+        family = route.path.split("/")[2]
+        return {place: str(getattr(self, name, name)) for place, name in PLACES.get(family, {}).items()}
+
+
+PLACES: dict[str, dict[str, str]] = {
+    "jobs": {"id": "job", "step": "latest", "model": "any"},
+    "environments": {"name": "environment"},
+    "keys": {"id": "key"},
+    "published": {"name": "publication"},
+}
+"""By the first part of a path below /v1: whose name stands where, or what else does."""
+MAKES = {
+    ("GET", "/v1/served/{name}"): {"name": "anything"},
+    ("GET", "/page/{name}"): {"name": "icon.svg"},
+    ("POST", "/v1/workers/{worker}/free"): {"worker": "rollout-none"},
+}
+"""Routes whose path names what is to be made, or is everybody's: there is none that could be another's."""
+BODIES: dict[type[BaseModel], Any] = {
+    JobSpec: SPEC,
+    NewKey: {"role": "viewer"},
+    Rotation: {"grace_s": 60},
+    NewPublication: {"name": "x", "checkpoint": "j-0000000000@latest"},
+}
+ANY_BODY: dict[str, Any] = {"application/json": {}, "application/x-tar": None}
+"""By media type: refused, but by who would be allowed to send a better one."""
+
+
+def places(route: Route) -> set[str]:
+    return set(re.findall(r"{(\w+)}", route.path))
+
+
+def has_object(route: Route) -> bool:
+    return bool(places(route)) and (route.method, route.path) not in MAKES
+
+
+def called(route: Route, things: Things) -> tuple[str, dict[str, Any]]:
+    """Path and request."""
+    names = MAKES.get((route.method, route.path)) or (things.of(route) if places(route) else {})
+    assert places(route) <= names.keys(), f"tell PLACES what stands in {route.path}"
+    request: dict[str, Any] = {}
+    if any(p.name == "format" for p in route.parameters):
+        request["params"] = {"format": "json"}  # not the stream, which has no end
+    if route.body is not None:
+        assert route.body in BODIES, f"tell BODIES what {route.method} {route.path} takes"
+        request["data"] = orjson.dumps(BODIES[route.body])
+    elif route.takes:
+        assert route.takes in ANY_BODY, f"tell ANY_BODY what {route.method} {route.path} takes"
+        request["data"] = orjson.dumps(ANY_BODY[route.takes])
+    return route.path.format(**names), request
+
+
+# --- who asks -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Who:
+    """A column. `may` None: no key at all, or none that is worth anything."""
+
+    name: str
+    key: Callable[[Store], Coroutine[Any, Any, str]]
+    may: frozenset[str] | None
+    tenant: str = ""
+
+
+def documented() -> dict[Role, frozenset[str]]:
+    """What each role may, as docs/keys.md says it."""
+    lines = (ROOT / "docs" / "keys.md").read_text().splitlines()
+    head = next(line for line in lines if line.startswith("| | viewer"))
+    roles = [Role(name.strip()) for name in head.strip("|").split("|")[1:]]
+    found: dict[Role, set[str]] = {role: set() for role in roles}
+    for line in lines[lines.index(head) + 2 :]:
+        if not line.startswith("|"):
+            break
+        cells = line.strip("|").split("|")
+        for role, cell in zip(roles, cells[1:], strict=True):
+            found[role] |= set(re.findall(r"`([a-z]+:[a-z]+)`", cells[0].partition(": ")[0])) if cell.strip() else set()
+    return {role: frozenset(actions) for role, actions in found.items()}
+
+
+MAY = documented()
+
+
+def known(role: Role, tenant: str, scopes: frozenset[Action] | None = None) -> Callable[[Store], Any]:
+    return lambda store: new_key_of(store, tenant, role, scopes)
+
+
+async def nobody(_: Store) -> str:
+    return ""
+
+
+async def malformed(store: Store) -> str:
+    return (await new_key_of(store, "red"))[:-1]
+
+
+async def never_made(_: Store) -> str:
+    return new_key("local")
+
+
+async def of_another_server(_: Store) -> str:
+    return new_key("prod")
+
+
+async def guessed(store: Store) -> str:
+    """A known id, another secret."""
+    return new_key("local", (parse(await new_key_of(store, "red")) or ("", ""))[1])
+
+
+async def expired(store: Store) -> str:
+    return await new_key_of(store, "red", expires=time.time() - 1.0)
+
+
+async def revoked(store: Store) -> str:
+    key = await new_key_of(store, "red")
+    await KeyStore(store.redis).revoke((parse(key) or ("", ""))[1], now=time.time())
+    return key
+
+
+async def rotated(store: Store) -> str:
+    """Its time of grace is over."""
+    key = await new_key_of(store, "red")
+    id = (parse(key) or ("", ""))[1]
+    await KeyStore(store.redis).rotate(id, new_key("local", id), now=time.time() - 10.0, grace_s=5.0)
+    return key
+
+
+async def in_grace(store: Store) -> str:
+    key = await new_key_of(store, "red")
+    id = (parse(key) or ("", ""))[1]
+    await KeyStore(store.redis).rotate(id, new_key("local", id), now=time.time(), grace_s=600.0)
+    return key
+
+
+def confined(scope: Action) -> Who:
+    """An operator's key that may one thing alone."""
+    only = frozenset({scope})
+    return Who(f"only_{scope}", known(Role.OPERATOR, DEFAULT_TENANT, only), only, DEFAULT_TENANT)
+
+
+WORTHLESS = (nobody, malformed, never_made, of_another_server, guessed, expired, revoked, rotated)
+COLUMNS = [
+    *(Who(make.__name__, make, None) for make in WORTHLESS),
+    Who("in_grace", in_grace, MAY[Role.ADMIN], "red"),
+    *(
+        Who(f"{tenant}_{role}", known(role, tenant), MAY[role], tenant)
+        for tenant in ("red", "blue")
+        for role in (Role.VIEWER, Role.MEMBER, Role.ADMIN)
+    ),
+    *(
+        Who(f"{DEFAULT_TENANT}_{role}", known(role, DEFAULT_TENANT), MAY[role], DEFAULT_TENANT)
+        for role in (Role.ADMIN, Role.OPERATOR)
+    ),
+    *(confined(scope) for scope in sorted(SCOPES)),
+]
+
+
+# --- one server -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Site:
+    http: Http
+    routes: list[Route]
+    things: dict[str, Things]
+    """By tenant."""
+
+    def names(self, tenant: str) -> list[str]:
+        things = self.things[tenant]
+        return [things.job, things.environment, things.key, things.publication]
+
+
+@pytest.fixture
+async def site(ctx: Context, store: Store, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Site]:
+    made: list[Api] = []
+
+    class Noted(Api):
+        def __init__(self, *parts: Any) -> None:
+            super().__init__(*parts)
+            made.append(self)
+
+    monkeypatch.setattr("opentinker.services.scheduler.http.server.Api", Noted)
+    async with scheduler(ctx) as url, aiohttp.ClientSession() as session:
+        http = Http(session, url)
+        things = {}
+        for tenant in TENANTS:
+            own = f"{tenant}-only"
+            place = package(tmp_path / tenant, environment__toml=f'name = "{own}"\nclass = "small:Small"\n')
+            async with AsyncClient(url, api_key=await new_key_of(store, tenant)) as client:
+                await client.push_environment(place)
+                job = (await client.submit(SPEC))["id"]
+                write_checkpoint(ctx, job, 1, {"model.safetensors": b"weights"})
+                publication = (await client.publish(f"{job}@1", f"{tenant}-best"))["name"]
+            key = (parse(await new_key_of(store, tenant, Role.VIEWER)) or ("", ""))[1]
+            things[tenant] = Things(job, own, key, publication)
+        yield Site(http, made[0].routes, things)
+
+
+def order(route: Route) -> tuple[int, str]:
+    """What ends an object comes last."""
+    last = route.method == "DELETE" or route.path.endswith(("/revoke", "/cancel", "/complete"))
+    return (2 if last else 0 if route.method == "GET" else 1), route.path
+
+
+# --- the cells ------------------------------------------------------------------------------------------------------
+
+
+def changes(who: Who) -> bool:
+    return who.may is not None and any(not action.endswith(":read") for action in who.may)
+
+
+QUIET = [who for who in COLUMNS if not changes(who)]
+"""These change no object, so they ask one after the other."""
+
+
+@pytest.mark.parametrize("askers", [QUIET, *([who] for who in COLUMNS if changes(who))], ids=lambda who: who[-1].name)
+async def test_every_route_answers_whom_it_should_and_nobody_else(site: Site, store: Store, askers: list[Who]) -> None:
+    for who in askers:
+        await answers_as_documented(site, store, who)
+
+
+async def answers_as_documented(site: Site, store: Store, who: Who) -> None:
+    key = await who.key(store)
+    headers = bearing(key) if key else {}
+    wrong: list[str] = []
+    cells = 0
+    for route in sorted(site.routes, key=order):
+        answers: dict[str, tuple[int, str]] = {}
+        for whose, things in objects(site, who, route).items():
+            path, request = called(route, things)
+            status, body = await site.http(route.method, path, headers=headers, **request)
+            answers[whose] = (status, said(body, things))
+            cells += 1
+            if route.answer is not None and status == route.status:
+                fits(body, route.answer)
+            if others := seen(site, who, route, things, body):
+                wrong.append(f"{route.method} {path} ({whose}): shows {others}")
+        wrong += [f"{route.method} {route.path}: {why}" for why in judged(who, route, answers)]
+    assert wrong == [], who.name
+    assert cells == count(site.routes)
+
+
+def test_how_many_cells_there_are(ctx: Context, figure: Figure) -> None:
+    routes = Api(ctx, auth.AuthMiddleware(ctx), Gateway(ctx), InferenceRouter(ctx)).routes
+    total = len(COLUMNS) * count(routes)
+    figure(f"isolation matrix: {len(routes)} routes x {len(COLUMNS)} kinds of asker = {total} cells")
+    assert len({who.name for who in COLUMNS}) == len(COLUMNS) and total > 1000
+
+
+def count(routes: list[Route]) -> int:
+    """Of one column."""
+    return sum(3 if has_object(route) else 1 for route in routes)
+
+
+def objects(site: Site, who: Who, route: Route) -> dict[str, Things]:
+    """What is asked for: one's own, another tenant's, what is not there. A server's own route has one cell."""
+    own = who.tenant or "red"
+    if not has_object(route):
+        return {OWN: site.things[own]}
+    other = "blue" if own == "red" else "red"
+    nothing = Things("j-0000000000", "no-such-thing", "0000000000", "no-such-name")
+    return {UNKNOWN: nothing, FOREIGN: site.things[other], OWN: site.things[own]}
+
+
+def said(body: Any, things: Things) -> str:
+    """The answer without the names that were asked for."""
+    text = body.decode(errors="replace") if isinstance(body, bytes) else orjson.dumps(body).decode()
+    for name in (things.job, things.environment, things.key, things.publication):
+        text = text.replace(name, "X")
+    return text
+
+
+def seen(site: Site, who: Who, route: Route, asked: Things, body: Any) -> list[str]:
+    """Names of other tenants' things that the answer has, and that were not in the question."""
+    text = said(body, asked)
+    others = [name for tenant in TENANTS if tenant != who.tenant for name in site.names(tenant)]
+    return [] if route.action in SERVER else [name for name in others if name in text]
+
+
+def judged(who: Who, route: Route, answers: dict[str, tuple[int, str]]) -> list[str]:
+    statuses = {whose: status for whose, (status, _) in answers.items()}
+    wrong = [f"{whose}: {status}" for whose, status in statuses.items() if status >= 500]
+    if route.action is Action.FREE:
+        return wrong + [f"{whose}: {status}, free" for whose, status in statuses.items() if status in (401, 403)]
+    if who.may is None:
+        return wrong + [f"{whose}: {status}, not 401" for whose, status in statuses.items() if status != 401]
+    if route.action is not Action.ABOUT and route.action not in who.may:
+        return wrong + [f"{whose}: {status}, not 403" for whose, status in statuses.items() if status != 403]
+    if route.action is Action.KEYS_WRITE and not who.may >= MAY[Role.VIEWER]:  # nobody gives more than they have
+        return wrong + ([f"{OWN}: {statuses[OWN]}, not 403"] if statuses[OWN] != 403 else [])
+    wrong += [f"{OWN}: {statuses[OWN]}"] if statuses[OWN] in (401, 403) else []
+    if UNKNOWN in answers:
+        wrong += [] if answers[OWN] != answers[UNKNOWN] else [f"own looks like unknown: {answers[OWN]}"]
+        reaches = route.action is Action.KEYS_WRITE and who.name.endswith("operator")
+        if reaches and answers[FOREIGN] == answers[UNKNOWN]:
+            wrong.append("an operator does not reach another tenant's key")
+        if not reaches and answers[FOREIGN] != answers[UNKNOWN]:
+            wrong.append(f"foreign {answers[FOREIGN]} differs from unknown {answers[UNKNOWN]}")
+        wrong += [] if statuses[UNKNOWN] == 404 else [f"unknown: {statuses[UNKNOWN]}, not 404"]
+    return wrong
+
+
+async def test_the_matrix_has_every_operation_of_the_openapi_document(site: Site, store: Store) -> None:
+    key = await new_key_of(store, DEFAULT_TENANT, Role.OPERATOR)
+    _, document = await site.http("GET", "/openapi.json", headers=bearing(key))
+    told = {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}
+    assert told == {(route.method, route.path) for route in site.routes}
+
+
+# --- the way they go ------------------------------------------------------------------------------------------------
+
+
+async def test_no_route_opens_but_through_authorize(site: Site, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it forbids everything, nothing opens, not for an operator either."""
+    asked: list[Action] = []
+
+    def forbids(_: Principal | None, action: Action, tenant: str | None = None) -> Verdict:
+        asked.append(action)
+        return Verdict.FORBIDDEN
+
+    key = await new_key_of(store, DEFAULT_TENANT, Role.OPERATOR)
+    monkeypatch.setattr(auth, "authorize", forbids)
+    for route in site.routes:
+        path, request = called(route, site.things[DEFAULT_TENANT])
+        status, _ = await site.http(route.method, path, headers=bearing(key), **request)
+        assert (status == 403) is (route.action is not Action.FREE), route.path
+    assert asked == [route.action for route in site.routes if route.action is not Action.FREE]
+
+
+def test_nothing_is_served_that_is_not_in_the_table(ctx: Context) -> None:
+    api = Api(ctx, auth.AuthMiddleware(ctx), Gateway(ctx), InferenceRouter(ctx))
+    served = [(route.method, route.resource.canonical) for route in api.app().router.routes() if route.resource]
+    free = [("HEAD", route.path) for route in api.routes if route.action is Action.FREE]
+    assert sorted(served) == sorted([*((route.method, route.path) for route in api.routes), *free])
+    assert all(isinstance(route.action, Action) for route in api.routes)
+    assert {path for _, path in free} == {"/healthz", "/readyz", "/", "/page/{name}"}

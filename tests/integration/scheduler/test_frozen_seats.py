@@ -1,0 +1,125 @@
+"""Seats that a frozen checkpoint plays: what is refused when the job is submitted, and what is kept for it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from opentinker import ApiError, AsyncClient
+from opentinker.services.scheduler.artifacts.archiver import used_by
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.state.store import Store
+from opentinker.shared.types.core import part_id
+from opentinker.shared.types.manifest import frozen_of, read_manifest, start_of
+from tests.conftest import until
+from tests.support.api import write_checkpoint
+from tests.support.factories import make_spec
+
+WEIGHTS = {"model.safetensors": b"weights", "config.json": b"{}", "trainer/state.json": b"{}"}
+ADAPTER = {
+    "adapter_model.safetensors": b"adapter",
+    "adapter_config.json": orjson.dumps({"r": 4, "lora_alpha": 8.0, "target_modules": ["q_proj"]}),
+}
+
+
+def spec_of(**changes: Any) -> dict[str, Any]:
+    fields: dict[str, Any] = {"environment": {"name": "signalling"}, "model": {"base": "some/model"}}
+    return make_spec(**{**fields, **changes}).model_dump(mode="json")
+
+
+def against(*checkpoints: str, **changes: Any) -> dict[str, Any]:
+    """A job whose listeners are these checkpoints."""
+    seats = {f"listener{number or ''}": {"frozen": name} for number, name in enumerate(checkpoints)}
+    return spec_of(seats=seats, **changes)
+
+
+async def refused(client: AsyncClient, spec: Any) -> dict[str, str]:
+    with pytest.raises(ApiError) as wrong:
+        await client.submit(spec)
+    assert wrong.value.status == 422
+    return {mistake["field"]: mistake["problem"] for mistake in wrong.value.mistakes}
+
+
+@pytest.fixture
+async def source(client: AsyncClient, ctx: Context) -> str:
+    """A job of two policies; the listener has a model of its own."""
+    policies = {"speaker": {}, "listener": {"model": {"base": "other/model", "dtype": "bfloat16"}}}
+    spec = spec_of(policies=policies, seats={"speaker": "speaker", "listener": "listener"})
+    job = str((await client.submit(spec))["id"])
+    for step in (10, 20):
+        write_checkpoint(ctx, part_id(job, "listener"), step, WEIGHTS)
+    return job
+
+
+async def test_every_checkpoint_that_is_not_there_is_named(
+    client: AsyncClient, ctx: Context, store: Store, source: str
+) -> None:
+    theirs = spec_of()
+    await store.create_job(id="j-theirs0000", spec=theirs, tenant="someone-else")
+    write_checkpoint(ctx, "j-theirs0000", 10, WEIGHTS)
+    names = ("j-theirs0000@10", "j-0000000000@1", f"{source}~listener@15", f"{source}~speaker@latest", "unpublished")
+    found = await refused(client, against(*names) | {"name": ""})
+    assert found.keys() == {"name", "seats.listener.frozen", *(f"seats.listener{i}.frozen" for i in range(1, 5))}
+    assert "no job j-theirs0000" in found["seats.listener.frozen"], "a stranger's looks like one that does not exist"
+    assert "there are: 10, 20" in found["seats.listener2.frozen"] and "none yet" in found["seats.listener3.frozen"]
+
+
+async def test_a_checkpoint_is_settled_with_its_model_and_kept_to_the_end(
+    client: AsyncClient, ctx: Context, source: str
+) -> None:
+    listener = part_id(source, "listener")
+    job = await client.submit(against(f"{listener}@latest", f"{listener}@20", f"{listener}@10"))
+    seats = (await client.job(job["id"]))["spec"]["seats"]
+    assert [player["frozen"] for player in seats.values()] == [f"{listener}@20", f"{listener}@20", f"{listener}@10"]
+    assert {(player["model"]["base"], player["model"]["dtype"]) for player in seats.values()} == {
+        ("other/model", "bfloat16")
+    }
+    assert used_by([await ctx.store.job(job["id"])]) == {listener: {10, 20}}, "these are not deleted"
+    shutil.rmtree(ctx.settings.data_dir / "jobs" / listener)
+    kept = [frozen_of(ctx.settings.data_dir, job["id"], f"{listener}@{step}") for step in (10, 20)]
+    assert [read_manifest(place).step for place in kept] == [10, 20]
+    assert all((place / "model.safetensors").read_bytes() == b"weights" for place in kept)
+    await client.cancel(job["id"])
+    await until(lambda: not start_of(ctx.settings.data_dir, job["id"]).exists())
+
+
+async def test_the_stored_spec_may_be_submitted_again(client: AsyncClient, source: str) -> None:
+    job = await client.submit(against(f"{source}~listener@latest"))
+    spec = (await client.job(job["id"]))["spec"]
+    again = await client.submit(spec)
+    assert (await client.job(again["id"]))["spec"]["seats"] == spec["seats"]
+    spec["seats"]["listener"]["model"]["base"] = "mine"
+    found = await refused(client, spec)
+    assert found.keys() == {"seats.listener.model"} and "leave it out" in found["seats.listener.model"]
+
+
+async def test_an_adapter_plays_as_it_was_trained(client: AsyncClient, ctx: Context) -> None:
+    lora = {"rank": 4, "alpha": 8.0, "target_modules": ["q_proj"]}
+    learner = {"train": {"steps": 3}, "rollout": {}}
+    model = {"base": "some/model", "lora": lora}
+    first = str((await client.submit(spec_of(**learner, model=model)))["id"])
+    write_checkpoint(ctx, first, 10, ADAPTER)
+    job = await client.submit(against(f"{first}@10", **learner))
+    spec = (await client.job(job["id"]))["spec"]
+    assert spec["seats"]["listener"]["model"]["lora"].items() >= lora.items() and spec["model"]["lora"] is None
+    write_checkpoint(ctx, first, 20, ADAPTER | {"adapter_config.json": b"{"})
+    assert "cannot be read" in (await refused(client, against(f"{first}@20", **learner)))["seats.listener.frozen"]
+
+
+async def test_what_an_engine_could_not_play_is_refused(client: AsyncClient, ctx: Context, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "config.json").write_bytes(b'{"model_type": "qwen3"}')
+    first = str((await client.submit(spec_of(model={"base": str(base), "chat_template": "plain"})))["id"])
+    write_checkpoint(ctx, first, 10, {"trainer/state.json": b"{}"})
+    played = against(f"{first}@10", train={"steps": 3}, rollout={})
+    assert "holds no weights" in (await refused(client, played))["seats.listener.frozen"]
+    armed = against(f"{first}@10", environment={"name": "signalling", "tools": [{"type": "python"}]})
+    assert "cannot tell it of environment.tools" in (await refused(client, armed))["seats.listener.frozen"]
+    shutil.rmtree(base)
+    found = await refused(client, against(f"{first}@10"))
+    assert "its model.base" in found["seats.listener.frozen"] and "does not exist" in found["seats.listener.frozen"]

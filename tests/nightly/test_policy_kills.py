@@ -1,0 +1,149 @@
+"""Matches of two policies while every process and both servers are killed at random: each match is zero-sum to the last
+bit, is trained once by each policy and as the same play, and every policy's ledger balances at every moment.
+
+OPENTINKER_MATCHES says how many matches are trained (1200), OPENTINKER_MATCH_KILLS how often something is killed (12);
+the seed of a run is printed, OPENTINKER_KILL_SEED repeats it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import random
+import signal
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from opentinker.shared.spec import JobSpec, parse_spec
+from opentinker.shared.spec.policies import spec_of
+from opentinker.shared.state.staleness import Ledger, admission_of
+from opentinker.shared.types.core import part_id
+from opentinker.shared.types.manifest import name_of
+from tests.conftest import Figure, until
+from tests.e2e.test_kills import SERVICES, seed
+from tests.samples.round_samples import BACKER, RIVAL
+from tests.support.cluster import SERVERS, Cluster, toy_cluster
+from tests.support.lineage import faults, lineage
+
+MATCHES = int(os.environ.get("OPENTINKER_MATCHES", "1200"))
+KILLS = int(os.environ.get("OPENTINKER_MATCH_KILLS", "12"))
+GROUP_SIZE, BATCH = 4, 50
+"""Matches of a group, groups of a step: of 100 steps every kept episode is still there."""
+STEPS = MATCHES // (GROUP_SIZE * BATCH)
+LONGEST_PAUSE_S = 0.5
+"""Between a share of the matches and the kill that it calls for."""
+JOB_S = 90.0 + 30.0 * KILLS + MATCHES / 5
+POLICIES = {"first": BACKER, "second": RIVAL}
+"""By name: the seat."""
+NAMES = (*SERVICES, *SERVERS, "rollout_worker-1", "env_worker-1")
+
+
+def game(model: Path) -> JobSpec:
+    """The second policy takes half as many matches a step. One episode of each group is kept, with all its rewards."""
+    halves = {"algorithm": {"groups_per_batch": BATCH // 2}, "train": {"steps": 2 * STEPS}}
+    spec: dict[str, Any] = {
+        "name": "zero-sum under kills",
+        "model": {"base": str(model), "chat_template": "plain"},
+        "environment": {"name": "tests.samples.round_samples:Stakes"},
+        "algorithm": {"group_size": GROUP_SIZE, "groups_per_batch": BATCH, "max_staleness": 3},
+        "rollout": {"engine": "toy", "max_turns": 2, "max_tokens": 6, "transcripts": BATCH},
+        "train": {"learner": "simulated", "steps": STEPS, "simulated_step_s": 0.05, "checkpoint_every": 1},
+        "policies": {"first": {}, "second": halves},
+        "seats": {seat: name for name, seat in POLICIES.items()},
+    }
+    return parse_spec(spec)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(JOB_S + 120)
+async def test_matches_are_whole_and_zero_sum_whoever_is_killed(tmp_path: Path, figure: Figure) -> None:
+    async with toy_cluster(tmp_path, rollout_workers=2, env_workers=2) as (cluster, model):
+        spec = game(model)
+        job = await cluster.submit(spec)
+        killed = await harm(cluster, job, random.Random(seed()))
+        await cluster.succeeds(job, JOB_S)
+        assert {name: cluster.processes[name].exits.count(-signal.SIGKILL) for name in killed} == killed
+        trained = {name: await check(cluster, job, spec, name) for name in POLICIES}
+        both = await check_shared(cluster, job, trained)
+        one = [GROUP_SIZE * len(groups) - both for groups in trained.values()]
+        assert both > 0.5 * MATCHES
+        figure(
+            f"{both} matches trained by both policies, {one} by one alone (stale for the other), under {KILLS} kills "
+            f"({dict(killed)}): each zero-sum, none half, none twice; ledgers balanced throughout"
+        )
+
+
+async def harm(cluster: Cluster, job: str, random_: random.Random) -> Counter[str]:
+    """Kill everything in turn, in a random order: one each time that another equal share of the matches has been
+    accepted, so that all kills come while the job trains. Returns how often each was killed."""
+    order = itertools.cycle(random_.sample(NAMES, len(NAMES)))
+    killed: Counter[str] = Counter()
+    most = 0
+    for number in range(1, KILLS + 1):
+        while most < number * STEPS * BATCH // (KILLS + 3):
+            record = await cluster.store.job(job)
+            assert not record.state.final, f"{record.state}: {record.reason}"
+            ledgers = [await ledger_of(cluster, job, name) for name in POLICIES]
+            assert all(ledger.balanced for ledger in ledgers), ledgers
+            most = max(most, *(ledger.accepted for ledger in ledgers))
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(random_.uniform(0.0, LONGEST_PAUSE_S))
+        killed[name := next(order)] += 1
+        await until(partial(runs, cluster, name))
+        assert not (await cluster.store.job(job)).state.final, "every kill comes while the job trains"
+        cluster.kill(name)
+    return killed
+
+
+def runs(cluster: Cluster, name: str) -> bool:
+    process = cluster.processes[name].popen
+    return process is not None and process.poll() is None
+
+
+async def ledger_of(cluster: Cluster, job: str, policy: str) -> Ledger:
+    return await admission_of(cluster.store.redis, await cluster.store.job(job), policy).ledger()
+
+
+async def check(cluster: Cluster, job: str, spec: JobSpec, policy: str) -> dict[int, list[float]]:
+    """Check a policy's lineage and ledger. Return what it was trained on: by group, the reward of each match."""
+    own, part = spec_of(spec, policy), part_id(job, policy)
+    manifest, lines = cluster.manifest(part), cluster.lines(part)
+    steps, batch = own.train.steps, own.algorithm.groups_per_batch
+    staleness = own.algorithm.max_staleness
+    assert faults(lines, manifest.resumed, steps=steps, groups_per_batch=batch, max_staleness=staleness) == []
+    ledger = await ledger_of(cluster, job, policy)
+    assert ledger.balanced and ledger.trained == steps * batch == manifest.ledger["trained"], ledger
+    assert ledger.running == ledger.pending == 0, ledger
+    groups = {}
+    for line in lineage(lines, manifest.resumed):
+        path = cluster.data / "jobs" / part / "rollouts" / f"{name_of(line['step'])}.jsonl"
+        kept = {one["group"]: one for one in map(orjson.loads, path.read_bytes().splitlines())}
+        assert kept.keys() == set(line["seqs"]), f"step {line['step']} of {policy}"
+        for number, one in kept.items():
+            (seat, rewards), *others = one["group_rewards"].items()
+            assert (seat, others, len(rewards)) == (POLICIES[policy], [], GROUP_SIZE), f"group {number}: {one}"
+            assert one["metrics"][BACKER] == -one["metrics"][RIVAL], f"group {number}: {one['metrics']}"
+            assert one["metrics"][seat] == one["rewards"][seat], f"group {number} is not of the play that ended"
+            groups[number] = rewards
+    times = Counter(abs(reward) for rewards in groups.values() for reward in rewards)
+    assert set(times.values()) == {1}, "each play of a match has its own stakes: one was trained twice"
+    return groups
+
+
+async def check_shared(cluster: Cluster, job: str, trained: dict[str, dict[int, list[float]]]) -> int:
+    """Check that both policies were trained on the same play of each match. What one alone was trained on the other has
+    discarded, or it took the place of what the one had discarded when the other had made its last step. Return the
+    number of matches that both were trained on."""
+    first, second = trained.values()
+    both = first.keys() & second.keys()
+    for number in both:
+        assert first[number] == [-reward for reward in second[number]], f"group {number}: halves of two plays"
+    discarded = [sum((await ledger_of(cluster, job, name)).discarded.values()) for name in trained]
+    assert len(first.keys() - both) == len(second.keys() - both) <= sum(discarded), discarded
+    return GROUP_SIZE * len(both)

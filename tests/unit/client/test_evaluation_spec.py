@@ -1,0 +1,75 @@
+"""Eval jobs made from jobs of kind rl: who plays what, as trained and exchanged."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from opentinker.sdk.evaluation_spec import evaluation_of
+from opentinker.sdk.http import ApiError
+from opentinker.shared.spec import parse_spec
+from tests.support.factories import make_spec
+
+ID = "j-0123456789"
+
+
+def job(seats: dict[str, Any], policies: tuple[str, ...] = ("a", "b"), **changes: Any) -> dict[str, Any]:
+    own: dict[str, Any] = {name: {"model": {"base": f"model of {name}", "lora": {"rank": 4}}} for name in policies}
+    spec = make_spec(policies=own, seats=seats, train={"steps": 3}, **changes).model_dump(mode="json")
+    return {"id": ID, "kind": "rl", "spec": spec}
+
+
+def players(made: dict[str, Any]) -> dict[str, str | None]:
+    """The policy of each entry, and under the empty name the one that plays the rest."""
+    spec = parse_spec(made)
+    assert spec.start is not None
+    entries = {seat: player.frozen or player.bot for seat, player in spec.seats.items()}
+    named = {seat: (name or "").removeprefix(f"{ID}~").removesuffix("@latest") for seat, name in entries.items()}
+    return {"": spec.start.checkpoint.removeprefix(f"{ID}~").removesuffix("@latest"), **named}
+
+
+def test_policies_play_as_trained_or_each_the_seats_of_the_one_before_it() -> None:
+    two = job({"x": "a", "y": "b"})
+    assert players(evaluation_of(two)) == {"": "a", "y": "b"}
+    made = evaluation_of(two, swap=True)
+    assert players(made) == {"": "a", "x": "b"}, "a plays y"
+    assert made["model"]["base"] == "model of a" and made["model"]["lora"] is None, "the checkpoint says it"
+    three = job({"x": "a", "y": "b", "z": "c", "w": {"bot": "random"}}, ("a", "b", "c"))
+    assert players(evaluation_of(three, swap=True)) == {"": "a", "x": "b", "y": "c", "w": "random"}, "a plays z"
+
+
+def test_entries_are_left_out_only_where_no_pattern_would_take_their_seats() -> None:
+    pattern = job({"player_0": "a", "player_*": "b"})
+    assert players(evaluation_of(pattern)) == {"": "b", "player_0": "a"}
+    assert players(evaluation_of(pattern, swap=True)) == {"": "a", "player_0": "b"}
+    apart = job({"red_*": "a", "blue_*": "b"})
+    assert players(evaluation_of(apart)) == {"": "a", "blue_*": "b"}
+    several = job({"p_0": "a", "q_0": "b", "p_*": "b", "q_*": "a"})
+    with pytest.raises(ApiError, match="overlap"):
+        evaluation_of(several)
+
+
+def test_its_episodes_are_those_of_the_job_s_evaluations() -> None:
+    validation = {"every": 5, "episodes": 7, "seed": 3, "config": {"digits": 2}}
+    environment = {"name": "copy_digits", "config": {"digits": 3}}
+    rollout = {"engine": "toy", "max_tokens": 8, "seed": 4, "transcripts": 2}
+    spec = make_spec(validation=validation, environment=environment, rollout=rollout, seats={"o": {"bot": "random"}})
+    made = parse_spec(evaluation_of({"id": ID, "kind": "rl", "spec": spec.model_dump(mode="json")}))
+    assert (made.evaluation.episodes, made.evaluation.seed, made.environment.config) == (7, 3, {"digits": 2})
+    assert (made.rollout.max_tokens, made.rollout.seed, made.start and made.start.checkpoint) == (
+        8,
+        None,
+        f"{ID}@latest",
+    )
+    assert made.seats["o"].bot == "random"
+
+
+def test_what_cannot_be_exchanged_is_said() -> None:
+    with pytest.raises(ApiError, match="one policy"):
+        evaluation_of({"id": ID, "kind": "rl", "spec": make_spec().model_dump(mode="json")}, swap=True)
+    rotating = job({"x": "a", "y": "b"}, match={"rotate": True}, algorithm={"group_size": 4, "groups_per_batch": 2})
+    with pytest.raises(ApiError, match="every seat already"):
+        evaluation_of(rotating, swap=True)
+    with pytest.raises(ApiError, match="of kind sft"):
+        evaluation_of({"id": ID, "kind": "sft", "spec": {}})

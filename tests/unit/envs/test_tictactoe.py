@@ -1,0 +1,98 @@
+"""Tic-tac-toe: two views of one board, a perfect bot, and rewards that sum to zero."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from opentinker.envs.base import Action, Opening, Step, play_gold
+from opentinker.envs.builtin.tictactoe import TicTacToe
+from opentinker.envs.registry import check, make
+from opentinker.shared.types.core import StopReason
+from opentinker.shared.types.errors import SpecError
+
+
+async def opened(row: int = 0, seed: int = 0, **config: object) -> tuple[TicTacToe, Opening]:
+    environment = make("tictactoe", config)
+    assert isinstance(environment, TicTacToe)
+    return environment, await environment.open(row, seed)
+
+
+async def say(environment: TicTacToe, *texts: str) -> list[Step]:
+    return [
+        await environment.step(Action(text=text, stop=StopReason.EOS, turn=turn)) for turn, text in enumerate(texts)
+    ]
+
+
+def sums_to_zero(step: Step) -> bool:
+    return step.reward + sum(sum(parts.values()) for parts in step.rewards.values()) == 0.0
+
+
+async def test_each_seat_sees_the_board_in_a_new_context() -> None:
+    environment, opening = await opened()
+    rules = "tic-tac-toe, 3 in a row win. you are {}. say the number of a free field.\n"
+    assert (opening.seat, opening.stream) == ("first", "0")
+    assert opening.messages[0].text == rules.format("x") + "123\n456\n789\nx:"
+    first, second = await say(environment, "not 1 but 5", "9")
+    assert (first.seat, first.stream, second.seat, second.stream) == ("second", "1", "first", "2")
+    assert first.messages[0].text == rules.format("o") + "123\n4x6\n789\no:"
+    assert second.messages[0].text == rules.format("x") + "123\n4x6\n78o\nx:"
+    _, bare = await opened(rules=False)
+    assert bare.messages[0].text == "123\n456\n789\nx:"
+
+
+async def test_wins_and_draws_are_paid_to_both_seats() -> None:
+    environment, _ = await opened()
+    *_, last = await say(environment, "1", "4", "2", "5", "3")
+    assert (last.done, last.reward, last.rewards) == (True, 1.0, {"second": {"outcome": -1.0}})
+    assert (last.metrics["first_won"], last.metrics["moves"]) == (1.0, 5.0)
+    environment, _ = await opened()
+    *_, last = await say(environment, "1", "2", "3", "5", "4", "6", "8", "7", "9")
+    assert (last.done, last.reward, last.rewards) == (True, 0.0, {"second": {"outcome": 0.0}})
+    assert (last.metrics["draw"], last.metrics["first_won"], last.metrics["forfeit"]) == (1.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("text", ["", "0", "10", "55", "no", "5"])
+async def test_an_illegal_answer_loses_to_the_other_seat(text: str) -> None:
+    environment, _ = await opened()
+    _, last = await say(environment, "5", text)
+    assert (last.done, last.reward, last.rewards) == (True, -1.0, {"first": {"outcome": 1.0}})
+    assert (last.metrics["forfeit"], last.metrics["first_won"], last.metrics["draw"]) == (1.0, 1.0, 0.0)
+
+
+async def test_rewards_sum_to_zero_in_random_games() -> None:
+    draw, endings = random.Random(0), set()
+    for game in range(200):
+        environment, _ = await opened(game, random_stones=draw.choice((0, 2, 4)))
+        step = Step()
+        while not step.done:
+            (step,) = await say(environment, str(draw.choice(range(1, 10))) if draw.random() < 0.3 else
+                                str(1 + draw.choice(environment.board.free())))  # fmt: skip
+            assert sums_to_zero(step)
+        endings.add((step.metrics["first_won"], step.metrics["draw"], step.metrics["forfeit"]))
+    assert len(endings) == 5, "either seat wins, by stones or by forfeit, or none does"
+
+
+async def test_perfect_play_never_loses() -> None:
+    for seed in range(100):
+        for expert, rival in (("first", "second"), ("second", "first")):
+            played = await play_gold(make("tictactoe", {}), 0, seed, bots={rival: "random"})
+            assert played.rewards[expert] >= 0.0
+            against = await play_gold(make("tictactoe", {}), 0, seed, bots={rival: "perfect"})
+            assert against.rewards == {expert: 0.0, rival: 0.0}
+    assert (await play_gold(make("tictactoe", {}), 0, 0)).rewards == {"first": 0.0, "second": 0.0}
+
+
+async def test_games_start_alike_within_a_group_only() -> None:
+    starts = {
+        (row, seed): (await opened(row, seed, random_stones=4))[1].messages for row in range(4) for seed in (0, 1)
+    }
+    again = {key: (await opened(*key, random_stones=4))[1].messages for key in starts}
+    assert again == starts
+    assert len({str(start) for start in starts.values()}) > 5
+
+
+def test_stones_come_in_pairs() -> None:
+    with pytest.raises(SpecError, match="0, 2 or 4"):
+        check("tictactoe", {"random_stones": 1})

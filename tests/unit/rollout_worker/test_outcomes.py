@@ -1,0 +1,117 @@
+"""Who won an episode of an evaluation, and how the weights of a policy are rated by such episodes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from opentinker.services.rollout_worker.eval_runner import EvalRunner, outcome_of
+from opentinker.services.rollout_worker.policies import LoadedPolicy, SeatMap
+from opentinker.shared.evaluation.ratings import win_probability
+from opentinker.shared.evaluation.records import Evaluations
+from opentinker.shared.spec import JobSpec, parse_spec
+from opentinker.shared.types.core import Ending
+from opentinker.shared.types.evaluation import EvalEpisode
+from tests.support.factories import V0, trajectory_of
+
+GAME: dict[str, Any] = {
+    "name": "game",
+    "model": {"base": "m"},
+    "environment": {"name": "kuhn_poker"},
+    "rollout": {"engine": "toy"},
+    "train": {"steps": 10},
+    "policies": {"a": {}, "b": {}},
+    "seats": {"first": "a", "second": "b"},
+    "validation": {"every": 5, "episodes": 4, "against": [{"policy": "a"}]},
+}
+
+
+def loaded(spec: JobSpec) -> list[LoadedPolicy]:
+    return [LoadedPolicy(name, spec, None, None) for name in spec.policies or ("",)]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "outcome"),
+    [
+        ({"first": 1.0, "second": -1.0}, 1.0),
+        ({"first": -1.0, "second": 1.0}, 0.0),
+        ({"first": 0.1 + 0.2, "second": 0.3}, 0.5),
+        ({"second": 1.0}, 0.0),  # a seat that is not named earned nothing
+        ({"first": 1.0}, 1.0),
+    ],
+)
+def test_the_policy_wins_that_earned_more(rewards: dict[str, float], outcome: float) -> None:
+    spec = parse_spec(GAME)
+    episode: Any = SimpleNamespace(rewards=rewards, seats=SeatMap(spec, loaded(spec)))
+    assert outcome_of(episode, "a") == outcome
+
+
+def test_a_policy_that_plays_alone_has_no_outcome() -> None:
+    spec = parse_spec({**GAME, "policies": {"a": {}}, "seats": {"first": "a", "second": "a"}, "validation": None})
+    episode: Any = SimpleNamespace(rewards={"first": 1.0}, seats=SeatMap(spec, loaded(spec)))
+    assert outcome_of(episode, "a") is None
+
+
+def test_kept_episodes_are_shared_among_opponents() -> None:
+    against = [{"bot": "random"}, {"bot": "equilibrium"}]
+    spec = parse_spec({**GAME, "validation": {"every": 5, "episodes": 100, "transcripts": 8, "against": against}})
+    nothing: Any = None
+    runner = EvalRunner(nothing, "w", "j", spec, loaded(spec), nothing, Counter(), nothing, Counter(), policy="a")
+    exams = [EvalEpisode(job="j", version=V0, index=index, seed=0) for index in range(200)]
+    assert [exam.index for exam in exams if runner._is_among(exam, 8)] == [*range(4), *range(100, 104)]
+    assert [exam.index for exam in exams if runner._is_among(exam, 3)] == [0, 1, 100], "no more than were asked for"
+    assert runner.places == spec.rollout.max_concurrent_groups * spec.algorithm.group_size // 2, "b has the other half"
+
+
+def test_a_bot_that_earned_nothing_has_0() -> None:
+    spec = parse_spec({**GAME, "policies": {}, "seats": {"second": {"bot": "random"}}, "validation": None})
+    seats = SeatMap(spec, loaded(spec))
+    lost, won = (SimpleNamespace(rewards={"first": reward}, seats=seats) for reward in (-1.0, 1.0))
+    assert [outcome_of(one, "") for one in (lost, won)] == [0.0, 1.0]  # type: ignore[arg-type]
+
+
+async def test_a_match_that_ends_before_the_policy_acts_counts() -> None:
+    """The opponent's first move was illegal."""
+    spec = parse_spec(GAME)
+    nothing: Any = None
+    runner = EvalRunner(nothing, "w", "j", spec, loaded(spec), nothing, Counter(), nothing, Counter(), policy="b")
+
+    async def run() -> list[Any]:
+        return [trajectory_of([1, 2], [0, 1], policy="a", seat="first", reward=-2.0)]
+
+    episode: Any = SimpleNamespace(
+        rewards={"first": -2.0, "second": 2.0}, seats=SeatMap(spec, loaded(spec)), said=[], run=run
+    )
+    found = await runner._result(EvalEpisode(job="j", version=V0, index=1, seed=0), episode)
+    assert (found.reward, found.outcome, found.tokens, found.sampled_by) == (2.0, 1.0, 0, [])
+    assert found.ending == Ending.ENV_DONE and found.seats == {"first": -2.0, "second": 2.0}
+
+
+async def test_ratings_are_relative_to_the_first_bot_and_use_all_evaluations(tmp_path: Path) -> None:
+    async def event(*_: Any) -> None: ...
+
+    bus: Any = SimpleNamespace(on_reconnect=set())
+    kept = Evaluations(bus, "j", tmp_path, event, event, "a")
+
+    def games(weak: tuple[int, int, int], strong: tuple[int, int, int]) -> dict[str, float]:
+        counts = {"weak": weak, "strong": strong}
+        return {
+            f"val/{name}/{bot}": float(n)
+            for bot, found in counts.items()
+            for name, n in zip(("wins", "draws", "losses"), found, strict=True)
+        }
+
+    bots = ["weak", "strong"]
+    assert kept.rate(0, {"val/episodes": 4.0}, bots) == {}, "no game was decided"
+    before = kept.rate(0, games((50, 0, 50), (10, 0, 90)), bots)
+    assert kept.rate(0, games((0, 0, 0), (10, 0, 90)), bots) == {}, "nothing connects it with the first bot"
+    assert before["val/rating"] == pytest.approx(0.0, abs=5.0) and before["val/rating/error"] > 0
+    kept._games[0] = games((50, 0, 50), (10, 0, 90))
+    after = kept.rate(20, games((90, 0, 10), (50, 0, 50)), bots)
+    assert win_probability(after["val/rating"], 0.0)[0] == pytest.approx(0.9, abs=0.02)
+    alone = kept.rate(20, games((0, 0, 0), (50, 0, 50)), bots)
+    assert alone["val/rating"] == pytest.approx(after["val/rating"], abs=40.0), "strong is known from step 0"

@@ -1,0 +1,88 @@
+"""Settings that need others or exclude them: frozen models, validation, rules for artifacts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from opentinker.shared.spec import parse_spec
+from opentinker.shared.spec.frozen_models import is_scored
+from opentinker.shared.types.errors import SpecError
+from tests.support.factories import SMALLEST
+
+DETERMINISTIC = {"rollout": {"seed": 1}, "train": {"steps": 1, "deterministic": True}}
+SIMULATED = {"steps": 1, "learner": "simulated"}
+TOY = {"rollout": {"engine": "toy"}, "train": SIMULATED}
+JUDGES = {"reward_models": [{"base": "j"}]}
+TEACHER = {"teacher": {"base": "t"}}
+PPO = {"algorithm": {"name": "ppo"}, "value_model": {"base": "v"}}
+
+
+def test_a_reward_model_has_a_name_and_puts_reference_forward_in_the_path() -> None:
+    judges = [{"base": "models/My Judge/"}, {"base": "owner/judge", "weight": 0.0}, {"base": "x", "name": "third"}]
+    spec = parse_spec({**SMALLEST, "reward_models": judges})
+    assert [judge.name for judge in spec.reward_models] == ["My-Judge", "judge", "third"]
+    stored = spec.model_dump(mode="json")
+    assert parse_spec(stored) == spec and is_scored(stored) and not is_scored(parse_spec(SMALLEST).model_dump())
+
+
+def test_a_value_model_takes_the_critic_s_place_and_puts_reference_forward_in_the_path() -> None:
+    spec = parse_spec({**SMALLEST, **PPO})
+    assert (spec.algorithm.critic_lr, spec.algorithm.value_clip) == (None, None)
+    assert (spec.algorithm.gamma, spec.algorithm.lam) == (1.0, 0.95)
+    stored = spec.model_dump(mode="json")
+    assert parse_spec(stored) == spec and is_scored(stored)
+    assert not is_scored(parse_spec({**SMALLEST, **PPO, "value_model": None}).model_dump())
+    several = {"train": {"steps": 1, "parallel": "zero3"}, "resources": {"trainer_ranks": 2}}
+    assert parse_spec({**SMALLEST, **PPO, **several}).train.parallel == "zero3", "no critic is in the way"
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"algorithm": {"name": "distill"}}, {"teacher"}),
+        ({"algorithm": {"distill_coef": 0.1}}, {"teacher"}),
+        (TEACHER, {"algorithm.distill_coef"}),
+        ({"teacher": {"base": ""}, "algorithm": {"name": "distill"}}, {"teacher.base"}),
+        ({**TEACHER, "algorithm": {"name": "distill", "clip_low": "x"}}, {"algorithm.clip_low"}),
+        ({**TEACHER, "train": SIMULATED}, {"teacher"}),
+        ({"algorithm": {"name": "distill"}, "train": SIMULATED}, {"algorithm.name"}),
+        (
+            {**TEACHER, **DETERMINISTIC, "algorithm": {"name": "distill", "max_staleness": 0}},
+            {"algorithm.distill_coef"},
+        ),
+        ({"reward_models": [{"base": "a/judge"}, {"base": "b/judge"}]}, {"reward_models.1.name"}),
+        ({"reward_models": [{"base": "j", "weight": "x"}]}, {"reward_models.0.weight"}),
+        ({"reward_models": [{"base": "j", "weight": float("inf")}]}, {"reward_models.0.weight"}),
+        ({**JUDGES, "train": SIMULATED}, {"reward_models"}),
+        ({**JUDGES, **TEACHER, "algorithm": {"name": "distill"}}, {"reward_models"}),
+        ({**JUDGES, **DETERMINISTIC, "algorithm": {"max_staleness": 0}}, {"reward_models"}),
+        ({**PPO, "algorithm": {"name": "grpo"}}, {"value_model"}),
+        ({**PPO, "algorithm": {"name": "ppo", "advantage": "rloo"}}, {"value_model"}),
+        ({**PPO, "train": SIMULATED}, {"value_model"}),
+        ({**PPO, "algorithm": {"name": "ppo", "critic_lr": 1e-5}}, {"algorithm.critic_lr"}),
+        (
+            {**PPO, "algorithm": {"name": "ppo", "critic_lr": 1e-3, "value_clip": 0.1}},
+            {"algorithm.critic_lr", "algorithm.value_clip"},
+        ),
+        ({**PPO, "value_model": {"base": ""}}, {"value_model.base"}),
+        ({**PPO, "value_model": {"base": "v", "weight": 1.0}}, {"value_model.weight"}),
+        ({**PPO, "kind": "sft", "data": {"path": "d.jsonl"}}, {"environment", "algorithm", "value_model"}),
+        ({**PPO, **DETERMINISTIC, "algorithm": {"name": "ppo", "max_staleness": 0}}, {"value_model"}),
+        ({"validation": {"every": 5, "top_p": 0.5}}, {"validation.top_p"}),
+        ({"validation": {"every": 5, "top_k": 5}}, {"validation.top_k"}),
+        ({"validation": {"every": 0}}, {"validation.every"}),
+        ({**TOY, "validation": {"every": 5, "temperature": 0.5}}, {"validation.temperature"}),
+        ({"train": {"steps": 1, "target": {"val/exact": 0.5}}}, {"train.target.val/exact"}),
+        ({"artifacts": {"keep_all": True, "keep_last": 3}}, {"artifacts.keep_last"}),
+        ({"artifacts": {"keep_best": 1}}, {"artifacts.best_metric"}),
+        ({"artifacts": {"best_metric": "loss"}}, {"artifacts.best_metric"}),
+        ({"artifacts": {"best_is": "lowest"}}, {"artifacts.best_is"}),
+        ({"artifacts": {"keep_best": 1, "best_metric": "val/exact"}}, {"artifacts.best_metric"}),
+    ],
+)
+def test_what_is_missing_or_would_be_ignored_is_refused(changes: dict[str, Any], named: set[str]) -> None:
+    with pytest.raises(SpecError) as caught:
+        parse_spec({**SMALLEST, **changes})
+    assert {mistake["field"] for mistake in caught.value.mistakes} == named

@@ -1,0 +1,47 @@
+"""What intake discards while a step is made stands under the same number in the assembler and in Redis."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+from opentinker.services.trainer.batch.assembler import Assembler
+from opentinker.services.trainer.rl_loop import TrainerJob
+from opentinker.shared.types.core import Discard, WeightVersion
+from tests.support.factories import make_group
+
+
+async def test_a_step_that_ends_meanwhile_changes_no_number_and_a_checkpoint_waits() -> None:
+    job: Any = TrainerJob.__new__(TrainerJob)
+    job.step, job.policy, job.discarding = 4, "a", asyncio.Lock()
+    job.joint = SimpleNamespace(rests=lambda _: False)
+    job.assembler = Assembler(max_staleness=1, epoch=1, keep=1)
+    for seq, version in ((0, 0), (1, 4), (2, 4)):
+        job.assembler.add(seq + 1, make_group(seq=seq, versions=[WeightVersion(1, version)]))
+    told: list[tuple[int, Discard]] = []
+    asked, may_answer = asyncio.Event(), asyncio.Event()
+
+    async def discard(batch: int, reason: Discard, _: list[int]) -> None:
+        told.append((batch, reason))
+        asked.set()
+        await may_answer.wait()
+
+    async def settled() -> int:
+        return 99
+
+    async def wake() -> None: ...
+
+    job.admission, job._wake_admission = SimpleNamespace(discard=discard), wake
+    job.consumer = SimpleNamespace(settled=settled)
+    intake = asyncio.create_task(job._discard_unfit())
+    await asked.wait()
+    job.step = 5
+    accounts = asyncio.create_task(job._account())
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not accounts.done(), "Redis does not have all of it yet"
+    may_answer.set()
+    await intake
+    assert told == [(5, Discard.STALE), (5, Discard.SURPLUS)]
+    assert (await accounts)[2] == {"stale": 1, "surplus": 1}

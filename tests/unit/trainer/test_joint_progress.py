@@ -1,0 +1,119 @@
+"""What several policies of one job have in common in their trainer."""
+
+from __future__ import annotations
+
+import asyncio
+
+from opentinker.services.trainer.policies import JointProgress
+from opentinker.shared.spec.schedules import Rule
+from opentinker.shared.types.core import WeightVersion
+
+
+def test_the_job_s_step_is_that_of_its_slowest_policy() -> None:
+    joint = JointProgress(100, {"a": 100, "b": 50})
+    assert joint.restore("a", 10) is None and joint.restore("b", 4) == 8
+    assert joint.advance("a", 40) == 8 and joint.advance("b", 30) == 40
+
+
+def test_a_finished_policy_holds_up_neither_the_step_nor_the_stream() -> None:
+    joint = JointProgress(100, {"a": 100, "b": 100})
+    joint.restore("a", 0)
+    joint.restore("b", 0)
+    assert joint.release("b", 90) == 0 and joint.release("a", 70) == 70
+    joint.advance("b", 60)
+    joint.finish("b", "target reached")
+    assert joint.release("a", 92) == 90, "its last checkpoint may be damaged"
+    joint.cover("b")
+    assert joint.advance("a", 80) == 80 and joint.release("a", 95) == 95
+    assert not joint.all_finished
+    joint.finish("a")
+    assert joint.all_finished and joint.step == 80 and joint.reason == "b: target reached"
+
+
+def test_one_policy_without_a_name_is_the_job() -> None:
+    joint = JointProgress(0, {"": 0})
+    assert joint.restore("", 0) == 0 and joint.advance("", 7) == 7 and joint.release("", 5) == 5
+    joint.finish("", "target reached")
+    assert (joint.all_finished, joint.step, joint.reason) == (True, 7, "target reached")
+    assert joint.show("", {"loss": 1.0}) == {"loss": 1.0}
+
+
+def test_equal_reasons_are_said_once() -> None:
+    joint = JointProgress(1, {"a": 1, "b": 1})
+    joint.finish("a", "target reached")
+    joint.finish("b", "target reached")
+    assert joint.reason == "target reached"
+    assert joint.show("a", {"loss": 1.0}) == {"policies": {"a": {"loss": 1.0}}}
+
+
+def test_the_distance_to_a_rolled_back_version_leads_over_the_step_that_both_have_in_common() -> None:
+    joint = JointProgress(100, {"a": 100, "b": 100})
+    joint.restore("a", 7, {1: 0, 2: 7})
+    joint.restore("b", 4, {1: 0, 2: 4})
+    assert joint.moved({}) == 0 and joint.moved({"bot": WeightVersion(1, 9)}) == 0
+    assert joint.moved({"b": WeightVersion(1, 3)}) == 1
+    assert joint.moved({"b": WeightVersion(1, 6)}) == 2, "two steps back, none forward"
+    joint.advance("b", 6)
+    assert joint.moved({"b": WeightVersion(1, 6)}) == 4, "the same number, not the same weights"
+    assert joint.moved({"a": WeightVersion(2, 7), "b": WeightVersion(2, 5)}) == 1, "the one that has moved most"
+
+
+def pair(rule: Rule, made: dict[str, int]) -> JointProgress:
+    joint = JointProgress(100, dict.fromkeys(made, 100), rule)
+    for name, step in made.items():
+        joint.restore(name, step)
+    return joint
+
+
+def test_versions_become_visible_together() -> None:
+    joint = pair(Rule(together=True), {"a": 4, "b": 4})
+    woken = asyncio.Event()
+    joint.watch(woken)
+    assert joint.may_show("a") and joint.may_show("b")
+    joint.advance("a", 5)
+    assert woken.is_set() and not joint.may_show("a") and joint.may_show("b")
+    assert joint.moved({"a": WeightVersion(1, 4)}) == 0, "nobody has seen version 5"
+    joint.advance("b", 5)
+    assert joint.may_show("a") and joint.moved({"a": WeightVersion(1, 4)}) == 1
+    joint.advance("b", 6)
+    joint.finish("a", "target reached")
+    assert joint.may_show("b"), "a policy without steps left holds up nobody"
+
+
+def test_a_policy_that_resumed_ahead_waits_for_the_others() -> None:
+    joint = pair(Rule(together=True), {"a": 5, "b": 4})
+    assert not joint.may_show("a") and joint.moved({"a": WeightVersion(1, 5)}) == 0
+    joint.advance("b", 5)
+    assert joint.may_show("a") and joint.moved({"b": WeightVersion(1, 4)}) == 1
+
+
+def test_policies_take_turns_and_resume_in_the_same_turn() -> None:
+    joint = pair(Rule(gate="turn", turn=2), {"a": 0, "b": 0})
+    order = []
+    for _ in range(8):
+        (name,) = [name for name in ("a", "b") if not joint.rests(name)]
+        order.append(name)
+        joint.advance(name, order.count(name))
+    assert order == ["a", "a", "b", "b"] * 2
+    assert [pair(Rule(gate="turn", turn=2), {"a": 2, "b": 1}).rests(name) for name in ("a", "b")] == [True, False]
+    assert [pair(Rule(gate="turn", turn=2), {"a": 1, "b": 1}).rests(name) for name in ("a", "b")] == [False, True]
+    joint.finish("a")
+    assert not joint.rests("b") and not joint.rests("a"), "it rests no more than it learns"
+    assert not pair(Rule(), {"a": 9, "b": 0}).rests("a")
+    ended = JointProgress(4, {"a": 2, "b": 4}, Rule(gate="turn", turn=2))
+    for name in ("a", "b"):
+        ended.restore(name, 2)
+    assert not ended.rests("b"), "a has made all its steps, though its last evaluation is not over"
+
+
+def test_only_a_policy_that_is_behind_takes_larger_batches() -> None:
+    joint = JointProgress(9, {"a": 9, "b": 9}, Rule(gate="fastest", growth=4), {"a": 8, "b": 4})
+    for name in ("a", "b"):
+        joint.restore(name, 2)
+    assert (joint.growth("a"), joint.growth("b")) == (1, 4)
+    joint.advance("b", 4)
+    assert (joint.growth("a"), joint.growth("b")) == (1, 1), "level, counted in groups"
+    joint.advance("a", 5)
+    joint.finish("a")
+    assert joint.growth("b") == 1, "nobody is ahead of it any more"
+    assert pair(Rule(), {"a": 9, "b": 0}).growth("b") == 1
