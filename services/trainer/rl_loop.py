@@ -490,7 +490,6 @@ class TrainerJob:
                 self.saved[-1] = SavedStep(self.step, floor, self.received)
             await self._release(self.saved[-1])
             log.info("stream_purged", step=self.saved[-1].step)
-        self.received_at_purge = self.received
         return intact
 
     async def _finish(self) -> None:
