@@ -179,6 +179,7 @@ def evaluated_spec(model: Path, **changes: Any) -> JobSpec:
     return make_spec(model={"base": str(model)}, **{**fields, **changes})
 
 
+@pytest.mark.nightly
 async def test_job_is_evaluated_from_start_to_end_whoever_dies(tmp_path: Path) -> None:
     async with toy_cluster(tmp_path, rollout_workers=2) as (cluster, model):
         spec = evaluated_spec(model, resources={"rollout_workers": 2})

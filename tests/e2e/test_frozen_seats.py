@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+import pytest
 
 from opentinker.sdk.evaluation_spec import evaluation_of
 from opentinker.shared.spec import JobSpec, parse_spec
@@ -83,6 +84,7 @@ async def test_a_policy_learns_against_a_checkpoint_that_stays_as_it_is(tmp_path
         await until(lambda: not any(start_of(cluster.data, id).exists() for id in (job, among, played)))
 
 
+@pytest.mark.nightly
 async def test_a_policy_that_moves_between_seats_meets_the_checkpoint_in_each_through_kills(tmp_path: Path) -> None:
     async with toy_cluster(tmp_path) as (cluster, model):
         board = {"name": "tictactoe"}

@@ -97,6 +97,7 @@ async def test_interrupted_job_goes_on_where_it_was(one_each: Toy) -> None:
     await check(cluster, low, spec)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 async def test_lent_rollout_worker_finishes_its_groups_before_it_goes(two_each: Toy) -> None:
     cluster, model = two_each

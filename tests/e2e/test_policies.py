@@ -107,6 +107,7 @@ async def test_two_policies_train_on_the_same_matches_and_each_can_be_taken_home
             await cluster.client.download(part_id(job, "nobody"), tmp_path / "nobody")
 
 
+@pytest.mark.nightly
 async def test_kills_lose_and_double_no_match_of_any_policy(tmp_path: Path) -> None:
     async with toy_cluster(tmp_path) as (cluster, model):
         spec = game(model, steps=60)
@@ -136,6 +137,7 @@ async def test_the_slower_policy_decides_how_far_the_faster_one_may_go(tmp_path:
         assert lead <= (spec.algorithm.max_staleness + 1) * spec.algorithm.groups_per_batch + 4
 
 
+@pytest.mark.nightly
 async def test_no_match_is_trained_whose_opponent_has_moved_too_far(tmp_path: Path) -> None:
     """The fast policy runs ahead; what it had played with older weights is replaced for the slow one, also after a
     kill."""

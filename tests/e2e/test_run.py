@@ -164,7 +164,7 @@ async def test_every_command_against_servers_of_ones_own(tmp_path: Path, monkeyp
         valkey.kill()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.nightly)])
 async def test_run_ends_with_everything_it_started(tmp_path: Path, tiny: Path, number: signal.Signals) -> None:
     data_dir, log = tmp_path / "data", tmp_path / "run.log"
     command = ("run", spec(tmp_path, tiny, 100_000), "--data-dir", data_dir)

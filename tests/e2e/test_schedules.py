@@ -57,7 +57,7 @@ async def trained(cluster: Cluster, spec: JobSpec, *, kill_at: int) -> dict[str,
     return found
 
 
-@pytest.mark.parametrize("schedule", ["drop", "grow"])
+@pytest.mark.parametrize("schedule", ["drop", pytest.param("grow", marks=pytest.mark.nightly)])
 async def test_the_fast_policy_goes_ahead_and_the_slow_one_takes_what_it_can(tmp_path: Path, schedule: str) -> None:
     async with toy_cluster(tmp_path) as (cluster, model):
         spec = game(model, {"schedule": schedule, "max_opponent_lag": 8}, max_staleness=2, slow=8, fast=40)
@@ -85,6 +85,7 @@ async def test_in_lockstep_no_opponent_has_moved(tmp_path: Path) -> None:
         assert together.count(2) >= 10, "but for the steps around the kill both learn from the same matches"
 
 
+@pytest.mark.nightly
 async def test_policies_take_turns(tmp_path: Path) -> None:
     async with toy_cluster(tmp_path) as (cluster, model):
         match = {"schedule": "alternate", "alternate_steps": 3, "max_opponent_lag": 0}

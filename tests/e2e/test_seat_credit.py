@@ -29,6 +29,7 @@ def duel(model: Path, changes: dict[str, Any] | None = None, **algorithm: Any) -
     )
 
 
+@pytest.mark.nightly
 async def test_seats_are_compared_with_their_own_past_and_paid_for_their_team(tmp_path: Path, tiny: Path) -> None:
     async with Cluster(tmp_path) as cluster:
         with pytest.raises(ApiError, match=r"(?s)algorithm\.team\.both.*third.*no such seat"):

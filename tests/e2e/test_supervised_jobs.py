@@ -176,6 +176,7 @@ async def values(cluster: Cluster, job: str, name: str) -> list[float]:
     return [point["values"][name] for point in points if name in point["values"]]
 
 
+@pytest.mark.nightly
 @pytest.mark.asyncio(loop_scope="module")
 async def test_sft_survives_a_kill_with_the_same_weights(cluster: Cluster, tmp_path: Path, model: Path) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", [{"messages": turns(r["prompt"], r["completion"])} for r in copies(100)])

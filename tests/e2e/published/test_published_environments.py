@@ -140,6 +140,7 @@ async def test_the_published_programs_run_as_they_stand(system: System, tmp_path
     assert (await system.newest())["state"] == "succeeded"
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_program_that_was_killed_is_started_again_and_goes_on(system: System, tmp_path: Path) -> None:

@@ -165,6 +165,7 @@ async def test_mathematics_with_programs(typed: Typed) -> None:
     assert (job["spec"]["rollout"]["max_turns"], job["spec"]["validation"]) == (2, None)
 
 
+@pytest.mark.nightly
 async def test_gomoku_on_its_server(typed: Typed) -> None:
     options = "--board_size", "5", "--max_total_steps", "3", "--shards", "2"
     async with typed.server("opentinker.environment.gomoku.gomoku_server", *options) as url:
@@ -176,12 +177,14 @@ async def test_gomoku_on_its_server(typed: Typed) -> None:
     assert job["spec"]["rollout"]["max_turns"] == 3
 
 
+@pytest.mark.nightly
 async def test_geometry_in_words(typed: Typed) -> None:
     data = typed.rows("geo", images=[])
     job = await typed.trained("geo3k_rl", 2, HERE, f"data_path={data}", f"val_data_path={data}", "tool=true")
     assert job["spec"]["train"]["checkpoint_every"] > 2, "save_freq -1: none but the service's own"
 
 
+@pytest.mark.nightly
 async def test_figures_are_for_models_that_see(typed: Typed) -> None:
     data = typed.rows("figures", images=["data:image/png;base64,iVBORw0KGgouLi4u"])
     code, said = await typed.script("geo3k_rl", HERE, f"data_path={data}", f"val_data_path={data}")

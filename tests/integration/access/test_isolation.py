@@ -308,7 +308,7 @@ async def test_attacks_get_errors_and_everybody_goes_on(worker: Worker, tmp_path
         ("forge", Ending.ENV_ERROR, "an answer of 2,147,483,648 bytes"),
         ("hang_up", Ending.ENV_ERROR, "it closed its socket and went on"),
         ("flood", Ending.ENV_TIMEOUT, "were over"),
-        ("endless", Ending.ENV_TIMEOUT, "were over"),
+        pytest.param("endless", Ending.ENV_TIMEOUT, "were over", marks=pytest.mark.nightly),
     ],
 )
 async def test_excess_ends_one_episode(worker: Worker, tmp_path: Path, attack: str, ending: Ending, words: str) -> None:

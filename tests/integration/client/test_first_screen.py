@@ -14,6 +14,7 @@ from itertools import islice
 from pathlib import Path
 
 import orjson
+import pytest
 
 from opentinker.local.embedded import DEFAULT_PORTS
 from opentinker.local.processes import port_free
@@ -65,6 +66,7 @@ def unclaimed_ports(count: int) -> list[int]:
     return list(islice((port for port in random.sample(range(14000, 19000), 1000) if port_free(port)), count))
 
 
+@pytest.mark.nightly
 def test_two_starts_at_the_same_moment_take_different_ports(tmp_path: Path) -> None:
     api, *servers = unclaimed_ports(1 + len(DEFAULT_PORTS))
     places = [tmp_path / "one", tmp_path / "two"]

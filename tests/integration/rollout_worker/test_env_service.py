@@ -330,7 +330,7 @@ async def test_a_hanging_environment_is_answered_at_its_deadline(workers: Worker
     assert reply.failure == Ending.ENV_TIMEOUT
 
 
-@pytest.mark.parametrize("how", ["sleep", "regex"])
+@pytest.mark.parametrize("how", ["sleep", pytest.param("regex", marks=pytest.mark.nightly)])
 async def test_a_blocked_loop_is_named(workers: Workers, client: EnvClient, tmp_path: Path, how: str) -> None:
     """`regex` keeps the interpreter's lock as well: then no other thread runs, and the stack alone names it."""
     log = tmp_path / "env-0.log"
