@@ -1,6 +1,7 @@
 """Training of one RL job, as loops around one learner:
 
-    intake    consumes GROUP                produces pending groups       waits for messages        woken by the pull
+    intake    consumes GROUP                produces pending groups       waits for messages        woken by the pull;
+              see `intake.py`
     train     consumes pending groups       produces weights, METRIC      waits for a full batch    woken by intake
     publish   consumes snapshots            produces SWAP, versions       waits for a new snapshot  woken by train
     evaluate  consumes a version            produces EXAM, val/* METRIC   see `eval_scheduler.py`; it withholds
@@ -12,7 +13,6 @@ Generation never waits for training and training never waits for a weight transf
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 from typing import NamedTuple
 
@@ -23,15 +23,14 @@ from opentinker.services.trainer.batch.assembler import Assembler
 from opentinker.services.trainer.batch.distributions import Histogram, distributions
 from opentinker.services.trainer.batch.starvation import unfillable
 from opentinker.services.trainer.eval_scheduler import EvalScheduler
+from opentinker.services.trainer.intake import Intake
 from opentinker.services.trainer.job_reporter import JobReporter
 from opentinker.services.trainer.learners.base import Learner, SnapshotLike
 from opentinker.services.trainer.policies import JointProgress
 from opentinker.services.trainer.rollout_log import RolloutLog
 from opentinker.services.trainer.weights.publisher import Publisher
 from opentinker.shared.asyncio_tools import check_cancelled, finish_uncancelled, sleep, wait_event
-from opentinker.shared.messaging.bus import Consumer, Delivery
-from opentinker.shared.messaging.consumer import ConsumerDeleted
-from opentinker.shared.messaging.subjects import GROUP, GROUPS, ROLLOUTS, WAKE
+from opentinker.shared.messaging.subjects import GROUP, ROLLOUTS
 from opentinker.shared.runtime.leased_worker import LeasedWorker
 from opentinker.shared.runtime.service import first_failure
 from opentinker.shared.spec import JobSpec
@@ -52,21 +51,6 @@ STARVED_S = 60.0
 STARVED_BYTES = 2**26
 """After waiting this long, with this much in the stream, the trainer purges its part: the disk may be full, and then
 nothing else frees it."""
-SETTLE_TIMEOUT_S = 2.0
-OLD_CONSUMERS = 16
-"""Number of earlier epochs whose consumer may still exist; the server removes older ones, which are idle, by itself."""
-MAX_INVALID = 100
-"""Number of unreadable or inconsistent groups over a job's life before it fails."""
-
-
-def consumer_name(job: str, epoch: int, policy: str = "") -> str:
-    """Return the name of the durable consumer through which the trainer of this epoch reads GROUP, for each policy of a
-    job with several."""
-    return f"train-{job}-{epoch}-{policy}" if policy else f"train-{job}-{epoch}"
-
-
-MAX_FETCHED = 256
-"""Maximum number of groups in transit to the trainer."""
 
 
 class SavedStep(NamedTuple):
@@ -75,7 +59,7 @@ class SavedStep(NamedTuple):
     step: int
     floor: int
     received: int
-    """`TrainerJob.received` at that time."""
+    """`Intake.received` at that time."""
 
 
 class TrainerJob:
@@ -112,13 +96,8 @@ class TrainerJob:
             max_opponent_lag=max_opponent_lag(spec),
             keep=kept_groups(spec),
         )
-        self.discarding = asyncio.Lock()
-        """Held while groups are discarded, first in the assembler and then in Redis: no checkpoint sees half of it."""
-        self.arrived = asyncio.Event()
-        self.joint.watch(self.arrived)
+        self.intake = Intake(self.reporter, self.admission, self.assembler, self.joint, lambda: self.step)
         self.step = 0
-        self.received = 0
-        """Bytes of trajectories received by this trainer."""
         self.saved: list[SavedStep] = []
         """Oldest first."""
         self.received_at_save = 0
@@ -137,24 +116,22 @@ class TrainerJob:
         """Of each group of the batch, when it was taken."""
         self.stepped_at = 0.0
         """Monotonic time of the end of the last step."""
-        self.is_over = False
-        """Whether the policy has made its last step and saved it."""
 
     async def run(self) -> None:
         async with self.joint.loading:
             await self._restore()
         await self.joint.until_restored()
-        self.consumer = consumer = await self._consume()
+        await self.intake.open()
         try:
             await self.validation.offer(await asyncio.to_thread(self.learner.snapshot, self._version))
             await self.worker.status("ready", job=self.lease.job, epoch=self.lease.epoch)
-            loops = {"intake": self._intake(consumer), "publish": self.publisher.run(), "train": self._train()}
+            loops = {"intake": self.intake.run(), "publish": self.publisher.run(), "train": self._train()}
             if self.spec.validation is not None:
                 loops["evaluate"] = self.validation.run()
             async with self.reporter.save_on_exit(self._save):
                 await first_failure(loops)
         finally:
-            await consumer.close()
+            await self.intake.close()
 
     @property
     def _version(self) -> WeightVersion:
@@ -194,93 +171,6 @@ class TrainerJob:
         )
         self.shift = await self.admission.shift()
 
-    # --- intake -------------------------------------------------------------------------------------------------
-
-    async def _consume(self) -> Consumer[Group]:
-        """Create the consumer of this epoch, from the checkpoint on: a former holder of the lease that is only asleep
-        takes no groups from it. Consumers of earlier epochs are deleted."""
-        job, epoch = self.lease.job, self.lease.epoch
-        assert GROUPS.name is not None
-        for before in range(max(1, epoch - OLD_CONSUMERS), epoch):
-            await self.ctx.bus.delete_consumer(GROUPS.name, consumer_name(job, before, self.policy))
-        return await self.ctx.bus.consume(
-            GROUP,
-            consumer_name(job, epoch, self.policy),
-            batch=min(2 * self.spec.algorithm.groups_per_batch, MAX_FETCHED),
-            start_seq=self.assembler.floor + 1,
-            job=job,
-        )
-
-    async def _intake(self, consumer: Consumer[Group]) -> None:
-        """Consume GROUP into the assembler; acks are flow control only."""
-        while True:
-            try:
-                delivery = await consumer.next(1.0)
-            except ConsumerDeleted:
-                await self.reporter.guard()  # most likely the trainer of a newer epoch deleted it
-                raise
-            if delivery is None:
-                continue
-            await self._receive(delivery)
-            await delivery.ack()
-
-    async def _receive(self, delivery: Delivery[Group]) -> None:
-        group = delivery.noun
-        if self.is_over:  # played for other policies
-            return
-        self.received += delivery.size
-        if group is None:
-            log.error("undecodable_group", group=delivery.key, error=delivery.error)
-            named = re.match(r".*/([0-9]{1,15})(:|$)", delivery.key)  # JOB/NUMBER:ATTEMPT, see Group.key
-            number = int(named[1]) if named else -1
-            if named is None or number in self.assembler.known or await self._is_consumed(number):
-                self.assembler.ignore(delivery.seq, self.step + 1)
-            else:
-                await self._reject(delivery.seq, number, delivery.error)
-            return
-        if group.seq in self.assembler.known:
-            self.assembler.ignore(delivery.seq, self.step + 1)
-            return
-        if await self._is_consumed(group.seq):
-            self.assembler.ignore(delivery.seq, self.step + 1)
-            return
-        try:
-            group.check()
-        except ValueError as error:
-            log.error("invalid_group", group=group.seq, error=str(error))
-            await self._reject(delivery.seq, group.seq, str(error))
-            return
-        if any(trajectory.policy != self.policy for trajectory in group.trajectories):
-            group = group.of(self.policy)
-        if self.assembler.add(delivery.seq, group):
-            self.arrived.set()
-        if self.assembler.overfull:
-            await self._discard_unfit()
-
-    async def _is_consumed(self, group: int) -> bool:
-        """Accept the group, or return True if it was accepted and consumed before."""
-        if await self.admission.accept(group) in ("ok", "p"):
-            return False
-        log.info("group_already_consumed", group=group)
-        return True
-
-    async def _reject(self, stream_seq: int, group: int, error: str) -> None:
-        """Discard and replace an invalid group. Raises JobFailed after MAX_INVALID of them."""
-        async with self.discarding:
-            batch = self.step + 1
-            self.assembler.reject(stream_seq, group, batch)
-            await self.admission.discard(batch, Discard.INVALID, [group])
-        detail = {"group": group, "reason": Discard.INVALID.value, "error": error[-500:]}
-        await self.ctx.store.update(
-            self.lease.job, epoch=self.lease.epoch, event="group_rejected", failure=True, detail=detail
-        )
-        await self._wake_admission()
-        count = self.assembler.discarded[Discard.INVALID]
-        if count > MAX_INVALID:
-            raise JobFailed(
-                f"{count} groups were unreadable or contradicted themselves; {self.reporter.describe_last_checkpoint()}"
-            )
-
     # --- training -----------------------------------------------------------------------------------------------
 
     async def _train(self) -> None:
@@ -305,7 +195,7 @@ class TrainerJob:
             await self.reporter.run_interruptible(self._advance(batch, waited))
             due = (
                 self.step % self.spec.train.checkpoint_every == 0
-                or self.received - self.received_at_save > UNSAVED_BYTES
+                or self.intake.received - self.received_at_save > UNSAVED_BYTES
             )
             if due and self.step < steps:
                 await finish_uncancelled(self._save())
@@ -318,13 +208,13 @@ class TrainerJob:
             return True
         while not self.ctx.stopping.is_set():
             check_cancelled()
-            self.arrived.clear()
+            self.intake.arrived.clear()
             if self.joint.may_show(self.policy):
                 if self.withheld is not None:
                     await self.validation.offer(self.withheld)
                     self.withheld = None
                 return True
-            await wait_event(self.arrived, 0.5)
+            await wait_event(self.intake.arrived, 0.5)
         return False
 
     async def _target_met(self) -> bool:
@@ -337,12 +227,12 @@ class TrainerJob:
     async def _next_batch(self) -> list[Group] | None:
         """Return the next batch, or None when the service stops."""
         began = time.monotonic()
-        await self._discard_unfit()
+        await self.intake.discard_unfit()
         self.assembler.overtaken = 0  # what comes from now on was played while this policy waited
         while not self.ctx.stopping.is_set():
             check_cancelled()
-            self.arrived.clear()
-            await self._discard_unfit()
+            self.intake.arrived.clear()
+            await self.intake.discard_unfit()
             batch = self.assembler.take(self.step, self.spec.algorithm.groups_per_batch, self.joint.growth(self.policy))
             if batch is not None:
                 self.opponent_lags = [self.joint.moved(group.opponents) for group in batch]
@@ -351,21 +241,11 @@ class TrainerJob:
                 raise JobFailed(
                     f"step {self.step + 1} could not be filled: {why}; {self.reporter.describe_last_checkpoint()}"
                 )
-            if time.monotonic() - began > STARVED_S and self.received - self.received_at_purge > STARVED_BYTES:
+            if time.monotonic() - began > STARVED_S and self.intake.received - self.received_at_purge > STARVED_BYTES:
                 await finish_uncancelled(self._make_room())
                 began = time.monotonic()
-            await wait_event(self.arrived, 0.5)
+            await wait_event(self.intake.arrived, 0.5)
         return None
-
-    async def _discard_unfit(self) -> None:
-        """Discard and replace groups that may not be trained now; those that arrive in between are checked too."""
-        async with self.discarding:
-            self.assembler.resting = self.joint.rests(self.policy)
-            while dropped := self.assembler.drop(step := self.step):  # intake discards while a step is made
-                for reason, seqs in dropped.items():
-                    await self.admission.discard(self.assembler.discard_batch(reason, step), reason, seqs)
-                    log.info("groups_dropped", reason=reason, groups=len(seqs))
-                await self._wake_admission()
 
     async def _advance(self, batch: list[Group], waited: float) -> None:
         """Run one step with its ledger entry, snapshot for the workers and metrics. If the job is cancelled during it,
@@ -422,11 +302,8 @@ class TrainerJob:
         self.reporter.lanes.note("swap", "publish", now - seconds["swap/seconds"], now, version=str(version))
         self.validation.served(version)
         await self.admission.set_version(version.step)
-        await self._wake_admission()
+        await self.intake.wake_admission()
         await self.reporter.running()
-
-    async def _wake_admission(self) -> None:
-        await self.ctx.bus.emit(WAKE, {"job": self.lease.job}, who="admission")
 
     # --- checkpoints and the end --------------------------------------------------------------------------------
 
@@ -434,8 +311,8 @@ class TrainerJob:
         """Commit a checkpoint of the current step; then release what the one before it accounts for."""
         if self.saved and self.saved[-1].step == self.step:
             return
-        self.received_at_save = self.received
-        floor, above, discarded = await self._account()
+        self.received_at_save = self.intake.received
+        floor, above, discarded = await self.intake.account()
         manifest = Manifest(
             job=self.lease.job,
             policy=self.policy,
@@ -459,17 +336,6 @@ class TrainerJob:
             await self._release(self.saved[-1])
         self.saved.append(SavedStep(self.step, floor, self.received_at_save))
 
-    async def _account(self) -> tuple[int, list[int], dict[str, int]]:
-        """See `Assembler.account`."""
-        try:
-            async with asyncio.timeout(SETTLE_TIMEOUT_S):
-                settled = await self.consumer.settled()
-        except TimeoutError:  # the floor is that of an earlier checkpoint, and still valid
-            log.warning("checkpoint_without_nats", floor=self.assembler.floor)
-            settled = self.assembler.floor
-        async with self.discarding:
-            return self.assembler.account(self.step, settled)
-
     async def _release(self, saved: SavedStep) -> None:
         """Release everything that this checkpoint accounts for: it will not be read again."""
         await self.admission.commit(saved.step)
@@ -486,8 +352,8 @@ class TrainerJob:
         intact = found is not None and bool(self.saved) and found[1].step == self.saved[-1].step
         if intact:
             if self.saved[-1].step == self.step:  # what was discarded since then for good
-                floor, _, _ = await self._account()
-                self.saved[-1] = SavedStep(self.step, floor, self.received)
+                floor, _, _ = await self.intake.account()
+                self.saved[-1] = SavedStep(self.step, floor, self.intake.received)
             await self._release(self.saved[-1])
             log.info("stream_purged", step=self.saved[-1].step)
         return intact
@@ -497,11 +363,11 @@ class TrainerJob:
         if not await self.validation.finish(self.step):
             return
         if self.policy:  # the others' matches need its weights until they are finished too
-            self.is_over = True
+            self.intake.is_over = True
             if await finish_uncancelled(self._make_room()):
                 self.joint.cover(self.policy)
             await self.admission.finish(Discard.SURPLUS)
-            await self._wake_admission()
+            await self.intake.wake_admission()
         await self.reporter.succeed(self.step)
         while not self.joint.all_finished and not self.ctx.stopping.is_set():
             await sleep(0.5)

@@ -13,9 +13,10 @@ import pytest
 
 from opentinker.services.rollout_worker.weight_receiver import WeightReceiver
 from opentinker.services.trainer.data.examples import Example
+from opentinker.services.trainer.intake import consumer_name
 from opentinker.services.trainer.job_reporter import JobReporter
 from opentinker.services.trainer.learners.base import SimulatedLearner
-from opentinker.services.trainer.rl_loop import TrainerJob, consumer_name
+from opentinker.services.trainer.rl_loop import TrainerJob
 from opentinker.services.trainer.supervised_loop import SupervisedJob
 from opentinker.shared.messaging.subjects import GROUP
 from opentinker.shared.runtime.leased_worker import LeasedWorker

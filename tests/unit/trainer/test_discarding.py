@@ -7,18 +7,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from opentinker.services.trainer.batch.assembler import Assembler
-from opentinker.services.trainer.rl_loop import TrainerJob
+from opentinker.services.trainer.intake import Intake
 from opentinker.shared.types.core import Discard, WeightVersion
 from tests.support.factories import make_group
 
 
 async def test_a_step_that_ends_meanwhile_changes_no_number_and_a_checkpoint_waits() -> None:
-    job: Any = TrainerJob.__new__(TrainerJob)
-    job.step, job.policy, job.discarding = 4, "a", asyncio.Lock()
-    job.joint = SimpleNamespace(rests=lambda _: False)
-    job.assembler = Assembler(max_staleness=1, epoch=1, keep=1)
-    for seq, version in ((0, 0), (1, 4), (2, 4)):
-        job.assembler.add(seq + 1, make_group(seq=seq, versions=[WeightVersion(1, version)]))
     told: list[tuple[int, Discard]] = []
     asked, may_answer = asyncio.Event(), asyncio.Event()
 
@@ -30,18 +24,26 @@ async def test_a_step_that_ends_meanwhile_changes_no_number_and_a_checkpoint_wai
     async def settled() -> int:
         return 99
 
-    async def wake() -> None: ...
+    async def emit(*_: object, **__: object) -> None: ...
 
-    job.admission, job._wake_admission = SimpleNamespace(discard=discard), wake
-    job.consumer = SimpleNamespace(settled=settled)
-    intake = asyncio.create_task(job._discard_unfit())
+    lease, bus = SimpleNamespace(job="j"), SimpleNamespace(emit=emit)
+    reporter: Any = SimpleNamespace(ctx=SimpleNamespace(bus=bus), lease=lease, policy="a")
+    admission: Any = SimpleNamespace(discard=discard)
+    joint: Any = SimpleNamespace(rests=lambda _: False, watch=lambda _: None)
+    assembler = Assembler(max_staleness=1, epoch=1, keep=1)
+    for seq, version in ((0, 0), (1, 4), (2, 4)):
+        assembler.add(seq + 1, make_group(seq=seq, versions=[WeightVersion(1, version)]))
+    steps = [4]
+    intake: Any = Intake(reporter, admission, assembler, joint, lambda: steps[0])
+    intake._consumer = SimpleNamespace(settled=settled)
+    discarding = asyncio.create_task(intake.discard_unfit())
     await asked.wait()
-    job.step = 5
-    accounts = asyncio.create_task(job._account())
+    steps[0] = 5
+    accounts = asyncio.create_task(intake.account())
     for _ in range(20):
         await asyncio.sleep(0)
     assert not accounts.done(), "Redis does not have all of it yet"
     may_answer.set()
-    await intake
+    await discarding
     assert told == [(5, Discard.STALE), (5, Discard.SURPLUS)]
     assert (await accounts)[2] == {"stale": 1, "surplus": 1}
