@@ -173,8 +173,9 @@ class Store(LeaseTable):
         return _record(id, fields)
 
     async def jobs(self, ids: Sequence[str]) -> list[JobRecord]:
-        """Those of the given ones that exist. JOB~POLICY is the record of a policy (`JobRecord.part`)."""
-        named = [split_part(id) for id in ids]
+        """Those of the given ones that exist. JOB~POLICY is the record of a policy (`JobRecord.part`). A text with a
+        colon would name another of a job's keys, and is no job."""
+        named = [split_part(id) for id in ids if ":" not in id]
         pipe = self.redis.pipeline(transaction=False)
         for job, _ in named:
             pipe.hgetall(f"job:{job}")

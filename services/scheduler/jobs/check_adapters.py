@@ -16,7 +16,7 @@ from opentinker.services.scheduler.jobs.disk_threads import on_disk
 from opentinker.shared.durable_files import local_path
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import AdapterSpec, JobSpec
-from opentinker.shared.spec.serving import MAX_LORA_RANK
+from opentinker.shared.spec.serving import MAX_ADAPTERS, MAX_LORA_RANK
 from opentinker.shared.types.manifest import ADAPTER
 
 CONFIG = "adapter_config.json"
@@ -44,13 +44,14 @@ async def check_adapters(
 
 
 def _written(data: Any, spec: JobSpec | None) -> list[tuple[int, AdapterSpec]]:
-    """By place; of a spec that is wrong somewhere, those that are right in themselves."""
+    """By place; of a spec that is wrong somewhere, those of the first MAX_ADAPTERS that are right in
+    themselves."""
     if spec is not None:
         return list(enumerate(spec.serving.adapters))
     serving = data.get("serving") if isinstance(data, dict) else None
     listed = serving.get("adapters") if isinstance(serving, dict) else None
     found = []
-    for place, one in enumerate(listed if isinstance(listed, list) else []):
+    for place, one in enumerate(listed[:MAX_ADAPTERS] if isinstance(listed, list) else []):
         try:
             found.append((place, AdapterSpec.model_validate(one)))
         except ValidationError:

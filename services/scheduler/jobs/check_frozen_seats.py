@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import islice
 from typing import Any, NamedTuple
 
 from pydantic import ValidationError
@@ -14,7 +15,7 @@ from opentinker.services.scheduler.jobs.check_start_checkpoint import Mistakes, 
 from opentinker.services.scheduler.jobs.disk_threads import on_disk
 from opentinker.shared.data.dry_run import is_served
 from opentinker.shared.runtime.service import Context
-from opentinker.shared.spec import JobSpec, ModelSpec, SeatSpec
+from opentinker.shared.spec import MAX_SEATS, JobSpec, ModelSpec, SeatSpec
 from opentinker.shared.spec.serving import MAX_LORA_RANK
 from opentinker.shared.spec.start import Origin
 
@@ -54,12 +55,12 @@ async def check_frozen_seats(
 
 
 def _written(data: Any, spec: JobSpec | None) -> Mapping[str, SeatSpec]:
-    """Of a spec that is wrong somewhere, the seats that are right in themselves."""
+    """Of a spec that is wrong somewhere, the seats that are right in themselves, of the first MAX_SEATS."""
     if spec is not None:
         return spec.seats
     listed = data.get("seats") if isinstance(data, dict) else None
     found = {}
-    for seat, player in (listed if isinstance(listed, dict) else {}).items():
+    for seat, player in islice((listed if isinstance(listed, dict) else {}).items(), MAX_SEATS):
         try:
             found[str(seat)] = SeatSpec.model_validate(player)
         except ValidationError:

@@ -12,6 +12,8 @@ import pytest
 from opentinker import ApiError, AsyncClient
 from opentinker.services.scheduler.artifacts.archiver import used_by
 from opentinker.shared.runtime.service import Context
+from opentinker.shared.spec import MAX_SEATS
+from opentinker.shared.spec.serving import MAX_ADAPTERS
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import part_id
 from opentinker.shared.types.manifest import frozen_of, read_manifest, start_of
@@ -123,3 +125,14 @@ async def test_what_an_engine_could_not_play_is_refused(client: AsyncClient, ctx
     shutil.rmtree(base)
     found = await refused(client, against(f"{first}@10"))
     assert "its model.base" in found["seats.listener.frozen"] and "does not exist" in found["seats.listener.frozen"]
+
+
+async def test_of_endless_lists_of_checkpoints_no_more_are_looked_for_than_a_job_may_name(client: AsyncClient) -> None:
+    spec = spec_of()
+    spec["seats"] = {f"seat{i}": {"frozen": f"j-{i:010d}@latest"} for i in range(2000)}
+    found = await refused(client, spec)
+    assert "at most 64" in found["seats"] and len(found) == 1 + MAX_SEATS
+    spec = spec_of()
+    spec["serving"] = {"adapters": [{"name": f"a{i}", "from": f"j-{i:010d}@latest"} for i in range(2000)]}
+    found = await refused(client, spec)
+    assert len([field for field in found if field.endswith(".from")]) == MAX_ADAPTERS

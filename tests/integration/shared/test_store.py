@@ -51,6 +51,12 @@ async def test_new_job_is_queued_and_listed(store: Store) -> None:
         await store.job("c")
 
 
+async def test_another_key_of_a_job_is_no_job(store: Store) -> None:
+    """A directory that a submission names may be called anything."""
+    await create(store)
+    assert [job.id for job in await store.jobs(["j:events", "j", "j:failures~a", "j~", "j~a"])] == ["j", "j"]
+
+
 async def test_jobs_of_a_tenant_come_page_by_page(store: Store) -> None:
     for number in range(5):
         await create(store, f"j{number}")
