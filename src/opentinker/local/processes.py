@@ -203,35 +203,47 @@ def port_free(port: int, host: str = "127.0.0.1") -> bool:
     return True
 
 
-_handed_out: set[int] = set()
-"""By `free_port`, in this process: they are free until those bind them who were told to."""
+_claimed: set[str] = set()
+"""Names that this process claimed, of ports that are free until those bind them who were told to."""
 
 
 def free_port(host: str = "127.0.0.1") -> int:
     """Reserve a port below those of outgoing connections, so that it stays free until it is bound. No other process of
     this machine gets the same port while this one lives."""
     for port in random.sample(range(20000, 32000), 2000):
-        if port not in _handed_out and port_free(port, host) and _claim(port):
+        if _reservation(port) not in _claimed and port_free(port, host) and _claim(_reservation(port)):
             return port
     raise StartError(f"no free port between 20000 and 32000 on {host}")
+
+
+def choose_port(port: int, host: str = "127.0.0.1") -> bool:
+    """Whether the port is free and no other process has chosen it too. Unlike for `reserve_port`, it may be reserved: a
+    program that reserves a port may tell a child of its own to use it. Raises StartError as `port_free` does."""
+    return port_free(port, host) and _claim(f"opentinker-chosen-{host:.64}-{port}")
 
 
 def reserve_port(port: int, host: str = "127.0.0.1") -> bool:
     """Whether the port is free and this process has it to itself: between this look and the bind, no other process
     reserves it. Ours until this process ends, for any number of calls. Raises StartError as `port_free` does."""
-    return port_free(port, host) and (port in _handed_out or _claim(port))
+    return port_free(port, host) and _claim(_reservation(port))
 
 
-def _claim(port: int) -> bool:
+def _reservation(port: int) -> str:
+    return f"opentinker-port-{port}"
+
+
+def _claim(name: str) -> bool:
     """By a name in the kernel's memory, which ends with our process however that ends."""
+    if name in _claimed:
+        return True
     claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
-        claim.bind(f"\0opentinker-port-{port}")
+        claim.bind(f"\0{name}")
     except OSError:
         claim.close()
         return False
     claim.detach()
-    _handed_out.add(port)
+    _claimed.add(name)
     return True
 
 

@@ -25,7 +25,15 @@ import structlog
 
 from opentinker.local.discovery import KEY_FILE, read_state
 from opentinker.local.embedded import EmbeddedServers
-from opentinker.local.processes import ChildSpec, Guard, ServiceProcess, free_port, http_ok, port_free, reserve_port
+from opentinker.local.processes import (
+    ChildSpec,
+    Guard,
+    ServiceProcess,
+    choose_port,
+    free_port,
+    http_ok,
+    reserve_port,
+)
 from opentinker.local.supervisor import Supervisor
 from opentinker.shared.config import LOOPBACK_HOSTS, PREFIX, load_settings
 from opentinker.shared.durable_files import is_blank, make_directories, replace_durably
@@ -161,9 +169,9 @@ def api_port(plan: Plan) -> int:
     """The port asked for, else the one of this data directory's last life, else 8080, else a free one. Another `up`
     that starts at the same moment chooses another one."""
     if plan.port:
-        if not port_free(plan.port, plan.host):
+        if not choose_port(plan.port, plan.host):
             raise OpenTinkerError(f"--port {plan.port} is taken on {plan.host}; leave it out to get a free one")
-        reserve_port(plan.port, plan.host)  # an explicit port is used even if another process has reserved it
+        reserve_port(plan.port, plan.host)  # where nobody has: no other `up` chooses it for itself
         return plan.port
     if plan.port is not None:
         return free_port(plan.host)

@@ -35,6 +35,7 @@ from opentinker.local.processes import (
 from opentinker.local.supervisor import Supervisor
 from opentinker.local.up import AlreadyRunning, Plan, api_port, api_url, locked, service_specs
 from opentinker.shared.security.egress import VARIABLE
+from opentinker.shared.types.errors import OpenTinkerError
 from tests.conftest import WAIT_S, soon, until
 from tests.support.cluster import PYTHONPATH, ROOT
 from tests.support.listening import listening, runs
@@ -366,6 +367,25 @@ def test_two_processes_are_never_told_the_same_free_port(monkeypatch: pytest.Mon
         monkeypatch.setattr("random.sample", lambda *_: [taken, ours, ours + 1, ours + 2])
         assert port_free(taken) and free_port() in (ours + 1, ours + 2)
         other.communicate("\n")
+
+
+def test_the_second_of_two_starts_with_the_same_port_is_refused(tmp_path: Path) -> None:
+    """Neither has bound it yet. That the port is reserved, here by this test, refuses nobody."""
+    port = free_port()
+    code = "from opentinker.local.up import *; print(api_port(Plan(data_dir=Path(), port=int(sys.argv[1])))); input()"
+    with subprocess.Popen(
+        [sys.executable, "-u", "-c", code, str(port)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": PYTHONPATH},
+    ) as first:
+        assert first.stdout is not None
+        assert int(first.stdout.readline()) == port and port_free(port)
+        with pytest.raises(OpenTinkerError, match=f"--port {port} is taken"):
+            api_port(Plan(data_dir=tmp_path, port=port))
+        first.communicate("\n")
+    assert api_port(Plan(data_dir=tmp_path, port=port)) == port
 
 
 @pytest.mark.parametrize(
