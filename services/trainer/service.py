@@ -57,11 +57,12 @@ async def _close(learner: Any) -> None:
 async def train_all(jobs: list[TrainerJob]) -> None:
     """Train every policy of a job until all have ended. One that fails ends the others, which save what they have."""
     running = [asyncio.create_task(job.run()) for job in jobs]
+    first: set[asyncio.Task[None]] = set()
     try:
-        await asyncio.wait(running, return_when=asyncio.FIRST_EXCEPTION)
+        first, _ = await asyncio.wait(running, return_when=asyncio.FIRST_EXCEPTION)
     finally:
         await cancel_and_wait(*running)
-    for task in running:
+    for task in sorted(running, key=lambda task: task not in first):  # what went wrong in the others came of that
         if not task.cancelled() and (error := task.exception()) is not None:
             raise error
 

@@ -69,20 +69,29 @@ local function restore()
   -- gate, turn (in steps)
   local step, batch, position = tonumber(ARGV[4]), tonumber(ARGV[6]), tonumber(ARGV[10])
   local trained = tonumber(ARGV[11])
-  local pending, running, discarded = 0, 0, 0
+  local pending, running, discarded, undone = 0, 0, 0, {}
   local entries = redis.call('HGETALL', me.G)
   for i = 1, #entries, 2 do
     local seq, state = entries[i], entries[i + 1]
     local open = tag_of(state) > step or state == 'p' or state == 'r'
+    local reason = tag_of(state) > step and string.match(state, '^d:%d+:(.*)')
+    if reason then undone[reason] = (undone[reason] or 0) + 1 end
     if position >= 0 and open then redis.call('HDEL', me.G, seq)
     elseif tag_of(state) > step then redis.call('HSET', me.G, seq, 'p'); pending = pending + 1
     elseif state == 'p' then pending = pending + 1
     elseif state == 'r' then running = running + 1 end
   end
+  local counts = cjson.decode(ARGV[8])
+  -- A policy that was over discarded after its last checkpoint what nobody will ask for again.
+  local ended = num(me, 'over') == 1 and num(me, 'trained') == trained
   for _, field in ipairs(redis.call('HKEYS', me.A)) do
-    if string.sub(field, 1, 8) == 'discard:' then redis.call('HDEL', me.A, field) end
+    if string.sub(field, 1, 8) == 'discard:' then
+      local reason = string.sub(field, 9)
+      if ended then counts[reason] = num(me, field) - (undone[reason] or 0) end
+      redis.call('HDEL', me.A, field)
+    end
   end
-  for reason, count in pairs(cjson.decode(ARGV[8])) do
+  for reason, count in pairs(counts) do
     redis.call('HSET', me.A, 'discard:' .. reason, count); discarded = discarded + count
   end
   local next = math.max(next_of_all(), tonumber(ARGV[9]))

@@ -518,6 +518,31 @@ async def test_a_finished_policy_gates_no_match_and_counts_what_is_over_as_surpl
     assert (await a.ledger()).balanced and (await b.ledger()).balanced
 
 
+async def test_a_finished_policy_s_ledger_keeps_its_surplus_when_the_trainer_restarts(store: Store) -> None:
+    a, b = await pair(store, "kept", total=4)
+    await a.issue(9)
+    for seq in range(4):
+        await a.accept(seq)
+    await a.discard(1, Discard.STALE, [0])
+    await b.train(1, [0, 1])
+    await b.discard(2, Discard.STALE, [2])
+    await b.finish(Discard.SURPLUS)
+    before = await b.ledger()
+    assert (before.accepted, before.discarded, before.balanced) == (4, {"stale": 1, "surplus": 1}, True)
+    law: dict[str, Any] = {"max_staleness": 1, "groups_per_batch": 2, "total": 4, "discarded": {}}
+    for epoch in (2, 3):  # its last checkpoint is of step 1
+        b = Admission(store.redis, "kept", epoch, policies=PAIR, policy="b")
+        await b.restore(step=1, **law)
+        ledger = await b.ledger()
+        assert ledger.balanced and ledger.discarded["surplus"] == epoch - 1, "what it had undone, it discards again"
+        await b.finish(Discard.SURPLUS)
+        ledger = await b.ledger()
+        assert (ledger.accepted, sum(ledger.discarded.values()), ledger.balanced) == (4, 2, True)
+    b = Admission(store.redis, "kept", 4, policies=PAIR, policy="b")
+    await b.restore(step=0, **law)  # the checkpoint of step 1 is damaged
+    assert (await b.ledger()).discarded == {} and (await b.ledger()).balanced
+
+
 async def test_policies_go_back_to_checkpoints_of_their_own(store: Store) -> None:
     a, b = await pair(store, "back")
     await a.issue(4)
