@@ -35,6 +35,7 @@ from opentinker.shared.spec.policies import (
     SeatSpec,
     settle_policies,
     spec_of,
+    too_many_policies,
     unknown_policies,
     with_job_settings,
 )
@@ -198,7 +199,7 @@ class JobSpec(SpecPart):
         for part in NEEDED[kind]:
             if part not in there:
                 found.append({"field": part, "value": None, "problem": f"{IS_NEEDED} for kind = {kind!r}"})
-        found += misplaced_critic(data) + unknown_policies(data)
+        found += misplaced_critic(data) + unknown_policies(data) + too_many_policies(data)
         return found + _length(kind, data.get("train"), data.get("data"))
 
     @model_serializer(mode="wrap")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
+from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationError, field_validator
 
 from opentinker.shared.spec.algorithm import AlgorithmSpec
 from opentinker.shared.spec.base import SpecPart, Steps
@@ -15,7 +16,7 @@ from opentinker.shared.spec.schedules import DEFAULT_GROWTH, ScheduleName, settl
 from opentinker.shared.spec.start import PUBLISHED, SAVED
 from opentinker.shared.spec.train import TrainSpec
 from opentinker.shared.types.core import POLICY_TABLES
-from opentinker.shared.types.mistakes import fill
+from opentinker.shared.types.mistakes import fill, mistakes_of
 
 if TYPE_CHECKING:
     from opentinker.shared.spec import JobSpec
@@ -32,6 +33,12 @@ SHARED_OPTIONS = ("group_size", "groups_per_batch", "max_staleness")
 """Settings of the job's [algorithm] that a policy inherits even if it names a preset."""
 PLAYERS = ("policy", "bot", "frozen")
 """Settings of a seat that name its player."""
+INHERITED: dict[str, type[SpecPart]] = dict(zip(POLICY_TABLES, (ModelSpec, AlgorithmSpec, TrainSpec), strict=True))
+"""Tables of the job that a policy completes its own with."""
+MAX_MISTAKES = 50
+"""Mistakes between [seats] and the environment that are reported."""
+SHOWN_SEATS = 20
+"""Seats of an environment that a mistake names."""
 
 
 class PolicySpec(SpecPart):
@@ -137,10 +144,14 @@ class MatchSpec(SpecPart):
 
 
 def with_job_settings(data: dict[str, Any]) -> dict[str, Any]:
-    """Return the spec as written, with each policy completed by the job's settings."""
+    """Return the spec as written, with each policy completed by the job's settings; without the policies if there are
+    too many (`too_many_policies`)."""
+    if too_many_policies(data):
+        return {name: value for name, value in data.items() if name not in ("policies", "seats")}
     policies, seats = data.get("policies"), data.get("seats")
-    if isinstance(policies, dict):
-        merged = {name: _merge(data, own) if isinstance(own, dict) else own for name, own in policies.items()}
+    if isinstance(policies, dict) and policies:
+        job = {table: _valid_settings(table, data.get(table)) for table in INHERITED}
+        merged = {name: _merge(job, own) if isinstance(own, dict) else own for name, own in policies.items()}
         data = {**data, "policies": merged}
     if isinstance(seats, dict):
         full = {seat: {"policy": player} if isinstance(player, str) else player for seat, player in seats.items()}
@@ -148,10 +159,31 @@ def with_job_settings(data: dict[str, Any]) -> dict[str, Any]:
     return data
 
 
-def _merge(job: dict[str, Any], policy: dict[str, Any]) -> dict[str, Any]:
+def too_many_policies(data: Mapping[str, Any]) -> list[Mistake]:
+    """Refuse more policies than a job may have, before each of them is completed by the job's settings."""
+    policies = data.get("policies")
+    if not isinstance(policies, dict) or len(policies) <= MAX_POLICIES:
+        return []
+    return [_mistake("policies", len(policies), f"must have {MAX_POLICIES} policies at most")]
+
+
+def _valid_settings(table: str, written: Any) -> Any:
+    """Return the job's table without settings that are wrong: they are reported there, and not for every policy."""
+    if not isinstance(written, dict):
+        return written
+    try:
+        INHERITED[table].model_validate(written)
+    except ValidationError as error:
+        found = (mistake for item in error.errors(include_url=False) for mistake in mistakes_of(item))
+        wrong = {mistake["field"].partition(".")[0] for mistake in found}
+        return {name: value for name, value in written.items() if name not in wrong}
+    return written
+
+
+def _merge(job: Mapping[str, Any], policy: dict[str, Any]) -> dict[str, Any]:
     merged = dict(policy)
-    for table in POLICY_TABLES:
-        base, own = job.get(table), policy.get(table, {})
+    for table in INHERITED:
+        base, own = job[table], policy.get(table, {})
         if not isinstance(base, dict) or not isinstance(own, dict):
             continue
         if table == "algorithm" and "name" in own:
@@ -211,19 +243,23 @@ def bots_of(seats: Mapping[str, SeatSpec]) -> dict[str, str]:
 
 
 def mistakes_in_seats(spec: JobSpec, there: Sequence[str]) -> list[Mistake]:
-    """Return what is wrong between [seats] and the seats that the environment has with this config."""
-    names = ", ".join(map(repr, there))
+    """Return what is wrong between [seats] and the seats that the environment has with this config, the first
+    MAX_MISTAKES. Blocking: every pattern is compared with every seat."""
+    names = ", ".join(map(repr, there[:SHOWN_SEATS]))
+    names += f" and {len(there) - SHOWN_SEATS} more" if len(there) > SHOWN_SEATS else ""
     named = [(f"seats.{entry}", entry) for entry in spec.seats]
-    jobs_own = spec.algorithm.seats_named
+    jobs_own = dict.fromkeys(spec.algorithm.seats_named)
     named += [(f"algorithm.{field}", entry) for field, entry in jobs_own]
     for name, policy in spec.policies.items():
         own = [one for one in policy.algorithm.seats_named if one not in jobs_own]
         named += [(f"policies.{name}.algorithm.{field}", entry) for field, entry in own]
-    found = [
+    own_names = set(there)
+    absent_entries = (
         _mistake(field, entry, f"{spec.environment.name} has no such seat with this config; its seats are: {names}")
         for field, entry in named
-        if not any(fnmatchcase(seat, entry) for seat in there)
-    ]
+        if entry not in own_names and not any(fnmatchcase(seat, entry) for seat in there)
+    )
+    found = list(islice(absent_entries, MAX_MISTAKES))
     players = {seat: player_at(spec.seats, seat) for seat in there}
     if not found and not spec.policies and spec.seats and None not in players.values():
         problem = f"leaves no seat to the job's policy; seats of {spec.environment.name}: {names}"
@@ -231,7 +267,8 @@ def mistakes_in_seats(spec: JobSpec, there: Sequence[str]) -> list[Mistake]:
     if found or not spec.policies:
         return found
     if absent := [seat for seat, player in players.items() if player is None]:
-        problem = f"leave nobody to play {', '.join(map(repr, absent))}; seats of {spec.environment.name}: {names}"
+        unplayed = ", ".join(map(repr, absent[:SHOWN_SEATS]))
+        problem = f"leave nobody to play {unplayed}; seats of {spec.environment.name}: {names}"
         return [_mistake("seats", list(spec.seats), problem)]
     played = {player.policy for player in players.values() if player is not None}
     problem = f"plays no seat: other entries of [seats] come first; seats of {spec.environment.name}: {names}"

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from pydantic import Field
 
-if TYPE_CHECKING:
-    pass
-
 MAX_LISTS = 64
 MAX_SEATS = 64
+"""Entries of one list."""
+MAX_ENTRIES = 1024
+"""Entries of all lists together: each is compared with every seat of the environment."""
 ListName = Annotated[str, Field(min_length=1, max_length=100)]
 SeatEntry = Annotated[str, Field(min_length=1, max_length=100)]
 """The name of a seat, or a pattern with `*`, `?` or `[...]`."""
@@ -31,7 +31,10 @@ def list_of(lists: Mapping[str, list[str]], seat: str) -> str | None:
 
 
 def settle_lists(field: str, lists: Mapping[str, list[str]]) -> list[dict[str, Any]]:
-    """Return the entries that stand in two places, and the lists that can never hold two seats."""
+    """Return the entries that stand in two places, and the lists that can never hold two seats; or that there are more
+    entries than MAX_ENTRIES."""
+    if (count := sum(map(len, lists.values()))) > MAX_ENTRIES:
+        return [{"field": field, "value": count, "problem": f"names {count:,} seats; at most {MAX_ENTRIES:,} may be"}]
     found: list[dict[str, Any]] = []
     first: dict[str, str] = {}
     for name, entries in lists.items():

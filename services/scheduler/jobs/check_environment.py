@@ -63,7 +63,7 @@ async def check_environment(
     reply = await ask(ctx, check, tenant)
     answered, mistakes = reply is not None, reply.errors if reply is not None else []
     if reply is not None and reply.seats and not mistakes and spec is not None:
-        mistakes = mistakes_in_seats(spec, reply.seats)
+        mistakes = await asyncio.to_thread(mistakes_in_seats, spec, reply.seats)
     if answered and not mistakes and spec is not None and spec.validation is not None:
         mistakes = await _of_evaluations(ctx, check, spec, spec.validation, tenant)
     return EnvironmentCheck(check, answered, mistakes)

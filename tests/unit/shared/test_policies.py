@@ -9,6 +9,7 @@ import pytest
 
 from opentinker.shared.spec import JobSpec, SeatSpec, parse_spec
 from opentinker.shared.spec.policies import (
+    MAX_MISTAKES,
     MAX_POLICIES,
     OpponentSpec,
     bots_of,
@@ -20,8 +21,10 @@ from opentinker.shared.spec.policies import (
     player_at,
     rotated,
     spec_of,
+    with_job_settings,
 )
 from opentinker.shared.spec.schedules import Rule, kept_groups, max_opponent_lag, rule_of
+from opentinker.shared.spec.seat_lists import MAX_ENTRIES
 from opentinker.shared.types.errors import SpecError
 
 BASE: dict[str, Any] = {
@@ -375,3 +378,33 @@ def test_the_job_s_policy_must_have_a_seat() -> None:
     (mistake,) = mistakes_in_seats(spec, ("speaker", "listener"))
     assert "no seat to the job's policy" in mistake["problem"]
     assert mistakes_in_seats(spec, ("speaker", "listener", "other")) == []
+
+
+def test_policies_do_not_inherit_what_is_wrong_in_the_job() -> None:
+    odd = {f"odd{i}": 1 for i in range(50)}
+    model = {"base": "m", "lora": {"rank": 8, **odd}}
+    data = {**BASE, "model": model, "train": {"steps": 10, "lr": -1.0, **odd}, "algorithm": {"group_size": 4, **odd}}
+    inherited = with_job_settings(data)["policies"]["speaker"]
+    assert inherited == {"model": {"base": "m"}, "train": {"steps": 10}, "algorithm": {"group_size": 4}}, (
+        "a body of a megabyte would become as many megabytes as there are policies"
+    )
+    found = refused(train={"steps": 10, "lr": -1.0})
+    assert found.keys() == {"train.lr"}
+
+
+def test_too_many_policies_are_refused_before_they_are_completed() -> None:
+    data = {**BASE, "policies": {f"p{i}": {} for i in range(MAX_POLICIES + 1)}, "train": {"steps": 0}}
+    assert "policies" not in with_job_settings(data)
+    found = refused(policies=data["policies"], train=data["train"])
+    assert found.keys() == {"policies", "train.steps"} and f"{MAX_POLICIES} policies at most" in found["policies"]
+
+
+def test_mistakes_about_seats_are_bounded() -> None:
+    lists = {f"t{i}": [f"odd{i}-{j}" for j in range(64)] for i in range(8)}
+    spec = parse_spec({**BASE, "algorithm": {**BASE["algorithm"], "team": lists}})
+    there = ["speaker", "listener", *(f"s{i}" for i in range(200))]
+    found = mistakes_in_seats(spec, there)
+    assert len(found) == MAX_MISTAKES and len(found[0]["problem"]) < 500 and "and 182 more" in found[0]["problem"]
+    more = {f"t{i}": [f"s{i}-{j}" for j in range(64)] for i in range(MAX_ENTRIES // 64 + 1)}
+    problem = refused(algorithm={**BASE["algorithm"], "team": more})["algorithm.team"]
+    assert f"at most {MAX_ENTRIES:,}" in problem
