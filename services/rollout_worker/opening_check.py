@@ -11,9 +11,13 @@ WORDS = 10
 """Tokens that are shown of each side, from the first one that differs."""
 
 
-def opening_mismatch(samples: Sequence[Sequence[Trajectory]], text: Callable[[list[int]], str]) -> str:
+Decode = Callable[[str, list[int]], str]
+"""Decodes tokens of a policy."""
+
+
+def opening_mismatch(samples: Sequence[Sequence[Trajectory]], text: Decode) -> str:
     """Describe how the first samples with different openings differ; empty if all openings are equal. `samples`: the
-    trajectories of each; `text` decodes tokens."""
+    trajectories of each, in all of which the same policies play the same seats."""
     first = _openings(samples[0])
     for place, sample in enumerate(samples[1:], start=1):
         other = _openings(sample)
@@ -33,6 +37,7 @@ def opening_mismatch(samples: Sequence[Sequence[Trajectory]], text: Callable[[li
 
 class _Opening(NamedTuple):
     seat: str
+    policy: str
     ids: list[int]
     """The tokens before the first sampled one."""
     pictures: list[str]
@@ -48,17 +53,17 @@ def _openings(sample: Sequence[Trajectory]) -> list[_Opening]:
 def _opening(trajectory: Trajectory) -> _Opening:
     end = trajectory.turns[0].start
     pictures = [picture.digest for picture in trajectory.pictures if picture.runs and picture.runs[0][0] < end]
-    return _Opening(trajectory.seat, trajectory.ids[:end].tolist(), pictures)
+    return _Opening(trajectory.seat, trajectory.policy, trajectory.ids[:end].tolist(), pictures)
 
 
 def _named(seats: Sequence[str]) -> str:
     return f"seat {seats[0]!r} acts first" if len(seats) == 1 else f"seats {', '.join(map(repr, seats))} act first"
 
 
-def _difference(own: _Opening, other: _Opening, text: Callable[[list[int]], str]) -> str:
+def _difference(own: _Opening, other: _Opening, text: Decode) -> str:
     if own.ids == other.ids:
         return f"they show other images ({len(own.pictures)} and {len(other.pictures)})"
     pairs = zip(own.ids, other.ids, strict=False)
     at = next((n for n, (one, two) in enumerate(pairs) if one != two), min(len(own.ids), len(other.ids)))
-    shown = (repr(text(side[at : at + WORDS])) for side in (own.ids, other.ids))
+    shown = (repr(text(side.policy, side.ids[at : at + WORDS])) for side in (own, other))
     return f"from token {at} on it is {' and '.join(shown)}"

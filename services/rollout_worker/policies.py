@@ -81,6 +81,11 @@ class SeatMap:
         return any(not policy or player.policy != policy for player in self._seats.values())
 
     @property
+    def players(self) -> tuple[str, ...]:
+        """Return who plays each entry of [seats], in their order."""
+        return tuple(player.policy or player.frozen or player.bot or "" for player in self._seats.values())
+
+    @property
     def bots(self) -> dict[str, str]:
         """See `OpenSession.bots`."""
         return bots_of(self._seats)

@@ -214,7 +214,7 @@ class RolloutJob:
             for sample in samples:
                 sample.cancel()
             await asyncio.gather(*samples, return_exceptions=True)
-        if differs := self._opening_mismatch(ended):
+        if differs := self._opening_mismatch(ticket, ended):
             await self._say_mismatch(ticket, differs)
             if self.spec.rollout.opening_mismatch == "fail":
                 await self._fail(ticket, EpisodeFailed(Ending.ENV_BAD_REPLY, f"{differs}. {SEEDED}"))
@@ -235,13 +235,17 @@ class RolloutJob:
         await self.admission.accept(ticket.seq)  # the trainer may have seen it first: either way it counts once
         self.counts["groups"] += 1
 
-    def _opening_mismatch(self, ended: Sequence[Sample]) -> str:
-        """Compare how samples began; where players rotate, those with the same policy in the first seat."""
-        alike: dict[str, list[Sample]] = {}
+    def _opening_mismatch(self, ticket: Ticket, ended: Sequence[Sample]) -> str:
+        """Compare how samples began; where players rotate, those in which everybody plays the same seats."""
+        alike: dict[tuple[str, ...], list[Sample]] = {}
         for sample in ended:
-            alike.setdefault(min(sample, key=lambda t: t.turns[0].number).policy, []).append(sample)
-        found = (opening_mismatch(samples, self.policies[name].renderer.text) for name, samples in alike.items())
+            players = self.seats.turned(ticket.seq, sample[0].index).players
+            alike.setdefault(players, []).append(sample)
+        found = (opening_mismatch(samples, self._text_of) for samples in alike.values())
         return next(filter(None, found), "")
+
+    def _text_of(self, policy: str, ids: list[int]) -> str:
+        return self.policies[policy].renderer.text(ids)
 
     async def _play_sample(self, ticket: Ticket, index: int) -> Sample:
         """Raises EpisodeFailed when the sample failed once more than `rollout.retries` allows."""

@@ -26,11 +26,12 @@ from opentinker.shared.messaging.bus import Bus, StreamFull
 from opentinker.shared.messaging.subjects import GROUP, GROUPS, SWAP, TICKET, TICKETS, Subject
 from opentinker.shared.runtime.leased_worker import LeasedWorker
 from opentinker.shared.runtime.service import Context
-from opentinker.shared.spec import ToySpec
+from opentinker.shared.spec import ToySpec, parse_spec
+from opentinker.shared.spec.policies import spec_of
 from opentinker.shared.state.staleness import Admission
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import JobState, Lease, Message, Pool, SwapCommand, WeightVersion
-from opentinker.shared.types.env_protocol import SessionReply, StepSession
+from opentinker.shared.types.env_protocol import SeatPrompt, SessionReply, StepSession
 from tests.conftest import WAIT_S, Server, soon, until
 from tests.support.factories import make_spec, make_ticket
 from tests.unit.rollout_worker.test_episode import Chars
@@ -99,7 +100,11 @@ class Bench:
 
     def live(self, engine: Mortal) -> asyncio.Task[None]:
         """A new process: claims tickets until it is cancelled or fails."""
+        job = self.job_of([LoadedPolicy("", self.spec, engine, Renderer(Chars(), "model", frozenset({EOS})))])
+        job.weights.set()
+        return asyncio.create_task(job.run())
 
+    def job_of(self, policies: list[LoadedPolicy]) -> RolloutJob:
         async def unused(*_: object) -> None:
             raise AssertionError
 
@@ -107,11 +112,7 @@ class Bench:
         ctx = Context("rollout-worker", "rollout-0", Settings(), self.bus, self.store, log)
         worker = LeasedWorker(ctx, Pool.ROLLOUT, unused)
         lease = Lease(job=self.job, worker="rollout-0", incarnation=worker.info.incarnation, epoch=1, pool=Pool.ROLLOUT)
-        renderer = Renderer(Chars(), "model", frozenset({EOS}))
-        policy = LoadedPolicy("", self.spec, engine, renderer)
-        job = RolloutJob(worker, lease, self.spec, [policy], self.sessions)
-        job.weights.set()
-        return asyncio.create_task(job.run())
+        return RolloutJob(worker, lease, self.spec, policies, self.sessions)
 
 
 @pytest.fixture
@@ -242,6 +243,53 @@ async def test_siblings_with_other_starts_are_trained_by_choice(bench: Bench, ch
     assert "samples 0 and 1 began differently: from token 3 on it is '1=" in event["differs"]
     life.cancel()
     await asyncio.wait([life])
+
+
+class Rotating(Asking):
+    """Opens a round of three seats, with the same prompt for each; or, `unseeded`, a turn of the first or last."""
+
+    def __init__(self, *, unseeded: bool) -> None:
+        self.unseeded, self.opened = unseeded, 0
+
+    async def open(self, **_: Any) -> SessionReply:
+        self.opened += 1
+        seats = [f"s{self.opened % 2 * 2}"] if self.unseeded else ["s0", "s1", "s2"]
+        prompts = [SeatPrompt(seat=seat, messages=[Message(role="user", content="7=")]) for seat in seats]
+        return SessionReply(worker="env-0").with_prompts(prompts, together=not self.unseeded)
+
+    async def step(self, worker: str, request: StepSession) -> SessionReply:
+        return SessionReply(worker="env-0", rewards={action.seat: {"r": 1.0} for action in request.actions}, done=True)
+
+
+class Loud(Chars):
+    """Another policy's tokenizer, which writes the same prompt with other tokens."""
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        return super().encode(text.upper())
+
+
+GAME = {
+    "policies": {"a": {}, "b": {}},
+    "seats": {"s0": "a", "s1": "a", "s2": "b"},
+    "algorithm": {"group_size": 6, "groups_per_batch": 2},
+}
+
+
+@pytest.mark.parametrize(("unseeded", "rotate"), [(False, True), (True, False)])
+async def test_openings_are_compared_where_everybody_plays_the_same_seats(
+    bench: Bench, unseeded: bool, rotate: bool
+) -> None:
+    plain = bench.spec.model_dump(mode="json")
+    bench.spec = parse_spec({**plain, **GAME, "match": {"rotate": rotate}})
+    bench.sessions = Rotating(unseeded=unseeded)
+    loaded = [
+        LoadedPolicy(name, spec_of(bench.spec, name), Mortal(), Renderer(chars, "model", frozenset({EOS})))
+        for name, chars in (("a", Chars()), ("b", Loud()))
+    ]
+    job = bench.job_of(loaded)
+    samples = await asyncio.gather(*(job._play_sample(make_ticket(job=bench.job, seq=1), i) for i in range(6)))
+    differs = job._opening_mismatch(make_ticket(job=bench.job, seq=1), samples)
+    assert ("acts first in one" in differs) if unseeded else not differs
 
 
 async def test_a_full_store_loses_no_group(small_server: Server, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,10 @@ async def test_all_seats_of_the_first_round_are_compared() -> None:
     same = await sample(("a", "go"), ("b", "card 1"))
     other = await sample(("a", "go"), ("b", "card 2"))
     fewer = await sample(("a", "go"))
-    text = Chars().decode
+
+    def text(_: str, ids: list[int]) -> str:
+        return Chars().decode(ids)
+
     assert opening_mismatch([one, same], text) == ""
     assert opening_mismatch([one, same, other], text).startswith(
         "samples 0 and 2 began differently: for seat 'b' from token 8 on it is '1"
