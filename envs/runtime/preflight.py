@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from opentinker.envs.runtime.player import guard_user_code
+from opentinker.shared.messaging.reply_validation import known_seats
 from opentinker.shared.types.env_protocol import EnvCheck, EnvCheckReply, SessionReply
 from opentinker.shared.types.errors import SpecError
 
@@ -21,7 +22,7 @@ async def check_request(check: Check, request: EnvCheck) -> EnvCheckReply:
 
     async def run() -> SessionReply:
         try:
-            seats.extend(await check(request.name, request.config, request.bots))
+            seats.extend(known_seats(await check(request.name, request.config, request.bots)))
         except SpecError as error:
             mistakes.extend(error.mistakes)
         return SessionReply(worker="")

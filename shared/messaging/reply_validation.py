@@ -26,6 +26,8 @@ NAMED_NUMBERS = 64
 """Components, and metrics, of one reply."""
 ERROR_CHARACTERS = 2000
 MISTAKES = 50
+KNOWN_SEATS = 256
+"""Seats of an environment that are compared with a spec."""
 ENVIRONMENTS = frozenset({Ending.ENV_ERROR, Ending.ENV_BAD_REPLY, Ending.ENV_LOST})
 """How an environment may fail: the last if what it plays on is not there."""
 PLAYERS = ENVIRONMENTS | {Ending.ENV_TIMEOUT}
@@ -134,4 +136,11 @@ def sound_check(errors: list[dict[str, Any]], seats: list[str]) -> EnvCheckReply
         }
         for error in errors[:MISTAKES]
     ]
-    return EnvCheckReply(errors=mistakes, seats=[str(seat)[:NAME_CHARACTERS] for seat in seats[:MISTAKES]])
+    return EnvCheckReply(errors=mistakes, seats=known_seats(seats))
+
+
+def known_seats(seats: Sequence[object]) -> list[str]:
+    """Return the seats as they may be compared with a spec; none, as if they were unknown, if they are too many or have
+    too long names: a part of them would make the others look absent."""
+    named = [seat for seat in seats[: KNOWN_SEATS + 1] if isinstance(seat, str) and len(seat) <= NAME_CHARACTERS]
+    return named if len(named) == len(seats) <= KNOWN_SEATS else []

@@ -208,7 +208,8 @@ class EnvCheckReply(msgspec.Struct, frozen=True, kw_only=True):
     errors: list[dict[str, Any]] = []
     """One {field, value, problem} per mistake, fields as in the job spec (`environment.config.digits`)."""
     seats: list[str] = []
-    """Seats of the environment with this config, if the worker knows them without playing it."""
+    """Seats of the environment with this config; empty if the worker does not know them without playing it, or if they
+    are too many to compare with a spec."""
 
 
 class ServedBack(msgspec.Struct, frozen=True):

@@ -29,7 +29,7 @@ ROUND = "tests.unit.envs.test_bots:Round"
 class Round(Environment):
     """Four seats speak in turn, twice each. A speaker gets 1, the seat before it 10, and the seat a 100 at the end."""
 
-    seats = ("a", "b", "c", "d")
+    seats: tuple[str, ...] = ("a", "b", "c", "d")
     bots: ClassVar[Mapping[str, Bot]] = {
         "parrot": lambda game: f"{game.said[-1]}!" if game.said else "first!",
         "caller": lambda _: Message(role="assistant", tool_calls=[ToolCall(id="1", name="note", arguments={})]),
@@ -244,12 +244,28 @@ async def test_an_env_worker_says_which_seats_an_environment_has() -> None:
         assert await seats("gomoku", opponent="self") == ["black", "white"] and await seats("copy_digits") == [""]
         assert await seats("tests.unit.envs.test_bots:Blocked") == list(Blocked.seats)
         assert await seats("tictactoe", {"third": "random"}) == []
+        crowd = [f"s{number}" for number in range(60)]
+        assert await seats("tests.unit.envs.test_bots:Crowd") == crowd, "all of them, or those left out look absent"
+        assert await seats("tests.unit.envs.test_bots:BlockedCrowd") == crowd
+        assert await seats("tests.unit.envs.test_bots:Masses") == [], "too many to compare with a spec"
     finally:
         await host.close()
 
 
 class Blocked(Round):
     blocking = True
+
+
+class Crowd(Round):
+    seats = tuple(f"s{number}" for number in range(60))
+
+
+class BlockedCrowd(Crowd):
+    blocking = True
+
+
+class Masses(Round):
+    seats = tuple(f"s{number}" for number in range(257))
 
 
 async def test_bots_play_in_child_processes() -> None:
