@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from opentinker import AsyncClient
+from opentinker import ApiError, AsyncClient
 from opentinker.sdk.client import ApiConflict
 from opentinker.services.scheduler.artifacts.archiver import Archiver
 from opentinker.services.scheduler.artifacts.retention import Rule
@@ -170,3 +170,17 @@ async def test_checkpoints_of_a_policy_are_not_deleted_while_its_job_is_ending(
     await index.close(part_id(job, "speaker"), None)
     with pytest.raises(ApiConflict, match="still being archived"):
         await client.delete_artifacts(part_id(job, "speaker"), 10)
+
+
+async def test_deleting_everything_of_one_policy_is_refused_and_deletes_nothing(
+    client: AsyncClient, ctx: Context, quick: None
+) -> None:
+    job = await begun(ctx)
+    for policy in ("speaker", "listener"):
+        write_checkpoint(ctx, part_id(job, policy), 10, FILES)
+    await ctx.store.transition(job, JobState.SUCCEEDED, epoch=1)
+    with pytest.raises(ApiError, match="policy") as wrong:
+        await client.delete_artifacts(part_id(job, "speaker"))
+    assert wrong.value.status == 422
+    for policy in ("speaker", "listener"):
+        assert [held["step"] for held in await client.checkpoints(part_id(job, policy))] == [10]
