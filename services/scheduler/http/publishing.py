@@ -23,6 +23,7 @@ from opentinker.services.scheduler.http.auth import may_see, principal_of, tenan
 from opentinker.services.scheduler.http.errors import json_response, parsed, read_json
 from opentinker.services.scheduler.http.jobs import POLICY, JobsApi
 from opentinker.services.scheduler.http.routes import Route
+from opentinker.services.scheduler.jobs.check_start_checkpoint import lacks_policy
 from opentinker.shared import api_types
 from opentinker.shared.security.authorization import Action
 from opentinker.shared.spec.start import PUBLISHED, SAVED
@@ -39,7 +40,7 @@ class NewPublication(BaseModel):
     name: Annotated[str, Field(max_length=63, pattern="^[a-z0-9][a-z0-9._-]*$")]
     """For [start], inference jobs and downloads: none of another checkpoint of the tenant, and no job's id."""
     checkpoint: Annotated[str, Field(pattern=f"^{SAVED.pattern}$")]
-    """`JOB@STEP` or `JOB@latest`."""
+    """`JOB@STEP` or `JOB@latest` (`JOB~POLICY@STEP` of a job with several policies)."""
 
     @field_validator("name")
     @classmethod
@@ -73,6 +74,8 @@ class PublishingApi:
         if not found or not may_see(request, found[0].tenant):
             raise _wrong("checkpoint", asked.checkpoint, f"you have no job {id}; `opentinker jobs` lists yours")
         job = found[0]
+        if why := lacks_policy(job):
+            raise _wrong("checkpoint", asked.checkpoint, why)
         try:
             held = checkpoint_dir.choose(await self.artifacts.checkpoints(job), int(step) if step.isdigit() else None)
         except NotFound as error:

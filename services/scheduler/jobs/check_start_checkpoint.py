@@ -16,7 +16,7 @@ from opentinker.shared.data.safetensors_header import NAMED, Shapes, difference,
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import JobSpec, LoraSpec, StartSpec
 from opentinker.shared.spec.start import Origin
-from opentinker.shared.types.core import JobRecord
+from opentinker.shared.types.core import JobRecord, split_part
 from opentinker.shared.types.errors import NotFound
 from opentinker.shared.types.manifest import ADAPTER, CRITIC, OPTIMIZER, Manifest
 
@@ -49,6 +49,8 @@ async def find(ctx: Context, start: Origin, tenant: str) -> SourceCheckpoint | s
     jobs = [job for job in await ctx.store.jobs([source]) if job.tenant == tenant]
     if not jobs:
         return f"you have no job {source}; `opentinker jobs` lists yours"
+    if why := lacks_policy(jobs[0]):
+        return why
     try:
         held = checkpoint_dir.choose(await artifacts.checkpoints(jobs[0]), step)
     except NotFound as error:
@@ -57,6 +59,13 @@ async def find(ctx: Context, start: Origin, tenant: str) -> SourceCheckpoint | s
         return SourceCheckpoint(jobs[0], await artifacts.on_disk(held), held.manifest)
     except (NotFound, OSError) as error:
         return f"the checkpoint of step {held.manifest.step} cannot be fetched from the artifact store: {error}"
+
+
+def lacks_policy(job: JobRecord) -> str:
+    """Return why the job's id names no checkpoint, if it has several policies and the id is not of one of them."""
+    if not job.policies or split_part(job.id)[1]:
+        return ""
+    return f"job {job.id} has several policies: take a checkpoint of one, {job.parts[0]}@latest"
 
 
 async def mistakes_in_live(ctx: Context, start: StartSpec, spec: JobSpec | None, base: str, tenant: str) -> Mistakes:
@@ -68,8 +77,8 @@ async def mistakes_in_live(ctx: Context, start: StartSpec, spec: JobSpec | None,
     if job.kind != "rl" or job.state.final:
         why = f"has {job.state}" if job.state.final else f"is of kind {job.kind}, which publishes no versions"
         return [_wrong(f"job {job.id} {why}: take a checkpoint of it, {job.id}@latest")]
-    if job.policies:
-        return [_wrong(f"job {job.id} has several policies: take a checkpoint of one, {job.parts[0]}@latest")]
+    if why := lacks_policy(job):
+        return [_wrong(why)]
     return [] if spec is None else _unlike(job, spec, base)
 
 

@@ -184,3 +184,23 @@ async def test_deleting_everything_of_one_policy_is_refused_and_deletes_nothing(
     assert wrong.value.status == 422
     for policy in ("speaker", "listener"):
         assert [held["step"] for held in await client.checkpoints(part_id(job, policy))] == [10]
+
+
+async def test_a_checkpoint_named_without_its_policy_is_refused_with_how_to_name_it(
+    client: AsyncClient, ctx: Context
+) -> None:
+    job = await begun(ctx)
+    write_checkpoint(ctx, part_id(job, "speaker"), 10, FILES)
+    how = f"has several policies: take a checkpoint of one, {job}~speaker@latest"
+    with pytest.raises(ApiError) as wrong:
+        await client.publish(f"{job}@latest", "best")
+    assert how in wrong.value.mistakes[0]["problem"]
+    seats = {"listener": {"frozen": f"{job}@10"}}
+    for spec in (
+        make_spec(environment={"name": "signalling"}, seats=seats),
+        make_spec(start={"from": f"{job}@latest"}),
+    ):
+        with pytest.raises(ApiError) as wrong:
+            await client.submit(spec.model_dump(mode="json"))
+        assert any(how in mistake["problem"] for mistake in wrong.value.mistakes)
+    assert (await client.publish(f"{job}~speaker@latest", "best"))["checkpoint"] == f"{job}~speaker@10"
