@@ -91,8 +91,11 @@ async def test_sampling_is_what_the_request_says(site: Site) -> None:
             model=job, messages=HELLO, max_completion_tokens=4, temperature=0, top_p=0.5, extra_body={"top_k": 7}
         )
         assert (cut.choices[0].message.content, cut.choices[0].finish_reason) == ("Hell", "length")
-    sampling = site.speakers["rollout-0"].asked[0][1]
+        assert cut.usage is not None
+        await model.chat.completions.create(model=job, messages=HELLO, max_tokens=1_000_000)
+    sampling, beyond = [asked[1] for asked in site.speakers["rollout-0"].asked]
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens) == (0.0, 0.5, 7, 4)
+    assert beyond.max_tokens == 10_000 - cut.usage.prompt_tokens, "what the context leaves"
 
 
 @pytest.mark.parametrize("stream", [False, True])
