@@ -91,9 +91,9 @@ def with_bots(environment: Environment, inner: Environment) -> Environment:
 class WithBots(Environment):
     """An environment whose bots take their turns inside `open`, `step` and `step_all`.
 
-    What bots earn stands in `rewards`, by their seats. What a model's seat earns in a bot's turn belongs to the turn of
-    the model before it; before the first one, to that. In a round that bots and models play together, the bots choose
-    when the models have answered; what these said is not part of the environment's state yet.
+    Rewards of bots are in `rewards`, by seat. A reward that a model's seat earns in a bot's turn belongs to the seat's
+    last turn, or to its first one if it has not acted yet. In a round of bots and models, the bots act after the models
+    have answered, from a state that does not include these answers.
     """
 
     def __init__(self, environment: Environment, inner: Environment, bots: Mapping[str, str]) -> None:
@@ -134,7 +134,7 @@ class WithBots(Environment):
         return await self._finish(await self._step_all([*actions, *bots]), None, "step_all")
 
     async def _finish(self, step: Step, actor: str | None, method: str) -> Step:
-        """Settle what models were owed and take the turns of bots that follow."""
+        """Add the rewards that models are owed and take the turns of the bots that follow."""
         if not isinstance(step, Step):
             return step  # the caller reports the wrong type
         owed, self._owed = self._owed, {}
@@ -181,7 +181,7 @@ class WithBots(Environment):
         return self._without_bots(step)
 
     def _without_bots(self, step: Step) -> Step:
-        """Return the last step of an episode without what bots would have seen next."""
+        """Return the last step of an episode without the prompts of bots."""
         acting = step.acting
         if isinstance(acting, Mapping):
             left = {seat: seen for seat, seen in acting.items() if seat not in self._bots}
@@ -214,7 +214,7 @@ def _earned(step: Step) -> dict[str, float]:
 
 
 def _add_rewards(step: Step, more: Mapping[str, Mapping[str, float]], actor: str | None) -> Step:
-    """Return the step with `more`, rewards by seat. What `actor` gets joins its reward."""
+    """Return the step with the rewards `more`, by seat; those of `actor` are added to its own reward."""
     own = _earned(step)
     rewards = {seat: dict(parts) for seat, parts in step.rewards.items()}
     total = step.reward

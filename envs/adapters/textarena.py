@@ -23,9 +23,9 @@ class TextArena(Environment):
     whose id ends in `-train` show everything that a player should know each time. The game itself answers an unreadable
     action, and ends if that happens too often.
 
-    A game that collects its players' choices one by one and reveals them when the last has chosen can be played in
-    rounds (`simultaneous`): all are asked at once, and the game gets their texts in its own order. A player whose
-    action it does not accept is asked again alone.
+    A game that collects the players' choices one by one and reveals them after the last can be played in rounds
+    (`simultaneous`): all players are asked together, and the game receives their texts in the order in which it asks. A
+    player whose action is not accepted is asked again alone.
     """
 
     class Config(LibraryConfig):
@@ -37,8 +37,8 @@ class TextArena(Environment):
         players: Annotated[int, Field(ge=1, le=100)] = 1
         """Number of players; the game limits it."""
         simultaneous: bool = False
-        """Ask all players at once, in games where nobody sees the others' choices of a round, such as
-        PublicGoodsGame-v0. In another game the players do not hear what the others have just said."""
+        """Ask all players together, in games that hide the choices of a round until all have been made, such as
+        PublicGoodsGame-v0. In any other game the players would miss each other's latest messages."""
         kwargs: dict[str, Any] = {}
         """Passed to the game."""
 
@@ -58,7 +58,7 @@ class TextArena(Environment):
         players = self.config.players
         self.seats = tuple(map(str, range(players))) if players > 1 else ("",)
         self._texts: dict[int, str] = {}
-        """Of a round, those that the game has not asked for yet."""
+        """Texts of a round, by player, that the game has not asked for yet."""
 
     @classmethod
     def rehearse(cls, config: BaseModel) -> None:
@@ -107,7 +107,7 @@ class TextArena(Environment):
             return Step(acting=self._ask(filter(self._is_playing, range(self.config.players))))
 
     def _ask(self, players: Iterable[int]) -> dict[str, list[Message]]:
-        """Return what these players see now, by seat. Each is the game's current player for the moment."""
+        """Return what these players see now, by seat, by making each the game's current player in turn."""
         state, seen = self._environment.state, {}
         current = state.current_player_id
         for player in players:

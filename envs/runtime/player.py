@@ -113,7 +113,7 @@ async def _await_result(environment: Environment, method: str, answer: Awaitable
 
 
 async def guard_user_code(worker: str, call: Awaitable[SessionReply]) -> SessionReply:
-    """Turn any exception of user code, SystemExit included, into a failure of its own episode."""
+    """Turn any exception of user code, SystemExit included, into a failure of the episode that raised it."""
     try:
         return await call
     except asyncio.CancelledError:
@@ -134,8 +134,8 @@ def format_error(error: BaseException) -> str:
 
 
 def actions_in_turn(asked: SessionReply, request: StepSession) -> list[SeatAction]:
-    """Return the actions of the seats that `asked` names, in its order, whatever that of the request. Raise OutOfTurn
-    unless each of them acts, once, and nobody else."""
+    """Return the actions of the seats that `asked` names, in that order. Raise OutOfTurn unless the request has exactly
+    one action of each of these seats."""
     seats = [prompt.seat for prompt in asked.prompts]
     actions = {action.seat: action for action in request.actions}
     if (

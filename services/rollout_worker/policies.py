@@ -64,7 +64,7 @@ class SeatMap:
         return changed
 
     def at(self, seat: str) -> LoadedPolicy | None:
-        """Return the policy of a seat; None: nobody plays it, or a bot does."""
+        """Return the policy of a seat; None if it has no player, or a bot."""
         player = player_at(self._seats, seat)
         if player is None:
             return self._policies.get("")

@@ -63,7 +63,7 @@ def late_import(worker: str, within_s: float) -> SessionReply:
 
 
 def _problem(reply: SessionReply) -> str:
-    """Describe the first problem of the reply; empty if there is none."""
+    """Describe the first problem of the reply, or return an empty text."""
     sizes = [_size(prompt) for prompt in reply.prompts]
     names = (*(name for prompt in reply.prompts for name in (prompt.seat, prompt.stream)), *reply.rewards)
     named = (reply.components, reply.metrics, *reply.rewards.values())
@@ -92,7 +92,7 @@ def _problem(reply: SessionReply) -> str:
 
 
 def round_problem(prompts: Sequence[SeatPrompt]) -> str:
-    """Describe the first problem that the prompts of a round have together; empty if there is none."""
+    """Describe the first problem that the prompts of a round have together, or return an empty text."""
     counts = Counter(prompt.seat for prompt in prompts)
     twice = next((seat for seat, count in counts.items() if count > 1), None)
     if twice is not None:

@@ -90,7 +90,7 @@ SIMULATED_IGNORES = {
 RL_PARTS = {"environment", "algorithm", "rollout", "teacher", "validation", "reward_models", "value_model", "train"}
 RL_PARTS |= {"policies", "seats", "match"}
 POLICY_TABLES = ("model.", "algorithm.", "train.")
-"""Tables that a policy may have of its own."""
+"""Tables in which a policy may differ from the job."""
 PARTS_OF = {
     "rl": RL_PARTS,
     "sft": {"data", "train"},
@@ -118,7 +118,7 @@ EXAMPLES = {
     "data.path": 'path = "rows.jsonl"',
     "start.from": 'from = "j-0123456789@latest"',
 }
-"""Lines of TOML for what every job, or every job of a kind, must say."""
+"""Example lines of TOML for required settings."""
 TARGETS = {"sft": {"accuracy"}, "dpo": {"rewards/accuracy", "rewards/margin"}}
 """Metrics that grow as the job learns."""
 
@@ -137,9 +137,8 @@ class JobSpec(SpecPart):
     algorithm: AlgorithmSpec = AlgorithmSpec()
     rollout: RolloutSpec = RolloutSpec()
     policies: Annotated[dict[PolicyName, PolicySpec], Field(max_length=MAX_POLICIES)] = {}
-    """Policies that learn in one game, each with a name: weights, optimizer, curve and checkpoints of their own.
-    Without this table the job has one policy, which plays every seat that [seats] leaves to it. See docs/policies.md.
-    """
+    """Policies that learn in one game, by name. Each has separate weights, optimizer, metrics and checkpoints. Without
+    this table the job has one policy, which plays every seat that [seats] leaves to it. See docs/policies.md."""
     seats: Annotated[dict[SeatName, SeatSpec], Field(max_length=MAX_SEATS)] = {}
     """Who plays which seat of the environment, by name or pattern (`player_*`): `white = "NAME"` for one of [policies],
     `white = { bot = "NAME" }` for a scripted player of the environment, `white = { frozen = "JOB@STEP" }` for a
@@ -186,7 +185,7 @@ class JobSpec(SpecPart):
 
     @classmethod
     def written(cls, data: dict[str, Any]) -> list[dict[str, Any]]:
-        """Parts and lengths that the kind needs or does not have."""
+        """Return mistakes in parts and lengths that the kind needs or does not have."""
         kind = data.get("kind", "rl")
         if not isinstance(kind, str) or kind not in PARTS_OF:
             return []
@@ -231,7 +230,7 @@ class JobSpec(SpecPart):
         return found + broken_promises(self) + contradictions(self)
 
     def _settle_learning(self) -> list[dict[str, Any]]:
-        """Return mistakes between [model], [algorithm] and [train], which a policy may have of its own."""
+        """Return mistakes between [model], [algorithm] and [train], of the job or of a policy."""
         found = []
         if self.train.learner == "simulated":
             usual: dict[str, SpecPart] = {

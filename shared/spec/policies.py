@@ -230,7 +230,7 @@ def engines_of(spec: JobSpec) -> int:
 
 
 def player_at(seats: Mapping[str, SeatSpec], seat: str) -> SeatSpec | None:
-    """Return who plays a seat: the entry of its own name, else the first pattern that matches, else None."""
+    """Return who plays a seat: the entry with its name, else the first pattern that matches, else None."""
     if seat in seats:
         return seats[seat]
     return next((player for pattern, player in seats.items() if fnmatchcase(seat, pattern)), None)

@@ -78,7 +78,7 @@ class OpenSession(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SeatAction(msgspec.Struct, frozen=True, kw_only=True):
-    """What one seat does."""
+    """The action of one seat."""
 
     seat: str = ""
     """Who acts: a seat that the last reply named."""
@@ -120,7 +120,7 @@ class CloseSession(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SeatPrompt(msgspec.Struct, frozen=True, kw_only=True):
-    """What one seat sees before it acts."""
+    """The prompt of one seat."""
 
     seat: str = ""
     """Who acts next."""

@@ -1,9 +1,9 @@
 """Description inside a checkpoint directory: written by the trainer, read by it and by the scheduler.
 
 {data_dir}/jobs/{job}/checkpoints/step-000050/manifest.json    a committed checkpoint; jobs/{job}~{policy}/ of a policy
-{data_dir}/jobs/{job}/checkpoints/.epoch                       nobody of a lower epoch may write here
+{data_dir}/jobs/{job}/checkpoints/.epoch                       trainers of a lower epoch may not write here
 {data_dir}/jobs/{job}/start/manifest.json                      the checkpoint of another job that this one starts from
-{data_dir}/jobs/{job}/start/adapters/{name}/manifest.json      one that an inference job serves beside its base
+{data_dir}/jobs/{job}/start/adapters/{name}/manifest.json      an adapter that an inference job serves with its base
 {data_dir}/jobs/{job}/start/seats/{checkpoint}/manifest.json   one that plays seats of the job
 """
 
@@ -37,12 +37,12 @@ class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DataCursor(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a job that learns from rows has come."""
+    """Progress of a job that learns from rows."""
 
     position: int
-    """Rows used since the job began, in the order that the seed gives."""
+    """Rows used since the job began, in the order given by the seed."""
     rows: int
-    """That there are."""
+    """Number of rows."""
     fingerprint: str
     """Fingerprint of the tokenized rows: the data order is meaningless for other rows."""
 
@@ -52,7 +52,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     job: str
     policy: str = ""
-    """Of a job with several: which of them."""
+    """Name of the policy, in a job with several."""
     epoch: int
     """Epoch of the trainer that wrote it."""
     step: int
@@ -72,7 +72,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     data: DataCursor | None = None
     """sft, dpo."""
     baselines: SeatBaselines = {}
-    """rl with advantage = rae: what the next rewards are compared with."""
+    """rl with advantage = rae: running means that the next rewards are compared with."""
     files: dict[str, FileEntry] = {}
     """By path inside the directory. Filled in when the checkpoint is committed."""
     created: float = 0.0
@@ -85,12 +85,12 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def age(self) -> tuple[int, int]:
-        """Sorts oldest first: what an older epoch wrote is older, also where it had come further."""
+        """Sort key, oldest first: a checkpoint of a lower epoch is older, even at a higher step."""
         return self.epoch, self.step
 
 
 def start_of(data_dir: Path, job: str) -> Path:
-    """Where a job that begins with another one's checkpoint has it, from its submission to its end."""
+    """Return the directory of the checkpoint that a job starts from, from submission to the end of the job."""
     return data_dir / "jobs" / job / START
 
 

@@ -31,9 +31,9 @@ Json = dict[str, Any]
 DEFAULT_URL = "http://127.0.0.1:8080"
 CONNECT_S = 2.0
 WEBSOCKET_S = 10.0
-"""For a WebSocket to be there."""
+"""Time limit for opening a WebSocket."""
 AGAIN_S = 0.2
-"""Before a stream is opened again, on average."""
+"""Mean delay before a stream is reopened."""
 AWAY = (502, 503, 504)
 WHAT_TO_DO = {
     401: "; set OPENTINKER_API_KEY, or OPENTINKER_API_KEY_FILE to a file, or be in the directory of `opentinker up`",
@@ -57,7 +57,7 @@ class ApiError(OpenTinkerError):
 
 
 class _Unavailable(aiohttp.ClientConnectionError):
-    """The server, or a proxy before it, answered that it is away. `refusal`: what it said, if it said why."""
+    """The server, or a proxy in front of it, answered that it is unavailable. `refusal`: the reason, if it gave one."""
 
     def __init__(self, status: int, refusal: ApiError | None) -> None:
         super().__init__(f"it answered {status}" + (f": {refusal}" if refusal else ""))
@@ -112,7 +112,7 @@ def api_key(url: str) -> str:
 
 
 async def _asked_once(request: aiohttp.ClientRequest, go_on: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
-    """aiohttp repeats a DELETE by itself where the connection broke, unless that has another name."""
+    """Send a request once. aiohttp repeats a DELETE after a broken connection, but not after this exception type."""
     try:
         return await go_on(request)
     except (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError) as error:
@@ -136,7 +136,7 @@ class ExitExecutor(ThreadPoolExecutor):
 
 
 class Http:
-    """One server, by its URL. What is not answered is tried again until `wait_s` has passed without success.
+    """One server, by its URL. Requests without an answer are retried until `wait_s` has passed without success.
 
     `key`, or our key for the server (`api_key`), is sent with every request, as `Authorization: Bearer`.
     `on_wait(sentence)` is called at the first failed try of a request, when no answer arrives (wait_notice.WORD_S), and
@@ -182,7 +182,8 @@ class Http:
         timeout_s: float | None = None,
         again: bool = True,
     ) -> Json:
-        """`again` False: what may not be done twice is asked once, and not repeated after a connection that broke."""
+        """Make a request and return its JSON answer. `again` False: send it once, even if the connection breaks,
+        because it must not take effect twice."""
 
         waiting = self.waiting()
 
@@ -217,7 +218,7 @@ class Http:
             raise ApiError(f"no answer from {self.url} ({why(error)}): it may have been done or not") from None
 
     async def _check(self, response: aiohttp.ClientResponse, raw: bytes | None = None, *, again: bool = True) -> None:
-        """`again`: the caller retries where the server is only away."""
+        """Raise ApiError for a refusal. `again`: the caller retries while the server is unavailable."""
         if response.headers.get("X-OpenTinker-Auth") == "off" and not self._said_open:
             self._said_open = True
             self.tell(f"AUTH IS OFF at {self.url}: whoever reaches it is an operator")
@@ -239,9 +240,8 @@ class Http:
         headers: dict[str, str] | None = None,
         waiting: Waiting | None = None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Open a response for streaming, of a GET, or with a JSON `body` of a POST. `waiting`: belongs to a caller that
-        reopens the stream where it breaks off and reports what arrived (`answered`, `heard`): an open stream alone is
-        not an answer."""
+        """Open a streaming response to a GET, or to a POST with a JSON `body`. `waiting`: of a caller that reopens
+        broken streams and reports what arrived (`answered`, `heard`), because an open stream alone is not an answer."""
         waiting = waiting or self.waiting()
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=read_s)
         method, data = ("GET", None) if body is None else ("POST", io.BytesIO(body))
@@ -268,7 +268,7 @@ class Http:
                 )
 
     async def patiently(self, once: Callable[[], Coroutine[Any, Any, T]], waiting: Waiting) -> T:
-        """Try until `wait_s` has passed without success."""
+        """Retry a request until `wait_s` has passed without success."""
         deadline, backoff = time.monotonic() + self.wait_s, Backoff(0.1, 1.0)
         while True:
             try:
@@ -282,14 +282,14 @@ class Http:
             await backoff.sleep()
 
     async def stand_by(self, waiting: Waiting, error: Exception) -> None:
-        """A stream has broken off, or could not be opened: a pause, or ApiError where `wait_s` is over."""
+        """Pause after a stream broke off or could not be opened. Raise ApiError once `wait_s` has passed."""
         if waiting.away_s > self.wait_s:
             raise (self._cut_off(error) if waiting.cut_off else self.unreachable(error)) from None
         waiting.failed(error)
         await asyncio.sleep(AGAIN_S * (0.5 + random.random()))
 
     async def on_end(self, waiting: Waiting) -> None:
-        """A stream has ended, and what it is about has not: as `stand_by`, unless it has answered."""
+        """Pause after a stream ended before its subject did. Raise ApiError as `stand_by` if it delivered nothing."""
         if waiting.away_s:
             await self.stand_by(waiting, aiohttp.ClientPayloadError("the stream ended too early"))
         else:
@@ -299,7 +299,7 @@ class Http:
         return Waiting(self.url, self.tell)
 
     def tell(self, sentence: str) -> None:
-        """Whoever waits should know what for."""
+        """Tell the user why a request is waiting."""
         self._on_wait(sentence)
 
     def _cut_off(self, error: Exception) -> ApiError:
@@ -309,7 +309,7 @@ class Http:
         )
 
     def unreachable(self, error: Exception) -> ApiError:
-        """Return what to raise when the last try failed with `error`: what the server said, if it said why."""
+        """Return the exception to raise after the last retry: the server's reason, if it gave one, else `error`."""
         if isinstance(error, _Unavailable) and error.refusal is not None:
             return error.refusal
         return ApiError(f"cannot reach {self.url}: {why(error)}. Is `opentinker up` running there?")
