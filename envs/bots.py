@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from opentinker.envs.base import Action, BadReply, Environment, Opening, Step
-from opentinker.envs.rounds import prompts_of
+from opentinker.envs.rounds import check_round_reward, prompts_of
 from opentinker.shared.types.core import Message, StopReason
 from opentinker.shared.types.errors import SpecError
 
@@ -171,6 +171,8 @@ class WithBots(Environment):
             following = await (self._step(turns[0]) if alone else self._step_all(turns))
             if not isinstance(following, Step):
                 return following
+            if not alone:
+                check_round_reward(self.environment, following.reward, following.components)
             joint = msgspec.structs.replace(
                 following, reward=step.reward, components=step.components, rewards=step.rewards
             )

@@ -59,6 +59,15 @@ def title_of(environment: Environment) -> str:
     return title_of(inner) if isinstance(inner, Environment) else type(environment).__name__
 
 
+def check_round_reward(environment: Environment, reward: object, components: object) -> None:
+    """Raise BadReply if the answer to a round has a reward that belongs to no seat."""
+    if reward or components:
+        raise BadReply(
+            f"{title_of(environment)}.step_all() gives reward {reward!r:.60}, which no seat of the round owns: "
+            "name the seats in `rewards`"
+        )
+
+
 async def play_actions(environment: Environment, asked: Opening | Step, actions: Sequence[Action]) -> Step:
     """Play what the seats do that `asked` named, in the order of the environment's seats."""
     return await (environment.step(actions[0]) if asked.acting is None else environment.step_all(list(actions)))

@@ -21,7 +21,7 @@ from opentinker.envs.base import Action, BadReply, Environment, Opening, Prompt,
 from opentinker.envs.bots import WithBots, with_bots
 from opentinker.envs.import_clock import ImportClock
 from opentinker.envs.registry import make
-from opentinker.envs.rounds import prompts_of, title_of
+from opentinker.envs.rounds import check_round_reward, prompts_of, title_of
 from opentinker.envs.with_tools import with_tools
 from opentinker.shared.messaging.reply_validation import (
     ERROR_CHARACTERS,
@@ -189,11 +189,8 @@ def reply_of(worker: str, environment: Environment, step: object, method: str = 
     if not isinstance(step.rewards, dict) or not set(step.rewards) <= set(seats):
         raise BadReply(f"rewards must be a dict by seat; the seats are: {', '.join(seats) or '(one)'}")
     reward, components = checked_number("reward", step.reward), checked_numbers("components", step.components)
-    if method == "step_all" and (reward or components):
-        raise BadReply(
-            f"{title_of(environment)}.step_all() gives reward {reward:g}, which no seat of the round owns: "
-            "name the seats in `rewards`"
-        )
+    if method == "step_all":
+        check_round_reward(environment, reward, components)
     is_left = truncated and bool(step.messages or step.acting)
     return SessionReply(
         worker=worker,

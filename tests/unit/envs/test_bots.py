@@ -20,7 +20,7 @@ from opentinker.envs.runtime.resolver import Resolver
 from opentinker.envs.tools import tool
 from opentinker.services.env_worker.service import check_environment
 from opentinker.shared.types.core import Ending, Message, StopReason, ToolCall
-from opentinker.shared.types.env_protocol import EnvCheck, OpenSession, SessionReply, StepSession
+from opentinker.shared.types.env_protocol import EnvCheck, OpenSession, SeatAction, SessionReply, StepSession
 from opentinker.shared.types.errors import SpecError
 
 ROUND = "tests.unit.envs.test_bots:Round"
@@ -181,6 +181,29 @@ async def test_what_cannot_be_played_fails_its_own_episode(name: str, bots: dict
     reply = await player.open(opening(named(name), bots))
     assert reply.failure in (Ending.ENV_BAD_REPLY, Ending.ENV_ERROR) and problem in reply.error
     await player.close()
+
+
+class Unowned(Environment):
+    """A round of two seats, whose reward names none of them, before the turn of a third."""
+
+    seats = ("a", "b", "c")
+    bots: ClassVar[Mapping[str, Bot]] = {"quiet": lambda _: ""}
+
+    async def open(self, row: int, seed: int) -> Opening:
+        return Opening(acting={seat: [user("go")] for seat in ("a", "b")})
+
+    async def step_all(self, actions: list[Action]) -> Step:
+        return Step(reward=5.0, messages=[user("go")], seat="c")
+
+
+@pytest.mark.parametrize("bots", [{"a": "quiet", "b": "quiet"}, {"a": "quiet"}])
+async def test_a_rounds_reward_without_a_seat_is_refused_also_if_bots_played_it(bots: dict[str, str]) -> None:
+    player = LocalPlayer("w", modules=True)
+    reply = await player.open(opening(named("Unowned"), bots))
+    if reply.failure is None:
+        action = SeatAction(seat="b", text="x", stop=StopReason.EOS)
+        reply = await player.step(reply.step("s", 0, [action]))
+    assert reply.failure is Ending.ENV_BAD_REPLY and "5.0, which no seat of the round owns" in reply.error
 
 
 async def test_a_limit_may_end_the_episode_in_a_bots_turn() -> None:

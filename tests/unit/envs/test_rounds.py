@@ -112,7 +112,7 @@ async def test_a_wrong_set_of_seats_is_a_bad_reply_that_names_the_environment(ho
 
 async def test_wrong_answers_to_a_round_are_bad_replies_too() -> None:
     for how, said in (
-        ("reward", "Wrong.step_all() gives reward 1, which no seat of the round owns"),
+        ("reward", "Wrong.step_all() gives reward 1.0, which no seat of the round owns"),
         ("next", "Wrong.step_all() names seat 'nobody' in acting; the seats are: 'a', 'b'"),
     ):
         player = LocalPlayer("w", modules=True)
