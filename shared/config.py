@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 from pydantic_core import PydanticCustomError
 
 from opentinker.shared.security.egress import networks
+from opentinker.shared.security.model_keys import read_model_keys
 from opentinker.shared.security.secrets import AWS, password_in, read_access, read_password
 from opentinker.shared.types.errors import SpecError
 
@@ -219,8 +220,12 @@ class Settings(BaseModel):
     cannot be together: `gem = "/opt/gem/bin/python"`; in an environment variable `gem=/opt/gem/bin/python`, more with
     commas. It also needs msgspec, numpy and pydantic."""
     env_egress_allow: list[str] = []
-    """Networks, e.g. `10.1.0.0/16`, that environments may reach by a URL of a job although they are not public; in an
-    environment variable, with commas. `opentinker up` and `run` on loopback allow loopback."""
+    """Networks, e.g. `10.1.0.0/16`, that environments, and rollout workers for seats with a url, may reach by a URL of
+    a job although they are not public; in an environment variable, with commas. The scheduler checks the latter URLs,
+    so it needs the setting too. `opentinker up` and `run` on loopback allow loopback."""
+    model_keys_file: Path | None = None
+    """A TOML file with keys for models behind URLs that play seats: `[NAME]` with `key`, `url` and `tenants`. The
+    scheduler and rollout workers read it. See docs/security.md."""
     upload_mb: Annotated[int, Field(gt=0)] = 32
     """Size of an uploaded environment, unpacked."""
     upload_venv_mb: Annotated[int, Field(gt=0)] = 8192
@@ -327,7 +332,7 @@ class Settings(BaseModel):
     def secret_files(self) -> list[Path]:
         """Files with keys and passwords, and directories of such."""
         files = (self.nats_password_file, self.redis_password_file, self.nats_issuer_file, self.admin_key_file)
-        places = (self.artifacts_s3_credentials_file, self.launcher_access, self.launcher_account)
+        places = (self.artifacts_s3_credentials_file, self.model_keys_file, self.launcher_access, self.launcher_account)
         return [place for place in (*files, *places) if place is not None]
 
     def password(self, field: Literal["nats_password_file", "redis_password_file", "nats_issuer_file"]) -> str:
@@ -344,6 +349,7 @@ class Settings(BaseModel):
             found.append(read_password(self.admin_key_file, "admin_key_file"))
         if self.artifacts_s3_credentials_file is not None:
             found.append(read_access(self.artifacts_s3_credentials_file)[1])
+        found += [key.key for key in read_model_keys(self.model_keys_file).values()]
         if self.artifacts_url.startswith("s3://"):
             found += [os.environ.get(name, "") for name in AWS[1:]]  # only the scheduler's process must have them
         return [secret for secret in found if secret]

@@ -25,9 +25,10 @@ import msgspec
 import numpy as np
 
 from opentinker.services.rollout_worker.engines.base import Completion, EngineError, EngineLost, Sampling, Shown
-from opentinker.services.rollout_worker.policies import LoadedPolicy, SeatMap
+from opentinker.services.rollout_worker.policies import LoadedPolicy, Player, SeatMap
 from opentinker.services.rollout_worker.stream import Stream, merge
-from opentinker.services.rollout_worker.transcripts import CHARACTERS, TOKENS, is_kept, shortened
+from opentinker.services.rollout_worker.transcripts import CHARACTERS, TOKENS, for_judges, is_kept, shortened
+from opentinker.services.rollout_worker.url_player import UrlFailed, UrlPlayer
 from opentinker.shared.asyncio_tools import gather_all, paused_timeout
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.types.core import Ending, Message, StopReason, Ticket
@@ -43,6 +44,8 @@ class Sampled(NamedTuple):
     completion: Completion
     seconds: float
     """How long the engine took."""
+    words: str | None = None
+    """What a model behind a URL said; its tokens are for people to look at."""
 
 
 class EpisodeFailed(Exception):
@@ -134,6 +137,8 @@ class Episode:
             raise  # not this episode's failure: the process ends and the ticket goes elsewhere
         except EngineError as error:
             raise EpisodeFailed(Ending.ENGINE_ERROR, str(error)) from None
+        except UrlFailed as error:
+            raise EpisodeFailed(Ending.URL_FAILED, str(error)) from None
         finally:
             self.state = "TERMINATED"
             if worker is not None and not self.done:
@@ -225,14 +230,18 @@ class Episode:
 
     async def _sample(self, stream: Stream, asked: SeatPrompt, place: int) -> Sampled:
         began = time.monotonic()
-        completion = await self._generate(stream, asked, place)
+        if isinstance(stream.player, UrlPlayer):
+            words, completion = await stream.player.ask(stream.said, asked, self.spec.rollout.stop)
+            return Sampled(completion, time.monotonic() - began, words)
+        completion = await self._generate(stream, stream.player, asked, place)
         return Sampled(completion, time.monotonic() - began)
 
     def _act(self, stream: Stream, sampled: Sampled) -> SeatAction:
         """Append the output to the stream and return what the environment gets of it."""
         completion, start = sampled.completion, len(stream.ids)
-        renderer = stream.policy.renderer
-        text = renderer.text(completion.ids)
+        renderer = stream.player.renderer
+        text = renderer.text(completion.ids) if sampled.words is None else sampled.words
+        has_tokens = self.wants_tokens and sampled.words is None
         said = renderer.said(completion.ids, stream.tools, stop=completion.stop, turn=self.turn)
         stream.sample(completion, text)
         return SeatAction(
@@ -242,9 +251,9 @@ class Episode:
             tool_calls=said.calls,
             problem=said.problem,
             words=said.words,
-            ids=completion.ids if self.wants_tokens else [],
-            logprobs=completion.logprobs if self.wants_tokens else [],
-            prompt_tokens=start if self.wants_tokens else 0,
+            ids=completion.ids if has_tokens else [],
+            logprobs=completion.logprobs if has_tokens else [],
+            prompt_tokens=start if has_tokens else 0,
         )
 
     def _record(self, stream: Stream, sampled: Sampled, reply: SessionReply, env_s: float) -> None:
@@ -269,9 +278,10 @@ class Episode:
     async def _look(self, reply: SessionReply) -> None:
         """Preprocess the images in a thread; rendering finds them in the cache."""
         for prompt in reply.prompts:
-            if any(message.images for message in prompt.messages):
+            player = self._player_of(prompt.seat)
+            if isinstance(player, LoadedPolicy) and any(message.images for message in prompt.messages):
                 try:
-                    await asyncio.to_thread(self._policy_of(prompt.seat).renderer.look, prompt.messages)
+                    await asyncio.to_thread(player.renderer.look, prompt.messages)
                 except BadImage as error:
                     raise EpisodeFailed(Ending.ENV_BAD_REPLY, str(error)) from None
 
@@ -279,7 +289,7 @@ class Episode:
         """Show the seats that act next what they see, and return their streams; None, and nobody is shown anything, if
         it does not fit into the context of one."""
         seen = [(prompt, *self._seen(prompt)) for prompt in reply.prompts]
-        if any(len(stream.ids) + len(ids) >= stream.policy.context for _, stream, ids, _ in seen):
+        if any(len(stream.ids) + len(ids) >= stream.player.context for _, stream, ids, _ in seen):
             return None
         for prompt, stream, ids, pictures in seen:
             stream.observe(ids, prompt.messages, pictures)
@@ -290,8 +300,8 @@ class Episode:
         stream = self.streams.get((prompt.seat, prompt.stream))
         new = stream is None
         if stream is None:
-            policy = self._policy_of(prompt.seat)
-            stream = Stream(prompt.seat, prompt.stream, prompt.tools, policy)
+            player = self._player_of(prompt.seat)
+            stream = Stream(prompt.seat, prompt.stream, prompt.tools, player)
             self.streams[prompt.seat, prompt.stream] = stream
         elif prompt.tools and prompt.tools != stream.tools:
             raise EpisodeFailed(Ending.ENV_BAD_REPLY, "the tools of a stream cannot change after its first turn")
@@ -300,15 +310,17 @@ class Episode:
             raise EpisodeFailed(
                 Ending.ENV_BAD_REPLY, "images are shown in messages, not beside prompt_ids or prompt_text"
             )
-        if prompt.prompt_ids is not None:
+        if isinstance(stream.player, UrlPlayer):
+            observed = stream.player.observe(prompt)
+        elif prompt.prompt_ids is not None:
             if prompt.prompt_ids[: len(stream.ids)] != stream.ids:
                 raise EpisodeFailed(Ending.ENV_BAD_REPLY, "prompt_ids do not begin with the stream's tokens so far")
             observed = prompt.prompt_ids[len(stream.ids) :]
         elif prompt.prompt_text is not None:
-            observed = stream.policy.renderer.plain(prompt.prompt_text, first=new)
+            observed = stream.player.renderer.plain(prompt.prompt_text, first=new)
         else:
             observed, pictures = self._rendered(stream, new, prompt)
-        context = stream.policy.context
+        context = stream.player.context
         if self.turn == 0 and not 0 < len(observed) < context:
             raise EpisodeFailed(
                 Ending.PROMPT, f"the first observation has {len(observed)} tokens; 1 to {context - 1} fit"
@@ -318,17 +330,17 @@ class Episode:
         return stream, observed, pictures
 
     def _has_critic(self, reply: SessionReply) -> bool:
-        policies = [self._policy_of(prompt.seat) for prompt in reply.prompts]
-        return any(policy.spec.algorithm.advantage == "gae" for policy in policies)
+        players = [self._player_of(prompt.seat) for prompt in reply.prompts]
+        return any(isinstance(one, LoadedPolicy) and one.spec.algorithm.advantage == "gae" for one in players)
 
-    def _policy_of(self, seat: str) -> LoadedPolicy:
-        policy = self.seats.at(seat)
-        if policy is None:
-            raise EpisodeFailed(Ending.ENV_BAD_REPLY, f"seat {seat!r} acts next, and [seats] names no policy for it")
-        return policy
+    def _player_of(self, seat: str) -> Player:
+        player = self.seats.at(seat)
+        if player is None:
+            raise EpisodeFailed(Ending.ENV_BAD_REPLY, f"seat {seat!r} acts next, and [seats] names no player for it")
+        return player
 
     def _rendered(self, stream: Stream, new: bool, prompt: SeatPrompt) -> tuple[list[int], list[Picture]]:
-        renderer = stream.policy.renderer
+        renderer = stream.player.renderer
         try:
             if new:
                 ids = renderer.prompt(prompt.messages, prompt.tools)
@@ -348,18 +360,18 @@ class Episode:
     def _sampled(self, seat: str) -> int:
         return sum(stream.sampled for stream in self.streams.values() if stream.seat == seat)
 
-    async def _generate(self, stream: Stream, asked: SeatPrompt, place: int) -> Completion:
-        """`place`: of the seat in the round; 0 where one seat acts."""
+    async def _generate(self, stream: Stream, policy: LoadedPolicy, asked: SeatPrompt, place: int) -> Completion:
+        """`policy`: that of the stream; `place`: of the seat in the round; 0 where one seat acts."""
         rollout = self.spec.rollout
         budget = rollout.max_tokens - self._sampled(stream.seat)
         for limit in (rollout.max_tokens_per_turn, asked.max_tokens):
             if limit is not None:
                 budget = min(budget, limit)
-        room = stream.policy.context - len(stream.ids)
+        room = policy.context - len(stream.ids)
         shown: list[Shown] = []
         if stream.pictures:  # evicted entries are computed again
-            shown = await asyncio.to_thread(stream.policy.renderer.shown, list(stream.pictures), dict(stream.images))
-        completion = await stream.policy.engine.generate(
+            shown = await asyncio.to_thread(policy.renderer.shown, list(stream.pictures), dict(stream.images))
+        completion = await policy.engine.generate(
             f"{self.session}-{self.turn}" + (f"-{place}" if place else ""),
             stream.ids,
             Sampling(
@@ -382,7 +394,7 @@ class Episode:
             attempt=self.attempt,
             seat=stream.seat,
             stream=stream.name,
-            policy=stream.policy.name,
+            policy=stream.player.name,
             ids_T=np.asarray(stream.ids, dtype="<i4").tobytes(),
             mask_T=np.asarray(stream.mask, dtype="u1").tobytes(),
             logprobs_T=np.asarray(stream.logprobs, dtype="<f4").tobytes(),
@@ -393,17 +405,12 @@ class Episode:
             reward=float(sum(turn.reward for turn in stream.turns)),
             metrics=self.metrics,
             seconds=seconds,
-            messages=[in_words(m) for m in stream.said[: stream.spoken]] if stream.policy.spec.reward_models else None,
+            messages=for_judges(stream.player, stream.said[: stream.spoken]),
             transcript=shortened(stream.said, CHARACTERS) if self.is_kept else None,
-            pieces=stream.policy.renderer.pieces(stream.ids[:TOKENS]) if self.is_kept else None,
+            pieces=stream.player.renderer.pieces(stream.ids[:TOKENS]) if self.is_kept else None,
             pictures=stream.pictures,
             images=stream.images,
         )
-
-
-def in_words(message: Message) -> Message:
-    """Without its images: reward models read."""
-    return msgspec.structs.replace(message, content=message.text) if message.images else message
 
 
 def turn_seed(group_seed: int, index: int, turn: int, place: int = 0) -> int:

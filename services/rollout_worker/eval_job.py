@@ -16,6 +16,7 @@ import structlog
 from opentinker.services.rollout_worker.episode import Sessions
 from opentinker.services.rollout_worker.eval_runner import EvalRunner
 from opentinker.services.rollout_worker.policies import LoadedPolicy
+from opentinker.services.rollout_worker.url_player import UrlPlayer
 from opentinker.shared.asyncio_tools import sleep
 from opentinker.shared.runtime.leased_worker import LeasedWorker
 from opentinker.shared.runtime.service import first_failure
@@ -38,6 +39,7 @@ class EvalJob:
         spec: JobSpec,
         policies: Sequence[LoadedPolicy],
         sessions: Sessions,
+        urls: Sequence[UrlPlayer] = (),
     ) -> None:
         """`policies`: the job's own and frozen checkpoints, whose engines are started and serve their weights."""
         self.worker, self.lease, self.policies = worker, lease, policies
@@ -55,6 +57,7 @@ class EvalJob:
             self.counts,
             self.broken,
             worker.spent,
+            urls=urls,
         )
 
     async def run(self) -> None:

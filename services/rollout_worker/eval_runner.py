@@ -17,6 +17,7 @@ import structlog
 from opentinker.services.rollout_worker.episode import Busy, Episode, EpisodeFailed, Sessions
 from opentinker.services.rollout_worker.policies import LoadedPolicy, SeatMap
 from opentinker.services.rollout_worker.transcripts import TOKENS, shortened
+from opentinker.services.rollout_worker.url_player import UrlPlayer
 from opentinker.shared.asyncio_tools import cancel_and_wait, forward_exception, sleep, wait_event
 from opentinker.shared.messaging.bus import Bus, Delivery, NoReply
 from opentinker.shared.messaging.subjects import EXAM, EXAM_RESULT
@@ -60,6 +61,7 @@ class EvalRunner:
         spent: Counter[str],
         busy: Busy = nullcontext,
         policy: str = "",
+        urls: Sequence[UrlPlayer] = (),
     ) -> None:
         """`policy`: the one of `policies` that is evaluated."""
         exam = exam_of(spec)
@@ -71,7 +73,7 @@ class EvalRunner:
         self.policy, self.part = policy, part_id(job, policy)
         self.opponents = exam.opponents_of(policy) if isinstance(exam, ValidationSpec) else []
         self.total = exam.total
-        self.seats, self.sessions = SeatMap(self.spec, policies), sessions
+        self.seats, self.sessions = SeatMap(self.spec, policies, urls), sessions
         self.engines = {one.name: one.engine for one in policies}
         places = spec.rollout.max_concurrent_groups * (spec.algorithm.group_size if spec.kind == "rl" else 1)
         self.places = max(1, places // max(1, len(spec.policies)))
@@ -236,6 +238,7 @@ def views_of(trajectories: Sequence[Trajectory]) -> list[ExamView]:
     for one in trajectories:
         pieces = (one.pieces or [])[:room]
         if pieces:
-            views.append(ExamView(seat=one.seat, stream=one.stream, tokens=tokens_of(one, pieces)))
+            tokens = tokens_of(one, pieces)
+            views.append(ExamView(seat=one.seat, stream=one.stream, tokens=tokens, policy=one.policy))
             room -= len(pieces)
     return views

@@ -1,5 +1,5 @@
 """Who plays the seats of an episode: the job's one policy, or several, and frozen checkpoints, each with an engine of
-its own."""
+its own; and models behind URLs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from opentinker.services.rollout_worker.engines.base import Engine
 from opentinker.services.rollout_worker.renderer import Renderer
+from opentinker.services.rollout_worker.url_player import UrlPlayer
 from opentinker.shared.spec import JobSpec, SeatSpec
 from opentinker.shared.spec.policies import OpponentSpec, bots_of, opposed, player_at, rotated
 
@@ -32,13 +33,18 @@ class LoadedPolicy:
         return self.engine.context_length if own is None else min(own, self.engine.context_length)
 
 
+Player = LoadedPolicy | UrlPlayer
+"""Who may play a seat, beside bots. Only a policy of the job learns; all others are left out by their names."""
+
+
 class SeatMap:
     """`[seats]` of a job, with its policies loaded."""
 
-    def __init__(self, spec: JobSpec, policies: Sequence[LoadedPolicy]) -> None:
+    def __init__(self, spec: JobSpec, policies: Sequence[LoadedPolicy], urls: Sequence[UrlPlayer] = ()) -> None:
         """`policies`: those of the job before frozen checkpoints."""
         self._seats: Mapping[str, SeatSpec] = spec.seats
-        self._policies = {policy.name: policy for policy in policies}
+        players: list[Player] = [*policies, *urls]
+        self._players = {player.name: player for player in players}
         self._rotates = spec.match is not None and spec.match.rotate
         self.first = policies[0]
 
@@ -63,13 +69,16 @@ class SeatMap:
         changed._seats, changed._rotates = seats, False
         return changed
 
-    def at(self, seat: str) -> LoadedPolicy | None:
-        """Return the policy of a seat; None if it has no player, or a bot."""
+    def named(self, name: str) -> Player:
+        """Return the player of this name, see `Trajectory.policy`."""
+        return self._players[name]
+
+    def at(self, seat: str) -> Player | None:
+        """Return who plays a seat; None: nobody does, or a bot."""
         player = player_at(self._seats, seat)
         if player is None:
-            return self._policies.get("")
-        name = player.policy or player.frozen
-        return None if name is None else self._policies[name]
+            return self._players.get("")
+        return None if player.player is None else self._players[player.player]
 
     def split_seats(self, policy: str, seats: Iterable[str]) -> tuple[list[str], list[str]]:
         """Return which of these seats the policy plays, and which others do."""
@@ -83,7 +92,7 @@ class SeatMap:
     @property
     def players(self) -> tuple[str, ...]:
         """Return who plays each entry of [seats], in their order."""
-        return tuple(player.policy or player.frozen or player.bot or "" for player in self._seats.values())
+        return tuple(player.player or player.bot or "" for player in self._seats.values())
 
     @property
     def bots(self) -> dict[str, str]:
@@ -93,4 +102,4 @@ class SeatMap:
     @property
     def context(self) -> int:
         """Tokens per stream that every policy takes."""
-        return min(policy.context for policy in self._policies.values())
+        return min(player.context for player in self._players.values())

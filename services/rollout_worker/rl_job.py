@@ -25,6 +25,7 @@ from opentinker.services.rollout_worker.episode import Episode, EpisodeFailed, S
 from opentinker.services.rollout_worker.eval_runner import EvalRunner
 from opentinker.services.rollout_worker.opening_check import opening_mismatch
 from opentinker.services.rollout_worker.policies import LoadedPolicy, SeatMap
+from opentinker.services.rollout_worker.url_player import UrlPlayer
 from opentinker.services.rollout_worker.weight_receiver import WeightReceiver
 from opentinker.shared.asyncio_tools import forward_exception, sleep, wait_event
 from opentinker.shared.data.step_log import metric_prefix
@@ -70,11 +71,12 @@ class RolloutJob:
         spec: JobSpec,
         policies: Sequence[LoadedPolicy],
         sessions: Sessions,
+        urls: Sequence[UrlPlayer] = (),
     ) -> None:
         self.worker, self.lease, self.spec = worker, lease, spec
         self.policies = {policy.name: policy for policy in policies}
         self.trained = [policy for policy in policies if not policy.is_frozen]
-        self.seats, self.sessions = SeatMap(spec, policies), sessions
+        self.seats, self.sessions, self.urls = SeatMap(spec, policies, urls), sessions, urls
         self.bus: Bus = worker.ctx.bus
         self.subject = SCORE if is_scored(spec.model_dump()) else GROUP
         self.admission = Admission(worker.ctx.store.redis, lease.job, policies=list(spec.policies))
@@ -145,6 +147,7 @@ class RolloutJob:
             self.worker.spent,
             partial(self.lanes.busy, kind="evaluation"),
             policy,
+            self.urls,
         )
 
     async def _end_groups(self) -> None:
@@ -245,7 +248,7 @@ class RolloutJob:
         return next(filter(None, found), "")
 
     def _text_of(self, policy: str, ids: list[int]) -> str:
-        return self.policies[policy].renderer.text(ids)
+        return self.seats.named(policy).renderer.text(ids)
 
     async def _play_sample(self, ticket: Ticket, index: int) -> Sample:
         """Raises EpisodeFailed when the sample failed once more than `rollout.retries` allows."""
@@ -260,7 +263,7 @@ class RolloutJob:
                     raise
                 continue
             self.counts["episodes"] += 1
-            self.counts["tokens"] += sum(int(t.mask.sum()) for t in trajectories)
+            self.counts["tokens"] += episode.sampled
             self.counts["turns"] += sum(len(t.turns) for t in trajectories)
             for turn in (turn for t in trajectories for turn in t.turns):
                 self.gauges["generate_s"] = self.gauges.get("generate_s", 0.0) + turn.generate_s

@@ -1,5 +1,5 @@
-"""Runs a lease: loads tokenizer and engine of the job, or of each of its policies and frozen checkpoints, and closes
-them in any case."""
+"""Runs a lease: loads tokenizer and engine of the job, or of each of its policies and frozen checkpoints, connects the
+models behind URLs, and closes them in any case."""
 
 from __future__ import annotations
 
@@ -23,13 +23,17 @@ from opentinker.services.rollout_worker.inference_job import InferenceJob
 from opentinker.services.rollout_worker.policies import LoadedPolicy
 from opentinker.services.rollout_worker.renderer import Renderer
 from opentinker.services.rollout_worker.rl_job import RolloutJob
+from opentinker.services.rollout_worker.url_player import UrlPlayer
 from opentinker.shared.asyncio_tools import finish_uncancelled
 from opentinker.shared.data.readable_paths import opening
 from opentinker.shared.runtime.leased_worker import LeasedWorker
+from opentinker.shared.security.egress import Egress
+from opentinker.shared.security.model_keys import key_problem, read_model_keys
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.spec.policies import frozen_in, frozen_spec_of, spec_of
+from opentinker.shared.spec.url_seats import urls_in
 from opentinker.shared.types.core import Lease
-from opentinker.shared.types.errors import JobFailed
+from opentinker.shared.types.errors import JobFailed, SpecError
 
 MakeEngine = Callable[[JobSpec, Renderer, str, Sequence[Beside]], Engine]
 """The third is the model's directory or hub id; the last are the adapters that it will be given."""
@@ -46,10 +50,11 @@ async def run_lease(
             await InferenceJob(worker, lease, spec, policy.engine, policy.renderer).run()
         elif spec.kind == "eval":
             policies = [await load.with_given_weights(), *await load.frozen()]
-            await EvalJob(worker, lease, spec, policies, sessions).run()
+            await EvalJob(worker, lease, spec, policies, sessions, await load.urls(policies[0])).run()
         else:
             trained = [await load.to_train(name) for name in spec.policies or ("",)]
-            await RolloutJob(worker, lease, spec, [*trained, *await load.frozen()], sessions).run()
+            policies = [*trained, *await load.frozen()]
+            await RolloutJob(worker, lease, spec, policies, sessions, await load.urls(trained[0])).run()
 
 
 class Loader:
@@ -86,6 +91,28 @@ class Loader:
         policy = await self._started(partial(LoadedPolicy, is_frozen=True), checkpoint, own, model)
         await _serve(policy, model, given)
         return policy
+
+    async def urls(self, first: LoadedPolicy) -> list[UrlPlayer]:
+        """Return the models behind URLs that play seats of the job. Raises JobFailed without the key of one."""
+        seats = urls_in(self._spec.seats)
+        if not seats:
+            return []
+        settings = self._worker.ctx.settings
+        path = settings.model_keys_file if any(seat.key is not None for seat in seats) else None
+        try:
+            keys = await asyncio.to_thread(read_model_keys, path)
+        except SpecError as error:
+            raise JobFailed(f"rollout worker: {error}") from None
+        tenant = (await self._worker.ctx.store.job(self._lease.job)).tenant
+        http = await self._held.enter_async_context(Egress(tuple(settings.env_egress_allow)).session(limit=0))
+        found = []
+        for seat in seats:
+            assert seat.url is not None
+            if seat.key is not None and (problem := key_problem(keys, seat.key, seat.url, tenant)):
+                raise JobFailed(f"key {seat.key!r} of a seat with url {seat.url} {problem}")
+            secret = "" if seat.key is None else keys[seat.key].key
+            found.append(UrlPlayer(seat, secret, http, first.renderer, first.context))
+        return found
 
     async def _started(
         self,

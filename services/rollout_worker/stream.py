@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from opentinker.services.rollout_worker.engines.base import Completion
-from opentinker.services.rollout_worker.policies import LoadedPolicy
+from opentinker.services.rollout_worker.policies import LoadedPolicy, Player
 from opentinker.services.rollout_worker.renderer import images_of
 from opentinker.shared.types.core import Message, Tool
 from opentinker.shared.types.trajectories import Picture, Span, Turn
@@ -14,14 +14,15 @@ from opentinker.shared.types.trajectories import Picture, Span, Turn
 class Stream:
     """One context of one seat: the trajectory's arrays while they grow."""
 
-    def __init__(self, seat: str, name: str, tools: list[Tool], policy: LoadedPolicy) -> None:
-        self.seat, self.name, self.tools, self.policy = seat, name, tools, policy
+    def __init__(self, seat: str, name: str, tools: list[Tool], player: Player) -> None:
+        self.seat, self.name, self.tools, self.player = seat, name, tools, player
         self.ids: list[int] = []
         self.mask: list[int] = []
         self.logprobs: list[float] = []
         self.spans: list[Span] = []
         self.turns: list[Turn] = []
         self.sampled = 0
+        """Tokens that an engine of ours has sampled."""
         self.said: list[Message] = []
         """Both sides' words so far."""
         self.spoken = 0
@@ -45,7 +46,8 @@ class Stream:
         self.mask += [1] * len(completion.ids)
         self.logprobs += completion.logprobs
         self.spans += [Span(start + s.start, start + s.end, s.version) for s in completion.spans]
-        self.sampled += len(completion.ids)
+        if isinstance(self.player, LoadedPolicy):
+            self.sampled += len(completion.ids)
         self.said.append(Message(role="assistant", content=text))
         self.spoken = len(self.said)
 

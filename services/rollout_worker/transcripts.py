@@ -1,9 +1,12 @@
-"""Which training episodes are kept word by word, and how much of each: for people to read, never for the trainer."""
+"""What of episodes is kept word by word: for people to read, and for reward models, never for the trainer."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
+from opentinker.services.rollout_worker.policies import LoadedPolicy, Player
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.types.core import Message
 
@@ -21,6 +24,13 @@ def is_kept(spec: JobSpec, group: int, sample: int) -> bool:
         return False
     chosen = min(wanted, groups)
     return group % (groups // chosen) == 0 and sample < -(-wanted // chosen)
+
+
+def for_judges(player: Player, said: Sequence[Message]) -> list[Message] | None:
+    """Return a conversation without its images, for reward models, which read; None if they do not judge the player."""
+    if not isinstance(player, LoadedPolicy) or not player.spec.reward_models:
+        return None
+    return [msgspec.structs.replace(one, content=one.text) if one.images else one for one in said]
 
 
 def shortened(messages: Sequence[Message], characters: int) -> list[Message]:

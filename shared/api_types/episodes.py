@@ -45,6 +45,8 @@ class SeenTokens(TypedDict):
     seat: str
     stream: str
     tokens: Tokens
+    policy: NotRequired[str]
+    """Who played the seat, as in View."""
 
 
 class Transcript(TypedDict):
@@ -84,7 +86,8 @@ class View(TypedDict):
     stream: str
     """Which of the seat's contexts."""
     policy: NotRequired[str]
-    """Who played the seat, in a job with several policies; empty in one with a single policy."""
+    """Who played the seat: one of several policies, a checkpoint (`JOB@STEP`) or a model behind a URL (`MODEL@URL`);
+    empty: the policy of a job that has one."""
     reward: float
     messages: list[Shown]
     tokens: Tokens | None

@@ -39,7 +39,7 @@ from opentinker.shared.spec.policies import (
     unknown_policies,
     with_job_settings,
 )
-from opentinker.shared.spec.ranks import settle_parallel, unused_gpus
+from opentinker.shared.spec.ranks import settle_parallel, shared_ranks, unused_gpus
 from opentinker.shared.spec.rollout import MAX_OPEN_GROUPS, NO_ENVIRONMENT, EnvironmentSpec, RolloutSpec, ToySpec
 from opentinker.shared.spec.serving import AdapterSpec, ServingSpec, settle_serving
 from opentinker.shared.spec.start import StartSpec
@@ -142,7 +142,8 @@ class JobSpec(SpecPart):
     seats: Annotated[dict[SeatName, SeatSpec], Field(max_length=MAX_SEATS)] = {}
     """Who plays which seat of the environment, by name or pattern (`player_*`): `white = "NAME"` for one of [policies],
     `white = { bot = "NAME" }` for a scripted player of the environment, `white = { frozen = "JOB@STEP" }` for a
-    checkpoint. A seat's own name counts before patterns."""
+    checkpoint, `white = { url = "https://...", model = "NAME" }` for a model behind a URL. A seat's own name counts
+    before patterns."""
     match: MatchSpec | None = None
     """How the matches of [policies] are played."""
     teacher: TeacherSpec | None = None
@@ -226,7 +227,7 @@ class JobSpec(SpecPart):
             found += self._settle_policy(name)
         found += self._untaught_tools() + self._at_once() + settle_frozen(self) + settle_policies(self)
         found += settle_best(self.artifacts, evaluated=self.validation is not None)
-        found += unused_gpus(self)
+        found += unused_gpus(self) + shared_ranks(self)
         return found + broken_promises(self) + contradictions(self)
 
     def _settle_learning(self) -> list[dict[str, Any]]:

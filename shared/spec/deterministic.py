@@ -26,6 +26,11 @@ def broken_promises(spec: JobSpec) -> list[dict[str, Any]]:
         return []
     found = _in_sampling(spec) + _in_reference_forward(spec)
     found += [
+        (f"seats.{seat}.url", player.url, "cannot play: nothing fixes what it answers")
+        for seat, player in spec.seats.items()
+        if player.url is not None
+    ]
+    found += [
         (f"train.target.{name}", value, "depends on timing, and with it when the job would end")
         for name, value in spec.train.target.items()
         if TIMED.fullmatch(name)

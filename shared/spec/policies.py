@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, field_validator
 
 from opentinker.shared.spec.algorithm import AlgorithmSpec
 from opentinker.shared.spec.base import SpecPart, Steps
@@ -15,8 +15,9 @@ from opentinker.shared.spec.model import ModelSpec
 from opentinker.shared.spec.schedules import DEFAULT_GROWTH, ScheduleName, settle_schedule, steps_may_differ
 from opentinker.shared.spec.start import PUBLISHED, SAVED
 from opentinker.shared.spec.train import TrainSpec
+from opentinker.shared.spec.url_seats import UrlSettings, checked_url, settle_url, url_mistakes
 from opentinker.shared.types.core import POLICY_TABLES
-from opentinker.shared.types.mistakes import fill, mistakes_of
+from opentinker.shared.types.mistakes import Mistakes, fill, mistakes_of
 
 if TYPE_CHECKING:
     from opentinker.shared.spec import JobSpec
@@ -31,7 +32,7 @@ PolicyName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,31}$")]
 SeatName = Annotated[str, Field(min_length=1, max_length=100)]
 SHARED_OPTIONS = ("group_size", "groups_per_batch", "max_staleness")
 """Settings of the job's [algorithm] that a policy inherits even if it names a preset."""
-PLAYERS = ("policy", "bot", "frozen")
+PLAYERS = ("policy", "bot", "frozen", "url")
 """Settings of a seat that name its player."""
 INHERITED: dict[str, type[SpecPart]] = dict(zip(POLICY_TABLES, (ModelSpec, AlgorithmSpec, TrainSpec), strict=True))
 """Tables of the job that a policy completes its own with."""
@@ -55,8 +56,8 @@ class PolicySpec(SpecPart):
     STAND_INS = {"model": {"base": "x"}}
 
 
-class SeatSpec(SpecPart):
-    """Who plays a seat: exactly one of these."""
+class SeatSpec(UrlSettings):
+    """Who plays a seat: exactly one of policy, bot, frozen and url."""
 
     policy: PolicyName | None = None
     """One of [policies]; `seat = "NAME"` is short for `seat = { policy = "NAME" }`."""
@@ -65,8 +66,35 @@ class SeatSpec(SpecPart):
     frozen: str | None = None
     """`JOB@STEP`, `JOB@latest`, `JOB~POLICY@STEP` or a published name: a checkpoint of your jobs, which plays and does
     not learn. The job keeps a copy of it."""
-    model: ModelSpec | None = None
-    """[model] of the checkpoint in `frozen`, which the server fills in."""
+    url: Annotated[str, Field(max_length=2000)] | None = None
+    """Base URL of an OpenAI-compatible server, `https://HOST/v1`: `model` there plays, over chat completions, and does
+    not learn. Rollout workers connect to public addresses and to networks in env_egress_allow alone."""
+    model: ModelSpec | str | None = None
+    """frozen: [model] of the checkpoint, which the server fills in. url: the model's name at the server, which is
+    needed."""
+
+    STAND_INS = {"url": "http://x", "frozen": "j-0123456789@1", "model": "x"}
+
+    @property
+    def player(self) -> str | None:
+        """Name of the model that plays: a policy, a checkpoint, or `MODEL@URL`; None: a bot plays."""
+        return f"{self.model}@{self.url}" if self.url is not None else self.policy or self.frozen
+
+    @field_validator("model", mode="wrap")
+    @classmethod
+    def _table_or_name(cls, value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        """Report mistakes in a table as those of a table alone."""
+        try:
+            return ModelSpec.model_validate(value) if isinstance(value, dict) else handler(value)
+        except ValidationError as error:
+            if not isinstance(value, dict):
+                raise
+            raise Mistakes([one for item in error.errors() for one in mistakes_of(item, value)]) from None
+
+    @field_validator("url")
+    @classmethod
+    def _reachable(cls, value: str | None) -> str | None:
+        return None if value is None else checked_url(value)
 
     @field_validator("frozen")
     @classmethod
@@ -79,11 +107,14 @@ class SeatSpec(SpecPart):
         return value
 
     def resolve(self) -> list[Mistake]:
-        found = one_player(self, PLAYERS)
-        if not found and self.model is not None and self.frozen is None:
-            problem = "belongs to a checkpoint (frozen); a policy has its model in [policies]"
-            return [{"field": "model", "value": self.model.base, "problem": problem}]
-        return found
+        if found := one_player(self, PLAYERS) or settle_url(self):
+            return found
+        if self.frozen is not None and isinstance(self.model, str):
+            return [_mistake("model", self.model, "is a table, which the server fills in: leave it out")]
+        if self.model is not None and self.frozen is None and self.url is None:
+            problem = "belongs to a checkpoint (frozen) or a url; a policy has its model in [policies]"
+            return [_mistake("model", self.model if isinstance(self.model, str) else self.model.base, problem)]
+        return []
 
 
 def one_player(part: SpecPart, names: Sequence[str]) -> list[Mistake]:
@@ -91,7 +122,7 @@ def one_player(part: SpecPart, names: Sequence[str]) -> list[Mistake]:
     if len(given) == 1:
         return []
     problem = f"must name one player ({', '.join(names)}), not {len(given)}"
-    return [_mistake(given[-1] if given else "policy", dict(part), problem)]
+    return [_mistake(given[-1] if given else "policy", {name: getattr(part, name) for name in given}, problem)]
 
 
 class OpponentSpec(SpecPart):
@@ -220,7 +251,7 @@ def frozen_in(seats: Mapping[str, SeatSpec]) -> list[str]:
 def frozen_spec_of(spec: JobSpec, checkpoint: str) -> JobSpec:
     """Return the spec by which a frozen checkpoint plays in a stored job: with its own model, and unscored."""
     (model, *_) = (player.model for player in spec.seats.values() if player.frozen == checkpoint)
-    assert model is not None, "submission fills it in"
+    assert isinstance(model, ModelSpec), "submission fills it in"
     return spec.model_copy(update={"model": model, "reward_models": []})
 
 
@@ -313,6 +344,7 @@ def _seat_mistakes(spec: JobSpec) -> list[Mistake]:
             found.append(_mistake(f"seats.{seat}", player.policy, f"is no policy of this job; {known}"))
     if spec.seats and not spec.policies and all("*" in s or "?" in s for s in spec.seats) and "*" in spec.seats:
         found.append(_mistake("seats", list(spec.seats), "leaves no seat to the job's policy"))
+    found += url_mistakes(spec)
     frozen = frozen_in(spec.seats)
     if frozen and engines_of(spec) > MAX_POLICIES:
         problem = f"name {len(frozen)} checkpoints; with the policies, {MAX_POLICIES} engines may play in a job"
@@ -327,8 +359,8 @@ def _rotation_mistakes(spec: JobSpec) -> list[Mistake]:
     bots = any(player.bot is not None for player in spec.seats.values())
     if not spec.policies or patterns or bots or len(spec.seats) < 2:
         problem = (
-            "needs [seats] with two seats or more, each by its own name, all of them played by [policies] or frozen "
-            "checkpoints"
+            "needs [seats] with two seats or more, each by its own name, all of them played by [policies], frozen "
+            "checkpoints or urls"
         )
         return [_mistake("match.rotate", True, problem)]
     if spec.rollout.oversample:

@@ -21,6 +21,16 @@ def settle_parallel(spec: JobSpec) -> list[dict[str, Any]]:
     return [{"field": "train.parallel", "value": parallel, "problem": problem} for problem in found]
 
 
+def shared_ranks(spec: JobSpec) -> list[dict[str, Any]]:
+    """Mistakes in the ranks of a job with several policies, whose learners are all in one trainer process."""
+    ranks = spec.resources.ranks
+    if len(spec.policies) < 2 or ranks == 1:
+        return []
+    field = "trainer_gpus" if spec.resources.trainer_gpus else "trainer_ranks"
+    problem = "must be 1 in a job with several policies: one trainer process holds them all, and joins no two groups"
+    return [{"field": f"resources.{field}", "value": ranks, "problem": f"{problem} of ranks"}]
+
+
 def unused_gpus(spec: JobSpec) -> list[dict[str, Any]]:
     """Mistakes in `resources.rollout_gpus`."""
     if not spec.resources.rollout_gpus or spec.rollout.engine == "vllm":

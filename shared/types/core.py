@@ -127,6 +127,8 @@ class Ending(StrEnum):
     """The first observation is empty or does not fit into the context."""
     ENGINE_ERROR = "engine_error"
     """The generation engine failed the request."""
+    URL_FAILED = "url_failed"
+    """The model behind a URL that plays a seat gave no answer that could be used, or may not be reached."""
     CANCELLED = "cancelled"
 
     @property

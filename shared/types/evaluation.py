@@ -29,6 +29,8 @@ class ExamView(msgspec.Struct, frozen=True, kw_only=True):
     seat: str
     stream: str
     tokens: KeptTokens
+    policy: str = ""
+    """Who played the seat, see `Trajectory.policy`."""
 
 
 class EvalResult(msgspec.Struct, frozen=True, kw_only=True):

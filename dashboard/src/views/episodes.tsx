@@ -43,7 +43,7 @@ interface Exam {
   ending: string;
   messages: Message[];
   /** Of old ones, and beyond the first few: none. */
-  views?: { seat: string; stream: string; tokens: Tokens }[];
+  views?: { seat: string; stream: string; tokens: Tokens; policy?: string }[];
 }
 
 interface Answer {
@@ -307,6 +307,7 @@ function ExamCard({ exam, colour }: { exam: Exam; colour: Colour }): JSX.Element
             {views.length > 1 && (
               <h3>
                 {view.seat || "player"} {view.stream}
+                {view.policy && <small class="dim"> played by {view.policy}</small>}
               </h3>
             )}
             <TokenText tokens={view.tokens} colour={colour} />

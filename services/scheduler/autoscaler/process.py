@@ -136,9 +136,19 @@ class ProcessLauncher:
         handed = {one: getattr(self.settings, one) for one in HANDED_ON}
         handed["data_dir"] = self.settings.data_dir.resolve()
         own = {"worker_id": name, "idle_exit_s": self.settings.launcher_idle_s, "health_port": 0}
+        if pool == Pool.ROLLOUT:
+            handed |= self._for_url_seats()
         told = {PREFIX + key.upper(): str(value) for key, value in {**handed, **own}.items()}
         pin = {VISIBLE: pin_of(self._part(name)), **ORDER} if self._visible else {}
         return {**others, **told, **pin, **{key: path for path, key in self._passwords(pool).items()}}
+
+    def _for_url_seats(self) -> dict[str, object]:
+        """Return what the scheduler checks seats with a url by, and rollout workers too."""
+        keys = self.settings.model_keys_file
+        return {
+            "env_egress_allow": ",".join(self.settings.env_egress_allow),
+            **({} if keys is None else {"model_keys_file": keys.resolve()}),
+        }
 
     def _passwords(self, pool: Pool) -> dict[str, str]:
         """File -> variable that names it."""

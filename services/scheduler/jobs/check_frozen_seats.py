@@ -19,6 +19,7 @@ from opentinker.shared.spec import JobSpec, ModelSpec, SeatSpec
 from opentinker.shared.spec.policies import MAX_SEATS
 from opentinker.shared.spec.serving import MAX_LORA_RANK
 from opentinker.shared.spec.start import Origin
+from opentinker.shared.types.mistakes import short
 
 
 class FrozenSeat(NamedTuple):
@@ -38,7 +39,7 @@ async def check_frozen_seats(
     mistakes: Mistakes = []
     found: dict[str, FrozenSeat] = {}
     known: dict[str, SourceCheckpoint | str] = {}
-    for seat, player in _written(data, spec).items():
+    for seat, player in written_seats(data, spec).items():
         checkpoint = player.frozen
         if checkpoint is None:
             continue
@@ -55,8 +56,9 @@ async def check_frozen_seats(
     return mistakes, found
 
 
-def _written(data: Any, spec: JobSpec | None) -> Mapping[str, SeatSpec]:
-    """Of a spec that is wrong somewhere, the seats that are right in themselves, of the first MAX_SEATS."""
+def written_seats(data: Any, spec: JobSpec | None) -> Mapping[str, SeatSpec]:
+    """Return the seats of a spec; of one that is wrong somewhere, those that are right in themselves, of the first
+    MAX_SEATS."""
     if spec is not None:
         return spec.seats
     listed = data.get("seats") if isinstance(data, dict) else None
@@ -80,7 +82,7 @@ def _judge(chosen: SourceCheckpoint, player: SeatSpec, spec: JobSpec | None) -> 
     wrong = []
     if player.model is not None and player.model != model:
         problem = f"is not that of {chosen.name}: leave it out"
-        wrong.append({"field": "model", "value": player.model.base, "problem": problem})
+        wrong.append({"field": "model", "value": short(player.model), "problem": problem})
     if lora is not None and lora.rank > MAX_LORA_RANK:
         wrong.append(_wrong(player, f"its adapter has rank {lora.rank}, and vLLM serves {MAX_LORA_RANK} at most"))
     if spec is None:

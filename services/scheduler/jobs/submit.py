@@ -18,6 +18,7 @@ from opentinker.services.scheduler.jobs import (
     check_environment,
     check_frozen_seats,
     check_model,
+    check_url_seats,
     kept_checkpoints,
 )
 from opentinker.services.scheduler.jobs import check_start_checkpoint as starting
@@ -183,6 +184,7 @@ async def _check_references(ctx: Context, data: Any, spec: JobSpec | None, tenan
     asked, files, (wrong_start, chosen) = asking.result(), looking.result(), starts.result()
     wrong_adapters, beside = await check_adapters.check_adapters(ctx, data, spec, files.base, tenant)
     wrong_seats, frozen = await check_frozen_seats.check_frozen_seats(ctx, data, spec, tenant)
+    mistakes += await check_url_seats.check_url_seats(ctx, data, spec, tenant)
     mistakes += _check_priority(ctx, spec, tenant) + families.result()
     mistakes += asked.mistakes + files.model + wrong_start + wrong_adapters + wrong_seats + files.frozen + files.data
     return Found(asked, chosen, beside, frozen)

@@ -269,25 +269,38 @@ def sections(schema: dict[str, Any]) -> list[tuple[str, list[tuple[str, str, str
     """Tables of the spec in order, each with its fields: name, type, default (None: required), meaning."""
     found: list[tuple[str, list[tuple[str, str, str | None, str]]]] = []
 
-    def walk(section: str, table: dict[str, Any]) -> None:
+    def walk(section: str, table: dict[str, Any], *, alone: bool = False) -> None:
+        """`alone`: its own tables are described elsewhere."""
         fields: list[tuple[str, str, str | None, str]] = []
         found.append((section, fields))
         for name, field in table["properties"].items():
             inner = _table(field, schema)
             path = f"{section}.{name}" if section else name
-            if inner is not None and field.get("default", {}) is not None:
+            if inner is not None and not alone and field.get("default", {}) is not None:
                 walk(path, inner)
                 continue
-            default = _toml(field["default"]) if "default" in field else None
+            default = (
+                _toml({} if alone and inner and field["default"] else field["default"]) if "default" in field else None
+            )
             meaning = " ".join(str(field.get("description", "")).split())
             fields.append((name, _kind(field, schema), default, meaning))
+            if alone:
+                continue
             if inner is not None:
                 walk(path, inner)
+            elif (named := _table_by_name(field, schema)) is not None:
+                walk(f"{path}.NAME", named, alone=True)
             elif (each := _table(field.get("items", {}), schema)) is not None:
                 walk(f"[{path}]", each)
 
     walk("", schema)
     return found
+
+
+def _table_by_name(field: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any] | None:
+    """The table that a field holds under each of its names, if it does."""
+    inside = [field.get("additionalProperties"), *field.get("patternProperties", {}).values()]
+    return next((table for one in inside if isinstance(one, dict) and (table := _table(one, schema))), None)
 
 
 def _table(field: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any] | None:

@@ -52,6 +52,8 @@ DRAIN_S = 25.0
 SMALL_MACHINE_CORES = 4
 SERVICE_OF = {"rollout_worker": ROLLOUT, "env_worker": ENV, "reference_forward": REFERENCE}
 """Module -> what its service is called, where that differs."""
+CONNECTING = ("env_worker", "rollout_worker", "scheduler")
+"""Modules that connect to URLs of jobs, or check them."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -237,7 +239,7 @@ def service_specs(
             env |= {"OPENTINKER_HTTP_HOST": plan.host, "OPENTINKER_HTTP_PORT": str(port)}
             env |= {f"{PREFIX}AUTH": "false"} if key is None else {PREFIX + KEY_FILE.upper(): str(key)}
             env |= _launcher_access(env.get(PREFIX + "NATS_PASSWORD_FILE"))
-        if module == "env_worker" and plan.host in LOOPBACK_HOSTS:  # who submits jobs is on this machine already
+        if module in CONNECTING and plan.host in LOOPBACK_HOSTS:  # who submits jobs is on this machine already
             env[egress.VARIABLE] = os.environ.get(egress.VARIABLE, ",".join(egress.LOOPBACK))
         specs.append(
             ChildSpec(

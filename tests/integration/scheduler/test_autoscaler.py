@@ -34,6 +34,7 @@ from opentinker.shared.config import Settings, TenantLimits, load_settings
 from opentinker.shared.runtime import launched_processes
 from opentinker.shared.runtime.gpus import pin_of
 from opentinker.shared.runtime.service import Context
+from opentinker.shared.security.egress import LOOPBACK, VARIABLE
 from opentinker.shared.security.secrets import AWS
 from opentinker.shared.spec import parse_spec
 from opentinker.shared.state.store import Store
@@ -287,6 +288,17 @@ async def environment_of(pid: int) -> dict[str, str]:
 
     await until(told)
     return told()
+
+
+def test_rollout_workers_get_what_models_behind_urls_are_checked_by(alone: Settings, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    settings = alone.model_copy(update={"env_egress_allow": list(LOOPBACK), "model_keys_file": keys})
+    launcher = ProcessLauncher(settings)
+    told = {pool: launcher._environment(pool, "x") for pool in (Pool.ROLLOUT, Pool.TRAINER)}
+    found = load_settings(None, {VARIABLE: told[Pool.ROLLOUT][VARIABLE]})
+    assert found.env_egress_allow == list(LOOPBACK)
+    assert told[Pool.ROLLOUT]["OPENTINKER_MODEL_KEYS_FILE"] == str(keys)
+    assert not {VARIABLE, "OPENTINKER_MODEL_KEYS_FILE"} & told[Pool.TRAINER].keys()
 
 
 async def test_a_process_is_known_to_the_next_scheduler(alone: Settings, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -327,16 +327,16 @@ def test_every_service_gets_a_name_and_a_health_port_of_its_own(tmp_path: Path) 
     ("host", "given", "allowed"),
     [("127.0.0.1", None, "127.0.0.0/8,::1/128"), ("127.0.0.1", "10.0.0.0/8", "10.0.0.0/8"), ("0.0.0.0", None, None)],
 )
-def test_environments_reach_loopback_where_only_this_machine_reaches_the_api(
+def test_urls_of_jobs_reach_loopback_where_only_this_machine_reaches_the_api(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str, given: str | None, allowed: str | None
 ) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     if given is not None:
         monkeypatch.setenv(VARIABLE, given)
     specs = service_specs(Plan(data_dir=tmp_path, host=host), 8080, "nats://n", "redis://r")
-    assert {spec.name: spec.env.get(VARIABLE) for spec in specs if spec.name.startswith(("env", "trainer"))} == {
-        "trainer-0": None,
-        "env-0": allowed,
+    assert {spec.name: spec.env.get(VARIABLE) for spec in specs} == {
+        **{"trainer-0": None, "reference-0": None},
+        **{"scheduler": allowed, "rollout-0": allowed, "env-0": allowed},
     }
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from opentinker.shared.spec import JobSpec, SeatSpec, parse_spec
+from opentinker.shared.spec.algorithms import GROUP_BASELINES
 from opentinker.shared.spec.policies import (
     MAX_MISTAKES,
     MAX_POLICIES,
@@ -25,6 +26,7 @@ from opentinker.shared.spec.policies import (
 )
 from opentinker.shared.spec.schedules import Rule, kept_groups, max_opponent_lag, rule_of
 from opentinker.shared.spec.seat_lists import MAX_ENTRIES
+from opentinker.shared.spec.url_seats import urls_in
 from opentinker.shared.types.errors import SpecError
 
 BASE: dict[str, Any] = {
@@ -128,7 +130,7 @@ def test_every_mistake_is_reported_at_once() -> None:
         (
             {"match": {"rotate": True}, "seats": {"speaker": "speaker", "listener": {"bot": "echo"}}},
             "match.rotate",
-            "policies. or frozen",
+            "policies., frozen checkpoints or urls",
         ),
         (
             {"validation": {"every": 5, "against": [{"policy": "x"}]}},
@@ -353,6 +355,101 @@ def test_a_frozen_checkpoint_plays_with_its_own_model_and_is_not_judged() -> Non
     own = frozen_spec_of(spec, OLD)
     assert (own.model.base, own.reward_models, spec.model.base) == ("n", [], "m")
     assert own.rollout == spec.rollout and parse_spec(spec.model_dump(mode="json")) == spec
+
+
+@pytest.mark.parametrize("advantage", GROUP_BASELINES)
+def test_a_group_of_one_has_no_baseline_for_any_policy(advantage: str) -> None:
+    alone = {"name": "spiral", "group_size": 1}
+    policies: dict[str, Any] = {"speaker": {}, "listener": {"algorithm": {"name": "ppo"}}}
+    spec = parse_spec({**BASE, "algorithm": alone, "policies": policies})
+    assert [policy.algorithm.advantage for policy in spec.policies.values()] == ["rae", "gae"]
+    compares = {"algorithm": {"name": "rloo", "advantage": advantage}}
+    found = refused(algorithm=alone, policies={**policies, "listener": compares})
+    assert found.keys() == {"policies.listener.algorithm.group_size"}
+    assert "it needs 2 or more" in found["policies.listener.algorithm.group_size"]
+    found = refused(algorithm=alone, policies=dict.fromkeys(policies, compares))
+    assert found.keys() == {f"policies.{name}.algorithm.group_size" for name in policies}, "each, at once"
+    found = refused(policies={**policies, "speaker": {"algorithm": {"advantage": advantage, "group_size": 1}}})
+    assert "policies.speaker.algorithm.group_size" in found
+    own = {"group_size": 1, "advantage": advantage}
+    found = refused(algorithm=own, policies={}, seats={})
+    assert found.keys() == {"algorithm.group_size"} and "2 or more" in found["algorithm.group_size"]
+
+
+@pytest.mark.parametrize(
+    ("resources", "field"),
+    [({"trainer_ranks": 2}, "resources.trainer_ranks"), ({"trainer_gpus": 2}, "resources.trainer_gpus")],
+)
+def test_several_policies_share_one_rank(resources: dict[str, int], field: str) -> None:
+    found = refused(resources=resources)
+    assert found.keys() == {field} and "one trainer process holds them all" in found[field]
+    alone = {"policies": {"speaker": {}}, "seats": {"*": "speaker"}}
+    assert parse_spec({**BASE, **alone, "resources": resources}).resources.ranks == 2
+
+
+URL = {"url": "https://models.example/v1", "model": "big"}
+
+
+def test_a_model_behind_a_url_plays_a_seat_of_any_job_with_an_environment() -> None:
+    alone = {**BASE, "policies": {}, "seats": {"listener": URL}}
+    evaluation = {**{name: BASE[name] for name in ("name", "model", "environment", "rollout")}, "kind": "eval"}
+    for data in (alone, {**evaluation, "seats": {"listener": URL}}):
+        spec = parse_spec(data)
+        seat = spec.seats["listener"]
+        assert (seat.player, seat.timeout_s, seat.answer_tokens) == ("big@https://models.example/v1", 60.0, 1024)
+        assert urls_in(spec.seats) == [seat] and engines_of(spec) == 1 and bots_of(spec.seats) == {}
+        assert parse_spec(spec.model_dump(mode="json")) == spec
+    both = parse_spec({**alone, "seats": {"a": URL, "b": {**URL, "url": "https://models.example/v1/"}, "c": "speaker"},
+                       "policies": {"speaker": {}}})  # fmt: skip
+    assert len(urls_in(both.seats)) == 1, "the slash at the end makes no difference"
+    entries = {"speaker": "speaker", "listener": URL}
+    spec = parse_spec({**BASE, "policies": {"speaker": {}}, "seats": entries, "match": {"rotate": True}})
+    assert rotated(list(entries), list(spec.seats.values()), 1)["speaker"].player == seat.player
+
+
+@pytest.mark.parametrize(
+    ("seat", "changes", "field", "problem"),
+    [
+        ({"url": "https://me:pw@models.example/v1"}, {}, "seats.listener.url", "secrets have no place"),
+        ({"url": "wss://models.example/v1"}, {}, "seats.listener.url", "must be http.s.://HOST"),
+        ({"url": "https://models.example/v1?k=1"}, {}, "seats.listener.url", "without a query"),
+        ({"url": "https://models.example:22/v1"}, {}, "seats.listener.url", "port 22 may not"),
+        ({"url": "https://models.example/#a"}, {}, "seats.listener.url", "a fragment"),
+        ({"model": None}, {}, "seats.listener.model", "is needed with a url"),
+        ({"model": {"base": "m"}}, {}, "seats.listener.model", "is needed with a url"),
+        ({"model": "x" * 201}, {}, "seats.listener.model", "200 characters"),
+        ({"key": "sk-0123456789ABCDEF"}, {}, "seats.listener.key", "never the key itself"),
+        ({"api_key": "sk-0123456789"}, {}, "seats.listener.api_key", "unknown setting"),
+        ({"timeout_s": 0.5}, {}, "seats.listener.timeout_s", "greater than or equal to 1"),
+        ({"answer_tokens": 10**9}, {}, "seats.listener.answer_tokens", "less than or equal to 131072"),
+        ({"concurrency": 0}, {}, "seats.listener.concurrency", "greater than 0"),
+        ({"bot": "echo"}, {}, "seats.listener.url", "one player"),
+        ({"url": None, "model": None, "bot": "echo", "key": "lab"}, {}, "seats.listener.key", "belongs to a url"),
+        ({"url": None, "frozen": OLD}, {}, "seats.listener.model", "leave it out"),
+        (
+            {},
+            {"environment": {"name": "signalling", "tools": [{"type": "python"}]}},
+            "environment.tools",
+            "cannot call",
+        ),
+        ({}, {"seats": {"a": URL, "b": {**URL, "temperature": 1.0}}}, "seats.b.model", "the same settings"),
+        (
+            {},
+            {
+                "train": {"steps": 1, "deterministic": True},
+                "algorithm": {"max_staleness": 0},
+                "rollout": {"engine": "toy", "seed": 1},
+            },
+            "seats.listener.url",
+            "nothing fixes what it answers",
+        ),
+    ],
+)
+def test_what_a_model_behind_a_url_cannot_be_is_refused(
+    seat: dict[str, Any], changes: dict[str, Any], field: str, problem: str
+) -> None:
+    found = refused(**{"policies": {}, "seats": {"listener": {**URL, **seat}}, **changes})
+    assert found.keys() == {field} and re.search(problem, found[field]), found
 
 
 def test_frozen_checkpoints_rotate_with_the_policies() -> None:
