@@ -58,9 +58,14 @@ def fence(root: Path, epoch: int) -> None:
 
 
 def commit(
-    root: Path, manifest: Manifest, write: Callable[[Path], None], crash: Callable[[str], None] = _continue
+    root: Path,
+    manifest: Manifest,
+    write: Callable[[Path], None],
+    crash: Callable[[str], None] = _continue,
+    name: str = "",
 ) -> Path:
-    """Write a checkpoint through `write(directory)` and make it exist in one rename. Returns its directory.
+    """Write a checkpoint through `write(directory)` and make it exist in one rename. Returns its directory, which has
+    the name of the step, or `name`.
 
     A checkpoint of the same step is replaced. Raises Fenced if a newer epoch has committed here, JobFailed if the disk
     is full or fails otherwise; in both cases, and when `write` raises, no files of the attempt remain. `crash(point)`
@@ -80,7 +85,7 @@ def commit(
         crash("sealed")
         with _locked(root):
             _refuse_old_epoch(root, manifest)
-            final = root / name_of(manifest.step)
+            final = root / (name or name_of(manifest.step))
             replaced = _set_aside(final) if final.exists() else None
             crash("replacing")
             temporary.rename(final)

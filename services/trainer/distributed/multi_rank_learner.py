@@ -154,6 +154,12 @@ class MultiRankRlLearner(MultiRankLearner):
             return self.own.snapshot(version)
         return self._run(Gather(checkpoint=False), lambda: self.own.snapshot(version))
 
+    def save_weights(self, directory: Path) -> None:
+        if self.spec.train.parallel != "zero3":
+            self.own.save_weights(directory)
+        else:  # a disk error does not concern the other ranks
+            self.own.write_weights(directory, self._run(Gather(checkpoint=True), self.own.collect).weights)
+
 
 class MultiRankRowLearner(MultiRankLearner):
     own: SupervisedLearner

@@ -138,6 +138,9 @@ class Learner(Trainable, Protocol):
     def snapshot(self, version: WeightVersion) -> SnapshotLike:
         """Copy the weights to send: training may continue during the transfer."""
 
+    def save_weights(self, directory: Path) -> None:
+        """Write what `save` writes, without the directory `trainer/`."""
+
 
 class EmptySnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """A snapshot without weights: only the version changes."""
@@ -183,6 +186,9 @@ class SimulatedLearner:
     def save(self, directory: Path) -> None:
         _state_file(directory).parent.mkdir(parents=True, exist_ok=True)
         _state_file(directory).write_bytes(orjson.dumps({"steps": self.steps}))
+
+    def save_weights(self, directory: Path) -> None:
+        """There are none."""
 
     def interrupt(self) -> None:
         self._interrupted.set()

@@ -250,6 +250,10 @@ class PolicyModel:
         """Save model (or adapter) and tokenizer at the top level, trainer state below `trainer/`."""
         self.write(directory, self.collect())
 
+    def save_weights(self, directory: Path) -> None:
+        """Save model (or adapter) and tokenizer alone."""
+        self.write_weights(directory, dict(self.named_weights()))
+
     def collect(self) -> CheckpointTensors:
         """Collect the tensors of a checkpoint."""
         tensors = optimizer_state.moments(self.parameters, self.optimizer)
@@ -257,12 +261,15 @@ class PolicyModel:
             tensors |= {f"master/{name}": parameter.detach() for name, parameter in self.parameters.items()}
         return CheckpointTensors(dict(self.named_weights()), tensors)
 
-    def write(self, directory: Path, saved: CheckpointTensors) -> None:
+    def write_weights(self, directory: Path, weights: dict[str, Tensor]) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        optimizer_state.save_model(directory, self.model, saved.weights, self.dtype)
+        optimizer_state.save_model(directory, self.model, weights, self.dtype)
         self.tokenizer.save_pretrained(directory)
         if (sight := getattr(self.causal, VISION_ATTENTION, None)) is not None:
             sight.save(directory)
+
+    def write(self, directory: Path, saved: CheckpointTensors) -> None:
+        self.write_weights(directory, saved.weights)
         optimizer_state.save(directory, saved.state, self.steps, cuda=self.device == "cuda")
 
     @property

@@ -218,6 +218,11 @@ def test_a_checkpoint_fits_any_number_of_ranks(pair: Pair, tmp_path: Path, parts
         pair.both_step(alone, random_groups(step), step)
     pair.multi_rank.save(tmp_path / "of two")
     alone.save(tmp_path / "of one")
+    pair.multi_rank.save_weights(tmp_path / "weights")
+    saved = {path.name for path in (tmp_path / "of two").iterdir()} - {"trainer"}
+    assert {path.name for path in (tmp_path / "weights").iterdir()} == saved
+    for path in (tmp_path / "weights").iterdir():
+        assert path.read_bytes() == (tmp_path / "of two" / path.name).read_bytes(), path.name
     for checkpoint in ("of two", "of one"):
         resumed = pair.job(tmp_path / checkpoint, **parts)
         assert resumed.steps == pair.multi_rank.own.steps == 2
