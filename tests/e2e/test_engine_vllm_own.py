@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from opentinker.services.rollout_worker.engines.base import Completion, EngineError, EngineLost, Sampling
+from opentinker.services.rollout_worker.engines.base import Completion, EngineError, EngineLost, Sampling, SwapError
 from opentinker.shared.data.model_families import CPU_HEAD_SIZES
 from opentinker.shared.spec import LoraSpec
 from opentinker.shared.types.core import SIMULATED, SwapCommand, WeightVersion
@@ -90,6 +90,45 @@ async def test_lora_adapters_change_the_output_and_versions_stay_apart(untied: P
         assert old.spans == [Span(0, len(old.ids), WeightVersion(0, 5))]
         model.load_state_dict(before)
         assert worst(old, expected(model, PROMPT, old, long)) <= TOLERANCE
+    finally:
+        await vllm.close()
+
+
+async def test_an_engine_takes_the_weights_of_one_checkpoint_after_the_other(untied: Path, tmp_path: Path) -> None:
+    from opentinker.services.rollout_worker.engines.vllm import VllmEngine
+
+    vllm = VllmEngine(str(untied), eos_ids=[EOS], context_length=512, max_concurrent=8)
+    await vllm.start()
+    try:
+        models = {step: other_weights(untied, step) for step in (3, 4)}
+        for step, model in models.items():
+            model.save_pretrained(tmp_path / str(step), max_shard_size="100KB")
+        for step in (3, 4, 3):
+            await vllm.load(WeightVersion(1, step), tmp_path / str(step))
+            sampling = Sampling(max_tokens=40, seed=1)
+            done = await vllm.generate(f"of-{step}", PROMPT, sampling)
+            assert done.spans == [Span(0, len(done.ids), WeightVersion(1, step))]
+            assert worst(done, expected(models[step], PROMPT, done, sampling)) <= TOLERANCE
+        with pytest.raises(SwapError, match="no weights in"):
+            await vllm.load(WeightVersion(1, 5), tmp_path / "5")
+        assert vllm.version == WeightVersion(1, 3)
+        assert worst(done, expected(models[3], PROMPT, done, sampling)) <= TOLERANCE
+    finally:
+        await vllm.close()
+
+
+async def test_an_engine_takes_one_adapter_after_the_other_and_drops_the_old_ones(untied: Path, tmp_path: Path) -> None:
+    from opentinker.services.rollout_worker.engines.vllm import VllmEngine
+
+    models = {name: adapted(untied, tmp_path, name, seed) for name, seed in ADAPTERS}
+    vllm = VllmEngine(str(untied), eos_ids=[EOS], context_length=512, lora=LoraSpec(rank=6, alpha=8.0), max_adapters=2)
+    await vllm.start()
+    try:
+        for step, name in enumerate(["maths", "code"] * 4):  # more often than adapters fit
+            await vllm.load(WeightVersion(1, step), tmp_path / name)
+            scores = await vllm.score(PROMPT * 5)
+            assert scores.version == WeightVersion(1, step) and len(vllm._adapters) == 1
+            assert (torch.tensor(scores.logprobs) - plain_logprobs(models[name], PROMPT * 5)).abs().max() <= TOLERANCE
     finally:
         await vllm.close()
 

@@ -114,6 +114,11 @@ class Engine(Protocol):
         """Generate with the weights it was started with, by this name; with `adapter`, a PEFT directory, on top of
         them. Raises EngineError. For jobs without a trainer: there is no weight group."""
 
+    async def load(self, version: WeightVersion, directory: Path) -> None:
+        """Replace the served weights by those of a checkpoint directory; of a LoRA job, the adapter. Nothing is being
+        generated. Raises SwapError if nothing was loaded, EngineError, EngineLost among them. Not for engines whose
+        weights come through a weight group."""
+
     async def add(self, name: str, version: WeightVersion, adapter: Path) -> None:
         """Load a PEFT directory next to the served weights, for requests that name it. Raises EngineError. Not for jobs
         whose weights are an adapter, or come through a weight group."""

@@ -108,6 +108,14 @@ class ToyEngine:
         """It has no weights, so an adapter is nothing to it."""
         self.version = version
 
+    async def load(self, version: WeightVersion, directory: Path) -> None:
+        """Only the version changes."""
+        if not await asyncio.to_thread(directory.is_dir):
+            raise SwapError(f"there is no checkpoint in {directory}")
+        if self._spec.swap_seconds:
+            await asyncio.sleep(self._spec.swap_seconds)
+        self.version = version
+
     async def add(self, name: str, version: WeightVersion, adapter: Path) -> None:
         """Sampling does not change; only the spans show the adapter."""
         self._adapters[name] = version

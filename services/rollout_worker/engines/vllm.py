@@ -242,6 +242,19 @@ class VllmEngine:
         await self._engine().engine_core.set_weight_version_async(str(version))
         self.version = version
 
+    async def load(self, version: WeightVersion, directory: Path) -> None:
+        async with self._swapping:
+            if self._broken:
+                raise EngineLost(self._broken)
+            if self._lora is None:
+                await self._in_background("weights_read", {"directory": str(directory)})
+                await self._swap(version)
+                return
+            await self.serve(version, directory)
+            for old in [n for n in self._adapters if n != max(self._adapters) and not self._users[n]]:
+                await self._call("weights_drop_adapter", old)
+                del self._adapters[old]
+
     async def add(self, name: str, version: WeightVersion, adapter: Path) -> None:
         """vLLM keys cached prompts by the name and the path, which no other adapter has."""
         self._beside[name] = await self._loaded(name, len(self._beside) + 1, version, adapter)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import vllm._custom_ops as custom_ops
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
@@ -97,6 +97,17 @@ class BucketEngine(WeightTransferEngine[GroupInfo, VersionInfo]):  # type: ignor
                     f"bucket {number + 1} of {len(self.buckets)} arrived with fingerprint {seen}, not {expected}"
                 )
 
+    def read_weights(self, directory: Path) -> None:
+        """Stage the weights of a checkpoint directory; the model is not touched."""
+        self.manifest, self.buckets = [], []
+        for path in sorted(directory.glob("*.safetensors")):
+            for name, tensor in load_file(path).items():
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                self.manifest.append(TensorInfo(name, dtype, list(tensor.shape)))
+                self.buckets.append(tensor.contiguous().flatten().view(torch.uint8))
+        if not self.manifest:
+            raise TransportError(f"there are no weights in {directory}")
+
     def finish_weight_update(self) -> None:
         """Load what is staged, in place."""
         assert self.buckets is not None
@@ -138,6 +149,10 @@ class WeightsExtension:
     def weights_stage(self, info: dict[str, Any]) -> dict[str, Any] | None:
         engine = self.weight_transfer_engine
         self.weights_task = Background(engine.receive_weights, engine.parse_update_info(info))
+        return self.weights_task.answer(SHORT_WAIT_S)
+
+    def weights_read(self, info: dict[str, Any]) -> dict[str, Any] | None:
+        self.weights_task = Background(self.weight_transfer_engine.read_weights, Path(info["directory"]))
         return self.weights_task.answer(SHORT_WAIT_S)
 
     def weights_poll(self) -> dict[str, Any] | None:
