@@ -1,5 +1,5 @@
-"""Who plays the seats of an episode: the job's one policy, or several, and frozen checkpoints, each with an engine of
-its own; and models behind URLs."""
+"""Who plays the seats of an episode: the job's one policy, or several, frozen checkpoints, and members of pools, each
+with an engine of its own (the members of a pool share one, `opponents.py`); and models behind URLs."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from opentinker.services.rollout_worker.renderer import Renderer
 from opentinker.services.rollout_worker.url_player import UrlPlayer
 from opentinker.shared.spec import JobSpec, SeatSpec
 from opentinker.shared.spec.policies import OpponentSpec, bots_of, opposed, player_at, rotated
+from opentinker.shared.spec.pools import pool_player
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,7 @@ class LoadedPolicy:
     """A policy with its tokenizer, in an engine that the caller has started."""
 
     name: str
-    """Empty: the job has one policy. Of a frozen checkpoint: JOB@STEP."""
+    """Empty: the job has one policy. Of a frozen checkpoint: JOB@STEP. Of a member of a pool: POOL@EPOCH.STEP."""
     spec: JobSpec
     """With the policy's settings."""
     engine: Engine
@@ -41,7 +42,7 @@ class SeatMap:
     """`[seats]` of a job, with its policies loaded."""
 
     def __init__(self, spec: JobSpec, policies: Sequence[LoadedPolicy], urls: Sequence[UrlPlayer] = ()) -> None:
-        """`policies`: those of the job before frozen checkpoints."""
+        """`policies`: those of the job before frozen checkpoints and pools."""
         self._seats: Mapping[str, SeatSpec] = spec.seats
         players: list[Player] = [*policies, *urls]
         self._players = {player.name: player for player in players}
@@ -62,6 +63,16 @@ class SeatMap:
     def opposed(self, policy: str, opponent: OpponentSpec, place: int) -> SeatMap:
         """Return the seats of an evaluation of a policy, see `shared.spec.policies.opposed`."""
         return self._with(opposed(self._seats, policy, opponent, place))
+
+    def against(self, members: Mapping[str, LoadedPolicy]) -> SeatMap:
+        """Return the seats of a group that meets these members, by pool."""
+        if not members:
+            return self
+        changed = self._with(self._seats)
+        changed._rotates = self._rotates
+        by_name = {name: member for pool, member in members.items() for name in (pool_player(pool), member.name)}
+        changed._players = {**self._players, **by_name}
+        return changed
 
     def _with(self, seats: Mapping[str, SeatSpec]) -> SeatMap:
         changed = SeatMap.__new__(SeatMap)

@@ -24,6 +24,7 @@ import structlog
 from opentinker.services.rollout_worker.episode import Episode, EpisodeFailed, Sessions
 from opentinker.services.rollout_worker.eval_runner import EvalRunner
 from opentinker.services.rollout_worker.opening_check import opening_mismatch
+from opentinker.services.rollout_worker.opponents import Opponents
 from opentinker.services.rollout_worker.policies import LoadedPolicy, SeatMap
 from opentinker.services.rollout_worker.url_player import UrlPlayer
 from opentinker.services.rollout_worker.weight_receiver import WeightReceiver
@@ -37,6 +38,7 @@ from opentinker.shared.runtime.telemetry import MetricSource
 from opentinker.shared.runtime.timeline import Lanes
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.spec.frozen_models import is_scored
+from opentinker.shared.spec.pools import pool_player
 from opentinker.shared.state.staleness import Admission
 from opentinker.shared.types.core import Ending, Lease, SwapCommand, SwapReply, Ticket
 from opentinker.shared.types.error_text import error_sentence, error_tail
@@ -77,6 +79,7 @@ class RolloutJob:
         self.policies = {policy.name: policy for policy in policies}
         self.trained = [policy for policy in policies if not policy.is_frozen]
         self.seats, self.sessions, self.urls = SeatMap(spec, policies, urls), sessions, urls
+        self.opponents = Opponents(spec, policies, worker.ctx.settings.data_dir, lease.job, self._opponent_loaded)
         self.bus: Bus = worker.ctx.bus
         self.subject = SCORE if is_scored(spec.model_dump()) else GROUP
         self.admission = Admission(worker.ctx.store.redis, lease.job, policies=list(spec.policies))
@@ -135,12 +138,13 @@ class RolloutJob:
                 await asyncio.gather(*self.groups)
 
     def _examiner(self, policy: str) -> EvalRunner:
+        pools = {pool_player(name) for name in self.spec.pools}
         return EvalRunner(
             self.bus,
             self.worker.info.id,
             self.lease.job,
             self.spec,
-            list(self.policies.values()),
+            [one for name, one in self.policies.items() if name not in pools],  # evaluations never meet members
             self.sessions,
             self.counts,
             self.broken,
@@ -204,20 +208,32 @@ class RolloutJob:
         await self.broken
 
     async def _play_group(self, ticket: Ticket) -> None:
-        """Starts `rollout.oversample` samples more than the group needs, and cuts off those that are last."""
-        started = ticket.group_size + self.spec.rollout.oversample
-        samples = [asyncio.create_task(self._play_sample(ticket, index)) for index in range(started)]
+        """Play a ticket's samples against the members that it names, and store the group."""
         try:
-            ended = await first_to_end(samples, ticket.group_size)
-            self.counts["episodes_cut"] += sum(not sample.done() for sample in samples)
+            async with self.opponents.playing(ticket.opponents) as members:
+                seats = self.seats.against(members)
+                ended = await self._play_samples(ticket, seats)
         except EpisodeFailed as error:
             await self._fail(ticket, error)
             return
+        await self._store(ticket, ended, seats)
+
+    async def _play_samples(self, ticket: Ticket, seats: SeatMap) -> list[Sample]:
+        """Starts `rollout.oversample` samples more than the group needs, and cuts off those that are last. Raises
+        EpisodeFailed."""
+        started = ticket.group_size + self.spec.rollout.oversample
+        samples = [asyncio.create_task(self._play_sample(ticket, index, seats)) for index in range(started)]
+        try:
+            ended = await first_to_end(samples, ticket.group_size)
+            self.counts["episodes_cut"] += sum(not sample.done() for sample in samples)
+            return ended
         finally:
             for sample in samples:
                 sample.cancel()
             await asyncio.gather(*samples, return_exceptions=True)
-        if differs := self._opening_mismatch(ticket, ended):
+
+    async def _store(self, ticket: Ticket, ended: Sequence[Sample], seats: SeatMap) -> None:
+        if differs := opening_mismatch_of(ticket, ended, seats):
             await self._say_mismatch(ticket, differs)
             if self.spec.rollout.opening_mismatch == "fail":
                 await self._fail(ticket, EpisodeFailed(Ending.ENV_BAD_REPLY, f"{differs}. {SEEDED}"))
@@ -238,23 +254,11 @@ class RolloutJob:
         await self.admission.accept(ticket.seq)  # the trainer may have seen it first: either way it counts once
         self.counts["groups"] += 1
 
-    def _opening_mismatch(self, ticket: Ticket, ended: Sequence[Sample]) -> str:
-        """Compare how samples began; where players rotate, those in which everybody plays the same seats."""
-        alike: dict[tuple[str, ...], list[Sample]] = {}
-        for sample in ended:
-            players = self.seats.turned(ticket.seq, sample[0].index).players
-            alike.setdefault(players, []).append(sample)
-        found = (opening_mismatch(samples, self._text_of) for samples in alike.values())
-        return next(filter(None, found), "")
-
-    def _text_of(self, policy: str, ids: list[int]) -> str:
-        return self.seats.named(policy).renderer.text(ids)
-
-    async def _play_sample(self, ticket: Ticket, index: int) -> Sample:
+    async def _play_sample(self, ticket: Ticket, index: int, seats: SeatMap) -> Sample:
         """Raises EpisodeFailed when the sample failed once more than `rollout.retries` allows."""
         for tries_left in range(self.spec.rollout.retries, -1, -1):
             busy = partial(self.lanes.busy, kind="rollout")
-            episode = Episode(self.spec, ticket, index, self.seats, self.sessions, busy)
+            episode = Episode(self.spec, ticket, index, seats, self.sessions, busy)
             try:
                 with structlog.contextvars.bound_contextvars(episode=episode.session):
                     trajectories = await self._play(episode)
@@ -362,6 +366,10 @@ class RolloutJob:
         if all(other.engine.version is not None for other in self.trained):
             self.weights.set()
 
+    def _opponent_loaded(self, seconds: float) -> None:
+        self.counts["opponents_loaded"] += 1
+        self.gauges["opponent_load_s"] = seconds
+
     @property
     def _step(self) -> int:
         """Step of the oldest weights that play and learn."""
@@ -395,6 +403,18 @@ class RolloutJob:
                 values["rollout/running_groups"] = float(len(self.groups))
                 await self.metrics.emit(self._step, values)
                 last, then = counts, now  # a silent second counts for the next report
+
+
+def opening_mismatch_of(ticket: Ticket, ended: Sequence[Sample], seats: SeatMap) -> str:
+    """Compare how samples began; where players rotate, those in which everybody plays the same seats."""
+    alike: dict[tuple[str, ...], list[Sample]] = {}
+    for sample in ended:
+        alike.setdefault(seats.turned(ticket.seq, sample[0].index).players, []).append(sample)
+
+    def decode(player: str, ids: list[int]) -> str:
+        return seats.named(player).renderer.text(ids)
+
+    return next(filter(None, (opening_mismatch(samples, decode) for samples in alike.values())), "")
 
 
 async def first_to_end(samples: Sequence[asyncio.Task[Sample]], wanted: int) -> list[Sample]:

@@ -1,5 +1,5 @@
-"""Runs a lease: loads tokenizer and engine of the job, or of each of its policies and frozen checkpoints, connects the
-models behind URLs, and closes them in any case."""
+"""Runs a lease: loads tokenizer and engine of the job, or of each of its policies, frozen checkpoints and pools,
+connects the models behind URLs, and closes them in any case."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ from opentinker.shared.runtime.leased_worker import LeasedWorker
 from opentinker.shared.security.egress import Egress
 from opentinker.shared.security.model_keys import key_problem, read_model_keys
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.spec.policies import frozen_in, frozen_spec_of, spec_of
+from opentinker.shared.spec.policies import frozen_in, frozen_spec_of, pool_spec_of, spec_of
+from opentinker.shared.spec.pools import pool_player
 from opentinker.shared.spec.url_seats import urls_in
 from opentinker.shared.types.core import Lease
 from opentinker.shared.types.errors import JobFailed, SpecError
@@ -53,7 +54,7 @@ async def run_lease(
             await EvalJob(worker, lease, spec, policies, sessions, await load.urls(policies[0])).run()
         else:
             trained = [await load.to_train(name) for name in spec.policies or ("",)]
-            policies = [*trained, *await load.frozen()]
+            policies = [*trained, *await load.frozen(), *await load.pools()]
             await RolloutJob(worker, lease, spec, policies, sessions, await load.urls(trained[0])).run()
 
 
@@ -83,6 +84,15 @@ class Loader:
     async def frozen(self) -> list[LoadedPolicy]:
         """Load the checkpoints that play seats of the job."""
         return [await self._frozen(checkpoint) for checkpoint in frozen_in(self._spec.seats)]
+
+    async def pools(self) -> list[LoadedPolicy]:
+        """Load the model of each pool of the job; `opponents.py` gives it the weights of its members."""
+        found = []
+        for name in self._spec.pools:
+            own = pool_spec_of(self._spec, name)
+            made = partial(LoadedPolicy, is_frozen=True)
+            found.append(await self._started(made, pool_player(name), own, own.model.base))
+        return found
 
     async def _frozen(self, checkpoint: str) -> LoadedPolicy:
         own = frozen_spec_of(self._spec, checkpoint)

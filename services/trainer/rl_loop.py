@@ -26,6 +26,7 @@ from opentinker.services.trainer.eval_scheduler import EvalScheduler
 from opentinker.services.trainer.intake import Intake
 from opentinker.services.trainer.job_reporter import JobReporter
 from opentinker.services.trainer.learners.base import Learner, SnapshotLike
+from opentinker.services.trainer.opponent_pools import OpponentPools
 from opentinker.services.trainer.policies import JointProgress
 from opentinker.services.trainer.rollout_log import RolloutLog
 from opentinker.services.trainer.weights.publisher import Publisher
@@ -34,6 +35,7 @@ from opentinker.shared.messaging.subjects import GROUP, ROLLOUTS
 from opentinker.shared.runtime.leased_worker import LeasedWorker
 from opentinker.shared.runtime.service import first_failure
 from opentinker.shared.spec import JobSpec
+from opentinker.shared.spec.pools import pools_of
 from opentinker.shared.spec.schedules import kept_groups, max_opponent_lag
 from opentinker.shared.state.staleness import Admission
 from opentinker.shared.types.core import Discard, Lease, WeightVersion
@@ -84,6 +86,9 @@ class TrainerJob:
         self.admission = Admission(
             self.ctx.store.redis, lease.job, lease.epoch, policies=list(spec.policies), policy=policy
         )
+        identity = Manifest(job=lease.job, policy=policy, epoch=lease.epoch, step=0, version=WeightVersion(0, 0))
+        root = self.reporter.root.parent
+        self.pools = OpponentPools(pools_of(spec, policy), identity, root, learner, self.admission, self.reporter.event)
         self.publisher = Publisher(self.ctx, lease, learner.device, self._served, policy)
         self.validation = EvalScheduler(self.ctx, lease, spec.validation, self.reporter, self.publisher.offer)
         algorithm = spec.algorithm
@@ -157,6 +162,7 @@ class TrainerJob:
         self.assembler.discarded.update({Discard(reason): n for reason, n in discarded.items()})
         algorithm, rule = self.spec.algorithm, self.joint.rule
         self.assembler.trained = manifest.ledger["trained"] if manifest is not None else 0
+        await self.pools.restore(manifest, self._version)  # before any ticket
         await self.admission.restore(
             step=self.step,
             max_staleness=algorithm.max_staleness,
@@ -255,12 +261,16 @@ class TrainerJob:
         trained = time.monotonic() - began
         spread = distributions(batch, self._version, values)
         self.step += 1
+        self.pools.count([*(group.outcomes for group in batch), *self.assembler.pop_uncounted()])
         if self.position is not None:  # nothing is issued between the batch's last group and the next version
             self.position = max(group.seq for group in batch) + 1 - self.shift
         await self.admission.train(self.step, [group.seq for group in batch])
         snapshot = await asyncio.to_thread(self.learner.snapshot, self._version)
         published = not self.joint.rule.together and self.validation.takes(snapshot)
         self.withheld = None if published else snapshot
+        values |= self.pools.metrics()
+        if self.step < self.spec.train.steps:  # a version that nobody will meet is no opponent
+            await self.pools.grow(self._version)
         ledger = await self.admission.ledger()
         now = time.monotonic()
         seconds, self.stepped_at = now - self.stepped_at, now
@@ -329,6 +339,7 @@ class TrainerJob:
             next_seq=(await self.admission.ledger()).issued,
             position=self.position,
             baselines=self.learner.baselines,
+            pools=dict(self.pools.members),
         )
         if not await self.reporter.commit(manifest, last=last):
             return

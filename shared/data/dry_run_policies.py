@@ -10,6 +10,7 @@ from opentinker.shared.data.model_files import parameters_in
 from opentinker.shared.durable_files import local_path
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.spec.policies import spec_of
+from opentinker.shared.spec.pools import pools_of
 
 TRAINED_BYTES = 16
 """Bytes in the trainer per trained parameter: weights, gradient, two moments, in float32; with bfloat16 weights and
@@ -51,20 +52,25 @@ def _training(spec: JobSpec, policy: str) -> str:
 
 
 def _memory(spec: JobSpec) -> Check:
-    """Weights of all policies together: each rollout worker has an engine for each, one trainer holds them all."""
+    """Weights of all policies together: each rollout worker has an engine for each and for each pool, one trainer holds
+    them all."""
     engines = trainer = 0.0
     for name in spec.policies:
         own = spec_of(spec, name)
+        copies = 1 + len(pools_of(spec, name))
         path = local_path(own.model.base)
         count = 0.0 if path is None else parameters_in(path)
         if not count:
             return check("memory", f"{NOT_LOOKED_AT}the size of {own.model.base} is not known here", "note")
         weights = count * (4 if own.model.dtype == "float32" else 2)
-        engines += weights
+        engines += weights * copies
         trainer += weights if own.model.lora else count * TRAINED_BYTES
     parts = [f"the trainer about {_size(trainer)} for weights and optimizers"]
     if is_served(spec):
-        parts.insert(0, f"each rollout worker holds {_size(engines)} of weights in {len(spec.policies)} engines")
+        parts.insert(
+            0,
+            f"each rollout worker holds {_size(engines)} of weights in {len(spec.policies) + len(spec.pools)} engines",
+        )
     frozen = "the engines of frozen seats, " if any(player.frozen for player in spec.seats.values()) else ""
     hint = f"{frozen}contexts, activations and what adapters need come on top"
     return check("memory", ", ".join(parts), hint=hint)

@@ -13,9 +13,11 @@ from bisect import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal, get_args
+from typing import get_args
 
-Rule = Literal["uniform", "pfsp_hard", "pfsp_even"]
+from opentinker.shared.spec.pools import PoolRule
+
+Rule = PoolRule
 UNKNOWN = 0.5
 """Win rate against an opponent without games."""
 

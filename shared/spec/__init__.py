@@ -39,6 +39,7 @@ from opentinker.shared.spec.policies import (
     unknown_policies,
     with_job_settings,
 )
+from opentinker.shared.spec.pools import MAX_POOLS, PoolName, PoolSpec, unknown_pools
 from opentinker.shared.spec.ranks import settle_parallel, shared_ranks, unused_gpus
 from opentinker.shared.spec.rollout import MAX_OPEN_GROUPS, NO_ENVIRONMENT, EnvironmentSpec, RolloutSpec, ToySpec
 from opentinker.shared.spec.serving import AdapterSpec, ServingSpec, settle_serving
@@ -62,6 +63,7 @@ __all__ = [
     "MatchSpec",
     "ModelSpec",
     "PolicySpec",
+    "PoolSpec",
     "ResourceSpec",
     "RewardModelSpec",
     "RolloutSpec",
@@ -88,7 +90,7 @@ SIMULATED_IGNORES = {
 }
 """By part of the spec. Groups are still dropped for equal rewards, and scored by reference-forward."""
 RL_PARTS = {"environment", "algorithm", "rollout", "teacher", "validation", "reward_models", "value_model", "train"}
-RL_PARTS |= {"policies", "seats", "match"}
+RL_PARTS |= {"policies", "seats", "match", "pools"}
 POLICY_TABLES = ("model.", "algorithm.", "train.")
 """Tables in which a policy may differ from the job."""
 PARTS_OF = {
@@ -142,8 +144,10 @@ class JobSpec(SpecPart):
     seats: Annotated[dict[SeatName, SeatSpec], Field(max_length=MAX_SEATS)] = {}
     """Who plays which seat of the environment, by name or pattern (`player_*`): `white = "NAME"` for one of [policies],
     `white = { bot = "NAME" }` for a scripted player of the environment, `white = { frozen = "JOB@STEP" }` for a
-    checkpoint, `white = { url = "https://...", model = "NAME" }` for a model behind a URL. A seat's own name counts
-    before patterns."""
+    checkpoint, `white = { url = "https://...", model = "NAME" }` for a model behind a URL, `white = { pool = "NAME" }`
+    for one of [pools]. A seat's own name counts before patterns."""
+    pools: Annotated[dict[PoolName, PoolSpec], Field(max_length=MAX_POOLS)] = {}
+    """Opponent pools: past versions of a policy, which play seats and do not learn."""
     match: MatchSpec | None = None
     """How the matches of [policies] are played."""
     teacher: TeacherSpec | None = None
@@ -199,7 +203,7 @@ class JobSpec(SpecPart):
         for part in NEEDED[kind]:
             if part not in there:
                 found.append({"field": part, "value": None, "problem": f"{IS_NEEDED} for kind = {kind!r}"})
-        found += misplaced_critic(data) + unknown_policies(data) + too_many_policies(data)
+        found += misplaced_critic(data) + unknown_policies(data) + unknown_pools(data) + too_many_policies(data)
         return found + _length(kind, data.get("train"), data.get("data"))
 
     @model_serializer(mode="wrap")

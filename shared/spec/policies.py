@@ -12,6 +12,7 @@ from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, field
 from opentinker.shared.spec.algorithm import AlgorithmSpec
 from opentinker.shared.spec.base import SpecPart, Steps
 from opentinker.shared.spec.model import ModelSpec
+from opentinker.shared.spec.pools import PoolName, pool_player, pools_in, settle_pools
 from opentinker.shared.spec.schedules import DEFAULT_GROWTH, ScheduleName, settle_schedule, steps_may_differ
 from opentinker.shared.spec.start import PUBLISHED, SAVED
 from opentinker.shared.spec.train import TrainSpec
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 Mistake = dict[str, Any]
 MAX_POLICIES = 16
-"""Policies and frozen checkpoints of one job: each has an engine in every rollout worker."""
+"""Policies, frozen checkpoints and pools of one job: each has an engine in every rollout worker."""
 MAX_SEATS = 64
 """Entries of [seats]."""
 PolicyName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,31}$")]
@@ -32,7 +33,7 @@ PolicyName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,31}$")]
 SeatName = Annotated[str, Field(min_length=1, max_length=100)]
 SHARED_OPTIONS = ("group_size", "groups_per_batch", "max_staleness")
 """Settings of the job's [algorithm] that a policy inherits even if it names a preset."""
-PLAYERS = ("policy", "bot", "frozen", "url")
+PLAYERS = ("policy", "bot", "frozen", "url", "pool")
 """Settings of a seat that name its player."""
 INHERITED: dict[str, type[SpecPart]] = dict(zip(POLICY_TABLES, (ModelSpec, AlgorithmSpec, TrainSpec), strict=True))
 """Tables of the job that a policy completes its own with."""
@@ -57,7 +58,7 @@ class PolicySpec(SpecPart):
 
 
 class SeatSpec(UrlSettings):
-    """Who plays a seat: exactly one of policy, bot, frozen and url."""
+    """Who plays a seat: exactly one of policy, bot, frozen, url and pool."""
 
     policy: PolicyName | None = None
     """One of [policies]; `seat = "NAME"` is short for `seat = { policy = "NAME" }`."""
@@ -69,6 +70,8 @@ class SeatSpec(UrlSettings):
     url: Annotated[str, Field(max_length=2000)] | None = None
     """Base URL of an OpenAI-compatible server, `https://HOST/v1`: `model` there plays, over chat completions, and does
     not learn. Rollout workers connect to public addresses and to networks in env_egress_allow alone."""
+    pool: PoolName | None = None
+    """One of [pools]: past versions of a policy of this job, which play and do not learn."""
     model: ModelSpec | str | None = None
     """frozen: [model] of the checkpoint, which the server fills in. url: the model's name at the server, which is
     needed."""
@@ -77,8 +80,10 @@ class SeatSpec(UrlSettings):
 
     @property
     def player(self) -> str | None:
-        """Name of the model that plays: a policy, a checkpoint, or `MODEL@URL`; None: a bot plays."""
-        return f"{self.model}@{self.url}" if self.url is not None else self.policy or self.frozen
+        """Name of the model that plays: a policy, a checkpoint, `MODEL@URL`, or `POOL@`; None: a bot plays."""
+        if self.url is not None:
+            return f"{self.model}@{self.url}"
+        return pool_player(self.pool) if self.pool is not None else self.policy or self.frozen
 
     @field_validator("model", mode="wrap")
     @classmethod
@@ -255,9 +260,15 @@ def frozen_spec_of(spec: JobSpec, checkpoint: str) -> JobSpec:
     return spec.model_copy(update={"model": model, "reward_models": []})
 
 
+def pool_spec_of(spec: JobSpec, pool: str) -> JobSpec:
+    """Return the spec by which the members of a pool play: with the model of their policy, and unscored."""
+    own = spec_of(spec, spec.pools[pool].policy or "")
+    return own.model_copy(update={"reward_models": []})
+
+
 def engines_of(spec: JobSpec) -> int:
     """Return how many engines a rollout worker of the job has."""
-    return max(1, len(spec.policies)) + len(frozen_in(spec.seats))
+    return max(1, len(spec.policies)) + len(frozen_in(spec.seats)) + len(pools_in(spec.seats))
 
 
 def player_at(seats: Mapping[str, SeatSpec], seat: str) -> SeatSpec | None:
@@ -324,7 +335,7 @@ def opposed(seats: Mapping[str, SeatSpec], policy: str, opponent: OpponentSpec, 
 def settle_policies(spec: JobSpec) -> list[Mistake]:
     """Return what contradicts itself in [policies], [seats] and [match]."""
     found = _seat_mistakes(spec)
-    found += settle_schedule(spec)
+    found += settle_schedule(spec) + settle_pools(spec)
     if not spec.policies:
         return found
     named = {player.policy for player in spec.seats.values() if player.policy is not None}
@@ -345,10 +356,12 @@ def _seat_mistakes(spec: JobSpec) -> list[Mistake]:
     if spec.seats and not spec.policies and all("*" in s or "?" in s for s in spec.seats) and "*" in spec.seats:
         found.append(_mistake("seats", list(spec.seats), "leaves no seat to the job's policy"))
     found += url_mistakes(spec)
-    frozen = frozen_in(spec.seats)
-    if frozen and engines_of(spec) > MAX_POLICIES:
-        problem = f"name {len(frozen)} checkpoints; with the policies, {MAX_POLICIES} engines may play in a job"
-        found.append(_mistake("seats", frozen, problem))
+    fixed = [*frozen_in(spec.seats), *pools_in(spec.seats)]
+    if fixed and engines_of(spec) > MAX_POLICIES:
+        problem = (
+            f"name {len(fixed)} checkpoints and pools; with the policies, {MAX_POLICIES} engines may play in a job"
+        )
+        found.append(_mistake("seats", fixed, problem))
     if spec.match is not None and spec.match.rotate:
         found += _rotation_mistakes(spec)
     return found
@@ -360,7 +373,7 @@ def _rotation_mistakes(spec: JobSpec) -> list[Mistake]:
     if not spec.policies or patterns or bots or len(spec.seats) < 2:
         problem = (
             "needs [seats] with two seats or more, each by its own name, all of them played by [policies], frozen "
-            "checkpoints or urls"
+            "checkpoints, urls or [pools]"
         )
         return [_mistake("match.rotate", True, problem)]
     if spec.rollout.oversample:

@@ -38,6 +38,7 @@ from opentinker.shared.spec.schedules import Gate
 from opentinker.shared.state.redis_script import Script
 from opentinker.shared.types.core import Discard, Ending, JobRecord, WeightVersion, parts_of
 from opentinker.shared.types.errors import Fenced
+from opentinker.shared.types.pools import PoolRecords
 
 MAX_OPEN = 4096
 """Groups of one job that run or wait for a rollout worker, regardless of the staleness bound: each is a ticket in a
@@ -234,6 +235,8 @@ local function clear()
   return {'ok'}
 end
 
+local function pools() redis.call('HSET', me.A, 'pools', ARGV[4]); return {'ok'} end
+
 local function version() redis.call('HSET', me.A, 'step', ARGV[4]); return {'ok'} end
 
 if O then
@@ -243,7 +246,7 @@ end
 local owner = math.max(num(me, 'epoch'), tonumber(redis.call('HGET', J, 'epoch') or '0'))
 if epoch >= 0 and epoch < owner then return {'fenced', owner} end
 local does = {restore = restore, issue = issue, accept = finish, fail = finish, train = consume, discard = consume,
-              over = over, commit = commit, clear = clear, version = version}
+              over = over, commit = commit, clear = clear, version = version, pools = pools}
 local answer, unchanged = does[op]()
 if O and not unchanged then redis.call('SET', O, cjson.encode(answer), 'EX', 120) end
 return answer
@@ -348,6 +351,18 @@ class Admission:
     async def set_version(self, step: int) -> None:
         """The rollout workers have weights of `step` now."""
         await self._call("version", step)
+
+    async def set_pools(self, pools: PoolRecords) -> None:
+        """The opponent pools of the policy are these from now on."""
+        await self._call("pools", msgspec.json.encode(pools).decode())
+
+    async def pools(self) -> PoolRecords:
+        """Return the opponent pools of all policies."""
+        pipe = self._redis.pipeline(transaction=False)
+        for adm in self._keys[::2]:
+            pipe.hget(adm, "pools")
+        told = [msgspec.json.decode(text, type=PoolRecords) for text in await pipe.execute() if text]
+        return {name: pool for pools in told for name, pool in pools.items()}
 
     async def accept(self, seq: int) -> str:
         """A group is stored: for all policies. Returns the policy's own state of it: 'ok' the first time; 'p', 't', 'd'

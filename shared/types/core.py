@@ -174,6 +174,8 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     """Seed of the group's start state: all its episodes open with it."""
     group_size: int
+    opponents: dict[str, str] = {}
+    """By pool, the version that plays: everywhere the same, however often the group is played."""
     trace: str = ""
     """`traceparent` of the request that the job came with, see tracing.py."""
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from opentinker.shared.types.core import WeightVersion
+from opentinker.shared.types.pools import Members
 
 MANIFEST = "manifest.json"
 EPOCH = ".epoch"
@@ -73,6 +74,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """sft, dpo."""
     baselines: SeatBaselines = {}
     """rl with advantage = rae: running means that the next rewards are compared with."""
+    pools: Members = {}
+    """Opponent pools that hold versions of this policy."""
     files: dict[str, FileEntry] = {}
     """By path inside the directory. Filled in when the checkpoint is committed."""
     created: float = 0.0

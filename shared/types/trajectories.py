@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from opentinker.shared.types.core import F32, I32, U8, Ending, Message, StopReason, WeightVersion
+from opentinker.shared.types.pools import NO_GAMES, Outcomes
 
 ROUNDING = 1e-12
 """Rewards that are nearer to each other, absolutely or relatively, are equal."""
@@ -77,7 +78,8 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     stream: str = ""
     """Which of the seat's contexts."""
     policy: str = ""
-    """Which policy played the seat, in a job with several."""
+    """Which policy played the seat, in a job with several; a frozen checkpoint, JOB@STEP; a member of a pool,
+    POOL@EPOCH.STEP."""
     ids_T: bytes
     """int32 token ids: prompt, outputs and observations in order, exactly as the engine saw and sampled them."""
     mask_T: bytes
@@ -219,6 +221,8 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     """By sample and seat, of a part that one policy played (`of`): `totals` of the whole group."""
     opponents: dict[str, WeightVersion] = {}
     """By name, of a part that one policy played (`of`): the oldest version of each other policy that had a turn."""
+    outcomes: dict[str, Outcomes] = {}
+    """By name, of a part that one policy played (`of`): games of the policy against each other player."""
     others: list[Trajectory] = []
     """Of a part that one policy played (`of`): what the others played in the episodes that people may read."""
 
@@ -231,8 +235,8 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.job}/{self.seq}"
 
     def of(self, policy: str) -> Group:
-        """Return what this policy played, with the rewards of the other seats, the versions of the other policies and
-        what they played in the episodes that people may read; without trajectories if it had no turn."""
+        """Return what this policy played, with the rewards of the other seats, the versions of the other players, who
+        won, and what they played in the episodes that people may read; without trajectories if it had no turn."""
         own = [t for t in self.trajectories if t.policy == policy]
         others = [t for t in self.trajectories if t.policy != policy]
         opponents: dict[str, WeightVersion] = {}
@@ -243,8 +247,30 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
             trajectories=own,
             rewards_of_all=self.totals,
             opponents=opponents,
+            outcomes=self._outcomes(policy),
             others=[other for other in others if other.transcript is not None],
         )
+
+    def _outcomes(self, policy: str) -> dict[str, Outcomes]:
+        """Return the games of a policy by opponent. A sample is won if the policy's seats earned more on average than
+        the opponent's, and drawn if equal; it counts if both had a turn."""
+        played: dict[int, dict[str, set[str]]] = {}
+        for one in self.trajectories:
+            played.setdefault(one.index, {}).setdefault(one.policy, set()).add(one.seat)
+        totals = self.totals
+        found: dict[str, Outcomes] = {}
+        for index, seats in played.items():
+            earned = {name: math.fsum(totals[index][seat] for seat in own) / len(own) for name, own in seats.items()}
+            mine = earned.pop(policy, None)
+            if mine is None:
+                continue
+            for name, theirs in earned.items():
+                won, drawn, lost = found.get(name, NO_GAMES)
+                if alike([mine, theirs]):
+                    found[name] = (won, drawn + 1, lost)
+                else:
+                    found[name] = (won + (mine > theirs), drawn, lost + (mine < theirs))
+        return found
 
     @property
     def samples(self) -> int:

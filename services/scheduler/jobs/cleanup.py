@@ -1,5 +1,5 @@
-"""After a job: its messages and consumers, and the checkpoint of another job that it started from, are removed
-once its workers have let go. The ledger's counts stay.
+"""After a job: its messages and consumers, the checkpoint of another job that it started from, and the members of its
+opponent pools are removed once its workers have let go. The ledger's counts stay.
 
 clean loop   consumes the set of jobs that are ending; removes their messages; polls once a second
 """
@@ -7,7 +7,9 @@ clean loop   consumes the set of jobs that are ending; removes their messages; p
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
+from pathlib import Path
 from typing import Any
 
 import nats.errors
@@ -22,6 +24,7 @@ from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.artifacts import ArtifactIndex
 from opentinker.shared.state.staleness import admission_of
 from opentinker.shared.types.core import JobRecord
+from opentinker.shared.types.pools import members_of
 
 log = structlog.get_logger()
 
@@ -71,6 +74,7 @@ class JobCleaner:
                 await self.bus.purge(stream.name, subject.at(job=part))
         await admission_of(self.store.redis, job).clear()
         await asyncio.to_thread(kept_checkpoints.drop, self.ctx.settings.data_dir, job.id)
+        await asyncio.to_thread(_drop_members, self.ctx.settings.data_dir, job)
         log.info("job_cleared", job=job.id)
 
     async def sweep(self) -> None:
@@ -96,3 +100,9 @@ class JobCleaner:
     async def _stored(self, stream: StreamConfig, subject: Subject[Any]) -> set[str]:
         assert stream.name is not None
         return set(await self.bus.counts(stream.name, subject.at(job="*")))
+
+
+def _drop_members(data_dir: Path, job: JobRecord) -> None:
+    """Remove the members of a job's opponent pools. Blocking."""
+    for policy in job.policies or ("",):
+        shutil.rmtree(members_of(data_dir, job.id, policy), ignore_errors=True)

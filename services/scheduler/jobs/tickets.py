@@ -20,6 +20,7 @@ import nats.errors
 import structlog
 
 from opentinker.shared.asyncio_tools import wait_event
+from opentinker.shared.evaluation.matchmaking import choose_opponent
 from opentinker.shared.messaging.bus import NoReply, StreamFull
 from opentinker.shared.messaging.subjects import TICKET, TICKETS, WAKE
 from opentinker.shared.runtime.service import Context
@@ -28,6 +29,7 @@ from opentinker.shared.state.staleness import Ledger, admission_of
 from opentinker.shared.types.core import JobRecord, JobState, Ticket
 from opentinker.shared.types.error_text import error_sentence
 from opentinker.shared.types.errors import Conflict, NotFound
+from opentinker.shared.types.pools import PoolRecords
 
 log = structlog.get_logger()
 
@@ -98,13 +100,14 @@ class TicketIssuer:
         """False if the store is full: the sweep stores what is missing when there is room."""
         if not seqs:
             return True
-        shift = await admission_of(self.store.redis, job).shift()
+        admission = admission_of(self.store.redis, job)
+        shift = await admission.shift()
+        # Read after the numbers were issued: a trainer that has removed a member knows which tickets may name it.
+        pools = await admission.pools() if job.spec.get("pools") else {}
+        tickets = [_ticket(job, seq, seq - shift, draw_opponents(job.spec, pools, seq)) for seq in seqs]
         try:
             await asyncio.gather(
-                *(
-                    self.bus.publish(TICKET, _ticket(job, seq, seq - shift), f"{job.id}/{seq}{again}", job=job.id)
-                    for seq in seqs
-                )
+                *(self.bus.publish(TICKET, one, f"{job.id}/{one.seq}{again}", job=job.id) for one in tickets)
             )
         except StreamFull as error:
             if not self._full:
@@ -168,7 +171,24 @@ def too_many_failures(ledger: Ledger, max_share: float) -> str | None:
     return f"{failed} of {ended} groups failed (rollout.max_failed_share is {max_share:g}): {reasons}"
 
 
-def _ticket(job: JobRecord, seq: int, position: int) -> Ticket:
+def draw_opponents(spec: dict[str, Any], pools: PoolRecords, seq: int) -> dict[str, str]:
+    """Return which member of each pool plays a group, see `choose_opponent`. `spec`: of the job, as stored; `pools`: as
+    its trainer has told."""
+    return {
+        name: choose_opponent(
+            pools[name].members,
+            pools[name].win_rates,
+            rule=pool["rule"],
+            latest=pool["latest"],
+            seed=spec["rollout"]["seed"] or 0,
+            match=seq // pool["stretch"],
+            pool=name,
+        )
+        for name, pool in (spec.get("pools") or {}).items()
+    }
+
+
+def _ticket(job: JobRecord, seq: int, position: int, opponents: dict[str, str]) -> Ticket:
     """`position`: the number without those used in vain; it alone decides the start state."""
     return Ticket(
         job=job.id,
@@ -177,4 +197,5 @@ def _ticket(job: JobRecord, seq: int, position: int) -> Ticket:
         seed=ticket_seed(job.spec["rollout"]["seed"] or 0, position),
         trace=job.trace,
         group_size=job.spec["algorithm"]["group_size"],
+        opponents=opponents,
     )

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from opentinker.shared.types.core import Discard, WeightVersion
+from opentinker.shared.types.pools import Outcomes
 from opentinker.shared.types.trajectories import Group
 
 
@@ -65,6 +66,8 @@ class Assembler:
     """Groups of equal rewards discarded since the last batch was taken."""
     absent: int = 0
     """Groups without a turn of the policy discarded since the last batch was taken."""
+    uncounted: list[dict[str, Outcomes]] = field(default_factory=list)
+    """Outcomes of groups of equal rewards discarded since the last step: they are results nevertheless."""
     overtaken: int = 0
     """Groups discarded because an opponent had moved, since the trainer began to wait for a batch."""
 
@@ -131,11 +134,18 @@ class Assembler:
                 group = self.pending.pop(stream_seq)
                 self.consumed[stream_seq] = Consumed(self.discard_batch(reason, step), group.seq, reason)
                 self.discarded[reason] += 1
-                self.barren += reason == Discard.ZERO_VARIANCE
+                if reason is Discard.ZERO_VARIANCE:
+                    self.barren += 1
+                    self.uncounted.append(group.outcomes)
                 self.absent += reason == Discard.ABSENT
                 self.overtaken += reason == Discard.OPPONENT_MOVED
                 dropped.setdefault(reason, []).append(group.seq)
         return dropped
+
+    def pop_uncounted(self) -> list[dict[str, Outcomes]]:
+        """Return the outcomes of groups discarded for the batch that was just trained; each once."""
+        found, self.uncounted = self.uncounted, []
+        return found
 
     @property
     def overfull(self) -> bool:

@@ -29,6 +29,7 @@ def evaluation_of(job: Mapping[str, Any], *, swap: bool = False) -> dict[str, An
     if job["kind"] != "rl":
         raise ApiError(f"job {id} is of kind {job['kind']}: an evaluation plays the environment of a job of kind rl")
     policies = list(spec.get("policies") or ())
+    _check_pools(id, spec.get("seats") or {})
     if swap:
         _check_swap(id, spec, policies)
     own, seats = _players(id, spec.get("seats") or {}, policies, int(swap))
@@ -49,6 +50,14 @@ def evaluation_of(job: Mapping[str, Any], *, swap: bool = False) -> dict[str, An
         "evaluation": {name: validation[name] for name in EPISODES if validation.get(name) is not None},
         "resources": {name: resources[name] for name in RESOURCES if name in resources},
     }
+
+
+def _check_pools(id: str, seats: Mapping[str, Mapping[str, Any]]) -> None:
+    if pooled := [seat for seat, player in seats.items() if player.get("pool")]:
+        raise ApiError(
+            f"past versions play {', '.join(pooled)} in job {id}, and end with it; submit an eval job in which a "
+            f"checkpoint plays, e.g. seats.{pooled[0]} = {{ frozen = '{id}@STEP' }} (docs/policies.md)"
+        )
 
 
 def _check_swap(id: str, spec: Mapping[str, Any], policies: Sequence[str]) -> None:

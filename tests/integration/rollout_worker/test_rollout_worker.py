@@ -18,7 +18,7 @@ from opentinker.services.rollout_worker.engines.toy import ToyEngine
 from opentinker.services.rollout_worker.episode import Sessions
 from opentinker.services.rollout_worker.policies import LoadedPolicy
 from opentinker.services.rollout_worker.renderer import Renderer
-from opentinker.services.rollout_worker.rl_job import MAX_DELIVERIES, RolloutJob
+from opentinker.services.rollout_worker.rl_job import MAX_DELIVERIES, RolloutJob, opening_mismatch_of
 from opentinker.services.rollout_worker.service import ENGINE, import_engine
 from opentinker.services.scheduler.jobs.tickets import JUDGED_FROM, too_many_failures
 from opentinker.shared.config import Settings
@@ -287,8 +287,9 @@ async def test_openings_are_compared_where_everybody_plays_the_same_seats(
         for name, chars in (("a", Chars()), ("b", Loud()))
     ]
     job = bench.job_of(loaded)
-    samples = await asyncio.gather(*(job._play_sample(make_ticket(job=bench.job, seq=1), i) for i in range(6)))
-    differs = job._opening_mismatch(make_ticket(job=bench.job, seq=1), samples)
+    ticket = make_ticket(job=bench.job, seq=1)
+    samples = await asyncio.gather(*(job._play_sample(ticket, i, job.seats) for i in range(6)))
+    differs = opening_mismatch_of(ticket, samples, job.seats)
     assert ("acts first in one" in differs) if unseeded else not differs
 
 

@@ -10,12 +10,14 @@ from nats.js.api import DiscardPolicy
 
 from opentinker.services.scheduler.jobs.cleanup import JobCleaner
 from opentinker.services.scheduler.jobs.tickets import JUDGED_FROM, TicketIssuer, ticket_seed
+from opentinker.shared.evaluation.matchmaking import choose_opponent
 from opentinker.shared.messaging.subjects import GROUP, GROUPS, SCORE, SCORES, TICKET, TICKETS, WAKE
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.redis_script import UNFENCED
 from opentinker.shared.state.staleness import Admission
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import Ending, JobState, Pool, Ticket, WorkerInfo
+from opentinker.shared.types.pools import PoolRecord
 from tests.conftest import WAIT_S, Server, soon, until
 from tests.support.factories import make_group, make_ticket
 from tests.support.scheduling import context, kinds, new_job, running
@@ -281,3 +283,26 @@ async def test_messages_that_arrive_after_the_clearing_are_swept(ctx: Context, s
     assert await left(alive) == [1, 1, 1]
     assert await left(over) == [0, 0, 0]
     await clearing._clear(await ctx.store.job(alive))
+
+
+async def test_a_ticket_names_the_members_of_its_pools_and_again_when_it_is_lost(ctx: Context, store: Store) -> None:
+    pool = {"every": 2, "rule": "pfsp_hard", "latest": 0.2, "stretch": 2}
+    seats = {"odd": {"pool": "past"}}
+    job = await running_job(store, "j-pool", rollout__seed=5, pools={"past": pool}, seats=seats)
+    members, rates = ["0.0", "1.2", "1.4"], {"0.0": 0.9, "1.2": 0.1, "1.4": 0.5}
+    admission = Admission(store.redis, job, 1)
+    await admission.set_pools({"past": PoolRecord(members=members, win_rates=rates)})
+    await admission.restore(step=0, max_staleness=9, groups_per_batch=BATCH, total=2 * BATCH * 10, discarded={})
+    issuer = TicketIssuer(ctx)
+    await issuer.issue()
+    drawn = [
+        choose_opponent(members, rates, rule="pfsp_hard", latest=0.2, seed=5, match=seq // 2, pool="past")
+        for seq in range(10 * BATCH)
+    ]
+    found = await tickets(ctx, job)
+    assert [ticket.opponents for ticket in found] == [{"past": member} for member in drawn] and len(set(drawn)) > 1
+    assert TICKETS.name is not None
+    await ctx.bus.purge(TICKETS.name, TICKET.at(job=job))
+    await issuer.sweep()
+    await issuer.sweep()
+    assert [ticket.opponents["past"] for ticket in await tickets(ctx, job)] == drawn

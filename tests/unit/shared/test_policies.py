@@ -130,7 +130,7 @@ def test_every_mistake_is_reported_at_once() -> None:
         (
             {"match": {"rotate": True}, "seats": {"speaker": "speaker", "listener": {"bot": "echo"}}},
             "match.rotate",
-            "policies., frozen checkpoints or urls",
+            "policies., frozen checkpoints, urls or .pools",
         ),
         (
             {"validation": {"every": 5, "against": [{"policy": "x"}]}},

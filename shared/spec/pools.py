@@ -1,0 +1,128 @@
+"""[pools.NAME]: past versions of a policy, its members, play the seats that name the pool, and do not learn.
+
+A pool begins with the weights that the policy starts from and grows by rule. Whom a match is played against is drawn
+when its ticket is issued.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field
+
+from opentinker.shared.spec.base import Fraction, SpecPart, Steps
+
+if TYPE_CHECKING:
+    from opentinker.shared.spec import JobSpec
+    from opentinker.shared.spec.policies import SeatSpec
+
+Mistake = dict[str, Any]
+PoolRule = Literal["uniform", "pfsp_hard", "pfsp_even"]
+PoolName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,31}$")]
+"""Part of metric names."""
+MAX_POOLS = 8
+MAX_MEMBERS = 100
+MAX_STRETCH = 10_000
+
+
+class PoolSpec(SpecPart):
+    """Past versions of a policy as opponents."""
+
+    policy: PoolName | None = None
+    """Whose versions enter: one of [policies]. Not given in a job without them."""
+    every: Steps
+    """Steps of the policy between two candidates."""
+    keep: Annotated[int, Field(ge=1, le=MAX_MEMBERS)] = 10
+    """Most members; the oldest leave first. The weights of each lie on disk."""
+    add_if: Fraction | None = None
+    """Least win rate of the policy against the members with which a candidate is added, draws counted half; results
+    lose half their weight at each candidate. Default: every candidate is added."""
+    latest: Fraction = 0.5
+    """Share of the matches that the newest member plays in any case."""
+    rule: PoolRule = "uniform"
+    """How the member of all other matches is drawn, the newest included. `uniform`: all alike. `pfsp_hard`: those that
+    the policy loses to, with probability proportional to (1 - win rate)^2. `pfsp_even`: those as strong as it is,
+    proportional to win rate * (1 - win rate)."""
+    stretch: Annotated[int, Field(ge=1, le=MAX_STRETCH)] = 1
+    """Consecutive groups of matches that meet the same member. A rollout worker loads the weights of the member that is
+    to play; where that takes long, it is done so many times more rarely."""
+
+
+def pool_player(pool: str, version: str = "") -> str:
+    """Return the name of a member as a player: `POOL@EPOCH.STEP`; `POOL@` for the pool. No policy and no frozen
+    checkpoint has such a name."""
+    return f"{pool}@{version}"
+
+
+def pools_in(seats: Mapping[str, SeatSpec]) -> list[str]:
+    """Return the pools that play, each once."""
+    return list(dict.fromkeys(player.pool for player in seats.values() if player.pool is not None))
+
+
+def pools_of(spec: JobSpec, policy: str) -> dict[str, PoolSpec]:
+    """Return the pools that hold versions of a policy; the empty name is that of a job's one policy."""
+    return {name: pool for name, pool in spec.pools.items() if (pool.policy or "") == policy}
+
+
+def unknown_pools(data: Mapping[str, Any]) -> list[Mistake]:
+    """Return the seats that a pool plays in a spec, as written, that has no [pools]."""
+    seats = data.get("seats")
+    if data.get("pools") or not isinstance(seats, dict):
+        return []
+    named = {seat: player["pool"] for seat, player in seats.items() if isinstance(player, dict) and player.get("pool")}
+    return [
+        _mistake(f"seats.{seat}.pool", pool, "names a pool, and the job has no [pools]") for seat, pool in named.items()
+    ]
+
+
+def settle_pools(spec: JobSpec) -> list[Mistake]:
+    """Return what contradicts itself between [pools], [seats] and the other parts."""
+    found = []
+    for seat, player in spec.seats.items():
+        if spec.pools and player.pool is not None and player.pool not in spec.pools:
+            known = f"its pools are: {', '.join(spec.pools)}"
+            found.append(_mistake(f"seats.{seat}.pool", player.pool, f"is no pool of this job; {known}"))
+    played = pools_in(spec.seats)
+    for name, pool in spec.pools.items():
+        if name not in played:
+            found.append(_mistake(f"pools.{name}", name, f"plays no seat: [seats] has no {{ pool = {name!r} }}"))
+        found += _policy_mistakes(spec, name, pool)
+    return found + (_unsupported(spec) if spec.pools else [])
+
+
+def _policy_mistakes(spec: JobSpec, name: str, pool: PoolSpec) -> list[Mistake]:
+    known = ", ".join(spec.policies)
+    if pool.policy is None and spec.policies:
+        return [_mistake(f"pools.{name}.policy", None, f"is needed: whose versions enter ({known})")]
+    if pool.policy is not None and pool.policy not in spec.policies:
+        known = f"its policies are: {known}" if known else "it has no [policies]: leave it out"
+        return [_mistake(f"pools.{name}.policy", pool.policy, f"is no policy of this job; {known}")]
+    steps = (spec.policies[pool.policy] if pool.policy else spec).train.steps
+    if pool.every < steps:
+        return []
+    problem = f"must be below train.steps = {steps}: the pool would never get a member beyond the initial weights"
+    return [_mistake(f"pools.{name}.every", pool.every, problem)]
+
+
+def _unsupported(spec: JobSpec) -> list[Mistake]:
+    found = []
+    if spec.train.deterministic:
+        problem = "does not apply to a job with [pools]: timing decides which members a match may meet"
+        found.append(_mistake("train.deterministic", True, problem))
+    if spec.match is not None and spec.match.schedule != "wait":
+        found.append(_mistake("match.schedule", spec.match.schedule, "must be 'wait' in a job with [pools]"))
+    if spec.train.learner == "simulated" and spec.rollout.engine != "toy":
+        problem = "has no weights that a member of [pools] could play with, except with rollout.engine = 'toy'"
+        found.append(_mistake("train.learner", spec.train.learner, problem))
+    if spec.validation is not None and not spec.validation.against:
+        problem = (
+            "is needed in a job with [pools], whose members change: name fixed opponents, e.g. "
+            "against = [{ bot = 'random' }]"
+        )
+        found.append(_mistake("validation.against", [], problem))
+    return found
+
+
+def _mistake(field: str, value: object, problem: str) -> Mistake:
+    return {"field": field, "value": value, "problem": problem}

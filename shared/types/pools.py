@@ -1,0 +1,50 @@
+"""Opponent pools: past versions of a policy that play seats of its job. Written by the policy's trainer.
+
+{data_dir}/jobs/{job}/members/1.20/manifest.json + weights    a member, jobs/{job}~{policy}/ of a policy
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from opentinker.shared.types.core import WeightVersion, part_id
+
+MEMBERS = "members"
+Outcomes = tuple[int, int, int]
+"""Games won, drawn and lost by the policy."""
+NO_GAMES: Outcomes = (0, 0, 0)
+
+
+class PoolMember(msgspec.Struct, frozen=True, kw_only=True):
+    """A version of the policy, and how the policy has done against it in matches that it has trained on, or discarded
+    because their rewards were equal."""
+
+    version: WeightVersion
+    outcomes: Outcomes = NO_GAMES
+    """Since it entered."""
+    recent: Outcomes = NO_GAMES
+    """The same, halved at each candidate: what PFSP and `add_if` go by."""
+
+
+Members = dict[str, list[PoolMember]]
+"""By pool, oldest member first."""
+
+
+class PoolRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What draws need to know of a pool: trainer -> scheduler, through Redis."""
+
+    members: list[str]
+    """Versions, oldest first."""
+    win_rates: dict[str, float]
+    """Of the policy, by member."""
+
+
+PoolRecords = dict[str, PoolRecord]
+"""By pool."""
+
+
+def members_of(data_dir: Path, job: str, policy: str) -> Path:
+    """Return the directory of the members of all pools of a policy."""
+    return data_dir / "jobs" / part_id(job, policy) / MEMBERS

@@ -1,0 +1,134 @@
+"""[pools] of a spec: what is refused, all at once; and the results of a group against each player."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+import pytest
+
+from opentinker.sdk.evaluation_spec import evaluation_of
+from opentinker.sdk.http import ApiError
+from opentinker.shared.spec import parse_spec
+from opentinker.shared.spec.policies import engines_of, pool_spec_of
+from opentinker.shared.spec.pools import MAX_POOLS, pool_player, pools_in, pools_of
+from opentinker.shared.types.errors import SpecError
+from opentinker.shared.types.trajectories import Group
+from tests.support.factories import group_of, make_trajectory
+
+BASE: dict[str, Any] = {
+    "name": "game",
+    "model": {"base": "m"},
+    "environment": {"name": "matching_pennies"},
+    "algorithm": {"group_size": 4, "groups_per_batch": 4},
+    "rollout": {"engine": "toy"},
+    "train": {"steps": 100},
+    "seats": {"odd": {"pool": "past"}},
+    "pools": {"past": {"every": 10}},
+}
+TWO: dict[str, Any] = {
+    "policies": {"a": {}, "b": {"model": {"base": "n"}}},
+    "seats": {"one": "a", "two": "b", "three": {"pool": "past"}},
+    "pools": {"past": {"policy": "b", "every": 10, "rule": "pfsp_hard"}},
+}
+
+
+def refused(**changes: Any) -> dict[str, str]:
+    with pytest.raises(SpecError) as error:
+        parse_spec({**BASE, **changes})
+    return {mistake["field"]: mistake["problem"] for mistake in error.value.mistakes}
+
+
+def test_a_pool_holds_versions_of_one_policy_and_has_an_engine() -> None:
+    alone = parse_spec(BASE)
+    pool = alone.pools["past"]
+    assert (pool.keep, pool.add_if, pool.latest, pool.rule, pool.stretch) == (10, None, 0.5, "uniform", 1)
+    assert pools_in(alone.seats) == ["past"] and list(pools_of(alone, "")) == ["past"] and engines_of(alone) == 2
+    two = parse_spec({**BASE, **TWO})
+    assert (list(pools_of(two, "a")), list(pools_of(two, "b"))) == ([], ["past"]) and engines_of(two) == 3
+    assert pool_spec_of(two, "past").model.base == "n"
+    assert parse_spec(two.model_dump(mode="json")) == two
+
+
+def test_every_mistake_is_reported_at_once() -> None:
+    found = refused(
+        seats={"odd": {"pool": "elsewhere"}},
+        pools={"past": {"every": 10, "policy": "a"}, "more": {"every": 100}},
+        match={"rotate": False, "schedule": "drop"},
+        validation={"every": 10},
+        train={"steps": 100, "deterministic": True},
+    )
+    assert "its pools are: past, more" in found["seats.odd.pool"]
+    assert "plays no seat" in found["pools.past"] and "plays no seat" in found["pools.more"]
+    assert "it has no [policies]: leave it out" in found["pools.past.policy"]
+    assert "below train.steps = 100" in found["pools.more.every"]
+    assert "must be 'wait'" in found["match.schedule"] or "needs two" in found["match.schedule"]
+    assert "name fixed opponents" in found["validation.against"]
+    assert "timing decides" in found["train.deterministic"]
+    wrong = refused(pools={"past": {"every": 10, "add_if": 1.5}})
+    assert list(wrong) == ["pools.past.add_if"], "a seat that names it is not wrong for that"
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "problem"),
+    [
+        ({"pools": {}}, "seats.odd.pool", r"the job has no \[pools\]"),
+        ({"pools": {"Past": {"every": 1}}}, "pools.Past.[key]", "match pattern"),
+        ({"pools": {"past": {}}}, "pools.past.every", "is needed"),
+        ({"pools": {"past": {"every": 10, "keep": 0}}}, "pools.past.keep", "greater than or equal to 1"),
+        ({"pools": {"past": {"every": 10, "latest": 2.0}}}, "pools.past.latest", "less than or equal to 1"),
+        ({"pools": {"past": {"every": 10, "rule": "hardest"}}}, "pools.past.rule", "uniform"),
+        ({"seats": {"odd": {"pool": "past", "bot": "random"}}}, "seats.odd.pool", "one player"),
+        ({**TWO, "pools": {"past": {"every": 10}}}, "pools.past.policy", r"is needed: whose versions enter \(a, b\)"),
+        ({**TWO, "pools": {"past": {"every": 1, "policy": "c"}}}, "pools.past.policy", "policies are: a, b"),
+        ({**TWO, "match": {"schedule": "drop"}}, "match.schedule", "must be 'wait'"),
+        (
+            {"train": {"steps": 100, "learner": "simulated"}, "rollout": {"engine": "vllm"}},
+            "train.learner",
+            "has no weights",
+        ),
+        (
+            {
+                "pools": {f"p{n}": {"every": 10} for n in range(MAX_POOLS + 1)},
+                "seats": {f"s{n}": {"pool": f"p{n}"} for n in range(MAX_POOLS + 1)},
+            },
+            "pools",
+            f"at most {MAX_POOLS}",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(changes: dict[str, Any], field: str, problem: str) -> None:
+    found = refused(**changes)
+    assert field in found, found
+    assert re.search(problem, found[field]), found
+
+
+def test_a_pool_belongs_to_training() -> None:
+    evaluation = {name: BASE[name] for name in ("name", "model", "environment", "rollout", "seats")}
+    with pytest.raises(SpecError) as error:
+        parse_spec({**evaluation, "kind": "eval"})
+    assert [mistake["field"] for mistake in error.value.mistakes] == ["seats.odd.pool"]
+    job = {"id": "j-0123456789", "kind": "rl", "spec": parse_spec(BASE).model_dump(mode="json")}
+    with pytest.raises(ApiError, match=r"seats\.odd = \{ frozen = 'j-0123456789@STEP' \}"):
+        evaluation_of(job)
+
+
+def test_a_group_knows_who_won_against_whom() -> None:
+    past = pool_player("past", "1.20")
+    assert past == "past@1.20" and pool_player("past") == "past@"
+    rewards = [(1.0, 0.0, 0.0), (0.0, 1.0, -1.0), (0.1 + 0.2, 0.3, 0.3), (1.0, 1.0, 1.0)]
+    played = [
+        make_trajectory(index=index, seat=seat, policy=policy, reward=reward, number=number)
+        for index, sample in enumerate(rewards)
+        for number, (seat, policy, reward) in enumerate(
+            zip(("one", "two", "three"), ("", past, past), sample, strict=True)
+        )
+    ]
+    group = group_of(played)
+    own = group.of("")
+    assert own.outcomes == {past: (1, 3, 0)}, "means of the seats are compared: 0 and (1 - 1) / 2 are a draw"
+    assert {t.policy for t in own.trajectories} == {""} and own.opponents.keys() == {past}
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(own), type=Group).outcomes == own.outcomes
+    absent = [t for t in played if t.policy or t.index == 0]
+    assert group_of(absent).of("").outcomes == {past: (1, 0, 0)}, "without a turn of the policy there is no result"
