@@ -86,7 +86,7 @@ class Episode:
         """`busy`: tells somebody what it is doing."""
         self._busy = busy
         self.spec, self.ticket, self.index, self.sessions = spec, ticket, index, sessions
-        self.seats = seats.turned(ticket.seq, index)
+        self.seats = seats.turned(ticket.row, index)
         self.attempt = uuid.uuid4().hex[:12]
         self.is_kept = is_kept(spec, ticket.seq, index)
         self.session = f"{ticket.job}-{ticket.seq}-{index}-{self.attempt}"

@@ -18,7 +18,7 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -115,14 +115,17 @@ def _writing(epoch: int) -> str:
     return f"{WRITING}{epoch}-{socket.gethostname()}-{os.getpid()}-"
 
 
-def find_newest(root: Path, damaged: Callable[[Path, str], None] = _ignore_damage) -> tuple[Path, Manifest] | None:
+def find_newest(
+    root: Path, damaged: Callable[[Path, str], None] = _ignore_damage, *, position: int | None = None
+) -> tuple[Path, Manifest] | None:
     """Return the newest checkpoint whose files all have their recorded hashes; damaged ones are skipped, logged as
-    errors, and passed to `damaged(directory, problem)`.
+    errors, and passed to `damaged(directory, problem)`. `position`: only one with this `Manifest.position`.
 
     If a crash interrupted the replacement of a checkpoint, the one that was to be replaced still counts.
     """
-    found = _readable([*root.glob(f"{REMOVING}step-*"), *root.glob("step-*")], damaged)
-    for directory, manifest in reversed(found):
+    for directory, manifest in reversed(_with_replaced(root, damaged)):
+        if position is not None and manifest.position != position:
+            continue
         try:
             _verify(directory, manifest)
         except (OSError, ValueError) as error:
@@ -132,6 +135,11 @@ def find_newest(root: Path, damaged: Callable[[Path, str], None] = _ignore_damag
             continue
         return directory, manifest
     return None
+
+
+def positions(root: Path, damaged: Callable[[Path, str], None] = _ignore_damage) -> set[int]:
+    """Return the positions of a deterministic job's checkpoints, see `Manifest.position`; files are not verified."""
+    return {manifest.position for _, manifest in _with_replaced(root, damaged) if manifest.position is not None}
 
 
 def read_intact(directory: Path) -> Manifest:
@@ -149,6 +157,11 @@ def list_checkpoints(root: Path) -> list[tuple[Path, Manifest]]:
     return _readable(list(root.glob("step-*")))
 
 
+def _with_replaced(root: Path, damaged: Callable[[Path, str], None] = _ignore_damage) -> list[tuple[Path, Manifest]]:
+    """Return committed checkpoints and those that were being replaced, oldest first; files are not verified."""
+    return _readable([*root.glob(f"{REMOVING}step-*"), *root.glob("step-*")], damaged)
+
+
 def _readable(
     directories: list[Path], damaged: Callable[[Path, str], None] = _ignore_damage
 ) -> list[tuple[Path, Manifest]]:
@@ -164,8 +177,9 @@ def _readable(
     return sorted(found, key=lambda pair: (pair[1].age, not pair[0].name.startswith(REMOVING)))
 
 
-def sweep(root: Path, keep: int, epoch: int) -> None:
-    """Remove all but the newest `keep` checkpoints, and orphans of crashed writers and removers.
+def sweep(root: Path, keep: int, epoch: int, needed: Collection[int] = ()) -> None:
+    """Remove all but the newest `keep` checkpoints and those at a position in `needed`, and orphans of crashed writers
+    and removers.
 
     A checkpoint with an unreadable manifest does not count towards `keep` and stays, as evidence. Raises Fenced if a
     newer epoch has committed: it may be writing.
@@ -175,7 +189,9 @@ def sweep(root: Path, keep: int, epoch: int) -> None:
     with _locked(root):
         known = list_checkpoints(root)
         _refuse_epoch_below(max([fenced_epoch(root), *(manifest.epoch for _, manifest in known)]), epoch, root)
-        for directory, _ in known[: max(0, len(known) - keep)]:
+        for directory, manifest in known[: max(0, len(known) - keep)]:
+            if manifest.position in needed:
+                continue
             shutil.rmtree(_set_aside(directory), ignore_errors=True)
         for orphan in root.iterdir():
             if orphan.name.startswith((WRITING, REMOVING)):

@@ -30,6 +30,7 @@ from opentinker.services.trainer.learners.base import (
 from opentinker.services.trainer.learning_check import LearningCheck
 from opentinker.services.trainer.mismatch_alarm import WATCHED, WINDOW, MismatchAlarm
 from opentinker.services.trainer.policies import JointProgress
+from opentinker.services.trainer.policy_checkpoints import PolicyCheckpoints
 from opentinker.shared.asyncio_tools import cancel_and_wait, finish_uncancelled
 from opentinker.shared.data.readable_paths import opening
 from opentinker.shared.data.step_log import StepLog, lineage, metric_prefix, point_of, trainer_source
@@ -68,6 +69,9 @@ class JobReporter:
         self.ctx, self.lease, self.spec, self.learner, self.policy = ctx, lease, spec, learner, policy
         self.joint = joint or JointProgress(spec.train.steps, {"": spec.train.steps})
         self.root: Path = ctx.settings.data_dir / "jobs" / part_id(lease.job, policy) / "checkpoints"
+        together = list(spec.policies) if spec.train.deterministic else []
+        roots = [ctx.settings.data_dir / "jobs" / part_id(lease.job, name) / "checkpoints" for name in together]
+        self._stored = PolicyCheckpoints(self.root, roots, self.joint)
         self.source = trainer_source(policy)
         self.metrics = MetricSource(ctx.bus, lease.job, self.source, prefix=metric_prefix(policy))
         self.lanes = Lanes(ctx.bus, lease.job, ctx.worker)
@@ -92,17 +96,15 @@ class JobReporter:
 
         Older epochs cannot write afterwards. Raises JobFailed, Fenced.
         """
-        await asyncio.to_thread(checkpoint.fence, self.root, self.lease.epoch)
-        damaged: list[dict[str, object]] = []
-        found = await asyncio.to_thread(
-            checkpoint.find_newest, self.root, lambda at, why: damaged.append({"checkpoint": at.name, "problem": why})
-        )
-        for skipped in damaged:
-            await self.event("checkpoint_damaged", skipped)
+        await asyncio.to_thread(self._stored.fence, self.lease.epoch)
+        damaged: dict[str, str] = {}
+        found = await asyncio.to_thread(self._stored.find, damaged)
+        for name, problem in damaged.items():
+            await self.event("checkpoint_damaged", {"checkpoint": name, "problem": problem})
         if found is None and damaged:
             raise JobFailed(
-                f"none of its {len(damaged)} checkpoints is intact ({damaged[0]['problem']}), and it does not restart "
-                f"from step 0 by itself. They are in {self.root}; submit the job again to start with step 0"
+                f"none of its {len(damaged)} checkpoints is intact ({next(iter(damaged.values()))}), and it does not "
+                f"restart from step 0 by itself. They are in {self.root}; submit the job again to start with step 0"
             )
         path, manifest = found or (None, None)
         if manifest is not None:
@@ -347,7 +349,7 @@ class JobReporter:
             log.error("checkpoint_failed", error=str(error))
             await self.event("checkpoint_failed", {"step": manifest.step, "error": str(error)})
             return False
-        await asyncio.to_thread(checkpoint.sweep, self.root, self.spec.train.keep_checkpoints, self.lease.epoch)
+        await asyncio.to_thread(self._stored.sweep, self.spec.train.keep_checkpoints, self.lease.epoch)
         self.saved = manifest.step
         await self.event("checkpoint", {"step": manifest.step, "seconds": round(time.monotonic() - began, 3)})
         return True

@@ -5,12 +5,26 @@ its own (`rl_loop.py`); what they have in common is here.
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.spec.policies import spec_of
 from opentinker.shared.spec.schedules import Rule, rule_of
 from opentinker.shared.types.core import WeightVersion
+
+
+@dataclass
+class CommonPosition:
+    """From which checkpoints the policies of a deterministic job resume, see `policy_checkpoints.py`."""
+
+    position: int | None = None
+    """None: there is no position at which every policy has an intact checkpoint."""
+    damaged: dict[Path, dict[str, str]] = field(default_factory=lambda: defaultdict(dict))
+    """By directory: damaged checkpoints that were skipped, and the problem of each."""
 
 
 class JointProgress:
@@ -38,6 +52,10 @@ class JointProgress:
         self._covered: set[str] = set()
         self.loading = asyncio.Lock()
         """Held while a policy is loaded: learners seed torch's generator, which they share."""
+        self.common: CommonPosition | None = None
+        """Where the policies of a deterministic job resume, once the first of them has looked."""
+        self.sweeping = threading.Lock()
+        """Held while a policy's expired checkpoints are removed: others look for those that all have."""
         self._shown: dict[str, dict[str, float]] = {}
         self._floors = dict.fromkeys(steps, 0)
         self._finished: dict[str, str] = {}

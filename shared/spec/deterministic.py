@@ -24,7 +24,7 @@ def broken_promises(spec: JobSpec) -> list[dict[str, Any]]:
     """Return settings under which the weights would depend on timing or on unseeded state."""
     if not spec.train.deterministic:
         return []
-    found = _in_sampling(spec) + _in_reference_forward(spec)
+    found = _in_sampling(spec) + _in_reference_forward(spec) + _between_policies(spec)
     found += [
         (f"seats.{seat}.url", player.url, "cannot play: nothing fixes what it answers")
         for seat, player in spec.seats.items()
@@ -67,3 +67,39 @@ def _in_reference_forward(spec: JobSpec) -> Broken:
     )
     why = "reference-forward computes what comes together in one batch, and its sums depend on that"
     return [(field, value, f"must be {wanted}: {why}") for field, value, wanted in used if value]
+
+
+def _between_policies(spec: JobSpec) -> Broken:
+    """Several policies take the same matches, step by step, and resume where each of them has a checkpoint."""
+    if not spec.policies:
+        return []
+    found: Broken = []
+    match = spec.match
+    if match is not None and match.schedule not in ("wait", "lockstep"):
+        problem = "must be 'wait' or 'lockstep': otherwise timing decides which matches a policy is trained on"
+        found.append(("match.schedule", match.schedule, problem))
+    elif match is not None and match.schedule == "wait" and match.max_opponent_lag is not None:
+        problem = "must be left out: timing decides how far opponents have moved when a batch is complete"
+        found.append(("match.max_opponent_lag", match.max_opponent_lag, problem))
+    if spec.train.target:
+        problem = "must be empty in a job with several policies: all end at the same match"
+        found.append(("train.target", spec.train.target, problem))
+    due = spec.train.checkpoint_every * spec.algorithm.groups_per_batch
+    for name, own in spec.policies.items():
+        at, algorithm, train = f"policies.{name}", own.algorithm, own.train
+        if algorithm.max_staleness not in (0, spec.algorithm.max_staleness):
+            problem = "must be 0: with more, timing decides which weights sample a token"
+            found.append((f"{at}.algorithm.max_staleness", algorithm.max_staleness, problem))
+        if algorithm.drop_zero_variance:
+            problem = "must be false in a job with several policies: all are trained on the same matches"
+            found.append((f"{at}.algorithm.drop_zero_variance", True, problem))
+        if train.target and train.target != spec.train.target:
+            problem = "must be empty in a job with several policies: all end at the same match"
+            found.append((f"{at}.train.target", train.target, problem))
+        if train.checkpoint_every * algorithm.groups_per_batch != due:
+            problem = (
+                f"times groups_per_batch = {algorithm.groups_per_batch} must be {due}, as for the job: policies resume "
+                "where all of them have a checkpoint"
+            )
+            found.append((f"{at}.train.checkpoint_every", train.checkpoint_every, problem))
+    return found

@@ -410,7 +410,12 @@ def _policy_mistakes(spec: JobSpec, name: str, policy: PolicySpec) -> list[Mista
             f"{spec.train.steps * spec.algorithm.groups_per_batch}, as for the job: a match is for all policies "
             f"(not with match.schedule = 'drop', 'grow' or 'alternate')",
         ),
-        (f"{at}.train.deterministic", True, not train.deterministic, "does not apply to a job with several policies"),
+        (
+            f"{at}.train.deterministic",
+            train.deterministic,
+            train.deterministic == spec.train.deterministic,
+            f"must be the job's, {str(spec.train.deterministic).lower()}: policies play the same matches",
+        ),
         (
             f"{at}.algorithm.kl_coef",
             algorithm.kl_coef,
@@ -437,7 +442,6 @@ def _absent_parts(spec: JobSpec) -> list[Mistake]:
         "reward_models": [model.base for model in spec.reward_models] or None,
         "algorithm.kl_coef": spec.algorithm.kl_coef or None,
         "algorithm.distill_coef": spec.algorithm.distill_coef or None,
-        "train.deterministic": spec.train.deterministic or None,
     }
     return [_mistake(part, value, by) for part, value in parts.items() if value is not None]
 

@@ -155,6 +155,52 @@ def test_what_breaks_the_promise_is_refused_with_the_reason(changes: dict[str, A
     assert mistake["field"] == field and "(train.deterministic)" in mistake["problem"]
 
 
+PAIR: dict[str, Any] = {
+    "policies": {"a": {}, "b": {}},
+    "seats": {"x": "a", "y": "b"},
+    "algorithm": {"max_staleness": 0, "group_size": 2, "groups_per_batch": 4},
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "problem"),
+    [
+        ({"match": {"schedule": "drop"}}, "match.schedule", "'wait' or 'lockstep'"),
+        ({"match": {"max_opponent_lag": 2}}, "match.max_opponent_lag", "how far opponents have moved"),
+        ({"train": {"steps": 3, "deterministic": True, "target": {"exact": 0.9}}}, "train.target", "the same match"),
+        ({"policies": {"a": {"train": {"target": {"exact": 0.9}}}, "b": {}}}, "policies.a.train.target", "same match"),
+        (
+            {"policies": {"a": {"algorithm": {"max_staleness": 2}}, "b": {}}},
+            "policies.a.algorithm.max_staleness",
+            "which weights",
+        ),
+        (
+            {"policies": {"a": {}, "b": {"algorithm": {"drop_zero_variance": True}}}},
+            "policies.b.algorithm.drop_zero_variance",
+            "the same matches",
+        ),
+        (
+            {"policies": {"a": {"algorithm": {"groups_per_batch": 2}, "train": {"steps": 6}}, "b": {}}},
+            "policies.a.train.checkpoint_every",
+            "must be 200, as for the job",
+        ),
+        (
+            {"policies": {"a": {"train": {"deterministic": False}}, "b": {}}},
+            "policies.a.train.deterministic",
+            "must be the job's, true",
+        ),
+    ],
+)
+def test_policies_that_would_not_train_on_the_same_matches_are_refused(
+    changes: dict[str, Any], field: str, problem: str
+) -> None:
+    fields: dict[str, Any] = {**PAIR, "train": {"steps": 3, "deterministic": True}, **changes}
+    with pytest.raises(SpecError) as refused:
+        deterministic(Path("m"), **fields)
+    (mistake,) = refused.value.mistakes
+    assert mistake["field"] == field and problem in mistake["problem"]
+
+
 def test_lineage_of_the_step_log_leaves_out_what_was_rolled_back(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     assert lineage(path, {1: 0}, 9) == []

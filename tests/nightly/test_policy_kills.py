@@ -45,15 +45,16 @@ NAMES = (*SERVICES, *SERVERS, "rollout_worker-1", "env_worker-1")
 
 
 def game(model: Path) -> JobSpec:
-    """The second policy takes half as many matches a step. One episode of each group is kept, with all its rewards."""
-    halves = {"algorithm": {"groups_per_batch": BATCH // 2}, "train": {"steps": 2 * STEPS}}
+    """The second policy takes half as many matches a step and saves at other matches, so that a killed trainer goes on
+    from steps of different age. One episode of each group is kept, with all its rewards."""
+    halves = {"algorithm": {"groups_per_batch": BATCH // 2}, "train": {"steps": 2 * STEPS, "checkpoint_every": 4}}
     spec: dict[str, Any] = {
         "name": "zero-sum under kills",
         "model": {"base": str(model), "chat_template": "plain"},
         "environment": {"name": "tests.samples.round_samples:Stakes"},
         "algorithm": {"group_size": GROUP_SIZE, "groups_per_batch": BATCH, "max_staleness": 3},
         "rollout": {"engine": "toy", "max_turns": 2, "max_tokens": 6, "transcripts": BATCH},
-        "train": {"learner": "simulated", "steps": STEPS, "simulated_step_s": 0.05, "checkpoint_every": 1},
+        "train": {"learner": "simulated", "steps": STEPS, "simulated_step_s": 0.05, "checkpoint_every": 3},
         "policies": {"first": {}, "second": halves},
         "seats": {seat: name for name, seat in POLICIES.items()},
     }

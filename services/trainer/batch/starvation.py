@@ -29,7 +29,13 @@ def _equal_rewards(spec: JobSpec, assembler: Assembler) -> str:
 
 
 def _absence(spec: JobSpec, policy: str, assembler: Assembler) -> str:
-    """After MAX_ABSENT_BATCHES batches' worth of matches in a row without a turn of this policy."""
+    """After MAX_ABSENT_BATCHES batches' worth of matches in a row without a turn of this policy; in a deterministic job
+    after the first."""
+    if spec.train.deterministic and policy and assembler.absent:
+        return (
+            f"policy {policy!r} had no turn in a match of the batch, and in a deterministic job every match is trained "
+            "by all policies, so that they can resume at the same one"
+        )
     if assembler.absent < MAX_ABSENT_BATCHES * spec.algorithm.groups_per_batch:
         return ""
     seats = ", ".join(seat for seat, player in spec.seats.items() if player.policy == policy)

@@ -27,6 +27,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from opentinker.services.trainer.distributed.process_group import ProcessGroup
 from opentinker.services.trainer.learners import optimizer_state
 from opentinker.services.trainer.learners.base import BUCKET_BYTES, Interrupted, NonFinite
+from opentinker.services.trainer.learners.random_state import RandomState
 from opentinker.shared.nn import transport
 from opentinker.shared.nn.forward import VISION_ATTENTION, token_scores
 from opentinker.shared.nn.layers import float32_head, recompute_layers
@@ -61,6 +62,9 @@ class PolicyModel:
         """Batches trained on, over all resumes: the position of the learning-rate schedule."""
         self.probed: list[int] = []
         """Tokens of the last batch with which rollout workers verify that they loaded a version; see `probe`."""
+        self.random_state = RandomState(
+            is_own=spec.train.deterministic and len(spec.policies) > 1, cuda=self.device == "cuda"
+        )
         self._interrupted = threading.Event()
 
     @property
@@ -70,8 +74,9 @@ class PolicyModel:
 
     def load(self, checkpoint: Path | None) -> None:
         """Load the base model, or the state of a checkpoint directory. Raises JobFailed if either is unusable."""
-        self._build(checkpoint)
-        self._resume(checkpoint)
+        with self.random_state.held():
+            self._build(checkpoint)
+            self._resume(checkpoint)
 
     def start(self, checkpoint: Path, *, optimizer: bool) -> None:
         """Load the weights of another job's checkpoint, and its moments if `optimizer`; all else as at a first start.
@@ -270,7 +275,8 @@ class PolicyModel:
 
     def write(self, directory: Path, saved: CheckpointTensors) -> None:
         self.write_weights(directory, saved.weights)
-        optimizer_state.save(directory, saved.state, self.steps, cuda=self.device == "cuda")
+        with self.random_state.held():
+            optimizer_state.save(directory, saved.state, self.steps, cuda=self.device == "cuda")
 
     @property
     def has_masters(self) -> bool:

@@ -64,7 +64,7 @@ class RlLearner(PolicyModel):
         super()._load_start(checkpoint, moments=moments)
 
     def step(self, groups: list[Group], version: WeightVersion) -> dict[str, float]:
-        with self.undo_if_interrupted():
+        with self.random_state.held(), self.undo_if_interrupted():
             return self._step(groups, version)
 
     def _step(self, groups: list[Group], version: WeightVersion) -> dict[str, float]:

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from opentinker.services.rollout_worker.engines.base import Completion, EngineError, Progress, Sampling, Shown
 from opentinker.services.rollout_worker.episode import Episode, EpisodeFailed, turn_seed
-from opentinker.services.rollout_worker.policies import SeatMap
+from opentinker.services.rollout_worker.policies import LoadedPolicy, SeatMap
 from opentinker.services.rollout_worker.renderer import Renderer
 from opentinker.services.rollout_worker.stream import merge
 from opentinker.shared.types.core import Ending, Image, Message, StopReason, Text, Tool, ToolCall, WeightVersion
@@ -473,3 +473,18 @@ async def test_a_later_observation_that_the_template_refuses_costs_its_own_episo
     read_with(first, Renderer(Strict(), "model", frozenset({EOS})))
     with pytest.raises(JobFailed, match="roles must alternate"):
         await first.run()
+
+
+def test_players_rotate_by_position_in_the_submission_order_not_by_number() -> None:
+    """A deterministic job plays positions again under other numbers."""
+    pair: dict[str, Any] = {"policies": {"a": {}, "b": {}}, "seats": {"x": "a", "y": "b"}, "match": {"rotate": True}}
+    spec = make_spec(**pair, algorithm__group_size=4)
+    engine: Any = object()
+    seats = SeatMap(spec, [LoadedPolicy(name, spec, engine, engine) for name in spec.policies])
+    for ticket, player in (
+        (make_ticket(seq=9, row=4), "a"),
+        (make_ticket(seq=4, row=4), "a"),
+        (make_ticket(row=5), "b"),
+    ):
+        first = Episode(spec, ticket, 0, seats, engine).seats.at("x")
+        assert first is not None and first.name == player

@@ -96,7 +96,11 @@ def test_every_mistake_is_reported_at_once() -> None:
         ({"policies": {"speaker": 3, "listener": {}}}, "policies.speaker", "must be a table"),
         ({"seats": {"speaker": {"policy": "speaker", "bot": "x"}}}, "seats.speaker.bot", "exactly one|one player"),
         ({"seats": {"speaker": {}}}, "seats.speaker.policy", "one player"),
-        ({"train": {"steps": 10, "deterministic": True}}, "train.deterministic", "several policies"),
+        (
+            {"policies": {"speaker": {"train": {"deterministic": True}}, "listener": {}}},
+            "policies.speaker.train.deterministic",
+            "must be the job's, false",
+        ),
         ({"algorithm": {"group_size": 4, "kl_coef": 0.1}}, "algorithm.kl_coef", "several policies"),
         (
             {"match": {"rotate": True}, "algorithm": {"group_size": 3}},

@@ -17,6 +17,14 @@ def test_only_what_came_in_vain_often_enough_is_a_reason() -> None:
     assert unfillable(one, "", Assembler(1, 1, overtaken=99)) == ""
     assert "Raise match.max_opponent_lag" in unfillable(spec, "a", Assembler(1, 1, overtaken=40))
     assert "policy 'b' had no turn in 40 groups" in unfillable(spec, "b", Assembler(1, 1, absent=40))
+    together = make_spec(
+        **{**PAIR, "match": {"schedule": "wait"}},
+        algorithm__max_staleness=0,
+        rollout__seed=1,
+        train__deterministic=True,
+    )
+    assert "every match is trained by all" in unfillable(together, "b", Assembler(0, 1, absent=1))
+    assert unfillable(together, "b", Assembler(0, 1)) == ""
     lockstep = {
         "algorithm": {"max_staleness": 0, "group_size": 2, "groups_per_batch": 2},
         "match": {"schedule": "lockstep"},
