@@ -1,7 +1,7 @@
 """Matches of two policies while every process and both servers are killed at random: each match is zero-sum to the last
 bit, is trained once by each policy and as the same play, and every policy's ledger balances at every moment.
 
-OPENTINKER_MATCHES says how many matches are trained (1200), OPENTINKER_MATCH_KILLS how often something is killed (12);
+OPENTINKER_MATCHES says how many matches are trained (5000), OPENTINKER_MATCH_KILLS how often something is killed (50);
 the seed of a run is printed, OPENTINKER_KILL_SEED repeats it.
 """
 
@@ -31,11 +31,13 @@ from tests.samples.round_samples import BACKER, RIVAL
 from tests.support.cluster import SERVERS, Cluster, toy_cluster
 from tests.support.lineage import faults, lineage
 
-MATCHES = int(os.environ.get("OPENTINKER_MATCHES", "1200"))
-KILLS = int(os.environ.get("OPENTINKER_MATCH_KILLS", "12"))
+MATCHES = int(os.environ.get("OPENTINKER_MATCHES", "5000"))
+KILLS = int(os.environ.get("OPENTINKER_MATCH_KILLS", "50"))
 GROUP_SIZE, BATCH = 4, 50
 """Matches of a group, groups of a step: of 100 steps every kept episode is still there."""
 STEPS = MATCHES // (GROUP_SIZE * BATCH)
+SPARE = 3 + KILLS // 10
+"""Shares of the matches that come after the last kill."""
 LONGEST_PAUSE_S = 0.5
 """Between a share of the matches and the kill that it calls for."""
 JOB_S = 90.0 + 30.0 * KILLS + MATCHES / 5
@@ -87,7 +89,7 @@ async def harm(cluster: Cluster, job: str, random_: random.Random) -> Counter[st
     killed: Counter[str] = Counter()
     most = 0
     for number in range(1, KILLS + 1):
-        while most < number * STEPS * BATCH // (KILLS + 3):
+        while most < number * STEPS * BATCH // (KILLS + SPARE):
             record = await cluster.store.job(job)
             assert not record.state.final, f"{record.state}: {record.reason}"
             ledgers = [await ledger_of(cluster, job, name) for name in POLICIES]
