@@ -40,6 +40,12 @@ act without a model.
 Seats may act at the same time: `Opening.acting` and `Step.acting` then name them and what each sees, in place of `seat`
 and `messages`, and `step_all` gets all their actions together, in the order of `seats`. Such a round takes as long as
 its slowest seat. Rounds and single turns may follow each other in an episode.
+
+An environment that can fork sets `can_fork = True`: jobs with tree sampling (algorithm `at_grpo`) play every candidate
+of a turn on a copy of the episode. `copy.deepcopy` of the instance must give a second episode in the same state, which
+shares nothing with the first that either of them changes. That holds for plain Python objects, random generators
+included; an environment with more (a simulator, a process, a connection) defines `__deepcopy__`, or cannot fork. Every
+copy is closed.
 """
 
 from __future__ import annotations
@@ -183,6 +189,8 @@ class Environment(ABC):
     libraries that leak."""
     memory_mb: ClassVar[int | None] = None
     """With `blocking`: likewise replace a child process that holds more memory than this."""
+    can_fork: ClassVar[bool] = False
+    """Whether `copy.deepcopy` of an open episode is another one in the same state."""
     bots: ClassVar[Mapping[str, Bot] | None] = {}
     """Scripted players by name, which a job may give seats to (envs/bots.py). None: those of the server that plays the
     environment."""

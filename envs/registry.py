@@ -116,6 +116,15 @@ def _of_config(found: type[Environment], mistake: dict[str, Any]) -> dict[str, A
     return {**mistake, **meant, "problem": f"{UNKNOWN}{asked}; {found.__name__} knows: {names}".replace("?;", "?")}
 
 
+def check_fork(name: str, found: type[Environment]) -> None:
+    """Raise SpecError if episodes of the class cannot be copied."""
+    if not found.can_fork:
+        why = (
+            f"cannot fork: {found.__name__} does not set can_fork = True, and algorithm.advantage = 'agent_turn' plays "
+        )
+        raise _wrong_name(name, f"{why}every candidate of a turn on a copy of the episode")
+
+
 def rehearse(
     name: str, found: type[Environment], settings: BaseModel, bots: Mapping[str, str] | None = None
 ) -> tuple[str, ...]:

@@ -31,6 +31,7 @@ class Bandit(Environment):
         """Number of the hidden table."""
 
     config: Config
+    can_fork = True
 
     async def open(self, row: int, seed: int) -> list[Message]:
         config = self.config

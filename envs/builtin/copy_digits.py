@@ -25,6 +25,7 @@ class CopyDigits(Environment):
         """Number of digits to copy."""
 
     config: Config
+    can_fork = True
 
     async def open(self, row: int, seed: int) -> list[Message]:
         draw = random.Random(f"copy_digits/{seed}/{row % ROWS}")

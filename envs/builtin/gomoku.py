@@ -62,6 +62,7 @@ class Gomoku(Environment):
             return self
 
     config: Config
+    can_fork = True
     bots: ClassVar[Mapping[str, Bot]] = {
         "random": lambda game: game.board.name(bot(game.board, game.draw, 1.0)),
         "greedy": greedy,

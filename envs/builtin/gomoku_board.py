@@ -23,6 +23,10 @@ class Lines(NamedTuple):
     runs: tuple[tuple[int, ...], ...]
     through: tuple[tuple[int, ...], ...]
 
+    def __deepcopy__(self, _: object) -> Lines:
+        """Return itself: copies of a game share the table."""
+        return self
+
 
 @cache
 def lines(size: int, win: int) -> Lines:

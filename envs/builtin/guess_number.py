@@ -39,6 +39,7 @@ class GuessNumber(Environment):
             return self
 
     config: Config
+    can_fork = True
 
     async def open(self, row: int, seed: int) -> list[Message]:
         low, high = self.config.low, self.config.high

@@ -58,6 +58,7 @@ class KuhnPoker(Environment):
         random weights."""
 
     config: Config
+    can_fork = True
     seats = (FIRST, SECOND)
     bots: ClassVar[Mapping[str, Bot]] = {
         "random": lambda game: game.draw_move(0.5),

@@ -29,6 +29,7 @@ class MatchingPennies(Environment):
         weights."""
 
     config: Config
+    can_fork = True
     seats = (EVEN, ODD)
     bots: ClassVar[Mapping[str, Bot]] = {
         "random": lambda game: game.draw.choice("ht"),

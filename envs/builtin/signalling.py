@@ -33,6 +33,7 @@ class Signalling(Environment):
         are then `3>` and `q<`, because in a longer one such a model hardly tells the symbols apart."""
 
     config: Config
+    can_fork = True
     seats = (SPEAKER, LISTENER)
 
     async def open(self, row: int, seed: int) -> Opening:

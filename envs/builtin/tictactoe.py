@@ -31,6 +31,7 @@ class TicTacToe(Environment):
         """Begin every turn with the rules in a sentence; false for models that learn from random weights."""
 
     config: Config
+    can_fork = True
     seats = (FIRST, SECOND)
     bots: ClassVar[Mapping[str, Bot]] = {
         "random": lambda game: _name(game.draw.choice(game.board.free())),

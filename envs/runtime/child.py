@@ -22,7 +22,7 @@ import msgspec
 
 from opentinker.envs.base import Environment
 from opentinker.envs.bots import check_bots
-from opentinker.envs.registry import check, find, rehearse
+from opentinker.envs.registry import check, check_fork, find, rehearse
 from opentinker.envs.runtime.child_protocol import HEAD, ChildAnswer, ChildCall, frame
 from opentinker.envs.runtime.episode_cleanup import Leftovers
 from opentinker.envs.runtime.player import LocalPlayer, guard_user_code
@@ -114,13 +114,20 @@ class ChildSessions:
         enough = [n >= played.recycle_after for played, n in self._opened.items() if played.recycle_after is not None]
         return self._leftovers.threads or any(enough) or bool(limits and resident_mb() > min(limits))
 
-    async def _check(self, name: str, config: dict[str, object] | None, bots: Mapping[str, str]) -> tuple[str, ...]:
-        check_bots(find(self._uploaded or name, modules=self._modules), bots)
+    async def _check(
+        self, name: str, config: dict[str, object] | None, bots: Mapping[str, str], forks: bool
+    ) -> tuple[str, ...]:
+        found = find(self._uploaded or name, modules=self._modules)
+        check_bots(found, bots)
+        if forks:
+            check_fork(name, found)
         if config is not None:
             check(self._uploaded or name, config, modules=self._modules)
         return ()
 
-    async def _rehearse(self, name: str, config: dict[str, object] | None, bots: Mapping[str, str]) -> tuple[str, ...]:
+    async def _rehearse(
+        self, name: str, config: dict[str, object] | None, bots: Mapping[str, str], _: bool
+    ) -> tuple[str, ...]:
         return rehearse(name, *check(self._uploaded or name, config or {}, modules=self._modules), bots)
 
 

@@ -6,12 +6,14 @@ Used by the worker for environments that run in its event loop, and by child pro
 from __future__ import annotations
 
 import asyncio
+import copy
 import inspect
 import math
 import numbers
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
@@ -30,11 +32,19 @@ from opentinker.shared.messaging.reply_validation import (
     OBSERVATION_BYTES,
     PROMPT_IDS,
     failure,
+    outcomes_problem,
     round_problem,
     size_of,
 )
 from opentinker.shared.types.core import Ending, Image, Message, Text, Tool, ToolCall
-from opentinker.shared.types.env_protocol import OpenSession, SeatAction, SeatPrompt, SessionReply, StepSession
+from opentinker.shared.types.env_protocol import (
+    MAX_CANDIDATES,
+    OpenSession,
+    SeatAction,
+    SeatPrompt,
+    SessionReply,
+    StepSession,
+)
 from opentinker.shared.types.error_text import error_tail
 from opentinker.shared.types.errors import OpenTinkerError
 
@@ -51,15 +61,23 @@ class OutOfTurn(Exception):
     """Request for the wrong seat: the caller's mistake, not the environment's."""
 
 
+@dataclass
+class Branch:
+    """An instance of the environment, and who acts next in it."""
+
+    environment: Environment
+    asked: SessionReply
+
+
 class LocalPlayer:
-    """Plays an environment instance in this process and event loop."""
+    """Plays an environment instance, or copies of it, in this process and event loop."""
 
     def __init__(self, worker: str, *, modules: bool) -> None:
         self._worker = worker
         self._modules = modules
-        self._environment: Environment | None = None
-        self._asked = SessionReply(worker=worker)
-        """Who acts next."""
+        self._branches: list[Branch] = []
+        """While the episode is open: the environment, or after a turn with candidates a copy for each of them."""
+        self._can_fork = False
         self.importing: Callable[[], AbstractContextManager[object]] = nullcontext
         """Stops the episode's clock while a server imports the environment."""
 
@@ -71,33 +89,72 @@ class LocalPlayer:
 
     @property
     def environment(self) -> Environment | None:
-        """The instance while the episode is open."""
-        return self._environment
+        """The instance while the episode is open, the first one of several."""
+        return self._branches[0].environment if self._branches else None
 
     async def close(self) -> None:
-        if self._environment is not None:
-            environment, self._environment = self._environment, None
-            await guard_user_code(self._worker, self._close(environment))
+        branches, self._branches = self._branches, []
+        await self._close_all(branches)
+
+    async def _close_all(self, branches: Sequence[Branch]) -> None:
+        for branch in branches:
+            await guard_user_code(self._worker, self._close(branch.environment))
 
     async def _open(self, request: OpenSession) -> SessionReply:
         made = make(request.environment, request.config, modules=self._modules)
         made.policy, made.bot_seats = request.policy, request.bots
         if isinstance(made, ImportClock):
             made.importing = self.importing
-        self._environment = with_bots(with_tools(made, request.tool_turns), made)
-        opened = await _await_result(self._environment, "open", self._environment.open(request.row, request.seed))
-        self._asked = opening_of(self._worker, self._environment, opened)
-        return self._asked
+        self._can_fork = made.can_fork
+        environment = with_bots(with_tools(made, request.tool_turns), made)
+        branch = Branch(environment, SessionReply(worker=self._worker))
+        self._branches = [branch]
+        opened = await _await_result(environment, "open", environment.open(request.row, request.seed))
+        branch.asked = opening_of(self._worker, environment, opened)
+        return branch.asked
 
     async def _step(self, request: StepSession) -> SessionReply:
-        assert self._environment is not None
-        actions = [action_of(request.turn, one) for one in actions_in_turn(self._asked, request)]
-        together = bool(self._asked.round)
+        if request.candidates:
+            return await self._step_candidates(request)
+        if len(self._branches) != 1:
+            raise OutOfTurn(f"turn {request.turn} follows one with candidates, and chooses none of them")
+        (branch,) = self._branches
+        actions = actions_in_turn(branch.asked, request.turn, request.actions, together=bool(request.round))
+        return await self._play(branch, request.turn, actions)
+
+    async def _step_candidates(self, request: StepSession) -> SessionReply:
+        """Go on with the chosen branch: play every candidate on a copy of it."""
+        if not 0 <= request.chosen < len(self._branches):
+            raise OutOfTurn(f"turn {request.turn} goes on with candidate {request.chosen}, which there is not")
+        if len(request.candidates) > MAX_CANDIDATES:
+            raise OutOfTurn(f"{len(request.candidates)} candidates; a turn has at most {MAX_CANDIDATES}")
+        base = self._branches[request.chosen]
+        if not self._can_fork:
+            raise OutOfTurn(f"{title_of(base.environment)} cannot fork: it does not set can_fork = True")
+        together = bool(base.asked.round)
+        actions_K = [
+            actions_in_turn(base.asked, request.turn, actions, together=together) for actions in request.candidates
+        ]
+        others, self._branches = [branch for branch in self._branches if branch is not base], [base]
+        await self._close_all(others)
+        copies = [Branch(copy.deepcopy(base.environment), base.asked) for _ in actions_K[1:]]
+        self._branches = [*copies, base]
+        outcomes = []
+        for branch, actions in zip(self._branches, actions_K, strict=True):
+            outcomes.append(await self._play(branch, request.turn, actions))
+            await asyncio.sleep(0)  # other sessions take their turns in between
+        if problem := outcomes_problem(outcomes):
+            raise BadReply(f"{title_of(base.environment)}: {problem}")
+        return SessionReply(worker=self._worker, outcomes=outcomes, done=all(one.done for one in outcomes))
+
+    async def _play(self, branch: Branch, turn: int, actions: Sequence[SeatAction]) -> SessionReply:
+        """Play the turn of the seats that the branch asks."""
+        environment, given = branch.environment, [action_of(turn, action) for action in actions]
+        together = bool(branch.asked.round)
         method = "step_all" if together else "step"
-        playing = self._environment.step_all(actions) if together else self._environment.step(actions[0])
-        step = await _await_result(self._environment, method, playing)
-        self._asked = reply_of(self._worker, self._environment, step, method)
-        return self._asked
+        playing = environment.step_all(given) if together else environment.step(given[0])
+        branch.asked = reply_of(self._worker, environment, await _await_result(environment, method, playing), method)
+        return branch.asked
 
     async def _close(self, environment: Environment) -> SessionReply:
         await _await_result(environment, "close", environment.close())
@@ -133,19 +190,15 @@ def format_error(error: BaseException) -> str:
     return error_tail("".join(traceback.format_exception(error, limit=-4)).rstrip(), ERROR_CHARACTERS)
 
 
-def actions_in_turn(asked: SessionReply, request: StepSession) -> list[SeatAction]:
-    """Return the actions of the seats that `asked` names, in that order. Raise OutOfTurn unless the request has exactly
-    one action of each of these seats."""
+def actions_in_turn(asked: SessionReply, turn: int, given: Sequence[SeatAction], *, together: bool) -> list[SeatAction]:
+    """Return the actions of the seats that `asked` names, in that order. Raise OutOfTurn unless exactly one action of
+    each of these seats is given. `together`: whether the given ones are a round."""
     seats = [prompt.seat for prompt in asked.prompts]
-    actions = {action.seat: action for action in request.actions}
-    if (
-        len(actions) < len(request.actions)
-        or sorted(actions) != sorted(seats)
-        or bool(asked.round) != bool(request.round)
-    ):
-        due, given = (", ".join(map(repr, names)) for names in (seats, [action.seat for action in request.actions]))
+    actions = {action.seat: action for action in given}
+    if len(actions) < len(given) or sorted(actions) != sorted(seats) or bool(asked.round) != together:
+        due, others = (", ".join(map(repr, names)) for names in (seats, [action.seat for action in given]))
         whose = f"a round of the seats {due}" if asked.round else f"for seat {due}"
-        raise OutOfTurn(f"turn {request.turn} is {whose}, not {given:.200}")
+        raise OutOfTurn(f"turn {turn} is {whose}, not {others:.200}")
     return [actions[seat] for seat in seats]
 
 

@@ -10,9 +10,9 @@ from opentinker.shared.messaging.reply_validation import known_seats
 from opentinker.shared.types.env_protocol import EnvCheck, EnvCheckReply, SessionReply
 from opentinker.shared.types.errors import SpecError
 
-Check = Callable[[str, dict[str, Any] | None, Mapping[str, str]], Awaitable[tuple[str, ...]]]
-"""Check a name and a config, or only the name, and the bots of seats. Return the seats, if they are known. Raise
-SpecError or any exception of user code."""
+Check = Callable[[str, dict[str, Any] | None, Mapping[str, str], bool], Awaitable[tuple[str, ...]]]
+"""Check a name and a config, or only the name, the bots of seats, and whether it can fork if it must. Return the seats,
+if they are known. Raise SpecError or any exception of user code."""
 
 
 async def check_request(check: Check, request: EnvCheck) -> EnvCheckReply:
@@ -22,7 +22,7 @@ async def check_request(check: Check, request: EnvCheck) -> EnvCheckReply:
 
     async def run() -> SessionReply:
         try:
-            seats.extend(known_seats(await check(request.name, request.config, request.bots)))
+            seats.extend(known_seats(await check(request.name, request.config, request.bots, request.forks)))
         except SpecError as error:
             mistakes.extend(error.mistakes)
         return SessionReply(worker="")

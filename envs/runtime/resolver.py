@@ -16,7 +16,7 @@ from typing import Any
 from opentinker.envs.base import Environment
 from opentinker.envs.bots import check_bots
 from opentinker.envs.game import PlayedGame
-from opentinker.envs.registry import check, check_reachable, find, rehearse
+from opentinker.envs.registry import check, check_fork, check_reachable, find, rehearse
 from opentinker.shared.types import codec
 from opentinker.shared.types.errors import SpecError
 
@@ -67,16 +67,23 @@ class Resolver:
         self._prepared.add(key)
 
     async def check(
-        self, name: str, config: dict[str, object] | None, bots: Mapping[str, str] | None = None
+        self,
+        name: str,
+        config: dict[str, object] | None,
+        bots: Mapping[str, str] | None = None,
+        forks: bool = False,  # noqa: FBT001, FBT002 - as `Check`
     ) -> tuple[str, ...]:
         """Return the seats, if known. Raise SpecError with every mistake in name, bots and config, or any exception of
-        the module or its validators.
+        the module or its validators. `forks`: whether it must be able to fork.
 
         Exceeding CHECK_S is a mistake as well; the thread continues.
         """
         try:
             async with asyncio.timeout(CHECK_S):
-                check_bots(await self.find(name), bots or {})
+                named = await self.find(name)
+                check_bots(named, bots or {})
+                if forks:
+                    check_fork(name, named)
                 await _result(partial(check_reachable, name))
                 if config is not None:
                     found, settings = await _result(partial(check, name, config, modules=self.modules))

@@ -12,7 +12,13 @@ from typing import Any
 import msgspec
 
 from opentinker.shared.types.core import Ending, Message, Tool
-from opentinker.shared.types.env_protocol import ROUND_SEATS, EnvCheckReply, SeatPrompt, SessionReply
+from opentinker.shared.types.env_protocol import (
+    MAX_CANDIDATES,
+    ROUND_SEATS,
+    EnvCheckReply,
+    SeatPrompt,
+    SessionReply,
+)
 from opentinker.shared.types.error_text import error_tail
 
 OBSERVATION_BYTES = 256 * 1024
@@ -64,6 +70,8 @@ def late_import(worker: str, within_s: float) -> SessionReply:
 
 def _problem(reply: SessionReply) -> str:
     """Describe the first problem of the reply, or return an empty text."""
+    if reply.outcomes:
+        return _problem_of_outcomes(reply)
     sizes = [_size(prompt) for prompt in reply.prompts]
     names = (*(name for prompt in reply.prompts for name in (prompt.seat, prompt.stream)), *reply.rewards)
     named = (reply.components, reply.metrics, *reply.rewards.values())
@@ -89,6 +97,29 @@ def _problem(reply: SessionReply) -> str:
     if any(getattr(reply, field) for field in SeatPrompt.__struct_fields__):
         return "a round and the prompt of a single seat cannot come together"
     return round_problem(reply.round)
+
+
+def _problem_of_outcomes(reply: SessionReply) -> str:
+    for outcome in reply.outcomes:
+        if outcome.outcomes or outcome.failure is not None or outcome.busy or outcome.opening:
+            return "the outcome of a candidate must be an observation and rewards"
+        if problem := _problem(outcome):
+            return problem
+    if any(getattr(reply, field) for field in (*SeatPrompt.__struct_fields__, "round", "reward", "rewards")):
+        return "outcomes of candidates and a prompt or reward cannot come together"
+    return outcomes_problem(reply.outcomes)
+
+
+def outcomes_problem(outcomes: Sequence[SessionReply]) -> str:
+    """Describe the first problem that the outcomes of a turn's candidates have together; empty if there is none."""
+    if len(outcomes) > MAX_CANDIDATES:
+        return f"{len(outcomes)} outcomes; a turn has at most {MAX_CANDIDATES} candidates"
+    prompts = [prompt for outcome in outcomes for prompt in outcome.prompts]
+    if (size := sum(map(_size, prompts))) > ROUND_BYTES:
+        return f"{size:,} bytes of messages, tools and stops for all candidates; at most {ROUND_BYTES:,} are allowed"
+    if (ids := sum(len(prompt.prompt_ids or ()) for prompt in prompts)) > PROMPT_IDS:
+        return f"{ids:,} prompt_ids for all candidates; at most {PROMPT_IDS:,} are allowed"
+    return ""
 
 
 def round_problem(prompts: Sequence[SeatPrompt]) -> str:

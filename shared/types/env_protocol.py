@@ -24,6 +24,8 @@ SERVED_WORKER = "served-"
 """Begins the address of a process that serves one."""
 ROUND_SEATS = 128
 """Most seats that act at the same time."""
+MAX_CANDIDATES = 128
+"""Most candidates of a turn."""
 AWAY_S = 15.0
 """How long such a process may be away, with its connection broken, before its sessions count as lost."""
 
@@ -109,6 +111,11 @@ class StepSession(SeatAction, frozen=True, kw_only=True):
     round: list[SeatAction] = []
     """Where the last reply asked a `round`: the actions of all its seats, in its order. The action of a single seat
     is then empty."""
+    candidates: list[list[SeatAction]] = []
+    """Tree sampling: in place of the action or round, MAX_CANDIDATES alternatives of it at most. Each is played on a
+    copy of the environment."""
+    chosen: int = 0
+    """With `candidates`: which of those of the turn before goes on."""
 
     @property
     def actions(self) -> list[SeatAction]:
@@ -167,6 +174,9 @@ class SessionReply(SeatPrompt, frozen=True, kw_only=True):
     """The worker has the session, and its environment takes its time to open."""
     importing_s: float = 0.0
     """With `opening`, while the environment is being imported: seconds after which the worker gives that up."""
+    outcomes: list[SessionReply] = []
+    """What each of the `candidates` came to, in their order; `done` then says that all of them ended the episode, and
+    everything else stands in the outcomes."""
 
     @property
     def prompts(self) -> list[SeatPrompt]:
@@ -202,6 +212,8 @@ class EnvCheck(msgspec.Struct, frozen=True, kw_only=True):
     """As in OpenSession."""
     bots: dict[str, str] = {}
     """As in OpenSession."""
+    forks: bool = False
+    """Whether turns have `candidates`, so that the environment must be able to fork."""
 
 
 class EnvCheckReply(msgspec.Struct, frozen=True, kw_only=True):

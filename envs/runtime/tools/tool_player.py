@@ -59,7 +59,10 @@ class ToolPlayer:
         return await guard_user_code(self._worker, self._step(request))
 
     async def _step(self, request: StepSession) -> SessionReply:
-        again = await self._turns.take(actions_in_turn(self._pending, request), self._others, self._note)
+        if request.candidates:
+            return failure(self._worker, Ending.ENV_ERROR, "tools of a job have a state of their own and cannot fork")
+        actions = actions_in_turn(self._pending, request.turn, request.actions, together=bool(request.round))
+        again = await self._turns.take(actions, self._others, self._note)
         if again:
             return self._ask_again(again)
         held = self._turns.release([prompt.seat for prompt in self._asked.prompts])
