@@ -71,7 +71,7 @@ class Resolver:
         name: str,
         config: dict[str, object] | None,
         bots: Mapping[str, str] | None = None,
-        forks: bool = False,  # noqa: FBT001, FBT002 - as `Check`
+        forks: bool = False,
     ) -> tuple[str, ...]:
         """Return the seats, if known. Raise SpecError with every mistake in name, bots and config, or any exception of
         the module or its validators. `forks`: whether it must be able to fork.

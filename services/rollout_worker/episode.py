@@ -141,10 +141,15 @@ class Episode:
             raise EpisodeFailed(Ending.URL_FAILED, str(error)) from None
         finally:
             self.state = "TERMINATED"
-            if worker is not None and not self.done:
+            if worker is not None and not self._is_closed:
                 await self.sessions.close(worker=worker, session=self.session)
         seconds = time.monotonic() - started
         return [self._trajectory(stream, ending, seconds) for stream in self.streams.values() if stream.turns]
+
+    @property
+    def _is_closed(self) -> bool:
+        """Whether the env worker has closed the session, as it does with an episode that is done."""
+        return self.done
 
     async def _open(self, clock: asyncio.Timeout) -> SessionReply:
         with self._busy("env"):
@@ -180,7 +185,7 @@ class Episode:
                 return Ending.CONTEXT
             reply = await self._take_turn(worker, streams, reply)
             self.metrics = reply.metrics
-            self.done, self.truncated = reply.done, reply.truncated  # when done, the env worker has closed the session
+            self.done, self.truncated = reply.done, reply.truncated
             ending = self._ending(reply)
             if ending is not None:
                 is_left = self.truncated and any(prompt.messages for prompt in reply.prompts)
@@ -214,36 +219,48 @@ class Episode:
         generated = time.monotonic()
         with self._busy("env"):
             reply = self._good(await self.sessions.step(worker, asked.step(self.session, self.turn, actions)))
-        if asked.round and (reply.reward or reply.components):
-            raise EpisodeFailed(Ending.ENV_BAD_REPLY, "rewards of a round must name their seats")
         env_s = time.monotonic() - generated
+        self._check_rewards(asked, reply)
         for stream, turn in zip(streams, sampled, strict=True):
             self._record(stream, turn, reply, env_s)
+        self._pay_others(reply)
         self.turn += 1
+        return reply
+
+    @staticmethod
+    def _check_rewards(asked: SessionReply, reply: SessionReply) -> None:
+        if asked.round and (reply.reward or reply.components):
+            raise EpisodeFailed(Ending.ENV_BAD_REPLY, "rewards of a round must name their seats")
+
+    def _pay_others(self, reply: SessionReply) -> None:
+        """Add what seats that did not act alone have earned to their last turns, or owe it to them."""
         for seat, parts in reply.rewards.items():
             if seat in self.latest:
                 self.latest[seat].award(parts)
             else:
                 owed = self.owed.setdefault(seat, {})
                 owed.update({name: owed.get(name, 0.0) + value for name, value in parts.items()})
-        return reply
 
-    async def _sample(self, stream: Stream, asked: SeatPrompt, place: int) -> Sampled:
+    async def _sample(self, stream: Stream, asked: SeatPrompt, place: int, candidate: int = 0) -> Sampled:
         began = time.monotonic()
         if isinstance(stream.player, UrlPlayer):
             words, completion = await stream.player.ask(stream.said, asked, self.spec.rollout.stop)
             return Sampled(completion, time.monotonic() - began, words)
-        completion = await self._generate(stream, stream.player, asked, place)
+        completion = await self._generate(stream, stream.player, asked, place, candidate)
         return Sampled(completion, time.monotonic() - began)
 
     def _act(self, stream: Stream, sampled: Sampled) -> SeatAction:
         """Append the output to the stream and return what the environment gets of it."""
-        completion, start = sampled.completion, len(stream.ids)
-        renderer = stream.player.renderer
+        action = self._action(stream, sampled)
+        stream.sample(sampled.completion, action.text)
+        return action
+
+    def _action(self, stream: Stream, sampled: Sampled) -> SeatAction:
+        """Return what the environment gets of an output that follows the stream."""
+        completion, renderer = sampled.completion, stream.player.renderer
         text = renderer.text(completion.ids) if sampled.words is None else sampled.words
         has_tokens = self.wants_tokens and sampled.words is None
         said = renderer.said(completion.ids, stream.tools, stop=completion.stop, turn=self.turn)
-        stream.sample(completion, text)
         return SeatAction(
             seat=stream.seat,
             text=text,
@@ -253,7 +270,7 @@ class Episode:
             words=said.words,
             ids=completion.ids if has_tokens else [],
             logprobs=completion.logprobs if has_tokens else [],
-            prompt_tokens=start if has_tokens else 0,
+            prompt_tokens=len(stream.ids) if has_tokens else 0,
         )
 
     def _record(self, stream: Stream, sampled: Sampled, reply: SessionReply, env_s: float) -> None:
@@ -360,8 +377,11 @@ class Episode:
     def _sampled(self, seat: str) -> int:
         return sum(stream.sampled for stream in self.streams.values() if stream.seat == seat)
 
-    async def _generate(self, stream: Stream, policy: LoadedPolicy, asked: SeatPrompt, place: int) -> Completion:
-        """`policy`: that of the stream; `place`: of the seat in the round; 0 where one seat acts."""
+    async def _generate(
+        self, stream: Stream, policy: LoadedPolicy, asked: SeatPrompt, place: int, candidate: int
+    ) -> Completion:
+        """`policy`: that of the stream; `place`: of the seat in the round; 0 where one seat acts. `candidate`: which one
+        of the turn; 0 outside of trees."""
         rollout = self.spec.rollout
         budget = rollout.max_tokens - self._sampled(stream.seat)
         for limit in (rollout.max_tokens_per_turn, asked.max_tokens):
@@ -372,7 +392,7 @@ class Episode:
         if stream.pictures:  # evicted entries are computed again
             shown = await asyncio.to_thread(policy.renderer.shown, list(stream.pictures), dict(stream.images))
         completion = await policy.engine.generate(
-            f"{self.session}-{self.turn}" + (f"-{place}" if place else ""),
+            f"{self.session}-{self.turn}" + (f"-{place}" if place else "") + (f"c{candidate}" if candidate else ""),
             stream.ids,
             Sampling(
                 temperature=rollout.temperature,
@@ -380,7 +400,9 @@ class Episode:
                 top_k=rollout.top_k,
                 max_tokens=min(budget, room),
                 stop=[*rollout.stop, *asked.stop],
-                seed=None if rollout.seed is None else turn_seed(self.ticket.seed, self.index, self.turn, place),
+                seed=None
+                if rollout.seed is None
+                else turn_seed(self.ticket.seed, self.index + candidate, self.turn, place),
             ),
             shown=shown,
         )

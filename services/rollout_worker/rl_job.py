@@ -26,6 +26,7 @@ from opentinker.services.rollout_worker.eval_runner import EvalRunner
 from opentinker.services.rollout_worker.opening_check import opening_mismatch
 from opentinker.services.rollout_worker.opponents import Opponents
 from opentinker.services.rollout_worker.policies import LoadedPolicy, SeatMap
+from opentinker.services.rollout_worker.tree_episode import TreeEpisode
 from opentinker.services.rollout_worker.url_player import UrlPlayer
 from opentinker.services.rollout_worker.weight_receiver import WeightReceiver
 from opentinker.shared.asyncio_tools import forward_exception, sleep, wait_event
@@ -39,6 +40,7 @@ from opentinker.shared.runtime.timeline import Lanes
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.spec.frozen_models import is_scored
 from opentinker.shared.spec.pools import pool_player
+from opentinker.shared.spec.tree_sampling import is_tree
 from opentinker.shared.state.staleness import Admission
 from opentinker.shared.types.core import Ending, Lease, SwapCommand, SwapReply, Ticket
 from opentinker.shared.types.error_text import error_sentence, error_tail
@@ -80,6 +82,7 @@ class RolloutJob:
         self.trained = [policy for policy in policies if not policy.is_frozen]
         self.seats, self.sessions, self.urls = SeatMap(spec, policies, urls), sessions, urls
         self.opponents = Opponents(spec, policies, worker.ctx.settings.data_dir, lease.job, self._opponent_loaded)
+        self.is_tree = is_tree(spec)
         self.bus: Bus = worker.ctx.bus
         self.subject = SCORE if is_scored(spec.model_dump()) else GROUP
         self.admission = Admission(worker.ctx.store.redis, lease.job, policies=list(spec.policies))
@@ -219,12 +222,13 @@ class RolloutJob:
         await self._store(ticket, ended, seats)
 
     async def _play_samples(self, ticket: Ticket, seats: SeatMap) -> list[Sample]:
-        """Starts `rollout.oversample` samples more than the group needs, and cuts off those that are last. Raises
-        EpisodeFailed."""
-        started = ticket.group_size + self.spec.rollout.oversample
+        """Starts `rollout.oversample` samples more than the group needs, and cuts off those that are last. A tree is
+        one episode, which comes to all samples. Raises EpisodeFailed."""
+        needed = 1 if self.is_tree else ticket.group_size
+        started = needed + self.spec.rollout.oversample
         samples = [asyncio.create_task(self._play_sample(ticket, index, seats)) for index in range(started)]
         try:
-            ended = await first_to_end(samples, ticket.group_size)
+            ended = await first_to_end(samples, needed)
             self.counts["episodes_cut"] += sum(not sample.done() for sample in samples)
             return ended
         finally:
@@ -238,15 +242,16 @@ class RolloutJob:
             if self.spec.rollout.opening_mismatch == "fail":
                 await self._fail(ticket, EpisodeFailed(Ending.ENV_BAD_REPLY, f"{differs}. {SEEDED}"))
                 return
-        trajectories, images = together(
-            [msgspec.structs.replace(t, index=index) for index, sample in enumerate(ended) for t in sample]
-        )
+        if not self.is_tree:
+            ended = [[msgspec.structs.replace(t, index=i) for t in sample] for i, sample in enumerate(ended)]
+        trajectories, images = together([t for sample in ended for t in sample])
         group = Group(
             job=ticket.job,
             seq=ticket.seq,
             environment=self.spec.environment.name,
             worker=self.worker.info.id,
             trace=ticket.trace,
+            is_tree=self.is_tree,
             trajectories=trajectories,
             images=images,
         )
@@ -258,7 +263,8 @@ class RolloutJob:
         """Raises EpisodeFailed when the sample failed once more than `rollout.retries` allows."""
         for tries_left in range(self.spec.rollout.retries, -1, -1):
             busy = partial(self.lanes.busy, kind="rollout")
-            episode = Episode(self.spec, ticket, index, seats, self.sessions, busy)
+            kind = TreeEpisode if self.is_tree else Episode
+            episode = kind(self.spec, ticket, index, seats, self.sessions, busy)
             try:
                 with structlog.contextvars.bound_contextvars(episode=episode.session):
                     trajectories = await self._play(episode)

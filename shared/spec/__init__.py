@@ -46,6 +46,7 @@ from opentinker.shared.spec.serving import AdapterSpec, ServingSpec, settle_serv
 from opentinker.shared.spec.start import StartSpec
 from opentinker.shared.spec.tools import ToolSpec
 from opentinker.shared.spec.train import SIMULATED, ResourceSpec, TrainSpec
+from opentinker.shared.spec.tree_sampling import settle_tree
 from opentinker.shared.spec.validation import PREFIX, EvaluationSpec, ValidationSpec, contradictions, settle_evaluation
 from opentinker.shared.types.errors import SpecError
 from opentinker.shared.types.mistakes import IS_NEEDED, NO_TABLE, WHOLE, fill, mistakes_of, unused
@@ -230,6 +231,7 @@ class JobSpec(SpecPart):
         for name in self.policies:
             found += self._settle_policy(name)
         found += self._untaught_tools() + self._at_once() + settle_frozen(self) + settle_policies(self)
+        found += settle_tree(self)
         found += settle_best(self.artifacts, evaluated=self.validation is not None)
         found += unused_gpus(self) + shared_ranks(self)
         return found + broken_promises(self) + contradictions(self)

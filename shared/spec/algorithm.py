@@ -16,10 +16,20 @@ MAX_EPISODES = 1_048_576
 MAX_GROUPS = 1_048_576
 """Begun and not yet trained."""
 PresetName = Literal[
-    "grpo", "dr_grpo", "dr_mas", "spiral", "dapo", "rloo", "reinforce_pp", "ppo", "gspo", "cispo", "distill"
+    "grpo", "dr_grpo", "dr_mas", "at_grpo", "spiral", "dapo", "rloo", "reinforce_pp", "ppo", "gspo", "cispo", "distill"
 ]
 AdvantageName = Literal[
-    "grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp", "reinforce_pp_baseline", "rae", "per_turn", "gae", "none"
+    "grpo",
+    "dr_grpo",
+    "rloo",
+    "maxrl",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
+    "rae",
+    "per_turn",
+    "agent_turn",
+    "gae",
+    "none",
 ]
 
 
@@ -32,7 +42,8 @@ class AlgorithmSpec(SpecPart):
     name: PresetName = "grpo"
     """The preset, which provides every field below that is not set. See `opentinker algorithms`."""
     group_size: Annotated[int, Field(gt=0, le=1024)] = 8
-    """Episodes per group (same start state); times groups_per_batch at most 1,048,576."""
+    """Episodes per group (same start state); times groups_per_batch at most 1,048,576. agent_turn: candidates per turn,
+    at most 128; a group is then one episode."""
     groups_per_batch: Annotated[int, Field(gt=0, le=65_536)] = 16
     """Groups per optimizer batch; times max_staleness + 1 at most 1,048,576."""
     max_staleness: Annotated[int, Field(ge=0, le=10_000)] = 2
@@ -40,7 +51,8 @@ class AlgorithmSpec(SpecPart):
     updates_per_batch: Annotated[int, Field(gt=0, le=65_536)] = 1
     """Optimizer steps per batch, each on an equal share of its groups."""
     advantage: AdvantageName | None = None
-    """How rewards become advantages."""
+    """How rewards become advantages. `agent_turn` samples trees: every turn has group_size candidates, each of which is
+    played on a copy of the episode (the environment must be able to fork) and trained; the best one goes on."""
     loss: Literal["decoupled_ppo", "ppo", "importance_sampling", "cispo", "gspo", "dppo", "sapo"] | None = None
     """The policy loss. mu is the policy that sampled, pi the one that is trained."""
     correction: Literal["none", "tis", "icepop", "geometric"] | None = None
@@ -48,7 +60,7 @@ class AlgorithmSpec(SpecPart):
     aggregation: Literal["token_mean", "sequence_mean", "constant"] | None = None
     """How the losses of tokens become one number."""
     normalize_std: bool | None = None
-    """grpo, per_turn: divide by the group's standard deviation."""
+    """grpo, per_turn, agent_turn: divide by the group's standard deviation."""
     baseline_over: Literal["episodes", "turns"] | None = None
     """grpo, dr_grpo: what the group's mean and standard deviation count. `episodes`: the total reward of each episode,
     once. `turns`: each turn of the seat, with the total reward of its episode, so that long episodes weigh more."""

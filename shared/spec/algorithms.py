@@ -40,15 +40,21 @@ ADVANTAGES = {
         "returns-to-go of each turn, against the same turn of the group's others",
         {"gamma": 1.0, "normalize_std": True, **PEERS},
     ),
+    "agent_turn": Component(
+        "(reward of the turn - mean) / standard deviation over the candidates of the same turn of the seat",
+        {"normalize_std": True},
+    ),
     "gae": Component(
         "generalised advantage estimation with a critic",
         {"gamma": 1.0, "lam": 0.95, "critic_lr": 1e-5, "value_clip": 0.2},
     ),
     "none": Component("0: rewards are only reported, and the teacher's word is all (distill_coef)"),
 }
-GROUP_BASELINES = ("grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp_baseline", "per_turn")
+GROUP_BASELINES = ("grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp_baseline", "per_turn", "agent_turn")
 """Estimators that compare a trajectory with the others of its group."""
-TOKEN_LEVEL = ("gae", "per_turn")
+TREE_SAMPLED = "agent_turn"
+"""The estimator whose groups are the candidates of each turn (`tree_sampling.py`)."""
+TOKEN_LEVEL = ("gae", "per_turn", TREE_SAMPLED)
 """Estimators whose advantage differs between the tokens of a trajectory."""
 
 LOSSES = {
@@ -131,6 +137,11 @@ PRESETS = {
         "GRPO for several seats: mean and standard deviation are those of all turns of a seat in the group.",
         "Dr. MAS, arXiv 2602.08847",
         {"advantage": "grpo", "baseline_over": "turns", "loss": "decoupled_ppo", "aggregation": "token_mean"},
+    ),
+    "at_grpo": Preset(
+        "Tree sampling: group_size candidates of every turn are compared with each other, and the best one goes on.",
+        "AT-GRPO, arXiv 2510.11062",
+        {"advantage": "agent_turn", "loss": "decoupled_ppo", "aggregation": "token_mean", "team_weight": 0.5},
     ),
     "spiral": Preset(
         "Self-play of unequal seats: each reward against a running mean of its seat, and any group size.",
@@ -294,8 +305,9 @@ def _reward_conflicts(values: Values, given: Values) -> list[tuple[str, str]]:
         if advantage not in GROUP_BASELINES:
             why = f"advantage = {advantage!r} has no group baseline: groups of equal rewards teach too"
             found.append(("drop_zero_variance", why))
-        if advantage == "per_turn":
-            found.append(("drop_zero_variance", "per_turn: groups of equal total rewards may differ turn by turn"))
+        if advantage in ("per_turn", TREE_SAMPLED):
+            why = f"{advantage}: groups of equal total rewards may differ turn by turn"
+            found.append(("drop_zero_variance", why))
         if in_reward:
             found.append(("drop_zero_variance", "with KL in the reward, groups whose own rewards are equal teach too"))
         if values.get("episode_peers"):
@@ -307,6 +319,12 @@ def _reward_conflicts(values: Values, given: Values) -> list[tuple[str, str]]:
         found.append(("kl_in", "maxrl needs rewards of 0 or more, and the KL is taken off them: take kl_in = 'loss'"))
     if advantage == "maxrl" and values["overlong_shaping"]:
         found.append(("overlong_shaping", "maxrl needs rewards of 0 or more, and the penalty is taken off them"))
+    if advantage == TREE_SAMPLED and in_reward:
+        why = "agent_turn chooses the best candidate before the KL is known: take kl_in = 'loss'"
+        found.append(("kl_in", why))
+    if advantage == TREE_SAMPLED and values["overlong_shaping"]:
+        why = "agent_turn compares the candidates of a turn, and the penalty is for the tokens of an episode"
+        found.append(("overlong_shaping", why))
     if advantage == "reinforce_pp" and given.get("group_size") == given.get("groups_per_batch") == 1:
         found.append(("groups_per_batch", "reinforce_pp compares what a batch holds: one trajectory teaches nothing"))
     return found

@@ -39,6 +39,9 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     message: int | None = None
     """Place of its words among the messages of its stream."""
     components: dict[str, float] = {}
+    paid: dict[str, float] = {}
+    """In a tree: what the environment paid for this turn, by seat. The candidates of a turn are compared by it; what a
+    seat earns later, in turns of others, is part of `reward` alone."""
     generate_s: float = 0.0
     env_s: float = 0.0
 
@@ -205,7 +208,9 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
 class Group(msgspec.Struct, frozen=True, kw_only=True):
     """Result of one ticket: from a rollout worker, to reference-forward and the trainer.
 
-    The trajectories of its G samples, ordered by sample; one each, or one per seat and stream that had a turn.
+    The trajectories of its G samples, ordered by sample; one each, or one per seat and stream that had a turn. In a
+    tree, sample 0 is the episode, made of the candidates that were chosen; the samples 1..G-1 are the others of each
+    turn, which have a trajectory each: the seat's context so far (mask 0) and the candidate.
     """
 
     job: str
@@ -215,6 +220,8 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     trajectories: list[Trajectory]
     trace: str = ""
     """The ticket's."""
+    is_tree: bool = False
+    """Whether its samples are the candidates of each turn of one episode."""
     images: dict[str, bytes] = {}
     """By digest, PNG or JPEG: what the trajectories show, each image once."""
     rewards_of_all: dict[int, dict[str, float]] = {}
@@ -311,16 +318,31 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def equal(self) -> bool:
-        """No seat did better in one sample than in another: there is nothing to compare."""
-        return all(alike(rewards) for rewards in self.rewards.values())
+        """No seat did better in one sample than in another, in a tree with one candidate of a turn: there is nothing to
+        compare."""
+        if not self.is_tree:
+            return all(alike(rewards) for rewards in self.rewards.values())
+        turns: dict[tuple[str, int], list[float]] = {}
+        for trajectory in self.trajectories:
+            for turn in trajectory.turns:
+                turns.setdefault((trajectory.seat, turn.number), []).append(turn.paid.get(trajectory.seat, 0.0))
+        return all(map(alike, turns.values()))
+
+    def is_played(self, index: int) -> bool:
+        """Return whether a sample is an episode that was played, and not the candidates that were not chosen."""
+        return index == 0 or not self.is_tree
+
+    def _candidate(self, trajectory: Trajectory) -> int:
+        """Return the turn that a candidate belongs to which was not chosen; 0 of a played episode."""
+        return 0 if self.is_played(trajectory.index) or not trajectory.turns else trajectory.turns[0].number
 
     def check(self) -> None:
         """Raise ValueError if a trajectory is inconsistent, or if the samples are not numbered 0..G-1."""
         indices = [t.index for t in self.trajectories]
         if not indices or indices != sorted(indices) or set(indices) != set(range(indices[-1] + 1)):
             raise ValueError("the samples of a group must be numbered 0, 1, 2...")
-        if len({(t.index, t.seat, t.stream) for t in self.trajectories}) != len(indices):
-            raise ValueError("a sample has one trajectory per seat and stream")
+        if len({(t.index, t.seat, t.stream, self._candidate(t)) for t in self.trajectories}) != len(indices):
+            raise ValueError("a sample has one trajectory per seat and stream, in a tree per candidate")
         for trajectory in self.trajectories:
             trajectory.check()
         pictures = [picture for trajectory in self.trajectories for picture in trajectory.pictures]

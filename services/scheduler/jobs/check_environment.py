@@ -17,6 +17,7 @@ from opentinker.shared.messaging.subjects import ENV_CHECK, SANDBOX_CHECK, SERVE
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import EnvironmentSpec, JobSpec, ValidationSpec
 from opentinker.shared.spec.policies import bots_of, mistakes_in_seats, opposed
+from opentinker.shared.spec.tree_sampling import is_tree
 from opentinker.shared.spec.validation import validation_episodes
 from opentinker.shared.types.codec import WireError
 from opentinker.shared.types.core import Pool
@@ -143,7 +144,9 @@ async def _without_sandboxes(ctx: Context) -> EnvCheckReply | None:
 
 def _named(data: Any, spec: JobSpec | None, own_jobs: list[str]) -> EnvCheck | None:
     if spec is not None:
-        return _check(spec.environment, own_jobs, bots_of(spec.seats)) if spec.environment.name else None
+        if not spec.environment.name:
+            return None
+        return _check(spec.environment, own_jobs, bots_of(spec.seats), forks=is_tree(spec))
     raw = data.get("environment") if isinstance(data, dict) else None
     try:
         return _check(EnvironmentSpec.model_validate(raw), own_jobs)
@@ -151,9 +154,17 @@ def _named(data: Any, spec: JobSpec | None, own_jobs: list[str]) -> EnvCheck | N
         return None
 
 
-def _check(part: EnvironmentSpec, own_jobs: list[str], bots: dict[str, str] | None = None) -> EnvCheck:
+def _check(
+    part: EnvironmentSpec, own_jobs: list[str], bots: dict[str, str] | None = None, *, forks: bool = False
+) -> EnvCheck:
     tools = [tool.model_dump() for tool in part.tools]
     isolation = part.isolation or "process"
     return EnvCheck(
-        name=part.name, config=part.config, isolation=isolation, tools=tools, own_jobs=own_jobs, bots=bots or {}
+        name=part.name,
+        config=part.config,
+        isolation=isolation,
+        tools=tools,
+        own_jobs=own_jobs,
+        bots=bots or {},
+        forks=forks,
     )

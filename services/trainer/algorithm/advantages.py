@@ -128,6 +128,19 @@ def per_turn(rewards_G: Sequence[npt.ArrayLike], *, gamma: float, normalize_std:
     return advantages_G
 
 
+def agent_turn(rewards_NK: Sequence[npt.ArrayLike], *, normalize_std: bool = True) -> list[F64]:
+    """A_nk = (r_nk - mean_n) / (std_n + 1e-4), as in `grpo`, over the K candidates of each turn n of a seat, which were
+    all sampled from the same state; 0 where a turn has one candidate.
+
+    `rewards_NK` holds [K] per turn: r = w * team + (1 - w) * own reward of that turn alone, see
+    `shared.spec.tree_sampling.turn_rewards`.
+    Source: AT-GRPO, arXiv 2510.11062: groups per agent and turn, with tree sampling, and r = alpha * team + own. With
+    w = alpha / (1 + alpha) that is the same reward times 1 + alpha, a factor that the division takes out.
+    """
+    rewards = [np.asarray(rewards_K, dtype=np.float64) for rewards_K in rewards_NK]
+    return [grpo(r_K, normalize_std=normalize_std) if len(r_K) > 1 else np.zeros_like(r_K) for r_K in rewards]
+
+
 def gae(rewards_T: F64, values_T: F64, *, gamma: float, lam: float, end_value: float = 0.0) -> tuple[F64, F64]:
     """A_t = sum_{l >= 0} (gamma lam)^l delta_{t+l},  delta_t = r_t + gamma V_{t+1} - V_t,  V after the end = end_value:
     0 after a termination, the value of the state that was left after a truncation (arXiv 1712.00378).

@@ -17,6 +17,7 @@ import numpy as np
 from opentinker.services.trainer.algorithm import advantages
 from opentinker.services.trainer.algorithm.advantages import F64
 from opentinker.services.trainer.algorithm.seats import Player, credit_groups
+from opentinker.services.trainer.algorithm.tree_credit import credit_candidates
 from opentinker.shared.spec import AlgorithmSpec
 from opentinker.shared.spec.seat_lists import list_of
 from opentinker.shared.types.errors import JobFailed
@@ -92,6 +93,9 @@ def assign(
         if algorithm.advantage == "rae":
             (advantages_P, after, said), returns_P = _rae(claims, algorithm, baselines or {}), None
             metrics |= said
+        elif algorithm.advantage == "agent_turn":
+            (advantages_P, said), returns_P = credit_candidates(peers, algorithm), None
+            metrics |= said
         else:
             advantages_P, returns_P = _estimate(claims, [len(group) for group in peers], algorithm, values)
     except ValueError as error:
@@ -146,11 +150,6 @@ class Claim:
                 np.subtract.at(rewards, self.player.turn_N, self.costs_N)
         return rewards
 
-    def spread(self, values_K: F64) -> F64:
-        """One value per turn -> one per token."""
-        found: F64 = values_K[self.player.turn_N] if len(values_K) else np.zeros(0)
-        return found
-
 
 def _require_listed_seats(groups: Sequence[Group], algorithm: AlgorithmSpec) -> None:
     """Raise JobFailed if a setting lists seats and no seat of the game is among them; of several policies, this one's
@@ -165,7 +164,7 @@ def _require_listed_seats(groups: Sequence[Group], algorithm: AlgorithmSpec) -> 
 def _team_metrics(players: list[Player]) -> dict[str, float]:
     """Return reward/team/NAME: mean reward of the team over the samples and its seats."""
     rewards: dict[str, list[float]] = {}
-    for team, reward in (player.team for player in players if player.team is not None):
+    for team, reward in (player.team for player in players if player.team is not None and player.is_played):
         rewards.setdefault(team, []).append(reward)
     return {f"reward/team/{team}": math.fsum(own) / len(own) for team, own in sorted(rewards.items())}
 
@@ -195,7 +194,7 @@ def _estimate(
             turns_G = [claims[i].turn_rewards_K(less_costs=True) for i in members]
             values_G = advantages.per_turn(turns_G, gamma=options["gamma"], normalize_std=options["normalize_std"])
             for i, values_K in zip(members, values_G, strict=True):
-                values_P[i] = claims[i].spread(values_K)
+                values_P[i] = claims[i].player.spread(values_K)
         return values_P, None
     totals_P = np.array([claim.total for claim in claims])
     if name == "reinforce_pp_baseline":

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from opentinker.services.trainer.algorithm.advantages import F64
 from opentinker.shared.spec import AlgorithmSpec
 from opentinker.shared.spec.seat_lists import list_of
-from opentinker.shared.types.trajectories import Group, Trajectory
+from opentinker.shared.types.trajectories import Group, Trajectory, Turn
 
 TeamRewards = dict[tuple[int, str], tuple[str, float]]
 I64 = npt.NDArray[np.int64]
@@ -34,6 +34,8 @@ class Player:
     streams: list[Trajectory]
     team: tuple[str, float] | None = None
     """Name of its team in this sample, and the team's mean reward."""
+    is_played: bool = True
+    """Whether it played its episode; in a tree, players may stand for the candidates that were not chosen."""
 
     @property
     def reward(self) -> float:
@@ -89,12 +91,21 @@ class Player:
         """K."""
         return sum(len(stream.turns) for stream in self.streams)
 
+    @cached_property
+    def turns_K(self) -> list[Turn]:
+        """Its turns, in order of play."""
+        turns = [turn for stream in self.streams for turn in stream.turns]
+        order = np.argsort([rank for ranks in self._ranks for rank in ranks])
+        return [turns[place] for place in order]
+
     @property
     def turn_rewards_K(self) -> F64:
-        rewards = np.zeros(self.turns)
-        for stream, ranks in zip(self.streams, self._ranks, strict=True):
-            rewards[ranks] = [turn.reward for turn in stream.turns]
-        return rewards
+        return np.array([turn.reward for turn in self.turns_K], dtype=np.float64)
+
+    def spread(self, values_K: F64) -> F64:
+        """One value per turn -> one per token."""
+        found: F64 = values_K[self.turn_N] if len(values_K) else np.zeros(0)
+        return found
 
     def join(self, values_S: Sequence[F64]) -> F64:
         """Select from [T] per trajectory of the batch this player's sampled tokens, in order of play."""
@@ -151,7 +162,8 @@ def team_rewards(totals: Mapping[int, Mapping[str, float]], teams: Mapping[str, 
 def _player(group: Group, seat: str, places: list[int], first: int, paid: TeamRewards) -> Player:
     streams = [group.trajectories[place] for place in places]
     team = paid.get((streams[0].index, seat))
-    return Player(group.environment, seat, [first + place for place in places], streams, team)
+    played = group.is_played(streams[0].index)
+    return Player(group.environment, seat, [first + place for place in places], streams, team, played)
 
 
 def players_of(groups: Sequence[Group]) -> list[Player]:

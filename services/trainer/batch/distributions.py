@@ -30,7 +30,7 @@ def distributions(groups: Sequence[Group], version: WeightVersion, values: dict[
     """Return histograms of a batch trained at `version`: reward, length and turns of players, staleness of
     trajectories, and the importance ratio of tokens if the learner reported it; its entries are removed from
     `values`."""
-    players = players_of(list(groups))
+    players = [player for player in players_of(list(groups)) if player.is_played]
     rewards = [player.reward for player in players]
     lags = [version.step - t.oldest.step for group in groups for t in group.trajectories]
     found = {

@@ -30,11 +30,17 @@ def batch_metrics(groups: list[Group], version: WeightVersion) -> dict[str, floa
     {mean,max} (sampled tokens), turns/mean. Of groups: zero_variance (share of those in which no seat did better in one
     sample than in another). Of turns: stop/REASON. Of samples: ending/REASON, and the mean of every metric that
     environments reported, by its own name (`env/NAME` where the name is built in). Of trajectories: staleness/
-    {min,mean,max} (versions that the oldest token lags), spans/mean (weight versions within it).
+    {min,mean,max} (versions that the oldest token lags), spans/mean (weight versions within it). In a tree, players and
+    samples are those of the episode; turns and trajectories include the candidates that were not chosen.
     """
     trajectories = [t for group in groups for t in group.trajectories]
-    players = players_of(groups)
-    samples = [next(found) for group in groups for _, found in groupby(group.trajectories, lambda t: t.index)]
+    players = [player for player in players_of(groups) if player.is_played]
+    samples = [
+        next(found)
+        for group in groups
+        for index, found in groupby(group.trajectories, lambda t: t.index)
+        if group.is_played(index)
+    ]
     rewards = np.array([player.reward for player in players])
     lengths = np.array([player.tokens for player in players])
     lags = np.array([version.step - t.oldest.step for t in trajectories])
@@ -47,7 +53,7 @@ def batch_metrics(groups: list[Group], version: WeightVersion) -> dict[str, floa
         "zero_variance": float(np.mean([group.equal for group in groups])),
         "groups": float(len(groups)),
         "trajectories": float(len(trajectories)),
-        **_rewards_by(groups, players),
+        **_rewards_by(players),
         **_scores(players, rewards),
     }
     stops = Counter(turn.stop for t in trajectories for turn in t.turns)
@@ -62,11 +68,11 @@ def batch_metrics(groups: list[Group], version: WeightVersion) -> dict[str, floa
     return metrics
 
 
-def _rewards_by(groups: list[Group], players: list[Player]) -> dict[str, float]:
+def _rewards_by(players: list[Player]) -> dict[str, float]:
     """reward/env/NAME, and reward/seat/NAME where there are several seats."""
     by: dict[str, list[float]] = {}
-    for group in groups:
-        by.setdefault(f"reward/env/{group.environment}", []).extend(r for own in group.rewards.values() for r in own)
+    for player in players:
+        by.setdefault(f"reward/env/{player.environment}", []).append(player.reward)
     if len({player.seat for player in players}) > 1:
         for player in players:
             by.setdefault(f"reward/seat/{player.seat}", []).append(player.reward)

@@ -1,0 +1,178 @@
+"""One episode with tree sampling, which is a whole group: at every turn each seat that learns samples group_size
+candidates from the same state. The env worker plays each on a copy of the environment, the best one goes on, and all of
+them are trained.
+
+The streams hold the candidates that were chosen: sample 0 of the group, an episode like any other. Each of the others
+is a trajectory of the samples 1..G-1. Seats that do not learn have one candidate.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from opentinker.services.rollout_worker.episode import Episode, EpisodeFailed, Sampled
+from opentinker.services.rollout_worker.policies import LoadedPolicy
+from opentinker.services.rollout_worker.stream import Stream, merge
+from opentinker.shared.asyncio_tools import gather_all
+from opentinker.shared.spec.tree_sampling import turn_rewards
+from opentinker.shared.types.core import Ending, StopReason
+from opentinker.shared.types.env_protocol import SeatAction, SeatPrompt, SessionReply, StepSession
+from opentinker.shared.types.trajectories import Span, Trajectory, Turn
+
+
+class Candidate(NamedTuple):
+    sampled: Sampled
+    action: SeatAction
+
+
+class TreeEpisode(Episode):
+    """Plays the only episode of a ticket. `run` gives the trajectories of all samples of its group, in their order."""
+
+    _others: Sequence[Trajectory] = ()
+    """Candidates that were not chosen."""
+    _chosen = 0
+    """Place of the candidate whose state goes on among those of its turn."""
+    _all_done = False
+
+    @property
+    def sampled(self) -> int:
+        return super().sampled + sum(int(other.mask.sum()) for other in self._others)
+
+    @property
+    def _is_closed(self) -> bool:
+        return self._all_done
+
+    async def run(self) -> list[Trajectory]:
+        played = await super().run()
+        ends = [msgspec.structs.replace(o, ending=played[0].ending, seconds=played[0].seconds) for o in self._others]
+        return [*played, *sorted(ends, key=lambda other: other.index)]
+
+    async def _take_turn(self, worker: str, streams: list[Stream], asked: SessionReply) -> SessionReply:
+        """The candidates of every seat that is asked, side by side, and what the environment answers to the best."""
+        self.state = "GENERATING"
+        with self._busy("generation"):
+            candidates_SK = await gather_all(
+                [
+                    self._candidates(stream, prompt, place)
+                    for place, (stream, prompt) in enumerate(zip(streams, asked.prompts, strict=True))
+                ]
+            )
+        self.state = "INTERACTING"
+        generated = time.monotonic()
+        count = max(map(len, candidates_SK))
+        joint_K = [[own[k % len(own)].action for own in candidates_SK] for k in range(count)]
+        with self._busy("env"):
+            request = StepSession(
+                session=self.session,
+                turn=self.turn,
+                text="",
+                stop=StopReason.EOS,
+                candidates=joint_K,
+                chosen=self._chosen,
+            )
+            reply = self._good(await self.sessions.step(worker, request))
+        if len(reply.outcomes) != count:
+            problem = f"{len(reply.outcomes)} outcomes of {count} candidates"
+            raise EpisodeFailed(Ending.ENV_BAD_REPLY, problem)
+        env_s = (time.monotonic() - generated) / count
+        self._all_done = reply.done
+        for outcome in reply.outcomes:
+            self._check_rewards(asked, outcome)
+        paid_K = [_paid(streams, outcome) for outcome in reply.outcomes]
+        self._chosen = best = _best(streams, paid_K)
+        for stream, own in zip(streams, candidates_SK, strict=True):
+            places = [place for place in range(len(own)) if place != best]
+            self._others = [
+                *self._others,
+                *(
+                    self._other(stream, own[place], index, reply.outcomes[place], paid_K[place], env_s)
+                    for index, place in enumerate(places if len(own) > 1 else [], start=1)
+                ),
+            ]
+            chosen = own[best % len(own)]
+            stream.sample(chosen.sampled.completion, chosen.action.text)
+            self._record(stream, chosen.sampled, reply.outcomes[best], env_s)
+            stream.turns[-1] = msgspec.structs.replace(stream.turns[-1], paid=paid_K[best])
+        self._pay_others(reply.outcomes[best])
+        self.turn += 1
+        return reply.outcomes[best]
+
+    async def _candidates(self, stream: Stream, prompt: SeatPrompt, place: int) -> list[Candidate]:
+        """Return the candidates of one seat, which see the same."""
+        count = self.ticket.group_size if _learner(stream) is not None else 1
+        sampled_K = await gather_all([self._sample(stream, prompt, place, candidate) for candidate in range(count)])
+        return [Candidate(sampled, self._action(stream, sampled)) for sampled in sampled_K]
+
+    def _other(
+        self,
+        stream: Stream,
+        candidate: Candidate,
+        index: int,
+        outcome: SessionReply,
+        paid: dict[str, float],
+        env_s: float,
+    ) -> Trajectory:
+        """Return a candidate that was not chosen: the context that it followed, and its tokens with mask 1."""
+        completion, start = candidate.sampled.completion, len(stream.ids)
+        count = len(completion.ids)
+        reward = paid.get(stream.seat, 0.0)
+        components = dict(outcome.components) | outcome.rewards.get(stream.seat, {})
+        turn = Turn(
+            start=start,
+            end=start + count,
+            stop=completion.stop,
+            reward=reward,
+            number=self.turn,
+            components=components,
+            paid=paid,
+            generate_s=candidate.sampled.seconds,
+            env_s=env_s,
+        )
+        return Trajectory(
+            index=index,
+            attempt=self.attempt,
+            seat=stream.seat,
+            stream=stream.name,
+            policy=stream.player.name,
+            ids_T=np.asarray([*stream.ids, *completion.ids], dtype="<i4").tobytes(),
+            mask_T=np.asarray([0] * start + [1] * count, dtype="u1").tobytes(),
+            logprobs_T=np.asarray([0.0] * start + completion.logprobs, dtype="<f4").tobytes(),
+            spans=merge([Span(start + s.start, start + s.end, s.version) for s in completion.spans]),
+            turns=[turn],
+            ending=Ending.ENV_DONE,  # the episode's, once it is known
+            truncated=outcome.truncated,
+            reward=reward,
+            metrics=outcome.metrics,
+            pictures=list(stream.pictures),
+            images=dict(stream.images),
+        )
+
+
+def _learner(stream: Stream) -> LoadedPolicy | None:
+    """Return the policy that learns from the stream; None of frozen checkpoints and models behind URLs."""
+    return stream.player if isinstance(stream.player, LoadedPolicy) and not stream.player.is_frozen else None
+
+
+def _paid(streams: Sequence[Stream], outcome: SessionReply) -> dict[str, float]:
+    """Return what the environment paid for a turn, by seat. `streams`: of the seats that acted."""
+    paid = {seat: sum(parts.values()) for seat, parts in outcome.rewards.items()}
+    if outcome.reward:
+        (actor,) = streams  # those of a round are named
+        paid[actor.seat] = paid.get(actor.seat, 0.0) + outcome.reward
+    return paid
+
+
+def _best(streams: Sequence[Stream], paid_K: Sequence[dict[str, float]]) -> int:
+    """Return the candidate with the highest mean reward of the seats that act and learn, the first of several."""
+    rewards_SK = [
+        turn_rewards(stream.seat, paid_K, policy.spec.algorithm)
+        for stream in streams
+        if (policy := _learner(stream)) is not None
+    ]
+    totals_K = np.sum(rewards_SK, axis=0) if rewards_SK else np.zeros(len(paid_K))
+    return int(np.argmax(totals_K))

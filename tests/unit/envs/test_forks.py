@@ -1,0 +1,217 @@
+"""Episodes that are copied: each candidate of a turn is played on its own, and the chosen one goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import msgspec
+import pytest
+
+from opentinker.envs.registry import BUILT_IN, find, make
+from opentinker.envs.runtime.child_pool import ChildPool
+from opentinker.envs.runtime.player import LocalPlayer
+from opentinker.envs.runtime.resolver import Resolver
+from opentinker.envs.runtime.sessions import Sessions
+from opentinker.services.env_worker.service import check_environment
+from opentinker.shared.messaging.reply_validation import sound
+from opentinker.shared.types.core import Ending, StopReason
+from opentinker.shared.types.env_protocol import (
+    CloseSession,
+    EnvCheck,
+    OpenSession,
+    SeatAction,
+    SessionReply,
+    StepSession,
+)
+from tests.conftest import until
+from tests.samples.tree_samples import Climb
+
+SAMPLES = "tests.samples.tree_samples"
+FORK = {"gomoku", "tictactoe", "kuhn_poker", "signalling", "guess_number", "matching_pennies", "bandit", "copy_digits"}
+
+
+def opening(environment: str = f"{SAMPLES}:Climb", bots: dict[str, str] | None = None, **config: Any) -> OpenSession:
+    return OpenSession(
+        job="j", session="s", environment=environment, config=config, row=0, seed=0, deadline_s=60.0,
+        answer_within_s=60.0, bots=bots or {},
+    )  # fmt: skip
+
+
+def tree(turn: int, *texts: str, chosen: int = 0, seat: str = "") -> StepSession:
+    candidates = [[SeatAction(seat=seat, text=text, stop=StopReason.EOS)] for text in texts]
+    return StepSession(session="s", turn=turn, text="", stop=StopReason.EOS, candidates=candidates, chosen=chosen)
+
+
+def shown(reply: SessionReply) -> list[str]:
+    assert reply.failure is None, reply.error
+    return [f"{outcome.metrics['height']:g}" for outcome in reply.outcomes]
+
+
+@pytest.fixture
+async def sessions() -> AsyncIterator[Sessions]:
+    Climb.closed.clear()
+    host = ChildPool(children=1, per_child=4, modules=True)
+    sessions = Sessions("w", limit=8, resolver=Resolver(modules=True), host=host)
+    yield sessions
+    await sessions.drain(0.01)
+    await host.close()
+
+
+@pytest.mark.parametrize("name", ["Climb", "BlockingClimb"])
+async def test_every_candidate_begins_in_the_state_of_the_chosen_one(sessions: Sessions, name: str) -> None:
+    opened = await sessions.open(opening(f"{SAMPLES}:{name}"))
+    assert (opened.failure, opened.seat) == (None, "left")
+    first = await sessions.step(tree(0, "1", "5", "3", seat="left"))
+    assert [outcome.reward for outcome in first.outcomes] == [0.1, 0.5, 0.3]
+    assert shown(first) == ["1", "5", "3"]
+    assert {outcome.seat for outcome in first.outcomes} == {"right"} and not first.done
+    assert len({outcome.messages[0].text.split(" ")[1] for outcome in first.outcomes}) == 1, "the same random numbers"
+    second = await sessions.step(tree(1, "2", "4", chosen=1, seat="right"))
+    assert shown(second) == ["7", "9"]
+    third = await sessions.step(tree(2, "1", "fall", "2", chosen=0, seat="left"))
+    assert shown(third) == ["8", "7", "9"]
+    assert [outcome.done for outcome in third.outcomes] == [False, True, False] and not third.done
+    last = await sessions.step(tree(3, "0", "1", chosen=2, seat="right"))
+    assert last.done and shown(last) == ["9", "10"]
+    assert sessions.active == 0
+
+
+async def test_a_repeated_turn_is_answered_from_memory(sessions: Sessions) -> None:
+    await sessions.open(opening())
+    request = tree(0, "1", "5", seat="left")
+    first, second = await asyncio.gather(sessions.step(request), sessions.step(request))
+    assert first is second
+    assert await sessions.step(request) is first
+    assert shown(await sessions.step(tree(1, "1", chosen=1, seat="right"))) == ["6"]
+
+
+async def test_every_copy_is_closed_once(sessions: Sessions) -> None:
+    await sessions.open(opening())
+    await sessions.step(tree(0, "1", "5", "3", seat="left"))
+    await sessions.step(tree(1, "1", "2", chosen=1, seat="right"))
+    assert sorted(Climb.closed) == [1, 3], "those that were not chosen"
+    await sessions.close(CloseSession(session="s"))
+    await until(lambda: sorted(Climb.closed) == [1, 3, 6, 7])
+
+
+async def test_an_environment_that_fails_in_one_candidate_fails_the_episode(sessions: Sessions) -> None:
+    await sessions.open(opening())
+    reply = await sessions.step(tree(0, "1", "raise", seat="left"))
+    assert reply.failure == Ending.ENV_ERROR and "the rope broke" in reply.error
+    await until(lambda: len(Climb.closed) == 2)
+
+
+async def test_what_cannot_be_is_refused() -> None:
+    async def step(request: StepSession, environment: str = f"{SAMPLES}:Climb") -> SessionReply:
+        player = LocalPlayer("w", modules=True)
+        opened = await player.open(opening(environment))
+        assert opened.failure is None, opened.error
+        reply = await player.step(request)
+        await player.close()
+        return reply
+
+    async def error(request: StepSession, environment: str = f"{SAMPLES}:Climb") -> str:
+        reply = await step(request, environment)
+        assert reply.failure is not None
+        return reply.error
+
+    assert "SimpleArms cannot fork" in await error(tree(0, "a"), f"{__name__}:SimpleArms")
+    assert "turn 0 goes on with candidate 1" in await error(tree(0, "1", chosen=1, seat="left"))
+    assert "for seat 'left', not 'right'" in await error(tree(0, "1", seat="right"))
+    assert "129 candidates; a turn has at most 128" in await error(tree(0, *["1"] * 129, seat="left"))
+    wordy = f"{SAMPLES}:Wordy"
+    assert "for all candidates; at most 786,432 are allowed" in await error(tree(0, *"1234", seat="left"), wordy)
+    assert len((await step(tree(0, *"123", seat="left"), wordy)).outcomes) == 3
+    assert "cannot pickle 'generator' object" in await error(tree(0, "1", "2", seat="left"), f"{SAMPLES}:Glued")
+
+
+async def test_after_candidates_one_must_be_chosen() -> None:
+    player = LocalPlayer("w", modules=True)
+    await player.open(opening())
+    await player.step(tree(0, "1", "2", seat="left"))
+    plain = StepSession(session="s", turn=1, seat="right", text="1", stop=StopReason.EOS)
+    assert "chooses none of them" in (await player.step(plain)).error
+    await player.close()
+
+
+class SimpleArms(type(make("bandit", {}))):  # type: ignore[misc]
+    can_fork = False
+
+
+async def test_bots_answer_on_the_copy() -> None:
+    player = LocalPlayer("w", modules=True)
+    opened = await player.open(opening("tictactoe", bots={"second": "random"}))
+    assert opened.seat == "first"
+    first = await player.step(tree(0, "1", "1", "5", seat="first"))
+    boards = [outcome.messages[0].text for outcome in first.outcomes]
+    assert boards[0] == boards[1], "the bot draws the same in the same state"
+    assert all(board.count("o") - boards[0].count("o") == 0 for board in boards) and boards[2] != boards[0]
+    again = await player.step(tree(1, "0", seat="first", chosen=2))
+    assert again.done and again.outcomes[0].reward == -1.0
+    await player.close()
+
+
+@pytest.mark.parametrize("name", sorted(FORK))
+async def test_a_copy_of_a_built_in_environment_shares_nothing_with_it(name: str) -> None:
+    """Playing a copy to its end changes neither the original nor what a second copy would do."""
+    config = {"opponent": "self"} if name == "gomoku" else {}
+
+    async def play(player: LocalPlayer, asked: SessionReply) -> list[SessionReply]:
+        replies = []
+        for turn in range(100):
+            environment: Any = player.environment
+            actions = [
+                SeatAction(seat=prompt.seat, text=str(environment.gold() or "h"), stop=StopReason.EOS)
+                for prompt in asked.prompts
+            ]
+            asked = await player.step(asked.step("s", turn, actions))
+            assert asked.failure is None, asked.error
+            replies.append(asked)
+            if asked.done:
+                return replies
+        raise AssertionError("it never ends")
+
+    player = LocalPlayer("w", modules=False)
+    opened = await player.open(opening(name, **config))
+    twin = copy.deepcopy(player)
+    first = await play(player, opened)
+    assert await play(twin, opened) == first
+
+
+def test_only_environments_of_plain_state_can_fork() -> None:
+    found = {name for name in BUILT_IN if name in FORK or find(name, modules=True).can_fork}
+    assert found == FORK
+
+
+async def test_an_env_worker_says_at_submission_that_an_environment_cannot_fork() -> None:
+    resolver, host = Resolver(modules=True), ChildPool(children=1, per_child=1, modules=True)
+
+    async def problems(name: str, *, forks: bool = True, **config: Any) -> list[str]:
+        reply = await check_environment(EnvCheck(name=name, config=config, forks=forks), resolver, host)
+        return [f"{mistake['field']}: {mistake['problem']}" for mistake in reply.errors]
+
+    try:
+        assert await problems("gomoku") == await problems(f"{SAMPLES}:BlockingClimb") == []
+        (refused,) = await problems("tool_calc")
+        assert refused.startswith("environment.name: cannot fork: ToolCalc does not set can_fork = True")
+        assert await problems("tool_calc", forks=False) == []
+    finally:
+        await host.close()
+
+
+def test_outcomes_from_a_sandbox_are_checked() -> None:
+    fine = SessionReply(worker="", outcomes=[SessionReply(worker="", reward=1.0, done=True)])
+    assert sound(fine, "w").failure is None
+    for odd, said in (
+        (SessionReply(worker="", reward=float("nan")), "finite"),
+        (SessionReply(worker="", failure=Ending.ENV_ERROR), "an observation and rewards"),
+        (fine, "an observation and rewards"),
+    ):
+        reply = sound(msgspec.structs.replace(fine, outcomes=[odd]), "w")
+        assert reply.failure == Ending.ENV_BAD_REPLY and said in reply.error
+    assert "cannot come together" in sound(msgspec.structs.replace(fine, reward=1.0), "w").error
+    many: Sequence[SessionReply] = [SessionReply(worker="")] * 129
+    assert "at most 128 candidates" in sound(SessionReply(worker="", outcomes=list(many)), "w").error
