@@ -93,7 +93,8 @@ class Bench:
         await self.store.transition(self.job, JobState.RUNNING)
         await self.admission.restore(step=0, max_staleness=0, groups_per_batch=groups, total=groups, discarded={})
         for seq in (await self.admission.issue(groups))[1]:
-            await self.bus.publish(TICKET, make_ticket(job=self.job, seq=seq), f"{self.job}/{seq}", job=self.job)
+            ticket = make_ticket(job=self.job, seq=seq, group_size=self.spec.algorithm.group_size)
+            await self.bus.publish(TICKET, ticket, f"{self.job}/{seq}", job=self.job)
 
     async def tickets(self) -> int:
         return await self.bus.count("TICKETS", TICKET.at(job=self.job))

@@ -1,0 +1,194 @@
+"""Episodes with tree sampling: what is asked, which candidate goes on, and the trajectories of all of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from opentinker.services.rollout_worker.episode import EpisodeFailed, turn_seed
+from opentinker.services.rollout_worker.policies import LoadedPolicy, SeatMap
+from opentinker.services.rollout_worker.tree_episode import TreeEpisode
+from opentinker.shared.types.core import Ending, WeightVersion
+from opentinker.shared.types.env_protocol import SessionReply
+from opentinker.shared.types.trajectories import Group, Span, Trajectory
+from tests.support.factories import make_spec, make_ticket
+from tests.unit.rollout_worker.test_episode import Chars, Env, Script, renderer, reply, say
+from tests.unit.rollout_worker.test_rounds import ask, over
+
+V2 = WeightVersion(1, 2)
+
+
+def outcomes(*replies: SessionReply) -> SessionReply:
+    return SessionReply(worker="env-0", outcomes=list(replies), done=all(one.done for one in replies))
+
+
+def tree_episode(engine: Script, env: Env, size: int = 3, **spec: Any) -> TreeEpisode:
+    algorithm = {"name": "at_grpo", "group_size": size, "groups_per_batch": 2, **spec.pop("algorithm", {})}
+    job = make_spec(algorithm=algorithm, **({"rollout__max_turns": 3, "rollout__max_tokens": 50} | spec))
+    ticket = make_ticket(group_size=size, seed=5)
+    return TreeEpisode(job, ticket, 0, SeatMap.single(job, engine, renderer()), env)  # type: ignore[arg-type]
+
+
+def words(trajectory: Trajectory) -> tuple[str, str]:
+    """The context, and what was sampled."""
+    text = Chars().decode(trajectory.ids.tolist())
+    sampled = trajectory.ids[trajectory.mask.astype(bool)].tolist()
+    return text, Chars().decode(sampled)
+
+
+def group(trajectories: list[Trajectory]) -> Group:
+    found = Group(job="j", seq=0, environment="e", worker="w", trajectories=trajectories, is_tree=True)
+    found.check()
+    return found
+
+
+async def test_the_best_candidate_goes_on_and_the_others_are_trajectories_of_their_own() -> None:
+    engine = Script([say("a$"), say("b$", spans=[Span(0, 1, V2), Span(1, 2, V2)]), say("c$"),
+                     say("x$"), say("y$"), say("z$")])  # fmt: skip
+    env = Env([
+        reply("go"),
+        outcomes(reply("A", reward=0.1), reply("B", reward=0.3), reply("C", reward=0.2)),
+        outcomes(reply(reward=0.5, done=True), reply("Y"), reply("Z")),
+    ])  # fmt: skip
+    played, *others = found = await tree_episode(engine, env).run()
+    assert words(played) == ("<u>go\n<a>b\n<u>B\n<a>x", "bx")
+    assert [(turn.reward, turn.paid, turn.number) for turn in played.turns] == [
+        (0.3, {"": 0.3}, 0),
+        (0.5, {"": 0.5}, 1),
+    ]
+    assert [(t.index, t.turns[0].number, *words(t)) for t in others] == [
+        (1, 0, "<u>go\n<a>a", "a"),
+        (1, 1, "<u>go\n<a>b\n<u>B\n<a>y", "y"),
+        (2, 0, "<u>go\n<a>c", "c"),
+        (2, 1, "<u>go\n<a>b\n<u>B\n<a>z", "z"),
+    ]
+    assert [span.version for span in played.spans] == [V2, found[1].spans[0].version]
+    assert {len(t.turns) for t in others} == {1} and {t.logprobs[t.mask == 1].tolist()[0] for t in found} == {-0.5}
+    assert {t.ending for t in found} == {Ending.ENV_DONE} and env.closed == 1, "two candidates had not ended it"
+    group(found)
+
+
+async def test_candidates_see_the_same_and_draw_for_themselves() -> None:
+    engine = Script([say(f"{n}$") for n in range(6)])
+    env = Env([
+        reply("go"),
+        outcomes(reply("A"), reply("B", reward=1.0), reply("C")),
+        outcomes(*[reply(done=True)] * 3),
+    ])  # fmt: skip
+    await tree_episode(engine, env, rollout__seed=7).run()
+    first, second = engine.asked[:3], engine.asked[3:]
+    for asked in (first, second):
+        assert len({tuple(prompt) for prompt, _ in asked}) == 1
+    seeds = [sampling.seed for _, sampling in engine.asked]
+    assert seeds == [turn_seed(5, candidate, turn) for turn in (0, 1) for candidate in range(3)]
+    assert [(request.turn, request.chosen) for request in env.requests] == [(0, 0), (1, 1)]
+    assert [[action.text for (action,) in request.candidates] for request in env.requests] == [
+        ["0", "1", "2"],
+        ["3", "4", "5"],
+    ]
+    assert env.closed == 0, "the env worker has closed it"
+
+
+async def test_of_equal_candidates_the_first_goes_on() -> None:
+    env = Env([reply("go"), outcomes(*[reply(done=True, reward=0.5)] * 2)])
+    played, _ = await tree_episode(Script([say("a$"), say("b$")]), env, size=2).run()
+    assert words(played)[1] == "a"
+
+
+async def test_the_team_decides_what_is_best() -> None:
+    """`a` would gain 0.6 alone; its team of two gains more by the other candidate."""
+    alone, joint = {"a": {"own": 0.6}}, {"a": {"own": 0.5}, "b": {"own": 0.4}}
+    team = {"team": {"both": ["a", "b"]}}
+    for algorithm, best in (({}, "x"), (team, "y"), (team | {"team_weight": 0.01}, "x")):
+        opened = reply("go", seat="a")
+        env = Env([opened, outcomes(reply(done=True, rewards=alone), reply(done=True, rewards=joint))])
+        engine = Script([say("x$"), say("y$")])
+        torch = {"learner": "torch", "steps": 1}  # the simulated one has no teams
+        played, _ = await tree_episode(engine, env, size=2, algorithm=algorithm, train=torch).run()
+        assert words(played)[1] == best
+
+
+async def test_what_is_paid_later_is_in_the_reward_and_not_in_what_the_turn_paid() -> None:
+    env = Env([
+        reply("go", seat="a"),
+        outcomes(reply("move", seat="b", reward=0.25), reply("move", seat="b")),
+        outcomes(reply(done=True, reward=1.0, rewards={"a": {"lost": -1.0}}), reply(done=True)),
+    ])  # fmt: skip
+    engine = Script([say(f"{n}$") for n in range(4)])
+    found = await tree_episode(engine, env, size=2).run()
+    a, b = found[:2]
+    assert (a.seat, a.reward, a.turns[0].paid) == ("a", -0.75, {"a": 0.25})
+    assert (b.seat, b.reward, b.turns[0].paid) == ("b", 1.0, {"a": -1.0, "b": 1.0})
+    assert [(t.seat, t.index, t.reward) for t in found[2:]] == [("a", 1, 0.0), ("b", 1, 0.0)]
+    group(found)
+
+
+async def test_candidates_of_a_round_are_joint() -> None:
+    engine = Script([say(f"{n}$") for n in range(4)])
+    env = Env([ask("a", "b"), outcomes(over(a=1.0), over(a=0.5, b=1.0))])
+    found = await tree_episode(engine, env, size=2).run()
+    (request,) = env.requests
+    assert [[(one.seat, one.text) for one in actions] for actions in request.candidates] == [
+        [("a", "0"), ("b", "2")],
+        [("a", "1"), ("b", "3")],
+    ]
+    assert [(t.seat, t.index, words(t)[1], t.reward) for t in found] == [
+        ("a", 0, "1", 0.5), ("b", 0, "3", 1.0), ("a", 1, "0", 1.0), ("b", 1, "2", 0.0),
+    ]  # fmt: skip
+    group(found)
+
+
+async def test_a_seat_that_does_not_learn_has_one_candidate() -> None:
+    job = make_spec(
+        algorithm={"name": "at_grpo", "group_size": 3, "groups_per_batch": 2},
+        rollout={"engine": "toy", "max_tokens": 50, "max_turns": 3},
+        seats={"b": {"frozen": "j-0123456789@5", "model": {"base": "m"}}},
+    )
+    own, other = Script([say("a$"), say("b$"), say("c$")]), Script([say("z$")])
+    policies = [
+        LoadedPolicy("", job, own, renderer()),  # type: ignore[arg-type]
+        LoadedPolicy("j-0123456789@5", job, other, renderer(), is_frozen=True),  # type: ignore[arg-type]
+    ]
+    env = Env([
+        reply("go", seat="b"),
+        outcomes(reply("move", seat="a")),
+        outcomes(*[reply(done=True, reward=reward) for reward in (0.0, 1.0, 0.5)]),
+    ])  # fmt: skip
+    playing = TreeEpisode(job, make_ticket(group_size=3), 0, SeatMap(job, policies), env)  # type: ignore[arg-type]
+    found = await playing.run()
+    assert [(t.seat, t.index, words(t)[1]) for t in found] == [
+        ("b", 0, "z"),
+        ("a", 0, "b"),
+        ("a", 1, "a"),
+        ("a", 2, "c"),
+    ]
+    assert [len(request.candidates) for request in env.requests] == [1, 3]
+    group(found)
+
+
+async def test_a_wrong_number_of_outcomes_is_a_bad_reply() -> None:
+    env = Env([reply("go"), outcomes(reply("A"))])
+    with pytest.raises(EpisodeFailed, match="1 outcomes of 3 candidates") as failed:
+        await tree_episode(Script([say(f"{n}$") for n in range(3)]), env).run()
+    assert failed.value.ending == Ending.ENV_BAD_REPLY and env.closed == 1
+
+
+async def test_limits_count_the_candidates_that_were_chosen() -> None:
+    engine = Script([say("aaaa$"), say("bb$"), say("a$"), say("b$")])
+    env = Env([
+        reply("go"),
+        outcomes(reply("A"), reply("B", reward=1.0)),
+        outcomes(reply("A"), reply("B", reward=1.0)),
+    ])  # fmt: skip
+    playing = tree_episode(engine, env, size=2, rollout__max_tokens=5)
+    played, *others = await playing.run()
+    assert (played.ending, played.truncated, env.closed) == (Ending.MAX_TOKENS, True, 1)
+    assert [sampling.max_tokens for _, sampling in engine.asked] == [5, 5, 2, 2]
+    assert playing.sampled == sum(int(t.mask.sum()) for t in (played, *others)) == 12
+
+
+async def test_a_failure_is_one_of_the_episode() -> None:
+    failed = SessionReply(worker="env-0", failure=Ending.ENV_ERROR, error="the board is on fire")
+    with pytest.raises(EpisodeFailed, match="on fire"):
+        await tree_episode(Script([say("a$")] * 3), Env([reply("go"), failed])).run()
