@@ -159,11 +159,10 @@ def _learner(stream: Stream) -> LoadedPolicy | None:
 
 
 def _paid(streams: Sequence[Stream], outcome: SessionReply) -> dict[str, float]:
-    """Return what the environment paid for a turn, by seat. `streams`: of the seats that acted."""
-    paid = {seat: sum(parts.values()) for seat, parts in outcome.rewards.items()}
-    if outcome.reward:
-        (actor,) = streams  # those of a round are named
-        paid[actor.seat] = paid.get(actor.seat, 0.0) + outcome.reward
+    """Return what the environment paid for a turn, by seat, those that acted included. `streams`: theirs."""
+    paid = {stream.seat: outcome.reward for stream in streams}  # 0 in a round, whose rewards are named
+    for seat, parts in outcome.rewards.items():
+        paid[seat] = paid.get(seat, 0.0) + sum(parts.values())
     return paid
 
 

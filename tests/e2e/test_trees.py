@@ -10,7 +10,7 @@ import pytest
 from opentinker.client import ApiError
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.types.core import part_id
-from tests.support.cluster import Cluster, undocumented
+from tests.support.cluster import Cluster, toy_cluster, undocumented
 from tests.support.factories import make_spec
 
 SAMPLES = "tests.samples.tree_samples"
@@ -24,7 +24,7 @@ def climb(model: Path | str, **changes: Any) -> JobSpec:
         "algorithm": {
             "name": "at_grpo", "group_size": SIZE, "groups_per_batch": GROUPS, "team": {"both": ["left", "right"]},
         },
-        "rollout": {"engine": "toy", "max_tokens": 16, "max_turns": 2, "max_tokens_per_turn": 8},
+        "rollout": {"engine": "toy", "max_tokens": 16, "max_turns": 2, "max_tokens_per_turn": 8, "seed": 3},
         "train": {"learner": "torch", "steps": STEPS},
     }  # fmt: skip
     return make_spec(**(parts | changes))
@@ -62,8 +62,8 @@ async def test_every_candidate_is_trained_once(tmp_path: Path, tiny: Path) -> No
 
 
 async def test_the_simulated_learner_takes_trees(tmp_path: Path) -> None:
-    async with Cluster(tmp_path) as cluster:
-        spec = climb("toy", algorithm={"name": "at_grpo", "group_size": SIZE, "groups_per_batch": GROUPS},
+    async with toy_cluster(tmp_path) as (cluster, model):
+        spec = climb(model, algorithm={"name": "at_grpo", "group_size": SIZE, "groups_per_batch": GROUPS},
                      train={"learner": "simulated", "steps": STEPS})  # fmt: skip
         job = await cluster.submit(spec)
         await cluster.succeeds(job)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
@@ -66,6 +67,23 @@ def random_groups(
             )
         made.append(group_of(trajectories, g))
     return made
+
+
+def as_trees(groups: list[Group]) -> list[Group]:
+    """Groups of one turn, as if their samples were the candidates of it."""
+    return [
+        msgspec.structs.replace(
+            group,
+            is_tree=True,
+            trajectories=[
+                msgspec.structs.replace(
+                    t, turns=[msgspec.structs.replace(turn, paid={"": turn.reward}) for turn in t.turns]
+                )
+                for t in group.trajectories
+            ],
+        )
+        for group in groups
+    ]
 
 
 def plain_logprobs(causal: Any, ids: list[int], temperature: float = 1.0) -> torch.Tensor:

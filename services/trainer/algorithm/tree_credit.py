@@ -21,7 +21,8 @@ def credit_candidates(
     """Return advantages per player, [N] in order of play, and the metric reward/equal_turns: the share of turns whose
     candidates all had the same reward, so that nothing is learned from them.
 
-    `peers`: per seat of a group, the players whose turns of the same number are candidates of one turn.
+    `peers`: per seat of a group, the players whose turns of the same number are candidates of one turn. Raise
+    ValueError if a group is no tree.
     """
     found: list[F64] = []
     turns = equal = 0
@@ -33,6 +34,8 @@ def credit_candidates(
                 candidates.setdefault(turn.number, []).append((p, k))
         for places in candidates.values():
             paid_K = [players[p].turns_K[k].paid for p, k in places]
+            if any(players[p].seat not in paid for (p, _), paid in zip(places, paid_K, strict=True)):
+                raise ValueError("a group is no tree: its turns do not say what each candidate was paid")
             rewards_K = turn_rewards(players[0].seat, paid_K, algorithm)
             (values_K,) = advantages.agent_turn([rewards_K], **algorithm.options("advantage"))
             for (p, k), value in zip(places, values_K, strict=True):

@@ -15,12 +15,20 @@ from opentinker.services.trainer.batch.micro_batch import micro_batches
 from opentinker.services.trainer.learners.base import NonFinite
 from opentinker.services.trainer.learners.rl import RlLearner
 from opentinker.shared.spec import AlgorithmSpec, parse_spec
-from opentinker.shared.spec.algorithms import ADVANTAGES, AGGREGATIONS, CORRECTIONS, LOSSES, OPTIONS, PRESETS
+from opentinker.shared.spec.algorithms import (
+    ADVANTAGES,
+    AGGREGATIONS,
+    CORRECTIONS,
+    LOSSES,
+    OPTIONS,
+    PRESETS,
+    TREE_SAMPLED,
+)
 from opentinker.shared.types.core import WeightVersion
 from opentinker.shared.types.errors import JobFailed, SpecError
 from opentinker.shared.types.manifest import Manifest, read_manifest
 from tests.support.factories import SMALLEST, group_of, trajectory_of
-from tests.support.learning import random_groups, torch_spec
+from tests.support.learning import as_trees, random_groups, torch_spec
 
 
 def resolved(**fields: Any) -> AlgorithmSpec:
@@ -73,6 +81,7 @@ def test_a_given_field_overrides_the_preset_and_a_replaced_part_brings_its_own_d
 
 def test_a_team_is_paid_as_one_unless_told_otherwise() -> None:
     assert resolved(team=RED).team_weight == 1.0 and resolved().team_weight is None
+    assert resolved(name="at_grpo", team=RED).team_weight == 0.5 and resolved(name="at_grpo").team_weight is None
     spec = resolved(team={"red": ["r1", "r2"], "blue": ["b*"]}, team_weight=0.3)
     assert spec.seats_named == [("team.red", "r1"), ("team.red", "r2"), ("team.blue", "b*")]
     assert resolved(episode_peers=RED).seats_named == [("episode_peers.red", "a"), ("episode_peers.red", "b")]
@@ -137,6 +146,12 @@ def test_every_part_and_option_of_the_tables_is_a_field_that_takes_it() -> None:
         ({"advantage": "maxrl", "overlong_shaping": True}, "overlong_shaping", "0 or more"),
         ({"name": "reinforce_pp", "group_size": 1, "groups_per_batch": 1}, "groups_per_batch", "one trajectory"),
         ({"name": "gspo", "advantage": "per_turn"}, "loss", "one advantage per trajectory"),
+        ({"name": "at_grpo", "group_size": 1}, "group_size", "others of its group"),
+        ({"name": "at_grpo", "loss": "gspo"}, "loss", "one advantage per trajectory"),
+        ({"name": "at_grpo", "kl_coef": 0.1, "kl_in": "reward"}, "kl_in", "before the KL is known"),
+        ({"name": "at_grpo", "overlong_shaping": True}, "overlong_shaping", "the tokens of an episode"),
+        ({"name": "at_grpo", "drop_zero_variance": True}, "drop_zero_variance", "may differ turn by turn"),
+        ({"name": "at_grpo", "episode_peers": RED}, "episode_peers", "does not apply to advantage = 'agent_turn'"),
         ({"correction": "geometric", "geometric_low": 2.0}, "geometric_low", "larger than geometric_high"),
         ({"advantage": "fancy"}, "advantage", "grpo"),
         ({"advantage": "none"}, "distill_coef", "nothing but the teacher"),
@@ -204,7 +219,7 @@ def test_every_combination_of_parts_makes_a_step(tiny: Path) -> None:
     combinations: list[dict[str, Any]] = [
         {"advantage": advantage, "loss": loss}
         for advantage, loss in itertools.product(ADVANTAGES, LOSSES)
-        if advantage not in PRESET_OF and not (advantage == "per_turn" and loss == "gspo")
+        if advantage not in PRESET_OF and not (advantage in ("per_turn", TREE_SAMPLED) and loss == "gspo")
     ]
     for loss, proximal, correction in itertools.product(
         ("ppo", "cispo", "gspo", "sapo"), ("loglinear", "recomputed"), CORRECTIONS
@@ -213,8 +228,10 @@ def test_every_combination_of_parts_makes_a_step(tiny: Path) -> None:
     for place, estimator, aggregation in itertools.product(("loss", "reward"), ("k1", "k2", "k3"), AGGREGATIONS):
         combinations.append({"kl_coef": 0.1, "kl_in": place, "kl_estimator": estimator, "aggregation": aggregation})
     combinations += [{"entropy_coef": 0.1}, {"overlong_shaping": True, "overlong_length": 4, "overlong_buffer": 2}]
-    groups = random_groups(0, groups=2, reference=True)
+    plain = random_groups(0, groups=2, reference=True)
+    trees = as_trees(random_groups(0, groups=2, reference=True, two_turns=False))
     for fields in combinations:
+        groups = trees if fields.get("advantage") == TREE_SAMPLED else plain
         learner.spec = torch_spec(tiny, algorithm={"groups_per_batch": 2, **fields})
         metrics = learner.step(groups, version(2))
         assert all(np.isfinite(value) for value in metrics.values()), fields

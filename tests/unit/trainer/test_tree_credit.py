@@ -17,8 +17,9 @@ from opentinker.services.trainer.batch.distributions import distributions
 from opentinker.services.trainer.batch.metrics import batch_metrics
 from opentinker.shared.spec import AlgorithmSpec
 from opentinker.shared.spec.tree_sampling import turn_rewards
+from opentinker.shared.types.errors import JobFailed
 from opentinker.shared.types.trajectories import Group, Trajectory
-from tests.support.factories import V0, group_of, make_trajectory, trajectory_of
+from tests.support.factories import V0, group_of, make_group, make_trajectory, trajectory_of
 
 EXACT: dict[str, Any] = {"rtol": 0, "atol": 1e-12}
 Paid = Mapping[str, float]
@@ -32,6 +33,7 @@ def with_paid(trajectory: Trajectory, paid: Sequence[Paid]) -> Trajectory:
 def tree(nodes: Sequence[tuple[str, Sequence[Paid], int]], seq: int = 0) -> Group:
     """`nodes`: of each turn the seat, what each candidate was paid, and which was chosen. Every candidate has two
     tokens."""
+    nodes = [(seat, [{seat: 0.0, **paid} for paid in paid_K], best) for seat, paid_K, best in nodes]
     seats = dict.fromkeys(seat for seat, _, _ in nodes)
     chosen = {
         seat: [(number, paid[best]) for number, (own, paid, best) in enumerate(nodes) if own == seat] for seat in seats
@@ -175,6 +177,11 @@ def test_a_group_that_is_no_tree_has_one_trajectory_per_stream() -> None:
     twice = [*group.trajectories, group.trajectories[-1]]
     with pytest.raises(ValueError, match="in a tree per candidate"):
         msgspec.structs.replace(group, trajectories=twice).check()
+
+
+def test_groups_that_are_no_trees_fail_the_job() -> None:
+    with pytest.raises(JobFailed, match="a group is no tree"):
+        credit([make_group(size=4)])
 
 
 def test_the_part_of_a_policy_is_compared_as_before() -> None:
