@@ -157,7 +157,7 @@ async def test_bots_answer_on_the_copy() -> None:
 @pytest.mark.parametrize("name", sorted(FORK))
 async def test_a_copy_of_a_built_in_environment_shares_nothing_with_it(name: str) -> None:
     """Playing a copy to its end changes neither the original nor what a second copy would do."""
-    config = {"opponent": "self"} if name == "gomoku" else {}
+    config: dict[str, Any] = {"opponent": "self"} if name == "gomoku" else {}
 
     async def play(player: LocalPlayer, asked: SessionReply) -> list[SessionReply]:
         replies = []

@@ -155,7 +155,7 @@ async def test_a_seat_that_does_not_learn_has_one_candidate() -> None:
         outcomes(reply("move", seat="a")),
         outcomes(*[reply(done=True, reward=reward) for reward in (0.0, 1.0, 0.5)]),
     ])  # fmt: skip
-    playing = TreeEpisode(job, make_ticket(group_size=3), 0, SeatMap(job, policies), env)  # type: ignore[arg-type]
+    playing = TreeEpisode(job, make_ticket(group_size=3), 0, SeatMap(job, policies), env)
     found = await playing.run()
     assert [(t.seat, t.index, words(t)[1]) for t in found] == [
         ("b", 0, "z"),

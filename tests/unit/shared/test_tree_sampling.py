@@ -11,7 +11,7 @@ from opentinker.shared.types.errors import SpecError
 from tests.support.factories import make_spec
 
 TREE = {"name": "at_grpo", "group_size": 4, "groups_per_batch": 2}
-TOOL = {"kind": "python", "name": "calculate"}
+TOOL = {"type": "python"}
 
 
 def refused(**changes: Any) -> dict[str, str]:
