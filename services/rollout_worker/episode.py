@@ -380,8 +380,8 @@ class Episode:
     async def _generate(
         self, stream: Stream, policy: LoadedPolicy, asked: SeatPrompt, place: int, candidate: int
     ) -> Completion:
-        """`policy`: that of the stream; `place`: of the seat in the round; 0 where one seat acts. `candidate`: which one
-        of the turn; 0 outside of trees."""
+        """`policy`: that of the stream; `place`: of the seat in the round; 0 where one seat acts. `candidate`: which
+        one of the turn; 0 outside of trees."""
         rollout = self.spec.rollout
         budget = rollout.max_tokens - self._sampled(stream.seat)
         for limit in (rollout.max_tokens_per_turn, asked.max_tokens):
