@@ -262,7 +262,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
         """Return the games of a policy by opponent. A sample is won if the policy's seats earned more on average than
         the opponent's, and drawn if equal; it counts if both had a turn."""
         played: dict[int, dict[str, set[str]]] = {}
-        for one in self.trajectories:
+        for one in (t for t in self.trajectories if self.is_played(t.index)):
             played.setdefault(one.index, {}).setdefault(one.policy, set()).add(one.seat)
         totals = self.totals
         found: dict[str, Outcomes] = {}

@@ -179,6 +179,13 @@ def test_a_group_that_is_no_tree_has_one_trajectory_per_stream() -> None:
         msgspec.structs.replace(group, trajectories=twice).check()
 
 
+def test_a_tree_is_one_game_against_the_other_policy() -> None:
+    group = tree([("a", [{"a": 1.0}, {}, {}], 0), ("b", [{"b": 0.5}, {"b": 0.25}, {}], 0)])
+    made = [msgspec.structs.replace(t, policy={"a": "p", "b": "q"}[t.seat]) for t in group.trajectories]
+    group = msgspec.structs.replace(group, trajectories=made)
+    assert (group.of("p").outcomes, group.of("q").outcomes) == ({"q": (1, 0, 0)}, {"p": (0, 0, 1)})
+
+
 def test_groups_that_are_no_trees_fail_the_job() -> None:
     with pytest.raises(JobFailed, match="a group is no tree"):
         credit([make_group(size=4)])
