@@ -30,6 +30,7 @@ HEAVY = {
     "opentinker.services.rollout_worker.engines.vllm_config",
     "opentinker.services.trainer.algorithm.corrections",
     "opentinker.services.trainer.learners.critic",
+    "opentinker.services.trainer.learners.random_state",
     "opentinker.services.trainer.distributed.process_group",
     "opentinker.services.trainer.learners.dpo",
     "opentinker.services.trainer.algorithm.losses",
