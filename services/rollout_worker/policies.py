@@ -1,5 +1,5 @@
-"""Who plays the seats of an episode: the job's one policy, or several, frozen checkpoints, and members of pools, each
-with an engine of its own (the members of a pool share one, `opponents.py`); and models behind URLs."""
+"""Who plays the seats of an episode: the job's one policy, or several, frozen checkpoints, members of pools (see
+`opponents.py`), and models behind URLs."""
 
 from __future__ import annotations
 

@@ -1,13 +1,11 @@
-"""Runs a lease: loads tokenizer and engine of the job, or of each of its policies, frozen checkpoints and pools,
-connects the models behind URLs, and closes them in any case."""
+"""Runs a lease: loads tokenizer and engine of the job, or of its policies, frozen checkpoints and pools, of which
+adapters of one base share an engine; connects the models behind URLs, and closes them in any case."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
-from functools import partial
-from pathlib import Path
 
 from opentinker.services.rollout_worker.checkpoint_weights import (
     Beside,
@@ -30,14 +28,14 @@ from opentinker.shared.runtime.leased_worker import LeasedWorker
 from opentinker.shared.security.egress import Egress
 from opentinker.shared.security.model_keys import key_problem, read_model_keys
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.spec.policies import frozen_in, frozen_spec_of, pool_spec_of, spec_of
-from opentinker.shared.spec.pools import pool_player
+from opentinker.shared.spec.engines import Player, engines, players_of
+from opentinker.shared.spec.policies import frozen_spec_of, pool_spec_of, spec_of
 from opentinker.shared.spec.url_seats import urls_in
 from opentinker.shared.types.core import Lease
 from opentinker.shared.types.errors import JobFailed, SpecError
 
-MakeEngine = Callable[[JobSpec, Renderer, str, Sequence[Beside]], Engine]
-"""The third is the model's directory or hub id; the last are the adapters that it will be given."""
+MakeEngine = Callable[[JobSpec, Renderer, str, Sequence[Beside], Sequence[Player], int], Engine]
+"""See `service.make_engine`."""
 
 
 async def run_lease(
@@ -46,16 +44,13 @@ async def run_lease(
     """Load tokenizer and engine, then run the job. Raises JobFailed when the model cannot be served."""
     async with AsyncExitStack() as held:
         load = Loader(worker, lease, spec, make_engine, held)
+        policies = await load.policies()
         if spec.kind == "inference":
-            policy = await load.with_given_weights()
-            await InferenceJob(worker, lease, spec, policy.engine, policy.renderer).run()
+            await InferenceJob(worker, lease, spec, policies[0].engine, policies[0].renderer).run()
         elif spec.kind == "eval":
-            policies = [await load.with_given_weights(), *await load.frozen()]
             await EvalJob(worker, lease, spec, policies, sessions, await load.urls(policies[0])).run()
         else:
-            trained = [await load.to_train(name) for name in spec.policies or ("",)]
-            policies = [*trained, *await load.frozen(), *await load.pools()]
-            await RolloutJob(worker, lease, spec, policies, sessions, await load.urls(trained[0])).run()
+            await RolloutJob(worker, lease, spec, policies, sessions, await load.urls(policies[0])).run()
 
 
 class Loader:
@@ -65,42 +60,48 @@ class Loader:
         self, worker: LeasedWorker, lease: Lease, spec: JobSpec, make_engine: MakeEngine, held: AsyncExitStack
     ) -> None:
         self._worker, self._lease, self._spec, self._make_engine, self._held = worker, lease, spec, make_engine, held
-        self._data_dir: Path = worker.ctx.settings.data_dir
+        self._engines = engines(spec)
 
-    async def to_train(self, name: str) -> LoadedPolicy:
-        """Load a policy whose weights its trainer will send."""
-        own = spec_of(self._spec, name)
-        return await self._started(LoadedPolicy, name, own, own.model.base)
+    async def policies(self) -> list[LoadedPolicy]:
+        """Load the policies of the job, then frozen checkpoints and pools that play its seats. `opponents.py` gives a
+        pool the weights of its members."""
+        loaded: dict[str, LoadedPolicy] = {}
+        for players in self._engines:
+            async for policy in self._on_one_engine(players):
+                loaded[policy.name] = policy
+        return [loaded[player.name] for player in players_of(self._spec)]
 
-    async def with_given_weights(self) -> LoadedPolicy:
-        """Load the policy of a job without training, with the weights of its base or of the checkpoint kept for it."""
-        given = await asyncio.to_thread(weights_of, self._spec, self._data_dir, self._lease.job)
-        beside = await asyncio.to_thread(adapters_beside, self._spec, self._data_dir, self._lease.job)
-        model = self._spec.model.base if given is None or given.full is None else str(given.full)
-        policy = await self._started(LoadedPolicy, "", self._spec, model, beside)
-        await _serve(policy, model, given, beside)
-        return policy
+    async def _on_one_engine(self, players: Sequence[Player]) -> AsyncIterator[LoadedPolicy]:
+        engine: Engine | None = None
+        for player in players:
+            own = self._spec_of(player)
+            given, beside = await asyncio.to_thread(self._weights, player)
+            model = own.model.base if given is None or given.full is None else str(given.full)
+            renderer = await self._renderer(own)
+            if engine is None:
+                engine = view = self._make_engine(own, renderer, model, beside, players, len(self._engines))
+                self._held.push_async_callback(_close, engine)
+                await _start(self._worker, self._lease, engine, model)
+            else:
+                assert own.model.lora is not None, "only adapters share an engine"
+                view = engine.sibling(renderer.eos_ids, own.model.lora)
+            policy = LoadedPolicy(player.name, own, view, renderer, player.is_frozen or bool(player.pool))
+            await _serve(policy, model, given, beside)
+            yield policy
 
-    async def frozen(self) -> list[LoadedPolicy]:
-        """Load the checkpoints that play seats of the job."""
-        return [await self._frozen(checkpoint) for checkpoint in frozen_in(self._spec.seats)]
+    def _spec_of(self, player: Player) -> JobSpec:
+        if player.pool:
+            return pool_spec_of(self._spec, player.pool)
+        return frozen_spec_of(self._spec, player.name) if player.is_frozen else spec_of(self._spec, player.name)
 
-    async def pools(self) -> list[LoadedPolicy]:
-        """Load the model of each pool of the job; `opponents.py` gives it the weights of its members."""
-        found = []
-        for name in self._spec.pools:
-            own = pool_spec_of(self._spec, name)
-            made = partial(LoadedPolicy, is_frozen=True)
-            found.append(await self._started(made, pool_player(name), own, own.model.base))
-        return found
-
-    async def _frozen(self, checkpoint: str) -> LoadedPolicy:
-        own = frozen_spec_of(self._spec, checkpoint)
-        given = await asyncio.to_thread(frozen_weights, self._data_dir, self._lease.job, checkpoint)
-        model = own.model.base if given.full is None else str(given.full)
-        policy = await self._started(partial(LoadedPolicy, is_frozen=True), checkpoint, own, model)
-        await _serve(policy, model, given)
-        return policy
+    def _weights(self, player: Player) -> tuple[FixedWeights | None, Sequence[Beside]]:
+        """Return the weights that no trainer sends, and the adapters served with them. Blocking."""
+        data_dir, job = self._worker.ctx.settings.data_dir, self._lease.job
+        if player.is_frozen:
+            return frozen_weights(data_dir, job, player.name), ()
+        if self._spec.kind == "rl":
+            return None, ()
+        return weights_of(self._spec, data_dir, job), adapters_beside(self._spec, data_dir, job)
 
     async def urls(self, first: LoadedPolicy) -> list[UrlPlayer]:
         """Return the models behind URLs that play seats of the job. Raises JobFailed without the key of one."""
@@ -123,21 +124,6 @@ class Loader:
             secret = "" if seat.key is None else keys[seat.key].key
             found.append(UrlPlayer(seat, secret, http, first.renderer, first.context))
         return found
-
-    async def _started(
-        self,
-        made: Callable[[str, JobSpec, Engine, Renderer], LoadedPolicy],
-        name: str,
-        own: JobSpec,
-        model: str,
-        beside: Sequence[Beside] = (),
-    ) -> LoadedPolicy:
-        """`own`: the spec with the policy's settings; `model`: directory or hub id of the weights to begin with."""
-        renderer = await self._renderer(own)
-        engine = self._make_engine(own, renderer, model, beside)
-        self._held.push_async_callback(_close, engine)
-        await _start(self._worker, self._lease, engine, model)
-        return made(name, own, engine, renderer)
 
     async def _renderer(self, own: JobSpec) -> Renderer:
         load = Renderer.load_light if own.rollout.engine == "toy" else Renderer.load

@@ -23,7 +23,7 @@ from opentinker.shared.messaging.env_client import EnvClient
 from opentinker.shared.runtime.leased_worker import LeasedWorker
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.spec.policies import engines_of
+from opentinker.shared.spec.engines import Player, adapters_at_once
 from opentinker.shared.types.core import Lease, Pool
 from opentinker.shared.types.env_protocol import owner_of
 
@@ -59,12 +59,18 @@ async def import_engine(spec: JobSpec) -> None:
         await finish_uncancelled(asyncio.to_thread(vllm_startup.preload))
 
 
-LIVE_ADAPTERS = 6
-"""That serve a live LoRA policy at the same time: requests keep the version they began with."""
-
-
-def make_engine(spec: JobSpec, renderer: Renderer, model: str, beside: Sequence[Beside], settings: Settings) -> Engine:
-    """`model`: directory or hub id of the initial weights; `beside`: adapters that will be added."""
+def make_engine(
+    spec: JobSpec,
+    renderer: Renderer,
+    model: str,
+    beside: Sequence[Beside],
+    players: Sequence[Player],
+    sharing: int,
+    settings: Settings,
+) -> Engine:
+    """Return an engine for the first of its players, with room for all. `spec`: with the first one's settings; `model`:
+    directory or hub id of the initial weights; `beside`: adapters that will be added; `sharing`: engines of this
+    worker."""
     if spec.rollout.toy is not None:
         return ToyEngine(
             spec.rollout.toy,
@@ -75,37 +81,34 @@ def make_engine(spec: JobSpec, renderer: Renderer, model: str, beside: Sequence[
             group_timeout_s=settings.swap_timeout_s,
         )
     from opentinker.services.rollout_worker.engines.vllm import VllmEngine
+    from opentinker.services.rollout_worker.engines.vllm_process import AdapterLimits, VllmProcess
 
     rollout = spec.rollout
     serves = spec.kind == "inference"
     if serves:
         at_once = spec.serving.max_concurrent
     elif spec.kind == "eval":
-        at_once = rollout.max_concurrent_groups
+        at_once = rollout.max_concurrent_groups * len(players)
     else:
-        at_once = rollout.max_concurrent_groups * (spec.algorithm.group_size + rollout.oversample)
-    return VllmEngine(
+        at_once = rollout.max_concurrent_groups * (spec.algorithm.group_size + rollout.oversample) * len(players)
+    adapters = None
+    if beside:
+        rank = max(adapter.rank for adapter in beside)
+        adapters = AdapterLimits(rank=rank, at_once=len(beside), beside_base=True)
+    elif ranks := [player.model.lora.rank for player in players if player.model and player.model.lora]:
+        adapters = AdapterLimits(rank=max(ranks), at_once=adapters_at_once(players))
+    process = VllmProcess(
         model,
-        eos_ids=renderer.eos_ids,
         dtype=spec.model.dtype,
         fp32_head=spec.model.fp32_head,
         context_length=rollout.context_length,
         max_concurrent=min(at_once, MAX_SEQUENCES),
         stop_strings=serves or bool(rollout.stop) or may_name_stops(spec.environment.name),
-        lora=spec.model.lora,
-        max_adapters=len(beside) or adapters_of(spec),
-        beside_rank=max((adapter.rank for adapter in beside), default=0),
-        group_timeout_s=settings.swap_timeout_s,
+        adapters=adapters,
         one_by_one=spec.train.deterministic,
-        sharing=engines_of(spec),
+        sharing=sharing,
     )
-
-
-def adapters_of(spec: JobSpec) -> int:
-    """Versions that requests may be under way with at the same time."""
-    if spec.start is not None and spec.start.live:
-        return LIVE_ADAPTERS
-    return (spec.algorithm.max_staleness if spec.kind == "rl" else 0) + 2
+    return VllmEngine(process, eos_ids=renderer.eos_ids, lora=spec.model.lora, group_timeout_s=settings.swap_timeout_s)
 
 
 def may_name_stops(environment: str) -> bool:

@@ -9,8 +9,9 @@ from opentinker.shared.data.dry_run import NOT_LOOKED_AT, check, is_served, load
 from opentinker.shared.data.model_files import parameters_in
 from opentinker.shared.durable_files import local_path
 from opentinker.shared.spec import JobSpec
+from opentinker.shared.spec.engines import engines
 from opentinker.shared.spec.policies import spec_of
-from opentinker.shared.spec.pools import pools_of
+from opentinker.shared.spec.pools import pool_player, pools_of
 
 TRAINED_BYTES = 16
 """Bytes in the trainer per trained parameter: weights, gradient, two moments, in float32; with bfloat16 weights and
@@ -52,25 +53,24 @@ def _training(spec: JobSpec, policy: str) -> str:
 
 
 def _memory(spec: JobSpec) -> Check:
-    """Weights of all policies together: each rollout worker has an engine for each and for each pool, one trainer holds
-    them all."""
-    engines = trainer = 0.0
+    """Weights of all policies together: one trainer holds them all, an engine those of a base once. A pool
+    has those of its policy."""
+    trainer, weights_of = 0.0, dict[str, float]()
     for name in spec.policies:
         own = spec_of(spec, name)
-        copies = 1 + len(pools_of(spec, name))
         path = local_path(own.model.base)
         count = 0.0 if path is None else parameters_in(path)
         if not count:
             return check("memory", f"{NOT_LOOKED_AT}the size of {own.model.base} is not known here", "note")
         weights = count * (4 if own.model.dtype == "float32" else 2)
-        engines += weights * copies
+        weights_of |= {player: weights for player in (name, *map(pool_player, pools_of(spec, name)))}
         trainer += weights if own.model.lora else count * TRAINED_BYTES
     parts = [f"the trainer about {_size(trainer)} for weights and optimizers"]
     if is_served(spec):
-        parts.insert(
-            0,
-            f"each rollout worker holds {_size(engines)} of weights in {len(spec.policies) + len(spec.pools)} engines",
-        )
+        first = [players[0].name for players in engines(spec) if not players[0].is_frozen]
+        held = _size(sum(weights_of[name] for name in first))
+        plural = "s" if len(first) > 1 else ""
+        parts.insert(0, f"each rollout worker holds {held} of weights in {len(first)} engine{plural}")
     frozen = "the engines of frozen seats, " if any(player.frozen for player in spec.seats.values()) else ""
     hint = f"{frozen}contexts, activations and what adapters need come on top"
     return check("memory", ", ".join(parts), hint=hint)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 Mistake = dict[str, Any]
 MAX_POLICIES = 16
-"""Policies, frozen checkpoints and pools of one job: each has an engine in every rollout worker."""
+"""Policies, frozen checkpoints and pools of one job: at worst, each has an engine in every rollout worker."""
 MAX_SEATS = 64
 """Entries of [seats]."""
 PolicyName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,31}$")]
@@ -266,11 +266,6 @@ def pool_spec_of(spec: JobSpec, pool: str) -> JobSpec:
     return own.model_copy(update={"reward_models": []})
 
 
-def engines_of(spec: JobSpec) -> int:
-    """Return how many engines a rollout worker of the job has."""
-    return max(1, len(spec.policies)) + len(frozen_in(spec.seats)) + len(pools_in(spec.seats))
-
-
 def player_at(seats: Mapping[str, SeatSpec], seat: str) -> SeatSpec | None:
     """Return who plays a seat: the entry with its name, else the first pattern that matches, else None."""
     if seat in seats:
@@ -357,10 +352,8 @@ def _seat_mistakes(spec: JobSpec) -> list[Mistake]:
         found.append(_mistake("seats", list(spec.seats), "leaves no seat to the job's policy"))
     found += url_mistakes(spec)
     fixed = [*frozen_in(spec.seats), *pools_in(spec.seats)]
-    if fixed and engines_of(spec) > MAX_POLICIES:
-        problem = (
-            f"name {len(fixed)} checkpoints and pools; with the policies, {MAX_POLICIES} engines may play in a job"
-        )
+    if fixed and max(1, len(spec.policies)) + len(fixed) > MAX_POLICIES:
+        problem = f"name {len(fixed)} checkpoints and pools; with the policies, {MAX_POLICIES} may play in a job"
         found.append(_mistake("seats", fixed, problem))
     if spec.match is not None and spec.match.rotate:
         found += _rotation_mistakes(spec)

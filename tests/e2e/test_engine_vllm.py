@@ -29,6 +29,7 @@ from tests.support.vllm_engines import (
     build,
     expected,
     other_weights,
+    vllm_engine,
     worst,
 )
 
@@ -48,9 +49,7 @@ def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(base: Path) -> AsyncIterator[Any]:
-    from opentinker.services.rollout_worker.engines.vllm import VllmEngine
-
-    vllm = VllmEngine(
+    vllm = vllm_engine(
         str(base), eos_ids=[EOS], context_length=512, max_concurrent=32, stop_strings=True, group_timeout_s=GROUP_S
     )
     await vllm.start()

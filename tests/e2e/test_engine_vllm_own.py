@@ -23,7 +23,17 @@ from opentinker.shared.types.errors import JobFailed
 from opentinker.shared.types.trajectories import Span
 from tests.conftest import WAIT_S, soon
 from tests.support.learning import plain_logprobs
-from tests.support.vllm_engines import EOS, PROMPT, TOLERANCE, Trainer, build, expected, other_weights, worst
+from tests.support.vllm_engines import (
+    EOS,
+    PROMPT,
+    TOLERANCE,
+    Trainer,
+    build,
+    expected,
+    other_weights,
+    vllm_engine,
+    worst,
+)
 
 pytestmark = [
     pytest.mark.vllm,
@@ -42,10 +52,8 @@ def untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def test_lora_adapters_change_the_output_and_versions_stay_apart(untied: Path) -> None:
     from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 
-    from opentinker.services.rollout_worker.engines.vllm import VllmEngine
-
     lora = LoraSpec(rank=4, alpha=8.0)
-    vllm = VllmEngine(str(untied), eos_ids=[EOS], context_length=512, max_concurrent=8, lora=lora, max_adapters=4)
+    vllm = vllm_engine(str(untied), eos_ids=[EOS], context_length=512, max_concurrent=8, lora=lora, max_adapters=4)
     await vllm.start()
     try:
         trainer = await Trainer(vllm).form()
@@ -64,7 +72,7 @@ async def test_lora_adapters_change_the_output_and_versions_stay_apart(untied: P
 
         sampling = Sampling(max_tokens=60, seed=1, temperature=0.9)
         outputs, named = [], set()
-        assert vllm._engine().vllm_config.lora_config.max_loras >= 2 + 2, "staleness + 2"
+        assert vllm._process.llm().vllm_config.lora_config.max_loras >= 2 + 2, "staleness + 2"
         for step in range(6):  # more versions than adapters fit at once
             await publish(step)
             newest = vllm._adapters[max(vllm._adapters)].request
@@ -95,9 +103,7 @@ async def test_lora_adapters_change_the_output_and_versions_stay_apart(untied: P
 
 
 async def test_an_engine_takes_the_weights_of_one_checkpoint_after_the_other(untied: Path, tmp_path: Path) -> None:
-    from opentinker.services.rollout_worker.engines.vllm import VllmEngine
-
-    vllm = VllmEngine(str(untied), eos_ids=[EOS], context_length=512, max_concurrent=8)
+    vllm = vllm_engine(str(untied), eos_ids=[EOS], context_length=512, max_concurrent=8)
     await vllm.start()
     try:
         models = {step: other_weights(untied, step) for step in (3, 4)}
@@ -118,10 +124,8 @@ async def test_an_engine_takes_the_weights_of_one_checkpoint_after_the_other(unt
 
 
 async def test_an_engine_takes_one_adapter_after_the_other_and_drops_the_old_ones(untied: Path, tmp_path: Path) -> None:
-    from opentinker.services.rollout_worker.engines.vllm import VllmEngine
-
     models = {name: adapted(untied, tmp_path, name, seed) for name, seed in ADAPTERS}
-    vllm = VllmEngine(str(untied), eos_ids=[EOS], context_length=512, lora=LoraSpec(rank=6, alpha=8.0), max_adapters=2)
+    vllm = vllm_engine(str(untied), eos_ids=[EOS], context_length=512, lora=LoraSpec(rank=6, alpha=8.0), max_adapters=2)
     await vllm.start()
     try:
         for step, name in enumerate(["maths", "code"] * 4):  # more often than adapters fit
@@ -135,10 +139,8 @@ async def test_an_engine_takes_one_adapter_after_the_other_and_drops_the_old_one
 
 @pytest.mark.nightly
 async def test_an_adapter_that_is_served_later_is_the_one_that_answers(untied: Path, tmp_path: Path) -> None:
-    from opentinker.services.rollout_worker.engines.vllm import VllmEngine
-
     models = {name: adapted(untied, tmp_path, name, seed) for name, seed in ADAPTERS}
-    vllm = VllmEngine(str(untied), eos_ids=[EOS], context_length=512, lora=LoraSpec(rank=6, alpha=8.0))
+    vllm = vllm_engine(str(untied), eos_ids=[EOS], context_length=512, lora=LoraSpec(rank=6, alpha=8.0))
     await vllm.start()
     try:
         for step, (name, model) in enumerate(models.items()):
@@ -153,14 +155,13 @@ async def test_an_adapter_that_is_served_later_is_the_one_that_answers(untied: P
 @pytest.mark.nightly
 async def test_adapters_answer_together_and_share_no_cached_prompt(untied: Path, tmp_path: Path) -> None:
     """Requests without an adapter among them: vLLM's CPU kernels give those what is in the last slot."""
-    from opentinker.services.rollout_worker.engines.vllm import VllmEngine
     from opentinker.services.rollout_worker.engines.vllm_images import engine_input
 
     models = {
         "": other_weights_of_disk(untied),
         **{name: adapted(untied, tmp_path, name, seed) for name, seed in ADAPTERS},
     }
-    vllm = VllmEngine(str(untied), eos_ids=[EOS], context_length=512, max_concurrent=8, max_adapters=2, beside_rank=6)
+    vllm = vllm_engine(str(untied), eos_ids=[EOS], context_length=512, max_concurrent=8, max_adapters=2, beside_rank=6)
     await vllm.start()
     try:
         await vllm.serve(WeightVersion(0, 0))
@@ -190,7 +191,7 @@ async def test_adapters_answer_together_and_share_no_cached_prompt(untied: Path,
         async def cached(name: str, prompt: list[int]) -> int:
             request = vllm._beside[name].request if name else None
             params = vllm._params(Sampling(max_tokens=1), 1, whole=True)
-            outputs = vllm._engine().generate(
+            outputs = vllm._process.llm().generate(
                 engine_input(prompt, ()), params, f"c-{name}-{len(prompt)}", lora_request=request
             )
             (last,) = [output async for output in outputs]
@@ -227,10 +228,9 @@ def other_weights_of_disk(base: Path) -> Any:
 @pytest.mark.nightly
 async def test_a_float32_head_samples_from_logits_that_were_never_rounded(untied: Path) -> None:
     """The rest is bfloat16. transformers agrees with `float32_head`, and is far away with its own rounded logits."""
-    from opentinker.services.rollout_worker.engines.vllm import VllmEngine
     from opentinker.shared.nn.layers import float32_head
 
-    vllm = VllmEngine(
+    vllm = vllm_engine(
         str(untied), eos_ids=[EOS], dtype="bfloat16", fp32_head=True, context_length=256, max_concurrent=4
     )
     await vllm.start()
@@ -254,12 +254,10 @@ async def test_a_float32_head_samples_from_logits_that_were_never_rounded(untied
 
 
 async def test_the_engine_process_holds_no_connection_of_ours_and_its_death_is_an_error(untied: Path) -> None:
-    from opentinker.services.rollout_worker.engines.vllm import VllmEngine
-
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     before = set(children())
-    vllm = VllmEngine(str(untied), eos_ids=[EOS], context_length=64, max_concurrent=4)
+    vllm = vllm_engine(str(untied), eos_ids=[EOS], context_length=64, max_concurrent=4)
     await vllm.start()
     try:
         (pid,) = set(children()) - before
@@ -285,9 +283,7 @@ async def test_the_engine_process_holds_no_connection_of_ours_and_its_death_is_a
 
 
 async def test_half_loaded_weights_lose_the_engine_and_sample_nothing_more(untied: Path) -> None:
-    from opentinker.services.rollout_worker.engines.vllm import VllmEngine
-
-    vllm = VllmEngine(str(untied), eos_ids=[EOS], context_length=512, max_concurrent=4)
+    vllm = vllm_engine(str(untied), eos_ids=[EOS], context_length=512, max_concurrent=4)
     await vllm.start()
     try:
         trainer = await Trainer(vllm).form()
@@ -314,26 +310,22 @@ def children() -> list[int]:
 
 
 async def test_a_model_that_does_not_exist_is_named(tmp_path: Path) -> None:
-    from opentinker.services.rollout_worker.engines.vllm import VllmEngine
-
     with pytest.raises(EngineError, match="nowhere"):
-        await VllmEngine(str(tmp_path / "nowhere"), eos_ids=[EOS]).start()
+        await vllm_engine(str(tmp_path / "nowhere"), eos_ids=[EOS]).start()
 
 
 async def test_a_model_with_a_window_that_the_job_may_outgrow_fails_at_start(tmp_path: Path) -> None:
     from transformers import Qwen2Config
 
-    from opentinker.services.rollout_worker.engines.vllm import VllmEngine
-
     Qwen2Config(use_sliding_window=True, sliding_window=64, max_window_layers=0).save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"never read")
     with pytest.raises(JobFailed, match=r"looks back 64 tokens.*context_length to at most 64"):
-        await VllmEngine(str(tmp_path), eos_ids=[EOS]).start()
+        await vllm_engine(str(tmp_path), eos_ids=[EOS]).start()
 
 
 async def test_an_engine_whose_job_is_cancelled_while_it_loads_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its processes and its memory would be nobody's."""
-    from opentinker.services.rollout_worker.engines.vllm import VllmEngine
+    from opentinker.services.rollout_worker.engines.vllm_process import VllmProcess
 
     class Loaded:
         output_handler = None
@@ -344,13 +336,13 @@ async def test_an_engine_whose_job_is_cancelled_while_it_loads_is_ended(monkeypa
 
     llm, building, built = Loaded(), threading.Event(), threading.Event()
 
-    def build(_: VllmEngine) -> Loaded:
+    def build(_: VllmProcess) -> Loaded:
         building.set()
         assert built.wait(WAIT_S)
         return llm
 
-    monkeypatch.setattr(VllmEngine, "_build", build)
-    vllm = VllmEngine("slow", eos_ids=[EOS])
+    monkeypatch.setattr(VllmProcess, "_build", build)
+    vllm = vllm_engine("slow", eos_ids=[EOS])
     starting = asyncio.create_task(vllm.start())
     await asyncio.to_thread(building.wait, WAIT_S)
     starting.cancel()
@@ -363,9 +355,7 @@ async def test_an_engine_whose_job_is_cancelled_while_it_loads_is_ended(monkeypa
 
 @pytest.mark.nightly
 async def test_one_by_one_logprobs_do_not_depend_on_what_else_is_asked_for(tiny: Path) -> None:
-    from opentinker.services.rollout_worker.engines.vllm import VllmEngine
-
-    engine = VllmEngine(str(tiny), eos_ids=[1], context_length=256, max_concurrent=32, one_by_one=True)
+    engine = vllm_engine(str(tiny), eos_ids=[1], context_length=256, max_concurrent=32, one_by_one=True)
     try:
         await engine.start()
         fields = {"job": "j", "epoch": 1, "generation": 0, "device": SIMULATED}
@@ -386,13 +376,11 @@ async def test_one_by_one_logprobs_do_not_depend_on_what_else_is_asked_for(tiny:
 async def test_a_model_class_without_a_module_fails_its_job_alone(untied: Path, tmp_path: Path) -> None:
     from vllm.model_executor.models.registry import ModelRegistry
 
-    from opentinker.services.rollout_worker.engines.vllm import VllmEngine
-
     ModelRegistry.register_model("LacksAModule", "no_such_torchvision:Sees")
     model = Path(shutil.copytree(untied, tmp_path / "model"))
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "architectures": ["LacksAModule"]}))
-    vllm = VllmEngine(str(model), eos_ids=[EOS])
+    vllm = vllm_engine(str(model), eos_ids=[EOS])
     with pytest.raises(EngineError, match="needs the Python module 'no_such_torchvision'"):
         await vllm.start()
     await vllm.close()
@@ -401,10 +389,8 @@ async def test_a_model_class_without_a_module_fails_its_job_alone(untied: Path, 
 async def test_attention_heads_without_a_cpu_kernel_are_named_at_once(tmp_path: Path) -> None:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-    from opentinker.services.rollout_worker.engines.vllm import VllmEngine
-
     assert list(CPU_HEAD_SIZES) == CPUAttentionBackend.get_supported_head_sizes()
-    vllm = VllmEngine(str(build(tmp_path, tied=True, head_dim=16)), eos_ids=[EOS])
+    vllm = vllm_engine(str(build(tmp_path, tied=True, head_dim=16)), eos_ids=[EOS])
     with pytest.raises(JobFailed, match="has attention heads of 16 dimensions"):
         await vllm.start()
     await vllm.close()

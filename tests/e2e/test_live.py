@@ -10,8 +10,8 @@ from openai import AsyncOpenAI
 
 from opentinker.client import AsyncClient
 from opentinker.sdk.http import ApiError
-from opentinker.services.rollout_worker.service import adapters_of
 from opentinker.shared.spec import JobSpec, parse_spec
+from opentinker.shared.spec.engines import versions_at_once
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import JobState, WeightVersion
 from opentinker.shared.types.errors import SpecError
@@ -69,8 +69,8 @@ async def test_the_live_policy_is_served_version_by_version_and_training_does_no
 
 
 def test_a_live_adapter_is_served_in_more_versions_than_one_and_the_next() -> None:
-    assert adapters_of(live("m", "j-0123456789")) == 6
-    assert adapters_of(make_spec(algorithm={"max_staleness": 1})) == 3
+    assert versions_at_once(live("m", "j-0123456789")) == 6
+    assert versions_at_once(make_spec(algorithm={"max_staleness": 1})) == 3
 
 
 async def test_what_has_no_live_policy_says_what_can_be_served(client: AsyncClient, store: Store) -> None:

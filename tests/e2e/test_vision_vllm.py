@@ -20,7 +20,7 @@ from opentinker.shared.types.core import Message, WeightVersion
 from tests.support.factories import V0
 from tests.support.learning import torch_spec
 from tests.support.seeing import Plain, ask, make, picture, shown, together
-from tests.support.vllm_engines import GROUP_S, TOLERANCE, Trainer
+from tests.support.vllm_engines import GROUP_S, TOLERANCE, Trainer, vllm_engine
 
 pytestmark = [
     pytest.mark.vllm,
@@ -43,9 +43,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def engine_of(base: Path, lora: LoraSpec | None = None) -> Any:
-    from opentinker.services.rollout_worker.engines.vllm import VllmEngine
-
-    return VllmEngine(str(base), eos_ids=[1], context_length=256, max_concurrent=8, lora=lora, group_timeout_s=GROUP_S)
+    return vllm_engine(str(base), eos_ids=[1], context_length=256, max_concurrent=8, lora=lora, group_timeout_s=GROUP_S)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from opentinker.services.rollout_worker.engines.base import Completion, Engine, Sampling
 from opentinker.shared.nn.transport import Snapshot, WeightGroup, host_store, snapshot
+from opentinker.shared.spec import LoraSpec
 from opentinker.shared.types.core import SwapCommand, WeightVersion
+
+if TYPE_CHECKING:
+    from opentinker.services.rollout_worker.engines.vllm import VllmEngine
 
 EOS = 1
 LETTERS = "~$abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
@@ -55,6 +60,27 @@ def other_weights(base: Path, seed: int) -> Any:
                 weight.normal_(0, 0.25)
         model.lm_head.weight[EOS] = 0.0
     return model.eval()
+
+
+def vllm_engine(
+    model: str,
+    *,
+    eos_ids: Collection[int],
+    lora: LoraSpec | None = None,
+    max_adapters: int = 4,
+    max_rank: int = 0,
+    beside_rank: int = 0,
+    group_timeout_s: float = 10.0,
+    **settings: Any,
+) -> VllmEngine:
+    """The first engine of a vLLM process. `beside_rank`: not 0 if adapters of this rank will be added to the base."""
+    from opentinker.services.rollout_worker.engines.vllm import VllmEngine
+    from opentinker.services.rollout_worker.engines.vllm_process import AdapterLimits, VllmProcess
+
+    rank = max_rank or beside_rank or (lora.rank if lora else 0)
+    limits = AdapterLimits(rank=rank, at_once=max_adapters, beside_base=beside_rank > 0) if rank else None
+    process = VllmProcess(model, adapters=limits, **settings)
+    return VllmEngine(process, eos_ids=eos_ids, lora=lora, group_timeout_s=group_timeout_s)
 
 
 class Trainer:

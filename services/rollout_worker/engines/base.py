@@ -5,12 +5,13 @@ Token ids in, token ids out. A weight swap may fall inside a generation: the spa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
+from opentinker.shared.spec import LoraSpec
 from opentinker.shared.types.core import StopReason, SwapCommand, WeightVersion
 from opentinker.shared.types.errors import OpenTinkerError
 from opentinker.shared.types.trajectories import Picture, Span
@@ -82,10 +83,17 @@ class Engine(Protocol):
     """`version` is None, and nothing can be generated, until the first `receive` or `serve`."""
 
     version: WeightVersion | None
-    context_length: int
-    """Tokens of prompt and completion together; known after `start`."""
+
+    @property
+    def context_length(self) -> int:
+        """Tokens of prompt and completion together; known after `start`."""
 
     async def start(self) -> None: ...
+
+    def sibling(self, eos_ids: Collection[int], lora: LoraSpec) -> Engine:
+        """Return the engine of another policy, which is an adapter of the same base, in the same process and batch. It
+        is started, has versions and a weight group of its own, and ends with this one. The caller has given the first
+        room for the adapters of all."""
 
     async def generate(
         self,

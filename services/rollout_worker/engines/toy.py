@@ -11,7 +11,8 @@ import hashlib
 import math
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,7 @@ from opentinker.services.rollout_worker.engines.base import (
     Shown,
     SwapError,
 )
-from opentinker.shared.spec import ToySpec
+from opentinker.shared.spec import LoraSpec, ToySpec
 from opentinker.shared.types.core import SIMULATED, StopReason, SwapCommand, WeightVersion
 from opentinker.shared.types.trajectories import Span
 
@@ -46,6 +47,14 @@ class ToyEngine:
         """`echo_ids`: tokens (digits, usually) that a skilled answer repeats from the last message of the prompt."""
         self.version: WeightVersion | None = None
         self.context_length = context_length
+        self._shared = partial(
+            ToyEngine,
+            spec,
+            vocab_size=vocab_size,
+            context_length=context_length,
+            echo_ids=echo_ids,
+            group_timeout_s=group_timeout_s,
+        )
         self._spec = spec
         self._eos_id = eos_id
         self._vocab_size = vocab_size
@@ -54,12 +63,19 @@ class ToyEngine:
         self._group: WeightGroup | None = None
         self._generation = -1
         self._adapters: dict[str, WeightVersion] = {}
+        self._siblings: list[ToyEngine] = []
         self._running: dict[str, asyncio.Task[Completion]] = {}
         self._unpaused = asyncio.Event()
         self._unpaused.set()
 
     async def start(self) -> None:
         """Nothing to load."""
+
+    def sibling(self, eos_ids: Collection[int], lora: LoraSpec) -> ToyEngine:
+        """There is nothing to share."""
+        one = self._shared(eos_id=min(eos_ids))
+        self._siblings.append(one)
+        return one
 
     async def generate(
         self,
@@ -159,6 +175,8 @@ class ToyEngine:
         return {"pause": 0.0, "transfer": transferred - started, "load": loaded - transferred, "resume": 0.0}
 
     async def close(self) -> None:
+        for sibling in self._siblings:
+            await sibling.close()
         for request in list(self._running):
             await self.abort(request)
         await self._leave()

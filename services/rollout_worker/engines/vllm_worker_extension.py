@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -67,10 +68,25 @@ class BucketEngine(WeightTransferEngine[GroupInfo, VersionInfo]):  # type: ignor
         self.group: WeightGroup | None = None
         self.manifest: list[TensorInfo] = []
         self.buckets: list[torch.Tensor] | None = None
+        self.task: Background | None = None
+        self._of_policy: dict[int, BucketEngine] = {}
+        self._arguments = config, vllm_config, device, model
         _exit_with_parent()
 
+    def of(self, policy: int) -> BucketEngine:
+        """Return the end of one policy's weight group: itself for the first."""
+        if policy == 0:
+            return self
+        if policy not in self._of_policy:
+            self._of_policy[policy] = BucketEngine(*self._arguments)
+        return self._of_policy[policy]
+
+    def in_background(self, call: Callable[[Any], None], argument: Any) -> dict[str, Any] | None:
+        self.task = Background(call, argument)
+        return self.task.answer(SHORT_WAIT_S)
+
     def init_transfer_engine(self, init_info: GroupInfo) -> None:
-        self.shutdown()
+        self.leave()
         self.group = WeightGroup.join(
             address=init_info.address,
             port=init_info.port,
@@ -120,10 +136,15 @@ class BucketEngine(WeightTransferEngine[GroupInfo, VersionInfo]):  # type: ignor
         if missing:
             raise TransportError(f"no weights came for {', '.join(sorted(missing)[:5])}")
 
-    def shutdown(self) -> None:
+    def leave(self) -> None:
         if self.group is not None:
             self.group.close()
             self.group = None
+
+    def shutdown(self) -> None:
+        self.leave()
+        for other in self._of_policy.values():
+            other.leave()
 
 
 def _eyes(model: Any) -> tuple[str, ...]:
@@ -133,51 +154,51 @@ def _eyes(model: Any) -> tuple[str, ...]:
 
 
 class WeightsExtension:
-    """Mixed into vLLM's worker class; `collective_rpc` calls these by name. Answers are plain, errors included."""
+    """Mixed into vLLM's worker class; `collective_rpc` calls these by name. Answers are plain, errors included.
+
+    `policy`: number of one of the policies in this process. Each receives through a weight group of its own."""
 
     weight_transfer_engine: BucketEngine
     vllm_config: Any
     add_lora: Callable[[LoRARequest], bool]
     remove_lora: Callable[[int], bool]
-    weights_task: Background | None = None
 
-    def weights_join(self, info: dict[str, Any]) -> dict[str, Any] | None:
-        engine = self.weight_transfer_engine
-        self.weights_task = Background(engine.init_transfer_engine, engine.parse_init_info(info))
-        return self.weights_task.answer(SHORT_WAIT_S)
+    def weights_join(self, policy: int, info: dict[str, Any]) -> dict[str, Any] | None:
+        engine = self.weight_transfer_engine.of(policy)
+        return engine.in_background(engine.init_transfer_engine, engine.parse_init_info(info))
 
-    def weights_stage(self, info: dict[str, Any]) -> dict[str, Any] | None:
-        engine = self.weight_transfer_engine
-        self.weights_task = Background(engine.receive_weights, engine.parse_update_info(info))
-        return self.weights_task.answer(SHORT_WAIT_S)
+    def weights_stage(self, policy: int, info: dict[str, Any]) -> dict[str, Any] | None:
+        engine = self.weight_transfer_engine.of(policy)
+        return engine.in_background(engine.receive_weights, engine.parse_update_info(info))
 
-    def weights_read(self, info: dict[str, Any]) -> dict[str, Any] | None:
-        self.weights_task = Background(self.weight_transfer_engine.read_weights, Path(info["directory"]))
-        return self.weights_task.answer(SHORT_WAIT_S)
+    def weights_read(self, policy: int, info: dict[str, Any]) -> dict[str, Any] | None:
+        engine = self.weight_transfer_engine.of(policy)
+        return engine.in_background(engine.read_weights, Path(info["directory"]))
 
-    def weights_poll(self) -> dict[str, Any] | None:
-        """None while the last join or stage is under way."""
-        return None if self.weights_task is None else self.weights_task.answer()
+    def weights_poll(self, policy: int) -> dict[str, Any] | None:
+        """None while the policy's last join or stage is under way."""
+        task = self.weight_transfer_engine.of(policy).task
+        return None if task is None else task.answer()
 
-    def weights_load(self) -> dict[str, Any]:
-        return _answer(self._load)
+    def weights_load(self, policy: int) -> dict[str, Any]:
+        return _answer(self._load, policy)
 
-    def weights_leave(self) -> None:
-        self.weight_transfer_engine.shutdown()
+    def weights_leave(self, policy: int) -> None:
+        self.weight_transfer_engine.of(policy).leave()
 
-    def weights_add_adapter(self, name: str, number: int, directory: str) -> dict[str, Any]:
+    def weights_add_adapter(self, policy: int, name: str, number: int, directory: str) -> dict[str, Any]:
         """Write the staged tensors next to the `adapter_config.json` in `directory` and load the adapter."""
-        return _answer(self._add_adapter, name, number, directory)
+        return _answer(self._add_adapter, policy, name, number, directory)
 
     def weights_drop_adapter(self, number: int) -> None:
         self.remove_lora(number)
 
-    def _load(self) -> None:
+    def _load(self, policy: int) -> None:
         with set_current_vllm_config(self.vllm_config), torch.no_grad():
-            self.weight_transfer_engine.finish_weight_update()
+            self.weight_transfer_engine.of(policy).finish_weight_update()
 
-    def _add_adapter(self, name: str, number: int, directory: str) -> None:
-        engine = self.weight_transfer_engine
+    def _add_adapter(self, policy: int, name: str, number: int, directory: str) -> None:
+        engine = self.weight_transfer_engine.of(policy)
         assert engine.buckets is not None
         tensors = {key: tensor.clone() for key, tensor in unpack(engine.manifest, engine.buckets)}
         save_file(tensors, Path(directory) / "adapter_model.safetensors")
@@ -209,8 +230,9 @@ def _answer(call: Callable[..., None], *arguments: Any) -> dict[str, Any]:
     return {"seconds": time.perf_counter() - started}
 
 
+@cache
 def _exit_with_parent() -> None:
-    """A rollout worker that was killed must not leave an engine behind."""
+    """A rollout worker that was killed must not leave an engine behind. Once per process."""
     parent = os.getppid()
 
     def watch() -> None:

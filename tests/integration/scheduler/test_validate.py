@@ -88,6 +88,12 @@ async def test_of_several_policies_each_has_its_model_its_training_and_its_memor
     assert f"{2 * mib:.3g} MiB of weights in 2 engines" in found["memory"]["found"]
     assert f"about {5 * mib:.3g} MiB" in found["memory"]["found"], "of the adapter's base the weights alone"
 
+    listener = {"model": {"lora": {"rank": 4}}, "algorithm": {"groups_per_batch": 2}, "train": {"steps": 48}}
+    adapters = {"speaker": {"model": {"lora": {"rank": 8}}}, "listener": listener}
+    found = {check["what"]: check for check in await validate_local.inspect(game_of(tiny, policies=adapters))}
+    assert f"{mib:.3g} MiB of weights in 1 engine," in found["memory"]["found"]
+    assert f"about {2 * mib:.3g} MiB" in found["memory"]["found"], "the trainer has a base for each"
+
     own = {"speaker": {"model": {"base": str(tmp_path / "nothing")}}, "listener": {}}
     checks = {check["what"]: check for check in await validate_local.inspect(game_of(tiny, policies=own))}
     assert checks["model of speaker"]["result"] == "bad" and checks["model of listener"]["result"] == "ok"

@@ -8,7 +8,7 @@ import pytest
 from opentinker.services.rollout_worker.engines.base import EngineError, Sampling, SwapError
 from opentinker.services.rollout_worker.engines.toy import ToyEngine
 from opentinker.shared.nn.transport import WeightGroup, host_store, snapshot
-from opentinker.shared.spec import ToySpec
+from opentinker.shared.spec import LoraSpec, ToySpec
 from opentinker.shared.types.core import StopReason, SwapCommand, WeightVersion
 from opentinker.shared.types.trajectories import Span
 from tests.conftest import soon
@@ -97,6 +97,20 @@ async def test_abort_ends_one_request() -> None:
     with pytest.raises(EngineError, match="aborted"):
         await doomed
     assert (await other).stop == StopReason.EOS
+
+
+async def test_a_sibling_has_versions_of_its_own() -> None:
+    toy = await ready(engine())
+    other = toy.sibling([EOS], LoraSpec(rank=4))
+    assert (other.version, other.context_length) == (None, toy.context_length)
+    await other.join(simulated("join"))
+    await other.receive(simulated("receive", V1))
+    assert (toy.version, other.version) == (V0, V1)
+    sampling = Sampling(max_tokens=8, seed=3)
+    done, others = [await one.generate("r", [4, 5], sampling) for one in (toy, other)]
+    assert (done.ids, done.spans[0].version) == (others.ids, V0)
+    assert others.spans[0].version == V1
+    await toy.close()
 
 
 async def test_a_receive_for_another_generation_is_refused() -> None:

@@ -28,6 +28,7 @@ HEAVY = {
     "opentinker.services.rollout_worker.engines.vllm_worker_extension",
     "opentinker.services.rollout_worker.engines.vllm_images",
     "opentinker.services.rollout_worker.engines.vllm_config",
+    "opentinker.services.rollout_worker.engines.vllm_process",
     "opentinker.services.trainer.algorithm.corrections",
     "opentinker.services.trainer.learners.critic",
     "opentinker.services.trainer.learners.random_state",

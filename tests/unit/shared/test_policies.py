@@ -14,7 +14,6 @@ from opentinker.shared.spec.policies import (
     MAX_POLICIES,
     OpponentSpec,
     bots_of,
-    engines_of,
     frozen_in,
     frozen_spec_of,
     mistakes_in_seats,
@@ -341,13 +340,13 @@ OLD = "j-0123456789~listener@5"
 def test_a_checkpoint_may_play_seats() -> None:
     for listener in (OLD, "j-0123456789@latest", "best-listener"):
         spec = parse_spec({**BASE, "policies": {}, "seats": {"listener": {"frozen": listener}}})
-        assert frozen_in(spec.seats) == [listener] and engines_of(spec) == 2 and bots_of(spec.seats) == {}
+        assert frozen_in(spec.seats) == [listener] and bots_of(spec.seats) == {}
     entries = {"a": {"frozen": OLD}, "b": {"frozen": OLD}, "c": {"frozen": "j-0123456789@7"}, "speaker": "speaker"}
     spec = parse_spec({**BASE, "policies": {"speaker": {}}, "seats": entries})
-    assert frozen_in(spec.seats) == [OLD, "j-0123456789@7"] and engines_of(spec) == 3
+    assert frozen_in(spec.seats) == [OLD, "j-0123456789@7"]
     data = {name: BASE[name] for name in ("name", "model", "environment", "rollout")}
     spec = parse_spec({**data, "kind": "eval", "seats": {"listener": {"frozen": OLD}}})
-    assert engines_of(spec) == 2
+    assert frozen_in(spec.seats) == [OLD]
     with pytest.raises(SpecError, match="does not apply"):
         parse_spec({"name": "x", "kind": "inference", "model": {"base": "m"}, "seats": {"listener": {"frozen": OLD}}})
 
@@ -401,7 +400,7 @@ def test_a_model_behind_a_url_plays_a_seat_of_any_job_with_an_environment() -> N
         spec = parse_spec(data)
         seat = spec.seats["listener"]
         assert (seat.player, seat.timeout_s, seat.answer_tokens) == ("big@https://models.example/v1", 60.0, 1024)
-        assert urls_in(spec.seats) == [seat] and engines_of(spec) == 1 and bots_of(spec.seats) == {}
+        assert urls_in(spec.seats) == [seat] and bots_of(spec.seats) == {}
         assert parse_spec(spec.model_dump(mode="json")) == spec
     both = parse_spec({**alone, "seats": {"a": URL, "b": {**URL, "url": "https://models.example/v1/"}, "c": "speaker"},
                        "policies": {"speaker": {}}})  # fmt: skip
@@ -465,13 +464,13 @@ def test_frozen_checkpoints_rotate_with_the_policies() -> None:
     assert found.keys() == {"match.rotate"}, "the job's own policy has no seat that could be moved"
 
 
-def test_the_number_of_engines_is_bounded() -> None:
+def test_the_number_of_policies_and_checkpoints_is_bounded() -> None:
     entries = {f"s{i}": {"frozen": f"j-0123456789@{i}"} for i in range(MAX_POLICIES - 1)}
     seats = {**entries, "speaker": "speaker", "listener": "listener"}
     assert str(MAX_POLICIES) in refused(seats=seats)["seats"]
     assert parse_spec({**BASE, "policies": {"speaker": {}}, "seats": {**entries, "speaker": "speaker"}})
     more = {**entries, "more": {"frozen": f"j-0123456789@{MAX_POLICIES}"}}
-    assert str(MAX_POLICIES) in refused(policies={}, seats=more)["seats"], "the job's policy has an engine too"
+    assert str(MAX_POLICIES) in refused(policies={}, seats=more)["seats"], "the job's policy counts too"
 
 
 def test_the_job_s_policy_must_have_a_seat() -> None:

@@ -11,7 +11,8 @@ import pytest
 from opentinker.sdk.evaluation_spec import evaluation_of
 from opentinker.sdk.http import ApiError
 from opentinker.shared.spec import parse_spec
-from opentinker.shared.spec.policies import engines_of, pool_spec_of
+from opentinker.shared.spec.engines import engines
+from opentinker.shared.spec.policies import pool_spec_of
 from opentinker.shared.spec.pools import MAX_POOLS, pool_player, pools_in, pools_of
 from opentinker.shared.types.errors import SpecError
 from opentinker.shared.types.trajectories import Group
@@ -44,9 +45,9 @@ def test_a_pool_holds_versions_of_one_policy_and_has_an_engine() -> None:
     alone = parse_spec(BASE)
     pool = alone.pools["past"]
     assert (pool.keep, pool.add_if, pool.latest, pool.rule, pool.stretch) == (10, None, 0.5, "uniform", 1)
-    assert pools_in(alone.seats) == ["past"] and list(pools_of(alone, "")) == ["past"] and engines_of(alone) == 2
+    assert pools_in(alone.seats) == ["past"] and list(pools_of(alone, "")) == ["past"] and len(engines(alone)) == 2
     two = parse_spec({**BASE, **TWO})
-    assert (list(pools_of(two, "a")), list(pools_of(two, "b"))) == ([], ["past"]) and engines_of(two) == 3
+    assert (list(pools_of(two, "a")), list(pools_of(two, "b"))) == ([], ["past"]) and len(engines(two)) == 3
     assert pool_spec_of(two, "past").model.base == "n"
     assert parse_spec(two.model_dump(mode="json")) == two
 

@@ -1,0 +1,314 @@
+"""A vLLM process: its arguments, its start and end, and the calls into it. One serves a policy with all weights of its
+own, or several policies that are adapters of one base, in one batch; each has a `VllmEngine`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import shutil
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from opentinker.services.rollout_worker.engines import vllm_startup
+from opentinker.services.rollout_worker.engines.base import EngineError, EngineLost, SwapError
+from opentinker.shared.asyncio_tools import finish_uncancelled, sleep
+from opentinker.shared.backoff import Backoff
+from opentinker.shared.data.model_families import VISION_FAMILIES, unsupported_family, unsupported_on_cpu
+from opentinker.shared.data.model_files import code_in, unsafe_weights_in
+from opentinker.shared.types.core import WeightVersion
+from opentinker.shared.types.error_text import error_sentence
+from opentinker.shared.types.errors import JobFailed, OpenTinkerError
+
+vllm_startup.prepare()
+
+import structlog  # noqa: E402 - vLLM reads its environment when it is imported
+import torch  # noqa: E402
+from transformers import AutoConfig  # noqa: E402
+from vllm import SamplingParams  # noqa: E402
+from vllm.config import WeightTransferConfig  # noqa: E402
+from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: E402
+from vllm.exceptions import VLLMClientError  # noqa: E402
+from vllm.inputs.engine import tokens_input  # noqa: E402
+from vllm.lora.request import LoRARequest  # noqa: E402
+from vllm.model_executor.models.registry import ModelRegistry  # noqa: E402
+from vllm.outputs import RequestOutput  # noqa: E402
+from vllm.sampling_params import RequestOutputKind  # noqa: E402
+from vllm.v1.engine.async_llm import AsyncLLM  # noqa: E402
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError  # noqa: E402
+
+from opentinker.services.rollout_worker.engines.vllm_config import (  # noqa: E402
+    EMPTY_SLOTS_ON_CPU,
+    MAX_DEFAULT_CONTEXT,
+    context_limit,
+    cpu_kv_bytes,
+    lora_arguments,
+)
+from opentinker.shared.nn.models import check_window  # noqa: E402
+
+log = structlog.get_logger()
+
+ENGINE_DEAD = "the vLLM engine process is dead"
+BATCHED_TOKENS = 4096
+GPU_SHARE = 0.9
+"""Of a GPU's memory, for all engines together that share it."""
+POLL_S = 0.5
+"""Interval of health checks of an idle engine."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    request: LoRARequest
+    version: WeightVersion
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterLimits:
+    """Adapters that a process can hold."""
+
+    rank: int
+    """The largest; vLLM pads the others."""
+    at_once: int
+    """In use by running requests at the same time; a request with another one waits."""
+    beside_base: bool = False
+    """Requests without an adapter come too."""
+
+
+class VllmProcess:
+    def __init__(
+        self,
+        model: str,
+        *,
+        dtype: str = "float32",
+        fp32_head: bool = False,
+        context_length: int | None = None,
+        max_concurrent: int = 256,
+        stop_strings: bool = False,
+        adapters: AdapterLimits | None = None,
+        seed: int | None = None,
+        one_by_one: bool = False,
+        sharing: int = 1,
+    ) -> None:
+        """`context_length` None: the model's limit, at most 4096. `stop_strings`: requests will contain some, so a
+        tokenizer is needed. `seed`: of requests without one; None draws it, so that workers differ. `sharing`: engines
+        that share the GPU's memory in equal parts.
+
+        `one_by_one`: a request's log-probabilities do not depend on other requests. In a batch they do: the order of
+        summation depends on the number of rows."""
+        self.model = model
+        self.context_length = context_length or 0
+        self.stop_strings = stop_strings
+        self.broken = ""
+        """Reason why no call can succeed: the process is dead, or its weights are half loaded."""
+        self.users: Counter[int] = Counter()
+        """Running requests by the number of their adapter; 0: none."""
+        self.numbers = count(1)
+        """Of adapters: vLLM knows one by its number, and gives the old one for a number that it has."""
+        self.policies = count()
+        """Numbers of the engines that share this process."""
+        self.scored = count(1)
+        self.adapter_root: Path | None = None
+        self._dtype = dtype
+        self._max_concurrent = 1 if one_by_one else max_concurrent
+        self._one_by_one, self._sharing = one_by_one, sharing
+        self._fp32_head = fp32_head
+        self._adapters = adapters
+        self._seed = secrets.randbelow(1 << 31) if seed is None else seed
+        self._llm: AsyncLLM | None = None
+
+    async def start(self) -> None:
+        """Raises EngineError when the model cannot be loaded, JobFailed when it could not be trained. Cancelled, it
+        waits until there is an engine that `close` can end."""
+        started = time.perf_counter()
+        if self._adapters is not None:
+            prefix = f"{vllm_startup.OWN}{os.getpid()}-"
+            self.adapter_root = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix=prefix))
+        try:
+            await finish_uncancelled(self._load())
+        except OpenTinkerError:
+            raise
+        except ImportError as error:
+            lacking = f"vLLM's class for it needs the Python module {error.name!r}, which this worker does not have"
+            raise EngineError(lacking if error.name else f"vLLM's class for it cannot be imported: {error}") from error
+        except Exception as error:
+            raise EngineError(f"vLLM says: {error_sentence(str(error)) or type(error).__name__}") from error
+        await self._probe()
+        vllm_startup.settle_heap()
+        log.info("engine_started", model=self.model, seconds=round(time.perf_counter() - started, 2))
+
+    async def last(
+        self,
+        request: str,
+        prompt: Any,
+        params: SamplingParams,
+        adapter: Adapter | None,
+        tell: Callable[[RequestOutput], None],
+    ) -> RequestOutput | None:
+        """The last output of a request; `tell` hears of all."""
+        number = adapter.request.lora_int_id if adapter else 0
+        self.users[number] += 1
+        final: RequestOutput | None = None
+        try:
+            lora = adapter.request if adapter else None
+            async for final in self.llm().generate(prompt, params, request, lora_request=lora):
+                tell(final)
+        except EngineDeadError as error:
+            raise self.lost() from error
+        except (EngineGenerateError, VLLMClientError, ValueError) as error:
+            raise EngineError(f"{type(error).__name__}: {error}") from error
+        finally:
+            self.users[number] -= 1
+        return final
+
+    async def watch(self) -> None:
+        while not self.broken and not self.llm().errored:
+            await sleep(POLL_S)
+        raise self.lost()
+
+    async def load_adapter(self, name: str, version: WeightVersion, directory: Path) -> Adapter:
+        """Raises EngineError. vLLM keys cached prompts by the adapter's name and path, so two may not share both."""
+        number = next(self.numbers)
+        request = LoRARequest(lora_name=name, lora_int_id=number, lora_path=str(directory))
+        try:
+            await self.llm().add_lora(request)
+        except EngineDeadError as error:
+            raise self.lost() from error
+        except Exception as error:
+            raise EngineError(f"the adapter {name} cannot be loaded: {error}") from error
+        return Adapter(request, version)
+
+    @contextlib.contextmanager
+    def while_open(self) -> Iterator[None]:
+        """For calls that a closing engine answers with a bare Exception: then it raises SwapError."""
+        try:
+            yield
+        except Exception as error:
+            if self._llm is not None:
+                raise
+            raise SwapError(f"the engine was closed meanwhile: {error}") from error
+
+    async def close(self) -> None:
+        llm, self._llm = self._llm, None
+        if llm is not None:
+            await asyncio.to_thread(llm.shutdown)
+            if llm.output_handler is not None:
+                await asyncio.wait([llm.output_handler], timeout=1.0)
+            del llm
+            vllm_startup.release_heap()
+        if self.adapter_root is not None:
+            await asyncio.to_thread(shutil.rmtree, self.adapter_root, ignore_errors=True)
+
+    async def _load(self) -> None:
+        self._llm = await asyncio.to_thread(self._build)
+
+    def _build(self) -> AsyncLLM:
+        on_cpu = not torch.cuda.is_available()
+        if Path(self.model).is_dir():
+            os.environ.setdefault("HF_HUB_OFFLINE", "1")
+            if why := code_in(Path(self.model)) or unsafe_weights_in(Path(self.model)):
+                raise JobFailed(f"model {self.model!r} {why}")
+        config = AutoConfig.from_pretrained(self.model, trust_remote_code=False)
+        plain = config.to_dict()
+        if why := unsupported_family(plain, served=True) or (unsupported_on_cpu(plain) if on_cpu else ""):
+            raise JobFailed(f"model {self.model!r} {why}")
+        self.context_length = self.context_length or min(context_limit(config), MAX_DEFAULT_CONTEXT)
+        check_window(self.model, config, self.context_length)
+        arguments: dict[str, Any] = {
+            "model": self.model,
+            "dtype": self._dtype,
+            "seed": self._seed,
+            "trust_remote_code": False,
+            "load_format": "safetensors",  # never a pickle, of a hub's model neither
+            "max_model_len": self.context_length,
+            "max_num_seqs": self._max_concurrent,
+            "max_num_batched_tokens": max(BATCHED_TOKENS, self._max_concurrent),
+            "skip_tokenizer_init": not self.stop_strings,
+            "generation_config": "vllm",  # the job spec alone says how to sample
+            "logprobs_mode": "processed_logprobs",
+            "disable_log_stats": True,
+            "distributed_executor_backend": "uni",
+            "weight_transfer_config": WeightTransferConfig(backend="opentinker"),
+            "worker_extension_cls": "opentinker.services.rollout_worker.engines.vllm_worker_extension.WeightsExtension",
+        }
+        if self._one_by_one:
+            arguments["enable_prefix_caching"] = False  # a cached prefix makes a shorter, differently rounded prefill
+        if config.model_type in VISION_FAMILIES:  # images come processed; a tokenizer is asked for all the same
+            arguments |= {"skip_tokenizer_init": False, "mm_processor_cache_gb": 0, "skip_mm_profiling": on_cpu}
+        if self._sharing > 1:
+            arguments["gpu_memory_utilization"] = GPU_SHARE / self._sharing
+        if self._fp32_head:
+            arguments["hf_overrides"] = {"head_dtype": "float32"}
+        if self._adapters is not None:
+            arguments |= lora_arguments(self._adapters.rank, *self._adapter_slots(on_cpu))
+        if on_cpu:
+            arguments |= {
+                "enforce_eager": True,
+                "kv_cache_memory_bytes": cpu_kv_bytes(config, self._dtype, self.context_length, self._max_concurrent),
+            }
+            _register_here(config.architectures or [])
+        resolved = AsyncEngineArgs(**arguments).create_engine_config()
+        if not on_cpu:
+            return AsyncLLM.from_vllm_config(resolved, disable_log_stats=True)
+        vllm_startup.settle_heap()
+        with vllm_startup.forked_engine():
+            return AsyncLLM.from_vllm_config(resolved, disable_log_stats=True)
+
+    def _adapter_slots(self, on_cpu: bool) -> tuple[int, int]:
+        """Return how many adapters a batch, and the process, may have."""
+        assert self._adapters is not None
+        if self._adapters.beside_base:
+            slots = self._adapters.at_once + (EMPTY_SLOTS_ON_CPU if on_cpu else 0)
+            return slots, slots
+        return self._adapters.at_once, 2 * self._adapters.at_once
+
+    async def _probe(self) -> None:
+        """Sample one token: what this machine's kernels cannot do shows now, not in the first episode."""
+        params = SamplingParams(max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+        try:
+            async for _ in self.llm().generate(tokens_input([0]), params, "probe"):
+                pass
+        except (EngineDeadError, EngineGenerateError) as error:
+            raise EngineError("vLLM failed to sample a first token; this worker's log says why") from error
+
+    def llm(self) -> AsyncLLM:
+        if self._llm is None:
+            raise EngineError("the engine is not running")
+        return self._llm
+
+    def lost(self, why: str = ENGINE_DEAD) -> EngineLost:
+        self.broken = self.broken or why
+        return EngineLost(self.broken)
+
+    async def in_background(self, method: str, policy: int, info: dict[str, Any]) -> float:
+        """Run a call of one policy concurrently with the engine loop and wait for its end. Returns its seconds; raises
+        SwapError."""
+        answer = await self.call(method, policy, info)
+        backoff = Backoff(0.002, 0.05)
+        while answer is None:
+            await backoff.sleep()
+            answer = await self.call("weights_poll", policy)
+        if "error" in answer:
+            raise SwapError(answer["error"])
+        return float(answer["seconds"])
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        try:
+            with self.while_open():
+                return (await self.llm().collective_rpc(method, args=arguments))[0]
+        except EngineDeadError as error:
+            raise self.lost() from error
+
+
+def _register_here(architectures: list[str]) -> None:
+    """Tell vLLM the model's class, which it would else find out with a subprocess that imports everything again."""
+    for name in architectures:
+        known = ModelRegistry.models.get(name)
+        if known is not None:
+            ModelRegistry.register_model(name, known.load_model_cls())

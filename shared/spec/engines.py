@@ -1,0 +1,76 @@
+"""Decides, from the spec alone, which policies of a job share an engine: those that are adapters of one base; with
+frozen checkpoints and pools."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from opentinker.shared.spec.model import ModelSpec
+from opentinker.shared.spec.policies import frozen_in, pool_spec_of, spec_of
+from opentinker.shared.spec.pools import pool_player
+
+if TYPE_CHECKING:
+    from opentinker.shared.spec import JobSpec
+
+LIVE_VERSIONS = 6
+"""Of another job's live policy, which requests may be under way with at the same time."""
+MAX_ADAPTERS_AT_ONCE = 64
+"""Of an engine that policies share: each has room on the accelerator, of the largest rank."""
+
+
+class Player(NamedTuple):
+    """A policy, a frozen checkpoint or a pool, and what it needs of an engine."""
+
+    name: str
+    """Empty: the job's one policy."""
+    model: ModelSpec | None
+    """None: of a frozen checkpoint that the server has not looked up yet."""
+    versions: int
+    """That requests may be under way with at the same time."""
+    is_frozen: bool = False
+    pool: str = ""
+    """The pool that it stands for, one member at a time."""
+
+    @property
+    def base(self) -> tuple[str, str, bool] | None:
+        """What its adapter belongs to, with the settings of an engine; None: it has weights of its own."""
+        if self.model is None or self.model.lora is None:
+            return None
+        return self.model.base, self.model.dtype, self.model.fp32_head
+
+
+def engines(spec: JobSpec) -> list[list[Player]]:
+    """Return the engines of a rollout worker of the job, each with its players in their order. An engine with several
+    has adapters of one base, MAX_ADAPTERS_AT_ONCE at most."""
+    found: list[list[Player]] = []
+    for player in players_of(spec):
+        shared = (held for held in found if player.base is not None and held[0].base == player.base)
+        room = (held for held in shared if adapters_at_once([*held, player]) <= MAX_ADAPTERS_AT_ONCE)
+        if (held := next(room, None)) is not None:
+            held.append(player)
+        else:
+            found.append([player])
+    return found
+
+
+def adapters_at_once(players: Sequence[Player]) -> int:
+    return sum(player.versions for player in players)
+
+
+def versions_at_once(spec: JobSpec) -> int:
+    """Return how many versions of a policy requests may be under way with at the same time."""
+    if spec.start is not None and spec.start.live:
+        return LIVE_VERSIONS
+    return (spec.algorithm.max_staleness if spec.kind == "rl" else 0) + 2
+
+
+def players_of(spec: JobSpec) -> list[Player]:
+    """Return the policies of a job, then frozen checkpoints, then pools, each in their order."""
+    found = []
+    for name in spec.policies or ("",):
+        own = spec_of(spec, name)
+        found.append(Player(name, own.model, versions_at_once(own)))
+    models = {player.frozen: player.model for player in spec.seats.values() if isinstance(player.model, ModelSpec)}
+    found += [Player(name, models.get(name), 1, is_frozen=True) for name in frozen_in(spec.seats)]
+    return found + [Player(pool_player(name), pool_spec_of(spec, name).model, 1, pool=name) for name in spec.pools]
