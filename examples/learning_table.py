@@ -37,8 +37,8 @@ from examples.models.make_tiny import make_tiny
 from opentinker.envs.runtime.player import LocalPlayer
 from opentinker.services.rollout_worker.engines.base import Completion, Sampling, Shown
 from opentinker.services.rollout_worker.episode import Episode
-from opentinker.services.rollout_worker.policies import SeatMap
 from opentinker.services.rollout_worker.renderer import Renderer
+from opentinker.services.rollout_worker.seat_map import SeatMap
 from opentinker.services.trainer.learners.rl import RlLearner
 from opentinker.shared.nn.attention import PACKED
 from opentinker.shared.spec import JobSpec, parse_spec

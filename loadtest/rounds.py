@@ -42,8 +42,8 @@ from opentinker.services.rollout_worker.engines import vllm_startup
 from opentinker.services.rollout_worker.engines.base import Completion, Sampling
 from opentinker.services.rollout_worker.engines.toy import ToyEngine
 from opentinker.services.rollout_worker.episode import Episode
-from opentinker.services.rollout_worker.policies import SeatMap
 from opentinker.services.rollout_worker.renderer import Renderer
+from opentinker.services.rollout_worker.seat_map import SeatMap
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.messaging.env_client import EnvClient
 from opentinker.shared.spec import LoraSpec, ToySpec, parse_spec

@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 
 from opentinker.services.rollout_worker.engines.base import Completion, EngineError, EngineLost, Sampling, Shown
-from opentinker.services.rollout_worker.policies import LoadedPolicy, Player, SeatMap
+from opentinker.services.rollout_worker.seat_map import LoadedPolicy, Player, SeatMap
 from opentinker.services.rollout_worker.stream import Stream, merge
 from opentinker.services.rollout_worker.transcripts import CHARACTERS, TOKENS, for_judges, is_kept, shortened
 from opentinker.services.rollout_worker.url_player import UrlFailed, UrlPlayer

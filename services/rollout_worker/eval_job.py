@@ -15,7 +15,7 @@ import structlog
 
 from opentinker.services.rollout_worker.episode import Sessions
 from opentinker.services.rollout_worker.eval_runner import EvalRunner
-from opentinker.services.rollout_worker.policies import LoadedPolicy
+from opentinker.services.rollout_worker.seat_map import LoadedPolicy
 from opentinker.services.rollout_worker.url_player import UrlPlayer
 from opentinker.shared.asyncio_tools import sleep
 from opentinker.shared.runtime.leased_worker import LeasedWorker

@@ -15,7 +15,7 @@ from contextlib import nullcontext
 import structlog
 
 from opentinker.services.rollout_worker.episode import Busy, Episode, EpisodeFailed, Sessions
-from opentinker.services.rollout_worker.policies import LoadedPolicy, SeatMap
+from opentinker.services.rollout_worker.seat_map import LoadedPolicy, SeatMap
 from opentinker.services.rollout_worker.transcripts import TOKENS, shortened
 from opentinker.services.rollout_worker.url_player import UrlPlayer
 from opentinker.shared.asyncio_tools import cancel_and_wait, forward_exception, sleep, wait_event

@@ -17,7 +17,7 @@ import structlog
 
 from opentinker.services.rollout_worker.engines.base import EngineError, EngineLost, SwapError
 from opentinker.services.rollout_worker.episode import EpisodeFailed
-from opentinker.services.rollout_worker.policies import LoadedPolicy
+from opentinker.services.rollout_worker.seat_map import LoadedPolicy
 from opentinker.shared.asyncio_tools import finish_uncancelled
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.spec.pools import pool_player

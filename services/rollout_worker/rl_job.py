@@ -25,7 +25,7 @@ from opentinker.services.rollout_worker.episode import Episode, EpisodeFailed, S
 from opentinker.services.rollout_worker.eval_runner import EvalRunner
 from opentinker.services.rollout_worker.opening_check import opening_mismatch
 from opentinker.services.rollout_worker.opponents import Opponents
-from opentinker.services.rollout_worker.policies import LoadedPolicy, SeatMap
+from opentinker.services.rollout_worker.seat_map import LoadedPolicy, SeatMap
 from opentinker.services.rollout_worker.tree_episode import TreeEpisode
 from opentinker.services.rollout_worker.url_player import UrlPlayer
 from opentinker.services.rollout_worker.weight_receiver import WeightReceiver

@@ -18,9 +18,9 @@ from opentinker.services.rollout_worker.engines.base import Engine, EngineError
 from opentinker.services.rollout_worker.episode import Sessions
 from opentinker.services.rollout_worker.eval_job import EvalJob
 from opentinker.services.rollout_worker.inference_job import InferenceJob
-from opentinker.services.rollout_worker.policies import LoadedPolicy
 from opentinker.services.rollout_worker.renderer import Renderer
 from opentinker.services.rollout_worker.rl_job import RolloutJob
+from opentinker.services.rollout_worker.seat_map import LoadedPolicy
 from opentinker.services.rollout_worker.url_player import UrlPlayer
 from opentinker.shared.asyncio_tools import finish_uncancelled
 from opentinker.shared.data.readable_paths import opening

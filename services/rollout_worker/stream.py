@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from opentinker.services.rollout_worker.engines.base import Completion
-from opentinker.services.rollout_worker.policies import LoadedPolicy, Player
 from opentinker.services.rollout_worker.renderer import images_of
+from opentinker.services.rollout_worker.seat_map import LoadedPolicy, Player
 from opentinker.shared.types.core import Message, Tool
 from opentinker.shared.types.trajectories import Picture, Span, Turn
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from opentinker.services.rollout_worker.policies import LoadedPolicy, Player
+from opentinker.services.rollout_worker.seat_map import LoadedPolicy, Player
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.types.core import Message
 

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from opentinker.services.rollout_worker.episode import Episode, EpisodeFailed, Sampled
-from opentinker.services.rollout_worker.policies import LoadedPolicy
+from opentinker.services.rollout_worker.seat_map import LoadedPolicy
 from opentinker.services.rollout_worker.stream import Stream, merge
 from opentinker.shared.asyncio_tools import gather_all
 from opentinker.shared.spec.tree_sampling import turn_rewards

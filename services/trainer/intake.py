@@ -11,7 +11,7 @@ import structlog
 
 from opentinker.services.trainer.batch.assembler import Assembler
 from opentinker.services.trainer.job_reporter import JobReporter
-from opentinker.services.trainer.policies import JointProgress
+from opentinker.services.trainer.joint_progress import JointProgress
 from opentinker.shared.messaging.bus import Consumer, Delivery
 from opentinker.shared.messaging.consumer import ConsumerDeleted
 from opentinker.shared.messaging.subjects import GROUP, GROUPS, WAKE

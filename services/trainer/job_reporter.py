@@ -20,6 +20,7 @@ from redis.exceptions import RedisError
 
 from opentinker.services.trainer import checkpoint
 from opentinker.services.trainer.collapse_alarm import HINTS, CollapseAlarm
+from opentinker.services.trainer.joint_progress import JointProgress
 from opentinker.services.trainer.learners.base import (
     Interrupted,
     NonFinite,
@@ -29,7 +30,6 @@ from opentinker.services.trainer.learners.base import (
 )
 from opentinker.services.trainer.learning_check import LearningCheck
 from opentinker.services.trainer.mismatch_alarm import WATCHED, WINDOW, MismatchAlarm
-from opentinker.services.trainer.policies import JointProgress
 from opentinker.services.trainer.policy_checkpoints import PolicyCheckpoints
 from opentinker.shared.asyncio_tools import cancel_and_wait, finish_uncancelled
 from opentinker.shared.data.readable_paths import opening

@@ -19,7 +19,7 @@ import structlog
 from opentinker.services.trainer import checkpoint
 from opentinker.services.trainer.learners.base import Learner
 from opentinker.shared.asyncio_tools import finish_uncancelled
-from opentinker.shared.evaluation.matchmaking import GrowthRule, grow_pool, win_rate
+from opentinker.shared.evaluation.pool_draws import GrowthRule, grow_pool, win_rate
 from opentinker.shared.spec import PoolSpec
 from opentinker.shared.spec.pools import pool_player
 from opentinker.shared.state.staleness import Admission

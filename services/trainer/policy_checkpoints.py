@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from opentinker.services.trainer import checkpoint
-from opentinker.services.trainer.policies import CommonPosition, JointProgress
+from opentinker.services.trainer.joint_progress import CommonPosition, JointProgress
 from opentinker.shared.types.manifest import Manifest
 
 KEPT_POSITIONS = 2

@@ -25,9 +25,9 @@ from opentinker.services.trainer.batch.starvation import unfillable
 from opentinker.services.trainer.eval_scheduler import EvalScheduler
 from opentinker.services.trainer.intake import Intake
 from opentinker.services.trainer.job_reporter import JobReporter
+from opentinker.services.trainer.joint_progress import JointProgress
 from opentinker.services.trainer.learners.base import Learner, SnapshotLike
 from opentinker.services.trainer.opponent_pools import OpponentPools
-from opentinker.services.trainer.policies import JointProgress
 from opentinker.services.trainer.rollout_log import RolloutLog
 from opentinker.services.trainer.weights.publisher import Publisher
 from opentinker.shared.asyncio_tools import check_cancelled, finish_uncancelled, sleep, wait_event

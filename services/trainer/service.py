@@ -9,8 +9,8 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 from opentinker.services.trainer import checkpoint
+from opentinker.services.trainer.joint_progress import JointProgress
 from opentinker.services.trainer.learners.base import SimulatedLearner
-from opentinker.services.trainer.policies import JointProgress
 from opentinker.services.trainer.rl_loop import TrainerJob
 from opentinker.services.trainer.supervised_loop import SupervisedJob
 from opentinker.shared.asyncio_tools import cancel_and_wait, finish_uncancelled

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, ValidationError, model_serializer, model_validator
 
-from opentinker.shared.spec import algorithms
+from opentinker.shared.spec import algorithm_parts
 from opentinker.shared.spec.algorithm import AlgorithmSpec
 from opentinker.shared.spec.artifacts import ArtifactSpec, settle_best, settle_kept
 from opentinker.shared.spec.base import SpecPart
@@ -250,8 +250,8 @@ class JobSpec(SpecPart):
                 ignored = unused(getattr(self, part), default, SIMULATED_IGNORES[part], f"train.{SIMULATED}")
                 derived = self._overlong()  # of a spec that was settled before
                 ignored = [mistake for mistake in ignored if mistake["value"] != derived.get(mistake["field"])]
-                if any(mistake["field"] in algorithms.PARTS for mistake in ignored):  # its options come with it
-                    ignored = [mistake for mistake in ignored if mistake["field"] not in algorithms.OPTIONS]
+                if any(mistake["field"] in algorithm_parts.PARTS for mistake in ignored):  # its options come with it
+                    ignored = [mistake for mistake in ignored if mistake["field"] not in algorithm_parts.OPTIONS]
                 found += [{**mistake, "field": f"{part}.{mistake['field']}"} for mistake in ignored]
             if self.start is not None and self.start.optimizer:
                 found.append(

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from opentinker.shared.spec import algorithms
+from opentinker.shared.spec import algorithm_parts
 from opentinker.shared.spec.base import Coefficient, Count, Factor, Fraction, SpecPart, Tokens
 from opentinker.shared.spec.seat_lists import SeatLists, settle_lists
 from opentinker.shared.types.mistakes import fill
@@ -36,7 +36,7 @@ AdvantageName = Literal[
 class AlgorithmSpec(SpecPart):
     """A preset and what is changed of it. Once validated, every field that applies has its value; the others are none.
 
-    The parts, their options and the presets are the tables of `algorithms.py` (`opentinker algorithms` prints them).
+    The parts, their options and the presets are tables of `algorithm_parts.py` (`opentinker algorithms` prints them).
     """
 
     name: PresetName = "grpo"
@@ -142,7 +142,7 @@ class AlgorithmSpec(SpecPart):
 
     def resolve(self) -> list[dict[str, Any]]:
         """The preset gives every field that applies its value."""
-        values, mistakes = algorithms.resolve(self.name, dict(self))
+        values, mistakes = algorithm_parts.resolve(self.name, dict(self))
         mistakes += self._products() + settle_lists("team", self.team or {})
         mistakes += settle_lists("episode_peers", self.episode_peers or {})
         if self.groups_per_batch % self.updates_per_batch:
@@ -180,4 +180,4 @@ class AlgorithmSpec(SpecPart):
     def options(self, part: Literal["advantage", "loss", "correction"]) -> dict[str, Any]:
         """The options of the chosen part, by name."""
         choice = getattr(self, part)
-        return {name: getattr(self, name) for name in algorithms.PARTS[part][choice].options}
+        return {name: getattr(self, name) for name in algorithm_parts.PARTS[part][choice].options}

@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from opentinker.shared.evaluation.matchmaking import choose_opponent
+from opentinker.shared.evaluation.pool_draws import choose_opponent
 from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.state.staleness import admission_of
 from opentinker.shared.types.core import part_id

@@ -17,8 +17,8 @@ from opentinker.envs.agents import verifiers
 from opentinker.envs.agents.verifiers import Verifiers, VerifiersProcess
 from opentinker.envs.base import Opening, Step, user
 from opentinker.services.rollout_worker.episode import Episode
-from opentinker.services.rollout_worker.policies import SeatMap
 from opentinker.services.rollout_worker.renderer import Renderer
+from opentinker.services.rollout_worker.seat_map import SeatMap
 from opentinker.shared.types.core import ToolCall
 from opentinker.shared.types.env_protocol import Policy
 from tests.conftest import until

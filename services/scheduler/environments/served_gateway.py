@@ -23,7 +23,7 @@ from prometheus_client import Gauge
 from opentinker.services.scheduler.environments.served_process import ServedProcess
 from opentinker.services.scheduler.http.auth import tenant_of
 from opentinker.services.scheduler.http.errors import json_response, problem
-from opentinker.services.scheduler.http.routes import Route
+from opentinker.services.scheduler.http.route_decorator import Route
 from opentinker.shared import api_types
 from opentinker.shared.asyncio_tools import sleep
 from opentinker.shared.messaging.websocket_frames import (

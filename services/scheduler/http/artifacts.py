@@ -14,7 +14,7 @@ from opentinker.services.scheduler.artifacts.catalog import repr_digest
 from opentinker.services.scheduler.http.byte_ranges import send
 from opentinker.services.scheduler.http.errors import json_response
 from opentinker.services.scheduler.http.jobs import POLICY, JobsApi
-from opentinker.services.scheduler.http.routes import Parameter, Route
+from opentinker.services.scheduler.http.route_decorator import Parameter, Route
 from opentinker.shared import api_types
 from opentinker.shared.security.authorization import Action
 from opentinker.shared.types.core import JobRecord

@@ -21,7 +21,7 @@ from prometheus_client import Counter
 from opentinker.services.scheduler.http.auth import ACTION, PRINCIPAL, TOUCHED
 from opentinker.services.scheduler.http.errors import Handler
 from opentinker.services.scheduler.http.rate_limit import TokenBuckets
-from opentinker.services.scheduler.http.routes import Route
+from opentinker.services.scheduler.http.route_decorator import Route
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.runtime.telemetry import REGISTRY
 from opentinker.shared.security.audit_log import AuditFile, folder

@@ -23,7 +23,7 @@ from redis.exceptions import RedisError
 
 from opentinker.services.scheduler.http.errors import Handler
 from opentinker.services.scheduler.http.rate_limit import UnknownKeyThrottle
-from opentinker.services.scheduler.http.routes import Route
+from opentinker.services.scheduler.http.route_decorator import Route
 from opentinker.shared.asyncio_tools import sleep
 from opentinker.shared.config import LOOPBACK_HOSTS
 from opentinker.shared.runtime.service import Context

@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 from aiohttp import web
 
 from opentinker.services.scheduler.http.errors import Handler
-from opentinker.services.scheduler.http.routes import Route
+from opentinker.services.scheduler.http.route_decorator import Route
 
 TAKEN = (
     "Authorization, Content-Digest, Content-Type, Idempotency-Key, If-Range, Last-Event-ID, Range, "

@@ -19,7 +19,7 @@ from opentinker.services.scheduler.environments.unpack import MIB
 from opentinker.services.scheduler.environments.upload import Uploads, Version
 from opentinker.services.scheduler.http.auth import tenant_of
 from opentinker.services.scheduler.http.errors import body_read, json_response
-from opentinker.services.scheduler.http.routes import Integer, Parameter, Route
+from opentinker.services.scheduler.http.route_decorator import Integer, Parameter, Route
 from opentinker.services.scheduler.jobs.check_environment import ask
 from opentinker.shared import api_types
 from opentinker.shared.data import uploads

@@ -17,7 +17,7 @@ from aiohttp import web
 
 from opentinker.services.scheduler.http.errors import json_response, read_json
 from opentinker.services.scheduler.http.jobs import JobsApi
-from opentinker.services.scheduler.http.routes import Route
+from opentinker.services.scheduler.http.route_decorator import Route
 from opentinker.services.scheduler.inference.router import InferenceRouter, refuse_unless_served
 from opentinker.shared.asyncio_tools import cancel_and_wait
 from opentinker.shared.openai import answers, requests

@@ -16,7 +16,7 @@ from aiohttp import web
 from opentinker.services.scheduler.http import transcripts
 from opentinker.services.scheduler.http.errors import json_response
 from opentinker.services.scheduler.http.jobs import POLICY, JobsApi
-from opentinker.services.scheduler.http.routes import Integer, Parameter, Route
+from opentinker.services.scheduler.http.route_decorator import Integer, Parameter, Route
 from opentinker.services.scheduler.jobs.metric_history import MetricHistory
 from opentinker.shared import api_types
 from opentinker.shared.security.authorization import Action

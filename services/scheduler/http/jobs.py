@@ -21,7 +21,7 @@ from opentinker.services.scheduler.artifacts.catalog import ArtifactCatalog
 from opentinker.services.scheduler.artifacts.retention import Rule
 from opentinker.services.scheduler.http.auth import may_see, principal_of, tenant_of
 from opentinker.services.scheduler.http.errors import json_response
-from opentinker.services.scheduler.http.routes import Integer, Parameter, Route
+from opentinker.services.scheduler.http.route_decorator import Integer, Parameter, Route
 from opentinker.services.scheduler.http.spec_body import read_spec
 from opentinker.services.scheduler.jobs.submit import submit
 from opentinker.services.scheduler.placement.cluster_view import Cluster

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from opentinker.services.scheduler.http.auth import may_see, principal_of, tenant_of
 from opentinker.services.scheduler.http.errors import json_response, parsed, read_json
-from opentinker.services.scheduler.http.routes import Parameter, Route
+from opentinker.services.scheduler.http.route_decorator import Parameter, Route
 from opentinker.shared import api_types
 from opentinker.shared.durable_files import file_system
 from opentinker.shared.runtime.service import Context

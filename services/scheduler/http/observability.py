@@ -18,7 +18,7 @@ from opentinker.services.scheduler.http import transcripts
 from opentinker.services.scheduler.http.errors import json_response
 from opentinker.services.scheduler.http.job_history import COMMENT_S, FORMAT, LOOK_S, STREAM
 from opentinker.services.scheduler.http.jobs import POLICY, JobsApi
-from opentinker.services.scheduler.http.routes import Integer, Parameter, Route
+from opentinker.services.scheduler.http.route_decorator import Integer, Parameter, Route
 from opentinker.shared import api_types
 from opentinker.shared.asyncio_tools import wait_event
 from opentinker.shared.messaging.subjects import LOG, TIMELINE

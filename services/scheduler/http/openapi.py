@@ -11,7 +11,7 @@ import msgspec
 
 import opentinker
 from opentinker.services.scheduler.http.errors import OPENAI
-from opentinker.services.scheduler.http.routes import Parameter, Route
+from opentinker.services.scheduler.http.route_decorator import Parameter, Route
 from opentinker.services.scheduler.http.spec_body import TOML
 from opentinker.shared import api_types
 from opentinker.shared.messaging.asyncapi import documented

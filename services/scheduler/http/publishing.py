@@ -22,7 +22,7 @@ from opentinker.services.scheduler.http.artifacts import step_of
 from opentinker.services.scheduler.http.auth import may_see, principal_of, tenant_of
 from opentinker.services.scheduler.http.errors import json_response, parsed, read_json
 from opentinker.services.scheduler.http.jobs import POLICY, JobsApi
-from opentinker.services.scheduler.http.routes import Route
+from opentinker.services.scheduler.http.route_decorator import Route
 from opentinker.services.scheduler.jobs.check_start_checkpoint import lacks_policy
 from opentinker.shared import api_types
 from opentinker.shared.security.authorization import Action

@@ -38,7 +38,7 @@ from opentinker.services.scheduler.http.rate_limit import (
     query_check,
     server_log,
 )
-from opentinker.services.scheduler.http.routes import Route, routes_of
+from opentinker.services.scheduler.http.route_decorator import Route, routes_of
 from opentinker.services.scheduler.http.stream_credentials import StreamCredentialsApi
 from opentinker.services.scheduler.http.usage import UsageApi
 from opentinker.services.scheduler.http.validate import ValidateApi

@@ -15,7 +15,7 @@ from aiohttp import web
 from opentinker.services.scheduler.http.auth import principal_of, secret_of
 from opentinker.services.scheduler.http.errors import TooMany, json_response
 from opentinker.services.scheduler.http.jobs import JobsApi
-from opentinker.services.scheduler.http.routes import Route
+from opentinker.services.scheduler.http.route_decorator import Route
 from opentinker.shared import api_types
 from opentinker.shared.messaging.permissions import shown_of
 from opentinker.shared.security.authorization import Action

@@ -16,7 +16,7 @@ from aiohttp import web
 from opentinker.services.scheduler.http.auth import may_see, tenant_of
 from opentinker.services.scheduler.http.errors import json_response
 from opentinker.services.scheduler.http.jobs import JOB_ID, LIMIT_JOBS, JobsApi
-from opentinker.services.scheduler.http.routes import Parameter, Route
+from opentinker.services.scheduler.http.route_decorator import Parameter, Route
 from opentinker.shared import api_types
 from opentinker.shared.security.authorization import Action
 from opentinker.shared.single_flight import SingleFlight

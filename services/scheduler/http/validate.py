@@ -14,7 +14,7 @@ from aiohttp import web
 
 from opentinker.services.scheduler.http.auth import tenant_of
 from opentinker.services.scheduler.http.errors import json_response
-from opentinker.services.scheduler.http.routes import Route
+from opentinker.services.scheduler.http.route_decorator import Route
 from opentinker.services.scheduler.http.spec_body import read_spec
 from opentinker.services.scheduler.jobs.disk_threads import on_disk
 from opentinker.services.scheduler.jobs.submit import Mistakes, check_references, kept_idle_s

@@ -20,7 +20,7 @@ import nats.errors
 import structlog
 
 from opentinker.shared.asyncio_tools import wait_event
-from opentinker.shared.evaluation.matchmaking import choose_opponent
+from opentinker.shared.evaluation.pool_draws import choose_opponent
 from opentinker.shared.messaging.bus import NoReply, StreamFull
 from opentinker.shared.messaging.subjects import TICKET, TICKETS, WAKE
 from opentinker.shared.runtime.service import Context

@@ -16,7 +16,7 @@ import numpy as np
 import orjson
 
 from opentinker.services.trainer.algorithm.advantages import F64
-from opentinker.services.trainer.batch.metrics import batch_metrics
+from opentinker.services.trainer.batch.batch_metrics import batch_metrics
 from opentinker.services.trainer.data.examples import Example
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.types.core import SIMULATED, Probe, TensorInfo, WeightVersion

@@ -15,7 +15,7 @@ from torch import Tensor
 from opentinker.services.trainer.algorithm.advantages import F64
 from opentinker.services.trainer.algorithm.credit_assignment import Credit, Values, assign
 from opentinker.services.trainer.algorithm.objective import objective
-from opentinker.services.trainer.batch.metrics import batch_metrics
+from opentinker.services.trainer.batch.batch_metrics import batch_metrics
 from opentinker.services.trainer.batch.micro_batch import (
     MicroBatch,
     end_values_of,
@@ -26,7 +26,7 @@ from opentinker.services.trainer.batch.micro_batch import (
     trains_critic,
     values_of,
 )
-from opentinker.services.trainer.batch.step_metrics import StepRecord, record_metrics
+from opentinker.services.trainer.batch.token_metrics import StepRecord, record_metrics
 from opentinker.services.trainer.learners.base import Interrupted, NonFinite
 from opentinker.services.trainer.learners.critic import Critic, critic_columns, critic_metrics
 from opentinker.services.trainer.learners.policy_model import PolicyModel

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from opentinker.services.trainer.learners.base import BUCKET_BYTES, SnapshotLike
-from opentinker.services.trainer.weights.swap_rpc import SwapCalls, SwapFailure
+from opentinker.services.trainer.weights.swap_requests import SwapCalls, SwapFailure
 from opentinker.shared.asyncio_tools import wait_event
 from opentinker.shared.backoff import exponential_delay_s
 from opentinker.shared.messaging.subjects import WAKE

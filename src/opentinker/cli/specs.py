@@ -342,19 +342,19 @@ def show_algorithms(
     as_json: AsJson = False,
 ) -> None:
     """Print the presets of `[algorithm] name`: what each one is made of, to be overridden field by field."""
-    from opentinker.shared.spec import algorithms
+    from opentinker.shared.spec import algorithm_parts
 
-    if name is not None and name not in algorithms.PRESETS:
-        raise typer.BadParameter(f"there is no preset {name!r}; there are: {', '.join(algorithms.PRESETS)}")
-    described = [algorithms.describe(preset) for preset in ([name] if name else algorithms.PRESETS)]
+    if name is not None and name not in algorithm_parts.PRESETS:
+        raise typer.BadParameter(f"there is no preset {name!r}; there are: {', '.join(algorithm_parts.PRESETS)}")
+    described = [algorithm_parts.describe(preset) for preset in ([name] if name else algorithm_parts.PRESETS)]
     if as_json:
         print_json(described[0] if name else described)
         return
     for preset in described:
         say(f"{preset['name']}: {preset['meaning']} ({preset['source']})")
-        values = preset["values"] if name else {part: preset["values"][part] for part in algorithms.PARTS}
+        values = preset["values"] if name else {part: preset["values"][part] for part in algorithm_parts.PARTS}
         for field, value in values.items():
             if value is not None:
-                choices = algorithms.PARTS.get(field, {})
+                choices = algorithm_parts.PARTS.get(field, {})
                 meaning = f"    # {choices[value].meaning}" if choices else ""
                 say(f"  {field} = {orjson.dumps(value).decode()}{meaning}")

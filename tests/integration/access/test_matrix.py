@@ -25,7 +25,7 @@ from opentinker.services.scheduler.environments.served_gateway import Gateway
 from opentinker.services.scheduler.http import auth
 from opentinker.services.scheduler.http.keys import NewKey, Rotation
 from opentinker.services.scheduler.http.publishing import NewPublication
-from opentinker.services.scheduler.http.routes import Route
+from opentinker.services.scheduler.http.route_decorator import Route
 from opentinker.services.scheduler.http.server import Api
 from opentinker.services.scheduler.inference.router import InferenceRouter
 from opentinker.shared.runtime.service import Context

@@ -23,7 +23,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from opentinker.services.scheduler.http import errors, rate_limit
 from opentinker.services.scheduler.http.auth import AuthMiddleware
 from opentinker.services.scheduler.http.rate_limit import HEADERS, TokenBuckets, UnknownKeyThrottle
-from opentinker.services.scheduler.http.routes import Route
+from opentinker.services.scheduler.http.route_decorator import Route
 from opentinker.shared.asyncio_tools import sleep
 from opentinker.shared.config import Settings
 from opentinker.shared.runtime.service import Context

@@ -20,7 +20,7 @@ from opentinker.cli.common import as_typed
 from opentinker.cli.logs import follow_logs, format_line
 from opentinker.cli.specs import read_spec
 from opentinker.local.processes import free_port
-from opentinker.shared.spec.algorithms import PRESETS
+from opentinker.shared.spec.algorithm_parts import PRESETS
 from tests.support.cluster import JOB_S
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -18,7 +18,7 @@ from opentinker.envs.runtime.child_pool import ChildPool
 from opentinker.envs.runtime.resolver import Resolver
 from opentinker.envs.runtime.sessions import Sessions
 from opentinker.services.rollout_worker.episode import Episode
-from opentinker.services.rollout_worker.policies import SeatMap
+from opentinker.services.rollout_worker.seat_map import SeatMap
 from opentinker.shared.types.core import Ending, StopReason
 from opentinker.shared.types.env_protocol import CloseSession, OpenSession, Policy, StepSession
 from opentinker.shared.types.errors import SpecError

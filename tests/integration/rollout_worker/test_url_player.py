@@ -13,7 +13,7 @@ from aiohttp import web
 
 from opentinker.services.rollout_worker import url_player
 from opentinker.services.rollout_worker.episode import Episode, EpisodeFailed
-from opentinker.services.rollout_worker.policies import LoadedPolicy, SeatMap
+from opentinker.services.rollout_worker.seat_map import LoadedPolicy, SeatMap
 from opentinker.services.rollout_worker.url_player import TRIES, UrlFailed, UrlPlayer
 from opentinker.shared.security.egress import LOOPBACK, Egress
 from opentinker.shared.spec import SeatSpec, parse_spec

@@ -10,7 +10,7 @@ from nats.js.api import DiscardPolicy
 
 from opentinker.services.scheduler.jobs.cleanup import JobCleaner
 from opentinker.services.scheduler.jobs.tickets import JUDGED_FROM, TicketIssuer, ticket_seed
-from opentinker.shared.evaluation.matchmaking import choose_opponent
+from opentinker.shared.evaluation.pool_draws import choose_opponent
 from opentinker.shared.messaging.subjects import GROUP, GROUPS, SCORE, SCORES, TICKET, TICKETS, WAKE
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.redis_script import UNFENCED

@@ -13,7 +13,7 @@ import pytest
 
 from opentinker.services.scheduler.jobs.tickets import ticket_seed
 from opentinker.services.trainer import eval_scheduler
-from opentinker.services.trainer.batch.metrics import batch_metrics
+from opentinker.services.trainer.batch.batch_metrics import batch_metrics
 from opentinker.services.trainer.eval_scheduler import EvalScheduler
 from opentinker.services.trainer.job_reporter import JobReporter
 from opentinker.services.trainer.learners.base import EmptySnapshot, SimulatedLearner

@@ -25,7 +25,7 @@ from examples.models.make_tiny import make_tiny
 from opentinker.services.reference_forward.required_models import REWARD, ModelKey
 from opentinker.services.reference_forward.results import add_results
 from opentinker.services.reference_forward.scorer import Scorer
-from opentinker.services.trainer.batch.metrics import batch_metrics
+from opentinker.services.trainer.batch.batch_metrics import batch_metrics
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.messaging.subjects import GROUP, SCORE
 from opentinker.shared.state.store import Store

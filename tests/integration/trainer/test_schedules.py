@@ -15,7 +15,7 @@ import pytest
 
 from loadtest.schedules import rates
 from opentinker.services.trainer.batch.assembler import Assembler
-from opentinker.services.trainer.policies import JointProgress
+from opentinker.services.trainer.joint_progress import JointProgress
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.spec.policies import spec_of
 from opentinker.shared.spec.schedules import kept_groups, max_opponent_lag

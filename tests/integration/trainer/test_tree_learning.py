@@ -9,8 +9,8 @@ from typing import Any
 from examples.learning_table import CONTEXT, MODEL, BatchSampler, LocalSessions
 from examples.models.make_tiny import make_tiny
 from opentinker.envs.runtime.player import LocalPlayer
-from opentinker.services.rollout_worker.policies import SeatMap
 from opentinker.services.rollout_worker.renderer import Renderer
+from opentinker.services.rollout_worker.seat_map import SeatMap
 from opentinker.services.rollout_worker.tree_episode import TreeEpisode
 from opentinker.services.trainer.learners.rl import RlLearner
 from opentinker.shared.asyncio_tools import gather_all

@@ -20,8 +20,8 @@ from transformers import PreTrainedTokenizerFast
 
 from opentinker.services.rollout_worker.engines.base import Completion, EngineError, Progress, Sampling, Shown
 from opentinker.services.rollout_worker.episode import Episode, EpisodeFailed, turn_seed
-from opentinker.services.rollout_worker.policies import LoadedPolicy, SeatMap
 from opentinker.services.rollout_worker.renderer import Renderer
+from opentinker.services.rollout_worker.seat_map import LoadedPolicy, SeatMap
 from opentinker.services.rollout_worker.stream import merge
 from opentinker.shared.types.core import Ending, Image, Message, StopReason, Text, Tool, ToolCall, WeightVersion
 from opentinker.shared.types.env_protocol import SessionReply, StepSession

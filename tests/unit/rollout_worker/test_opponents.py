@@ -12,7 +12,7 @@ from opentinker.services.rollout_worker.engines.base import EngineLost, SwapErro
 from opentinker.services.rollout_worker.engines.toy import ToyEngine
 from opentinker.services.rollout_worker.episode import EpisodeFailed
 from opentinker.services.rollout_worker.opponents import Opponents
-from opentinker.services.rollout_worker.policies import LoadedPolicy, SeatMap
+from opentinker.services.rollout_worker.seat_map import LoadedPolicy, SeatMap
 from opentinker.shared.asyncio_tools import cancel_and_wait
 from opentinker.shared.spec import ToySpec, parse_spec
 from opentinker.shared.types.core import Ending, WeightVersion

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from opentinker.services.rollout_worker.eval_runner import EvalRunner, outcome_of
-from opentinker.services.rollout_worker.policies import LoadedPolicy, SeatMap
+from opentinker.services.rollout_worker.seat_map import LoadedPolicy, SeatMap
 from opentinker.shared.evaluation.ratings import win_probability
 from opentinker.shared.evaluation.records import Evaluations
 from opentinker.shared.spec import JobSpec, parse_spec

@@ -14,7 +14,7 @@ from opentinker.envs.runtime.sessions import Sessions
 from opentinker.envs.runtime.tools.tool_factory import ToolFactory
 from opentinker.services.rollout_worker.engines.base import Completion
 from opentinker.services.rollout_worker.episode import Episode
-from opentinker.services.rollout_worker.policies import SeatMap
+from opentinker.services.rollout_worker.seat_map import SeatMap
 from opentinker.shared.config import Settings
 from opentinker.shared.types.core import Ending, StopReason
 from opentinker.shared.types.env_protocol import CloseSession, OpenSession, SessionReply, StepSession

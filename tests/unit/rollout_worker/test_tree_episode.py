@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from opentinker.services.rollout_worker.episode import EpisodeFailed, turn_seed
-from opentinker.services.rollout_worker.policies import LoadedPolicy, SeatMap
+from opentinker.services.rollout_worker.seat_map import LoadedPolicy, SeatMap
 from opentinker.services.rollout_worker.tree_episode import TreeEpisode
 from opentinker.shared.types.core import Ending, WeightVersion
 from opentinker.shared.types.env_protocol import SessionReply

@@ -44,7 +44,7 @@ HEAVY = {
     "opentinker.services.trainer.batch.row_batch",
     "opentinker.services.trainer.learners.supervised",
     "opentinker.services.trainer.learners.sft",
-    "opentinker.services.trainer.batch.step_metrics",
+    "opentinker.services.trainer.batch.token_metrics",
     "opentinker.services.trainer.learners.rl",
     "opentinker.services.trainer.learners.optimizer_state",
     "opentinker.services.trainer.distributed.zero",

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from opentinker.shared.spec import JobSpec, SeatSpec, parse_spec
-from opentinker.shared.spec.algorithms import GROUP_BASELINES
+from opentinker.shared.spec.algorithm_parts import GROUP_BASELINES
 from opentinker.shared.spec.policies import (
     MAX_MISTAKES,
     MAX_POLICIES,

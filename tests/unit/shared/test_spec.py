@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from opentinker.shared.spec import JobSpec, parse_spec
-from opentinker.shared.spec.algorithms import PRESETS
+from opentinker.shared.spec.algorithm_parts import PRESETS
 from opentinker.shared.types.errors import SpecError
 from opentinker.shared.types.spec_text import load_spec
 from tests.support.factories import SMALLEST, make_spec

@@ -15,7 +15,7 @@ from opentinker.services.trainer.batch.micro_batch import micro_batches
 from opentinker.services.trainer.learners.base import NonFinite
 from opentinker.services.trainer.learners.rl import RlLearner
 from opentinker.shared.spec import AlgorithmSpec, parse_spec
-from opentinker.shared.spec.algorithms import (
+from opentinker.shared.spec.algorithm_parts import (
     ADVANTAGES,
     AGGREGATIONS,
     CORRECTIONS,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from opentinker.services.trainer.policies import JointProgress
+from opentinker.services.trainer.joint_progress import JointProgress
 from opentinker.shared.spec.schedules import Rule
 from opentinker.shared.types.core import WeightVersion
 

@@ -12,7 +12,7 @@ from opentinker.services.trainer.algorithm import corrections, losses
 from opentinker.services.trainer.algorithm.advantages import kl_estimate
 from opentinker.services.trainer.algorithm.corrections import loglinear_proximal
 from opentinker.services.trainer.algorithm.losses import decoupled_ppo, k3
-from opentinker.services.trainer.batch.step_metrics import effective_sample_size
+from opentinker.services.trainer.batch.token_metrics import effective_sample_size
 from opentinker.shared.nn.packing import pack
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.28, "behaviour_cap": 2.0}

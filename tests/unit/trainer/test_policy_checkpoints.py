@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from opentinker.services.trainer.checkpoint import commit, list_checkpoints
-from opentinker.services.trainer.policies import JointProgress
+from opentinker.services.trainer.joint_progress import JointProgress
 from opentinker.services.trainer.policy_checkpoints import PolicyCheckpoints
 from opentinker.shared.types.manifest import name_of
 from tests.unit.trainer.test_checkpoint import manifest, write

@@ -13,7 +13,7 @@ from opentinker.services.reference_forward.rewards import RewardModel
 from opentinker.services.trainer.algorithm.credit_assignment import Credit, Values, assign
 from opentinker.services.trainer.algorithm.seats import players_of
 from opentinker.services.trainer.batch.assembler import Assembler
-from opentinker.services.trainer.batch.metrics import batch_metrics
+from opentinker.services.trainer.batch.batch_metrics import batch_metrics
 from opentinker.services.trainer.batch.micro_batch import micro_batches
 from opentinker.shared.evaluation.metrics import validation_metrics
 from opentinker.shared.spec import AlgorithmSpec

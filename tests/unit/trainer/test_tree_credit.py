@@ -13,8 +13,8 @@ import pytest
 
 from opentinker.services.trainer.algorithm import advantages
 from opentinker.services.trainer.algorithm.credit_assignment import Credit, assign
+from opentinker.services.trainer.batch.batch_metrics import batch_metrics
 from opentinker.services.trainer.batch.distributions import distributions
-from opentinker.services.trainer.batch.metrics import batch_metrics
 from opentinker.shared.spec import AlgorithmSpec
 from opentinker.shared.spec.tree_sampling import turn_rewards
 from opentinker.shared.types.errors import JobFailed

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from opentinker.shared.evaluation.matchmaking import (
+from opentinker.shared.evaluation.pool_draws import (
     GrowthRule,
     Rule,
     choose_opponent,
