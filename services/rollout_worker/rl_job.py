@@ -312,10 +312,11 @@ class RolloutJob:
                 longest = max(len(trajectory.mask_T) for trajectory in group.trajectories)
                 shown = sum(map(len, group.images.values()))
                 pictures = f" and its images {shown} bytes" if shown else ""
+                turns = f", rollout.max_turns is {self.spec.rollout.max_turns}" if self.is_tree else ""
                 raise JobFailed(
                     f"a group must fit into one message, and group {group.seq} with {error.size} bytes does not (limit "
                     f"{error.limit}, NATS max_payload): algorithm.group_size is {group.samples}, its longest "
-                    f"episode has {longest} tokens{pictures}, rollout.context_length is {self.seats.context}. "
+                    f"episode has {longest} tokens{pictures}, rollout.context_length is {self.seats.context}{turns}. "
                     "Lower one of them, or raise max_payload in the server's configuration"
                 ) from None
 
@@ -415,7 +416,7 @@ def opening_mismatch_of(ticket: Ticket, ended: Sequence[Sample], seats: SeatMap)
     """Compare how samples began; where players rotate, those in which everybody plays the same seats."""
     alike: dict[tuple[str, ...], list[Sample]] = {}
     for sample in ended:
-        alike.setdefault(seats.turned(ticket.seq, sample[0].index).players, []).append(sample)
+        alike.setdefault(seats.turned(ticket.row, sample[0].index).players, []).append(sample)
 
     def decode(player: str, ids: list[int]) -> str:
         return seats.named(player).renderer.text(ids)

@@ -186,7 +186,9 @@ class UrlPlayer:
 
     def _hidden(self, text: str) -> str:
         """Without the key: a server may send back what it was sent."""
-        return text.replace(self._secret, HIDDEN) if self._secret else text
+        if not self._secret:
+            return text
+        return text.replace(self._secret, HIDDEN).replace(orjson.dumps(self._secret).decode()[1:-1], HIDDEN)
 
 
 async def _read_limited(response: aiohttp.ClientResponse) -> bytes:

@@ -130,6 +130,7 @@ def set_event(event: asyncio.Event, *_: object) -> None:
     event.set()
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 async def test_two_adapters_of_a_job_train_through_one_engine(tiny: Path, tmp_path: Path) -> None:
     """Without staleness every token is one of the adapter that is being trained, so every step compares logprobs."""

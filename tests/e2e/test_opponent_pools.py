@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+import pytest
 
 from opentinker.shared.evaluation.pool_draws import choose_opponent
 from opentinker.shared.spec import JobSpec, parse_spec
@@ -88,6 +89,7 @@ async def test_a_policy_meets_the_members_that_the_draw_names(tmp_path: Path) ->
         await until(lambda: not members_of(cluster.data, job, "").exists())
 
 
+@pytest.mark.nightly
 async def test_kills_leave_the_pool_as_it_would_be(tmp_path: Path) -> None:
     steps = 60
     async with toy_cluster(tmp_path, rollout_workers=2) as (cluster, model):

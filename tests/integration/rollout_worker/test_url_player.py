@@ -106,6 +106,17 @@ async def test_a_key_is_sent_and_never_shown() -> None:
         assert SECRET not in repr(vars(asked)["_seat"])
 
 
+async def test_a_key_with_quotes_is_not_shown_in_json_either() -> None:
+    key = 'a"b\\c-secret'
+    async with (
+        serving(ChatServer(orjson.dumps({"choices": [], "sent": key}))) as server,
+        player(server, secret=key) as asked,
+    ):
+        with pytest.raises(UrlFailed) as failed:
+            await asked.ask(SAID, PROMPT, [])
+    assert "***" in str(failed.value) and "secret" not in str(failed.value)
+
+
 async def drip(request: web.Request) -> web.StreamResponse:
     """A byte now and then, forever: every one of them is in time."""
     response = web.StreamResponse()
