@@ -18,7 +18,7 @@ from opentinker.shared.spec import ToySpec, parse_spec
 from opentinker.shared.types.core import Ending, WeightVersion
 from opentinker.shared.types.pools import members_of
 from tests.conftest import soon, until
-from tests.unit.shared.test_pools import BASE
+from tests.unit.shared.spec.test_pools import BASE
 
 OLD, NEW, LAST = "1.0", "1.10", "1.20"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from opentinker.shared.spec import parse_spec
 from opentinker.shared.types.core import part_id
-from tests.e2e.test_policies import POLICIES, check, game
+from tests.e2e.policies.test_policies import POLICIES, check, game
 from tests.support.cluster import toy_cluster
 
 PENNIES = {"name": "matching_pennies", "config": {"rules": False}}

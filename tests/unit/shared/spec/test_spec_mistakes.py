@@ -17,7 +17,7 @@ from opentinker.shared.types import mistakes
 from opentinker.shared.types.errors import SpecError, described
 from opentinker.shared.types.spec_text import parse_text
 from tests.support.factories import SMALLEST
-from tests.unit.shared.test_spec import changed
+from tests.unit.shared.spec.test_spec import changed
 
 ROWS: dict[str, Any] = {"name": "x", "kind": "sft", "model": {"base": "m"}, "train": {"steps": 1}}
 

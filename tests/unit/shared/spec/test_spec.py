@@ -305,7 +305,7 @@ def unbounded(schema: Any, definitions: dict[str, Any], path: str = "") -> Itera
 def test_every_number_and_every_list_has_bounds_which_the_documentation_states() -> None:
     schema = JobSpec.model_json_schema()
     assert list(unbounded(schema, schema["$defs"])) == []
-    page = (Path(__file__).resolve().parents[3] / "docs" / "job-spec.md").read_text()
+    page = (Path(__file__).resolve().parents[4] / "docs" / "job-spec.md").read_text()
     for part in set(parts(JobSpec)):
         for name, described in part.model_json_schema(by_alias=True).get("properties", {}).items():
             numbers = [

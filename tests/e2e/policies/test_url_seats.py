@@ -8,7 +8,7 @@ from typing import Any
 from opentinker.shared.spec import parse_spec
 from opentinker.shared.types.core import part_id
 from tests.conftest import until
-from tests.e2e.test_frozen_seats import STEPS, check_counts, game
+from tests.e2e.policies.test_frozen_seats import STEPS, check_counts, game
 from tests.support.chat_server import ChatServer, serving
 from tests.support.cluster import Cluster, toy_cluster
 
