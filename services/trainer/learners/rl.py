@@ -34,10 +34,8 @@ from opentinker.shared.types.core import WeightVersion
 from opentinker.shared.types.manifest import CRITIC, SeatBaselines, read_manifest
 from opentinker.shared.types.trajectories import Group
 
-PROBE_TOKENS = 64
-"""Maximum number of tokens in a probe."""
-PROBE_EVERY = 4
-"""Versions between probes. A pass over a few tokens takes 4 % of a step of the smallest models."""
+PROBE_TOKENS = 16
+"""Maximum number of tokens in a probe: each version has one, and the trainer makes a pass over it."""
 
 
 class RlLearner(PolicyModel):
@@ -88,7 +86,7 @@ class RlLearner(PolicyModel):
             raise
         self.steps += 1
         self.baselines = credit.baselines
-        self.probed = choose_probe(groups) if self.steps % PROBE_EVERY == 1 else []
+        self.probed = choose_probe(groups)
         found = self.process_group.gather({**record.columns(), **sizes(micros), **critic_columns(micros)})
         return {
             "loss/policy": sum(r["policy"] for r in results) / len(results),

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from opentinker.services.rollout_worker.engines.base import EngineError, Scores
 from opentinker.services.rollout_worker.engines.toy import ToyEngine
 from opentinker.services.rollout_worker.weight_receiver import WeightReceiver
-from opentinker.services.trainer.learners.rl import PROBE_EVERY, PROBE_TOKENS, RlLearner, choose_probe
+from opentinker.services.trainer.learners.rl import PROBE_TOKENS, RlLearner, choose_probe
 from opentinker.services.trainer.mismatch_alarm import MismatchAlarm
 from opentinker.shared.nn.transport import unpack
 from opentinker.shared.spec import ToySpec
@@ -76,7 +76,6 @@ class Swaps:
         if self.learner is not None and isinstance(self.engine, Loading):
             groups = random_groups(step, groups=2)
             self.learner.step(groups, WeightVersion(1, step - 1))
-            self.learner.probed = choose_probe(groups)  # of each version, to be quick
             snapshot = self.learner.snapshot(version)
             self.engine.sent, probe = dict(unpack(snapshot.manifest, snapshot.buckets)), snapshot.probe
         command = SwapCommand(
@@ -172,16 +171,14 @@ def test_a_snapshot_says_what_its_weights_compute(tiny: Path, lora: dict[str, An
     assert again == probe
 
 
-def test_few_versions_are_compared(tiny: Path) -> None:
-    """The pass over the probe is 4 % of a step of the smallest models."""
+def test_every_version_is_compared(tiny: Path) -> None:
     learner = RlLearner(torch_spec(tiny))
     learner.load(None)
-    compared = []
-    for step in range(1, 2 * PROBE_EVERY + 2):
-        learner.step(random_groups(step), WeightVersion(1, step - 1))
-        if learner.snapshot(WeightVersion(1, step)).probe is not None:
-            compared.append(step)
-    assert compared == [1, 1 + PROBE_EVERY, 1 + 2 * PROBE_EVERY]
+    for step in range(1, 6):
+        groups = random_groups(step)
+        learner.step(groups, WeightVersion(1, step - 1))
+        probe = learner.snapshot(WeightVersion(1, step)).probe
+        assert probe is not None and probe.ids == choose_probe(groups)
 
 
 def test_a_probe_is_short_and_leaves_room_for_a_token() -> None:
