@@ -34,7 +34,7 @@ import msgspec
 import torch
 
 from examples.models.make_tiny import make_tiny
-from opentinker.envs.runtime.player import LocalPlayer
+from opentinker.envs.runtime.env_runner import LocalEnvRunner
 from opentinker.services.rollout_worker.engines.base import Completion, Sampling, Shown
 from opentinker.services.rollout_worker.episode import Episode
 from opentinker.services.rollout_worker.renderer import Renderer
@@ -182,10 +182,10 @@ class LocalSessions:
     """Environments in this process, behind the calls that a rollout worker makes."""
 
     def __init__(self) -> None:
-        self.players: dict[str, LocalPlayer] = {}
+        self.players: dict[str, LocalEnvRunner] = {}
 
     async def open(self, importing: object = None, **request: Any) -> SessionReply:
-        player = self.players[request["session"]] = LocalPlayer("here", modules=False)
+        player = self.players[request["session"]] = LocalEnvRunner("here", modules=False)
         return await player.open(OpenSession(**request, answer_within_s=request["deadline_s"]))
 
     async def step(self, worker: str, request: StepSession) -> SessionReply:

@@ -24,8 +24,8 @@ from opentinker.envs.base import Environment
 from opentinker.envs.bots import check_bots
 from opentinker.envs.registry import check, check_fork, find, rehearse
 from opentinker.envs.runtime.child_protocol import HEAD, ChildAnswer, ChildCall, frame
+from opentinker.envs.runtime.env_runner import LocalEnvRunner, guard_user_code
 from opentinker.envs.runtime.episode_cleanup import Leftovers
-from opentinker.envs.runtime.player import LocalPlayer, guard_user_code
 from opentinker.envs.runtime.preflight import check_request
 from opentinker.shared.messaging.reply_validation import failure
 from opentinker.shared.runtime.parent_death import set_death_signal
@@ -57,7 +57,7 @@ class ChildSessions:
     def __init__(self, *, modules: bool, uploaded: str) -> None:
         self._modules = modules
         self._uploaded = uploaded
-        self._players: dict[str, LocalPlayer] = {}
+        self._runners: dict[str, LocalEnvRunner] = {}
         self._leftovers = Leftovers()
         self._opened: Counter[type[Environment]] = Counter()
         """Number of episodes opened, by class."""
@@ -72,7 +72,7 @@ class ChildSessions:
             case "step":
                 step = codec.decode(StepSession, body)
                 with self._leftovers.of(step.session):
-                    reply = await self._players[step.session].step(step)
+                    reply = await self._runners[step.session].step(step)
             case "check":
                 found = await check_request(self._check, codec.decode(EnvCheck, body))
                 return ChildAnswer(call.serial, SessionReply(worker=""), found.errors)
@@ -85,7 +85,7 @@ class ChildSessions:
         return ChildAnswer(call.serial, reply, cost=cost)
 
     async def _close(self, session: str) -> None:
-        closing = self._players.pop(session, None)
+        closing = self._runners.pop(session, None)
         if closing is not None:
             with self._leftovers.of(session):
                 await closing.close()
@@ -99,9 +99,9 @@ class ChildSessions:
     async def _open(self, opening: OpenSession) -> tuple[SessionReply, float]:
         """Open a session and return its cost too."""
         opening = msgspec.structs.replace(opening, environment=self._uploaded or opening.environment)
-        player = self._players[opening.session] = LocalPlayer("", modules=self._modules)
+        runner = self._runners[opening.session] = LocalEnvRunner("", modules=self._modules)
         with self._leftovers.of(opening.session):
-            reply = await player.open(opening)
+            reply = await runner.open(opening)
         if reply.failure is not None:
             return reply, 1.0
         played = find(opening.environment, modules=self._modules)

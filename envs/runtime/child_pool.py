@@ -15,11 +15,12 @@ from collections.abc import Callable
 from functools import partial
 from weakref import WeakSet
 
+import msgspec
+
 from opentinker.envs.runtime.child_process import EnvironmentChild, Start, start_plain
 from opentinker.envs.runtime.child_protocol import ChildAnswer
 from opentinker.envs.runtime.fair_queue import FairQueue
 from opentinker.envs.runtime.interpreters import Interpreters
-from opentinker.envs.runtime.player import on_worker
 from opentinker.envs.runtime.resolver import CHECK_S
 from opentinker.envs.runtime.sandboxes import Sandboxes
 from opentinker.shared.messaging.reply_validation import failure, late_import, sound, sound_check
@@ -80,7 +81,7 @@ class ChildPool:
         """Return the cost of a session as its child has reported it; 1 before that."""
         return self._costs.get(environment, 1.0)
 
-    def player(self, worker: str, request: OpenSession) -> ChildPlayer | None:
+    def runner(self, worker: str, request: OpenSession) -> ChildEnvRunner | None:
         """Return a place in a child of the session's environment and job, or None if all are taken."""
         key = f"{request.environment} of {request.job}, not isolated"
         checked = bool(self.interpreters.of(request.environment))
@@ -93,7 +94,7 @@ class ChildPool:
             return partial(start_plain, self._modules, sys.executable, os.pathsep.join(filter(None, sys.path)))
         return partial(start_plain, self._modules, interpreter, self.interpreters.python_path)
 
-    async def sandboxed(self, worker: str, request: OpenSession) -> ChildPlayer | None:
+    async def sandboxed(self, worker: str, request: OpenSession) -> ChildEnvRunner | None:
         """Return a place in a sandboxed child of the session's environment and job, or None if all are taken. Raise
         SpecError if sandboxes are unavailable here."""
         sandboxes = self._with_sandboxes()
@@ -140,7 +141,7 @@ class ChildPool:
             )
         return self._sandboxes
 
-    def _place(self, worker: str, key: str, start: Start, *, checked: bool) -> ChildPlayer | None:
+    def _place(self, worker: str, key: str, start: Start, *, checked: bool) -> ChildEnvRunner | None:
         now = asyncio.get_running_loop().time()
         self._children = [child for child in self._children if not child.gone]
         due = self._turns.due(now)
@@ -156,7 +157,7 @@ class ChildPool:
                 self._turns.refused(key, now)
             return None
         self._turns.placed(key)
-        return ChildPlayer(worker, least, self._note_cost)
+        return ChildEnvRunner(worker, least, self._note_cost)
 
     def _note_cost(self, environment: str, cost: float) -> None:
         if len(self._costs) >= COSTS:
@@ -187,7 +188,7 @@ class ChildPool:
         return first and count < self._limit * self._spare
 
 
-class ChildPlayer:
+class ChildEnvRunner:
     """One session's place in a child."""
 
     def __init__(self, worker: str, child: EnvironmentChild, note: Callable[[str, float], None]) -> None:
@@ -229,7 +230,7 @@ class ChildPlayer:
     def _validate(self, answer: ChildAnswer) -> SessionReply:
         if self._child.checked:
             return sound(answer.reply, self._worker, player=False)
-        return on_worker(answer.reply, self._worker)
+        return msgspec.structs.replace(answer.reply, worker=self._worker)
 
 
 async def _rehearse(child: EnvironmentChild, request: EnvCheck) -> ChildAnswer:

@@ -20,7 +20,7 @@ from opentinker.envs import registry
 from opentinker.envs.base import Environment
 from opentinker.envs.game import AbstractGame, PlayedGame, environment_of
 from opentinker.envs.runtime.child_pool import ChildPool
-from opentinker.envs.runtime.player import LocalPlayer, Player
+from opentinker.envs.runtime.env_runner import EnvRunner, LocalEnvRunner
 from opentinker.envs.runtime.preflight import check_request
 from opentinker.envs.runtime.resolver import Resolver
 from opentinker.envs.runtime.sessions import Sessions
@@ -59,12 +59,12 @@ class InProcessServer:
         if self.kind.blocking and isinstance(environment, str):
             children = min(capacity, os.cpu_count() or 1)
             self._host = ChildPool(children=children, per_child=-(-capacity // children), modules=True)
-        self.sessions = _Served(self._player, capacity, self._resolver)
+        self.sessions = _Served(self._runner, capacity, self._resolver)
 
-    def _player(self, request: OpenSession) -> Player | None:
+    def _runner(self, request: OpenSession) -> EnvRunner | None:
         if self._host is not None:
-            return self._host.player("", request)
-        return ThreadPlayer() if self.kind.blocking else LocalPlayer("", modules=True)
+            return self._host.runner("", request)
+        return ThreadEnvRunner() if self.kind.blocking else LocalEnvRunner("", modules=True)
 
     async def play(self, verb: str, noun: Any) -> Any:
         """Answer one call (shared/messaging/websocket_frames.py)."""
@@ -118,25 +118,25 @@ def _playable(given: type[Environment] | type[AbstractGame]) -> type[Environment
 
 
 class _Served(Sessions):
-    """Sessions of one class, whose players come from the server."""
+    """Sessions of one class, whose runners come from the server."""
 
-    def __init__(self, player: Callable[[OpenSession], Player | None], limit: int, resolver: Resolver) -> None:
+    def __init__(self, runner: Callable[[OpenSession], EnvRunner | None], limit: int, resolver: Resolver) -> None:
         # the env worker enforces the operator's env_import_timeout_s and closes late sessions
         super().__init__("", limit=limit, resolver=resolver, import_timeout_s=MAX_IMPORT_S)
-        self._new_player = player
+        self._new_runner = runner
 
-    def _player(self, request: OpenSession, blocking: bool) -> Player | None:
-        return self._new_player(request)
+    def _runner(self, request: OpenSession, blocking: bool) -> EnvRunner | None:
+        return self._new_runner(request)
 
 
-class ThreadPlayer:
+class ThreadEnvRunner:
     """Plays an environment that may block in a separate thread with its own event loop.
 
     A thread cannot be killed: one that hangs beyond its episode's deadline stays until the process ends.
     """
 
     def __init__(self) -> None:
-        self._player = LocalPlayer("", modules=True)
+        self._runner = LocalEnvRunner("", modules=True)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="environment", daemon=True)
         self._thread.start()
@@ -146,13 +146,13 @@ class ThreadPlayer:
         self._loop.close()
 
     async def open(self, request: OpenSession) -> SessionReply:
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._player.open(request), self._loop))
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._runner.open(request), self._loop))
 
     async def step(self, request: StepSession) -> SessionReply:
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._player.step(request), self._loop))
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._runner.step(request), self._loop))
 
     async def close(self) -> None:
         try:
-            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._player.close(), self._loop))
+            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._runner.close(), self._loop))
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)

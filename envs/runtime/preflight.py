@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from opentinker.envs.runtime.player import guard_user_code
+from opentinker.envs.runtime.env_runner import guard_user_code
 from opentinker.shared.messaging.reply_validation import known_seats
 from opentinker.shared.types.env_protocol import EnvCheck, EnvCheckReply, SessionReply
 from opentinker.shared.types.errors import SpecError

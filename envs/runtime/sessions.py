@@ -21,11 +21,11 @@ import msgspec
 import structlog
 from prometheus_client import Counter, Gauge
 
-from opentinker.envs.runtime.child_pool import ChildPlayer, ChildPool
-from opentinker.envs.runtime.player import LocalPlayer, Player, guard_user_code
+from opentinker.envs.runtime.child_pool import ChildEnvRunner, ChildPool
+from opentinker.envs.runtime.env_runner import EnvRunner, LocalEnvRunner, guard_user_code
 from opentinker.envs.runtime.resolver import Resolver
+from opentinker.envs.runtime.tools.tool_env_runner import ToolEnvRunner
 from opentinker.envs.runtime.tools.tool_factory import ToolFactory
-from opentinker.envs.runtime.tools.tool_player import ToolPlayer
 from opentinker.shared.messaging.reply_validation import failure, late_import
 from opentinker.shared.runtime.telemetry import REGISTRY, Meters
 from opentinker.shared.runtime.timeline import LanesByJob
@@ -47,7 +47,7 @@ ENDED = Counter("opentinker_env_endings", "Sessions ended, by reason", ["reason"
 
 
 class Session:
-    __slots__ = ("answer", "cost", "ended", "imported", "importing", "opened", "player", "request", "task", "timer",
+    __slots__ = ("answer", "cost", "ended", "imported", "importing", "opened", "request", "runner", "task", "timer",
                  "turn")  # fmt: skip
 
     def __init__(self, request: OpenSession, opened: asyncio.Future[SessionReply]) -> None:
@@ -61,7 +61,7 @@ class Session:
         self.answer = opened
         """Answer to the newest request."""
         self.turn = OPEN
-        self.player: Player | None = None
+        self.runner: EnvRunner | None = None
         self.task: asyncio.Task[SessionReply] | None = None
         self.timer: asyncio.TimerHandle | None = None
         self.ended = ""
@@ -183,12 +183,12 @@ class Sessions:
         if request.turn != session.turn + 1 or not session.answer.done():
             expected = session.turn + 1 if session.answer.done() else f"the answer to turn {session.turn}"
             return failure(self.worker, Ending.ENV_ERROR, f"turn {request.turn} is out of order: expected {expected}")
-        assert session.player is not None
+        assert session.runner is not None
         session.turn = request.turn
         session.answer = asyncio.get_running_loop().create_future()
         STEPS.inc()
         self.meters.of(session.request.job).counts["env/steps"] += 1
-        self._play(session, "turn", session.player.step(request))
+        self._play(session, "turn", session.runner.step(request))
         return await asyncio.shield(session.answer)
 
     async def close(self, request: CloseSession) -> SessionReply:
@@ -214,20 +214,20 @@ class Sessions:
 
     async def _begin(self, session: Session) -> SessionReply:
         request = session.request
-        player = await self._find_player(session)
-        if player is None:
+        runner = await self._find_runner(session)
+        if runner is None:
             return SessionReply(worker=self.worker, busy=True)
-        session.player = player
-        if isinstance(player, LocalPlayer):
-            player.importing = partial(self._stop_clock, session)
-        if isinstance(player, ChildPlayer) and (wrong := await player.prepare(request, self._import_timeout_s)):
+        session.runner = runner
+        if isinstance(runner, LocalEnvRunner):
+            runner.importing = partial(self._stop_clock, session)
+        if isinstance(runner, ChildEnvRunner) and (wrong := await runner.prepare(request, self._import_timeout_s)):
             return wrong
         self._start_clock(session)
         if request.tools:
             if self._tool_factory is None:
                 return failure(self.worker, Ending.ENV_ERROR, "this env worker has no tools")
-            session.player = ToolPlayer(self.worker, player, self._tool_factory, lambda: self.meters.of(request.job))
-        reply = await session.player.open(request)
+            session.runner = ToolEnvRunner(self.worker, runner, self._tool_factory, lambda: self.meters.of(request.job))
+        reply = await session.runner.open(request)
         if (
             self._is_elsewhere(request)
             and reply.failure is None
@@ -264,21 +264,21 @@ class Sessions:
             session.importing = loop.create_future()
             session.imported.set_result(None)
 
-    async def _find_player(self, session: Session) -> Player | None:
-        """Return the player of a session; None if there is no room."""
+    async def _find_runner(self, session: Session) -> EnvRunner | None:
+        """Return the runner of a session; None if there is no room."""
         request = session.request
         if self._is_elsewhere(request):
             if not self._charge(session, self._known_cost(request)) or self._host is None:
                 return None
             if request.isolation == "sandbox":
                 return await self._host.sandboxed(self.worker, request)
-            return self._player(request, True)
+            return self._runner(request, True)
         found = await self._resolver.find(request.environment)
         if not self._charge(session, found.cost):
             return None
         if not found.blocking:
             await self._resolver.prepare(request.environment, request.config)
-        return self._player(request, found.blocking)
+        return self._runner(request, found.blocking)
 
     def _is_elsewhere(self, request: OpenSession) -> bool:
         """Return whether a sandbox or another interpreter plays it: it is then not imported here, and its child reports
@@ -290,10 +290,10 @@ class Sessions:
     def _known_cost(self, request: OpenSession) -> float:
         return 1.0 if self._host is None else self._host.cost(request.environment)
 
-    def _player(self, request: OpenSession, blocking: bool) -> Player | None:
+    def _runner(self, request: OpenSession, blocking: bool) -> EnvRunner | None:
         if not blocking:
-            return LocalPlayer(self.worker, modules=self._resolver.modules)
-        return None if self._host is None else self._host.player(self.worker, request)
+            return LocalEnvRunner(self.worker, modules=self._resolver.modules)
+        return None if self._host is None else self._host.runner(self.worker, request)
 
     def _charge(self, session: Session, cost: float) -> bool:
         """Return whether the worker has room for the session, and charge its cost. A session above the limit may run
@@ -379,9 +379,9 @@ class Sessions:
                     "environment_ignores_cancellation", job=session.request.job, episode=session.request.session
                 )
                 await asyncio.wait([session.task])  # its place is occupied until then
-        if session.player is None:
+        if session.runner is None:
             return
-        closing = asyncio.get_running_loop().create_task(session.player.close(), name=session.title)
+        closing = asyncio.get_running_loop().create_task(session.runner.close(), name=session.title)
         await asyncio.wait([closing], timeout=CLOSE_S)
         if not closing.done():
             closing.cancel()

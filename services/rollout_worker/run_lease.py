@@ -28,13 +28,13 @@ from opentinker.shared.runtime.leased_worker import LeasedWorker
 from opentinker.shared.security.egress import Egress
 from opentinker.shared.security.model_keys import key_problem, read_model_keys
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.spec.engines import Player, engines, players_of
+from opentinker.shared.spec.engines import EnginePolicy, engine_policies, engines
 from opentinker.shared.spec.policies import frozen_spec_of, pool_spec_of, spec_of
 from opentinker.shared.spec.url_seats import urls_in
 from opentinker.shared.types.core import Lease
 from opentinker.shared.types.errors import JobFailed, SpecError
 
-MakeEngine = Callable[[JobSpec, Renderer, str, Sequence[Beside], Sequence[Player], int], Engine]
+MakeEngine = Callable[[JobSpec, Renderer, str, Sequence[Beside], Sequence[EnginePolicy], int], Engine]
 """See `service.make_engine`."""
 
 
@@ -66,39 +66,39 @@ class Loader:
         """Load the policies of the job, then frozen checkpoints and pools that play its seats. `opponents.py` gives a
         pool the weights of its members."""
         loaded: dict[str, LoadedPolicy] = {}
-        for players in self._engines:
-            async for policy in self._on_one_engine(players):
-                loaded[policy.name] = policy
-        return [loaded[player.name] for player in players_of(self._spec)]
+        for policies in self._engines:
+            async for one in self._on_one_engine(policies):
+                loaded[one.name] = one
+        return [loaded[policy.name] for policy in engine_policies(self._spec)]
 
-    async def _on_one_engine(self, players: Sequence[Player]) -> AsyncIterator[LoadedPolicy]:
+    async def _on_one_engine(self, policies: Sequence[EnginePolicy]) -> AsyncIterator[LoadedPolicy]:
         engine: Engine | None = None
-        for player in players:
-            own = self._spec_of(player)
-            given, beside = await asyncio.to_thread(self._weights, player)
+        for policy in policies:
+            own = self._spec_of(policy)
+            given, beside = await asyncio.to_thread(self._weights, policy)
             model = own.model.base if given is None or given.full is None else str(given.full)
             renderer = await self._renderer(own)
             if engine is None:
-                engine = view = self._make_engine(own, renderer, model, beside, players, len(self._engines))
+                engine = view = self._make_engine(own, renderer, model, beside, policies, len(self._engines))
                 self._held.push_async_callback(_close, engine)
                 await _start(self._worker, self._lease, engine, model)
             else:
                 assert own.model.lora is not None, "only adapters share an engine"
                 view = engine.sibling(renderer.eos_ids, own.model.lora)
-            policy = LoadedPolicy(player.name, own, view, renderer, player.is_frozen or bool(player.pool))
-            await _serve(policy, model, given, beside)
-            yield policy
+            loaded = LoadedPolicy(policy.name, own, view, renderer, policy.is_frozen or bool(policy.pool))
+            await _serve(loaded, model, given, beside)
+            yield loaded
 
-    def _spec_of(self, player: Player) -> JobSpec:
-        if player.pool:
-            return pool_spec_of(self._spec, player.pool)
-        return frozen_spec_of(self._spec, player.name) if player.is_frozen else spec_of(self._spec, player.name)
+    def _spec_of(self, policy: EnginePolicy) -> JobSpec:
+        if policy.pool:
+            return pool_spec_of(self._spec, policy.pool)
+        return frozen_spec_of(self._spec, policy.name) if policy.is_frozen else spec_of(self._spec, policy.name)
 
-    def _weights(self, player: Player) -> tuple[FixedWeights | None, Sequence[Beside]]:
+    def _weights(self, policy: EnginePolicy) -> tuple[FixedWeights | None, Sequence[Beside]]:
         """Return the weights that no trainer sends, and the adapters served with them. Blocking."""
         data_dir, job = self._worker.ctx.settings.data_dir, self._lease.job
-        if player.is_frozen:
-            return frozen_weights(data_dir, job, player.name), ()
+        if policy.is_frozen:
+            return frozen_weights(data_dir, job, policy.name), ()
         if self._spec.kind == "rl":
             return None, ()
         return weights_of(self._spec, data_dir, job), adapters_beside(self._spec, data_dir, job)

@@ -23,7 +23,7 @@ from opentinker.shared.messaging.env_client import EnvClient
 from opentinker.shared.runtime.leased_worker import LeasedWorker
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.spec.engines import Player, adapters_at_once
+from opentinker.shared.spec.engines import EnginePolicy, adapters_at_once
 from opentinker.shared.types.core import Lease, Pool
 from opentinker.shared.types.env_protocol import owner_of
 
@@ -64,13 +64,13 @@ def make_engine(
     renderer: Renderer,
     model: str,
     beside: Sequence[Beside],
-    players: Sequence[Player],
+    policies: Sequence[EnginePolicy],
     sharing: int,
     settings: Settings,
 ) -> Engine:
-    """Return an engine for the first of its players, with room for all. `spec`: with the first one's settings; `model`:
-    directory or hub id of the initial weights; `beside`: adapters that will be added; `sharing`: engines of this
-    worker."""
+    """Return an engine for the first of `policies`, with room for all. `spec`: with the first one's settings;
+    `model`: directory or hub id of the initial weights; `beside`: adapters that will be added; `sharing`: engines of
+    this worker."""
     if spec.rollout.toy is not None:
         return ToyEngine(
             spec.rollout.toy,
@@ -88,15 +88,15 @@ def make_engine(
     if serves:
         at_once = spec.serving.max_concurrent
     elif spec.kind == "eval":
-        at_once = rollout.max_concurrent_groups * len(players)
+        at_once = rollout.max_concurrent_groups * len(policies)
     else:
-        at_once = rollout.max_concurrent_groups * (spec.algorithm.group_size + rollout.oversample) * len(players)
+        at_once = rollout.max_concurrent_groups * (spec.algorithm.group_size + rollout.oversample) * len(policies)
     adapters = None
     if beside:
         rank = max(adapter.rank for adapter in beside)
         adapters = AdapterLimits(rank=rank, at_once=len(beside), beside_base=True)
-    elif ranks := [player.model.lora.rank for player in players if player.model and player.model.lora]:
-        adapters = AdapterLimits(rank=max(ranks), at_once=adapters_at_once(players))
+    elif ranks := [policy.model.lora.rank for policy in policies if policy.model and policy.model.lora]:
+        adapters = AdapterLimits(rank=max(ranks), at_once=adapters_at_once(policies))
     process = VllmProcess(
         model,
         dtype=spec.model.dtype,

@@ -19,7 +19,7 @@ MAX_ADAPTERS_AT_ONCE = 64
 """Of an engine that policies share: each has room on the accelerator, of the largest rank."""
 
 
-class Player(NamedTuple):
+class EnginePolicy(NamedTuple):
     """A policy, a frozen checkpoint or a pool, and what it needs of an engine."""
 
     name: str
@@ -40,22 +40,22 @@ class Player(NamedTuple):
         return self.model.base, self.model.dtype, self.model.fp32_head
 
 
-def engines(spec: JobSpec) -> list[list[Player]]:
-    """Return the engines of a rollout worker of the job, each with its players in their order. An engine with several
+def engines(spec: JobSpec) -> list[list[EnginePolicy]]:
+    """Return the engines of a rollout worker of the job, each with its policies in their order. An engine with several
     has adapters of one base, MAX_ADAPTERS_AT_ONCE at most."""
-    found: list[list[Player]] = []
-    for player in players_of(spec):
-        shared = (held for held in found if player.base is not None and held[0].base == player.base)
-        room = (held for held in shared if adapters_at_once([*held, player]) <= MAX_ADAPTERS_AT_ONCE)
+    found: list[list[EnginePolicy]] = []
+    for policy in engine_policies(spec):
+        shared = (held for held in found if policy.base is not None and held[0].base == policy.base)
+        room = (held for held in shared if adapters_at_once([*held, policy]) <= MAX_ADAPTERS_AT_ONCE)
         if (held := next(room, None)) is not None:
-            held.append(player)
+            held.append(policy)
         else:
-            found.append([player])
+            found.append([policy])
     return found
 
 
-def adapters_at_once(players: Sequence[Player]) -> int:
-    return sum(player.versions for player in players)
+def adapters_at_once(policies: Sequence[EnginePolicy]) -> int:
+    return sum(policy.versions for policy in policies)
 
 
 def versions_at_once(spec: JobSpec) -> int:
@@ -65,12 +65,13 @@ def versions_at_once(spec: JobSpec) -> int:
     return (spec.algorithm.max_staleness if spec.kind == "rl" else 0) + 2
 
 
-def players_of(spec: JobSpec) -> list[Player]:
+def engine_policies(spec: JobSpec) -> list[EnginePolicy]:
     """Return the policies of a job, then frozen checkpoints, then pools, each in their order."""
     found = []
     for name in spec.policies or ("",):
         own = spec_of(spec, name)
-        found.append(Player(name, own.model, versions_at_once(own)))
+        found.append(EnginePolicy(name, own.model, versions_at_once(own)))
     models = {player.frozen: player.model for player in spec.seats.values() if isinstance(player.model, ModelSpec)}
-    found += [Player(name, models.get(name), 1, is_frozen=True) for name in frozen_in(spec.seats)]
-    return found + [Player(pool_player(name), pool_spec_of(spec, name).model, 1, pool=name) for name in spec.pools]
+    found += [EnginePolicy(name, models.get(name), 1, is_frozen=True) for name in frozen_in(spec.seats)]
+    found += [EnginePolicy(pool_player(name), pool_spec_of(spec, name).model, 1, pool=name) for name in spec.pools]
+    return found

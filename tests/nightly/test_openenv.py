@@ -16,7 +16,7 @@ from opentinker.envs.adapters.openenv_schema import form_of
 from opentinker.envs.base import BadReply
 from opentinker.envs.registry import check
 from opentinker.envs.remote import REPLY_BYTES
-from opentinker.envs.runtime.player import LocalPlayer
+from opentinker.envs.runtime.env_runner import LocalEnvRunner
 from opentinker.envs.runtime.resolver import Resolver
 from opentinker.envs.runtime.sessions import Sessions
 from opentinker.local.processes import free_port
@@ -52,7 +52,7 @@ class Playing:
     def hurry(self) -> None:
         """No answer is waited for any longer."""
         player = self.sessions._sessions[self.id].player
-        assert isinstance(player, LocalPlayer) and player.environment is not None
+        assert isinstance(player, LocalEnvRunner) and player.environment is not None
         environment: Any = player.environment
         environment.config = environment.config.model_copy(update={"request_timeout_s": 0.2})
 

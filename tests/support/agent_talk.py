@@ -11,7 +11,8 @@ from openai import AsyncOpenAI
 
 from opentinker.envs.agent import AgentEnvironment, Result
 from opentinker.envs.base import Action, EnvironmentConfig, Opening, Step
-from opentinker.envs.runtime.player import action_of, opening_of, reply_of
+from opentinker.envs.runtime.env_replies import opening_reply, step_reply
+from opentinker.envs.runtime.env_runner import action_of
 from opentinker.shared.types.core import StopReason
 from opentinker.shared.types.env_protocol import Policy, SessionReply, StepSession
 
@@ -88,10 +89,10 @@ class Direct:
         self.environment = environment
 
     async def open(self, *, row: int, seed: int, **_: object) -> SessionReply:
-        return opening_of("w", self.environment, await self.environment.open(row, seed))
+        return opening_reply("w", self.environment, await self.environment.open(row, seed))
 
     async def step(self, worker: str, request: StepSession) -> SessionReply:
-        reply = reply_of(worker, self.environment, await self.environment.step(action_of(request.turn, request)))
+        reply = step_reply(worker, self.environment, await self.environment.step(action_of(request.turn, request)))
         if reply.done:
             await self.environment.close()
         return reply

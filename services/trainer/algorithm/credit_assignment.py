@@ -1,6 +1,6 @@
 """Credit assignment: the groups of a batch -> one advantage per sampled token. Pure numpy.
 
-A reward belongs to a player (`seats.py`), one seat of one sample, whose tokens may be in several trajectories.
+A reward belongs to a `SeatPlay`, one seat in one sample, whose tokens may be in several trajectories.
 
 rewards --overlong penalty--> --KL in the reward--> --estimator of the spec--> --teacher--> advantages
 """
@@ -16,7 +16,7 @@ import numpy as np
 
 from opentinker.services.trainer.algorithm import advantages
 from opentinker.services.trainer.algorithm.advantages import F64
-from opentinker.services.trainer.algorithm.seats import Player, credit_groups
+from opentinker.services.trainer.algorithm.seats import SeatPlay, credit_groups
 from opentinker.services.trainer.algorithm.tree_credit import credit_candidates
 from opentinker.shared.spec import AlgorithmSpec
 from opentinker.shared.spec.seat_lists import list_of
@@ -66,14 +66,14 @@ def assign(
     """
     trajectories = [t for group in groups for t in group.trajectories]
     peers = credit_groups(groups, algorithm)
-    players = [player for group in peers for player in group]
+    plays = [play for group in peers for play in group]
     _require_listed_seats(groups, algorithm)
-    metrics = _team_metrics(players)
-    penalty_P = np.zeros(len(players))
+    metrics = _team_metrics(plays)
+    penalty_P = np.zeros(len(plays))
     if algorithm.overlong_shaping:
         assert algorithm.overlong_length and algorithm.overlong_buffer
         penalty_P = advantages.overlong_penalty(
-            [player.tokens for player in players], length=algorithm.overlong_length, buffer=algorithm.overlong_buffer
+            [play.tokens for play in plays], length=algorithm.overlong_length, buffer=algorithm.overlong_buffer
         )
         metrics["reward/overlong"] = float(penalty_P.mean())
     costs_S = [np.zeros(np.count_nonzero(t.mask)) for t in trajectories]
@@ -85,8 +85,8 @@ def assign(
     if algorithm.advantage == "gae" and values is None:
         values = frozen = Values([_value(t) for t in trajectories], [t.end_value for t in trajectories])
     claims = [
-        Claim(player, float(penalty), player.join(costs_S), algorithm.team_weight or 0.0)
-        for player, penalty in zip(players, penalty_P, strict=True)
+        Claim(play, float(penalty), play.join(costs_S), algorithm.team_weight or 0.0)
+        for play, penalty in zip(plays, penalty_P, strict=True)
     ]
     after: SeatBaselines = {}
     try:
@@ -100,8 +100,8 @@ def assign(
             advantages_P, returns_P = _estimate(claims, [len(group) for group in peers], algorithm, values)
     except ValueError as error:
         raise JobFailed(f"advantage = {algorithm.advantage!r}: {error}") from error
-    advantages_S = _by_trajectory(players, advantages_P)
-    returns_S = None if returns_P is None else _by_trajectory(players, returns_P)
+    advantages_S = _by_trajectory(plays, advantages_P)
+    returns_S = None if returns_P is None else _by_trajectory(plays, returns_P)
     if frozen is not None and returns_S is not None:
         metrics |= _value_metrics(np.concatenate(frozen.before_S), np.concatenate(returns_S))
         returns_S = None
@@ -114,27 +114,27 @@ def assign(
 
 @dataclass(frozen=True)
 class Claim:
-    """Reward, penalty and costs of a player; arrays are in its order of play."""
+    """Reward, penalty and costs of a play; arrays are in its order of play."""
 
-    player: Player
+    play: SeatPlay
     penalty: float
     """Penalty for length, charged to the last turn."""
     costs_N: F64
     """The KL cost, per token."""
     team_weight: float
-    """Share of the team's mean reward in the player's, if it is in a team: r = w * team + (1 - w) * own."""
+    """Share of the team's mean reward in its own, if it is in a team: r = w * team + (1 - w) * own."""
 
     @property
     def own_share(self) -> float:
-        return 1.0 if self.player.team is None else 1.0 - self.team_weight
+        return 1.0 if self.play.team is None else 1.0 - self.team_weight
 
     @property
     def team_part(self) -> float:
-        return 0.0 if self.player.team is None else self.team_weight * self.player.team[1]
+        return 0.0 if self.play.team is None else self.team_weight * self.play.team[1]
 
     @property
     def reward(self) -> float:
-        return self.own_share * self.player.reward + self.team_part + self.penalty
+        return self.own_share * self.play.reward + self.team_part + self.penalty
 
     @property
     def total(self) -> float:
@@ -143,11 +143,11 @@ class Claim:
 
     def turn_rewards_K(self, *, less_costs: bool) -> F64:
         """The team's part is an outcome: it is paid at the last turn."""
-        rewards = self.own_share * self.player.turn_rewards_K
+        rewards = self.own_share * self.play.turn_rewards_K
         if len(rewards):
             rewards[-1] += self.team_part + self.penalty
             if less_costs:
-                np.subtract.at(rewards, self.player.turn_N, self.costs_N)
+                np.subtract.at(rewards, self.play.turn_N, self.costs_N)
         return rewards
 
 
@@ -161,10 +161,10 @@ def _require_listed_seats(groups: Sequence[Group], algorithm: AlgorithmSpec) -> 
             raise JobFailed(f"algorithm.{field} names no seat of this environment; its seats are: {names}")
 
 
-def _team_metrics(players: list[Player]) -> dict[str, float]:
+def _team_metrics(plays: list[SeatPlay]) -> dict[str, float]:
     """Return reward/team/NAME: mean reward of the team over the samples and its seats."""
     rewards: dict[str, list[float]] = {}
-    for team, reward in (player.team for player in players if player.team is not None and player.is_played):
+    for team, reward in (play.team for play in plays if play.team is not None and play.is_played):
         rewards.setdefault(team, []).append(reward)
     return {f"reward/team/{team}": math.fsum(own) / len(own) for team, own in sorted(rewards.items())}
 
@@ -172,8 +172,8 @@ def _team_metrics(players: list[Player]) -> dict[str, float]:
 def _estimate(
     claims: list[Claim], sizes: list[int], algorithm: AlgorithmSpec, values: Values | None
 ) -> tuple[list[F64], list[F64] | None]:
-    """Return advantages per player, [N] in order of play, and returns for a critic. `sizes`: numbers of consecutive
-    players that are compared with each other; a single player gets 0 where a group is the baseline. Normalisation over
+    """Return advantages per play, [N] in order of play, and returns for a critic. `sizes`: numbers of consecutive
+    plays that are compared with each other; a single play gets 0 where a group is the baseline. Normalisation over
     the batch is done seat by seat: seats may have opposite rewards."""
     name, options = algorithm.advantage, algorithm.options("advantage")
     options.pop("episode_peers", None)  # it made the groups
@@ -194,36 +194,36 @@ def _estimate(
             turns_G = [claims[i].turn_rewards_K(less_costs=True) for i in members]
             values_G = advantages.per_turn(turns_G, gamma=options["gamma"], normalize_std=options["normalize_std"])
             for i, values_K in zip(members, values_G, strict=True):
-                values_P[i] = claims[i].player.spread(values_K)
+                values_P[i] = claims[i].play.spread(values_K)
         return values_P, None
     totals_P = np.array([claim.total for claim in claims])
     if name == "reinforce_pp_baseline":
-        for seat in sorted({claim.player.seat for claim in claims}):
-            own_B = [members for members in members_B if claims[members[0]].player.seat == seat]
-            counts_B = [[claims[i].player.tokens for i in members] for members in own_B]
+        for seat in sorted({claim.play.seat for claim in claims}):
+            own_B = [members for members in members_B if claims[members[0]].play.seat == seat]
+            counts_B = [[claims[i].play.tokens for i in members] for members in own_B]
             found_B = advantages.reinforce_pp_baseline([totals_P[list(m)] for m in own_B], counts_B) if own_B else []
             for members, found_G in zip(own_B, found_B, strict=True):
                 for i, value in zip(members, found_G, strict=True):
-                    values_P[i] = np.full(claims[i].player.tokens, value)
+                    values_P[i] = np.full(claims[i].play.tokens, value)
         return values_P, None
     over_turns = options.pop("baseline_over", "episodes") == "turns"
     for members in members_B:
-        counted = {"turns_G": [claims[i].player.turns for i in members]} if over_turns else {}
+        counted = {"turns_G": [claims[i].play.turns for i in members]} if over_turns else {}
         scores_G = GROUPWISE[str(name)](totals_P[list(members)], **options, **counted)
         for i, value in zip(members, scores_G, strict=True):
-            values_P[i] = np.full(claims[i].player.tokens, value)
+            values_P[i] = np.full(claims[i].play.tokens, value)
     return values_P, None
 
 
 def _rae(
     claims: list[Claim], algorithm: AlgorithmSpec, baselines: SeatBaselines
 ) -> tuple[list[F64], SeatBaselines, dict[str, float]]:
-    """Return advantages per player, the running baselines after the batch, and the metrics reward/baseline and, where
+    """Return advantages per play, the running baselines after the batch, and the metrics reward/baseline and, where
     there are several seats, reward/baseline/SEAT: means of what the rewards were compared with."""
     after = {environment: dict(of_seats) for environment, of_seats in baselines.items()}
     own: dict[tuple[str, str], list[int]] = {}
     for i, claim in enumerate(claims):
-        own.setdefault((claim.player.environment, claim.player.seat), []).append(i)
+        own.setdefault((claim.play.environment, claim.play.seat), []).append(i)
     scores_P, totals_P = np.empty(len(claims)), np.array([claim.total for claim in claims])
     for (environment, seat), places in own.items():
         before = after.setdefault(environment, {}).get(seat, 0.0)
@@ -234,9 +234,9 @@ def _rae(
     metrics = {"reward/baseline": float(compared_P.mean())}
     if len(seats := sorted({seat for _, seat in own})) > 1:
         for seat in seats:
-            places = [i for i, claim in enumerate(claims) if claim.player.seat == seat]
+            places = [i for i, claim in enumerate(claims) if claim.play.seat == seat]
             metrics[f"reward/baseline/{seat}"] = float(compared_P[places].mean())
-    values_P = [np.full(claim.player.tokens, score) for claim, score in zip(claims, scores_P, strict=True)]
+    values_P = [np.full(claim.play.tokens, score) for claim, score in zip(claims, scores_P, strict=True)]
     return values_P, after, metrics
 
 
@@ -244,13 +244,13 @@ def _gae(claim: Claim, values: Values, gamma: float, lam: float) -> tuple[F64, F
     """A turn's reward is placed on its last token, the penalty on the last token of all. The last token of a stream is
     followed by the first of the stream that the seat acts in next; the last of all by the end or, in a truncated
     episode, by the end state of the seat's last stream."""
-    player, rewards = claim.player, -claim.costs_N
+    play, rewards = claim.play, -claim.costs_N
     for k, reward in enumerate(claim.turn_rewards_K(less_costs=False)):
-        places = np.flatnonzero(player.turn_N == k)
+        places = np.flatnonzero(play.turn_N == k)
         if len(places):
             rewards[places[-1]] += reward
-    values_N = np.asarray(player.join(values.before_S), dtype=np.float64)
-    end = float(values.end_S[player.last]) if player.truncated else 0.0
+    values_N = np.asarray(play.join(values.before_S), dtype=np.float64)
+    end = float(values.end_S[play.last]) if play.truncated else 0.0
     return advantages.gae(rewards, values_N, gamma=gamma, lam=lam, end_value=end)
 
 
@@ -258,18 +258,18 @@ def _seat_by_seat(
     claims: list[Claim], values_P: list[F64], normalise: Callable[[Sequence[F64]], list[F64]]
 ) -> list[F64]:
     found = list(values_P)
-    for seat in {claim.player.seat for claim in claims}:
-        own = [i for i, claim in enumerate(claims) if claim.player.seat == seat]
+    for seat in {claim.play.seat for claim in claims}:
+        own = [i for i, claim in enumerate(claims) if claim.play.seat == seat]
         for i, values in zip(own, normalise([values_P[i] for i in own]), strict=True):
             found[i] = values
     return found
 
 
-def _by_trajectory(players: list[Player], values_P: list[F64]) -> list[F64]:
+def _by_trajectory(plays: list[SeatPlay], values_P: list[F64]) -> list[F64]:
     found = {
         place: values
-        for player, values_N in zip(players, values_P, strict=True)
-        for place, values in zip(player.places, player.part(values_N), strict=True)
+        for play, values_N in zip(plays, values_P, strict=True)
+        for place, values in zip(play.places, play.part(values_N), strict=True)
     }
     return [found[place] for place in range(len(found))]
 

@@ -1,7 +1,7 @@
-"""Players, the units of reward: one seat of one sample of a group, across all streams that it acted in. Pure numpy.
+"""`SeatPlay`, the unit of reward: one seat in one sample of a group, across all streams that it acted in. Pure numpy.
 
-A player's tokens are in its streams; its turns have an order of play across them. Rewards and returns belong to the
-player, in that order; advantages are distributed back to the streams.
+Its tokens are in its streams; its turns have an order of play across them. Rewards and returns belong to the whole, in
+that order; advantages are distributed back to the streams.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ I64 = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Player:
+class SeatPlay:
     """N: sampled tokens of all its streams; K: its turns, in order of play."""
 
     environment: str
@@ -35,7 +35,7 @@ class Player:
     team: tuple[str, float] | None = None
     """Name of its team in this sample, and the team's mean reward."""
     is_played: bool = True
-    """Whether it played its episode; in a tree, players may stand for the candidates that were not chosen."""
+    """False in a tree for the candidates that were not chosen."""
 
     @property
     def reward(self) -> float:
@@ -62,7 +62,7 @@ class Player:
 
     @cached_property
     def _ranks(self) -> list[I64]:
-        """Per stream, the position of each turn among the player's turns."""
+        """Per stream, the position of each turn among the play's turns."""
         numbers = [turn.number for stream in self.streams for turn in stream.turns]
         ranks = np.empty(len(numbers), dtype=np.int64)
         ranks[np.argsort(numbers, kind="stable")] = np.arange(len(numbers))
@@ -108,7 +108,7 @@ class Player:
         return found
 
     def join(self, values_S: Sequence[F64]) -> F64:
-        """Select from [T] per trajectory of the batch this player's sampled tokens, in order of play."""
+        """Select from [T] per trajectory of the batch this play's sampled tokens, in order of play."""
         found: F64 = np.concatenate([values_S[place] for place in self.places])[self._order]
         return found
 
@@ -119,26 +119,26 @@ class Player:
         return np.split(values, np.cumsum(self.counts)[:-1])
 
 
-def credit_groups(groups: Sequence[Group], algorithm: AlgorithmSpec | None = None) -> list[list[Player]]:
-    """Return the players of a batch, grouped for comparison: the same seat in all samples of a group; of seats that
+def credit_groups(groups: Sequence[Group], algorithm: AlgorithmSpec | None = None) -> list[list[SeatPlay]]:
+    """Return the plays of a batch, grouped for comparison: the same seat in all samples of a group; of seats that
     `episode_peers` lists together, these seats in one sample.
 
     Source of the latter: hierarchical GRPO of prime-rl (github.com/PrimeIntellect-ai/prime-rl): the attempts at one
-    proposed problem are compared with each other, the proposals with each other; a player without peers gets 0.
+    proposed problem are compared with each other, the proposals with each other; a play without peers gets 0.
     """
-    found: list[list[Player]] = []
+    found: list[list[SeatPlay]] = []
     first = 0
     teams = {} if algorithm is None else algorithm.team or {}
     peers = {} if algorithm is None else algorithm.episode_peers or {}
     for group in groups:
         paid = team_rewards(group.totals, teams) if teams else {}
-        compared: dict[tuple[str, int | None], list[Player]] = {}
+        compared: dict[tuple[str, int | None], list[SeatPlay]] = {}
         for seat, samples in group.seats.items():
             together = list_of(peers, seat)
             for places in samples:
-                player = _player(group, seat, places, first, paid)
-                key = (seat, None) if together is None else (together, player.streams[0].index)
-                compared.setdefault(key, []).append(player)
+                play = _play(group, seat, places, first, paid)
+                key = (seat, None) if together is None else (together, play.streams[0].index)
+                compared.setdefault(key, []).append(play)
         found += compared.values()
         first += len(group.trajectories)
     return found
@@ -159,12 +159,12 @@ def team_rewards(totals: Mapping[int, Mapping[str, float]], teams: Mapping[str, 
     return found
 
 
-def _player(group: Group, seat: str, places: list[int], first: int, paid: TeamRewards) -> Player:
+def _play(group: Group, seat: str, places: list[int], first: int, paid: TeamRewards) -> SeatPlay:
     streams = [group.trajectories[place] for place in places]
     team = paid.get((streams[0].index, seat))
     played = group.is_played(streams[0].index)
-    return Player(group.environment, seat, [first + place for place in places], streams, team, played)
+    return SeatPlay(group.environment, seat, [first + place for place in places], streams, team, played)
 
 
-def players_of(groups: Sequence[Group]) -> list[Player]:
-    return [player for peers in credit_groups(groups) for player in peers]
+def seat_plays(groups: Sequence[Group]) -> list[SeatPlay]:
+    return [play for peers in credit_groups(groups) for play in peers]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from opentinker.services.trainer.algorithm.seats import players_of
+from opentinker.services.trainer.algorithm.seats import seat_plays
 from opentinker.shared.types.core import WeightVersion
 from opentinker.shared.types.trajectories import Group
 
@@ -27,16 +27,16 @@ Histogram = dict[str, Any]
 
 
 def distributions(groups: Sequence[Group], version: WeightVersion, values: dict[str, float]) -> dict[str, Histogram]:
-    """Return histograms of a batch trained at `version`: reward, length and turns of players, staleness of
+    """Return histograms of a batch trained at `version`: reward, length and turns of plays, staleness of
     trajectories, and the importance ratio of tokens if the learner reported it; its entries are removed from
     `values`."""
-    players = [player for player in players_of(list(groups)) if player.is_played]
-    rewards = [player.reward for player in players]
+    plays = [play for play in seat_plays(list(groups)) if play.is_played]
+    rewards = [play.reward for play in plays]
     lags = [version.step - t.oldest.step for group in groups for t in group.trajectories]
     found = {
         "reward": histogram(rewards, reward_edges(rewards)),
-        "length": histogram([player.tokens for player in players], LENGTHS),
-        "turns": histogram([sum(len(t.turns) for t in player.streams) for player in players], TURNS),
+        "length": histogram([play.tokens for play in plays], LENGTHS),
+        "turns": histogram([sum(len(t.turns) for t in play.streams) for play in plays], TURNS),
         "staleness": histogram(lags, STALENESS),
     }
     counted = [values.pop(f"{RATIO}{bin}", None) for bin in range(len(RATIOS) + 1)]

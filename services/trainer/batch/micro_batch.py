@@ -15,7 +15,7 @@ from torch import Tensor
 from opentinker.services.trainer.algorithm import losses
 from opentinker.services.trainer.algorithm.advantages import F64
 from opentinker.services.trainer.algorithm.credit_assignment import Credit
-from opentinker.services.trainer.algorithm.seats import players_of
+from opentinker.services.trainer.algorithm.seats import seat_plays
 from opentinker.services.trainer.distributed.process_group import ProcessGroup
 from opentinker.shared.nn.layout import I64, Layout, layout, with_ends
 from opentinker.shared.nn.packing import pack, share
@@ -109,8 +109,8 @@ def _update(
 ) -> list[MicroBatch]:
     part = [t for group in groups for t in group.trajectories]
     images = {digest: data for group in groups for digest, data in group.images.items()}
-    players = [player for player in players_of(groups) if player.tokens]
-    wholes = {place: player.tokens for player in players for place in player.places}
+    plays = [play for play in seat_plays(groups) if play.tokens]
+    wholes = {place: play.tokens for play in plays for place in play.places}
     sampled = [i for i, t in enumerate(part) if t.mask.any()]
     if not sampled:
         raise JobFailed("a whole batch came without one sampled token: do the prompts fill the context window?")
@@ -121,7 +121,7 @@ def _update(
     for places in packed:
         members = [sampled[own[place]] for place in places]
         micro = _micro_batch([part[i] for i in members], version, spec, device, tokens, images)
-        micro.scale_M = _scale(micro, [wholes[i] for i in members], len(players), spec)
+        micro.scale_M = _scale(micro, [wholes[i] for i in members], len(plays), spec)
         micro.members = [first + i for i in members]
         micros.append(micro)
     if spec.train.parallel != "data":
@@ -248,15 +248,15 @@ def size_metrics(columns: Mapping[str, F64]) -> dict[str, float]:
     return metrics
 
 
-def _scale(micro: MicroBatch, wholes: list[int], players: int, spec: JobSpec) -> Tensor:
+def _scale(micro: MicroBatch, wholes: list[int], plays: int, spec: JobSpec) -> Tensor:
     """Return the loss weights [M]. A sequence is the output of one seat in one sample: `wholes` are the token counts of
-    the sequences that the members belong to, `players` the number of sequences in the optimizer step."""
+    the sequences that the members belong to, `plays` the number of sequences in the optimizer step."""
     counts_S = torch.bincount(micro.sequence_M)
     match spec.algorithm.aggregation:
         case "sequence_mean":
-            return losses.sequence_mean(counts_S, players, torch.tensor(wholes, device=counts_S.device))
+            return losses.sequence_mean(counts_S, plays, torch.tensor(wholes, device=counts_S.device))
         case "constant":
-            return losses.constant(counts_S, players, spec.rollout.max_tokens)
+            return losses.constant(counts_S, plays, spec.rollout.max_tokens)
         case _:
             return losses.token_mean(counts_S, micro.batch_tokens)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from opentinker.envs.base import Environment
-from opentinker.envs.runtime.player import LocalPlayer
+from opentinker.envs.runtime.env_runner import LocalEnvRunner
 from opentinker.shared.types.core import Message, StopReason
 from opentinker.shared.types.env_protocol import OpenSession, SeatAction, SeatPrompt, SessionReply
 
@@ -93,7 +93,7 @@ async def play(
     """One episode to its end, or until it fails, the policy says nothing, or `turns` are over. `bots`: as in
     OpenSession."""
     tried = Tried(row, seed)
-    player = LocalPlayer("here", modules=True)
+    player = LocalEnvRunner("here", modules=True)
     request = OpenSession(
         job="trial", session="trial", environment=name, config=config, row=row, seed=seed, deadline_s=3600.0,
         answer_within_s=3600.0, bots=bots or {},

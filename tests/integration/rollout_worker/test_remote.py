@@ -422,7 +422,7 @@ async def test_an_episode_goes_on_after_its_websocket_broke() -> None:
         await playing.open()
         await playing.step(0, "a", seat="blue")
         session = playing.sessions._sessions[playing.request.session]
-        transport = session.player.environment._socket._response.connection.transport  # type: ignore[union-attr]
+        transport = session.runner.environment._socket._response.connection.transport  # type: ignore[union-attr]
         transport.abort()
         assert (await playing.step(1, "b", seat="red")).done
 

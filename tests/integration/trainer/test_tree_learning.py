@@ -8,7 +8,7 @@ from typing import Any
 
 from examples.learning_table import CONTEXT, MODEL, BatchSampler, LocalSessions
 from examples.models.make_tiny import make_tiny
-from opentinker.envs.runtime.player import LocalPlayer
+from opentinker.envs.runtime.env_runner import LocalEnvRunner
 from opentinker.services.rollout_worker.renderer import Renderer
 from opentinker.services.rollout_worker.seat_map import SeatMap
 from opentinker.services.rollout_worker.tree_episode import TreeEpisode
@@ -28,7 +28,7 @@ class Here(LocalSessions):
     """With the environments of the tests."""
 
     async def open(self, importing: object = None, **request: Any) -> SessionReply:
-        player = self.players[request["session"]] = LocalPlayer("here", modules=True)
+        player = self.players[request["session"]] = LocalEnvRunner("here", modules=True)
         return await player.open(OpenSession(**request, answer_within_s=request["deadline_s"]))
 
 

@@ -14,8 +14,8 @@ from opentinker.envs.bots import BOT_TURNS, check_bots, resolve_bots
 from opentinker.envs.builtin.tictactoe import TicTacToe
 from opentinker.envs.registry import make
 from opentinker.envs.runtime.child_pool import ChildPool
+from opentinker.envs.runtime.env_runner import LocalEnvRunner
 from opentinker.envs.runtime.in_process_server import InProcessServer
-from opentinker.envs.runtime.player import LocalPlayer
 from opentinker.envs.runtime.resolver import Resolver
 from opentinker.envs.tools import tool
 from opentinker.services.env_worker.service import check_environment
@@ -107,7 +107,7 @@ def named(name: str) -> str:
 
 
 async def test_turns_of_bots_are_played_between_those_of_models() -> None:
-    player = LocalPlayer("w", modules=True)
+    player = LocalEnvRunner("w", modules=True)
     opened = await player.open(opening(ROUND, {"a": "parrot", "c": "parrot"}))
     assert (opened.seat, opened.stream, opened.messages[0].text) == ("b", "b0", "a said first!")
     assert [one.name for one in opened.tools] == ["note"]
@@ -126,7 +126,7 @@ async def test_turns_of_bots_are_played_between_those_of_models() -> None:
 
 
 async def test_rewards_that_bots_bring_to_a_model_belong_to_its_turn_before() -> None:
-    player = LocalPlayer("w", modules=True)
+    player = LocalEnvRunner("w", modules=True)
     await player.open(opening(ROUND, {"b": "parrot", "c": "parrot"}))
     bots = {"b": {"spoke": 1.0, "heard": 10.0}, "c": {"spoke": 1.0}}
     first = await player.step(said("x", 0, "a"))
@@ -158,7 +158,7 @@ async def test_a_reward_from_before_a_seats_first_turn_comes_with_the_first_turn
 
 
 async def test_bots_may_call_tools() -> None:
-    player = LocalPlayer("w", modules=True)
+    player = LocalEnvRunner("w", modules=True)
     request = msgspec.structs.replace(opening(ROUND, {"a": "caller"}), tool_turns=3)
     opened = await player.open(request)
     environment: Any = player.environment
@@ -177,7 +177,7 @@ async def test_bots_may_call_tools() -> None:
     ],
 )
 async def test_what_cannot_be_played_fails_its_own_episode(name: str, bots: dict[str, str], problem: str) -> None:
-    player = LocalPlayer("w", modules=True)
+    player = LocalEnvRunner("w", modules=True)
     reply = await player.open(opening(named(name), bots))
     assert reply.failure in (Ending.ENV_BAD_REPLY, Ending.ENV_ERROR) and problem in reply.error
     await player.close()
@@ -198,7 +198,7 @@ class Unowned(Environment):
 
 @pytest.mark.parametrize("bots", [{"a": "quiet", "b": "quiet"}, {"a": "quiet"}])
 async def test_a_rounds_reward_without_a_seat_is_refused_also_if_bots_played_it(bots: dict[str, str]) -> None:
-    player = LocalPlayer("w", modules=True)
+    player = LocalEnvRunner("w", modules=True)
     reply = await player.open(opening(named("Unowned"), bots))
     if reply.failure is None:
         action = SeatAction(seat="b", text="x", stop=StopReason.EOS)
@@ -207,7 +207,7 @@ async def test_a_rounds_reward_without_a_seat_is_refused_also_if_bots_played_it(
 
 
 async def test_a_limit_may_end_the_episode_in_a_bots_turn() -> None:
-    player = LocalPlayer("w", modules=True)
+    player = LocalEnvRunner("w", modules=True)
     await player.open(opening(named("Cut"), {"bot": "mute"}))
     last = await player.step(said("x", 0, "model"))
     assert (last.done, last.truncated, last.reward, last.messages) == (True, True, 0.5, [])
@@ -295,7 +295,7 @@ async def test_bots_play_in_child_processes() -> None:
     host = ChildPool(children=1, per_child=1, modules=True)
     try:
         request = opening(named("Blocked"), {"a": "parrot"})
-        player = host.player("w", request)
+        player = host.runner("w", request)
         assert player is not None
         opened = await player.open(request)
         assert (opened.seat, opened.messages[0].text) == ("b", "a said first!")

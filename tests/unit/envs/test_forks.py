@@ -12,7 +12,7 @@ import pytest
 
 from opentinker.envs.registry import BUILT_IN, find, make
 from opentinker.envs.runtime.child_pool import ChildPool
-from opentinker.envs.runtime.player import LocalPlayer
+from opentinker.envs.runtime.env_runner import LocalEnvRunner
 from opentinker.envs.runtime.resolver import Resolver
 from opentinker.envs.runtime.sessions import Sessions
 from opentinker.services.env_worker.service import check_environment
@@ -106,7 +106,7 @@ async def test_an_environment_that_fails_in_one_candidate_fails_the_episode(sess
 
 async def test_what_cannot_be_is_refused() -> None:
     async def step(request: StepSession, environment: str = f"{SAMPLES}:Climb") -> SessionReply:
-        player = LocalPlayer("w", modules=True)
+        player = LocalEnvRunner("w", modules=True)
         opened = await player.open(opening(environment))
         assert opened.failure is None, opened.error
         reply = await player.step(request)
@@ -129,7 +129,7 @@ async def test_what_cannot_be_is_refused() -> None:
 
 
 async def test_after_candidates_one_must_be_chosen() -> None:
-    player = LocalPlayer("w", modules=True)
+    player = LocalEnvRunner("w", modules=True)
     await player.open(opening())
     await player.step(tree(0, "1", "2", seat="left"))
     plain = StepSession(session="s", turn=1, seat="right", text="1", stop=StopReason.EOS)
@@ -142,7 +142,7 @@ class SimpleArms(type(make("bandit", {}))):  # type: ignore[misc]
 
 
 async def test_bots_answer_on_the_copy() -> None:
-    player = LocalPlayer("w", modules=True)
+    player = LocalEnvRunner("w", modules=True)
     opened = await player.open(opening("tictactoe", bots={"second": "random"}))
     assert opened.seat == "first"
     first = await player.step(tree(0, "1", "1", "5", seat="first"))
@@ -159,7 +159,7 @@ async def test_a_copy_of_a_built_in_environment_shares_nothing_with_it(name: str
     """Playing a copy to its end changes neither the original nor what a second copy would do."""
     config: dict[str, Any] = {"opponent": "self"} if name == "gomoku" else {}
 
-    async def play(player: LocalPlayer, asked: SessionReply) -> list[SessionReply]:
+    async def play(player: LocalEnvRunner, asked: SessionReply) -> list[SessionReply]:
         replies = []
         for turn in range(100):
             environment: Any = player.environment
@@ -174,7 +174,7 @@ async def test_a_copy_of_a_built_in_environment_shares_nothing_with_it(name: str
                 return replies
         raise AssertionError("it never ends")
 
-    player = LocalPlayer("w", modules=False)
+    player = LocalEnvRunner("w", modules=False)
     opened = await player.open(opening(name, **config))
     twin = copy.deepcopy(player)
     first = await play(player, opened)

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from opentinker.envs.base import play_gold
-from opentinker.envs.runtime.player import LocalPlayer
+from opentinker.envs.runtime.env_runner import LocalEnvRunner
 from opentinker.shared.types.core import Ending, Message, StopReason
 from opentinker.shared.types.env_protocol import StepSession
 from tests.samples.env_samples import Race
@@ -20,7 +20,7 @@ def say(text: str, turn: int, seat: str) -> StepSession:
 
 
 async def test_replies_name_the_seat_the_stream_and_what_limits_the_turn() -> None:
-    player = LocalPlayer("w", modules=True)
+    player = LocalEnvRunner("w", modules=True)
     opened = await player.open(opening(environment=RACE))
     assert (opened.seat, opened.stream, opened.max_tokens, opened.stop) == ("first", "s", 3, ["."])
     moved = await player.step(say("a", 0, "first"))
@@ -30,7 +30,7 @@ async def test_replies_name_the_seat_the_stream_and_what_limits_the_turn() -> No
 
 
 async def test_a_seat_that_is_not_asked_may_not_act() -> None:
-    player = LocalPlayer("w", modules=True)
+    player = LocalEnvRunner("w", modules=True)
     await player.open(opening(environment=RACE))
     refused = await player.step(say("a", 0, "second"))
     assert refused.failure == Ending.ENV_ERROR and "turn 0 is for seat 'first'" in refused.error
@@ -44,7 +44,7 @@ async def test_a_seat_that_is_not_asked_may_not_act() -> None:
     ],
 )
 async def test_seats_that_are_not_there_are_a_bad_reply(option: str, text: str, said: str) -> None:
-    player = LocalPlayer("w", modules=True)
+    player = LocalEnvRunner("w", modules=True)
     await player.open(opening("s", RACE, 30.0, **{option: "third"}))
     reply = await player.step(say(text, 0, "first"))
     assert reply.failure == Ending.ENV_BAD_REPLY and said in reply.error

@@ -11,7 +11,7 @@ import torch
 
 from opentinker.services.reference_forward.rewards import RewardModel
 from opentinker.services.trainer.algorithm.credit_assignment import Credit, Values, assign
-from opentinker.services.trainer.algorithm.seats import players_of
+from opentinker.services.trainer.algorithm.seats import seat_plays
 from opentinker.services.trainer.batch.assembler import Assembler
 from opentinker.services.trainer.batch.batch_metrics import batch_metrics
 from opentinker.services.trainer.batch.micro_batch import micro_batches
@@ -174,7 +174,7 @@ def test_an_outcome_is_that_of_all_streams_and_reaches_all_their_tokens() -> Non
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
 @pytest.mark.parametrize("budget", [1000, 1])
 def test_tokens_weigh_as_if_their_streams_were_one(aggregation: str, budget: int) -> None:
-    """In one micro-batch and in one per trajectory: what a player's tokens weigh together is the same."""
+    """In one micro-batch and in one per trajectory: what a play's tokens weigh together is the same."""
     paid = [(0.0, 1.0, 0.5), (0.25, 0.0, -1.0)]
     batches = {
         "several": [group_of([*streams(0, paid[0]), *streams(1, paid[1], tokens=1)])],
@@ -192,7 +192,7 @@ def test_tokens_weigh_as_if_their_streams_were_one(aggregation: str, budget: int
         for micro in micros:
             for member, scale in zip(micro.members, micro.scale_M.split(micro.counts), strict=True):
                 weight[member] = scale.double().sum().item()
-        sums[name] = [sum(weight[place] for place in player.places) for player in players_of(groups)]
+        sums[name] = [sum(weight[place] for place in play.places) for play in seat_plays(groups)]
     assert sums["several"] == pytest.approx(sums["one"], rel=1e-6)
     expected = {"token_mean": [8 / 12, 4 / 12], "sequence_mean": [0.5, 0.5], "constant": [8 / 16, 4 / 16]}
     assert sums["one"] == pytest.approx(expected[aggregation], rel=1e-6)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from opentinker.envs.runtime.player import Player, actions_in_turn, guard_user_code
+from opentinker.envs.runtime.env_runner import EnvRunner, actions_in_turn, guard_user_code
 from opentinker.envs.runtime.tools.errors import NoTools
 from opentinker.envs.runtime.tools.tool_factory import ToolFactory, Tools
 from opentinker.envs.tools import Outcome, ToolTurns
@@ -25,10 +25,10 @@ from opentinker.shared.types.env_protocol import OpenSession, SeatAction, SeatPr
 Meter = Callable[[], JobMeter]
 
 
-class ToolPlayer:
+class ToolEnvRunner:
     """Plays `inner` with the tools named in the open request."""
 
-    def __init__(self, worker: str, inner: Player, factory: ToolFactory, meter: Meter) -> None:
+    def __init__(self, worker: str, inner: EnvRunner, factory: ToolFactory, meter: Meter) -> None:
         self._worker, self._inner, self._factory, self._meter = worker, inner, factory, meter
         self._tools: Tools | None = None
         self._turns = ToolTurns[SeatAction]([])
