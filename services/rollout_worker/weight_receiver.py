@@ -17,8 +17,9 @@ from redis.exceptions import RedisError
 from opentinker.services.rollout_worker.engines.base import Engine, EngineError, EngineLost, SwapError
 from opentinker.shared.asyncio_tools import cancel_and_wait
 from opentinker.shared.state.store import Store
-from opentinker.shared.types.core import Probe, SwapCommand, SwapReply, WeightVersion, WorkerInfo
+from opentinker.shared.types.core import WeightVersion, WorkerInfo
 from opentinker.shared.types.errors import Fenced, NotFound
+from opentinker.shared.types.swap import Probe, SwapCommand, SwapReply
 
 log = structlog.get_logger()
 

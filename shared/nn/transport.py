@@ -23,8 +23,9 @@ import structlog
 import torch
 import torch.distributed as dist
 
-from opentinker.shared.types.core import Probe, TensorInfo, WeightVersion
+from opentinker.shared.types.core import WeightVersion
 from opentinker.shared.types.errors import OpenTinkerError
+from opentinker.shared.types.swap import Probe, TensorInfo
 
 log = structlog.get_logger()
 

@@ -26,7 +26,8 @@ from opentinker.shared.messaging.permissions import OPERATOR
 from opentinker.shared.messaging.subjects import SWAP
 from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.types import codec
-from opentinker.shared.types.core import SwapCommand, WeightVersion
+from opentinker.shared.types.core import WeightVersion
+from opentinker.shared.types.swap import SwapCommand
 from tests.conftest import soon, until
 from tests.integration.trainer.test_reward_models import make_judge
 from tests.integration.trainer.test_value_models import make_value_model

@@ -18,8 +18,9 @@ import torch
 from opentinker.services.rollout_worker.engines.base import Completion, EngineError, EngineLost, Sampling, SwapError
 from opentinker.shared.data.model_families import CPU_HEAD_SIZES
 from opentinker.shared.spec import LoraSpec
-from opentinker.shared.types.core import SIMULATED, SwapCommand, WeightVersion
+from opentinker.shared.types.core import WeightVersion
 from opentinker.shared.types.errors import JobFailed
+from opentinker.shared.types.swap import SIMULATED, SwapCommand
 from opentinker.shared.types.trajectories import Span
 from tests.conftest import WAIT_S, soon
 from tests.support.learning import plain_logprobs

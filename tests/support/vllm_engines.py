@@ -12,7 +12,8 @@ import torch
 from opentinker.services.rollout_worker.engines.base import Completion, Engine, Sampling
 from opentinker.shared.nn.transport import Snapshot, WeightGroup, host_store, snapshot
 from opentinker.shared.spec import LoraSpec
-from opentinker.shared.types.core import SwapCommand, WeightVersion
+from opentinker.shared.types.core import WeightVersion
+from opentinker.shared.types.swap import SwapCommand
 
 if TYPE_CHECKING:
     from opentinker.services.rollout_worker.engines.vllm import VllmEngine

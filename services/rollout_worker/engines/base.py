@@ -12,8 +12,9 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from opentinker.shared.spec import LoraSpec
-from opentinker.shared.types.core import StopReason, SwapCommand, WeightVersion
+from opentinker.shared.types.core import StopReason, WeightVersion
 from opentinker.shared.types.errors import OpenTinkerError
+from opentinker.shared.types.swap import SwapCommand
 from opentinker.shared.types.trajectories import Picture, Span
 
 

@@ -26,7 +26,8 @@ from opentinker.services.rollout_worker.engines.base import (
     SwapError,
 )
 from opentinker.shared.spec import LoraSpec, ToySpec
-from opentinker.shared.types.core import SIMULATED, StopReason, SwapCommand, WeightVersion
+from opentinker.shared.types.core import StopReason, WeightVersion
+from opentinker.shared.types.swap import SIMULATED, SwapCommand
 from opentinker.shared.types.trajectories import Span
 
 if TYPE_CHECKING:

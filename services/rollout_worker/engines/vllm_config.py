@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 
 from opentinker.shared.spec import LoraSpec
 from opentinker.shared.spec.serving import MAX_LORA_RANK
-from opentinker.shared.types.core import TensorInfo
+from opentinker.shared.types.swap import TensorInfo
 
 MAX_DEFAULT_CONTEXT = 4096
 CPU_KV_SHARE = 0.06

@@ -25,7 +25,7 @@ from vllm.lora.request import LoRARequest
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from opentinker.shared.nn.transport import TransportError, WeightGroup, bucket_sizes, fingerprint, unpack
-from opentinker.shared.types.core import TensorInfo
+from opentinker.shared.types.swap import TensorInfo
 
 BACKEND = "opentinker"
 ON_CPU = not torch.cuda.is_available()

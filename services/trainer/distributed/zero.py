@@ -42,8 +42,9 @@ from opentinker.shared.nn import transport
 from opentinker.shared.nn.forward import VISION_ATTENTION, token_scores
 from opentinker.shared.nn.layout import Layout
 from opentinker.shared.nn.models import autocast
-from opentinker.shared.types.core import TensorInfo, WeightVersion
+from opentinker.shared.types.core import WeightVersion
 from opentinker.shared.types.errors import JobFailed, OpenTinkerError
+from opentinker.shared.types.swap import TensorInfo
 
 BUCKET_ELEMENTS = 1 << 24
 """Size of the flat buckets in which gradients are reduced."""

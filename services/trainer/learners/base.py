@@ -19,9 +19,10 @@ from opentinker.services.trainer.algorithm.advantages import F64
 from opentinker.services.trainer.batch.batch_metrics import batch_metrics
 from opentinker.services.trainer.data.examples import Example
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.types.core import SIMULATED, Probe, TensorInfo, WeightVersion
+from opentinker.shared.types.core import WeightVersion
 from opentinker.shared.types.errors import JobFailed, OpenTinkerError
 from opentinker.shared.types.manifest import SeatBaselines
+from opentinker.shared.types.swap import SIMULATED, Probe, TensorInfo
 from opentinker.shared.types.trajectories import Group
 
 BUCKET_BYTES = 64 * 2**20

@@ -35,8 +35,9 @@ from opentinker.shared.nn.layout import Layout, layout
 from opentinker.shared.nn.lora import attach_lora, causal_lm, lora_dropouts
 from opentinker.shared.nn.models import autocast, load_model, load_tokenizer, refuse_other_model, torch_dtype
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.types.core import Probe, WeightVersion
+from opentinker.shared.types.core import WeightVersion
 from opentinker.shared.types.errors import JobFailed
+from opentinker.shared.types.swap import Probe
 
 
 class CheckpointTensors(NamedTuple):

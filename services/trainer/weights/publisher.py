@@ -25,8 +25,9 @@ from opentinker.shared.asyncio_tools import wait_event
 from opentinker.shared.backoff import exponential_delay_s
 from opentinker.shared.messaging.subjects import WAKE
 from opentinker.shared.runtime.service import Context
-from opentinker.shared.types.core import SIMULATED, Lease, SwapCommand, SwapReply, WeightVersion, WorkerInfo
+from opentinker.shared.types.core import Lease, WeightVersion, WorkerInfo
 from opentinker.shared.types.errors import JobFailed
+from opentinker.shared.types.swap import SIMULATED, SwapCommand, SwapReply
 
 if TYPE_CHECKING:
     from opentinker.shared.nn.transport import WeightGroup

@@ -19,7 +19,8 @@ from opentinker.shared.messaging.subjects import SWAP
 from opentinker.shared.runtime.liveness import Pulses
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.types.codec import WireError
-from opentinker.shared.types.core import Lease, SwapCommand, SwapReply, WorkerInfo
+from opentinker.shared.types.core import Lease, WorkerInfo
+from opentinker.shared.types.swap import SwapCommand, SwapReply
 
 T = TypeVar("T")
 

@@ -30,8 +30,9 @@ from opentinker.shared.spec import ToySpec, parse_spec
 from opentinker.shared.spec.policies import spec_of
 from opentinker.shared.state.staleness import Admission
 from opentinker.shared.state.store import Store
-from opentinker.shared.types.core import JobState, Lease, Message, Pool, SwapCommand, WeightVersion
+from opentinker.shared.types.core import JobState, Lease, Message, Pool, WeightVersion
 from opentinker.shared.types.env_protocol import SeatPrompt, SessionReply, StepSession
+from opentinker.shared.types.swap import SwapCommand
 from tests.conftest import WAIT_S, Server, soon, until
 from tests.support.factories import make_spec, make_ticket
 from tests.unit.rollout_worker.test_episode import Chars

@@ -23,18 +23,10 @@ from opentinker.shared.runtime.leased_worker import LeasedWorker
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.state.staleness import Admission
-from opentinker.shared.types.core import (
-    SIMULATED,
-    Discard,
-    JobState,
-    Lease,
-    Pool,
-    SwapCommand,
-    WeightVersion,
-    WorkerInfo,
-)
+from opentinker.shared.types.core import Discard, JobState, Lease, Pool, WeightVersion, WorkerInfo
 from opentinker.shared.types.errors import Fenced
 from opentinker.shared.types.manifest import Manifest
+from opentinker.shared.types.swap import SIMULATED, SwapCommand
 from tests.conftest import WAIT_S, NewContext, soon, until
 from tests.integration.trainer.test_supervised import Student, rows, spec_of
 from tests.support.factories import make_group, make_spec

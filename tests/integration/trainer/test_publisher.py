@@ -30,8 +30,9 @@ from opentinker.shared.nn import transport
 from opentinker.shared.nn.transport import snapshot
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import ToySpec
-from opentinker.shared.types.core import Lease, Pool, SwapCommand, SwapReply, WeightVersion, WorkerInfo
+from opentinker.shared.types.core import Lease, Pool, WeightVersion, WorkerInfo
 from opentinker.shared.types.errors import JobFailed
+from opentinker.shared.types.swap import SwapCommand, SwapReply
 from tests.conftest import WAIT_S, NewContext, Server, soon, until
 from tests.support.cluster import PYTHONPATH, Process, toy_model
 from tests.support.scheduling import context, new_job, running

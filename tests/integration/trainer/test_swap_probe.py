@@ -19,7 +19,8 @@ from opentinker.services.trainer.mismatch_alarm import MismatchAlarm
 from opentinker.shared.nn.transport import unpack
 from opentinker.shared.spec import ToySpec
 from opentinker.shared.state.store import Store
-from opentinker.shared.types.core import SIMULATED, Pool, SwapCommand, SwapReply, WeightVersion, WorkerInfo
+from opentinker.shared.types.core import Pool, WeightVersion, WorkerInfo
+from opentinker.shared.types.swap import SIMULATED, SwapCommand, SwapReply
 from tests.conftest import soon, until
 from tests.support.factories import group_of, make_spec, trajectory_of
 from tests.support.learning import plain_logprobs, random_groups, torch_spec

@@ -9,7 +9,8 @@ from opentinker.services.rollout_worker.engines.base import EngineError, Samplin
 from opentinker.services.rollout_worker.engines.toy import ToyEngine
 from opentinker.shared.nn.transport import WeightGroup, host_store, snapshot
 from opentinker.shared.spec import LoraSpec, ToySpec
-from opentinker.shared.types.core import StopReason, SwapCommand, WeightVersion
+from opentinker.shared.types.core import StopReason, WeightVersion
+from opentinker.shared.types.swap import SwapCommand
 from opentinker.shared.types.trajectories import Span
 from tests.conftest import soon
 
