@@ -22,7 +22,7 @@ from opentinker.shared.asyncio_tools import cancel_and_wait, forward_exception, 
 from opentinker.shared.messaging.bus import Bus, Delivery, NoReply
 from opentinker.shared.messaging.subjects import EXAM, EXAM_RESULT
 from opentinker.shared.spec import JobSpec, ValidationSpec
-from opentinker.shared.spec.validation import exam_of, validation_episodes
+from opentinker.shared.spec.evaluation import exam_of, validation_episodes
 from opentinker.shared.types.core import Ending, Ticket, WeightVersion, part_id
 from opentinker.shared.types.error_text import error_tail
 from opentinker.shared.types.evaluation import EvalEpisode, EvalResult, ExamView

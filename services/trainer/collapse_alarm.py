@@ -20,7 +20,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from opentinker.shared.spec import TrainSpec
-from opentinker.shared.spec.validation import PREFIX
+from opentinker.shared.spec.evaluation import PREFIX
 
 WINDOW = 20
 EQUAL_SHARE = 0.9

@@ -41,7 +41,7 @@ from opentinker.shared.runtime.telemetry import SENT_AGAIN, MetricSource
 from opentinker.shared.runtime.timeline import Lanes
 from opentinker.shared.runtime.tracing import trace_id
 from opentinker.shared.spec import JobSpec, StartSpec
-from opentinker.shared.spec.validation import PREFIX
+from opentinker.shared.spec.evaluation import PREFIX
 from opentinker.shared.state.usage import UsageStore
 from opentinker.shared.types.core import JobState, Lease, WeightVersion, part_id
 from opentinker.shared.types.errors import Conflict, Fenced, JobFailed, OpenTinkerError

@@ -23,7 +23,7 @@ from opentinker.shared.asyncio_tools import check_cancelled, finish_uncancelled
 from opentinker.shared.data.readable_paths import opening
 from opentinker.shared.runtime.leased_worker import LeasedWorker
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.spec.validation import PREFIX
+from opentinker.shared.spec.evaluation import PREFIX
 from opentinker.shared.types.core import Lease, WeightVersion
 from opentinker.shared.types.errors import JobFailed
 from opentinker.shared.types.manifest import DataCursor, Manifest

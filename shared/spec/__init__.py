@@ -15,6 +15,7 @@ from opentinker.shared.spec.artifacts import ArtifactSpec, settle_best, settle_k
 from opentinker.shared.spec.base import SpecPart
 from opentinker.shared.spec.data import FORMATS, DataSpec, DpoSpec
 from opentinker.shared.spec.deterministic import broken_promises
+from opentinker.shared.spec.evaluation import PREFIX, EvaluationSpec, ValidationSpec, contradictions, settle_evaluation
 from opentinker.shared.spec.frozen_models import (
     RewardModelSpec,
     TeacherSpec,
@@ -47,7 +48,6 @@ from opentinker.shared.spec.start import StartSpec
 from opentinker.shared.spec.tools import ToolSpec
 from opentinker.shared.spec.train import SIMULATED, ResourceSpec, TrainSpec
 from opentinker.shared.spec.tree_sampling import settle_tree
-from opentinker.shared.spec.validation import PREFIX, EvaluationSpec, ValidationSpec, contradictions, settle_evaluation
 from opentinker.shared.types.errors import SpecError
 from opentinker.shared.types.mistakes import IS_NEEDED, NO_TABLE, WHOLE, fill, mistakes_of, unused
 

@@ -16,9 +16,9 @@ from opentinker.shared.messaging.bus import NoReply, NoResponders
 from opentinker.shared.messaging.subjects import ENV_CHECK, SANDBOX_CHECK, SERVED_CHECK
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import EnvironmentSpec, JobSpec, ValidationSpec
+from opentinker.shared.spec.evaluation import validation_episodes
 from opentinker.shared.spec.policies import bots_of, mistakes_in_seats, opposed
 from opentinker.shared.spec.tree_sampling import is_tree
-from opentinker.shared.spec.validation import validation_episodes
 from opentinker.shared.types.codec import WireError
 from opentinker.shared.types.core import Pool
 from opentinker.shared.types.env_protocol import SERVED, EnvCheck, EnvCheckReply, is_url

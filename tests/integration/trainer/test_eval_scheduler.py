@@ -21,7 +21,7 @@ from opentinker.shared.evaluation.metrics import Z95, interval, validation_metri
 from opentinker.shared.messaging.subjects import EXAM, EXAM_RESULT
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import JobSpec, parse_spec
-from opentinker.shared.spec.validation import validation_episodes
+from opentinker.shared.spec.evaluation import validation_episodes
 from opentinker.shared.types.core import Ending, Lease, Message, Pool, StopReason, WeightVersion
 from opentinker.shared.types.errors import JobFailed, SpecError
 from opentinker.shared.types.evaluation import EvalEpisode, EvalResult, exam_seed
