@@ -41,7 +41,7 @@ from opentinker.shared.spec import JobSpec
 from opentinker.shared.spec.frozen_models import is_scored
 from opentinker.shared.spec.pools import pool_player
 from opentinker.shared.spec.tree_sampling import is_tree
-from opentinker.shared.state.staleness import Admission
+from opentinker.shared.state.admission import Admission
 from opentinker.shared.types.core import Ending, Lease, Ticket
 from opentinker.shared.types.error_text import error_sentence, error_tail
 from opentinker.shared.types.errors import JobFailed

@@ -15,7 +15,7 @@ from opentinker.services.trainer.joint_progress import JointProgress
 from opentinker.shared.messaging.bus import Consumer, Delivery
 from opentinker.shared.messaging.consumer import ConsumerDeleted
 from opentinker.shared.messaging.subjects import GROUP, GROUPS, WAKE
-from opentinker.shared.state.staleness import Admission
+from opentinker.shared.state.admission import Admission
 from opentinker.shared.types.core import Discard
 from opentinker.shared.types.errors import JobFailed
 from opentinker.shared.types.trajectories import Group

@@ -37,7 +37,7 @@ from opentinker.shared.runtime.service import first_failure
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.spec.pools import pools_of
 from opentinker.shared.spec.schedules import kept_groups, max_opponent_lag
-from opentinker.shared.state.staleness import Admission
+from opentinker.shared.state.admission import Admission
 from opentinker.shared.types.core import Discard, Lease, WeightVersion
 from opentinker.shared.types.errors import JobFailed
 from opentinker.shared.types.manifest import Manifest

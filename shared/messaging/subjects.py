@@ -18,7 +18,7 @@ from typing import Generic, TypeVar
 from nats.js.api import DiscardPolicy, PersistMode, RetentionPolicy, StorageType, StreamConfig
 
 from opentinker.shared.openai import inference
-from opentinker.shared.types import core, env_protocol, evaluation, telemetry, trajectories
+from opentinker.shared.types import core, env_protocol, evaluation, swap, telemetry, trajectories
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -157,7 +157,7 @@ SERVED_BACK = Subject("env.served.back.{worker}", env_protocol.ServedBack, by=(S
 """Scheduler -> the one that held the connection of this process before: it is here now."""
 EXAM_RESULT = Call("examined.{job}", evaluation.EvalResult, evaluation.EvalAck, by=(ROLLOUT,), to=(TRAINER, SCHEDULER))
 """Rollout worker -> who asked: the job's trainer, or the scheduler that leads."""
-SWAP = Call("swap.{worker}", core.SwapCommand, core.SwapReply, by=(TRAINER,), to=(ROLLOUT,))
+SWAP = Call("swap.{worker}", swap.SwapCommand, swap.SwapReply, by=(TRAINER,), to=(ROLLOUT,))
 """Trainer -> one rollout worker: join the weight group, or receive a version through it."""
 GENERATE = Call(
     "generate.ask.{worker}", inference.GenerateRequest, inference.GenerateChunk, by=(SCHEDULER,), to=(ROLLOUT,)

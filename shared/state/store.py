@@ -9,7 +9,7 @@ Keys (`{id}` is a job id of ours):
     jobs:active         set of ids that are not in a final state
     jobs:ending         set of ids in a final state whose leases and messages are still to be cleared away
     worker:*, workers, leases, leases:held, leader, leader:epoch   who works for whom (lease_table.py)
-    adm:{id}, adm:{id}:groups   admission (staleness.py)
+    adm:{id}, adm:{id}:groups   admission (admission.py)
     spent:*             what jobs and tenants have spent (usage.py)
     artifact:*, stored:*, published:*   what is kept of jobs, and its names (artifacts.py)
     key:{id}, keys:of:{tenant}, tenants   API keys (keys.py)

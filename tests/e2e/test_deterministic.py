@@ -12,7 +12,7 @@ from opentinker.services.trainer.batch.assembler import Assembler
 from opentinker.shared.data.step_log import StepLog, lineage
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.state.staleness import Admission
+from opentinker.shared.state.admission import Admission
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.errors import JobFailed, SpecError
 from opentinker.shared.types.manifest import name_of, read_manifest

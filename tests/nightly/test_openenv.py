@@ -51,9 +51,9 @@ class Playing:
 
     def hurry(self) -> None:
         """No answer is waited for any longer."""
-        player = self.sessions._sessions[self.id].player
-        assert isinstance(player, LocalEnvRunner) and player.environment is not None
-        environment: Any = player.environment
+        runner = self.sessions._sessions[self.id].runner
+        assert isinstance(runner, LocalEnvRunner) and runner.environment is not None
+        environment: Any = runner.environment
         environment.config = environment.config.model_copy(update={"request_timeout_s": 0.2})
 
     async def say(self, text: str, *calls: tuple[str, dict[str, Any]]) -> SessionReply:

@@ -22,7 +22,8 @@ import pytest
 
 from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.spec.policies import spec_of
-from opentinker.shared.state.staleness import Ledger, admission_of
+from opentinker.shared.state.admission import admission_of
+from opentinker.shared.state.group_ledger import Ledger
 from opentinker.shared.types.core import part_id
 from opentinker.shared.types.manifest import name_of
 from tests.conftest import Figure, until

@@ -30,7 +30,8 @@ from opentinker.shared.api_types import Job
 from opentinker.shared.messaging.permissions import OPERATOR
 from opentinker.shared.runtime.parent_death import hold_command
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.state.staleness import Admission, Ledger
+from opentinker.shared.state.admission import Admission
+from opentinker.shared.state.group_ledger import Ledger
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.manifest import Manifest
 from tests.conftest import nats_conf, until

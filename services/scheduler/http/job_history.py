@@ -20,7 +20,7 @@ from opentinker.services.scheduler.http.route_decorator import Integer, Paramete
 from opentinker.services.scheduler.jobs.metric_history import MetricHistory
 from opentinker.shared import api_types
 from opentinker.shared.security.authorization import Action
-from opentinker.shared.state.staleness import admission_of
+from opentinker.shared.state.admission import admission_of
 from opentinker.shared.types.core import Discard, JobState
 from opentinker.shared.types.errors import SpecError
 

@@ -32,7 +32,7 @@ from opentinker.shared.runtime.tracing import incoming
 from opentinker.shared.security.authorization import Action
 from opentinker.shared.single_flight import SingleFlight
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.state.staleness import admission_of
+from opentinker.shared.state.admission import admission_of
 from opentinker.shared.types.core import JobRecord, JobState
 from opentinker.shared.types.errors import Conflict, NotFound, SpecError
 from opentinker.shared.types.telemetry import MetricPoint

@@ -21,8 +21,8 @@ from opentinker.services.scheduler.jobs import kept_checkpoints
 from opentinker.shared.asyncio_tools import sleep
 from opentinker.shared.messaging.subjects import EXAM, EXAMS, GROUP, GROUPS, SCORE, SCORES, TICKET, TICKETS, Subject
 from opentinker.shared.runtime.service import Context
+from opentinker.shared.state.admission import admission_of
 from opentinker.shared.state.artifacts import ArtifactIndex
-from opentinker.shared.state.staleness import admission_of
 from opentinker.shared.types.core import JobRecord
 from opentinker.shared.types.pools import members_of
 

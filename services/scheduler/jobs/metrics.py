@@ -14,7 +14,7 @@ from opentinker.shared.data.step_log import metric_prefix
 from opentinker.shared.messaging.subjects import GROUP, GROUPS, SCORE, SCORES, TICKET, TICKETS
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.runtime.telemetry import CLUSTER, REPORT_S, Meters, Reporter
-from opentinker.shared.state.staleness import admission_of
+from opentinker.shared.state.admission import admission_of
 from opentinker.shared.types.core import JobRecord, JobState, Pool
 
 QUEUES = (("queue/tickets", TICKETS, TICKET), ("queue/scores", SCORES, SCORE), ("queue/groups", GROUPS, GROUP))

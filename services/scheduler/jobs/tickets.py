@@ -24,8 +24,9 @@ from opentinker.shared.evaluation.pool_draws import choose_opponent
 from opentinker.shared.messaging.bus import NoReply, StreamFull
 from opentinker.shared.messaging.subjects import TICKET, TICKETS, WAKE
 from opentinker.shared.runtime.service import Context
+from opentinker.shared.state.admission import admission_of
+from opentinker.shared.state.group_ledger import Ledger
 from opentinker.shared.state.redis_script import UNFENCED
-from opentinker.shared.state.staleness import Ledger, admission_of
 from opentinker.shared.types.core import JobRecord, JobState, Ticket
 from opentinker.shared.types.error_text import error_sentence
 from opentinker.shared.types.errors import Conflict, NotFound

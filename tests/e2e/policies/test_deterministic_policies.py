@@ -12,7 +12,7 @@ import pytest
 
 from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.spec.policies import spec_of
-from opentinker.shared.state.staleness import admission_of
+from opentinker.shared.state.admission import admission_of
 from opentinker.shared.types.core import part_id
 from opentinker.shared.types.manifest import name_of, read_manifest
 from tests.conftest import until

@@ -11,7 +11,7 @@ import pytest
 
 from opentinker.sdk.evaluation_spec import evaluation_of
 from opentinker.shared.spec import JobSpec, parse_spec
-from opentinker.shared.state.staleness import admission_of
+from opentinker.shared.state.admission import admission_of
 from opentinker.shared.types.core import part_id
 from opentinker.shared.types.manifest import frozen_of, start_of
 from tests.conftest import until

@@ -12,7 +12,7 @@ import pytest
 
 from opentinker.shared.evaluation.pool_draws import choose_opponent
 from opentinker.shared.spec import JobSpec, parse_spec
-from opentinker.shared.state.staleness import admission_of
+from opentinker.shared.state.admission import admission_of
 from opentinker.shared.types.core import part_id
 from opentinker.shared.types.pools import members_of
 from tests.conftest import until

@@ -12,7 +12,8 @@ import pytest
 from opentinker.client import ApiError
 from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.spec.policies import spec_of
-from opentinker.shared.state.staleness import Ledger, admission_of
+from opentinker.shared.state.admission import admission_of
+from opentinker.shared.state.group_ledger import Ledger
 from opentinker.shared.types.core import part_id
 from opentinker.shared.types.manifest import read_manifest
 from tests.conftest import until

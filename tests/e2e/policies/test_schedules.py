@@ -11,7 +11,7 @@ import pytest
 
 from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.spec.policies import spec_of
-from opentinker.shared.state.staleness import admission_of
+from opentinker.shared.state.admission import admission_of
 from opentinker.shared.types.core import part_id
 from tests.support.cluster import Cluster, toy_cluster
 from tests.support.lineage import Line, lineage

@@ -28,7 +28,7 @@ from opentinker.shared.runtime.leased_worker import LeasedWorker
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import ToySpec, parse_spec
 from opentinker.shared.spec.policies import spec_of
-from opentinker.shared.state.staleness import Admission
+from opentinker.shared.state.admission import Admission
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import JobState, Lease, Message, Pool, WeightVersion
 from opentinker.shared.types.env_protocol import SeatPrompt, SessionReply, StepSession

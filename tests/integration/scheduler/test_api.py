@@ -22,7 +22,7 @@ from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.messaging.subjects import ENV_CHECK
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.runtime.telemetry import REGISTRY, MetricSource
-from opentinker.shared.state.staleness import Admission
+from opentinker.shared.state.admission import Admission
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import JobState, Pool, WorkerInfo
 from opentinker.shared.types.env_protocol import EnvCheck, EnvCheckReply

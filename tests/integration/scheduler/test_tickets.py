@@ -13,8 +13,8 @@ from opentinker.services.scheduler.jobs.tickets import JUDGED_FROM, TicketIssuer
 from opentinker.shared.evaluation.pool_draws import choose_opponent
 from opentinker.shared.messaging.subjects import GROUP, GROUPS, SCORE, SCORES, TICKET, TICKETS, WAKE
 from opentinker.shared.runtime.service import Context
+from opentinker.shared.state.admission import Admission
 from opentinker.shared.state.redis_script import UNFENCED
-from opentinker.shared.state.staleness import Admission
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import Ending, JobState, Pool, Ticket, WorkerInfo
 from opentinker.shared.types.pools import PoolRecord

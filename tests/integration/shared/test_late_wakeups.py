@@ -22,7 +22,7 @@ from opentinker.shared.messaging.subjects import GROUP
 from opentinker.shared.runtime.leased_worker import LeasedWorker
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.state.staleness import Admission
+from opentinker.shared.state.admission import Admission
 from opentinker.shared.types.core import Discard, JobState, Lease, Pool, WeightVersion, WorkerInfo
 from opentinker.shared.types.errors import Fenced
 from opentinker.shared.types.manifest import Manifest

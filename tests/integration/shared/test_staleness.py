@@ -22,8 +22,10 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from opentinker.shared.state import staleness as module
-from opentinker.shared.state.staleness import MAX_OPEN, Admission, Ledger
+from opentinker.shared.state import admission as module
+from opentinker.shared.state.admission import Admission
+from opentinker.shared.state.group_ledger import Ledger
+from opentinker.shared.state.staleness import MAX_OPEN
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import Discard, Ending, JobState, WeightVersion
 from opentinker.shared.types.errors import Fenced

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from opentinker.shared.state.staleness import Admission
+from opentinker.shared.state.admission import Admission
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import JobState, Lease, Pool, WorkerInfo
 from opentinker.shared.types.errors import Conflict, Fenced, NotFound

@@ -14,7 +14,7 @@ from opentinker.services.trainer import checkpoint
 from opentinker.services.trainer.learners.base import SimulatedLearner
 from opentinker.services.trainer.opponent_pools import OpponentPools
 from opentinker.shared.spec import PoolSpec
-from opentinker.shared.state.staleness import Admission
+from opentinker.shared.state.admission import Admission
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import WeightVersion
 from opentinker.shared.types.errors import Fenced

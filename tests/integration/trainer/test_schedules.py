@@ -19,7 +19,7 @@ from opentinker.services.trainer.joint_progress import JointProgress
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.spec.policies import spec_of
 from opentinker.shared.spec.schedules import kept_groups, max_opponent_lag
-from opentinker.shared.state.staleness import Admission
+from opentinker.shared.state.admission import Admission
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import Discard, WeightVersion
 from opentinker.shared.types.trajectories import Group

@@ -26,7 +26,7 @@ from opentinker.shared.messaging.subjects import GROUP, METRIC, METRICS
 from opentinker.shared.runtime.leased_worker import LeasedWorker
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.state.staleness import Admission
+from opentinker.shared.state.admission import Admission
 from opentinker.shared.types import codec
 from opentinker.shared.types.core import JobState, Lease, Pool, WeightVersion
 from opentinker.shared.types.errors import JobFailed
