@@ -1,6 +1,8 @@
-"""OpenAI-compatible HTTP server on loopback through which one agent calls the policy, for one episode.
+"""HTTP server on loopback through which one agent calls the policy, for one episode, in OpenAI's and Anthropic's forms.
 
     POST {base}/v1/chat/completions    messages, tools, streams
+    POST {base}/v1/responses           the same as OpenAI's Responses API
+    POST {base}/v1/messages            the same as Anthropic's Messages API
     POST {base}/v1/completions         a prompt as plain text or as token ids
     GET  {base}/v1/models              the model; {base}/v1/models/NAME by its name
     POST {base}/inference/v1/generate  token ids in, token ids and logprobs out (X-Session-ID tells conversations apart)
@@ -14,28 +16,21 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-from collections.abc import Callable
 
 from aiohttp import web
 
 from opentinker.envs.base import Action
-from opentinker.shared.openai import answers, requests
+from opentinker.shared.dialects import DIALECTS, Dialect, event
+from opentinker.shared.openai.answers import NO_DETAILS, card_of, generate_answer, models, whole_stream
 from opentinker.shared.openai.fields import InvalidField, Json, too_long
-from opentinker.shared.openai.requests import ParsedRequest
+from opentinker.shared.openai.requests import ParsedRequest, parse_generate
 from opentinker.shared.types.env_protocol import Policy
 
 BODY_BYTES = 32 * 1024 * 1024
 SESSION = "X-Session-ID"
 
-Parse = Callable[[Json, str], ParsedRequest]
-Answer = Callable[[ParsedRequest, Action], Json]
-Chunks = Callable[[ParsedRequest, Action], list[Json]]
-
-ROUTES: dict[str, tuple[Parse, Answer, Chunks | None]] = {
-    "v1/chat/completions": (requests.parse_chat, answers.chat_answer, answers.chat_chunks),
-    "v1/completions": (requests.parse_completion, answers.completion_answer, answers.completion_chunks),
-    "inference/v1/generate": (requests.parse_generate, answers.generate_answer, None),
-}
+GENERATE = "inference/v1/generate"
+SERVED = ("v1/models", *(f"v1/{route}" for route in DIALECTS), GENERATE)
 
 
 class PendingRequest:
@@ -85,33 +80,37 @@ class Endpoint:
                 return pending
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
+        dialect = DIALECTS.get(request.match_info["path"].removeprefix("v1/"))
         try:
-            return await self._route(request)
+            return await self._route(request, dialect)
         except InvalidField as refused:
-            return web.json_response(refused.body, status=refused.status)
+            return web.json_response(dialect.error(refused) if dialect else refused.body, status=refused.status)
 
-    async def _route(self, request: web.Request) -> web.StreamResponse:
+    async def _route(self, request: web.Request, dialect: Dialect | None) -> web.StreamResponse:
+        """`dialect`: that of the path, if it has one."""
         if not secrets.compare_digest(request.match_info["key"].encode(), self._key.encode()):
             raise InvalidField("no such model server", status=404)
         path = request.match_info["path"]
-        listed = answers.models(self._policy.model, self._policy.context_length)
+        listed = models(self._policy.model, self._policy.context_length)
         if path == "v1/models" and request.method == "GET":
             return web.json_response(listed)
         if path.startswith("v1/models/") and request.method == "GET":
-            return web.json_response(answers.card_of(listed, path.removeprefix("v1/models/")))
-        if path not in ROUTES:
-            served = ", ".join(["v1/models", *ROUTES])
-            raise InvalidField(f"{request.method} {path} is not served; there are: {served}", status=404)
+            return web.json_response(card_of(listed, path.removeprefix("v1/models/")))
+        if path not in SERVED:
+            there = ", ".join(SERVED)
+            raise InvalidField(f"{request.method} {path} is not served; there are: {there}", status=404)
         if request.method != "POST":
             raise InvalidField(f"{path} takes POST", status=405)
-        parse, answer, chunks = ROUTES[path]
+        parse = parse_generate if dialect is None else dialect.parse
         asked = parse(await _body(request), request.headers.get(SESSION, ""))
         asked.model = asked.model or self._policy.model
         self._check_length(asked)
         action = await self._answer(asked)
-        if asked.stream and chunks is not None:
-            return await _stream(request, chunks(asked, action))
-        return web.json_response(answer(asked, action))
+        if dialect is None:
+            return web.json_response(generate_answer(asked, action))
+        if asked.stream:
+            return await _stream(request, dialect, asked, action)
+        return web.json_response(dialect.answer(asked, action, NO_DETAILS))
 
     def _check_length(self, asked: ParsedRequest) -> None:
         limit = self._policy.context_length
@@ -145,12 +144,11 @@ async def _body(request: web.Request) -> Json:
     return body
 
 
-async def _stream(request: web.Request, chunks: list[Json]) -> web.StreamResponse:
-    """Send the chunks as server-sent events, followed by [DONE]."""
+async def _stream(request: web.Request, dialect: Dialect, asked: ParsedRequest, action: Action) -> web.StreamResponse:
+    """Send the whole answer as the events of a stream."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await response.prepare(request)
-    for chunk in chunks:
-        await response.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
-    await response.write(b"data: [DONE]\n\n")
+    events = b"".join(map(event, whole_stream(dialect.stream(asked), asked, action)))
+    await response.write(events + dialect.last)
     await response.write_eof()
     return response

@@ -1,6 +1,6 @@
-"""`agent_program`: runs a program that calls an OpenAI-compatible server as an episode.
+"""`agent_program`: runs a program that calls a model server, as OpenAI's or Anthropic's clients do, as an episode.
 
-The program finds the server in OPENAI_BASE_URL; the last line of its output is a JSON object with a `reward`.
+The program finds the server in OPENAI_BASE_URL or ANTHROPIC_BASE_URL; the last line of its output is a JSON object with a `reward`.
 """
 
 from __future__ import annotations
@@ -88,6 +88,8 @@ class AgentProgram(AgentEnvironment):
             "OPENAI_BASE_URL": base_url,
             "OPENAI_API_KEY": API_KEY,
             "OPENAI_MODEL": self.policy.model,
+            "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
+            "ANTHROPIC_API_KEY": API_KEY,
             "OPENTINKER_ROW": str(row),
             "OPENTINKER_SEED": str(seed),
         }

@@ -1,5 +1,3 @@
-"""OpenAI's formats <-> our nouns: what is asked over HTTP, and what it is answered. Knows no transport.
-
-Two endpoints speak it: the one that an agent's episode has (envs/agents/endpoint.py), and that of inference jobs
-(services/scheduler/http/inference.py).
+"""OpenAI's formats <-> our nouns: what is asked over HTTP, and what it is answered. Knows no transport; `shared/dialects.py`
+lists the routes, and who serves them.
 """

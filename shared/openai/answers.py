@@ -1,4 +1,4 @@
-"""An answer of the model -> OpenAI's responses, whole or as the chunks of a stream."""
+"""An answer of the model -> OpenAI's chats and completions, whole or as the chunks of a stream."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import json
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from opentinker.shared.openai.fields import Json, unknown_model
+from opentinker.shared.openai.fields import InvalidField, Json, unknown_model
 from opentinker.shared.openai.requests import ParsedRequest
 from opentinker.shared.types.core import Message, StopReason, ToolCall
 
@@ -44,6 +44,58 @@ class ReplyText(Protocol):
     def prompt_tokens(self) -> int: ...
 
 
+class Details(NamedTuple):
+    """What may be known of an answer beyond its text."""
+
+    mark: str = ""
+    """Names the weights."""
+    tokens: Sequence[str] = ()
+    """The sampled ones as text."""
+    offsets: Sequence[int] = ()
+    """Where in the text each of the tokens begins."""
+    likely: Sequence[TopLogprobs] = ()
+    """At the place of each token."""
+
+
+NO_DETAILS = Details()
+
+
+class Piece(NamedTuple):
+    """New text of an answer, and the tokens that it came from."""
+
+    text: str
+    ids: Sequence[int] = ()
+    logprobs: Sequence[float] = ()
+    tokens: Sequence[str] = ()
+    offsets: Sequence[int] = ()
+    likely: Sequence[TopLogprobs] = ()
+
+
+class ReplyStream(Protocol):
+    """The chunks of one response, in order: `begin`, `more` any number of times or `calls` once, `end`. Or `failed`, at
+    any time."""
+
+    def begin(self, answer: ReplyText | None = None) -> list[Json]:
+        """`answer`: where it is known already."""
+
+    def more(self, piece: Piece) -> list[Json]: ...
+
+    def calls(self, answer: ReplyText, details: Details) -> list[Json]:
+        """And the words before them, if there are any."""
+
+    def end(self, answer: ReplyText) -> list[Json]: ...
+
+    def failed(self, error: InvalidField) -> list[Json]: ...
+
+
+def whole_stream(stream: ReplyStream, asked: ParsedRequest, answer: ReplyText) -> list[Json]:
+    """Return the chunks of a stream in one piece, where the answer is there as a whole."""
+    if answer.tool_calls:
+        return [*stream.begin(answer), *stream.calls(answer, Details()), *stream.end(answer)]
+    piece = Piece(said(asked, answer).text, answer.ids, answer.logprobs)
+    return [*stream.begin(answer), *stream.more(piece), *stream.end(answer)]
+
+
 def said(asked: ParsedRequest, answer: ReplyText) -> Message:
     """The answer as the asker gets it, and as it stands in a request that continues from it."""
     if answer.tool_calls:
@@ -58,71 +110,54 @@ def cut(text: str, stops: Sequence[str]) -> str:
 
 
 class AnswerStream:
-    """The chunks of one response, in order: `begin`, `more` any number of times, `end`."""
+    """A ReplyStream of a chat or a completion."""
 
-    def __init__(self, asked: ParsedRequest, *, chat: bool, mark: str = "") -> None:
+    def __init__(self, asked: ParsedRequest, *, chat: bool = True) -> None:
         self._asked, self._chat = asked, chat
-        self._head = _head(asked, "chat.completion.chunk" if chat else "text_completion", mark)
+        self._head = _head(asked, "chat.completion.chunk" if chat else "text_completion", "")
 
     def begin(self, answer: ReplyText | None = None) -> list[Json]:
-        """`answer`: where it is known to be one that calls tools."""
         content = None if answer is not None and answer.tool_calls and not answer.words else ""
         return [self._chunk({"role": "assistant", "content": content})] if self._chat else []
 
-    def more(
-        self,
-        text: str,
-        ids: Sequence[int] = (),
-        logprobs: Sequence[float] = (),
-        tokens: Sequence[str] = (),
-        offsets: Sequence[int] = (),
-        likely: Sequence[TopLogprobs] = (),
-    ) -> Json:
-        """`ids`, `logprobs`, `tokens`, `offsets` and `likely` are those that the text came from."""
-        if self._chat:
-            listed = _token_logprobs(ids, logprobs, tokens, likely)
-            return self._chunk(
-                {"content": text}, {"content": listed, "refusal": None} if self._asked.logprobs else None
-            )
-        return {**self._head, "choices": [_completion(self._asked, text, ids, logprobs, tokens, offsets, None, likely)]}
+    def more(self, piece: Piece) -> list[Json]:
+        if not self._chat:
+            return [{**self._head, "choices": [_completion(self._asked, piece, None)]}]
+        listed = token_logprobs(piece.ids, piece.logprobs, piece.tokens, piece.likely)
+        logprobs = {"content": listed, "refusal": None} if self._asked.logprobs else None
+        return [self._chunk({"content": piece.text}, logprobs)]
 
-    def calls(self, answer: ReplyText, tokens: Sequence[str] = (), likely: Sequence[TopLogprobs] = ()) -> Json:
-        """And the words before them, if there are any."""
+    def calls(self, answer: ReplyText, details: Details) -> list[Json]:
         words = {"content": answer.words} if answer.words else {}
         listed = [{"index": n, **call} for n, call in enumerate(_calls(answer.tool_calls))]
-        return self._chunk({**words, "tool_calls": listed}, _chat_logprobs(self._asked, answer, tokens, likely))
+        return [self._chunk({**words, "tool_calls": listed}, _chat_logprobs(self._asked, answer, details))]
 
     def end(self, answer: ReplyText) -> list[Json]:
         if self._chat:
             last = self._chunk({}, None, _finish(answer))
         else:
-            last = {**self._head, "choices": [_completion(self._asked, "", (), (), (), (), FINISH[answer.stop])]}
+            last = {**self._head, "choices": [_completion(self._asked, Piece(""), FINISH[answer.stop])]}
         usage = [{**self._head, "choices": [], "usage": _usage(answer)}] if self._asked.usage else []
         return [last, *usage]
+
+    def failed(self, error: InvalidField) -> list[Json]:
+        return [error.body]
 
     def _chunk(self, delta: Json, logprobs: Json | None = None, finish: str | None = None) -> Json:
         choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
         return {**self._head, "choices": [choice]}
 
 
-def chat_answer(
-    asked: ParsedRequest,
-    answer: ReplyText,
-    tokens: Sequence[str] = (),
-    mark: str = "",
-    likely: Sequence[TopLogprobs] = (),
-) -> Json:
-    """`tokens`: the sampled ones as text, where that is known; `mark`: names the weights; `likely`: at the place of
-    each token."""
+def chat_answer(asked: ParsedRequest, answer: ReplyText, details: Details = NO_DETAILS) -> Json:
     message = said(asked, answer)
     choice = {
         "index": 0,
         "message": {"role": "assistant", "content": _words(message), "refusal": None}
         | ({"tool_calls": _calls(message.tool_calls)} if message.tool_calls else {}),
-        "logprobs": _chat_logprobs(asked, answer, tokens, likely),
+        "logprobs": _chat_logprobs(asked, answer, details),
         "finish_reason": _finish(answer),
     }
-    return {**_head(asked, "chat.completion", mark), "choices": [choice], "usage": _usage(answer)}
+    return {**_head(asked, "chat.completion", details.mark), "choices": [choice], "usage": _usage(answer)}
 
 
 def _words(message: Message) -> str | None:
@@ -130,30 +165,11 @@ def _words(message: Message) -> str | None:
     return message.text or (None if message.tool_calls else "")
 
 
-def chat_chunks(asked: ParsedRequest, answer: ReplyText) -> list[Json]:
-    """The same as a stream in one piece, where the answer is there as a whole."""
-    stream = AnswerStream(asked, chat=True)
-    whole = stream.more(said(asked, answer).text, answer.ids, answer.logprobs)
-    return [*stream.begin(answer), stream.calls(answer) if answer.tool_calls else whole, *stream.end(answer)]
-
-
-def completion_answer(
-    asked: ParsedRequest,
-    answer: ReplyText,
-    tokens: Sequence[str] = (),
-    mark: str = "",
-    offsets: Sequence[int] = (),
-    likely: Sequence[TopLogprobs] = (),
-) -> Json:
-    """`offsets`: where in the text each of the tokens begins, where that is known."""
+def completion_answer(asked: ParsedRequest, answer: ReplyText, details: Details = NO_DETAILS) -> Json:
     text = said(asked, answer).text
-    choice = _completion(asked, text, answer.ids, answer.logprobs, tokens, offsets, FINISH[answer.stop], likely)
-    return {**_head(asked, "text_completion", mark), "choices": [choice], "usage": _usage(answer)}
-
-
-def completion_chunks(asked: ParsedRequest, answer: ReplyText) -> list[Json]:
-    stream = AnswerStream(asked, chat=False)
-    return [stream.more(said(asked, answer).text, answer.ids, answer.logprobs), *stream.end(answer)]
+    piece = Piece(text, answer.ids, answer.logprobs, details.tokens, details.offsets, details.likely)
+    choice = _completion(asked, piece, FINISH[answer.stop])
+    return {**_head(asked, "text_completion", details.mark), "choices": [choice], "usage": _usage(answer)}
 
 
 def generate_answer(asked: ParsedRequest, answer: ReplyText) -> Json:
@@ -162,7 +178,7 @@ def generate_answer(asked: ParsedRequest, answer: ReplyText) -> Json:
     choice = {
         "index": 0,
         "token_ids": answer.ids,
-        "logprobs": {"content": _token_logprobs(answer.ids, answer.logprobs, ())},
+        "logprobs": {"content": token_logprobs(answer.ids, answer.logprobs, ())},
         "finish_reason": FINISH[answer.stop],
     }
     return {"request_id": f"gen-{uuid.uuid4().hex}", "choices": [choice], "usage": _usage(answer)}
@@ -205,21 +221,19 @@ def _finish(answer: ReplyText) -> str:
     return "tool_calls" if answer.tool_calls else FINISH[answer.stop]
 
 
-def _calls(calls: list[ToolCall]) -> list[Json]:
+def _calls(calls: Sequence[ToolCall]) -> list[Json]:
     return [
         {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": json.dumps(call.arguments)}}
         for call in calls
     ]
 
 
-def _chat_logprobs(
-    asked: ParsedRequest, answer: ReplyText, tokens: Sequence[str], likely: Sequence[TopLogprobs] = ()
-) -> Json | None:
-    listed = _token_logprobs(answer.ids, answer.logprobs, tokens, likely)
+def _chat_logprobs(asked: ParsedRequest, answer: ReplyText, details: Details) -> Json | None:
+    listed = token_logprobs(answer.ids, answer.logprobs, details.tokens, details.likely)
     return {"content": listed, "refusal": None} if asked.logprobs else None
 
 
-def _token_logprobs(
+def token_logprobs(
     ids: Sequence[int], logprobs: Sequence[float], tokens: Sequence[str], likely: Sequence[TopLogprobs] = ()
 ) -> list[Json]:
     """A token whose text is not known is named by its id."""
@@ -248,26 +262,18 @@ def _bytes(token: str) -> list[int] | None:
     return None if "\ufffd" in token else list(token.encode())
 
 
-def _completion(
-    asked: ParsedRequest,
-    text: str,
-    ids: Sequence[int],
-    logprobs: Sequence[float],
-    tokens: Sequence[str],
-    offsets: Sequence[int],
-    finish: str | None,
-    likely: Sequence[TopLogprobs] = (),
-) -> Json:
+def _completion(asked: ParsedRequest, piece: Piece, finish: str | None) -> Json:
     """Offsets that are not known are null. Among the likely tokens of each place is the sampled one, as with OpenAI."""
-    names = list(tokens) or [f"token_id:{id}" for id in ids]
-    places = list(offsets) if len(offsets) == len(ids) else None
-    sampled = zip(likely, names, logprobs, strict=True) if likely else []
+    names = list(piece.tokens) or [f"token_id:{id}" for id in piece.ids]
+    places = list(piece.offsets) if len(piece.offsets) == len(piece.ids) else None
+    sampled = zip(piece.likely, names, piece.logprobs, strict=True) if piece.likely else []
     tops = [_by_text([*there, (name, logprob)]) for there, name, logprob in sampled]
-    named = {"tokens": names, "token_logprobs": list(logprobs), "top_logprobs": tops or None, "text_offset": places}
+    logprobs = list(piece.logprobs)
+    named = {"tokens": names, "token_logprobs": logprobs, "top_logprobs": tops or None, "text_offset": places}
     return {
         "index": 0,
-        "text": text,
-        "token_ids": list(ids),
+        "text": piece.text,
+        "token_ids": list(piece.ids),
         "logprobs": named if asked.logprobs else None,
         "finish_reason": finish,
     }

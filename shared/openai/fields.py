@@ -61,13 +61,13 @@ def flag(body: Json, name: str) -> bool:
     return bool(value)
 
 
-def stops(body: Json) -> list[str]:
-    value = body.get("stop")
+def stops(body: Json, name: str = "stop") -> list[str]:
+    value = body.get(name)
     found = [value] if isinstance(value, str) else [] if value is None else value
     if not isinstance(found, list) or any(not isinstance(stop, str) or not stop for stop in found):
-        raise InvalidField("must be a string or a list of strings", param="stop")
+        raise InvalidField("must be a string or a list of strings", param=name)
     if len(found) > MAX_STOPS:
-        raise InvalidField(f"can have {MAX_STOPS} strings at most", param="stop")
+        raise InvalidField(f"can have {MAX_STOPS} strings at most", param=name)
     return found
 
 

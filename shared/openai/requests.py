@@ -8,8 +8,8 @@ log-probabilities under the distribution that was really used; requests to infer
 from __future__ import annotations
 
 import base64
-import binascii
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,21 +45,18 @@ class ParsedRequest:
     """Return log-probabilities of the sampled tokens."""
     likely: int = 0
     """Number of likeliest tokens to return at each place."""
+    repeated: Json = field(default_factory=dict)
+    """Fields of the request that its answer repeats."""
 
 
 def parse_chat(body: Json, session: str = "", *, likely: bool = False) -> ParsedRequest:
     """Parse `POST /v1/chat/completions`. `likely`: the engine can return likeliest tokens. Raises InvalidField."""
-    _refuse_unsupported(body)
+    refuse_unsupported(body)
     messages = items(body, "messages")
     if not messages:
         raise InvalidField("there is no message", param="messages")
-    choice = body.get("tool_choice")
-    if choice not in (None, "auto", "none"):
-        raise InvalidField(
-            'tool_choice can be "auto" or "none" here: nothing forces what is sampled', param="tool_choice"
-        )
-    tools = [] if choice == "none" else [_tool(tool, f"tools[{n}]") for n, tool in enumerate(items(body, "tools"))]
-    top, logprobs = _most_likely(body, "top_logprobs", MAX_LIKELY_CHAT, likely), flag(body, "logprobs")
+    tools = tools_of(body, chosen(body, "auto", "none"), _chat_tool)
+    top, logprobs = most_likely(body, "top_logprobs", MAX_LIKELY_CHAT, likely), flag(body, "logprobs")
     if top is not None and not logprobs:
         raise InvalidField("top_logprobs needs logprobs = true", param="top_logprobs")
     asked = ParsedRequest(
@@ -70,16 +67,16 @@ def parse_chat(body: Json, session: str = "", *, likely: bool = False) -> Parsed
         stop=stops(body),
         logprobs=logprobs,
         likely=top or 0,
-        **_manner(body),
+        **_stream_options(body),
     )
-    _check_sendable(asked)
+    check_sendable(asked, "messages")
     return asked
 
 
 def parse_completion(body: Json, session: str = "", *, likely: bool = False) -> ParsedRequest:
     """Parse `POST /v1/completions`: a text or token ids, or a list with one of them. `likely` as above. Raises
     InvalidField."""
-    _refuse_unsupported(body)
+    refuse_unsupported(body)
     for name in ("echo", "suffix"):
         if body.get(name):
             raise InvalidField(f"{name} is not supported", param=name)
@@ -90,7 +87,7 @@ def parse_completion(body: Json, session: str = "", *, likely: bool = False) -> 
         prompt = prompt[0]
     if prompt == "":
         raise InvalidField("must not be empty", param="prompt")
-    logprobs = _most_likely(body, "logprobs", MAX_LIKELY, likely)
+    logprobs = most_likely(body, "logprobs", MAX_LIKELY, likely)
     asked = ParsedRequest(
         token_ids=None if isinstance(prompt, str) else token_ids({"prompt": prompt}, "prompt"),
         text=prompt if isinstance(prompt, str) else None,
@@ -99,9 +96,9 @@ def parse_completion(body: Json, session: str = "", *, likely: bool = False) -> 
         stop=stops(body),
         logprobs=logprobs is not None,
         likely=logprobs or 0,
-        **_manner(body),
+        **_stream_options(body),
     )
-    _check_sendable(asked)
+    check_sendable(asked, "prompt")
     return asked
 
 
@@ -110,7 +107,7 @@ def parse_generate(body: Json, session: str = "") -> ParsedRequest:
     params = body.get("sampling_params") or {}
     if not isinstance(params, dict):
         raise InvalidField("must be an object", param="sampling_params")
-    _refuse_unsupported(params)
+    refuse_unsupported(params)
     for name in ("features", "content_parts"):
         if body.get(name):
             raise InvalidField(f"{name}: images are not supported at the token endpoint", param=name)
@@ -119,11 +116,11 @@ def parse_generate(body: Json, session: str = "") -> ParsedRequest:
         session=session,
         max_tokens=whole(params, "max_tokens", 1),
         stop=stops(params),
-        model=_model(body),
+        model=model_of(body),
     )
 
 
-def _most_likely(body: Json, name: str, most: int, known: bool) -> int | None:
+def most_likely(body: Json, name: str, most: int, known: bool) -> int | None:
     found = whole(body, name, 0)
     if found and not known:
         raise InvalidField(f"{name} can only be 0: the logprob of the sampled token alone is known", param=name)
@@ -143,31 +140,50 @@ def _most_tokens(body: Json) -> int | None:
     return older if newer is None else newer
 
 
-def _refuse_unsupported(body: Json) -> None:
+def refuse_unsupported(body: Json) -> None:
     for name in ("n", "best_of"):
         if body.get(name) not in (None, 1):
             raise InvalidField(f"{name} can only be 1: ask several times for several answers", param=name)
-    form = body.get("response_format")
-    if form is not None and form != {"type": "text"}:
-        raise InvalidField(
-            'response_format can only be {"type": "text"}: nothing forces a format', param="response_format"
-        )
+    check_format(body, "response_format")
     for name in ("functions", "logit_bias", "audio", "prompt_logprobs", "structured_outputs", "guided_json"):
         if body.get(name):
             raise InvalidField(f"{name} is not supported", param=name)
 
 
-def _manner(body: Json) -> Json:
+def check_format(body: Json, name: str) -> None:
+    form = body.get(name)
+    if form is not None and form != {"type": "text"}:
+        raise InvalidField(f'{name} can only be {{"type": "text"}}: nothing forces a format', param=name)
+
+
+def chosen(body: Json, *free: str) -> str:
+    """Return the word of `tool_choice`, one of `free`, which force no call; the first by default."""
+    choice = body.get("tool_choice")
+    word = choice.get("type") if isinstance(choice, dict) else choice
+    if word is None or word in free:
+        return word or free[0]
+    raise InvalidField(
+        f'tool_choice can be "{free[0]}" or "{free[1]}" here: nothing forces what is sampled', param="tool_choice"
+    )
+
+
+def tools_of(body: Json, choice: str, tool: Callable[[Any, str], Tool]) -> list[Tool]:
+    """Return the tools that the model is told of. `tool` parses one of them, by its place."""
+    tools = [tool(given, f"tools[{n}]") for n, given in enumerate(items(body, "tools"))]
+    return [] if choice == "none" else tools
+
+
+def _stream_options(body: Json) -> Json:
     options = body.get("stream_options") or {}
     if not isinstance(options, dict):
         raise InvalidField("must be an object", param="stream_options")
     for name in sorted(options.keys() - {"include_usage"}):
         if options[name] not in (None, False):
             raise InvalidField(f"stream_options.{name} is not supported", param="stream_options")
-    return {"model": _model(body), "stream": flag(body, "stream"), "usage": flag(options, "include_usage")}
+    return {"model": model_of(body), "stream": flag(body, "stream"), "usage": flag(options, "include_usage")}
 
 
-def _model(body: Json) -> str:
+def model_of(body: Json) -> str:
     model = body.get("model")
     if model is not None and not isinstance(model, str):
         raise InvalidField("must be a string", param="model")
@@ -202,43 +218,62 @@ def _part(given: Any, where: str) -> Text | Image:
     if kind == "text" and isinstance(given.get("text"), str):
         return Text(given["text"])
     if kind == "image_url" and isinstance(given.get("image_url"), dict):
-        head, _, data = str(given["image_url"].get("url")).partition(";base64,")
-        media_type = head.removeprefix("data:")
-        if media_type not in IMAGE_TYPES:
-            raise InvalidField("images are taken as data:image/png;base64,... or image/jpeg", param=where)
-        try:
-            return Image(base64.b64decode(data, validate=True), media_type)
-        except binascii.Error as error:
-            raise InvalidField(f"the image is not valid base64: {error}", param=where) from None
+        return image_in_url(given["image_url"].get("url"), where)
     raise InvalidField("parts of type text and image_url are understood", param=where)
+
+
+def image_in_url(url: Any, where: str) -> Image:
+    head, _, data = str(url).partition(";base64,")
+    return image_of(head.removeprefix("data:"), data, where)
+
+
+def image_of(media_type: Any, data: Any, where: str) -> Image:
+    if media_type not in IMAGE_TYPES or not isinstance(data, str):
+        raise InvalidField("images are taken as data:image/png;base64,... or image/jpeg", param=where)
+    try:
+        return Image(base64.b64decode(data, validate=True), media_type)
+    except ValueError as error:  # binascii.Error, and signs beyond ASCII
+        raise InvalidField(f"the image is not valid base64: {error}", param=where) from None
 
 
 def _call(given: Any, where: str) -> ToolCall:
     function = given.get("function") if isinstance(given, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+    if not isinstance(function, dict):
+        raise InvalidField("must be a call of a function, with its name", param=where)
+    return call_of(function, text(given, "id", where), f"{where}.function")
+
+
+def call_of(function: Json, id: str, where: str) -> ToolCall:
+    """`function`: an object with `name` and, as JSON text, `arguments`."""
+    if not isinstance(function.get("name"), str):
         raise InvalidField("must be a call of a function, with its name", param=where)
     try:
         arguments = json.loads(function.get("arguments") or "{}")
     except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidField(f"is not JSON: {error}", param=f"{where}.function.arguments") from None
+        raise InvalidField(f"is not JSON: {error}", param=f"{where}.arguments") from None
     if not isinstance(arguments, dict):
-        raise InvalidField("must be a JSON object", param=f"{where}.function.arguments")
-    return ToolCall(id=text(given, "id", where), name=function["name"], arguments=arguments)
+        raise InvalidField("must be a JSON object", param=f"{where}.arguments")
+    return ToolCall(id=id, name=function["name"], arguments=arguments)
 
 
-def _tool(given: Any, where: str) -> Tool:
+def _chat_tool(given: Any, where: str) -> Tool:
     function = given.get("function") if isinstance(given, dict) else None
+    return tool_of(function, "parameters", where, f"{where}.function")
+
+
+def tool_of(function: Any, schema: str, where: str, inside: str) -> Tool:
+    """`function`: an object with `name`, `description` and the schema of its arguments, under that name."""
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise InvalidField("must be a function, with its name", param=where)
-    parameters = function.get("parameters") or {"type": "object", "properties": {}}
+    parameters = function.get(schema) or {"type": "object", "properties": {}}
     if not isinstance(parameters, dict):
-        raise InvalidField("must be a JSON schema", param=f"{where}.function.parameters")
-    return Tool(name=function["name"], description=text(function, "description", where), parameters=parameters)
+        raise InvalidField("must be a JSON schema", param=f"{inside}.{schema}")
+    return Tool(name=function["name"], description=text(function, "description", inside), parameters=parameters)
 
 
-def _check_sendable(asked: ParsedRequest) -> None:
-    """JSON knows numbers and half characters that cannot travel."""
+def check_sendable(asked: ParsedRequest, param: str) -> None:
+    """JSON knows numbers and half characters that cannot travel. `param`: where the prompt stands."""
     try:
         codec.encode([asked.messages, asked.tools, asked.text, asked.stop])
     except (OverflowError, ValueError, RecursionError) as error:  # UnicodeEncodeError is a ValueError
-        raise InvalidField(f"cannot be sent: {error}", param="messages" if asked.text is None else "prompt") from None
+        raise InvalidField(f"cannot be sent: {error}", param=param) from None

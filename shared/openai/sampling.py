@@ -6,16 +6,34 @@ import msgspec
 
 from opentinker.shared.openai.fields import InvalidField, Json, flag, number, whole
 
-BOTH = frozenset(
-    {"model", "max_tokens", "stop", "stream", "stream_options", "logprobs", "temperature", "top_p", "top_k", "seed"}
-    | {"n", "best_of", "response_format"}
+SAMPLED = frozenset({"model", "stream", "temperature", "top_p", "top_k", "seed"})
+OPENAI = SAMPLED | {"max_tokens", "stop", "stream_options", "logprobs", "n", "best_of", "response_format"}
+READ = {
+    "chat/completions": OPENAI
+    | {"messages", "tools", "tool_choice", "parallel_tool_calls", "max_completion_tokens", "top_logprobs"},
+    "completions": OPENAI | {"prompt", "echo", "suffix"},
+    "responses": SAMPLED
+    | {"input", "instructions", "tools", "tool_choice", "parallel_tool_calls", "max_output_tokens", "top_logprobs"}
+    | {"include", "text", "truncation", "stream_options"}
+    | {"previous_response_id", "conversation", "background", "prompt", "max_tool_calls"},
+    "messages": SAMPLED
+    | {"messages", "system", "tools", "tool_choice", "max_tokens", "stop_sequences"}
+    | {"output_config", "output_format", "container", "mcp_servers"},
+}
+"""By route: fields that are read, or refused, here or where its requests are parsed."""
+INERT = frozenset(
+    {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
+    | {"prompt_cache_retention", "cache_control", "inference_geo"}
 )
-"""Read here or in requests.py, for chats and for completions."""
-CHAT = BOTH | {"messages", "tools", "tool_choice", "parallel_tool_calls", "max_completion_tokens", "top_logprobs"}
-COMPLETION = BOTH | {"prompt", "echo", "suffix"}
-INERT = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
 """Say nothing about what is sampled."""
-USUAL: Json = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "min_p": 0, "min_tokens": 0}
+USUAL: Json = {
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "repetition_penalty": 1,
+    "min_p": 0,
+    "min_tokens": 0,
+    "thinking": {"type": "disabled"},
+}
 """Values that are accepted because they change nothing."""
 MAX_TEMPERATURE = 10.0
 MAX_SEED = 2**63 - 1
@@ -33,13 +51,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """None: drawn at random."""
 
 
-def parse_manner(body: Json, *, chat: bool) -> SamplingParams:
-    """Raises Refused, also for anything in the body that would have no effect."""
-    read, others, route = (CHAT, COMPLETION, "chat/completions") if chat else (COMPLETION, CHAT, "completions")
-    for name in sorted(body.keys() - read - INERT):
+def parse_manner(body: Json, route: str) -> SamplingParams:
+    """Raises InvalidField, also for anything in the body that would have no effect."""
+    elsewhere = frozenset().union(*READ.values())
+    for name in sorted(body.keys() - READ[route] - INERT):
         if body[name] is not None and (name not in USUAL or body[name] != USUAL[name]):
-            raise InvalidField(f"{name} is not supported{f' at {route}' * (name in others)}", param=name)
-    if body.get("parallel_tool_calls") is not None and not flag(body, "parallel_tool_calls"):
+            raise InvalidField(f"{name} is not supported{f' at {route}' * (name in elsewhere)}", param=name)
+    for name in ("text", "output_config"):
+        if others := _keys(body.get(name)) - {"format"}:
+            raise InvalidField(f"{name}.{min(others)} is not supported", param=name)
+    if _forbids_parallel_calls(body):
         raise InvalidField(
             "parallel_tool_calls can only be true: nothing forces what is sampled", param="parallel_tool_calls"
         )
@@ -53,3 +74,15 @@ def parse_manner(body: Json, *, chat: bool) -> SamplingParams:
         top_k=0 if top_k == -1 else whole(body, "top_k", 0) or 0,
         seed=seed,
     )
+
+
+def _keys(given: object) -> set[str]:
+    return {name for name, value in given.items() if value is not None} if isinstance(given, dict) else set()
+
+
+def _forbids_parallel_calls(body: Json) -> bool:
+    """As OpenAI says it, or Anthropic."""
+    choice = body.get("tool_choice")
+    if isinstance(choice, dict) and flag(choice, "disable_parallel_tool_use"):
+        return True
+    return body.get("parallel_tool_calls") is not None and not flag(body, "parallel_tool_calls")

@@ -71,7 +71,11 @@ def chat(*texts: str, **options: Any) -> dict[str, Any]:
 @asynccontextmanager
 async def root(model: AsyncOpenAI) -> AsyncIterator[tuple[aiohttp.ClientSession, str]]:
     async with aiohttp.ClientSession() as http:
-        yield http, str(model.base_url).rstrip("/").removesuffix("/v1")
+        yield http, root_of(model)
+
+
+def root_of(model: AsyncOpenAI) -> str:
+    return str(model.base_url).rstrip("/").removesuffix("/v1")
 
 
 async def generate(model: AsyncOpenAI, ids: list[int], session: str = "s", **params: Any) -> dict[str, Any]:

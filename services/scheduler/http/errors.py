@@ -28,6 +28,7 @@ from redis.exceptions import RedisError
 
 from opentinker.services.scheduler.artifacts.store import StoreUnavailable
 from opentinker.services.scheduler.jobs.disk_threads import ReferencesAway
+from opentinker.shared.anthropic.answers import messages_error
 from opentinker.shared.messaging.bus import NoReply
 from opentinker.shared.openai.fields import InvalidField
 from opentinker.shared.runtime.telemetry import REGISTRY
@@ -133,8 +134,8 @@ def problem(status: int, detail: str, *, title: str, **more: Any) -> web.Respons
     return response
 
 
-def _as_openai(response: web.Response) -> web.Response:
-    """The same problem in OpenAI's shape; what is wrong in a body is a 400 there."""
+def _as_openai(response: web.Response, path: str) -> web.Response:
+    """The same problem in OpenAI's shape, under `messages` in Anthropic's: what is wrong in a body is a 400 there."""
     assert isinstance(response.body, bytes)
     said = orjson.loads(response.body)
     status = 400 if response.status == 422 else response.status
@@ -142,6 +143,8 @@ def _as_openai(response: web.Response) -> web.Response:
     body = (
         said.get("openai") or InvalidField(detail, status=status, code="invalid_api_key" if status == 401 else "").body
     )
+    if path.endswith("/v1/messages"):
+        body = messages_error(InvalidField(body["error"]["message"], status=status))
     kept = ("Retry-After", "Allow", "WWW-Authenticate")
     headers = {name: response.headers[name] for name in kept if name in response.headers}
     return json_response(body, status, headers)
@@ -238,7 +241,7 @@ async def problems(request: web.Request, handler: Handler) -> web.StreamResponse
     except Exception as error:  # noqa: BLE001 - it is counted and audited as any answer is
         response = _unforeseen(request, error)
     if OPENAI.match(request.path) and response.content_type == PROBLEM and isinstance(response, web.Response):
-        response = _as_openai(response)
+        response = _as_openai(response, request.path)
     REQUESTS.labels(request.method, _route(request), response.status).inc()
     response.headers.setdefault("X-Content-Type-Options", "nosniff")
     return response

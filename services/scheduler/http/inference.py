@@ -1,4 +1,5 @@
-"""The OpenAI-compatible endpoint of inference jobs: /v1/jobs/{id}/v1/{chat/completions,completions,models}.
+"""The endpoint of inference jobs, in the forms of OpenAI and Anthropic:
+/v1/jobs/{id}/v1/{chat/completions,completions,responses,messages,models}.
 
 ask   consumes an HTTP request; produces ASK, and the response, as its pieces come or as a whole;
       ends when the answer is out or the client is gone
@@ -8,10 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 
-import orjson
 import structlog
 from aiohttp import web
 
@@ -19,8 +19,10 @@ from opentinker.services.scheduler.http.errors import json_response, read_json
 from opentinker.services.scheduler.http.jobs import JobsApi
 from opentinker.services.scheduler.http.route_decorator import Route
 from opentinker.services.scheduler.inference.router import InferenceRouter, refuse_unless_served
+from opentinker.shared import dialects
 from opentinker.shared.asyncio_tools import cancel_and_wait
-from opentinker.shared.openai import answers, requests
+from opentinker.shared.dialects import Dialect
+from opentinker.shared.openai.answers import Details, Piece, ReplyStream, card_of, models, said
 from opentinker.shared.openai.fields import InvalidField, Json, unknown_model
 from opentinker.shared.openai.inference import GenerateRequest, GenerateResult, adapters_in, models_of, names_of
 from opentinker.shared.openai.requests import ParsedRequest
@@ -46,7 +48,7 @@ class InferenceApi:
     def _cards(job: JobRecord) -> Json:
         first, *others = names_of(job.id, job.spec)
         length = job.spec["rollout"]["context_length"] or 0
-        return answers.models(first, length, *others, adapters=adapters_in(job.spec))
+        return models(first, length, *others, adapters=adapters_in(job.spec))
 
     @Route(
         "GET",
@@ -57,7 +59,7 @@ class InferenceApi:
     )
     async def model(self, request: web.Request) -> web.Response:
         job, name = await self._job(request), request.match_info["model"]
-        return json_response(answers.card_of(self._cards(job), name))
+        return json_response(card_of(self._cards(job), name))
 
     @Route(
         "POST",
@@ -67,7 +69,7 @@ class InferenceApi:
         takes="application/json",
     )
     async def chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._ask(request, requests.parse_chat, chat=True)
+        return await self._ask(request, dialects.CHAT)
 
     @Route(
         "POST",
@@ -77,21 +79,39 @@ class InferenceApi:
         takes="application/json",
     )
     async def completions(self, request: web.Request) -> web.StreamResponse:
-        return await self._ask(request, requests.parse_completion, chat=False)
+        return await self._ask(request, dialects.COMPLETIONS)
+
+    @Route(
+        "POST",
+        "/v1/jobs/{id}/v1/responses",
+        Action.INFERENCE_USE,
+        "Create a response, optionally streamed (OpenAI)",
+        takes="application/json",
+    )
+    async def responses(self, request: web.Request) -> web.StreamResponse:
+        return await self._ask(request, dialects.RESPONSES)
+
+    @Route(
+        "POST",
+        "/v1/jobs/{id}/v1/messages",
+        Action.INFERENCE_USE,
+        "Create a message, optionally streamed (Anthropic)",
+        takes="application/json",
+    )
+    async def messages(self, request: web.Request) -> web.StreamResponse:
+        return await self._ask(request, dialects.MESSAGES)
 
     async def _job(self, request: web.Request) -> JobRecord:
         job = await self.jobs.found(request)
         refuse_unless_served(job)
         return job
 
-    async def _ask(
-        self, request: web.Request, parse: Callable[..., ParsedRequest], *, chat: bool
-    ) -> web.StreamResponse:
+    async def _ask(self, request: web.Request, dialect: Dialect) -> web.StreamResponse:
         job = await self._job(request)
         body = await read_json(request)
         if not isinstance(body, dict):
             raise InvalidField("the body must be a JSON object")
-        manner, asked = parse_manner(body, chat=chat), parse(body, likely=True)
+        manner, asked = parse_manner(body, dialect.route), dialect.parse(body, likely=True)
         models = models_of(job.id, job.spec)
         if asked.model and asked.model not in models:
             raise unknown_model(asked.model, models)
@@ -110,35 +130,30 @@ class InferenceApi:
             manner=manner,
             stream=asked.stream,
             tokens=asked.logprobs,
-            offsets=asked.logprobs and not chat,
+            offsets=asked.logprobs and dialect is dialects.COMPLETIONS,
             likely=asked.likely,
         )
         respond = self._streamed if asked.stream else self._whole
-        return await _while_there(request, asyncio.create_task(respond(request, job, asked, ask, chat)))
+        return await _while_there(request, asyncio.create_task(respond(request, job, asked, ask, dialect)))
 
     async def _whole(
-        self, request: web.Request, job: JobRecord, asked: ParsedRequest, ask: GenerateRequest, chat: bool
+        self, request: web.Request, job: JobRecord, asked: ParsedRequest, ask: GenerateRequest, dialect: Dialect
     ) -> web.StreamResponse:
         async with aclosing(self.replicas.answer(job, ask)) as pieces:
             async for piece in pieces:
                 if (reply := piece.reply) is not None:
-                    if chat:
-                        whole = answers.chat_answer(asked, reply, reply.tokens, _mark(reply), reply.likely)
-                    else:
-                        names = reply.tokens, _mark(reply), reply.offsets, reply.likely
-                        whole = answers.completion_answer(asked, reply, *names)
-                    return json_response(whole)
+                    return json_response(dialect.answer(asked, reply, _details(reply)))
         raise AssertionError("an answer ends with a reply")
 
     async def _streamed(
-        self, request: web.Request, job: JobRecord, asked: ParsedRequest, ask: GenerateRequest, chat: bool
+        self, request: web.Request, job: JobRecord, asked: ParsedRequest, ask: GenerateRequest, dialect: Dialect
     ) -> web.StreamResponse:
-        """Errors before the first chunk are a status; later ones are an event, and there is no [DONE]."""
+        """Errors before the first chunk are a status; later ones are an event, the last one."""
         response = web.StreamResponse(
             headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no", "X-Content-Type-Options": "nosniff"}
         )
         response.content_type = "text/event-stream"
-        stream, sent, counted = answers.AnswerStream(asked, chat=chat), 0, 0
+        stream, sent, counted = dialect.stream(asked), 0, 0
         try:
             async with aclosing(self.replicas.answer(job, ask)) as pieces:
                 async for piece in pieces:
@@ -147,39 +162,37 @@ class InferenceApi:
                         await _write(response, stream.begin(piece.reply))
                     if piece.reply is not None:
                         await _write(response, _rest(stream, asked, piece.reply, sent, counted))
-                        await response.write(b"data: [DONE]\n\n")
+                        await response.write(dialect.last)
                     else:
                         numbers = piece.logprobs, piece.tokens, piece.offsets, piece.likely
-                        await _write(response, [stream.more(piece.text, piece.ids, *numbers)])
+                        await _write(response, stream.more(Piece(piece.text, piece.ids, *numbers)))
                         sent, counted = sent + len(piece.text), counted + len(piece.ids)
         except InvalidField as refused:
             if not response.prepared:
                 raise
-            await _write(response, [refused.body])
+            await _write(response, stream.failed(refused))
         await response.write_eof()
         return response
 
 
-def _rest(
-    stream: answers.AnswerStream, asked: ParsedRequest, reply: GenerateResult, sent: int, counted: int
-) -> list[Json]:
+def _rest(stream: ReplyStream, asked: ParsedRequest, reply: GenerateResult, sent: int, counted: int) -> list[Json]:
     """Return chunks for the unsent part of the result: characters from `sent`, tokens from `counted`."""
     if reply.tool_calls:
-        return [stream.calls(reply, reply.tokens, reply.likely), *stream.end(reply)]
-    text, ids = answers.said(asked, reply).text[sent:], reply.ids[counted:]
+        return [*stream.calls(reply, _details(reply)), *stream.end(reply)]
+    text, ids = said(asked, reply).text[sent:], reply.ids[counted:]
     if not text and not ids:
         return stream.end(reply)
     numbers = reply.logprobs[counted:], reply.tokens[counted:], reply.offsets[counted:], reply.likely
-    return [stream.more(text, ids, *numbers), *stream.end(reply)]
+    return [*stream.more(Piece(text, ids, *numbers)), *stream.end(reply)]
 
 
-def _mark(reply: GenerateResult) -> str:
-    return f"weights-{reply.version}"
+def _details(reply: GenerateResult) -> Details:
+    return Details(f"weights-{reply.version}", reply.tokens, reply.offsets, reply.likely)
 
 
 async def _write(response: web.StreamResponse, chunks: Sequence[Json]) -> None:
     for chunk in chunks:
-        await response.write(b"data: " + orjson.dumps(chunk) + b"\n\n")
+        await response.write(dialects.event(chunk))
 
 
 async def _while_there(request: web.Request, answering: asyncio.Task[web.StreamResponse]) -> web.StreamResponse:

@@ -136,8 +136,12 @@ if how == "silent":
     sys.exit()
 body = {"model": os.environ["OPENAI_MODEL"], "messages": [{"role": "user", "content": os.environ["OPENTINKER_ROW"]}]}
 request = urllib.request.Request(url + "/chat/completions", json.dumps(body).encode())
+if how == "anthropic":
+    request = urllib.request.Request(os.environ["ANTHROPIC_BASE_URL"] + "/v1/messages", json.dumps(body).encode())
+    how = "work"
 with urllib.request.urlopen(request) as reply:
-    answer = json.load(reply)["choices"][0]["message"]["content"]
+    said = json.load(reply)
+    answer = said["choices"][0]["message"]["content"] if "choices" in said else said["content"][0]["text"]
 print("some log line")
 if how == "crash":
     sys.exit("it went wrong")
@@ -155,8 +159,9 @@ def program(tmp_path: Path, how: str) -> dict[str, Any]:
     return {"command": [sys.executable, str(script), how]}
 
 
-async def test_any_program_is_an_environment(sessions: Sessions, tmp_path: Path) -> None:
-    opened = await sessions.open(opening("agent_program", **program(tmp_path, "work")))
+@pytest.mark.parametrize("how", ["work", "anthropic"])
+async def test_any_program_is_an_environment(sessions: Sessions, tmp_path: Path, how: str) -> None:
+    opened = await sessions.open(opening("agent_program", **program(tmp_path, how)))
     assert opened.messages[0].text == "3"
     last = await sessions.step(turn("yes"))
     assert (last.reward, last.done, last.metrics) == (1.0, True, {"seed": 4.0})

@@ -1,0 +1,145 @@
+"""Requests of Anthropic's Messages API -> ParsedRequest: `system` is the first message, a `tool_result` a message of
+the role tool, so that a conversation becomes what the same one is as a chat."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from opentinker.shared.openai.fields import InvalidField, Json, flag, items, stops, text, whole
+from opentinker.shared.openai.requests import (
+    ParsedRequest,
+    check_sendable,
+    chosen,
+    image_of,
+    model_of,
+    refuse_unsupported,
+    tool_of,
+    tools_of,
+)
+from opentinker.shared.types.core import Image, Message, Text, Tool, ToolCall
+
+UNSUPPORTED = ("container", "mcp_servers")
+
+
+def parse_messages(body: Json, session: str = "", *, likely: bool = False) -> ParsedRequest:
+    """Parse `POST /v1/messages`. `likely` has no use: the format has no logprobs. Raises InvalidField."""
+    refuse_unsupported(body)
+    for name in UNSUPPORTED:
+        if body.get(name):
+            raise InvalidField(f"{name} is not supported", param=name)
+    _check_output(body)
+    messages = [
+        message for n, given in enumerate(items(body, "messages")) for message in _said(given, f"messages[{n}]")
+    ]
+    if not messages:
+        raise InvalidField("there is no message", param="messages")
+    if body.get("system"):
+        messages = [Message(role="system", content=_texts(body["system"], "system")), *messages]
+    asked = ParsedRequest(
+        messages=messages,
+        tools=tools_of(body, chosen(body, "auto", "none"), _tool),
+        session=session,
+        max_tokens=whole(body, "max_tokens", 1),
+        stop=stops(body, "stop_sequences"),
+        model=model_of(body),
+        stream=flag(body, "stream"),
+    )
+    check_sendable(asked, "messages")
+    return asked
+
+
+def _check_output(body: Json) -> None:
+    config = body.get("output_config") or {}
+    if not isinstance(config, dict):
+        raise InvalidField("must be an object", param="output_config")
+    if config.get("format") or body.get("output_format"):
+        raise InvalidField("output_config.format is not supported: nothing forces a format", param="output_config")
+
+
+def _said(given: Any, where: str) -> list[Message]:
+    """The messages that one of Anthropic's is; a user's may hold results of tools, which are messages of their own."""
+    if not isinstance(given, dict) or given.get("role") not in ("user", "assistant", "system"):
+        raise InvalidField("must be an object with one of the roles user, assistant, system", param=where)
+    content, role = given.get("content"), given["role"]
+    if content is None or isinstance(content, str):
+        return [Message(role=role, content=content or "")]
+    if not isinstance(content, list):
+        raise InvalidField("must be a string or a list of blocks", param=f"{where}.content")
+    blocks = [(_block(block, role, f"{where}.content[{n}]")) for n, block in enumerate(content)]
+    if role == "assistant":
+        calls = [block for block in blocks if isinstance(block, ToolCall)]
+        return [Message(role=role, content=_joined([b for b in blocks if isinstance(b, Text)]), tool_calls=calls)]
+    messages: list[Message] = []
+    parts: list[Text | Image] = []
+    for block in blocks:
+        if isinstance(block, Message):
+            messages += [Message(role=role, content=_joined(parts))] if parts else []
+            messages.append(block)
+            parts = []
+        elif not isinstance(block, ToolCall):
+            parts.append(block)
+    return [*messages, Message(role=role, content=_joined(parts))] if parts or not messages else messages
+
+
+def _joined(parts: list[Text | Image] | list[Text]) -> str | list[Text | Image]:
+    texts = [part.text for part in parts if isinstance(part, Text)]
+    return "".join(texts) if len(texts) == len(parts) else list(parts)
+
+
+def _block(given: Any, role: str, where: str) -> Text | Image | ToolCall | Message:
+    kind = given.get("type") if isinstance(given, dict) else None
+    if kind == "text" and isinstance(given.get("text"), str):
+        return Text(given["text"])
+    if kind == "image" and role == "user":
+        return _image(given, where)
+    if kind == "tool_use" and role == "assistant":
+        return _call(given, where)
+    if kind == "tool_result" and role == "user":
+        content = _result(given.get("content"), f"{where}.content")
+        return Message(role="tool", content=content, tool_call_id=text(given, "tool_use_id", where))
+    known = {"user": "text, image and tool_result", "assistant": "text and tool_use"}.get(role, "text")
+    raise InvalidField(f"blocks of type {known} are understood in messages of the role {role}", param=where)
+
+
+def _image(given: Json, where: str) -> Image:
+    source = given.get("source")
+    if not isinstance(source, dict) or source.get("type") != "base64":
+        raise InvalidField("images are taken with a source of type base64", param=where)
+    return image_of(source.get("media_type"), source.get("data"), where)
+
+
+def _call(given: Json, where: str) -> ToolCall:
+    name, arguments = given.get("name"), given.get("input")
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        raise InvalidField("must be a call of a tool, with its name and an object as input", param=where)
+    return ToolCall(id=text(given, "id", where), name=name, arguments=arguments)
+
+
+def _result(given: Any, where: str) -> str | list[Text | Image]:
+    if given is None or isinstance(given, str):
+        return given or ""
+    if not isinstance(given, list):
+        raise InvalidField("must be a string or a list of blocks", param=where)
+    parts: list[Text | Image] = []
+    for n, block in enumerate(given):
+        part = _block(block, "user", f"{where}[{n}]")
+        if not isinstance(part, Text | Image):
+            raise InvalidField("blocks of type text and image are understood in a result", param=f"{where}[{n}]")
+        parts.append(part)
+    return _joined(parts)
+
+
+def _texts(given: Any, where: str) -> str:
+    """A text, or a list of blocks of text."""
+    if isinstance(given, str):
+        return given
+    if not isinstance(given, list):
+        raise InvalidField("must be a string or a list of blocks", param=where)
+    parts = [_block(block, "system", f"{where}[{n}]") for n, block in enumerate(given)]
+    return "".join(part.text for part in parts if isinstance(part, Text))
+
+
+def _tool(given: Any, where: str) -> Tool:
+    if not isinstance(given, dict) or given.get("type", "custom") not in (None, "custom"):
+        raise InvalidField("must be a tool of the client's own, with its name", param=where)
+    return tool_of(given, "input_schema", where, where)
