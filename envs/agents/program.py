@@ -1,6 +1,7 @@
 """`agent_program`: runs a program that calls a model server, as OpenAI's or Anthropic's clients do, as an episode.
 
-The program finds the server in OPENAI_BASE_URL or ANTHROPIC_BASE_URL; the last line of its output is a JSON object with a `reward`.
+The program finds the server in OPENAI_BASE_URL or ANTHROPIC_BASE_URL; the last line of its output is a JSON object with
+a `reward`.
 """
 
 from __future__ import annotations
