@@ -81,6 +81,8 @@ STARTED: web.RequestKey[float] = web.RequestKey("started", float)
 """Arrival time of a request."""
 OPENAI = re.compile(r"/v1/jobs/[^/]+/v1(/|$)")
 """Paths below which errors look as OpenAI's do."""
+ANTHROPIC = re.compile(r"/v1/jobs/[^/]+/v1/messages$")
+"""Those whose errors look as Anthropic's do."""
 
 
 class TooMany(OpenTinkerError):
@@ -143,7 +145,7 @@ def _as_openai(response: web.Response, path: str) -> web.Response:
     body = (
         said.get("openai") or InvalidField(detail, status=status, code="invalid_api_key" if status == 401 else "").body
     )
-    if path.endswith("/v1/messages"):
+    if ANTHROPIC.match(path):
         body = messages_error(InvalidField(body["error"]["message"], status=status))
     kept = ("Retry-After", "Allow", "WWW-Authenticate")
     headers = {name: response.headers[name] for name in kept if name in response.headers}

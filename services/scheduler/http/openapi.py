@@ -10,7 +10,7 @@ from typing import Any, is_typeddict
 import msgspec
 
 import opentinker
-from opentinker.services.scheduler.http.errors import OPENAI
+from opentinker.services.scheduler.http.errors import ANTHROPIC, OPENAI
 from opentinker.services.scheduler.http.route_decorator import Parameter, Route
 from opentinker.services.scheduler.http.spec_body import TOML
 from opentinker.shared import api_types
@@ -38,7 +38,12 @@ def document(routes: Sequence[Route]) -> dict[str, Any]:
         "paths": paths,
         "security": [{"bearer": []}],
         "components": {
-            "schemas": {**schemas, "Problem": _PROBLEM, "OpenAIError": _OPENAI_ERROR},
+            "schemas": {
+                **schemas,
+                "Problem": _PROBLEM,
+                "OpenAIError": _OPENAI_ERROR,
+                "AnthropicError": _ANTHROPIC_ERROR,
+            },
             "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer", "description": _BEARER}},
         },
     }
@@ -88,7 +93,8 @@ def _operation(route: Route) -> dict[str, Any]:
     if OPENAI.match(route.path):
         errors = {status: text for status, text in errors.items() if status != "422"} | _OPENAI_ERRORS
         errors |= _OPENAI_ANSWERS if route.takes else {}
-        problem = {"application/json": {"schema": {"$ref": _SCHEMAS + "OpenAIError"}}}
+        shape = "AnthropicError" if ANTHROPIC.match(route.path) else "OpenAIError"
+        problem = {"application/json": {"schema": {"$ref": _SCHEMAS + shape}}}
     answer = {"schema": {"$ref": _SCHEMAS + route.answer.__name__}} if route.answer is not None else {}
     operation: dict[str, Any] = {
         "summary": route.summary,
@@ -145,6 +151,18 @@ _OPENAI_ERROR = {
                 "code": {"type": ["string", "null"]},
             },
         }
+    },
+}
+_ANTHROPIC_ERROR = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
     },
 }
 _PROBLEM = {

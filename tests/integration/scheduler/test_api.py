@@ -441,6 +441,8 @@ async def test_openapi_says_what_inference_routes_answer(http: Http) -> None:
     answers = document["paths"]["/v1/jobs/{id}/v1/chat/completions"]["post"]["responses"]
     assert {"200", "400", "404", "409", "413", "429", "500", "503", "504"} <= answers.keys() and "422" not in answers
     assert answers["400"]["content"]["application/json"]["schema"]["$ref"].endswith("OpenAIError")
+    answers = document["paths"]["/v1/jobs/{id}/v1/messages"]["post"]["responses"]
+    assert answers["400"]["content"]["application/json"]["schema"]["$ref"].endswith("AnthropicError")
 
 
 async def test_openapi_describes_every_route_and_the_spec(http: Http) -> None:
