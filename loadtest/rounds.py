@@ -6,8 +6,8 @@ many tokens a second two policies get from one vLLM engine.
 
 Rounds: starts nats-server and a Redis-compatible server on free ports and one env worker, and plays episodes in this
 process with the simulated engine, one after the other. Prints the time from one round's beginning to the next (p50),
-the same of a game whose seats act in turn, and the hand-over: from the last answer of the engine to its next request,
-which is the environment's step over NATS and all that surrounds it.
+the same of a game whose seats act in turn, and the hand-over of both (p50): from the engine's last answer of a round or
+turn to its next request, which is the environment's step over NATS and all that surrounds it.
 
 Policies: the same requests to the engine of one LoRA policy, to one engine that two policies share, and to two engines,
 one of each. Three vLLM processes, asked one setup after the other in each repeat; medians. Without a GPU rates are per
@@ -74,8 +74,8 @@ class Timed(ToyEngine):
         return completion
 
 
-async def play(bus: Bus, model: Path, options: argparse.Namespace, *, together: bool) -> tuple[float, float]:
-    """Return the medians of a round's seconds and of a hand-over's."""
+async def play(bus: Bus, model: Path, options: argparse.Namespace, *, together: bool) -> tuple[float, float, int]:
+    """Return the medians of a round's seconds and of a hand-over's, and the number of rounds, or of turns."""
     toy = {"seconds_per_token": options.engine_ms / 1000 / TOKENS, "skill": 1.0}
     spec = parse_spec(
         {
@@ -102,17 +102,19 @@ async def play(bus: Bus, model: Path, options: argparse.Namespace, *, together: 
     together_size = options.seats if together else 1
     rounds_s: list[float] = []
     hand_over_s: list[float] = []
+    count = 0
     for number in range(options.episodes):
         engine.calls = []
         ticket = Ticket(job="load", seq=number, row=0, seed=0, group_size=1)
         await Episode(spec, ticket, 0, SeatMap.single(spec, engine, renderer), EnvClient(bus)).run()
         calls = sorted(engine.calls)
         turns = [calls[at : at + together_size] for at in range(0, len(calls), together_size)]
+        count += len(turns)
         for turn, following in pairwise(turns[1:]):  # the first warms up
             hand_over_s.append(min(began for began, _ in following) - max(ended for _, ended in turn))
         begins = [turn[0][0] for turn in turns[1:]][:: 1 if together else options.seats]
         rounds_s += [later - earlier for earlier, later in pairwise(begins)]
-    return float(np.median(rounds_s)), float(np.median(hand_over_s))
+    return float(np.median(rounds_s)), float(np.median(hand_over_s)), count
 
 
 async def run(options: argparse.Namespace, url: str, pids: dict[str, int]) -> bool:
@@ -121,17 +123,22 @@ async def run(options: argparse.Namespace, url: str, pids: dict[str, int]) -> bo
         async with Bus.connect(url, "load", "rollout-worker") as bus:  # whom env workers may answer
             await play(bus, model, argparse.Namespace(**vars(options) | {"episodes": 1, "rounds": 4}), together=True)
             meter = Meter(pids)
-            round_s, hand_over_s = await play(bus, model, options, together=True)
+            round_s, hand_over_s, rounds = await play(bus, model, options, together=True)
             meter.stop()
-            turns_s, _ = await play(bus, model, options, together=False)
+            turn_meter = Meter(pids)
+            turns_s, turn_over_s, turns = await play(bus, model, options, together=False)
+            turn_meter.stop()
     engine_s = options.engine_ms / 1000
     print(f"{options.seats} seats, engine {options.engine_ms:g} ms: a round p50 {1e3 * round_s:.1f} ms together, "
-          f"{1e3 * turns_s:.1f} ms in turn; hand-over p50 {1e3 * hand_over_s:.2f} ms")  # fmt: skip
-    rounds = options.rounds * options.episodes
-    print("CPU-ms per round:", ", ".join(f"{name} {1e3 * used / rounds:.2f}" for name, used in meter.used.items()))
-    print(f"cores used by others meanwhile: {meter.foreign:.2f}")
-    rate = met("rounds/s", 1 / round_s, 1 / (OVERHEAD * engine_s), meter.foreign)
-    return met("hand-overs/s", 1 / hand_over_s, 1e3 / HAND_OVER_MS, meter.foreign) and rate
+          f"{1e3 * turns_s:.1f} ms in turn; hand-over p50 {1e3 * hand_over_s:.2f} ms of a round, "
+          f"{1e3 * turn_over_s:.2f} ms of a turn")  # fmt: skip
+    for what, one, acts in (("round", meter, rounds), ("turn", turn_meter, turns)):
+        used = ", ".join(f"{name} {1e3 * seconds / acts:.2f}" for name, seconds in one.used.items())
+        print(f"CPU-ms per {what}: {used}; cores used by others meanwhile: {one.foreign:.2f}")
+    found = [met("rounds/s", 1 / round_s, 1 / (OVERHEAD * engine_s), meter.foreign)]
+    for what, seconds, one in (("round", hand_over_s, meter), ("turn", turn_over_s, turn_meter)):
+        found.append(met(f"hand-overs/s of a {what}", 1 / seconds, 1e3 / HAND_OVER_MS, one.foreign))
+    return all(found)
 
 
 async def two_policies(options: argparse.Namespace) -> bool:
