@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 from pydantic_core import PydanticCustomError
 
 from opentinker.shared.security.egress import networks
-from opentinker.shared.security.model_keys import read_model_keys
+from opentinker.shared.security.model_keys import MODEL_KEY_SERVICES, read_model_keys
 from opentinker.shared.security.secrets import AWS, password_in, read_access, read_password
 from opentinker.shared.types.errors import SpecError
 
@@ -225,7 +225,7 @@ class Settings(BaseModel):
     so it needs the setting too. `opentinker up` and `run` on loopback allow loopback."""
     model_keys_file: Path | None = None
     """A TOML file with keys for models behind URLs that play seats: `[NAME]` with `key`, `url` and `tenants`. The
-    scheduler and rollout workers read it. See docs/security.md."""
+    scheduler and rollout workers read it, no other service. See docs/security.md."""
     upload_mb: Annotated[int, Field(gt=0)] = 32
     """Size of an uploaded environment, unpacked."""
     upload_venv_mb: Annotated[int, Field(gt=0)] = 8192
@@ -340,8 +340,8 @@ class Settings(BaseModel):
         path: Path | None = getattr(self, field)
         return "" if path is None else read_password(path, field)
 
-    def secrets(self) -> list[str]:
-        """All that this process knows; none of it is for logs. Raises SpecError."""
+    def secrets(self, service: str) -> list[str]:
+        """All that a process of this service knows; none of it is for logs. Raises SpecError."""
         found = [self.password("nats_password_file"), self.password("redis_password_file")]
         found += [password_in(self.nats_url), password_in(self.redis_url)]
         found.append(self.password("nats_issuer_file"))
@@ -349,7 +349,8 @@ class Settings(BaseModel):
             found.append(read_password(self.admin_key_file, "admin_key_file"))
         if self.artifacts_s3_credentials_file is not None:
             found.append(read_access(self.artifacts_s3_credentials_file)[1])
-        found += [key.key for key in read_model_keys(self.model_keys_file).values()]
+        if service in MODEL_KEY_SERVICES:
+            found += [key.key for key in read_model_keys(self.model_keys_file).values()]
         if self.artifacts_url.startswith("s3://"):
             found += [os.environ.get(name, "") for name in AWS[1:]]  # only the scheduler's process must have them
         return [secret for secret in found if secret]

@@ -103,7 +103,7 @@ def main(service: str, serve: Callable[[Context], Awaitable[None]]) -> None:
     environment = dict(os.environ)  # libraries add to it later
     try:
         settings = load_settings(arguments.config)
-        settings.secrets()
+        settings.secrets(service)
     except SpecError as error:
         for mistake in error.mistakes:
             sys.stderr.write(f"{mistake['field']} = {mistake['value']!r}: {mistake['problem']}\n")

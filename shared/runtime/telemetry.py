@@ -68,7 +68,7 @@ def configure_logging(settings: Settings, service: str, worker: str, logs: JobLo
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.StackInfoRenderer(),
             structlog.processors.format_exc_info,
-            partial(_redact, settings.secrets()),
+            partial(_redact, settings.secrets(service)),
             *([] if logs is None else [logs.ship]),
             renderer,
         ],

@@ -20,6 +20,8 @@ from opentinker.shared.types.errors import SpecError
 
 SETTING = "model_keys_file"
 MAX_BYTES = 1024**2
+MODEL_KEY_SERVICES = ("scheduler", "rollout-worker")
+"""Services that read the file; no other may need to."""
 
 
 class ModelKey(BaseModel):

@@ -23,6 +23,7 @@ from opentinker.services.scheduler.autoscaler.kubernetes import KubernetesLaunch
 from opentinker.shared.config import PREFIX, Settings
 from opentinker.shared.messaging.subjects import SERVICES
 from opentinker.shared.runtime.telemetry import REGISTRY
+from opentinker.shared.security.model_keys import MODEL_KEY_SERVICES
 from opentinker.shared.types.core import Pool
 from tests.support.kubernetes_api import TOKEN, kubernetes
 
@@ -56,6 +57,7 @@ EVERYTHING = {
         "endpoint": "https://s3.infra:9000",
         "credentials": {"secret": "store", "key": "both-lines"},
     },
+    "modelKeys": {"secret": "keys", "key": "lab.toml"},
     "networkPolicy": {
         "serversTo": [{"namespaceSelector": {"matchLabels": {"name": "infra"}}}],
         "artifactsTo": [{"ipBlock": {"cidr": "10.9.0.0/16"}}],
@@ -265,6 +267,19 @@ def test_the_object_store_is_the_schedulers(whole: Objects, plain: Objects) -> N
     rules = whole["NetworkPolicy", "rl-api"]["spec"]["egress"]
     assert {"to": [{"ipBlock": {"cidr": "10.9.0.0/16"}}]} in rules
     assert "egress" not in plain["NetworkPolicy", "rl-api"]["spec"]
+
+
+def test_model_keys_are_for_scheduler_and_rollout_workers(whole: Objects, plain: Objects) -> None:
+    file, readers = "/run/opentinker/models/keys", {f"rl-{service}" for service in MODEL_KEY_SERVICES}
+    mount = {"name": "model-keys", "mountPath": file.rpartition("/")[0], "readOnly": True}
+    launched = json.loads(whole["ConfigMap", "rl-pods"]["data"]["rollout-worker.json"])["spec"]
+    for name, pod in {**pods(whole), "rl-rollout-worker launched": launched}.items():
+        reads = name.removesuffix(" launched") in readers
+        mounted = [v["secret"]["items"] for v in pod["volumes"] if v.get("secret", {}).get("secretName") == "keys"]
+        assert mounted == ([[{"key": "lab.toml", "path": "keys"}]] if reads else []), name
+        assert environment(pod).get("OPENTINKER_MODEL_KEYS_FILE") == (file if reads else None), name
+        assert (mount in pod["containers"][0]["volumeMounts"]) == reads, name
+    assert not any("OPENTINKER_MODEL_KEYS_FILE" in environment(pod) for pod in pods(plain).values())
 
 
 def test_the_servers_read_what_the_secrets_hold(plain: Objects, tmp_path: Path) -> None:

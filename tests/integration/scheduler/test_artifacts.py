@@ -166,11 +166,11 @@ def test_settings_of_stores_are_checked(tmp_path: Path, monkeypatch: pytest.Monk
         store_of(Settings(artifacts_url="s3://bucket", artifacts_s3_credentials_file=tmp_path / "credentials"))
     (tmp_path / "credentials").write_text(f"id-of-the-key\n{SECRET}")
     settings = Settings(artifacts_url="s3://bucket", artifacts_s3_credentials_file=tmp_path / "credentials")
-    assert settings.secrets() == [SECRET]
+    assert settings.secrets("scheduler") == [SECRET]
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "id-of-the-key")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-    assert Settings(artifacts_url="s3://bucket").secrets() == [SECRET]
-    assert Settings().secrets() == []
+    assert Settings(artifacts_url="s3://bucket").secrets("scheduler") == [SECRET]
+    assert Settings().secrets("scheduler") == []
 
 
 # --- what is kept ---------------------------------------------------------------------------------------------------

@@ -8,7 +8,8 @@ import pytest
 
 from opentinker.shared.config import Settings
 from opentinker.shared.data.readable_paths import Readable
-from opentinker.shared.security.model_keys import NO_KEY, key_problem, read_model_keys
+from opentinker.shared.messaging.subjects import SERVICES
+from opentinker.shared.security.model_keys import MODEL_KEY_SERVICES, NO_KEY, key_problem, read_model_keys
 from opentinker.shared.types.errors import SpecError
 
 SECRET = "sk-canary-0123456789"
@@ -41,7 +42,10 @@ def test_the_server_keeps_the_file_to_itself_and_its_contents_out_of_logs(tmp_pa
     file = tmp_path / "keys.toml"
     file.write_text(FILE)
     settings = Settings(model_keys_file=file)
-    assert {SECRET, "another-canary"} <= set(settings.secrets())
+    for service in ("scheduler", "rollout-worker"):
+        assert {SECRET, "another-canary"} <= set(settings.secrets(service))
+    for service in set(SERVICES) - set(MODEL_KEY_SERVICES):  # which need not even be able to read it
+        assert Settings(model_keys_file=tmp_path / "out of reach").secrets(service) == []
     (mistake,) = Readable(settings).mistakes_in({"data": {"path": str(file)}})
     assert mistake["field"] == "data.path"
 

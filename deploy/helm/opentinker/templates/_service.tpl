@@ -119,6 +119,10 @@ spec:
           value: /run/opentinker/access/issuer
         {{- end }}
         {{- end }}
+        {{- if include "opentinker.modelKeys" . }}
+        - name: OPENTINKER_MODEL_KEYS_FILE
+          value: /run/opentinker/models/keys
+        {{- end }}
         {{- if .compute }}
         - name: HF_HOME
           value: /var/cache/huggingface
@@ -180,6 +184,9 @@ spec:
         {{- else }}
         - {name: data, mountPath: /var/lib/opentinker/data/jobs, subPath: jobs, readOnly: {{ ne .service "trainer" }}}
         {{- end }}
+        {{- if include "opentinker.modelKeys" . }}
+        - {name: model-keys, mountPath: /run/opentinker/models, readOnly: true}
+        {{- end }}
         - {name: tmp, mountPath: /tmp}
         {{- if .compute }}
         - {name: shm, mountPath: /dev/shm}
@@ -225,6 +232,14 @@ spec:
     - name: data
       persistentVolumeClaim:
         claimName: {{ $root.Values.data.existingClaim | default (printf "%s-data" (include "opentinker.name" $root)) }}
+    {{- if include "opentinker.modelKeys" . }}
+    - name: model-keys
+      secret:
+        secretName: {{ $root.Values.modelKeys.secret }}
+        defaultMode: 0440
+        items:
+          - {key: {{ $root.Values.modelKeys.key }}, path: keys}
+    {{- end }}
     - name: tmp
       emptyDir: {}
     {{- if .compute }}
@@ -253,6 +268,11 @@ spec:
     - name: models
       persistentVolumeClaim: {claimName: {{ $root.Values.models.existingClaim }}, readOnly: true}
     {{- end }}
+{{- end }}
+
+{{/* Not empty for a service that reads the keys of models behind URLs, if there are any. */}}
+{{- define "opentinker.modelKeys" -}}
+{{- if and .root.Values.modelKeys.secret (has .service (list "scheduler" "rollout-worker")) }}true{{ end }}
 {{- end }}
 
 {{/* The pools, as arguments of "opentinker.servicePod" without the root. */}}
