@@ -126,8 +126,8 @@ class LocalEnvRunner:
         ]
         others, self._branches = [branch for branch in self._branches if branch is not base], [base]
         await self._close_all(others)
-        copies = [Branch(copy.deepcopy(base.environment), base.asked) for _ in actions_K[1:]]
-        self._branches = [*copies, base]
+        for _ in actions_K[1:]:  # one by one: if a copy fails, those before it are closed with the episode
+            self._branches.insert(0, Branch(copy.deepcopy(base.environment), base.asked))
         outcomes = []
         for branch, actions in zip(self._branches, actions_K, strict=True):
             outcomes.append(await self._play(branch, request.turn, actions))

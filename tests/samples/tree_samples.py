@@ -47,6 +47,20 @@ class Climb(Environment):
         self.closed.append(sum(self.digits))
 
 
+class Brittle(Climb):
+    """Can be copied once."""
+
+    copies = 0
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Brittle:
+        if self.copies:
+            raise RuntimeError("no second copy")
+        self.copies = 1
+        twin = Brittle(self.config)
+        twin.draw, twin.digits = self.draw, list(self.digits)
+        return twin
+
+
 class BlockingClimb(Climb):
     blocking = True
 

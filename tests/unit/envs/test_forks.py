@@ -104,6 +104,13 @@ async def test_an_environment_that_fails_in_one_candidate_fails_the_episode(sess
     await until(lambda: len(Climb.closed) == 2)
 
 
+async def test_copies_before_one_that_fails_are_closed(sessions: Sessions) -> None:
+    await sessions.open(opening(f"{SAMPLES}:Brittle"))
+    reply = await sessions.step(tree(0, "1", "2", "3", seat="left"))
+    assert reply.failure == Ending.ENV_ERROR and "no second copy" in reply.error
+    await until(lambda: len(Climb.closed) == 2)
+
+
 async def test_what_cannot_be_is_refused() -> None:
     async def step(request: StepSession, environment: str = f"{SAMPLES}:Climb") -> SessionReply:
         player = LocalEnvRunner("w", modules=True)
