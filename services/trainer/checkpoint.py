@@ -199,6 +199,14 @@ def sweep(root: Path, keep: int, epoch: int, needed: Collection[int] = ()) -> No
         sync_directory(root)
 
 
+def remove(directory: Path, epoch: int) -> None:
+    """Remove what `commit` wrote. Raises Fenced, with nothing removed, if a newer epoch has fenced the root."""
+    root = directory.parent
+    with _locked(root):
+        _refuse_epoch_below(fenced_epoch(root), epoch, root)
+        shutil.rmtree(directory, ignore_errors=True)
+
+
 def _refuse_old_epoch(root: Path, manifest: Manifest) -> None:
     newest_epoch = max((other.epoch for _, other in list_checkpoints(root)), default=manifest.epoch)
     _refuse_epoch_below(max(newest_epoch, fenced_epoch(root)), manifest.epoch, root)

@@ -26,7 +26,7 @@ from opentinker.shared.state.admission import Admission
 from opentinker.shared.types.core import WeightVersion
 from opentinker.shared.types.errors import JobFailed
 from opentinker.shared.types.manifest import Manifest
-from opentinker.shared.types.pools import NO_GAMES, Members, Outcomes, PoolMember, PoolRecord
+from opentinker.shared.types.pools import NO_GAMES, Members, Outcomes, PoolMember, PoolRecord, WeightedOutcomes
 
 log = structlog.get_logger()
 
@@ -89,7 +89,7 @@ class OpponentPools:
             found = [total.get(pool_player(name, str(member.version)), NO_GAMES) for member in members]
             self._games[name] = sum(map(sum, found))
             self.members[name] = [
-                msgspec.structs.replace(member, outcomes=_sum(member.outcomes, new), recent=_sum(member.recent, new))
+                msgspec.structs.replace(member, outcomes=_sum(member.outcomes, new), recent=_add(member.recent, new))
                 for member, new in zip(members, found, strict=True)
             ]
 
@@ -121,9 +121,9 @@ class OpponentPools:
 
     def _win_rate(self, name: str) -> float | None:
         """Return the win rate of the policy against the members of a pool lately; None without games."""
-        recent = NO_GAMES
+        recent: WeightedOutcomes = NO_GAMES
         for member in self.members[name]:
-            recent = _sum(recent, member.recent)
+            recent = _add(recent, member.recent)
         return win_rate(*recent) if any(recent) else None
 
     async def publish(self) -> None:
@@ -169,7 +169,7 @@ class OpponentPools:
         checkpoint.commit(self._root, manifest, self._learner.save_weights, name=str(version))
 
     async def _sweep(self) -> None:
-        """Remove versions that no pool, no checkpoint and no ticket names."""
+        """Remove versions that no pool, no checkpoint and no ticket names. Raises Fenced."""
         lying = await asyncio.to_thread(self._find_unnamed)
         if not lying:
             self._leaving.clear()
@@ -178,7 +178,7 @@ class OpponentPools:
         self._leaving = {name: self._leaving.get(name, issued) for name in lying}
         oldest = min(running, default=issued)
         for name in [name for name, first in self._leaving.items() if first <= oldest]:
-            await asyncio.to_thread(shutil.rmtree, self._root / name, ignore_errors=True)
+            await asyncio.to_thread(checkpoint.remove, self._root / name, self._identity.epoch)
             del self._leaving[name]
 
     def _find_unnamed(self) -> list[str]:
@@ -193,6 +193,10 @@ def _sum(one: Outcomes, other: Outcomes) -> Outcomes:
     return one[0] + other[0], one[1] + other[1], one[2] + other[2]
 
 
+def _add(one: WeightedOutcomes, other: Outcomes | WeightedOutcomes) -> WeightedOutcomes:
+    return one[0] + other[0], one[1] + other[1], one[2] + other[2]
+
+
 def _halve(member: PoolMember) -> PoolMember:
     won, drawn, lost = member.recent
-    return msgspec.structs.replace(member, recent=(won // 2, drawn // 2, lost // 2))
+    return msgspec.structs.replace(member, recent=(won / 2, drawn / 2, lost / 2))

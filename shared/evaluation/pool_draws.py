@@ -22,7 +22,7 @@ UNKNOWN = 0.5
 """Win rate against an opponent without games."""
 
 
-def win_rate(wins: int, draws: int, losses: int) -> float:
+def win_rate(wins: float, draws: float, losses: float) -> float:
     """Return the share of wins, draws counted half, after one more game that was drawn.
 
     The added draw keeps it strictly between 0 and 1: no opponent is avoided for good because the first games were won.

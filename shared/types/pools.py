@@ -14,6 +14,7 @@ from opentinker.shared.types.core import WeightVersion, part_id
 MEMBERS = "members"
 Outcomes = tuple[int, int, int]
 """Games won, drawn and lost by the policy."""
+WeightedOutcomes = tuple[float, float, float]
 NO_GAMES: Outcomes = (0, 0, 0)
 
 
@@ -24,7 +25,7 @@ class PoolMember(msgspec.Struct, frozen=True, kw_only=True):
     version: WeightVersion
     outcomes: Outcomes = NO_GAMES
     """Since it entered."""
-    recent: Outcomes = NO_GAMES
+    recent: WeightedOutcomes = NO_GAMES
     """The same, halved at each candidate: what PFSP and `add_if` go by."""
 
 

@@ -113,6 +113,23 @@ async def test_a_pool_begins_with_the_initial_weights_and_keeps_the_newest(life:
     assert all(checkpoint.read_intact(life.root / "members" / name) for name in life.members)
 
 
+async def test_a_trainer_that_is_superseded_removes_no_member_of_the_next_one(life: Life) -> None:
+    await life.make(8)
+    successor = life.next()
+    await successor.begin(life.save())
+    await successor.make(2)
+    assert "2.10" in life.on_disk
+    with pytest.raises(Fenced):
+        await life.pools._sweep()
+    assert life.on_disk.keys() >= set(successor.members)
+
+
+async def test_half_a_game_is_not_lost(life: Life) -> None:
+    await life.make(1, newest=(1, 0, 0))
+    await life.make(3)
+    assert life.pools.members["past"][0].recent == (0.25, 0.0, 0.0), "halved twice"
+
+
 async def test_results_count_for_the_members_of_that_time(life: Life) -> None:
     await life.make(3, newest=WON, elsewhere=LOST)
     assert [(m.outcomes, m.recent) for m in life.pools.members["past"]] == [((8, 0, 0), (4, 0, 0)), (WON, WON)]
