@@ -249,7 +249,7 @@ class WeightGroup:
                 torch.cuda.set_device(where)
                 group: dist.ProcessGroup = dist.ProcessGroupNCCL(prefixed, rank, world, _nccl(timeout_s))
             else:
-                group = dist.ProcessGroupGloo(prefixed, rank, world, _gloo(own_address, timeout_s))
+                group = dist.ProcessGroupGloo(prefixed, rank, world, gloo_options(own_address, timeout_s))
         except (RuntimeError, OSError) as error:
             raise TransportError(f"{failed} within {timeout_s:g} s: {_first_line(error)}") from error
         return cls(store, group, rank, where, timeout_s)
@@ -331,7 +331,8 @@ def _nccl(timeout_s: float) -> dist.ProcessGroupNCCL.Options:
     return options
 
 
-def _gloo(own_address: str, timeout_s: float) -> dist.ProcessGroupGloo._Options:
+def gloo_options(own_address: str, timeout_s: float) -> dist.ProcessGroupGloo._Options:
+    """Return options of a gloo group whose members connect to this machine at `own_address`."""
     options = dist.ProcessGroupGloo._Options()
     options._timeout = _delta(timeout_s)
     options._threads = 1

@@ -41,7 +41,7 @@ from opentinker.shared.spec.policies import (
     with_job_settings,
 )
 from opentinker.shared.spec.pools import MAX_POOLS, PoolName, PoolSpec, unknown_pools
-from opentinker.shared.spec.ranks import settle_parallel, shared_ranks, unused_gpus
+from opentinker.shared.spec.ranks import policy_ranks, settle_parallel, unused_gpus
 from opentinker.shared.spec.rollout import MAX_OPEN_GROUPS, NO_ENVIRONMENT, EnvironmentSpec, RolloutSpec, ToySpec
 from opentinker.shared.spec.serving import AdapterSpec, ServingSpec, settle_serving
 from opentinker.shared.spec.start import StartSpec
@@ -92,8 +92,8 @@ SIMULATED_IGNORES = {
 """By part of the spec. Groups are still dropped for equal rewards, and scored by reference-forward."""
 RL_PARTS = {"environment", "algorithm", "rollout", "teacher", "validation", "reward_models", "value_model", "train"}
 RL_PARTS |= {"policies", "seats", "match", "pools"}
-POLICY_TABLES = ("model.", "algorithm.", "train.")
-"""Tables in which a policy may differ from the job."""
+OF_POLICIES = ("model.", "algorithm.", "train.", "trainer_ranks")
+"""Settings in which a policy may differ from the job."""
 PARTS_OF = {
     "rl": RL_PARTS,
     "sft": {"data", "train"},
@@ -227,13 +227,13 @@ class JobSpec(SpecPart):
             return found + unused_gpus(self)
         if self.kind != "rl":
             return self._settle_supervised()
-        found = self._settle_learning()
+        found = self._settle_learning() + ([] if self.policies else settle_parallel(self))
         for name in self.policies:
             found += self._settle_policy(name)
         found += self._untaught_tools() + self._at_once() + settle_frozen(self) + settle_policies(self)
         found += settle_tree(self)
         found += settle_best(self.artifacts, evaluated=self.validation is not None)
-        found += unused_gpus(self) + shared_ranks(self)
+        found += unused_gpus(self) + policy_ranks(self)
         return found + broken_promises(self) + contradictions(self)
 
     def _settle_learning(self) -> list[dict[str, Any]]:
@@ -257,17 +257,19 @@ class JobSpec(SpecPart):
                 found.append(
                     {"field": "start.optimizer", "value": True, "problem": f"does not apply to train.{SIMULATED}"}
                 )
-        return found + self._settle_overlong() + settle_parallel(self)
+        return found + self._settle_overlong()
 
     def _settle_policy(self, name: str) -> list[dict[str, Any]]:
         own = spec_of(self, name)
-        found = own._settle_learning() + contradictions(own)
+        found = own._settle_learning() + settle_parallel(own) + contradictions(own)
         if own._untaught_tools():
             problem = "cannot tell the model of environment.tools"
             found.append({"field": "model.chat_template", "value": "plain", "problem": problem})
-        policies = {**self.policies, name: self.policies[name].model_copy(update={"algorithm": own.algorithm})}
-        fill(self, {"policies": policies})
-        return [{**m, "field": f"policies.{name}.{m['field']}"} for m in found if m["field"].startswith(POLICY_TABLES)]
+        settled = {"algorithm": own.algorithm, "trainer_ranks": own.resources.ranks}
+        fill(self, {"policies": {**self.policies, name: self.policies[name].model_copy(update=settled)}})
+        if own.resources.ranks != self.resources.ranks:
+            found = [{**m, "field": m["field"].removeprefix("resources.")} for m in found]
+        return [{**m, "field": f"policies.{name}.{m['field']}"} for m in found if m["field"].startswith(OF_POLICIES)]
 
     def _at_once(self) -> list[dict[str, Any]]:
         rollout = self.rollout

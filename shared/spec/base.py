@@ -15,6 +15,9 @@ Tokens = Annotated[int, Field(gt=0, le=16_777_216)]
 Count = Annotated[int, Field(gt=0, le=1_000_000)]
 """A count without a tighter bound."""
 Workers = Annotated[int, Field(gt=0, le=4096)]
+MAX_RANKS = 64
+"""Ranks of a job, with those of all its policies."""
+Ranks = Annotated[int, Field(gt=0, le=MAX_RANKS)]
 Coefficient = Annotated[float, Field(ge=0.0, le=1e6)]
 Factor = Annotated[float, Field(gt=0.0, le=1e6)]
 Seconds = Annotated[float, Field(gt=0.0, le=31_536_000.0)]

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, field_validator
 
 from opentinker.shared.spec.algorithm import AlgorithmSpec
-from opentinker.shared.spec.base import SpecPart, Steps
+from opentinker.shared.spec.base import Ranks, SpecPart, Steps
+from opentinker.shared.spec.metric_names import taken_names
 from opentinker.shared.spec.model import ModelSpec
 from opentinker.shared.spec.pools import PoolName, pool_player, pools_in, settle_pools
 from opentinker.shared.spec.schedules import DEFAULT_GROWTH, ScheduleName, settle_schedule, steps_may_differ
@@ -53,6 +54,8 @@ class PolicySpec(SpecPart):
     max_staleness of the job."""
     train: TrainSpec = TrainSpec()
     """[train] of this policy."""
+    trainer_ranks: Ranks | None = None
+    """Ranks of this policy alone; default: resources.trainer_ranks."""
 
     STAND_INS = {"model": {"base": "x"}}
 
@@ -245,7 +248,9 @@ def spec_of(spec: JobSpec, policy: str) -> JobSpec:
     if not policy:
         return spec
     own = spec.policies[policy]
-    return spec.model_copy(update={"model": own.model, "algorithm": own.algorithm, "train": own.train})
+    ranks = own.trainer_ranks or spec.resources.ranks
+    tables = {table: getattr(own, table) for table in INHERITED}
+    return spec.model_copy(update={**tables, "resources": spec.resources.model_copy(update={"trainer_ranks": ranks})})
 
 
 def frozen_in(seats: Mapping[str, SeatSpec]) -> list[str]:
@@ -330,7 +335,7 @@ def opposed(seats: Mapping[str, SeatSpec], policy: str, opponent: OpponentSpec, 
 def settle_policies(spec: JobSpec) -> list[Mistake]:
     """Return what contradicts itself in [policies], [seats] and [match]."""
     found = _seat_mistakes(spec)
-    found += settle_schedule(spec) + settle_pools(spec)
+    found += settle_schedule(spec) + settle_pools(spec) + taken_names(spec.policies)
     if not spec.policies:
         return found
     named = {player.policy for player in spec.seats.values() if player.policy is not None}

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from opentinker.shared.config import MAX_PRIORITY, MIN_PRIORITY
-from opentinker.shared.spec.base import Coefficient, Factor, Fraction, SpecPart, Steps, Tokens, Workers
+from opentinker.shared.spec.base import Coefficient, Factor, Fraction, Ranks, SpecPart, Steps, Tokens, Workers
 from opentinker.shared.types.mistakes import fill
 
 SIMULATED = "learner = 'simulated'"
@@ -97,8 +97,9 @@ class ResourceSpec(SpecPart):
     worker has."""
     gpu_memory_gb: Annotated[float, Field(gt=0, le=10_000)] | None = None
     """Minimum memory of each of these GPUs (10^9 bytes)."""
-    trainer_ranks: Annotated[int, Field(gt=0, le=64)] | None = None
-    """Processes on the trainer's machine that share each batch; default: one per GPU, or one. See train.parallel."""
+    trainer_ranks: Ranks | None = None
+    """Processes on the trainer's machine that share each batch; default: one per GPU, or one. See train.parallel. With
+    [policies], of each policy that has no number of its own."""
 
     def resolve(self) -> list[dict[str, Any]]:
         ranks = self.trainer_ranks or max(1, self.trainer_gpus)

@@ -43,6 +43,7 @@ from opentinker.services.trainer.learners.supervised import SupervisedLearner
 from opentinker.shared.nn import transport
 from opentinker.shared.runtime.gpus import ORDER, VISIBLE, nearest, visible
 from opentinker.shared.spec import JobSpec
+from opentinker.shared.spec.ranks import all_ranks
 from opentinker.shared.types.core import WeightVersion
 from opentinker.shared.types.errors import JobFailed, OpenTinkerError
 from opentinker.shared.types.manifest import SeatBaselines
@@ -114,7 +115,7 @@ class MultiRankLearner:
             raise JobFailed(
                 f"resources.trainer_gpus = {self.world}, but this trainer has {torch.cuda.device_count()} GPUs"
             )
-        threads = max(1, min(self._threads, (os.cpu_count() or 1) // self.world))
+        threads = max(1, min(self._threads, (os.cpu_count() or 1) // all_ranks(self.spec)))
         torch.set_num_threads(threads)
         ranks = RankProcesses(self.world, partial(_rank_environment, threads))
         with self._closing:
@@ -124,8 +125,11 @@ class MultiRankLearner:
             ranks.close(self._leave)
             raise OpenTinkerError("the job was released while its ranks were starting")
         store, port = transport.host_store(HOST, self.world, COLLECTIVE_TIMEOUT_S)
+        # Learners of several policies are in this process; DeepSpeed needs the default group.
+        separate = len(self.spec.policies) > 1 and self.spec.train.parallel == "data"
         self.own.process_group = self._run(
-            Join(self.device, port, self.world), lambda: ProcessGroup.join(port, 0, self.world, self.device, store)
+            Join(self.device, port, self.world, separate),
+            lambda: ProcessGroup.join(port, 0, self.world, self.device, separate=separate, store=store),
         )
 
     def _run(self, command: Command, part: Callable[[], T]) -> T:

@@ -1,4 +1,4 @@
-"""Collectives over the ranks of one job.
+"""Collectives over the ranks of one learner.
 
 Every method but `leave` is collective: the caller waits for the other ranks. gloo on the CPU, NCCL on GPUs. Only
 tensors are sent; nothing is pickled.
@@ -6,6 +6,7 @@ tensors are sent; nothing is pickled.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 from collections.abc import Callable, Iterable, Mapping
 
@@ -14,6 +15,8 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from opentinker.shared.nn.transport import gloo_options
 
 HOST = "127.0.0.1"
 """All ranks of a job are on one machine."""
@@ -24,28 +27,46 @@ BUCKET_ELEMENTS = 1 << 24
 
 
 class ProcessGroup:
-    def __init__(self, rank: int = 0, world: int = 1, device: str = "cpu") -> None:
-        self.rank, self.world, self.device = rank, world, device
+    def __init__(
+        self, rank: int = 0, world: int = 1, device: str = "cpu", group: dist.ProcessGroup | None = None
+    ) -> None:
+        """`group`: None for torch's default group."""
+        self.rank, self.world, self.device, self._group = rank, world, device, group
         self.destroy: Callable[[], None] = dist.destroy_process_group
         """DeepSpeed, which keeps a reference to the group, sets its own function."""
 
     @classmethod
-    def join(cls, port: int, rank: int, world: int, device: str, store: dist.TCPStore | None = None) -> ProcessGroup:
-        """Join the group; blocks until all `world` ranks have joined. `store`: on rank 0 its store, which already
-        listens on `port`."""
+    def join(
+        cls,
+        port: int,
+        rank: int,
+        world: int,
+        device: str,
+        *,
+        separate: bool = False,
+        store: dist.TCPStore | None = None,
+    ) -> ProcessGroup:
+        """Join the group; blocks until all `world` ranks have joined.
+
+        `separate`: join a gloo group that is not torch's default group, of which a process has only one. `store`: on
+        rank 0 its store, which already listens on `port`.
+        """
         patience = datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S)
         store = store or dist.TCPStore(HOST, port, world, is_master=False, timeout=patience, wait_for_workers=False)
-        dist.init_process_group(
-            "nccl" if device == "cuda" else "gloo",
-            store=dist.PrefixStore("process_group", store),
-            rank=rank,
-            world_size=world,
-            timeout=patience,
-        )
+        prefixed = dist.PrefixStore("process_group", store)
+        if separate:
+            options = gloo_options(HOST, COLLECTIVE_TIMEOUT_S)
+            return cls(rank, world, device, dist.ProcessGroupGloo(prefixed, rank, world, options))
+        backend = "nccl" if device == "cuda" else "gloo"
+        dist.init_process_group(backend, store=prefixed, rank=rank, world_size=world, timeout=patience)
         return cls(rank, world, device)
 
     def leave(self) -> None:
-        if self.world > 1 and dist.is_initialized():
+        group, self._group = self._group, None
+        if group is not None:
+            with contextlib.suppress(RuntimeError):  # a group that has lost a rank; its sockets close with the object
+                group.shutdown()
+        elif self.world > 1 and dist.is_initialized():
             self.destroy()
 
     def seed_dropout_by_rank(self, seed: int, step: int) -> None:
@@ -57,15 +78,23 @@ class ProcessGroup:
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum the tensor over the ranks, in place."""
         if self.world > 1:
-            dist.all_reduce(tensor)
+            self._reduce(tensor, dist.ReduceOp.SUM)
         return tensor
+
+    def _reduce(self, tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> None:
+        if self._group is None:
+            dist.all_reduce(tensor, operation)
+            return
+        options = dist.AllreduceOptions()
+        options.reduceOp = operation
+        self._group.allreduce([tensor], options).wait()
 
     def max_across_ranks(self, number: int) -> int:
         """Return the largest of the ranks' numbers."""
         if self.world == 1:
             return number
         found = torch.tensor(number, device=self.device)
-        dist.all_reduce(found, dist.ReduceOp.MAX)
+        self._reduce(found, dist.ReduceOp.MAX)
         return int(found)
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:

@@ -116,8 +116,8 @@ class Rank:
 
     def _execute(self, command: Command) -> None:
         match command:
-            case Join(device=device, port=port, world=world):
-                self._process_group = ProcessGroup.join(port, self._rank, world, device)
+            case Join(device=device, port=port, world=world, separate=separate):
+                self._process_group = ProcessGroup.join(port, self._rank, world, device, separate=separate)
             case Load():
                 self._load(command)
             case RankStep(groups=groups, version=version):

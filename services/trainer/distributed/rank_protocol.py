@@ -23,6 +23,8 @@ class Join(msgspec.Struct, frozen=True, tag=True):
     port: int
     """Port of rank 0's store."""
     world: int
+    separate: bool
+    """See `ProcessGroup.join`."""
 
 
 class Load(msgspec.Struct, frozen=True, tag=True):

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -60,14 +61,21 @@ class Pair:
 
     def job(self, checkpoint: Path | None = None, **parts: Any) -> RlLearner:
         """Let the two ranks train this job from now on, and return a learner of one rank for it."""
+        alone = self.alone(checkpoint, **parts)
+        self.multi_rank.spec = two_ranks(self.base, **parts)
+        self.multi_rank.load(checkpoint)
+        return alone
+
+    def alone(self, checkpoint: Path | None, **parts: Any) -> RlLearner:
         single = copy.deepcopy(parts)
         single.get("train", {}).pop("parallel", None)
         alone = RlLearner(torch_spec(self.base, **single))
         alone.load(checkpoint)
         self.start = {name: weights.clone() for name, weights in alone.named_weights()}
-        self.multi_rank.spec = two_ranks(self.base, **parts)
-        self.multi_rank.load(checkpoint)
         return alone
+
+    def close(self) -> None:
+        self.multi_rank.close()
 
     def both_step(self, alone: RlLearner, groups: list[Group], step: int) -> dict[str, float]:
         """The same batch for both, which must say the same of it."""
@@ -96,9 +104,8 @@ class Pair:
 
 @pytest.fixture(scope="module")
 def pair(small: Path) -> Iterator[Pair]:
-    pair = Pair(small)
-    yield pair
-    pair.multi_rank.close()
+    with closing(Pair(small)) as pair:
+        yield pair
 
 
 SMALL_PASSES = {"lr": 1e-3, "weight_decay": 0.1, "tokens_per_micro_batch": 40}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from opentinker.shared.spec import JobSpec, SeatSpec, parse_spec
 from opentinker.shared.spec.algorithm_parts import GROUP_BASELINES
+from opentinker.shared.spec.metric_names import OWN_METRICS
 from opentinker.shared.spec.policies import (
     MAX_MISTAKES,
     MAX_POLICIES,
@@ -28,6 +30,7 @@ from opentinker.shared.spec.seat_lists import MAX_ENTRIES
 from opentinker.shared.spec.url_seats import urls_in
 from opentinker.shared.types.errors import SpecError
 
+METRICS_PAGE = Path(__file__).parents[4] / "docs" / "metrics.md"
 BASE: dict[str, Any] = {
     "name": "game",
     "model": {"base": "m"},
@@ -59,6 +62,14 @@ def test_policies_have_the_job_s_settings_where_they_say_nothing() -> None:
     assert (own.name, own.clip_high, own.group_size) == ("rloo", 0.2, 4), "options of another preset are not inherited"
     assert spec_of(spec, "") is spec
     assert parse_spec(spec.model_dump(mode="json")) == spec
+
+
+def test_a_policy_is_not_named_as_metrics_of_a_job_begin() -> None:
+    rows = [line.split("|")[1] for line in METRICS_PAGE.read_text().splitlines() if line.startswith("| `")]
+    begins = {name.partition("/")[0] for row in rows for name in re.findall(r"`([^`]+)`", row) if "/" in name}
+    assert {"val", "reward", "trainer"} < begins <= OWN_METRICS
+    found = refused(policies={"val": {}, "reward": {}}, seats={"speaker": "val", "listener": "reward"})
+    assert found.keys() == {"policies.val", "policies.reward"} and "another name" in found["policies.val"]
 
 
 def test_adapters_are_inherited_setting_by_setting() -> None:
@@ -379,15 +390,57 @@ def test_a_group_of_one_has_no_baseline_for_any_policy(advantage: str) -> None:
     assert found.keys() == {"algorithm.group_size"} and "2 or more" in found["algorithm.group_size"]
 
 
+def ranks(**changes: Any) -> dict[str, int]:
+    spec = parse_spec({**BASE, **changes})
+    return {name: spec_of(spec, name).resources.ranks for name in spec.policies}
+
+
+def test_each_policy_has_ranks_of_its_own_or_those_of_the_job() -> None:
+    assert ranks() == {"speaker": 1, "listener": 1}
+    assert ranks(resources={"trainer_ranks": 2}) == {"speaker": 2, "listener": 2}
+    own = {"speaker": {"trainer_ranks": 3}, "listener": {"train": {"parallel": "zero1"}}}
+    assert ranks(resources={"trainer_ranks": 2}, policies=own) == {"speaker": 3, "listener": 2}
+    for resources in ({"trainer_ranks": 2}, {"trainer_gpus": 2}):
+        alone = {"policies": {"speaker": {}}, "seats": {"*": "speaker"}, "resources": resources}
+        assert ranks(**alone) == {"speaker": 2}
+    spec = parse_spec({**BASE, "resources": {"trainer_ranks": 2}, "policies": own})
+    for name in own:  # as the ranks read it
+        assert parse_spec(spec_of(spec, name).model_dump(mode="json")) == spec_of(spec, name)
+
+
 @pytest.mark.parametrize(
-    ("resources", "field"),
-    [({"trainer_ranks": 2}, "resources.trainer_ranks"), ({"trainer_gpus": 2}, "resources.trainer_gpus")],
+    ("changes", "field", "problem"),
+    [
+        ({"resources": {"trainer_gpus": 2}}, "resources.trainer_gpus", "each has one rank"),
+        (
+            {"resources": {"trainer_gpus": 1}, "policies": {"speaker": {"trainer_ranks": 2}, "listener": {}}},
+            "policies.speaker.trainer_ranks",
+            "must be left out",
+        ),
+        (
+            {"policies": {"speaker": {"train": {"parallel": "zero2"}}, "listener": {"trainer_ranks": 2}}},
+            "policies.speaker.train.parallel",
+            "needs trainer_ranks > 1",
+        ),
+        (
+            {"resources": {"trainer_ranks": 2}, "train": {"steps": 30, "parallel": "zero1"}},
+            "policies.listener.train.parallel",
+            "one group of ranks per process",
+        ),
+        ({"resources": {"trainer_ranks": 33}}, "resources.trainer_ranks", "66 ranks to 2 policies"),
+        (
+            {
+                "train": {"steps": 30, "learner": "simulated"},
+                "policies": {"speaker": {"trainer_ranks": 2}, "listener": {}},
+            },
+            "policies.speaker.trainer_ranks",
+            "simulated",
+        ),
+    ],
 )
-def test_several_policies_share_one_rank(resources: dict[str, int], field: str) -> None:
-    found = refused(resources=resources)
-    assert found.keys() == {field} and "one trainer process holds them all" in found[field]
-    alone = {"policies": {"speaker": {}}, "seats": {"*": "speaker"}}
-    assert parse_spec({**BASE, **alone, "resources": resources}).resources.ranks == 2
+def test_ranks_that_policies_cannot_have_are_refused(changes: dict[str, Any], field: str, problem: str) -> None:
+    found = refused(**changes)
+    assert found.keys() == {field} and problem in found[field]
 
 
 URL = {"url": "https://models.example/v1", "model": "big"}
