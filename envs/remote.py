@@ -17,10 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
-import uuid
-from collections.abc import Awaitable, Callable
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any
 
 import aiohttp
 import msgspec
@@ -30,8 +27,6 @@ from pydantic import BaseModel, Field
 from opentinker.envs.base import (
     Action,
     BadReply,
-    Environment,
-    EnvironmentConfig,
     Opening,
     Prompt,
     Step,
@@ -40,6 +35,17 @@ from opentinker.envs.base import (
     user,
 )
 from opentinker.envs.import_clock import ImportClock
+from opentinker.envs.remote_server import (
+    CLOSE_S,
+    MAX_PAUSE_S,
+    MAX_QUOTED,
+    PAUSE_S,
+    UNAVAILABLE,
+    Remote,
+    RemoteFailed,
+    ServerConfig,
+    read_limited,
+)
 from opentinker.shared.backoff import Backoff
 from opentinker.shared.messaging.reply_validation import sound
 from opentinker.shared.messaging.websocket_frames import (
@@ -55,39 +61,14 @@ from opentinker.shared.security.egress import Egress, EgressRefused
 from opentinker.shared.types.codec import WireError, encode
 from opentinker.shared.types.core import Ending, Message
 from opentinker.shared.types.env_protocol import CloseSession, OpenSession, SeatAction, SessionReply, StepSession
-from opentinker.shared.types.errors import OpenTinkerError, SpecError
+from opentinker.shared.types.errors import SpecError
 
-T = TypeVar("T")
-
-REPLY_BYTES = 1024**2
-MAX_QUOTED = 200
-"""Characters of a response that an error quotes."""
 MAX_INFO_METRICS = 64
-UNAVAILABLE = (502, 503, 504)
-"""Statuses of a proxy whose server is down."""
-PAUSE_S, MAX_PAUSE_S = 0.2, 2.0
 SESSION_S = 3600.0
 """Deadline on the server's side, for sessions that are never closed; the episode's deadline here is shorter."""
-CLOSE_S = 1.0
 ANSWER_S = 5.0
 IMPORT_POLL_S = 0.25
 """Between questions whether the other side has imported its environment."""
-
-
-class RemoteFailed(OpenTinkerError):
-    """The server is not allowed as a destination, does not answer a request in time, or reports a failure."""
-
-
-class ServerConfig(EnvironmentConfig):
-    """Settings shared by all environments that call a server."""
-
-    concurrency: Annotated[int, Field(ge=1, le=4096)] = 64
-    """Concurrent requests (HTTP) or episodes (WebSocket) of one env worker, for this URL and this setting; others
-    wait."""
-    request_timeout_s: Annotated[float, Field(gt=0)] = 60.0
-    """Timeout of one response."""
-    patience_s: Annotated[float, Field(ge=0)] = 10.0
-    """How long to wait for an unavailable server, where a request may be repeated."""
 
 
 class RemoteConfig(ServerConfig):
@@ -99,70 +80,6 @@ class RemoteConfig(ServerConfig):
     """HTTP only: the field of a reset that holds the episode's row; empty: the row is not sent."""
     seed_key: Annotated[str, Field(max_length=100)] = "seed"
     """HTTP only: likewise for the seed. Episodes of a group have the same row and seed, and must start alike."""
-
-
-class Remote(Environment):
-    """An environment on the server behind `url`. Episodes share the connections to it."""
-
-    config: ServerConfig
-    url: str = ""
-    pools: ClassVar[dict[Any, ConnectionPool]]
-
-    def __init__(self, config: BaseModel) -> None:
-        super().__init__(config)
-        self.id = uuid.uuid4().hex
-        self._key = (asyncio.get_running_loop(), self.url, self.config.concurrency)
-        self.pool = self.pools.setdefault(self._key, ConnectionPool(self.config.concurrency))
-        self.pool.users += 1
-
-    async def close(self) -> None:
-        await self.pool.leave()
-        if self.pool.users == 0:
-            self.pools.pop(self._key, None)
-
-    async def with_retries(self, once: Callable[[], Awaitable[T]], repeats: tuple[type[Exception], ...]) -> T:
-        """Call `once`, and retry on the exceptions in `repeats` until `patience_s` after the first failure.
-
-        Raise Unreachable; RemoteFailed if the egress guard refuses the server, or it has the request and does not
-        answer.
-        """
-        loop = asyncio.get_running_loop()
-        give_up, backoff = math.inf, Backoff(PAUSE_S, MAX_PAUSE_S)
-        while True:
-            try:
-                return await once()
-            except EgressRefused as error:
-                raise RemoteFailed(f"{self.url}: {error}") from None
-            except (aiohttp.ClientError, OSError, TimeoutError, ConnectionLost) as error:
-                give_up = min(give_up, loop.time() + self.config.patience_s)
-                refused = isinstance(error, aiohttp.ClientConnectorError) and isinstance(error.os_error, EgressRefused)
-                if refused or not isinstance(error, repeats) or loop.time() + backoff.next_s > give_up:
-                    late = f"no answer within {self.config.request_timeout_s:g} s"
-                    why = f"{self.url}: {str(error) or (late if isinstance(error, TimeoutError) else repr(error))}"
-                    raise (RemoteFailed if refused or _is_unanswered(error) else Unreachable)(why) from None
-            await backoff.sleep()
-
-
-class ConnectionPool:
-    """Connections that the episodes of one URL share; closed when the last of them leaves."""
-
-    def __init__(self, limit: int) -> None:
-        self.users = 0
-        self.places = asyncio.Semaphore(limit)
-        """Limits connections in use, each held for a request or an episode. Waiting here has no time limit."""
-        self._session: aiohttp.ClientSession | None = None
-
-    @property
-    def session(self) -> aiohttp.ClientSession:
-        if self._session is None or self._session.closed:
-            self._session = Egress.of_process().session(limit=0)
-        return self._session
-
-    async def leave(self) -> None:
-        self.users -= 1
-        if self.users == 0 and self._session is not None:
-            session, self._session = self._session, None
-            await session.close()
 
 
 class HttpRemote(Remote):
@@ -242,25 +159,6 @@ class HttpRemote(Remote):
         if not isinstance(answer, dict):
             raise BadReply(f"{self.url}/{route} did not answer with a JSON object: {quoted}")
         return answer
-
-
-def _is_unanswered(error: Exception) -> bool:
-    """Return whether the server was reached but did not answer in time, so a retry may time out as well. A server that
-    refuses a WebSocket handshake was reached too."""
-    if isinstance(error, aiohttp.WSServerHandshakeError):
-        return error.status not in UNAVAILABLE
-    return isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ServerTimeoutError)
-
-
-async def read_limited(response: aiohttp.ClientResponse) -> bytes:
-    """Read the body. Raise BadReply beyond REPLY_BYTES."""
-    raw = b""
-    async for chunk in response.content.iter_any():
-        raw += chunk
-        if len(raw) > REPLY_BYTES:
-            response.close()
-            raise BadReply(f"{response.url} answered with more than {REPLY_BYTES:,} bytes")
-    return raw
 
 
 class WebSocketRemote(ImportClock, Remote):

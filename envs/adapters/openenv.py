@@ -18,7 +18,15 @@ from opentinker.envs.adapters.openenv_client import Observation, OpenEnvSession,
 from opentinker.envs.adapters.openenv_schema import Form, form_of, result_of, tools_of, view
 from opentinker.envs.base import ELSEWHERE, Action, BadReply, Opening, Step, Unreachable, user
 from opentinker.envs.data import in_event_loop
-from opentinker.envs.remote import MAX_QUOTED, PAUSE_S, UNAVAILABLE, Remote, RemoteFailed, ServerConfig, read_limited
+from opentinker.envs.remote_server import (
+    MAX_QUOTED,
+    PAUSE_S,
+    UNAVAILABLE,
+    Remote,
+    RemoteFailed,
+    ServerConfig,
+    read_limited,
+)
 from opentinker.shared.backoff import Backoff
 from opentinker.shared.messaging.websocket_frames import ConnectionLost
 from opentinker.shared.security.egress import Egress, EgressRefused

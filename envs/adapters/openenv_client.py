@@ -17,7 +17,7 @@ import msgspec
 import orjson
 
 from opentinker.envs.base import BadReply
-from opentinker.envs.remote import CLOSE_S, MAX_QUOTED, REPLY_BYTES
+from opentinker.envs.remote_server import CLOSE_S, MAX_QUOTED, REPLY_BYTES
 from opentinker.shared.messaging.websocket_frames import ConnectionLost
 from opentinker.shared.types.errors import OpenTinkerError
 

@@ -24,6 +24,7 @@ from prometheus_client import Counter, Gauge
 from opentinker.envs.runtime.child_pool import ChildEnvRunner, ChildPool
 from opentinker.envs.runtime.env_runner import EnvRunner, LocalEnvRunner, guard_user_code
 from opentinker.envs.runtime.resolver import Resolver
+from opentinker.envs.runtime.session import Session
 from opentinker.envs.runtime.tools.tool_env_runner import ToolEnvRunner
 from opentinker.envs.runtime.tools.tool_factory import ToolFactory
 from opentinker.shared.messaging.reply_validation import failure, late_import
@@ -44,33 +45,6 @@ STEPS = Counter("opentinker_env_steps", "Turns played", registry=REGISTRY)
 LOAD = Gauge("opentinker_env_load", "What the open sessions cost together: env_sessions at most", registry=REGISTRY)
 WAITING = Gauge("opentinker_env_waiting", "Episodes in line for a place at a full worker", registry=REGISTRY)
 ENDED = Counter("opentinker_env_endings", "Sessions ended, by reason", ["reason"], registry=REGISTRY)
-
-
-class Session:
-    __slots__ = ("answer", "cost", "ended", "imported", "importing", "opened", "request", "runner", "task", "timer",
-                 "turn")  # fmt: skip
-
-    def __init__(self, request: OpenSession, opened: asyncio.Future[SessionReply]) -> None:
-        self.request = request
-        self.opened = opened
-        self.imported: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.importing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done while an import runs that began after the episode's clock started."""
-        self.cost = 1.0
-        """Share of the worker's limit; the environment's `cost` once it is known."""
-        self.answer = opened
-        """Answer to the newest request."""
-        self.turn = OPEN
-        self.runner: EnvRunner | None = None
-        self.task: asyncio.Task[SessionReply] | None = None
-        self.timer: asyncio.TimerHandle | None = None
-        self.ended = ""
-        """Reason: `done`, `closed`, or the value of an Ending."""
-
-    @property
-    def title(self) -> str:
-        """Name of its tasks, for the watchdog."""
-        return f"{self.request.environment} in episode {self.request.session} of job {self.request.job}"
 
 
 class Sessions:
@@ -228,11 +202,8 @@ class Sessions:
                 return failure(self.worker, Ending.ENV_ERROR, "this env worker has no tools")
             session.runner = ToolEnvRunner(self.worker, runner, self._tool_factory, lambda: self.meters.of(request.job))
         reply = await session.runner.open(request)
-        if (
-            self._is_elsewhere(request)
-            and reply.failure is None
-            and not self._charge(session, self._known_cost(request))
-        ):
+        reports_cost = self._is_elsewhere(request) and reply.failure is None
+        if reports_cost and not self._charge(session, self._known_cost(request)):
             return SessionReply(worker=self.worker, busy=True)
         return reply
 

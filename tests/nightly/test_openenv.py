@@ -15,7 +15,7 @@ from opentinker.envs.adapters.library import Illegal, episode_seed
 from opentinker.envs.adapters.openenv_schema import form_of
 from opentinker.envs.base import BadReply
 from opentinker.envs.registry import check
-from opentinker.envs.remote import REPLY_BYTES
+from opentinker.envs.remote_server import REPLY_BYTES
 from opentinker.envs.runtime.env_runner import LocalEnvRunner
 from opentinker.envs.runtime.resolver import Resolver
 from opentinker.envs.runtime.sessions import Sessions

@@ -105,7 +105,8 @@ def weights(second: Second) -> None:
     """The group finds its way by the address that the trainer advertises, whatever the hosts are called."""
     import torch
 
-    from opentinker.shared.nn.transport import WeightGroup, host_store, snapshot
+    from opentinker.shared.nn.buckets import snapshot
+    from opentinker.shared.nn.transport import WeightGroup, host_store
     from opentinker.shared.types.core import WeightVersion
 
     sent = snapshot(WeightVersion(0, 1), [("layer", torch.randn(1 << 20))], 1 << 30)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from opentinker.services.rollout_worker.engines.base import Completion, Engine, Sampling
-from opentinker.shared.nn.transport import Snapshot, WeightGroup, host_store, snapshot
+from opentinker.shared.nn.buckets import Snapshot, snapshot
+from opentinker.shared.nn.transport import WeightGroup, host_store
 from opentinker.shared.spec import LoraSpec
 from opentinker.shared.types.core import WeightVersion
 from opentinker.shared.types.swap import SwapCommand

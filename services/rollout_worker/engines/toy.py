@@ -140,7 +140,8 @@ class ToyEngine:
     async def join(self, command: SwapCommand) -> None:
         await self._leave()
         if command.device != SIMULATED:
-            from opentinker.shared.nn.transport import TransportError, WeightGroup
+            from opentinker.shared.nn.buckets import TransportError
+            from opentinker.shared.nn.transport import WeightGroup
 
             try:
                 self._group = await asyncio.to_thread(
@@ -257,7 +258,7 @@ def _last_run(ids: list[int], wanted: frozenset[int]) -> list[int]:
 
 
 def _verify(group: WeightGroup, command: SwapCommand) -> None:
-    from opentinker.shared.nn.transport import TransportError, bucket_sizes, fingerprint
+    from opentinker.shared.nn.buckets import TransportError, bucket_sizes, fingerprint
 
     try:
         buckets = group.receive(bucket_sizes(command.manifest, command.bucket_bytes))

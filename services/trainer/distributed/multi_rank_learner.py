@@ -40,7 +40,7 @@ from opentinker.services.trainer.distributed.rank_protocol import (
 )
 from opentinker.services.trainer.learners.rl import RlLearner
 from opentinker.services.trainer.learners.supervised import SupervisedLearner
-from opentinker.shared.nn import transport
+from opentinker.shared.nn import buckets, transport
 from opentinker.shared.runtime.gpus import ORDER, VISIBLE, nearest, visible
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.spec.ranks import all_ranks
@@ -153,7 +153,7 @@ class MultiRankRlLearner(MultiRankLearner):
     def step(self, groups: list[Group], version: WeightVersion) -> dict[str, float]:
         return self._run(RankStep(groups, version), lambda: self.own.step(groups, version))
 
-    def snapshot(self, version: WeightVersion) -> transport.Snapshot:
+    def snapshot(self, version: WeightVersion) -> buckets.Snapshot:
         if self.spec.train.parallel != "zero3":  # every rank holds all weights
             return self.own.snapshot(version)
         return self._run(Gather(checkpoint=False), lambda: self.own.snapshot(version))

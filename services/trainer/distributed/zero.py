@@ -38,7 +38,7 @@ from opentinker.services.trainer.distributed.process_group import ProcessGroup
 from opentinker.services.trainer.learners import optimizer_state
 from opentinker.services.trainer.learners.base import BUCKET_BYTES
 from opentinker.services.trainer.learners.policy_model import CheckpointTensors, PolicyModel
-from opentinker.shared.nn import transport
+from opentinker.shared.nn import buckets
 from opentinker.shared.nn.forward import VISION_ATTENTION, token_scores
 from opentinker.shared.nn.layout import Layout
 from opentinker.shared.nn.models import autocast
@@ -263,13 +263,13 @@ class Zero(PolicyModel):
                 with deepspeed.zero.GatheredParameters([tensor] if isinstance(tensor, nn.Parameter) else []):
                     yield name, tensor.detach().to(self.dtype)
 
-    def snapshot(self, version: WeightVersion) -> transport.Snapshot:
+    def snapshot(self, version: WeightVersion) -> buckets.Snapshot:
         manifest = None
         if self.stage == 3 and self.spec.model.lora is None:
             dtype = str(self.dtype).removeprefix("torch.")
             shapes = [getattr(tensor, "ds_shape", tensor.shape) for _, tensor in self._whole]
             manifest = [TensorInfo(name, dtype, list(s)) for (name, _), s in zip(self._whole, shapes, strict=True)]
-        return transport.snapshot(version, self.named_weights(), BUCKET_BYTES, manifest, self.probe())
+        return buckets.snapshot(version, self.named_weights(), BUCKET_BYTES, manifest, self.probe())
 
     def _forward_whole(self, plan: Layout) -> Tensor:
         """As the base class; collective under zero3."""

@@ -43,7 +43,7 @@ class Interrupted(OpenTinkerError):
 
 
 class SnapshotLike(Protocol):
-    """A weight snapshot as the publisher uses it; `shared.nn.transport.Snapshot` is the real one."""
+    """A weight snapshot as the publisher uses it; `shared.nn.buckets.Snapshot` is the real one."""
 
     @property
     def version(self) -> WeightVersion: ...

@@ -28,7 +28,7 @@ from opentinker.services.trainer.distributed.process_group import ProcessGroup
 from opentinker.services.trainer.learners import optimizer_state
 from opentinker.services.trainer.learners.base import BUCKET_BYTES, Interrupted, NonFinite
 from opentinker.services.trainer.learners.random_state import RandomState
-from opentinker.shared.nn import transport
+from opentinker.shared.nn import buckets
 from opentinker.shared.nn.forward import VISION_ATTENTION, token_scores
 from opentinker.shared.nn.layers import float32_head, recompute_layers
 from opentinker.shared.nn.layout import Layout, layout
@@ -234,8 +234,8 @@ class PolicyModel:
         for name, tensor in state.items():
             yield name, tensor.detach().to(self.dtype)
 
-    def snapshot(self, version: WeightVersion) -> transport.Snapshot:
-        return transport.snapshot(version, self._weights(frozen=False), BUCKET_BYTES, probe=self.probe())
+    def snapshot(self, version: WeightVersion) -> buckets.Snapshot:
+        return buckets.snapshot(version, self._weights(frozen=False), BUCKET_BYTES, probe=self.probe())
 
     def probe(self) -> Probe | None:
         """Return the log-probabilities of `probed` under the weights, without dropout; None before the first batch."""

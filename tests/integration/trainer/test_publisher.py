@@ -27,7 +27,7 @@ from opentinker.services.trainer.weights.publisher import Publisher
 from opentinker.shared.messaging.bus import NoReply
 from opentinker.shared.messaging.subjects import SWAP
 from opentinker.shared.nn import transport
-from opentinker.shared.nn.transport import snapshot
+from opentinker.shared.nn.buckets import snapshot
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import ToySpec
 from opentinker.shared.types.core import Lease, Pool, WeightVersion, WorkerInfo

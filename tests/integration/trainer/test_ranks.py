@@ -25,8 +25,8 @@ from opentinker.services.trainer.distributed.rank_processes import RankLost, Ran
 from opentinker.services.trainer.distributed.rank_protocol import Gather
 from opentinker.services.trainer.learners.base import NonFinite
 from opentinker.services.trainer.learners.rl import RlLearner
+from opentinker.shared.nn.buckets import unpack
 from opentinker.shared.nn.packing import share
-from opentinker.shared.nn.transport import unpack
 from opentinker.shared.runtime.gpus import VISIBLE
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.types.core import WeightVersion

@@ -16,7 +16,7 @@ from opentinker.services.rollout_worker.engines.toy import ToyEngine
 from opentinker.services.rollout_worker.weight_receiver import WeightReceiver
 from opentinker.services.trainer.learners.rl import PROBE_TOKENS, RlLearner, choose_probe
 from opentinker.services.trainer.mismatch_alarm import MismatchAlarm
-from opentinker.shared.nn.transport import unpack
+from opentinker.shared.nn.buckets import unpack
 from opentinker.shared.spec import ToySpec
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import Pool, WeightVersion, WorkerInfo

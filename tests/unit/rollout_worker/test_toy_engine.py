@@ -7,7 +7,8 @@ import pytest
 
 from opentinker.services.rollout_worker.engines.base import EngineError, Sampling, SwapError
 from opentinker.services.rollout_worker.engines.toy import ToyEngine
-from opentinker.shared.nn.transport import WeightGroup, host_store, snapshot
+from opentinker.shared.nn.buckets import snapshot
+from opentinker.shared.nn.transport import WeightGroup, host_store
 from opentinker.shared.spec import LoraSpec, ToySpec
 from opentinker.shared.types.core import StopReason, WeightVersion
 from opentinker.shared.types.swap import SwapCommand

@@ -19,7 +19,7 @@ from examples.models.make_tiny import make_tiny
 from opentinker.services.trainer.learners.base import NonFinite, SimulatedLearner
 from opentinker.services.trainer.learners.policy_model import PolicyModel
 from opentinker.services.trainer.learners.rl import RlLearner
-from opentinker.shared.nn.transport import unpack
+from opentinker.shared.nn.buckets import unpack
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.types.core import WeightVersion
 from opentinker.shared.types.errors import JobFailed
