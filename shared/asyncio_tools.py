@@ -101,6 +101,23 @@ async def gather_all(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         await cancel_and_wait(*tasks)
 
 
+async def first_results(tasks: Sequence[asyncio.Task[T]], wanted: int, failure: type[Exception]) -> list[T]:
+    """Return the results of the first `wanted` tasks that end well, in the order of `tasks`. Raise a `failure` when too
+    few are left, and any other exception immediately."""
+    pending: set[asyncio.Task[T]] = set(tasks)
+    while True:
+        finished, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        errors = [error for task in finished if (error := task.exception()) is not None]
+        for error in errors:
+            if not isinstance(error, failure):
+                raise error
+        ended = [task for task in tasks if task.done() and task.exception() is None]
+        if len(ended) >= wanted:
+            return [task.result() for task in ended[:wanted]]
+        if len(ended) + len(pending) < wanted:
+            raise errors[-1]
+
+
 def forward_exception(task: asyncio.Task[Any], broken: asyncio.Future[None]) -> None:
     """Forward a background task's exception to `broken`; only the first one is kept."""
     if not task.cancelled() and (error := task.exception()) is not None and not broken.done():

@@ -16,28 +16,25 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
 from opentinker.services.rollout_worker.engines.base import Completion, EngineError, EngineLost, Sampling, Shown
+from opentinker.services.rollout_worker.episode_protocol import Busy, EpisodeFailed, Sessions
 from opentinker.services.rollout_worker.seat_map import LoadedPolicy, Player, SeatMap
-from opentinker.services.rollout_worker.stream import Stream, merge
-from opentinker.services.rollout_worker.transcripts import CHARACTERS, TOKENS, for_judges, is_kept, shortened
+from opentinker.services.rollout_worker.stream import Stream
+from opentinker.services.rollout_worker.transcripts import is_kept
 from opentinker.services.rollout_worker.url_player import UrlFailed, UrlPlayer
 from opentinker.shared.asyncio_tools import gather_all, paused_timeout
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.types.core import Ending, Message, StopReason, Ticket
-from opentinker.shared.types.env_protocol import Isolation, Policy, SeatAction, SeatPrompt, SessionReply, StepSession
+from opentinker.shared.types.env_protocol import Policy, SeatAction, SeatPrompt, SessionReply
 from opentinker.shared.types.errors import BadImage, JobFailed
 from opentinker.shared.types.trajectories import Picture, Trajectory, Turn
-
-Busy = Callable[[str], AbstractContextManager[object]]
-"""Context manager by lane (`generation`, `env`), entered while the episode waits for that lane."""
 
 
 class Sampled(NamedTuple):
@@ -46,29 +43,6 @@ class Sampled(NamedTuple):
     """How long the engine took."""
     words: str | None = None
     """What a model behind a URL said; its tokens are for people to look at."""
-
-
-class EpisodeFailed(Exception):
-    """An ordinary outcome: the sample is tried again, then its group is failed with this reason."""
-
-    def __init__(self, ending: Ending, error: str) -> None:
-        self.ending, self.error = ending, error
-        super().__init__(f"{ending}: {error}")
-
-
-class Sessions(Protocol):
-    """The environment side of an episode; `shared.env_client.EnvClient` is the real one."""
-
-    async def open(
-        self, *, job: str, session: str, environment: str, isolation: Isolation, config: dict[str, object], row: int,
-        seed: int, deadline_s: float, policy: Policy, tools: list[dict[str, object]], tool_turns: int,
-        bots: dict[str, str],
-        importing: Callable[[], AbstractContextManager[object]],
-    ) -> SessionReply: ...  # fmt: skip
-
-    async def step(self, worker: str, request: StepSession) -> SessionReply: ...
-
-    async def close(self, *, worker: str, session: str) -> None: ...
 
 
 class Episode:
@@ -411,27 +385,11 @@ class Episode:
         return completion
 
     def _trajectory(self, stream: Stream, ending: Ending, seconds: float) -> Trajectory:
-        return Trajectory(
-            index=self.index,
-            attempt=self.attempt,
-            seat=stream.seat,
-            stream=stream.name,
-            policy=stream.player.name,
-            ids_T=np.asarray(stream.ids, dtype="<i4").tobytes(),
-            mask_T=np.asarray(stream.mask, dtype="u1").tobytes(),
-            logprobs_T=np.asarray(stream.logprobs, dtype="<f4").tobytes(),
-            spans=merge(stream.spans),
-            turns=stream.turns,
-            ending=ending,
+        return msgspec.structs.replace(
+            stream.trajectory(self.index, self.attempt, ending, is_kept=self.is_kept),
             truncated=self.truncated,
-            reward=float(sum(turn.reward for turn in stream.turns)),
             metrics=self.metrics,
             seconds=seconds,
-            messages=for_judges(stream.player, stream.said[: stream.spoken]),
-            transcript=shortened(stream.said, CHARACTERS) if self.is_kept else None,
-            pieces=stream.player.renderer.pieces(stream.ids[:TOKENS]) if self.is_kept else None,
-            pictures=stream.pictures,
-            images=stream.images,
         )
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import structlog
 
-from opentinker.services.rollout_worker.episode import Sessions
+from opentinker.services.rollout_worker.episode_protocol import Sessions
 from opentinker.services.rollout_worker.eval_runner import EvalRunner
 from opentinker.services.rollout_worker.seat_map import LoadedPolicy
 from opentinker.services.rollout_worker.url_player import UrlPlayer

@@ -14,7 +14,8 @@ from contextlib import nullcontext
 
 import structlog
 
-from opentinker.services.rollout_worker.episode import Busy, Episode, EpisodeFailed, Sessions
+from opentinker.services.rollout_worker.episode import Episode
+from opentinker.services.rollout_worker.episode_protocol import Busy, EpisodeFailed, Sessions
 from opentinker.services.rollout_worker.seat_map import LoadedPolicy, SeatMap
 from opentinker.services.rollout_worker.transcripts import TOKENS, shortened
 from opentinker.services.rollout_worker.url_player import UrlPlayer

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from opentinker.services.rollout_worker.seat_map import SeatMap
+from opentinker.shared.types.core import Ticket
 from opentinker.shared.types.trajectories import Trajectory
 
 WORDS = 10
@@ -13,6 +15,18 @@ WORDS = 10
 
 Decode = Callable[[str, list[int]], str]
 """Decodes tokens of a policy."""
+
+
+def opening_mismatch_of(ticket: Ticket, ended: Sequence[Sequence[Trajectory]], seats: SeatMap) -> str:
+    """Compare how samples began; where players rotate, those in which everybody plays the same seats."""
+    alike: dict[tuple[str, ...], list[Sequence[Trajectory]]] = {}
+    for sample in ended:
+        alike.setdefault(seats.turned(ticket.row, sample[0].index).players, []).append(sample)
+
+    def decode(player: str, ids: list[int]) -> str:
+        return seats.named(player).renderer.text(ids)
+
+    return next(filter(None, (opening_mismatch(samples, decode) for samples in alike.values())), "")
 
 
 def opening_mismatch(samples: Sequence[Sequence[Trajectory]], text: Decode) -> str:

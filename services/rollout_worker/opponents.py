@@ -16,7 +16,7 @@ from pathlib import Path
 import structlog
 
 from opentinker.services.rollout_worker.engines.base import EngineError, EngineLost, SwapError
-from opentinker.services.rollout_worker.episode import EpisodeFailed
+from opentinker.services.rollout_worker.episode_protocol import EpisodeFailed
 from opentinker.services.rollout_worker.seat_map import LoadedPolicy
 from opentinker.shared.asyncio_tools import finish_uncancelled
 from opentinker.shared.spec import JobSpec

@@ -21,15 +21,16 @@ from functools import partial
 import msgspec
 import structlog
 
-from opentinker.services.rollout_worker.episode import Episode, EpisodeFailed, Sessions
+from opentinker.services.rollout_worker.episode import Episode
+from opentinker.services.rollout_worker.episode_protocol import EpisodeFailed, Sessions
 from opentinker.services.rollout_worker.eval_runner import EvalRunner
-from opentinker.services.rollout_worker.opening_check import opening_mismatch
+from opentinker.services.rollout_worker.opening_check import opening_mismatch_of
 from opentinker.services.rollout_worker.opponents import Opponents
 from opentinker.services.rollout_worker.seat_map import LoadedPolicy, SeatMap
 from opentinker.services.rollout_worker.tree_episode import TreeEpisode
 from opentinker.services.rollout_worker.url_player import UrlPlayer
-from opentinker.services.rollout_worker.weight_receiver import WeightReceiver
-from opentinker.shared.asyncio_tools import forward_exception, sleep, wait_event
+from opentinker.services.rollout_worker.weight_receiver import WeightReceiver, note_swap
+from opentinker.shared.asyncio_tools import first_results, forward_exception, sleep, wait_event
 from opentinker.shared.data.step_log import metric_prefix
 from opentinker.shared.messaging.bus import Bus, Consumer, Delivery, StreamFull, TooLarge
 from opentinker.shared.messaging.subjects import GROUP, SCORE, SWAP, TICKET, WAKE
@@ -62,8 +63,6 @@ MAX_DELIVERIES = 5
 that were in flight with it count too; their groups are replaced, and `rollout.max_failed_share` decides."""
 FULL_PAUSE_S = 0.5
 SEEDED = "row and seed alone must decide how an episode begins; opentinker env check finds what else does"
-PHASES = ("transfer", "pause", "load", "resume")
-"""Phases of a swap, in order."""
 
 
 class RolloutJob:
@@ -229,7 +228,7 @@ class RolloutJob:
         started = needed + self.spec.rollout.oversample
         samples = [asyncio.create_task(self._play_sample(ticket, index, seats)) for index in range(started)]
         try:
-            ended = await first_to_end(samples, needed)
+            ended = await first_results(samples, needed, EpisodeFailed)
             self.counts["episodes_cut"] += sum(not sample.done() for sample in samples)
             return ended
         finally:
@@ -370,7 +369,7 @@ class RolloutJob:
     async def _taken(self, policy: LoadedPolicy, seconds: dict[str, float]) -> None:
         self.counts["swaps"] += 1
         self.gauges.update({f"swap_{phase}_s": value for phase, value in seconds.items()})
-        self._show_swap(f"{metric_prefix(policy.name)}{policy.engine.version}", seconds)
+        note_swap(self.lanes, f"{metric_prefix(policy.name)}{policy.engine.version}", seconds)
         if all(other.engine.version is not None for other in self.trained):
             self.weights.set()
 
@@ -383,16 +382,6 @@ class RolloutJob:
         """Step of the oldest weights that play and learn."""
         versions = [policy.engine.version for policy in self.trained]
         return min(0 if version is None else version.step for version in versions)
-
-    def _show_swap(self, version: str, seconds: dict[str, float]) -> None:
-        """Its phases, on the timeline: they followed each other, and have just ended."""
-        at = time.time() - sum(seconds.get(phase, 0.0) for phase in PHASES)
-        for phase in PHASES:
-            length = seconds.get(phase, 0.0)
-            if length > 0:
-                self.lanes.note("swap", phase, at, at + length, version=version)
-            at += length
-        self.lanes.use(version)
 
     # --- metrics ------------------------------------------------------------------------------------------------
 
@@ -411,32 +400,3 @@ class RolloutJob:
                 values["rollout/running_groups"] = float(len(self.groups))
                 await self.metrics.emit(self._step, values)
                 last, then = counts, now  # a silent second counts for the next report
-
-
-def opening_mismatch_of(ticket: Ticket, ended: Sequence[Sample], seats: SeatMap) -> str:
-    """Compare how samples began; where players rotate, those in which everybody plays the same seats."""
-    alike: dict[tuple[str, ...], list[Sample]] = {}
-    for sample in ended:
-        alike.setdefault(seats.turned(ticket.row, sample[0].index).players, []).append(sample)
-
-    def decode(player: str, ids: list[int]) -> str:
-        return seats.named(player).renderer.text(ids)
-
-    return next(filter(None, (opening_mismatch(samples, decode) for samples in alike.values())), "")
-
-
-async def first_to_end(samples: Sequence[asyncio.Task[Sample]], wanted: int) -> list[Sample]:
-    """Return the first `wanted` samples that end well, in the order of `samples`. Raises EpisodeFailed as soon as too
-    few are left, and any other exception immediately."""
-    pending: set[asyncio.Task[Sample]] = set(samples)
-    while True:
-        finished, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-        failures = [error for sample in finished if (error := sample.exception()) is not None]
-        for error in failures:
-            if not isinstance(error, EpisodeFailed):
-                raise error
-        ended = [sample for sample in samples if sample.done() and sample.exception() is None]
-        if len(ended) >= wanted:
-            return [sample.result() for sample in ended[:wanted]]
-        if len(ended) + len(pending) < wanted:
-            raise failures[-1]

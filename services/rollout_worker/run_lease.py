@@ -15,7 +15,7 @@ from opentinker.services.rollout_worker.checkpoint_weights import (
     weights_of,
 )
 from opentinker.services.rollout_worker.engines.base import Engine, EngineError
-from opentinker.services.rollout_worker.episode import Sessions
+from opentinker.services.rollout_worker.episode_protocol import Sessions
 from opentinker.services.rollout_worker.eval_job import EvalJob
 from opentinker.services.rollout_worker.inference_job import InferenceJob
 from opentinker.services.rollout_worker.renderer import Renderer

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import msgspec
+import numpy as np
 
 from opentinker.services.rollout_worker.engines.base import Completion
 from opentinker.services.rollout_worker.renderer import images_of
 from opentinker.services.rollout_worker.seat_map import LoadedPolicy, Player
-from opentinker.shared.types.core import Message, Tool
-from opentinker.shared.types.trajectories import Picture, Span, Turn
+from opentinker.services.rollout_worker.transcripts import CHARACTERS, TOKENS, for_judges, shortened
+from opentinker.shared.types.core import Ending, Message, Tool
+from opentinker.shared.types.trajectories import Picture, Span, Trajectory, Turn
 
 
 class Stream:
@@ -58,6 +60,28 @@ class Stream:
         for name, value in parts.items():
             components[name] = components.get(name, 0.0) + value
         self.turns[-1] = msgspec.structs.replace(last, reward=last.reward + sum(parts.values()), components=components)
+
+    def trajectory(self, index: int, attempt: str, ending: Ending, *, is_kept: bool) -> Trajectory:
+        """Return the stream as the trajectory of sample `index`. `is_kept`: with its transcript, for people."""
+        return Trajectory(
+            index=index,
+            attempt=attempt,
+            seat=self.seat,
+            stream=self.name,
+            policy=self.player.name,
+            ids_T=np.asarray(self.ids, dtype="<i4").tobytes(),
+            mask_T=np.asarray(self.mask, dtype="u1").tobytes(),
+            logprobs_T=np.asarray(self.logprobs, dtype="<f4").tobytes(),
+            spans=merge(self.spans),
+            turns=self.turns,
+            ending=ending,
+            reward=float(sum(turn.reward for turn in self.turns)),
+            messages=for_judges(self.player, self.said[: self.spoken]),
+            transcript=shortened(self.said, CHARACTERS) if is_kept else None,
+            pieces=self.player.renderer.pieces(self.ids[:TOKENS]) if is_kept else None,
+            pictures=self.pictures,
+            images=self.images,
+        )
 
 
 def merge(spans: list[Span]) -> list[Span]:

@@ -15,7 +15,8 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from opentinker.services.rollout_worker.episode import Episode, EpisodeFailed, Sampled
+from opentinker.services.rollout_worker.episode import Episode, Sampled
+from opentinker.services.rollout_worker.episode_protocol import EpisodeFailed
 from opentinker.services.rollout_worker.seat_map import LoadedPolicy
 from opentinker.services.rollout_worker.stream import Stream, merge
 from opentinker.shared.asyncio_tools import gather_all

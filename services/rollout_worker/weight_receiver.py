@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Awaitable, Callable
 
 import structlog
@@ -16,6 +17,7 @@ from redis.exceptions import RedisError
 
 from opentinker.services.rollout_worker.engines.base import Engine, EngineError, EngineLost, SwapError
 from opentinker.shared.asyncio_tools import cancel_and_wait
+from opentinker.shared.runtime.timeline import Lanes
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import WeightVersion, WorkerInfo
 from opentinker.shared.types.errors import Fenced, NotFound
@@ -23,6 +25,8 @@ from opentinker.shared.types.swap import Probe, SwapCommand, SwapReply
 
 log = structlog.get_logger()
 
+PHASES = ("transfer", "pause", "load", "resume")
+"""Phases of a swap, in order."""
 END_S = 5.0
 """A trainer that has died in the middle of a transfer is not waited for any longer."""
 
@@ -134,3 +138,14 @@ class WeightReceiver:
             seconds=seconds or {},
             mismatch=mismatch,
         )
+
+
+def note_swap(lanes: Lanes, version: str, seconds: dict[str, float]) -> None:
+    """Put the phases of a swap on the timeline: they followed each other, and have just ended."""
+    at = time.time() - sum(seconds.get(phase, 0.0) for phase in PHASES)
+    for phase in PHASES:
+        length = seconds.get(phase, 0.0)
+        if length > 0:
+            lanes.note("swap", phase, at, at + length, version=version)
+        at += length
+    lanes.use(version)

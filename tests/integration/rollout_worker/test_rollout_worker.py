@@ -15,9 +15,10 @@ import structlog
 
 from opentinker.services.rollout_worker.engines.base import Completion, EngineError, EngineLost
 from opentinker.services.rollout_worker.engines.toy import ToyEngine
-from opentinker.services.rollout_worker.episode import Sessions
+from opentinker.services.rollout_worker.episode_protocol import Sessions
+from opentinker.services.rollout_worker.opening_check import opening_mismatch_of
 from opentinker.services.rollout_worker.renderer import Renderer
-from opentinker.services.rollout_worker.rl_job import MAX_DELIVERIES, RolloutJob, opening_mismatch_of
+from opentinker.services.rollout_worker.rl_job import MAX_DELIVERIES, RolloutJob
 from opentinker.services.rollout_worker.seat_map import LoadedPolicy
 from opentinker.services.rollout_worker.service import ENGINE, import_engine
 from opentinker.services.scheduler.jobs.tickets import JUDGED_FROM, too_many_failures

@@ -12,7 +12,8 @@ import pytest
 from aiohttp import web
 
 from opentinker.services.rollout_worker import url_player
-from opentinker.services.rollout_worker.episode import Episode, EpisodeFailed
+from opentinker.services.rollout_worker.episode import Episode
+from opentinker.services.rollout_worker.episode_protocol import EpisodeFailed
 from opentinker.services.rollout_worker.seat_map import LoadedPolicy, SeatMap
 from opentinker.services.rollout_worker.url_player import TRIES, UrlFailed, UrlPlayer
 from opentinker.shared.security.egress import LOOPBACK, Egress

@@ -19,7 +19,8 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
 from opentinker.services.rollout_worker.engines.base import Completion, EngineError, Progress, Sampling, Shown
-from opentinker.services.rollout_worker.episode import Episode, EpisodeFailed, turn_seed
+from opentinker.services.rollout_worker.episode import Episode, turn_seed
+from opentinker.services.rollout_worker.episode_protocol import EpisodeFailed
 from opentinker.services.rollout_worker.renderer import Renderer
 from opentinker.services.rollout_worker.seat_map import LoadedPolicy, SeatMap
 from opentinker.services.rollout_worker.stream import merge

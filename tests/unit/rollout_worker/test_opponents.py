@@ -10,7 +10,7 @@ import pytest
 
 from opentinker.services.rollout_worker.engines.base import EngineLost, SwapError
 from opentinker.services.rollout_worker.engines.toy import ToyEngine
-from opentinker.services.rollout_worker.episode import EpisodeFailed
+from opentinker.services.rollout_worker.episode_protocol import EpisodeFailed
 from opentinker.services.rollout_worker.opponents import Opponents
 from opentinker.services.rollout_worker.seat_map import LoadedPolicy, SeatMap
 from opentinker.shared.asyncio_tools import cancel_and_wait

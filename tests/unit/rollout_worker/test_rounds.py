@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from opentinker.services.rollout_worker.engines.base import Completion, EngineError
-from opentinker.services.rollout_worker.episode import EpisodeFailed, turn_seed
+from opentinker.services.rollout_worker.episode import turn_seed
+from opentinker.services.rollout_worker.episode_protocol import EpisodeFailed
 from opentinker.shared.types.core import Ending, Message
 from opentinker.shared.types.env_protocol import SeatPrompt, SessionReply
 from opentinker.shared.types.trajectories import Trajectory

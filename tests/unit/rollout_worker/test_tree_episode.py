@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from opentinker.services.rollout_worker.episode import EpisodeFailed, turn_seed
+from opentinker.services.rollout_worker.episode import turn_seed
+from opentinker.services.rollout_worker.episode_protocol import EpisodeFailed
 from opentinker.services.rollout_worker.seat_map import LoadedPolicy, SeatMap
 from opentinker.services.rollout_worker.tree_episode import TreeEpisode
 from opentinker.shared.types.core import Ending, WeightVersion

@@ -1,0 +1,36 @@
+"""What an episode needs from outside, and how it fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from opentinker.shared.types.core import Ending
+from opentinker.shared.types.env_protocol import Isolation, Policy, SessionReply, StepSession
+
+Busy = Callable[[str], AbstractContextManager[object]]
+"""Context manager by lane (`generation`, `env`), entered while the episode waits for that lane."""
+
+
+class EpisodeFailed(Exception):
+    """An ordinary outcome: the sample is tried again, then its group is failed with this reason."""
+
+    def __init__(self, ending: Ending, error: str) -> None:
+        self.ending, self.error = ending, error
+        super().__init__(f"{ending}: {error}")
+
+
+class Sessions(Protocol):
+    """The environment side of an episode; `shared.env_client.EnvClient` is the real one."""
+
+    async def open(
+        self, *, job: str, session: str, environment: str, isolation: Isolation, config: dict[str, object], row: int,
+        seed: int, deadline_s: float, policy: Policy, tools: list[dict[str, object]], tool_turns: int,
+        bots: dict[str, str],
+        importing: Callable[[], AbstractContextManager[object]],
+    ) -> SessionReply: ...  # fmt: skip
+
+    async def step(self, worker: str, request: StepSession) -> SessionReply: ...
+
+    async def close(self, *, worker: str, session: str) -> None: ...
