@@ -166,7 +166,8 @@ class RolloutJob:
 
     async def _claim_loop(self, tickets: Consumer[Ticket]) -> None:
         """Consumes TICKET, starts group tasks. Returns when the service is stopping or the worker is taken back."""
-        await self._until_weights()
+        while not self.weights.is_set() and not self.worker.ending:
+            await wait_event(self.weights, 0.5)
         while not self.worker.ending:
             free = self.spec.rollout.max_concurrent_groups - len(self.groups)
             if free <= 0:
@@ -183,10 +184,6 @@ class RolloutJob:
             task = asyncio.create_task(self._run_group(delivery.noun, delivery))
             self.groups.add(task)
             task.add_done_callback(self._group_done)
-
-    async def _until_weights(self) -> None:
-        while not self.weights.is_set() and not self.worker.ending:
-            await wait_event(self.weights, 0.5)
 
     def _group_done(self, task: asyncio.Task[None]) -> None:
         self.groups.discard(task)
@@ -360,10 +357,8 @@ class RolloutJob:
     async def _answer_swap(self, command: SwapCommand) -> SwapReply:
         receiver = self.receivers.get(command.policy)
         if receiver is None:
-            problem = f"this worker has no policy {command.policy!r} of job {self.lease.job}"
-            return SwapReply(
-                worker=self.worker.info.id, incarnation=self.worker.info.incarnation, ok=False, error=problem
-            )
+            info, problem = self.worker.info, f"this worker has no policy {command.policy!r} of job {self.lease.job}"
+            return SwapReply(worker=info.id, incarnation=info.incarnation, ok=False, error=problem)
         return await receiver.answer(command)
 
     async def _taken(self, policy: LoadedPolicy, seconds: dict[str, float]) -> None:
