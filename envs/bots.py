@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import Any
 
 import msgspec
 
@@ -17,6 +16,7 @@ from opentinker.envs.base import Action, BadReply, Environment, Opening, Step
 from opentinker.envs.rounds import check_round_reward, prompts_of
 from opentinker.shared.types.core import Message, StopReason
 from opentinker.shared.types.errors import SpecError
+from opentinker.shared.types.mistakes import mistake
 
 SEATS = 64
 """Most entries of one job's bots."""
@@ -33,17 +33,17 @@ def check_bots(environment: type[Environment], bots: Mapping[str, str]) -> None:
     Which seats there are depends on the config: `resolve_bots` checks them.
     """
     if len(bots) > SEATS:
-        raise SpecError([_mistake("seats", len(bots), f"at most {SEATS} seats or patterns may name a bot")])
+        raise SpecError([mistake("seats", len(bots), f"at most {SEATS} seats or patterns may name a bot")])
     offered = environment.bots
     known = sorted(offered or ())
     has = f"its bots are: {', '.join(known)}" if known else "it has no bots"
     mistakes = []
     for seat, bot in bots.items():
         if len(seat) > NAME_CHARACTERS or len(bot) > NAME_CHARACTERS:
-            mistakes.append(_mistake("seats", "", f"names of seats and bots have at most {NAME_CHARACTERS} characters"))
+            mistakes.append(mistake("seats", "", f"names of seats and bots have at most {NAME_CHARACTERS} characters"))
         elif bot != MODEL and offered is not None and bot not in offered:
             problem = f"{environment.__name__} has no bot {bot!r}; {has}"
-            mistakes.append(_mistake(f"seats.{seat}.bot", bot, problem))
+            mistakes.append(mistake(f"seats.{seat}.bot", bot, problem))
     if mistakes:
         raise SpecError(mistakes)
 
@@ -59,10 +59,10 @@ def resolve_bots(environment: Environment, bots: Mapping[str, str]) -> dict[str,
     unmatched = [entry for entry in bots if not any(fnmatchcase(seat, entry) for seat in environment.seats)]
     if unmatched:
         problem = f"{type(environment).__name__} has no such seat with this config; its seats are: {names}"
-        raise SpecError([_mistake(f"seats.{entry}", bots[entry], problem) for entry in unmatched])
+        raise SpecError([mistake(f"seats.{entry}", bots[entry], problem) for entry in unmatched])
     found = {seat: _bot_of(seat, bots) for seat in environment.seats}
     if bots and all(found.values()):
-        raise SpecError([_mistake("seats", "", f"bots play every seat ({names}): leave one to a model")])
+        raise SpecError([mistake("seats", "", f"bots play every seat ({names}): leave one to a model")])
     return {seat: bot for seat, bot in found.items() if bot}
 
 
@@ -70,10 +70,6 @@ def _bot_of(seat: str, bots: Mapping[str, str]) -> str:
     if seat in bots:
         return bots[seat]
     return next((bot for pattern, bot in bots.items() if fnmatchcase(seat, pattern)), MODEL)
-
-
-def _mistake(field: str, value: object, problem: str) -> dict[str, Any]:
-    return {"field": field, "value": value, "problem": problem}
 
 
 def with_bots(environment: Environment, inner: Environment) -> Environment:

@@ -10,8 +10,8 @@ from opentinker.services.rollout_worker.engines.base import Engine
 from opentinker.services.rollout_worker.renderer import Renderer
 from opentinker.services.rollout_worker.url_player import UrlPlayer
 from opentinker.shared.spec import JobSpec, SeatSpec
-from opentinker.shared.spec.policies import OpponentSpec, bots_of, opposed, player_at, rotated
 from opentinker.shared.spec.pools import pool_player
+from opentinker.shared.spec.seats import OpponentSpec, bots_of, opposed, player_at, rotated
 
 
 @dataclass(frozen=True)

@@ -27,22 +27,17 @@ from opentinker.shared.spec.model import LoraSpec, ModelSpec
 from opentinker.shared.spec.name import DisplayName
 from opentinker.shared.spec.near import with_suggestions
 from opentinker.shared.spec.policies import (
-    MAX_POLICIES,
-    MAX_SEATS,
     MatchSpec,
-    PolicyName,
     PolicySpec,
-    SeatName,
-    SeatSpec,
     settle_policies,
     spec_of,
     too_many_policies,
-    unknown_policies,
     with_job_settings,
 )
 from opentinker.shared.spec.pools import MAX_POOLS, PoolName, PoolSpec, unknown_pools
 from opentinker.shared.spec.ranks import policy_ranks, settle_parallel, unused_gpus
 from opentinker.shared.spec.rollout import MAX_OPEN_GROUPS, NO_ENVIRONMENT, EnvironmentSpec, RolloutSpec, ToySpec
+from opentinker.shared.spec.seats import MAX_POLICIES, MAX_SEATS, PolicyName, SeatName, SeatSpec, unknown_policies
 from opentinker.shared.spec.serving import AdapterSpec, ServingSpec, settle_serving
 from opentinker.shared.spec.start import StartSpec
 from opentinker.shared.spec.tools import ToolSpec

@@ -9,7 +9,7 @@ from pydantic import Field
 from opentinker.shared.spec import algorithm_parts
 from opentinker.shared.spec.base import Coefficient, Count, Factor, Fraction, SpecPart, Tokens
 from opentinker.shared.spec.seat_lists import SeatLists, settle_lists
-from opentinker.shared.types.mistakes import fill
+from opentinker.shared.types.mistakes import fill, mistake
 
 MAX_EPISODES = 1_048_576
 """Episodes per batch."""
@@ -147,7 +147,7 @@ class AlgorithmSpec(SpecPart):
         mistakes += settle_lists("episode_peers", self.episode_peers or {})
         if self.groups_per_batch % self.updates_per_batch:
             problem = f"must divide groups_per_batch={self.groups_per_batch}"
-            mistakes.append({"field": "updates_per_batch", "value": self.updates_per_batch, "problem": problem})
+            mistakes.append(mistake("updates_per_batch", self.updates_per_batch, problem))
         if not mistakes:
             fill(self, values)
         return mistakes
@@ -157,13 +157,13 @@ class AlgorithmSpec(SpecPart):
         found = []
         if self.group_size * self.groups_per_batch > MAX_EPISODES:
             problem = f"times group_size = {self.group_size} is more than {MAX_EPISODES:,} episodes per batch"
-            found.append({"field": "groups_per_batch", "value": self.groups_per_batch, "problem": problem})
+            found.append(mistake("groups_per_batch", self.groups_per_batch, problem))
         if (self.max_staleness + 1) * self.groups_per_batch > MAX_GROUPS:
             problem = (
                 f"plus 1, times groups_per_batch = {self.groups_per_batch}, is more than {MAX_GROUPS:,} groups that "
                 "could be under way"
             )
-            found.append({"field": "max_staleness", "value": self.max_staleness, "problem": problem})
+            found.append(mistake("max_staleness", self.max_staleness, problem))
         return found
 
     @property

@@ -11,6 +11,8 @@ from typing import Any
 
 import msgspec
 
+from opentinker.shared.types.mistakes import mistake
+
 Values = dict[str, Any]
 Mistake = dict[str, Any]
 """{field, value, problem}"""
@@ -219,7 +221,7 @@ def resolve(name: str, given: Values) -> tuple[Values, list[Mistake]]:
         if values[switch]:
             values |= _options(component, preset, given)
     mistakes = [
-        {"field": option, "value": given[option], "problem": _misplaced(option, chosen)}
+        mistake(option, given[option], _misplaced(option, chosen))
         for option in OPTIONS
         if given.get(option) is not None and option not in values
     ]
@@ -294,7 +296,7 @@ def _conflicts(values: Values, given: Values) -> list[Mistake]:
     for low, high in (("icepop_low", "icepop_high"), ("geometric_low", "geometric_high")):
         if low in values and values[low] > values[high]:
             found.append((low, f"is larger than {high} = {values[high]}"))
-    return [{"field": field, "value": given.get(field, values.get(field)), "problem": why} for field, why in found]
+    return [mistake(field, given.get(field, values.get(field)), why) for field, why in found]
 
 
 def _reward_conflicts(values: Values, given: Values) -> list[tuple[str, str]]:

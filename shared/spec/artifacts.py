@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from opentinker.shared.spec.base import SpecPart
+from opentinker.shared.types.mistakes import mistake
 
 
 class ArtifactSpec(SpecPart):
@@ -33,14 +34,14 @@ class ArtifactSpec(SpecPart):
         if self.keep_all:
             for name in ("keep_last", "keep_best"):
                 if value := getattr(self, name):
-                    found.append({"field": name, "value": value, "problem": "does not go with keep_all = true"})
+                    found.append(mistake(name, value, "does not go with keep_all = true"))
         if self.keep_best and not self.best_metric:
             problem = 'is needed for keep_best: the name of a metric, e.g. "reward/mean"'
-            found.append({"field": "best_metric", "value": self.best_metric, "problem": problem})
+            found.append(mistake("best_metric", self.best_metric, problem))
         if not self.keep_best:
             problem = "does not apply without keep_best"
             given = {"best_metric": self.best_metric} | ({"best_is": "lowest"} if self.best_is == "lowest" else {})
-            found += [{"field": n, "value": v, "problem": problem} for n, v in given.items() if v is not None]
+            found += [mistake(n, v, problem) for n, v in given.items() if v is not None]
         return found
 
 
@@ -50,7 +51,7 @@ def settle_best(artifacts: ArtifactSpec, *, evaluated: bool) -> list[dict[str, A
     if evaluated or named is None or not named.startswith("val/"):
         return []
     problem = "is of evaluations, and this job has none: add [validation] (sft, dpo: data.validation)"
-    return [{"field": "artifacts.best_metric", "value": named, "problem": problem}]
+    return [mistake("artifacts.best_metric", named, problem)]
 
 
 def settle_kept(kind: str, artifacts: ArtifactSpec) -> list[dict[str, Any]]:
@@ -61,7 +62,7 @@ def settle_kept(kind: str, artifacts: ArtifactSpec) -> list[dict[str, Any]]:
     problem = f"does not apply to kind = {kind!r}: nothing is trained"
     names = ("keep_last", "keep_all", "keep_best")
     return [
-        {"field": f"artifacts.{name}", "value": getattr(artifacts, name), "problem": problem}
+        mistake(f"artifacts.{name}", getattr(artifacts, name), problem)
         for name in names
         if getattr(artifacts, name) != getattr(usual, name)
     ]

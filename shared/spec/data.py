@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from opentinker.shared.spec.base import Count, Factor, SpecPart, Steps, Tokens
+from opentinker.shared.types.mistakes import mistake
 
 Format = Literal["messages", "prompt_completion", "preference"]
 COLUMNS: dict[Format, tuple[str, ...]] = {
@@ -68,20 +69,17 @@ class DataSpec(SpecPart):
         known = {name for columns in COLUMNS.values() for name in (*columns, *OPTIONAL)}
         if unknown := sorted(self.columns.keys() - known):
             problem = f"no format has {', '.join(unknown)}; there are: {', '.join(sorted(known))}"
-            found.append({"field": "columns", "value": self.columns, "problem": problem})
+            found.append(mistake("columns", self.columns, problem))
         if self.validation == "" or (isinstance(self.validation, float) and not 0.0 < self.validation < 1.0):
             problem = "must be a share, more than 0 and less than 1, or a path or hub id"
-            found.append({"field": "validation", "value": self.validation, "problem": problem})
+            found.append(mistake("validation", self.validation, problem))
         if self.validate_every is not None and self.validation is None:
-            problem = "needs `validation`: rows to validate on"
-            found.append({"field": "validate_every", "value": self.validate_every, "problem": problem})
+            found.append(mistake("validate_every", self.validate_every, "needs `validation`: rows to validate on"))
         if self.validation_split is not None and not isinstance(self.validation, str):
-            problem = "needs a path or hub id in `validation`"
-            found.append({"field": "validation_split", "value": self.validation_split, "problem": problem})
+            found.append(mistake("validation_split", self.validation_split, "needs a path or hub id in `validation`"))
         for field, path in (("split", self.path), ("subset", self.path), ("validation_split", self.validation)):
             if getattr(self, field) is not None and isinstance(path, str) and path.endswith((*JSONL, JSON, PARQUET)):
-                problem = f"does not apply to a file ({path})"
-                found.append({"field": field, "value": getattr(self, field), "problem": problem})
+                found.append(mistake(field, getattr(self, field), f"does not apply to a file ({path})"))
         return found
 
     def column(self, name: str) -> str:
@@ -99,7 +97,7 @@ class DpoSpec(SpecPart):
 
     def resolve(self) -> list[dict[str, Any]]:
         if self.loss == "ipo" and self.label_smoothing:
-            return [{"field": "label_smoothing", "value": self.label_smoothing, "problem": "does not apply to 'ipo'"}]
+            return [mistake("label_smoothing", self.label_smoothing, "does not apply to 'ipo'")]
         return []
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
+from opentinker.shared.types.mistakes import mistake
+
 if TYPE_CHECKING:
     from opentinker.shared.spec import JobSpec
 
@@ -35,10 +37,7 @@ def broken_promises(spec: JobSpec) -> list[dict[str, Any]]:
         for name, value in spec.train.target.items()
         if TIMED.fullmatch(name)
     ]
-    return [
-        {"field": field, "value": value, "problem": f"{problem} (train.deterministic)"}
-        for field, value, problem in found
-    ]
+    return [mistake(field, value, f"{problem} (train.deterministic)") for field, value, problem in found]
 
 
 def _in_sampling(spec: JobSpec) -> Broken:

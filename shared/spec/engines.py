@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from opentinker.shared.spec.model import ModelSpec
-from opentinker.shared.spec.policies import frozen_in, pool_spec_of, spec_of
+from opentinker.shared.spec.policies import pool_spec_of, spec_of
 from opentinker.shared.spec.pools import pool_player
+from opentinker.shared.spec.seats import frozen_in
 
 if TYPE_CHECKING:
     from opentinker.shared.spec import JobSpec

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 
 from opentinker.shared.spec.base import SpecPart, Steps, Tokens
-from opentinker.shared.spec.policies import OpponentSpec
+from opentinker.shared.spec.seats import OpponentSpec
 from opentinker.shared.spec.serving import nothing_trained
-from opentinker.shared.types.mistakes import unused
+from opentinker.shared.types.mistakes import mistake, unused
 
 if TYPE_CHECKING:
     from opentinker.shared.spec import JobSpec
@@ -58,16 +58,16 @@ class EvaluationSpec(SpecPart):
         found = []
         if self.temperature == 0:
             found = [
-                {"field": name, "value": getattr(self, name), "problem": "does not apply to temperature = 0"}
+                mistake(name, getattr(self, name), "does not apply to temperature = 0")
                 for name in ("top_p", "top_k")
                 if getattr(self, name) != type(self).model_fields[name].default
             ]
             if self.samples > 1:
                 problem = "would all be alike at temperature = 0: raise the temperature, or leave samples at 1"
-                found.append({"field": "samples", "value": self.samples, "problem": problem})
+                found.append(mistake("samples", self.samples, problem))
         if self.total > MAX_EPISODES:
             problem = f"times samples = {self.samples} is more than {MAX_EPISODES} episodes"
-            found.append({"field": "episodes", "value": self.episodes, "problem": problem})
+            found.append(mistake("episodes", self.episodes, problem))
         return found
 
     @property
@@ -98,13 +98,13 @@ class ValidationSpec(EvaluationSpec):
         found = super().resolve()
         names = [opponent.name for opponent in self.against]
         if len(set(names)) < len(names):
-            found.append({"field": "against", "value": names, "problem": "names an opponent twice"})
+            found.append(mistake("against", names, "names an opponent twice"))
         if taken := sorted({"low", "high"} & set(names)):
             problem = f"must not be named {' or '.join(taken)}: these are the bounds of val/winrate"
-            found.append({"field": "against", "value": names, "problem": problem})
+            found.append(mistake("against", names, problem))
         if self.total * len(self.against) > MAX_EPISODES >= self.total:
             problem = f"times samples = {self.samples} and {len(names)} opponents is more than {MAX_EPISODES} episodes"
-            found.append({"field": "episodes", "value": self.episodes, "problem": problem})
+            found.append(mistake("episodes", self.episodes, problem))
         return found
 
     def opponents_of(self, policy: str) -> list[OpponentSpec]:
@@ -129,17 +129,14 @@ def contradictions(spec: JobSpec) -> list[dict[str, Any]]:
     validation = spec.validation
     if validation is None:
         named = sorted(name for name in spec.train.target if name.startswith(PREFIX))
-        return [
-            {"field": f"train.target.{name}", "value": spec.train.target[name], "problem": "needs [validation]"}
-            for name in named
-        ]
+        return [mistake(f"train.target.{name}", spec.train.target[name], "needs [validation]") for name in named]
     judged = sorted(name for name in spec.train.target if REWARD.match(name)) if spec.reward_models else []
     judges = ", ".join(judge.name for judge in spec.reward_models)
     problem = (
         f"is the environment's reward alone: no evaluation is judged by [[reward_models]] ({judges}). Name a metric "
         "that the environment reports, or reward/mean"
     )
-    found = [{"field": f"train.target.{name}", "value": spec.train.target[name], "problem": problem} for name in judged]
+    found = [mistake(f"train.target.{name}", spec.train.target[name], problem) for name in judged]
     return found + _drawn_by_toy(spec, "validation", validation) + _opponent_mistakes(spec, validation)
 
 
@@ -149,7 +146,7 @@ def _opponent_mistakes(spec: JobSpec, validation: ValidationSpec) -> list[dict[s
         if opponent.policy is not None and opponent.policy not in spec.policies:
             known = f"its policies are: {', '.join(spec.policies)}" if spec.policies else "it has no [policies]"
             problem = f"is no policy of this job; {known}"
-            found.append({"field": f"validation.against.{place}.policy", "value": opponent.policy, "problem": problem})
+            found.append(mistake(f"validation.against.{place}.policy", opponent.policy, problem))
     patterns = [seat for seat in spec.seats if any(sign in seat for sign in "*?[")]
     problem = ""
     if not spec.seats:
@@ -157,7 +154,7 @@ def _opponent_mistakes(spec: JobSpec, validation: ValidationSpec) -> list[dict[s
     elif len(spec.policies) == 1 and patterns and all(player.policy for player in spec.seats.values()):
         problem = f"needs [seats] without patterns ({', '.join(patterns)}): the policy plays them all, and keeps one"
     if validation.against and problem:
-        found.append({"field": "validation.against", "value": len(validation.against), "problem": problem})
+        found.append(mistake("validation.against", len(validation.against), problem))
     return found
 
 
@@ -166,7 +163,7 @@ def _drawn_by_toy(spec: JobSpec, part: str, exam: EvaluationSpec) -> list[dict[s
         return []
     usual = {"temperature": (0.0, 1.0), "top_p": (1.0,), "top_k": (0,)}
     return [
-        {"field": f"{part}.{name}", "value": value, "problem": "does not apply to engine = 'toy'"}
+        mistake(f"{part}.{name}", value, "does not apply to engine = 'toy'")
         for name in TOY_IGNORES
         if (value := getattr(exam, name)) not in usual[name]
     ]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from opentinker.shared.spec.base import SpecPart
-from opentinker.shared.types.mistakes import fill
+from opentinker.shared.types.mistakes import fill, mistake
 
 if TYPE_CHECKING:
     from opentinker.shared.spec import JobSpec
@@ -69,7 +69,7 @@ def misplaced_critic(data: dict[str, Any]) -> list[dict[str, Any]]:
         return []
     problem = "does not apply with [value_model], which is frozen: no critic is trained"
     return [
-        {"field": f"algorithm.{name}", "value": algorithm[name], "problem": problem}
+        mistake(f"algorithm.{name}", algorithm[name], problem)
         for name in TRAINS_CRITIC
         if algorithm.get(name) is not None
     ]
@@ -86,12 +86,12 @@ def _settle_teacher(spec: JobSpec) -> list[dict[str, Any]]:
     if spec.train.learner == "simulated":
         by = "does not apply to train.learner = 'simulated'"
         found = [("algorithm.name", spec.algorithm.name, coefficient), ("teacher", plain, teacher)]
-        return [{"field": field, "value": value, "problem": by} for field, value, there in found if there]
+        return [mistake(field, value, by) for field, value, there in found if there]
     if coefficient and teacher is None:
-        return [{"field": "teacher", "value": None, "problem": "is needed for algorithm.distill_coef"}]
+        return [mistake("teacher", None, "is needed for algorithm.distill_coef")]
     if teacher is not None and not coefficient:
         problem = "is 0, so that [teacher] would be ignored: set it, or algorithm.name = 'distill'"
-        return [{"field": "algorithm.distill_coef", "value": 0.0, "problem": problem}]
+        return [mistake("algorithm.distill_coef", 0.0, problem)]
     return []
 
 
@@ -103,14 +103,10 @@ def _settle_reward_models(spec: JobSpec) -> list[dict[str, Any]]:
     elif spec.algorithm.advantage == "none":
         problem = "would be ignored: algorithm.advantage = 'none' does not look at rewards"
     if judges and problem:
-        return [{"field": "reward_models", "value": [judge.name for judge in judges], "problem": problem}]
+        return [mistake("reward_models", [judge.name for judge in judges], problem)]
     names = [judge.name for judge in judges]
     return [
-        {
-            "field": f"reward_models.{i}.name",
-            "value": name,
-            "problem": "is the name of another one too: give it another",
-        }
+        mistake(f"reward_models.{i}.name", name, "is the name of another one too: give it another")
         for i, name in enumerate(names)
         if name in names[:i]
     ]
@@ -125,7 +121,7 @@ def _settle_value_model(spec: JobSpec) -> list[dict[str, Any]]:
     elif spec.algorithm.advantage != "gae":
         problem = f"would be ignored: algorithm.advantage = {spec.algorithm.advantage!r} takes no values, 'gae' does"
     if problem:
-        return [{"field": "value_model", "value": spec.value_model.model_dump(), "problem": problem}]
+        return [mistake("value_model", spec.value_model.model_dump(), problem)]
     without = spec.algorithm.model_copy(update=dict.fromkeys(TRAINS_CRITIC))
     fill(spec, {"algorithm": without})
     return []

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from opentinker.shared.spec.base import Factor, SpecPart
+from opentinker.shared.types.mistakes import mistake
 
 
 class LoraSpec(SpecPart):
@@ -26,7 +27,7 @@ class LoraSpec(SpecPart):
 
     def resolve(self) -> list[dict[str, Any]]:
         if self.init == "orthogonal" and self.rank % 2:
-            return [{"field": "rank", "value": self.rank, "problem": "must be even for init = 'orthogonal'"}]
+            return [mistake("rank", self.rank, "must be even for init = 'orthogonal'")]
         return []
 
 
@@ -56,8 +57,8 @@ class ModelSpec(SpecPart):
         found = []
         if self.fp32_head and self.dtype == "float32":
             problem = "does not apply: with dtype = 'float32' the logits are computed in float32 already"
-            found.append({"field": "fp32_head", "value": True, "problem": problem})
+            found.append(mistake("fp32_head", True, problem))
         if self.tool_format != "auto" and self.chat_template == "plain":
             problem = "does not apply to chat_template = 'plain', which cannot tell a model of tools"
-            found.append({"field": "tool_format", "value": self.tool_format, "problem": problem})
+            found.append(mistake("tool_format", self.tool_format, problem))
         return found

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from opentinker.shared.spec.base import Fraction, SpecPart, Steps
+from opentinker.shared.types.mistakes import Mistake, mistake
 
 if TYPE_CHECKING:
     from opentinker.shared.spec import JobSpec
-    from opentinker.shared.spec.policies import SeatSpec
+    from opentinker.shared.spec.seats import SeatSpec
 
-Mistake = dict[str, Any]
 PoolRule = Literal["uniform", "pfsp_hard", "pfsp_even"]
 PoolName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,31}$")]
 """Part of metric names."""
@@ -72,7 +72,7 @@ def unknown_pools(data: Mapping[str, Any]) -> list[Mistake]:
         return []
     named = {seat: player["pool"] for seat, player in seats.items() if isinstance(player, dict) and player.get("pool")}
     return [
-        _mistake(f"seats.{seat}.pool", pool, "names a pool, and the job has no [pools]") for seat, pool in named.items()
+        mistake(f"seats.{seat}.pool", pool, "names a pool, and the job has no [pools]") for seat, pool in named.items()
     ]
 
 
@@ -82,11 +82,11 @@ def settle_pools(spec: JobSpec) -> list[Mistake]:
     for seat, player in spec.seats.items():
         if spec.pools and player.pool is not None and player.pool not in spec.pools:
             known = f"its pools are: {', '.join(spec.pools)}"
-            found.append(_mistake(f"seats.{seat}.pool", player.pool, f"is no pool of this job; {known}"))
+            found.append(mistake(f"seats.{seat}.pool", player.pool, f"is no pool of this job; {known}"))
     played = pools_in(spec.seats)
     for name, pool in spec.pools.items():
         if name not in played:
-            found.append(_mistake(f"pools.{name}", name, f"plays no seat: [seats] has no {{ pool = {name!r} }}"))
+            found.append(mistake(f"pools.{name}", name, f"plays no seat: [seats] has no {{ pool = {name!r} }}"))
         found += _policy_mistakes(spec, name, pool)
     return found + (_unsupported(spec) if spec.pools else [])
 
@@ -94,35 +94,31 @@ def settle_pools(spec: JobSpec) -> list[Mistake]:
 def _policy_mistakes(spec: JobSpec, name: str, pool: PoolSpec) -> list[Mistake]:
     known = ", ".join(spec.policies)
     if pool.policy is None and spec.policies:
-        return [_mistake(f"pools.{name}.policy", None, f"is needed: whose versions enter ({known})")]
+        return [mistake(f"pools.{name}.policy", None, f"is needed: whose versions enter ({known})")]
     if pool.policy is not None and pool.policy not in spec.policies:
         known = f"its policies are: {known}" if known else "it has no [policies]: leave it out"
-        return [_mistake(f"pools.{name}.policy", pool.policy, f"is no policy of this job; {known}")]
+        return [mistake(f"pools.{name}.policy", pool.policy, f"is no policy of this job; {known}")]
     steps = (spec.policies[pool.policy] if pool.policy else spec).train.steps
     if pool.every < steps:
         return []
     problem = f"must be below train.steps = {steps}: the pool would never get a member beyond the initial weights"
-    return [_mistake(f"pools.{name}.every", pool.every, problem)]
+    return [mistake(f"pools.{name}.every", pool.every, problem)]
 
 
 def _unsupported(spec: JobSpec) -> list[Mistake]:
     found = []
     if spec.train.deterministic:
         problem = "does not apply to a job with [pools]: timing decides which members a match may meet"
-        found.append(_mistake("train.deterministic", True, problem))
+        found.append(mistake("train.deterministic", True, problem))
     if spec.match is not None and spec.match.schedule != "wait":
-        found.append(_mistake("match.schedule", spec.match.schedule, "must be 'wait' in a job with [pools]"))
+        found.append(mistake("match.schedule", spec.match.schedule, "must be 'wait' in a job with [pools]"))
     if spec.train.learner == "simulated" and spec.rollout.engine != "toy":
         problem = "has no weights that a member of [pools] could play with, except with rollout.engine = 'toy'"
-        found.append(_mistake("train.learner", spec.train.learner, problem))
+        found.append(mistake("train.learner", spec.train.learner, problem))
     if spec.validation is not None and not spec.validation.against:
         problem = (
             "is needed in a job with [pools], whose members change: name fixed opponents, e.g. "
             "against = [{ bot = 'random' }]"
         )
-        found.append(_mistake("validation.against", [], problem))
+        found.append(mistake("validation.against", [], problem))
     return found
-
-
-def _mistake(field: str, value: object, problem: str) -> Mistake:
-    return {"field": field, "value": value, "problem": problem}

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from opentinker.shared.spec.base import Fraction, SpecPart, Tokens
 from opentinker.shared.spec.tools import ToolSpec
-from opentinker.shared.types.mistakes import fill, unused
+from opentinker.shared.types.mistakes import fill, mistake, unused
 
 MAX_OPEN_GROUPS = 16_384
 """Episodes that one rollout worker plays."""
@@ -36,14 +36,13 @@ class EnvironmentSpec(SpecPart):
     def resolve(self) -> list[dict[str, Any]]:
         if self.tools and self.name.startswith("served:"):
             problem = "do not apply: no env worker stands before this environment; give it tools of its own"
-            return [{"field": "tools", "value": len(self.tools), "problem": problem}]
+            return [mistake("tools", len(self.tools), problem)]
         uploaded, elsewhere = self.name.startswith("upload:"), self.name.startswith(ELSEWHERE)
         if elsewhere and self.isolation is not None:
             problem = "does not apply: this environment does not run in the env workers"
-            return [{"field": "isolation", "value": self.isolation, "problem": problem}]
+            return [mistake("isolation", self.isolation, problem)]
         if uploaded and self.isolation == "process":
-            problem = "does not apply to uploads: they run in a sandbox"
-            return [{"field": "isolation", "value": "process", "problem": problem}]
+            return [mistake("isolation", "process", "does not apply to uploads: they run in a sandbox")]
         if not elsewhere:
             fill(self, {"isolation": self.isolation or ("sandbox" if uploaded else "process")})
         return []
@@ -114,10 +113,10 @@ class RolloutSpec(SpecPart):
         found = []
         if self.max_tokens_per_turn is not None and self.max_tokens_per_turn > self.max_tokens:
             problem = f"is larger than max_tokens={self.max_tokens}"
-            found.append({"field": "max_tokens_per_turn", "value": self.max_tokens_per_turn, "problem": problem})
+            found.append(mistake("max_tokens_per_turn", self.max_tokens_per_turn, problem))
         if self.engine == "toy":
             found += unused(self, RolloutSpec(), TOY_IGNORES, "engine = 'toy'")
             fill(self, {"toy": self.toy or ToySpec()})
         elif self.toy is not None:
-            found.append({"field": "toy", "value": self.toy.model_dump(), "problem": "needs engine = 'toy'"})
+            found.append(mistake("toy", self.toy.model_dump(), "needs engine = 'toy'"))
         return found

@@ -10,12 +10,13 @@ lockstep    the one that lacks most must; new versions become visible together
 from __future__ import annotations
 
 from itertools import permutations
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from opentinker.shared.types.mistakes import Mistake, mistake
 
 if TYPE_CHECKING:
     from opentinker.shared.spec import JobSpec
 
-Mistake = dict[str, Any]
 ScheduleName = Literal["wait", "drop", "grow", "alternate", "lockstep"]
 Gate = Literal["all", "fastest", "turn", "neediest"]
 DEFAULT_GROWTH = 8
@@ -75,7 +76,7 @@ def settle_schedule(spec: JobSpec) -> list[Mistake]:
     if len(spec.policies) < 2:
         named = {"schedule": schedule if schedule != "wait" else None, "max_opponent_lag": lag}
         problem = "needs two [policies] or more"
-        return [_mistake(f"match.{name}", value, problem) for name, value in named.items() if value is not None]
+        return [mistake(f"match.{name}", value, problem) for name, value in named.items() if value is not None]
     found = []
     if lag is not None and schedule != "alternate":
         found += _too_small_lag(spec, lag)
@@ -94,7 +95,7 @@ def _too_small_lag(spec: JobSpec, lag: int) -> list[Mistake]:
             problem = (
                 f"must be {least} or more: policy {other!r} makes {least + 1} steps with the groups of one batch of "
             )
-            found.append(_mistake("match.max_opponent_lag", lag, f"{problem}{name!r}"))
+            found.append(mistake("match.max_opponent_lag", lag, f"{problem}{name!r}"))
     return found
 
 
@@ -103,17 +104,17 @@ def _not_in_step(spec: JobSpec) -> list[Mistake]:
     batch = spec.algorithm.groups_per_batch
     found = []
     if spec.match is not None and spec.match.max_opponent_lag:
-        found.append(_mistake("match.max_opponent_lag", spec.match.max_opponent_lag, f"must be 0 {by}, or left out"))
+        found.append(mistake("match.max_opponent_lag", spec.match.max_opponent_lag, f"must be 0 {by}, or left out"))
     if spec.validation is not None:
         problem = f"does not apply {by}: an evaluation holds back the new version of one policy alone"
-        found.append(_mistake("validation", spec.validation.every, problem))
+        found.append(mistake("validation", spec.validation.every, problem))
     tables = {"": spec.algorithm, **{f"policies.{name}.": own.algorithm for name, own in spec.policies.items()}}
     for at, own in tables.items():
         if own.max_staleness:
-            found.append(_mistake(f"{at}algorithm.max_staleness", own.max_staleness, f"must be 0 {by}"))
+            found.append(mistake(f"{at}algorithm.max_staleness", own.max_staleness, f"must be 0 {by}"))
         if own.groups_per_batch != batch:
             problem = f"must be the job's, {batch}, {by}"
-            found.append(_mistake(f"{at}algorithm.groups_per_batch", own.groups_per_batch, problem))
+            found.append(mistake(f"{at}algorithm.groups_per_batch", own.groups_per_batch, problem))
     return found
 
 
@@ -122,7 +123,7 @@ def _too_large_batches(spec: JobSpec) -> list[Mistake]:
 
     growth = rule_of(spec).growth
     return [
-        _mistake(
+        mistake(
             "match.max_growth",
             growth,
             f"times the batch of policy {name!r} is more than {MAX_EPISODES:,} episodes",
@@ -130,7 +131,3 @@ def _too_large_batches(spec: JobSpec) -> list[Mistake]:
         for name, policy in spec.policies.items()
         if growth * policy.algorithm.group_size * policy.algorithm.groups_per_batch > MAX_EPISODES
     ]
-
-
-def _mistake(field: str, value: object, problem: str) -> Mistake:
-    return {"field": field, "value": value, "problem": problem}

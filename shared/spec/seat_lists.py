@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from opentinker.shared.types.mistakes import mistake
+
 MAX_LISTS = 64
 MAX_SEATS = 64
 """Entries of one list."""
@@ -34,16 +36,16 @@ def settle_lists(field: str, lists: Mapping[str, list[str]]) -> list[dict[str, A
     """Return the entries that stand in two places, and the lists that can never hold two seats; or that there are more
     entries than MAX_ENTRIES."""
     if (count := sum(map(len, lists.values()))) > MAX_ENTRIES:
-        return [{"field": field, "value": count, "problem": f"names {count:,} seats; at most {MAX_ENTRIES:,} may be"}]
+        return [mistake(field, count, f"names {count:,} seats; at most {MAX_ENTRIES:,} may be")]
     found: list[dict[str, Any]] = []
     first: dict[str, str] = {}
     for name, entries in lists.items():
         for entry in entries:
             if entry in first:
                 where = "twice" if first[entry] == name else f"and in {field}.{first[entry]}"
-                found.append({"field": f"{field}.{name}", "value": entry, "problem": f"names this seat {where}"})
+                found.append(mistake(f"{field}.{name}", entry, f"names this seat {where}"))
             first.setdefault(entry, name)
         if len(entries) == 1 and not any(sign in entries[0] for sign in "*?["):
             problem = "names one seat alone: two or more, or a pattern, e.g. 'player_*'"
-            found.append({"field": f"{field}.{name}", "value": entries, "problem": problem})
+            found.append(mistake(f"{field}.{name}", entries, problem))
     return found

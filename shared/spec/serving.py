@@ -8,7 +8,7 @@ from pydantic import Field, field_validator
 
 from opentinker.shared.spec.base import Seconds, SpecPart
 from opentinker.shared.spec.start import PUBLISHED, SAVED, Origin
-from opentinker.shared.types.mistakes import fill, unused
+from opentinker.shared.types.mistakes import fill, mistake, unused
 
 if TYPE_CHECKING:
     from opentinker.shared.spec import JobSpec
@@ -71,13 +71,12 @@ class ServingSpec(SpecPart):
         found: list[dict[str, Any]] = []
         if self.sleep_s is not None and self.idle_s is not None and self.idle_s <= self.sleep_s:
             problem = f"is not larger than sleep_s={self.sleep_s:g}: the job would be over before it sleeps"
-            found.append({"field": "idle_s", "value": self.idle_s, "problem": problem})
+            found.append(mistake("idle_s", self.idle_s, problem))
         fill(self, {"wake_s": self.wake_s or 60.0})
         names = [adapter.name for adapter in self.adapters]
         for i, name in enumerate(names):
             if name in names[:i]:
-                problem = "is the name of another one too: give it another"
-                found.append({"field": f"adapters.{i}.name", "value": name, "problem": problem})
+                found.append(mistake(f"adapters.{i}.name", name, "is the name of another one too: give it another"))
         return found
 
 
@@ -96,11 +95,11 @@ def _settle_adapters(spec: JobSpec) -> list[dict[str, Any]]:
             "does not apply with serving.adapters, which are adapters of model.base itself: give an adapter as one of "
             "them, and serve full weights or a live policy by a job of its own"
         )
-        found.append({"field": "start.from", "value": spec.start.checkpoint, "problem": problem})
+        found.append(mistake("start.from", spec.start.checkpoint, problem))
     for i, adapter in enumerate(spec.serving.adapters):
         if adapter.name in (spec.model.base, spec.name):
             problem = "is what the base is called here, by model.base or the job's name: give it another"
-            found.append({"field": f"serving.adapters.{i}.name", "value": adapter.name, "problem": problem})
+            found.append(mistake(f"serving.adapters.{i}.name", adapter.name, problem))
     return found
 
 
@@ -111,11 +110,11 @@ def nothing_trained(spec: JobSpec) -> list[dict[str, Any]]:
     if spec.model.lora is not None and spec.start is None:
         several = " (or serving.adapters: several of them)" if spec.kind == KIND else ""
         problem = f"needs start.from: the checkpoint that holds the adapter, which says all about it{several}"
-        found.append({"field": "model.lora", "value": spec.model.lora.model_dump(), "problem": problem})
+        found.append(mistake("model.lora", spec.model.lora.model_dump(), problem))
     if spec.start is not None and spec.start.optimizer:
-        found.append({"field": "start.optimizer", "value": True, "problem": by})
+        found.append(mistake("start.optimizer", True, by))
     gpus, ranks = spec.resources.trainer_gpus, spec.resources.ranks
     if gpus or ranks > 1:
         field = "resources.trainer_gpus" if gpus else "resources.trainer_ranks"
-        found.append({"field": field, "value": gpus or ranks, "problem": by})
+        found.append(mistake(field, gpus or ranks, by))
     return found

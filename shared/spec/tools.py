@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from opentinker.shared.spec.base import Count, SpecPart
+from opentinker.shared.types.mistakes import mistake
 
 OF_TYPE = {"python": {"backend", "memory_mb"}, "mcp": {"command", "url", "shared"}, "functions": {"module"}}
 """Fields that not every type has."""
@@ -45,14 +46,14 @@ class ToolSpec(SpecPart):
         plain = self.model_dump()
         others = {name for names in OF_TYPE.values() for name in names} - OF_TYPE[self.type]
         found = [
-            {"field": name, "value": plain[name], "problem": f"does not apply to type = {self.type!r}"}
+            mistake(name, plain[name], f"does not apply to type = {self.type!r}")
             for name in sorted(others & self.model_fields_set)
             if plain[name] != type(self).model_fields[name].default
         ]
         if self.type == "mcp" and bool(self.command) == bool(self.url):
-            found.append({"field": "command", "value": self.command, "problem": "an mcp tool has a command or a url"})
+            found.append(mistake("command", self.command, "an mcp tool has a command or a url"))
         if self.type == "functions" and self.module is None:
-            found.append({"field": "module", "value": None, "problem": "is needed for type = 'functions'"})
+            found.append(mistake("module", None, "is needed for type = 'functions'"))
         return found
 
     @property

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator
 
 from opentinker.shared.security.egress import Egress, EgressRefused
 from opentinker.shared.spec.base import Count, SpecPart
-from opentinker.shared.types.mistakes import fill
+from opentinker.shared.types.mistakes import fill, mistake
 
 if TYPE_CHECKING:
     from opentinker.shared.spec import JobSpec, SeatSpec
@@ -60,12 +60,12 @@ def settle_url(seat: SeatSpec) -> list[dict[str, Any]]:
     """Fill in the defaults of a seat with a URL; return what it lacks, or what only such a seat may have."""
     if seat.url is None:
         given = [name for name in UrlSettings.model_fields if getattr(seat, name) is not None]
-        return [_mistake(name, getattr(seat, name), "belongs to a url") for name in given]
+        return [mistake(name, getattr(seat, name), "belongs to a url") for name in given]
     fill(seat, {name: default for name, default in DEFAULTS.items() if getattr(seat, name) is None})
     if isinstance(seat.model, str) and 0 < len(seat.model) <= MODEL_NAME_CHARACTERS and seat.model.isprintable():
         return []
     problem = f"is needed with a url: the model's name at the server, up to {MODEL_NAME_CHARACTERS} characters"
-    return [_mistake("model", seat.model if isinstance(seat.model, str) else None, problem)]
+    return [mistake("model", seat.model if isinstance(seat.model, str) else None, problem)]
 
 
 def urls_in(seats: dict[str, SeatSpec]) -> list[SeatSpec]:
@@ -80,12 +80,8 @@ def url_mistakes(spec: JobSpec) -> list[dict[str, Any]]:
     for name, player in spec.seats.items():
         if player.url is not None and player != first.setdefault(str(player.player), player):
             problem = "plays another seat with other settings: the same model at the same url has the same settings"
-            found.append(_mistake(f"seats.{name}.model", player.model, problem))
+            found.append(mistake(f"seats.{name}.model", player.model, problem))
     if first and spec.environment.tools:
         problem = f"do not go with a seat of a url ({', '.join(first)}), which cannot call them"
-        found.append(_mistake("environment.tools", len(spec.environment.tools), problem))
+        found.append(mistake("environment.tools", len(spec.environment.tools), problem))
     return found
-
-
-def _mistake(field: str, value: Any, problem: str) -> dict[str, Any]:
-    return {"field": field, "value": value, "problem": problem}

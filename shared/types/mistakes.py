@@ -19,6 +19,13 @@ MAX_VALUE_CHARACTERS = 80
 """Characters of a value that a mistake shows."""
 
 
+Mistake = dict[str, Any]
+
+
+def mistake(field: str, value: object, problem: str) -> Mistake:
+    return {"field": field, "value": value, "problem": problem}
+
+
 class Mistakes(ValueError):
     """Several mistakes found by one validator; `mistakes_of` gives each its own field."""
 
@@ -51,20 +58,20 @@ def mistakes_of(item: Any, data: Any = None) -> list[dict[str, Any]]:
         return [{**m, "field": ".".join([*path, m["field"]]), "value": short(m["value"])} for m in cause.mistakes]
     field = ".".join(path) or WHOLE
     if item["type"] == "missing":
-        return [{"field": field, "value": None, "problem": IS_NEEDED}]
-    mistake = {"field": field, "value": short(item.get("input")), "problem": _problem(item)}
+        return [mistake(field, None, IS_NEEDED)]
+    found = mistake(field, short(item.get("input")), _problem(item))
     allowed = re.findall(r"'([^']+)'", str(item.get("ctx", {}).get("expected", "")))
     if near := nearest(item.get("input"), allowed):
-        mistake |= {"problem": f"{mistake['problem']}; did you mean {near!r}?", "suggestion": near}
-    return [mistake]
+        found |= {"problem": f"{found['problem']}; did you mean {near!r}?", "suggestion": near}
+    return [found]
 
 
 def without_branches(mistakes: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """One mistake for a field of several types, of which each has refused the value."""
     found: dict[str, dict[str, Any]] = {}
-    for mistake in mistakes:
-        one = found.setdefault(mistake["field"], dict(mistake))
-        other = str(mistake["problem"])
+    for each in mistakes:
+        one = found.setdefault(each["field"], dict(each))
+        other = str(each["problem"])
         if other not in one["problem"]:
             one["problem"] += f" or {other.removeprefix('must be ')}" if other.startswith("must be ") else f"; {other}"
     return list(found.values())

@@ -28,8 +28,8 @@ from opentinker.shared.messaging.env_client import EnvClient
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.security.authorization import Action
 from opentinker.shared.spec import JobSpec, parse_spec
-from opentinker.shared.spec.policies import bots_of
 from opentinker.shared.spec.rollout import ELSEWHERE
+from opentinker.shared.spec.seats import bots_of
 from opentinker.shared.types.core import StopReason
 from opentinker.shared.types.env_protocol import Policy, SeatAction, SessionReply, StepSession
 from opentinker.shared.types.error_text import error_sentence

@@ -16,7 +16,7 @@ from opentinker.services.scheduler.jobs.disk_threads import on_disk
 from opentinker.shared.data.dry_run import is_served
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import JobSpec, ModelSpec, SeatSpec
-from opentinker.shared.spec.policies import MAX_SEATS
+from opentinker.shared.spec.seats import MAX_SEATS
 from opentinker.shared.spec.serving import MAX_LORA_RANK
 from opentinker.shared.spec.start import Origin
 from opentinker.shared.types.mistakes import short

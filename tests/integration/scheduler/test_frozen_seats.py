@@ -12,7 +12,7 @@ import pytest
 from opentinker import ApiError, AsyncClient
 from opentinker.services.scheduler.artifacts.archiver import used_by
 from opentinker.shared.runtime.service import Context
-from opentinker.shared.spec.policies import MAX_SEATS
+from opentinker.shared.spec.seats import MAX_SEATS
 from opentinker.shared.spec.serving import MAX_ADAPTERS
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import part_id

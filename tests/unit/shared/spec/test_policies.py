@@ -11,22 +11,20 @@ import pytest
 from opentinker.shared.spec import JobSpec, SeatSpec, parse_spec
 from opentinker.shared.spec.algorithm_parts import GROUP_BASELINES
 from opentinker.shared.spec.metric_names import OWN_METRICS
-from opentinker.shared.spec.policies import (
+from opentinker.shared.spec.policies import frozen_spec_of, spec_of, with_job_settings
+from opentinker.shared.spec.schedules import Rule, kept_groups, max_opponent_lag, rule_of
+from opentinker.shared.spec.seat_lists import MAX_ENTRIES
+from opentinker.shared.spec.seats import (
     MAX_MISTAKES,
     MAX_POLICIES,
     OpponentSpec,
     bots_of,
     frozen_in,
-    frozen_spec_of,
     mistakes_in_seats,
     opposed,
     player_at,
     rotated,
-    spec_of,
-    with_job_settings,
 )
-from opentinker.shared.spec.schedules import Rule, kept_groups, max_opponent_lag, rule_of
-from opentinker.shared.spec.seat_lists import MAX_ENTRIES
 from opentinker.shared.spec.url_seats import urls_in
 from opentinker.shared.types.errors import SpecError
 

@@ -1,0 +1,236 @@
+"""`[seats]`: who plays which seat of a game."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from itertools import islice
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, field_validator
+
+from opentinker.shared.spec.base import SpecPart
+from opentinker.shared.spec.model import ModelSpec
+from opentinker.shared.spec.pools import PoolName, pool_player, pools_in
+from opentinker.shared.spec.start import PUBLISHED, SAVED
+from opentinker.shared.spec.url_seats import UrlSettings, checked_url, settle_url, url_mistakes
+from opentinker.shared.types.mistakes import Mistake, Mistakes, mistake, mistakes_of
+
+if TYPE_CHECKING:
+    from opentinker.shared.spec import JobSpec
+
+MAX_POLICIES = 16
+"""Policies, frozen checkpoints and pools of one job: at worst, each has an engine in every rollout worker."""
+MAX_SEATS = 64
+"""Entries of [seats]."""
+PolicyName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,31}$")]
+"""Part of directories, subjects and metric names."""
+SeatName = Annotated[str, Field(min_length=1, max_length=100)]
+PLAYERS = ("policy", "bot", "frozen", "url", "pool")
+"""Settings of a seat that name its player."""
+MAX_MISTAKES = 50
+"""Mistakes between [seats] and the environment that are reported."""
+SHOWN_SEATS = 20
+"""Seats of an environment that a mistake names."""
+
+
+class SeatSpec(UrlSettings):
+    """Who plays a seat: exactly one of policy, bot, frozen, url and pool."""
+
+    policy: PolicyName | None = None
+    """One of [policies]; `seat = "NAME"` is short for `seat = { policy = "NAME" }`."""
+    bot: Annotated[str, Field(min_length=1, max_length=100)] | None = None
+    """A scripted player that the environment has."""
+    frozen: str | None = None
+    """`JOB@STEP`, `JOB@latest`, `JOB~POLICY@STEP` or a published name: a checkpoint of your jobs, which plays and does
+    not learn. The job keeps a copy of it."""
+    url: Annotated[str, Field(max_length=2000)] | None = None
+    """Base URL of an OpenAI-compatible server, `https://HOST/v1`: `model` there plays, over chat completions, and does
+    not learn. Rollout workers connect to public addresses and to networks in env_egress_allow alone."""
+    pool: PoolName | None = None
+    """One of [pools]: past versions of a policy of this job, which play and do not learn."""
+    model: ModelSpec | str | None = None
+    """frozen: [model] of the checkpoint, which the server fills in. url: the model's name at the server, which is
+    needed."""
+
+    STAND_INS = {"url": "http://x", "frozen": "j-0123456789@1", "model": "x"}
+
+    @property
+    def player(self) -> str | None:
+        """Name of the model that plays: a policy, a checkpoint, `MODEL@URL`, or `POOL@`; None: a bot plays."""
+        if self.url is not None:
+            return f"{self.model}@{self.url}"
+        return pool_player(self.pool) if self.pool is not None else self.policy or self.frozen
+
+    @field_validator("model", mode="wrap")
+    @classmethod
+    def _table_or_name(cls, value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        """Report mistakes in a table as those of a table alone."""
+        try:
+            return ModelSpec.model_validate(value) if isinstance(value, dict) else handler(value)
+        except ValidationError as error:
+            if not isinstance(value, dict):
+                raise
+            raise Mistakes([one for item in error.errors() for one in mistakes_of(item, value)]) from None
+
+    @field_validator("url")
+    @classmethod
+    def _reachable(cls, value: str | None) -> str | None:
+        return None if value is None else checked_url(value)
+
+    @field_validator("frozen")
+    @classmethod
+    def _saved(cls, value: str | None) -> str | None:
+        if value is not None and not SAVED.fullmatch(value) and not PUBLISHED.fullmatch(value):
+            raise ValueError(
+                "must be JOB@STEP or JOB@latest (of one policy JOB~POLICY@STEP), as in j-0123456789@50, or a published "
+                "name"
+            )
+        return value
+
+    def resolve(self) -> list[Mistake]:
+        if found := one_player(self, PLAYERS) or settle_url(self):
+            return found
+        if self.frozen is not None and isinstance(self.model, str):
+            return [mistake("model", self.model, "is a table, which the server fills in: leave it out")]
+        if self.model is not None and self.frozen is None and self.url is None:
+            problem = "belongs to a checkpoint (frozen) or a url; a policy has its model in [policies]"
+            return [mistake("model", self.model if isinstance(self.model, str) else self.model.base, problem)]
+        return []
+
+
+def one_player(part: SpecPart, names: Sequence[str]) -> list[Mistake]:
+    given = [name for name in names if getattr(part, name) is not None]
+    if len(given) == 1:
+        return []
+    problem = f"must name one player ({', '.join(names)}), not {len(given)}"
+    return [mistake(given[-1] if given else "policy", {name: getattr(part, name) for name in given}, problem)]
+
+
+class OpponentSpec(SpecPart):
+    """Who plays, in an evaluation, the seats that the evaluated policy does not: exactly one of these."""
+
+    policy: PolicyName | None = None
+    """One of [policies], with the weights that it has at that time. A policy is not evaluated against itself."""
+    bot: Annotated[str, Field(min_length=1, max_length=100)] | None = None
+    """A scripted player that the environment has."""
+
+    @property
+    def name(self) -> str:
+        return self.policy or self.bot or ""
+
+    def resolve(self) -> list[Mistake]:
+        return one_player(self, tuple(type(self).model_fields))
+
+
+def unknown_policies(data: Mapping[str, Any]) -> list[Mistake]:
+    """Return the seats that a policy plays in a spec, as written, that has no [policies]."""
+    seats = data.get("seats")
+    if data.get("policies") or not isinstance(seats, dict):
+        return []
+    problem = "names a policy, and the job has no [policies]"
+    named = {seat: player.get("policy") if isinstance(player, dict) else player for seat, player in seats.items()}
+    return [mistake(f"seats.{seat}", policy, problem) for seat, policy in named.items() if isinstance(policy, str)]
+
+
+def frozen_in(seats: Mapping[str, SeatSpec]) -> list[str]:
+    """Return the frozen checkpoints that play, each once."""
+    return list(dict.fromkeys(player.frozen for player in seats.values() if player.frozen is not None))
+
+
+def player_at(seats: Mapping[str, SeatSpec], seat: str) -> SeatSpec | None:
+    """Return who plays a seat: the entry with its name, else the first pattern that matches, else None."""
+    if seat in seats:
+        return seats[seat]
+    return next((player for pattern, player in seats.items() if fnmatchcase(seat, pattern)), None)
+
+
+def bots_of(seats: Mapping[str, SeatSpec]) -> dict[str, str]:
+    """Return the bot of each entry, as `OpenSession.bots` has it: an empty name for a policy's. Empty without bots."""
+    bots = {seat: player.bot or "" for seat, player in seats.items()}
+    return bots if any(bots.values()) else {}
+
+
+def mistakes_in_seats(spec: JobSpec, there: Sequence[str]) -> list[Mistake]:
+    """Return what is wrong between [seats] and the seats that the environment has with this config, the first
+    MAX_MISTAKES. Blocking: every pattern is compared with every seat."""
+    names = ", ".join(map(repr, there[:SHOWN_SEATS]))
+    names += f" and {len(there) - SHOWN_SEATS} more" if len(there) > SHOWN_SEATS else ""
+    named = [(f"seats.{entry}", entry) for entry in spec.seats]
+    jobs_own = dict.fromkeys(spec.algorithm.seats_named)
+    named += [(f"algorithm.{field}", entry) for field, entry in jobs_own]
+    for name, policy in spec.policies.items():
+        own = [one for one in policy.algorithm.seats_named if one not in jobs_own]
+        named += [(f"policies.{name}.algorithm.{field}", entry) for field, entry in own]
+    own_names = set(there)
+    absent_entries = (
+        mistake(field, entry, f"{spec.environment.name} has no such seat with this config; its seats are: {names}")
+        for field, entry in named
+        if entry not in own_names and not any(fnmatchcase(seat, entry) for seat in there)
+    )
+    found = list(islice(absent_entries, MAX_MISTAKES))
+    players = {seat: player_at(spec.seats, seat) for seat in there}
+    if not found and not spec.policies and spec.seats and None not in players.values():
+        problem = f"leaves no seat to the job's policy; seats of {spec.environment.name}: {names}"
+        return [mistake("seats", list(spec.seats), problem)]
+    if found or not spec.policies:
+        return found
+    if absent := [seat for seat, player in players.items() if player is None]:
+        unplayed = ", ".join(map(repr, absent[:SHOWN_SEATS]))
+        problem = f"leave nobody to play {unplayed}; seats of {spec.environment.name}: {names}"
+        return [mistake("seats", list(spec.seats), problem)]
+    played = {player.policy for player in players.values() if player is not None}
+    problem = f"plays no seat: other entries of [seats] come first; seats of {spec.environment.name}: {names}"
+    return [mistake(f"policies.{name}", name, problem) for name in spec.policies if name not in played]
+
+
+def rotated(seats: Sequence[str], players: Sequence[SeatSpec], by: int) -> dict[str, SeatSpec]:
+    """Return the player of each seat after moving all players on by `by` places."""
+    return {seat: players[(place - by) % len(players)] for place, seat in enumerate(seats)}
+
+
+def opposed(seats: Mapping[str, SeatSpec], policy: str, opponent: OpponentSpec, place: int = 0) -> dict[str, SeatSpec]:
+    """Return the players of an evaluation of a policy: the opponent takes every seat of [seats] that it does not play.
+    A policy that plays all of them keeps one, by `place`."""
+    mine = [seat for seat, player in seats.items() if policy and player.policy == policy]
+    if len(mine) == len(seats):
+        mine = [mine[place % len(mine)]]
+    other = SeatSpec(policy=opponent.policy, bot=opponent.bot)
+    return {seat: player if seat in mine else other for seat, player in seats.items()}
+
+
+def seat_mistakes(spec: JobSpec) -> list[Mistake]:
+    found = []
+    for seat, player in spec.seats.items():
+        if spec.policies and player.policy is not None and player.policy not in spec.policies:
+            known = f"its policies are: {', '.join(spec.policies)}"
+            found.append(mistake(f"seats.{seat}", player.policy, f"is no policy of this job; {known}"))
+    if spec.seats and not spec.policies and all("*" in s or "?" in s for s in spec.seats) and "*" in spec.seats:
+        found.append(mistake("seats", list(spec.seats), "leaves no seat to the job's policy"))
+    found += url_mistakes(spec)
+    fixed = [*frozen_in(spec.seats), *pools_in(spec.seats)]
+    if fixed and max(1, len(spec.policies)) + len(fixed) > MAX_POLICIES:
+        problem = f"name {len(fixed)} checkpoints and pools; with the policies, {MAX_POLICIES} may play in a job"
+        found.append(mistake("seats", fixed, problem))
+    if spec.match is not None and spec.match.rotate:
+        found += _rotation_mistakes(spec)
+    return found
+
+
+def _rotation_mistakes(spec: JobSpec) -> list[Mistake]:
+    patterns = [seat for seat in spec.seats if any(sign in seat for sign in "*?[")]
+    bots = any(player.bot is not None for player in spec.seats.values())
+    if not spec.policies or patterns or bots or len(spec.seats) < 2:
+        problem = (
+            "needs [seats] with two seats or more, each by its own name, all of them played by [policies], frozen "
+            "checkpoints, urls or [pools]"
+        )
+        return [mistake("match.rotate", True, problem)]
+    if spec.rollout.oversample:
+        problem = "must be 0 with match.rotate: what is cut off would unbalance who plays which seat"
+        return [mistake("rollout.oversample", spec.rollout.oversample, problem)]
+    size, seats = spec.algorithm.group_size, len(spec.seats)
+    if size % seats or size < 2 * seats:
+        problem = f"must be a multiple of the {seats} seats, twice at least: match.rotate gives each policy every seat"
+        return [mistake("algorithm.group_size", size, problem)]
+    return []
