@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from opentinker.shared.types.core import WeightVersion
-from opentinker.shared.types.errors import OpenTinkerError
+from opentinker.shared.types.errors import TransportError
 from opentinker.shared.types.swap import Probe, TensorInfo
 
 ALIGN = 16
@@ -18,10 +18,6 @@ CHUNK = 1 << 17
 """64-bit words per partial sum of a fingerprint; part of its definition."""
 STRIDE = 0x9E3779B97F4A7C15
 MASK = (1 << 64) - 1
-
-
-class TransportError(OpenTinkerError):
-    """The group could not be formed, a peer is gone or too slow, or the bytes are not what was announced."""
 
 
 @dataclass

@@ -21,7 +21,7 @@ import structlog
 import torch
 import torch.distributed as dist
 
-from opentinker.shared.nn.buckets import TransportError
+from opentinker.shared.types.errors import TransportError
 
 log = structlog.get_logger()
 

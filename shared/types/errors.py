@@ -6,6 +6,7 @@ OpenTinkerError
  |- Conflict         HTTP 409: the object's state does not allow it
  |- Fenced           a newer epoch owns the job: stop acting for it at once, write nothing
  |- JobFailed        the job cannot go on: state `failed` with this text, leases released
+ |- TransportError   weights did not arrive: their swap fails, generation goes on with the old ones
  |- BadImage         an image cannot be shown: its episode fails, or the request with it
 """
 
@@ -59,3 +60,7 @@ class JobFailed(OpenTinkerError):
 
 class BadImage(OpenTinkerError):
     pass
+
+
+class TransportError(OpenTinkerError):
+    """The weight group could not be formed, a peer is gone or too slow, or the bytes are not what was announced."""

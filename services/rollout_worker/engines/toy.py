@@ -27,6 +27,7 @@ from opentinker.services.rollout_worker.engines.base import (
 )
 from opentinker.shared.spec import LoraSpec, ToySpec
 from opentinker.shared.types.core import StopReason, WeightVersion
+from opentinker.shared.types.errors import TransportError
 from opentinker.shared.types.swap import SIMULATED, SwapCommand
 from opentinker.shared.types.trajectories import Span
 
@@ -140,7 +141,6 @@ class ToyEngine:
     async def join(self, command: SwapCommand) -> None:
         await self._leave()
         if command.device != SIMULATED:
-            from opentinker.shared.nn.buckets import TransportError
             from opentinker.shared.nn.transport import WeightGroup
 
             try:
@@ -258,7 +258,7 @@ def _last_run(ids: list[int], wanted: frozenset[int]) -> list[int]:
 
 
 def _verify(group: WeightGroup, command: SwapCommand) -> None:
-    from opentinker.shared.nn.buckets import TransportError, bucket_sizes, fingerprint
+    from opentinker.shared.nn.buckets import bucket_sizes, fingerprint
 
     try:
         buckets = group.receive(bucket_sizes(command.manifest, command.bucket_bytes))

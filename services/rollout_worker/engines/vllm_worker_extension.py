@@ -24,8 +24,9 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, Weight
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from opentinker.shared.nn.buckets import TransportError, bucket_sizes, fingerprint, unpack
+from opentinker.shared.nn.buckets import bucket_sizes, fingerprint, unpack
 from opentinker.shared.nn.transport import WeightGroup
+from opentinker.shared.types.errors import TransportError
 from opentinker.shared.types.swap import TensorInfo
 
 BACKEND = "opentinker"

@@ -26,7 +26,7 @@ from opentinker.shared.backoff import exponential_delay_s
 from opentinker.shared.messaging.subjects import WAKE
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.types.core import Lease, WeightVersion, WorkerInfo
-from opentinker.shared.types.errors import JobFailed
+from opentinker.shared.types.errors import JobFailed, TransportError
 from opentinker.shared.types.swap import SIMULATED, SwapCommand, SwapReply
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ class Publisher:
 
         try:
             self._store, port = transport.host_store(self.ctx.settings.advertise_host, world, self._timeout_s)
-        except transport.TransportError as error:
+        except TransportError as error:
             raise JobFailed(f"{error}; see the setting advertise_host") from error
         return port
 
@@ -212,7 +212,7 @@ class Publisher:
                 timeout_s=self._timeout_s,
                 store=self._store,
             )
-        except transport.TransportError as error:
+        except TransportError as error:
             self._give_up(str(error))
             return str(error)
         return ""
@@ -275,11 +275,9 @@ class Publisher:
         """Send the weights to the group. Returns an error message, or an empty string."""
         if self._group is None:
             return ""
-        from opentinker.shared.nn import transport
-
         try:
             await asyncio.to_thread(self._group.send, snapshot.buckets)
-        except transport.TransportError as error:
+        except TransportError as error:
             return str(error)
         return ""
 

@@ -21,9 +21,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from opentinker.shared.nn import transport
-from opentinker.shared.nn.buckets import Snapshot, TransportError, bucket_sizes, fingerprint, snapshot, unpack
+from opentinker.shared.nn.buckets import Snapshot, bucket_sizes, fingerprint, snapshot, unpack
 from opentinker.shared.nn.transport import WeightGroup, give_up, host_store
 from opentinker.shared.types.core import WeightVersion
+from opentinker.shared.types.errors import TransportError
 from tests.conftest import WAIT_S, free_port
 
 LOOPBACK = "127.0.0.1"
