@@ -14,6 +14,7 @@ import msgspec
 
 from opentinker.envs.base import Action, BadReply, Environment, Opening, Step
 from opentinker.envs.rounds import check_round_reward, prompts_of
+from opentinker.envs.wrapper import Wrapper
 from opentinker.shared.types.core import Message, StopReason
 from opentinker.shared.types.errors import SpecError
 from opentinker.shared.types.mistakes import mistake
@@ -84,7 +85,7 @@ def with_bots(environment: Environment, inner: Environment) -> Environment:
     return WithBots(environment, inner, bots) if bots else environment
 
 
-class WithBots(Environment):
+class WithBots(Wrapper):
     """An environment whose bots take their turns inside `open`, `step` and `step_all`.
 
     Rewards of bots are in `rewards`, by seat. A reward that a model's seat earns in a bot's turn belongs to the seat's
@@ -94,11 +95,9 @@ class WithBots(Environment):
 
     def __init__(self, environment: Environment, inner: Environment, bots: Mapping[str, str]) -> None:
         """`bots`: the bot of each seat that one plays."""
-        super().__init__(environment.config)
-        self.environment = environment
+        super().__init__(environment)
         self.seats = tuple(seat for seat in environment.seats if seat not in bots)
         self.rewarded = environment.seats
-        self.wants_tokens = environment.wants_tokens
         self._inner = inner
         self._bots = bots
         self._played = 0
@@ -109,10 +108,8 @@ class WithBots(Environment):
         """Rewards by seat from turns of bots before the first turn of a model."""
 
     async def open(self, row: int, seed: int) -> Opening:
-        opened = await self.environment.open(row, seed)
+        opened = await self.opening(row, seed)
         self.wants_tokens = self.environment.wants_tokens
-        if not isinstance(opened, Opening):
-            opened = Opening(messages=opened, seat=self.environment.seats[0])
         shared = {name: getattr(opened, name) for name in Opening.__struct_fields__}
         step = await self._play_bots(Step(**shared), None, "open")
         if not isinstance(step, Step):
@@ -195,15 +192,6 @@ class WithBots(Environment):
             raise BadReply(f"the bot {name!r} must return str or Message, not {type(turn).__name__}")
         said = turn if isinstance(turn, Message) else Message(role="assistant", content=turn)
         return Action(text=said.text, stop=StopReason.EOS, turn=0, seat=seat, tool_calls=said.tool_calls)
-
-    async def close(self) -> None:
-        await self.environment.close()
-
-    def gold(self) -> str | Message | None:
-        return self.environment.gold()
-
-    def gold_of(self, seat: str) -> str | Message | None:
-        return self.environment.gold_of(seat)
 
 
 def _earned(step: Step) -> dict[str, float]:

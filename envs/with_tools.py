@@ -9,10 +9,11 @@ import msgspec
 from opentinker.envs.base import Action, Environment, Opening, Prompt, Step
 from opentinker.envs.rounds import play_actions, prompts_of
 from opentinker.envs.tools import TOOL_TURNS, OfferedTool, ToolTurns, tools_of
+from opentinker.envs.wrapper import Wrapper
 from opentinker.shared.types.core import Message
 
 
-class WithTools(Environment):
+class WithTools(Wrapper):
     """Wraps an environment and its tools as one environment. All seats may call the tools.
 
     In a round, the seats that call tools are asked again with the results; the actions of the others are held until
@@ -20,10 +21,7 @@ class WithTools(Environment):
     """
 
     def __init__(self, environment: Environment, offered: Sequence[OfferedTool], most: int = TOOL_TURNS) -> None:
-        super().__init__(environment.config)
-        self.environment = environment
-        self.seats = environment.seats
-        self.wants_tokens = environment.wants_tokens
+        super().__init__(environment)
         self._turns = ToolTurns[Action](offered, most)
         self._seen: set[tuple[str, str]] = set()
         self._asked: Opening | Step = Opening()
@@ -36,9 +34,7 @@ class WithTools(Environment):
         """Turns that reached the environment's own `step`."""
 
     async def open(self, row: int, seed: int) -> Opening:
-        opened = await self.environment.open(row, seed)
-        if not isinstance(opened, Opening):
-            opened = Opening(messages=opened, seat=self.environment.seats[0])
+        opened = await self.opening(row, seed)
         self._offer(opened, "open")
         return opened
 
@@ -91,15 +87,6 @@ class WithTools(Environment):
                 self._seen.add((seat, prompt.stream))
                 self._answers_itself = self._answers_itself or bool(prompt.tools)
                 prompt.tools = [*prompt.tools, *self._turns.tools]
-
-    async def close(self) -> None:
-        await self.environment.close()
-
-    def gold(self) -> str | Message | None:
-        return self.environment.gold()
-
-    def gold_of(self, seat: str) -> str | Message | None:
-        return self.environment.gold_of(seat)
 
 
 def with_tools(environment: Environment, most: int = TOOL_TURNS) -> Environment:

@@ -1,61 +1,28 @@
-"""One settings class for every service: defaults, then a TOML file, then `OPENTINKER_*` environment variables."""
+"""One settings class for every service; `settings_sources.py` reads them."""
 
 from __future__ import annotations
 
 import os
 import re
 import socket
-import tomllib
 import uuid
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeGuard
+from typing import Annotated, Literal, TypeGuard
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from opentinker.shared.security.egress import networks
 from opentinker.shared.security.model_keys import MODEL_KEY_SERVICES, read_model_keys
 from opentinker.shared.security.secrets import AWS, password_in, read_access, read_password
-from opentinker.shared.types.errors import SpecError
+from opentinker.shared.tenant_limits import TenantLimits
 
-PREFIX = "OPENTINKER_"
 _STORE = re.compile(r"(file://)?/[^\0]+|s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[\w!.*'()/-]*)?")
 _ENDPOINT = re.compile(r"https?://[^/@\s?#]+/?")
-MIN_PRIORITY, MAX_PRIORITY = -10, 10
-"""Bounds of resources.priority."""
 ORIGIN = re.compile(r"https?://(\[[0-9a-f:]+\]|[a-z0-9.-]+)(:[0-9]{1,5})?")
 """Origin of a page, as browsers write it."""
 LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
 """Addresses to listen on that only this machine reaches."""
-
-
-class TenantLimits(BaseModel):
-    """Limits of one tenant in the cluster; unset ones do not limit."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
-    weight: Annotated[float, Field(gt=0, le=1000)] = 1.0
-    """Weight of its fair share: with weight 2 it gets twice the workers of a tenant with 1 while both have jobs
-    waiting."""
-    running_jobs: Annotated[int, Field(ge=0)] | None = None
-    """Jobs that are starting or running at a time."""
-    workers: Annotated[int, Field(ge=0)] | None = None
-    """Trainers and rollout workers that its jobs hold at a time."""
-    worker_seconds_per_day: Annotated[float, Field(ge=0)] | None = None
-    """Sum over all its workers since midnight UTC. When it is used up no job starts, and running jobs save what they
-    have trained and wait for the next day."""
-    gpu_seconds_per_day: Annotated[float, Field(ge=0)] | None = None
-    """The same, of each worker times the GPUs that it says it has."""
-    stored_gb: Annotated[float, Field(ge=0)] | None = None
-    """Size of its jobs' artifacts in the store, in GB (10^9 bytes). When it is full no job starts; running jobs
-    continue."""
-    max_priority: Annotated[int, Field(ge=MIN_PRIORITY, le=MAX_PRIORITY)] = MAX_PRIORITY
-    """resources.priority of its jobs may be at most this."""
-
-    @property
-    def by_time(self) -> bool:
-        return self.worker_seconds_per_day is not None or self.gpu_seconds_per_day is not None
 
 
 class Settings(BaseModel):
@@ -261,14 +228,14 @@ class Settings(BaseModel):
     @classmethod
     def _names_a_store(cls, url: str) -> str:
         if url and not _STORE.fullmatch(url):
-            raise PydanticCustomError("no_store", "must be an absolute path, file:///PATH or s3://BUCKET/PREFIX")
+            raise ValueError("must be an absolute path, file:///PATH or s3://BUCKET/PREFIX")
         return url
 
     @field_validator("artifacts_s3_endpoint")
     @classmethod
     def _is_an_address(cls, url: str) -> str:
         if url and not _ENDPOINT.fullmatch(url):
-            raise PydanticCustomError("no_endpoint", "must be http://HOST:PORT or https://HOST, without a password")
+            raise ValueError("must be http://HOST:PORT or https://HOST, without a password")
         return url
 
     @model_validator(mode="after")
@@ -276,22 +243,15 @@ class Settings(BaseModel):
         for name in ("artifacts_s3_endpoint", "artifacts_s3_region", "artifacts_s3_credentials_file"):
             value = getattr(self, name)
             if value != type(self).model_fields[name].default and not self.artifacts_url.startswith("s3://"):
-                raise PydanticCustomError(
-                    "not_used", "{name} = {value} is not used: artifacts_url is no s3://BUCKET/PREFIX",
-                    {"name": name, "value": str(value)},
-                )  # fmt: skip
+                raise ValueError(f"{name} = {value} is not used: artifacts_url is no s3://BUCKET/PREFIX")
         return self
 
     @model_validator(mode="after")
     def _nobody_from_outside(self) -> Settings:
         if self.http_host not in LOOPBACK_HOSTS and not self.auth:
-            raise PydanticCustomError(
-                "open_to_all", "http_host = {host} is for other machines too: there auth = false is refused",
-                {"host": self.http_host},
-            )  # fmt: skip
+            raise ValueError(f"http_host = {self.http_host} is for other machines too: there auth = false is refused")
         if self.http_origins and not self.auth:
-            raise PydanticCustomError("open_to_pages", "http_origins = {pages} would be operators: auth = false",
-                                      {"pages": ", ".join(self.http_origins)})  # fmt: skip
+            raise ValueError(f"http_origins = {', '.join(self.http_origins)} would be operators: auth = false")
         return self
 
     @property
@@ -303,7 +263,7 @@ class Settings(BaseModel):
     @model_validator(mode="after")
     def _streams_are_whole(self) -> Settings:
         if bool(self.nats_websocket_url) != (self.nats_issuer_file is not None):
-            raise PydanticCustomError("half", "nats_websocket_url and nats_issuer_file go together: set both or none")
+            raise ValueError("nats_websocket_url and nats_issuer_file go together: set both or none")
         return self
 
     @model_validator(mode="after")
@@ -312,12 +272,9 @@ class Settings(BaseModel):
         of = {"process": ("launcher_access",), "kubernetes": ("launcher_pods", "launcher_owner")}
         for launcher, names in of.items():
             if launcher != self.launcher and (found := [name for name in names if getattr(self, name)]):
-                raise PydanticCustomError(
-                    "no_such_launcher", "{name} is for launcher = {wanted}, which is {launcher}",
-                    {"name": found[0], "wanted": launcher, "launcher": self.launcher},
-                )  # fmt: skip
+                raise ValueError(f"{found[0]} is for launcher = {launcher}, which is {self.launcher}")
         if self.launcher == "kubernetes" and self.launcher_pods is None:
-            raise PydanticCustomError("no_pods", "launcher = kubernetes needs launcher_pods: what to start")
+            raise ValueError("launcher = kubernetes needs launcher_pods: what to start")
         return self
 
     @property
@@ -360,7 +317,7 @@ class Settings(BaseModel):
     def _origins(cls, given: object) -> object:
         texts = [part.strip() for part in given.split(",") if part.strip()] if isinstance(given, str) else given
         if _is_texts(texts) and (wrong := [text for text in texts if not ORIGIN.fullmatch(text)]):
-            raise PydanticCustomError("no_origin", "{wrong} is no https://HOST[:PORT]", {"wrong": wrong[0]})
+            raise ValueError(f"{wrong[0]} is no https://HOST[:PORT]")
         return texts
 
     @field_validator("env_egress_allow", mode="before")
@@ -377,7 +334,7 @@ class Settings(BaseModel):
             return orjson.loads(given)
         except orjson.JSONDecodeError:
             example = '{"*": {"running_jobs": 4}}'
-            raise PydanticCustomError("no_json", "must be JSON, e.g. {example}", {"example": example}) from None
+            raise ValueError(f"must be JSON, e.g. {example}") from None
 
     @field_validator("env_interpreters", mode="before")
     @classmethod
@@ -386,7 +343,7 @@ class Settings(BaseModel):
             return given
         pairs = [part.strip().partition("=") for part in given.split(",") if part.strip()]
         if not all(name and path for name, _, path in pairs):
-            raise PydanticCustomError("no_pairs", "must be NAME=PATH, several with commas")
+            raise ValueError("must be NAME=PATH, several with commas")
         return {name.strip(): path.strip() for name, _, path in pairs}
 
     @field_validator("upload_tenant_mb")
@@ -395,7 +352,7 @@ class Settings(BaseModel):
         """A package that may be pushed has room."""
         one_mb = others.data.get("upload_mb", 0)
         if tenant_mb < one_mb:
-            raise PydanticCustomError("too_small", "must be at least upload_mb ({one_mb})", {"one_mb": one_mb})
+            raise ValueError(f"must be at least upload_mb ({one_mb})")
         return tenant_mb
 
     @field_validator("worker_ttl_s")
@@ -404,55 +361,8 @@ class Settings(BaseModel):
         """One late heartbeat is no death."""
         beat_s = others.data.get("heartbeat_s", 0.0)
         if ttl_s < 2 * beat_s:
-            raise PydanticCustomError(
-                "too_short", "must be at least twice heartbeat_s ({beat_s}), or living workers pass for dead",
-                {"beat_s": beat_s},
-            )  # fmt: skip
+            raise ValueError(f"must be at least twice heartbeat_s ({beat_s}), or living workers pass for dead")
         return ttl_s
-
-
-def load_settings(path: str | None = None, environ: dict[str, str] | None = None) -> Settings:
-    """Raises SpecError naming every wrong setting and where it came from."""
-    environ = dict(os.environ) if environ is None else environ
-    path = path or environ.get(PREFIX + "CONFIG")
-    values, origin = _named(path, environ)
-    try:
-        return Settings.model_validate(values)
-    except ValidationError as error:
-        raise SpecError(
-            [
-                {
-                    "field": ".".join(map(str, item["loc"])),
-                    "value": item.get("input"),
-                    "problem": f"{item['msg']}{_where(item['loc'], values, origin, path)}",
-                }
-                for item in error.errors(include_url=False)
-            ]
-        ) from None
-
-
-def names(name: str, environ: dict[str, str]) -> bool:
-    """Return whether the setting `name` is given, in the environment or in the settings file. Raises SpecError."""
-    return name in _named(environ.get(PREFIX + "CONFIG"), environ)[0]
-
-
-def _named(path: str | None, environ: dict[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Settings as they are written, and the variables that those of the environment come from. Raises SpecError."""
-    values: dict[str, Any] = {}
-    if path:
-        try:
-            values = tomllib.loads(Path(path).read_text())
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise SpecError([{"field": "(settings file)", "value": path, "problem": str(error)}]) from None
-    origin = {name: variable for name in Settings.model_fields if (variable := PREFIX + name.upper()) in environ}
-    return values | {name: environ[variable] for name, variable in origin.items()}, origin
-
-
-def _where(loc: tuple[int | str, ...], values: dict[str, Any], origin: dict[str, str], path: str | None) -> str:
-    if not loc:  # several settings together
-        return ""
-    name = str(loc[0])
-    return f" (set in {origin.get(name, path)})" if name in values else " (its default)"
 
 
 def _is_texts(given: object) -> TypeGuard[list[str]]:

@@ -27,7 +27,7 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from opentinker.shared.asyncio_tools import cancel_and_wait, sleep
-from opentinker.shared.config import PREFIX, Settings, load_settings, worker_name
+from opentinker.shared.config import Settings, worker_name
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.messaging.permissions import streams_of
 from opentinker.shared.messaging.subjects import SCHEDULER
@@ -36,6 +36,7 @@ from opentinker.shared.runtime.job_logs import JobLogs
 from opentinker.shared.runtime.telemetry import REGISTRY, configure_logging
 from opentinker.shared.runtime.tenant_threads import TenantThreads
 from opentinker.shared.runtime.tracing import Tracer
+from opentinker.shared.settings_sources import PREFIX, load_settings
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.errors import OpenTinkerError, SpecError
 

@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from opentinker.shared.config import MAX_PRIORITY, MIN_PRIORITY
 from opentinker.shared.spec.base import Coefficient, Factor, Fraction, Ranks, SpecPart, Steps, Tokens, Workers
+from opentinker.shared.tenant_limits import MAX_PRIORITY, MIN_PRIORITY
 from opentinker.shared.types.mistakes import fill
 
 SIMULATED = "learner = 'simulated'"

@@ -13,8 +13,9 @@ import pytest
 
 from opentinker.local.embedded import shipped_conf
 from opentinker.local.server_users import Access
-from opentinker.shared.config import PREFIX, Settings, load_settings
+from opentinker.shared.config import Settings
 from opentinker.shared.messaging.subjects import SERVICES
+from opentinker.shared.settings_sources import PREFIX, load_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 UNITS = ROOT / "deploy/systemd"

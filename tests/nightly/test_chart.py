@@ -20,10 +20,11 @@ from opentinker.envs.runtime.sessions import LOAD, WAITING
 from opentinker.local.embedded import shipped_conf
 from opentinker.local.server_users import Access
 from opentinker.services.scheduler.autoscaler.kubernetes import KubernetesLauncher
-from opentinker.shared.config import PREFIX, Settings
+from opentinker.shared.config import Settings
 from opentinker.shared.messaging.subjects import SERVICES
 from opentinker.shared.runtime.telemetry import REGISTRY
 from opentinker.shared.security.model_keys import MODEL_KEY_SERVICES
+from opentinker.shared.settings_sources import PREFIX
 from opentinker.shared.types.core import Pool
 from tests.support.kubernetes_api import TOKEN, kubernetes
 

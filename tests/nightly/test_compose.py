@@ -16,8 +16,9 @@ from packaging.utils import canonicalize_name
 
 from opentinker.local.embedded import shipped_conf
 from opentinker.local.server_users import Access
-from opentinker.shared.config import PREFIX, Settings
+from opentinker.shared.config import Settings
 from opentinker.shared.messaging.subjects import SERVICES
+from opentinker.shared.settings_sources import PREFIX
 from tests.support.cluster import ROOT
 
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())

@@ -17,7 +17,7 @@ from opentinker.envs.runtime.interpreters import Interpreters
 from opentinker.envs.runtime.resolver import Resolver
 from opentinker.envs.runtime.sessions import Sessions
 from opentinker.services.env_worker.service import check_environment
-from opentinker.shared.config import load_settings
+from opentinker.shared.settings_sources import load_settings
 from opentinker.shared.types.core import StopReason
 from opentinker.shared.types.env_protocol import EnvCheck, OpenSession, SessionReply, StepSession
 from opentinker.shared.types.errors import SpecError

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from opentinker.services.scheduler.service import serve
-from opentinker.shared.config import load_settings
 from opentinker.shared.runtime import service
+from opentinker.shared.settings_sources import load_settings
 
 worst: dict[str, Any] = {"seconds": 0.0, "what": "", "callbacks": 0, "stalls": 0}
 STALL_S = 0.1

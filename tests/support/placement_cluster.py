@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from opentinker.services.scheduler.placement.quotas import Used
 from opentinker.services.scheduler.placement.types import NO_GPUS, ClusterView, Gpus, Held, Need, PlannedJob, Rules
-from opentinker.shared.config import TenantLimits
+from opentinker.shared.tenant_limits import TenantLimits
 from opentinker.shared.types.core import Pool
 
 TRAINER, ROLLOUT = Pool.TRAINER, Pool.ROLLOUT

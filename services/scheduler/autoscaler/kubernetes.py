@@ -21,8 +21,9 @@ import orjson
 
 from opentinker.services.scheduler.autoscaler.base import Launched, LauncherFailed
 from opentinker.services.scheduler.placement.types import NO_GPUS, UNKNOWN, Gpus
-from opentinker.shared.config import PREFIX, Settings
+from opentinker.shared.config import Settings
 from opentinker.shared.messaging.subjects import ROLLOUT, TRAINER
+from opentinker.shared.settings_sources import PREFIX
 from opentinker.shared.types.core import Pool
 from opentinker.shared.types.errors import SpecError
 

@@ -20,11 +20,12 @@ from pathlib import Path
 from opentinker.services.scheduler.autoscaler.base import Launched, LauncherFailed, names_of
 from opentinker.services.scheduler.placement.gpu_matching import described
 from opentinker.services.scheduler.placement.types import Gpus
-from opentinker.shared.config import PREFIX, Settings
+from opentinker.shared.config import Settings
 from opentinker.shared.messaging.subjects import ROLLOUT, TRAINER
 from opentinker.shared.runtime import launched_processes
 from opentinker.shared.runtime.gpus import ORDER, VISIBLE, parted, pin_of, visible
 from opentinker.shared.security.secrets import AWS
+from opentinker.shared.settings_sources import PREFIX
 from opentinker.shared.types.core import Gpu, Pool
 from opentinker.shared.types.errors import SpecError
 

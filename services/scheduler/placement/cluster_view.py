@@ -21,9 +21,9 @@ from opentinker.services.scheduler.placement.types import (
     Rules,
     Slot,
 )
-from opentinker.shared.config import TenantLimits
 from opentinker.shared.runtime.leased_worker import RELEASE_TIMEOUT_S
 from opentinker.shared.spec.frozen_models import is_scored
+from opentinker.shared.tenant_limits import TenantLimits
 from opentinker.shared.types.core import JobRecord, JobState, Lease, Pool, WorkerInfo
 from opentinker.shared.types.env_protocol import SERVED
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from opentinker.services.scheduler.placement.gpu_matching import FreeWorkers
 from opentinker.services.scheduler.placement.quotas import Used, over_quota
 from opentinker.services.scheduler.placement.types import LEASED, Counts, PlannedJob
-from opentinker.shared.config import TenantLimits
+from opentinker.shared.tenant_limits import TenantLimits
 from opentinker.shared.types.core import Pool
 
 Turn = tuple[int, float, float, str, str]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from opentinker.shared.config import TenantLimits
+from opentinker.shared.tenant_limits import TenantLimits
 
 GB = 10**9
 

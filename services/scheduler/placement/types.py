@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from opentinker.services.scheduler.placement.quotas import Used
-from opentinker.shared.config import TenantLimits
+from opentinker.shared.tenant_limits import TenantLimits
 from opentinker.shared.types.core import Pool
 
 LEASED = (Pool.TRAINER, Pool.ROLLOUT)

@@ -17,9 +17,9 @@ from opentinker.local.discovery import is_running
 from opentinker.local.embedded import DEFAULT_PORTS, STORE_BYTES, nats_binary, valkey_binary
 from opentinker.local.processes import StartError, port_free
 from opentinker.local.up import DEFAULT_PORT
-from opentinker.shared.config import load_settings
 from opentinker.shared.runtime.gpus import visible
 from opentinker.shared.sandbox.sandbox import Sandbox
+from opentinker.shared.settings_sources import load_settings
 from opentinker.shared.types.errors import OpenTinkerError
 
 GIB = 1024**3

@@ -20,10 +20,10 @@ from nats.js.errors import Error as JetStreamError
 from redis.exceptions import NoPermissionError, RedisError
 
 from opentinker.local.discovery import KEY_FILE, is_running, read_state
-from opentinker.shared.config import load_settings
 from opentinker.shared.messaging.permissions import OPERATOR
 from opentinker.shared.messaging.subjects import STREAMS
 from opentinker.shared.security.redact import redacted
+from opentinker.shared.settings_sources import load_settings
 
 PATIENCE_S = 5.0
 SKEW_S = 1.0

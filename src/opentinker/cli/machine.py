@@ -157,7 +157,7 @@ def access(
     """
     from opentinker.local.embedded import shipped_conf
     from opentinker.local.server_users import Access, WebSocket
-    from opentinker.shared.config import load_settings
+    from opentinker.shared.settings_sources import load_settings
 
     origins = load_settings().stream_origins
     websocket = None if websocket_port is None else WebSocket(websocket_port, websocket_host, origins)

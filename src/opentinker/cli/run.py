@@ -165,7 +165,7 @@ def everything(home: Path, port: int, workers: dict[str, int], *, keep: bool) ->
 
 def with_own_modules(environ: dict[str, str]) -> dict[str, str]:
     """Enable env_modules unless it is set, in the environment or in the settings file. Raises SpecError."""
-    from opentinker.shared.config import PREFIX, names
+    from opentinker.shared.settings_sources import PREFIX, names
 
     return environ if names("env_modules", environ) else {**environ, f"{PREFIX}ENV_MODULES": "true"}
 

@@ -220,7 +220,7 @@ def _answered(asked: Asked) -> Answered:
     """By the interpreter that OPENTINKER_ENV_INTERPRETERS, or the settings file, names for the environment, else by
     this one. Raises SpecError."""
     from opentinker.envs.runtime.interpreters import Interpreters  # which the named one needs nothing of
-    from opentinker.shared.config import load_settings
+    from opentinker.shared.settings_sources import load_settings
 
     interpreters = Interpreters(load_settings().env_interpreters)
     try:

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from opentinker.shared.config import PREFIX
 from opentinker.shared.durable_files import create_durably, make_directories, replace_durably
 from opentinker.shared.messaging.nats_tokens import Signer, new_seed
 from opentinker.shared.messaging.permissions import (
@@ -35,6 +34,7 @@ from opentinker.shared.messaging.permissions import (
 )
 from opentinker.shared.messaging.subjects import SCHEDULER, SERVICES
 from opentinker.shared.security.key_text import new_key
+from opentinker.shared.settings_sources import PREFIX
 
 SERVERS = ("nats", "valkey")
 NATS_CONF, NATS_USERS, VALKEY_USERS = "nats.conf", "nats-users.conf", "valkey-users.acl"

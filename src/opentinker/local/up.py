@@ -35,13 +35,14 @@ from opentinker.local.processes import (
     reserve_port,
 )
 from opentinker.local.supervisor import Supervisor
-from opentinker.shared.config import LOOPBACK_HOSTS, PREFIX, load_settings
+from opentinker.shared.config import LOOPBACK_HOSTS
 from opentinker.shared.durable_files import is_blank, make_directories, replace_durably
 from opentinker.shared.messaging.subjects import ENV, REFERENCE, ROLLOUT
 from opentinker.shared.runtime import gpus, launched_processes
 from opentinker.shared.security import egress
 from opentinker.shared.security.key_text import new_key, parse, read_key, write_key
 from opentinker.shared.security.redact import redacted
+from opentinker.shared.settings_sources import PREFIX, load_settings
 from opentinker.shared.types.errors import OpenTinkerError
 
 log = structlog.get_logger()

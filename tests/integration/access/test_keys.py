@@ -21,11 +21,11 @@ from opentinker.sdk.client import AsyncClient
 from opentinker.sdk.http import ApiError, api_key
 from opentinker.services.scheduler.http import auth
 from opentinker.services.scheduler.http.auth import register_operator
-from opentinker.shared.config import load_settings
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.security.authorization import MAY, SCOPES, Action, Principal, Role, Verdict, authorize, outranks
 from opentinker.shared.security.key_text import digest_of, new_key, parse, read_key, write_key
 from opentinker.shared.security.redact import redacted
+from opentinker.shared.settings_sources import load_settings
 from opentinker.shared.state import keys as keys_module
 from opentinker.shared.state.keys import Key, KeyStore
 from opentinker.shared.state.store import Store

@@ -17,10 +17,11 @@ from opentinker.sdk.client import ApiConflict
 from opentinker.services.scheduler.artifacts.archiver import Archiver
 from opentinker.services.scheduler.artifacts.catalog import ArtifactCatalog
 from opentinker.services.scheduler.artifacts.store import ArtifactStore, DirectoryStore, store_of
-from opentinker.shared.config import Settings, load_settings
+from opentinker.shared.config import Settings
 from opentinker.shared.messaging.subjects import LOG, METRIC
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.runtime.telemetry import MetricSource
+from opentinker.shared.settings_sources import load_settings
 from opentinker.shared.spec import parse_spec
 from opentinker.shared.state.artifacts import ArtifactIndex
 from opentinker.shared.state.store import Store

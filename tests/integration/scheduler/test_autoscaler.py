@@ -30,14 +30,16 @@ from opentinker.services.scheduler.placement.types import (
     PlannedJob,
     Slot,
 )
-from opentinker.shared.config import Settings, TenantLimits, load_settings
+from opentinker.shared.config import Settings
 from opentinker.shared.runtime import launched_processes
 from opentinker.shared.runtime.gpus import pin_of
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.security.egress import LOOPBACK, VARIABLE
 from opentinker.shared.security.secrets import AWS
+from opentinker.shared.settings_sources import load_settings
 from opentinker.shared.spec import parse_spec
 from opentinker.shared.state.store import Store
+from opentinker.shared.tenant_limits import TenantLimits
 from opentinker.shared.types.core import Gpu, JobState, Pool, WorkerInfo
 from opentinker.shared.types.errors import SpecError
 from tests.conftest import NewContext, soon, until

@@ -11,7 +11,8 @@ from pydantic import ValidationError
 
 from opentinker.local.up import page_origins
 from opentinker.services.scheduler.http.cors import SHOWN, TAKEN
-from opentinker.shared.config import PREFIX, Settings
+from opentinker.shared.config import Settings
+from opentinker.shared.settings_sources import PREFIX
 from tests.conftest import NewContext
 from tests.support.api import bearing
 from tests.support.scheduling import scheduler

@@ -19,7 +19,6 @@ from opentinker.local import validate_local
 from opentinker.services.scheduler.http import validate
 from opentinker.services.scheduler.jobs.submit import submit
 from opentinker.shared.api_types import Check, Validation
-from opentinker.shared.config import TenantLimits
 from opentinker.shared.data import dry_run, light_tokenizer
 from opentinker.shared.data.light_tokenizer import LightTokenizer
 from opentinker.shared.data.model_files import parameters_in
@@ -28,6 +27,7 @@ from opentinker.shared.messaging.subjects import ENV_CHECK, ENV_CLOSE, ENV_OPEN,
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.state.store import Store
+from opentinker.shared.tenant_limits import TenantLimits
 from opentinker.shared.types.core import Ending, Message
 from opentinker.shared.types.env_protocol import REMOTE, EnvCheck, EnvCheckReply, OpenSession, SessionReply
 from tests.conftest import Server

@@ -28,7 +28,7 @@ from opentinker.services.scheduler.placement.types import (
     Sleep,
     Start,
 )
-from opentinker.shared.config import TenantLimits
+from opentinker.shared.tenant_limits import TenantLimits
 from opentinker.shared.types.core import Pool
 from tests.support.placement_model import Model
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from opentinker.shared.config import TenantLimits
+from opentinker.shared.tenant_limits import TenantLimits
 from opentinker.shared.types.core import Pool
 from tests.support.placement_cluster import ROLLOUT, TRAINER
 from tests.support.placement_model import Model

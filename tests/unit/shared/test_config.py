@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from opentinker.cli.run import with_own_modules
-from opentinker.shared.config import Settings, load_settings, worker_name
+from opentinker.shared.config import Settings, worker_name
 from opentinker.shared.security.egress import LOOPBACK
+from opentinker.shared.settings_sources import load_settings
 from opentinker.shared.types.errors import SpecError
 
 

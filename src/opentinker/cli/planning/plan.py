@@ -252,7 +252,7 @@ def _steps_of(points: Sequence[Mapping[str, Any]]) -> list[list[dict[str, float]
 
 def _pools(rollout_workers: str, sessions: int | None, blocking: bool, cost: float) -> list[Pools]:
     from opentinker.cli.planning.simulation import Pools
-    from opentinker.shared.config import load_settings
+    from opentinker.shared.settings_sources import load_settings
 
     settings = load_settings()
     counts = [int(part) if part.strip().isdigit() else 0 for part in rollout_workers.split(",")]
