@@ -32,7 +32,7 @@ from opentinker.services.scheduler.http.server import listening
 from opentinker.services.scheduler.inference.router import InferenceRouter
 from opentinker.services.scheduler.jobs.cleanup import JobCleaner
 from opentinker.services.scheduler.jobs.eval_coordinator import EvalCoordinator
-from opentinker.services.scheduler.jobs.metrics import SchedulerMetrics
+from opentinker.services.scheduler.jobs.scheduler_metrics import SchedulerMetrics
 from opentinker.services.scheduler.jobs.tickets import TicketIssuer
 from opentinker.services.scheduler.placement.leader_election import Leadership
 from opentinker.services.scheduler.placement.reconciler import Reconciler

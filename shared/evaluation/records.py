@@ -17,8 +17,8 @@ import structlog
 
 from opentinker.shared.data.step_log import StepLog, lineage, metric_prefix
 from opentinker.shared.durable_files import make_directories, replace_durably
-from opentinker.shared.evaluation.metrics import OUTCOMES, validation_metrics
 from opentinker.shared.evaluation.ratings import fit_ratings
+from opentinker.shared.evaluation.validation_metrics import OUTCOMES, validation_metrics
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.runtime.telemetry import MetricSource
 from opentinker.shared.spec import EvaluationSpec

@@ -17,7 +17,7 @@ import pytest
 from opentinker.cli.views.job_summary import doing
 from opentinker.services.scheduler.jobs import eval_coordinator
 from opentinker.services.scheduler.jobs.eval_coordinator import EvalCoordinator, Evaluation, read_results
-from opentinker.shared.evaluation.metrics import pass_at, validation_metrics
+from opentinker.shared.evaluation.validation_metrics import pass_at, validation_metrics
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.messaging.subjects import EXAM, EXAM_RESULT
 from opentinker.shared.runtime.service import Context

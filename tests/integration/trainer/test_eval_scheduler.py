@@ -17,7 +17,7 @@ from opentinker.services.trainer.batch.batch_metrics import batch_metrics
 from opentinker.services.trainer.eval_scheduler import EvalScheduler
 from opentinker.services.trainer.job_reporter import JobReporter
 from opentinker.services.trainer.learners.base import EmptySnapshot, SimulatedLearner
-from opentinker.shared.evaluation.metrics import Z95, interval, validation_metrics
+from opentinker.shared.evaluation.validation_metrics import Z95, interval, validation_metrics
 from opentinker.shared.messaging.subjects import EXAM, EXAM_RESULT
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import JobSpec, parse_spec

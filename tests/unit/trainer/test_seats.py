@@ -15,7 +15,7 @@ from opentinker.services.trainer.algorithm.seats import seat_plays
 from opentinker.services.trainer.batch.assembler import Assembler
 from opentinker.services.trainer.batch.batch_metrics import batch_metrics
 from opentinker.services.trainer.batch.micro_batch import micro_batches
-from opentinker.shared.evaluation.metrics import validation_metrics
+from opentinker.shared.evaluation.validation_metrics import validation_metrics
 from opentinker.shared.spec import AlgorithmSpec
 from opentinker.shared.types.core import Discard, Ending
 from opentinker.shared.types.errors import JobFailed
