@@ -1,77 +1,15 @@
+# ruff: noqa: F403 - one name space for all of them
 """Types of the HTTP API's answers: returned by the client, and described in `/openapi.json`.
 
 They are dictionaries, as JSON has them; a test holds them against the answers of a scheduler. A field that is not
 always there is NotRequired; one that may be null says so.
 """
 
-from opentinker.shared.api_types.artifacts import Artifact as Artifact
-from opentinker.shared.api_types.artifacts import Artifacts as Artifacts
-from opentinker.shared.api_types.artifacts import Checkpoint as Checkpoint
-from opentinker.shared.api_types.artifacts import CheckpointFile as CheckpointFile
-from opentinker.shared.api_types.artifacts import Checkpoints as Checkpoints
-from opentinker.shared.api_types.artifacts import DeletedArtifacts as DeletedArtifacts
-from opentinker.shared.api_types.artifacts import Publication as Publication
-from opentinker.shared.api_types.artifacts import Publications as Publications
-from opentinker.shared.api_types.environments import DeletedEnvironment as DeletedEnvironment
-from opentinker.shared.api_types.environments import Environment as Environment
-from opentinker.shared.api_types.environments import Environments as Environments
-from opentinker.shared.api_types.environments import EnvironmentSummary as EnvironmentSummary
-from opentinker.shared.api_types.environments import EnvironmentVersion as EnvironmentVersion
-from opentinker.shared.api_types.environments import PushedEnvironment as PushedEnvironment
-from opentinker.shared.api_types.environments import ServedEnvironment as ServedEnvironment
-from opentinker.shared.api_types.environments import ServedEnvironments as ServedEnvironments
-from opentinker.shared.api_types.episodes import Rollout as Rollout
-from opentinker.shared.api_types.episodes import Rollouts as Rollouts
-from opentinker.shared.api_types.episodes import Said as Said
-from opentinker.shared.api_types.episodes import SeenTokens as SeenTokens
-from opentinker.shared.api_types.episodes import Shown as Shown
-from opentinker.shared.api_types.episodes import Tokens as Tokens
-from opentinker.shared.api_types.episodes import Transcript as Transcript
-from opentinker.shared.api_types.episodes import Transcripts as Transcripts
-from opentinker.shared.api_types.episodes import View as View
-from opentinker.shared.api_types.jobs import Check as Check
-from opentinker.shared.api_types.jobs import EvalResult as EvalResult
-from opentinker.shared.api_types.jobs import Job as Job
-from opentinker.shared.api_types.jobs import Jobs as Jobs
-from opentinker.shared.api_types.jobs import JobSummary as JobSummary
-from opentinker.shared.api_types.jobs import JobWorker as JobWorker
-from opentinker.shared.api_types.jobs import KeptArtifacts as KeptArtifacts
-from opentinker.shared.api_types.jobs import LastMetrics as LastMetrics
-from opentinker.shared.api_types.jobs import Ledger as Ledger
-from opentinker.shared.api_types.jobs import Mistake as Mistake
-from opentinker.shared.api_types.jobs import PolicyState as PolicyState
-from opentinker.shared.api_types.jobs import State as State
-from opentinker.shared.api_types.jobs import Validation as Validation
-from opentinker.shared.api_types.keys import Key as Key
-from opentinker.shared.api_types.keys import Keys as Keys
-from opentinker.shared.api_types.keys import MadeKey as MadeKey
-from opentinker.shared.api_types.keys import Tenant as Tenant
-from opentinker.shared.api_types.keys import Tenants as Tenants
-from opentinker.shared.api_types.keys import WhoAmI as WhoAmI
-from opentinker.shared.api_types.observability import Distribution as Distribution
-from opentinker.shared.api_types.observability import Distributions as Distributions
-from opentinker.shared.api_types.observability import Event as Event
-from opentinker.shared.api_types.observability import Events as Events
-from opentinker.shared.api_types.observability import Failure as Failure
-from opentinker.shared.api_types.observability import Failures as Failures
-from opentinker.shared.api_types.observability import Histogram as Histogram
-from opentinker.shared.api_types.observability import LogLine as LogLine
-from opentinker.shared.api_types.observability import LogLines as LogLines
-from opentinker.shared.api_types.observability import MetricPoint as MetricPoint
-from opentinker.shared.api_types.observability import Metrics as Metrics
-from opentinker.shared.api_types.observability import Segment as Segment
-from opentinker.shared.api_types.observability import StreamCredentials as StreamCredentials
-from opentinker.shared.api_types.observability import Timeline as Timeline
-from opentinker.shared.api_types.observability import TimelinePart as TimelinePart
-from opentinker.shared.api_types.server import FreedWorker as FreedWorker
-from opentinker.shared.api_types.server import Gpu as Gpu
-from opentinker.shared.api_types.server import Health as Health
-from opentinker.shared.api_types.server import Lease as Lease
-from opentinker.shared.api_types.server import Queue as Queue
-from opentinker.shared.api_types.server import Queues as Queues
-from opentinker.shared.api_types.server import Readiness as Readiness
-from opentinker.shared.api_types.server import Spent as Spent
-from opentinker.shared.api_types.server import Usage as Usage
-from opentinker.shared.api_types.server import UsageRow as UsageRow
-from opentinker.shared.api_types.server import Worker as Worker
-from opentinker.shared.api_types.server import Workers as Workers
+from opentinker.shared.api_types.artifacts import *
+from opentinker.shared.api_types.environments import *
+from opentinker.shared.api_types.episodes import *
+from opentinker.shared.api_types.errors import *
+from opentinker.shared.api_types.jobs import *
+from opentinker.shared.api_types.keys import *
+from opentinker.shared.api_types.observability import *
+from opentinker.shared.api_types.server import *

@@ -48,6 +48,8 @@ PAUSABLE = (JobState.QUEUED, JobState.STARTING, JobState.RUNNING)
 MOST_LOOKED = 500
 SEARCH = 200
 """Characters."""
+HIDDEN = ("spec", "version", "restart_step", "resumed_step", "rollout_losses", "lost_at", "retry_at", "result")
+"""Fields of a record that no summary has."""
 
 KEY = Parameter(
     "Idempotency-Key", "Up to 200 characters; requests with the same key and spec create one job, for 24 h.", "header"
@@ -310,16 +312,7 @@ def _about(job: JobRecord) -> str:
 
 def _summary(job: JobRecord) -> dict[str, Any]:
     shown = msgspec.to_builtins(job)
-    for hidden in (
-        "spec",
-        "version",
-        "restart_step",
-        "resumed_step",
-        "rollout_losses",
-        "lost_at",
-        "retry_at",
-        "result",
-    ):
+    for hidden in HIDDEN:
         del shown[hidden]
     shown["finished"], shown["deleted"] = job.finished or None, job.deleted or None
     shown["priority"] = job.spec["resources"].get("priority", 0)

@@ -26,7 +26,8 @@ def document(routes: Sequence[Route]) -> dict[str, Any]:
     for body in (route.body for route in routes if route.body is not None):
         schema = body.model_json_schema(ref_template=_SCHEMAS + "{model}")
         schemas |= {**schema.pop("$defs", {}), body.__name__: schema}
-    told = _answers([route.answer for route in routes if route.answer is not None])
+    answers = [route.answer for route in routes if route.answer is not None]
+    told = _answers([*answers, api_types.Problem, api_types.OpenAIError, api_types.AnthropicError])
     assert not schemas.keys() & told.keys(), "a body and an answer of the same name"
     schemas |= told
     paths: dict[str, dict[str, Any]] = {}
@@ -38,12 +39,7 @@ def document(routes: Sequence[Route]) -> dict[str, Any]:
         "paths": paths,
         "security": [{"bearer": []}],
         "components": {
-            "schemas": {
-                **schemas,
-                "Problem": _PROBLEM,
-                "OpenAIError": _OPENAI_ERROR,
-                "AnthropicError": _ANTHROPIC_ERROR,
-            },
+            "schemas": schemas,
             "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer", "description": _BEARER}},
         },
     }
@@ -137,55 +133,3 @@ _OPENAI_ANSWERS = {
     "504": "No response within serving.request_timeout_s",
 }
 """Statuses of routes that generate."""
-_OPENAI_ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-        }
-    },
-}
-_ANTHROPIC_ERROR = {
-    "type": "object",
-    "required": ["type", "error"],
-    "properties": {
-        "type": {"const": "error"},
-        "error": {
-            "type": "object",
-            "required": ["type", "message"],
-            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
-        },
-    },
-}
-_PROBLEM = {
-    "type": "object",
-    "required": ["type", "title", "status", "detail", "hint"],
-    "properties": {
-        "type": {"type": "string"},
-        "title": {"type": "string"},
-        "status": {"type": "integer"},
-        "detail": {"type": "string"},
-        "hint": {"type": "string", "description": "What to do about it"},
-        "errors": {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "required": ["field", "value", "problem"],
-                "properties": {
-                    "field": {"type": "string"},
-                    "value": {},
-                    "problem": {"type": "string"},
-                    "suggestion": {"type": "string", "description": "What to write instead"},
-                },
-            },
-        },
-    },
-}
