@@ -49,6 +49,7 @@ HEAVY = {
     "opentinker.services.trainer.learners.optimizer_state",
     "opentinker.services.trainer.distributed.zero",
     "opentinker.shared.nn.attention",
+    "opentinker.shared.nn.buckets",
     "opentinker.shared.nn.forward",
     "opentinker.shared.nn.layout",
     "opentinker.shared.nn.layers",
