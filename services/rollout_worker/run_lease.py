@@ -30,7 +30,7 @@ from opentinker.shared.security.model_keys import key_problem, read_model_keys
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.spec.engines import EnginePolicy, engine_policies, engines
 from opentinker.shared.spec.policies import frozen_spec_of, pool_spec_of, spec_of
-from opentinker.shared.spec.url_seats import urls_in
+from opentinker.shared.spec.seats import urls_in
 from opentinker.shared.types.core import Lease
 from opentinker.shared.types.errors import JobFailed, SpecError
 

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from opentinker.envs import remote
+from opentinker.envs import remote, remote_server
 from opentinker.envs.base import Action, Environment, EnvironmentConfig, Opening, Step, user
 from opentinker.envs.builtin.tictactoe import TicTacToe
 from opentinker.envs.registry import check, find
@@ -513,7 +513,7 @@ async def test_who_is_always_still_opening_is_asked_less_and_less_often(monkeypa
         monkeypatch.undo()
         assert one.asked == ["open"] * 13
         assert len(pauses) == 12
-        assert min(pauses) >= 0.5 * remote.PAUSE_S and max(pauses) <= 1.5 * remote.MAX_PAUSE_S
+        assert min(pauses) >= 0.5 * remote_server.PAUSE_S and max(pauses) <= 1.5 * remote_server.MAX_PAUSE_S
         assert min(pauses[-3:]) > max(pauses[:2])
         await playing.close()
 

@@ -24,8 +24,8 @@ from opentinker.shared.spec.seats import (
     opposed,
     player_at,
     rotated,
+    urls_in,
 )
-from opentinker.shared.spec.url_seats import urls_in
 from opentinker.shared.types.errors import SpecError
 
 METRICS_PAGE = Path(__file__).parents[4] / "docs" / "metrics.md"
