@@ -85,12 +85,8 @@ def plan(
     told = advice(work, rows, spec)
     if as_json:
         print_json({"work": asdict(work), "estimates": reasons, "plans": rows, "advice": told})
-        return
-    _print(path, work, rows)
-    for line in [*told, *reasons]:
-        say(line)
-    if reasons:
-        say("pass --like JOB to use figures measured in an earlier job")
+    else:
+        _print(path, work, rows, told, reasons)
 
 
 def _read_rl_spec(path: Path, changes: list[str] | None) -> JobSpec:
@@ -285,7 +281,7 @@ def limit(work: Work, found: Prediction) -> str:
     return f"{max(by_turn, key=lambda part: by_turn[part])} (max_concurrent_groups, max_staleness)"
 
 
-def _print(path: Path, work: Work, rows: list[dict[str, Any]]) -> None:
+def _print(path: Path, work: Work, rows: list[dict[str, Any]], told: list[str], reasons: list[str]) -> None:
     say(
         f"{path}: {work.groups_per_batch} groups of {work.group_size}, {work.turns:g} turns of {work.tokens:g} tokens; "
         f"token {work.token_s * 1e3:g} ms, environment {work.env_s * 1e3:g} ms, step {work.train_s:g} s, "
@@ -303,3 +299,7 @@ def _print(path: Path, work: Work, rows: list[dict[str, Any]]) -> None:
     ]  # fmt: skip
     print_table(columns, cells, empty="")
     say("env workers: the fewest with which a step is as short as with any number of them")
+    for line in [*told, *reasons]:
+        say(line)
+    if reasons:
+        say("pass --like JOB to use figures measured in an earlier job")
