@@ -34,7 +34,7 @@ def check_bots(environment: type[Environment], bots: Mapping[str, str]) -> None:
     Which seats there are depends on the config: `resolve_bots` checks them.
     """
     if len(bots) > SEATS:
-        raise SpecError([mistake("seats", len(bots), f"at most {SEATS} seats or patterns may name a bot")])
+        raise SpecError.of("seats", len(bots), f"at most {SEATS} seats or patterns may name a bot")
     offered = environment.bots
     known = sorted(offered or ())
     has = f"its bots are: {', '.join(known)}" if known else "it has no bots"
@@ -43,8 +43,7 @@ def check_bots(environment: type[Environment], bots: Mapping[str, str]) -> None:
         if len(seat) > NAME_CHARACTERS or len(bot) > NAME_CHARACTERS:
             mistakes.append(mistake("seats", "", f"names of seats and bots have at most {NAME_CHARACTERS} characters"))
         elif bot != MODEL and offered is not None and bot not in offered:
-            problem = f"{environment.__name__} has no bot {bot!r}; {has}"
-            mistakes.append(mistake(f"seats.{seat}.bot", bot, problem))
+            mistakes.append(mistake(f"seats.{seat}.bot", bot, f"{environment.__name__} has no bot {bot!r}; {has}"))
     if mistakes:
         raise SpecError(mistakes)
 
@@ -63,7 +62,7 @@ def resolve_bots(environment: Environment, bots: Mapping[str, str]) -> dict[str,
         raise SpecError([mistake(f"seats.{entry}", bots[entry], problem) for entry in unmatched])
     found = {seat: _bot_of(seat, bots) for seat in environment.seats}
     if bots and all(found.values()):
-        raise SpecError([mistake("seats", "", f"bots play every seat ({names}): leave one to a model")])
+        raise SpecError.of("seats", "", f"bots play every seat ({names}): leave one to a model")
     return {seat: bot for seat, bot in found.items() if bot}
 
 

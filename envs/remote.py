@@ -304,7 +304,7 @@ def environment_at(url: str) -> type[Remote]:
     try:
         scheme = Egress.of_process().split(url).scheme
     except EgressRefused as error:
-        raise SpecError([{"field": "environment.name", "value": url, "problem": str(error)}]) from None
+        raise SpecError.of("environment.name", url, str(error)) from None
     base = HttpRemote if scheme in ("http", "https") else WebSocketRemote
     return type(base.__name__, (base,), {"url": url, "pools": {}})
 
@@ -314,4 +314,4 @@ def check_reachable(url: str) -> None:
     try:
         Egress.of_process().check_blocking(url)
     except EgressRefused as error:
-        raise SpecError([{"field": "environment.name", "value": url, "problem": str(error)}]) from None
+        raise SpecError.of("environment.name", url, str(error)) from None

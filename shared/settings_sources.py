@@ -48,7 +48,7 @@ def _named(path: str | None, environ: dict[str, str]) -> tuple[dict[str, Any], d
         try:
             values = tomllib.loads(Path(path).read_text())
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise SpecError([mistake("(settings file)", path, str(error))]) from None
+            raise SpecError.of("(settings file)", path, str(error)) from None
     origin = {name: variable for name in Settings.model_fields if (variable := PREFIX + name.upper()) in environ}
     return values | {name: environ[variable] for name, variable in origin.items()}, origin
 

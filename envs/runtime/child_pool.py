@@ -136,9 +136,7 @@ class ChildPool:
 
     def _with_sandboxes(self) -> Sandboxes:
         if self._sandboxes is None:
-            raise SpecError(
-                [{"field": "environment.isolation", "value": "sandbox", "problem": "is not available here"}]
-            )
+            raise SpecError.of("environment.isolation", "sandbox", "is not available here")
         return self._sandboxes
 
     def _place(self, worker: str, key: str, start: Start, *, checked: bool) -> ChildEnvRunner | None:

@@ -23,7 +23,7 @@ class Interpreters:
         for name, path in paths.items():
             if not os.access(path, os.X_OK) or path.is_dir():
                 problem = f"{path} is not a program on this machine; name the python of a virtual environment"
-                raise SpecError([{"field": f"env_interpreters.{name}", "value": str(path), "problem": problem}])
+                raise SpecError.of(f"env_interpreters.{name}", str(path), problem)
         self._beside = tempfile.TemporaryDirectory(prefix="opentinker-") if paths else None
         if self._beside is not None:
             Path(self._beside.name, "opentinker").symlink_to(package_dir())

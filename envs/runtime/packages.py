@@ -261,4 +261,4 @@ def _short(text: str) -> str:
 
 
 def _mistake(name: str, problem: str) -> SpecError:
-    return SpecError([{"field": "environment.name", "value": name, "problem": problem}])
+    return SpecError.of("environment.name", name, problem)

@@ -91,7 +91,7 @@ class Resolver:
                         return rehearse(name, found, settings, bots)  # in the event loop, as episodes do
         except TimeoutError:
             problem = f"importing it and checking its config took more than {CHECK_S:g} s"
-            raise SpecError([{"field": "environment.name", "value": name, "problem": problem}]) from None
+            raise SpecError.of("environment.name", name, problem) from None
         return ()
 
 

@@ -80,7 +80,7 @@ class Sandboxes:
         """Return the start command. For an upload this may have to create its virtual environment. Raise SpecError."""
         if self._sandbox is None:
             problem = f"is not available on this env worker: {self.unavailable}"
-            raise SpecError([{"field": "environment.isolation", "value": "sandbox", "problem": problem}])
+            raise SpecError.of("environment.isolation", "sandbox", problem)
         if uploads.is_upload(name):
             return await self._upload_program(name)
         places = [place for place in self._operators_places() if place != os.path.dirname(package_dir())]

@@ -102,7 +102,7 @@ def parse(name: str) -> Reference:
     found = _REFERENCE.fullmatch(name)
     if found is None:
         problem = "is not of the form upload:NAME or upload:NAME@VERSION, e.g. upload:parity@3"
-        raise SpecError([{"field": "environment.name", "value": name, "problem": problem}])
+        raise SpecError.of("environment.name", name, problem)
     return Reference(found[1], int(found[2]) if found[2] else None, found[3] or "")
 
 

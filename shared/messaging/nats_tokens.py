@@ -39,7 +39,7 @@ class Signer:
             prefix = None
         if prefix != nkeys.PREFIX_BYTE_ACCOUNT:
             problem = "must hold the seed of an account's nkey, SA...: `opentinker access FOLDER` makes one"
-            raise SpecError([{"field": "nats_issuer_file", "value": "***", "problem": problem}])
+            raise SpecError.of("nats_issuer_file", "***", problem)
         self.public_key: str = self._pair.public_key.decode()
 
     def sign(self, claims: dict[str, Any]) -> str:

@@ -56,10 +56,10 @@ def read_key(path: Path) -> str:
     try:
         text = path.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise SpecError([{"field": "admin_key_file", "value": str(path), "problem": str(error)}]) from None
+        raise SpecError.of("admin_key_file", str(path), str(error)) from None
     if parse(text) is None:
         problem = "must hold a key of ours and nothing else: `opentinker keys init FILE` writes a new one"
-        raise SpecError([{"field": "admin_key_file", "value": str(path), "problem": problem}])
+        raise SpecError.of("admin_key_file", str(path), problem)
     return text
 
 

@@ -64,7 +64,7 @@ def read_model_keys(path: Path | None) -> dict[str, ModelKey]:
 
 
 def _wrong(path: Path, problem: str) -> SpecError:
-    return SpecError([{"field": SETTING, "value": str(path), "problem": problem}])
+    return SpecError.of(SETTING, str(path), problem)
 
 
 def key_problem(keys: ModelKeys, name: str, url: str, tenant: str) -> str:

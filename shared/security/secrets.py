@@ -19,10 +19,10 @@ def read_password(path: Path, field: str) -> str:
     try:
         password = path.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise SpecError([{"field": field, "value": str(path), "problem": str(error)}]) from None
+        raise SpecError.of(field, str(path), str(error)) from None
     if not _PASSWORD.fullmatch(password):
         problem = "must hold 16 to 512 printable characters without spaces, e.g. of: openssl rand -hex 32"
-        raise SpecError([{"field": field, "value": str(path), "problem": problem}])
+        raise SpecError.of(field, str(path), problem)
     return password
 
 
@@ -40,10 +40,10 @@ def read_access(path: Path | None) -> tuple[str, str]:
         try:
             pair = path.read_text().split()
         except (OSError, UnicodeDecodeError) as error:
-            raise SpecError([{"field": ACCESS, "value": str(path), "problem": str(error)}]) from None
+            raise SpecError.of(ACCESS, str(path), str(error)) from None
         problem = "must hold two lines: access key id, secret access key"
     if len(pair) != 2 or not all(_KEY.fullmatch(part) for part in pair):
-        raise SpecError([{"field": ACCESS, "value": None if path is None else str(path), "problem": problem}])
+        raise SpecError.of(ACCESS, None if path is None else str(path), problem)
     return pair[0], pair[1]
 
 

@@ -28,6 +28,11 @@ class SpecError(OpenTinkerError):
         self.mistakes = mistakes
         super().__init__("; ".join(map(described, mistakes)))
 
+    @classmethod
+    def of(cls, field: str, value: object, problem: str) -> SpecError:
+        """Return the error of one mistake."""
+        return cls([{"field": field, "value": value, "problem": problem}])
+
 
 def described(mistake: Mapping[str, Any]) -> str:
     """`train.lr = -1: must be 0 or more (job.toml:14)`; without the value where that says nothing."""

@@ -154,7 +154,7 @@ def _template(path: Path) -> dict[str, Any]:
         found = pod["spec"]["containers"][0]["name"]
     except (OSError, orjson.JSONDecodeError, KeyError, IndexError, TypeError) as error:
         problem = f"must be a Pod as JSON, with spec.containers: {error!r}"
-        raise SpecError([{"field": "launcher_pods", "value": str(path), "problem": problem}]) from None
+        raise SpecError.of("launcher_pods", str(path), problem) from None
     assert found
     return dict(pod)
 
@@ -165,7 +165,7 @@ def _read(path: Path) -> str:
         return path.read_text().strip()
     except OSError as error:
         problem = f"{error.strerror}: does the pod have a service account's token?"
-        raise SpecError([{"field": "launcher_account", "value": str(path), "problem": problem}]) from None
+        raise SpecError.of("launcher_account", str(path), problem) from None
 
 
 def _tls(settings: Settings) -> ssl.SSLContext | bool:

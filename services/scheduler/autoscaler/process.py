@@ -58,7 +58,7 @@ class ProcessLauncher:
         for file in self._passwords(Pool.TRAINER) | self._passwords(Pool.ROLLOUT):
             if not Path(file).is_file():
                 problem = "is not there; `opentinker access FOLDER` makes all files of a folder"
-                raise SpecError([{"field": "launcher_access", "value": file, "problem": problem}])
+                raise SpecError.of("launcher_access", file, problem)
 
     async def running(self) -> list[Launched]:
         return await asyncio.to_thread(self._running)

@@ -76,7 +76,7 @@ class Gateway:
         tenant, name = tenant_of(request), request.match_info["name"]
         if not NAME.fullmatch(name):
             problem_ = "must be up to 64 letters, digits and -_. and begin with a letter or digit"
-            raise SpecError([{"field": "name", "value": name[:100], "problem": problem_}])
+            raise SpecError.of("name", name[:100], problem_)
         if "Origin" in request.headers:
             return problem(403, "a web page may not serve environments", title="Forbidden")
         socket = web.WebSocketResponse(heartbeat=HEARTBEAT_S, max_msg_size=FRAME_BYTES, compress=False, timeout=2.0)

@@ -64,7 +64,7 @@ class ArtifactsApi:
         path = request.query.get("path", "")
         if not 0 < len(path) <= MAX_PATH or not path.isprintable():
             problem = "must be the path of a file, as GET /v1/jobs/ID/artifacts lists them"
-            raise SpecError([{"field": "path", "value": path[:100], "problem": problem}])
+            raise SpecError.of("path", path[:100], problem)
         opened, sha256 = await self.artifacts.open(job, path)
         name = re.sub(r"[^A-Za-z0-9_.-]", "-", f"{job.id}-{path}")
         media = "application/x-ndjson" if path.endswith(".jsonl") else "application/octet-stream"
@@ -101,7 +101,7 @@ class ArtifactsApi:
         job = self.jobs.part(request, await self.jobs.found(request))
         step, everything = step_of(request), request.query.get("all", "0")
         if everything not in ("0", "1"):
-            raise SpecError([{"field": "all", "value": everything[:100], "problem": "must be 0 or 1"}])
+            raise SpecError.of("all", everything[:100], "must be 0 or 1")
         archive = await self.artifacts.open_checkpoint(job, step, everything == "1")
         name, headers = f"{job.id}-step-{archive.step}.tar", {"X-Checkpoint-Step": str(archive.step)}
         return await send(request, archive, etag=archive.etag, name=name, media="application/x-tar", headers=headers)
@@ -111,5 +111,5 @@ def step_of(request: web.Request) -> int | None:
     """Return the step in the path; None: the newest. Raises SpecError."""
     text = request.match_info["step"]
     if not (text == "latest" or re.fullmatch(r"[0-9]{1,12}", text)):
-        raise SpecError([{"field": "step", "value": text[:100], "problem": "must be a step number or `latest`"}])
+        raise SpecError.of("step", text[:100], "must be a step number or `latest`")
     return None if text == "latest" else int(text)

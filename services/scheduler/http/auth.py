@@ -214,12 +214,12 @@ async def register_operator(ctx: Context) -> None:
         if operators:
             return
         problem = "no operator has a key yet: name a file with one, made by `opentinker keys init FILE`"
-        raise SpecError([{"field": "admin_key_file", "value": None, "problem": problem}])
+        raise SpecError.of("admin_key_file", None, problem)
     text = await asyncio.to_thread(read_key, file)
     env, id = parse(text) or ("", "")
     if env != ctx.settings.key_env:
         problem = f"holds a key of {env!r}, and key_env is {ctx.settings.key_env!r}"
-        raise SpecError([{"field": "admin_key_file", "value": str(file), "problem": problem}])
+        raise SpecError.of("admin_key_file", str(file), problem)
     found = await keys.create(
         text, now=now, tenant=DEFAULT_TENANT, role=Role.OPERATOR, scopes=None, name="admin_key_file", by="file"
     )

@@ -106,10 +106,10 @@ class EnvironmentsApi:
                 break
         if size > most:
             problem = f"is larger than the limit of {self.ctx.settings.upload_mb} MB (upload_mb)"
-            raise SpecError([{"field": "(package)", "value": None, "problem": problem}])
+            raise SpecError.of("(package)", None, problem)
         if said is not None and said != digest.digest():
-            raise SpecError([{"field": "Content-Digest", "value": request.headers["Content-Digest"][:100],
-                              "problem": "does not match the received content; send it again"}])  # fmt: skip
+            sent = request.headers["Content-Digest"][:100]
+            raise SpecError.of("Content-Digest", sent, "does not match the received content; send it again")
 
     @Route(
         "GET",
@@ -171,8 +171,7 @@ def _said_digest(request: web.Request) -> bytes | None:
     for part in text.split(","):
         if found := re.fullmatch(r"sha-256=:([A-Za-z0-9+/]{43}=):", part.strip()):
             return base64.b64decode(found[1])
-    problem = "must have sha-256=:BASE64: (RFC 9530)"
-    raise SpecError([{"field": "Content-Digest", "value": text[:100], "problem": problem}])
+    raise SpecError.of("Content-Digest", text[:100], "must have sha-256=:BASE64: (RFC 9530)")
 
 
 def _shown(version: Version) -> dict[str, Any]:

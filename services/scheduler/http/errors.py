@@ -282,7 +282,7 @@ def parse_json(raw: bytes) -> Any:
 
 
 def _bad_body(what: str) -> SpecError:
-    return SpecError([{"field": "(body)", "value": None, "problem": f"invalid JSON: {what}"}])
+    return SpecError.of("(body)", None, f"invalid JSON: {what}")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

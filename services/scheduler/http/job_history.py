@@ -16,7 +16,7 @@ from aiohttp import web
 from opentinker.services.scheduler.http import transcripts
 from opentinker.services.scheduler.http.errors import json_response
 from opentinker.services.scheduler.http.jobs import POLICY, JobsApi
-from opentinker.services.scheduler.http.route_decorator import Integer, Parameter, Route
+from opentinker.services.scheduler.http.route_decorator import Choice, Integer, Parameter, Route
 from opentinker.services.scheduler.jobs.metric_history import MetricHistory
 from opentinker.shared import api_types
 from opentinker.shared.security.authorization import Action
@@ -33,7 +33,11 @@ STREAM = {"Cache-Control": "no-store", "X-Accel-Buffering": "no", "X-Content-Typ
 FINAL = {state.value for state in JobState if state.final}
 LIMIT_FAILURES = Integer("limit", "Failures in the response, the newest.", default=100, low=1, high=1000)
 AFTER_EVENT = Parameter("after", "Only events after this id; `Last-Event-ID` is equivalent.")
-FORMAT = Parameter("format", "`json`: all current entries as one list; default: a stream of server-sent events.")
+FORMAT = Choice(
+    "format",
+    "`json`: all current entries as one list; default: a stream of server-sent events.",
+    among=("sse", "json"),
+)
 AFTER_POINT = Integer("after", "Only points after this cursor.")
 LIMIT_POINTS = Integer("limit", "Points per response.", default=1000, low=1, high=10_000)
 SOURCE = Parameter("source", "Only points of this source, for example `trainer`.")
@@ -60,16 +64,10 @@ class JobHistoryApi:
         job = await self.jobs.found(request)
         after = request.query.get("after") or request.headers.get("Last-Event-ID") or "0"
         if not EVENT_ID.fullmatch(after):
-            raise SpecError(
-                [{"field": "after", "value": after[:100], "problem": "not an event id, e.g. 1763712000000-0"}]
-            )
-        match request.query.get("format", "sse"):
-            case "json":
-                return json_response({"events": await self._all_events(job.id, after)})
-            case "sse":
-                return await self._stream_events(request, job.id, after)
-            case other:
-                raise SpecError([{"field": "format", "value": other[:100], "problem": "must be `sse` or `json`"}])
+            raise SpecError.of("after", after[:100], "not an event id, e.g. 1763712000000-0")
+        if FORMAT.read(request) == "json":
+            return json_response({"events": await self._all_events(job.id, after)})
+        return await self._stream_events(request, job.id, after)
 
     async def _all_events(self, job: str, after: str) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []

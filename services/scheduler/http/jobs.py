@@ -93,7 +93,7 @@ class JobsApi:
         if policy in (job.policies or ("",)):
             return job.part(policy)
         named = f"must be one of {', '.join(job.policies)}" if job.policies else "job has one policy, without a name"
-        raise SpecError([{"field": "policy", "value": policy[:100] or None, "problem": named}])
+        raise SpecError.of("policy", policy[:100] or None, named)
 
     @Route(
         "POST",
@@ -108,9 +108,7 @@ class JobsApi:
     async def create(self, request: web.Request) -> web.Response:
         key = request.headers.get("Idempotency-Key")
         if key is not None and not IDEMPOTENCY_KEY.fullmatch(key):
-            raise SpecError(
-                [{"field": "Idempotency-Key", "value": key[:200], "problem": "must be 1 to 200 printable characters"}]
-            )
+            raise SpecError.of("Idempotency-Key", key[:200], "must be 1 to 200 printable characters")
         asked, trace = principal_of(request), incoming(request.headers)
         with self.ctx.tracer.span("submit", trace):
             body = await read_spec(request)
@@ -142,7 +140,7 @@ class JobsApi:
             page = await self.store.jobs_of(tenant_of(request), looks, before)
         except NotFound:
             problem = "is none of your jobs; take the cursor of the last answer"
-            raise SpecError([{"field": "before", "value": before[:100], "problem": problem}]) from None
+            raise SpecError.of("before", before[:100], problem) from None
         found = [job for job in page if wanted is None or wanted(job)][:limit]
         full = len(found) == limit
         cursor = found[-1].id if full else page[-1].id if page else before
@@ -295,9 +293,9 @@ def _filter(request: web.Request) -> Callable[[JobRecord], bool] | None:
     """Return a predicate for the query's filters. Raises SpecError."""
     state, words = request.query.get("state", ""), request.query.get("search", "")
     if state and state not in STATES:
-        raise SpecError([{"field": "state", "value": state[:100], "problem": f"must be one of {', '.join(STATES)}"}])
+        raise SpecError.of("state", state[:100], f"must be one of {', '.join(STATES)}")
     if len(words) > SEARCH:
-        raise SpecError([{"field": "search", "value": words[:100], "problem": f"must be {SEARCH} characters at most"}])
+        raise SpecError.of("search", words[:100], f"must be {SEARCH} characters at most")
     sought = words.lower().split()
     if not state and not sought:
         return None

@@ -86,8 +86,7 @@ class KeysApi:
         if not may_see(request, tenant):
             raise _no_tenant(tenant)
         if asked.role is Role.OPERATOR and tenant != DEFAULT_TENANT:
-            problem = f"operators belong to tenant {DEFAULT_TENANT}"
-            raise SpecError([{"field": "role", "value": asked.role, "problem": problem}])
+            raise SpecError.of("role", asked.role, f"operators belong to tenant {DEFAULT_TENANT}")
         _refuse_more(request, asked.role, asked.scopes)
         now, text = time.time(), new_key(self._env)
         expires = 0.0 if asked.expires_in_s is None else now + asked.expires_in_s

@@ -18,13 +18,12 @@ from opentinker.services.scheduler.http import transcripts
 from opentinker.services.scheduler.http.errors import json_response
 from opentinker.services.scheduler.http.job_history import COMMENT_S, FORMAT, LOOK_S, STREAM
 from opentinker.services.scheduler.http.jobs import POLICY, JobsApi
-from opentinker.services.scheduler.http.route_decorator import Integer, Parameter, Route
+from opentinker.services.scheduler.http.route_decorator import Choice, Integer, Route
 from opentinker.shared import api_types
 from opentinker.shared.asyncio_tools import wait_event
 from opentinker.shared.messaging.subjects import LOG, TIMELINE
 from opentinker.shared.security.authorization import Action
 from opentinker.shared.types.core import JobRecord
-from opentinker.shared.types.errors import SpecError
 from opentinker.shared.types.telemetry import LEVELS, LogLine
 
 LINES = 1000
@@ -38,7 +37,7 @@ AFTER_PART = Integer("after", "Only parts after this cursor.")
 LAST_S = Integer("last_s", "Only the last seconds; 0: everything.", high=7 * 86400)
 LIMIT_PARTS = Integer("limit", "Parts per response.", default=1000, low=1, high=MAX_LINES)
 AFTER_LINE = Integer("after", "Only lines after this cursor; `Last-Event-ID` is equivalent.")
-LEVEL = Parameter("level", f"Lines of this level and above: {', '.join(LEVELS)}.")
+LEVEL = Choice("level", f"Lines of this level and above: {', '.join(LEVELS)}.", among=LEVELS)
 LAST = Integer("last", "Only the last of the current lines; 0: all.", high=MAX_LINES)
 LIMIT_LINES = Integer("limit", "With `format=json`: lines per response.", default=LINES, low=1, high=MAX_LINES)
 
@@ -117,20 +116,10 @@ class ObservabilityApi:
         """Return log lines; `cursor` is the `after` of the next call; `last` limits the number of current lines."""
         job = await self.jobs.undeleted(request)
         after = AFTER_LINE.read(request, _resumed(request))
-        level = request.query.get("level", LEVELS[0])
-        if level not in LEVELS:
-            raise SpecError(
-                [{"field": "level", "value": level[:100], "problem": f"must be one of {', '.join(LEVELS)}"}]
-            )
-        last = LAST.read(request)
-        match request.query.get("format", "sse"):
-            case "json":
-                limit = LIMIT_LINES.read(request)
-                return json_response(await self._page(job.id, after, level, last, limit))
-            case "sse":
-                return await self._stream(request, job, after, level, last)
-            case other:
-                raise SpecError([{"field": "format", "value": other[:100], "problem": "must be `sse` or `json`"}])
+        level, last = LEVEL.read(request), LAST.read(request)
+        if FORMAT.read(request) == "json":
+            return json_response(await self._page(job.id, after, level, last, LIMIT_LINES.read(request)))
+        return await self._stream(request, job, after, level, last)
 
     async def _page(self, job: str, after: int, level: str, last: int, limit: int) -> dict[str, Any]:
         if last:

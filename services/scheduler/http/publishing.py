@@ -230,4 +230,4 @@ def _shown(one: Publication) -> dict[str, Any]:
 
 
 def _wrong(field: str, value: str, problem: str) -> SpecError:
-    return SpecError([{"field": field, "value": value, "problem": problem}])
+    return SpecError.of(field, value, problem)

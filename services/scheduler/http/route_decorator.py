@@ -49,9 +49,22 @@ class Integer(Parameter):
         if text is None:
             return self.default if default is None else default
         if not re.fullmatch(r"[0-9]{1,19}", text) or not self.low <= int(text) <= self.high:
-            problem = f"must be a whole number, {self.low} to {self.high}"
-            raise SpecError([{"field": self.name, "value": text[:100], "problem": problem}])
+            raise SpecError.of(self.name, text[:100], f"must be a whole number, {self.low} to {self.high}")
         return int(text)
+
+
+@dataclass(frozen=True)
+class Choice(Parameter):
+    """One word of the query among some, by default the first."""
+
+    among: tuple[str, ...] = ()
+
+    def read(self, request: web.Request) -> str:
+        """Return the value in a request. Raises SpecError."""
+        text = request.query.get(self.name, self.among[0])
+        if text not in self.among:
+            raise SpecError.of(self.name, text[:100], f"must be one of {', '.join(self.among)}")
+        return text
 
 
 async def _unbound(_: web.Request) -> web.StreamResponse:

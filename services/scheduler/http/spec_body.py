@@ -43,5 +43,5 @@ def _toml(raw: bytes) -> Any:
         data = bounded_toml.loads(raw.decode(), MOST_TOML)
         plain = json.dumps(data, allow_nan=False, default=str)  # dates are texts
     except ValueError as error:
-        raise SpecError([{"field": "(body)", "value": None, "problem": f"invalid TOML: {error}"}]) from None
+        raise SpecError.of("(body)", None, f"invalid TOML: {error}") from None
     return parse_json(plain.encode())

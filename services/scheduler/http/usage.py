@@ -16,7 +16,7 @@ from aiohttp import web
 from opentinker.services.scheduler.http.auth import may_see, tenant_of
 from opentinker.services.scheduler.http.errors import json_response
 from opentinker.services.scheduler.http.jobs import JOB_ID, LIMIT_JOBS, JobsApi
-from opentinker.services.scheduler.http.route_decorator import Parameter, Route
+from opentinker.services.scheduler.http.route_decorator import Choice, Parameter, Route
 from opentinker.shared import api_types
 from opentinker.shared.security.authorization import Action
 from opentinker.shared.single_flight import SingleFlight
@@ -30,7 +30,7 @@ MEASURE_S = 30.0
 """Interval between measurements of a job's stored bytes."""
 _DAY = re.compile(r"\d{4}-\d{2}-\d{2}")
 
-BY = Parameter("by", "`job` (default; the newest jobs), `day` or `key`.")
+BY = Choice("by", "`job` (default; the newest jobs), `day` or `key`.", among=("job", "day", "key"))
 FIRST = Parameter("from", "With `day`: the first day, YYYY-MM-DD; default: 30 days ago.")
 LAST_DAY = Parameter("to", f"With `day`: the last day; at most {MAX_DAYS} days.")
 ONE_JOB = Parameter("job", "With `job`: only this job.")
@@ -52,18 +52,13 @@ class UsageApi:
         answer=api_types.Usage,
     )
     async def usage(self, request: web.Request) -> web.Response:
-        by = request.query.get("by", "job")
+        by = BY.read(request)
         rows: Sequence[Mapping[str, Any]]
-        match by:
-            case "job":
-                rows = await self._by_job(await self._asked_for(request))
-            case "day":
-                rows = await self._by_day(request)
-            case "key":
-                rows = _summed(await self._by_job(await self._asked_for(request)), "key")
-            case other:
-                problem = "must be `job`, `day` or `key`"
-                raise SpecError([{"field": "by", "value": other[:100], "problem": problem}])
+        if by == "day":
+            rows = await self._by_day(request)
+        else:
+            rows = await self._by_job(await self._asked_for(request))
+            rows = _summed(rows, "key") if by == "key" else rows
         total = {kind: sum(row[kind] for row in rows) for kind in KINDS}
         stored = [row[STORED] for row in rows]
         total[STORED] = max(stored, default=0) if by == "day" else sum(stored)  # of a day it is the most at a time
@@ -91,7 +86,7 @@ class UsageApi:
         first = _day(request, "from", last - timedelta(days=DEFAULT_DAYS - 1))
         if not 0 <= (last - first).days < MAX_DAYS:
             problem = f"must not be after `to` ({last}), nor more than {MAX_DAYS} days before it"
-            raise SpecError([{"field": "from", "value": str(first), "problem": problem}])
+            raise SpecError.of("from", str(first), problem)
         found = await self.spent.of_days(tenant_of(request), first, last)
         return [{"day": str(day), **spent} for day, spent in found.items()]
 
@@ -132,4 +127,4 @@ def _day(request: web.Request, name: str, default: date) -> date:
             return date.fromisoformat(text)
     except ValueError:  # such as the 31st of February
         pass
-    raise SpecError([{"field": name, "value": text[:100], "problem": "must be a day, as 2026-11-22"}])
+    raise SpecError.of(name, text[:100], "must be a day, as 2026-11-22")

@@ -246,7 +246,7 @@ def _hash(spec: JobSpec) -> str:
     try:
         return hashlib.sha256(orjson.dumps(spec.model_dump(mode="json"), option=orjson.OPT_SORT_KEYS)).hexdigest()
     except TypeError as error:
-        raise SpecError([{"field": "(whole spec)", "value": None, "problem": f"cannot be stored: {error}"}]) from None
+        raise SpecError.of("(whole spec)", None, f"cannot be stored: {error}") from None
 
 
 def _start(data: Any, spec: JobSpec | None) -> StartSpec | None:
