@@ -44,6 +44,7 @@ from opentinker.envs.remote_server import (
     Remote,
     RemoteFailed,
     ServerConfig,
+    object_of,
     read_limited,
 )
 from opentinker.shared.backoff import Backoff
@@ -152,13 +153,7 @@ class HttpRemote(Remote):
             raise Unreachable(f"{self.url}/{route} answered {status}: {quoted}")
         if status != 200:
             raise RemoteFailed(f"{self.url}/{route} answered {status}: {quoted}")
-        try:
-            answer = orjson.loads(raw)
-        except orjson.JSONDecodeError:
-            answer = None
-        if not isinstance(answer, dict):
-            raise BadReply(f"{self.url}/{route} did not answer with a JSON object: {quoted}")
-        return answer
+        return object_of(raw, f"{self.url}/{route}")
 
 
 class WebSocketRemote(ImportClock, Remote):

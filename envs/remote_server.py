@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import aiohttp
+import orjson
 from pydantic import BaseModel, Field
 
 from opentinker.envs.base import BadReply, Environment, EnvironmentConfig, Unreachable
@@ -126,3 +127,14 @@ async def read_limited(response: aiohttp.ClientResponse) -> bytes:
             response.close()
             raise BadReply(f"{response.url} answered with more than {REPLY_BYTES:,} bytes")
     return raw
+
+
+def object_of(raw: bytes, url: str) -> dict[str, Any]:
+    """Return the JSON object that `url` answered with. Raise BadReply."""
+    try:
+        answer = orjson.loads(raw)
+    except orjson.JSONDecodeError:
+        answer = None
+    if not isinstance(answer, dict):
+        raise BadReply(f"{url} did not answer with a JSON object: {raw[:MAX_QUOTED].decode(errors='replace')}")
+    return answer

@@ -10,7 +10,6 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from urllib.parse import urlsplit, urlunsplit
 
 import aiohttp
-import orjson
 from pydantic import BaseModel, Field, ValidationInfo, field_validator, model_validator
 
 from opentinker.envs.adapters.library import Illegal, episode_seed, refusal
@@ -19,12 +18,12 @@ from opentinker.envs.adapters.openenv_schema import Form, form_of, result_of, to
 from opentinker.envs.base import ELSEWHERE, Action, BadReply, Opening, Step, Unreachable, user
 from opentinker.envs.data import in_event_loop
 from opentinker.envs.remote_server import (
-    MAX_QUOTED,
     PAUSE_S,
     UNAVAILABLE,
     Remote,
     RemoteFailed,
     ServerConfig,
+    object_of,
     read_limited,
 )
 from opentinker.shared.backoff import Backoff
@@ -229,13 +228,7 @@ class OpenEnv(Remote):
                 raise Unreachable(f"{url} answered {response.status}")
             if response.status != 200:
                 raise RemoteFailed(f"{url} answered {response.status}: is there an OpenEnv server?")
-        try:
-            answer = orjson.loads(raw)
-        except orjson.JSONDecodeError:
-            answer = None
-        if not isinstance(answer, dict):
-            raise BadReply(f"{url} did not answer with a JSON object: {raw[:MAX_QUOTED].decode(errors='replace')}")
-        return answer
+        return object_of(raw, url)
 
     async def _reset(self, told: dict[str, Any]) -> Observation:
         """Reset on a new connection; retry while the server is unavailable or full. Raise as `with_retries`, or
