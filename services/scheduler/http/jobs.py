@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -219,7 +219,8 @@ class JobsApi:
     @Route("POST", "/v1/jobs/{id}/cancel", Action.JOBS_WRITE, "Cancel a job", answer=api_types.JobSummary)
     async def cancel(self, request: web.Request) -> web.Response:
         job = await self.found(request)
-        return await self._end(job.id, JobState.CANCELLED, reason="cancelled by request", verb="cancel")
+        refusal = "has {state} already; there is nothing to cancel"
+        return await self._move(job.id, JobState.CANCELLED, refusal, reason="cancelled by request")
 
     @Route(
         "POST",
@@ -231,10 +232,9 @@ class JobsApi:
     async def pause(self, request: web.Request) -> web.Response:
         """Save the job's training state and release its workers. Pausing a paused job is allowed."""
         job = await self.found(request)
-        await self._move(
-            job, JobState.PAUSED, PAUSABLE, "paused", reason="paused by request", waiting_for="", asleep=False
-        )
-        return json_response(_summary(await self.store.job(job.id)))
+        changes = {"allowed": PAUSABLE, "since": time.time(), "reason": "paused by request"}
+        refusal = "is {state}: it cannot be paused"
+        return await self._move(job.id, JobState.PAUSED, refusal, **changes, waiting_for="", asleep=False)
 
     @Route(
         "POST",
@@ -247,22 +247,24 @@ class JobsApi:
         """Back to the queue. Resuming what is not paused, and not over, is fine."""
         job = await self.found(request)
         if job.state == JobState.PAUSED:
-            await self._move(
-                job, JobState.QUEUED, [JobState.PAUSED], "resumed", event="unpaused", reason="", asleep=False
-            )
-        elif job.state.final:
+            changes = {"allowed": [JobState.PAUSED], "since": time.time(), "event": "unpaused"}
+            refusal = "is {state}: it cannot be resumed"
+            return await self._move(job.id, JobState.QUEUED, refusal, **changes, reason="", asleep=False)
+        if job.state.final:
             raise Conflict(f"job {job.id} has {job.state} already; there is nothing to resume")
-        return json_response(_summary(await self.store.job(job.id)))
+        return json_response(_summary(job))
 
-    async def _move(self, job: JobRecord, to: JobState, allowed: Sequence[JobState], done: str, **changes: Any) -> None:
-        """Change the job's state. Raises Conflict, unless another request has made the same change in between."""
+    async def _move(self, id: str, to: JobState, refusal: str, **changes: Any) -> web.Response:
+        """Change the job's state and return its summary. Raises Conflict with the refusal, unless it is in that state:
+        repeating a call is allowed."""
         try:
-            await self.store.transition(job.id, to, allowed=allowed, since=time.time(), **changes)
+            await self.store.transition(id, to, **changes)
         except Conflict:
-            state = (await self.store.job(job.id)).state
+            state = (await self.store.job(id)).state
             if state != to:
-                raise Conflict(f"job {job.id} is {state}: it cannot be {done}") from None
-        await self.bus.emit(WAKE, {"job": job.id}, who="scheduler")
+                raise Conflict(f"job {id} {refusal.format(state=state)}") from None
+        await self.bus.emit(WAKE, {"job": id}, who="scheduler")
+        return json_response(_summary(await self.store.job(id)))
 
     @Route(
         "POST", "/v1/jobs/{id}/complete", Action.JOBS_WRITE, "Complete an inference job", answer=api_types.JobSummary
@@ -272,18 +274,8 @@ class JobsApi:
         job = await self.found(request)
         if job.kind != "inference":
             raise Conflict(f"job {job.id} is of kind {job.kind}, and ends by itself; it can be cancelled")
-        return await self._end(job.id, JobState.SUCCEEDED, reason="completed by request", verb="complete")
-
-    async def _end(self, job_id: str, state: JobState, *, reason: str, verb: str) -> web.Response:
-        """End a job. Repeating the call on a job that has already ended so is allowed."""
-        try:
-            await self.store.transition(job_id, state, reason=reason)
-        except Conflict:
-            job = await self.store.job(job_id)
-            if job.state != state:
-                raise Conflict(f"job {job_id} has {job.state} already; there is nothing to {verb}") from None
-        await self.bus.emit(WAKE, {"job": job_id}, who="scheduler")
-        return json_response(_summary(await self.store.job(job_id)))
+        refusal = "has {state} already; there is nothing to complete"
+        return await self._move(job.id, JobState.SUCCEEDED, refusal, reason="completed by request")
 
     def home(self, job: JobRecord) -> Path:
         return self.artifacts.home(job)
