@@ -34,6 +34,7 @@ from opentinker.envs.agents.contexts import Contexts
 from opentinker.envs.agents.endpoint import Endpoint, PendingRequest
 from opentinker.envs.base import Action, Environment, Opening, Step
 from opentinker.shared.openai.fields import InvalidField
+from opentinker.shared.types import codec
 from opentinker.shared.types.core import Message
 
 OBSERVED_BYTES = 256 * 1024
@@ -96,6 +97,7 @@ class AgentEnvironment(Environment):
                 tools=asked.tools,
                 prompt_ids=asked.prompt_ids,
                 prompt_text=asked.prompt_text,
+                guide=asked.guide,
                 max_tokens=asked.max_tokens,
                 stop=asked.stop,
             )
@@ -132,7 +134,7 @@ class AgentEnvironment(Environment):
                 return None
             self._pending = asking.result()
             placed = self._contexts.place(self._pending.asked)
-            if sum(map(_message_bytes, placed.messages)) + len((placed.prompt_text or "").encode()) <= OBSERVED_BYTES:
+            if _bytes_of(placed) <= OBSERVED_BYTES:
                 return placed
             problem = f"what is new in the request has more than {OBSERVED_BYTES:,} bytes"
             self._pending.answer.set_exception(InvalidField(problem, code="context_length_exceeded"))
@@ -152,6 +154,11 @@ async def _without_exit(agent: Coroutine[Any, Any, Result]) -> Result:
         return await agent
     except (SystemExit, KeyboardInterrupt, StopIteration) as error:
         raise AgentError(f"the agent raised {error!r}") from error
+
+
+def _bytes_of(placed: Opening) -> int:
+    forced = len(codec.encode([placed.tools, placed.guide])) if placed.tools or placed.guide else 0
+    return sum(map(_message_bytes, placed.messages)) + len((placed.prompt_text or "").encode()) + forced
 
 
 def _message_bytes(message: Message) -> int:

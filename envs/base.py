@@ -59,6 +59,7 @@ from pydantic import BaseModel, ConfigDict
 
 from opentinker.shared.types.core import Message, StopReason, Tool, ToolCall
 from opentinker.shared.types.env_protocol import Policy
+from opentinker.shared.types.guide import Guide
 
 EPISODE_VARIABLE = "ENV_EPISODE"
 """Environment variable that a child process sets during the calls of an episode. A process that inherits it ends with
@@ -113,6 +114,9 @@ class Prompt(msgspec.Struct, kw_only=True):
     far."""
     prompt_text: str | None = None
     """In place of messages: plain text that continues the stream; no chat template is applied."""
+    guide: Guide | None = None
+    """What the next turn must be: a call of a tool, which is begun for the policy, or text in a JSON schema, which is
+    not trained."""
     max_tokens: int | None = None
     """Token limit of the next turn, if lower than the job's."""
     stop: list[str] = []

@@ -31,7 +31,7 @@ from opentinker.shared.openai.responses_answers import ResponsesStream, response
 
 
 class Parse(Protocol):
-    def __call__(self, body: Json, session: str = "", *, likely: bool = False) -> ParsedRequest: ...
+    def __call__(self, body: Json, session: str = "", *, serving: bool = False) -> ParsedRequest: ...
 
 
 def _openai_error(error: InvalidField) -> Json:

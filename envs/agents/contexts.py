@@ -69,6 +69,7 @@ class Contexts:
             tools=[] if known else asked.tools,
             prompt_ids=asked.token_ids,
             prompt_text=None if asked.text is None else asked.text[known:],
+            guide=asked.guide,
             max_tokens=asked.max_tokens,
             stop=asked.stop,
         )

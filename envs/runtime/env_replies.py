@@ -21,6 +21,7 @@ from opentinker.shared.messaging.reply_validation import (
 )
 from opentinker.shared.types.core import Image, Message, Text, Tool, ToolCall
 from opentinker.shared.types.env_protocol import SeatPrompt, SessionReply
+from opentinker.shared.types.guide import Guide
 
 
 def opening_reply(worker: str, environment: Environment, opened: object) -> SessionReply:
@@ -89,7 +90,9 @@ def _checked_prompt(seat: str, said: Prompt, source: str) -> dict[str, Any]:
         raise BadReply(f"{source} gave {len(prompt_ids):,} prompt_ids; at most {PROMPT_IDS:,} are allowed")
     messages = _check_messages(said.messages, source)
     tools, stop = _check_list("tools", said.tools, Tool), _check_list("stop", said.stop, str)
-    _check_size(source, messages, tools, stop, said.prompt_text)
+    if said.guide is not None and type(said.guide) is not Guide:
+        raise BadReply(f"{source}: guide must be a Guide or None, not {kind_of(said.guide)}")
+    _check_size(source, messages, [tools, said.guide], stop, said.prompt_text)
     return {
         "seat": seat,
         "stream": said.stream,
@@ -97,6 +100,7 @@ def _checked_prompt(seat: str, said: Prompt, source: str) -> dict[str, Any]:
         "tools": tools,
         "prompt_ids": prompt_ids,
         "prompt_text": said.prompt_text,
+        "guide": said.guide,
         "max_tokens": said.max_tokens,
         "stop": stop,
     }
@@ -142,7 +146,7 @@ def _check_types(message: Message) -> None:
 
 
 def _check_size(
-    source: str, messages: list[Message], tools: list[Tool], stop: list[str], prompt_text: str | None
+    source: str, messages: list[Message], tools: list[Any], stop: list[str], prompt_text: str | None
 ) -> None:
     """Check that the observation fits into a reply. Raise BadReply."""
     try:

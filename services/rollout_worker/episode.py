@@ -28,6 +28,12 @@ from opentinker.services.rollout_worker.episode_protocol import Busy, EpisodeFai
 from opentinker.services.rollout_worker.seat_map import LoadedPolicy, Player, SeatMap
 from opentinker.services.rollout_worker.stream import Stream
 from opentinker.services.rollout_worker.transcripts import is_kept
+from opentinker.services.rollout_worker.untrainable import (
+    Untrainable,
+    reason_against,
+    structure_of,
+    trained_streams,
+)
 from opentinker.services.rollout_worker.url_player import UrlFailed, UrlPlayer
 from opentinker.shared.asyncio_tools import gather_all, paused_timeout
 from opentinker.shared.spec import JobSpec
@@ -43,6 +49,8 @@ class Sampled(NamedTuple):
     """How long the engine took."""
     words: str | None = None
     """What a model behind a URL said; its tokens are for people to look at."""
+    untrainable: str = ""
+    """As in Turn."""
 
 
 class Episode:
@@ -61,6 +69,8 @@ class Episode:
         self._busy = busy
         self.spec, self.ticket, self.index, self.sessions = spec, ticket, index, sessions
         self.seats = seats.turned(ticket.row, index)
+        self.is_trained = True
+        """False: of an evaluation, where turns that could not be trained count like the others."""
         self.attempt = uuid.uuid4().hex[:12]
         self.is_kept = is_kept(spec, ticket.seq, index)
         self.session = f"{ticket.job}-{ticket.seq}-{index}-{self.attempt}"
@@ -118,7 +128,12 @@ class Episode:
             if worker is not None and not self._is_closed:
                 await self.sessions.close(worker=worker, session=self.session)
         seconds = time.monotonic() - started
-        return [self._trajectory(stream, ending, seconds) for stream in self.streams.values() if stream.turns]
+        acted = [stream for stream in self.streams.values() if stream.turns]
+        try:
+            trained = trained_streams(acted) if self.is_trained else acted
+        except Untrainable as error:
+            raise EpisodeFailed(Ending.UNTRAINABLE, str(error)) from None
+        return [self._trajectory(stream, ending, seconds) for stream in trained]
 
     @property
     def _is_closed(self) -> bool:
@@ -221,20 +236,23 @@ class Episode:
             words, completion = await stream.player.ask(stream.said, asked, self.spec.rollout.stop)
             return Sampled(completion, time.monotonic() - began, words)
         completion = await self._generate(stream, stream.player, asked, place, candidate)
-        return Sampled(completion, time.monotonic() - began)
+        return Sampled(
+            completion, time.monotonic() - began, untrainable=reason_against(completion, asked) * self.is_trained
+        )
 
     def _act(self, stream: Stream, sampled: Sampled) -> SeatAction:
         """Append the output to the stream and return what the environment gets of it."""
         action = self._action(stream, sampled)
-        stream.sample(sampled.completion, action.text)
+        stream.sample(sampled.completion, action.text, sampled.untrainable)
         return action
 
     def _action(self, stream: Stream, sampled: Sampled) -> SeatAction:
         """Return what the environment gets of an output that follows the stream."""
         completion, renderer = sampled.completion, stream.player.renderer
-        text = renderer.text(completion.ids) if sampled.words is None else sampled.words
+        written = [*stream.begun, *completion.ids]
+        text = renderer.text(written) if sampled.words is None else sampled.words
         has_tokens = self.wants_tokens and sampled.words is None
-        said = renderer.said(completion.ids, stream.tools, stop=completion.stop, turn=self.turn)
+        said = renderer.said(written, stream.tools, stop=completion.stop, turn=self.turn)
         return SeatAction(
             seat=stream.seat,
             text=text,
@@ -251,13 +269,14 @@ class Episode:
         """Append the turn, with the reward of the seat that acted alone and what the seat was owed."""
         stream.turns.append(
             Turn(
-                start=len(stream.ids) - len(sampled.completion.ids),
+                start=len(stream.ids) - (0 if sampled.untrainable else len(sampled.completion.ids)),
                 end=len(stream.ids),
                 stop=sampled.completion.stop,
                 reward=reply.reward,
                 number=self.turn,
                 message=len(stream.said) - 1,
                 components=reply.components,
+                untrainable=sampled.untrainable,
                 generate_s=sampled.seconds,
                 env_s=env_s,
             )
@@ -302,6 +321,8 @@ class Episode:
                 Ending.ENV_BAD_REPLY, "images are shown in messages, not beside prompt_ids or prompt_text"
             )
         if isinstance(stream.player, UrlPlayer):
+            if prompt.guide is not None:
+                raise EpisodeFailed(Ending.ENV_BAD_REPLY, "nothing can be forced of a model behind a URL")
             observed = stream.player.observe(prompt)
         elif prompt.prompt_ids is not None:
             if prompt.prompt_ids[: len(stream.ids)] != stream.ids:
@@ -337,6 +358,9 @@ class Episode:
                 ids = renderer.prompt(prompt.messages, prompt.tools)
             else:
                 ids = renderer.extend(stream.turns[-1].stop == StopReason.EOS, prompt.messages)
+            call = None if prompt.guide is None else prompt.guide.call
+            stream.begun = [] if call is None else renderer.begin_call(call)
+            ids = [*ids, *stream.begun]
             return ids, renderer.pictures(prompt.messages, ids)
         except BadImage as error:
             raise EpisodeFailed(Ending.ENV_BAD_REPLY, str(error)) from None
@@ -374,6 +398,7 @@ class Episode:
                 top_k=rollout.top_k,
                 max_tokens=min(budget, room),
                 stop=[*rollout.stop, *asked.stop],
+                structure=structure_of(asked, policy.renderer, stream),
                 seed=None
                 if rollout.seed is None
                 else turn_seed(self.ticket.seed, self.index + candidate, self.turn, place),

@@ -159,6 +159,7 @@ class EvalRunner:
         ticket = Ticket(job=self.job, seq=state, row=state, seed=exam.seed, group_size=self.samples)
         for tries_left in range(self.spec.rollout.retries, -1, -1):
             episode = Episode(self.spec, ticket, sample, seats, self.sessions, self._busy)
+            episode.is_trained = False
             episode.is_kept = self._is_among(exam, min(self.kept, TOKEN_BY_TOKEN))
             try:
                 with structlog.contextvars.bound_contextvars(exam=exam.index, episode=episode.session):

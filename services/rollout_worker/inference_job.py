@@ -24,11 +24,12 @@ from opentinker.services.rollout_worker.engines.base import (
     Engine,
     EngineError,
     EngineLost,
+    GuideRefused,
     Likely,
     Sampling,
     Shown,
 )
-from opentinker.services.rollout_worker.inference_request import RequestState, TokenQueue
+from opentinker.services.rollout_worker.inference_request import RequestState, TokenQueue, sampling_of
 from opentinker.services.rollout_worker.renderer import Renderer, images_of
 from opentinker.services.rollout_worker.weight_receiver import WeightReceiver
 from opentinker.shared.asyncio_tools import cancel_and_wait, finish_uncancelled, forward_exception, sleep
@@ -226,7 +227,7 @@ class InferenceJob:
             await talk.say(refusal=GenerateError(message=LOST, status=503, elsewhere=True))
             raise
         except EngineError as error:
-            await self._refuse(talk, str(error), 500)
+            await self._refuse(talk, str(error), 400 if isinstance(error, GuideRefused) else 500)
         except TooLarge as error:
             size = f"the answer has {error.size} bytes, and the NATS server takes {error.limit} (max_payload)"
             await self._refuse(talk, f"{size}: ask for fewer tokens, or without logprobs", 500)
@@ -241,18 +242,10 @@ class InferenceJob:
     async def _answer(self, talk: RequestState) -> GenerateResult:
         ask = talk.ask
         self._check_size(ask)
-        prompt, shown = await asyncio.get_running_loop().run_in_executor(self.renderings, self._prompt, ask)
+        asked = await asyncio.get_running_loop().run_in_executor(self.renderings, self._prompt, ask)
+        prompt, shown, structure = asked
         room = self.engine.context_length - len(prompt)
-        sampling = Sampling(
-            temperature=ask.manner.temperature,
-            top_p=ask.manner.top_p,
-            top_k=ask.manner.top_k,
-            max_tokens=room if ask.max_tokens is None else min(ask.max_tokens, room),
-            stop=ask.stop,
-            seed=ask.manner.seed,
-            adapter=ask.model if ask.model in self.adapters else "",
-            likely=ask.likely,
-        )
+        sampling = sampling_of(ask, room, ask.model if ask.model in self.adapters else "", structure)
         places = TextOffsets(self.renderer)
         async with self.places:
             if ask.stream and not ask.tools:
@@ -278,14 +271,18 @@ class InferenceJob:
         if size > most:
             raise too_long(limit, size, unit)
 
-    def _prompt(self, ask: GenerateRequest) -> tuple[list[int], list[Shown]]:
-        """In a thread. Raises Refused."""
+    def _prompt(self, ask: GenerateRequest) -> tuple[list[int], list[Shown], str]:
+        """Return the prompt, its images and what is forced of the answer. In a thread. Raises InvalidField."""
         shown: list[Shown] = []
+        structure = ""
         if ask.stop and self.spec.rollout.engine == "toy":
             raise InvalidField("the simulated engine knows no stop strings", param="stop")
         if ask.likely and self.spec.rollout.engine == "toy":
             name = "top_logprobs" if ask.messages else "logprobs"
             raise InvalidField(f"{name} can only be 0: the simulated engine draws from no distribution", param=name)
+        if self.spec.rollout.engine == "toy" and (ask.guide is not None or ask.manner.reshapes):
+            what = "forces no call or format" if ask.guide is not None else "has no penalties and no min_p"
+            raise InvalidField(f"the simulated engine {what}")
         if ask.token_ids is not None:
             if max(ask.token_ids) >= self.renderer.vocab_size:
                 raise InvalidField(f"the model has token ids up to {self.renderer.vocab_size - 1}", param="prompt")
@@ -296,12 +293,13 @@ class InferenceJob:
             try:
                 ids = self.renderer.rendered(ask.messages, ask.tools)
                 shown = self.renderer.shown(self.renderer.pictures(ask.messages, ids), images_of(ask.messages))
+                structure = "" if ask.guide is None else self.renderer.structure(ask.guide, ask.tools)
             except (JobFailed, BadImage) as error:
                 raise InvalidField(str(error), param="messages") from None
         limit = self.engine.context_length
         if not 0 < len(ids) < limit:
             raise too_long(limit, len(ids))
-        return ids, shown
+        return ids, shown, structure
 
     async def _stream(
         self, talk: RequestState, prompt: list[int], sampling: Sampling, places: TextOffsets, shown: list[Shown]

@@ -23,6 +23,7 @@ from opentinker.shared.data.model_files import code_in
 from opentinker.shared.types import codec
 from opentinker.shared.types.core import Image, Message, StopReason, Tool, ToolCall
 from opentinker.shared.types.errors import BadImage, JobFailed
+from opentinker.shared.types.guide import Guide
 from opentinker.shared.types.trajectories import Picture
 
 if TYPE_CHECKING:
@@ -281,6 +282,15 @@ class Renderer:
         own = ids[:-1] if ids and ids[-1] in self.eos_ids else ids
         text: str = self._tokenizer.decode(own, skip_special_tokens=False)  # some formats are written in them
         return tool_calls.parse(self.tool_format, text, tools, stop=stop, turn=turn)
+
+    def structure(self, guide: Guide, tools: Sequence[Tool]) -> str:
+        """Return what an engine needs to force it (`Sampling.structure`). Raises JobFailed for an unknown format."""
+        return tool_calls.structure(self.tool_format if tools else "", guide, tools)
+
+    def begin_call(self, name: str) -> list[int]:
+        """Return the tokens with which a call of this tool begins; of any tool, if the name is empty. Raises JobFailed
+        for an unknown format."""
+        return self.plain(tool_calls.beginning(self.tool_format, name), first=False)
 
     @property
     def tool_format(self) -> str:

@@ -29,6 +29,8 @@ class Stream:
         """Both sides' words so far."""
         self.spoken = 0
         """How many of these messages there are up to the policy's last."""
+        self.begun: list[int] = []
+        """Tokens of a call that the next turn was made to begin with; they are the last of `ids`."""
         self.pictures: list[Picture] = []
         self.images: dict[str, bytes] = {}
 
@@ -42,16 +44,28 @@ class Stream:
         self.logprobs += [0.0] * len(ids)
         self.said += messages
 
-    def sample(self, completion: Completion, text: str) -> None:
-        start = len(self.ids)
+    def sample(self, completion: Completion, text: str, untrainable: str = "") -> None:
+        """`untrainable`: why the tokens are not trained."""
+        start, count = len(self.ids), len(completion.ids)
         self.ids += completion.ids
-        self.mask += [1] * len(completion.ids)
-        self.logprobs += completion.logprobs
-        self.spans += [Span(start + s.start, start + s.end, s.version) for s in completion.spans]
+        self.mask += [0 if untrainable else 1] * count
+        self.logprobs += [0.0] * count if untrainable else completion.logprobs
+        if not untrainable:
+            self.spans += [Span(start + s.start, start + s.end, s.version) for s in completion.spans]
         if isinstance(self.player, LoadedPolicy):
             self.sampled += len(completion.ids)
         self.said.append(Message(role="assistant", content=text))
         self.spoken = len(self.said)
+
+    def take_rewards(self, other: Stream) -> None:
+        """Move what the turns of another stream of the seat have earned to the last turn of this one."""
+        earned, components = self.turns[-1].reward, dict(self.turns[-1].components)
+        for turn in other.turns:
+            earned += turn.reward
+            for name, value in turn.components.items():
+                components[name] = components.get(name, 0.0) + value
+        self.turns[-1] = msgspec.structs.replace(self.turns[-1], reward=earned, components=components)
+        other.turns = [msgspec.structs.replace(turn, reward=0.0, components={}) for turn in other.turns]
 
     def award(self, parts: dict[str, float]) -> None:
         """Named rewards that came after the stream's last turn, and are its own."""

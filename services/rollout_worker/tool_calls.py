@@ -16,6 +16,7 @@ import msgspec
 
 from opentinker.shared.types import codec
 from opentinker.shared.types.core import StopReason, Tool, ToolCall
+from opentinker.shared.types.guide import Guide
 
 MAX_CALLS = 8
 """In one turn."""
@@ -66,6 +67,31 @@ def parse(form: str, text: str, tools: Sequence[Tool], *, stop: StopReason, turn
 def recognise(template: str) -> str | None:
     """Return the format that a chat template teaches; None if it is not one of ours."""
     return next((name for name, form in FORMATS.items() if form.mark in template), None)
+
+
+def structure(form: str, guide: Guide, tools: Sequence[Tool]) -> str:
+    """Return the structural tag that forces what `guide` says, in the format in which the model calls tools. `form` may
+    be empty if no tool is offered."""
+    calls = [_tag(FORMATS[form], tool) for tool in tools if not guide.call or guide.call == tool.name]
+    text = [] if guide.call is not None else [{"type": "json_schema", "json_schema": guide.schema}]
+    either = [*calls, *text]
+    return json.dumps({
+        "type": "structural_tag",
+        "format": either[0] if len(either) == 1 else {"type": "or", "elements": either},
+    })  # fmt: skip
+
+
+def beginning(form: str, name: str) -> str:
+    """Return the text with which a call of the tool begins; of any tool, if the name is empty. It ends where the model
+    would begin another token."""
+    begin = FORMATS[form].around[0]
+    return begin.replace("NAME", name).rstrip() if name else begin.partition("NAME")[0]
+
+
+def _tag(form: _Format, tool: Tool) -> dict[str, Any]:
+    begin, end = form.around
+    content = {"type": "json_schema", "json_schema": tool.parameters, "style": form.style}
+    return {"type": "tag", "begin": begin.replace("NAME", tool.name), "content": content, "end": end}
 
 
 def _how(form: str) -> str:
@@ -230,30 +256,42 @@ class _Format(msgspec.Struct, frozen=True):
     example: str
     begins: re.Pattern[str]
     """Pattern of the beginning of a call."""
+    around: tuple[str, str]
+    """Text before and after the arguments of a call; NAME stands for the tool's."""
     find: Callable[[str, Sequence[Tool]], Iterator[Found]]
+    style: str = "json"
+    """How the arguments are written, as xgrammar names it."""
 
 
-_TAG = re.compile("<tool_call>")
+_OPENING = re.compile("<tool_call>")
 FORMATS = {
     "qwen3_coder": _Format(
         "<function=",
         "<tool_call>\n<function=NAME>\n<parameter=KEY>\nVALUE\n</parameter>\n</function>\n</tool_call>",
-        _TAG,
+        _OPENING,
+        ("<tool_call>\n<function=NAME>\n", "\n</function>\n</tool_call>"),
         _qwen3_coder,
+        "qwen_xml",
     ),
     "hermes": _Format(
-        "<tool_call>", '<tool_call>\n{"name": NAME, "arguments": {KEY: VALUE}}\n</tool_call>', _TAG, _hermes
+        "<tool_call>",
+        '<tool_call>\n{"name": NAME, "arguments": {KEY: VALUE}}\n</tool_call>',
+        _OPENING,
+        ('<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>"),
+        _hermes,
     ),
     "mistral": _Format(
         "[TOOL_CALLS]",
         '[TOOL_CALLS][{"name": NAME, "arguments": {KEY: VALUE}}]',
         re.compile(r"\[TOOL_CALLS\]"),
+        ('[TOOL_CALLS][{"name": "NAME", "arguments": ', "}]"),
         _mistral,
     ),
     "llama3_json": _Format(
         "ipython",
         '{"name": NAME, "parameters": {KEY: VALUE}}',
         re.compile(rf"<\|python_tag\|>|{_LLAMA_CALL.pattern}"),
+        ('{"name": "NAME", "parameters": ', "}"),
         _llama3,
     ),
 }

@@ -160,4 +160,5 @@ def _words_of(view: Trajectory, turn: Turn) -> dict[str, Any]:
         "tokens": [turn.start, turn.end],
         "versions": [str(version) for version in versions],
         "reward": turn.reward,
+        **({"untrainable": turn.untrainable} if turn.untrainable else {}),
     }

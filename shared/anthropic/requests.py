@@ -6,10 +6,10 @@ from __future__ import annotations
 from typing import Any
 
 from opentinker.shared.openai.fields import InvalidField, Json, flag, items, stops, text, whole
+from opentinker.shared.openai.guides import guide_of
 from opentinker.shared.openai.requests import (
     ParsedRequest,
     check_sendable,
-    chosen,
     image_of,
     model_of,
     refuse_unsupported,
@@ -21,13 +21,14 @@ from opentinker.shared.types.core import Image, Message, Text, Tool, ToolCall
 UNSUPPORTED = ("container", "mcp_servers")
 
 
-def parse_messages(body: Json, session: str = "", *, likely: bool = False) -> ParsedRequest:
-    """Parse `POST /v1/messages`. `likely` has no use: the format has no logprobs. Raises InvalidField."""
+def parse_messages(body: Json, session: str = "", *, serving: bool = False) -> ParsedRequest:
+    """Parse `POST /v1/messages`. `serving` changes nothing here. Raises InvalidField."""
     refuse_unsupported(body)
+    if body.get("n") not in (None, 1):
+        raise InvalidField("n is not supported", param="n")
     for name in UNSUPPORTED:
         if body.get(name):
             raise InvalidField(f"{name} is not supported", param=name)
-    _check_output(body)
     messages = [
         message for n, given in enumerate(items(body, "messages")) for message in _said(given, f"messages[{n}]")
     ]
@@ -35,9 +36,11 @@ def parse_messages(body: Json, session: str = "", *, likely: bool = False) -> Pa
         raise InvalidField("there is no message", param="messages")
     if body.get("system"):
         messages = [Message(role="system", content=_texts(body["system"], "system")), *messages]
+    tools = tools_of(body, _tool)
     asked = ParsedRequest(
         messages=messages,
-        tools=tools_of(body, chosen(body, "auto", "none"), _tool),
+        tools=tools,
+        guide=guide_of(body, _format(body), "output_config.format", tools),
         session=session,
         max_tokens=whole(body, "max_tokens", 1),
         stop=stops(body, "stop_sequences"),
@@ -48,12 +51,11 @@ def parse_messages(body: Json, session: str = "", *, likely: bool = False) -> Pa
     return asked
 
 
-def _check_output(body: Json) -> None:
+def _format(body: Json) -> Any:
     config = body.get("output_config") or {}
     if not isinstance(config, dict):
         raise InvalidField("must be an object", param="output_config")
-    if config.get("format") or body.get("output_format"):
-        raise InvalidField("output_config.format is not supported: nothing forces a format", param="output_config")
+    return config.get("format") or body.get("output_format")
 
 
 def _said(given: Any, where: str) -> list[Message]:

@@ -22,6 +22,8 @@ class Shown(Said):
     """Weights that sampled the tokens, EPOCH.STEP."""
     reward: NotRequired[float]
     """Reward of the turn."""
+    untrainable: NotRequired[str]
+    """Why the turn is not trained; absent if it is."""
 
 
 class Tokens(TypedDict):

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from opentinker.shared.types.core import Ending, Message, Tool
+from opentinker.shared.types.core import Ending, Message
 from opentinker.shared.types.env_protocol import (
     MAX_CANDIDATES,
     ROUND_SEATS,
@@ -138,11 +138,11 @@ def round_problem(prompts: Sequence[SeatPrompt]) -> str:
 
 
 def _size(prompt: SeatPrompt) -> int:
-    return size_of(prompt.messages, prompt.tools, prompt.stop, prompt.prompt_text)
+    return size_of(prompt.messages, [prompt.tools, prompt.guide], prompt.stop, prompt.prompt_text)
 
 
 def size_of(
-    messages: Sequence[Message], tools: Sequence[Tool] = (), stop: Sequence[str] = (), prompt_text: str | None = None
+    messages: Sequence[Message], tools: Sequence[Any] = (), stop: Sequence[str] = (), prompt_text: str | None = None
 ) -> int:
     """Bytes of all that a policy would see, or a chat template could show it: names and calls of tools too.
 

@@ -137,7 +137,7 @@ class AnswerStream:
             last = self._chunk({}, None, _finish(answer))
         else:
             last = {**self._head, "choices": [_completion(self._asked, Piece(""), FINISH[answer.stop])]}
-        usage = [{**self._head, "choices": [], "usage": _usage(answer)}] if self._asked.usage else []
+        usage = [{**self._head, "choices": [], "usage": usage_of(answer)}] if self._asked.usage else []
         return [last, *usage]
 
     def failed(self, error: InvalidField) -> list[Json]:
@@ -157,7 +157,7 @@ def chat_answer(asked: ParsedRequest, answer: ReplyText, details: Details = NO_D
         "logprobs": _chat_logprobs(asked, answer, details),
         "finish_reason": _finish(answer),
     }
-    return {**_head(asked, "chat.completion", details.mark), "choices": [choice], "usage": _usage(answer)}
+    return {**_head(asked, "chat.completion", details.mark), "choices": [choice], "usage": usage_of(answer)}
 
 
 def _words(message: Message) -> str | None:
@@ -169,7 +169,7 @@ def completion_answer(asked: ParsedRequest, answer: ReplyText, details: Details 
     text = said(asked, answer).text
     piece = Piece(text, answer.ids, answer.logprobs, details.tokens, details.offsets, details.likely)
     choice = _completion(asked, piece, FINISH[answer.stop])
-    return {**_head(asked, "text_completion", details.mark), "choices": [choice], "usage": _usage(answer)}
+    return {**_head(asked, "text_completion", details.mark), "choices": [choice], "usage": usage_of(answer)}
 
 
 def generate_answer(asked: ParsedRequest, answer: ReplyText) -> Json:
@@ -181,7 +181,7 @@ def generate_answer(asked: ParsedRequest, answer: ReplyText) -> Json:
         "logprobs": {"content": token_logprobs(answer.ids, answer.logprobs, ())},
         "finish_reason": FINISH[answer.stop],
     }
-    return {"request_id": f"gen-{uuid.uuid4().hex}", "choices": [choice], "usage": _usage(answer)}
+    return {"request_id": f"gen-{uuid.uuid4().hex}", "choices": [choice], "usage": usage_of(answer)}
 
 
 def models(model: str, context_length: int, *others: str, adapters: Mapping[str, str] | None = None) -> Json:
@@ -212,7 +212,7 @@ def _head(asked: ParsedRequest, kind: str, mark: str) -> Json:
     return head | ({"system_fingerprint": mark} if mark else {})
 
 
-def _usage(answer: ReplyText) -> Json:
+def usage_of(answer: ReplyText) -> Json:
     prompt, sampled = answer.prompt_tokens, len(answer.ids)
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 

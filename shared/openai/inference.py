@@ -12,6 +12,7 @@ import msgspec
 from opentinker.shared.openai.answers import TopLogprobs
 from opentinker.shared.openai.sampling import SamplingParams
 from opentinker.shared.types.core import Message, StopReason, Tool, ToolCall, WeightVersion
+from opentinker.shared.types.guide import Guide
 
 BEAT_S = 2.0
 """A rollout worker that has nothing new to say of a request says so this often."""
@@ -30,6 +31,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Which of the job's models: the first of `names_of`, or the name of one of its adapters."""
     messages: list[Message] = []
     tools: list[Tool] = []
+    guide: Guide | None = None
+    """What the answer must be."""
     text: str | None = None
     token_ids: list[int] | None = None
     max_tokens: int | None = None

@@ -14,13 +14,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from opentinker.shared.openai.fields import InvalidField, Json, flag, items, stops, text, token_ids, whole
+from opentinker.shared.openai.guides import guide_of, is_told_of_tools, schema_of
 from opentinker.shared.types import codec
 from opentinker.shared.types.core import Image, Message, Text, Tool, ToolCall
+from opentinker.shared.types.guide import Guide
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 IMAGE_TYPES = ("image/png", "image/jpeg")
 MAX_LIKELY_CHAT, MAX_LIKELY = 20, 5
 """Tokens at each place whose logprobs a chat and a completion can ask for: OpenAI's limits."""
+MAX_ANSWERS = 64
+"""Of one request, to all its prompts."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -29,6 +33,8 @@ class ParsedRequest:
 
     messages: list[Message] = field(default_factory=list)
     tools: list[Tool] = field(default_factory=list)
+    guide: Guide | None = None
+    """What the answer must be; None: anything."""
     token_ids: list[int] | None = None
     """In place of messages: the whole prompt."""
     text: str | None = None
@@ -45,23 +51,30 @@ class ParsedRequest:
     """Return log-probabilities of the sampled tokens."""
     likely: int = 0
     """Number of likeliest tokens to return at each place."""
+    prompts: list[str | list[int]] = field(default_factory=list)
+    """Of a completion: all prompts, of which the first is `text` or `token_ids`."""
+    count: int = 1
+    """Number of answers to each prompt."""
     repeated: Json = field(default_factory=dict)
     """Fields of the request that its answer repeats."""
 
 
-def parse_chat(body: Json, session: str = "", *, likely: bool = False) -> ParsedRequest:
-    """Parse `POST /v1/chat/completions`. `likely`: the engine can return likeliest tokens. Raises InvalidField."""
+def parse_chat(body: Json, session: str = "", *, serving: bool = False) -> ParsedRequest:
+    """Parse `POST /v1/chat/completions`. `serving`: for an inference job, which trains nothing: likeliest tokens and
+    several answers may be asked for. Raises InvalidField."""
     refuse_unsupported(body)
     messages = items(body, "messages")
     if not messages:
         raise InvalidField("there is no message", param="messages")
-    tools = tools_of(body, chosen(body, "auto", "none"), _chat_tool)
-    top, logprobs = most_likely(body, "top_logprobs", MAX_LIKELY_CHAT, likely), flag(body, "logprobs")
+    tools = tools_of(body, _chat_tool)
+    top, logprobs = most_likely(body, "top_logprobs", MAX_LIKELY_CHAT, serving), flag(body, "logprobs")
     if top is not None and not logprobs:
         raise InvalidField("top_logprobs needs logprobs = true", param="top_logprobs")
     asked = ParsedRequest(
         messages=[_message(message, f"messages[{n}]") for n, message in enumerate(messages)],
         tools=tools,
+        guide=guide_of(body, body.get("response_format"), "response_format", tools),
+        count=_count(body, serving),
         session=session,
         max_tokens=_most_tokens(body),
         stop=stops(body),
@@ -73,24 +86,26 @@ def parse_chat(body: Json, session: str = "", *, likely: bool = False) -> Parsed
     return asked
 
 
-def parse_completion(body: Json, session: str = "", *, likely: bool = False) -> ParsedRequest:
-    """Parse `POST /v1/completions`: a text or token ids, or a list with one of them. `likely` as above. Raises
+def parse_completion(body: Json, session: str = "", *, serving: bool = False) -> ParsedRequest:
+    """Parse `POST /v1/completions`: a text or token ids, or a list of them. `serving` as above. Raises
     InvalidField."""
     refuse_unsupported(body)
     for name in ("echo", "suffix"):
         if body.get(name):
             raise InvalidField(f"{name} is not supported", param=name)
-    prompt = body.get("prompt")
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
-        if len(prompt) > 1:
-            raise InvalidField("one prompt at a time: ask several times for several answers", param="prompt")
-        prompt = prompt[0]
-    if prompt == "":
-        raise InvalidField("must not be empty", param="prompt")
-    logprobs = most_likely(body, "logprobs", MAX_LIKELY, likely)
+    _refuse_format(body)
+    given = body.get("prompt")
+    prompts = given if isinstance(given, list) and given and isinstance(given[0], str | list) else [given]
+    if len(prompts) > 1 and not serving:
+        raise InvalidField("one prompt at a time: ask several times for several answers", param="prompt")
+    count = _count(body, serving, len(prompts))
+    parsed = [_prompt(prompt) for prompt in prompts]
+    logprobs = most_likely(body, "logprobs", MAX_LIKELY, serving)
     asked = ParsedRequest(
-        token_ids=None if isinstance(prompt, str) else token_ids({"prompt": prompt}, "prompt"),
-        text=prompt if isinstance(prompt, str) else None,
+        token_ids=None if isinstance(parsed[0], str) else parsed[0],
+        text=parsed[0] if isinstance(parsed[0], str) else None,
+        prompts=parsed,
+        count=count,
         session=session,
         max_tokens=whole(body, "max_tokens", 1),
         stop=stops(body),
@@ -102,12 +117,37 @@ def parse_completion(body: Json, session: str = "", *, likely: bool = False) -> 
     return asked
 
 
+def _prompt(given: Any) -> str | list[int]:
+    if given == "":
+        raise InvalidField("must not be empty", param="prompt")
+    return given if isinstance(given, str) else token_ids({"prompt": given}, "prompt")
+
+
+def _count(body: Json, serving: bool, prompts: int = 1) -> int:
+    """Return the number of answers to each prompt."""
+    count = whole(body, "n", 1) or 1
+    if count > 1 and not serving:
+        raise InvalidField("n can only be 1: ask several times for several answers", param="n")
+    if count * prompts > MAX_ANSWERS:
+        raise InvalidField(
+            f"{count * prompts} answers at once; at most {MAX_ANSWERS} are given", param="n" if count > 1 else "prompt"
+        )
+    return count
+
+
+def _refuse_format(body: Json) -> None:
+    if schema_of(body.get("response_format"), "response_format") is not None:
+        raise InvalidField("response_format is for chats: a plain prompt has none", param="response_format")
+
+
 def parse_generate(body: Json, session: str = "") -> ParsedRequest:
     """Parse `POST /inference/v1/generate`: tokens in, tokens out. Raises InvalidField."""
     params = body.get("sampling_params") or {}
     if not isinstance(params, dict):
         raise InvalidField("must be an object", param="sampling_params")
     refuse_unsupported(params)
+    _count(params, serving=False)
+    _refuse_format(params)
     for name in ("features", "content_parts"):
         if body.get(name):
             raise InvalidField(f"{name}: images are not supported at the token endpoint", param=name)
@@ -141,36 +181,17 @@ def _most_tokens(body: Json) -> int | None:
 
 
 def refuse_unsupported(body: Json) -> None:
-    for name in ("n", "best_of"):
-        if body.get(name) not in (None, 1):
-            raise InvalidField(f"{name} can only be 1: ask several times for several answers", param=name)
-    check_format(body, "response_format")
+    if body.get("best_of") not in (None, 1):
+        raise InvalidField("best_of can only be 1: ask for several answers with n", param="best_of")
     for name in ("functions", "logit_bias", "audio", "prompt_logprobs", "structured_outputs", "guided_json"):
         if body.get(name):
             raise InvalidField(f"{name} is not supported", param=name)
 
 
-def check_format(body: Json, name: str) -> None:
-    form = body.get(name)
-    if form is not None and form != {"type": "text"}:
-        raise InvalidField(f'{name} can only be {{"type": "text"}}: nothing forces a format', param=name)
-
-
-def chosen(body: Json, *free: str) -> str:
-    """Return the word of `tool_choice`, one of `free`, which force no call; the first by default."""
-    choice = body.get("tool_choice")
-    word = choice.get("type") if isinstance(choice, dict) else choice
-    if word is None or word in free:
-        return word or free[0]
-    raise InvalidField(
-        f'tool_choice can be "{free[0]}" or "{free[1]}" here: nothing forces what is sampled', param="tool_choice"
-    )
-
-
-def tools_of(body: Json, choice: str, tool: Callable[[Any, str], Tool]) -> list[Tool]:
+def tools_of(body: Json, tool: Callable[[Any, str], Tool]) -> list[Tool]:
     """Return the tools that the model is told of. `tool` parses one of them, by its place."""
     tools = [tool(given, f"tools[{n}]") for n, given in enumerate(items(body, "tools"))]
-    return [] if choice == "none" else tools
+    return tools if is_told_of_tools(body) else []
 
 
 def _stream_options(body: Json) -> Json:

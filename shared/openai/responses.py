@@ -10,14 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 from opentinker.shared.openai.fields import InvalidField, Json, flag, items, text, whole
+from opentinker.shared.openai.guides import guide_of
 from opentinker.shared.openai.requests import (
     MAX_LIKELY_CHAT,
     ROLES,
     ParsedRequest,
     call_of,
-    check_format,
     check_sendable,
-    chosen,
     image_in_url,
     model_of,
     most_likely,
@@ -34,9 +33,11 @@ ABSENT = {"reasoning.encrypted_content"}
 """Values of `include` that add nothing here: there is no reasoning apart from the text."""
 
 
-def parse_responses(body: Json, session: str = "", *, likely: bool = False) -> ParsedRequest:
-    """Parse `POST /v1/responses`. `likely`: the engine can return likeliest tokens. Raises InvalidField."""
+def parse_responses(body: Json, session: str = "", *, serving: bool = False) -> ParsedRequest:
+    """Parse `POST /v1/responses`. `serving` as for chats. Raises InvalidField."""
     refuse_unsupported(body)
+    if body.get("n") not in (None, 1):
+        raise InvalidField("n is not supported", param="n")
     for name in ("previous_response_id", "conversation"):
         if body.get(name):
             raise InvalidField(f"{name}: responses are not stored; send the whole conversation in input", param=name)
@@ -50,9 +51,8 @@ def parse_responses(body: Json, session: str = "", *, likely: bool = False) -> P
     form = body.get("text") or {}
     if not isinstance(form, dict):
         raise InvalidField("must be an object", param="text")
-    check_format({"text.format": form.get("format")}, "text.format")
     logprobs = _logprobs(body)
-    top = most_likely(body, "top_logprobs", MAX_LIKELY_CHAT, likely)
+    top = most_likely(body, "top_logprobs", MAX_LIKELY_CHAT, serving)
     if top and not logprobs:
         raise InvalidField(f'top_logprobs needs include = ["{LOGPROBS}"]', param="top_logprobs")
     messages = _input(body.get("input"))
@@ -60,9 +60,11 @@ def parse_responses(body: Json, session: str = "", *, likely: bool = False) -> P
         messages = [Message(role="system", content=instructions), *messages]
     if not messages:
         raise InvalidField("there is no message", param="input")
+    tools = tools_of(body, _tool)
     asked = ParsedRequest(
         messages=messages,
-        tools=tools_of(body, chosen(body, "auto", "none"), _tool),
+        tools=tools,
+        guide=guide_of(body, form.get("format"), "text.format", tools),
         session=session,
         max_tokens=whole(body, "max_output_tokens", 1),
         model=model_of(body),

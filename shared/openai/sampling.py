@@ -7,7 +7,11 @@ import msgspec
 from opentinker.shared.openai.fields import InvalidField, Json, flag, number, whole
 
 SAMPLED = frozenset({"model", "stream", "temperature", "top_p", "top_k", "seed"})
-OPENAI = SAMPLED | {"max_tokens", "stop", "stream_options", "logprobs", "n", "best_of", "response_format"}
+OPENAI = (
+    SAMPLED
+    | {"max_tokens", "stop", "stream_options", "logprobs", "n", "best_of", "response_format"}
+    | {"presence_penalty", "frequency_penalty", "repetition_penalty", "min_p"}
+)
 READ = {
     "chat/completions": OPENAI
     | {"messages", "tools", "tool_choice", "parallel_tool_calls", "max_completion_tokens", "top_logprobs"},
@@ -27,15 +31,11 @@ INERT = frozenset(
 )
 """Say nothing about what is sampled."""
 USUAL: Json = {
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
-    "repetition_penalty": 1,
-    "min_p": 0,
     "min_tokens": 0,
     "thinking": {"type": "disabled"},
 }
 """Values that are accepted because they change nothing."""
-MAX_TEMPERATURE = 10.0
+MAX_TEMPERATURE = 2.0
 MAX_SEED = 2**63 - 1
 
 
@@ -49,6 +49,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """0: all tokens."""
     seed: int | None = None
     """None: drawn at random."""
+    min_p: float = 0.0
+    """Tokens with less than this share of the likeliest one's probability are excluded."""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+
+    @property
+    def reshapes(self) -> bool:
+        """Whether anything but temperature, top_p and top_k changes the distribution."""
+        neutral = SamplingParams()
+        names = ("min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+        return any(getattr(self, name) != getattr(neutral, name) for name in names)
 
 
 def parse_manner(body: Json, route: str) -> SamplingParams:
@@ -65,6 +77,7 @@ def parse_manner(body: Json, route: str) -> SamplingParams:
             "parallel_tool_calls can only be true: nothing forces what is sampled", param="parallel_tool_calls"
         )
     temperature, top_p = number(body, "temperature", 0, MAX_TEMPERATURE), number(body, "top_p", 0, 1, above=True)
+    repetition = number(body, "repetition_penalty", 0, 2, above=True)
     top_k, seed = body.get("top_k"), whole(body, "seed", 0)
     if seed is not None and seed > MAX_SEED:
         raise InvalidField(f"must be at most {MAX_SEED}", param="seed")
@@ -73,6 +86,10 @@ def parse_manner(body: Json, route: str) -> SamplingParams:
         top_p=1.0 if top_p is None else top_p,
         top_k=0 if top_k == -1 else whole(body, "top_k", 0) or 0,
         seed=seed,
+        min_p=number(body, "min_p", 0, 1) or 0.0,
+        presence_penalty=number(body, "presence_penalty", -2, 2) or 0.0,
+        frequency_penalty=number(body, "frequency_penalty", -2, 2) or 0.0,
+        repetition_penalty=1.0 if repetition is None else repetition,
     )
 
 

@@ -127,6 +127,8 @@ class Ending(StrEnum):
     """The first observation is empty or does not fit into the context."""
     ENGINE_ERROR = "engine_error"
     """The generation engine failed the request."""
+    UNTRAINABLE = "untrainable"
+    """No turn of a seat can be trained."""
     URL_FAILED = "url_failed"
     """The model behind a URL that plays a seat gave no answer that could be used, or may not be reached."""
     CANCELLED = "cancelled"
@@ -139,7 +141,12 @@ class Ending(StrEnum):
     def repeats(self) -> bool:
         """Whether it comes again with the same start state, seeds and weights; other failures depend on time and on
         machines."""
-        return not self.failed or self in (Ending.ENV_ERROR, Ending.ENV_BAD_REPLY, Ending.PROMPT)
+        return not self.failed or self in (
+            Ending.ENV_ERROR,
+            Ending.ENV_BAD_REPLY,
+            Ending.PROMPT,
+            Ending.UNTRAINABLE,
+        )
 
 
 class Discard(StrEnum):

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from opentinker.shared.types.core import Ending, Message, StopReason, Tool, ToolCall
+from opentinker.shared.types.guide import Guide
 
 OPEN = -1
 IMPORTED = -2
@@ -141,6 +142,8 @@ class SeatPrompt(msgspec.Struct, frozen=True, kw_only=True):
     """Replaces `messages`: text that continues the stream, tokenized without a chat template."""
     tools: list[Tool] = []
     """In the first reply to a stream: what the seat may call in it."""
+    guide: Guide | None = None
+    """What the next turn must be: a call, which is begun for the policy, or text in a schema, which is not trained."""
     max_tokens: int | None = None
     """Limit of the next turn, where the environment allows less than the job."""
     stop: list[str] = []

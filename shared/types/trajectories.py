@@ -42,6 +42,8 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     paid: dict[str, float] = {}
     """In a tree: what the environment paid for this turn, by seat. The candidates of a turn are compared by it; what a
     seat earns later, in turns of others, is part of `reward` alone."""
+    untrainable: str = ""
+    """Why its tokens are not trained; empty: they are. Their mask is 0, and `end` is `start`, after them."""
     generate_s: float = 0.0
     env_s: float = 0.0
 

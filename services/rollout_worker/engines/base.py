@@ -26,6 +26,10 @@ class EngineLost(EngineError):
     """The engine is gone or half loaded: no call can succeed, the worker should end and restart."""
 
 
+class GuideRefused(EngineError):
+    """What was to be forced cannot be: the asker's mistake."""
+
+
 class SwapError(OpenTinkerError):
     """Joining or receiving failed. The engine keeps its old weights and version and continues to generate."""
 
@@ -41,6 +45,13 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """None: drawn by the engine."""
     adapter: str = ""
     """One that was added to the engine, by its name."""
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    structure: str = ""
+    """A structural tag, in JSON, that the text must match; empty: any text. Log-probabilities are those among the
+    tokens that fit."""
     likely: int = 0
     """So many of the likeliest tokens are told at each place; never for training."""
 

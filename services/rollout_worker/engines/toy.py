@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from opentinker.services.rollout_worker.engines.base import (
     Completion,
     EngineError,
+    GuideRefused,
     Progress,
     Sampling,
     Scores,
@@ -91,6 +92,8 @@ class ToyEngine:
             raise EngineError("the simulated engine does not see")
         if sampling.likely:
             raise EngineError("the simulated engine draws from no distribution: no tokens are the likeliest")
+        if sampling.structure:
+            raise GuideRefused("the simulated engine cannot force a call or a format")
         if self.version is None:
             raise EngineError("the engine has no weights yet")
         if len(prompt_ids) >= self.context_length:

@@ -37,7 +37,7 @@ from vllm import SamplingParams  # noqa: E402 - vLLM reads its environment when 
 from vllm.logprobs import FlatLogprobs  # noqa: E402
 from vllm.lora.request import LoRARequest  # noqa: E402
 from vllm.outputs import CompletionOutput, RequestOutput  # noqa: E402
-from vllm.sampling_params import RequestOutputKind  # noqa: E402
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams  # noqa: E402
 from vllm.v1.engine.exceptions import EngineDeadError  # noqa: E402
 
 from opentinker.services.rollout_worker.engines.vllm_config import write_adapter_config  # noqa: E402
@@ -209,12 +209,20 @@ class VllmEngine:
     def _params(self, sampling: Sampling, room: int, *, whole: bool) -> SamplingParams:
         if sampling.stop and not self._process.stop_strings:
             raise EngineError("this engine was started without a tokenizer, so it cannot find stop strings")
+        if sampling.structure and not self._process.stop_strings:
+            raise EngineError("this engine was started without a tokenizer, so it cannot force a text")
+        forced = StructuredOutputsParams(structural_tag=sampling.structure) if sampling.structure else None
         return SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             max_tokens=min(sampling.max_tokens, room),
             seed=sampling.seed,
+            min_p=sampling.min_p,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            repetition_penalty=sampling.repetition_penalty,
+            structured_outputs=forced,
             stop=sampling.stop or None,
             stop_token_ids=self._eos_ids,
             ignore_eos=True,  # the tokenizer's idea of it; stop_token_ids has the model's

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from opentinker.services.rollout_worker.engines import vllm_startup
-from opentinker.services.rollout_worker.engines.base import EngineError, EngineLost, SwapError
+from opentinker.services.rollout_worker.engines.base import EngineError, EngineLost, GuideRefused, SwapError
 from opentinker.shared.asyncio_tools import finish_uncancelled, sleep
 from opentinker.shared.backoff import Backoff
 from opentinker.shared.data.model_families import VISION_FAMILIES, unsupported_family, unsupported_on_cpu
@@ -162,6 +162,8 @@ class VllmProcess:
         except EngineDeadError as error:
             raise self.lost() from error
         except (EngineGenerateError, VLLMClientError, ValueError) as error:
+            if params.structured_outputs is not None and isinstance(error, VLLMClientError | ValueError):
+                raise GuideRefused(f"vLLM cannot force it: {error_sentence(str(error))}") from error
             raise EngineError(f"{type(error).__name__}: {error}") from error
         finally:
             self.users[number] -= 1

@@ -9,22 +9,29 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Sequence
-from contextlib import aclosing
 
 import structlog
 from aiohttp import web
 
 from opentinker.services.scheduler.http.errors import json_response, read_json
+from opentinker.services.scheduler.http.inference_answers import (
+    SeveralAnswers,
+    chunks_of,
+    details_of,
+    each_answer,
+    event_stream,
+    reply_of,
+    write,
+)
 from opentinker.services.scheduler.http.jobs import JobsApi
 from opentinker.services.scheduler.http.route_decorator import Route
 from opentinker.services.scheduler.inference.router import InferenceRouter, refuse_unless_served
 from opentinker.shared import dialects
 from opentinker.shared.asyncio_tools import cancel_and_wait
 from opentinker.shared.dialects import Dialect
-from opentinker.shared.openai.answers import Details, Piece, ReplyStream, card_of, models, said
+from opentinker.shared.openai.answers import card_of, models
 from opentinker.shared.openai.fields import InvalidField, Json, unknown_model
-from opentinker.shared.openai.inference import GenerateRequest, GenerateResult, adapters_in, models_of, names_of
+from opentinker.shared.openai.inference import GenerateRequest, adapters_in, models_of, names_of
 from opentinker.shared.openai.requests import ParsedRequest
 from opentinker.shared.openai.sampling import parse_manner
 from opentinker.shared.security.authorization import Action
@@ -111,7 +118,7 @@ class InferenceApi:
         body = await read_json(request)
         if not isinstance(body, dict):
             raise InvalidField("the body must be a JSON object")
-        manner, asked = parse_manner(body, dialect.route), dialect.parse(body, likely=True)
+        manner, asked = parse_manner(body, dialect.route), dialect.parse(body, serving=True)
         models = models_of(job.id, job.spec)
         if asked.model and asked.model not in models:
             raise unknown_model(asked.model, models)
@@ -123,6 +130,7 @@ class InferenceApi:
             model=models[asked.model],
             messages=asked.messages,
             tools=asked.tools,
+            guide=asked.guide,
             text=asked.text,
             token_ids=asked.token_ids,
             max_tokens=asked.max_tokens,
@@ -133,66 +141,38 @@ class InferenceApi:
             offsets=asked.logprobs and dialect is dialects.COMPLETIONS,
             likely=asked.likely,
         )
-        respond = self._streamed if asked.stream else self._whole
-        return await _while_there(request, asyncio.create_task(respond(request, job, asked, ask, dialect)))
+        asks = each_answer(ask, asked)
+        if len(asks) == 1:
+            respond = self._streamed if asked.stream else self._whole
+            answering = respond(request, job, asked, ask, dialect)
+        else:
+            several = SeveralAnswers(lambda ask: self.replicas.answer(job, ask), asked, asks, dialect)
+            answering = several.streamed(request) if asked.stream else several.whole()
+        return await _while_there(request, asyncio.create_task(answering))
 
     async def _whole(
         self, request: web.Request, job: JobRecord, asked: ParsedRequest, ask: GenerateRequest, dialect: Dialect
     ) -> web.StreamResponse:
-        async with aclosing(self.replicas.answer(job, ask)) as pieces:
-            async for piece in pieces:
-                if (reply := piece.reply) is not None:
-                    return json_response(dialect.answer(asked, reply, _details(reply)))
-        raise AssertionError("an answer ends with a reply")
+        reply = await reply_of(self.replicas.answer(job, ask))
+        return json_response(dialect.answer(asked, reply, details_of(reply)))
 
     async def _streamed(
         self, request: web.Request, job: JobRecord, asked: ParsedRequest, ask: GenerateRequest, dialect: Dialect
     ) -> web.StreamResponse:
         """Errors before the first chunk are a status; later ones are an event, the last one."""
-        response = web.StreamResponse(
-            headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no", "X-Content-Type-Options": "nosniff"}
-        )
-        response.content_type = "text/event-stream"
-        stream, sent, counted = dialect.stream(asked), 0, 0
+        response, stream = event_stream(), dialect.stream(asked)
         try:
-            async with aclosing(self.replicas.answer(job, ask)) as pieces:
-                async for piece in pieces:
-                    if not response.prepared:
-                        await response.prepare(request)
-                        await _write(response, stream.begin(piece.reply))
-                    if piece.reply is not None:
-                        await _write(response, _rest(stream, asked, piece.reply, sent, counted))
-                        await response.write(dialect.last)
-                    else:
-                        numbers = piece.logprobs, piece.tokens, piece.offsets, piece.likely
-                        await _write(response, stream.more(Piece(piece.text, piece.ids, *numbers)))
-                        sent, counted = sent + len(piece.text), counted + len(piece.ids)
+            async for chunks in chunks_of(self.replicas.answer(job, ask), stream, asked):
+                if not response.prepared:
+                    await response.prepare(request)
+                await write(response, chunks)
+            await response.write(dialect.last)
         except InvalidField as refused:
             if not response.prepared:
                 raise
-            await _write(response, stream.failed(refused))
+            await write(response, stream.failed(refused))
         await response.write_eof()
         return response
-
-
-def _rest(stream: ReplyStream, asked: ParsedRequest, reply: GenerateResult, sent: int, counted: int) -> list[Json]:
-    """Return chunks for the unsent part of the result: characters from `sent`, tokens from `counted`."""
-    if reply.tool_calls:
-        return [*stream.calls(reply, _details(reply)), *stream.end(reply)]
-    text, ids = said(asked, reply).text[sent:], reply.ids[counted:]
-    if not text and not ids:
-        return stream.end(reply)
-    numbers = reply.logprobs[counted:], reply.tokens[counted:], reply.offsets[counted:], reply.likely
-    return [*stream.more(Piece(text, ids, *numbers)), *stream.end(reply)]
-
-
-def _details(reply: GenerateResult) -> Details:
-    return Details(f"weights-{reply.version}", reply.tokens, reply.offsets, reply.likely)
-
-
-async def _write(response: web.StreamResponse, chunks: Sequence[Json]) -> None:
-    for chunk in chunks:
-        await response.write(dialects.event(chunk))
 
 
 async def _while_there(request: web.Request, answering: asyncio.Task[web.StreamResponse]) -> web.StreamResponse:

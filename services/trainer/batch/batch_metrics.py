@@ -28,10 +28,10 @@ def batch_metrics(groups: list[Group], version: WeightVersion) -> dict[str, floa
     Per seat and sample: reward/{mean,std,min,max}, reward/env/NAME, reward/seat/NAME (where
     there are several seats), reward_model/NAME/{mean,std} and reward/own (with reward models), response_length/
     {mean,max} (sampled tokens), turns/mean. Of groups: zero_variance (share of those in which no seat did better in one
-    sample than in another). Of turns: stop/REASON. Of samples: ending/REASON, and the mean of every metric that
-    environments reported, by its own name (`env/NAME` where the name is built in). Of trajectories: staleness/
-    {min,mean,max} (versions that the oldest token lags), spans/mean (weight versions within it). In a tree, plays and
-    samples are those of the episode; turns and trajectories include the candidates that were not chosen.
+    sample than in another). Of turns: stop/REASON, turns/untrainable. Of samples: ending/REASON, and the mean of every
+    metric that environments reported, by its own name (`env/NAME` where the name is built in). Of trajectories:
+    staleness/{min,mean,max} (versions that the oldest token lags), spans/mean (weight versions within it). In a tree,
+    plays and samples are those of the episode; turns and trajectories include the candidates that were not chosen.
     """
     trajectories = [t for group in groups for t in group.trajectories]
     plays = [play for play in seat_plays(groups) if play.is_played]
@@ -58,6 +58,8 @@ def batch_metrics(groups: list[Group], version: WeightVersion) -> dict[str, floa
     }
     stops = Counter(turn.stop for t in trajectories for turn in t.turns)
     metrics |= {f"stop/{reason}": stops[reason] / max(1, stops.total()) for reason in StopReason}
+    if left_out := sum(bool(turn.untrainable) for t in trajectories for turn in t.turns):
+        metrics["turns/untrainable"] = left_out / stops.total()
     endings = Counter(t.ending for t in samples)
     metrics |= {f"ending/{end}": endings[end] / len(samples) for end in Ending if not end.failed}
     for key in sorted({key for t in samples for key in t.metrics}):

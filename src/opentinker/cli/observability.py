@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from opentinker.cli.common import AsJson, JobId, Policy, Url, client, print_json, print_table, say
-from opentinker.shared.api_types import Rollout, View
+from opentinker.shared.api_types import Rollout, Shown, View
 from opentinker.shared.types.core import part_id
 from opentinker.shared.types.errors import plural
 from opentinker.shared.types.manifest import short_list
@@ -47,7 +47,7 @@ def words_of(one: Rollout) -> Iterator[str]:
     """Yield the messages of an episode: of several seats with who said or saw each, in the order of play."""
     views = one["views"]
     if len(views) == 1:
-        yield from (f"[{message['role']}] {message['content']}" for message in views[0]["messages"])
+        yield from (f"[{message['role']}{_left_out(message)}] {message['content']}" for message in views[0]["messages"])
         return
     for view in views:
         yield f"({_who(view)}, reward {view['reward']:g})"
@@ -56,9 +56,14 @@ def words_of(one: Rollout) -> Iterator[str]:
     for place, number in one.get("order", ()):
         view, message = views[place], views[place]["messages"][number]
         if "turn" in message:
-            yield f"[{_who(view)} {', '.join(message['versions'])}] {message['content']}"
+            versions = ", ".join(message["versions"])
+            yield f"[{_who(view)} {versions}{_left_out(message)}] {message['content']}"
         else:
             yield f"[to {_named(view)}, {message['role']}] {message['content']}"
+
+
+def _left_out(message: Shown) -> str:
+    return f", not trained: {message['untrainable']}" if "untrainable" in message else ""
 
 
 def _named(view: View) -> str:

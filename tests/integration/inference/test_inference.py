@@ -123,8 +123,8 @@ async def test_plain_completions_take_token_ids_too(site: Site) -> None:
         assert [place for found in listed for place in found.text_offset] == list(range(13))
         with pytest.raises(openai.BadRequestError, match="token ids up to"):
             await model.completions.create(model=job, prompt=[5, 10**6])
-        with pytest.raises(openai.BadRequestError, match="one prompt at a time"):
-            await model.completions.create(model=job, prompt=["a", "b"])
+        with pytest.raises(openai.BadRequestError, match="66 answers at once; at most 64"):
+            await model.completions.create(model=job, prompt=["a", "b"], n=33)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -199,14 +199,15 @@ async def test_tools_are_offered_called_and_answered(site: Site, stream: bool) -
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"n": 2}, "n can only be 1"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty is not supported"),
-        ({"response_format": {"type": "json_object"}}, "nothing forces a format"),
-        ({"temperature": 11}, "temperature: must be a number from 0 to 10"),
+        ({"n": 65}, "65 answers at once; at most 64"),
+        ({"frequency_penalty": 2.5}, "frequency_penalty: must be a number from -2 to 2"),
+        ({"extra_body": {"min_p": 2}}, "min_p: must be a number from 0 to 1"),
+        ({"response_format": {"type": "grammar"}}, "must have the type text, json_object or json_schema"),
+        ({"temperature": 2.5}, "temperature: must be a number from 0 to 2"),
         ({"top_p": 0}, "top_p: must be a number above 0"),
         ({"extra_body": {"guided_regex": "x"}}, "guided_regex is not supported"),
         ({"extra_body": {"chat_template_kwargs": {"enable_thinking": True}}}, "chat_template_kwargs is not supported"),
-        ({"tool_choice": "required"}, "nothing forces"),
+        ({"tool_choice": "required"}, "no tool is offered"),
         ({"parallel_tool_calls": False}, "parallel_tool_calls can only be true"),
         ({"verbosity": "low"}, "verbosity is not supported"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs can be 20 at most"),

@@ -134,8 +134,9 @@ async def test_images_and_results_of_tools_in_a_response_are_understood() -> Non
         ({"conversation": "conv_1"}, "responses are not stored"),
         ({"background": True}, "background is not supported"),
         ({"truncation": "auto"}, "truncation can only be"),
-        ({"tool_choice": "required"}, 'tool_choice can be "auto" or "none"'),
-        ({"text": {"format": {"type": "json_object"}}}, "nothing forces a format"),
+        ({"tool_choice": "required"}, "no tool is offered"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format: must have a schema"),
+        ({"n": 2}, "n is not supported"),
         ({"include": ["file_search_call.results"]}, "cannot be included"),
         ({"top_logprobs": 1}, "top_logprobs can only be 0"),
         ({"tools": [{"type": "web_search"}]}, "must be a function"),
@@ -148,7 +149,7 @@ async def test_images_and_results_of_tools_in_a_response_are_understood() -> Non
 async def test_a_response_that_cannot_be_given_is_refused(wrong: dict[str, Any], said: str) -> None:
     async def talk(model: AsyncOpenAI) -> None:
         with pytest.raises(openai.BadRequestError, match=said):
-            await model.responses.create(**{"model": "m", "input": "a", **wrong})
+            await model.responses.create(model="m", extra_body={"input": "a", **wrong})
         await model.responses.create(model="m", input="a")
 
     _, asked = await play(talk, "x")
@@ -227,13 +228,13 @@ async def test_images_and_results_of_tools_in_a_message_are_understood() -> None
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"tool_choice": {"type": "any"}}, 'tool_choice can be "auto" or "none"'),
+        ({"tool_choice": {"type": "any"}}, "no tool is offered"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "must be a tool of the client's own"),
         ({"messages": []}, "there is no message"),
         ({"messages": [user([{"type": "document"}])]}, "blocks of type text, image and tool_result"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "one of the roles"),
         ({"messages": [user([{"type": "image", "source": {"type": "url", "url": "x"}}])]}, "source of type base64"),
-        ({"output_config": {"format": {"type": "json_schema", "schema": {}}}}, "nothing forces a format"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format: must have a schema"),
         ({"stop_sequences": [""]}, "stop_sequences: must be"),
     ],
 )
