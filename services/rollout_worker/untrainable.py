@@ -40,8 +40,8 @@ def reason_against(completion: Completion, asked: SeatPrompt) -> str:
 
 
 def trained_streams(streams: Sequence[Stream]) -> list[Stream]:
-    """Return those of these streams, all with turns, that have tokens to be trained. What the others have earned becomes
-    a part of the seat's last turn in one of them. Raises Untrainable."""
+    """Return those of these streams, all with turns, that have tokens to be trained. What the others have earned is
+    moved to the last turn of the seat in one of them. Raises Untrainable."""
     trained = [stream for stream in streams if stream.spans]
     for stream in streams:
         if stream.spans:

@@ -11,7 +11,8 @@ import pytest
 from openai import AsyncOpenAI
 
 from opentinker.services.rollout_worker.engines.base import Completion
-from opentinker.services.rollout_worker.episode import Episode, EpisodeFailed
+from opentinker.services.rollout_worker.episode import Episode
+from opentinker.services.rollout_worker.episode_protocol import EpisodeFailed
 from opentinker.services.rollout_worker.seat_map import SeatMap
 from opentinker.services.trainer.algorithm.credit_assignment import assign
 from opentinker.services.trainer.batch.batch_metrics import batch_metrics
