@@ -42,7 +42,7 @@ class EvaluationSpec(SpecPart):
     """Smallest reward with which an episode counts as solved."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of start states and sampling. Rows are 0, 1, 2...; seeds are never those of training."""
-    temperature: Annotated[float, Field(ge=0.0, le=10.0)] = 0.0
+    temperature: Annotated[float, Field(ge=0.0, le=2.0)] = 0.0
     """0: greedy."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """As in [rollout]; not with temperature = 0."""

@@ -76,7 +76,7 @@ class RolloutSpec(SpecPart):
     """Sampled tokens per turn; default: the rest of max_tokens."""
     context_length: Tokens | None = None
     """Tokens per trajectory, including prompt and observations; default: the model's maximum, at most 4096."""
-    temperature: Annotated[float, Field(gt=0.0, le=10.0)] = 1.0
+    temperature: Annotated[float, Field(gt=0.0, le=2.0)] = 1.0
     """Logits are divided by it before sampling; the trainer does the same."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """Sample from the smallest set of tokens with this total probability; 1: all. Below 1 ratios are biased, because

@@ -82,7 +82,7 @@ EDGES: list[tuple[str, Any, Any]] = [
     ("algorithm.max_staleness", 0, -1),
     ("algorithm.clip_low", 1.0, 1.0001),
     ("algorithm.kl_coef", 0.0, -1e-9),
-    ("rollout.temperature", 10.0, 10.1),
+    ("rollout.temperature", 2.0, 2.1),
     ("rollout.temperature", 1e-6, 0.0),
     ("rollout.top_p", 1.0, 1.0001),
     ("rollout.top_p", 1e-6, 0.0),
