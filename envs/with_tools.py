@@ -26,7 +26,7 @@ class WithTools(Wrapper):
         self._seen: set[tuple[str, str]] = set()
         self._asked: Opening | Step = Opening()
         self._prompts: dict[str, Prompt] = {}
-        """Of the seats that the environment asked last."""
+        """Prompts of the seats that the environment asked last."""
         self._metrics: dict[str, float] = {}
         self._answers_itself = False
         """The environment also offers tools that its own `step` answers."""

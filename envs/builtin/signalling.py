@@ -12,7 +12,7 @@ from opentinker.envs.base import Action, Environment, EnvironmentConfig, Opening
 SPEAKER, LISTENER = "speaker", "listener"
 ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyz"
 MESSAGE_CHARACTERS = 64
-"""What the listener hears of a message, however long its tokens are."""
+"""Characters of a message that the listener hears, however long its tokens are."""
 
 
 class Signalling(Environment):

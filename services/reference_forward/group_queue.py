@@ -43,7 +43,7 @@ class QueuedGroup:
 
     @property
     def tokens(self) -> int:
-        """Of what is scored, prompts included."""
+        """Number of the tokens that are scored, prompts included."""
         return sum(len(t.mask_T) for t in self.group.trajectories)
 
     def select_own(self) -> None:

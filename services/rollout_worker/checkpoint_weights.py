@@ -15,7 +15,7 @@ from opentinker.shared.types.manifest import ADAPTER, Manifest, adapter_of, froz
 
 
 class FixedWeights(NamedTuple):
-    """What an engine serves from its start to its end."""
+    """Weights that an engine serves from its start to its end."""
 
     version: WeightVersion
     full: Path | None

@@ -48,7 +48,7 @@ class Sampled(NamedTuple):
     seconds: float
     """How long the engine took."""
     words: str | None = None
-    """What a model behind a URL said; its tokens are for people to look at."""
+    """Answer of a model behind a URL; its tokens are for people to look at."""
     untrainable: str = ""
     """As in Turn."""
 

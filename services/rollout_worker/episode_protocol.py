@@ -1,4 +1,4 @@
-"""What an episode needs from outside, and how it fails."""
+"""The environment side of an episode, and its failure."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ class EvalRunner:
 
     @property
     def _version(self) -> WeightVersion | None:
-        """Of the evaluated policy; None until every policy has weights, because its opponents may be policies."""
+        """Return the evaluated policy's version; None until every policy has weights: its opponents may be policies."""
         versions = {name: engine.version for name, engine in self.engines.items()}
         return None if None in versions.values() else versions[self.policy]
 

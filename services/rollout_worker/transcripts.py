@@ -1,4 +1,4 @@
-"""What of episodes is kept word by word: for people to read, and for reward models, never for the trainer."""
+"""Episodes that are kept word by word: for people to read, and for reward models, never for the trainer."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ class JointProgress:
 
     @property
     def reason(self) -> str:
-        """What is said about the ends of the policies."""
+        """Return what the job reports about the ends of its policies."""
         said = {name: why for name, why in self._finished.items() if why}
         if set(said) == {""}:
             return said[""]

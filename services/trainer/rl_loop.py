@@ -118,7 +118,7 @@ class TrainerJob:
         with those of the other policies: training waits."""
         self.swap: dict[str, float] = {}
         self.opponent_lags: list[int] = []
-        """Of each group of the batch, when it was taken."""
+        """Lag of each group of the batch at the time when it was taken."""
         self.stepped_at = 0.0
         """Monotonic time of the end of the last step."""
 

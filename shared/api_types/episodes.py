@@ -60,7 +60,7 @@ class Transcript(TypedDict):
     sample: NotRequired[int]
     """Which time it is."""
     opponent: NotRequired[str]
-    """Of [validation] against."""
+    """Name of the opponent, from `against` of [validation]."""
     outcome: NotRequired[float]
     """1 for a win, 0.5 for a draw, 0 for a loss; where other players have seats."""
     reward: float

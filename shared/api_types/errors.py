@@ -1,4 +1,4 @@
-"""What requests that fail are answered with."""
+"""Answers to requests that fail."""
 
 from typing import Literal, NotRequired, TypedDict
 

@@ -39,7 +39,7 @@ class JobSummary(TypedDict):
     since: float
     """When it came to the queue or, of a job that has begun, when it started."""
     quiet_since: float
-    """Of a job that is asleep: when its last request ended; 0 if it has never slept."""
+    """When the last request of a job that is asleep ended; 0 if it has never slept."""
     finished: float | None
     """Null while it is not over."""
     deleted: float | None

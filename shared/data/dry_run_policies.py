@@ -1,4 +1,4 @@
-"""What `validate` finds of a job with several policies: the model of each, what it trains, and the memory of all."""
+"""The part of `validate` for jobs with several policies: the model of each, what it trains, and the memory of all."""
 
 from __future__ import annotations
 

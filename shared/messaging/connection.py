@@ -1,4 +1,4 @@
-"""What the bus needs of one NATS connection: its errors, acks of publishes, a log of outages."""
+"""One NATS connection of the bus: its errors, acks of publishes, a log of outages."""
 
 from __future__ import annotations
 

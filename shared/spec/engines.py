@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from opentinker.shared.spec import JobSpec
 
 LIVE_VERSIONS = 6
-"""Of another job's live policy, which requests may be under way with at the same time."""
+"""Versions of another job's live policy that running requests may use at the same time."""
 MAX_ADAPTERS_AT_ONCE = 64
-"""Of an engine that policies share: each has room on the accelerator, of the largest rank."""
+"""Adapters of an engine that policies share; each takes the room of the largest rank on the accelerator."""
 
 
 class EnginePolicy(NamedTuple):
@@ -35,7 +35,7 @@ class EnginePolicy(NamedTuple):
 
     @property
     def base(self) -> tuple[str, str, bool] | None:
-        """What its adapter belongs to, with the settings of an engine; None: it has weights of its own."""
+        """Base model and engine settings of its adapter; None if it has full weights."""
         if self.model is None or self.model.lora is None:
             return None
         return self.model.base, self.model.dtype, self.model.fp32_head

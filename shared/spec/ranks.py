@@ -1,4 +1,4 @@
-"""What several ranks can share and what they cannot; and GPUs that would stay unused."""
+"""Checks what several ranks can share, and whether GPUs would stay unused."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class ArtifactEntry(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int
     created: float
     sha256: str = ""
-    """Of a file; empty for checkpoints."""
+    """SHA-256 of a file; empty for checkpoints."""
     manifest: Manifest | None = None
     """Manifest of a checkpoint; None for files."""
     metric: float | None = None

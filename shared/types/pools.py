@@ -39,7 +39,7 @@ class PoolRecord(msgspec.Struct, frozen=True, kw_only=True):
     members: list[str]
     """Versions, oldest first."""
     win_rates: dict[str, float]
-    """Of the policy, by member."""
+    """The policy's, by member."""
 
 
 PoolRecords = dict[str, PoolRecord]

@@ -84,7 +84,7 @@ class KeptStep(msgspec.Struct, frozen=True, kw_only=True):
 
     job: str
     policy: str = ""
-    """Of a job with several: whose step."""
+    """Whose step, in a job with several policies."""
     epoch: int
     step: int
     time: float

@@ -58,7 +58,7 @@ log = structlog.get_logger()
 ENGINE_DEAD = "the vLLM engine process is dead"
 BATCHED_TOKENS = 4096
 GPU_SHARE = 0.9
-"""Of a GPU's memory, for all engines together that share it."""
+"""Share of a GPU's memory, for all engines together that use it."""
 POLL_S = 0.5
 """Interval of health checks of an idle engine."""
 

@@ -31,7 +31,7 @@ from opentinker.shared.types.errors import NotFound, OpenTinkerError
 
 CHUNK = 1 << 20
 MISSING = (FileNotFoundError, NotADirectoryError)
-"""What is not there, or not below a directory."""
+"""Errors of a path that does not exist, or is not below a directory."""
 _LEFT = re.compile(r"\.(removing|putting)-[0-9a-f]{32}")
 """Names of ours alone: a trainer's `.removing-step-...` may still be a checkpoint."""
 

@@ -30,7 +30,7 @@ CHUNK = 1 << 20
 Page = list[tuple[int, MetricPoint]]
 """Points with their cursors."""
 Time = tuple[int, float]
-"""Of a line: its epoch and Unix time."""
+"""Epoch and Unix time of a line."""
 ARRIVAL_S = 10.0
 """Time within which the point of a new line is expected in the stream."""
 OLDEST_POINTS = 100

@@ -18,7 +18,7 @@ from opentinker.services.trainer.learners import optimizer_state
 
 class RandomState:
     _generators: ClassVar[threading.Lock] = threading.Lock()
-    """Of torch, for the whole process; held by the learner whose state they have."""
+    """Lock of torch's generators, which the whole process shares; held by the learner whose state they have."""
 
     def __init__(self, *, is_own: bool, cuda: bool) -> None:
         """`is_own` False: the learner is alone in its process, or need not draw the same again."""

@@ -79,7 +79,7 @@ class Model(NamedTuple):
     why: str
     """Source of their number."""
     bytes: float
-    """Of its weights in an engine."""
+    """Size of its weights in an engine."""
     is_adapter: bool
 
 
