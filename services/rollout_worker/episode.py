@@ -25,6 +25,7 @@ import numpy as np
 
 from opentinker.services.rollout_worker.engines.base import Completion, EngineError, EngineLost, Sampling, Shown
 from opentinker.services.rollout_worker.episode_protocol import Busy, EpisodeFailed, Sessions
+from opentinker.services.rollout_worker.observation import observation_of
 from opentinker.services.rollout_worker.seat_map import LoadedPolicy, Player, SeatMap
 from opentinker.services.rollout_worker.stream import Stream
 from opentinker.services.rollout_worker.transcripts import is_kept
@@ -39,7 +40,7 @@ from opentinker.shared.asyncio_tools import gather_all, paused_timeout
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.types.core import Ending, Message, StopReason, Ticket
 from opentinker.shared.types.env_protocol import Policy, SeatAction, SeatPrompt, SessionReply
-from opentinker.shared.types.errors import BadImage, JobFailed
+from opentinker.shared.types.errors import BadImage
 from opentinker.shared.types.trajectories import Picture, Trajectory, Turn
 
 
@@ -315,31 +316,8 @@ class Episode:
             self.streams[prompt.seat, prompt.stream] = stream
         elif prompt.tools and prompt.tools != stream.tools:
             raise EpisodeFailed(Ending.ENV_BAD_REPLY, "the tools of a stream cannot change after its first turn")
-        pictures: list[Picture] = []
-        if (prompt.prompt_ids, prompt.prompt_text) != (None, None) and any(m.images for m in prompt.messages):
-            raise EpisodeFailed(
-                Ending.ENV_BAD_REPLY, "images are shown in messages, not beside prompt_ids or prompt_text"
-            )
-        if isinstance(stream.player, UrlPlayer):
-            if prompt.guide is not None:
-                raise EpisodeFailed(Ending.ENV_BAD_REPLY, "nothing can be forced of a model behind a URL")
-            observed = stream.player.observe(prompt)
-        elif prompt.prompt_ids is not None:
-            if prompt.prompt_ids[: len(stream.ids)] != stream.ids:
-                raise EpisodeFailed(Ending.ENV_BAD_REPLY, "prompt_ids do not begin with the stream's tokens so far")
-            observed = prompt.prompt_ids[len(stream.ids) :]
-        elif prompt.prompt_text is not None:
-            observed = stream.player.renderer.plain(prompt.prompt_text, first=new)
-        else:
-            observed, pictures = self._rendered(stream, new, prompt)
-        context = stream.player.context
-        if self.turn == 0 and not 0 < len(observed) < context:
-            raise EpisodeFailed(
-                Ending.PROMPT, f"the first observation has {len(observed)} tokens; 1 to {context - 1} fit"
-            )
-        if new and not observed:
-            raise EpisodeFailed(Ending.ENV_BAD_REPLY, f"stream {prompt.stream!r} of seat {prompt.seat!r} begins empty")
-        return stream, observed, pictures
+        ids, pictures = observation_of(stream, prompt, new=new, begins=self.turn == 0)
+        return stream, ids, pictures
 
     def _has_critic(self, reply: SessionReply) -> bool:
         players = [self._player_of(prompt.seat) for prompt in reply.prompts]
@@ -350,24 +328,6 @@ class Episode:
         if player is None:
             raise EpisodeFailed(Ending.ENV_BAD_REPLY, f"seat {seat!r} acts next, and [seats] names no player for it")
         return player
-
-    def _rendered(self, stream: Stream, new: bool, prompt: SeatPrompt) -> tuple[list[int], list[Picture]]:
-        renderer = stream.player.renderer
-        try:
-            if new:
-                ids = renderer.prompt(prompt.messages, prompt.tools)
-            else:
-                ids = renderer.extend(stream.turns[-1].stop == StopReason.EOS, prompt.messages)
-            call = None if prompt.guide is None else prompt.guide.call
-            stream.begun = [] if call is None else renderer.begin_call(call)
-            ids = [*ids, *stream.begun]
-            return ids, renderer.pictures(prompt.messages, ids)
-        except BadImage as error:
-            raise EpisodeFailed(Ending.ENV_BAD_REPLY, str(error)) from None
-        except JobFailed as error:
-            if self.turn == 0:
-                raise  # no episode of the job would begin
-            raise EpisodeFailed(Ending.ENV_BAD_REPLY, str(error)) from None
 
     def _turns(self, seat: str) -> int:
         return sum(len(stream.turns) for stream in self.streams.values() if stream.seat == seat)
