@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from opentinker.services.rollout_worker import tool_calls
 from opentinker.services.rollout_worker.engines.base import Shown
+from opentinker.services.rollout_worker.generation_config import end_tokens
 from opentinker.services.rollout_worker.tool_calls import ParsedReply
 from opentinker.shared.data.control_tokens import ControlTokens, Mode, absent_from
 from opentinker.shared.data.model_files import code_in
@@ -94,7 +95,7 @@ class Renderer:
             raise JobFailed(f"no tokenizer in model {base!r}: {str(error).splitlines()[0]}") from None
         own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         sight, blind = _sight_of(base)
-        ends = frozenset([*own, *_configured_ends(base)])
+        ends = frozenset([*own, *end_tokens(base)])
         return cls(tokenizer, mode, ends, tool_format, special_tokens, sight, blind)
 
     @property
@@ -389,17 +390,3 @@ def _sight_of(base: str) -> tuple[VisionProcessor | None, str]:
 
     why = unsupported_reason(base, config)
     return (None, why) if why else (VisionProcessor.of(base), "")
-
-
-def _configured_ends(base: str) -> list[int]:
-    """From generation_config.json, which knows about end-of-turn tokens; else from config.json."""
-    from transformers import GenerationConfig, PretrainedConfig
-
-    try:
-        ids = GenerationConfig.from_pretrained(base).eos_token_id
-    except OSError:  # the model has no such file
-        ids = None
-    if ids is None:
-        config, _ = PretrainedConfig.get_config_dict(base)
-        ids = config.get("eos_token_id", config.get("text_config", {}).get("eos_token_id"))
-    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
