@@ -142,6 +142,7 @@ def _texts(given: Any, where: str) -> str:
 
 
 def _tool(given: Any, where: str) -> Tool:
-    if not isinstance(given, dict) or given.get("type", "custom") not in (None, "custom"):
-        raise InvalidField("must be a tool of the client's own, with its name", param=where)
+    if isinstance(given, dict) and given.get("type", "custom") not in (None, "custom"):
+        kind = f"tools of type {given['type']!r:.60} are not supported"
+        raise InvalidField(f"must be a tool of the client's own; {kind}", param=where)
     return tool_of(given, "input_schema", where, where)

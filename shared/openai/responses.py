@@ -157,6 +157,6 @@ def _part(given: Any, where: str) -> Text | Image:
 
 
 def _tool(given: Any, where: str) -> Tool:
-    if not isinstance(given, dict) or given.get("type", "function") != "function":
-        raise InvalidField("must be a function, with its name", param=where)
+    if isinstance(given, dict) and given.get("type", "function") != "function":
+        raise InvalidField(f"must be a function; tools of type {given['type']!r:.60} are not supported", param=where)
     return tool_of(given, "parameters", where, where)

@@ -166,11 +166,20 @@ async def mini_swe_agent() -> str:
     return str(found.get("submission", ""))
 
 
+async def claude_code() -> str:
+    """The coding agent, as CLAUDE_CODE names its program."""
+    options = ("-p", QUESTION, "--model", "any", "--allowedTools", "Bash")
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(os.environ["CLAUDE_CODE"], *options, stdout=pipe)
+    out, _ = await process.communicate()
+    return out.decode()
+
+
 AGENTS: dict[str, Callable[[], Coroutine[Any, Any, str]]] = {
     agent.__name__: agent
     for agent in (
         openai_agents, smolagents, langgraph, pydantic_ai, pydantic_ai_output, autogen, litellm, anthropic, crewai,
-        mini_swe_agent, openai_parse,
+        mini_swe_agent, openai_parse, claude_code,
     )
 }  # fmt: skip
 

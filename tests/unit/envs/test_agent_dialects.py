@@ -139,7 +139,8 @@ async def test_images_and_results_of_tools_in_a_response_are_understood() -> Non
         ({"n": 2}, "n is not supported"),
         ({"include": ["file_search_call.results"]}, "cannot be included"),
         ({"top_logprobs": 1}, "top_logprobs can only be 0"),
-        ({"tools": [{"type": "web_search"}]}, "must be a function"),
+        ({"tools": [{"type": "web_search"}]}, "must be a function; tools of type 'web_search' are not supported"),
+        ({"tools": ["f"]}, "must be a function, with its name"),
         ({"input": []}, "there is no message"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "items of type message, function_call, function_call_out"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": "["}]}, "arguments: is not JSON"),
@@ -229,7 +230,10 @@ async def test_images_and_results_of_tools_in_a_message_are_understood() -> None
     ("wrong", "said"),
     [
         ({"tool_choice": {"type": "any"}}, "no tool is offered"),
-        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "must be a tool of the client's own"),
+        (
+            {"tools": [{"type": "bash_20250124", "name": "bash"}]},
+            "must be a tool of the client's own; tools of type 'bash_2",
+        ),
         ({"messages": []}, "there is no message"),
         ({"messages": [user([{"type": "document"}])]}, "blocks of type text, image and tool_result"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "one of the roles"),
