@@ -36,6 +36,7 @@ BUILT_IN = {
     "bandit": "opentinker.envs.builtin.bandit:Bandit",
     "colours": "opentinker.envs.builtin.color_naming:Colours",
     "copy_digits": "opentinker.envs.builtin.copy_digits:CopyDigits",
+    "debate": "opentinker.envs.builtin.debate:Debate",
     "gomoku": "opentinker.envs.builtin.gomoku:Gomoku",
     "gsm8k": "opentinker.envs.builtin.gsm8k:Gsm8k",
     "guess_number": "opentinker.envs.builtin.guess_number:GuessNumber",

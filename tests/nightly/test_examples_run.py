@@ -24,6 +24,11 @@ def read(name: str) -> dict[str, Any]:
     return tomllib.loads(EXAMPLES[name].read_text())
 
 
+def is_frozen(told: dict[str, Any], seat: str) -> bool:
+    """Whether a checkpoint of another job plays the seat."""
+    return isinstance(told["seats"][seat], dict) and "frozen" in told["seats"][seat]
+
+
 SIMULATED_IGNORES = ("temperature", "top_p", "top_k", "stop", "context_length")
 COMMANDS = {
     "runs/models/tiny": ["examples.models.make_tiny"],
@@ -37,9 +42,11 @@ WITHOUT_WORDS = OTHER_MACHINES | {"agent_program", "colours", "tool_calc"}
 RUN = [
     name
     for name in EXAMPLES
-    if "inference" not in name and read(name).get("environment", {}).get("name") not in OTHER_MACHINES
+    if "inference" not in name
+    and not any(is_frozen(read(name), seat) for seat in read(name).get("seats", {}))
+    and read(name).get("environment", {}).get("name") not in OTHER_MACHINES
 ]
-"""Those that end by themselves, with what this machine has."""
+"""Those that end by themselves, with what this machine has; those with a frozen seat have tests of their own."""
 
 
 def plays(name: str) -> bool:
@@ -54,6 +61,10 @@ def simulated(told: dict[str, Any], model: Path) -> dict[str, Any]:
     changed = {**told, "model": {"base": str(model), "chat_template": "plain"}, "rollout": {**rollout, "engine": "toy"}}
     if told.get("kind") == "eval":
         return {**changed, "evaluation": {**told["evaluation"], "episodes": 2, "samples": 2}}
+    if "seats" in told:
+        changed["seats"] = {
+            seat: {"bot": "random"} if is_frozen(told, seat) else told["seats"][seat] for seat in told["seats"]
+        }
     if "validation" in told:
         changed["validation"] = {**told["validation"], "episodes": 2}
     size = {"group_size": 2, "groups_per_batch": 2}

@@ -30,7 +30,10 @@ from tests.conftest import until
 from tests.samples.tree_samples import Climb
 
 SAMPLES = "tests.samples.tree_samples"
-FORK = {"gomoku", "tictactoe", "kuhn_poker", "signalling", "guess_number", "matching_pennies", "bandit", "copy_digits"}
+FORK = {
+    *("bandit", "copy_digits", "debate", "gomoku", "guess_number", "kuhn_poker", "matching_pennies", "signalling"),
+    "tictactoe",
+}
 
 
 def opening(environment: str = f"{SAMPLES}:Climb", bots: dict[str, str] | None = None, **config: Any) -> OpenSession:
