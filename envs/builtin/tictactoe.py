@@ -6,13 +6,17 @@ import random
 import re
 from collections.abc import Mapping
 from functools import cache
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
 
 from opentinker.envs.base import Action, Bot, Environment, EnvironmentConfig, Opening, Step, user
-from opentinker.envs.builtin.gomoku_board import BLACK, STONES, Board, lines, other
+from opentinker.envs.builtin.gomoku_board import BLACK, STONES, WHITE, Board, lines, other
 
 SIDE = 3
 FIRST, SECOND = "first", "second"
+MOST_RANDOM_STONES = 4
+"""At the start: they end no game."""
 _NUMBER = re.compile(r"(?<!\d)[1-9](?!\d)")
 
 
@@ -20,8 +24,8 @@ class TicTacToe(Environment):
     """Every turn begins a new context with the board, whose free fields show their numbers; an answer names one, like
     `5`; the last number in it counts.
 
-    Reward `outcome`: 1 won, 0 drawn, -1 lost. An answer that names no free field loses the game, and the other seat
-    wins it, so that the rewards of both always sum to 0.
+    Reward `outcome`: 1 won, 0 drawn, -1 lost; or `progress`, see Config. An answer that names no free field loses the
+    game, and the other seat wins it, so that the rewards of both always sum to 0.
     """
 
     class Config(EnvironmentConfig):
@@ -29,6 +33,15 @@ class TicTacToe(Environment):
         """Stones on the board at the start, placed by row and seed, so that games differ."""
         rules: bool = True
         """Begin every turn with the rules in a sentence; false for models that learn from random weights."""
+
+        progress: bool = False
+        """Pay every move at once, instead of the outcome: what perfect play would lead to after it, less what it would
+        lead to before. That is 0 for the best moves and below 0 for mistakes; the other seat gets the opposite. An
+        answer that names no free field costs one more than the loss of the game. For tree sampling, which compares the
+        candidates of a turn by what they earn there and then."""
+        random_moves: Annotated[float, Field(ge=0.0, le=0.9)] = 0.0
+        """Probability that the next move, of either seat, is made at random by the environment. Policies then meet
+        many more positions than their own play leads to. `progress` pays nobody for it."""
 
     config: Config
     can_fork = True
@@ -43,24 +56,24 @@ class TicTacToe(Environment):
         self.board = Board(SIDE, SIDE)
         for field in self.draw.sample(self.board.free(), self.config.random_stones):
             self.board.place(field)
+        while self.board.played < MOST_RANDOM_STONES and self.draw.random() < self.config.random_moves:
+            self.board.place(self.draw.choice(self.board.free()))
         return Opening(messages=[user(self._prompt())], seat=self._seat, stream=self._stream)
 
     async def step(self, action: Action) -> Step:
-        mover = self._seat
+        mover, before = self._seat, self._value()
         named = _NUMBER.findall(action.text)
         field = int(named[-1]) - 1 if named else None
         if field is None or self.board.fields[field]:
-            return self._end(mover, -1.0, forfeit=True)
+            return self._end(mover, -1, -2 - before, forfeit=True)
         self.board.place(field)
+        progress = -self._value() - before
+        while not self.board.over and self.draw.random() < self.config.random_moves:
+            self.board.place(self.draw.choice(self.board.free()))
         if self.board.over:
-            return self._end(mover, float(bool(self.board.winner)))
-        return Step(
-            messages=[user(self._prompt())],
-            components={"outcome": 0.0},
-            seat=self._seat,
-            stream=self._stream,
-            metrics=self._metrics(),
-        )
+            return self._end(mover, self._outcome(mover), progress)
+        asked = Step(messages=[user(self._prompt())], seat=self._seat, stream=self._stream, metrics=self._metrics())
+        return self._pay(asked, mover, 0, progress)
 
     def gold(self) -> str:
         return _name(self.best()[0])
@@ -68,6 +81,15 @@ class TicTacToe(Environment):
     def best(self) -> tuple[int, ...]:
         """Return the moves with the best outcome against perfect play."""
         return _solve(tuple(self.board.fields), self.board.next)[1]
+
+    def _value(self) -> int:
+        """Return the outcome for the seat that acts next, if both play perfectly from here."""
+        return _solve(tuple(self.board.fields), self.board.next)[0]
+
+    def _outcome(self, seat: str) -> int:
+        """Return the outcome of a game that is over: 1, 0 or -1."""
+        stone = BLACK if seat == FIRST else WHITE
+        return 0 if not self.board.winner else 1 if self.board.winner == stone else -1
 
     @property
     def _seat(self) -> str:
@@ -84,20 +106,24 @@ class TicTacToe(Environment):
         rules = f"tic-tac-toe, 3 in a row win. you are {stone}. say the number of a free field.\n"
         return f"{rules if self.config.rules else ''}{rows}\n{stone}:"
 
-    def _end(self, mover: str, outcome: float, *, forfeit: bool = False) -> Step:
-        rival = SECOND if mover == FIRST else FIRST
-        won = mover if outcome > 0.0 else rival if outcome < 0.0 else ""
+    def _end(self, mover: str, outcome: int, progress: int, *, forfeit: bool = False) -> Step:
+        won = mover if outcome > 0 else _rival(mover) if outcome < 0 else ""
         last = {"forfeit": float(forfeit), "draw": float(not won), "first_won": float(won == FIRST)}
-        return Step(
-            done=True,
-            reward=outcome,
-            components={"outcome": outcome},
-            rewards={rival: {"outcome": 0.0 - outcome}},
-            metrics=self._metrics() | last,
-        )
+        return self._pay(Step(done=True, metrics=self._metrics() | last), mover, outcome, progress)
+
+    def _pay(self, step: Step, mover: str, outcome: int, progress: int) -> Step:
+        """Return the step with what the mover earns, and the opposite for the other seat."""
+        part, earned = ("progress", progress) if self.config.progress else ("outcome", outcome)
+        step.reward, step.components = float(earned), {part: float(earned)}
+        step.rewards = {_rival(mover): {part: float(-earned)}}
+        return step
 
     def _metrics(self) -> dict[str, float]:
         return {"moves": float(self.board.played), "forfeit": 0.0, "draw": 0.0, "first_won": 0.0}
+
+
+def _rival(seat: str) -> str:
+    return SECOND if seat == FIRST else FIRST
 
 
 def _name(field: int) -> str:

@@ -96,3 +96,44 @@ async def test_games_start_alike_within_a_group_only() -> None:
 def test_stones_come_in_pairs() -> None:
     with pytest.raises(SpecError, match="0, 2 or 4"):
         check("tictactoe", {"random_stones": 1})
+
+
+async def test_progress_pays_every_move_what_it_changes_and_adds_up_to_the_outcome() -> None:
+    environment, _ = await opened(progress=True)
+    mistake, punished, *_ = await say(environment, "1", "2")
+    assert (mistake.reward, mistake.components) == (0.0, {"progress": 0.0})
+    assert (punished.reward, punished.rewards) == (-1.0, {"first": {"progress": 1.0}}), "2 loses to perfect play"
+    draw = random.Random(1)
+    for game in range(100):
+        environment, _ = await opened(game, progress=True)
+        total, step = 0.0, Step(seat="first")
+        while not step.done:
+            mover = step.seat
+            (step,) = await say(environment, str(1 + draw.choice(environment.board.free())))
+            assert sums_to_zero(step)
+            total += step.reward if mover == "first" else step.rewards["first"]["progress"]
+        assert total == 2 * step.metrics["first_won"] + step.metrics["draw"] - 1
+
+
+async def test_an_illegal_answer_costs_progress_even_where_the_game_is_lost() -> None:
+    environment, _ = await opened(progress=True)
+    assert (await say(environment, "x"))[-1].reward == -2.0
+    environment, _ = await opened(progress=True)
+    *_, lost = await say(environment, "1", "2", "5", "none")
+    assert (lost.done, lost.reward, lost.metrics["forfeit"]) == (True, -1.0, 1.0)
+
+
+async def test_random_moves_are_made_for_both_seats_and_paid_by_the_outcome_alone() -> None:
+    movers, draw = set(), random.Random(2)
+    for game in range(200):
+        environment, step = await opened(game, random_moves=0.5)
+        last: Opening | Step = step
+        while isinstance(last, Opening) or not last.done:
+            movers.add((last.seat, environment.board.played % 2))
+            (last,) = await say(environment, str(1 + draw.choice(environment.board.free())))
+            assert sums_to_zero(last)
+        outcome = last.reward if last.rewards.keys() == {"second"} else last.rewards["first"]["outcome"]
+        assert outcome == 2 * last.metrics["first_won"] + last.metrics["draw"] - 1
+    assert movers == {("first", 0), ("second", 1)}, "games begin with either seat"
+    begun = [(await opened(game, random_moves=0.9))[0].board.played for game in range(50)]
+    assert set(begun) == {0, 1, 2, 3, 4}
