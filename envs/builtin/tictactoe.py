@@ -33,7 +33,6 @@ class TicTacToe(Environment):
         """Stones on the board at the start, placed by row and seed, so that games differ."""
         rules: bool = True
         """Begin every turn with the rules in a sentence; false for models that learn from random weights."""
-
         progress: bool = False
         """Pay every move at once, instead of the outcome: what perfect play would lead to after it, less what it would
         lead to before. That is 0 for the best moves and below 0 for mistakes; the other seat gets the opposite. An
