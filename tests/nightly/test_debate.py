@@ -3,6 +3,7 @@ adapters of one base, with vLLM and torch."""
 
 from __future__ import annotations
 
+import asyncio
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ def example(name: str, base: Path, **changed: Any) -> dict[str, Any]:
 
 async def test_two_policies_argue_before_a_published_judge(tmp_path: Path) -> None:
     tiny = make_tiny(tmp_path / "tiny", norm_scale=3.0)
-    write_verdicts(tmp_path / "verdicts.jsonl", rows=96, largest=LARGEST)
+    await asyncio.to_thread(write_verdicts, tmp_path / "verdicts.jsonl", largest=LARGEST)
     lessons = example(
         "debate_judge", tiny, data={"path": str(tmp_path / "verdicts.jsonl")}, train={"steps": JUDGE_STEPS, "lr": 5e-3}
     )
