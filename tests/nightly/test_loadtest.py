@@ -13,14 +13,14 @@ import numpy as np
 import orjson
 import pytest
 
-from loadtest import _dashboards, _service
 from loadtest.__main__ import compared, options, run
-from loadtest._dashboards import polls
 from loadtest._open_loop import Latencies, arrivals, open_loop
 from loadtest._report import Report, lines, ratios, write
-from loadtest._scaling import SLEEP_S, WORK, Pace, compare
-from loadtest._service import STATE_S
 from loadtest._target import ROOT, target
+from loadtest.scenarios import dashboards, service
+from loadtest.scenarios.dashboards import polls
+from loadtest.scenarios.scaling import SLEEP_S, WORK, Pace, compare
+from loadtest.scenarios.service import STATE_S
 from opentinker.cli.planning.simulation import Pools, predict
 
 
@@ -187,7 +187,7 @@ async def test_scenarios_run_against_a_service_of_their_own(scenario: str) -> No
 @pytest.mark.slow
 async def test_a_server_that_runs_already_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not how fast it is. It needs no module of ours, its jobs are left cancelled, and what is left out is said."""
-    monkeypatch.setattr(_dashboards, "WATCHING", 4)
+    monkeypatch.setattr(dashboards, "WATCHING", 4)
     async with target(None, env_workers=2, ENV_MODULES="false") as at:
         monkeypatch.setenv("OPENTINKER_API_KEY", at.key or "")
         found = {}
@@ -209,16 +209,14 @@ async def test_a_server_that_runs_already_is_loaded(monkeypatch: pytest.MonkeyPa
 @pytest.mark.slow
 async def test_what_is_promised_is_measured_on_a_real_service(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Not how long it takes: this machine is not quiet. What must hold besides does."""
-    monkeypatch.setattr(_service, "ROUNDS", 1)
+    monkeypatch.setattr(service, "ROUNDS", 1)
     found = Report("service", {})
     async with target(None) as at:
-        site = _service.Site(at, found, tmp_path)
-        await _service.submissions(site, 1.0, 0)
-        await _service.cancels(
-            site, {name: (_service.STATES[name][0], 1) for name in ("queued", "running", "inference")}
-        )
-        await _service.handovers(site)
-        await _service.restarts(site)
+        site = service.Site(at, found, tmp_path)
+        await service.submissions(site, 1.0, 0)
+        await service.cancels(site, {name: (service.STATES[name][0], 1) for name in ("queued", "running", "inference")})
+        await service.handovers(site)
+        await service.restarts(site)
     assert [aim.what for aim in found.aims] == [
         "submission, p99",
         "cancel in any state, until nothing is held",

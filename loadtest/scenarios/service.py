@@ -24,10 +24,10 @@ from typing import Any
 import aiohttp
 import orjson
 
-from loadtest._jobs import SLEEPER, steps_of
 from loadtest._open_loop import Latencies, arrivals, open_loop
 from loadtest._report import Report
 from loadtest._target import ROOT, Target, target
+from loadtest.scenarios.jobs import SLEEPER, steps_of
 from opentinker.client import AsyncClient
 from opentinker.shared.api_types import Worker
 from tests.support.toys import toy_model

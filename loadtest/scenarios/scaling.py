@@ -9,10 +9,10 @@ import time
 from dataclasses import dataclass, replace
 
 from loadtest._environments import Sleeper
-from loadtest._jobs import SLEEPER, Options, job_of, reader, steps_of, training
 from loadtest._open_loop import arrivals, open_loop
 from loadtest._report import Report
 from loadtest._target import START_S, Target, target
+from loadtest.scenarios.jobs import SLEEPER, Options, job_of, reader, steps_of, training
 from opentinker.cli.planning.simulation import Pools, Work, predict
 from opentinker.client import AsyncClient
 from opentinker.serve.ws_server import listening
