@@ -74,17 +74,19 @@ games: setup
 
 # What tests of the chart render it with. Without it they are skipped, and say so.
 helm: setup
-	@command -v helm >/dev/null || test -x $(BIN)/helm || $(BIN)/python -m tests.support.helm_binary $(BIN)/helm \
+	@command -v helm >/dev/null || test -x $(BIN)/helm || $(BIN)/python -m tests.support.deploy.helm_binary $(BIN)/helm \
 	|| echo "helm cannot be had: tests that need it are skipped"
 
-# What guards a merge (aim: 12 minutes on two cores): two files at a time, most of them wait for processes. One after
-# another: make test JOBS=0
-JOBS ?= 2
-PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+# What guards a merge (aim: 12 minutes on two cores). Tests mostly wait for processes that they started, so there are more
+# files at a time than cores. One after another: make test JOBS=0. Those processes write byte code, whatever the shell
+# says: hundreds of them would compile the same modules again.
+JOBS ?= 3
+PYTEST = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 test: setup browser
 	$(PYTEST)
 
 # Unit tests alone: no servers.
+test-fast test-nightly: JOBS = 2
 test-fast: setup
 	$(PYTEST) tests/unit
 

@@ -26,13 +26,13 @@ from opentinker.shared.runtime.telemetry import REGISTRY
 from opentinker.shared.security.model_keys import MODEL_KEY_SERVICES
 from opentinker.shared.settings_sources import PREFIX
 from opentinker.shared.types.core import Pool
-from tests.support.kubernetes_api import TOKEN, kubernetes
+from tests.support.deploy.kubernetes_api import TOKEN, kubernetes
 
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "deploy/helm/opentinker"
 KUBERNETES = ("1.27", "1.37")
 CRDS = {
-    kind: json.loads((ROOT / f"tests/support/crds/{kind.lower()}.json").read_text())
+    kind: json.loads((ROOT / f"tests/support/deploy/crds/{kind.lower()}.json").read_text())
     for kind in ("ScaledObject", "PodMonitor")
 }
 EVERYTHING = {

@@ -25,7 +25,7 @@ from opentinker.sdk.inference import text_of
 from opentinker.shared.api_types import Job
 from tests.conftest import free_port, until
 from tests.support.cluster import ROOT
-from tests.support.compose import Project, lacking
+from tests.support.deploy.compose import Project, lacking
 from tests.support.lineage import faults
 from tests.support.object_store import ACCESS, SECRET, make_bucket, s3_server
 

@@ -327,8 +327,12 @@ def undocumented(names: Iterable[str]) -> list[str]:
     return sorted(name for name in names if not known.fullmatch(name))
 
 
+Toys = tuple[Cluster, Path]
+"""A light cluster, and the model directory for its jobs."""
+
+
 @contextlib.asynccontextmanager
-async def toy_cluster(directory: Path, **options: Any) -> AsyncIterator[tuple[Cluster, Path]]:
+async def toy_cluster(directory: Path, **options: Any) -> AsyncIterator[Toys]:
     """A light cluster and the model directory for its jobs."""
     model = toy_model(directory / "model")
     async with Cluster(directory, **options) as cluster:

@@ -15,8 +15,10 @@ from opentinker.shared.state.admission import admission_of
 from opentinker.shared.types.core import part_id
 from opentinker.shared.types.manifest import frozen_of, start_of
 from tests.conftest import until
-from tests.support.cluster import Cluster, toy_cluster
+from tests.support.cluster import Cluster, Toys
 from tests.support.lineage import faults
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 STEPS = 6
 
@@ -43,108 +45,108 @@ async def check_counts(cluster: Cluster, job: str, part: str, spec: JobSpec) -> 
     assert kept and {view["seat"] for one in kept for view in one["views"]} == {"speaker", "listener"}, "whole matches"
 
 
-async def test_a_policy_learns_against_a_checkpoint_that_stays_as_it_is(tmp_path: Path) -> None:
-    async with toy_cluster(tmp_path) as (cluster, model):
-        seats = {"speaker": "speaker", "listener": "listener"}
-        first = await cluster.submit(game(model, policies={"speaker": {}, "listener": {}}, seats=seats))
-        await cluster.succeeds(first)
-        old = part_id(first, "listener")
-        frozen = {"listener": {"frozen": f"{old}@latest"}}
+async def test_a_policy_learns_against_a_checkpoint_that_stays_as_it_is(toys: Toys) -> None:
+    cluster, model = toys
+    seats = {"speaker": "speaker", "listener": "listener"}
+    first = await cluster.submit(game(model, policies={"speaker": {}, "listener": {}}, seats=seats))
+    await cluster.succeeds(first)
+    old = part_id(first, "listener")
+    frozen = {"listener": {"frozen": f"{old}@latest"}}
 
-        alone = game(model, seats=frozen)
-        job = await cluster.submit(alone)
-        kept = frozen_of(cluster.data, job, f"{old}@{STEPS}")
-        assert kept.is_dir()
-        named = game(model, policies={"speaker": {}}, seats={"speaker": "speaker", **frozen})
-        among = await cluster.submit(named)
-        evaluation: dict[str, Any] = {
-            **{name: alone.model_dump(mode="json")[name] for name in ("model", "environment")},
-            "name": "together again",
-            "kind": "eval",
-            "rollout": {"engine": "toy", "max_tokens": 4},
-            "start": {"from": f"{part_id(first, 'speaker')}@latest"},
-            "seats": frozen,
-            "evaluation": {"episodes": 6, "transcripts": 6},
-        }
-        played = await cluster.submit(parse_spec(evaluation))
-        shutil.rmtree(cluster.data / "jobs" / old)
+    alone = game(model, seats=frozen)
+    job = await cluster.submit(alone)
+    kept = frozen_of(cluster.data, job, f"{old}@{STEPS}")
+    assert kept.is_dir()
+    named = game(model, policies={"speaker": {}}, seats={"speaker": "speaker", **frozen})
+    among = await cluster.submit(named)
+    evaluation: dict[str, Any] = {
+        **{name: alone.model_dump(mode="json")[name] for name in ("model", "environment")},
+        "name": "together again",
+        "kind": "eval",
+        "rollout": {"engine": "toy", "max_tokens": 4},
+        "start": {"from": f"{part_id(first, 'speaker')}@latest"},
+        "seats": frozen,
+        "evaluation": {"episodes": 6, "transcripts": 6},
+    }
+    played = await cluster.submit(parse_spec(evaluation))
+    shutil.rmtree(cluster.data / "jobs" / old)
 
-        await cluster.succeeds(job)
-        await check_counts(cluster, job, job, alone)
-        ledger = await cluster.ledger(job)
-        assert ledger.balanced and ledger.trained == STEPS * alone.algorithm.groups_per_batch
-        await cluster.succeeds(among)
-        await check_counts(cluster, among, part_id(among, "speaker"), named)
+    await cluster.succeeds(job)
+    await check_counts(cluster, job, job, alone)
+    ledger = await cluster.ledger(job)
+    assert ledger.balanced and ledger.trained == STEPS * alone.algorithm.groups_per_batch
+    await cluster.succeeds(among)
+    await check_counts(cluster, among, part_id(among, "speaker"), named)
 
-        record = await cluster.succeeds(played)
-        assert record["result"] is not None and record["result"]["version"] == f"1.{STEPS}"
-        kept_episodes = (await cluster.client.transcripts(played))["transcripts"]
-        assert len(kept_episodes) == 6
-        assert all({view["seat"] for view in one["views"]} == {"speaker", "listener"} for one in kept_episodes)
-        await until(lambda: not any(start_of(cluster.data, id).exists() for id in (job, among, played)))
+    record = await cluster.succeeds(played)
+    assert record["result"] is not None and record["result"]["version"] == f"1.{STEPS}"
+    kept_episodes = (await cluster.client.transcripts(played))["transcripts"]
+    assert len(kept_episodes) == 6
+    assert all({view["seat"] for view in one["views"]} == {"speaker", "listener"} for one in kept_episodes)
+    await until(lambda: not any(start_of(cluster.data, id).exists() for id in (job, among, played)))
 
 
 @pytest.mark.nightly
-async def test_a_policy_that_moves_between_seats_meets_the_checkpoint_in_each_through_kills(tmp_path: Path) -> None:
-    async with toy_cluster(tmp_path) as (cluster, model):
-        board = {"name": "tictactoe"}
-        first = await cluster.submit(game(model, environment=board, seats={"second": {"bot": "random"}}))
-        await cluster.succeeds(first)
-        steps = 40
-        spec = game(
-            model,
-            environment=board,
-            algorithm={"group_size": 4, "groups_per_batch": 2, "max_staleness": 1},
-            train={"learner": "simulated", "steps": steps, "simulated_step_s": 0.05, "checkpoint_every": 5},
-            policies={"mover": {}},
-            seats={"first": "mover", "second": {"frozen": f"{first}@latest"}},
-            match={"rotate": True},
-        )
-        job = await cluster.submit(spec)
-        for number, name in enumerate(("rollout_worker-0", "trainer-0", "env_worker-0", "rollout_worker-0"), 1):
-            await cluster.reaches(job, min(6 * number, steps))
-            cluster.kill(name)
+async def test_a_policy_that_moves_between_seats_meets_the_checkpoint_in_each_through_kills(toys: Toys) -> None:
+    cluster, model = toys
+    board = {"name": "tictactoe"}
+    first = await cluster.submit(game(model, environment=board, seats={"second": {"bot": "random"}}))
+    await cluster.succeeds(first)
+    steps = 40
+    spec = game(
+        model,
+        environment=board,
+        algorithm={"group_size": 4, "groups_per_batch": 2, "max_staleness": 1},
+        train={"learner": "simulated", "steps": steps, "simulated_step_s": 0.05, "checkpoint_every": 5},
+        policies={"mover": {}},
+        seats={"first": "mover", "second": {"frozen": f"{first}@latest"}},
+        match={"rotate": True},
+    )
+    job = await cluster.submit(spec)
+    for number, name in enumerate(("rollout_worker-0", "trainer-0", "env_worker-0", "rollout_worker-0"), 1):
+        await cluster.reaches(job, min(6 * number, steps))
+        cluster.kill(name)
+    await cluster.succeeds(job)
+    part = part_id(job, "mover")
+    lines, manifest = cluster.lines(part), cluster.manifest(part)
+    assert faults(lines, manifest.resumed, steps=steps, groups_per_batch=2, max_staleness=1) == []
+    ledger = await admission_of(cluster.store.redis, await cluster.store.job(job), "mover").ledger()
+    assert ledger.balanced and ledger.trained == 2 * steps
+    steps_kept = sorted((cluster.data / "jobs" / part / "rollouts").glob("step-*.jsonl"))
+    kept = [orjson.loads(line) for path in steps_kept for line in path.read_bytes().splitlines()]
+    assert {view["seat"] for one in kept for view in one["views"] if view["policy"] == "mover"} == {
+        "first",
+        "second",
+    }
+
+
+async def test_evaluations_of_a_training_job_are_played_against_the_checkpoint_too(toys: Toys) -> None:
+    cluster, model = toys
+    first = await cluster.submit(game(model, seats={}, environment={"name": "copy_digits"}))
+    await cluster.succeeds(first)
+    validation = {"every": 3, "episodes": 4, "transcripts": 4}
+    job = await cluster.submit(game(model, seats={"listener": {"frozen": f"{first}@3"}}, validation=validation))
+    await cluster.succeeds(job)
+    found = (await cluster.client.transcripts(job))["transcripts"]
+    assert [{view["seat"] for view in one["views"]} for one in found] == [{"speaker", "listener"}] * 4
+    evaluated = cluster.lines(job, "validation.jsonl")
+    assert [line["step"] for line in evaluated] == [0, 3, 6]
+
+
+async def test_exchanged_policies_play_each_other_s_seats(toys: Toys) -> None:
+    cluster, model = toys
+    lengths = {"speaker": {}, "listener": {"algorithm": {"groups_per_batch": 1}, "train": {"steps": 2 * STEPS}}}
+    seats = {"speaker": "speaker", "listener": "listener"}
+    first = await cluster.submit(game(model, policies=lengths, seats=seats))
+    await cluster.succeeds(first)
+    record = await cluster.client.job(first)
+    for swap, steps in ((False, {"speaker": 6, "listener": 12}), (True, {"speaker": 12, "listener": 6})):
+        spec = evaluation_of(record, swap=swap) | {"evaluation": {"episodes": 2, "transcripts": 2}}
+        job = await cluster.submit(parse_spec(spec))
         await cluster.succeeds(job)
-        part = part_id(job, "mover")
-        lines, manifest = cluster.lines(part), cluster.manifest(part)
-        assert faults(lines, manifest.resumed, steps=steps, groups_per_batch=2, max_staleness=1) == []
-        ledger = await admission_of(cluster.store.redis, await cluster.store.job(job), "mover").ledger()
-        assert ledger.balanced and ledger.trained == 2 * steps
-        steps_kept = sorted((cluster.data / "jobs" / part / "rollouts").glob("step-*.jsonl"))
-        kept = [orjson.loads(line) for path in steps_kept for line in path.read_bytes().splitlines()]
-        assert {view["seat"] for one in kept for view in one["views"] if view["policy"] == "mover"} == {
-            "first",
-            "second",
-        }
-
-
-async def test_evaluations_of_a_training_job_are_played_against_the_checkpoint_too(tmp_path: Path) -> None:
-    async with toy_cluster(tmp_path) as (cluster, model):
-        first = await cluster.submit(game(model, seats={}, environment={"name": "copy_digits"}))
-        await cluster.succeeds(first)
-        validation = {"every": 3, "episodes": 4, "transcripts": 4}
-        job = await cluster.submit(game(model, seats={"listener": {"frozen": f"{first}@3"}}, validation=validation))
-        await cluster.succeeds(job)
-        found = (await cluster.client.transcripts(job))["transcripts"]
-        assert [{view["seat"] for view in one["views"]} for one in found] == [{"speaker", "listener"}] * 4
-        evaluated = cluster.lines(job, "validation.jsonl")
-        assert [line["step"] for line in evaluated] == [0, 3, 6]
-
-
-async def test_exchanged_policies_play_each_other_s_seats(tmp_path: Path) -> None:
-    async with toy_cluster(tmp_path) as (cluster, model):
-        lengths = {"speaker": {}, "listener": {"algorithm": {"groups_per_batch": 1}, "train": {"steps": 2 * STEPS}}}
-        seats = {"speaker": "speaker", "listener": "listener"}
-        first = await cluster.submit(game(model, policies=lengths, seats=seats))
-        await cluster.succeeds(first)
-        record = await cluster.client.job(first)
-        for swap, steps in ((False, {"speaker": 6, "listener": 12}), (True, {"speaker": 12, "listener": 6})):
-            spec = evaluation_of(record, swap=swap) | {"evaluation": {"episodes": 2, "transcripts": 2}}
-            job = await cluster.submit(parse_spec(spec))
-            await cluster.succeeds(job)
-            kept = (await cluster.client.transcripts(job))["transcripts"]
-            assert len(kept) == 2
-            for one in kept:
-                views = {view["seat"]: view["tokens"]["versions"] for view in one["views"]}
-                assert views.keys() == steps.keys()
-                assert all({span[2] for span in spans} == {f"1.{steps[seat]}"} for seat, spans in views.items())
+        kept = (await cluster.client.transcripts(job))["transcripts"]
+        assert len(kept) == 2
+        for one in kept:
+            views = {view["seat"]: view["tokens"]["versions"] for view in one["views"]}
+            assert views.keys() == steps.keys()
+            assert all({span[2] for span in spans} == {f"1.{steps[seat]}"} for seat, spans in views.items())

@@ -1,8 +1,10 @@
-"""Two policies in one game, end to end: ledgers, checkpoints and downloads of their own, through kills."""
+"""Two policies in one game, in turns and in rounds, end to end: ledgers, checkpoints and downloads of their own,
+through kills; and a bot beside a policy."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -17,10 +19,15 @@ from opentinker.shared.state.group_ledger import Ledger
 from opentinker.shared.types.core import part_id
 from opentinker.shared.types.manifest import read_manifest
 from tests.conftest import until
-from tests.support.cluster import Cluster, toy_cluster
+from tests.support.cluster import Cluster, Toys
 from tests.support.lineage import faults
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
 POLICIES = ("speaker", "listener")
+PENNIES = {"name": "matching_pennies", "config": {"rules": False}}
+"""Both seats act at the same time."""
+ROUNDS_STEPS = 6
 
 
 def game(model: Path, *, steps: int = 24, step_s: float = 0.05, **changes: Any) -> JobSpec:
@@ -69,147 +76,173 @@ async def check(cluster: Cluster, job: str, spec: JobSpec) -> None:
         assert ledger.running == ledger.pending == 0, (policy, ledger)
 
 
-async def test_two_policies_train_on_the_same_matches_and_each_can_be_taken_home(tmp_path: Path) -> None:
-    async with toy_cluster(tmp_path) as (cluster, model):
-        spec = game(model)
-        job = await cluster.submit(spec)
-        record = await cluster.succeeds(job)
-        await check(cluster, job, spec)
-        trained = [{seq for line in cluster.lines(part_id(job, name)) for seq in line["seqs"]} for name in POLICIES]
-        assert len(trained[0] & trained[1]) > 0.9 * 96, "a match is for both"
-        assert set(record["policies"]) == set(POLICIES) and record["step"] == spec.train.steps
+async def test_two_policies_train_on_the_same_matches_and_each_can_be_taken_home(toys: Toys, tmp_path: Path) -> None:
+    cluster, model = toys
+    spec = game(model)
+    job = await cluster.submit(spec)
+    record = await cluster.succeeds(job)
+    await check(cluster, job, spec)
+    trained = [{seq for line in cluster.lines(part_id(job, name)) for seq in line["seqs"]} for name in POLICIES]
+    assert len(trained[0] & trained[1]) > 0.9 * 96, "a match is for both"
+    assert set(record["policies"]) == set(POLICIES) and record["step"] == spec.train.steps
 
-        points = await cluster.client.metrics(job)
-        for name in POLICIES:
-            own = [point for point in points if point["source"] == f"trainer~{name}"]
-            assert len(own) == spec_of(spec, name).train.steps
-            assert all(value.startswith(f"{name}/") for point in own for value in point["values"])
-            found = await cluster.client.rollouts(part_id(job, name))
-            assert found["rollouts"]
-            for one in found["rollouts"]:
-                assert {view["seat"]: view["policy"] for view in one["views"]} == {seat: seat for seat in POLICIES}
-                acts = [one["views"][view] for view, message in one["order"] if "turn" in words(one, view, message)]
-                assert [view["seat"] for view in acts] == ["speaker", "listener"], "in turn order"
-                (mine,) = (view for view in one["views"] if view["policy"] == name)
-                assert set(one["versions"]) == set(versions_of(mine))
+    points = await cluster.client.metrics(job)
+    for name in POLICIES:
+        own = [point for point in points if point["source"] == f"trainer~{name}"]
+        assert len(own) == spec_of(spec, name).train.steps
+        assert all(value.startswith(f"{name}/") for point in own for value in point["values"])
+        found = await cluster.client.rollouts(part_id(job, name))
+        assert found["rollouts"]
+        for one in found["rollouts"]:
+            assert {view["seat"]: view["policy"] for view in one["views"]} == {seat: seat for seat in POLICIES}
+            acts = [one["views"][view] for view, message in one["order"] if "turn" in words(one, view, message)]
+            assert [view["seat"] for view in acts] == ["speaker", "listener"], "in turn order"
+            (mine,) = (view for view in one["views"] if view["policy"] == name)
+            assert set(one["versions"]) == set(versions_of(mine))
 
-        async def archived() -> bool:
-            return bool(await cluster.client.artifacts(job))
+    async def archived() -> bool:
+        return bool(await cluster.client.artifacts(job))
 
-        await until(archived)
-        for name in POLICIES:
-            steps = [held["step"] for held in await cluster.client.checkpoints(part_id(job, name))]
-            assert steps[-1] == spec_of(spec, name).train.steps
-            target = await cluster.client.download(part_id(job, name), tmp_path / name, everything=True)
-            assert read_manifest(target).policy == name
-        with pytest.raises(ApiError, match="must be one of speaker, listener"):
-            await cluster.client.checkpoints(job)
-        with pytest.raises(ApiError, match="must be one of speaker, listener"):
-            await cluster.client.download(part_id(job, "nobody"), tmp_path / "nobody")
+    await until(archived)
+    for name in POLICIES:
+        steps = [held["step"] for held in await cluster.client.checkpoints(part_id(job, name))]
+        assert steps[-1] == spec_of(spec, name).train.steps
+        target = await cluster.client.download(part_id(job, name), tmp_path / name, everything=True)
+        assert read_manifest(target).policy == name
+    with pytest.raises(ApiError, match="must be one of speaker, listener"):
+        await cluster.client.checkpoints(job)
+    with pytest.raises(ApiError, match="must be one of speaker, listener"):
+        await cluster.client.download(part_id(job, "nobody"), tmp_path / "nobody")
 
 
 @pytest.mark.nightly
-async def test_kills_lose_and_double_no_match_of_any_policy(tmp_path: Path) -> None:
-    async with toy_cluster(tmp_path) as (cluster, model):
-        spec = game(model, steps=60)
-        job = await cluster.submit(spec)
-        order = random.Random(3)
-        for name in ("trainer-0", "rollout_worker-0", "trainer-0", "env_worker-0"):
-            before = await cluster.step(job)
-            await cluster.reaches(job, min(before + 6, spec.train.steps))
-            await asyncio.sleep(order.uniform(0.0, 0.5))
-            cluster.kill(name)
-        await cluster.succeeds(job)
-        await check(cluster, job, spec)
+async def test_kills_lose_and_double_no_match_of_any_policy(toys: Toys) -> None:
+    cluster, model = toys
+    spec = game(model, steps=60)
+    job = await cluster.submit(spec)
+    order = random.Random(3)
+    for name in ("trainer-0", "rollout_worker-0", "trainer-0", "env_worker-0"):
+        before = await cluster.step(job)
+        await cluster.reaches(job, min(before + 6, spec.train.steps))
+        await asyncio.sleep(order.uniform(0.0, 0.5))
+        cluster.kill(name)
+    await cluster.succeeds(job)
+    await check(cluster, job, spec)
 
 
-async def test_the_slower_policy_decides_how_far_the_faster_one_may_go(tmp_path: Path) -> None:
+async def test_the_slower_policy_decides_how_far_the_faster_one_may_go(toys: Toys) -> None:
     """Schedule `wait`: matches are shared, so both advance at the rate of the slower trainer."""
-    async with toy_cluster(tmp_path) as (cluster, model):
-        policies = {"speaker": {"train": {"simulated_step_s": 0.3}}, "listener": {}}
-        spec = game(model, steps=10, step_s=0.01, policies=policies)
-        job = await cluster.submit(spec)
-        lead = 0
-        while not (await cluster.store.job(job)).state.final:
-            ledgers = [await ledger_of(cluster, job, name) for name in POLICIES]
-            lead = max(lead, ledgers[1].trained - ledgers[0].trained)
-            await asyncio.sleep(0.02)
-        await cluster.succeeds(job)
-        assert lead <= (spec.algorithm.max_staleness + 1) * spec.algorithm.groups_per_batch + 4
+    cluster, model = toys
+    policies = {"speaker": {"train": {"simulated_step_s": 0.3}}, "listener": {}}
+    spec = game(model, steps=10, step_s=0.01, policies=policies)
+    job = await cluster.submit(spec)
+    lead = 0
+    while not (await cluster.store.job(job)).state.final:
+        ledgers = [await ledger_of(cluster, job, name) for name in POLICIES]
+        lead = max(lead, ledgers[1].trained - ledgers[0].trained)
+        await asyncio.sleep(0.02)
+    await cluster.succeeds(job)
+    assert lead <= (spec.algorithm.max_staleness + 1) * spec.algorithm.groups_per_batch + 4
 
 
 @pytest.mark.nightly
-async def test_no_match_is_trained_whose_opponent_has_moved_too_far(tmp_path: Path) -> None:
+async def test_no_match_is_trained_whose_opponent_has_moved_too_far(toys: Toys) -> None:
     """The fast policy runs ahead; what it had played with older weights is replaced for the slow one, also after a
     kill."""
-    async with toy_cluster(tmp_path) as (cluster, model):
-        policies: dict[str, Any] = {"speaker": {"train": {"simulated_step_s": 0.4}}, "listener": {}}
-        algorithm = {"group_size": 2, "groups_per_batch": 4, "max_staleness": 3}
-        spec = game(model, steps=16, policies=policies, algorithm=algorithm, match={"max_opponent_lag": 1})
-        job = await cluster.submit(spec)
-        await cluster.reaches(job, 5)
-        cluster.kill("trainer-0")
-        await cluster.succeeds(job)
-        await check(cluster, job, spec)
-        slow, fast = (cluster.lines(part_id(job, name)) for name in POLICIES)
-        assert max(line["opponent_lag/max"] for line in [*slow, *fast]) <= 1.0
-        assert slow[-1]["dropped/opponent_moved"] > 0
-        assert (await ledger_of(cluster, job, "speaker")).discarded["opponent_moved"] > 0
+    cluster, model = toys
+    policies: dict[str, Any] = {"speaker": {"train": {"simulated_step_s": 0.4}}, "listener": {}}
+    algorithm = {"group_size": 2, "groups_per_batch": 4, "max_staleness": 3}
+    spec = game(model, steps=16, policies=policies, algorithm=algorithm, match={"max_opponent_lag": 1})
+    job = await cluster.submit(spec)
+    await cluster.reaches(job, 5)
+    cluster.kill("trainer-0")
+    await cluster.succeeds(job)
+    await check(cluster, job, spec)
+    slow, fast = (cluster.lines(part_id(job, name)) for name in POLICIES)
+    assert max(line["opponent_lag/max"] for line in [*slow, *fast]) <= 1.0
+    assert slow[-1]["dropped/opponent_moved"] > 0
+    assert (await ledger_of(cluster, job, "speaker")).discarded["opponent_moved"] > 0
 
 
-async def test_bots_play_the_seats_that_the_job_gives_them(tmp_path: Path) -> None:
+async def test_bots_play_the_seats_that_the_job_gives_them(toys: Toys) -> None:
     """One policy against the environment's scripted player; and what names no seat is refused."""
-    async with toy_cluster(tmp_path) as (cluster, model):
-        changes: dict[str, Any] = {"environment": {"name": "tictactoe"}, "policies": {}}
-        spec = game(model, steps=3, seats={"second": {"bot": "random"}}, **changes)
-        job = await cluster.submit(spec)
-        await cluster.succeeds(job)
-        found = await cluster.client.rollouts(job)
-        assert {view["seat"] for one in found["rollouts"] for view in one["views"]} == {"first"}
-        evaluation: dict[str, Any] = {
-            "name": "against the random player",
-            "kind": "eval",
-            "model": {"base": str(model), "chat_template": "plain"},
-            "environment": {"name": "tictactoe"},
-            "seats": {"second": {"bot": "random"}},
-            "rollout": {"engine": "toy", "max_tokens": 4},
-            "evaluation": {"episodes": 6, "transcripts": 6},
-        }
-        played = await cluster.submit(parse_spec(evaluation))
-        await cluster.succeeds(played)
-        kept = (await cluster.client.transcripts(played))["transcripts"]
-        assert len(kept) == 6 and all({view["seat"] for view in one["views"]} == {"first"} for one in kept)
-        with pytest.raises(ApiError, match=r"seats\.third"):
-            await cluster.submit(game(model, seats={"third": {"bot": "random"}}, **changes))
-        with pytest.raises(ApiError, match="nobody to play 'listener'"):
-            await cluster.submit(game(model, policies={"a": {}}, seats={"speaker": "a"}))
+    cluster, model = toys
+    changes: dict[str, Any] = {"environment": {"name": "tictactoe"}, "policies": {}}
+    spec = game(model, steps=3, seats={"second": {"bot": "random"}}, **changes)
+    job = await cluster.submit(spec)
+    await cluster.succeeds(job)
+    found = await cluster.client.rollouts(job)
+    assert {view["seat"] for one in found["rollouts"] for view in one["views"]} == {"first"}
+    evaluation: dict[str, Any] = {
+        "name": "against the random player",
+        "kind": "eval",
+        "model": {"base": str(model), "chat_template": "plain"},
+        "environment": {"name": "tictactoe"},
+        "seats": {"second": {"bot": "random"}},
+        "rollout": {"engine": "toy", "max_tokens": 4},
+        "evaluation": {"episodes": 6, "transcripts": 6},
+    }
+    played = await cluster.submit(parse_spec(evaluation))
+    await cluster.succeeds(played)
+    kept = (await cluster.client.transcripts(played))["transcripts"]
+    assert len(kept) == 6 and all({view["seat"] for view in one["views"]} == {"first"} for one in kept)
+    with pytest.raises(ApiError, match=r"seats\.third"):
+        await cluster.submit(game(model, seats={"third": {"bot": "random"}}, **changes))
+    with pytest.raises(ApiError, match="nobody to play 'listener'"):
+        await cluster.submit(game(model, policies={"a": {}}, seats={"speaker": "a"}))
 
 
-async def test_each_policy_is_evaluated_against_bots_and_the_other_policy(tmp_path: Path) -> None:
+async def test_each_policy_is_evaluated_against_bots_and_the_other_policy(toys: Toys) -> None:
     """The toy engine never names a side of the penny: it loses to the bot and draws with its like."""
-    async with toy_cluster(tmp_path) as (cluster, model):
-        changes: dict[str, Any] = {
-            "environment": {"name": "matching_pennies"},
-            "policies": {"a": {}, "b": {}},
-            "seats": {"even": "a", "odd": "b"},
-            "validation": {"every": 4, "episodes": 6, "transcripts": 4, "against": [{"bot": "heads"}, {"policy": "b"}]},
-        }
-        job = await cluster.submit(game(model, steps=8, **changes))
-        await cluster.succeeds(job)
-        for name, opponents in (("a", ("heads", "b")), ("b", ("heads",))):
-            lines = cluster.lines(part_id(job, name), "validation.jsonl")
-            assert [line["step"] for line in lines] == [0, 4, 8]
-            for line in lines:
-                assert line["val/episodes"] == 6 * len(opponents) and not line["val/failed"] and not line["val/missing"]
-                found = {one: [line[f"val/{won}/{one}"] for won in ("wins", "draws", "losses")] for one in opponents}
-                assert found == {one: [0, 0, 6] if one == "heads" else [0, 6, 0] for one in opponents}
-                assert line["val/rating"] < -100 and line["val/rating/error"] > 0
-            kept = await cluster.client.transcripts(part_id(job, name))
-            assert {one["opponent"] for one in kept["transcripts"]} == set(opponents)
-        points = [point for point in await cluster.client.metrics(job) if point["source"] == "validation~a"]
-        assert len(points) == 3 and "a/val/winrate/heads" in points[0]["values"]
-        record = await cluster.store.job(job)
-        with pytest.raises(ApiError, match="has no bot 'nobody'; its bots are: heads, random"):
-            changes["validation"]["against"] = [{"bot": "nobody"}]
-            await cluster.submit(game(model, **changes))
-        assert record.state.final
+    cluster, model = toys
+    changes: dict[str, Any] = {
+        "environment": {"name": "matching_pennies"},
+        "policies": {"a": {}, "b": {}},
+        "seats": {"even": "a", "odd": "b"},
+        "validation": {"every": 4, "episodes": 6, "transcripts": 4, "against": [{"bot": "heads"}, {"policy": "b"}]},
+    }
+    job = await cluster.submit(game(model, steps=8, **changes))
+    await cluster.succeeds(job)
+    for name, opponents in (("a", ("heads", "b")), ("b", ("heads",))):
+        lines = cluster.lines(part_id(job, name), "validation.jsonl")
+        assert [line["step"] for line in lines] == [0, 4, 8]
+        for line in lines:
+            assert line["val/episodes"] == 6 * len(opponents) and not line["val/failed"] and not line["val/missing"]
+            found = {one: [line[f"val/{won}/{one}"] for won in ("wins", "draws", "losses")] for one in opponents}
+            assert found == {one: [0, 0, 6] if one == "heads" else [0, 6, 0] for one in opponents}
+            assert line["val/rating"] < -100 and line["val/rating/error"] > 0
+        kept = await cluster.client.transcripts(part_id(job, name))
+        assert {one["opponent"] for one in kept["transcripts"]} == set(opponents)
+    points = [point for point in await cluster.client.metrics(job) if point["source"] == "validation~a"]
+    assert len(points) == 3 and "a/val/winrate/heads" in points[0]["values"]
+    record = await cluster.store.job(job)
+    with pytest.raises(ApiError, match="has no bot 'nobody'; its bots are: heads, random"):
+        changes["validation"]["against"] = [{"bot": "nobody"}]
+        await cluster.submit(game(model, **changes))
+    assert record.state.final
+
+
+async def test_two_policies_learn_from_rounds_that_they_play_together(toys: Toys) -> None:
+    cluster, model = toys
+    seats = {"even": "speaker", "odd": "listener"}
+    spec = game(model, steps=ROUNDS_STEPS, environment=PENNIES, policies={name: {} for name in POLICIES}, seats=seats)
+    job = await cluster.submit(spec)
+    record = await cluster.wait(job)
+    assert record["state"] == "succeeded", record["reason"]
+    await check(cluster, job, spec)
+    totals = [math.fsum(line["reward/mean"] for line in cluster.lines(part_id(job, name))) for name in POLICIES]
+    assert math.isclose(sum(totals), 0.0, abs_tol=1e-9), "what one wins the other loses, in every match"
+    assert all(line["turns/mean"] == 1.0 for name in POLICIES for line in cluster.lines(part_id(job, name)))
+
+
+async def test_a_policy_plays_rounds_against_a_bot(toys: Toys) -> None:
+    cluster, model = toys
+    base = game(model, steps=ROUNDS_STEPS, environment=PENNIES).model_dump(mode="json", exclude_unset=True)
+    alone = {name: value for name, value in base.items() if name != "policies"}
+    spec = parse_spec(alone | {"seats": {"odd": {"bot": "heads"}}})
+    job = await cluster.submit(spec)
+    record = await cluster.wait(job)
+    assert record["state"] == "succeeded", record["reason"]
+    lines = cluster.lines(job)
+    assert len(lines) == ROUNDS_STEPS and all(line["turns/mean"] == 1.0 for line in lines)
+    assert not any("odd" in name for line in lines for name in line if name.startswith("reward/seat/"))

@@ -13,8 +13,10 @@ from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.spec.policies import spec_of
 from opentinker.shared.state.admission import admission_of
 from opentinker.shared.types.core import part_id
-from tests.support.cluster import Cluster, toy_cluster
+from tests.support.cluster import Cluster, Toys
 from tests.support.lineage import Line, lineage
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 SLOW_S, FAST_S = 0.3, 0.05
 
@@ -58,44 +60,44 @@ async def trained(cluster: Cluster, spec: JobSpec, *, kill_at: int) -> dict[str,
 
 
 @pytest.mark.parametrize("schedule", ["drop", pytest.param("grow", marks=pytest.mark.nightly)])
-async def test_the_fast_policy_goes_ahead_and_the_slow_one_takes_what_it_can(tmp_path: Path, schedule: str) -> None:
-    async with toy_cluster(tmp_path) as (cluster, model):
-        spec = game(model, {"schedule": schedule, "max_opponent_lag": 8}, max_staleness=2, slow=8, fast=40)
-        found = await trained(cluster, spec, kill_at=10)
-        assert max(line["opponent_lag/max"] for lines in found.values() for line in lines) <= 8
-        sizes = {name: {len(line["seqs"]) for line in lines} for name, lines in found.items()}
-        if schedule == "drop":
-            assert sizes == {"slow": {2}, "fast": {2}}
-            assert found["slow"][-1]["dropped/surplus"] > 0
-        else:
-            assert (
-                sizes["fast"] == {2}
-                and max(sizes["slow"]) > 2
-                and all(size % 2 == 0 and size <= 16 for size in sizes["slow"])
-            )
-            assert found["slow"][-1].get("dropped/surplus", 0.0) == 0.0
+async def test_the_fast_policy_goes_ahead_and_the_slow_one_takes_what_it_can(toys: Toys, schedule: str) -> None:
+    cluster, model = toys
+    spec = game(model, {"schedule": schedule, "max_opponent_lag": 8}, max_staleness=2, slow=8, fast=40)
+    found = await trained(cluster, spec, kill_at=10)
+    assert max(line["opponent_lag/max"] for lines in found.values() for line in lines) <= 8
+    sizes = {name: {len(line["seqs"]) for line in lines} for name, lines in found.items()}
+    if schedule == "drop":
+        assert sizes == {"slow": {2}, "fast": {2}}
+        assert found["slow"][-1]["dropped/surplus"] > 0
+    else:
+        assert (
+            sizes["fast"] == {2}
+            and max(sizes["slow"]) > 2
+            and all(size % 2 == 0 and size <= 16 for size in sizes["slow"])
+        )
+        assert found["slow"][-1].get("dropped/surplus", 0.0) == 0.0
 
 
-async def test_in_lockstep_no_opponent_has_moved(tmp_path: Path) -> None:
-    async with toy_cluster(tmp_path) as (cluster, model):
-        spec = game(model, {"schedule": "lockstep"}, max_staleness=0, slow=12, fast=12)
-        found = await trained(cluster, spec, kill_at=6)
-        assert {line["opponent_lag/max"] for lines in found.values() for line in lines} == {0.0}
-        together = [len(set(a["seqs"]) & set(b["seqs"])) for a, b in zip(found["slow"], found["fast"], strict=True)]
-        assert together.count(2) >= 10, "but for the steps around the kill both learn from the same matches"
+async def test_in_lockstep_no_opponent_has_moved(toys: Toys) -> None:
+    cluster, model = toys
+    spec = game(model, {"schedule": "lockstep"}, max_staleness=0, slow=12, fast=12)
+    found = await trained(cluster, spec, kill_at=6)
+    assert {line["opponent_lag/max"] for lines in found.values() for line in lines} == {0.0}
+    together = [len(set(a["seqs"]) & set(b["seqs"])) for a, b in zip(found["slow"], found["fast"], strict=True)]
+    assert together.count(2) >= 10, "but for the steps around the kill both learn from the same matches"
 
 
 @pytest.mark.nightly
-async def test_policies_take_turns(tmp_path: Path) -> None:
-    async with toy_cluster(tmp_path) as (cluster, model):
-        match = {"schedule": "alternate", "alternate_steps": 3, "max_opponent_lag": 0}
-        spec = game(model, match, max_staleness=1, slow=9, fast=12)
-        found = await trained(cluster, spec, kill_at=5)
-        assert {line["opponent_lag/max"] for lines in found.values() for line in lines} == {0.0}
-        assert all(lines[-1]["dropped/resting"] > 0 for lines in found.values())
-        ends = sorted((line["time"], name, line["step"]) for name, lines in found.items() for line in lines)
-        last = {"slow": 0, "fast": 0}
-        for _, name, step in ends:
-            others = {other: made for other, made in last.items() if other != name}
-            assert all(made // 3 >= (step - 1) // 3 for other, made in others.items() if made < len(found[other])), ends
-            last[name] = step
+async def test_policies_take_turns(toys: Toys) -> None:
+    cluster, model = toys
+    match = {"schedule": "alternate", "alternate_steps": 3, "max_opponent_lag": 0}
+    spec = game(model, match, max_staleness=1, slow=9, fast=12)
+    found = await trained(cluster, spec, kill_at=5)
+    assert {line["opponent_lag/max"] for lines in found.values() for line in lines} == {0.0}
+    assert all(lines[-1]["dropped/resting"] > 0 for lines in found.values())
+    ends = sorted((line["time"], name, line["step"]) for name, lines in found.items() for line in lines)
+    last = {"slow": 0, "fast": 0}
+    for _, name, step in ends:
+        others = {other: made for other, made in last.items() if other != name}
+        assert all(made // 3 >= (step - 1) // 3 for other, made in others.items() if made < len(found[other])), ends
+        last[name] = step

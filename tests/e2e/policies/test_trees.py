@@ -10,8 +10,10 @@ import pytest
 from opentinker.client import ApiError
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.types.core import part_id
-from tests.support.cluster import Cluster, toy_cluster, undocumented
+from tests.support.cluster import Toys, undocumented
 from tests.support.factories import make_spec
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 SAMPLES = "tests.samples.tree_samples"
 SIZE, GROUPS, STEPS = 4, 2, 3
@@ -30,41 +32,40 @@ def climb(model: Path | str, **changes: Any) -> JobSpec:
     return make_spec(**(parts | changes))
 
 
-async def test_every_candidate_is_trained_once(tmp_path: Path, tiny: Path) -> None:
-    async with Cluster(tmp_path) as cluster:
-        with pytest.raises(
-            ApiError, match=r"(?s)environment\.name.*cannot fork: ToolCalc does not set can_fork = True"
-        ):
-            await cluster.submit(climb(tiny, environment={"name": "tool_calc"}, algorithm={"name": "at_grpo"}))
-        job = await cluster.submit(climb(tiny))
-        await cluster.succeeds(job)
-        lines = cluster.lines(job)
-        assert len(lines) == STEPS
-        for line in lines:
-            assert line["trajectories"] == GROUPS * (2 + 4 * (SIZE - 1)), "two seats, and the others of four turns"
-            assert 0.0 <= line["reward/equal_turns"] < 1.0
-            assert line["turns/mean"] == 2.0 and line["groups"] == GROUPS
-            assert line["reward/seat/left"] + line["reward/seat/right"] == pytest.approx(0.15 * line["height"])
-        ledger = await cluster.ledger(job)
-        assert (ledger.accepted, ledger.failed) == (GROUPS * STEPS, {})
-        points = await cluster.client.metrics(job)
-        assert undocumented({name for point in points for name in point["values"]} - {"height"}) == []
-        kept = (await cluster.client.rollouts(job))["rollouts"]
-        assert kept and all(episode["turns"] == 4 for episode in kept), "people read the episodes, not the others"
+async def test_every_candidate_is_trained_once(toys: Toys, small: Path) -> None:
+    cluster, _ = toys
+    with pytest.raises(ApiError, match=r"(?s)environment\.name.*cannot fork: ToolCalc does not set can_fork = True"):
+        await cluster.submit(climb(small, environment={"name": "tool_calc"}, algorithm={"name": "at_grpo"}))
+    job = await cluster.submit(climb(small))
+    await cluster.succeeds(job)
+    lines = cluster.lines(job)
+    assert len(lines) == STEPS
+    for line in lines:
+        assert line["trajectories"] == GROUPS * (2 + 4 * (SIZE - 1)), "two seats, and the others of four turns"
+        assert 0.0 <= line["reward/equal_turns"] < 1.0
+        assert "reward/team/both" in line
+        assert line["turns/mean"] == 2.0 and line["groups"] == GROUPS
+        assert line["reward/seat/left"] + line["reward/seat/right"] == pytest.approx(0.15 * line["height"])
+    ledger = await cluster.ledger(job)
+    assert (ledger.accepted, ledger.failed) == (GROUPS * STEPS, {})
+    points = await cluster.client.metrics(job)
+    assert undocumented({name for point in points for name in point["values"]} - {"height"}) == []
+    kept = (await cluster.client.rollouts(job))["rollouts"]
+    assert kept and all(episode["turns"] == 4 for episode in kept), "people read the episodes, not the others"
 
-        policies = {"policies": {"a": {}, "b": {}}, "seats": {"left": "a", "right": "b"}}
-        job = await cluster.submit(climb(tiny, **policies))
-        await cluster.succeeds(job)
-        for policy in "ab":
-            for line in cluster.lines(part_id(job, policy)):
-                assert line["trajectories"] == GROUPS * (1 + 2 * (SIZE - 1)), "a policy trains its own candidates"
-                assert line["turns/mean"] == 2.0
+    policies = {"policies": {"a": {}, "b": {}}, "seats": {"left": "a", "right": "b"}}
+    job = await cluster.submit(climb(small, **policies))
+    await cluster.succeeds(job)
+    for policy in "ab":
+        for line in cluster.lines(part_id(job, policy)):
+            assert line["trajectories"] == GROUPS * (1 + 2 * (SIZE - 1)), "a policy trains its own candidates"
+            assert line["turns/mean"] == 2.0
 
 
-async def test_the_simulated_learner_takes_trees(tmp_path: Path) -> None:
-    async with toy_cluster(tmp_path) as (cluster, model):
-        spec = climb(model, algorithm={"name": "at_grpo", "group_size": SIZE, "groups_per_batch": GROUPS},
-                     train={"learner": "simulated", "steps": STEPS})  # fmt: skip
-        job = await cluster.submit(spec)
-        await cluster.succeeds(job)
-        assert [line["trajectories"] for line in cluster.lines(job)] == [GROUPS * (2 + 4 * (SIZE - 1))] * STEPS
+async def test_the_simulated_learner_takes_trees(toys: Toys) -> None:
+    cluster, model = toys
+    spec = climb(model, algorithm={"name": "at_grpo", "group_size": SIZE, "groups_per_batch": GROUPS},
+                 train={"learner": "simulated", "steps": STEPS})  # fmt: skip
+    job = await cluster.submit(spec)
+    await cluster.succeeds(job)
+    assert [line["trajectories"] for line in cluster.lines(job)] == [GROUPS * (2 + 4 * (SIZE - 1))] * STEPS

@@ -66,14 +66,52 @@ def unclaimed_ports(count: int) -> list[int]:
     return list(islice((port for port in random.sample(range(14000, 19000), 1000) if port_free(port)), count))
 
 
+CHOOSE = """
+import orjson, sys
+from pathlib import Path
+from opentinker.local.embedded import EmbeddedServers
+from opentinker.local.up import Plan, api_port
+place = Path(sys.argv[1])
+servers = EmbeddedServers(place)
+for name in ("nats", "valkey"):
+    servers._choose_ports(name, servers._remembered(), fresh=False)
+print(orjson.dumps({**servers.ports, "api": api_port(Plan(data_dir=place))}).decode(), flush=True)
+input()
+"""
+
+
+def remembering(place: Path, ports: dict[str, int]) -> Path:
+    """A data directory whose last life had these ports."""
+    (place / "run").mkdir(parents=True)
+    (place / "run" / "api-port").write_text(str(ports["api"]))
+    servers = {name: ports[name] for name in DEFAULT_PORTS}
+    (place / "run" / "servers.json").write_bytes(orjson.dumps(servers))
+    return place
+
+
+def test_of_two_that_remember_the_same_ports_the_second_takes_others(tmp_path: Path) -> None:
+    """Neither has bound them yet."""
+    names = [*DEFAULT_PORTS, "api"]
+    remembered = dict(zip(names, unclaimed_ports(len(names)), strict=True))
+    chosen: list[dict[str, int]] = []
+    with contextlib.ExitStack() as stack:
+        for place in ("one", "two"):
+            argv = [sys.executable, "-c", CHOOSE, str(remembering(tmp_path / place, remembered))]
+            child = stack.enter_context(
+                subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ())
+            )
+            stack.callback(child.kill)
+            assert child.stdout is not None
+            chosen.append(orjson.loads(next(line for line in child.stdout if line.startswith(b"{"))))
+    first, second = chosen
+    assert first == remembered and not {*first.values()} & {*second.values()}
+
+
 @pytest.mark.nightly
 def test_two_starts_at_the_same_moment_take_different_ports(tmp_path: Path) -> None:
-    api, *servers = unclaimed_ports(1 + len(DEFAULT_PORTS))
-    places = [tmp_path / "one", tmp_path / "two"]
-    for place in places:
-        (place / "run").mkdir(parents=True)
-        (place / "run" / "api-port").write_text(str(api))
-        (place / "run" / "servers.json").write_bytes(orjson.dumps(dict(zip(DEFAULT_PORTS, servers, strict=True))))
+    names = [*DEFAULT_PORTS, "api"]
+    ports = dict(zip(names, unclaimed_ports(len(names)), strict=True))
+    places = [remembering(tmp_path / place, ports) for place in ("one", "two")]
     with contextlib.ExitStack() as stack:
         running = [
             stack.enter_context(subprocess.Popen(up(place, "--json"), stdout=subprocess.PIPE, text=True, env=environ()))
@@ -85,7 +123,9 @@ def test_two_starts_at_the_same_moment_take_different_ports(tmp_path: Path) -> N
         for each in facts:
             with urllib.request.urlopen(f"{each['url']}/healthz") as answer:
                 assert answer.status == 200
-    assert len({each["url"] for each in facts}) == 2 and f"http://127.0.0.1:{api}" in {each["url"] for each in facts}
+    assert len({each["url"] for each in facts}) == 2 and f"http://127.0.0.1:{ports['api']}" in {
+        each["url"] for each in facts
+    }
     for name in ("nats_url", "redis_url"):
         assert len({each[name] for each in facts}) == 2, "each has servers of its own"
 

@@ -172,6 +172,35 @@ async def test_tickets_of_a_lost_engine_are_played_by_the_next(bench: Bench) -> 
     assert (await bench.admission.ledger()).failed == {}
 
 
+class Gated(Mortal):
+    """Answers nothing before `gate`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = asyncio.Event()
+
+    async def generate(self, *args: Any, **options: Any) -> Completion:
+        await self.gate.wait()
+        return await super().generate(*args, **options)
+
+
+async def test_a_worker_that_is_taken_back_ends_its_groups_and_begins_no_other(bench: Bench) -> None:
+    bench.spec = make_spec(rollout__engine="toy", rollout__max_concurrent_groups=2)
+    await bench.issue(5)
+    engine = Gated()
+    job = bench.job_of([LoadedPolicy("", bench.spec, engine, Renderer(Chars(), "model", frozenset({EOS})))])
+    job.weights.set()
+    life = asyncio.create_task(job.run())
+    await until(lambda: len(job.groups) == 2)
+    job.worker._leaving.set()  # as when its lease says by when it must leave
+    engine.gate.set()
+    await soon(life)
+    assert await bench.bus.count("GROUPS", GROUP.at(job=bench.job)) == 2
+    assert await bench.tickets() == 3, "others play them"
+    ledger = await bench.admission.ledger()
+    assert (ledger.accepted, ledger.failed) == (2, {})
+
+
 class Uneven(Mortal):
     """Requests of some samples never end, those of others fail."""
 

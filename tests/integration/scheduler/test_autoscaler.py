@@ -45,7 +45,7 @@ from opentinker.shared.types.errors import SpecError
 from tests.conftest import NewContext, soon, until
 from tests.e2e.test_kills import check, toy_spec
 from tests.support.cluster import toy_cluster
-from tests.support.kubernetes_api import DEPLOYMENT_UID, TOKEN, KubernetesApi, kubernetes
+from tests.support.deploy.kubernetes_api import DEPLOYMENT_UID, TOKEN, KubernetesApi, kubernetes
 from tests.support.scheduling import Workers, new_job
 from tests.unit.shared.test_gpus import fake_nvml, install
 

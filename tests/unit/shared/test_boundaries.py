@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import LONG
+
 ROOT = Path(__file__).resolve().parents[3]
 FOLDERS = {"services": ROOT / "services", "shared": ROOT / "shared", "envs": ROOT / "envs"}
 TOO_HEAVY = ("torch", "vllm", "transformers", "peft", "deepspeed", "pyarrow", "datasets")
@@ -217,3 +219,7 @@ def test_an_installed_wheel_starts_its_servers(wheel: Path, tmp_path: Path) -> N
         "    print(sorted(servers.children))\n"
     )
     assert fresh(code, str(site), str(tmp_path / "data"), PYTHONPATH=str(site)) == "['nats', 'valkey']\n"
+
+
+def test_files_that_begin_early_are_there() -> None:
+    assert {*LONG} <= {path.name for path in (ROOT / "tests").rglob("test_*.py")}

@@ -60,8 +60,8 @@ def kept_bytes(learner: RlLearner) -> int:
     [{}, {"model": {"lora": LORA}}, {"model": {"dtype": "bfloat16"}}, {"algorithm": PPO}],
     ids=["full", "lora with dropout", "bfloat16", "critic"],
 )
-def test_gradient_checkpointing_makes_the_same_steps_with_less_memory(tiny: Path, parts: dict[str, Any]) -> None:
-    plain, frugal = loaded(tiny, **parts), loaded(tiny, **{**parts, "train": {"gradient_checkpointing": True}})
+def test_gradient_checkpointing_makes_the_same_steps_with_less_memory(small: Path, parts: dict[str, Any]) -> None:
+    plain, frugal = loaded(small, **parts), loaded(small, **{**parts, "train": {"gradient_checkpointing": True}})
     plain.spec = frugal.spec  # but for this option it is the same
     for step in range(2):
         torch.manual_seed(step)  # dropout
@@ -86,10 +86,10 @@ def test_gradient_checkpointing_makes_the_same_steps_with_less_memory(tiny: Path
         f"{kind} after {n}" for kind in ("two updates", "lora with dropout", "critic") for n in ("none", "some", "most")
     ],
 )
-def test_interrupted_steps(tiny: Path, monkeypatch: pytest.MonkeyPatch, parts: dict[str, Any], after: int) -> None:
+def test_interrupted_steps(small: Path, monkeypatch: pytest.MonkeyPatch, parts: dict[str, Any], after: int) -> None:
     """And the next trainer makes the very step that an unbroken one makes."""
     parts = {**parts, "train": {"tokens_per_micro_batch": 40}}
-    learner, unbroken = loaded(tiny, **parts), loaded(tiny, **parts)
+    learner, unbroken = loaded(small, **parts), loaded(small, **parts)
     for each in (learner, unbroken):
         torch.manual_seed(3)
         each.step(random_groups(0), V0)
@@ -118,14 +118,14 @@ def test_interrupted_steps(tiny: Path, monkeypatch: pytest.MonkeyPatch, parts: d
     assert digest(learner) == digest(unbroken) and all(map(torch.equal, weights(learner), weights(unbroken)))
 
 
-def test_fp32_head_computes_logits_in_float32_from_bfloat16_states_and_weights(tiny: Path) -> None:
+def test_fp32_head_computes_logits_in_float32_from_bfloat16_states_and_weights(small: Path) -> None:
     """Against a float64 product of the same states and weights; without it, the product is rounded to bfloat16."""
     groups = random_groups(3)
     trajectories = [t for group in groups for t in group.trajectories]
     plan = layout([t.ids for t in trajectories], [t.mask for t in trajectories])
     errors = {}
     for fp32_head in (False, True):
-        learner = loaded(tiny, model={"dtype": "bfloat16", "fp32_head": fp32_head})
+        learner = loaded(small, model={"dtype": "bfloat16", "fp32_head": fp32_head})
         with torch.no_grad():
             found = learner.forward(plan)[0]
             with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -140,11 +140,14 @@ def test_fp32_head_computes_logits_in_float32_from_bfloat16_states_and_weights(t
 
 
 @pytest.mark.parametrize("lora", [None, {"rank": 4}])
-def test_fp32_head_trains_like_its_reference(tiny: Path, tmp_path: Path, lora: dict[str, int] | None) -> None:
+def test_fp32_head_trains_like_its_reference(small: Path, tmp_path: Path, lora: dict[str, int] | None) -> None:
     model = {"dtype": "bfloat16", "fp32_head": True, "lora": lora}
-    learner = loaded(tiny, model=model)
+    learner = loaded(small, model=model)
     trajectories = [trajectory_of([7, 8, 9, 1], [0, 1, 1, 1], reward=r) for r in (0.0, 1.0)]
-    scorer, (key,) = Scorer(), find_required_models(torch_spec(tiny, model=model, algorithm={"kl_coef": 0.1}), tmp_path)
+    scorer, (key,) = (
+        Scorer(),
+        find_required_models(torch_spec(small, model=model, algorithm={"kl_coef": 0.1}), tmp_path),
+    )
     (scored,) = scorer.score(scorer.load(key), [group_of(trajectories)], [1.0])
     plan = layout([t.ids for t in trajectories], [t.mask for t in trajectories])
     with torch.no_grad():
@@ -152,27 +155,27 @@ def test_fp32_head_trains_like_its_reference(tiny: Path, tmp_path: Path, lora: d
     theirs = torch.cat([torch.from_numpy(x[t.mask == 1]) for x, t in zip(scored, trajectories, strict=True)])
     if lora is not None:  # the same bfloat16 base on both sides; else the trainer's norms are float32
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
-    learner.spec = torch_spec(tiny, model=model, algorithm={"group_size": 2, "groups_per_batch": 1})
+    learner.spec = torch_spec(small, model=model, algorithm={"group_size": 2, "groups_per_batch": 1})
     before = weights(learner)
     learner.step([group_of(trajectories)], V0)
     assert any(not torch.equal(a, b) for a, b in zip(before, weights(learner), strict=True))
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
-def test_what_cannot_have_them_says_so(tiny: Path) -> None:
+def test_what_cannot_have_them_says_so(small: Path) -> None:
     with pytest.raises(SpecError, match="float32 already"):
-        torch_spec(tiny, model={"fp32_head": True})
+        torch_spec(small, model={"fp32_head": True})
     wrapped = {"dtype": "bfloat16", "fp32_head": True, "lora": {"target_modules": ["lm_head"]}}
     with pytest.raises(JobFailed, match="plain linear output layer"):
-        loaded(tiny, model=wrapped)
-    learner = loaded(tiny)
+        loaded(small, model=wrapped)
+    learner = loaded(small)
     learner.causal.supports_gradient_checkpointing = False
     with pytest.raises(JobFailed, match="does not support it"):
         recompute_layers(learner.causal)
 
 
-def test_a_model_saved_with_a_float32_head_is_a_plain_one(tiny: Path, tmp_path: Path) -> None:
-    learner = loaded(tiny, model={"dtype": "bfloat16", "fp32_head": True}, train={"gradient_checkpointing": True})
+def test_a_model_saved_with_a_float32_head_is_a_plain_one(small: Path, tmp_path: Path) -> None:
+    learner = loaded(small, model={"dtype": "bfloat16", "fp32_head": True}, train={"gradient_checkpointing": True})
     learner.step(random_groups(0), V0)
     learner.save(tmp_path / "c")
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "c").dtype == torch.bfloat16

@@ -16,9 +16,9 @@ from tests.unit.trainer.test_rl_learner import digest, loaded, version
 STEPS = 3
 
 
-def pair(tiny: Path, *, deterministic: bool = True) -> list[JobSpec]:
+def pair(small: Path, *, deterministic: bool = True) -> list[JobSpec]:
     spec = torch_spec(
-        tiny,
+        small,
         model={"lora": {"rank": 4, "alpha": 8.0, "dropout": 0.3}},
         algorithm={"max_staleness": 0},
         rollout={"seed": 1},
@@ -37,16 +37,16 @@ def alone(spec: JobSpec) -> str:
 
 
 @pytest.mark.parametrize("order", ["ababab", "aaabbb", "baabba"])
-def test_dropout_of_each_policy_is_its_own_whoever_steps_first(tiny: Path, order: str) -> None:
-    specs = pair(tiny)
+def test_dropout_of_each_policy_is_its_own_whoever_steps_first(small: Path, order: str) -> None:
+    specs = pair(small)
     learners = dict(zip("ab", map(loaded, specs), strict=True))
     for name in order:
         learners[name].step(random_groups(learners[name].steps), version(learners[name].steps))
     assert [digest(learner) for learner in learners.values()] == [alone(spec) for spec in specs]
 
 
-def test_a_checkpoint_holds_the_state_of_its_own_policy(tiny: Path, tmp_path: Path) -> None:
-    specs = pair(tiny)
+def test_a_checkpoint_holds_the_state_of_its_own_policy(small: Path, tmp_path: Path) -> None:
+    specs = pair(small)
     first, second = map(loaded, specs)
     first.step(random_groups(0), version(0))
     second.step(random_groups(0), version(0))
@@ -59,8 +59,8 @@ def test_a_checkpoint_holds_the_state_of_its_own_policy(tiny: Path, tmp_path: Pa
     assert [digest(learner) for learner in resumed] == [alone(spec) for spec in specs]
 
 
-def test_steps_of_two_policies_do_not_overlap(tiny: Path) -> None:
-    first, second = map(loaded, pair(tiny))
+def test_steps_of_two_policies_do_not_overlap(small: Path) -> None:
+    first, second = map(loaded, pair(small))
     began = threading.Event()
 
     def step() -> None:

@@ -1,4 +1,4 @@
-"""The learner on a tiny real model: exact logprobs, exact resume, refusals that change nothing, and learning itself."""
+"""The learner on a small model: exact logprobs, exact resume, refusals that change nothing, and learning itself."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def version(step: int) -> WeightVersion:
     return WeightVersion(1, step)
 
 
-def test_mismatch_with_a_plain_forward_is_rounding_only(tiny: Path) -> None:
+def test_mismatch_with_a_plain_forward_is_rounding_only(small: Path) -> None:
     """Behaviour logprobs from unpadded plain forwards of the same weights, at a temperature that is not 1."""
-    plain = AutoModelForCausalLM.from_pretrained(tiny)
+    plain = AutoModelForCausalLM.from_pretrained(small)
     groups = []
     for group in random_groups(1):
         made = []
@@ -61,7 +61,7 @@ def test_mismatch_with_a_plain_forward_is_rounding_only(tiny: Path) -> None:
             honest = [x * m for x, m in zip(logprobs, t.mask.tolist(), strict=True)]
             made.append(trajectory_of(t.ids.tolist(), t.mask.tolist(), logprobs=honest, reward=t.reward))
         groups.append(group_of(made))
-    metrics = loaded(torch_spec(tiny, rollout={"temperature": 0.7})).step(groups, V0)
+    metrics = loaded(torch_spec(small, rollout={"temperature": 0.7})).step(groups, V0)
     assert metrics["mismatch/max"] < 1e-5
     assert metrics["mismatch/tokens"] == metrics["tokens"] > 0
     assert metrics["ess"] == pytest.approx(1.0, abs=1e-4)
@@ -69,15 +69,15 @@ def test_mismatch_with_a_plain_forward_is_rounding_only(tiny: Path) -> None:
     assert metrics["clip_share"] == 0
 
 
-def test_one_step_equals_a_step_written_by_hand(tiny: Path) -> None:
+def test_one_step_equals_a_step_written_by_hand(small: Path) -> None:
     """Padded-free loop over single trajectories, torch's AdamW, clipping, warm-up: same weights."""
     train = {"lr": 1e-3, "warmup_steps": 2, "weight_decay": 0.1, "tokens_per_micro_batch": 40}
-    spec = torch_spec(tiny, train=train, algorithm={"proximal": "recomputed"})
+    spec = torch_spec(small, train=train, algorithm={"proximal": "recomputed"})
     groups = random_groups(2)
     learner = loaded(spec)
     metrics = learner.step(groups, V0)
 
-    model = AutoModelForCausalLM.from_pretrained(tiny)
+    model = AutoModelForCausalLM.from_pretrained(small)
     decayed = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim == 1]
     optimizer = torch.optim.AdamW(
@@ -104,11 +104,11 @@ def test_one_step_equals_a_step_written_by_hand(tiny: Path) -> None:
         assert gap.mean() < 1e-8 and gap.max() < 1e-4
 
 
-def test_the_batch_describes_itself(tiny: Path) -> None:
+def test_the_batch_describes_itself(small: Path) -> None:
     ids, mask = [7, 8, 9, 1], [0, 0, 1, 1]
     first = [trajectory_of(ids, mask, reward=r, version=version(3), metrics={"exact": r}) for r in (0.0, 1.0)]
     second = [trajectory_of([7, 8, 9, 9, 1], [0, 0, 1, 1, 1], reward=0.5, version=version(5)) for _ in range(2)]
-    spec = torch_spec(tiny, algorithm={"group_size": 2, "groups_per_batch": 2})
+    spec = torch_spec(small, algorithm={"group_size": 2, "groups_per_batch": 2})
     metrics = loaded(spec).step([group_of(first), group_of(second, 1)], version(5))
     assert {key: round(metrics[key], 6) for key in EXPECTED} == EXPECTED
     assert metrics["mismatch/tokens"] == 6 and metrics["tokens"] == 10
@@ -146,8 +146,8 @@ EXPECTED = {
     ],
     ids=["full", "two updates", "bfloat16", "lora with dropout", "lora in bfloat16", "critic"],
 )
-def test_resume_is_exact_to_the_bit(tiny: Path, tmp_path: Path, parts: dict[str, dict[str, object]]) -> None:
-    spec = torch_spec(tiny, train={"lr": 1e-3, "warmup_steps": 5}, **parts)
+def test_resume_is_exact_to_the_bit(small: Path, tmp_path: Path, parts: dict[str, dict[str, object]]) -> None:
+    spec = torch_spec(small, train={"lr": 1e-3, "warmup_steps": 5}, **parts)
     unbroken = loaded(spec)
     for step in range(6):
         unbroken.step(random_groups(step), version(step))
@@ -197,8 +197,8 @@ def same_weights(a: RlLearner, b: RlLearner) -> bool:
     ],
     ids=["full", "bfloat16", "lora with dropout", "lora in bfloat16", "critic"],
 )
-def test_start_takes_weights_alone(tiny: Path, tmp_path: Path, parts: dict[str, dict[str, Any]]) -> None:
-    spec = torch_spec(tiny, train={"lr": 1e-3, "warmup_steps": 5}, **parts)
+def test_start_takes_weights_alone(small: Path, tmp_path: Path, parts: dict[str, dict[str, Any]]) -> None:
+    spec = torch_spec(small, train={"lr": 1e-3, "warmup_steps": 5}, **parts)
     first = trained(spec, tmp_path / "c")
     fresh, again = loaded(spec), started(spec, tmp_path / "c")
     assert torch.equal(torch.get_rng_state(), _random_state_of(spec)), "dropout draws what a first start would draw"
@@ -220,9 +220,9 @@ def _random_state_of(spec: JobSpec) -> torch.Tensor:
     return torch.get_rng_state()
 
 
-def test_start_with_lr_zero_leaves_the_weights_of_the_checkpoint_alone(tiny: Path, tmp_path: Path) -> None:
-    first = trained(torch_spec(tiny), tmp_path / "c")
-    second = started(torch_spec(tiny, train={"lr": 0.0}), tmp_path / "c", optimizer=True)
+def test_start_with_lr_zero_leaves_the_weights_of_the_checkpoint_alone(small: Path, tmp_path: Path) -> None:
+    first = trained(torch_spec(small), tmp_path / "c")
+    second = started(torch_spec(small, train={"lr": 0.0}), tmp_path / "c", optimizer=True)
     second.step(random_groups(7), V0)
     second.save(tmp_path / "d")
     assert (tmp_path / "c" / "model.safetensors").read_bytes() == (tmp_path / "d" / "model.safetensors").read_bytes()
@@ -231,20 +231,20 @@ def test_start_with_lr_zero_leaves_the_weights_of_the_checkpoint_alone(tiny: Pat
     assert all(torch.equal(tensor, ours[name]) for name, tensor in unpack(sent.manifest, sent.buckets))
 
 
-def test_a_critic_is_taken_over_only_where_both_jobs_train_one(tiny: Path, tmp_path: Path) -> None:
-    trained(torch_spec(tiny, algorithm={"name": "ppo"}), tmp_path / "ppo", steps=1)
-    trained(torch_spec(tiny), tmp_path / "grpo", steps=1)
-    assert started(torch_spec(tiny), tmp_path / "ppo", optimizer=True).critic is None
-    new = started(torch_spec(tiny, algorithm={"name": "ppo"}), tmp_path / "grpo").critic
+def test_a_critic_is_taken_over_only_where_both_jobs_train_one(small: Path, tmp_path: Path) -> None:
+    trained(torch_spec(small, algorithm={"name": "ppo"}), tmp_path / "ppo", steps=1)
+    trained(torch_spec(small), tmp_path / "grpo", steps=1)
+    assert started(torch_spec(small), tmp_path / "ppo", optimizer=True).critic is None
+    new = started(torch_spec(small, algorithm={"name": "ppo"}), tmp_path / "grpo").critic
     assert new is not None and not new.head.weight.any(), "a head of zeros, as at a first start"
 
 
-def test_start_from_another_model_names_tensors_or_settings(tiny: Path, tmp_path: Path) -> None:
-    trained(torch_spec(tiny), tmp_path / "c", steps=1)
+def test_start_from_another_model_names_tensors_or_settings(small: Path, tmp_path: Path) -> None:
+    trained(torch_spec(small), tmp_path / "c", steps=1)
     other = make_tiny(tmp_path / "narrow", hidden_size=64)
     with pytest.raises(JobFailed, match=r"is not of the model '.*narrow': \d+ tensors differ, such as .*\[\d+"):
         started(torch_spec(other), tmp_path / "c")
-    copied = shutil.copytree(tiny, tmp_path / "copied")
+    copied = shutil.copytree(small, tmp_path / "copied")
     config = orjson.loads((copied / "config.json").read_bytes())
     (copied / "config.json").write_bytes(orjson.dumps(config | {"bos_token_id": 2, "max_position_embeddings": 77}))
     started(torch_spec(copied), tmp_path / "c")
@@ -253,17 +253,17 @@ def test_start_from_another_model_names_tensors_or_settings(tiny: Path, tmp_path
         started(torch_spec(copied), tmp_path / "c")
 
 
-def test_start_from_another_adapter_names_tensors_with_their_shapes(tiny: Path, tmp_path: Path) -> None:
-    trained(torch_spec(tiny, model={"lora": {**LORA, "target_modules": ["q_proj"]}}), tmp_path / "c", steps=1)
+def test_start_from_another_adapter_names_tensors_with_their_shapes(small: Path, tmp_path: Path) -> None:
+    trained(torch_spec(small, model={"lora": {**LORA, "target_modules": ["q_proj"]}}), tmp_path / "c", steps=1)
     with pytest.raises(JobFailed, match=r"\d+ tensors differ, such as .*down_proj\.lora_A\.weight \(absent instead of"):
-        started(torch_spec(tiny, model={"lora": LORA}), tmp_path / "c")
+        started(torch_spec(small, model={"lora": LORA}), tmp_path / "c")
     with pytest.raises(JobFailed, match=r"q_proj\.lora_A\.weight \(\[4, \d+\] instead of \[2, \d+\]\)"):
-        started(torch_spec(tiny, model={"lora": {**LORA, "target_modules": ["q_proj"], "rank": 2}}), tmp_path / "c")
+        started(torch_spec(small, model={"lora": {**LORA, "target_modules": ["q_proj"], "rank": 2}}), tmp_path / "c")
 
 
 @pytest.mark.parametrize("updates", [1, 2])
-def test_a_step_that_is_not_finite_changes_nothing(tiny: Path, updates: int) -> None:
-    learner = loaded(torch_spec(tiny, algorithm={"updates_per_batch": updates}))
+def test_a_step_that_is_not_finite_changes_nothing(small: Path, updates: int) -> None:
+    learner = loaded(torch_spec(small, algorithm={"updates_per_batch": updates}))
     learner.step(random_groups(0), version(0))
     before, steps = digest(learner), learner.steps
     groups = random_groups(1)
@@ -279,28 +279,28 @@ def test_a_step_that_is_not_finite_changes_nothing(tiny: Path, updates: int) -> 
     assert digest(learner) != before
 
 
-def test_lr_zero_leaves_the_weights_alone(tiny: Path) -> None:
-    learner = loaded(torch_spec(tiny, train={"lr": 0.0}))
+def test_lr_zero_leaves_the_weights_alone(small: Path) -> None:
+    learner = loaded(torch_spec(small, train={"lr": 0.0}))
     before = [p.detach().clone() for p in learner.parameters.values()]
     learner.step(random_groups(0), V0)
     assert all(torch.equal(a, b) for a, b in zip(before, learner.parameters.values(), strict=True))
 
 
-def test_kl_needs_and_uses_reference_logprobs(tiny: Path) -> None:
-    spec = torch_spec(tiny, algorithm={"kl_coef": 0.5})
+def test_kl_needs_and_uses_reference_logprobs(small: Path) -> None:
+    spec = torch_spec(small, algorithm={"kl_coef": 0.5})
     with pytest.raises(JobFailed, match="without reference"):
         loaded(spec).step(random_groups(0), V0)
-    with_kl, without = loaded(spec), loaded(torch_spec(tiny))
+    with_kl, without = loaded(spec), loaded(torch_spec(small))
     metrics = with_kl.step(random_groups(0, reference=True), V0)
     assert metrics["loss/kl"] > 0
     assert "loss/kl" not in without.step(random_groups(0, reference=True), V0)
     assert digest(with_kl) != digest(without)
 
 
-def test_several_updates_clip_against_the_weights_at_the_start_of_the_batch(tiny: Path) -> None:
+def test_several_updates_clip_against_the_weights_at_the_start_of_the_batch(small: Path) -> None:
     learner = loaded(
         torch_spec(
-            tiny, algorithm={"updates_per_batch": 4, "clip_low": 0.0, "clip_high": 0.0, "proximal": "recomputed"}
+            small, algorithm={"updates_per_batch": 4, "clip_low": 0.0, "clip_high": 0.0, "proximal": "recomputed"}
         )
     )
     metrics = learner.step(random_groups(0), V0)
@@ -308,20 +308,20 @@ def test_several_updates_clip_against_the_weights_at_the_start_of_the_batch(tiny
     assert metrics["ratio/mean"] != pytest.approx(np.exp(metrics["drift/mean"]))
 
 
-def test_snapshot_carries_hugging_face_names_without_tied_copies(tiny: Path) -> None:
-    learner = loaded(torch_spec(tiny))
+def test_snapshot_carries_hugging_face_names_without_tied_copies(small: Path) -> None:
+    learner = loaded(torch_spec(small))
     learner.step(random_groups(0), V0)
     snapshot = learner.snapshot(version(1))
     sent = dict(unpack(snapshot.manifest, snapshot.buckets))
-    assert set(sent) == set(load_file(tiny / "model.safetensors"))
+    assert set(sent) == set(load_file(small / "model.safetensors"))
     assert snapshot.version == version(1)
     before = {name: tensor.clone() for name, tensor in sent.items()}
     learner.step(random_groups(1), version(1))
     assert all(torch.equal(before[name], sent[name]) for name in sent), "training must not reach into a snapshot"
 
 
-def test_bfloat16_trains_float32_masters_and_sends_bfloat16(tiny: Path, tmp_path: Path) -> None:
-    learner = loaded(torch_spec(tiny, model={"dtype": "bfloat16"}))
+def test_bfloat16_trains_float32_masters_and_sends_bfloat16(small: Path, tmp_path: Path) -> None:
+    learner = loaded(torch_spec(small, model={"dtype": "bfloat16"}))
     metrics = learner.step(random_groups(0), V0)
     assert np.isfinite(metrics["loss/policy"])
     assert all(p.dtype == torch.float32 for p in learner.parameters.values())
@@ -330,8 +330,8 @@ def test_bfloat16_trains_float32_masters_and_sends_bfloat16(tiny: Path, tmp_path
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "c").dtype == torch.bfloat16
 
 
-def test_saved_directory_is_a_plain_hugging_face_model(tiny: Path, tmp_path: Path) -> None:
-    learner = loaded(torch_spec(tiny))
+def test_saved_directory_is_a_plain_hugging_face_model(small: Path, tmp_path: Path) -> None:
+    learner = loaded(torch_spec(small))
     learner.step(random_groups(0), V0)
     learner.save(tmp_path / "c")
     model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "c", output_loading_info=True)
@@ -348,8 +348,8 @@ def _sdpa(learner: RlLearner) -> object:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_lora_trains_sends_and_saves_only_the_adapter(tiny: Path, tmp_path: Path, dtype: str) -> None:
-    learner = loaded(torch_spec(tiny, model={"lora": LORA, "dtype": dtype}))
+def test_lora_trains_sends_and_saves_only_the_adapter(small: Path, tmp_path: Path, dtype: str) -> None:
+    learner = loaded(torch_spec(small, model={"lora": LORA, "dtype": dtype}))
     base = {n: p.detach().clone() for n, p in learner.model.named_parameters() if "lora_" not in n}
     for step in range(2):
         learner.step(random_groups(step), version(step))
@@ -365,21 +365,21 @@ def test_lora_trains_sends_and_saves_only_the_adapter(tiny: Path, tmp_path: Path
     }
     learner.save(tmp_path / "c")
     assert set(load_file(tmp_path / "c" / "adapter_model.safetensors")) == names
-    again = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny), tmp_path / "c")
+    again = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(small), tmp_path / "c")
     ids = [5, 6, 7, 8, 1]
     tolerance = 1e-5 if dtype == "float32" else 0.05
     torch.testing.assert_close(plain_logprobs(again, ids), plain_logprobs(_sdpa(learner), ids), atol=tolerance, rtol=0)
     with pytest.raises(JobFailed, match="does not fit"):
-        loaded(torch_spec(tiny, model={"lora": {**LORA, "rank": 2}}), tmp_path / "c")
+        loaded(torch_spec(small, model={"lora": {**LORA, "rank": 2}}), tmp_path / "c")
 
 
-def test_wrong_lora_targets_and_missing_state_are_named(tiny: Path) -> None:
+def test_wrong_lora_targets_and_missing_state_are_named(small: Path) -> None:
     with pytest.raises(JobFailed, match="target_modules"):
-        loaded(torch_spec(tiny, model={"lora": {"target_modules": ["nothing"]}}))
+        loaded(torch_spec(small, model={"lora": {"target_modules": ["nothing"]}}))
     with pytest.raises(JobFailed, match=r"no module 'v_porj', 'proj'$"):
-        loaded(torch_spec(tiny, model={"lora": {"target_modules": ["q_proj", "v_porj", "self_attn.o_proj", "proj"]}}))
+        loaded(torch_spec(small, model={"lora": {"target_modules": ["q_proj", "v_porj", "self_attn.o_proj", "proj"]}}))
     with pytest.raises(JobFailed, match="cannot be resumed"):
-        loaded(torch_spec(tiny), tiny)
+        loaded(torch_spec(small), small)
 
 
 @pytest.mark.parametrize(
@@ -392,9 +392,9 @@ def test_wrong_lora_targets_and_missing_state_are_named(tiny: Path) -> None:
         ({"warmup_steps": 6, "schedule": "cosine"}, [1 / 6, 2 / 6, 3 / 6, 4 / 6, 5 / 6, 1, 1]),
     ],
 )
-def test_learning_rate_schedules(tiny: Path, train: dict[str, Any], shares: list[float]) -> None:
+def test_learning_rate_schedules(small: Path, train: dict[str, Any], shares: list[float]) -> None:
     """Of six steps; a job that is told of fewer by its data ends there."""
-    learner = RlLearner(torch_spec(tiny, train={"steps": 6, "lr": 1e-3, **train}))
+    learner = RlLearner(torch_spec(small, train={"steps": 6, "lr": 1e-3, **train}))
     found = []
     for step in range(7):
         learner.steps = step
@@ -405,9 +405,9 @@ def test_learning_rate_schedules(tiny: Path, train: dict[str, Any], shares: list
         assert learner.lr_share == pytest.approx(4 / 6 if train.get("warmup_steps") == 6 else learner.spec.train.lr_end)
 
 
-def test_simulated_learner_takes_its_time_and_counts(tiny: Path, tmp_path: Path) -> None:
+def test_simulated_learner_takes_its_time_and_counts(small: Path, tmp_path: Path) -> None:
     simulated = {"learner": "simulated", "simulated_step_s": 0.05, "lr": 1e-5}
-    learner = SimulatedLearner(torch_spec(tiny, train=simulated))
+    learner = SimulatedLearner(torch_spec(small, train=simulated))
     learner.load(None)
     metrics = learner.step(random_groups(0), V0)
     assert metrics["step_seconds"] >= 0.05 and metrics["tokens"] > 0

