@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import pytest
 import structlog
 
 from opentinker.services.scheduler.service import serve
@@ -29,9 +28,6 @@ TTL_S = 0.5
 """The scheduler's patience with a worker that ignores its lease, and with everybody when it has just started."""
 ALIVE_S = 600.0
 """What `die` takes away at once."""
-POLL_S = 0.05
-POLLS = ("artifacts.archiver", "jobs.cleanup", "jobs.eval_coordinator", "placement.reconciler", "streams.disconnect")
-"""Loops of the scheduler that look for work every POLL_S of their own: up to a second, which no test needs to wait."""
 
 
 @asynccontextmanager
@@ -54,21 +50,18 @@ async def context(nats: Server, valkey: Server, worker: str, data_dir: Path, **s
 
 @asynccontextmanager
 async def scheduler(ctx: Context) -> AsyncIterator[str]:
-    """The whole service, in this process, with short polls; gives its URL. Leaves as after SIGTERM."""
+    """The whole service, in this process; gives its URL. Leaves as after SIGTERM."""
     ctx.stopping.clear()
     ctx.detail.clear()
-    with pytest.MonkeyPatch.context() as patch:
-        for module in POLLS:
-            patch.setattr(f"opentinker.services.scheduler.{module}.POLL_S", POLL_S)
-        task = asyncio.create_task(serve(ctx))
-        try:
-            await until(lambda: task.done() or ctx.detail.get("http_port"))
-            if task.done():
-                task.result()
-            yield f"http://127.0.0.1:{ctx.detail['http_port']}"
-        finally:
-            ctx.stopping.set()
-            await soon(task)
+    task = asyncio.create_task(serve(ctx))
+    try:
+        await until(lambda: task.done() or ctx.detail.get("http_port"))
+        if task.done():
+            task.result()
+        yield f"http://127.0.0.1:{ctx.detail['http_port']}"
+    finally:
+        ctx.stopping.set()
+        await soon(task)
 
 
 class FakeWorker:
