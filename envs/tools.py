@@ -26,7 +26,7 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Generic, TypeVar, get_type_hints
+from typing import Any, Generic, TypeVar, get_type_hints, overload
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
@@ -76,15 +76,26 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
 
 
-def tool(method: F) -> F:
-    """Mark a method of an environment as a tool of its policy."""
-    method.__is_tool__ = True  # type: ignore[attr-defined]
-    return method
+@overload
+def tool(method: F, /) -> F: ...
+@overload
+def tool(*, timeout_s: float | None) -> Callable[[F], F]: ...
+def tool(method: F | None = None, /, *, timeout_s: float | None = TIMEOUT_S) -> F | Callable[[F], F]:
+    """Mark a method of an environment as a tool of its policy. `timeout_s`: of a call; None: the method limits its own
+    time."""
+
+    def mark(marked: F) -> F:
+        marked.__is_tool__ = True  # type: ignore[attr-defined]
+        marked.__tool_timeout_s__ = timeout_s  # type: ignore[attr-defined]
+        return marked
+
+    return mark if method is None else mark(method)
 
 
 def tools_of(environment: Environment) -> list[OfferedTool]:
     """Return the environment's tools. Raise TypeError if a method cannot be a tool."""
-    return [tool_of(getattr(environment, name)) for name in _tools_of(type(environment))]
+    methods = [getattr(environment, name) for name in _tools_of(type(environment))]
+    return [tool_of(method, method.__tool_timeout_s__) for method in methods]
 
 
 @lru_cache(256)
@@ -95,7 +106,7 @@ def _tools_of(kind: type[Environment]) -> list[str]:
 # --- a function as a tool -----------------------------------------------------------------------------------------
 
 
-def tool_of(function: Callable[..., Any], timeout_s: float = TIMEOUT_S) -> OfferedTool:
+def tool_of(function: Callable[..., Any], timeout_s: float | None = TIMEOUT_S) -> OfferedTool:
     """Make a tool of a plain or async function. Raise TypeError unless its parameters have names and type hints."""
     described, model = describe(function)
 
@@ -194,6 +205,13 @@ class ToolTurns(Generic[A]):
         self._owed: dict[tuple[str, str], list[Message]] = {}
         self._held: dict[str, tuple[A, list[Message]]] = {}
         """By seat: its action in this turn of the environment, and results of tools that it called along with it."""
+
+    def copy(self, offered: Sequence[OfferedTool]) -> ToolTurns[A]:
+        """Return the same state with other functions behind the tools, those of a copied environment."""
+        other = ToolTurns[A](offered, self.most)
+        other.calls, other.errors = self.calls, self.errors
+        other._turns, other._owed, other._held = dict(self._turns), dict(self._owed), dict(self._held)
+        return other
 
     @property
     def tools(self) -> list[Tool]:

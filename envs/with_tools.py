@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -32,6 +34,15 @@ class WithTools(Wrapper):
         """The environment also offers tools that its own `step` answers."""
         self._played = 0
         """Turns that reached the environment's own `step`."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WithTools:
+        """A copy whose tools are those of the copied environment."""
+        environment = copy.deepcopy(self.environment, memo)
+        other = WithTools(environment, tools_of(environment), self._turns.most)
+        turns = self._turns.copy(list(other._turns.offered.values()))
+        state = {name: value for name, value in vars(self).items() if name not in ("environment", "_turns")}
+        other.__dict__.update({**copy.deepcopy(state, memo), "_turns": turns})
+        return other
 
     async def open(self, row: int, seed: int) -> Opening:
         opened = await self.opening(row, seed)

@@ -216,7 +216,21 @@ class Settings(BaseModel):
     """Open files of each process in a sandbox. All its processes together may have as many sockets, and eight times as
     many open files."""
     sandbox_first_uid: Annotated[int, Field(ge=1000, lt=2**31)] = 60800
-    """First of 256 user ids for sandboxes of a service that runs as root; no real user may have them."""
+    """First of 257 user ids for sandboxes of a service that runs as root; no real user may have them. The last one is
+    that of all sandboxes of Harbor tasks."""
+    harbor_roots: dict[str, Path] = {}
+    """By image of a Harbor task's Dockerfile, its root file system: a directory, or a tar of one (`docker export`):
+    `"node:22" = "/srv/roots/node22.tar"`; a name without a tag stands for all tags. In an environment variable
+    `node:22=/srv/roots/node22.tar`, more with commas. Other tasks of ubuntu, debian and python get this machine's /usr,
+    read-only, with a small /etc."""
+    harbor_memory_mb: Annotated[int, Field(ge=64)] = 4096
+    """Memory that a Harbor task may ask for; a task that asks for more is refused."""
+    harbor_disk_mb: Annotated[int, Field(ge=1)] = 10240
+    """Disk that a Harbor task may ask for, likewise."""
+    harbor_processes: Annotated[int, Field(ge=8)] = 128
+    """Processes and threads of one sandbox of a Harbor task."""
+    harbor_warm: Annotated[int, Field(ge=0, le=256)] = 4
+    """Sandboxes of Harbor tasks that each env worker starts before they are asked for, after the first of a task."""
     reference_memory_gb: Annotated[float, Field(gt=0)] = 8.0
     """Weights of frozen models that reference-forward holds at most; the least recently used go first."""
     reference_tokens_per_batch: Annotated[int, Field(gt=0)] = 16384
@@ -336,7 +350,7 @@ class Settings(BaseModel):
             example = '{"*": {"running_jobs": 4}}'
             raise ValueError(f"must be JSON, e.g. {example}") from None
 
-    @field_validator("env_interpreters", mode="before")
+    @field_validator("env_interpreters", "harbor_roots", mode="before")
     @classmethod
     def _pairs(cls, given: object) -> object:
         if not isinstance(given, str):

@@ -26,7 +26,7 @@ from opentinker.shared.durable_files import HUB_ID, local_path
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.errors import JobFailed
 
-KEPT = ("artifacts", "audit", "environments", "fetched", "jobs", "logs", "nats", "run", "staged", "valkey")
+KEPT = ("artifacts", "audit", "environments", "fetched", "harbor", "jobs", "logs", "nats", "run", "staged", "valkey")
 """The server's directories in data_dir."""
 JOBS = "jobs"
 MACHINE = (Path("/proc"), Path("/sys"), Path("/dev"))

@@ -101,6 +101,8 @@ def main(service: str, serve: Callable[[Context], Awaitable[None]]) -> None:
     parser = argparse.ArgumentParser(prog=f"python -m opentinker.services.{service.replace('-', '_')}")
     parser.add_argument("--config", help="settings file (TOML); OPENTINKER_* environment variables override it")
     arguments = parser.parse_args()
+    if arguments.config:
+        os.environ["OPENTINKER_CONFIG"] = arguments.config  # environments that read settings read the same
     environment = dict(os.environ)  # libraries add to it later
     try:
         settings = load_settings(arguments.config)

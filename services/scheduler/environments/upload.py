@@ -20,10 +20,11 @@ from typing import IO
 import msgspec
 import structlog
 
-from opentinker.services.scheduler.environments.unpack import MIB, refused, unpack
+from opentinker.services.scheduler.environments.unpack import MIB, unpack
 from opentinker.services.scheduler.environments.upload_quota import OverQuota, Quota, StoredVersion, room
 from opentinker.shared.config import Settings
 from opentinker.shared.data import uploads
+from opentinker.shared.data.untrusted_tar import refused
 from opentinker.shared.data.uploads import Package, Reference
 from opentinker.shared.durable_files import make_directories, replace_durably, sync_directory, sync_tree
 from opentinker.shared.types import codec

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from opentinker.cli import harbor_tasks
 from opentinker.cli.common import AsJson, assigned, complain, print_json, say
 from opentinker.shared.types.errors import plural
 
@@ -16,6 +17,13 @@ if TYPE_CHECKING:
 
 Name = Annotated[
     str, typer.Argument(metavar="ENVIRONMENT", help="module:Class, importable from this directory, or a built-in name.")
+]
+Checked = Annotated[
+    str,
+    typer.Argument(
+        metavar="ENVIRONMENT",
+        help="module:Class, importable from this directory, a built-in name, or harbor:SET or harbor:SET/TASK.",
+    ),
 ]
 Setting = Annotated[
     list[str] | None,
@@ -31,7 +39,7 @@ def register(env: typer.Typer) -> None:
 
 
 def check(
-    name: Name,
+    name: Checked,
     settings: Setting = None,
     episodes: Annotated[
         int, typer.Option(min=1, help="Number of episodes for the expert, and for random guessing.")
@@ -43,6 +51,9 @@ def check(
     """Play a few episodes and check seeds, types, rewards and speed. Exit status 1 if something is wrong."""
     from opentinker.local.env_trial import Asked, look
 
+    if name.startswith(harbor_tasks.PREFIX):
+        harbor_tasks.check(name, as_json)
+        return
     here()
     report = look(Asked(name, config_of(settings), episodes, seed, turns))
     if as_json:

@@ -1,5 +1,5 @@
-"""`opentinker env push, list, show, delete`: environments that run in sandboxes on the server; with `env_trials.py` and
-`serve.py` all of `opentinker env`."""
+"""`opentinker env push, list, show, delete`: environments that run in sandboxes on the server; with `env_trials.py`,
+`harbor_tasks.py` and `serve.py` all of `opentinker env`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from opentinker.cli import env_trials
+from opentinker.cli import env_trials, harbor_tasks
 from opentinker.cli.common import AsJson, Url, ago, client, print_json, print_table, say
 from opentinker.cli.serve import serve
 from opentinker.shared.types.errors import plural
@@ -25,6 +25,7 @@ def register(app: typer.Typer) -> None:
     env.command("list")(list_all)
     env.command()(show)
     env.command()(delete)
+    env.command()(harbor_tasks.add)
     env_trials.register(env)
     env.command()(serve)
 

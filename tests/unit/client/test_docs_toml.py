@@ -52,8 +52,8 @@ MODELS = {
     "models/values": "Qwen3ForTokenClassification",
 }
 """The reader's own, by directory."""
-OTHER_MACHINES = {"alfworld", "gem", "miniwob", "openenv"}
-"""Environments whose library, games, browser or server is elsewhere."""
+OTHER_MACHINES = {"alfworld", "gem", "harbor", "miniwob", "openenv"}
+"""Environments whose library, games, tasks, browser or server is elsewhere."""
 
 
 @pytest.fixture

@@ -10,14 +10,17 @@ from typing import Any
 import msgspec
 import pytest
 
+from opentinker.envs.base import Action, Environment, call, user
 from opentinker.envs.registry import BUILT_IN, find, make
 from opentinker.envs.runtime.child_pool import ChildPool
 from opentinker.envs.runtime.env_runner import LocalEnvRunner
 from opentinker.envs.runtime.resolver import Resolver
 from opentinker.envs.runtime.sessions import Sessions
+from opentinker.envs.tools import tool
+from opentinker.envs.with_tools import WithTools, with_tools
 from opentinker.services.env_worker.service import check_environment
 from opentinker.shared.messaging.reply_validation import sound
-from opentinker.shared.types.core import Ending, StopReason
+from opentinker.shared.types.core import Ending, Message, StopReason
 from opentinker.shared.types.env_protocol import (
     CloseSession,
     EnvCheck,
@@ -193,7 +196,38 @@ async def test_a_copy_of_a_built_in_environment_shares_nothing_with_it(name: str
 
 def test_only_environments_of_plain_state_can_fork() -> None:
     found = {name for name in BUILT_IN if name in FORK or find(name, modules=True).can_fork}
-    assert found == FORK
+    assert found == FORK | {"harbor"}, "harbor copies its files itself"
+
+
+class Tally(Environment):
+    """Counts the calls of its tool."""
+
+    can_fork = True
+    count = 0
+
+    @tool
+    def add(self) -> int:
+        """Count one."""
+        self.count += 1
+        return self.count
+
+    async def open(self, row: int, seed: int) -> list[Message]:
+        return [user("count")]
+
+
+async def test_a_copy_of_an_environment_with_tools_calls_its_own() -> None:
+    tally = Tally(Tally.Config())
+    first = with_tools(tally, most=3)
+    await first.open(0, 0)
+    adds = Action(text="", stop=StopReason.EOS, turn=0, tool_calls=call("add").tool_calls)
+    await first.step(adds)
+    second = copy.deepcopy(first)
+    assert isinstance(second, WithTools)
+    told = [(await one.step(adds)).messages[0].text for one in (second, second, first)]
+    assert [text.split("\n")[0] for text in told] == ["2", "3", "2"]
+    assert (tally.count, "answer now" in told[1], "answer now" in told[2]) == (2, True, False), (
+        "the limit is copied too"
+    )
 
 
 async def test_an_env_worker_says_at_submission_that_an_environment_cannot_fork() -> None:

@@ -1,0 +1,173 @@
+"""The sandboxes of Harbor tasks in one process: makes workspaces, and keeps some of them started in advance.
+
+After the first episode of an image, the sandboxes of the next ones are started while it is played (`harbor_warm` in
+all, of the images used last). One that nobody has asked for in WARM_S ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import time
+import weakref
+from collections import deque
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from opentinker.envs.harbor.box import Interpreter
+from opentinker.envs.harbor.image import Image
+from opentinker.envs.harbor.task import Machine
+from opentinker.envs.harbor.workspace import Workspace, remove
+from opentinker.shared.asyncio_tools import cancel_and_wait, sleep
+from opentinker.shared.config import Settings, load_settings
+from opentinker.shared.sandbox.limits import Limits
+from opentinker.shared.sandbox.sandbox import Sandbox, Unavailable
+
+HOME, EPISODES = "harbor", "boxes"
+WARM_S = 60.0
+POLL_S = 5.0
+
+
+@dataclass
+class Warm:
+    key: Hashable
+    workspace: Workspace
+    since: float
+
+
+class Boxes:
+    """Make it with `open`. Coroutines of one event loop share it (`boxes`)."""
+
+    def __init__(self, sandbox: Sandbox, settings: Settings) -> None:
+        self.sandbox, self.interpreter = sandbox, Interpreter(sandbox)
+        self.home = settings.data_dir.resolve() / HOME
+        self.episodes = self.home / EPISODES
+        self._settings = settings
+        self._warm: deque[Warm] = deque()
+        self._starting: dict[Hashable, int] = {}
+        """Sandboxes that are being started, by image and limits."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._turn = itertools.count()
+
+    @classmethod
+    async def open(cls, settings: Settings) -> Boxes:
+        """Raises Unavailable, OSError. Removes what processes that were killed have left."""
+        one = cls(await Sandbox.open(settings), settings)
+        await asyncio.to_thread(one._prepare)
+        return one
+
+    def _prepare(self) -> None:
+        self.episodes.mkdir(parents=True, exist_ok=True)
+        for old in self.episodes.iterdir():
+            if not Path("/proc", old.name.partition("-")[0]).exists():
+                remove(old)
+
+    def limits(self, machine: Machine) -> Limits:
+        return replace(
+            self.sandbox.limits,
+            memory_mb=machine.memory_mb,
+            disk_mb=machine.storage_mb,
+            processes=self._settings.harbor_processes,
+            memory_setting="environment.memory_mb of the task",
+        )
+
+    def processors(self, count: int) -> list[int]:
+        """Return that many processors for a sandbox, others than the last one had where there are enough."""
+        own = sorted(os.sched_getaffinity(0))
+        first = next(self._turn) * count
+        return [own[(first + number) % len(own)] for number in range(min(count, len(own)))]
+
+    async def take(self, image: Image, machine: Machine) -> Workspace:
+        """Return a started workspace, a warm one if there is one. Raises Unavailable, OSError."""
+        key = _key(image, machine)
+        while (found := next((one for one in self._warm if one.key == key), None)) is not None:
+            self._warm.remove(found)
+            self._refill(key, image, machine)
+            if found.workspace.pids:
+                return found.workspace
+            await found.workspace.close()
+        workspace = await self.start(image, machine)
+        self._refill(key, image, machine)
+        return workspace
+
+    def has_warm(self, image: Image, machine: Machine) -> bool:
+        """Whether one waits to be taken."""
+        return any(one.key == _key(image, machine) for one in self._warm)
+
+    async def start(self, image: Image, machine: Machine) -> Workspace:
+        """Return a started workspace, never a warm one. Raises Unavailable, OSError."""
+        workspace = await asyncio.to_thread(Workspace.make, self, image, self.limits(machine), machine.cpus)
+        try:
+            await workspace.started()
+        except BaseException:
+            await asyncio.shield(workspace.close())
+            raise
+        return workspace
+
+    def _refill(self, key: Hashable, image: Image, machine: Machine) -> None:
+        """Have one more sandbox started in the background than there are, up to half of all."""
+        most = self._settings.harbor_warm
+        there = sum(one.key == key for one in self._warm) + self._starting.get(key, 0)
+        if there < max(1, most // 2) and most:
+            self._starting[key] = self._starting.get(key, 0) + 1
+            self._background(self._add(key, image, machine))
+
+    def _background(self, coroutine: object) -> None:
+        assert asyncio.iscoroutine(coroutine)
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _add(self, key: Hashable, image: Image, machine: Machine) -> None:
+        try:
+            workspace = await self.start(image, machine)
+        except (Unavailable, OSError):  # the next episode starts its own, and tells why it cannot
+            return
+        finally:
+            self._starting[key] -= 1
+            if not self._starting[key]:
+                del self._starting[key]
+        if not self._warm:
+            self._background(self._expire())
+        self._warm.append(Warm(key, workspace, time.monotonic()))
+        while len(self._warm) > self._settings.harbor_warm:
+            await self._warm.popleft().workspace.close()
+
+    async def _expire(self) -> None:
+        """Ends warm sandboxes that have waited too long; waits for the next look, and ends when none is left."""
+        while self._warm:
+            await sleep(POLL_S)
+            while self._warm and time.monotonic() - self._warm[0].since > WARM_S:
+                await self._warm.popleft().workspace.close()
+
+    async def close(self) -> None:
+        await cancel_and_wait(*self._tasks)
+        while self._warm:
+            await self._warm.pop().workspace.close()
+
+
+def _key(image: Image, machine: Machine) -> Hashable:
+    return image.key, machine.model_dump_json()
+
+
+_of_loops: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task[Boxes]] = weakref.WeakKeyDictionary()
+
+
+async def boxes() -> Boxes:
+    """Return the sandboxes of the running event loop, opened by the first who asks. Raises Unavailable, OSError."""
+    loop = asyncio.get_running_loop()
+    found = _of_loops.get(loop)
+    if found is None or (found.done() and (found.cancelled() or found.exception() is not None)):
+        found = _of_loops[loop] = loop.create_task(Boxes.open(load_settings()))
+    return await asyncio.shield(found)
+
+
+async def close_boxes() -> None:
+    """End what `boxes` has opened in the running event loop."""
+    found = _of_loops.pop(asyncio.get_running_loop(), None)
+    if found is not None:
+        with contextlib.suppress(Unavailable, OSError):
+            await (await found).close()

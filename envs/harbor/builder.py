@@ -1,0 +1,110 @@
+"""Builds a task's image once: the instructions of its Dockerfile run in a sandbox, and what they write is the layer.
+
+There is no network, in a build as in an episode: programs that a task needs are in its root file system, or in the
+task's folder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from opentinker.envs.harbor.box import BoxError, BoxLost
+from opentinker.envs.harbor.boxes import Boxes
+from opentinker.envs.harbor.dockerfile import Step
+from opentinker.envs.harbor.image import FILE, LAYERS, Image, Shell, key_of
+from opentinker.envs.harbor.roots import give, root_of
+from opentinker.envs.harbor.task import ENVIRONMENT, Task
+from opentinker.envs.harbor.workspace import Workspace
+from opentinker.shared.config import Settings
+from opentinker.shared.types import codec
+from opentinker.shared.types.errors import SpecError
+
+CONTEXT = "context"
+SHOWN = 1500
+"""Characters of a failed command's output."""
+
+
+async def build(boxes: Boxes, settings: Settings, task: Task) -> tuple[Image, bool]:
+    """Return the task's image, and whether it was built now. Raises SpecError if an instruction fails, Unavailable,
+    OSError."""
+    dockerfile, variables = task.dockerfile, task.config.environment.env
+    root = await asyncio.to_thread(root_of, dockerfile.image, boxes.home, settings.harbor_roots, boxes.sandbox.root_uid)
+    copies = any(step.kind == "copy" for step in dockerfile.steps)
+    key = key_of(dockerfile, root, task.environment_digest if copies else "", variables)
+    with contextlib.suppress(OSError):
+        return await asyncio.to_thread(Image.load, boxes.home, key), False
+    bare = Image(key="", places=root, shell=Shell(variables={**Shell().variables, **variables}))
+    machine = task.config.environment
+    workspace = await asyncio.to_thread(Workspace.make, boxes, bare, boxes.limits(machine), machine.cpus)
+    try:
+        async with asyncio.timeout(machine.build_timeout_sec):
+            shell = await _play(workspace, task)
+        await workspace.stop()
+        image = Image(key=key, places={place: [*lowers, f"{LAYERS}/{key}/{number}"] for number, (place, lowers)
+                                       in enumerate(root.items())}, shell=shell)  # fmt: skip
+        await asyncio.to_thread(_keep, boxes, workspace, image)
+    except TimeoutError:
+        raise _failed(task, 0, f"took longer than build_timeout_sec = {machine.build_timeout_sec:g}") from None
+    finally:
+        await workspace.close()
+    return image, True
+
+
+async def _play(workspace: Workspace, task: Task) -> Shell:
+    """Run the instructions. Return the state that the task's shells begin with."""
+    cwd, variables = "/", dict(workspace.shell.variables)
+    context = task.folder / ENVIRONMENT
+    await workspace.started({CONTEXT: context} if context.is_dir() else {})
+    for step in task.dockerfile.steps:
+        try:
+            if step.kind == "env":
+                variables |= step.variables
+            elif step.kind == "workdir":
+                cwd = step.target
+                await workspace.ask("make", path=cwd)
+            elif step.kind == "copy":
+                await _copy(workspace, step)
+            else:
+                await _run(workspace, task, step, Shell(cwd, variables))
+        except (BoxLost, BoxError) as error:
+            raise _failed(task, step.line, str(error)) from None
+    return Shell(cwd, {**variables, **task.config.environment.env})
+
+
+async def _copy(workspace: Workspace, step: Step) -> None:
+    base = f"/run/opentinker/{CONTEXT}"
+    await workspace.ask("copy", base=base, sources=step.sources, target=step.target, directory=step.directory)
+
+
+async def _run(workspace: Workspace, task: Task, step: Step, shell: Shell) -> None:
+    answer = await workspace.run(step.command, task.config.environment.build_timeout_sec, shell)
+    if answer.status:
+        said = answer.output.strip()[-SHOWN:]
+        raise _failed(task, step.line, f"RUN ended with status {answer.status} (there is no network): {said}")
+
+
+def _failed(task: Task, line: int, problem: str) -> SpecError:
+    field = f"{task.name}/environment/Dockerfile{f':{line}' if line else ''}"
+    return SpecError([{"field": field, "value": None, "problem": problem}])
+
+
+def _keep(boxes: Boxes, workspace: Workspace, image: Image) -> None:
+    """Make the layer of what a build wrote."""
+    layers = boxes.home / LAYERS
+    layers.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(dir=layers, prefix=f".{image.key}-"))
+    try:
+        work.chmod(0o755)
+        for number in range(len(image.places)):
+            os.rename(workspace.place / str(number) / "upper", work / str(number))
+        (work / FILE).write_bytes(codec.to_json(image))
+        give(work, boxes.sandbox.root_uid)
+        with contextlib.suppress(FileExistsError, OSError):  # another process was faster
+            work.rename(layers / image.key)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)

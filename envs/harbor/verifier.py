@@ -1,0 +1,129 @@
+"""Grades an episode: the task's tests run in processes of their own on the agent's files, after its last process ended.
+
+`tests/` is not in the sandbox before that. What the agent has left at its place, and in /logs/verifier, is removed
+first. The reward is what `tests/test.sh` writes to /logs/verifier/reward.txt, a number, or to reward.json, a table of
+numbers, of which `reward` counts, or the only one. Its exit status says nothing. A verifier that runs too long, or
+writes no reward, has failed: the episode is void and has no reward.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from typing import Any
+
+import msgspec
+
+from opentinker.envs.harbor.box import TOOLS, Answer, BoxError, BoxLost
+from opentinker.envs.harbor.image import Shell
+from opentinker.envs.harbor.task import SOLUTION, SOLVE_SCRIPT, TEST_SCRIPT, TESTS, Task
+from opentinker.envs.harbor.workspace import Workspace
+from opentinker.shared.types.errors import OpenTinkerError
+
+LOGS = "/logs/verifier"
+REWARD, REWARDS = f"{LOGS}/reward.txt", f"{LOGS}/reward.json"
+MAX_REWARD_BYTES = 1 << 16
+MAX_REWARDS = 64
+SHOWN = 1000
+"""Characters of a failed verifier's output."""
+
+
+class VerifierFailed(OpenTinkerError):
+    """The tests gave no reward; the text says why."""
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    reward: float
+    numbers: dict[str, float] = {}
+    """The other ones in reward.json."""
+    seconds: float = 0.0
+    output: str = ""
+
+
+async def verify(workspace: Workspace, task: Task) -> Verdict:
+    """Run the task's tests. Raises VerifierFailed; Unavailable and OSError if no sandbox can be started."""
+    began = time.perf_counter()
+    try:
+        await workspace.started({TESTS: task.folder / TESTS})
+        for path in (LOGS, f"/{TESTS}"):
+            await workspace.ask("remove", path=path)
+        await workspace.ask("make", path=LOGS)
+        await _bring(workspace, TESTS)
+        shell = _shell(workspace, task.config.verifier.env)
+        script = f"/{TESTS}/{TEST_SCRIPT}"
+        limit = task.config.verifier.timeout_sec
+        answer = await workspace.run(f"chmod +x {script}; {script}", limit, shell)
+        if answer.late:
+            raise VerifierFailed(f"{task.name}: the tests took longer than verifier.timeout_sec = {limit:g}")
+        reward, numbers = await _reward(workspace, task, answer)
+    except (BoxLost, BoxError) as error:
+        raise VerifierFailed(f"{task.name}: the tests could not be run to their end: {error}") from None
+    finally:
+        await workspace.stop()
+    seconds = time.perf_counter() - began
+    return Verdict(reward=reward, numbers=numbers, seconds=seconds, output=answer.output)
+
+
+async def solve(workspace: Workspace, task: Task) -> Answer:
+    """Run the task's own solution. Raises BoxLost, BoxError, Unavailable, OSError."""
+    await workspace.started({SOLUTION: task.folder / SOLUTION})
+    await _bring(workspace, SOLUTION)
+    script = f"/{SOLUTION}/{SOLVE_SCRIPT}"
+    shell = _shell(workspace, task.config.solution.env)
+    return await workspace.run(f"chmod +x {script}; {script}", task.config.agent.timeout_sec, shell)
+
+
+async def _bring(workspace: Workspace, name: str) -> None:
+    """Copy a folder of the task into the sandbox, which was started with it."""
+    await workspace.ask("copy", base=f"{TOOLS}/{name}", sources=["."], target=f"/{name}", directory=True)
+
+
+def _shell(workspace: Workspace, variables: dict[str, str]) -> Shell:
+    """The shell that the image begins with: the agent's variables do not reach the tests."""
+    first = workspace.image.shell
+    return Shell(first.cwd, {**first.variables, **variables})
+
+
+async def _reward(workspace: Workspace, task: Task, answer: Answer) -> tuple[float, dict[str, float]]:
+    for path, read in REWARD_READERS.items():
+        try:
+            found = await workspace.ask("read", path=path, most=MAX_REWARD_BYTES)
+        except BoxError:
+            continue
+        try:
+            return read(found.text)
+        except (ValueError, RecursionError) as error:
+            raise VerifierFailed(f"{task.name}: {path}: {error}") from None
+    said = answer.output.strip()[-SHOWN:]
+    raise VerifierFailed(
+        f"{task.name}: the tests wrote neither {REWARD} nor {REWARDS} (exit status {answer.status}): {said}"
+    )
+
+
+def _number(text: str) -> tuple[float, dict[str, float]]:
+    try:
+        return _finite(float(text.strip())), {}
+    except ValueError:
+        raise ValueError(f"{text.strip()[:40]!r} is not a number") from None
+
+
+def _table(text: str) -> tuple[float, dict[str, float]]:
+    given = json.loads(text)
+    if not isinstance(given, dict) or not 1 <= len(given) <= MAX_REWARDS:
+        raise ValueError(f"must be a table of 1 to {MAX_REWARDS} numbers")
+    numbers = {str(name)[:64]: _finite(value) for name, value in given.items()}
+    if "reward" not in numbers and len(numbers) > 1:
+        raise ValueError("holds several numbers, and none is named `reward`")
+    reward = numbers.pop("reward") if "reward" in numbers else numbers.popitem()[1]
+    return reward, numbers
+
+
+def _finite(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{value!r:.40} is not a number")
+    return float(value)
+
+
+REWARD_READERS = {REWARD: _number, REWARDS: _table}
+"""Each returns the reward and the other numbers, and raises ValueError or RecursionError."""

@@ -1,0 +1,168 @@
+"""A Harbor task's folder is read whole, or refused in words that name every mistake."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from opentinker.envs.harbor.dockerfile import parse
+from opentinker.envs.harbor.library import opened, set_name
+from opentinker.envs.harbor.task import read_task
+from opentinker.envs.harbor.verifier import REWARD_READERS
+from opentinker.shared.config import Settings
+from opentinker.shared.types.errors import SpecError
+from tests.support.harbor_tasks import write_task
+
+Change = Callable[[Path], object]
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(SpecError) as told:
+        read_task(folder, "task", Settings())
+    return str(told.value)
+
+
+def add(name: str, text: str) -> Change:
+    def write(folder: Path) -> None:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+    return write
+
+
+def config(text: str) -> Change:
+    return add("task.toml", text)
+
+
+def dockerfile(line: str) -> Change:
+    return add("environment/Dockerfile", f"FROM debian:12\n{line}\n")
+
+
+def test_a_task_is_read_with_its_limits(tmp_path: Path) -> None:
+    folder = write_task(tmp_path / "task")
+    config('[environment]\nmemory = "1G"\nstorage = "512M"\n[verifier.env]\nA = "b"\n')(folder)
+    task = read_task(folder, "task", Settings())
+    assert (task.config.environment.memory_mb, task.config.environment.storage_mb) == (1024, 512)
+    assert task.config.verifier.env == {"A": "b"} and task.has_solution
+    assert [step.kind for step in task.dockerfile.steps] == ["env", "workdir", "copy", "run"]
+    again = read_task(write_task(tmp_path / "other"), "task", Settings())
+    assert again.digest != task.digest, "another task.toml is another task"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (config("[environment]\ncpu = 2\n"), "environment.cpu.*unknown setting"),
+        (config("[environment]\nallow_internet = true\n"), "sandboxes have no network"),
+        (config("[environment]\ngpus = 1\n"), "environment.gpus"),
+        (config("[environment]\nmemory_mb = 900000\n"), "more than this server gives a task: 4096 .harbor_memory_mb"),
+        (config('[environment]\nmemory = "much"\n'), 'memory must be a size such as "2G"'),
+        (config("[verifier]\ntimeout_sec = 0\n"), "verifier.timeout_sec"),
+        (config('[verifier.env]\nKEY = "${KEY}"\n'), "variables of this machine are not given to tasks"),
+        (config('[agent]\nuser = "agent"\n'), "programs of a sandbox run as root"),
+        (config("[[steps]]\nname = 'a'\n"), "steps.*unknown setting"),
+        (config("= 3"), "task.toml: Invalid"),
+        (add("instruction.md", "  \n"), "instruction.md: is empty"),
+        (add("steps/one/instruction.md", "a"), "several steps"),
+        (add("environment/docker-compose.yaml", "services: {}"), "several containers are not supported"),
+        (add("environment/.dockerignore", "*"), ".dockerignore is not supported"),
+        (add("notes.txt", "a"), "'notes.txt', which is no part of a task"),
+        (dockerfile("FROM debian:12"), "builds of several stages"),
+        (dockerfile("COPY --from=x a b"), "--from=x is not supported"),
+        (dockerfile("COPY ../a b"), "leaves the environment folder"),
+        (dockerfile("RUN --mount=type=cache true"), "--mount=type=cache is not supported"),
+        (dockerfile("RUN cat <<EOF"), "here-documents are not supported"),
+        (dockerfile("EXPOSE 80"), "EXPOSE: is not supported: sandboxes have no network"),
+        (dockerfile("USER agent"), "other users are not supported"),
+        (dockerfile("WORKDIR $NOWHERE"), "NOWHERE is not set by an ENV above"),
+        (dockerfile("FETCH x"), "FETCH: is not supported: known are FROM"),
+        (lambda folder: (folder / "tests/test.sh").unlink(), "has no tests/test.sh"),
+        (lambda folder: (folder / "tests/link").symlink_to("/etc/passwd"), "a link or a device"),
+        (lambda folder: os.mkfifo(folder / "tests/pipe"), "a link or a device"),
+        (lambda folder: os.truncate(folder / "tests/expected", 65 << 20), "at most 2000 files and 64 MB"),
+    ],
+)
+def test_what_is_wrong_or_cannot_be_given_is_refused_in_words(tmp_path: Path, change: Change, words: str) -> None:
+    folder = write_task(tmp_path / "task")
+    change(folder)
+    told = refusal(folder)
+    assert re.search(words, told), told
+
+
+def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
+    folder = write_task(tmp_path / "task")
+    config("[environment]\ncpu = 2\nallow_internet = true\n")(folder)
+    dockerfile("EXPOSE 80\nVOLUME /x")(folder)
+    told = refusal(folder)
+    assert all(word in told for word in ("cpu", "allow_internet", "Dockerfile:2", "Dockerfile:3")), told
+
+
+def test_dockerfiles_are_read_as_docker_reads_them() -> None:
+    text = """# a comment
+FROM python:3.12-slim
+ENV A=1 B="two words"
+ENV C the rest of it
+WORKDIR /app
+WORKDIR sub
+COPY --chown=root:root ["a file", "x"]
+COPY a.txt b.txt $A/
+RUN one && \\
+    # between
+    two
+CMD ["never", "run"]
+"""
+    read = parse(text)
+    assert read.image == "python:3.12-slim"
+    env, older, top, sub, named, several, run = read.steps
+    assert env.variables == {"A": "1", "B": "two words"} and older.variables == {"C": "the rest of it"}
+    assert (top.target, sub.target) == ("/app", "/app/sub")
+    assert (named.sources, named.target, named.directory) == (["a file"], "/app/sub/x", False)
+    assert (several.sources, several.target, several.directory) == (["a.txt", "b.txt"], "/app/sub/1", True)
+    assert (run.command.split(), run.line) == (["one", "&&", "two"], 9)
+
+
+def test_archives_hold_a_task_or_a_folder_of_them_and_never_leave_it(tmp_path: Path) -> None:
+    write_task(tmp_path / "set" / "task-1")
+    (tmp_path / "set/task-1/solution/solve.sh").chmod(0o755)
+    archive = tmp_path / "Some Set.tar.gz"
+    with tarfile.open(archive, "w:gz") as tar:
+        tar.add(tmp_path / "set", "set")
+    assert set_name(archive) == "some set"
+    with opened(archive) as folder:
+        assert [path.name for path in folder.iterdir()] == ["task-1"]
+        assert read_task(folder / "task-1", "task-1", Settings()).has_solution
+        assert (folder / "task-1/solution/solve.sh").stat().st_mode & 0o111
+    assert not folder.exists()
+    with tarfile.open(tmp_path / "bad.tar", "w") as tar:
+        tar.addfile(tarfile.TarInfo("../out"), io.BytesIO())
+    with pytest.raises(SpecError, match="no name of a file inside"), opened(tmp_path / "bad.tar"):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "reward"),
+    [
+        ("reward.txt", "0.5\n", 0.5),
+        ("reward.txt", "nan", None),
+        ("reward.txt", "yes", None),
+        ("reward.json", '{"score": 0.25}', 0.25),
+        ("reward.json", '{"reward": 1, "style": 0.5}', 1.0),
+        ("reward.json", '{"a": 1, "b": 0.5}', None),
+        ("reward.json", '{"reward": true}', None),
+        ("reward.json", "[1]", None),
+        ("reward.json", "[" * 50_000, None),
+    ],
+)
+def test_a_reward_is_a_number_or_the_verifier_has_failed(name: str, text: str, reward: float | None) -> None:
+    read = REWARD_READERS[f"/logs/verifier/{name}"]
+    if reward is None:
+        with pytest.raises((ValueError, RecursionError)):
+            read(text)
+    else:
+        assert read(text)[0] == reward
