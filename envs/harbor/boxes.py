@@ -19,8 +19,8 @@ from pathlib import Path
 
 from opentinker.envs.harbor.box import Interpreter
 from opentinker.envs.harbor.image import Image
-from opentinker.envs.harbor.task import Machine
-from opentinker.envs.harbor.workspace import Workspace, remove
+from opentinker.envs.harbor.task import Machine, Task
+from opentinker.envs.harbor.workspace import HOST, Workspace, remove
 from opentinker.shared.asyncio_tools import cancel_and_wait, sleep
 from opentinker.shared.config import Settings, load_settings
 from opentinker.shared.sandbox.limits import Limits
@@ -49,7 +49,10 @@ class Boxes:
         self._warm: deque[Warm] = deque()
         self._starting: dict[Hashable, int] = {}
         """Sandboxes that are being started, by image and limits."""
+        self._is_expiring = False
         self._tasks: set[asyncio.Task[None]] = set()
+        self.loaded: dict[tuple[str, str], tuple[Task, Image]] = {}
+        """Tasks and images that have been read, by their digests."""
         self._turn = itertools.count()
 
     @classmethod
@@ -62,7 +65,8 @@ class Boxes:
     def _prepare(self) -> None:
         self.episodes.mkdir(parents=True, exist_ok=True)
         for old in self.episodes.iterdir():
-            if not Path("/proc", old.name.partition("-")[0]).exists():
+            host, _, rest = old.name.partition("~")
+            if host == HOST and not Path("/proc", rest.partition("-")[0]).exists():
                 remove(old)
 
     def limits(self, machine: Machine) -> Limits:
@@ -130,9 +134,10 @@ class Boxes:
             self._starting[key] -= 1
             if not self._starting[key]:
                 del self._starting[key]
-        if not self._warm:
-            self._background(self._expire())
         self._warm.append(Warm(key, workspace, time.monotonic()))
+        if not self._is_expiring:
+            self._is_expiring = True
+            self._background(self._expire())
         while len(self._warm) > self._settings.harbor_warm:
             await self._warm.popleft().workspace.close()
 
@@ -142,6 +147,7 @@ class Boxes:
             await sleep(POLL_S)
             while self._warm and time.monotonic() - self._warm[0].since > WARM_S:
                 await self._warm.popleft().workspace.close()
+        self._is_expiring = False
 
     async def close(self) -> None:
         await cancel_and_wait(*self._tasks)

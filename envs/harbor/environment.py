@@ -18,7 +18,7 @@ from opentinker.envs.base import ELSEWHERE, Action, Environment, EnvironmentConf
 from opentinker.envs.harbor.box import Answer, BoxError, BoxLost
 from opentinker.envs.harbor.boxes import HOME, boxes
 from opentinker.envs.harbor.image import Image
-from opentinker.envs.harbor.library import load_set, load_task
+from opentinker.envs.harbor.library import MAX_TASKS, load_set, load_task
 from opentinker.envs.harbor.task import SOLUTION, SOLVE_SCRIPT, Task
 from opentinker.envs.harbor.verifier import verify
 from opentinker.envs.harbor.workspace import Workspace
@@ -32,6 +32,7 @@ INSTRUCTION = (
     " sentence and without a tool call: the task is graded then."
 )
 FILE_BYTES = 18_000
+READ_BYTES = 1 << 20
 MAX_COMMAND = 100_000
 """Characters of a command, or of a file that is written."""
 
@@ -80,7 +81,12 @@ class Harbor(Environment):
             plane = await boxes()
             found = await asyncio.to_thread(load_set, plane.home, self.config.tasks)
             entry = found.tasks[row % len(found.tasks)]
-            task, image = await asyncio.to_thread(load_task, plane.home, settings, entry)
+            key = (entry.digest, entry.image)
+            if key not in plane.loaded:
+                if len(plane.loaded) >= MAX_TASKS:
+                    plane.loaded.clear()
+                plane.loaded[key] = await asyncio.to_thread(load_task, plane.home, settings, entry)
+            task, image = plane.loaded[key]
             self.task: Task = task
             self.workspace = await plane.take(image, task.config.environment)
         except (Unavailable, OSError) as error:
@@ -127,7 +133,7 @@ class Harbor(Environment):
         Args:
             path: absolute, or relative to the terminal's directory
         """
-        answer = await self._ask("read", path=self._absolute(path), most=4 << 20)
+        answer = await self._ask("read", path=self._absolute(path), most=READ_BYTES)
         found = answer.text.splitlines(keepends=True)[max(0, first_line - 1) :][: max(0, lines)]
         return "".join(found)[:FILE_BYTES] or "(nothing there)"
 
@@ -145,9 +151,11 @@ class Harbor(Environment):
             old: the text, with as many lines around it as make it unique
             new: what stands there afterwards
         """
-        answer = await self._ask("read", path=self._absolute(path), most=4 << 20)
-        if answer.size > 4 << 20:
+        answer = await self._ask("read", path=self._absolute(path), most=READ_BYTES)
+        if answer.size > READ_BYTES:
             raise ToolError("the file is too large: use the terminal")
+        if "\ufffd" in answer.text:
+            raise ToolError("the file is not UTF-8 text: use the terminal")
         if not old or (count := answer.text.count(old)) != 1:
             raise ToolError(f"`old` occurs {count if old else 0} times; it must occur exactly once")
         await self._ask("write", path=self._absolute(path), text=answer.text.replace(old, new))

@@ -1,6 +1,6 @@
 """The files of one episode and the state of its shell, which outlive the processes of its sandbox.
 
-    data_dir/harbor/boxes/PID-RANDOM/NUMBER/{upper,work}    what was written, for each file system of the image
+    data_dir/harbor/boxes/HOST~PID-RANDOM/NUMBER/{upper,work}    what was written, for each file system of the image
 
 A fork is a copy of what was written; its processes start anew. So does a sandbox that the kernel or a limit has ended.
 """
@@ -26,6 +26,7 @@ from opentinker.shared.sandbox.overlay_root import Overlay
 if TYPE_CHECKING:
     from opentinker.envs.harbor.boxes import Boxes
 
+HOST = os.uname().nodename.replace("~", "-")
 DISK_POLL_S = 1.0
 OUTPUT_BYTES = 20_000
 MAX_VARIABLES = 64 * 1024
@@ -44,7 +45,7 @@ class Workspace:
     @classmethod
     def make(cls, boxes: Boxes, image: Image, limits: Limits, cpus: int) -> Workspace:
         """Blocking. Raises OSError."""
-        one = cls(boxes, image, limits, cpus, boxes.episodes / f"{os.getpid()}-{uuid.uuid4().hex[:12]}")
+        one = cls(boxes, image, limits, cpus, boxes.episodes / f"{HOST}~{os.getpid()}-{uuid.uuid4().hex[:12]}")
         for number in range(len(image.places)):
             for name in ("upper", "work"):
                 path = one.place / str(number) / name

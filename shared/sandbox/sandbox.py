@@ -171,7 +171,7 @@ class Sandbox:
             if cgroup is not None:
                 await cgroup.remove()
             raise
-        return Sandboxed(process, limits, uid, cgroup)
+        return Sandboxed(process, limits, uid, cgroup, most)
 
     def _options(self, sources: Mapping[str, str], variables: Mapping[str, str], limits: Limits) -> list[str]:
         links = [word for place in sources if _is_link(place) for word in ("--symlink", os.readlink(place), place)]
@@ -212,9 +212,11 @@ class Sandboxed:
     """A running sandbox. Its processes end together: with `kill`, beyond a limit, or with the process we started."""
 
     def __init__(
-        self, process: asyncio.subprocess.Process, limits: Limits, uid: _Uid | None, cgroup: Cgroup | None
+        self, process: asyncio.subprocess.Process, limits: Limits, uid: _Uid | None, cgroup: Cgroup | None, most: int
     ) -> None:
+        """`most`: bytes that the cgroup holds."""
         self.process = process
+        self._most = most
         self.reason = ""
         """Why it was killed, if it was."""
         self._limits = limits
@@ -262,8 +264,8 @@ class Sandboxed:
             return ""
         limits = self._limits
         return (
-            f"its processes held {limits.of_all() // MIB} MB of memory; at most {limits.memory_mb} (sandbox_memory_mb),"
-            f" {limits.disk_mb} in {HOME} and {KERNEL_MB} that the kernel keeps for them"
+            f"its processes held {self._most // MIB} MB of memory; at most {limits.memory_mb}"
+            f" ({limits.memory_setting}), with what the kernel keeps for them and what is in {HOME}"
         )
 
 

@@ -20,13 +20,20 @@ from typing import Any
 import msgspec
 
 from opentinker.envs.base import Environment
-from opentinker.local.trial_episode import Guessing, Repeating, Tried, expert, play
+from opentinker.local.trial_episode import Guessing, Repeating, Tried, expert, play, silent
 from opentinker.shared.types.core import Message
 from opentinker.shared.types.env_protocol import SeatPrompt, SessionReply
 from opentinker.shared.types.errors import OpenTinkerError, SpecError
 
 BLOCKING_S = 0.05
 """A call that holds the event loop longer than an environment owes it to others."""
+
+RESETS = 5
+"""Starts of one row and seed that are compared."""
+OTHER_START = (
+    "open(row={row}, seed={seed}) gave other messages the second time: draw the start state from row and seed alone, or"
+    " the episodes of a group are not comparable"
+)
 
 # --- what is looked at ------------------------------------------------------------------------------------------------
 
@@ -53,6 +60,7 @@ async def look_at(name: str, config: dict[str, Any], *, episodes: int, seed: int
     rows = range(episodes)
     experts = [await play(name, config, expert, row=row, seed=seed + row, turns=turns) for row in rows]
     has_expert = any(tried.said for tried in experts)
+    silences = [await play(name, config, silent, row=row, seed=seed + row, turns=turns) for row in rows]
     guesses = [await play(name, config, Guessing(row), row=row, seed=seed + row, turns=turns) for row in rows]
     if random.getstate() != outside and not found.blocking:
         report.advice.append(
@@ -67,19 +75,22 @@ async def look_at(name: str, config: dict[str, Any], *, episodes: int, seed: int
         return report
     await _repeat(name, config, played[0], guesses[0], report)
     _judge(found, experts if has_expert else [], guesses, report)
+    _judge_silence(experts if has_expert else [], silences, report)
     return report
 
 
 async def _repeat(name: str, config: dict[str, Any], *originals: Any) -> None:
     """The same row, seed and words must lead to the same story: the episodes of a group are compared."""
     *tried, report = originals
+    for _ in range(RESETS - len(tried) - 1):
+        again = await play(name, config, lambda *_: None, row=tried[0].row, seed=tried[0].seed)
+        if _first_messages(again) != _first_messages(tried[0]):
+            report.errors.append(OTHER_START.format(row=tried[0].row, seed=tried[0].seed))
+            return
     for original in tried:
         again = await play(name, config, Repeating(original.said), row=original.row, seed=original.seed)
         if _first_messages(again) != _first_messages(original):
-            report.errors.append(
-                f"open(row={original.row}, seed={original.seed}) gave other messages the second time: draw the start "
-                "state from row and seed alone, or the episodes of a group are not comparable"
-            )
+            report.errors.append(OTHER_START.format(row=original.row, seed=original.seed))
             return
         rewards = [[(reply.reward, reply.rewards) for reply in each.replies] for each in (original, again)]
         if rewards[0] != rewards[1]:
@@ -137,6 +148,19 @@ def _judge(found: type[Environment], experts: list[Tried], guesses: list[Tried],
     report.facts["open"] = f"{1000 * statistics.median(opens):.2f} ms"
     if steps:
         report.facts["step"] = f"{1000 * statistics.median(steps):.3f} ms, {len(steps) / sum(steps):,.0f} per s"
+
+
+def _judge_silence(experts: list[Tried], silences: list[Tried], report: Report) -> None:
+    """An agent that says nothing must not earn what the expert earns. What fails on empty words is not judged."""
+    rewards = [sum(tried.rewards.values()) for tried in silences if not tried.failure]
+    if not rewards:
+        report.advice.append("an empty answer ends every episode with an error: models give such answers")
+        return
+    report.facts["nothing"] = f"reward {statistics.fmean(rewards):.3f}"
+    best = [tried.rewards.get(tried.said[0][0], 0.0) for tried in experts if tried.said]
+    seats = {seat for tried in experts for seat, _ in tried.said}
+    if best and len(seats) == 1 and statistics.fmean(rewards) >= statistics.fmean(best):
+        report.errors.append("an agent that says nothing gets as much reward as the expert")
 
 
 # --- by a person ------------------------------------------------------------------------------------------------------

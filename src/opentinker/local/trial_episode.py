@@ -135,6 +135,11 @@ def expert(environment: Environment, reply: SessionReply, prompt: SeatPrompt) ->
     return gold if gold is None or isinstance(gold, Message) else Message(role="assistant", content=gold)
 
 
+def silent(_: Environment, __: SessionReply, ___: SeatPrompt) -> Message:
+    """Say nothing."""
+    return Message(role="assistant", content="")
+
+
 class Guessing:
     """Says words and numbers that it has been shown, or single letters and digits: enough to reach most code."""
 
