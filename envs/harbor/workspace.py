@@ -41,6 +41,8 @@ class Workspace:
         self.shell = image.shell
         self._boxes, self._limits, self._cpus = boxes, limits, cpus
         self._box: Box | None = None
+        self._held = 0
+        """Bytes on disk at the last look."""
 
     @classmethod
     def make(cls, boxes: Boxes, image: Image, limits: Limits, cpus: int) -> Workspace:
@@ -102,11 +104,12 @@ class Workspace:
 
     async def _watch_disk(self, box: Box) -> None:
         """Consumes nothing, produces the end of a sandbox that writes more than it may; waits for the next look. What
-        was there before the command may stay, so that it can be removed."""
-        most = max(self._limits.disk_mb * MIB, await asyncio.to_thread(self.written))
+        was too much at an earlier look may stay, so that it can be removed."""
+        most = max(self._limits.disk_mb * MIB, self._held)
         while True:
             await sleep(DISK_POLL_S)
-            if (held := await asyncio.to_thread(self.written)) > most:
+            self._held = held = await asyncio.to_thread(self.written)
+            if held > most:
                 box.sandboxed.kill(f"it had written {held // MIB} MB; at most {self._limits.disk_mb} (storage_mb)")
 
     def written(self) -> int:

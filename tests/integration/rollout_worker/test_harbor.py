@@ -108,7 +108,7 @@ async def test_the_policy_sees_no_tests_and_reaches_nothing_of_the_machine(plane
     echo > /usr/bin/new || echo read-only
     (exec 3<>/dev/tcp/1.1.1.1/80) 2>/dev/null || echo no network
     grep CapEff /proc/self/status; id -u; cat /etc/shadow 2>/dev/null || echo no shadow
-    find / -name test.sh -not -path '/usr/*' -not -path '/proc/*' -not -path '/run/*' 2>/dev/null | wc -l
+    find /app /etc /home /logs /mnt /opt /root /run/opentinker/tests /srv /tmp /var -name test.sh 2>/dev/null | wc -l
     """
     told = (await environment.bash(script)).split("\n")
     assert told[0] == "0" and "read-only" in told and "no network" in told and "no shadow" in told, told
@@ -159,13 +159,13 @@ async def test_rewards_come_from_the_tests_alone_and_a_failed_verifier_voids_the
     assert (await verify(workspace, generous)).reward == 1.0
     await workspace.close()
     player = LocalPlayer("here", modules=False)
-    await player.open(
+    opening = await player.open(
         OpenSession(
-            job="j", session="s", environment="harbor", config={"tasks": "bad"}, row=1, seed=0, deadline_s=600.0
+            job="j", session="s", environment="harbor", config={"tasks": "bad"}, row=1, seed=0, deadline_s=600.0,
+            answer_within_s=600.0,
         )
-    )
+    )  # fmt: skip
     action = SeatAction(seat="", text="Done.", stop=StopReason.EOS)
-    opening = player._branches[0].asked
     reply = await player.step(opening.step("s", 0, [action]))
     await player.close()
     assert (reply.failure, reply.reward) == (Ending.ENV_ERROR, 0.0) and "wrote neither" in reply.error, reply
