@@ -32,7 +32,8 @@ from opentinker.envs.harbor.library import add, load_task
 from opentinker.envs.harbor.task import Task
 from opentinker.envs.harbor.verifier import solve, verify
 from opentinker.envs.harbor.workspace import Workspace
-from opentinker.shared.config import Settings, load_settings
+from opentinker.shared.config import Settings
+from opentinker.shared.settings_sources import load_settings
 from tests.conftest import until
 from tests.support.harbor_tasks import write_tasks
 

@@ -22,9 +22,10 @@ from opentinker.envs.harbor.image import Image
 from opentinker.envs.harbor.task import Machine, Task
 from opentinker.envs.harbor.workspace import HOST, Workspace, remove
 from opentinker.shared.asyncio_tools import cancel_and_wait, sleep
-from opentinker.shared.config import Settings, load_settings
+from opentinker.shared.config import Settings
 from opentinker.shared.sandbox.limits import Limits
 from opentinker.shared.sandbox.sandbox import Sandbox, Unavailable
+from opentinker.shared.settings_sources import load_settings
 
 HOME, EPISODES = "harbor", "boxes"
 WARM_S = 60.0

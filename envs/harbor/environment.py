@@ -23,8 +23,8 @@ from opentinker.envs.harbor.task import SOLUTION, SOLVE_SCRIPT, Task
 from opentinker.envs.harbor.verifier import verify
 from opentinker.envs.harbor.workspace import Workspace
 from opentinker.envs.tools import ToolError, ToolFailed, tool
-from opentinker.shared.config import load_settings
 from opentinker.shared.sandbox.sandbox import Unavailable
+from opentinker.shared.settings_sources import load_settings
 from opentinker.shared.types.core import Message, ToolCall
 
 INSTRUCTION = (

@@ -22,9 +22,9 @@ from opentinker.envs.harbor.library import Added, add, load_set, load_task, set_
 from opentinker.envs.harbor.task import Task
 from opentinker.envs.harbor.verifier import VerifierFailed, solve, verify
 from opentinker.envs.harbor.workspace import Workspace
-from opentinker.shared.config import load_settings
 from opentinker.shared.runtime.reexec import below
 from opentinker.shared.sandbox.sandbox import Unavailable
+from opentinker.shared.settings_sources import load_settings
 from opentinker.shared.types.errors import OpenTinkerError, SpecError
 
 RESETS = 5

@@ -19,10 +19,10 @@ from opentinker.envs.harbor.environment import Harbor
 from opentinker.envs.harbor.library import load_set, load_task
 from opentinker.envs.harbor.verifier import VerifierFailed, verify
 from opentinker.envs.harbor.workspace import Workspace
-from opentinker.envs.runtime.player import LocalPlayer
+from opentinker.envs.runtime.env_runner import LocalEnvRunner
 from opentinker.envs.tools import ToolError, ToolFailed
 from opentinker.local.harbor_check import add_tasks
-from opentinker.shared.config import load_settings
+from opentinker.shared.settings_sources import load_settings
 from opentinker.shared.types.core import Ending, StopReason
 from opentinker.shared.types.env_protocol import OpenSession, SeatAction
 from tests.conftest import until
@@ -128,7 +128,7 @@ async def test_a_sandbox_that_the_policy_kills_starts_again_with_its_files(plane
 async def test_more_disk_than_the_task_has_ends_the_sandbox_not_the_episode(plane: Boxes) -> None:
     workspace = await workspace_of(plane, "bad")
     with pytest.raises(BoxLost, match=r"at most 8 .storage_mb"):
-        await workspace.run("for i in 1 2 3 4; do head -c 4000000 /dev/zero > $i; done; sleep 1000", 60.0)
+        await workspace.run("for i in 1 2 3 4; do head -c 4000000 /dev/urandom > $i; done; sleep 1000", 60.0)
     assert (await workspace.run("rm 1 2 3 4; ls", 60.0)).status == 0
     await workspace.close()
 
@@ -158,7 +158,7 @@ async def test_rewards_come_from_the_tests_alone_and_a_failed_verifier_voids_the
         await verify(workspace, silent)
     assert (await verify(workspace, generous)).reward == 1.0
     await workspace.close()
-    player = LocalPlayer("here", modules=False)
+    player = LocalEnvRunner("here", modules=False)
     opening = await player.open(
         OpenSession(
             job="j", session="s", environment="harbor", config={"tasks": "bad"}, row=1, seed=0, deadline_s=600.0,
