@@ -168,6 +168,27 @@ async def test_many_are_answered_at_once_and_their_numbers_are_told(system: Clus
     await until(counted)
 
 
+async def test_a_format_is_forced_and_penalties_and_several_answers_are_sampled(system: Cluster, job: str) -> None:
+    schema = {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 2}
+    shape: Any = {"type": "json_schema", "json_schema": {"name": "two", "schema": schema}}
+    options: Any = {"model": "chat", "messages": ASKED, "max_tokens": 60, "logprobs": True}
+    async with asking(system, job) as client:
+        forced = await client.chat.completions.create(**options, response_format=shape, n=4, temperature=2)
+        wide = await client.chat.completions.create(**options, seed=3)
+        narrow = await client.chat.completions.create(**options, seed=3, extra_body={"min_p": 0.9})
+        varied = await client.chat.completions.create(**options, seed=3, presence_penalty=2, frequency_penalty=2)
+        with pytest.raises(openai.BadRequestError, match="cannot force it"):
+            broken: Any = {"type": "json_schema", "json_schema": {"schema": {"type": "nonsense"}}}
+            await client.chat.completions.create(**options, response_format=broken)
+    texts = [str(choice.message.content) for choice in forced.choices]
+    for text, choice in zip(texts, forced.choices, strict=True):
+        assert [type(value) for value in json.loads(text)] == [bool, bool] and choice.finish_reason == "stop", text
+        assert choice.logprobs is not None and choice.logprobs.content is not None
+        assert choice.logprobs.content[0].logprob == 0.0, "no other token fits"
+    assert len(set(texts)) > 1
+    assert narrow.choices[0].message.content != wide.choices[0].message.content != varied.choices[0].message.content
+
+
 async def test_what_is_killed_comes_back_and_serves_again(system: Cluster, job: str) -> None:
     options: Any = {"model": "chat", "messages": ASKED, "temperature": 0, "max_tokens": 8}
     async with asking(system, job) as client:
@@ -258,24 +279,3 @@ async def test_adapters_and_base_are_served_before_and_after_sleep(system: Clust
         with pytest.raises(openai.NotFoundError, match="maths, code"):
             await client.completions.create(model="poems", prompt=[5])
     assert (await system.client.cancel(job))["state"] == "cancelled"
-
-
-async def test_a_format_is_forced_and_penalties_and_several_answers_are_sampled(system: Cluster, job: str) -> None:
-    schema = {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 2}
-    shape: Any = {"type": "json_schema", "json_schema": {"name": "two", "schema": schema}}
-    options: Any = {"model": "chat", "messages": ASKED, "max_tokens": 60, "logprobs": True}
-    async with asking(system, job) as client:
-        forced = await client.chat.completions.create(**options, response_format=shape, n=4, temperature=2)
-        wide = await client.chat.completions.create(**options, seed=3)
-        narrow = await client.chat.completions.create(**options, seed=3, extra_body={"min_p": 0.9})
-        varied = await client.chat.completions.create(**options, seed=3, presence_penalty=2, frequency_penalty=2)
-        with pytest.raises(openai.BadRequestError, match="cannot force it"):
-            broken: Any = {"type": "json_schema", "json_schema": {"schema": {"type": "nonsense"}}}
-            await client.chat.completions.create(**options, response_format=broken)
-    texts = [str(choice.message.content) for choice in forced.choices]
-    for text, choice in zip(texts, forced.choices, strict=True):
-        assert [type(value) for value in json.loads(text)] == [bool, bool] and choice.finish_reason == "stop", text
-        assert choice.logprobs is not None and choice.logprobs.content is not None
-        assert choice.logprobs.content[0].logprob == 0.0, "no other token fits"
-    assert len(set(texts)) > 1
-    assert narrow.choices[0].message.content != wide.choices[0].message.content != varied.choices[0].message.content
