@@ -23,7 +23,8 @@ STEPS = 300
 
 MEMBER = """
 import sys
-from opentinker.shared.nn.transport import WeightGroup, fingerprint
+from opentinker.shared.nn.buckets import fingerprint
+from opentinker.shared.nn.transport import WeightGroup
 address, port, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 group = WeightGroup.join(address=address, port=port, rank=1, world=2, device="cpu", timeout_s=180)
 (bucket,) = group.receive([size])
