@@ -286,7 +286,8 @@ class ToolTurns(Generic[A]):
         self.errors += outcome.failed
         if note is not None:
             note(call.name if call.name in self.offered else "unknown", outcome)
-        return Message(role="tool", content=outcome.text, tool_call_id=call.id, name=call.name)
+        seconds = round(outcome.seconds, 6)
+        return Message(role="tool", content=outcome.text, tool_call_id=call.id, name=call.name, call_s=seconds)
 
 
 async def run_tool(offered: Mapping[str, OfferedTool], call: ToolCall) -> Outcome:

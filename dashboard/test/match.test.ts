@@ -2,7 +2,7 @@
 
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { conversation, weightsIn, type View } from "../src/lib/match.ts";
+import { conversation, weightsIn, type View, roleOf } from "../src/lib/match.ts";
 
 const view = (seat: string, version: string): View => ({
   seat,
@@ -39,4 +39,9 @@ test("tokens beyond those that were kept are counted", () => {
   assert.deepEqual([acts[0]!.tokens?.text, acts[0]!.tokens?.left_out], [["a"], 1]);
   long.tokens!.text = ["your"];
   assert.equal(conversation([long], [[0, 1]])[0]!.tokens, null);
+});
+
+test("a tool's result says whose it is and how long the call took", () => {
+  assert.equal(roleOf({ role: "tool", content: "3", tool: "add", call_ms: 12.346 }), "tool add · 12.346 ms");
+  assert.equal(roleOf({ role: "user", content: "3" }), "user");
 });

@@ -12,6 +12,8 @@ from opentinker.shared.types.core import Message
 
 CHARACTERS = 20_000
 """Characters of all messages of a training episode in one context; they travel with its group."""
+NAME = 64
+"""Characters of the name of a tool: a policy may call one that does not exist."""
 TOKENS = 2048
 """Number of tokens, from the first, that are kept individually for a training episode in one context."""
 
@@ -33,6 +35,10 @@ def for_judges(player: Player, said: Sequence[Message]) -> list[Message] | None:
     return [msgspec.structs.replace(one, content=one.text) if one.images else one for one in said]
 
 
+def _as_text(message: Message, text: str) -> Message:
+    return Message(role=message.role, content=text, name=message.name[:NAME], call_s=message.call_s)
+
+
 def shortened(messages: Sequence[Message], characters: int) -> list[Message]:
     """Return the beginning of the conversation as text, with a note about what is left out."""
     left = characters
@@ -42,7 +48,7 @@ def shortened(messages: Sequence[Message], characters: int) -> list[Message]:
         if len(text) > left:
             more = len(text) - left + sum(len(later.text) for later in messages[at + 1 :])
             content = f"{text[:left]} ... ({more} more characters are left out)"
-            return [*kept, Message(role=message.role, content=content)]
-        kept.append(Message(role=message.role, content=text))
+            return [*kept, _as_text(message, content)]
+        kept.append(_as_text(message, text))
         left -= len(text)
     return kept

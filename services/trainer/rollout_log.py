@@ -26,7 +26,7 @@ from opentinker.shared.data.step_log import StepLog
 from opentinker.shared.types.core import WeightVersion
 from opentinker.shared.types.manifest import name_of
 from opentinker.shared.types.telemetry import KeptEpisode
-from opentinker.shared.types.token_records import order_of_play, tokens_of
+from opentinker.shared.types.token_records import as_said, order_of_play, tokens_of
 from opentinker.shared.types.trajectories import Group, Trajectory, Turn, totals
 
 log = structlog.get_logger()
@@ -138,7 +138,7 @@ def _episode(group: Group, index: int, own: list[View], others: list[View]) -> d
 
 
 def _view(view: Trajectory, advantages: F64 | None) -> dict[str, Any]:
-    messages = [{"role": said.role, "content": said.text} for said in view.transcript or []]
+    messages = [as_said(said) for said in view.transcript or []]
     for turn in view.turns:
         if turn.message is not None and turn.message < len(messages):
             messages[turn.message] |= _words_of(view, turn)

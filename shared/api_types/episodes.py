@@ -8,6 +8,10 @@ class Said(TypedDict):
 
     role: str
     content: str
+    tool: NotRequired[str]
+    """Name of the tool whose result the message is."""
+    call_ms: NotRequired[float]
+    """Milliseconds that the call of the tool took."""
 
 
 class Shown(Said):

@@ -25,6 +25,7 @@ from opentinker.shared.spec import EvaluationSpec
 from opentinker.shared.types.core import WeightVersion, part_id
 from opentinker.shared.types.evaluation import EvalEpisode, EvalResult, exam_seed
 from opentinker.shared.types.manifest import name_of
+from opentinker.shared.types.token_records import as_said
 
 log = structlog.get_logger()
 
@@ -59,7 +60,7 @@ def transcript_of(result: EvalResult, plan: EvaluationSpec, opponents: Sequence[
         **({"outcome": result.outcome} if result.outcome is not None else {}),
         "metrics": result.metrics,
         "ending": result.ending,
-        "messages": [{"role": m.role, "content": m.text} for m in result.messages],
+        "messages": [as_said(said) for said in result.messages],
         "views": msgspec.to_builtins(result.views),
     }
 

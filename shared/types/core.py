@@ -226,6 +226,8 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     """Role tool: id of the call that it answers."""
     name: str = ""
     """Role tool: its name."""
+    call_s: float | None = None
+    """Role tool: seconds that the call took, for people. No prompt contains it."""
 
     @property
     def text(self) -> str:

@@ -4,11 +4,13 @@ and of evaluations (`transcripts`)."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from opentinker.shared.types.core import Message
 from opentinker.shared.types.trajectories import Trajectory
 
 
@@ -44,6 +46,13 @@ def tokens_of(view: Trajectory, pieces: list[str], advantages: npt.NDArray[np.fl
         versions=[(span.start, min(span.end, kept), str(span.version)) for span in view.spans if span.start < kept],
         left_out=len(view.mask) - kept,
     )
+
+
+def as_said(message: Message) -> dict[str, Any]:
+    """Return a message of a transcript as text; the result of a tool call with the tool's name and the call's time."""
+    called = {"tool": message.name} if message.name else {}
+    timed = {} if message.call_s is None else {"call_ms": round(1000 * message.call_s, 3)}
+    return {"role": message.role, "content": message.text, **called, **timed}
 
 
 def order_of_play(views: Sequence[Trajectory]) -> list[tuple[int, int]]:

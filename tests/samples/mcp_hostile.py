@@ -58,10 +58,29 @@ def answer(how: str, request: dict[str, Any]) -> dict[str, Any]:
     return {"jsonrpc": "2.0", "id": request["id"], **told}
 
 
+LIES: dict[str, str] = {
+    "no JSON": "{]",
+    "not a message": '"yes"',
+    "of another call": '{"jsonrpc": "2.0", "id": 999, "result": {"content": [{"type": "text", "text": "theirs"}]}}',
+    "wrong type": '{"jsonrpc": "2.0", "id": ID, "result": {"content": "a"}}',
+    "no content": '{"jsonrpc": "2.0", "id": ID, "result": null}',
+    "unknown part": '{"jsonrpc": "2.0", "id": ID, "result": {"content": [{"type": "gift", "text": "a"}]}}',
+    "wrong encoding": '{"jsonrpc": "2.0", "id": ID, "result": {"content": [{"type": "text", "text": "\\ud800"}]}}',
+}
+"""What it answers to its first call; those after it are answered as they should be."""
+
+
 def main(how: str) -> None:
+    lied = False
     for line in sys.stdin:
         request = json.loads(line)
         if "id" not in request:
+            continue
+        if request["method"] == "tools/call" and not lied and (how in LIES or how == "silence"):
+            lied = True
+            if how in LIES:
+                sys.stdout.write(LIES[how].replace("ID", str(request["id"])) + "\n")
+                sys.stdout.flush()
             continue
         if request["method"] == "tools/call" and how == "line without end":
             for _ in range(64):

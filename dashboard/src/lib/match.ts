@@ -14,6 +14,9 @@ export interface Tokens {
 export interface Message {
   role: string;
   content: string;
+  /** Of the result of a tool call: the tool's name, and how long the call took. */
+  tool?: string;
+  call_ms?: number;
   /** Of words that a policy said: which turn of the episode, its tokens in the view, who sampled them, its reward. */
   turn?: number;
   tokens?: [number, number];
@@ -39,6 +42,12 @@ export interface Act {
   message: Message;
   /** Of what it said, as far as they were kept. */
   tokens: Tokens | null;
+}
+
+/** Who says it: `user`, or `tool search · 12.3 ms`. */
+export function roleOf(message: Message): string {
+  const called = message.tool ? ` ${message.tool}` : "";
+  return message.role + called + (message.call_ms === undefined ? "" : ` · ${message.call_ms} ms`);
 }
 
 /** The messages of all seats, in the order of play. */

@@ -5,7 +5,7 @@ import { useState } from "preact/hooks";
 import { useAsked, useHeard } from "../hooks.ts";
 import { job as path } from "../lib/api.ts";
 import type { Beside, Follow } from "../lib/follow.ts";
-import { conversation, seatOf, weightsIn, type Act, type Message, type Tokens, type View } from "../lib/match.ts";
+import { conversation, roleOf, seatOf, weightsIn, type Act, type Message, type Tokens, type View } from "../lib/match.ts";
 import { policiesOf } from "../lib/policies.ts";
 import type { JobDetail } from "../lib/types.ts";
 import { duration, short } from "../lib/words.ts";
@@ -262,7 +262,7 @@ function Match({ views, acts, colour }: { views: View[]; acts: Act[]; colour: Co
             <small>
               {act.message.turn === undefined ? (
                 <>
-                  to {act.seat} · {act.message.role}
+                  to {act.seat} · {roleOf(act.message)}
                 </>
               ) : (
                 <>
@@ -325,7 +325,7 @@ function Talk({ messages }: { messages: Message[] }): JSX.Element {
     <div class="talk">
       {messages.map((one, i) => (
         <p key={i} class={`message ${one.role}`}>
-          <small>{one.role}</small>
+          <small>{roleOf(one)}</small>
           <span class="words">{one.content}</span>
         </p>
       ))}

@@ -25,6 +25,7 @@ from opentinker.cli.common import (
 )
 from opentinker.cli.job_list import cancel, jobs
 from opentinker.cli.job_record import job
+from opentinker.cli.observability import role_of
 from opentinker.cli.specs import Changes, FromCheckpoint, SpecFile, Steps, WithOptimizer, changed, read_spec
 from opentinker.sdk.job_text import on_one_line, state_of
 from opentinker.shared.types.core import part_id
@@ -230,4 +231,4 @@ def transcripts(
         against = f" against {one['opponent']}" if "opponent" in one else ""
         say(f"\n--- episode {one['index']}{against}: reward {one['reward']:g} {measured} ({one['ending']})")
         for message in one["messages"]:
-            say(f"[{message['role']}] {message['content']}")
+            say(f"[{role_of(message)}] {message['content']}")

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from opentinker.cli.common import AsJson, JobId, Policy, Url, client, print_json, print_table, say
-from opentinker.shared.api_types import Rollout, Shown, View
+from opentinker.shared.api_types import Rollout, Said, Shown, View
 from opentinker.shared.types.core import part_id
 from opentinker.shared.types.errors import plural
 from opentinker.shared.types.manifest import short_list
@@ -47,19 +47,27 @@ def words_of(one: Rollout) -> Iterator[str]:
     """Yield the messages of an episode: of several seats with who said or saw each, in the order of play."""
     views = one["views"]
     if len(views) == 1:
-        yield from (f"[{message['role']}{_left_out(message)}] {message['content']}" for message in views[0]["messages"])
+        yield from (
+            f"[{role_of(message)}{_left_out(message)}] {message['content']}" for message in views[0]["messages"]
+        )
         return
     for view in views:
         yield f"({_who(view)}, reward {view['reward']:g})"
         if "order" not in one:  # it was kept before there was any
-            yield from (f"[{message['role']}] {message['content']}" for message in view["messages"])
+            yield from (f"[{role_of(message)}] {message['content']}" for message in view["messages"])
     for place, number in one.get("order", ()):
         view, message = views[place], views[place]["messages"][number]
         if "turn" in message:
             versions = ", ".join(message["versions"])
             yield f"[{_who(view)} {versions}{_left_out(message)}] {message['content']}"
         else:
-            yield f"[to {_named(view)}, {message['role']}] {message['content']}"
+            yield f"[to {_named(view)}, {role_of(message)}] {message['content']}"
+
+
+def role_of(message: Said) -> str:
+    """`user`, or `tool search, 12.3 ms`."""
+    name = f" {message['tool']}" if "tool" in message else ""
+    return f"{message['role']}{name}" + (f", {message['call_ms']:g} ms" if "call_ms" in message else "")
 
 
 def _left_out(message: Shown) -> str:

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import orjson
 import pytest
 from aiohttp import web
@@ -80,6 +81,17 @@ async def test_a_program_that_says_too_much_to_a_call_is_gone_and_the_policy_hea
             failed, text = await asked(connection)
             assert failed and "the server of this tool is gone" in text and reason in text
         assert connection.broken
+
+
+@pytest.mark.parametrize("how", ["silence", *mcp_hostile.LIES])
+async def test_a_server_that_hangs_or_lies_costs_the_call_alone(how: str) -> None:
+    async with server(how) as connection:
+        hurried = [msgspec.structs.replace(one, timeout_s=1.0) for one in connection.offered]
+        offered = {one.tool.name: one for one in hurried}
+        lied = await soon(run_tool(offered, ToolCall(id="c", name="ask", arguments={})))
+        assert lied.failed and len(lied.text) <= RESULT_BYTES and "theirs" not in lied.text
+        assert await asked(connection) == (False, "a")
+        assert not connection.broken
 
 
 async def test_of_a_result_with_many_parts_some_are_shown() -> None:

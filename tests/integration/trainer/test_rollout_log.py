@@ -11,14 +11,14 @@ import orjson
 import pytest
 
 from opentinker import AsyncClient
-from opentinker.cli.observability import bars, words_of
+from opentinker.cli.observability import bars, role_of, words_of
 from opentinker.services.rollout_worker.transcripts import is_kept, shortened
 from opentinker.services.trainer.batch.distributions import RATIO, distributions, histogram, ratio_counts, reward_edges
 from opentinker.services.trainer.rollout_log import NEWEST, RolloutLog, expired_steps
 from opentinker.shared.data.step_log import StepLog
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.types.core import Image, Message, Text, WeightVersion
-from opentinker.shared.types.token_records import order_of_play
+from opentinker.shared.types.token_records import as_said, order_of_play
 from opentinker.shared.types.trajectories import Group, Span, Trajectory
 from tests.support.api import SPEC
 from tests.support.factories import group_of, make_group, make_spec, make_trajectory, trajectory_of
@@ -50,6 +50,22 @@ def test_words_are_text_up_to_a_limit() -> None:
     assert first.content == "look: [image, 5 bytes]"
     assert second.content == "567890ab"
     assert shortened(talk("1234", "567890ab", "c"), 10)[-1].content == "567890 ... (3 more characters are left out)"
+
+
+def test_a_tool_s_result_is_shown_with_its_name_and_how_long_the_call_took() -> None:
+    result = Message(role="tool", content="3", tool_call_id="c", name="add" * 100, call_s=0.0123456)
+    for characters in (100, 0):
+        (kept,) = shortened([result], characters)
+        said = as_said(kept)
+        assert said | {"content": "3"} == {
+            "role": "tool",
+            "content": "3",
+            "tool": ("add" * 100)[:64],
+            "call_ms": 12.346,
+        }
+    assert role_of({"role": "tool", "content": "3", "tool": "add", "call_ms": 12.346}) == "tool add, 12.346 ms"
+    assert role_of({"role": "user", "content": "3"}) == "user"
+    assert as_said(Message(role="user", content="3")) == {"role": "user", "content": "3"}
 
 
 def test_bins_hold_every_number_once() -> None:

@@ -144,7 +144,9 @@ async def test_calls_are_answered_by_the_tools_and_everything_else_by_the_enviro
     assert isinstance(opened, Opening)
     assert [one.name for one in opened.tools] == ["names", "price"]
     answered = await environment.step(ask("price", item="nuts", count=2))
-    assert answered.messages == [Message(role="tool", content="3.0", tool_call_id="c", name="price")]
+    (result,) = answered.messages
+    assert result == Message(role="tool", content="3.0", tool_call_id="c", name="price", call_s=result.call_s)
+    assert result.call_s is not None and result.call_s >= 0.0
     assert (answered.reward, answered.done, answered.seat, answered.stream) == (0.0, False, "buyer", "s")
     assert (answered.max_tokens, answered.stop) == (7, ["."])
     assert answered.metrics == {"tool_calls": 1.0, "tool_errors": 0.0}
