@@ -17,6 +17,9 @@ NAMES = {
     "MountainCar": ["left", "none", "right"],
     "Acrobot": ["negative", "none", "positive"],
     "rps": ["rock", "paper", "scissors"],
+    "leduc_holdem": ["call", "raise", "fold", "check"],
+    "texas_holdem": ["call", "raise", "fold", "check"],
+    "texas_holdem_no_limit": ["fold", "check or call", "raise half the pot", "raise the pot", "all in"],
 }
 ABOUT = {
     "FrozenLake": "Cross the frozen lake from S to the goal G over F; a hole H ends it. [x] marks where you stand.",
@@ -28,6 +31,9 @@ ABOUT = {
 GAMES = {
     "tictactoe": "Your marks are 1, the other's 2. Cells are numbered down the columns: 0 3 6 is the first row.",
     "connect_four": "Your pieces are 1, theirs 2. An action is the column to drop a piece into. Four in line win.",
+    "leduc_holdem": "Leduc poker, with two each of J, Q, K: a card each, a public one after round one. A pair wins.",
+    "texas_holdem": "Poker with two cards each and up to five public ones, raises of a fixed size.",
+    "texas_holdem_no_limit": "Poker with two cards each and up to five public ones, raises of any size.",
     "rps": "You see what the other played last: 0 rock, 1 paper, 2 scissors, 3 nothing yet.",
 }
 PACKAGES = {

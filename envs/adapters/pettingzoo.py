@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field
 
-from opentinker.envs.adapters import env_notes
+from opentinker.envs.adapters import card_games, env_notes
 from opentinker.envs.adapters.library import ActionConfig, Illegal, Randomness, episode_seed, refusal
 from opentinker.envs.base import Action, Environment, Opening, Step, user
 from opentinker.shared.types.core import Message
@@ -34,7 +34,7 @@ class PettingZoo(Environment):
         """Form of the environment: its agents act in turn (`aec`) or at the same time (`parallel`)."""
         view: Literal["auto", "ansi", "observation"] = "auto"
         """Form of the observation. `ansi`: the game drawn in letters; `observation`: what the agent observes, by its
-        space. `auto`: the first of these that the environment has."""
+        space. `auto`: the first of these that the environment has, and the observations of poker in words."""
         kwargs: dict[str, Any] = {}
         """Passed to the environment."""
         forfeit: Annotated[float, Field(ge=0.0)] = 1.0
@@ -66,6 +66,7 @@ class PettingZoo(Environment):
         elif self.config.view == "ansi":
             raise ValueError(f"view = 'ansi': {self.config.id} cannot be drawn in letters")
         self._environment: AECEnv[Any, Any, Any] | ParallelEnv[Any, Any, Any] = made
+        self._in_words = card_games.reader(self.config.id) if self.config.view == "auto" and not self._drawn else None
         self._agents = {str(agent): agent for agent in self._environment.possible_agents}
         self.seats = tuple(self._agents)
         self._illegal = dict.fromkeys(self.seats, 0)
@@ -214,6 +215,8 @@ class PettingZoo(Environment):
         self._introduced.add(seat)
         if self._drawn:
             parts.append(env_notes.plain_colours(str(self._environment.render())).strip("\n"))
+        elif self._in_words:
+            parts.append(self._in_words(self._observations[seat]["observation"]))
         else:
             space = self._environment.observation_space(self._agents[seat])
             parts.append(self._spaces.show(space, self._observations[seat]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -69,8 +70,13 @@ class TextArena(Environment):
 
         self._randomness = Randomness(start)
         with self._randomness:
-            self._environment: Env = textarena.make(self.config.id, **self.config.kwargs)
-            self._environment.reset(num_players=self.config.players, seed=start)
+            try:
+                self._environment: Env = textarena.make(self.config.id, **self.config.kwargs)
+                self._environment.reset(num_players=self.config.players, seed=start)
+            except LookupError as error:
+                if (missing := _MISSING.search(str(error))) is None:
+                    raise
+                raise WordsMissing(self.config.id, missing[1]) from None
 
     async def open(self, row: int, seed: int) -> Opening:
         self._begin(episode_seed(row, seed))
@@ -148,6 +154,21 @@ class TextArena(Environment):
         return "\n".join(said)
 
 
+class WordsMissing(Exception):
+    """A game reads data of nltk that are not installed."""
+
+    def __init__(self, game: str, data: str) -> None:
+        every = " ".join(dict.fromkeys([*NLTK_DATA, data]))
+        super().__init__(
+            f"{game} reads nltk's {data!r}, which is not installed here: "
+            f"python -m nltk.downloader -d /usr/share/nltk_data {every}"
+        )
+
+
+_MISSING = re.compile(r"Resource (?:\x1b\[\d+m)?'?([\w-]+)'?(?:\x1b\[\d+m)? not found")
+"""nltk's error."""
+NLTK_DATA = ("words", "averaged_perceptron_tagger_eng")
+"""Data that the word games read."""
 GAME = -1
 """TextArena's id for the game itself."""
 

@@ -28,7 +28,7 @@ from opentinker.services.env_worker.service import check_environment
 from opentinker.shared.types.core import Ending, Image, StopReason
 from opentinker.shared.types.env_protocol import EnvCheck, OpenSession, StepSession
 from opentinker.shared.types.errors import SpecError
-from tests.support.playing import transcript
+from tests.support.playing import sit, transcript
 
 PLAYED: list[tuple[str, dict[str, Any], list[str]]] = [
     ("gymnasium", {"id": "FrozenLake-v1"}, ["right"] * 5),
@@ -260,6 +260,76 @@ def test_a_part_of_a_library_that_is_missing_is_found_before_anything_is_played(
     (mistake,) = caught.value.mistakes
     assert mistake["problem"].startswith("cannot be played by the env workers here: ") and problem in mistake["problem"]
     assert part.lower() in mistake["problem"].lower() or "pip install" in mistake["problem"]
+
+
+async def test_a_game_whose_words_are_missing_names_the_command_and_with_them_it_is_played(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nltk.download", lambda *_, **__: False)  # the library asks for it at each start
+    monkeypatch.setattr("nltk.data.path", [str(tmp_path)])
+    wordle: dict[str, Any] = {"id": "Wordle-v0"}
+    with pytest.raises(SpecError, match=r"reads nltk's 'words'.*python -m nltk\.downloader .* words averaged_per"):
+        rehearse("textarena", *check("textarena", wordle))
+    tagger = "taggers/averaged_perceptron_tagger_eng/averaged_perceptron_tagger_eng"
+    for file, text in {
+        "corpora/words/en": "crane\nhouse\n", "corpora/words/en-basic": "crane\nhouse\n",
+        f"{tagger}.weights.json": "{}", f"{tagger}.classes.json": '["NN"]',
+        f"{tagger}.tagdict.json": '{"crane": "NN", "house": "NN"}',
+    }.items():  # fmt: skip
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(text)
+    rehearse("textarena", *check("textarena", wordle))
+    played = await transcript("textarena", ["[crane]", "[house]"], 0, 0, **wordle)
+    assert "5" in played[0] and played[-1].done and played[-1].reward == 1.0
+
+
+BROUGHT_BY_EXTRAS: list[tuple[str, str, list[str]]] = [
+    ("pettingzoo", "classic/leduc_holdem_v4", ["call", "raise"]),
+    ("pettingzoo", "classic/texas_holdem_v4", ["call", "raise"]),
+    ("pettingzoo", "classic/texas_holdem_no_limit_v6", ["check or call", "raise half the pot"]),
+    ("pettingzoo", "classic/hanabi_v5", ["5", "5"]),
+    ("gymnasium", "LunarLander-v3", ["2", "0"]),
+    ("gymnasium", "BipedalWalker-v3", ["[0, 0, 0, 0]", "[0, 1, 0, 1]"]),
+]
+
+
+OWN_WARNING = pytest.mark.filterwarnings("ignore:.*Box (low|high)'s precision:UserWarning")
+"""Of PettingZoo's poker, about its own spaces."""
+
+
+@OWN_WARNING
+@pytest.mark.parametrize(("name", "id", "texts"), BROUGHT_BY_EXTRAS)
+async def test_what_the_extras_bring_is_played(name: str, id: str, texts: list[str]) -> None:
+    rehearse(name, *check(name, {"id": id}))
+    played = await transcript(name, texts, 0, 1, id=id)
+    assert len(played) == 1 + len(texts) and all(step.metrics["illegal"] == 0.0 for step in played[1:])
+
+
+@OWN_WARNING
+async def test_poker_is_told_in_words() -> None:
+    """What is said is what rlcard's own state says."""
+    table = await sit("pettingzoo", 0, 1, id="classic/leduc_holdem_v4")
+    for said in ("call", "check"):
+        own = table.environment._environment.unwrapped.env.get_state(int(table.seat[-1]))["raw_obs"]
+        mine, theirs = own["my_chips"], sum(own["all_chips"]) - own["my_chips"]
+        public = f"is {own['public_card'][1]}" if own["public_card"] else "is not shown yet"
+        words = f"You hold {own['hand'][1]}. The public card {public}."
+        assert words in table.seen and re.search(rf"pot: {mine} chips? of yours, {theirs} of theirs", table.seen)
+        await table.say(said)
+    assert "The public card is " in table.seen and "not shown" not in table.seen
+    await table.environment.close()
+    table = await sit("pettingzoo", 0, 1, id="classic/texas_holdem_no_limit_v6")
+    own = table.environment._environment.unwrapped.env.get_state(int(table.seat[-1]))["raw_obs"]
+    suits = {suit[0].upper(): suit for suit in ("spades", "hearts", "diamonds", "clubs")}
+    assert all(f"{card[1]} of {suits[card[0]]}" in table.seen for card in own["hand"])
+    assert (
+        sum(table.seen.count(suit) for suit in suits.values()) == 2
+        and f"the highest bet is {max(own['all_chips'])}" in table.seen
+    )
+    await table.environment.close()
+    raw = await sit("pettingzoo", 0, 1, id="classic/leduc_holdem_v4", view="observation")
+    assert "[" in raw.seen and "You hold" not in raw.seen
+    await raw.environment.close()
 
 
 @pytest.mark.parametrize(("name", "config", "texts"), PLAYED)
