@@ -32,6 +32,7 @@ def is_frozen(told: dict[str, Any], seat: str) -> bool:
 SIMULATED_IGNORES = ("temperature", "top_p", "top_k", "stop", "context_length")
 COMMANDS = {
     "runs/models/tiny": ["examples.models.make_tiny"],
+    "runs/models/kuhn": ["examples.models.make_kuhn"],
     "runs/models/smollm2-135m-instruct": ["examples.models.make_smollm2"],
     "runs/models/smollm2-tools": ["examples.models.make_smollm2", "--tools"],
     "runs/models/seeing": ["examples.models.make_seeing"],
@@ -67,8 +68,10 @@ def simulated(told: dict[str, Any], model: Path) -> dict[str, Any]:
         }
     if "validation" in told:
         changed["validation"] = {**told["validation"], "episodes": 2}
-    size = {"group_size": 2, "groups_per_batch": 2}
-    return {**changed, "algorithm": size, "train": {"learner": "simulated", "steps": 1}}
+    if "pools" in told:
+        changed["pools"] = {name: {**pool, "every": 1} for name, pool in told["pools"].items()}
+    size = {"group_size": 4 if "match" in told else 2, "groups_per_batch": 2}
+    return {**changed, "algorithm": size, "train": {"learner": "simulated", "steps": 2 if "pools" in told else 1}}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -113,5 +116,7 @@ def test_an_example_runs_as_it_stands(name: str, reader: Path) -> None:
     if not (reader / base).exists():
         module, *options = COMMANDS[base]
         typed(reader, module, base, *options)
-    steps = [] if told.get("kind") == "eval" else ["--steps", "1"]
+    steps = [] if told.get("kind") == "eval" else ["--steps", "2" if "pools" in told else "1"]
+    for pool in told.get("pools", {}):
+        steps += ["--set", f"pools.{pool}.every=1"]
     typed(reader, "opentinker.cli", "run", f"examples/{name}.toml", "--data-dir", f"runs/{name}", *steps)
