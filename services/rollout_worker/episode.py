@@ -27,7 +27,7 @@ from opentinker.services.rollout_worker.engines.base import Completion, EngineEr
 from opentinker.services.rollout_worker.episode_protocol import Busy, EpisodeFailed, Sessions
 from opentinker.services.rollout_worker.observation import observation_of
 from opentinker.services.rollout_worker.seat_map import LoadedPolicy, Player, SeatMap
-from opentinker.services.rollout_worker.stream import Stream
+from opentinker.services.rollout_worker.token_stream import Stream
 from opentinker.services.rollout_worker.transcripts import is_kept
 from opentinker.services.rollout_worker.untrainable import (
     Untrainable,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from opentinker.services.rollout_worker.episode_protocol import EpisodeFailed
-from opentinker.services.rollout_worker.stream import Stream
+from opentinker.services.rollout_worker.token_stream import Stream
 from opentinker.services.rollout_worker.url_player import UrlPlayer
 from opentinker.shared.types.core import Ending, StopReason
 from opentinker.shared.types.env_protocol import SeatPrompt

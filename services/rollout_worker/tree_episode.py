@@ -18,7 +18,7 @@ import numpy as np
 from opentinker.services.rollout_worker.episode import Episode, Sampled
 from opentinker.services.rollout_worker.episode_protocol import EpisodeFailed
 from opentinker.services.rollout_worker.seat_map import LoadedPolicy
-from opentinker.services.rollout_worker.stream import Stream, merge
+from opentinker.services.rollout_worker.token_stream import Stream, merge
 from opentinker.shared.asyncio_tools import gather_all
 from opentinker.shared.spec.tree_sampling import turn_rewards
 from opentinker.shared.types.core import Ending, StopReason

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from opentinker.services.rollout_worker.engines.base import Completion
 from opentinker.services.rollout_worker.renderer import Renderer
-from opentinker.services.rollout_worker.stream import Stream
+from opentinker.services.rollout_worker.token_stream import Stream
 from opentinker.shared.types.env_protocol import SeatPrompt
 
 

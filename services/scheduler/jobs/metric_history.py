@@ -1,4 +1,5 @@
-"""Reads the metric history of a job in pages, for `GET /v1/jobs/JOB/metrics`.
+"""Reads the metric history of a job in pages, for `GET /v1/jobs/JOB/metrics`. Points are published by `MetricSource`
+(shared/runtime/telemetry.py); a trainer writes metrics.jsonl (shared/data/step_log.py).
 
 METRICS drops its oldest points when it is full. A trainer's points are also lines of the job's metrics.jsonl, so the
 lines whose points have been dropped come first, and then what the stream has. Points of other sources are in the

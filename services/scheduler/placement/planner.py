@@ -1,4 +1,5 @@
 """Who gets which worker: a view of jobs, workers and leases and the time -> a list of decisions. No I/O, no clock.
+`reconciler.py` carries the decisions out.
 
 `plan` is called in every round of the reconcile loop and remembers nothing. In this order:
 

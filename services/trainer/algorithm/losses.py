@@ -2,7 +2,8 @@
 
 mu is the policy that sampled (behaviour), pi the trained policy, pi_prox the centre of the clip range, called pi_old
 in the papers (`corrections.py` and the option `proximal`). All inputs are log-probabilities in nats,
-except the advantages; gradients flow through `logprobs_M` alone.
+except the advantages; gradients flow through `logprobs_M` alone. `objective.py` chooses by `algorithm.loss`;
+names, options and presets are in shared/spec/algorithm.py and algorithm_parts.py.
 """
 
 from __future__ import annotations

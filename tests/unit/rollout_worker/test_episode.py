@@ -23,7 +23,7 @@ from opentinker.services.rollout_worker.episode import Episode, turn_seed
 from opentinker.services.rollout_worker.episode_protocol import EpisodeFailed
 from opentinker.services.rollout_worker.renderer import Renderer
 from opentinker.services.rollout_worker.seat_map import LoadedPolicy, SeatMap
-from opentinker.services.rollout_worker.stream import merge
+from opentinker.services.rollout_worker.token_stream import merge
 from opentinker.shared.types.core import Ending, Image, Message, StopReason, Text, Tool, ToolCall, WeightVersion
 from opentinker.shared.types.env_protocol import SessionReply, StepSession
 from opentinker.shared.types.errors import JobFailed
