@@ -157,7 +157,7 @@ class Renderer:
             return "".join(message["content"] for message in chat)
         assert self._sight is not None
         parts = [part for message in chat for part in message["content"]]
-        return "".join(self._sight.token if part["type"] == "image" else part["text"] for part in parts)
+        return "".join(self._sight.plain_placeholder if part["type"] == "image" else part["text"] for part in parts)
 
     def plain(self, text: str, *, first: bool) -> list[int]:
         """Ids of a text that no template has written. A stream that begins with it (`first`) begins with the special

@@ -8,8 +8,8 @@ from typing import Any
 
 import orjson
 
-VISION_FAMILIES = ("idefics3",)
-"""`model_type` of models that images can be shown to: those that `shared/nn/vision.py` has code for."""
+VISION_FAMILIES = ("idefics3", "qwen2_vl", "qwen2_5_vl")
+"""`model_type` of models that images can be shown to: the rows of `shared/nn/vision_families.py`."""
 TEXT_OF_VISION = (*("gemma3", "gemma3n", "gemma4", "llama4", "mllama", "qwen3_5", "qwen3_5_moe"), *VISION_FAMILIES)
 """Vision models that transformers also loads as language models: rows of text can train them."""
 OTHER_SENSES = ("vision_config", "audio_config", "vision_encoder", "visual", "thinker_config", "speech_config")

@@ -14,11 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from opentinker.shared.nn.grid_positions import grid_positions
 from opentinker.shared.nn.layout import SEEN, Layout
 from opentinker.shared.types.errors import JobFailed
 
 VISION_ATTENTION = "opentinker_sight"
-"""Attribute of a loaded model that sees: its `sight.Sight`."""
+"""Attribute of a loaded vision model: its `vision.VisionProcessor`."""
 LOGITS_AT_ONCE = 1 << 24
 """Largest [tokens, vocabulary] that is kept for the backward pass; above it, logits are made in chunks, twice."""
 
@@ -65,9 +66,7 @@ def token_scores(
     dropped and made again in the backward pass. `agree` may ask for more chunks: processes that hold the head's weights
     together call it equally often.
     """
-    hidden_1N = causal.get_decoder()(
-        **_inputs(causal, plan), position_ids=plan.positions_N[None], use_cache=False, plan=plan
-    ).last_hidden_state
+    hidden_1N = causal.get_decoder()(**_inputs(causal, plan), use_cache=False, plan=plan).last_hidden_state
     hidden_U = hidden_1N[0].index_select(0, plan.predictors_U)
     head = causal.get_output_embeddings()
     U, V = hidden_U.shape[0], head.out_features
@@ -90,17 +89,20 @@ def token_scores(
 
 
 def _inputs(causal: Any, plan: Layout) -> dict[str, Tensor]:
-    """Token ids; where images are shown, embeddings instead, with theirs in their places. Raises JobFailed."""
+    """Token ids and positions; where images are shown, embeddings instead of ids, with theirs in their places. Raises
+    JobFailed."""
     if not plan.shown:
-        return {"input_ids": plan.ids_N[None]}
+        return {"input_ids": plan.ids_N[None], "position_ids": plan.positions_N[None]}
     sight = getattr(causal, VISION_ATTENTION, None)
     if sight is None:
         raise JobFailed(f"the trajectories show images, and {type(causal).__name__} is no model that sees them")
-    image_FH = sight.embeddings(causal, plan.shown)
+    image_FH, grids = sight.features(causal, plan.shown)
     seen_N = plan.ids_N >= SEEN
+    image_row_N = (plan.ids_N - SEEN).clamp(min=0)
     token_NH = causal.get_input_embeddings()(plan.ids_N.masked_fill(seen_N, 0))
-    image_NH = F.embedding((plan.ids_N - SEEN).clamp(min=0), image_FH.to(token_NH.dtype))
-    return {"inputs_embeds": torch.where(seen_N[:, None], image_NH, token_NH)[None]}
+    image_NH = F.embedding(image_row_N, image_FH.to(token_NH.dtype))
+    positions_N = grid_positions(plan, grids)[:, None] if sight.family.has_grids else plan.positions_N[None]
+    return {"inputs_embeds": torch.where(seen_N[:, None], image_NH, token_NH)[None], "position_ids": positions_N}
 
 
 def token_values(decoder: Any, head: Any, plan: Layout) -> Tensor:

@@ -15,7 +15,7 @@ from opentinker.shared.data.model_files import code_in, unsafe_weights_in
 from opentinker.shared.data.safetensors_header import difference, shapes_in
 from opentinker.shared.nn.forward import VISION_ATTENTION
 from opentinker.shared.nn.models import first_line
-from opentinker.shared.nn.vision import VISION_MODULES
+from opentinker.shared.nn.vision_families import VISION_MODULES
 from opentinker.shared.spec import LoraSpec
 from opentinker.shared.types.errors import JobFailed
 from opentinker.shared.types.manifest import ADAPTER

@@ -31,7 +31,8 @@ from opentinker.shared.data.safetensors_header import difference
 from opentinker.shared.nn.attention import PACKED
 from opentinker.shared.nn.forward import VISION_ATTENTION, token_logprobs, token_values
 from opentinker.shared.nn.layout import Layout, layout
-from opentinker.shared.nn.vision import FAMILIES, VisionProcessor
+from opentinker.shared.nn.vision import VisionProcessor
+from opentinker.shared.nn.vision_families import FAMILIES
 from opentinker.shared.types.errors import JobFailed
 
 transformers_logging.disable_progress_bar()
@@ -56,11 +57,14 @@ def autocast(device: str, dtype: torch.dtype) -> Any:
     return torch.autocast(torch.device(device).type, dtype=dtype)
 
 
-def load_model(base: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> nn.Module:
-    """A causal language model in eval mode, with packed attention, proven to agree with its own plain forward.
+def load_model(
+    base: str, dtype: torch.dtype, device: torch.device | str = "cpu", *, train_vision: bool = False
+) -> nn.Module:
+    """Load a causal language model in eval mode, with packed attention, proven to agree with its own plain forward.
 
-    Load a model. In a vision model only the language model has gradients. Safetensors only, no remote code. Raises
-    JobFailed for a path that is not such a model, and for an architecture that the packed forward pass cannot compute.
+    In a vision model only the language model has gradients, unless `train_vision`. Safetensors only, no remote code.
+    Raises JobFailed for a path that is not such a model, and for an architecture that the packed forward pass cannot
+    compute.
     """
     config = config_of(base)
     if why := unsupported_family(config.to_dict(), served=False):
@@ -68,8 +72,13 @@ def load_model(base: str, dtype: torch.dtype, device: torch.device | str = "cpu"
     model = _from_pretrained(_language_auto(config), base, config, dtype, attn_implementation="sdpa")
     model.to(device).eval()
     if _language_auto(config) is AutoModelForImageTextToText:
-        setattr(model, VISION_ATTENTION, VisionProcessor.of(base))
-        _freeze_eyes(model)
+        sight = VisionProcessor.of(base)
+        sight.trained = train_vision
+        setattr(model, VISION_ATTENTION, sight)
+        if not train_vision:
+            _freeze_vision(model)
+    elif train_vision:
+        raise JobFailed(f"model.train_vision: model {base!r} ({type(model).__name__}) has no vision tower here")
 
     def plain(ids_1T: Tensor) -> Tensor:
         logprobs_TV = model(input_ids=ids_1T, use_cache=False).logits[0].float().log_softmax(-1)
@@ -87,11 +96,11 @@ def load_model(base: str, dtype: torch.dtype, device: torch.device | str = "cpu"
 
 def _language_auto(config: Any) -> Any:
     """Return the class that loads the model. Vision models of unknown families are loaded as text models
-    (`TEXT_OF_SEEING`)."""
+    (`TEXT_OF_VISION`)."""
     return AutoModelForImageTextToText if config.model_type in FAMILIES else AutoModelForCausalLM
 
 
-def _freeze_eyes(model: Any) -> None:
+def _freeze_vision(model: Any) -> None:
     trained = [*model.get_decoder().parameters(), *model.get_output_embeddings().parameters()]
     model.requires_grad_(False)
     for parameter in trained:

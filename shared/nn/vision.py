@@ -1,11 +1,11 @@
 """Images -> tokens and pixels -> embeddings: one code for rollout workers, the trainer and reference-forward.
 
 rollout worker   look(image) -> the text that stands for it in a prompt, and the pixels that vLLM is given
-trainer          `mark_image_tokens` gives placeholder tokens ids of their own; `embeddings` are what stands in their
+trainer          `mark_image_tokens` gives placeholder tokens ids of their own; `features` are what stands in their
 places
 
-The tower that sees, and what joins it with the language model, are frozen: the same image has the same embeddings as
-long as the model is loaded, and they are computed once.
+While the vision tower and the connector are frozen, the same image has the same features as long as the model is
+loaded, and they are computed once. `vision_families.py` lists the families.
 """
 
 from __future__ import annotations
@@ -20,28 +20,27 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import PIL.Image
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoImageProcessor, AutoProcessor
+from transformers import AutoConfig, AutoImageProcessor, AutoProcessor, AutoTokenizer
+from transformers.utils import cached_file
 
+from opentinker.shared.nn.grid_positions import Grid
 from opentinker.shared.nn.layout import I64, SEEN, Seen
+from opentinker.shared.nn.vision_families import FAMILIES, Family
 from opentinker.shared.types.errors import BadImage, JobFailed
 from opentinker.shared.types.trajectories import Trajectory
 
-FAMILIES: dict[str, dict[str, Any]] = {"idefics3": {"return_row_col_info": True}}
-"""By `model_type`: options of its image processor other than pixels. Another family also needs its fields in
-`vllm_images.py`, position codes if it counts them in several dimensions, and a vLLM model that works without
-torchvision, which has no CPU build."""
-VISION_MODULES = r".*\b(vision_model|connector)\b.*"
-"""Names of what is no part of the language model: it gets no adapters."""
 MAX_PIXELS = 1 << 24
 MAX_ASPECT_RATIO = 100
 KEPT_BYTES = 256 << 20
-"""Bytes of cached pixels in a rollout worker, of prompt placeholders, and of embeddings next to a model."""
+"""Bytes of cached pixels in a rollout worker, of prompt placeholders, and of features next to a model."""
+FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "chat_template.json")
+"""Files of a model directory that describe its processor. Which of them there are depends on its age and family."""
 MALFORMED = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, OverflowError)
 """Exceptions of Pillow for invalid or truncated images."""
 V = TypeVar("V")
@@ -64,6 +63,16 @@ class ImageInputs(ImagePlaceholder):
 
     inputs: dict[str, Tensor]
     """Inputs of the vision tower, by the names of the Hugging Face model."""
+    grid: Grid
+    """Of its tokens, in families that have grids; else one row."""
+
+
+class ImageFeatures(NamedTuple):
+    """What the vision tower and the connector make of images."""
+
+    embeddings_FH: Tensor
+    """Of the placeholder tokens, image by image."""
+    grids: list[Grid]
 
 
 def digest_of(data: bytes) -> str:
@@ -83,14 +92,18 @@ class VisionProcessor:
     """The image processor of one model. Pillow processes the pixels, regardless of what is installed, so results are
     equal everywhere."""
 
-    def __init__(self, family: str, processor: Any) -> None:
-        self.processor = processor
-        self.token: str = processor.image_token
-        self.token_id: int = processor.image_token_id
-        self._options = FAMILIES[family]
+    def __init__(
+        self, family: Family, images: Any, token: tuple[str, int], replacement: Callable[[Any], str], base: str
+    ) -> None:
+        """`images`: the Hugging Face image processor. `token`: the placeholder. `replacement`: from the output of
+        `images` for one image to the text that stands for it."""
+        self.family, self.trained = family, False
+        self.token, self.token_id = token
+        self._images, self._replacement = images, replacement
+        self._files = {name: Path(path).read_bytes() for name in FILES if (path := _file_of(base, name))}
         self._looks: LruCache[ImageInputs] = LruCache(lambda look: sum(t.nbytes for t in look.inputs.values()))
         self._words: LruCache[ImagePlaceholder] = LruCache(lambda words: len(words.text))
-        self._embeddings: LruCache[Tensor] = LruCache(lambda tensor: tensor.nbytes)
+        self._features: LruCache[ImageFeatures] = LruCache(lambda found: found.embeddings_FH.nbytes)
 
     @classmethod
     def of(cls, base: str) -> VisionProcessor:
@@ -98,18 +111,31 @@ class VisionProcessor:
         config = AutoConfig.from_pretrained(base, trust_remote_code=False)
         if why := unsupported_reason(base, config.to_dict()):
             raise JobFailed(why)
+        family, expected = FAMILIES[config.model_type], config.image_token_id
         try:
-            processor = AutoProcessor.from_pretrained(base, trust_remote_code=False)
-            processor.image_processor = AutoImageProcessor.from_pretrained(base, backend="pil", trust_remote_code=False)
-        except (OSError, ValueError, TypeError, ImportError) as error:
+            images = AutoImageProcessor.from_pretrained(base, backend="pil", trust_remote_code=False)
+            if family.has_grids:
+                tokenizer = AutoTokenizer.from_pretrained(base, trust_remote_code=False)
+                token = tokenizer.convert_ids_to_tokens(expected)
+                found = tokenizer.convert_tokens_to_ids(token) if token else None
+                replacement = partial(_tokens_of_grid, token, images.merge_size)
+            else:
+                processor = AutoProcessor.from_pretrained(base, trust_remote_code=False)
+                processor.image_processor = images
+                token, found = processor.image_token, processor.image_token_id
+                replacement = partial(processor.replace_image_token, image_idx=0)
+        except (OSError, ValueError, TypeError, AttributeError, ImportError) as error:
             said = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise JobFailed(f"model {base!r} has no usable image processor: {said}") from error
-        if processor.image_token_id != config.image_token_id:
-            raise JobFailed(
-                f"model {base!r}: its processor's image token is {processor.image_token_id}, and its config says "
-                f"{config.image_token_id}"
-            )
-        return cls(config.model_type, processor)
+        if found != expected:
+            raise JobFailed(f"model {base!r}: its processor's image token is {found}, and its config says {expected}")
+        return cls(family, images, (token, found), replacement, base)
+
+    @property
+    def plain_placeholder(self) -> str:
+        """An image's placeholder in a prompt without a chat template."""
+        before, after = self.family.around
+        return before + self.token + after
 
     def look(self, data: bytes) -> ImageInputs:
         """At a PNG or JPEG. Raises BadImage. Kept, within bounds."""
@@ -129,37 +155,64 @@ class VisionProcessor:
     def _look(self, digest: str, data: bytes) -> ImageInputs:
         picture = _opened(data)
         try:
-            made = self.processor.image_processor([picture], return_tensors="pt", **self._options)
-            text = self.processor.replace_image_token(made, image_idx=0)
+            made = self._images([picture], return_tensors="pt", **self.family.options)
+            text = self._replacement(made)
         except (ValueError, TypeError, IndexError, ZeroDivisionError) as error:
             raise BadImage(f"the model's image processor refused an image of {picture.size}: {error}") from None
         inputs = {name: value for name, value in made.items() if isinstance(value, Tensor)}
-        return ImageInputs(digest, text, text.count(self.token), inputs)
+        tokens = text.count(self.token)
+        grid = _grid_of(made, self._images.merge_size) if self.family.has_grids else (1, tokens)
+        return ImageInputs(digest, text, tokens, inputs, grid)
 
-    def embeddings(self, causal: Any, shown: Sequence[Seen]) -> Tensor:
-        """[F, hidden] of all placeholder tokens, image by image. Raises JobFailed."""
-        return torch.cat([self._embeddings.get(seen.digest, partial(self._embed, causal, seen)) for seen in shown])
+    def features(self, causal: Any, shown: Sequence[Seen]) -> ImageFeatures:
+        """Features of all placeholder tokens, image by image; with a gradient if the tower is `trained`, otherwise
+        cached. Raises JobFailed."""
+        if self.trained:
+            found = [self._featured(causal, seen) for seen in shown]
+        else:
+            found = [self._features.get(seen.digest, partial(self._featured, causal, seen)) for seen in shown]
+        return ImageFeatures(
+            torch.cat([one.embeddings_FH for one in found]), [grid for one in found for grid in one.grids]
+        )
 
-    def _embed(self, causal: Any, seen: Seen) -> Tensor:
+    def _featured(self, causal: Any, seen: Seen) -> ImageFeatures:
         try:
-            look = self._look(seen.digest, seen.data)
+            look = self.look(seen.data) if self.trained else self._look(seen.digest, seen.data)
         except BadImage as error:
             raise JobFailed(f"an image of a trajectory cannot be read: {error}") from None
         device = next(causal.parameters()).device
-        with torch.no_grad():
+        with torch.set_grad_enabled(self.trained and torch.is_grad_enabled()):
             inputs = {name: value.to(device) for name, value in look.inputs.items()}
             found = causal.get_image_features(**inputs, return_dict=True).pooler_output
-            embeddings = torch.cat(list(found))
-        if len(embeddings) != seen.tokens:
+            embeddings_FH = torch.cat(list(found))
+        if len(embeddings_FH) != seen.tokens:
             raise JobFailed(
-                f"an image has {seen.tokens} tokens in a trajectory and {len(embeddings)} here: the models' image "
+                f"an image has {seen.tokens} tokens in a trajectory and {len(embeddings_FH)} here: the models' image "
                 "processors differ (preprocessor_config.json)"
             )
-        return embeddings
+        return ImageFeatures(embeddings_FH, [look.grid])
 
     def save(self, directory: Path) -> None:
-        """Processor and tokenizer."""
-        self.processor.save_pretrained(directory)
+        """Save the files that describe the processor, as they were when it was loaded."""
+        for name, content in self._files.items():
+            (directory / name).write_bytes(content)
+
+
+def _file_of(base: str, name: str) -> str | None:
+    path = cached_file(
+        base, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
+    )
+    return None if path is None else str(path)
+
+
+def _grid_of(made: Any, merge_size: int) -> Grid:
+    _, height, width = made["image_grid_thw"][0].tolist()
+    return height // merge_size, width // merge_size
+
+
+def _tokens_of_grid(token: str, merge_size: int, made: Any) -> str:
+    height, width = _grid_of(made, merge_size)
+    return token * (height * width)
 
 
 class LruCache(Generic[V]):
@@ -189,7 +242,7 @@ class LruCache(Generic[V]):
 def mark_image_tokens(
     trajectories: Sequence[Trajectory], images: Mapping[str, bytes]
 ) -> tuple[list[I64], tuple[Seen, ...]]:
-    """Token ids in which placeholders are SEEN + row of `embeddings`, and the images that these are of.
+    """Token ids in which placeholders are SEEN + row of `features`, and the images that these are of.
 
     So trajectories share what they have in common as long as they show the same image, and no further. Raises JobFailed
     if they do not agree on an image's tokens.

@@ -76,7 +76,7 @@ __all__ = [
 ]
 
 SIMULATED_IGNORES = {
-    "model": {"lora"},
+    "model": {"lora", "train_vision"},
     "algorithm": set(AlgorithmSpec.model_fields)
     - {"group_size", "groups_per_batch", "max_staleness", "drop_zero_variance", "max_zero_variance_batches"}
     - {"name", "kl_coef", "kl_in", "kl_estimator"},
@@ -287,6 +287,8 @@ class JobSpec(SpecPart):
         by = f"does not apply to kind = {self.kind!r}"
         if self.train.learner != "torch":
             found.append(("train.learner", self.train.learner, by))
+        if self.model.train_vision:
+            found.append(("model.train_vision", True, f"{by}: rows show no images"))
         if self.resources.rollout_workers != 1:
             found.append(("resources.rollout_workers", self.resources.rollout_workers, f"{by}: nothing is generated"))
         if self.resources.rollout_gpus:

@@ -42,6 +42,9 @@ class ModelSpec(SpecPart):
     both round alike where it matters most. Needs a float32 copy of the head's weights for each forward pass."""
     lora: LoraSpec | None = None
     """Train an adapter instead of all weights."""
+    train_vision: bool = False
+    """Train the vision tower and the connector of a vision model too. They travel to rollout workers with each version.
+    False: they are frozen, and an image's features are computed once."""
     chat_template: Literal["model", "plain"] = "model"
     """`plain` joins message contents without any markup; `model` refuses a tokenizer that has no chat template."""
     special_tokens_in_content: Literal["split", "parse"] = "split"
@@ -58,6 +61,9 @@ class ModelSpec(SpecPart):
         if self.fp32_head and self.dtype == "float32":
             problem = "does not apply: with dtype = 'float32' the logits are computed in float32 already"
             found.append(mistake("fp32_head", True, problem))
+        if self.train_vision and self.lora is not None:
+            problem = "does not apply to model.lora: adapters are on the language model alone"
+            found.append(mistake("train_vision", True, problem))
         if self.tool_format != "auto" and self.chat_template == "plain":
             problem = "does not apply to chat_template = 'plain', which cannot tell a model of tools"
             found.append(mistake("tool_format", self.tool_format, problem))

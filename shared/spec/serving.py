@@ -113,6 +113,8 @@ def nothing_trained(spec: JobSpec) -> list[dict[str, Any]]:
         found.append(mistake("model.lora", spec.model.lora.model_dump(), problem))
     if spec.start is not None and spec.start.optimizer:
         found.append(mistake("start.optimizer", True, by))
+    if spec.model.train_vision:
+        found.append(mistake("model.train_vision", True, by))
     gpus, ranks = spec.resources.trainer_gpus, spec.resources.ranks
     if gpus or ranks > 1:
         field = "resources.trainer_gpus" if gpus else "resources.trainer_ranks"

@@ -332,8 +332,11 @@ async def test_evaluation_is_of_the_very_weights_of_its_step(system: Cluster, ti
 
 
 @pytest.mark.nightly
-async def test_a_vision_model_learns_colours_and_answers_with_them(system: Cluster, tmp_path: Path) -> None:
-    base = await asyncio.to_thread(make_seeing, tmp_path / "seeing")
+@pytest.mark.parametrize("family", ["idefics3", "qwen2_5_vl"])
+async def test_a_vision_model_learns_colours_and_answers_with_them(
+    family: str, system: Cluster, tmp_path: Path
+) -> None:
+    base = await asyncio.to_thread(make_seeing, tmp_path / "seeing", family=family)
     job = await system.submit(
         make_spec(
             model={"base": str(base)},

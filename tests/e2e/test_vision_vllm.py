@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.usefixtures("quiet_end"),
 ]
+OTHERS = [pytest.param(family, marks=pytest.mark.nightly) for family in ("qwen2_vl",)]
 CHATS = [
     ask(picture(1, 90, 60), "what is it? "),
     ask(picture(2), "what is it? "),
@@ -37,9 +39,9 @@ CHATS = [
 """Alike in their tokens, apart in what they show."""
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make(tmp_path_factory.mktemp("seeing"), "parts")
+@pytest.fixture(scope="module", params=["parts", "qwen2_5_vl", *OTHERS])
+def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(tmp_path_factory.mktemp("seeing"), request.param)
 
 
 def engine_of(base: Path, lora: LoraSpec | None = None) -> Any:
@@ -111,6 +113,22 @@ async def test_vllm_and_trainer_agree_before_and_after_a_swap(base: Path, engine
     assert learner.step([group], V0)["mismatch/max"] < TOLERANCE
 
 
+@pytest.mark.nightly
+async def test_a_trained_tower_travels_while_its_images_are_in_use(base: Path, engine: Engine, tmp_path: Path) -> None:
+    """vLLM keeps what its tower made of an image: the new tower must not answer with it."""
+    await engine.serve(WeightVersion(0, 0))
+    first = await answers(engine, base, "seen")
+    learner = await asyncio.to_thread(partial(learner_of, base, train_vision=True))
+    trainer = await Trainer(engine, generation=2).form()
+    await trainer.publish(WeightVersion(2, 1), learner._weights(frozen=False))
+    learner.save(tmp_path / "c")
+    then = await answers(engine, base, "again")
+    assert worst(Plain(tmp_path / "c"), then) < TOLERANCE < worst(Plain(tmp_path / "c"), first)
+
+
+@pytest.mark.parametrize(
+    "base", ["qwen2_5_vl", pytest.param("parts", marks=pytest.mark.nightly), *OTHERS], indirect=True
+)
 async def test_an_adapter_travels_to_a_model_that_sees(base: Path, tmp_path: Path) -> None:
     lora = LoraSpec(rank=4, alpha=64.0)
     vllm = engine_of(base, lora)

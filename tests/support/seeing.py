@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgspec
 import numpy as np
@@ -20,7 +22,11 @@ from opentinker.shared.types.core import F32, Image, Message, Text
 from opentinker.shared.types.trajectories import Group, Trajectory
 from tests.support.factories import group_of, trajectory_of
 
-KINDS: dict[str, dict[str, Any]] = {"idefics3": {}, "parts": {"parts": True}}
+KINDS: dict[str, dict[str, Any]] = {
+    "idefics3": {},
+    "parts": {"parts": True},
+    **{family: {"family": family} for family in ("qwen2_vl", "qwen2_5_vl")},
+}
 """Of models, by name: options of `make_seeing`."""
 
 
@@ -54,29 +60,62 @@ def together(trajectories: Sequence[Trajectory]) -> Group:
 
 
 class Plain:
-    """transformers alone: its processor, its forward pass."""
+    """transformers alone: its processor, its forward pass. Of Qwen-VL the image processor, since the whole one needs
+    torchvision."""
 
     def __init__(self, base: Path | str, dtype: torch.dtype = torch.float32) -> None:
-        from transformers import AutoModelForImageTextToText, AutoProcessor
+        from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
         self.model: Any = AutoModelForImageTextToText.from_pretrained(base, dtype=dtype).eval()
-        self.processor: Any = AutoProcessor.from_pretrained(base)
+        self.has_grids = self.model.config.model_type.startswith("qwen")
+        if self.has_grids:
+            self.images: Any = AutoImageProcessor.from_pretrained(base, backend="pil")
+            self.tokenizer: Any = AutoTokenizer.from_pretrained(base)
+        else:
+            self.processor: Any = AutoProcessor.from_pretrained(base)
+        self.image_token_id: int = self.model.config.image_token_id
 
     def inputs(self, messages: Sequence[Message]) -> dict[str, Any]:
+        mark = "<|vision_start|><|image_pad|><|vision_end|>" if self.has_grids else "<image>"
         text = "".join(
-            "<image>" if isinstance(part, Image) else part.text
+            mark if isinstance(part, Image) else part.text
             for message in messages
             for part in ([Text(message.content)] if isinstance(message.content, str) else message.content)
         )
         images = [PIL.Image.open(io.BytesIO(image.data)) for message in messages for image in message.images]
+        if self.has_grids:
+            return self._on_grids(text, images)
         made = self.processor(text=text, images=images or None, return_tensors="pt", add_special_tokens=False)
         return {name: value for name, value in made.items() if name != "attention_mask"}
+
+    def _on_grids(self, text: str, images: list[Any]) -> dict[str, Any]:
+        made = dict(self.images(images, return_tensors="pt")) if images else {}
+        first, *others = text.split("<|image_pad|>")
+        for grid, after in zip(made.get("image_grid_thw", ()), others, strict=True):
+            first += "<|image_pad|>" * (int(grid.prod()) // 4) + after
+        ids = self.tokenizer(first, return_tensors="pt", add_special_tokens=False)["input_ids"]
+        return {"input_ids": ids, **made}
+
+    @contextmanager
+    def _image_token(self, token: int) -> Iterator[None]:
+        """Which token is an image's placeholder, to transformers."""
+        with ExitStack() as stack:
+            stack.enter_context(mock.patch.object(self.model.config, "image_token_id", token))
+            if hasattr(self.model.model, "image_token_id"):
+                stack.enter_context(mock.patch.object(self.model.model, "image_token_id", token))
+            yield
 
     def logprobs(self, messages: Sequence[Message], answer: Sequence[int]) -> F32:
         inputs = self.inputs(messages)
         prompt = inputs.pop("input_ids")
         ids = torch.cat([prompt, torch.tensor([list(answer)])], dim=1)
-        with torch.no_grad():
+        placeholders = torch.arange(ids.shape[1]) < prompt.shape[1]
+        placeholders = placeholders & (ids == self.image_token_id)
+        if self.has_grids and "pixel_values" in inputs:
+            inputs["mm_token_type_ids"] = placeholders.int()
+        spare = next(token for token in range(ids.numel() + 1) if token not in ids)
+        with torch.no_grad(), self._image_token(spare):  # a placeholder that was sampled is no image
+            ids = ids.masked_fill(placeholders, spare)
             logits = self.model(input_ids=ids, **inputs).logits[0, prompt.shape[1] - 1 : -1].float()
         found: F32 = logits.log_softmax(-1).gather(-1, torch.tensor(list(answer))[:, None])[:, 0].numpy()
         return found

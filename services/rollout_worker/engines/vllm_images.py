@@ -6,30 +6,40 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from vllm.inputs.engine import EngineInput, mm_input, tokens_input
 from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems, PlaceholderRange
 
 from opentinker.services.rollout_worker.engines.base import Shown
 from opentinker.shared.types.trajectories import Picture
 
-PARTS = ("pixel_values", "pixel_attention_mask")
-"""Inputs of Idefics3: [1, parts of the image, ...]."""
+Fields = dict[str, MultiModalFieldConfig]
 
 
 def engine_input(prompt_ids: list[int], shown: Sequence[Shown]) -> EngineInput:
     if not shown:
         return tokens_input(prompt_ids)
-    parts = torch.tensor([one.inputs["pixel_values"].shape[1] for one in shown])
-    inputs: dict[str, Any] = {name: torch.cat([one.inputs[name][0] for one in shown]) for name in PARTS}
-    fields = {name: MultiModalFieldConfig.flat_from_sizes("image", parts) for name in PARTS}
-    inputs["num_patches"] = parts
-    fields["num_patches"] = MultiModalFieldConfig.batched("image", keep_on_cpu=True)
+    inputs, fields = _joined([one.inputs for one in shown])
     return mm_input(
         prompt_ids,
         MultiModalKwargsItems.from_hf_inputs(inputs, fields),
         {"image": [one.picture.digest for one in shown]},
         {"image": [_place(one.picture) for one in shown]},
     )
+
+
+def _joined(images: list[dict[str, Any]]) -> tuple[dict[str, Tensor], Fields]:
+    """Join the inputs of images of one model, and say which rows are whose. The names tell families apart."""
+    on_cpu = MultiModalFieldConfig.batched("image", keep_on_cpu=True)
+    if "image_grid_thw" in images[0]:  # Qwen-VL: pixel_values [patches of the image, pixels], image_grid_thw [1, 3]
+        inputs = {name: torch.cat([one[name] for one in images]) for name in ("pixel_values", "image_grid_thw")}
+        of_image = MultiModalFieldConfig.flat_from_sizes("image", inputs["image_grid_thw"].prod(-1))
+        return inputs, {"pixel_values": of_image, "image_grid_thw": on_cpu}
+    names = ("pixel_values", "pixel_attention_mask")  # Idefics3: [1, parts of the image, ...]
+    parts = torch.tensor([one["pixel_values"].shape[1] for one in images])
+    inputs = {name: torch.cat([one[name][0] for one in images]) for name in names}
+    fields = {name: MultiModalFieldConfig.flat_from_sizes("image", parts) for name in names}
+    return {**inputs, "num_patches": parts}, {**fields, "num_patches": on_cpu}
 
 
 def _place(picture: Picture) -> PlaceholderRange:

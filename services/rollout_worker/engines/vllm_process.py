@@ -51,6 +51,7 @@ from opentinker.services.rollout_worker.engines.vllm_config import (  # noqa: E4
     cpu_kv_bytes,
     lora_arguments,
 )
+from opentinker.services.rollout_worker.engines.vllm_without_torchvision import load_class  # noqa: E402
 from opentinker.shared.nn.models import check_window  # noqa: E402
 
 log = structlog.get_logger()
@@ -243,6 +244,7 @@ class VllmProcess:
             arguments["enable_prefix_caching"] = False  # a cached prefix makes a shorter, differently rounded prefill
         if config.model_type in VISION_FAMILIES:  # images come processed; a tokenizer is asked for all the same
             arguments |= {"skip_tokenizer_init": False, "mm_processor_cache_gb": 0, "skip_mm_profiling": on_cpu}
+            arguments["mm_device_do_normalize"] = False  # ours has done it
         if self._sharing > 1:
             arguments["gpu_memory_utilization"] = GPU_SHARE / self._sharing
         if self._fp32_head:
@@ -313,4 +315,4 @@ def _register_here(architectures: list[str]) -> None:
     for name in architectures:
         known = ModelRegistry.models.get(name)
         if known is not None:
-            ModelRegistry.register_model(name, known.load_model_cls())
+            ModelRegistry.register_model(name, load_class(name, known))

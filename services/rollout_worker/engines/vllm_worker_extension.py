@@ -152,7 +152,7 @@ class BucketEngine(WeightTransferEngine[GroupInfo, VersionInfo]):  # type: ignor
 def _eyes(model: Any) -> tuple[str, ...]:
     """Names of what sees begin so: it is frozen, and never sent."""
     parts = model.get_mm_mapping() if hasattr(model, "get_mm_mapping") else None
-    return () if parts is None else tuple(f"{part}." for part in [*parts.tower_model, *parts.connector])
+    return () if parts is None else tuple(f"{part.rstrip('.')}." for part in [*parts.tower_model, *parts.connector])
 
 
 class WeightsExtension:

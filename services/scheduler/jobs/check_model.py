@@ -9,7 +9,12 @@ import orjson
 
 from opentinker.services.scheduler.jobs.disk_threads import on_disk
 from opentinker.shared.data.dry_run import is_served, loads_weights, mistake_in
-from opentinker.shared.data.model_families import read_config, unsupported_family, unsupported_on_cpu
+from opentinker.shared.data.model_families import (
+    VISION_FAMILIES,
+    read_config,
+    unsupported_family,
+    unsupported_on_cpu,
+)
 from opentinker.shared.data.readable_paths import resolved
 from opentinker.shared.durable_files import local_path, not_on_hub
 from opentinker.shared.runtime.service import Context
@@ -24,15 +29,18 @@ async def check_model(ctx: Context, spec: JobSpec | None) -> Mistakes:
     if spec is None or not loads_weights(spec):
         return []
     served = is_served(spec)
-    bases = {"model.base": spec.model.base}
-    bases |= {f"policies.{name}.model.base": policy.model.base for name, policy in spec.policies.items()}
-    found = []
-    for field, base in bases.items():
-        config = await on_disk(ctx, _config_of, base)
+    models = {"model": spec.model}
+    models |= {f"policies.{name}.model": policy.model for name, policy in spec.policies.items()}
+    found: list[tuple[str, Any, str]] = []
+    for field, model in models.items():
+        config = await on_disk(ctx, _config_of, model.base)
         problem = unsupported_family(config, served=served)
         if not problem and served and await _only_cpus(ctx, spec):
             problem = unsupported_on_cpu(config)
-        found.append((field, base, problem))
+        found.append((f"{field}.base", model.base, problem))
+        if model.train_vision and config and config.get("model_type") not in VISION_FAMILIES:
+            problem = f"does not apply: {model.base} is a {config.get('model_type')} model, without a vision tower here"
+            found.append((f"{field}.train_vision", True, problem))
     if spec.teacher is not None:
         teacher = spec.teacher.base
         problem = unsupported_family(await on_disk(ctx, _config_of, teacher), served=False)

@@ -99,7 +99,9 @@ class PolicyModel:
         torch.manual_seed(spec.train.seed)
         if spec.model.lora is None:
             source = spec.model.base if checkpoint is None else str(checkpoint)
-            self.model: nn.Module = load_model(source, torch.float32, self.load_device)
+            self.model: nn.Module = load_model(
+                source, torch.float32, self.load_device, train_vision=spec.model.train_vision
+            )
         else:
             self.model = attach_lora(load_model(spec.model.base, self.dtype, self.load_device), spec.model.lora)
         self.causal = causal_lm(self.model)
@@ -220,7 +222,7 @@ class PolicyModel:
         return self._weights(frozen=True)
 
     def _weights(self, *, frozen: bool) -> Iterator[tuple[str, Tensor]]:
-        """Yield weights. `frozen`: include frozen tensors, that is those of a vision tower, which are not published."""
+        """Yield weights. `frozen`: include those of a vision tower that is not trained, which are not published."""
         if self.spec.model.lora is not None:
             state = get_peft_model_state_dict(self.model, save_embedding_layers=False)
         else:

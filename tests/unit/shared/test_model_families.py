@@ -19,7 +19,7 @@ from opentinker.shared.data.model_families import (
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import Gpu
-from opentinker.shared.types.errors import JobFailed
+from opentinker.shared.types.errors import JobFailed, SpecError
 from tests.support.api import Http
 from tests.support.factories import make_spec
 from tests.support.scheduling import Workers
@@ -28,9 +28,10 @@ from tests.unit.shared.test_model_files import change
 LOADED = {"model__chat_template": "plain", "rollout__engine": "vllm", "train__learner": "torch"}
 SEES: dict[str, Any] = {"vision_config": {}, "text_config": {}}
 OTHERS: dict[str, dict[str, Any]] = {
-    "qwen2_vl": {**SEES, "architectures": ["Qwen2VLForConditionalGeneration"]},
+    "qwen3_vl": {**SEES, "architectures": ["Qwen3VLForConditionalGeneration"]},
     "gemma3": {**SEES, "architectures": ["Gemma3ForConditionalGeneration"]},
-    "llava": {**SEES, "architectures": ["LlavaForConditionalGeneration"]},
+    "llava": {"vision_config": {"model_type": "pixtral"}, "architectures": ["LlavaForConditionalGeneration"]},
+    "llava_next": {**SEES, "architectures": ["LlavaNextForConditionalGeneration"]},
     "qwen2_audio": {"audio_config": {}},
     "some_new_vl": {"architectures": ["SomeNewForConditionalGeneration"]},
     "t5": {"is_encoder_decoder": True, "architectures": ["T5ForConditionalGeneration"]},
@@ -48,7 +49,7 @@ def test_families_that_vllm_would_not_load_are_named(kind: str) -> None:
     [
         {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]},
         {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "is_encoder_decoder": False},
-        {"model_type": "idefics3", **SEES, "architectures": ["Idefics3ForConditionalGeneration"]},
+        *({"model_type": kind, **SEES, "architectures": ["SomeForConditionalGeneration"]} for kind in VISION_FAMILIES),
         {"model_type": "mine", "vision_config": None, "architectures": None},
     ],
 )
@@ -59,7 +60,7 @@ def test_text_models_and_those_that_see_here_are_taken(config: dict[str, Any]) -
 def test_rows_of_text_train_what_transformers_has_as_a_language_model() -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    from opentinker.shared.nn.vision import FAMILIES
+    from opentinker.shared.nn.vision_families import FAMILIES
 
     assert set(VISION_FAMILIES) == set(FAMILIES)
     assert set(TEXT_OF_VISION) - set(VISION_FAMILIES) <= set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
@@ -75,11 +76,33 @@ def test_head_sizes_that_vllm_has_no_cpu_kernel_for_are_named() -> None:
 
 async def test_a_job_with_such_a_model_is_refused_when_it_is_submitted(http: Http, small: Path, tmp_path: Path) -> None:
     model = Path(shutil.copytree(small, tmp_path / "model"))
-    change(model / "config.json", model_type="qwen2_vl", **OTHERS["qwen2_vl"])
+    change(model / "config.json", model_type="gemma3", **OTHERS["gemma3"])
     status, body = await http.submit(make_spec(model__base=str(model), **LOADED).model_dump(mode="json"))
     assert status == 422
     (problem,) = (e["problem"] for e in body["errors"] if e["field"] == "model.base")
-    assert problem.startswith("is a qwen2_vl model; OpenTinker trains and serves text models")
+    assert problem.startswith("is a gemma3 model; OpenTinker trains and serves text models")
+
+
+async def test_a_tower_to_train_must_be_there(ctx: Context, small: Path, tmp_path: Path) -> None:
+    spec = make_spec(model__base=str(small), model__train_vision=True, **LOADED)
+    (mistake,) = await check_model(ctx, spec)
+    assert mistake["field"] == "model.train_vision" and "without a vision tower" in mistake["problem"]
+    seeing = Path(shutil.copytree(small, tmp_path / "model"))
+    change(seeing / "config.json", model_type="qwen2_5_vl", **SEES)
+    spec = make_spec(model__base=str(seeing), model__train_vision=True, **LOADED)
+    assert await check_model(ctx, spec) == []
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ({"model__lora": {"rank": 4}}, "adapters are on the language model alone"),
+        ({"train__learner": "simulated"}, "does not apply to train.learner"),
+    ],
+)
+def test_a_tower_is_trained_where_that_means_something(parts: dict[str, Any], said: str) -> None:
+    with pytest.raises(SpecError, match=said):
+        make_spec(model__train_vision=True, **{**LOADED, **parts})
 
 
 async def test_head_sizes_matter_on_cpus_alone(ctx: Context, store: Store, small: Path, tmp_path: Path) -> None:
@@ -100,6 +123,6 @@ def test_a_trainer_that_is_given_one_says_the_same(small: Path, tmp_path: Path) 
 
     model = Path(shutil.copytree(small, tmp_path / "model"))
     config = orjson.loads((model / "config.json").read_bytes())
-    (model / "config.json").write_bytes(orjson.dumps({**config, "model_type": "llava", **OTHERS["llava"]}))
-    with pytest.raises(JobFailed, match="is a llava model; OpenTinker trains and serves text models"):
+    (model / "config.json").write_bytes(orjson.dumps({**config, "model_type": "llava_next", **OTHERS["llava_next"]}))
+    with pytest.raises(JobFailed, match="is a llava_next model; OpenTinker trains and serves text models"):
         load_model(str(model), torch_dtype("float32"))
