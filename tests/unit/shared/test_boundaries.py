@@ -53,6 +53,7 @@ HEAVY = {
     "opentinker.shared.nn.attention",
     "opentinker.shared.nn.buckets",
     "opentinker.shared.nn.forward",
+    "opentinker.shared.nn.grid_positions",
     "opentinker.shared.nn.layout",
     "opentinker.shared.nn.layers",
     "opentinker.shared.nn.lora",
