@@ -118,15 +118,15 @@ def _is_unanswered(error: Exception) -> bool:
     return isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ServerTimeoutError)
 
 
-async def read_limited(response: aiohttp.ClientResponse) -> bytes:
-    """Read the body. Raise BadReply beyond REPLY_BYTES."""
-    raw = b""
+async def read_limited(response: aiohttp.ClientResponse, max_bytes: int = REPLY_BYTES) -> bytes:
+    """Read the body. Raise BadReply beyond `max_bytes`."""
+    raw = bytearray()
     async for chunk in response.content.iter_any():
         raw += chunk
-        if len(raw) > REPLY_BYTES:
+        if len(raw) > max_bytes:
             response.close()
-            raise BadReply(f"{response.url} answered with more than {REPLY_BYTES:,} bytes")
-    return raw
+            raise BadReply(f"{response.url} answered with more than {max_bytes:,} bytes")
+    return bytes(raw)
 
 
 def object_of(raw: bytes, url: str) -> dict[str, Any]:

@@ -38,7 +38,7 @@ COMMANDS = {
     "runs/models/seeing": ["examples.models.make_seeing"],
 }
 """Modules that make the models that examples name."""
-WITHOUT_WORDS = OTHER_MACHINES | {"agent_program", "colours", "tool_calc"}
+WITHOUT_WORDS = OTHER_MACHINES | {"agent_program", "colours", "phone_page", "tool_calc"}
 """Environments that a simulated engine does not play: tools, images, programs."""
 RUN = [
     name

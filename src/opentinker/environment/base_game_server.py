@@ -16,7 +16,7 @@ import logging
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
 from weakref import WeakValueDictionary
@@ -234,8 +234,10 @@ def serve(
     *,
     port: int = 8081,
     argv: Sequence[str] | None = None,
+    spread: Mapping[str, tuple[int, int]] | None = None,
 ) -> None:
-    """Run as a program: --host, --port, --shards, and the parameters of the game's constructor, as options."""
+    """Run as a program: --host, --port, --shards, and the parameters of the game's constructor, as options. `spread`:
+    options that differ by shard, with their default and what each next shard adds to it."""
     parser = options_of(game_class, port)
     arguments = vars(parser.parse_args(argv))
     host, port, shards = arguments.pop("host"), arguments.pop("port"), arguments.pop("shards")
@@ -244,17 +246,22 @@ def serve(
     except (ImportError, ValueError) as error:
         parser.error(str(error))
     if shards > 1:
-        sys.exit(run_shards(port, shards))
+        steps = {
+            name: (arguments[name] if arguments[name] is not None else default, step)
+            for name, (default, step) in (spread or {}).items()
+        }
+        sys.exit(run_shards(port, shards, steps))
     run_game_server(game_class, host, port, stats_class, **arguments)
 
 
-def run_shards(port: int, shards: int) -> str | None:
+def run_shards(port: int, shards: int, spread: Mapping[str, tuple[int, int]] | None = None) -> str | None:
     """Starts this program once for each of `shards` ports from `port` on. When one of them ends, or Ctrl-C is pressed,
     all end; they never outlive this process. Returns which one ended, None after Ctrl-C."""
-    servers = {
-        at: subprocess.Popen(hold_command([*sys.orig_argv, "--port", str(at), "--shards", "1"]))
-        for at in range(port, port + shards)
-    }
+    servers = {}
+    for shard in range(shards):
+        own = [f"--{name}={first + shard * step}" for name, (first, step) in (spread or {}).items()]
+        program = [*sys.orig_argv, "--port", str(port + shard), "--shards", "1", *own]
+        servers[port + shard] = subprocess.Popen(hold_command(program))
     try:
         while not (ended := [at for at, server in servers.items() if server.poll() is not None]):
             with contextlib.suppress(subprocess.TimeoutExpired):

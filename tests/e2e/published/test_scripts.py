@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -24,8 +25,9 @@ from opentinker.local.processes import free_port
 from opentinker.shared.api_types import Job
 from opentinker.shared.types.core import JobState
 from tests.conftest import until
-from tests.samples.published_checkout import CLIENT, PHONES, lay_out
+from tests.samples.published_checkout import CLIENT, PHONES, SCRIPTS, lay_out
 from tests.support.cluster import PYTHONPATH, Cluster, toy_cluster
+from tests.support.simulated_phone import LIBRARY
 
 TOY = (
     "opentinker.model.chat_template=plain",
@@ -48,6 +50,7 @@ class Typed:
     def __init__(self, cluster: Cluster, model: Path, folder: Path) -> None:
         self.cluster, self.model, self.folder = cluster, model, folder
         self.checkout = lay_out(folder / "checkout")
+        self.python_path = PYTHONPATH
 
     def rows(self, name: str, **more: Any) -> str:
         path = self.folder / f"{name}.jsonl"
@@ -73,7 +76,7 @@ class Typed:
         return await ended(process)
 
     async def start(self, *argv: str) -> asyncio.subprocess.Process:
-        env = {**os.environ, "PYTHONPATH": PYTHONPATH, "PYTHONUNBUFFERED": "1"}
+        env = {**os.environ, "PYTHONPATH": self.python_path, "PYTHONUNBUFFERED": "1"}
         out = asyncio.subprocess.PIPE
         safe = (
             ["-P"] if argv[0] == "-m" else []
@@ -209,6 +212,23 @@ async def test_phones_of_the_checkout_have_one_episode_each(typed: Typed) -> Non
         for server in servers:
             server.send_signal(signal.SIGTERM)
             await server.communicate()
+
+
+@pytest.mark.nightly
+async def test_phones_without_a_game_of_the_checkout_are_played_by_ours_on_the_library(
+    typed: Typed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(typed, "python_path", f"{PYTHONPATH}{os.pathsep}{LIBRARY}")
+    shutil.rmtree(typed.checkout / PHONES)
+    try:
+        options = "--shards", "2", "--max_steps", "2"
+        async with typed.server("opentinker.environment.android_world.phone_server", *options) as url:
+            endpoint = f"interaction.config.env_endpoint={url}"
+            await until(partial(asyncio.to_thread, GameStatsClient(shard_of(url, 1)).health_check))
+            job = await typed.trained("android_world_rl", 2, endpoint)
+            assert not any(job["ledger"]["failed"].values()), "no phone had two episodes at a time"
+    finally:
+        shutil.copytree(SCRIPTS / "android_world", typed.checkout / PHONES)
 
 
 def two_free_ports() -> int:

@@ -35,7 +35,7 @@ def test_every_example_is_a_valid_job(example: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv(VARIABLE, ",".join(LOOPBACK))  # as `opentinker run` has it
     spec = parse_spec(tomllib.loads(example.read_text()))
     if name := spec.environment.name:
-        elsewhere = name in ("miniwob", "harbor") or (name == "alfworld" and not is_installed("alfworld"))
+        elsewhere = name in ("miniwob", "harbor", "phone_page") or (name == "alfworld" and not is_installed("alfworld"))
         check(name, spec.environment.config, modules=True, elsewhere=elsewhere)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from opentinker.envs.phones.chromium import PROGRAMS
 from opentinker.envs.registry import check
 from opentinker.services.scheduler.jobs.submit import _check_files
 from opentinker.shared.config import Settings
@@ -52,7 +53,8 @@ MODELS = {
     "models/values": "Qwen3ForTokenClassification",
 }
 """The reader's own, by directory."""
-OTHER_MACHINES = {"alfworld", "gem", "harbor", "miniwob", "openenv"}
+NO_BROWSER = set() if any(map(shutil.which, PROGRAMS)) else {"phone_page"}
+OTHER_MACHINES = {"alfworld", "android_world", "gem", "harbor", "miniwob", "openenv"} | NO_BROWSER
 """Environments whose library, games, tasks, browser or server is elsewhere."""
 
 

@@ -61,6 +61,7 @@ SIGNATURES = {
     "environment.gomoku.gomoku_stats:GomokuGameStats": "",
     "environment.alfworld:ALFWorldGame": ALFWORLD,
     "environment.alfworld.alfworld_game:ALFWorldGame": ALFWORLD,
+    "environment.android_world:AndroidWorldGame": f"{ALFWORLD}, emulator_console_port=None, emulator_grpc_port=None",
     "environment.vl_game_environment:VLGameEnvironment": f"{ROWS}, image_key=images",
     "environment.geo3k:Geo3KGame": MATH,
     "environment.geo3k.geo3k_game:Geo3KGame": MATH,
@@ -140,6 +141,8 @@ CONSTANTS = {
     "REWARD_INVALID_POSITION REWARD_INVALID_GAME_OVER REWARD_TIMEOUT DEFAULT_MAX_TOTAL_STEPS",
     "environment.alfworld:ALFWorldGame": "REWARD_SUCCESS REWARD_FAILURE REWARD_STEP REWARD_INVALID_ACTION "
     "DEFAULT_MAX_STEPS ALL_TASK_TYPES",
+    "environment.android_world:AndroidWorldGame": "REWARD_SUCCESS REWARD_FAILURE REWARD_STEP REWARD_INVALID_ACTION "
+    "DEFAULT_MAX_STEPS ALL_TASK_TYPES",
 }
 REFUSED = {
     "client.utils.http_training_client:HTTPTrainingClient": "ServiceClient",
@@ -148,7 +151,6 @@ REFUSED = {
     "client.utils.utils:deserialize_dataproto": "fit",
     "client.utils.utils:prepare_dataset": "data_paths",
     "client.utils.scheduler_client_lifecycle:LifecycleManager.start_reward_server": "step()",
-    "environment.android_world:AndroidWorldGame": "opentinker script",
     "server.sandbox:start_sandbox_server": "environment.tools",
     "server.sandbox:create_tool_config": "environment.tools",
     "utils:RolloutTraceSaver": "transcripts",

@@ -1,5 +1,5 @@
-"""Emulated phones. This package has no game for them. A checkout of the published package has one; it is found here if
-the running script lies in that checkout, or if the checkout is on sys.path."""
+"""Emulated phones. A checkout of the published package has a game for them; it is found here if the running script lies
+in that checkout, or if the checkout is on sys.path. Otherwise the game is that of phone_game.py."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from opentinker.unsupported import refused
-
-GAME = "android_world_game"
+GAME, OURS = "android_world_game", "phone_game"
 HERE = Path(__file__).resolve().parent
 
 
@@ -31,13 +29,7 @@ __path__ += [str(folder) for folder in dict.fromkeys(checkouts())]
 def __getattr__(name: str) -> object:
     if name != "AndroidWorldGame":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if len(__path__) == 1:
-        return refused(
-            name,
-            "this package has no such game; run a script of a checkout that has one with `opentinker script SCRIPT`, "
-            "or serve a game of your own with `opentinker env serve module:Class`",
-        )
     from importlib import import_module
 
-    game: object = getattr(import_module(f"{__name__}.{GAME}"), name)
+    game: object = getattr(import_module(f"{__name__}.{GAME if len(__path__) > 1 else OURS}"), name)
     return game

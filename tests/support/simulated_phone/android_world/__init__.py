@@ -1,0 +1,1 @@
+"""A simulated phone by the interface of the library of this name."""

@@ -1,0 +1,1 @@
+"""Imported by programs that play on a phone."""
