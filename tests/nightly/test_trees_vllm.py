@@ -52,4 +52,4 @@ async def test_two_policies_climb_by_the_candidates_of_each_turn(
             figure(
                 f"{'adapters' if lora else 'full weights'}, {name}: reward {first:.3f} to {last:.3f} in {STEPS} steps"
             )
-            assert last > 1.5 * first
+            assert last > first + 0.5, "2.7 is the most"
