@@ -17,9 +17,9 @@ from tests.support.cluster import Cluster
 
 SIZE, GROUPS, TURNS, STEPS = 8, 6, 4, 40
 OWN_TURNS = TURNS // 2
-JOB_S = 600.0
+JOB_S = 900.0
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(1200)]
 
 
 @pytest.mark.parametrize("lora", [None, {"rank": 8, "alpha": 16.0}], ids=["full", "lora"])
