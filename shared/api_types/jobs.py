@@ -12,6 +12,10 @@ class JobSummary(TypedDict):
 
     id: str
     name: str
+    project: str
+    """Empty if it has none."""
+    tags: list[str]
+    notes: str
     kind: str
     """rl, sft, dpo, inference or eval."""
     tenant: str
@@ -137,12 +141,28 @@ class Job(JobSummary):
 
 
 class Jobs(TypedDict):
-    """A page of them, newest first."""
+    """A page of them."""
 
     jobs: list[JobSummary]
     cursor: str
     """`before` of the next page."""
     more: bool
+
+
+class JobGroup(TypedDict):
+    """Jobs that have a property in common."""
+
+    name: str
+    """The project, tag, state or other value; empty for jobs without one."""
+    jobs: int
+    states: dict[str, int]
+    """Jobs by state."""
+
+
+class JobGroups(TypedDict):
+    """Jobs counted by a property, the largest group first."""
+
+    groups: list[JobGroup]
 
 
 class Mistake(TypedDict):

@@ -23,6 +23,7 @@ from opentinker.shared.spec.frozen_models import (
     misplaced_critic,
     settle_frozen,
 )
+from opentinker.shared.spec.labels import Notes, Project, Tags
 from opentinker.shared.spec.model import LoraSpec, ModelSpec
 from opentinker.shared.spec.name import DisplayName
 from opentinker.shared.spec.near import with_suggestions
@@ -124,6 +125,13 @@ TARGETS = {"sft": {"accuracy"}, "dpo": {"rewards/accuracy", "rewards/margin"}}
 class JobSpec(SpecPart):
     name: DisplayName
     """Free text, 200 characters at most, e.g. "Qwen3 run 2"; the server assigns the job's id."""
+    project: Project = ""
+    """Project that the job belongs to; any text."""
+    tags: Tags = []
+    """Words to find the job by, e.g. ["baseline", "lr-sweep"], without commas."""
+    notes: Notes = ""
+    """Notes for people, 10,000 characters at most. `name`, `project`, `tags` and `notes` can be changed later
+    (`opentinker label`)."""
     kind: Literal["rl", "sft", "dpo", "inference", "eval"] = "rl"
     """`rl`: reinforcement learning in an environment. `sft`: supervised learning from rows of data. `dpo`: learning
     from preferences between two completions. sft and dpo use [data], and neither [environment], [algorithm], [rollout]

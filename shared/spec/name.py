@@ -17,8 +17,8 @@ FORBIDDEN_CATEGORIES = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 """Unicode categories: control, format, surrogate, line separator, paragraph separator."""
 
 
-def _printable(name: str) -> str:
-    """Raises ValueError for what a terminal or a table would not show as it stands."""
+def printable(name: str) -> str:
+    """Return a text that a terminal or a table shows as it stands. Raises ValueError for others."""
     if odd := [char for char in name if unicodedata.category(char) in FORBIDDEN_CATEGORIES and char not in JOINERS]:
         raise ValueError(f'has a control character (U+{ord(odd[0]):04X}); e.g. "Qwen3 run 2"')
     if FORM.search(name):
@@ -30,7 +30,7 @@ DisplayName = Annotated[
     str,
     StringConstraints(strip_whitespace=True),
     Field(min_length=1, max_length=MAX_CHARACTERS),
-    AfterValidator(_printable),
+    AfterValidator(printable),
 ]
 
 

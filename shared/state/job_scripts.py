@@ -87,3 +87,22 @@ local entry = redis.call('XADD', KEYS[2], 'MAXLEN', '~', '5000', '*', 'event', A
 redis.call('XADD', KEYS[6], entry, 'event', ARGV[4], 'version', 0)
 return {'ok', ARGV[1]}
 """
+
+# KEYS job. ARGV: now, fields to replace, tags to add, tags to remove, most tags. The last four are JSON.
+LABEL = """
+local tags = redis.call('HGET', KEYS[1], 'tags')
+if redis.call('EXISTS', KEYS[1]) == 0 then return {'missing'} end
+local removed, kept, there = {}, {}, {}
+for _, tag in ipairs(cjson.decode(ARGV[4])) do removed[tag] = true end
+for _, tag in ipairs(cjson.decode(tags or '[]')) do
+  if not removed[tag] then table.insert(kept, tag); there[tag] = true end
+end
+local added = cjson.decode(ARGV[3])
+for _, tag in ipairs(added) do
+  if not there[tag] then table.insert(kept, tag); there[tag] = true end
+end
+if #kept > tonumber(ARGV[5]) and #added > 0 then return {'many', tostring(#kept)} end
+redis.call('HSET', KEYS[1], 'updated', ARGV[1], 'tags', #kept > 0 and cjson.encode(kept) or '[]')
+for key, value in pairs(cjson.decode(ARGV[2])) do redis.call('HSET', KEYS[1], key, value) end
+return {'ok'}
+"""

@@ -38,10 +38,11 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.maint_notifications import MaintNotificationsConfig
 
 from opentinker.shared.asyncio_tools import await_cancellable
+from opentinker.shared.state.job_rows import jobs_key, label_fields
 from opentinker.shared.state.job_scripts import CREATE, PLACE, TRANSITION, UPDATE
 from opentinker.shared.state.lease_table import LeaseTable, granted, raise_unless_granted
 from opentinker.shared.state.redis_script import UNFENCED, LeadersScript, Script
-from opentinker.shared.types.core import JobRecord, JobState, Lease, split_part
+from opentinker.shared.types.core import LABELS, JobRecord, JobState, Lease, split_part
 from opentinker.shared.types.errors import Conflict, Fenced, NotFound
 
 log = structlog.get_logger()
@@ -132,9 +133,11 @@ class Store(LeaseTable):
             raise ValueError("an idempotency key needs the hash of the body")
         now = time.time()
         fields = {
-            "spec": orjson.dumps(spec).decode(),
-            "name": spec["name"],
+            "spec": orjson.dumps({name: value for name, value in spec.items() if name not in LABELS}).decode(),
+            **label_fields(spec),
             "kind": spec["kind"],
+            "model": spec["model"]["base"],
+            "environment": spec.get("environment", {}).get("name", ""),
             "tenant": tenant,
             "state": JobState.QUEUED.value,
             "version": 0,
@@ -151,7 +154,7 @@ class Store(LeaseTable):
         queued = _event("queued", now, state=JobState.QUEUED.value)
         idem = f"idem:{tenant}:{idempotency or id}"
         answer = await self._create(
-            keys=[f"job:{id}", f"job:{id}:events", _jobs_of(tenant), "jobs:active", idem, f"job:{id}:states"],
+            keys=[f"job:{id}", f"job:{id}:events", jobs_key(tenant), "jobs:active", idem, f"job:{id}:states"],
             args=[id, now, orjson.dumps(fields).decode(), queued, body_hash if idempotency else "", 86400],
         )
         if answer[0] == "differs":
@@ -201,11 +204,11 @@ class Store(LeaseTable):
         """
         start = 0
         if before:
-            rank = await self.redis.zrevrank(_jobs_of(tenant), before)
+            rank = await self.redis.zrevrank(jobs_key(tenant), before)
             if rank is None:
                 raise NotFound(f"no job {before!r}")
             start = int(rank) + 1
-        return await self.jobs(await self.redis.zrevrange(_jobs_of(tenant), start, start + limit - 1))
+        return await self.jobs(await self.redis.zrevrange(jobs_key(tenant), start, start + limit - 1))
 
     async def active_jobs(self) -> list[JobRecord]:
         """Jobs not in a final state, oldest first."""
@@ -335,7 +338,9 @@ class Store(LeaseTable):
 
 
 def _record(id: str, fields: dict[str, str]) -> JobRecord:
-    return msgspec.convert({**fields, "id": id, "spec": orjson.loads(fields["spec"])}, JobRecord, strict=False)
+    labels = {**fields, "tags": orjson.loads(fields.get("tags") or "[]")}
+    spec = {**orjson.loads(fields["spec"]), **{name: labels[name] for name in LABELS if name in fields}}
+    return msgspec.convert({**labels, "id": id, "spec": spec}, JobRecord, strict=False)
 
 
 def _steps(spec: dict[str, Any]) -> int:
@@ -347,10 +352,6 @@ def _steps(spec: dict[str, Any]) -> int:
 
 def _other_body(job: str) -> Conflict:
     return Conflict(f"the Idempotency-Key was used for job {job} with another body; use a new key")
-
-
-def _jobs_of(tenant: str) -> str:
-    return f"jobs:of:{tenant}"
 
 
 def _op(id: str) -> str:

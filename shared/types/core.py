@@ -313,6 +313,11 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
     """Unix time until which it may end what it has begun, and begins nothing more; 0: it stays."""
 
 
+LABELS = ("name", "project", "tags", "notes")
+"""Settings of a spec that can be changed: the job's record has them, and its stored spec does not."""
+MAX_TAGS = 20
+
+
 class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A job as Redis holds it."""
 
@@ -360,6 +365,9 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Unix time of the last request, or of the start, of a job that is asleep."""
     waiting_for: str = ""
     """Resources that the job waits for; empty if none."""
+    project: str = ""
+    tags: list[str] = []
+    notes: str = ""
 
     @property
     def policies(self) -> list[str]:

@@ -80,10 +80,15 @@ class Http:
         headers = {} if key is None else {"Idempotency-Key": key}
         return await self("POST", "/v1/jobs", data=orjson.dumps(spec), headers=headers)
 
-    async def job(self) -> str:
-        status, job = await self.submit()
-        assert status == 201
+    async def job(self, spec: dict[str, Any] = SPEC) -> str:
+        status, job = await self.submit(spec)
+        assert status == 201, job
         return str(job["id"])
+
+
+def mistakes(body: Any) -> dict[str, str]:
+    assert {"type", "title", "status", "detail", "hint"} <= body.keys()
+    return {mistake["field"]: mistake["problem"] for mistake in body["errors"]}
 
 
 async def read_events(response: aiohttp.ClientResponse, count: int | None = None) -> list[dict[str, Any]]:

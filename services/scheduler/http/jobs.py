@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,10 @@ from aiohttp import web
 from opentinker.services.scheduler.artifacts.catalog import ArtifactCatalog
 from opentinker.services.scheduler.artifacts.retention import Rule
 from opentinker.services.scheduler.http.auth import may_see, principal_of, tenant_of
-from opentinker.services.scheduler.http.errors import json_response
-from opentinker.services.scheduler.http.route_decorator import Integer, Parameter, Route
+from opentinker.services.scheduler.http.errors import json_response, parsed, read_json
+from opentinker.services.scheduler.http.route_decorator import Choice, Integer, Parameter, Route
 from opentinker.services.scheduler.http.spec_body import read_spec
+from opentinker.services.scheduler.jobs.job_query import EQUAL, GROUPED, KINDS, ORDERS, STATES, JobQuery, groups_of
 from opentinker.services.scheduler.jobs.submit import submit
 from opentinker.services.scheduler.placement.cluster_view import Cluster
 from opentinker.shared import api_types
@@ -32,7 +33,9 @@ from opentinker.shared.runtime.tracing import incoming
 from opentinker.shared.security.authorization import Action
 from opentinker.shared.single_flight import SingleFlight
 from opentinker.shared.spec import JobSpec
+from opentinker.shared.spec.labels import LabelChanges
 from opentinker.shared.state.admission import admission_of
+from opentinker.shared.state.job_rows import JobRow, JobRows
 from opentinker.shared.types.core import JobRecord, JobState
 from opentinker.shared.types.errors import Conflict, NotFound, SpecError
 from opentinker.shared.types.telemetry import MetricPoint
@@ -42,24 +45,33 @@ log = structlog.get_logger()
 JOB_ID = re.compile(r"j-[a-z0-9]{10}")
 IDEMPOTENCY_KEY = re.compile(r"[\x21-\x7e]{1,200}")
 FRESH_S = 0.5
-"""So old may the last metrics of a job be."""
-STATES = tuple(state.value for state in JobState)
+"""So old may the last metrics of a job and rows of lists be."""
 PAUSABLE = (JobState.QUEUED, JobState.STARTING, JobState.RUNNING)
-MOST_LOOKED = 500
-SEARCH = 200
-"""Characters."""
 HIDDEN = ("spec", "version", "restart_step", "resumed_step", "rollout_losses", "lost_at", "retry_at", "result")
 """Fields of a record that no summary has."""
 
 KEY = Parameter(
     "Idempotency-Key", "Up to 200 characters; requests with the same key and spec create one job, for 24 h.", "header"
 )
-BEFORE_JOB = Parameter("before", "Only jobs created before this one: the cursor of the previous response.")
+BEFORE_JOB = Parameter("before", "Only jobs listed after this one: the cursor of the previous response.")
 LIMIT_JOBS = Integer("limit", "Jobs per response.", default=100, low=1, high=1000)
-STATE_JOBS = Parameter("state", f"Only jobs in this state: {', '.join(STATES)}.")
-SEARCH_JOBS = Parameter(
-    "search", "Only jobs with all of these words in their id, name, kind, model, environment or key id."
+SORT_JOBS = Parameter(
+    "sort",
+    f"Order: {', '.join(ORDERS)}; a leading - reverses it. By default the newest come first, by state the running.",
 )
+FILTERS = (
+    Parameter("state", f"Only jobs in one of these states, separated by commas: {', '.join(STATES)}."),
+    Parameter("kind", f"Only jobs of one of these kinds, separated by commas: {', '.join(KINDS)}."),
+    Parameter("name", "Only jobs with this text in their name."),
+    *(Parameter(name, f"Only jobs with this {name}{' (id of the key)' * (name == 'owner')}.") for name in EQUAL),
+    Parameter("tag", "Only jobs with this tag; with all of several, separated by commas."),
+    Parameter(
+        "search",
+        "Only jobs with all of these words in their id, name, kind, model, environment, project, tags, notes or owner.",
+    ),
+)
+"""They look at the newest 10,000 jobs, as orders do."""
+GROUP_BY = Choice("by", f"One of {', '.join(GROUPED)}.", among=("project", *(n for n in GROUPED if n != "project")))
 POLICY = Parameter("policy", "One of the job's policies; needed where it has several.")
 
 
@@ -67,8 +79,11 @@ class JobsApi:
     def __init__(self, ctx: Context) -> None:
         self.ctx, self.store, self.bus = ctx, ctx.store, ctx.bus
         self.artifacts = ArtifactCatalog(ctx)
+        self.rows = JobRows(ctx.store.redis)
         self._points = SingleFlight[dict[str, Any]](FRESH_S)
         """Every page that shows a job asks for them every two seconds."""
+        self._all_rows = SingleFlight[list[JobRow]](FRESH_S)
+        """Pages with a filter or an order ask for them."""
 
     async def found(self, request: web.Request) -> JobRecord:
         """Raises NotFound; a job of another tenant looks like one that does not exist."""
@@ -94,6 +109,11 @@ class JobsApi:
             return job.part(policy)
         named = f"must be one of {', '.join(job.policies)}" if job.policies else "job has one policy, without a name"
         raise SpecError.of("policy", policy[:100] or None, named)
+
+    async def _rows(self, tenant: str, wanted: JobQuery) -> list[JobRow]:
+        """Return the tenant's jobs that pass the filters, in order."""
+        rows = await self._all_rows.get(tenant, partial(self.rows.of, tenant))
+        return await asyncio.to_thread(wanted.chosen, rows)
 
     @Route(
         "POST",
@@ -125,28 +145,39 @@ class JobsApi:
         "GET",
         "/v1/jobs",
         Action.JOBS_READ,
-        "List your jobs, newest first",
-        parameters=(BEFORE_JOB, LIMIT_JOBS, STATE_JOBS, SEARCH_JOBS),
+        "List your jobs",
+        parameters=(BEFORE_JOB, LIMIT_JOBS, SORT_JOBS, *FILTERS),
         answer=api_types.Jobs,
     )
     async def list(self, request: web.Request) -> web.Response:
-        """`cursor` is the `before` of the next call. With a filter one call looks at MOST_LOOKED jobs at most: `more`
-        says whether there are any behind those, however few were found."""
-        limit = LIMIT_JOBS.read(request)
-        before = request.query.get("before", "")
-        wanted = _filter(request)
-        looks = MOST_LOOKED if wanted else limit
+        """`cursor` is the `before` of the next call."""
+        limit, before = LIMIT_JOBS.read(request), request.query.get("before", "")
+        tenant, wanted = tenant_of(request), JobQuery.of(request.query)
         try:
-            page = await self.store.jobs_of(tenant_of(request), looks, before)
+            if wanted.plain:
+                page = await self.store.jobs_of(tenant, limit + 1, before)
+            else:
+                ids = [row.id for row in await self._rows(tenant, wanted)]
+                start = _place(ids, before) + 1 if before else 0
+                page = await self.store.jobs(ids[start : start + limit + 1])
         except NotFound:
-            problem = "is none of your jobs; take the cursor of the last answer"
+            problem = "is none of the listed jobs; take the cursor of the last answer, or start again without one"
             raise SpecError.of("before", before[:100], problem) from None
-        found = [job for job in page if wanted is None or wanted(job)][:limit]
-        full = len(found) == limit
-        cursor = found[-1].id if full else page[-1].id if page else before
-        return json_response(
-            {"jobs": [_summary(job) for job in found], "cursor": cursor, "more": full or len(page) == looks}
-        )
+        shown = page[:limit]
+        cursor = shown[-1].id if shown else before
+        return json_response({"jobs": [_summary(job) for job in shown], "cursor": cursor, "more": len(page) > limit})
+
+    @Route(
+        "GET",
+        "/v1/jobs/groups",
+        Action.JOBS_READ,
+        "Count your jobs by project, tag, state or another property",
+        parameters=(GROUP_BY, *FILTERS),
+        answer=api_types.JobGroups,
+    )
+    async def groups(self, request: web.Request) -> web.Response:
+        rows = await self._rows(tenant_of(request), JobQuery.of(request.query))
+        return json_response({"groups": groups_of(rows, GROUP_BY.read(request))})
 
     @Route(
         "GET",
@@ -216,6 +247,21 @@ class JobsApi:
         points = [msgspec.json.decode(message.data or b"", type=MetricPoint) for message in messages]
         return {p.source: {"step": p.step, "time": p.time, "values": p.values} for p in points}
 
+    @Route(
+        "PATCH",
+        "/v1/jobs/{id}",
+        Action.JOBS_WRITE,
+        "Change a job's name, project, tags or notes",
+        body=LabelChanges,
+        answer=api_types.JobSummary,
+    )
+    async def label(self, request: web.Request) -> web.Response:
+        """Change labels of a job, over or not."""
+        job = await self.found(request)
+        asked = parsed(LabelChanges, await read_json(request))
+        await self.rows.label(job.id, asked.values(), asked.add_tags or (), asked.remove_tags or ())
+        return json_response(_summary(await self.store.job(job.id)))
+
     @Route("POST", "/v1/jobs/{id}/cancel", Action.JOBS_WRITE, "Cancel a job", answer=api_types.JobSummary)
     async def cancel(self, request: web.Request) -> web.Response:
         job = await self.found(request)
@@ -281,23 +327,12 @@ class JobsApi:
         return self.artifacts.home(job)
 
 
-def _filter(request: web.Request) -> Callable[[JobRecord], bool] | None:
-    """Return a predicate for the query's filters. Raises SpecError."""
-    state, words = request.query.get("state", ""), request.query.get("search", "")
-    if state and state not in STATES:
-        raise SpecError.of("state", state[:100], f"must be one of {', '.join(STATES)}")
-    if len(words) > SEARCH:
-        raise SpecError.of("search", words[:100], f"must be {SEARCH} characters at most")
-    sought = words.lower().split()
-    if not state and not sought:
-        return None
-    return lambda job: (not state or job.state == state) and all(word in _about(job) for word in sought)
-
-
-def _about(job: JobRecord) -> str:
-    """Where a search looks."""
-    environment = job.spec.get("environment", {}).get("name", "")
-    return " ".join((job.id, job.name, job.kind, job.spec["model"]["base"], environment, job.key)).lower()
+def _place(ids: Sequence[str], id: str) -> int:
+    """Raises NotFound."""
+    try:
+        return ids.index(id)
+    except ValueError:
+        raise NotFound(f"no job {id!r}") from None
 
 
 def _summary(job: JobRecord) -> dict[str, Any]:

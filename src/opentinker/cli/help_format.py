@@ -19,7 +19,7 @@ WHOLE = 10_000
 """Help in lists of commands is not cut."""
 HEADINGS = {
     "Server": "up down run status doctor free access",
-    "Jobs": "submit eval jobs job watch cancel pause resume events logs failures",
+    "Jobs": "submit eval jobs job label watch cancel pause resume events logs failures",
     "Job specs": "spec validate plan algorithms",
     "Results": "checkpoints download artifacts delete publish unpublish published rollouts transcripts distributions "
     "usage sink",
@@ -31,6 +31,7 @@ HEADINGS = {
 WORDS = {
     "url": "URL", "nats_url": "URL", "redis_url": "URL", "host": "ADDRESS", "websocket_host": "ADDRESS",
     "data_dir": "DIR", "folder": "DIR", "port": "PORT", "websocket_port": "PORT", "name": "NAME", "model": "NAME",
+    "project": "NAME", "tags": "TAG", "add": "TAG", "remove": "TAG", "sort": "PROPERTY",
     "tenant": "NAME", "env": "NAME", "role": "ROLE", "scopes": "SCOPE,...", "expires": "DURATION", "grace": "DURATION",
     "secrets": "PREFIX", "state": "STATE", "kind": "KIND", "level": "LEVEL", "by": "job|day|key", "after": "ID",
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""`opentinker jobs` and `opentinker cancel`: jobs chosen by state, kind and name."""
+"""`opentinker jobs`, `cancel` and `label`: jobs chosen by their properties, and what they are called."""
 
 from __future__ import annotations
 
@@ -45,6 +45,20 @@ def jobs(
     states: States = None,
     kinds: Kinds = None,
     name: Annotated[str | None, typer.Option("--name", help="Only jobs with this text in their name.")] = None,
+    project: Annotated[str | None, typer.Option("--project", help="Only jobs of this project.")] = None,
+    tags: Annotated[list[str] | None, typer.Option("--tag", help="Only jobs with this tag. Repeatable.")] = None,
+    search: Annotated[
+        str | None,
+        typer.Option("--search", help="Only jobs with these words in their name, model or notes."),
+    ] = None,
+    sort: Annotated[
+        str | None,
+        typer.Option("--sort", help="created, updated, name, state, step ...; -step reverses."),
+    ] = None,
+    group: Annotated[
+        str | None,
+        typer.Option("--group", metavar="PROPERTY", help="Count jobs by project, tag, model ..."),
+    ] = None,
     watch: Annotated[
         bool, typer.Option("--watch", "-w", help="Refresh the list until Ctrl-C; in a pipe, print a line per change.")
     ] = False,
@@ -52,14 +66,22 @@ def jobs(
 ) -> None:
     """List jobs, newest first."""
     _check(states, kinds)
-    from opentinker.cli.views.job_table import COLUMNS, rows_of, view_of, watch_jobs
+    from opentinker.cli.views.job_table import columns_of, rows_of, view_of, watch_jobs
 
     api = client(url, patience_s=PATIENCE_S if watch else 2.0)
+    filters = {"name": name, "project": project, "search": search}
+    if group is not None:
+        if watch or sort:
+            raise UsageError("--group counts jobs: it does not go with --watch or --sort")
+        lists = {"state": states, "kind": kinds, "tag": tags}
+        given = {key: ",".join(values) for key, values in lists.items() if values}
+        _print_groups(api, group, given | {key: text for key, text in filters.items() if text}, as_json)
+        return
 
     def find() -> list[JobSummary]:
-        return api.jobs(limit, states=states, kinds=kinds, name=name)
+        return api.jobs(limit, states=states, kinds=kinds, tags=tags, sort=sort, **filters)
 
-    chosen = states or kinds or name
+    chosen = states or kinds or tags or any(filters.values())
     empty = "no such job" if chosen else f"no jobs yet; try: {as_typed('submit', 'JOB.toml', *same_server(url))}"
     if watch:
         try:
@@ -69,7 +91,49 @@ def jobs(
     elif as_json:
         print_json(find())
     else:
-        print_table(COLUMNS, rows_of(find()), empty=empty, last_below=True)
+        found = find()
+        columns = columns_of(found)
+        print_table(columns, rows_of(found, columns), empty=empty, last_below=True)
+
+
+def _print_groups(api: Client, by: str, filters: dict[str, str], as_json: bool) -> None:
+    groups = api.job_groups(by, filters)
+    if as_json:
+        print_json(groups)
+        return
+    rows = [[group["name"] or "-", group["jobs"], _counted(group["states"])] for group in groups]
+    print_table([by, "jobs", "states"], rows, empty="no such job")
+
+
+def _counted(states: dict[str, int]) -> str:
+    return ", ".join(f"{states[state]} {state}" for state in STATES if state in states)
+
+
+def label(
+    job_ids: Annotated[list[str], typer.Argument(metavar="JOB...", help="Job ids.")],
+    url: Url = None,
+    name: Annotated[str | None, typer.Option("--name", help="New display name, of one job.")] = None,
+    project: Annotated[str | None, typer.Option("--project", help='Project; "" takes jobs out of theirs.')] = None,
+    add: Annotated[list[str] | None, typer.Option("--tag", help="Add this tag. Repeatable.")] = None,
+    remove: Annotated[list[str] | None, typer.Option("--untag", help="Remove this tag. Repeatable.")] = None,
+    notes: Annotated[str | None, typer.Option("--notes", help="Notes; they replace earlier ones.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Change the name, project, tags or notes of jobs, running or over."""
+    if name is None and project is None and notes is None and not add and not remove:
+        raise UsageError("say what changes: --name, --project, --tag, --untag or --notes")
+    if name is not None and len(job_ids) > 1:
+        raise UsageError("--name is for one job")
+    api = client(url)
+    changed = [
+        api.label(id, name=name, project=project, add_tags=add, remove_tags=remove, notes=notes) for id in job_ids
+    ]
+    if as_json:
+        print_json(changed[0] if len(changed) == 1 else changed)
+        return
+    for job in changed:
+        told = [job["name"], *([f"project {job['project']}"] if job["project"] else []), ", ".join(job["tags"])]
+        say(f"{job['id']}  {'  '.join(filter(None, told))}")
 
 
 def cancel(

@@ -23,7 +23,7 @@ from opentinker.cli.common import (
     same_server,
     say,
 )
-from opentinker.cli.job_list import cancel, jobs
+from opentinker.cli.job_list import cancel, jobs, label
 from opentinker.cli.job_record import job
 from opentinker.cli.observability import role_of
 from opentinker.cli.specs import Changes, FromCheckpoint, SpecFile, Steps, WithOptimizer, changed, read_spec
@@ -44,6 +44,7 @@ def register(app: typer.Typer) -> None:
         submit,
         jobs,
         job,
+        label,
         watch,
         cancel,
         pause,

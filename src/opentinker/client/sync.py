@@ -82,6 +82,8 @@ class Client:
 
     submit = blocking(AsyncClient.submit)
     jobs = blocking(AsyncClient.jobs)
+    job_groups = blocking(AsyncClient.job_groups)
+    label = blocking(AsyncClient.label)
     job = blocking(AsyncClient.job)
     cancel = blocking(AsyncClient.cancel)
     pause = blocking(AsyncClient.pause)

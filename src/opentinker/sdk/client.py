@@ -18,7 +18,7 @@ import asyncio
 import sys
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping
 from contextlib import aclosing
 from pathlib import Path
 from typing import cast
@@ -41,6 +41,8 @@ from opentinker.shared.api_types import (
     Events,
     Failures,
     Job,
+    JobGroup,
+    JobGroups,
     Jobs,
     JobSummary,
     MetricPoint,
@@ -126,24 +128,56 @@ class AsyncClient(EnvironmentCalls, ArtifactCalls, KeyCalls, InferenceCalls, Obs
         states: Collection[str] | None = None,
         kinds: Collection[str] | None = None,
         name: str | None = None,
+        project: str | None = None,
+        tags: Collection[str] | None = None,
+        environment: str | None = None,
+        model: str | None = None,
+        owner: str | None = None,
+        search: str | None = None,
+        sort: str | None = None,
     ) -> list[JobSummary]:
-        """The newest `limit` jobs, newest first: those in one of `states`, of one of `kinds`, with `name` in theirs."""
-
-        def wanted(job: JobSummary) -> bool:
-            return (not states or job["state"] in states) and (not kinds or job["kind"] in kinds)
-
-        part = (name or "").casefold()
-        chosen = bool(states or kinds or part)
+        """The first `limit` jobs, newest first or by `sort` (`state`, `-step`, ...): those in one of `states`, of one
+        of `kinds`, with `name` in theirs, in `project`, with all `tags`, with this environment, model and owner (the id
+        of a key), and with all words of `search`. Filters look at the newest 10,000 jobs."""
+        lists = {"state": states, "kind": kinds, "tag": tags}
+        texts = {"name": name, "project": project, "environment": environment, "model": model, "owner": owner}
+        query = {key: ",".join(values) for key, values in lists.items() if values}
+        query |= {key: text for key, text in {**texts, "search": search, "sort": sort}.items() if text}
         found: list[JobSummary] = []
-        query: dict[str, str] = {}
         while len(found) < limit:
-            asked = query | {"limit": str(JOBS_PAGE if chosen else min(JOBS_PAGE, limit - len(found)))}
-            page = cast(Jobs, await self._http.json("GET", "/v1/jobs", asked))
-            found += [job for job in page["jobs"] if wanted(job) and part in job["name"].casefold()]
-            query = {"before": page["cursor"]}
+            query["limit"] = str(min(JOBS_PAGE, limit - len(found)))
+            page = cast(Jobs, await self._http.json("GET", "/v1/jobs", query))
+            found += page["jobs"]
             if not page["more"]:
                 break
-        return found[:limit]
+            query["before"] = page["cursor"]
+        return found
+
+    async def job_groups(self, by: str = "project", filters: Mapping[str, str] | None = None) -> list[JobGroup]:
+        """How many jobs there are of each project, tag, state, kind, environment, model or owner, by state. `filters`:
+        those of GET /v1/jobs."""
+        answer = await self._http.json("GET", "/v1/jobs/groups", {"by": by, **(filters or {})})
+        return cast(JobGroups, answer)["groups"]
+
+    async def label(
+        self,
+        id: str,
+        *,
+        name: str | None = None,
+        project: str | None = None,
+        tags: Collection[str] | None = None,
+        add_tags: Collection[str] | None = None,
+        remove_tags: Collection[str] | None = None,
+        notes: str | None = None,
+    ) -> JobSummary:
+        """Change what a job is called and what is noted about it, running or over; what is None stays. `tags` replaces
+        all tags, `add_tags` and `remove_tags` change some. Raises ApiConflict for more than 20 tags."""
+        lists = {"tags": tags, "add_tags": add_tags, "remove_tags": remove_tags}
+        texts = {"name": name, "project": project, "notes": notes}
+        changes = {key: list(values) for key, values in lists.items() if values is not None}
+        body = orjson.dumps(changes | {key: text for key, text in texts.items() if text is not None})
+        headers = {"Content-Type": "application/json"}
+        return cast(JobSummary, await self._http.json("PATCH", _of(id), body=body, headers=headers))
 
     async def job(self, id: str) -> Job:
         """Everything the server knows of a job: state, progress, spec, workers, last metrics. Raises ApiNotFound."""

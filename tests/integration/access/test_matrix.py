@@ -32,6 +32,7 @@ from opentinker.shared.runtime.service import Context
 from opentinker.shared.security.authorization import DEFAULT_TENANT, SCOPES, Action, Principal, Role, Verdict
 from opentinker.shared.security.key_text import new_key, parse
 from opentinker.shared.spec import JobSpec
+from opentinker.shared.spec.labels import LabelChanges
 from opentinker.shared.state.keys import KeyStore
 from opentinker.shared.state.store import Store
 from tests.conftest import Figure
@@ -79,6 +80,7 @@ BODIES: dict[type[BaseModel], Any] = {
     JobSpec: SPEC,
     NewKey: {"role": "viewer"},
     Rotation: {"grace_s": 60},
+    LabelChanges: {"notes": "x"},
     NewPublication: {"name": "x", "checkpoint": "j-0000000000@latest"},
 }
 ANY_BODY: dict[str, Any] = {"application/json": {}, "application/x-tar": None}

@@ -69,6 +69,22 @@ async def test_jobs_are_selected_by_state_kind_and_name_and_cancelled(client: As
     assert (await run("cancel", "--all", "--yes", *on)).stdout == "no such job is going on\n"
 
 
+async def test_jobs_have_projects_tags_and_notes(client: AsyncClient, on: list[str]) -> None:
+    first, second = [(await client.submit(make_spec(name=name)))["id"] for name in ("one", "two")]
+    assert "tags" not in (await run("jobs", *on)).stdout
+    done = await run("label", first, second, "--project", "maths", "--tag", "base", "--tag", "odd", *on)
+    assert done.stdout == f"{first}  one  project maths  base, odd\n{second}  two  project maths  base, odd\n"
+    await run("label", second, "--untag", "odd", "--name", "best of two", "--notes", "lr 1e-4", *on)
+    assert await listed("--tag", "odd", *on) == ["one"]
+    assert await listed("--project", "maths", "--sort", "-name", *on) == ["one", "best of two"]
+    assert await listed("--search", "1E-4", *on) == ["best of two"]
+    assert "base, odd" in (await run("jobs", *on)).stdout
+    assert "maths    2     2 queued" in (await run("jobs", "--group", "project", *on)).stdout
+    for wrong in (("label", first), ("label", first, second, "--name", "both"), ("jobs", "--group", "tag", "--watch")):
+        assert (await run(*wrong, *on)).returncode == 2
+    assert "must be one of created" in (await run("jobs", "--sort", "colour", *on)).stderr
+
+
 async def test_a_job_is_shown_shortly_unless_all_is_asked_for(client: AsyncClient, on: list[str]) -> None:
     id = (await client.submit(make_spec(name="mine")))["id"]
     short, full = (await run("job", id, *on)).stdout, (await run("job", id, "--full", *on)).stdout

@@ -17,7 +17,7 @@ from opentinker.shared.types.core import JobState, Lease, Pool, WorkerInfo
 from opentinker.shared.types.errors import Conflict, Fenced, NotFound
 from tests.conftest import WAIT_S, Server, start_valkey, until
 
-SPEC: dict[str, Any] = {"name": "n", "kind": "rl", "train": {"steps": 3}}
+SPEC: dict[str, Any] = {"name": "n", "kind": "rl", "model": {"base": "m"}, "train": {"steps": 3}}
 
 
 @pytest.fixture

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from opentinker.shared.api_types import JobSummary
 
 POLL_S = 1.0
-COLUMNS = ("id", "name", "state", "step", "created", "reason")
 
 
 class TableView(Protocol):
@@ -56,13 +55,32 @@ def view_of(as_json: bool, empty: str) -> TableView:
     )
 
 
-def rows_of(jobs: Sequence[JobSummary]) -> list[list[Any]]:
-    """A row of COLUMNS for each job."""
-    return [[*(j["id"], j["name"], j["state"], step_of(j), ago(j["created"])), reason_of(j)] for j in jobs]
+def columns_of(jobs: Sequence[JobSummary]) -> list[str]:
+    """Return COLUMNS without those in which no job has anything."""
+    empty = {"project"} - {"project" for job in jobs if job["project"]} | {"tags"} - {"tags" for j in jobs if j["tags"]}
+    return [name for name in COLUMNS if name not in empty]
+
+
+def rows_of(jobs: Sequence[JobSummary], columns: Sequence[str]) -> list[list[Any]]:
+    """A row of these columns for each job."""
+    return [[CELLS[name](job) for name in columns] for job in jobs]
 
 
 def step_of(job: JobSummary) -> str:
     return f"{job['step']}/{job['steps'] or '?'}"
+
+
+CELLS: dict[str, Callable[[JobSummary], object]] = {
+    "id": lambda job: job["id"],
+    "name": lambda job: job["name"],
+    "project": lambda job: job["project"],
+    "tags": lambda job: ", ".join(job["tags"]),
+    "state": lambda job: job["state"],
+    "step": step_of,
+    "created": lambda job: ago(job["created"]),
+    "reason": reason_of,
+}
+COLUMNS = tuple(CELLS)
 
 
 class LiveTable:
@@ -80,7 +98,8 @@ class LiveTable:
 
         width, height = self._console.size
         lines = [f"{plural(len(jobs), 'job')} at {time.strftime('%H:%M:%S')}; Ctrl-C ends"]
-        table = list(table_lines(COLUMNS, rows_of(jobs), width, last_below=True)) if jobs else [self._empty]
+        columns = columns_of(jobs)
+        table = list(table_lines(columns, rows_of(jobs, columns), width, last_below=True)) if jobs else [self._empty]
         room = max(2, height - 2)
         lines += table if len(table) <= room else [*islice(table, room - 1), f"... {len(table) - room + 1} more lines"]
         self._live.update(Text("\n".join(lines), no_wrap=True, overflow="crop"), refresh=True)

@@ -254,7 +254,8 @@ def test_an_inference_job_is_a_model_and_what_serves_it() -> None:
     spec = parse_spec(INFERENCE | {"rollout": {"context_length": 99}, "serving": {"idle_s": 60}})
     stored = spec.model_dump(mode="json")
     assert parse_spec(stored) == spec
-    assert stored.keys() == {"name", "kind", "model", "rollout", "serving", "start", "resources", "artifacts"}
+    labels = {"name", "project", "tags", "notes"}
+    assert stored.keys() == labels | {"kind", "model", "rollout", "serving", "start", "resources", "artifacts"}
 
 
 @pytest.mark.parametrize(

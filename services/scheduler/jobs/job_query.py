@@ -1,0 +1,121 @@
+"""Which jobs of a tenant a list has, in which order, and how many there are of a kind: read from a request's query."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+from opentinker.shared.state.job_rows import JobRow
+from opentinker.shared.types.core import JobState
+from opentinker.shared.types.errors import SpecError
+
+STATES = tuple(state.value for state in JobState)
+KINDS = ("rl", "sft", "dpo", "inference", "eval")
+LONGEST = 200
+"""Characters of a filter."""
+EQUAL: dict[str, Callable[[JobRow], str]] = {
+    "environment": lambda row: row.environment,
+    "model": lambda row: row.model,
+    "project": lambda row: row.project,
+    "owner": lambda row: row.key,
+}
+"""Filters by one value, and what of a row it is compared with."""
+
+
+def _folded(name: str, row: JobRow) -> str:
+    return EQUAL[name](row).casefold()
+
+
+def _alone(name: str, row: JobRow) -> tuple[str]:
+    return (EQUAL[name](row),)
+
+
+RUNNING_FIRST = (JobState.RUNNING, JobState.STARTING, JobState.QUEUED, JobState.PAUSED)
+ORDERS: dict[str, Callable[[JobRow], Any]] = {
+    "created": lambda row: -row.created,
+    "updated": lambda row: -row.updated,
+    "finished": lambda row: -row.finished,
+    "step": lambda row: -row.step,
+    "name": lambda row: row.name.casefold(),
+    "kind": lambda row: row.kind,
+    "state": lambda row: RUNNING_FIRST.index(row.state) if row.state in RUNNING_FIRST else len(RUNNING_FIRST),
+    **{name: partial(_folded, name) for name in EQUAL},
+}
+"""By the name of `sort`. Times and steps: the largest first; equal ones: the newest first."""
+GROUPED: dict[str, Callable[[JobRow], Iterable[str]]] = {
+    "state": lambda row: (row.state.value,),
+    "kind": lambda row: (row.kind,),
+    "tag": lambda row: row.tags or ("",),
+    **{name: partial(_alone, name) for name in EQUAL},
+}
+
+
+class JobQuery(NamedTuple):
+    """Filters, and the order of what they let through."""
+
+    states: frozenset[str] = frozenset()
+    kinds: frozenset[str] = frozenset()
+    name: str = ""
+    equal: tuple[tuple[str, str], ...] = ()
+    tags: frozenset[str] = frozenset()
+    words: tuple[str, ...] = ()
+    sort: str = "created"
+
+    @classmethod
+    def of(cls, query: Mapping[str, str]) -> JobQuery:
+        """Raises SpecError."""
+        for name in ("search", "name", "tag", *EQUAL):
+            if len(query.get(name, "")) > LONGEST:
+                raise SpecError.of(name, query[name][:100], f"must be {LONGEST} characters at most")
+        states, sort = _parts(query.get("state", "")), query.get("sort", "created")
+        kinds = _parts(query.get("kind", ""))
+        for name, given, known in (("state", states, STATES), ("kind", kinds, KINDS)):
+            if unknown := sorted(given - set(known)):
+                raise SpecError.of(name, unknown[0][:100], f"must be one of {', '.join(known)}, or several with commas")
+        if sort.removeprefix("-") not in ORDERS:
+            raise SpecError.of("sort", sort[:100], f"must be one of {', '.join(ORDERS)}, reversed by a leading -")
+        equal = tuple((name, query[name]) for name in EQUAL if query.get(name))
+        words = tuple(query.get("search", "").lower().split())
+        return cls(states, kinds, query.get("name", "").casefold(), equal, _parts(query.get("tag", "")), words, sort)
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is the list of all jobs, newest first."""
+        return self == JobQuery()
+
+    def chosen(self, rows: Iterable[JobRow]) -> list[JobRow]:
+        """Return the rows that pass the filters, sorted. `rows`: newest first."""
+        found = [row for row in rows if self._wants(row)]
+        return sorted(found, key=ORDERS[self.sort.removeprefix("-")], reverse=self.sort.startswith("-"))
+
+    def _wants(self, row: JobRow) -> bool:
+        return (
+            (not self.states or row.state in self.states)
+            and (not self.kinds or row.kind in self.kinds)
+            and self.name in row.name.casefold()
+            and all(EQUAL[name](row) == value for name, value in self.equal)
+            and self.tags <= set(row.tags)
+            and (not self.words or all(word in _text(row) for word in self.words))
+        )
+
+
+def _parts(text: str) -> frozenset[str]:
+    return frozenset(part.strip() for part in text.split(",") if part.strip())
+
+
+def _text(row: JobRow) -> str:
+    """Where a search looks."""
+    told = (row.id, row.name, row.kind, row.model, row.environment, row.key, row.project, *row.tags, row.notes)
+    return " ".join(told).lower()
+
+
+def groups_of(rows: Iterable[JobRow], by: str) -> list[dict[str, Any]]:
+    """Return the jobs of each value, counted by state; the largest group first. A job counts once for each tag."""
+    counts: dict[str, Counter[str]] = {}
+    for row in rows:
+        for name in GROUPED[by](row):
+            counts.setdefault(name, Counter())[row.state.value] += 1
+    groups = [{"name": name, "jobs": sum(states.values()), "states": dict(states)} for name, states in counts.items()]
+    return sorted(groups, key=lambda group: (-group["jobs"], group["name"]))
