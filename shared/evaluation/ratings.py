@@ -100,13 +100,6 @@ def fit_ratings(results: Results, anchors: Mapping[str, float] | None = None) ->
     )
 
 
-def win_probability(elo: float, other: float, draws: float = 0.0) -> tuple[float, float, float]:
-    """Return the probabilities that the first player wins, draws and loses. `draws`: d, from `Ratings.draws`."""
-    half = math.exp(min(max((elo - other) / ELO / 2, -300.0), 300.0))
-    total = half + 1.0 / half + draws
-    return half / total, draws / total, 1.0 / half / total
-
-
 def _count_results(results: Results) -> tuple[list[str], Floats, Floats]:
     """Return the names in alphabetical order, wins[a, b] of a against b, and the draws of each pair, symmetric.
 

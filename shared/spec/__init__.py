@@ -45,7 +45,7 @@ from opentinker.shared.spec.tools import ToolSpec
 from opentinker.shared.spec.train import SIMULATED, ResourceSpec, TrainSpec
 from opentinker.shared.spec.tree_sampling import settle_tree
 from opentinker.shared.types.errors import SpecError
-from opentinker.shared.types.mistakes import IS_NEEDED, NO_TABLE, WHOLE, fill, mistakes_of, unused
+from opentinker.shared.types.mistakes import IS_NEEDED, NO_TABLE, WHOLE, fill, mistake, mistakes_of, unused
 
 __all__ = [
     "AdapterSpec",
@@ -200,13 +200,8 @@ class JobSpec(SpecPart):
             return []
         there = {name for name, value in data.items() if value is not None}
         others = {part for parts in PARTS_OF.values() for part in parts} - PARTS_OF[kind]
-        found = [
-            {"field": part, "value": data[part], "problem": f"does not apply to kind = {kind!r}"}
-            for part in sorted(others & there)
-        ]
-        for part in NEEDED[kind]:
-            if part not in there:
-                found.append({"field": part, "value": None, "problem": f"{IS_NEEDED} for kind = {kind!r}"})
+        found = [mistake(part, data[part], f"does not apply to kind = {kind!r}") for part in sorted(others & there)]
+        found += [mistake(part, None, f"{IS_NEEDED} for kind = {kind!r}") for part in NEEDED[kind] if part not in there]
         found += misplaced_critic(data) + unknown_policies(data) + unknown_pools(data) + too_many_policies(data)
         return found + _length(kind, data.get("train"), data.get("data"))
 
@@ -220,10 +215,8 @@ class JobSpec(SpecPart):
         if self.kind == "inference":
             return settle_serving(self) + settle_kept(self.kind, self.artifacts) + unused_gpus(self)
         if self.start is not None and self.start.live:
-            problem = (
-                f"does not apply to kind = {self.kind!r}: only an inference job follows a live policy; take @latest"
-            )
-            return [{"field": "start.from", "value": self.start.checkpoint, "problem": problem}]
+            why = "only an inference job follows a live policy; take @latest"
+            return [mistake("start.from", self.start.checkpoint, f"does not apply to kind = {self.kind!r}: {why}")]
         if self.kind == "eval":
             found = self._untaught_tools() + settle_evaluation(self) + settle_policies(self)
             found += settle_kept(self.kind, self.artifacts)
@@ -252,22 +245,19 @@ class JobSpec(SpecPart):
             for part, default in usual.items():
                 ignored = unused(getattr(self, part), default, SIMULATED_IGNORES[part], f"train.{SIMULATED}")
                 derived = self._overlong()  # of a spec that was settled before
-                ignored = [mistake for mistake in ignored if mistake["value"] != derived.get(mistake["field"])]
-                if any(mistake["field"] in algorithm_parts.PARTS for mistake in ignored):  # its options come with it
-                    ignored = [mistake for mistake in ignored if mistake["field"] not in algorithm_parts.OPTIONS]
-                found += [{**mistake, "field": f"{part}.{mistake['field']}"} for mistake in ignored]
+                ignored = [one for one in ignored if one["value"] != derived.get(one["field"])]
+                if any(one["field"] in algorithm_parts.PARTS for one in ignored):  # its options come with it
+                    ignored = [one for one in ignored if one["field"] not in algorithm_parts.OPTIONS]
+                found += [{**one, "field": f"{part}.{one['field']}"} for one in ignored]
             if self.start is not None and self.start.optimizer:
-                found.append(
-                    {"field": "start.optimizer", "value": True, "problem": f"does not apply to train.{SIMULATED}"}
-                )
+                found.append(mistake("start.optimizer", True, f"does not apply to train.{SIMULATED}"))
         return found + self._settle_overlong()
 
     def _settle_policy(self, name: str) -> list[dict[str, Any]]:
         own = spec_of(self, name)
         found = own._settle_learning() + settle_parallel(own) + contradictions(own)
         if own._untaught_tools():
-            problem = "cannot tell the model of environment.tools"
-            found.append({"field": "model.chat_template", "value": "plain", "problem": problem})
+            found.append(mistake("model.chat_template", "plain", "cannot tell the model of environment.tools"))
         settled = {"algorithm": own.algorithm, "trainer_ranks": own.resources.ranks}
         fill(self, {"policies": {**self.policies, name: self.policies[name].model_copy(update=settled)}})
         if own.resources.ranks != self.resources.ranks:
@@ -279,16 +269,15 @@ class JobSpec(SpecPart):
         groups, episodes = rollout.max_concurrent_groups, self.algorithm.group_size + rollout.oversample
         if groups * episodes <= MAX_OPEN_GROUPS:
             return []
-        problem = (
-            f"times {episodes} episodes per group is more than the {MAX_OPEN_GROUPS:,} that one rollout worker plays"
-        )
-        return [{"field": "rollout.max_concurrent_groups", "value": groups, "problem": problem}]
+        most = f"the {MAX_OPEN_GROUPS:,} that one rollout worker plays"
+        problem = f"times {episodes} episodes per group is more than {most}"
+        return [mistake("rollout.max_concurrent_groups", groups, problem)]
 
     def _untaught_tools(self) -> list[dict[str, Any]]:
         if not self.environment.tools or self.model.chat_template != "plain":
             return []
         problem = "need a chat template that tells the model of them: model.chat_template is 'plain'"
-        return [{"field": "environment.tools", "value": len(self.environment.tools), "problem": problem}]
+        return [mistake("environment.tools", len(self.environment.tools), problem)]
 
     def _settle_supervised(self) -> list[dict[str, Any]]:
         found: list[tuple[str, Any, str]] = []
@@ -315,8 +304,8 @@ class JobSpec(SpecPart):
                 found.append(("data.mask", self.data.mask, f"{by}: completions are compared"))
         if self.kind == "dpo" and not found:
             fill(self, {"dpo": self.dpo or DpoSpec()})
-        mistakes = [{"field": field, "value": value, "problem": problem} for field, value, problem in found]
         rows = self.data is not None and self.data.validation is not None
+        mistakes = [mistake(*one) for one in found]
         return mistakes + settle_best(self.artifacts, evaluated=rows) + settle_parallel(self)
 
     def _settle_overlong(self) -> list[dict[str, Any]]:
@@ -327,7 +316,7 @@ class JobSpec(SpecPart):
         length, buffer = update.values()
         longest = self.rollout.max_tokens
         found = [
-            {"field": f"algorithm.{field}", "value": value, "problem": f"is larger than {name}={bound}"}
+            mistake(f"algorithm.{field}", value, f"is larger than {name}={bound}")
             for field, value, name, bound in (
                 ("overlong_length", length, "rollout.max_tokens", longest),
                 ("overlong_buffer", buffer, "overlong_length", length),
@@ -350,9 +339,9 @@ def _length(kind: str, train: Any, data: Any) -> list[dict[str, Any]]:
     steps, epochs = train.get("steps", 0), None if kind == "rl" else data.get("epochs")
     if steps == 0 and epochs is None:
         either = " (or data.epochs)" if kind != "rl" else ""
-        return [{"field": "train.steps", "value": train.get("steps"), "problem": f"{IS_NEEDED}{either}, 1 or more"}]
+        return [mistake("train.steps", train.get("steps"), f"{IS_NEEDED}{either}, 1 or more")]
     if steps != 0 and epochs is not None:
-        return [{"field": "data.epochs", "value": epochs, "problem": "and train.steps both say how long: give one"}]
+        return [mistake("data.epochs", epochs, "and train.steps both say how long: give one")]
     return []
 
 
@@ -366,13 +355,13 @@ def parse_spec(data: Any) -> JobSpec:
     try:
         return JobSpec.model_validate(data)
     except ValidationError as error:
-        found = _once([mistake for item in error.errors(include_url=False) for mistake in mistakes_of(item)])
+        found = _once([one for item in error.errors(include_url=False) for one in mistakes_of(item)])
     if len(found) > MAX_MISTAKES:
         problem = f"has {len(found) - MAX_MISTAKES} more mistakes, which are not shown"
-        found = [*found[:MAX_MISTAKES], {"field": WHOLE, "value": None, "problem": problem}]
+        found = [*found[:MAX_MISTAKES], mistake(WHOLE, None, problem)]
     if data == {}:
         problem = "is empty: a job says at least what stands below; `opentinker spec` prints every setting"
-        found.insert(0, {"field": WHOLE, "value": None, "problem": problem})
+        found.insert(0, mistake(WHOLE, None, problem))
     kind = data.get("kind", "rl") if isinstance(data, dict) else "rl"
     own = PARTS_OF.get(kind if isinstance(kind, str) else "", set())
     absent = {part for parts in PARTS_OF.values() for part in parts} - own if own else set()
@@ -381,18 +370,18 @@ def parse_spec(data: Any) -> JobSpec:
 
 def _once(mistakes: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Drop mistakes that policies inherit from the job: policies.NAME.train.lr repeats train.lr."""
-    own = {(mistake["field"], mistake["problem"]) for mistake in mistakes}
+    own = {(one["field"], one["problem"]) for one in mistakes}
 
-    def inherited(mistake: dict[str, Any]) -> bool:
-        table, _, rest = mistake["field"].partition(".")
-        return table == "policies" and (rest.partition(".")[2], mistake["problem"]) in own
+    def inherited(one: dict[str, Any]) -> bool:
+        table, _, rest = one["field"].partition(".")
+        return table == "policies" and (rest.partition(".")[2], one["problem"]) in own
 
-    return [mistake for mistake in mistakes if not inherited(mistake)]
+    return [one for one in mistakes if not inherited(one)]
 
 
-def _with_example(mistake: dict[str, Any]) -> dict[str, Any]:
+def _with_example(one: dict[str, Any]) -> dict[str, Any]:
     """Add an example to a mistake about a missing field."""
-    example = EXAMPLES.get(mistake["field"])
-    if example is None or not mistake["problem"].startswith((IS_NEEDED, NO_TABLE)):
-        return mistake
-    return {**mistake, "problem": f"{mistake['problem']}, e.g. {example}", "suggestion": example}
+    example = EXAMPLES.get(one["field"])
+    if example is None or not one["problem"].startswith((IS_NEEDED, NO_TABLE)):
+        return one
+    return {**one, "problem": f"{one['problem']}, e.g. {example}", "suggestion": example}

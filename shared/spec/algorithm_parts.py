@@ -257,42 +257,28 @@ def _conflicts(values: Values, given: Values) -> list[Mistake]:
     proximal = values.get("proximal")
     found: list[tuple[str, str]] = []
     if given.get("group_size") == 1 and advantage in GROUP_BASELINES:
-        found.append(
-            (
-                "group_size",
-                f"advantage = {advantage!r} compares a trajectory with others of its group: it needs 2 or more",
-            )
-        )
+        why = f"advantage = {advantage!r} compares a trajectory with others of its group: it needs 2 or more"
+        found.append(("group_size", why))
     if proximal == "behaviour" and loss == "decoupled_ppo":
         found.append(("proximal", "decoupled_ppo with pi_prox = mu is plain PPO: take loss = 'ppo'"))
     if correction in ("tis", "icepop"):
+        why = ""
         if proximal is None or loss == "decoupled_ppo":
-            found.append(
-                ("correction", f"loss = {loss!r} is already weighted against mu; {correction} would do it twice")
-            )
+            why = f"loss = {loss!r} is already weighted against mu; {correction} would do it twice"
         elif proximal == "behaviour":
-            found.append(
-                (
-                    "correction",
-                    f"with proximal = 'behaviour' the weight of {correction} is always 1; take another proximal",
-                )
-            )
+            why = f"with proximal = 'behaviour' the weight of {correction} is always 1; take another proximal"
         elif proximal == "loglinear" and given.get("max_staleness", 2) <= 1:
-            found.append(
-                (
-                    "correction",
-                    f"with proximal = 'loglinear' the weight of {correction} is 1 up to one version of lag: take "
-                    "proximal = 'recomputed', or max_staleness = 2 or more",
-                )
+            why = (
+                f"with proximal = 'loglinear' the weight of {correction} is 1 up to one version of lag: take "
+                "proximal = 'recomputed', or max_staleness = 2 or more"
             )
+        found += [("correction", why)] if why else []
     if loss == "gspo" and advantage in TOKEN_LEVEL:
         found.append(("loss", f"gspo has one advantage per trajectory, advantage = {advantage!r} has one per token"))
     if loss == "gspo" and advantage == "reinforce_pp" and values.get("kl_in") == "reward":
-        found.append(
-            ("kl_in", "gspo has one advantage per trajectory; with KL in the reward reinforce_pp has one per token")
-        )
-    found += _reward_conflicts(values, given)
-    found += _distillation_conflicts(values)
+        why = "gspo has one advantage per trajectory; with KL in the reward reinforce_pp has one per token"
+        found.append(("kl_in", why))
+    found += _reward_conflicts(values, given) + _distillation_conflicts(values)
     for low, high in (("icepop_low", "icepop_high"), ("geometric_low", "geometric_high")):
         if low in values and values[low] > values[high]:
             found.append((low, f"is larger than {high} = {values[high]}"))

@@ -4,7 +4,8 @@ POLICY/METRIC, and `val/reward/mean` could be the reward of an evaluation, or of
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+
+from opentinker.shared.types.mistakes import Mistake, mistake
 
 # fmt: off
 OWN_METRICS = frozenset({
@@ -16,9 +17,7 @@ OWN_METRICS = frozenset({
 # fmt: on
 
 
-def taken_names(policies: Iterable[str]) -> list[dict[str, Any]]:
+def taken_names(policies: Iterable[str]) -> list[Mistake]:
     """Return mistakes in the names of policies."""
     problem = "is what metrics of every job begin with; give the policy another name"
-    return [
-        {"field": f"policies.{name}", "value": name, "problem": problem} for name in policies if name in OWN_METRICS
-    ]
+    return [mistake(f"policies.{name}", name, problem) for name in policies if name in OWN_METRICS]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from opentinker.shared.spec.base import MAX_RANKS
+from opentinker.shared.types.mistakes import mistake
 
 if TYPE_CHECKING:
     from opentinker.shared.spec import JobSpec
@@ -21,7 +22,7 @@ def settle_parallel(spec: JobSpec) -> list[dict[str, Any]]:
         found.append(f"needs {table}trainer_ranks > 1: a single rank shares with nobody")
     if spec.algorithm.advantage == "gae" and spec.value_model is None:
         found.append("does not go with algorithm.advantage = 'gae', whose critic is whole on every rank; take 'data'")
-    return [{"field": "train.parallel", "value": parallel, "problem": problem} for problem in found]
+    return [mistake("train.parallel", parallel, problem) for problem in found]
 
 
 def all_ranks(spec: JobSpec) -> int:
@@ -47,7 +48,7 @@ def policy_ranks(spec: JobSpec) -> list[dict[str, Any]]:
     for name in partitioned[1:]:
         problem = f"must be 'data', as {partitioned[0]!r} has another: DeepSpeed joins one group of ranks per process"
         found.append((f"policies.{name}.train.parallel", spec.policies[name].train.parallel, problem))
-    return [{"field": field, "value": value, "problem": problem} for field, value, problem in found]
+    return [mistake(*one) for one in found]
 
 
 def unused_gpus(spec: JobSpec) -> list[dict[str, Any]]:
@@ -55,4 +56,4 @@ def unused_gpus(spec: JobSpec) -> list[dict[str, Any]]:
     if not spec.resources.rollout_gpus or spec.rollout.engine == "vllm":
         return []
     problem = f"does not apply with rollout.engine = {spec.rollout.engine!r}, which has no use for a GPU"
-    return [{"field": "resources.rollout_gpus", "value": spec.resources.rollout_gpus, "problem": problem}]
+    return [mistake("resources.rollout_gpus", spec.resources.rollout_gpus, problem)]

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from opentinker.shared.spec.base import Coefficient, Factor, Fraction, Ranks, SpecPart, Steps, Tokens, Workers
 from opentinker.shared.tenant_limits import MAX_PRIORITY, MIN_PRIORITY
-from opentinker.shared.types.mistakes import fill
+from opentinker.shared.types.mistakes import fill, mistake
 
 SIMULATED = "learner = 'simulated'"
 
@@ -67,17 +67,15 @@ class TrainSpec(SpecPart):
     def resolve(self) -> list[dict[str, Any]]:
         found = []
         if self.warmup_steps > self.steps > 0:
-            problem = f"is larger than steps={self.steps}"
-            found.append({"field": "warmup_steps", "value": self.warmup_steps, "problem": problem})
+            found.append(mistake("warmup_steps", self.warmup_steps, f"is larger than steps={self.steps}"))
         if self.schedule != "constant":
             fill(self, {"lr_end": self.lr_end or 0.0})
         elif self.lr_end is not None:
-            found.append({"field": "lr_end", "value": self.lr_end, "problem": "needs schedule = 'linear' or 'cosine'"})
+            found.append(mistake("lr_end", self.lr_end, "needs schedule = 'linear' or 'cosine'"))
         if self.learner == "simulated":
             fill(self, {"simulated_step_s": self.simulated_step_s or 0.0})
         elif self.simulated_step_s is not None:
-            problem = f"needs {SIMULATED}"
-            found.append({"field": "simulated_step_s", "value": self.simulated_step_s, "problem": problem})
+            found.append(mistake("simulated_step_s", self.simulated_step_s, f"needs {SIMULATED}"))
         return found
 
 
@@ -105,13 +103,13 @@ class ResourceSpec(SpecPart):
         ranks = self.trainer_ranks or max(1, self.trainer_gpus)
         if self.trainer_gpus and ranks != self.trainer_gpus:
             problem = f"must be trainer_gpus={self.trainer_gpus}, one rank per GPU, or left out"
-            return [{"field": "trainer_ranks", "value": ranks, "problem": problem}]
+            return [mistake("trainer_ranks", ranks, problem)]
         if self.min_rollout_workers > self.rollout_workers:
             problem = f"is larger than rollout_workers={self.rollout_workers}"
-            return [{"field": "min_rollout_workers", "value": self.min_rollout_workers, "problem": problem}]
+            return [mistake("min_rollout_workers", self.min_rollout_workers, problem)]
         if self.gpu_memory_gb is not None and not self.trainer_gpus and not self.rollout_gpus:
             problem = "needs trainer_gpus or rollout_gpus: it is their memory"
-            return [{"field": "gpu_memory_gb", "value": self.gpu_memory_gb, "problem": problem}]
+            return [mistake("gpu_memory_gb", self.gpu_memory_gb, problem)]
         fill(self, {"trainer_ranks": ranks})
         return []
 

@@ -11,6 +11,7 @@ from opentinker.shared.spec.algorithm_parts import TREE_SAMPLED
 from opentinker.shared.spec.rollout import ELSEWHERE
 from opentinker.shared.spec.seat_lists import list_of
 from opentinker.shared.types.env_protocol import MAX_CANDIDATES
+from opentinker.shared.types.mistakes import mistake
 
 if TYPE_CHECKING:
     from opentinker.shared.spec import JobSpec
@@ -63,9 +64,8 @@ def settle_tree(spec: JobSpec) -> list[dict[str, Any]]:
         if algorithm.advantage != TREE_SAMPLED
     ]  # fmt: skip
     if size > MAX_CANDIDATES:
-        found.append(
-            ("algorithm.group_size", size, f"must be at most {MAX_CANDIDATES} with {by}: candidates of a turn")
-        )
+        problem = f"must be at most {MAX_CANDIDATES} with {by}: candidates of a turn"
+        found.append(("algorithm.group_size", size, problem))
     elif size * rollout.max_turns > MAX_EPISODE_CANDIDATES:
         problem = f"times group_size = {size} is more than {MAX_EPISODE_CANDIDATES:,} candidates in an episode ({by})"
         found.append(("rollout.max_turns", rollout.max_turns, problem))
@@ -83,4 +83,4 @@ def settle_tree(spec: JobSpec) -> list[dict[str, Any]]:
     if environment.name.startswith(ELSEWHERE):
         problem = f"runs outside of the env workers, where its episodes cannot be copied, as {by} needs"
         found.append(("environment.name", environment.name, problem))
-    return [{"field": field, "value": value, "problem": problem} for field, value, problem in found]
+    return [mistake(*one) for one in found]

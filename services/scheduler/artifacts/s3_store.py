@@ -29,7 +29,7 @@ class ObjectStore:
             from obstore.store import S3Store
         except ImportError:
             problem = "needs a library that is not installed: pip install 'opentinker[s3]'"
-            raise SpecError([_wrong("artifacts_url", settings.artifacts_url, problem)]) from None
+            raise SpecError.of("artifacts_url", settings.artifacts_url, problem) from None
         bucket, _, prefix = settings.artifacts_url.removeprefix("s3://").partition("/")
         access, secret = read_access(settings.artifacts_s3_credentials_file)
         endpoint = settings.artifacts_s3_endpoint
@@ -110,7 +110,3 @@ class _Object:
 
     def close(self) -> None:
         """Nothing is held."""
-
-
-def _wrong(field: str, value: object, problem: str) -> dict[str, object]:
-    return {"field": field, "value": value, "problem": problem}

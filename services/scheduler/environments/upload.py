@@ -200,15 +200,16 @@ class Uploads:
         except NotFound:
             yours = ", ".join(self.names(tenant)) or "none yet"
             push = f"push it with `opentinker env push DIR --name {reference.name}`"
-            raise _wrong_name(name, f"you have no such environment; {push} (there are: {yours})") from None
+            problem = f"you have no such environment; {push} (there are: {yours})"
+            raise SpecError.of("environment.name", name, problem) from None
         except Unreadable as error:
-            raise _wrong_name(name, str(error)) from None
+            raise SpecError.of("environment.name", name, str(error)) from None
         wanted = reference.version or versions[-1].version
         for version in versions:
             if version.version == wanted and reference.digest in ("", version.digest):
                 return Reference(reference.name, wanted, version.digest)
         there = ", ".join(str(version.version) for version in versions)
-        raise _wrong_name(name, f"has no such version; there are: {there}")
+        raise SpecError.of("environment.name", name, f"has no such version; there are: {there}")
 
     def delete(self, tenant: str, name: str, version: int | None) -> list[Version]:
         """The versions that are gone. What only they had is removed. Raises NotFound."""
@@ -270,7 +271,3 @@ class Uploads:
         with (self._home / ".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
-
-
-def _wrong_name(name: str, problem: str) -> SpecError:
-    return SpecError([{"field": "environment.name", "value": name, "problem": problem}])

@@ -72,14 +72,14 @@ class PublishingApi:
         id, _, step = asked.checkpoint.partition("@")
         found = await self.store.jobs([id])
         if not found or not may_see(request, found[0].tenant):
-            raise _wrong("checkpoint", asked.checkpoint, f"you have no job {id}; `opentinker jobs` lists yours")
+            raise SpecError.of("checkpoint", asked.checkpoint, f"you have no job {id}; `opentinker jobs` lists yours")
         job = found[0]
         if why := lacks_policy(job):
-            raise _wrong("checkpoint", asked.checkpoint, why)
+            raise SpecError.of("checkpoint", asked.checkpoint, why)
         try:
             held = checkpoint_dir.choose(await self.artifacts.checkpoints(job), int(step) if step.isdigit() else None)
         except NotFound as error:
-            raise _wrong("checkpoint", asked.checkpoint, f"job {id} has {error}") from None
+            raise SpecError.of("checkpoint", asked.checkpoint, f"job {id} has {error}") from None
         kept = await self.archiver.archive(job, held)
         made = await self.index.publish(job.tenant, asked.name, id, kept, principal_of(request).key)
         detail = {"name": made.name, "step": made.step, "by": made.key}
@@ -227,7 +227,3 @@ class PublishingApi:
 
 def _shown(one: Publication) -> dict[str, Any]:
     return {**msgspec.to_builtins(one), "checkpoint": f"{one.job}@{one.step}"}
-
-
-def _wrong(field: str, value: str, problem: str) -> SpecError:
-    return SpecError.of(field, value, problem)

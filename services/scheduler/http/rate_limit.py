@@ -33,6 +33,7 @@ from opentinker.shared.asyncio_tools import sleep
 from opentinker.shared.config import Settings
 from opentinker.shared.runtime.telemetry import REGISTRY
 from opentinker.shared.types.errors import SpecError
+from opentinker.shared.types.mistakes import mistake
 
 log = structlog.get_logger()
 
@@ -145,8 +146,9 @@ def query_check(known: Mapping[tuple[str, str], set[str]]) -> Middleware:
         resource = request.match_info.route.resource
         names = None if resource is None else known.get((request.method, resource.canonical))
         if names is not None and not OPENAI.match(request.path) and (odd := sorted(request.query.keys() - names)):
-            raise SpecError([{"field": name[:100], "value": request.query[name][:100], "problem": _unknown(name, names)}
-                             for name in odd[:10]])  # fmt: skip
+            raise SpecError(
+                [mistake(name[:100], request.query[name][:100], _unknown(name, names)) for name in odd[:10]]
+            )
         return await handler(request)
 
     return check

@@ -6,13 +6,13 @@ Blocking: call these in a thread. The trainer reads every row, and data sets of 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from opentinker.shared.data.jsonl import RowError, first_row, rows_path
 from opentinker.shared.data.readable_paths import resolved
 from opentinker.shared.durable_files import not_on_hub
 from opentinker.shared.spec import DataSpec
 from opentinker.shared.spec.data import JSONL, NoFormat, format_of
+from opentinker.shared.types.mistakes import Mistake, mistake
 
 FILE_FORMATS = frozenset([
     "arrow", "audiofolder", "conll", "csv", "eval", "fasta", "fastq", "genbank", "harbor", "hdf5", "iceberg",
@@ -22,7 +22,7 @@ FILE_FORMATS = frozenset([
 """Names under which Hugging Face datasets loads local files instead of a data set of the hub."""
 
 
-def check_data(data: DataSpec, kind: str) -> list[dict[str, Any]]:
+def check_data(data: DataSpec, kind: str) -> list[Mistake]:
     """The mistakes in it."""
     found = []
     for field, value in (("path", data.path), ("validation", data.validation)):
@@ -30,10 +30,10 @@ def check_data(data: DataSpec, kind: str) -> list[dict[str, Any]]:
             try:
                 _check(value, kind, data)
             except NoFormat as error:
-                found.append(_mistake(error.field, getattr(data, error.field), str(error)))
+                found.append(mistake(f"data.{error.field}", getattr(data, error.field), str(error)))
             except (RowError, OSError) as error:
-                found.append(_mistake(field, value, str(error)))
-    return [mistake for n, mistake in enumerate(found) if mistake not in found[:n]]
+                found.append(mistake(f"data.{field}", value, str(error)))
+    return [one for n, one in enumerate(found) if one not in found[:n]]
 
 
 def _check(name: str, kind: str, data: DataSpec) -> None:
@@ -61,7 +61,3 @@ def absolute(data: DataSpec) -> dict[str, str]:
         for field, value in (("path", data.path), ("validation", data.validation))
         if isinstance(value, str) and (path := rows_path(value)) is not None
     }
-
-
-def _mistake(field: str, value: Any, problem: str) -> dict[str, Any]:
-    return {"field": f"data.{field}", "value": value, "problem": problem}

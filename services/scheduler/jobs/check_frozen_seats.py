@@ -89,9 +89,8 @@ def _judge(chosen: SourceCheckpoint, player: SeatSpec, spec: JobSpec | None) -> 
         return plain, wrong
     weights = any(name.endswith(".safetensors") and "/" not in name for name in chosen.manifest.files)
     if is_served(spec) and not weights:
-        wrong.append(
-            _wrong(player, "it holds no weights (learner = 'simulated'): only rollout.engine = 'toy' plays it")
-        )
+        problem = "it holds no weights (learner = 'simulated'): only rollout.engine = 'toy' plays it"
+        wrong.append(_wrong(player, problem))
     for mistake in mistakes_in_model(model.base, model, is_served(spec) and lora is not None):
         wrong.append(_wrong(player, f"its {mistake['field']}, {mistake['value']}, {mistake['problem']}"))
     if spec.environment.tools and model.chat_template == "plain":

@@ -32,6 +32,7 @@ from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import JobSpec, StartSpec, parse_spec
 from opentinker.shared.types.errors import Conflict, SpecError
 from opentinker.shared.types.manifest import adapter_of, frozen_of, start_of
+from opentinker.shared.types.mistakes import mistake
 
 _ALPHABET = string.ascii_lowercase + string.digits
 Mistakes = list[dict[str, Any]]
@@ -103,7 +104,7 @@ def _check_priority(ctx: Context, spec: JobSpec | None, tenant: str) -> Mistakes
     if spec is None or limits is None or spec.resources.priority <= limits.max_priority:
         return []
     problem = f"may be at most {limits.max_priority} for your jobs here (max_priority of the scheduler's tenants)"
-    return [{"field": "resources.priority", "value": spec.resources.priority, "problem": problem}]
+    return [mistake("resources.priority", spec.resources.priority, problem)]
 
 
 def kept_idle_s(spec: JobSpec, settings: Settings) -> float | None:
@@ -218,7 +219,7 @@ def _mistakes_in_policies(spec: JobSpec | None) -> Mistakes:
     for name, model in own.items():
         if spec is not None and model != spec.model:
             wrong = check_model.mistakes_in_model(model.base, model, loads_weights(spec))
-            found += [{**mistake, "field": f"policies.{name}.{mistake['field']}"} for mistake in wrong]
+            found += [{**one, "field": f"policies.{name}.{one['field']}"} for one in wrong]
     return found
 
 
@@ -267,15 +268,15 @@ async def _check_start(
     if start.live:
         base = "" if spec is None else await on_disk(ctx, check_model.resolved_base, spec.model.base)
         wrong = await starting.mistakes_in_live(ctx, start, spec, base, tenant)
-        return [{**mistake, "value": mistake["value"] or start.checkpoint} for mistake in wrong], None
+        return [{**one, "value": one["value"] or start.checkpoint} for one in wrong], None
     found = await starting.find(ctx, start, tenant)
     if isinstance(found, str):
-        return [{"field": "start.from", "value": start.checkpoint, "problem": found}], None
+        return [mistake("start.from", start.checkpoint, found)], None
     if spec is None:
         return [], found
     base = await on_disk(ctx, check_model.resolved_base, spec.model.base)
     wrong = await on_disk(ctx, starting.mistakes_in, found, spec, base)
-    return [{**mistake, "value": start.checkpoint} for mistake in wrong], found
+    return [{**one, "value": start.checkpoint} for one in wrong], found
 
 
 def _base(data: Any, spec: JobSpec | None) -> str | None:

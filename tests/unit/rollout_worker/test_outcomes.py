@@ -11,7 +11,6 @@ import pytest
 
 from opentinker.services.rollout_worker.eval_runner import EvalRunner, outcome_of
 from opentinker.services.rollout_worker.seat_map import LoadedPolicy, SeatMap
-from opentinker.shared.evaluation.ratings import win_probability
 from opentinker.shared.evaluation.records import Evaluations
 from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.types.core import Ending
@@ -112,6 +111,6 @@ async def test_ratings_are_relative_to_the_first_bot_and_use_all_evaluations(tmp
     assert before["val/rating"] == pytest.approx(0.0, abs=5.0) and before["val/rating/error"] > 0
     kept._games[0] = games((50, 0, 50), (10, 0, 90))
     after = kept.rate(20, games((90, 0, 10), (50, 0, 50)), bots)
-    assert win_probability(after["val/rating"], 0.0)[0] == pytest.approx(0.9, abs=0.02)
+    assert 1 / (1 + 10 ** (-after["val/rating"] / 400)) == pytest.approx(0.9, abs=0.02)
     alone = kept.rate(20, games((0, 0, 0), (50, 0, 50)), bots)
     assert alone["val/rating"] == pytest.approx(after["val/rating"], abs=40.0), "strong is known from step 0"
