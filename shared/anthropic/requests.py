@@ -5,20 +5,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from opentinker.shared.openai.fields import InvalidField, Json, flag, items, stops, text, whole
+from opentinker.shared.openai.fields import InvalidField, Json, flag, items, stops, table, text, whole
 from opentinker.shared.openai.guides import guide_of
 from opentinker.shared.openai.requests import (
     ParsedRequest,
     check_sendable,
+    content_of,
     image_of,
+    joined,
     model_of,
+    refuse_set,
     refuse_unsupported,
     tool_of,
     tools_of,
 )
 from opentinker.shared.types.core import Image, Message, Text, Tool, ToolCall
-
-UNSUPPORTED = ("container", "mcp_servers")
 
 
 def parse_messages(body: Json, session: str = "", *, serving: bool = False) -> ParsedRequest:
@@ -26,16 +27,15 @@ def parse_messages(body: Json, session: str = "", *, serving: bool = False) -> P
     refuse_unsupported(body)
     if body.get("n") not in (None, 1):
         raise InvalidField("n is not supported", param="n")
-    for name in UNSUPPORTED:
-        if body.get(name):
-            raise InvalidField(f"{name} is not supported", param=name)
+    refuse_set(body, "container", "mcp_servers")
     messages = [
         message for n, given in enumerate(items(body, "messages")) for message in _said(given, f"messages[{n}]")
     ]
     if not messages:
         raise InvalidField("there is no message", param="messages")
     if body.get("system"):
-        messages = [Message(role="system", content=_texts(body["system"], "system")), *messages]
+        system = content_of(body["system"], "system", _text, called="blocks")
+        messages = [Message(role="system", content=system), *messages]
     tools = tools_of(body, _tool)
     asked = ParsedRequest(
         messages=messages,
@@ -52,10 +52,7 @@ def parse_messages(body: Json, session: str = "", *, serving: bool = False) -> P
 
 
 def _format(body: Json) -> Any:
-    config = body.get("output_config") or {}
-    if not isinstance(config, dict):
-        raise InvalidField("must be an object", param="output_config")
-    return config.get("format") or body.get("output_format")
+    return table(body, "output_config").get("format") or body.get("output_format")
 
 
 def _said(given: Any, where: str) -> list[Message]:
@@ -67,25 +64,20 @@ def _said(given: Any, where: str) -> list[Message]:
         return [Message(role=role, content=content or "")]
     if not isinstance(content, list):
         raise InvalidField("must be a string or a list of blocks", param=f"{where}.content")
-    blocks = [(_block(block, role, f"{where}.content[{n}]")) for n, block in enumerate(content)]
+    blocks = [_block(block, role, f"{where}.content[{n}]") for n, block in enumerate(content)]
     if role == "assistant":
         calls = [block for block in blocks if isinstance(block, ToolCall)]
-        return [Message(role=role, content=_joined([b for b in blocks if isinstance(b, Text)]), tool_calls=calls)]
+        return [Message(role=role, content=joined([b for b in blocks if isinstance(b, Text)]), tool_calls=calls)]
     messages: list[Message] = []
     parts: list[Text | Image] = []
     for block in blocks:
         if isinstance(block, Message):
-            messages += [Message(role=role, content=_joined(parts))] if parts else []
+            messages += [Message(role=role, content=joined(parts))] if parts else []
             messages.append(block)
             parts = []
         elif not isinstance(block, ToolCall):
             parts.append(block)
-    return [*messages, Message(role=role, content=_joined(parts))] if parts or not messages else messages
-
-
-def _joined(parts: list[Text | Image] | list[Text]) -> str | list[Text | Image]:
-    texts = [part.text for part in parts if isinstance(part, Text)]
-    return "".join(texts) if len(texts) == len(parts) else list(parts)
+    return [*messages, Message(role=role, content=joined(parts))] if parts or not messages else messages
 
 
 def _block(given: Any, role: str, where: str) -> Text | Image | ToolCall | Message:
@@ -97,7 +89,7 @@ def _block(given: Any, role: str, where: str) -> Text | Image | ToolCall | Messa
     if kind == "tool_use" and role == "assistant":
         return _call(given, where)
     if kind == "tool_result" and role == "user":
-        content = _result(given.get("content"), f"{where}.content")
+        content = content_of(given.get("content"), f"{where}.content", _result, called="blocks")
         return Message(role="tool", content=content, tool_call_id=text(given, "tool_use_id", where))
     known = {"user": "text, image and tool_result", "assistant": "text and tool_use"}.get(role, "text")
     raise InvalidField(f"blocks of type {known} are understood in messages of the role {role}", param=where)
@@ -117,28 +109,17 @@ def _call(given: Json, where: str) -> ToolCall:
     return ToolCall(id=text(given, "id", where), name=name, arguments=arguments)
 
 
-def _result(given: Any, where: str) -> str | list[Text | Image]:
-    if given is None or isinstance(given, str):
-        return given or ""
-    if not isinstance(given, list):
-        raise InvalidField("must be a string or a list of blocks", param=where)
-    parts: list[Text | Image] = []
-    for n, block in enumerate(given):
-        part = _block(block, "user", f"{where}[{n}]")
-        if not isinstance(part, Text | Image):
-            raise InvalidField("blocks of type text and image are understood in a result", param=f"{where}[{n}]")
-        parts.append(part)
-    return _joined(parts)
+def _result(given: Any, where: str) -> Text | Image:
+    part = _block(given, "user", where)
+    if not isinstance(part, Text | Image):
+        raise InvalidField("blocks of type text and image are understood in a result", param=where)
+    return part
 
 
-def _texts(given: Any, where: str) -> str:
-    """A text, or a list of blocks of text."""
-    if isinstance(given, str):
-        return given
-    if not isinstance(given, list):
-        raise InvalidField("must be a string or a list of blocks", param=where)
-    parts = [_block(block, "system", f"{where}[{n}]") for n, block in enumerate(given)]
-    return "".join(part.text for part in parts if isinstance(part, Text))
+def _text(given: Any, where: str) -> Text:
+    part = _block(given, "system", where)
+    assert isinstance(part, Text)
+    return part
 
 
 def _tool(given: Any, where: str) -> Tool:

@@ -47,6 +47,13 @@ def items(body: Json, name: str) -> list[Any]:
     return value or []
 
 
+def table(body: Json, name: str) -> Json:
+    value = body.get(name) or {}
+    if not isinstance(value, dict):
+        raise InvalidField("must be an object", param=name)
+    return value
+
+
 def whole(body: Json, name: str, least: int) -> int | None:
     value = body.get(name)
     if value is not None and (type(value) is not int or value < least):

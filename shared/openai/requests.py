@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from opentinker.shared.openai.fields import InvalidField, Json, flag, items, stops, text, token_ids, whole
+from opentinker.shared.openai.fields import InvalidField, Json, flag, items, stops, table, text, token_ids, whole
 from opentinker.shared.openai.guides import guide_of, is_told_of_tools, schema_of
 from opentinker.shared.types import codec
 from opentinker.shared.types.core import Image, Message, Text, Tool, ToolCall
@@ -90,9 +90,7 @@ def parse_completion(body: Json, session: str = "", *, serving: bool = False) ->
     """Parse `POST /v1/completions`: a text or token ids, or a list of them. `serving` as above. Raises
     InvalidField."""
     refuse_unsupported(body)
-    for name in ("echo", "suffix"):
-        if body.get(name):
-            raise InvalidField(f"{name} is not supported", param=name)
+    refuse_set(body, "echo", "suffix")
     _refuse_format(body)
     given = body.get("prompt")
     prompts = given if isinstance(given, list) and given and isinstance(given[0], str | list) else [given]
@@ -142,9 +140,7 @@ def _refuse_format(body: Json) -> None:
 
 def parse_generate(body: Json, session: str = "") -> ParsedRequest:
     """Parse `POST /inference/v1/generate`: tokens in, tokens out. Raises InvalidField."""
-    params = body.get("sampling_params") or {}
-    if not isinstance(params, dict):
-        raise InvalidField("must be an object", param="sampling_params")
+    params = table(body, "sampling_params")
     refuse_unsupported(params)
     _count(params, serving=False)
     _refuse_format(params)
@@ -183,7 +179,11 @@ def _most_tokens(body: Json) -> int | None:
 def refuse_unsupported(body: Json) -> None:
     if body.get("best_of") not in (None, 1):
         raise InvalidField("best_of can only be 1: ask for several answers with n", param="best_of")
-    for name in ("functions", "logit_bias", "audio", "prompt_logprobs", "structured_outputs", "guided_json"):
+    refuse_set(body, "functions", "logit_bias", "audio", "prompt_logprobs", "structured_outputs", "guided_json")
+
+
+def refuse_set(body: Json, *names: str) -> None:
+    for name in names:
         if body.get(name):
             raise InvalidField(f"{name} is not supported", param=name)
 
@@ -195,9 +195,7 @@ def tools_of(body: Json, tool: Callable[[Any, str], Tool]) -> list[Tool]:
 
 
 def _stream_options(body: Json) -> Json:
-    options = body.get("stream_options") or {}
-    if not isinstance(options, dict):
-        raise InvalidField("must be an object", param="stream_options")
+    options = table(body, "stream_options")
     for name in sorted(options.keys() - {"include_usage"}):
         if options[name] not in (None, False):
             raise InvalidField(f"stream_options.{name} is not supported", param="stream_options")
@@ -216,22 +214,28 @@ def _message(given: Any, where: str) -> Message:
         raise InvalidField(f"must be an object with one of the roles {', '.join(ROLES)}", param=where)
     return Message(
         role=ROLES[given["role"]],
-        content=_content(given.get("content"), f"{where}.content"),
+        content=content_of(given.get("content"), f"{where}.content", _part),
         tool_calls=[_call(call, f"{where}.tool_calls[{n}]") for n, call in enumerate(items(given, "tool_calls"))],
         tool_call_id=text(given, "tool_call_id", where),
         name=text(given, "name", where),
     )
 
 
-def _content(given: Any, where: str) -> str | list[Text | Image]:
-    """Parts that are all text are one text."""
+def content_of(
+    given: Any, where: str, part: Callable[[Any, str], Text | Image], *, called: str = "parts"
+) -> str | list[Text | Image]:
+    """Return a text, or a list of parts. `part` parses one of them, by its place."""
     if given is None or isinstance(given, str):
         return given or ""
     if not isinstance(given, list):
-        raise InvalidField("must be a string or a list of parts", param=where)
-    parts = [_part(part, f"{where}[{n}]") for n, part in enumerate(given)]
+        raise InvalidField(f"must be a string or a list of {called}", param=where)
+    return joined([part(one, f"{where}[{n}]") for n, one in enumerate(given)])
+
+
+def joined(parts: Sequence[Text | Image]) -> str | list[Text | Image]:
+    """Parts that are all text are one text."""
     texts = [part.text for part in parts if isinstance(part, Text)]
-    return "".join(texts) if len(texts) == len(parts) else parts
+    return "".join(texts) if len(texts) == len(parts) else list(parts)
 
 
 def _part(given: Any, where: str) -> Text | Image:

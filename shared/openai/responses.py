@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from opentinker.shared.openai.fields import InvalidField, Json, flag, items, text, whole
+from opentinker.shared.openai.fields import InvalidField, Json, flag, items, table, text, whole
 from opentinker.shared.openai.guides import guide_of
 from opentinker.shared.openai.requests import (
     MAX_LIKELY_CHAT,
@@ -17,9 +17,11 @@ from opentinker.shared.openai.requests import (
     ParsedRequest,
     call_of,
     check_sendable,
+    content_of,
     image_in_url,
     model_of,
     most_likely,
+    refuse_set,
     refuse_unsupported,
     tool_of,
     tools_of,
@@ -41,16 +43,12 @@ def parse_responses(body: Json, session: str = "", *, serving: bool = False) -> 
     for name in ("previous_response_id", "conversation"):
         if body.get(name):
             raise InvalidField(f"{name}: responses are not stored; send the whole conversation in input", param=name)
-    for name in ("background", "prompt", "max_tool_calls"):
-        if body.get(name):
-            raise InvalidField(f"{name} is not supported", param=name)
+    refuse_set(body, "background", "prompt", "max_tool_calls")
     if body.get("truncation") not in (None, "disabled"):
         raise InvalidField(
             'truncation can only be "disabled": a prompt that is too long is refused', param="truncation"
         )
-    form = body.get("text") or {}
-    if not isinstance(form, dict):
-        raise InvalidField("must be an object", param="text")
+    form = table(body, "text")
     logprobs = _logprobs(body)
     top = most_likely(body, "top_logprobs", MAX_LIKELY_CHAT, serving)
     if top and not logprobs:
@@ -116,7 +114,7 @@ def _is_continued(last: Message, kind: str) -> bool:
 def _message(item: Json, where: str) -> Message:
     if item.get("role") not in ROLES or item["role"] == "tool":
         raise InvalidField("must have one of the roles user, assistant, system, developer", param=where)
-    return Message(role=ROLES[item["role"]], content=_content(item.get("content"), f"{where}.content"))
+    return Message(role=ROLES[item["role"]], content=content_of(item.get("content"), f"{where}.content", _part))
 
 
 def _function_call(item: Json, where: str) -> Message:
@@ -124,7 +122,7 @@ def _function_call(item: Json, where: str) -> Message:
 
 
 def _function_call_output(item: Json, where: str) -> Message:
-    content = _content(item.get("output"), f"{where}.output")
+    content = content_of(item.get("output"), f"{where}.output", _part)
     return Message(role="tool", content=content, tool_call_id=text(item, "call_id", where))
 
 
@@ -134,17 +132,6 @@ ITEMS: dict[str, Callable[[Json, str], Message]] = {
     "function_call_output": _function_call_output,
 }
 TEXTS = ("input_text", "output_text", "text")
-
-
-def _content(given: Any, where: str) -> str | list[Text | Image]:
-    """Parts that are all text are one text."""
-    if given is None or isinstance(given, str):
-        return given or ""
-    if not isinstance(given, list):
-        raise InvalidField("must be a string or a list of parts", param=where)
-    parts = [_part(part, f"{where}[{n}]") for n, part in enumerate(given)]
-    texts = [part.text for part in parts if isinstance(part, Text)]
-    return "".join(texts) if len(texts) == len(parts) else parts
 
 
 def _part(given: Any, where: str) -> Text | Image:
