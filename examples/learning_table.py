@@ -184,9 +184,9 @@ class LocalSessions:
     def __init__(self) -> None:
         self.players: dict[str, LocalEnvRunner] = {}
 
-    async def open(self, importing: object = None, **request: Any) -> SessionReply:
-        player = self.players[request["session"]] = LocalEnvRunner("here", modules=False)
-        return await player.open(OpenSession(**request, answer_within_s=request["deadline_s"]))
+    async def open(self, request: OpenSession, importing: object = None) -> SessionReply:
+        player = self.players[request.session] = LocalEnvRunner("here", modules=False)
+        return await player.open(msgspec.structs.replace(request, answer_within_s=request.deadline_s))
 
     async def step(self, worker: str, request: StepSession) -> SessionReply:
         reply = await self.players[request.session].step(request)

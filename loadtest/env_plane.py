@@ -27,7 +27,7 @@ from opentinker.envs.base import Action, Environment, Step, user
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.messaging.env_client import EnvClient
 from opentinker.shared.types.core import Message, StopReason
-from opentinker.shared.types.env_protocol import SessionReply, StepSession
+from opentinker.shared.types.env_protocol import OpenSession, SessionReply, StepSession
 
 ACTION, OBSERVATION = "a" * 64, "o" * 200
 ENVIRONMENT = "loadtest.env_plane:Echo"
@@ -55,9 +55,10 @@ class Client:
         self.latencies: list[float] = []
 
     async def open(self, session: str, row: int, seed: int) -> SessionReply:
-        reply = await self.sessions.open(
+        request = OpenSession(
             job=self.job, session=session, environment=self.environment, config={}, row=row, seed=seed, deadline_s=60.0
         )
+        reply = await self.sessions.open(request)
         assert reply.failure is None, reply.error
         return reply
 

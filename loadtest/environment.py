@@ -33,7 +33,7 @@ from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.messaging.env_client import EnvClient
 from opentinker.shared.runtime.reexec import below
 from opentinker.shared.types.core import StopReason
-from opentinker.shared.types.env_protocol import Policy, SeatAction
+from opentinker.shared.types.env_protocol import OpenSession, Policy, SeatAction
 
 LONGEST = 1000
 """Turns of an episode, for environments that never end."""
@@ -93,17 +93,17 @@ class Client:
             await self._episode(f"load-{number}-{episode}", episode % len(self.episodes))
 
     async def _episode(self, session: str, row: int) -> None:
-        reply = await self.sessions.open(
+        request = OpenSession(
             job="load",
             session=session,
             environment=self.arguments.name,
-            isolation="process",
             config=self.arguments.config,
             row=row,
             seed=0,
             deadline_s=600.0,
             policy=Policy(model="load", context_length=4096),
         )
+        reply = await self.sessions.open(request)
         assert reply.failure is None, reply.error
         for turn, texts in enumerate(self.episodes[row]):
             actions = [

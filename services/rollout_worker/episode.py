@@ -39,7 +39,7 @@ from opentinker.services.rollout_worker.url_player import UrlFailed, UrlPlayer
 from opentinker.shared.asyncio_tools import gather_all, paused_timeout
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.types.core import Ending, Message, StopReason, Ticket
-from opentinker.shared.types.env_protocol import Policy, SeatAction, SeatPrompt, SessionReply
+from opentinker.shared.types.env_protocol import OpenSession, Policy, SeatAction, SeatPrompt, SessionReply
 from opentinker.shared.types.errors import BadImage
 from opentinker.shared.types.trajectories import Picture, Trajectory, Turn
 
@@ -142,22 +142,22 @@ class Episode:
         return self.done
 
     async def _open(self, clock: asyncio.Timeout) -> SessionReply:
+        request = OpenSession(
+            job=self.ticket.job,
+            session=self.session,
+            environment=self.spec.environment.name,
+            isolation=self.spec.environment.isolation or "process",
+            config=self.spec.environment.config,
+            row=self.ticket.row,
+            seed=self.ticket.seed,
+            deadline_s=self.spec.rollout.episode_timeout_s,
+            policy=Policy(model=self.seats.first.spec.model.base, context_length=self.seats.context),
+            bots=self.seats.bots,
+            tools=[tool.model_dump() for tool in self.spec.environment.tools],
+            tool_turns=self.spec.environment.tool_turns,
+        )
         with self._busy("env"):
-            return await self.sessions.open(
-                job=self.ticket.job,
-                session=self.session,
-                environment=self.spec.environment.name,
-                isolation=self.spec.environment.isolation or "process",
-                config=self.spec.environment.config,
-                row=self.ticket.row,
-                seed=self.ticket.seed,
-                deadline_s=self.spec.rollout.episode_timeout_s,
-                policy=Policy(model=self.seats.first.spec.model.base, context_length=self.seats.context),
-                bots=self.seats.bots,
-                tools=[tool.model_dump() for tool in self.spec.environment.tools],
-                tool_turns=self.spec.environment.tool_turns,
-                importing=partial(paused_timeout, clock),
-            )
+            return await self.sessions.open(request, partial(paused_timeout, clock))
 
     @staticmethod
     def _good(reply: SessionReply) -> SessionReply:

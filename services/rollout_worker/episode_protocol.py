@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 from opentinker.shared.types.core import Ending
-from opentinker.shared.types.env_protocol import Isolation, Policy, SessionReply, StepSession
+from opentinker.shared.types.env_protocol import OpenSession, SessionReply, StepSession
 
 Busy = Callable[[str], AbstractContextManager[object]]
 """Context manager by lane (`generation`, `env`), entered while the episode waits for that lane."""
@@ -25,11 +25,8 @@ class Sessions(Protocol):
     """The environment side of an episode; `shared.env_client.EnvClient` is the real one."""
 
     async def open(
-        self, *, job: str, session: str, environment: str, isolation: Isolation, config: dict[str, object], row: int,
-        seed: int, deadline_s: float, policy: Policy, tools: list[dict[str, object]], tool_turns: int,
-        bots: dict[str, str],
-        importing: Callable[[], AbstractContextManager[object]],
-    ) -> SessionReply: ...  # fmt: skip
+        self, request: OpenSession, importing: Callable[[], AbstractContextManager[object]]
+    ) -> SessionReply: ...
 
     async def step(self, worker: str, request: StepSession) -> SessionReply: ...
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 
 import msgspec
@@ -33,14 +33,12 @@ from opentinker.shared.types.env_protocol import (
     CloseSession,
     Isolation,
     OpenSession,
-    Policy,
     SessionReply,
     StepSession,
     is_url,
 )
 
 log = structlog.get_logger()
-UNKNOWN = Policy()
 OPENING_S = 2.5
 """An open that takes longer is reported: a caller that gives up then knows where to close it, and those of a cancelled
 job are gone within its 5 s."""
@@ -81,49 +79,14 @@ class EnvClient:
         """Opens whose caller is gone, until it is known what they came to."""
 
     async def open(
-        self,
-        *,
-        job: str,
-        session: str,
-        environment: str,
-        isolation: Isolation = "process",
-        config: dict[str, object],
-        row: int,
-        seed: int,
-        deadline_s: float,
-        policy: Policy = UNKNOWN,
-        tools: list[dict[str, object]] | None = None,
-        tool_turns: int = 1,
-        bots: Mapping[str, str] | None = None,
-        importing: Callable[[], AbstractContextManager[object]] = nullcontext,
+        self, request: OpenSession, importing: Callable[[], AbstractContextManager[object]] = nullcontext
     ) -> SessionReply:
         """Gives up a little before the deadline, with the reason why no session could be had.
 
-        `importing`: around the import of the environment, which does not count; its deadline is the env worker's.
+        `request`: with the time that all tries have together; owner and own jobs are the client's, and so is how long
+        to wait for each answer. `importing`: around the import of the environment, which does not count; its deadline
+        is the env worker's.
         """
-        request = OpenSession(
-            job=job,
-            session=session,
-            environment=environment,
-            isolation=isolation,
-            config=config,
-            row=row,
-            seed=seed,
-            deadline_s=deadline_s,
-            tools=tools or [],
-            tool_turns=tool_turns,
-            bots=dict(bots or {}),
-            answer_within_s=0.0,
-            policy=policy,
-            own_jobs=self._own_jobs,
-            owner=self._owner,
-        )
-        return await self._ask_until_open(request, importing)
-
-    async def _ask_until_open(
-        self, request: OpenSession, importing: Callable[[], AbstractContextManager[object]]
-    ) -> SessionReply:
-        """`request` with the time that all tries have together."""
         deadline = time.monotonic() + request.deadline_s
         give_up = deadline - min(1.0, 0.1 * request.deadline_s)
         backoff, why = Backoff(0.02, 1.0, factor=1.5), "it did not answer in time"
@@ -141,6 +104,8 @@ class EnvClient:
                         deadline_s=deadline - now,
                         room_within_s=room_s,
                         answer_within_s=min(OPENING_S, 0.5 * within_s),
+                        own_jobs=self._own_jobs,
+                        owner=self._owner,
                     )
                     reply = await self._ask(call, request, within_s, keys)
                 reply, took_s = await self._opened(

@@ -61,7 +61,7 @@ class OpenSession(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     deadline_s: float
     """Seconds the whole episode may take, from when its environment has been imported."""
-    answer_within_s: float
+    answer_within_s: float = 0.0
     """If the environment takes longer to open, the worker answers `opening`, and is asked for the turn OPEN; for the
     turn IMPORTED before that, if it is being imported."""
     room_within_s: float = 0.0

@@ -14,7 +14,7 @@ from opentinker.envs.base import Action, EnvironmentConfig, Opening, Step
 from opentinker.envs.runtime.env_replies import opening_reply, step_reply
 from opentinker.envs.runtime.env_runner import action_of
 from opentinker.shared.types.core import StopReason
-from opentinker.shared.types.env_protocol import Policy, SessionReply, StepSession
+from opentinker.shared.types.env_protocol import OpenSession, Policy, SessionReply, StepSession
 
 Talk = Callable[[AsyncOpenAI], Awaitable[Any]]
 
@@ -92,8 +92,8 @@ class Direct:
     def __init__(self, environment: AgentEnvironment) -> None:
         self.environment = environment
 
-    async def open(self, *, row: int, seed: int, **_: object) -> SessionReply:
-        return opening_reply("w", self.environment, await self.environment.open(row, seed))
+    async def open(self, request: OpenSession, importing: object = None) -> SessionReply:
+        return opening_reply("w", self.environment, await self.environment.open(request.row, request.seed))
 
     async def step(self, worker: str, request: StepSession) -> SessionReply:
         reply = step_reply(worker, self.environment, await self.environment.step(action_of(request.turn, request)))

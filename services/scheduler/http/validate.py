@@ -31,7 +31,7 @@ from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.spec.rollout import ELSEWHERE
 from opentinker.shared.spec.seats import bots_of
 from opentinker.shared.types.core import StopReason
-from opentinker.shared.types.env_protocol import Policy, SeatAction, SessionReply, StepSession
+from opentinker.shared.types.env_protocol import OpenSession, Policy, SeatAction, SessionReply, StepSession
 from opentinker.shared.types.error_text import error_sentence
 from opentinker.shared.types.errors import SpecError, plural
 
@@ -109,25 +109,25 @@ async def _episode(client: EnvClient, spec: JobSpec, name: str) -> tuple[Check, 
     """Play a few turns of the first start state, with the same answer to each."""
     session = f"validate-{uuid.uuid4().hex}"
     within_s = ELSEWHERE_S if name.startswith(ELSEWHERE) else EPISODE_S
-    policy = Policy(model=spec.model.base, context_length=spec.rollout.context_length or 0)
+    request = OpenSession(
+        job="validate",
+        session=session,
+        environment=name,
+        isolation=spec.environment.isolation or "process",
+        config=spec.environment.config,
+        row=0,
+        seed=0,
+        deadline_s=within_s,
+        policy=Policy(model=spec.model.base, context_length=spec.rollout.context_length or 0),
+        tools=[tool.model_dump() for tool in spec.environment.tools],
+        tool_turns=spec.environment.tool_turns,
+        bots=bots_of(spec.seats),
+    )
     messages: list[Said] = []
     worker, turns, rewards = "", 0, 0.0
     try:
         async with asyncio.timeout(within_s):
-            reply = await client.open(
-                job="validate",
-                session=session,
-                environment=name,
-                isolation=spec.environment.isolation or "process",
-                config=spec.environment.config,
-                row=0,
-                seed=0,
-                deadline_s=within_s,
-                policy=policy,
-                tools=[tool.model_dump() for tool in spec.environment.tools],
-                tool_turns=spec.environment.tool_turns,
-                bots=bots_of(spec.seats),
-            )
+            reply = await client.open(request)
             worker = reply.worker
             first = reply.prompts[0]
             messages = [{"role": said.role, "content": said.text[:SHOWN]} for said in first.messages]

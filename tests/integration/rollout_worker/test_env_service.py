@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -27,7 +28,7 @@ from opentinker.shared.messaging.subjects import ENV_CHECK, ENV_CLOSE, ENV_OPEN,
 from opentinker.shared.security.egress import LOOPBACK, VARIABLE
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import Ending, Pool, StopReason, ToolCall, WorkerInfo
-from opentinker.shared.types.env_protocol import EnvCheck, SessionReply, StepSession, owner_of
+from opentinker.shared.types.env_protocol import EnvCheck, OpenSession, SessionReply, StepSession, owner_of
 from opentinker.shared.types.telemetry import TimelinePart
 from tests.conftest import WAIT_S, Server, start_nats, until
 from tests.samples.slow_imports import Gate
@@ -99,16 +100,10 @@ def client(bus: Bus) -> EnvClient:
     return EnvClient(bus, ask_s=1.0, gone_s=0.5)
 
 
-def opening(session: str, environment: str = "guess_number", deadline_s: float = 20.0, **config: Any) -> dict[str, Any]:
-    return {
-        "job": "j",
-        "session": session,
-        "environment": environment,
-        "config": config,
-        "row": 1,
-        "seed": 2,
-        "deadline_s": deadline_s,
-    }
+def opening(session: str, environment: str = "guess_number", deadline_s: float = 20.0, **config: Any) -> OpenSession:
+    return OpenSession(
+        job="j", session=session, environment=environment, config=config, row=1, seed=2, deadline_s=deadline_s
+    )
 
 
 def guess(reply: SessionReply, session: str, turn: int = 0, text: str = "?") -> tuple[str, StepSession]:
@@ -118,7 +113,7 @@ def guess(reply: SessionReply, session: str, turn: int = 0, text: str = "?") -> 
 async def test_two_workers_share_opens_and_lose_only_their_own(workers: Workers, client: EnvClient) -> None:
     await asyncio.gather(workers.start("env-0"), workers.start("env-1"))
     names = [f"s{i}" for i in range(40)]
-    replies = dict(zip(names, await asyncio.gather(*(client.open(**opening(name)) for name in names)), strict=True))
+    replies = dict(zip(names, await asyncio.gather(*(client.open(opening(name)) for name in names)), strict=True))
     of = {who: [n for n in names if replies[n].worker.startswith(who)] for who in ("env-0", "env-1")}
     assert min(len(held) for held in of.values()) >= 5
     workers.signal("env-0", signal.SIGKILL)
@@ -126,7 +121,7 @@ async def test_two_workers_share_opens_and_lose_only_their_own(workers: Workers,
     steps = await asyncio.gather(*(client.step(*guess(replies[name], name)) for name in names))
     for name, step in zip(names, steps, strict=True):
         assert step.failure == (Ending.ENV_LOST if name in of["env-0"] else None), step.error
-    again = await client.open(**opening("again"))
+    again = await client.open(opening("again"))
     assert again.worker.startswith("env-1")
 
 
@@ -136,11 +131,11 @@ async def gone(workers: Workers, name: str) -> bool:
 
 async def test_a_stopped_worker_finishes_its_sessions(workers: Workers, client: EnvClient) -> None:
     await workers.start("env-0")
-    held = await client.open(**opening("held"))
+    held = await client.open(opening("held"))
     await workers.start("env-1")
     workers.signal("env-0", signal.SIGTERM)
     await until(lambda: draining(workers, "env-0"))
-    others = await asyncio.gather(*(client.open(**opening(f"o{i}")) for i in range(10)))
+    others = await asyncio.gather(*(client.open(opening(f"o{i}")) for i in range(10)))
     assert all(other.worker.startswith("env-1") for other in others)
     turn = 0
     while not (step := await client.step(*guess(held, "held", turn))).done:
@@ -158,19 +153,19 @@ async def draining(workers: Workers, name: str) -> bool:
 
 async def test_drain_ends_in_time_and_the_session_left_is_lost(workers: Workers, client: EnvClient) -> None:
     await workers.start("env-0", OPENTINKER_DRAIN_S="0.3")
-    held = await client.open(**opening("held"))
+    held = await client.open(opening("held"))
     workers.signal("env-0", signal.SIGTERM)
     assert await workers.end("env-0") == 0
     assert (await client.step(*guess(held, "held"))).failure == Ending.ENV_LOST
 
 
 async def test_open_waits_for_a_worker_and_for_room(workers: Workers, client: EnvClient) -> None:
-    waiting = asyncio.create_task(client.open(**opening("first")))
+    waiting = asyncio.create_task(client.open(opening("first")))
     await workers.start("env-0", OPENTINKER_ENV_SESSIONS="1")
     first = await waiting
     assert first.failure is None
-    second = asyncio.create_task(client.open(**opening("second")))
-    full = await client.open(**opening("third", deadline_s=2.0))
+    second = asyncio.create_task(client.open(opening("second")))
+    full = await client.open(opening("third", deadline_s=2.0))
     assert full.failure == Ending.ENV_LOST
     assert "all env workers are full" in full.error
     await client.close(worker=first.worker, session="first")
@@ -179,14 +174,14 @@ async def test_open_waits_for_a_worker_and_for_room(workers: Workers, client: En
 
 async def test_who_gives_up_in_line_leaves_no_session_behind(workers: Workers, client: EnvClient) -> None:
     await workers.start("env-0", OPENTINKER_ENV_SESSIONS="1")
-    first = await client.open(**opening("first"))
-    second = asyncio.create_task(client.open(**opening("second")))
+    first = await client.open(opening("first"))
+    second = asyncio.create_task(client.open(opening("second")))
     await asyncio.sleep(0)  # it has asked
     second.cancel()
     with pytest.raises(asyncio.CancelledError):
         await second
     await client.close(worker=first.worker, session="first")
-    third = await client.open(**opening("third"))
+    third = await client.open(opening("third"))
     assert third.failure is None
     await client.close(worker=third.worker, session="third")
     assert not client._given_up
@@ -208,9 +203,8 @@ async def test_an_import_has_its_own_deadline(client: EnvClient, workers: Worker
         yield
         clocks.append("goes on")
 
-    slow = opening("slow", "slowly_imported:Counting", deadline_s) | {"importing": stopped}
-    opened = asyncio.create_task(client.open(**slow))
-    hung = asyncio.create_task(client.open(**opening("hung", "never_imported:Counting", deadline_s=1.0)))
+    opened = asyncio.create_task(client.open(opening("slow", "slowly_imported:Counting", deadline_s), stopped))
+    hung = asyncio.create_task(client.open(opening("hung", "never_imported:Counting", deadline_s=1.0)))
     await until(lambda: time.monotonic() > began + deadline_s)
     assert clocks == ["stopped"]
     gate.touch()
@@ -237,7 +231,7 @@ async def test_import_behind_a_url_takes_no_time_of_who_waits(
 
     async with listening(gate.environment, "127.0.0.1", 0, 8) as url:
         began, deadline_s = time.monotonic(), 3.0
-        opened = asyncio.create_task(client.open(**opening("far", url, deadline_s) | {"importing": stopped}))
+        opened = asyncio.create_task(client.open(opening("far", url, deadline_s), stopped))
         await until(lambda: time.monotonic() > began + deadline_s)
         assert clocks == ["stopped"] and not opened.done()
         gate.file.touch()
@@ -248,7 +242,7 @@ async def test_import_behind_a_url_takes_no_time_of_who_waits(
 
 
 async def test_open_without_any_worker_says_so(client: EnvClient) -> None:
-    reply = await client.open(**opening("s", deadline_s=0.3))
+    reply = await client.open(opening("s", deadline_s=0.3))
     assert reply.failure == Ending.ENV_LOST
     assert "no env worker serves it" in reply.error
 
@@ -273,7 +267,7 @@ class Slow:
         await asyncio.gather(self.workers.start("env-0"), self.workers.start("env-1"))
         files: dict[str, Any] = {"opens": str(self.opens), "gate": str(self.gate)}
         opened = asyncio.create_task(
-            self.client.open(**opening("s", "tests.samples.env_samples:Slow", 4 * WAIT_S, **files))
+            self.client.open(opening("s", "tests.samples.env_samples:Slow", 4 * WAIT_S, **files))
         )
         await until(lambda: self.asked >= 8)
         return opened
@@ -321,8 +315,8 @@ async def test_slow_open_that_nobody_waits_for_any_more_is_closed(slow: Slow, wo
 
 async def test_a_hanging_environment_is_answered_at_its_deadline(workers: Workers, client: EnvClient) -> None:
     await workers.start("env-0")
-    hung = await client.open(**opening("hung", MISBEHAVING, deadline_s=5.0, how="hang"))
-    other = await client.open(**opening("other"))
+    hung = await client.open(opening("hung", MISBEHAVING, deadline_s=5.0, how="hang"))
+    other = await client.open(opening("other"))
     waiting = asyncio.create_task(client.step(*guess(hung, "hung")))
     assert (await client.step(*guess(other, "other"))).failure is None
     assert not waiting.done()
@@ -335,8 +329,8 @@ async def test_a_blocked_loop_is_named(workers: Workers, client: EnvClient, tmp_
     """`regex` keeps the interpreter's lock as well: then no other thread runs, and the stack alone names it."""
     log = tmp_path / "env-0.log"
     await workers.start("env-0", log, OPENTINKER_WORKER_TTL_S="1")
-    stuck = await client.open(**opening("stuck", "tests.samples.env_samples:Stuck", how=how))
-    other = await client.open(**opening("other"))
+    stuck = await client.open(opening("stuck", "tests.samples.env_samples:Stuck", how=how))
+    other = await client.open(opening("other"))
     replies = await asyncio.gather(client.step(*guess(stuck, "stuck")), client.step(*guess(other, "other")))
     assert replies[0].failure == Ending.ENV_LOST
     assert await workers.end("env-0") == 1
@@ -345,7 +339,7 @@ async def test_a_blocked_loop_is_named(workers: Workers, client: EnvClient, tmp_
     if how == "sleep":
         assert "event_loop_blocked" in said and "tests.samples.env_samples:Stuck in episode stuck of job j" in said
     await workers.start("env-0")
-    again = await client.open(**opening("again"))
+    again = await client.open(opening("again"))
     assert (await client.step(*guess(again, "again"))).failure is None
 
 
@@ -360,7 +354,7 @@ async def test_a_nats_restart_loses_no_session(tmp_path: Path, valkey_server: Se
         async with Bus.connect(nats.url, "test") as bus:
             client = EnvClient(bus, ask_s=0.5, gone_s=3.0)
             await workers.start("env-0")
-            held = await client.open(**opening("held", "tests.samples.env_samples:Counting"))
+            held = await client.open(opening("held", "tests.samples.env_samples:Counting"))
             assert (await client.step(*guess(held, "held", 0))).reward == 1.0
             nats.kill()
             during = asyncio.create_task(client.step(*guess(held, "held", 1)))
@@ -388,7 +382,7 @@ async def test_tools_are_checked_and_answer_over_the_bus(workers: Workers, clien
     tools: list[dict[str, Any]] = [{"type": "python", "timeout_s": 20.0}, {"type": "mcp", "command": ["server"]}]
     checked = await bus.request(ENV_CHECK, EnvCheck(name="copy_digits", config={}, tools=tools), WAIT_S)
     assert [error["field"] for error in checked.errors] == ["environment.tools.1.command"]
-    opened = await client.open(**opening("s", "copy_digits"), tools=tools[:1], tool_turns=2)
+    opened = await client.open(msgspec.structs.replace(opening("s", "copy_digits"), tools=tools[:1], tool_turns=2))
     assert [tool.name for tool in opened.tools] == ["python"]
     call = ToolCall(id="c", name="python", arguments={"code": "6 * 7"})
     asked = StepSession(session="s", turn=0, text="?", stop=StopReason.EOS, tool_calls=[call])
@@ -409,11 +403,11 @@ async def test_an_environment_opens_only_files_of_its_tenant(workers: Workers, b
         (f"jobs/{other}/rows.jsonl", "mine.jsonl", "./" * 3000 + f"jobs/{other}/rows.jsonl")
     ):
         path = f"{tmp_path}/{place}"
-        reply = await client.open(**opening(f"s{number}", "math", path=path, **config))
+        reply = await client.open(opening(f"s{number}", "math", path=path, **config))
         assert reply.failure is Ending.ENV_ERROR and "kept by the server" in reply.error, reply
         checked = await bus.request(ENV_CHECK, EnvCheck(name="math", config={"path": path, **config}), 10.0)
         assert "kept by the server" in checked.errors[0]["problem"]
-    reply = await client.open(**opening("own", "math", path=f"{tmp_path}/jobs/{own}/rows.jsonl", **config))
+    reply = await client.open(opening("own", "math", path=f"{tmp_path}/jobs/{own}/rows.jsonl", **config))
     assert reply.failure is None and "canary" in reply.messages[0].text, reply
 
 
@@ -421,25 +415,25 @@ async def test_module_environments_are_refused_without_leave(workers: Workers, c
     await workers.start("env-0", OPENTINKER_ENV_MODULES="0")
     checked = await bus.request(ENV_CHECK, EnvCheck(name=MISBEHAVING, config={}), WAIT_S)
     assert "env_modules" in checked.errors[0]["problem"]
-    assert (await client.open(**opening("s", MISBEHAVING, deadline_s=0.5))).failure == Ending.ENV_LOST
-    assert (await client.open(**opening("t"))).failure is None
+    assert (await client.open(opening("s", MISBEHAVING, deadline_s=0.5))).failure == Ending.ENV_LOST
+    assert (await client.open(opening("t"))).failure is None
 
 
 async def test_a_worker_without_sandboxes_says_why(workers: Workers, client: EnvClient) -> None:
     await workers.start("env-0", OPENTINKER_SANDBOX_BWRAP="/no/bwrap")
     info = await workers.info("env-0")
     assert info is not None and "give the path of bubblewrap" in info.detail["no_sandbox"]
-    isolated = {**opening("s", deadline_s=1.0), "isolation": "sandbox"}
-    refused = await client.open(**isolated)
+    isolated = msgspec.structs.replace(opening("s", deadline_s=1.0), isolation="sandbox")
+    refused = await client.open(isolated)
     assert refused.failure == Ending.ENV_LOST and "no env worker has sandboxes" in refused.error
     await workers.start("env-1")
-    opened = await client.open(**{**isolated, "session": "t", "deadline_s": 60.0})
+    opened = await client.open(msgspec.structs.replace(isolated, session="t", deadline_s=60.0))
     assert opened.failure is None and opened.worker.startswith("env-1-")
 
 
 async def test_worker_tells_what_it_is(workers: Workers, client: EnvClient) -> None:
     await workers.start("env-0")
-    await client.open(**opening("s"))
+    await client.open(opening("s"))
     await until(lambda: workers.info("env-0"), lambda info: info is not None and info.detail["sessions"] == 1)
     info = await workers.info("env-0")
     assert info is not None
@@ -464,7 +458,8 @@ async def test_timelines_are_published_per_job(workers: Workers, client: EnvClie
     await bus.flush()
 
     async def play(job: str, name: str) -> None:
-        reply = await client.open(**opening(name, "tests.samples.env_samples:Counting", turns=20) | {"job": job})
+        request = opening(name, "tests.samples.env_samples:Counting", turns=20)
+        reply = await client.open(msgspec.structs.replace(request, job=job))
         for turn in range(20):
             assert (await client.step(*guess(reply, name, turn))).failure is None
 
@@ -497,9 +492,9 @@ async def test_episodes_of_a_rollout_worker_that_is_gone_are_ended(workers: Work
     await store.beat(alive, 600.0)
     stays = EnvClient(bus, owner=owner_of("rollout-0", "second"))
     dead = EnvClient(bus, owner=owner_of("rollout-0", "first"))
-    kept = await stays.open(**opening("kept", deadline_s=600.0))
-    lost = await dead.open(**opening("lost", deadline_s=600.0))
-    nobodys = await EnvClient(bus).open(**opening("nobodys", deadline_s=600.0))
+    kept = await stays.open(opening("kept", deadline_s=600.0))
+    lost = await dead.open(opening("lost", deadline_s=600.0))
+    nobodys = await EnvClient(bus).open(opening("nobodys", deadline_s=600.0))
     await until(lambda: dead.step(*guess(lost, "lost")), lambda found: found.failure == Ending.ENV_LOST)
     assert (await stays.step(*guess(kept, "kept"))).failure is None
     assert (await stays.step(*guess(nobodys, "nobodys"))).failure is None
@@ -508,7 +503,7 @@ async def test_episodes_of_a_rollout_worker_that_is_gone_are_ended(workers: Work
 
 async def test_garbage_never_crashes_the_worker(workers: Workers, client: EnvClient, bus: Bus) -> None:
     await workers.start("env-0")
-    held = await client.open(**opening("held"))
+    held = await client.open(opening("held"))
     subjects = [
         ENV_OPEN.at(environment="guess_number"),
         ENV_STEP.at(worker=held.worker),

@@ -44,7 +44,7 @@ EOS = 1
 class Asking:
     """An environment side that asks once and is content with every answer."""
 
-    async def open(self, **_: Any) -> SessionReply:
+    async def open(self, *_: Any) -> SessionReply:
         return SessionReply(worker="env-0", messages=[Message(role="user", content="7=")])
 
     async def step(self, worker: str, request: StepSession) -> SessionReply:
@@ -257,7 +257,7 @@ class Unseeded(Asking):
     def __init__(self) -> None:
         self.opened = 0
 
-    async def open(self, **_: Any) -> SessionReply:
+    async def open(self, *_: Any) -> SessionReply:
         self.opened += 1
         return SessionReply(worker="env-0", messages=[Message(role="user", content=f"{self.opened}=")])
 
@@ -283,7 +283,7 @@ class Rotating(Asking):
     def __init__(self, *, unseeded: bool) -> None:
         self.unseeded, self.opened = unseeded, 0
 
-    async def open(self, **_: Any) -> SessionReply:
+    async def open(self, *_: Any) -> SessionReply:
         self.opened += 1
         seats = [f"s{self.opened % 2 * 2}"] if self.unseeded else ["s0", "s1", "s2"]
         prompts = [SeatPrompt(seat=seat, messages=[Message(role="user", content="7=")]) for seat in seats]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import AsyncIterator
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from opentinker.shared.security.egress import LOOPBACK, VARIABLE
 from opentinker.shared.spec import ToySpec
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import Ending, StopReason, WeightVersion
-from opentinker.shared.types.env_protocol import SeatAction, SessionReply, StepSession
+from opentinker.shared.types.env_protocol import OpenSession, SeatAction, SessionReply, StepSession
 from opentinker.shared.types.trajectories import Trajectory
 from tests.conftest import WAIT_S, Server
 from tests.integration.rollout_worker.test_env_service import Workers
@@ -97,9 +96,8 @@ async def test_a_redelivered_round_changes_nothing(workers: Workers, bus: Bus) -
     client = EnvClient(bus)
     session = uuid.uuid4().hex
     opened = await client.open(
-        job="j", session=session, environment=VOTE, config={"seats": 2}, row=0, seed=0, deadline_s=WAIT_S,
-        importing=nullcontext,
-    )  # fmt: skip
+        OpenSession(job="j", session=session, environment=VOTE, config={"seats": 2}, row=0, seed=0, deadline_s=WAIT_S)
+    )
     assert opened.failure is None, opened.error
     request = acts(opened, session, 0, "a", "b")
     first = await client.step(opened.worker, request)
@@ -113,7 +111,7 @@ async def test_half_a_round_is_refused(workers: Workers, bus: Bus) -> None:
     client = EnvClient(bus)
     session = uuid.uuid4().hex
     opened = await client.open(
-        job="j", session=session, environment=VOTE, config={"seats": 2}, row=0, seed=0, deadline_s=WAIT_S
+        OpenSession(job="j", session=session, environment=VOTE, config={"seats": 2}, row=0, seed=0, deadline_s=WAIT_S)
     )
     alone = StepSession(session=session, turn=0, seat="voter_0", text="a", stop=StopReason.EOS)
     refused = await client.step(opened.worker, alone)
@@ -124,8 +122,10 @@ async def test_bots_of_a_round_ask_no_engine(workers: Workers, bus: Bus) -> None
     client = EnvClient(bus)
     session = uuid.uuid4().hex
     opened = await client.open(
-        job="j", session=session, environment="matching_pennies", config={}, row=0, seed=0, deadline_s=WAIT_S,
-        bots={"odd": "heads"},
+        OpenSession(
+            job="j", session=session, environment="matching_pennies", config={}, row=0, seed=0, deadline_s=WAIT_S,
+            bots={"odd": "heads"},
+        )
     )  # fmt: skip
     assert [prompt.seat for prompt in opened.round] == ["even"]
     last = await client.step(opened.worker, acts(opened, session, 0, "h"))
@@ -135,8 +135,10 @@ async def test_bots_of_a_round_ask_no_engine(workers: Workers, bus: Bus) -> None
 async def test_a_child_process_plays_rounds(workers: Workers, bus: Bus) -> None:
     client, session = EnvClient(bus), uuid.uuid4().hex
     opened = await client.open(
-        job="j", session=session, environment="pettingzoo", row=0, seed=0, deadline_s=WAIT_S,
-        config={"id": "classic/rps_v2", "api": "parallel", "kwargs": {"max_cycles": 1}},
+        OpenSession(
+            job="j", session=session, environment="pettingzoo", row=0, seed=0, deadline_s=WAIT_S,
+            config={"id": "classic/rps_v2", "api": "parallel", "kwargs": {"max_cycles": 1}},
+        )
     )  # fmt: skip
     assert [prompt.seat for prompt in opened.round] == ["player_0", "player_1"], opened.error
     last = await client.step(opened.worker, acts(opened, session, 0, "rock", "paper"))
@@ -163,8 +165,10 @@ async def test_a_serving_user_plays_rounds(url: str, bus: Bus, store: Store) -> 
     async with serving(Vote, url):
         client, session = EnvClient(bus, ask_s=1.0, gone_s=0.3), uuid.uuid4().hex
         opened = await client.open(
-            job=job, session=session, environment="served:count", config={"seats": 3, "rounds": 1}, row=0, seed=0,
-            deadline_s=WAIT_S,
+            OpenSession(
+                job=job, session=session, environment="served:count", config={"seats": 3, "rounds": 1}, row=0, seed=0,
+                deadline_s=WAIT_S,
+            )
         )  # fmt: skip
         assert [prompt.seat for prompt in opened.round] == ["voter_0", "voter_1", "voter_2"]
         last = await client.step(opened.worker, acts(opened, session, 0, "a", "b", "b"))

@@ -87,7 +87,7 @@ class Episode:
         self.importing: Callable[[], AbstractContextManager[object]] = nullcontext
 
     async def open(self, deadline_s: float = DEADLINE_S, **config: Any) -> SessionReply:
-        reply = await self.client.open(
+        request = OpenSession(
             job=self.job,
             session=self.session,
             environment=f"served:{self.name}",
@@ -95,8 +95,8 @@ class Episode:
             row=3,
             seed=4,
             deadline_s=deadline_s,
-            importing=self.importing,
         )
+        reply = await self.client.open(request, self.importing)
         self.worker = reply.worker
         return reply
 

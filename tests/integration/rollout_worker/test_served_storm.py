@@ -172,7 +172,7 @@ async def test_a_name_is_its_tenant_s_own(made: tuple[str, Gateway], bus: Bus, s
             job = await store.create_job(id=f"j-{random.randbytes(5).hex()}", spec=spec, tenant=tenant)
             client = EnvClient(bus, tenant=tenant)
             opening = client.open(
-                job=job, session=job, environment="served:count", config={}, row=0, seed=0, deadline_s=20.0
+                OpenSession(job=job, session=job, environment="served:count", config={}, row=0, seed=0, deadline_s=20.0)
             )
             opened = asyncio.create_task(opening)
             call: CallFrame = await clients[tenant].answer(SessionReply(worker="", messages=[user(tenant)]))

@@ -15,7 +15,7 @@ from opentinker.shared.messaging.env_client import EnvClient
 from opentinker.shared.messaging.subjects import ENV_CHECK, GROUP
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import Ending, StopReason
-from opentinker.shared.types.env_protocol import EnvCheck, SeatAction, SessionReply, StepSession
+from opentinker.shared.types.env_protocol import EnvCheck, OpenSession, SeatAction, SessionReply, StepSession
 from opentinker.shared.types.trajectories import Group
 from tests.conftest import WAIT_S, Server, until
 from tests.integration.rollout_worker.test_env_service import Workers
@@ -104,7 +104,7 @@ async def test_the_same_seeds_come_to_the_same_tree(workers: Workers, bus: Bus, 
 async def test_a_redelivered_turn_changes_nothing(workers: Workers, bus: Bus) -> None:
     client, session = EnvClient(bus), uuid.uuid4().hex
     opened = await client.open(
-        job="j", session=session, environment="guess_number", config={}, row=0, seed=0, deadline_s=WAIT_S
+        OpenSession(job="j", session=session, environment="guess_number", config={}, row=0, seed=0, deadline_s=WAIT_S)
     )
     assert opened.failure is None, opened.error
     candidates = [[SeatAction(text=text, stop=StopReason.EOS)] for text in ("1", "11", "what")]

@@ -6,6 +6,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from examples.learning_table import CONTEXT, MODEL, BatchSampler, LocalSessions
 from examples.models.make_tiny import make_tiny
 from opentinker.envs.runtime.env_runner import LocalEnvRunner
@@ -27,9 +29,9 @@ SIZE, GROUPS, TURNS, STEPS = 8, 6, 4, 40
 class Here(LocalSessions):
     """With the environments of the tests."""
 
-    async def open(self, importing: object = None, **request: Any) -> SessionReply:
-        player = self.players[request["session"]] = LocalEnvRunner("here", modules=True)
-        return await player.open(OpenSession(**request, answer_within_s=request["deadline_s"]))
+    async def open(self, request: OpenSession, importing: object = None) -> SessionReply:
+        player = self.players[request.session] = LocalEnvRunner("here", modules=True)
+        return await player.open(msgspec.structs.replace(request, answer_within_s=request.deadline_s))
 
 
 def climb(model: Path) -> JobSpec:

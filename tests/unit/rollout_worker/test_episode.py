@@ -25,7 +25,7 @@ from opentinker.services.rollout_worker.renderer import Renderer
 from opentinker.services.rollout_worker.seat_map import LoadedPolicy, SeatMap
 from opentinker.services.rollout_worker.token_stream import merge
 from opentinker.shared.types.core import Ending, Image, Message, StopReason, Text, Tool, ToolCall, WeightVersion
-from opentinker.shared.types.env_protocol import SessionReply, StepSession
+from opentinker.shared.types.env_protocol import OpenSession, SessionReply, StepSession
 from opentinker.shared.types.errors import JobFailed
 from opentinker.shared.types.trajectories import Span
 from tests.support.factories import V0, make_spec, make_ticket
@@ -84,7 +84,7 @@ class Env:
     import_s: float = 0.0
 
     async def open(
-        self, *, importing: Callable[[], AbstractContextManager[object]] = nullcontext, **_: object
+        self, request: OpenSession, importing: Callable[[], AbstractContextManager[object]] = nullcontext
     ) -> SessionReply:
         with importing():
             await asyncio.wait([asyncio.get_running_loop().create_future()], timeout=self.import_s)

@@ -30,8 +30,8 @@ class Near:
     def __init__(self, sessions: Sessions) -> None:
         self.sessions = sessions
 
-    async def open(self, importing: object = None, **fields: Any) -> SessionReply:
-        return await self.sessions.open(OpenSession(answer_within_s=60.0, **fields))
+    async def open(self, request: OpenSession, importing: object = None) -> SessionReply:
+        return await self.sessions.open(msgspec.structs.replace(request, answer_within_s=60.0))
 
     async def step(self, worker: str, request: StepSession) -> SessionReply:
         return await self.sessions.step(msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=StepSession))
