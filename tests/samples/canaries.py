@@ -19,15 +19,16 @@ def _texts(cluster: Cluster) -> Iterator[tuple[str, bytes]]:
     for entry in os.scandir("/proc"):
         if entry.name.isdigit():
             yield f"command line of {entry.name}", _read(Path(entry.path, "cmdline"))
-    for path in cluster.data.rglob("*"):
-        if path.is_file():
-            yield str(path), path.read_bytes()
+    for folder, _, names in os.walk(cluster.data):  # what is swept meanwhile is left out
+        for path in (Path(folder, name) for name in names):
+            if path.is_file():
+                yield str(path), _read(path)
 
 
 def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
-    except (OSError, ProcessLookupError):  # it has ended
+    except (OSError, ProcessLookupError):  # it has ended or was swept
         return b""
 
 
