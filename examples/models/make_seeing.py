@@ -3,7 +3,7 @@
     python -m examples.models.make_seeing DIR [--family idefics3] [--parts] [--seed 0]
 
 About half a million parameters in float32, plain Hugging Face layout with an image processor. It sees 32 x 32 pixels
-of an image as four tokens. `--parts`: idefics3 also sees parts of larger images as four more each.
+of an image as four tokens (llava: as sixteen). `--parts`: idefics3 also sees parts of larger images as four more each.
 Qwen-VL sees images of other sizes as a grid of up to sixteen tokens.
 """
 
@@ -17,8 +17,10 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForImageTextToText,
+    CLIPImageProcessorPil,
     Idefics3ImageProcessorPil,
     Idefics3Processor,
+    LlavaProcessor,
     PreTrainedTokenizerFast,
     Qwen2VLImageProcessorPil,
 )
@@ -31,8 +33,10 @@ QWEN_TOKENS = ["<|vision_start|>", "<|vision_end|>", PAD_OF_IMAGE, "<|video_pad|
 PARTS = [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
 TOKENS = {
     "idefics3": [IMAGE, "<fake_token_around_image>", "<end_of_utterance>", "<global-img>", *PARTS],
+    "llava": [IMAGE],
     "qwen2_vl": QWEN_TOKENS,
     "qwen2_5_vl": QWEN_TOKENS,
+    "qwen3_vl": QWEN_TOKENS,
 }
 """Additional tokens of each family."""
 TOWER = {"hidden_size": 64, "intermediate_size": 128}
@@ -40,8 +44,10 @@ LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 2}
 QWEN_TOWER = {"depth": 2, "num_heads": 2, "patch_size": PATCH, "spatial_merge_size": 2, "temporal_patch_size": 2}
 TOWERS: dict[str, dict[str, Any]] = {
     "idefics3": {**TOWER, **LAYERS, "image_size": SIDE, "patch_size": PATCH},
+    "llava": {**TOWER, **LAYERS, "image_size": SIDE, "patch_size": PATCH, "model_type": "clip_vision_model"},
     "qwen2_vl": {**QWEN_TOWER, "embed_dim": 64, "mlp_ratio": 2},
     "qwen2_5_vl": {**QWEN_TOWER, **TOWER, "window_size": SIDE, "fullatt_block_indexes": [1]},
+    "qwen3_vl": {**QWEN_TOWER, **TOWER, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]},
 }
 ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5]}
 
@@ -103,9 +109,11 @@ def _config(family: str, text: dict[str, Any], tokenizer: PreTrainedTokenizerFas
     tower = dict(TOWERS[family])
     if not family.startswith("qwen"):
         text |= {"model_type": "llama", "head_dim": text["hidden_size"] // 4}
-        own = {"scale_factor": 2, "image_token_id": ids(IMAGE)}
+        own = {"scale_factor": 2, "image_token_id": ids(IMAGE)} if family == "idefics3" else {}
+        if family == "llava":
+            own = {"image_token_index": ids(IMAGE), "image_seq_length": (SIDE // PATCH) ** 2}
     else:
-        text |= {"rope_parameters": ROPE}
+        text |= {"rope_parameters": ROPE} | ({"head_dim": text["hidden_size"] // 4} if family == "qwen3_vl" else {})
         tower["hidden_size" if family == "qwen2_vl" else "out_hidden_size"] = text["hidden_size"]
         names = ("vision_start", "vision_end", "image", "video")
         own = {f"{name}_token_id": ids(token) for name, token in zip(names, QWEN_TOKENS, strict=True)}
@@ -121,6 +129,16 @@ def _processor(family: str, tokenizer: PreTrainedTokenizerFast, parts: bool) -> 
         )
         tokens = (SIDE // PATCH // 2) ** 2
         return Idefics3Processor(images, tokenizer, image_seq_len=tokens, chat_template=tokenizer.chat_template)
+    if family == "llava":
+        square = {"height": SIDE, "width": SIDE}
+        return LlavaProcessor(
+            CLIPImageProcessorPil(size={"shortest_edge": SIDE}, crop_size=square),
+            tokenizer,
+            patch_size=PATCH,
+            vision_feature_select_strategy="default",
+            num_additional_image_tokens=1,
+            chat_template=tokenizer.chat_template,
+        )
     sizes = {"shortest_edge": (2 * PATCH) ** 2, "longest_edge": (8 * PATCH) ** 2}
     return Qwen2VLImageProcessorPil(patch_size=PATCH, merge_size=2, temporal_patch_size=2, size=sizes)
 

@@ -8,8 +8,10 @@ from typing import Any
 
 import orjson
 
-VISION_FAMILIES = ("idefics3", "qwen2_vl", "qwen2_5_vl")
+VISION_FAMILIES = ("idefics3", "llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 """`model_type` of models that images can be shown to: the rows of `shared/nn/vision_families.py`."""
+LLAVA_TOWERS = ("clip_vision_model", "siglip_vision_model")
+"""Vision towers of `llava` models that are supported; Pixtral's gives an image any number of tokens, row by row."""
 TEXT_OF_VISION = (*("gemma3", "gemma3n", "gemma4", "llama4", "mllama", "qwen3_5", "qwen3_5_moe"), *VISION_FAMILIES)
 """Vision models that transformers also loads as language models: rows of text can train them."""
 OTHER_SENSES = ("vision_config", "audio_config", "vision_encoder", "visual", "thinker_config", "speech_config")
@@ -23,6 +25,13 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 def unsupported_family(config: Mapping[str, Any], *, served: bool) -> str:
     """Why no job can have a model with this config.json; empty if its family is supported. `served`: vLLM loads it."""
     kind = config.get("model_type")
+    tower = config.get("vision_config")
+    name = tower.get("model_type", LLAVA_TOWERS[0]) if isinstance(tower, dict) else LLAVA_TOWERS[0]
+    if kind == "llava" and name not in LLAVA_TOWERS:
+        return (
+            f"is a llava model with a vision tower of type {name}; OpenTinker trains and serves those with "
+            f"{' or '.join(LLAVA_TOWERS)}"
+        )
     if kind in (VISION_FAMILIES if served else TEXT_OF_VISION):
         return ""
     if config.get("is_encoder_decoder"):

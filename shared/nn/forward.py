@@ -88,7 +88,7 @@ def token_scores(
     return logprobs_U.index_select(0, plan.selected_M), entropy_U.index_select(0, plan.selected_M), hits_M
 
 
-def _inputs(causal: Any, plan: Layout) -> dict[str, Tensor]:
+def _inputs(causal: Any, plan: Layout) -> dict[str, Any]:
     """Token ids and positions; where images are shown, embeddings instead of ids, with theirs in their places. Raises
     JobFailed."""
     if not plan.shown:
@@ -96,13 +96,20 @@ def _inputs(causal: Any, plan: Layout) -> dict[str, Tensor]:
     sight = getattr(causal, VISION_ATTENTION, None)
     if sight is None:
         raise JobFailed(f"the trajectories show images, and {type(causal).__name__} is no model that sees them")
-    image_FH, grids = sight.features(causal, plan.shown)
+    (image_FH, *added), grids = sight.features(causal, plan.shown)
     seen_N = plan.ids_N >= SEEN
     image_row_N = (plan.ids_N - SEEN).clamp(min=0)
     token_NH = causal.get_input_embeddings()(plan.ids_N.masked_fill(seen_N, 0))
     image_NH = F.embedding(image_row_N, image_FH.to(token_NH.dtype))
     positions_N = grid_positions(plan, grids)[:, None] if sight.family.has_grids else plan.positions_N[None]
-    return {"inputs_embeds": torch.where(seen_N[:, None], image_NH, token_NH)[None], "position_ids": positions_N}
+    inputs: dict[str, Any] = {
+        "inputs_embeds": torch.where(seen_N[:, None], image_NH, token_NH)[None],
+        "position_ids": positions_N,
+    }
+    if added:
+        inputs["visual_pos_masks"] = seen_N[None]
+        inputs["deepstack_visual_embeds"] = [F.embedding(image_row_N[seen_N], layer_FH) for layer_FH in added]
+    return inputs
 
 
 def token_values(decoder: Any, head: Any, plan: Layout) -> Tensor:

@@ -68,10 +68,11 @@ class ImageInputs(ImagePlaceholder):
 
 
 class ImageFeatures(NamedTuple):
-    """What the vision tower and the connector make of images."""
+    """What the vision tower and the connector make of images. D: 1, and with DeepStack one per decoder layer that gets
+    more."""
 
-    embeddings_FH: Tensor
-    """Of the placeholder tokens, image by image."""
+    layers_DFH: Tensor
+    """Embeddings of the placeholder tokens first, then what is added to their hidden states after each layer."""
     grids: list[Grid]
 
 
@@ -103,7 +104,7 @@ class VisionProcessor:
         self._files = {name: Path(path).read_bytes() for name in FILES if (path := _file_of(base, name))}
         self._looks: LruCache[ImageInputs] = LruCache(lambda look: sum(t.nbytes for t in look.inputs.values()))
         self._words: LruCache[ImagePlaceholder] = LruCache(lambda words: len(words.text))
-        self._features: LruCache[ImageFeatures] = LruCache(lambda found: found.embeddings_FH.nbytes)
+        self._features: LruCache[ImageFeatures] = LruCache(lambda found: found.layers_DFH.nbytes)
 
     @classmethod
     def of(cls, base: str) -> VisionProcessor:
@@ -171,9 +172,8 @@ class VisionProcessor:
             found = [self._featured(causal, seen) for seen in shown]
         else:
             found = [self._features.get(seen.digest, partial(self._featured, causal, seen)) for seen in shown]
-        return ImageFeatures(
-            torch.cat([one.embeddings_FH for one in found]), [grid for one in found for grid in one.grids]
-        )
+        layers_DFH = torch.cat([one.layers_DFH for one in found], dim=1)
+        return ImageFeatures(layers_DFH, [grid for one in found for grid in one.grids])
 
     def _featured(self, causal: Any, seen: Seen) -> ImageFeatures:
         try:
@@ -183,14 +183,15 @@ class VisionProcessor:
         device = next(causal.parameters()).device
         with torch.set_grad_enabled(self.trained and torch.is_grad_enabled()):
             inputs = {name: value.to(device) for name, value in look.inputs.items()}
-            found = causal.get_image_features(**inputs, return_dict=True).pooler_output
-            embeddings_FH = torch.cat(list(found))
-        if len(embeddings_FH) != seen.tokens:
+            found = causal.get_image_features(**inputs, return_dict=True)
+            layers = [found.pooler_output, *(getattr(found, "deepstack_features", None) or ())]
+            layers_DFH = torch.stack([torch.cat(list(layer)) for layer in layers])
+        if layers_DFH.shape[1] != seen.tokens:
             raise JobFailed(
-                f"an image has {seen.tokens} tokens in a trajectory and {len(embeddings_FH)} here: the models' image "
+                f"an image has {seen.tokens} tokens in a trajectory and {layers_DFH.shape[1]} here: the models' image "
                 "processors differ (preprocessor_config.json)"
             )
-        return ImageFeatures(embeddings_FH, [look.grid])
+        return ImageFeatures(layers_DFH, [look.grid])
 
     def save(self, directory: Path) -> None:
         """Save the files that describe the processor, as they were when it was loaded."""

@@ -24,9 +24,11 @@ QWEN = Family(has_grids=True, around=("<|vision_start|>", "<|vision_end|>"))
 
 FAMILIES: dict[str, Family] = {
     "idefics3": Family(options={"return_row_col_info": True}),
+    "llava": Family(),
     "qwen2_vl": QWEN,
     "qwen2_5_vl": QWEN,
+    "qwen3_vl": QWEN,
 }
 """By `model_type`; `shared/data/model_families.py` repeats the names for processes without torch."""
-VISION_MODULES = r".*\b(vision_model|visual|connector)\b.*"
+VISION_MODULES = r".*\b(vision_model|vision_tower|visual|connector|multi_modal_projector)\b.*"
 """Names of modules that are not part of the language model: vision towers and connectors. They get no adapters."""

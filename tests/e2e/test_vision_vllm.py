@@ -29,7 +29,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.usefixtures("quiet_end"),
 ]
-OTHERS = [pytest.param(family, marks=pytest.mark.nightly) for family in ("qwen2_vl",)]
+OTHERS = [pytest.param(family, marks=pytest.mark.nightly) for family in ("llava", "qwen2_vl", "qwen3_vl")]
 CHATS = [
     ask(picture(1, 90, 60), "what is it? "),
     ask(picture(2), "what is it? "),

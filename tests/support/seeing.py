@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import msgspec
 import numpy as np
@@ -25,7 +24,7 @@ from tests.support.factories import group_of, trajectory_of
 KINDS: dict[str, dict[str, Any]] = {
     "idefics3": {},
     "parts": {"parts": True},
-    **{family: {"family": family} for family in ("qwen2_vl", "qwen2_5_vl")},
+    **{family: {"family": family} for family in ("llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")},
 }
 """Of models, by name: options of `make_seeing`."""
 
@@ -99,11 +98,14 @@ class Plain:
     @contextmanager
     def _image_token(self, token: int) -> Iterator[None]:
         """Which token is an image's placeholder, to transformers."""
-        with ExitStack() as stack:
-            stack.enter_context(mock.patch.object(self.model.config, "image_token_id", token))
-            if hasattr(self.model.model, "image_token_id"):
-                stack.enter_context(mock.patch.object(self.model.model, "image_token_id", token))
+        places = [place for place in (self.model.config, self.model.model) if hasattr(place, "image_token_id")]
+        for place in places:
+            place.image_token_id = token
+        try:
             yield
+        finally:
+            for place in places:
+                place.image_token_id = self.image_token_id
 
     def logprobs(self, messages: Sequence[Message], answer: Sequence[int]) -> F32:
         inputs = self.inputs(messages)

@@ -30,16 +30,19 @@ def engine_input(prompt_ids: list[int], shown: Sequence[Shown]) -> EngineInput:
 
 def _joined(images: list[dict[str, Any]]) -> tuple[dict[str, Tensor], Fields]:
     """Join the inputs of images of one model, and say which rows are whose. The names tell families apart."""
+    whole = MultiModalFieldConfig.batched("image")
     on_cpu = MultiModalFieldConfig.batched("image", keep_on_cpu=True)
     if "image_grid_thw" in images[0]:  # Qwen-VL: pixel_values [patches of the image, pixels], image_grid_thw [1, 3]
         inputs = {name: torch.cat([one[name] for one in images]) for name in ("pixel_values", "image_grid_thw")}
         of_image = MultiModalFieldConfig.flat_from_sizes("image", inputs["image_grid_thw"].prod(-1))
         return inputs, {"pixel_values": of_image, "image_grid_thw": on_cpu}
-    names = ("pixel_values", "pixel_attention_mask")  # Idefics3: [1, parts of the image, ...]
-    parts = torch.tensor([one["pixel_values"].shape[1] for one in images])
-    inputs = {name: torch.cat([one[name][0] for one in images]) for name in names}
-    fields = {name: MultiModalFieldConfig.flat_from_sizes("image", parts) for name in names}
-    return {**inputs, "num_patches": parts}, {**fields, "num_patches": on_cpu}
+    if "pixel_attention_mask" in images[0]:  # Idefics3: [1, parts of the image, ...]
+        names = ("pixel_values", "pixel_attention_mask")
+        parts = torch.tensor([one["pixel_values"].shape[1] for one in images])
+        inputs = {name: torch.cat([one[name][0] for one in images]) for name in names}
+        fields = {name: MultiModalFieldConfig.flat_from_sizes("image", parts) for name in names}
+        return {**inputs, "num_patches": parts}, {**fields, "num_patches": on_cpu}
+    return {"pixel_values": torch.cat([one["pixel_values"] for one in images])}, {"pixel_values": whole}  # LLaVA
 
 
 def _place(picture: Picture) -> PlaceholderRange:

@@ -51,7 +51,7 @@ from opentinker.services.rollout_worker.engines.vllm_config import (  # noqa: E4
     cpu_kv_bytes,
     lora_arguments,
 )
-from opentinker.services.rollout_worker.engines.vllm_without_torchvision import load_class  # noqa: E402
+from opentinker.services.rollout_worker.engines.vllm_vision_classes import load_class  # noqa: E402
 from opentinker.shared.nn.models import check_window  # noqa: E402
 
 log = structlog.get_logger()

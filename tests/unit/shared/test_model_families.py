@@ -28,7 +28,7 @@ from tests.unit.shared.test_model_files import change
 LOADED = {"model__chat_template": "plain", "rollout__engine": "vllm", "train__learner": "torch"}
 SEES: dict[str, Any] = {"vision_config": {}, "text_config": {}}
 OTHERS: dict[str, dict[str, Any]] = {
-    "qwen3_vl": {**SEES, "architectures": ["Qwen3VLForConditionalGeneration"]},
+    "qwen3_vl_moe": {**SEES, "architectures": ["Qwen3VLMoeForConditionalGeneration"]},
     "gemma3": {**SEES, "architectures": ["Gemma3ForConditionalGeneration"]},
     "llava": {"vision_config": {"model_type": "pixtral"}, "architectures": ["LlavaForConditionalGeneration"]},
     "llava_next": {**SEES, "architectures": ["LlavaNextForConditionalGeneration"]},
@@ -50,6 +50,7 @@ def test_families_that_vllm_would_not_load_are_named(kind: str) -> None:
         {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]},
         {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "is_encoder_decoder": False},
         *({"model_type": kind, **SEES, "architectures": ["SomeForConditionalGeneration"]} for kind in VISION_FAMILIES),
+        {"model_type": "llava", "vision_config": {"model_type": "siglip_vision_model"}, "architectures": None},
         {"model_type": "mine", "vision_config": None, "architectures": None},
     ],
 )
