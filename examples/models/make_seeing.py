@@ -113,7 +113,9 @@ def _config(family: str, text: dict[str, Any], tokenizer: PreTrainedTokenizerFas
         if family == "llava":
             own = {"image_token_index": ids(IMAGE), "image_seq_length": (SIDE // PATCH) ** 2}
     else:
-        text |= {"rope_parameters": ROPE} | ({"head_dim": text["hidden_size"] // 4} if family == "qwen3_vl" else {})
+        text |= {"rope_parameters": ROPE}
+        if family == "qwen3_vl":
+            text |= {"rope_parameters": ROPE | {"mrope_interleaved": True}, "head_dim": text["hidden_size"] // 4}
         tower["hidden_size" if family == "qwen2_vl" else "out_hidden_size"] = text["hidden_size"]
         names = ("vision_start", "vision_end", "image", "video")
         own = {f"{name}_token_id": ids(token) for name, token in zip(names, QWEN_TOKENS, strict=True)}

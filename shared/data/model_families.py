@@ -10,8 +10,8 @@ import orjson
 
 VISION_FAMILIES = ("idefics3", "llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 """`model_type` of models that images can be shown to: the rows of `shared/nn/vision_families.py`."""
-LLAVA_TOWERS = ("clip_vision_model", "siglip_vision_model")
-"""Vision towers of `llava` models that are supported; Pixtral's gives an image any number of tokens, row by row."""
+LLAVA_TOWER = "clip_vision_model"
+"""Vision tower of `llava` models that are supported. Pixtral's gives an image any number of tokens, row by row."""
 TEXT_OF_VISION = (*("gemma3", "gemma3n", "gemma4", "llama4", "mllama", "qwen3_5", "qwen3_5_moe"), *VISION_FAMILIES)
 """Vision models that transformers also loads as language models: rows of text can train them."""
 OTHER_SENSES = ("vision_config", "audio_config", "vision_encoder", "visual", "thinker_config", "speech_config")
@@ -26,11 +26,13 @@ def unsupported_family(config: Mapping[str, Any], *, served: bool) -> str:
     """Why no job can have a model with this config.json; empty if its family is supported. `served`: vLLM loads it."""
     kind = config.get("model_type")
     tower = config.get("vision_config")
-    name = tower.get("model_type", LLAVA_TOWERS[0]) if isinstance(tower, dict) else LLAVA_TOWERS[0]
-    if kind == "llava" and name not in LLAVA_TOWERS:
+    name = tower.get("model_type", LLAVA_TOWER) if isinstance(tower, dict) else LLAVA_TOWER
+    if kind == "llava" and name != LLAVA_TOWER:
+        return f"is a llava model with a vision tower of type {name}; OpenTinker trains and serves those with {LLAVA_TOWER}"
+    if kind == "qwen3_vl" and served and not _interleaves_positions(config):
         return (
-            f"is a llava model with a vision tower of type {name}; OpenTinker trains and serves those with "
-            f"{' or '.join(LLAVA_TOWERS)}"
+            "is a qwen3_vl model without mrope_interleaved = true in its text_config's rope_parameters; OpenTinker "
+            "trains and serves those that have it: else vLLM and transformers place images differently"
         )
     if kind in (VISION_FAMILIES if served else TEXT_OF_VISION):
         return ""
@@ -46,6 +48,12 @@ def unsupported_family(config: Mapping[str, Any], *, served: bool) -> str:
         f"is a {kind} model; OpenTinker trains and serves text models, and of models that see {types}: take a text "
         "model, or SmolVLM-256M-Instruct for images"
     )
+
+
+def _interleaves_positions(config: Mapping[str, Any]) -> bool:
+    text = config.get("text_config")
+    rope = (text.get("rope_parameters") or text.get("rope_scaling")) if isinstance(text, Mapping) else None
+    return isinstance(rope, Mapping) and rope.get("mrope_interleaved") is True
 
 
 def unsupported_on_cpu(config: Mapping[str, Any]) -> str:

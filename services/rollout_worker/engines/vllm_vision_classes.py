@@ -1,9 +1,9 @@
 """vLLM's classes of Qwen-VL and LLaVA, changed where they do not fit this machine or transformers' names.
 
-torchvision has no build for CPUs. The classes import image processors that need it, for one function each, and Qwen-VL's
-load Hugging Face's processor of images and videos, to know the largest number of tokens. Images reach vLLM processed
-(`vllm_images.py`) and videos never, so transformers' Pillow versions of the same modules take the place of the former,
-and the context length bounds an image's tokens.
+torchvision has no build for CPUs. The classes import image processors that need it, for one function each, and those of
+Qwen-VL load Hugging Face's processor of images and videos, to know the largest number of tokens. Images reach vLLM
+processed (`vllm_images.py`) and videos never, so transformers' Pillow versions of the same modules take the place of the
+former, and the context length bounds an image's tokens.
 
 transformers names the modules of LLaVA's tower without the `vision_model` that published checkpoints and vLLM have.
 """
@@ -17,8 +17,6 @@ import re
 import sys
 from collections.abc import Mapping
 from typing import Any
-
-from vllm.model_executor.models.utils import WeightsMapper
 
 QWEN_VL = ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL")
 LLAVA = ("LlavaFor",)
@@ -39,7 +37,8 @@ def load_class(architecture: str, registered: Any) -> Any:
             sys.modules.setdefault(f"{module}_{name}", importlib.import_module(f"{module}_pil_{name}"))
     loaded = registered.load_model_cls()
     if architecture.startswith(LLAVA):
-        loaded.hf_to_vllm_mapper = loaded.hf_to_vllm_mapper | WeightsMapper(orig_to_new_regex=NAMES_OF_TRANSFORMERS)
+        names = {**loaded.hf_to_vllm_mapper.orig_to_new_regex, **NAMES_OF_TRANSFORMERS}
+        loaded.hf_to_vllm_mapper = dataclasses.replace(loaded.hf_to_vllm_mapper, orig_to_new_regex=names)
     elif not has_torchvision:
         loaded._processor_factory = _images_alone(loaded._processor_factory)
     return loaded

@@ -26,9 +26,10 @@ from tests.support.scheduling import Workers
 from tests.unit.shared.test_model_files import change
 
 LOADED = {"model__chat_template": "plain", "rollout__engine": "vllm", "train__learner": "torch"}
-SEES: dict[str, Any] = {"vision_config": {}, "text_config": {}}
+SEES: dict[str, Any] = {"vision_config": {}, "text_config": {"rope_parameters": {"mrope_interleaved": True}}}
 OTHERS: dict[str, dict[str, Any]] = {
     "qwen3_vl_moe": {**SEES, "architectures": ["Qwen3VLMoeForConditionalGeneration"]},
+    "qwen3_vl": {**SEES, "text_config": {"rope_parameters": {"mrope_section": [6, 5, 5]}}},
     "gemma3": {**SEES, "architectures": ["Gemma3ForConditionalGeneration"]},
     "llava": {"vision_config": {"model_type": "pixtral"}, "architectures": ["LlavaForConditionalGeneration"]},
     "llava_next": {**SEES, "architectures": ["LlavaNextForConditionalGeneration"]},
@@ -50,7 +51,7 @@ def test_families_that_vllm_would_not_load_are_named(kind: str) -> None:
         {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]},
         {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "is_encoder_decoder": False},
         *({"model_type": kind, **SEES, "architectures": ["SomeForConditionalGeneration"]} for kind in VISION_FAMILIES),
-        {"model_type": "llava", "vision_config": {"model_type": "siglip_vision_model"}, "architectures": None},
+        {"model_type": "llava", "vision_config": {"model_type": "clip_vision_model"}, "architectures": None},
         {"model_type": "mine", "vision_config": None, "architectures": None},
     ],
 )
