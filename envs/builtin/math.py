@@ -16,8 +16,9 @@ INSTRUCTION = "Think step by step, and put your final answer into \\boxed{}."
 
 
 class Math(Environment):
-    """One problem, one answer, compared by value: 1/2, 0.5 and \\frac{1}{2} are the same, and so are sets, intervals,
-    and equal expressions. The answer is the last box, otherwise the last text that reads like one."""
+    """One problem, and one answer or several tries, compared by value: 1/2, 0.5 and \\frac{1}{2} are the same, and so
+    are sets, intervals, and equal expressions. The answer is the last box, otherwise the last text that reads like
+    one."""
 
     class Config(DataConfig):
         problem: str = "problem"
@@ -31,7 +32,11 @@ class Math(Environment):
         system: str = ""
         """System message; empty: none."""
         format_reward: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
-        """Reward of a wrong boxed answer."""
+        """Reward of a wrong boxed answer, of the last one if there are several tries."""
+        tries: Annotated[int, Field(ge=1, le=64)] = 1
+        """Answers that an episode allows: a wrong one is told, and the right one is never shown."""
+        retry_penalty: Annotated[float, Field(ge=0.0, le=1.0)] = 0.05
+        """Subtracted from the reward of every wrong answer after the first."""
 
         @model_validator(mode="after")
         def _can_be_played(self) -> Self:
@@ -49,7 +54,7 @@ class Math(Environment):
     config: Config
 
     async def open(self, row: int, seed: int) -> list[Message]:
-        config = self.config
+        config, self.tries = self.config, 0
         self.row = (await table(config)).at(row, shuffle=config.shuffle)
         problem = text_of(self.row, config.problem)
         asked = "\n\n".join(part for part in (problem, config.instruction) if part)
@@ -57,19 +62,29 @@ class Math(Environment):
         return [*([Message(role="system", content=config.system)] if config.system else []), told]
 
     async def step(self, action: Action) -> Answer:
-        grade = await graders().grade(text_of(self.row, self.config.answer), action.text)
+        config = self.config
+        grade = await graders().grade(text_of(self.row, config.answer), action.text)
         boxed = "\\boxed" in action.text
-        reward = 1.0 if grade.right else self.config.format_reward * boxed
+        self.tries += 1
+        left = config.tries - self.tries
+        done = grade.right or not left
+        wrong = config.format_reward * (boxed and done) - config.retry_penalty * (self.tries > 1)
         return Answer(
-            reward=reward,
-            done=True,
+            reward=1.0 if grade.right else wrong,
+            done=done,
+            messages=[] if done else [self._wrong(left)],
             metrics={
                 "exact": float(grade.right),
                 "answered": float(grade.answered),
                 "format": float(boxed),
                 "ungraded": float(grade.late),
+                **({"tries": float(self.tries)} if config.tries > 1 else {}),
             },
         )
+
+    def _wrong(self, left: int) -> Message:
+        tries = "One try is" if left == 1 else f"{left} tries are"
+        return Message(role="user", content=f"This is not right. {tries} left. {self.config.instruction}".strip())
 
     def gold(self) -> str:
         answer = text_of(self.row, self.config.answer)

@@ -28,7 +28,7 @@ def unsupported_family(config: Mapping[str, Any], *, served: bool) -> str:
     tower = config.get("vision_config")
     name = tower.get("model_type", LLAVA_TOWER) if isinstance(tower, dict) else LLAVA_TOWER
     if kind == "llava" and name != LLAVA_TOWER:
-        return f"is a llava model with a vision tower of type {name}; OpenTinker trains and serves those with {LLAVA_TOWER}"
+        return f"is a llava model with a {name}; OpenTinker trains and serves those with a {LLAVA_TOWER}"
     if kind == "qwen3_vl" and served and not _interleaves_positions(config):
         return (
             "is a qwen3_vl model without mrope_interleaved = true in its text_config's rope_parameters; OpenTinker "

@@ -36,6 +36,7 @@ COMMANDS = {
     "runs/models/smollm2-135m-instruct": ["examples.models.make_smollm2"],
     "runs/models/smollm2-tools": ["examples.models.make_smollm2", "--tools"],
     "runs/models/seeing": ["examples.models.make_seeing"],
+    "runs/models/seeing-qwen": ["examples.models.make_seeing", "--family", "qwen2_5_vl"],
 }
 """Modules that make the models that examples name."""
 WITHOUT_WORDS = OTHER_MACHINES | {"agent_program", "colours", "phone_page", "tool_calc"}
@@ -53,7 +54,9 @@ RUN = [
 def plays(name: str) -> bool:
     """Whether it plays an environment that is on this machine, and with words alone."""
     environment = read(name).get("environment")
-    return environment is not None and environment["name"] not in WITHOUT_WORDS and "tools" not in environment
+    if environment is None or "images" in environment.get("config", {}):
+        return False
+    return environment["name"] not in WITHOUT_WORDS and "tools" not in environment
 
 
 def simulated(told: dict[str, Any], model: Path) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 torchvision has no build for CPUs. The classes import image processors that need it, for one function each, and those of
 Qwen-VL load Hugging Face's processor of images and videos, to know the largest number of tokens. Images reach vLLM
-processed (`vllm_images.py`) and videos never, so transformers' Pillow versions of the same modules take the place of the
-former, and the context length bounds an image's tokens.
+processed (`vllm_images.py`) and videos never, so transformers' Pillow versions of the same modules take the place of
+the former, and the context length bounds an image's tokens.
 
 transformers names the modules of LLaVA's tower without the `vision_model` that published checkpoints and vLLM have.
 """

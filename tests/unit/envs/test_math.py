@@ -6,19 +6,20 @@ import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import orjson
 import pyarrow
 import pyarrow.parquet
 import pytest
 
+from examples.geometry3k_rows import write_rows
 from opentinker.envs import data, grading
 from opentinker.envs.base import Action, play_gold
 from opentinker.envs.data import DataConfig, read, table
 from opentinker.envs.registry import check, make
 from opentinker.shared.data.jsonl import RowError
-from opentinker.shared.types.core import Image, StopReason, Text
+from opentinker.shared.types.core import Image, Message, StopReason, Text
 from opentinker.shared.types.errors import SpecError
 from tests.conftest import WAIT_S
 
@@ -28,6 +29,7 @@ PROBLEMS = [
     {"problem": "Which x solve x^2 = 4?", "answer": "\\{-2, 2\\}"},
     {"problem": "Ten plus a number?", "answer": "1,234.5"},
 ]
+ROOT = Path(__file__).resolve().parents[3]
 PNG = b"\x89PNG\r\n\x1a\n...."
 
 
@@ -39,6 +41,10 @@ def problems(tmp_path: Path) -> Path:
 def write(path: Path, rows: list[Any]) -> Path:
     path.write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
     return path
+
+
+def said(text: str) -> Action:
+    return Action(text=text, stop=StopReason.EOS, turn=0)
 
 
 def numbered(tmp_path: Path, rows: int = 10, **config: Any) -> DataConfig:
@@ -201,6 +207,44 @@ def test_images_that_are_none_are_refused(tmp_path: Path) -> None:
         check("math", {"path": str(path), "images": "image"})
 
 
+async def test_problems_of_geometry3k_are_played_with_their_figures(tmp_path: Path) -> None:
+    folder = tmp_path / "11"
+    folder.mkdir()
+    told = {"id": 11, "annotat_text": "Find $x$.", "choices": ["5", "5 \\sqrt { 2 }", "7", "8"], "answer": "B"}
+    (folder / "data.json").write_bytes(orjson.dumps(told))
+    (folder / "img_diagram.png").write_bytes(PNG)
+    assert write_rows(tmp_path, tmp_path / "made" / "p.parquet") == 1
+    environment = make("math", {"path": str(tmp_path / "made" / "p.parquet"), "images": "images", "instruction": ""})
+    (message,) = cast(list[Message], await environment.open(0, 0))
+    assert message.content == [Image(PNG), Text("Find $x$.")]
+    assert (await environment.step(said("It is \\boxed{5\\sqrt{2}}."))).reward == 1.0
+    with pytest.raises(FileNotFoundError, match="no folders with a data.json"):
+        write_rows(folder, tmp_path / "none.parquet")
+
+
+async def test_the_answers_of_the_example_s_problems_are_right() -> None:
+    config = {"path": str(ROOT / "examples/data/geometry3k/problems.parquet"), "images": "images", "tries": 3}
+    for row in range(10):
+        played = await play_gold(make("math", config), row, 0)
+        assert (played.reward, played.turns) == (1.0, 1) and len(played.messages[0].images) == 1
+
+
+async def test_a_wrong_answer_is_told_as_often_as_there_are_tries(problems: Path) -> None:
+    config = {"path": str(problems), "shuffle": False, "tries": 3, "format_reward": 0.2, "retry_penalty": 0.1}
+    environment = make("math", config)
+    await environment.open(1, 0)
+    first = await environment.step(said("\\boxed{41}"))
+    assert (first.reward, first.done, first.metrics["tries"]) == (0.0, False, 1.0)
+    assert first.messages[0].text.startswith("This is not right. 2 tries are left. Think") and "42" not in str(first)
+    second = await environment.step(said("\\boxed{43}"))
+    assert (second.reward, second.done) == (-0.1, False) and "One try is left." in second.messages[0].text
+    right = await environment.step(said("\\boxed{42}"))
+    assert (right.reward, right.done, right.metrics["exact"], right.metrics["tries"]) == (1.0, True, 1.0, 3.0)
+    await environment.open(1, 0)
+    last = [await environment.step(said("\\boxed{0}")) for _ in range(3)][-1]
+    assert last.done and last.reward == pytest.approx(0.2 - 0.1), "the form is paid once, when no try is left"
+
+
 # --- grading --------------------------------------------------------------------------------------------------------
 
 
@@ -246,5 +290,5 @@ async def test_an_episode_says_that_it_could_not_be_graded(problems: Path, monke
     environment = make("math", {"path": str(problems), "shuffle": False, "format_reward": 0.1})
     await environment.open(0, 0)
     monkeypatch.setattr(grading, "LIMIT_S", 0.0)
-    step = await environment.step(Action(text="\\boxed{1 over 2}", stop=StopReason.EOS, turn=0))
+    step = await environment.step(said("\\boxed{1 over 2}"))
     assert (step.reward, step.metrics["ungraded"], step.done) == (0.1, 1.0, True)
