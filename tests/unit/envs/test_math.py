@@ -218,7 +218,7 @@ async def test_problems_of_geometry3k_are_played_with_their_figures(tmp_path: Pa
     (message,) = cast(list[Message], await environment.open(0, 0))
     assert message.content == [Image(PNG), Text("Find $x$.")]
     assert (await environment.step(said("It is \\boxed{5\\sqrt{2}}."))).reward == 1.0
-    with pytest.raises(FileNotFoundError, match="no folders with a data.json"):
+    with pytest.raises(FileNotFoundError, match="no folders with a data"):
         write_rows(folder, tmp_path / "none.parquet")
 
 
