@@ -14,7 +14,6 @@ import orjson
 import pytest
 import pytest_asyncio
 
-from opentinker.client import ApiError
 from opentinker.services.trainer import checkpoint
 from opentinker.shared.messaging.permissions import HISTORY
 from opentinker.shared.messaging.subjects import SERVICES
@@ -24,7 +23,7 @@ from tests.conftest import WAIT_S, until
 from tests.samples import canaries
 from tests.samples.upload_samples import PARITY
 from tests.support.api import OPERATOR, bearing
-from tests.support.cluster import SERVERS, Cluster, toy_cluster, toy_model, undocumented
+from tests.support.cluster import SERVERS, Cluster, toy_cluster, undocumented
 from tests.support.factories import make_spec
 from tests.support.lineage import faults
 
@@ -284,18 +283,6 @@ async def test_cancelled_job_lets_go_of_its_workers_and_the_next_one_runs(shared
     await until(stored, lambda found: not found)
 
 
-async def test_every_sample_has_several_turns_when_the_environment_has(shared: System) -> None:
-    cluster = shared.cluster
-    spec = shared.spec(
-        environment={"name": "tests.samples.env_samples:Counting", "config": {"turns": 3}},
-        rollout={"engine": "toy", "max_tokens": 24, "max_turns": 3, "max_tokens_per_turn": 8},
-    )
-    job = await cluster.submit(spec)
-    await cluster.succeeds(job)
-    assert {line["turns/mean"] for line in cluster.lines(job)} == {3.0}
-    assert {line["reward/mean"] for line in cluster.lines(job)} == {3.0}
-
-
 async def test_two_seats_are_rewarded_each_for_itself_and_their_streams_count_once(shared: System) -> None:
     cluster = shared.cluster
     spec = shared.spec(
@@ -317,15 +304,6 @@ async def test_two_seats_are_rewarded_each_for_itself_and_their_streams_count_on
         assert (line["val/reward/mean"], line["val/component/outcome"], line["val/failed"]) == (0.0, 0.0, 0.0)
     points = await cluster.client.metrics(job)
     assert undocumented({name for point in points for name in point["values"]}) == []
-
-
-async def test_staleness_zero_trains_on_the_newest_weights_only(shared: System) -> None:
-    cluster = shared.cluster
-    spec = shared.spec(algorithm={"group_size": 4, "groups_per_batch": 4, "max_staleness": 0})
-    job = await cluster.submit(spec)
-    await cluster.succeeds(job)
-    assert faults_of(cluster, job, spec) == []
-    assert {line["staleness/max"] for line in cluster.lines(job)} == {0.0}
 
 
 # --- bad input ------------------------------------------------------------------------------------------------------
@@ -374,32 +352,6 @@ async def test_job_goes_on_past_groups_that_fail(shared: System) -> None:
     assert {event["reason"] for event in failures} == {"env_error"}
     assert all(event["group"] % 4 == 0 and "the board is on fire" in event["error"] for event in failures)
     assert cluster.lines(job)[-1]["failed/env_error"] >= 10
-
-
-async def test_every_mistake_of_a_spec_is_answered_at_once(shared: System, tmp_path: Path) -> None:
-    data = shared.spec().model_dump(mode="json")
-    data["model"]["base"] = str(tmp_path / "nowhere")
-    data["environment"]["name"] = "copy_digit"
-    data["train"]["steps"] = 0
-    with pytest.raises(ApiError) as refused:
-        await shared.cluster.client.submit(data)
-    problems = {m["field"]: m["problem"] for m in refused.value.mistakes}
-    assert set(problems) == {"model.base", "environment.name", "train.steps"}
-    assert "does not exist" in problems["model.base"]
-    assert "copy_digits" in problems["environment.name"]
-
-
-async def test_a_missing_chat_template_is_refused_unless_allowed(shared: System, tmp_path: Path) -> None:
-    model = toy_model(tmp_path / "bare")
-    (model / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}')
-    spec = job_spec(model)
-    with pytest.raises(ApiError, match="has no chat template") as refused:
-        await shared.cluster.client.submit(spec)
-    assert [m["field"] for m in refused.value.mistakes] == ["model.chat_template"]
-    data = spec.model_dump(mode="json")
-    data["model"]["chat_template"] = "plain"
-    job = str((await shared.cluster.client.submit(data))["id"])
-    await shared.cluster.succeeds(job)
 
 
 async def test_model_that_cannot_be_read_fails_the_job_with_its_reason(shared: System, tmp_path: Path) -> None:

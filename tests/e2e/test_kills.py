@@ -10,22 +10,17 @@ import os
 import random
 import signal
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.state.store import Store
-from opentinker.shared.types.core import Pool, WeightVersion, WorkerInfo
+from opentinker.shared.types.core import WeightVersion
 from tests.conftest import until
 from tests.support.cluster import SERVERS, Cluster, toy_cluster
 from tests.support.factories import make_spec
 from tests.support.lineage import faults, lineage
-from tests.support.scheduling import running
 
 SERVICES = ("trainer-0", "rollout_worker-0", "env_worker-0", "scheduler")
 GROUPS_PER_BATCH = 4
@@ -108,12 +103,6 @@ async def test_job_survives_kills_of_its_services(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-async def test_job_survives_kills_of_the_servers(tmp_path: Path) -> None:
-    async with toy_cluster(tmp_path) as (cluster, model):
-        await survives(cluster, toy_spec(model, steps=60), seed=seed(), kills=4, names=SERVERS)
-
-
-@pytest.mark.nightly
 @pytest.mark.slow
 async def test_job_survives_kills_of_reference_forward(tmp_path: Path, tiny: Path) -> None:
     """Groups that a killed instance had in hand come again; its model is loaded anew."""
@@ -192,57 +181,6 @@ async def test_trainer_that_slept_beyond_its_lease_writes_nothing_more(tmp_path:
         ledger = await cluster.ledger(job)
         assert ledger.balanced and ledger.version.epoch == 2
         await cluster.client.cancel(job)
-
-
-@pytest.mark.nightly
-async def test_trainer_that_wakes_while_its_successor_loads_writes_nothing(tmp_path: Path) -> None:
-    """The successor loads until the test lets it die; then the old one, which is free by then, has the job again."""
-    async with toy_cluster(tmp_path, worker_ttl_s=4, heartbeat_s=0.4) as (cluster, model):
-        train = {"learner": "simulated", "steps": 10_000, "simulated_step_s": STEP_S, "checkpoint_every": 10_000}
-        job = await cluster.submit(toy_spec(model, steps=10_000, train=train))
-        await cluster.reaches(job, 5)
-        cluster.pause("trainer-0")
-        async with loading(cluster.store, "trainer-9", job):
-            await until(lambda: cluster.store.epoch(job), lambda found: found == 2)
-            before, record = cluster.lines(job), await cluster.store.job(job)
-            version = (await cluster.ledger(job)).version
-            cluster.resume("trainer-0")
-
-            async def let_go() -> bool:
-                found = {w.id: w for w in await cluster.store.workers()}
-                return "trainer-0" in found and found["trainer-0"].status == "idle"
-
-            await until(let_go)
-            logs = cluster.logs("trainer-0")
-            refused = {name: logs.count(name) for name in ("checkpoint_refused", "fenced")}
-            print(f"writes refused, by what the trainer said: {refused}")
-            assert sum(refused.values()) >= 1
-            assert cluster.lines(job) == before
-            after = await cluster.store.job(job)
-            assert (after.step, after.state, after.epoch) == (record.step, "starting", 2)
-            assert (await cluster.ledger(job)).version == version
-            assert not list((cluster.data / "jobs" / job / "checkpoints").glob("step-*"))
-        await until(lambda: cluster.lines(job)[-1]["epoch"] == 3)
-        assert len(lineage(cluster.lines(job), {3: 0})) >= 1
-        assert (await cluster.ledger(job)).balanced
-        await cluster.client.cancel(job)
-
-
-@asynccontextmanager
-async def loading(store: Store, id: str, job: str) -> AsyncIterator[None]:
-    """A trainer that takes its lease and loads for ever; it leaves at the end of the block."""
-    info = WorkerInfo(id=id, incarnation="loads", pool=Pool.TRAINER, host="here", pid=1)
-
-    async def live() -> None:
-        while True:
-            mine = await store.lease(id) is not None
-            now = msgspec.structs.replace(info, job=job if mine else None, status="loading" if mine else "idle")
-            await store.beat(now, 60.0)
-            await asyncio.sleep(0.1)
-
-    async with running(live()):
-        yield
-    await store.leave(info)
 
 
 # --- the oracle itself ----------------------------------------------------------------------------------------------

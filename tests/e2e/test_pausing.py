@@ -97,23 +97,6 @@ async def test_interrupted_job_goes_on_where_it_was(one_each: Toy) -> None:
     await check(cluster, low, spec)
 
 
-@pytest.mark.nightly
-@pytest.mark.slow
-async def test_lent_rollout_worker_finishes_its_groups_before_it_goes(two_each: Toy) -> None:
-    cluster, model = two_each
-    spec = toy_spec(model, steps=80, resources={"rollout_workers": 2})
-    wide = await cluster.submit(spec)
-    await until(cluster.store.workers, lambda found: sum(w.job == wide and w.pool == "rollout" for w in found) == 2)
-    await cluster.reaches(wide, 3)
-    narrow = await cluster.submit(toy_spec(model, steps=10))
-    await cluster.succeeds(narrow)
-    await cluster.succeeds(wide)
-    assert [e for e in await cluster.client.event_log(wide) if e["event"] == "rollout_worker_taken_back"]
-    repeated = [line for name in cluster.processes for line in cluster.logs(name).splitlines() if "tickets_r" in line]
-    assert repeated == [], "no group was thrown away"
-    await check(cluster, wide, spec)
-
-
 async def leads(cluster: Cluster) -> str:
     found: Any = await cluster.store.redis.get("leader")
     return str(found)

@@ -16,8 +16,6 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 
-from opentinker.client import ApiError
-from opentinker.serve.ws_client import AsyncServing
 from opentinker.shared.security.egress import LOOPBACK
 from opentinker.shared.spec import JobSpec
 from tests.conftest import until
@@ -76,21 +74,6 @@ async def test_serve_with_a_job_plays_it_to_its_end(system: System, tmp_path: Pa
     assert record["state"] == "succeeded"
     whole = await system.cluster.client.job(record["id"])
     assert whole["spec"]["environment"]["name"] == "served:digits" and whole["ledger"]["failed"] == {}
-
-
-async def test_what_nobody_serves_is_refused_with_what_to_do(system: System) -> None:
-    with pytest.raises(ApiError, match="opentinker env serve module:Class --name nobody"):
-        await system.cluster.submit(system.spec("served:nobody"))
-
-
-async def test_a_wrong_config_is_refused_by_the_process_that_serves_it(system: System) -> None:
-    from opentinker.envs.builtin.copy_digits import CopyDigits
-
-    async with AsyncServing(CopyDigits, name="strict", url=system.url):
-        spec = system.spec("served:strict").model_dump(mode="json")
-        spec["environment"]["config"] = {"digits": "many"}
-        with pytest.raises(ApiError, match=r"environment\.config\.digits"):
-            await system.cluster.client.submit(spec)
 
 
 @pytest.mark.nightly

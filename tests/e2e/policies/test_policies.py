@@ -130,21 +130,6 @@ async def test_kills_lose_and_double_no_match_of_any_policy(toys: Toys) -> None:
     await check(cluster, job, spec)
 
 
-async def test_the_slower_policy_decides_how_far_the_faster_one_may_go(toys: Toys) -> None:
-    """Schedule `wait`: matches are shared, so both advance at the rate of the slower trainer."""
-    cluster, model = toys
-    policies = {"speaker": {"train": {"simulated_step_s": 0.3}}, "listener": {}}
-    spec = game(model, steps=10, step_s=0.01, policies=policies)
-    job = await cluster.submit(spec)
-    lead = 0
-    while not (await cluster.store.job(job)).state.final:
-        ledgers = [await ledger_of(cluster, job, name) for name in POLICIES]
-        lead = max(lead, ledgers[1].trained - ledgers[0].trained)
-        await asyncio.sleep(0.02)
-    await cluster.succeeds(job)
-    assert lead <= (spec.algorithm.max_staleness + 1) * spec.algorithm.groups_per_batch + 4
-
-
 @pytest.mark.nightly
 async def test_no_match_is_trained_whose_opponent_has_moved_too_far(toys: Toys) -> None:
     """The fast policy runs ahead; what it had played with older weights is replaced for the slow one, also after a
@@ -233,16 +218,3 @@ async def test_two_policies_learn_from_rounds_that_they_play_together(toys: Toys
     totals = [math.fsum(line["reward/mean"] for line in cluster.lines(part_id(job, name))) for name in POLICIES]
     assert math.isclose(sum(totals), 0.0, abs_tol=1e-9), "what one wins the other loses, in every match"
     assert all(line["turns/mean"] == 1.0 for name in POLICIES for line in cluster.lines(part_id(job, name)))
-
-
-async def test_a_policy_plays_rounds_against_a_bot(toys: Toys) -> None:
-    cluster, model = toys
-    base = game(model, steps=ROUNDS_STEPS, environment=PENNIES).model_dump(mode="json", exclude_unset=True)
-    alone = {name: value for name, value in base.items() if name != "policies"}
-    spec = parse_spec(alone | {"seats": {"odd": {"bot": "heads"}}})
-    job = await cluster.submit(spec)
-    record = await cluster.wait(job)
-    assert record["state"] == "succeeded", record["reason"]
-    lines = cluster.lines(job)
-    assert len(lines) == ROUNDS_STEPS and all(line["turns/mean"] == 1.0 for line in lines)
-    assert not any("odd" in name for line in lines for name in line if name.startswith("reward/seat/"))

@@ -60,12 +60,3 @@ async def test_every_candidate_is_trained_once(toys: Toys, small: Path) -> None:
         for line in cluster.lines(part_id(job, policy)):
             assert line["trajectories"] == GROUPS * (1 + 2 * (SIZE - 1)), "a policy trains its own candidates"
             assert line["turns/mean"] == 2.0
-
-
-async def test_the_simulated_learner_takes_trees(toys: Toys) -> None:
-    cluster, model = toys
-    spec = climb(model, algorithm={"name": "at_grpo", "group_size": SIZE, "groups_per_batch": GROUPS},
-                 train={"learner": "simulated", "steps": STEPS})  # fmt: skip
-    job = await cluster.submit(spec)
-    await cluster.succeeds(job)
-    assert [line["trajectories"] for line in cluster.lines(job)] == [GROUPS * (2 + 4 * (SIZE - 1))] * STEPS

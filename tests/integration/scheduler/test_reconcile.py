@@ -102,23 +102,6 @@ async def test_job_waits_for_shared_workers(store: Store, ctx: Context, changes:
     await workers.stop()
 
 
-async def test_a_stuck_job_does_not_block_the_next(store: Store, workers: Workers, reconciler: Reconciler) -> None:
-    first = await new_job(store, "j-first", algorithm__kl_coef=0.1)
-    second = await new_job(store, "j-second")
-    await workers.start("trainer-0", "rollout-0")
-    await until(lambda: started(store, second))
-    assert await state(store, first) == JobState.QUEUED
-    waiting = "a free trainer; a free rollout worker; shared reference-forward (none is running)"
-    await until(lambda: _waits_for(store, first, waiting))
-
-
-async def test_oldest_job_goes_first(store: Store, workers: Workers, ctx: Context) -> None:
-    jobs = [await new_job(store, f"j-{name}") for name in ("z", "a", "m")]
-    await workers.start("trainer-0", "rollout-0")
-    await Reconciler(ctx).reconcile()
-    assert [await state(store, job) for job in jobs] == [JobState.STARTING, JobState.QUEUED, JobState.QUEUED]
-
-
 async def test_dead_trainer_is_replaced_at_a_new_epoch(store: Store, workers: Workers, reconciler: Reconciler) -> None:
     job = await new_job(store, "j-a")
     await workers.start("trainer-0", "rollout-0")

@@ -95,18 +95,6 @@ def test_seeds_are_the_same_on_every_machine_and_differ_by_group() -> None:
     assert max(seeds) < 2**53
 
 
-@pytest.mark.parametrize("state", [JobState.QUEUED, JobState.CANCELLED])
-async def test_jobs_that_do_not_run_get_no_tickets(ctx: Context, store: Store, state: JobState) -> None:
-    job = await new_job(store, f"j-no-{state}")
-    if state == JobState.CANCELLED:
-        await store.transition(job, state)
-    await restored(store, job)
-    issuer = TicketIssuer(ctx)
-    await issuer.issue()
-    await issuer.sweep()
-    assert await tickets(ctx, job) == []
-
-
 async def test_numbers_issued_before_a_crash_get_their_tickets(ctx: Context, store: Store) -> None:
     job = await running_job(store, "j-crash")
     admission = await restored(store, job)

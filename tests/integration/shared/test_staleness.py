@@ -362,10 +362,6 @@ async def admission(store: Store, job: str, epoch: int = 1, **changes: Any) -> A
     return ours
 
 
-async def test_nothing_is_issued_before_the_trainer_has_started(store: Store) -> None:
-    assert (await Admission(store.redis, "none").issue(5))[1] == []
-
-
 async def test_only_a_trainer_restores(store: Store) -> None:
     with pytest.raises(ValueError, match="epoch"):
         await admission(store, "j", epoch=-1)
@@ -458,10 +454,12 @@ async def test_a_job_without_workers_is_issued_nothing(store: Store, state: JobS
 PAIR = ("a", "b")
 
 
-async def pair(store: Store, job: str, **changes: Any) -> tuple[Admission, Admission]:
-    """Two trainers of one job: `a` takes 4 groups a step, `b` 2."""
+async def pair(
+    store: Store, job: str, batches: tuple[int, int] = (4, 2), **changes: Any
+) -> tuple[Admission, Admission]:
+    """Two trainers of one job, which take as many groups a step."""
     ours = [Admission(store.redis, job, 1, policies=PAIR, policy=name) for name in PAIR]
-    for one, batch in zip(ours, (4, 2), strict=True):
+    for one, batch in zip(ours, batches, strict=True):
         fields: dict[str, Any] = {"step": 0, "max_staleness": 1, "groups_per_batch": batch}
         fields |= {"total": 100, "discarded": {}}
         await one.restore(**(fields | changes))
@@ -485,9 +483,10 @@ async def test_a_match_starts_only_while_every_policy_has_room(store: Store) -> 
     ]
 
 
-async def test_no_match_starts_before_the_last_policy_is_restored(store: Store) -> None:
-    a = Admission(store.redis, "half", 1, policies=PAIR, policy="a")
-    await a.restore(step=0, max_staleness=1, groups_per_batch=4, total=100, discarded={})
+@pytest.mark.parametrize("gate", ["all", "fastest"])
+async def test_no_match_starts_before_the_last_policy_is_restored(store: Store, gate: Any) -> None:
+    a = Admission(store.redis, f"half-{gate}", 1, policies=PAIR, policy="a")
+    await a.restore(step=3, max_staleness=1, groups_per_batch=4, total=100, discarded={}, gate=gate)
     assert (await a.issue(5))[1] == []
 
 
@@ -566,12 +565,7 @@ async def test_policies_go_back_to_checkpoints_of_their_own(store: Store) -> Non
 
 
 async def scheduled(store: Store, job: str, **changes: Any) -> tuple[Admission, Admission]:
-    """Two trainers of one job that take 2 groups a step."""
-    ours = [Admission(store.redis, job, 1, policies=PAIR, policy=name) for name in PAIR]
-    for one in ours:
-        fields: dict[str, Any] = {"step": 0, "max_staleness": 0, "groups_per_batch": 2, "total": 100, "discarded": {}}
-        await one.restore(**(fields | changes))
-    return ours[0], ours[1]
+    return await pair(store, job, (2, 2), **{"max_staleness": 0, **changes})
 
 
 async def play(one: Admission) -> list[int]:
@@ -686,9 +680,3 @@ async def test_a_policy_that_has_trained_all_its_groups_gates_no_longer(store: S
         await b.discard(0, Discard.RESTING, first)
     assert await play(b) == [2, 3]
     assert (await a.ledger()).balanced and (await b.ledger()).balanced
-
-
-async def test_no_match_starts_before_all_policies_are_restored_whichever_gates(store: Store) -> None:
-    a = Admission(store.redis, "half-drop", 1, policies=PAIR, policy="a")
-    await a.restore(step=3, max_staleness=1, groups_per_batch=4, total=100, discarded={}, gate="fastest")
-    assert (await a.issue(5))[1] == []

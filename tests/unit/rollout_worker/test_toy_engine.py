@@ -48,6 +48,8 @@ async def test_tokens_depend_on_prompt_and_seed_alone() -> None:
     for seed in range(20):
         sampling = Sampling(max_tokens=6, seed=seed)
         assert (await one.generate("a", PROMPT, sampling)).ids == (await two.generate("b", PROMPT, sampling)).ids
+    greedy = [await one.generate("a", PROMPT, Sampling(max_tokens=6, seed=seed, temperature=0.0)) for seed in range(20)]
+    assert len({tuple(answer.ids) for answer in greedy}) == 1
 
 
 async def test_skill_is_the_share_of_echoes() -> None:
