@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from opentinker.shared.spec import JobSpec
 from tests.conftest import until
 from tests.support.cluster import PYTHONPATH, Cluster, toy_cluster
 from tests.support.factories import make_spec
+from tests.support.http_server import http_server
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 DIGITS = "opentinker.envs.builtin.copy_digits:CopyDigits"
@@ -123,8 +124,7 @@ async def test_jobs_play_environments_behind_urls(system: System, tmp_path: Path
     assert await ended(process) == 0
 
 
-@asynccontextmanager
-async def environment_server() -> AsyncIterator[str]:
+def environment_server() -> AbstractAsyncContextManager[str]:
     """Copies digits, as the published wire has it."""
 
     async def reset(request: web.Request) -> web.Response:
@@ -136,12 +136,4 @@ async def environment_server() -> AsyncIterator[str]:
         reward = float(any(map(str.isdigit, (await request.json())["action"])))
         return web.json_response({"observation": "", "reward": reward, "done": True, "info": {"exact": reward}})
 
-    app = web.Application()
-    app.add_routes([web.post("/reset", reset), web.post("/step", step)])
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
+    return http_server(web.post("/reset", reset), web.post("/step", step))

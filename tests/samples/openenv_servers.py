@@ -13,6 +13,7 @@ from aiohttp import web
 from uv import find_uv_bin
 
 from tests.conftest import free_port, wait_port
+from tests.support.http_server import http_server
 
 OPENENV = "openenv==0.10.0"
 UNTIL = "2026-11-20T00:00:00Z"
@@ -92,15 +93,8 @@ class Planned:
 @asynccontextmanager
 async def planned(*answers: Any, schema: Any = GUESS) -> AsyncIterator[tuple[Planned, str]]:
     server = Planned(*answers, schema=schema)
-    app = web.Application()
-    app.add_routes([web.get("/ws", server.serve), web.get("/schema", server.describe)])
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield server, f"ws://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
+    async with http_server(web.get("/ws", server.serve), web.get("/schema", server.describe)) as url:
+        yield server, url.replace("http", "ws")
 
 
 # --- real ones ------------------------------------------------------------------------------------------------------

@@ -8,6 +8,8 @@ from typing import Any
 
 from aiohttp import web
 
+from tests.support.http_server import http_server
+
 Answer = str | int | bytes | Callable[[web.Request], Awaitable[web.StreamResponse]]
 """Words; a status; a body; or a handler."""
 
@@ -44,13 +46,6 @@ def completion(words: str | None, finish: str = "stop") -> dict[str, Any]:
 
 @asynccontextmanager
 async def serving(server: ChatServer) -> AsyncIterator[ChatServer]:
-    app = web.Application()
-    app.add_routes([web.post("/v1/chat/completions", server.answer)])
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    server.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-    try:
+    async with http_server(web.post("/v1/chat/completions", server.answer)) as url:
+        server.url = f"{url}/v1"
         yield server
-    finally:
-        await runner.cleanup()

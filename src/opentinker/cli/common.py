@@ -189,8 +189,12 @@ def ago(unix_s: float) -> str:
     """`3 min ago` and the like."""
     import time
 
-    seconds = max(0.0, time.time() - unix_s)
+    return f"{rough(time.time() - unix_s)} ago"
+
+
+def rough(seconds: float) -> str:
+    """`90 s`, `3 min`, `2 h`, `4 d`; nothing is below 0."""
     for limit, size, unit in ((90.0, 1.0, "s"), (5400.0, 60.0, "min"), (129600.0, 3600.0, "h")):
         if seconds < limit:
-            return f"{seconds / size:.0f} {unit} ago"
-    return f"{seconds / 86400:.0f} d ago"
+            return f"{max(0.0, seconds) / size:.0f} {unit}"
+    return f"{seconds / 86400:.0f} d"

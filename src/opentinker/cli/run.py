@@ -57,6 +57,7 @@ def run(
 
     Exit status 0 if the job succeeded, 1 if it failed, 4 if it was cancelled (Ctrl-C).
     """
+    from opentinker.cli.views.watch import watch
     from opentinker.local.discovery import key_in, read_state
     from opentinker.sdk.spec_location import located
     from opentinker.shared.spec.name import file_name
@@ -83,7 +84,7 @@ def run(
             say(f"job {record['id']} on {url}, data in {home}")
             say(f"from another terminal: {_bearing(home)}{as_typed('watch', record['id'], '--url', url)}\n")
         try:
-            last = _watched(api, record["id"], as_json)
+            last = watch(api, record["id"], as_json=as_json)
         except KeyboardInterrupt:
             complain("cancelling; Ctrl-C again to stop at once")
             last = finish(api, record["id"])
@@ -92,18 +93,6 @@ def run(
     from opentinker.cli.jobs import STATE_EXIT
 
     raise typer.Exit(STATE_EXIT[last.job["state"]])
-
-
-def _watched(api: Client, job: str, as_json: bool) -> Update:
-    """To its end."""
-    from opentinker.cli.views.watch import JsonView, follow, watch
-
-    if not as_json:
-        return watch(api, job)
-    view = JsonView(sys.stdout)
-    for update in follow(api, job):
-        view.show(update)
-    return update
 
 
 def _bearing(home: Path) -> str:

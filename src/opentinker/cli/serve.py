@@ -50,8 +50,9 @@ def serve(
         _listen(environment, listen, concurrency, as_json)
         return
     from opentinker.serve.ws_client import serve_environment
+    from opentinker.shared.types.spec_text import load_spec
 
-    spec = _plain_spec(job) if job is not None else None
+    spec = load_spec(job) if job is not None else None  # an unreadable file is reported before anything is served
     serving = serve_environment(environment, name=name, concurrency=concurrency, url=server_url(url), on_wait=complain)
     code = 0
     try:
@@ -78,13 +79,6 @@ def _close(serving: Serving) -> None:
         serving.close(drain_s=DRAIN_S)
     except KeyboardInterrupt:
         serving.close(drain_s=0.0)
-
-
-def _plain_spec(path: Path) -> Any:
-    """Read the spec before anything is served, so that an unreadable file is reported first."""
-    from opentinker.shared.types.spec_text import load_spec
-
-    return load_spec(path)
 
 
 def _follow(serving: Serving, spec: Any, as_json: bool) -> int:

@@ -17,7 +17,6 @@ from typing import TypeVar, cast
 from urllib.parse import quote
 
 import aiohttp
-import orjson
 
 from opentinker.sdk.archive import unpack
 from opentinker.sdk.http import ApiError, Http
@@ -48,10 +47,9 @@ class ArtifactCalls:
     async def publish(self, checkpoint: str, name: str) -> Publication:
         """Give JOB@STEP or JOB@latest a name for [start], inference jobs and downloads. Raises ApiConflict if another
         checkpoint of the tenant has it. `latest` is asked once: it may be another step the second time."""
-        body = orjson.dumps({"name": name, "checkpoint": checkpoint})
-        headers = {"Content-Type": "application/json"}
+        named = {"name": name, "checkpoint": checkpoint}
         again = not checkpoint.endswith("@latest")
-        made = await self._http.json("POST", "/v1/published", body=body, headers=headers, again=again)
+        made = await self._http.json("POST", "/v1/published", noun=named, again=again)
         return cast(Publication, made)
 
     async def unpublish(self, name: str) -> Publication:

@@ -115,10 +115,9 @@ class AsyncClient(EnvironmentCalls, ArtifactCalls, KeyCalls, InferenceCalls, Obs
         `from_checkpoint`, JOB@STEP or JOB@latest, and `with_optimizer` replace the spec's [start].
         """
         data = started(await prepared(self._http, spec, beside), from_checkpoint, with_optimizer)
-        headers = {"Idempotency-Key": idempotency_key or uuid.uuid4().hex, "Content-Type": "application/json"}
-        body = orjson.dumps(data)
+        headers = {"Idempotency-Key": idempotency_key or uuid.uuid4().hex}
         limit_s = max(self._http.timeout_s, SUBMIT_S) if refers_to_checkpoints(data) else self._http.timeout_s
-        made = await self._http.json("POST", "/v1/jobs", body=body, headers=headers, timeout_s=limit_s)
+        made = await self._http.json("POST", "/v1/jobs", noun=data, headers=headers, timeout_s=limit_s)
         return cast(JobSummary, made)
 
     async def jobs(

@@ -153,7 +153,7 @@ class Http:
     ) -> None:
         self.url = (url or os.environ.get("OPENTINKER_URL") or DEFAULT_URL).rstrip("/")
         self.wait_s, self.timeout_s = wait_s, timeout_s
-        self._on_wait = on_wait or _log.warning
+        self.tell = on_wait or _log.warning
         self._key = key
         self._said_open = False
         self._open_session: aiohttp.ClientSession | None = None
@@ -177,13 +177,16 @@ class Http:
         path: str,
         query: dict[str, str] | None = None,
         *,
+        noun: Any = ...,
         body: bytes | None = None,
         headers: dict[str, str] | None = None,
         timeout_s: float | None = None,
         again: bool = True,
     ) -> Json:
-        """Make a request and return its JSON answer. `again` False: send it once, even if the connection breaks,
-        because it must not take effect twice."""
+        """Make a request and return its JSON answer. `noun`: sent as JSON in the place of `body`. `again` False: send
+        it once, even if the connection breaks, because it must not take effect twice."""
+        if noun is not ...:  # None is JSON too
+            body, headers = orjson.dumps(noun), {**(headers or {}), "Content-Type": "application/json"}
 
         waiting = self.waiting()
 
@@ -297,10 +300,6 @@ class Http:
 
     def waiting(self) -> Waiting:
         return Waiting(self.url, self.tell)
-
-    def tell(self, sentence: str) -> None:
-        """Tell the user why a request is waiting."""
-        self._on_wait(sentence)
 
     def _cut_off(self, error: Exception) -> ApiError:
         return ApiError(

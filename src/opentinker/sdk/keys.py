@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from typing import TypeVar, cast
 from urllib.parse import quote
 
-import orjson
-
 from opentinker.sdk.http import Http
 from opentinker.shared.api_types import FreedWorker, Key, Keys, MadeKey, Tenant, Tenants, WhoAmI
 
@@ -33,7 +31,7 @@ class KeyCalls:
         """The answer's `key` is the whole of it, seen nowhere else. `tenant` defaults to that of the key that asks."""
         asked = {"tenant": tenant, "scopes": scopes and list(scopes), "expires_in_s": expires_in_s}
         body = {"role": role, "name": name} | {field: value for field, value in asked.items() if value is not None}
-        made = await self._http.json("POST", KEYS, body=orjson.dumps(body), headers=_JSON, again=False)
+        made = await self._http.json("POST", KEYS, noun=body, again=False)
         return cast(MadeKey, made)
 
     async def keys(self, tenant: str | None = None) -> list[Key]:
@@ -42,8 +40,8 @@ class KeyCalls:
 
     async def rotate_key(self, id: str, *, grace_s: float | None = None) -> MadeKey:
         """The answer's `key` is the new one; the one before stays valid for `grace_s`, by default a day."""
-        body = orjson.dumps({} if grace_s is None else {"grace_s": grace_s})
-        made = await self._http.json("POST", _of(id, "rotate"), body=body, headers=_JSON, again=False)
+        body = {} if grace_s is None else {"grace_s": grace_s}
+        made = await self._http.json("POST", _of(id, "rotate"), noun=body, again=False)
         return cast(MadeKey, made)
 
     async def revoke_key(self, id: str) -> Key:
@@ -62,9 +60,6 @@ class KeyCalls:
     async def free_worker(self, id: str) -> FreedWorker:
         """Cancel the job that holds this worker, whosever it is. For operators."""
         return cast(FreedWorker, await self._http.json("POST", f"/v1/workers/{quote(id, safe='')}/free"))
-
-
-_JSON = {"Content-Type": "application/json"}
 
 
 def _of(id: str, verb: str) -> str:

@@ -109,10 +109,7 @@ class ObservabilityCalls:
         """Have the server check a spec without submitting it: `valid`, `mistakes`, `checks` (what, found, result: ok,
         note or bad, hint), `messages` of an episode's beginning. Mistakes raise nothing. `beside`: as in `submit`."""
         data = await prepared(self._http, spec, beside)
-        headers = {"Content-Type": "application/json"}
-        body = orjson.dumps(data)
-        found = await self._http.json("POST", "/v1/validate", body=body, headers=headers, timeout_s=90.0)
-        return cast(Validation, found)
+        return cast(Validation, await self._http.json("POST", "/v1/validate", noun=data, timeout_s=90.0))
 
     async def usage(
         self,

@@ -13,6 +13,7 @@ import pytest
 from aiohttp import web
 
 from opentinker.shared.security.egress import VARIABLE, Egress, EgressRefused, networks
+from tests.support.http_server import http_server
 
 LOOPBACK = Egress(("127.0.0.0/8",))
 PUBLIC = "93.184.215.14"
@@ -81,15 +82,8 @@ async def test_urls_that_lead_nowhere_good_are_refused_in_words(url: str, proble
 
 @asynccontextmanager
 async def server(*routes: web.RouteDef) -> AsyncIterator[int]:
-    app = web.Application()
-    app.add_routes(routes)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield runner.addresses[0][1]
-    finally:
-        await runner.cleanup()
+    async with http_server(*routes) as url:
+        yield int(url.rpartition(":")[2])
 
 
 class Counting:

@@ -17,7 +17,7 @@ from aiohttp import web
 from typer.testing import CliRunner
 
 from opentinker.cli import app
-from opentinker.client import AsyncClient, Client
+from opentinker.client import AsyncClient
 from opentinker.local.up import Plan, locked, operator_key
 from opentinker.sdk.http import ApiError
 from opentinker.shared.durable_files import file_system
@@ -29,6 +29,7 @@ from opentinker.shared.state.keys import KeyStore
 from opentinker.shared.state.store import Store
 from tests.conftest import until
 from tests.support.api import OPERATOR, Http, bearing, new_key_of
+from tests.support.http_server import http_server
 from tests.support.scheduling import Workers, new_job, scheduler
 
 YEAR_S = 365 * 86400.0
@@ -171,14 +172,6 @@ async def test_the_client_makes_lists_rotates_and_revokes(url: str) -> None:
         assert (await client.revoke_key(key["id"]))["state"] == "revoked"
         assert {tenant["name"] for tenant in await client.tenants()} == {"default", "red"}
 
-    def plainly() -> None:
-        with Client(url) as client:
-            own = client.create_key("viewer")
-            assert client.keys()[-1]["id"] == own["id"] and client.tenants()[0]["name"] == "default"
-            assert client.rotate_key(own["id"])["previous_valid_until"] and client.revoke_key(own["id"])
-
-    await asyncio.to_thread(plainly)
-
 
 async def test_what_makes_a_secret_is_asked_once() -> None:
     """Were it asked again after an answer that was lost, there would be a key that nobody has."""
@@ -190,18 +183,10 @@ async def test_what_makes_a_secret_is_asked_once() -> None:
         request.transport.abort()
         return web.Response()
 
-    server = web.Application()
-    server.router.add_post("/{any:.*}", breaks)
-    runner = web.AppRunner(server)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        async with AsyncClient(f"http://127.0.0.1:{runner.addresses[0][1]}", wait_s=5.0) as client:
-            for once in (client.create_key("viewer"), client.rotate_key("0123456789")):
-                with pytest.raises(ApiError, match="may have been done or not"):
-                    await once
-    finally:
-        await runner.cleanup()
+    async with http_server(web.post("/{any:.*}", breaks)) as url, AsyncClient(url, wait_s=5.0) as client:
+        for once in (client.create_key("viewer"), client.rotate_key("0123456789")):
+            with pytest.raises(ApiError, match="may have been done or not"):
+                await once
     assert asked == ["/v1/keys", "/v1/keys/0123456789/rotate"]
 
 

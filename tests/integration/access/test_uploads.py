@@ -60,10 +60,6 @@ def keep(held: Uploads, directory: Path, name: str = "", tenant: str = "default"
     return Reference(name or found.name, version.version, version.digest), new
 
 
-def problems(error: SpecError) -> str:
-    return "; ".join(f"{m['field']}: {m['problem']}" for m in error.mistakes)
-
-
 # --- references -------------------------------------------------------------------------------------------------
 
 

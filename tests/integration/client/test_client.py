@@ -29,8 +29,8 @@ from opentinker.shared.types.errors import Conflict, NotFound
 from tests.conftest import WAIT_S, free_port, soon, until
 from tests.support.api import write_checkpoint
 from tests.support.factories import make_spec
+from tests.support.http_server import answering
 from tests.support.scheduling import scheduler
-from tests.support.submission_server import answering
 
 SPEC = make_spec(model__base="some/model")
 

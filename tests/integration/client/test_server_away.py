@@ -12,8 +12,8 @@ from opentinker import ApiError, AsyncClient
 from opentinker.shared.runtime.service import Context
 from tests.conftest import WAIT_S, free_port, soon, until
 from tests.support.factories import make_spec
+from tests.support.http_server import answering
 from tests.support.scheduling import scheduler
-from tests.support.submission_server import answering
 
 SPEC = make_spec(model__base="some/model")
 

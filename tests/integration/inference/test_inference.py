@@ -567,9 +567,6 @@ async def test_an_answer_that_breaks_off_is_an_error_of_the_client(site: Site) -
 # --- what is served -------------------------------------------------------------------------------------------------
 
 
-ADAPTER = {"adapter_config.json": b"", "adapter_model.safetensors": b"x"}
-
-
 async def test_a_checkpoint_is_kept_for_the_job_and_named(site: Site, ctx: Context, store: Store) -> None:
     other = await new_job(store, "j-0123456789", JobState.SUCCEEDED, model__base="some/model")
     write_checkpoint(ctx, other, 7, {"model.safetensors": b"\x02\0\0\0\0\0\0\0{}"})

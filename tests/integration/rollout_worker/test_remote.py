@@ -31,6 +31,7 @@ from opentinker.shared.types.env_protocol import IMPORTED, OPEN, CloseSession, O
 from opentinker.shared.types.errors import SpecError
 from tests.conftest import until
 from tests.samples.slow_imports import Gate, alive_importers
+from tests.support.http_server import http_server
 
 
 @pytest.fixture(autouse=True)
@@ -86,9 +87,9 @@ class Game:
 @asynccontextmanager
 async def server(game: Game, port: int = 0) -> AsyncIterator[str]:
     routes = web.post("/reset", game.reset), web.post("/step", game.step), web.post("/finalize", game.finalize)
-    async with serving(*routes, port=port) as address:
+    async with http_server(*routes, port=port) as url:
         try:
-            yield f"http://{address}"
+            yield url
         finally:
             game.hang.set()
 
@@ -443,31 +444,17 @@ async def test_a_server_that_is_none_of_ours_is_a_reason() -> None:
         assert reply.failure == Ending.ENV_ERROR and "ws://" in reply.error
 
 
-@asynccontextmanager
-async def serving(*routes: web.RouteDef, port: int = 0) -> AsyncIterator[str]:
-    """HOST:PORT of a server with these routes."""
-    app = web.Application()
-    app.add_routes(routes)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", port).start()
-    try:
-        yield f"127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
-
-
 async def test_a_websocket_does_not_follow_a_redirect() -> None:
     async def away(_: web.Request) -> web.StreamResponse:
         raise web.HTTPFound(url.replace("ws", "http", 1))
 
-    async with listening(Seats, "127.0.0.1", 0, 8) as url, serving(web.get("/", away)) as there:
-        reply = await Playing(f"ws://{there}/").open()
+    async with listening(Seats, "127.0.0.1", 0, 8) as url, http_server(web.get("/", away)) as there:
+        reply = await Playing(f"{there.replace('http', 'ws')}/").open()
         assert reply.failure == Ending.ENV_ERROR and "a redirect to http://127.0.0.1" in reply.error
         async with Egress.of_process().session() as http:
             with pytest.raises(EgressRefused, match="not followed"):
-                await http.get(f"http://{there}/")
-            async with http.get(f"http://{there}/", allow_redirects=False) as response:
+                await http.get(f"{there}/")
+            async with http.get(f"{there}/", allow_redirects=False) as response:
                 assert response.status == 302
 
 
@@ -493,8 +480,8 @@ class Hasty:
 @asynccontextmanager
 async def hasty(*replies: SessionReply) -> AsyncIterator[tuple[Hasty, str]]:
     one = Hasty(list(replies))
-    async with serving(web.get("/", one.handle)) as there:
-        yield one, f"ws://{there}/"
+    async with http_server(web.get("/", one.handle)) as there:
+        yield one, f"{there.replace('http', 'ws')}/"
 
 
 async def test_who_is_always_still_opening_is_asked_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:

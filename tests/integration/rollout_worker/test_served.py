@@ -37,6 +37,7 @@ from tests.samples.env_samples import Shuffled
 from tests.samples.slow_imports import Gate, alive_importers
 from tests.support.api import OPERATOR, bearing
 from tests.support.factories import make_spec
+from tests.support.http_server import http_server
 from tests.support.scheduling import scheduler
 
 DEADLINE_S = 20.0
@@ -493,17 +494,9 @@ async def test_a_server_that_refuses_is_an_error_at_once() -> None:
     async def no(_: aiohttp.web.Request) -> aiohttp.web.Response:
         return aiohttp.web.Response(status=401)
 
-    app = aiohttp.web.Application()
-    app.router.add_get("/{any:.*}", no)
-    runner = aiohttp.web.AppRunner(app)
-    await runner.setup()
-    await aiohttp.web.TCPSite(runner, "127.0.0.1", 0).start()
-    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    try:
+    async with http_server(aiohttp.web.get("/{any:.*}", no)) as url:
         with pytest.raises(ApiError, match="OPENTINKER_API_KEY"):
             await asyncio.to_thread(lambda: serve_environment(Blocking, name="x", url=url))
-    finally:
-        await runner.cleanup()
 
 
 async def test_blocking_modules_get_children(url: str, bus: Bus, job: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -529,18 +522,11 @@ async def test_the_key_travels_in_the_header_and_nowhere_else(
         asked.append((request.path_qs, request.headers.get("Authorization")))
         return aiohttp.web.Response(status=403)
 
-    app = aiohttp.web.Application()
-    app.router.add_get("/{any:.*}", look)
-    runner = aiohttp.web.AppRunner(app)
-    await runner.setup()
-    await aiohttp.web.TCPSite(runner, "127.0.0.1", 0).start()
     monkeypatch.setenv("OPENTINKER_API_KEY", "not-to-be-seen")
-    try:
+    async with http_server(aiohttp.web.get("/{any:.*}", look)) as url:
         with pytest.raises(ApiError) as refused:
-            async with serving(environment, f"http://127.0.0.1:{runner.addresses[0][1]}"):
+            async with serving(environment, url):
                 pass
-    finally:
-        await runner.cleanup()
     assert asked == [("/v1/served/count", "Bearer not-to-be-seen")]
     assert "not-to-be-seen" not in str(refused.value) + caplog.text
 

@@ -41,6 +41,7 @@ from tests.conftest import Server, free_port, nats_conf, soon, until
 from tests.e2e.test_dashboard import CHROMIUM
 from tests.support.api import OPERATOR, OPERATOR_FILE, Http, bearing
 from tests.support.cluster import ROOT, undocumented
+from tests.support.http_server import http_server
 from tests.support.scheduling import scheduler
 
 EXAMPLES = ROOT / "examples" / "subscribers"
@@ -126,16 +127,9 @@ class Lab:
 
 @pytest.fixture
 async def lab() -> AsyncIterator[Lab]:
-    lab, app = Lab(), web.Application()
-    app.add_routes([web.get("/live.html", lab.page)])
-    runner = web.AppRunner(app)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        lab.origin = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    lab = Lab()
+    async with http_server(web.get("/live.html", lab.page)) as lab.origin:
         yield lab
-    finally:
-        await runner.cleanup()
 
 
 @pytest.fixture

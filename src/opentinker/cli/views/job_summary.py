@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from opentinker.cli.common import rough
 from opentinker.sdk.job_text import on_one_line
 from opentinker.shared.types.core import JobState, part_id
 from opentinker.shared.types.errors import plural
@@ -44,7 +45,7 @@ def _ended(job: Job) -> list[str]:
 
 
 def _state(job: Job, now: float) -> str:
-    since, plays = _since(now - float(job["created"])), job["kind"] == "eval"
+    since, plays = rough(now - float(job["created"])), job["kind"] == "eval"
     match JobState(job["state"]):
         case JobState.QUEUED if job["step"]:
             on = (
@@ -96,7 +97,7 @@ def _policy_flow(job: Job, policy: str, now: float) -> list[str]:
         said.append(f"{plural(discarded + failed, 'group')} discarded or failed, and replaced: {why}.")
     point = job["metrics"].get(part_id("trainer", policy))
     if point is None or now - point["time"] > FRESH_S:
-        last = "no step yet" if point is None else f"the last step was {_since(now - point['time'])} ago"
+        last = "no step yet" if point is None else f"the last step was {rough(now - point['time'])} ago"
         return [*said, f"The trainer waits for its next batch: {last}."]
     share = point["values"].get(f"{policy}/trainer/wait_share" if policy else "trainer/wait_share")
     if share is not None and share >= LONG_WAIT:
@@ -108,13 +109,6 @@ def _policy_flow(job: Job, policy: str, now: float) -> list[str]:
     elif share is not None:
         said.append(f"The trainer waits {share:.0%} of its time for trajectories.")
     return said
-
-
-def _since(seconds: float) -> str:
-    for limit, size, unit in ((90.0, 1.0, "s"), (5400.0, 60.0, "min"), (129600.0, 3600.0, "h")):
-        if seconds < limit:
-            return f"{max(0.0, seconds) / size:.0f} {unit}"
-    return f"{seconds / 86400:.0f} d"
 
 
 def next_commands(job: Job) -> list[tuple[str, ...]]:

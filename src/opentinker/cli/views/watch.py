@@ -7,7 +7,6 @@ LiveView   draws each update (rich);  PlainView  writes one line per so many ste
 from __future__ import annotations
 
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -86,9 +85,8 @@ class WatchView(Protocol):
     def close(self) -> None: ...
 
 
-def follow(client: Client, job_id: str, stop: threading.Event | None = None) -> Iterator[Update]:
+def follow(client: Client, job_id: str) -> Iterator[Update]:
     """Updates until the job has ended; the last one carries the final state and everything before it."""
-    stop = stop or threading.Event()
     curves = Curves()
     seen: deque[Mapping[str, Any]] = deque(maxlen=EVENTS_SHOWN)
     after_point, after_event = 0, "0"
@@ -101,25 +99,29 @@ def follow(client: Client, job_id: str, stop: threading.Event | None = None) -> 
         seen.extend(events)
         update = Update(job=job, curves=curves, changed=curves.add(points), events=events, seen=seen)
         yield update
-        if update.final or stop.wait(POLL_S):
+        if update.final:
             return
+        time.sleep(POLL_S)
 
 
-def watch(client: Client, job_id: str, *, live: bool | None = None) -> Update:
-    """Show a job until it ends; returns the last update. `live` None: if the output is a capable terminal."""
-    from rich.console import Console
-
-    console = Console()
-    fancy = console.is_terminal and not console.is_dumb_terminal if live is None else live
-    view: WatchView = LiveView(console) if fancy else PlainView(sys.stdout)
-    update: Update | None = None
+def watch(client: Client, job_id: str, *, as_json: bool = False) -> Update:
+    """Show a job until it ends, as suits stdout; returns the last update."""
+    view = _view_of(as_json)
     try:
         for update in follow(client, job_id):
             view.show(update)
     finally:
         view.close()
-    assert update is not None
     return update
+
+
+def _view_of(as_json: bool) -> WatchView:
+    from rich.console import Console
+
+    if as_json:
+        return JsonView(sys.stdout)
+    console = Console()
+    return LiveView(console) if console.is_terminal and not console.is_dumb_terminal else PlainView(sys.stdout)
 
 
 class PlainView:
