@@ -9,26 +9,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import nats
 import numpy as np
 import openai
 import pytest
 import pytest_asyncio
 import torch
-from nats.aio.msg import Msg
 from openai import AsyncOpenAI
 
 from examples.models.make_seeing import make_seeing
 from examples.models.make_tiny import make_tiny
 from opentinker.envs.builtin.color_naming import COLOURS
 from opentinker.envs.png import png
-from opentinker.shared.messaging.permissions import OPERATOR
-from opentinker.shared.messaging.subjects import SWAP
 from opentinker.shared.spec import JobSpec, parse_spec
-from opentinker.shared.types import codec
 from opentinker.shared.types.core import WeightVersion
-from opentinker.shared.types.swap import SwapCommand
-from tests.conftest import soon, until
+from tests.conftest import until
 from tests.integration.trainer.test_reward_models import make_judge
 from tests.integration.trainer.test_value_models import make_value_model
 from tests.support.api import OPERATOR as KEY
@@ -215,18 +209,11 @@ async def test_adapter_is_trained_swapped_and_loads_with_peft(system: Cluster, t
     torch.testing.assert_close(direct, adapted)
 
 
-async def second_worker(system: Cluster) -> str:
-    name = "rollout_worker-1"
-    if name not in system.processes:
-        assert system.add("rollout_worker") == name
-        await system.ready()
-    return name
-
-
 @pytest.mark.nightly
 async def test_the_live_policy_is_asked_while_it_learns(system: Cluster, tiny: Path) -> None:
     """Its answers are of versions that follow the trainer's, and of other probabilities each time."""
-    await second_worker(system)
+    system.add("rollout_worker")
+    await system.ready()
     train = {"steps": 10_000, "lr": 1e-3, "checkpoint_every": 5000}
     source = await system.submit(one_digit(tiny, train=train))
     await system.reaches(source, 1)
@@ -253,33 +240,6 @@ async def test_the_live_policy_is_asked_while_it_learns(system: Cluster, tiny: P
     await system.client.cancel(source)
     record = await system.wait(live)
     assert record["state"] == "succeeded" and f"{source}@latest" in record["reason"]
-
-
-@pytest.mark.nightly
-async def test_worker_that_dies_in_a_swap_holds_up_nobody(system: Cluster, tiny: Path) -> None:
-    """With max_staleness 1 nothing is trained for long without the next version."""
-    name = await second_worker(system)
-    train = {"steps": 10_000, "lr": 3e-4, "checkpoint_every": 5000}
-    job = await system.submit(one_digit(tiny, resources={"rollout_workers": 2}, train=train))
-    await until(lambda: system.lines(job) and system.lines(job)[-1]["rollout_workers"] == 2)
-    (address,) = {w.address for w in await system.store.workers() if w.id == name}
-    killed = asyncio.Event()
-
-    async def kill(message: Msg) -> None:
-        if not killed.is_set() and codec.decode(SwapCommand, message.data).action == "receive":
-            system.kill(name)
-            killed.set()
-
-    system.processes[name].wanted = False
-    password = system.access.password("nats", OPERATOR)
-    nats_client = await nats.connect(f"nats://127.0.0.1:{system.nats_port}", user=OPERATOR, password=password)
-    await nats_client.subscribe(SWAP.at(worker=address), cb=kill)
-    await soon(killed.wait())
-    await nats_client.close()
-    await system.reaches(job, await system.step(job) + 4)
-    assert system.lines(job)[-1]["rollout_workers"] == 1
-    assert_exact_numerics(system.lines(job))
-    await system.client.cancel(job)
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from tests.support.vllm_engines import (
     EOS,
     GROUP_S,
     LETTERS,
+    MARKS,
     PROMPT,
     TOLERANCE,
     Trainer,
@@ -33,12 +34,7 @@ from tests.support.vllm_engines import (
     worst,
 )
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.filterwarnings("ignore"),
-    pytest.mark.usefixtures("quiet_end"),
-]
+pytestmark = MARKS
 
 
 @pytest.fixture(scope="module", params=["untied", "tied"])

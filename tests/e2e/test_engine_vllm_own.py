@@ -26,6 +26,7 @@ from tests.conftest import WAIT_S, soon
 from tests.support.learning import plain_logprobs
 from tests.support.vllm_engines import (
     EOS,
+    MARKS,
     PROMPT,
     TOLERANCE,
     Trainer,
@@ -36,12 +37,7 @@ from tests.support.vllm_engines import (
     worst,
 )
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.filterwarnings("ignore"),
-    pytest.mark.usefixtures("quiet_end"),
-]
+pytestmark = MARKS
 
 
 @pytest.fixture(scope="module")
@@ -87,18 +83,6 @@ async def test_lora_adapters_change_the_output_and_versions_stay_apart(untied: P
             assert (torch.tensor(scores.logprobs) - plain_logprobs(model, PROMPT * 5)).abs().max() <= TOLERANCE
         assert len({tuple(logprobs) for logprobs in outputs}) == 6
         assert [len(set(column)) for column in zip(*named, strict=True)] == [6, 6, 6], "nothing is called as before"
-        before = {k: v.clone() for k, v in model.state_dict().items()}
-        long = Sampling(max_tokens=400, seed=2)
-        begun = asyncio.Event()
-        running = asyncio.create_task(vllm.generate("running", PROMPT, long, lambda *_: begun.set()))
-        await soon(begun.wait())
-        await publish(6)
-        new = await vllm.generate("new", PROMPT, sampling)
-        assert new.spans[0].version == WeightVersion(0, 6)
-        old = await running
-        assert old.spans == [Span(0, len(old.ids), WeightVersion(0, 5))]
-        model.load_state_dict(before)
-        assert worst(old, expected(model, PROMPT, old, long)) <= TOLERANCE
     finally:
         await vllm.close()
 
@@ -134,21 +118,6 @@ async def test_an_engine_takes_one_adapter_after_the_other_and_drops_the_old_one
             scores = await vllm.score(PROMPT * 5)
             assert scores.version == WeightVersion(1, step) and len(vllm._adapters) == 1
             assert (torch.tensor(scores.logprobs) - plain_logprobs(models[name], PROMPT * 5)).abs().max() <= TOLERANCE
-    finally:
-        await vllm.close()
-
-
-@pytest.mark.nightly
-async def test_an_adapter_that_is_served_later_is_the_one_that_answers(untied: Path, tmp_path: Path) -> None:
-    models = {name: adapted(untied, tmp_path, name, seed) for name, seed in ADAPTERS}
-    vllm = vllm_engine(str(untied), eos_ids=[EOS], context_length=512, lora=LoraSpec(rank=6, alpha=8.0))
-    await vllm.start()
-    try:
-        for step, (name, model) in enumerate(models.items()):
-            await vllm.serve(WeightVersion(1, step), tmp_path / name)
-            scores = await vllm.score(PROMPT * 5)
-            assert scores.version == WeightVersion(1, step)
-            assert (torch.tensor(scores.logprobs) - plain_logprobs(model, PROMPT * 5)).abs().max() <= TOLERANCE
     finally:
         await vllm.close()
 

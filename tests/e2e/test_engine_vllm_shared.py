@@ -19,17 +19,12 @@ from opentinker.shared.types.trajectories import Span
 from tests.conftest import soon
 from tests.support.cluster import Cluster
 from tests.support.learning import plain_logprobs
-from tests.support.vllm_engines import EOS, PROMPT, TOLERANCE, Trainer, build, expected, vllm_engine, worst
+from tests.support.vllm_engines import EOS, MARKS, PROMPT, TOLERANCE, Trainer, build, expected, vllm_engine, worst
 
 if TYPE_CHECKING:
     from opentinker.services.rollout_worker.engines.vllm import VllmEngine
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.filterwarnings("ignore"),
-    pytest.mark.usefixtures("quiet_end"),
-]
+pytestmark = MARKS
 
 LORAS = {"red": LoraSpec(rank=4, alpha=8.0), "blue": LoraSpec(rank=8, alpha=8.0)}
 V1, V2, FROZEN = WeightVersion(0, 1), WeightVersion(0, 2), WeightVersion(3, 7)

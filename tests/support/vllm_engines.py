@@ -7,6 +7,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 
 from opentinker.services.rollout_worker.engines.base import Completion, Engine, Sampling
@@ -19,6 +20,13 @@ from opentinker.shared.types.swap import SwapCommand
 if TYPE_CHECKING:
     from opentinker.services.rollout_worker.engines.vllm import VllmEngine
 
+MARKS = [
+    pytest.mark.vllm,
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.usefixtures("quiet_end"),
+]
+"""Of a file whose engines share an event loop."""
 EOS = 1
 LETTERS = "~$abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 PROMPT = [5, 9, 20, 33]
