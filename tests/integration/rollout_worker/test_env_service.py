@@ -21,17 +21,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from opentinker.envs.registry import BUILT_IN
-from opentinker.serve.ws_server import listening
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.messaging.env_client import EnvClient
 from opentinker.shared.messaging.subjects import ENV_CHECK, ENV_CLOSE, ENV_OPEN, ENV_STEP, TIMELINE
-from opentinker.shared.security.egress import LOOPBACK, VARIABLE
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import Ending, Pool, StopReason, ToolCall, WorkerInfo
 from opentinker.shared.types.env_protocol import EnvCheck, OpenSession, SessionReply, StepSession, owner_of
 from opentinker.shared.types.telemetry import TimelinePart
 from tests.conftest import WAIT_S, Server, start_nats, until
-from tests.samples.slow_imports import Gate
 from tests.support.cluster import PYTHONPATH
 
 MISBEHAVING = "tests.samples.env_samples:Misbehaving"
@@ -215,32 +212,6 @@ async def test_an_import_has_its_own_deadline(client: EnvClient, workers: Worker
     assert late.failure == Ending.ENV_TIMEOUT and "was not imported within 5 s" in late.error
 
 
-async def test_import_behind_a_url_takes_no_time_of_who_waits(
-    client: EnvClient, workers: Workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(str(tmp_path))
-    gate = Gate(tmp_path, blocking=True, waits=f"os.getpid() != {os.getpid()}")
-    await workers.start("env-0", None, **{VARIABLE: ",".join(LOOPBACK)})
-    clocks: list[str] = []
-
-    @contextmanager
-    def stopped() -> Iterator[None]:
-        clocks.append("stopped")
-        yield
-        clocks.append("runs")
-
-    async with listening(gate.environment, "127.0.0.1", 0, 8) as url:
-        began, deadline_s = time.monotonic(), 3.0
-        opened = asyncio.create_task(client.open(opening("far", url, deadline_s), stopped))
-        await until(lambda: time.monotonic() > began + deadline_s)
-        assert clocks == ["stopped"] and not opened.done()
-        gate.file.touch()
-        reply = await opened
-        assert reply.failure is None and clocks == ["stopped", "runs"], reply.error
-        assert (await client.step(*guess(reply, "far"))).reward == 1.0
-        await client.close(worker=reply.worker, session="far")
-
-
 async def test_open_without_any_worker_says_so(client: EnvClient) -> None:
     reply = await client.open(opening("s", deadline_s=0.3))
     assert reply.failure == Ending.ENV_LOST
@@ -311,17 +282,6 @@ async def test_slow_open_that_nobody_waits_for_any_more_is_closed(slow: Slow, wo
         return all(info is not None and info.detail["sessions"] == 0 for info in infos)
 
     await until(empty)  # its deadline is far away
-
-
-async def test_a_hanging_environment_is_answered_at_its_deadline(workers: Workers, client: EnvClient) -> None:
-    await workers.start("env-0")
-    hung = await client.open(opening("hung", MISBEHAVING, deadline_s=5.0, how="hang"))
-    other = await client.open(opening("other"))
-    waiting = asyncio.create_task(client.step(*guess(hung, "hung")))
-    assert (await client.step(*guess(other, "other"))).failure is None
-    assert not waiting.done()
-    reply = await waiting  # asked more than once meanwhile: ask_s is 1
-    assert reply.failure == Ending.ENV_TIMEOUT
 
 
 @pytest.mark.parametrize("how", ["sleep", pytest.param("regex", marks=pytest.mark.nightly)])

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
-import msgspec
 import pytest
 
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.messaging.env_client import EnvClient
-from opentinker.shared.messaging.subjects import ENV_CHECK, GROUP
+from opentinker.shared.messaging.subjects import GROUP
 from opentinker.shared.state.store import Store
-from opentinker.shared.types.core import Ending, StopReason
-from opentinker.shared.types.env_protocol import EnvCheck, OpenSession, SeatAction, SessionReply, StepSession
 from opentinker.shared.types.trajectories import Group
 from tests.conftest import WAIT_S, Server, until
 from tests.integration.rollout_worker.test_env_service import Workers
@@ -99,35 +95,3 @@ async def test_the_same_seeds_come_to_the_same_tree(workers: Workers, bus: Bus, 
         (group,) = await groups_of(bus, store, 1, environment)
         stories.append([(t.index, t.seat, t.ids.tolist(), t.turns[0].paid) for t in group.trajectories])
     assert stories[0] == stories[1]
-
-
-async def test_a_redelivered_turn_changes_nothing(workers: Workers, bus: Bus) -> None:
-    client, session = EnvClient(bus), uuid.uuid4().hex
-    opened = await client.open(
-        OpenSession(job="j", session=session, environment="guess_number", config={}, row=0, seed=0, deadline_s=WAIT_S)
-    )
-    assert opened.failure is None, opened.error
-    candidates = [[SeatAction(text=text, stop=StopReason.EOS)] for text in ("1", "11", "what")]
-
-    async def step(turn: int, chosen: int = 0) -> SessionReply:
-        request = StepSession(
-            session=session, turn=turn, text="", stop=StopReason.EOS, candidates=candidates, chosen=chosen
-        )
-        first, second = await asyncio.gather(*(client.step(opened.worker, request) for _ in range(2)))
-        assert first == second == await client.step(opened.worker, request)
-        return first
-
-    first = await step(0)
-    assert [outcome.messages[0].text for outcome in first.outcomes] == ["higher=", "lower=", "number="]
-    second = await step(1, chosen=2)
-    assert [outcome.metrics["guesses"] for outcome in second.outcomes] == [2.0] * 3
-    await client.close(worker=opened.worker, session=session)
-    gone = await client.step(opened.worker, StepSession(session=session, turn=2, text="", stop=StopReason.EOS))
-    assert gone.failure == Ending.ENV_LOST
-
-
-async def test_an_env_worker_is_asked_whether_an_environment_can_fork(workers: Workers, bus: Bus) -> None:
-    check = EnvCheck(name="tool_calc", config={}, forks=True)
-    (mistake,) = (await bus.request(ENV_CHECK, check, WAIT_S)).errors
-    assert mistake["field"] == "environment.name" and "cannot fork: ToolCalc" in mistake["problem"]
-    assert (await bus.request(ENV_CHECK, msgspec.structs.replace(check, name="gomoku"), WAIT_S)).errors == []

@@ -54,6 +54,13 @@ async def publish(bus: Bus, job: str, *seqs: int) -> None:
     await asyncio.gather(*(bus.publish(TICKET, make_ticket(job=job, seq=seq), f"{job}/{seq}", job=job) for seq in seqs))
 
 
+@pytest.fixture
+async def consumer(bus: Bus, job: str) -> AsyncIterator[Consumer[Ticket]]:
+    consumer = await bus.consume(TICKET, f"c-{job}", batch=8, job=job)
+    yield consumer
+    await consumer.close(delete=True)
+
+
 async def take(consumer: Consumer[Ticket], count: int, within_s: float = WAIT_S) -> list[int]:
     """The numbers of the next `count` different tickets, each acknowledged."""
     seen: list[int] = []
@@ -79,9 +86,8 @@ async def test_request_is_answered_by_who_serves_it(bus: Bus) -> None:
     async def handler(noun: StepSession) -> SessionReply:
         return SessionReply(worker="w", error=noun.text)
 
-    subscription = await bus.serve(ENV_STEP, handler, worker="answer")
+    await bus.serve(ENV_STEP, handler, worker="answer")
     assert (await bus.request(ENV_STEP, step("x"), WAIT_S, worker="answer")).error == "x"
-    await subscription.unsubscribe()
 
 
 async def test_request_that_nobody_serves_fails_at_once(bus: Bus) -> None:
@@ -94,10 +100,9 @@ async def test_request_without_answer_ends_at_its_time(bus: Bus) -> None:
         await asyncio.Event().wait()
         raise AssertionError
 
-    subscription = await bus.serve(ENV_STEP, handler, worker="slow")
+    await bus.serve(ENV_STEP, handler, worker="slow")
     with pytest.raises(NoReply):
         await bus.request(ENV_STEP, step(), 0.1, worker="slow")
-    await subscription.unsubscribe()
 
 
 async def test_slow_request_does_not_hold_up_others(bus: Bus) -> None:
@@ -108,12 +113,11 @@ async def test_slow_request_does_not_hold_up_others(bus: Bus) -> None:
             await gate.wait()
         return SessionReply(worker="w", error=noun.text)
 
-    subscription = await bus.serve(ENV_STEP, handler, worker="both")
+    await bus.serve(ENV_STEP, handler, worker="both")
     slow = asyncio.create_task(bus.request(ENV_STEP, step("slow"), WAIT_S, worker="both"))
     assert (await bus.request(ENV_STEP, step("fast"), WAIT_S, worker="both")).error == "fast"
     gate.set()
     assert (await slow).error == "slow"
-    await subscription.unsubscribe()
 
 
 async def test_handler_that_raises_or_garbage_leaves_the_server_serving(bus: Bus) -> None:
@@ -122,22 +126,20 @@ async def test_handler_that_raises_or_garbage_leaves_the_server_serving(bus: Bus
             raise RuntimeError("no")
         return SessionReply(worker="w")
 
-    subscription = await bus.serve(ENV_STEP, handler, worker="hardy")
+    await bus.serve(ENV_STEP, handler, worker="hardy")
     with pytest.raises(NoReply):
         await bus.request(ENV_STEP, step("bad"), 0.1, worker="hardy")
     await bus.nc.publish(ENV_STEP.at(worker="hardy"), b"\xc1garbage")
     assert (await bus.request(ENV_STEP, step(), WAIT_S, worker="hardy")).worker == "w"
-    await subscription.unsubscribe()
 
 
 async def test_reply_of_the_wrong_kind_is_a_wire_error(bus: Bus) -> None:
     async def answer(msg: object) -> None:
         await msg.respond(b"\x01")  # type: ignore[attr-defined]
 
-    subscription = await bus.nc.subscribe(ENV_STEP.at(worker="liar"), cb=answer)
+    await bus.nc.subscribe(ENV_STEP.at(worker="liar"), cb=answer)
     with pytest.raises(WireError):
         await bus.request(ENV_STEP, step(), WAIT_S, worker="liar")
-    await subscription.unsubscribe()
 
 
 async def test_queue_shares_requests(bus: Bus) -> None:
@@ -150,11 +152,10 @@ async def test_queue_shares_requests(bus: Bus) -> None:
 
         return answer
 
-    subscriptions = [await bus.serve(ENV_STEP, handler(i), queue="q", worker="shared") for i in (0, 1)]  # type: ignore[arg-type]
+    for place in (0, 1):
+        await bus.serve(ENV_STEP, handler(place), queue="q", worker="shared")  # type: ignore[arg-type]
     await asyncio.gather(*(bus.request(ENV_STEP, step(), WAIT_S, worker="shared") for _ in range(100)))
     assert sum(counts) == 100 and min(counts) > 10
-    for subscription in subscriptions:
-        await subscription.unsubscribe()
 
 
 async def test_wake_reaches_listeners(bus: Bus) -> None:
@@ -163,10 +164,9 @@ async def test_wake_reaches_listeners(bus: Bus) -> None:
     async def wake(_: dict[str, object]) -> None:
         heard.set()
 
-    subscription = await bus.listen(WAKE, wake, who="me")
+    await bus.listen(WAKE, wake, who="me")
     await bus.emit(WAKE, {"job": "x"}, who="me")
     await soon(heard.wait())
-    await subscription.unsubscribe()
 
 
 # --- publish ------------------------------------------------------------------------------------------------------
@@ -263,9 +263,8 @@ async def test_publish_and_next_after_close_raise_instead_of_waiting(nats_server
 # --- consume ------------------------------------------------------------------------------------------------------
 
 
-async def test_a_waiting_consumer_gets_its_message(bus: Bus, job: str) -> None:
+async def test_a_waiting_consumer_gets_its_message(bus: Bus, job: str, consumer: Consumer[Ticket]) -> None:
     """Not with the next ask: that is sent when this one expires, `expires_s` later."""
-    consumer = await bus.consume(TICKET, f"c-{job}", batch=8, job=job)
     consumer.expires_s = 2 * WAIT_S
     for seq in range(10):
         waiting = asyncio.create_task(consumer.next(WAIT_S))
@@ -274,7 +273,6 @@ async def test_a_waiting_consumer_gets_its_message(bus: Bus, job: str) -> None:
         delivery = await waiting
         assert delivery is not None and delivery.noun == make_ticket(job=job, seq=seq)
         await delivery.ack()
-    await consumer.close(delete=True)
 
 
 async def test_many_processes_share_a_durable_without_a_limit_on_what_is_under_way(bus: Bus, job: str) -> None:
@@ -287,8 +285,7 @@ async def test_many_processes_share_a_durable_without_a_limit_on_what_is_under_w
         await worker.close()
 
 
-async def test_delivery_goes_on_after_asks_expired(bus: Bus, job: str) -> None:
-    consumer = await bus.consume(TICKET, f"c-{job}", batch=8, job=job)
+async def test_delivery_goes_on_after_asks_expired(bus: Bus, job: str, consumer: Consumer[Ticket]) -> None:
     consumer.expires_s = 0.2
     waiting = asyncio.create_task(consumer.next(2 * WAIT_S))
     await until(lambda: consumer._serial == 1)
@@ -296,16 +293,13 @@ async def test_delivery_goes_on_after_asks_expired(bus: Bus, job: str) -> None:
     await until(lambda: consumer._serial == 2)  # the first ask has ended without a message
     await publish(bus, job, 1)
     assert await soon(waiting) is not None
-    await consumer.close(delete=True)
 
 
-async def test_next_gives_none_after_its_time(bus: Bus, job: str) -> None:
-    consumer = await bus.consume(TICKET, f"c-{job}", batch=8, job=job)
+async def test_next_gives_none_after_its_time(bus: Bus, job: str, consumer: Consumer[Ticket]) -> None:
     began = time.monotonic()
     assert await consumer.next(0.1) is None
     assert await consumer.next(0.0) is None
     assert 0.1 <= time.monotonic() - began < EXPIRES_S, "no longer than asked for"
-    await consumer.close(delete=True)
 
 
 async def test_message_not_acked_comes_again(bus: Bus, job: str) -> None:
@@ -349,12 +343,10 @@ async def _none_left(bus: Bus, job: str) -> bool:
     return await bus.count("TICKETS", TICKET.at(job=job)) == 0
 
 
-async def test_ack_sync_deletes_from_a_work_queue(bus: Bus, job: str) -> None:
-    consumer = await bus.consume(TICKET, f"c-{job}", batch=8, job=job)
+async def test_ack_sync_deletes_from_a_work_queue(bus: Bus, job: str, consumer: Consumer[Ticket]) -> None:
     await publish(bus, job, 1, 2, 3)
     assert sorted(await take(consumer, 3)) == [1, 2, 3]
     assert await bus.count("TICKETS", TICKET.at(job=job)) == 0
-    await consumer.close(delete=True)
 
 
 async def test_limit_is_never_exceeded(bus: Bus, job: str) -> None:
@@ -371,8 +363,7 @@ async def test_limit_is_never_exceeded(bus: Bus, job: str) -> None:
     await other.close(delete=True)
 
 
-async def test_shrinking_limits_take_every_message_once(bus: Bus, job: str) -> None:
-    consumer = await bus.consume(TICKET, f"c-{job}", batch=8, job=job)
+async def test_shrinking_limits_take_every_message_once(bus: Bus, job: str, consumer: Consumer[Ticket]) -> None:
     await publish(bus, job, *range(50))
     got = []
     for i in range(50):
@@ -381,7 +372,6 @@ async def test_shrinking_limits_take_every_message_once(bus: Bus, job: str) -> N
         got.append(delivery.noun.seq)
         await delivery.ack()
     assert sorted(got) == list(range(50))
-    await consumer.close(delete=True)
 
 
 async def test_closing_gives_unread_messages_back(bus: Bus, job: str) -> None:
@@ -410,22 +400,18 @@ async def test_start_seq_makes_the_consumer_anew(bus: Bus, job: str) -> None:
     await bus.purge("GROUPS", GROUP.at(job=job))
 
 
-async def test_undecodable_message_is_delivered_with_its_error(bus: Bus, job: str) -> None:
-    consumer = await bus.consume(TICKET, f"c-{job}", batch=8, job=job)
+async def test_undecodable_message_is_delivered_with_its_error(bus: Bus, job: str, consumer: Consumer[Ticket]) -> None:
     for payload in (b"\xc1", b"", b"\x93\x01\x02\x03"):
         await bus.js.publish(TICKET.at(job=job), payload)
         delivery = await consumer.next(WAIT_S)
         assert delivery is not None and delivery.noun is None and "Ticket" in delivery.error
         await delivery.term()
-    await consumer.close(delete=True)
 
 
-async def test_consumer_that_vanished_is_made_again(bus: Bus, job: str) -> None:
-    consumer = await bus.consume(TICKET, f"c-{job}", batch=8, job=job)
+async def test_consumer_that_vanished_is_made_again(bus: Bus, job: str, consumer: Consumer[Ticket]) -> None:
     await bus.delete_consumer("TICKETS", f"c-{job}")  # no ask is on its way yet, so nobody tells it
     await publish(bus, job, 1)
     assert await take(consumer, 1) == [1]
-    await consumer.close(delete=True)
 
 
 async def test_busy_consumer_does_not_pile_up_asks(bus: Bus, job: str) -> None:
@@ -462,11 +448,10 @@ async def test_metric_that_is_not_a_number_is_left_out(bus: Bus, job: str) -> No
     async def hear(point: MetricPoint) -> None:
         heard.append(point)
 
-    subscription = await bus.listen(METRIC, hear, job=job, source="*")
+    await bus.listen(METRIC, hear, job=job, source="*")
     await MetricSource(bus, job, "trainer").emit(1, {"good": 1.0, "nan": float("nan"), "inf": float("inf")})
     await until(lambda: heard)
     assert heard[0].values == {"good": 1.0}
-    await subscription.unsubscribe()
 
 
 async def test_what_was_emitted_is_with_the_server_once_it_has_settled(own_server: Server) -> None:
@@ -507,50 +492,6 @@ async def test_points_that_die_with_the_server_are_sent_again_once_it_is_back(ow
 
 
 # --- a server that goes away --------------------------------------------------------------------------------------
-
-
-async def test_connect_waits_for_a_server_that_comes_later(own_server: Server) -> None:
-    back = restart(own_server, 0.5)
-    async with connected(own_server) as bus:
-        assert bus.nc.is_connected
-    await back
-
-
-async def test_publish_survives_a_restart(own_server: Server) -> None:
-    async with connected(own_server) as bus:
-        await publish(bus, "j", *range(50))
-        under_way = asyncio.create_task(publish(bus, "j", *range(50, 500)))
-        await asyncio.sleep(0.01)
-        back = restart(own_server, 0.3)
-        await soon(under_way)
-        await back
-        assert await bus.count("TICKETS", TICKET.at(job="j")) == 500
-
-
-async def test_next_survives_a_restart(own_server: Server) -> None:
-    async with connected(own_server) as bus, connected(own_server, "other") as producer:
-        consumer = await bus.consume(TICKET, "c", batch=8, job="j")
-        waiting = asyncio.create_task(consumer.next(WAIT_S))
-        await until(lambda: consumer._asks)
-        await bus.nc.flush()
-        await restart(own_server, 0.3)
-        await publish(producer, "j", 1)
-        assert await waiting is not None
-        await consumer.close()
-
-
-async def test_ack_sync_survives_a_restart(own_server: Server) -> None:
-    async with connected(own_server) as bus:
-        consumer = await bus.consume(TICKET, "c", batch=8, job="j")
-        await publish(bus, "j", 1)
-        delivery = await consumer.next(WAIT_S)
-        assert delivery is not None
-        back = restart(own_server, 0.3)
-        if not await delivery.ack_sync():  # the server had not yet written down that it delivered: it comes again
-            assert await take(consumer, 1) == [1]
-        await back
-        assert await bus.count("TICKETS", TICKET.at(job="j")) == 0
-        await consumer.close()
 
 
 async def test_calls_wait_while_the_server_is_away(own_server: Server) -> None:

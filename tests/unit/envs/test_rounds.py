@@ -10,6 +10,7 @@ import pytest
 
 from opentinker.envs.base import play_gold
 from opentinker.envs.registry import make
+from opentinker.envs.runtime.child_pool import ChildPool
 from opentinker.envs.runtime.env_runner import LocalEnvRunner
 from opentinker.envs.runtime.resolver import Resolver
 from opentinker.envs.runtime.sessions import Sessions
@@ -146,6 +147,19 @@ async def test_a_redelivered_round_is_answered_from_memory() -> None:
     last = await sessions.step(votes(1, voter_0="a", voter_1="b", voter_2="b"))
     assert last.done and last.rewards == {"voter_1": {"vote": 1.0}, "voter_2": {"vote": 1.0}}
     assert await sessions.step(votes(1, voter_0="a", voter_1="b", voter_2="b")) is last
+
+
+async def test_a_child_process_plays_rounds() -> None:
+    host = ChildPool(children=1, per_child=1, modules=False)
+    try:
+        request = opening("pettingzoo", id="classic/rps_v2", api="parallel", kwargs={"max_cycles": 1})
+        player = host.runner("w", request)
+        assert player is not None
+        assert list(seen(await player.open(request))) == ["player_0", "player_1"]
+        last = await player.step(votes(0, player_0="rock", player_1="paper"))
+        assert last.done and last.rewards == {"player_0": {"reward": -1.0}, "player_1": {"reward": 1.0}}
+    finally:
+        await host.close()
 
 
 async def test_bots_of_a_round_are_answered_in_the_environment() -> None:
