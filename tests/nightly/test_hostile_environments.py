@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from opentinker.envs.runtime import child_process
 from opentinker.envs.runtime.sandboxes import Sandboxes
 from opentinker.shared.config import Settings
 from opentinker.shared.types.core import Ending
@@ -173,16 +172,6 @@ async def test_first_children_have_a_bound_too(worker: Worker) -> None:
     idle = held > len(busy)
     assert refused.busy != idle
     worker.host._limit, worker.host._spare = limits
-
-
-async def test_an_idle_child_ends(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child_process, "IDLE_S", 0.05)
-    session, opened = await worker.open(HOSTILE, "idle")
-    looked(opened)
-    (child,) = [one for one in worker.host._children if one.key.startswith(f"{HOSTILE} of idle")]
-    await close(worker, session)
-    await soon(child.ended())
-    assert child.gone == "it was idle"
 
 
 @pytest.mark.parametrize("how", ["sessions_of_their_own", "deaf_process", "orphan", "fork_bomb"])

@@ -24,6 +24,7 @@ from opentinker.shared.types.core import Ending, Image, StopReason
 from opentinker.shared.types.env_protocol import OpenSession, StepSession
 from opentinker.shared.types.errors import SpecError
 from tests.conftest import until
+from tests.support.listening import descendants, runs
 from tests.support.playing import Table, sit
 
 browser = pytest.mark.skipif(
@@ -264,26 +265,6 @@ async def test_mistakes_cost_and_a_wrong_deed_ends_the_task() -> None:
     await table.environment.close()
 
 
-def family(pid: int) -> set[int]:
-    """A process and all its descendants, less those that are dead and have not been fetched."""
-    parents = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
-        except OSError:
-            continue
-        if state != "Z":
-            parents[int(stat.parent.name)] = int(parent)
-    found = {pid} & parents.keys()
-    while more := {child for child, parent in parents.items() if parent in found} - found:
-        found |= more
-    return found
-
-
-def alive(pids: set[int]) -> set[int]:
-    return {pid for pid in pids if pid in family(pid)}
-
-
 def names(pids: set[int]) -> set[str]:
     return {Path(f"/proc/{pid}/comm").read_text().strip() for pid in pids}
 
@@ -310,7 +291,7 @@ async def test_no_browser_outlives_the_process_that_plays(how: str, short: Path)
     (child,) = host._children
     running = child._process
     assert isinstance(running, Plain)
-    pids = family(running._process.pid)
+    pids = {running._process.pid, *descendants(running._process.pid)}
     assert {"chromedriver", "chromium"} <= names(pids) and os.listdir(short)
     match how:
         case "its process dies":
@@ -319,7 +300,7 @@ async def test_no_browser_outlives_the_process_that_plays(how: str, short: Path)
             child.kill("the test says so")
         case _:
             await host.close()
-    await until(lambda: not alive(pids))
+    await until(lambda: not any(map(runs, pids)))
     await until(lambda: not os.listdir(short))
     if how == "its process dies":
         call = StepSession(session="s", turn=0, text="click(1)", stop=StopReason.EOS)

@@ -21,16 +21,14 @@ import orjson
 import pytest
 
 from opentinker.shared.spec import JobSpec, parse_spec
-from opentinker.shared.spec.policies import spec_of
-from opentinker.shared.state.admission import admission_of
-from opentinker.shared.state.group_ledger import Ledger
 from opentinker.shared.types.core import part_id
 from opentinker.shared.types.manifest import name_of
 from tests.conftest import Figure, until
+from tests.e2e.policies.test_policies import check_policy, ledger_of
 from tests.e2e.test_kills import SERVICES, seed
 from tests.samples.round_samples import BACKER, RIVAL
 from tests.support.cluster import SERVERS, Cluster, toy_cluster
-from tests.support.lineage import faults, lineage
+from tests.support.lineage import lineage
 
 MATCHES = int(os.environ.get("OPENTINKER_MATCHES", "5000"))
 KILLS = int(os.environ.get("OPENTINKER_MATCH_KILLS", "50"))
@@ -110,22 +108,12 @@ def runs(cluster: Cluster, name: str) -> bool:
     return process is not None and process.poll() is None
 
 
-async def ledger_of(cluster: Cluster, job: str, policy: str) -> Ledger:
-    return await admission_of(cluster.store.redis, await cluster.store.job(job), policy).ledger()
-
-
 async def check(cluster: Cluster, job: str, spec: JobSpec, policy: str) -> dict[int, list[float]]:
     """Check a policy's lineage and ledger. Return what it was trained on: by group, the reward of each match."""
-    own, part = spec_of(spec, policy), part_id(job, policy)
-    manifest, lines = cluster.manifest(part), cluster.lines(part)
-    steps, batch = own.train.steps, own.algorithm.groups_per_batch
-    staleness = own.algorithm.max_staleness
-    assert faults(lines, manifest.resumed, steps=steps, groups_per_batch=batch, max_staleness=staleness) == []
-    ledger = await ledger_of(cluster, job, policy)
-    assert ledger.balanced and ledger.trained == steps * batch == manifest.ledger["trained"], ledger
-    assert ledger.running == ledger.pending == 0, ledger
+    part = part_id(job, policy)
+    await check_policy(cluster, job, spec, policy)
     groups = {}
-    for line in lineage(lines, manifest.resumed):
+    for line in lineage(cluster.lines(part), cluster.manifest(part).resumed):
         path = cluster.data / "jobs" / part / "rollouts" / f"{name_of(line['step'])}.jsonl"
         kept = {one["group"]: one for one in map(orjson.loads, path.read_bytes().splitlines())}
         assert kept.keys() == set(line["seqs"]), f"step {line['step']} of {policy}"

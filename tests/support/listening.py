@@ -15,7 +15,7 @@ def listening(pid: int) -> set[tuple[str, int]]:
     """(address, port) of every TCP socket that waits for connections."""
     everywhere = dict(_listeners())
     found = set()
-    for one in [pid, *_descendants(pid)]:
+    for one in [pid, *descendants(pid)]:
         with suppress(FileNotFoundError):  # it has just ended
             for entry in Path(f"/proc/{one}/fd").iterdir():
                 with suppress(FileNotFoundError):
@@ -47,7 +47,7 @@ def living() -> Iterator[tuple[int, int]]:
                 yield int(path.parent.name), int(parent)
 
 
-def _descendants(pid: int) -> list[int]:
+def descendants(pid: int) -> list[int]:
     parents = dict(living())
     found = [pid]
     for one in found:

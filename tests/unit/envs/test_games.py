@@ -201,13 +201,6 @@ def test_published_defaults_and_positional_use() -> None:
     assert (sample["env_kwargs"], sample["data_source"]) == ({}, "least")
 
 
-def test_every_published_name_is_there() -> None:
-    import opentinker.environment as published
-
-    for name in published._HOME:
-        assert getattr(published, name) is not None
-
-
 # --- the game server of the published make ----------------------------------------------------------------------------
 
 
