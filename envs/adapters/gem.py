@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from opentinker.envs.adapters.library import LibraryConfig, Randomness, episode_seed, unknown
+from opentinker.envs.adapters.library import LibraryConfig, Randomness, check_known, episode_seed
 from opentinker.envs.base import Action, Environment, Step, user
 from opentinker.shared.types.core import Message
 
@@ -41,8 +41,7 @@ class Gem(Environment):
             from gem.envs.registration import ENV_REGISTRY
 
             played = [id for id in ENV_REGISTRY if id.startswith(PLAYED)]
-            if self.id not in played:
-                raise unknown(f"environment as id = {self.id!r}", self.id, played)
+            check_known("environment as id", self.id, played)
 
     config: Config
     blocking = True

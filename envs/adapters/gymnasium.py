@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, Field
 
 from opentinker.envs.adapters import env_notes, minigrid
-from opentinker.envs.adapters.library import ActionConfig, Illegal, Randomness, episode_seed, refusal, unknown
+from opentinker.envs.adapters.library import ActionConfig, Illegal, Randomness, check_known, episode_seed, refusal
 from opentinker.envs.base import Action, Environment, Step, user
 from opentinker.shared.types.core import Image, Message, Text
 
@@ -43,8 +43,7 @@ class Gymnasium(Environment):
             if ":" in self.id:
                 raise ValueError(f"id = {self.id!r}: no modules are imported by name")
             env_notes.register(self.id)
-            if self.id not in registry:
-                raise unknown(f"environment as id = {self.id!r}", self.id, registry)
+            check_known("environment as id", self.id, registry)
             if self.view == "ansi" and "ansi" not in _render_modes(self.id):
                 raise ValueError(f"view = 'ansi': {self.id} cannot be drawn in letters")
 

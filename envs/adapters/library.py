@@ -8,7 +8,7 @@ import difflib
 import random
 import re
 import threading
-from collections.abc import Iterable
+from collections.abc import Collection
 from importlib.util import find_spec
 from typing import Annotated, ClassVar, Self
 
@@ -84,14 +84,15 @@ def is_installed(module: str) -> bool:
         return False
 
 
-def unknown(kind: str, name: str, known: Iterable[str]) -> ValueError:
-    """Return the error for a name that a library does not have, with the nearest names."""
+def check_known(kind: str, name: str, known: Collection[str]) -> None:
+    """Raise ValueError with the nearest names for one that a library does not have."""
+    if name in known:
+        return
     names = sorted(known)
     near = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
     listed = ", ".join(names[:NAMED]) + (", ..." if len(names) > NAMED else "")
-    return ValueError(
-        f"no such {kind}: did you mean {' or '.join(near)}?" if near else f"no such {kind}; there are: {listed}"
-    )
+    offer = f": did you mean {' or '.join(near)}?" if near else f"; there are: {listed}"
+    raise ValueError(f"no such {kind} = {name!r}{offer}")
 
 
 def episode_seed(row: int, seed: int) -> int:

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from opentinker.envs.adapters import miniwob_page as page
 from opentinker.envs.adapters.browser_pool import BrowserPool, programs, start
-from opentinker.envs.adapters.library import Illegal, LibraryConfig, Randomness, episode_seed, refusal, unknown
+from opentinker.envs.adapters.library import Illegal, LibraryConfig, Randomness, check_known, episode_seed, refusal
 from opentinker.envs.base import Action, Environment, Step, user
 from opentinker.envs.png import png
 from opentinker.shared.types.core import Image, Message, Text
@@ -61,8 +61,7 @@ class MiniWob(Environment):
         def check(self) -> None:
             known = _task_classes()
             for task in self.tasks:
-                if task not in known:
-                    raise unknown(f"task as tasks = {task!r}", task, known)
+                check_known("task as tasks", task, known)
             programs()
 
     config: Config
@@ -214,7 +213,6 @@ def _key(keys: list[str], name: str) -> int:
 
 
 def _task_classes() -> dict[str, Any]:
-    """Return the classes of the tasks by name."""
     import miniwob
     from gymnasium.envs.registration import load_env_creator, registry
 

@@ -10,7 +10,7 @@ import msgspec
 from pydantic import Field
 
 from opentinker.envs.adapters.answers import ANSWER_S, harmless, within
-from opentinker.envs.adapters.library import LibraryConfig, Randomness, unknown
+from opentinker.envs.adapters.library import LibraryConfig, Randomness, check_known
 from opentinker.envs.base import Action, Environment, Step, user
 from opentinker.shared.types.core import Message
 
@@ -44,8 +44,7 @@ class ReasoningGym(Environment):
         def check(self) -> None:
             from reasoning_gym.factory import DATASETS
 
-            if self.dataset not in DATASETS:
-                raise unknown(f"data set as dataset = {self.dataset!r}", self.dataset, DATASETS)
+            check_known("data set as dataset", self.dataset, DATASETS)
             if self.config.keys() & {"seed", "size"}:
                 raise ValueError("config: seed and size are said by seed and rows beside it")
             try:

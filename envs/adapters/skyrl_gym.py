@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import BaseModel, Field
 
-from opentinker.envs.adapters.library import LibraryConfig, Randomness, episode_seed, unknown
+from opentinker.envs.adapters.library import LibraryConfig, Randomness, check_known, episode_seed
 from opentinker.envs.base import Action, Environment, Step
 from opentinker.envs.data import DataConfig, Row, in_event_loop, read, table
 from opentinker.shared.data.jsonl import RowError
@@ -40,8 +40,7 @@ class SkyRLGym(Environment):
 
             if self.id in UNGUARDED:
                 raise ValueError(f"id = {self.id!r} runs what the policy writes, unprotected: it is not played")
-            if self.id not in registry:
-                raise unknown(f"environment as id = {self.id!r}", self.id, registry.keys() - UNGUARDED)
+            check_known("environment as id", self.id, registry.keys() - UNGUARDED)
             if not in_event_loop():
                 _prompt_of(read(self).rows[0], self.prompt)
 

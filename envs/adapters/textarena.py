@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import msgspec
 from pydantic import BaseModel, Field
 
-from opentinker.envs.adapters.library import LibraryConfig, Randomness, episode_seed, unknown
+from opentinker.envs.adapters.library import LibraryConfig, Randomness, check_known, episode_seed
 from opentinker.envs.base import Action, Environment, Opening, Step, user
 from opentinker.shared.types.core import Message
 
@@ -46,8 +46,7 @@ class TextArena(Environment):
         def check(self) -> None:
             from textarena.envs.registration import ENV_REGISTRY
 
-            if self.id not in ENV_REGISTRY:
-                raise unknown(f"game as id = {self.id!r}", self.id, ENV_REGISTRY)
+            check_known("game as id", self.id, ENV_REGISTRY)
             if self.simultaneous and self.players == 1:
                 raise ValueError("simultaneous = true needs players >= 2")
 

@@ -195,7 +195,6 @@ def write(path: str, text: str) -> dict[str, Any]:
 
 
 def remove(path: str) -> dict[str, Any]:
-    """Remove whatever is there."""
     if os.path.islink(path) or os.path.isfile(path):
         os.unlink(path)
     elif os.path.isdir(path):

@@ -15,7 +15,7 @@ from typing import Annotated, Self
 import aiohttp
 from pydantic import BaseModel, Field, ValidationInfo, field_validator, model_validator
 
-from opentinker.envs.adapters.library import episode_seed, unknown
+from opentinker.envs.adapters.library import check_known, episode_seed
 from opentinker.envs.base import ELSEWHERE, BadReply, Unreachable
 from opentinker.envs.data import in_event_loop
 from opentinker.envs.import_clock import ImportClock
@@ -176,5 +176,4 @@ async def _lacks(phone: PhoneServer, config: AndroidWorld.Config) -> None:
     if config.tasks and config.family == "android_world":
         known = await phone.tasks()
         for task in config.tasks:
-            if task not in known:
-                raise unknown(f"task on {phone.url} as tasks = {task!r}", task, known)
+            check_known(f"task on {phone.url} as tasks", task, known)

@@ -18,7 +18,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BaseModel, Field, ValidationInfo, model_validator
 
-from opentinker.envs.adapters.library import Illegal, unknown
+from opentinker.envs.adapters.library import Illegal, check_known
 from opentinker.envs.base import ELSEWHERE
 from opentinker.envs.phones.actions import PhoneAction, place_of, read_number
 from opentinker.envs.phones.chromium import Chromium, SharedBrowser, program
@@ -54,8 +54,7 @@ class PhonePage(Phone):
         @model_validator(mode="after")
         def _can_be_played(self, info: ValidationInfo) -> Self:
             for task in self.tasks:
-                if task not in TASKS:
-                    raise unknown(f"task as tasks = {task!r}", task, TASKS)
+                check_known("task as tasks", task, TASKS)
             if self.actions == "number":
                 if typed := sorted(set(self.tasks) - TAPS):
                     raise ValueError(f"actions = 'number' can only tap, and these tasks need more: {', '.join(typed)}")

@@ -174,11 +174,9 @@ class Sessions:
         return SessionReply(worker=self.worker)
 
     def owners(self) -> set[str]:
-        """Return the owners of open episodes."""
         return {one.request.owner for one in self._sessions.values() if one.request.owner and not one.ended}
 
     async def abandon(self, owner: str) -> None:
-        """Close all sessions of an owner."""
         left = [one.request for one in self._sessions.values() if one.request.owner == owner and not one.ended]
         for request in left:
             await self.close(CloseSession(session=request.session))

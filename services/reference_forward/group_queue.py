@@ -123,7 +123,6 @@ class GroupQueue:
         return self.drop({work.group.job for work in self.in_flight})
 
     def jobs_waiting_for(self, key: ModelKey) -> set[str]:
-        """Return the jobs that wait for the model."""
         return {work.group.job for work in self.queues.get(key, ())}
 
     def release(self, work: QueuedGroup) -> None:

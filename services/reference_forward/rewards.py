@@ -141,6 +141,5 @@ def _batches(rows: list[Ids], tokens_per_batch: int) -> Iterator[list[Ids]]:
 
 
 def _find_unused_token(batch: list[Ids], vocabulary: int) -> int | None:
-    """Return a token that is in no row, or None."""
     used = {number for row in batch for number in row}
     return next((number for number in range(vocabulary) if number not in used), None)

@@ -320,7 +320,6 @@ class ReferenceForward:
         self.queue.release(work)
 
     async def _fail_job(self, job: str, reason: str) -> None:
-        """Fail the job and drop its waiting groups."""
         self.log.error("reference_unusable", job=job, error=reason)
         with contextlib.suppress(Conflict, NotFound):  # it has finished in between
             await self.ctx.store.transition(job, JobState.FAILED, reason=f"reference-forward: {reason}")

@@ -88,7 +88,6 @@ class Episode:
 
     @property
     def sampled(self) -> int:
-        """Tokens, so far."""
         return sum(stream.sampled for stream in self.streams.values())
 
     @property

@@ -69,16 +69,13 @@ class EvalJob:
                 {
                     "exams": self.examiner.run(),
                     "report": self._report_loop(),
-                    "broken": self._broken(),
+                    "broken": asyncio.wait_for(self.broken, None),
                     **{f"engine {policy.name}": policy.engine.watch() for policy in self.policies},
                     "stop": self.worker.ended(),
                 }
             )
         finally:
             self.metrics.close()
-
-    async def _broken(self) -> None:
-        await self.broken
 
     async def _report_loop(self) -> None:
         """Produces METRIC: totals, and tokens per second since the last report. Returns never."""

@@ -120,7 +120,7 @@ class InferenceJob:
                 {
                     "beat": self._beat_loop(),
                     "report": self._report_loop(),
-                    "broken": self._broken(),
+                    "broken": asyncio.wait_for(self.broken, None),
                     "engine": self.engine.watch(),
                     "stop": self._until_stopped(),
                 }
@@ -141,9 +141,6 @@ class InferenceJob:
         if self.tasks:
             log.info("draining", requests=len(self.tasks))
             await asyncio.wait([task for _, task in self.tasks.values()])
-
-    async def _broken(self) -> None:
-        await self.broken
 
     async def _end(self) -> None:
         """Send the last report with what came since the previous one; after the job's end no gauge is shown."""

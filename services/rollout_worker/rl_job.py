@@ -92,6 +92,7 @@ class RolloutJob:
         self.groups: set[asyncio.Task[None]] = set()
         self.slot = asyncio.Event()
         self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """What a group task or an exam raised: that is a failure of this service, not of an episode."""
         self.weights = asyncio.Event()
         self.receivers = {
             policy.name: WeightReceiver(
@@ -130,7 +131,7 @@ class RolloutJob:
                 "claim": self._claim_loop(tickets),
                 "report": self._report_loop(),
                 "timeline": self.lanes.run(),
-                "broken": self._broken(),
+                "broken": asyncio.wait_for(self.broken, None),
                 **{f"engine {name}": policy.engine.watch() for name, policy in self.policies.items()},
             }
             if self.spec.validation is not None:
@@ -202,10 +203,6 @@ class RolloutJob:
                 else:
                     with self.worker.ctx.tracer.span("group", ticket.trace, job=ticket.job, group=ticket.seq):
                         await self._play_group(ticket)
-
-    async def _broken(self) -> None:
-        """Raises what a group task or an exam raised: that is a failure of this service, not of an episode."""
-        await self.broken
 
     async def _play_group(self, ticket: Ticket) -> None:
         """Play a ticket's samples against the members that it names, and store the group."""

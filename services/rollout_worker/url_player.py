@@ -203,7 +203,6 @@ async def _read_limited(response: aiohttp.ClientResponse) -> bytes:
 
 
 def _as_sent(message: Message) -> dict[str, Any]:
-    """Return a message as chat completions take it."""
     role = message.role if message.role in ROLES else "user"
     if not message.images:
         return {"role": role, "content": message.text}

@@ -27,7 +27,6 @@ class LearningCheck:
         self._mean: float | None = None
 
     def update(self, values: Mapping[str, Any]) -> None:
-        """Add one step's metrics."""
         self._steps += 1
         if values.get("zero_variance") != 1.0:
             self._any = True

@@ -250,7 +250,6 @@ class ToyEngine:
 
 
 def _last_run(ids: list[int], wanted: frozenset[int]) -> list[int]:
-    """The last unbroken run of wanted tokens."""
     run: list[int] = []
     for token in reversed(ids):
         if token in wanted:

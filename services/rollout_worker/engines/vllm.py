@@ -74,7 +74,6 @@ class VllmEngine:
         return self._process.context_length
 
     async def start(self) -> None:
-        """See `VllmProcess.start`."""
         await self._process.start()
 
     def sibling(self, eos_ids: Collection[int], lora: LoraSpec) -> VllmEngine:

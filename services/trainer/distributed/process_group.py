@@ -90,7 +90,6 @@ class ProcessGroup:
         self._group.allreduce([tensor], options).wait()
 
     def max_across_ranks(self, number: int) -> int:
-        """Return the largest of the ranks' numbers."""
         if self.world == 1:
             return number
         found = torch.tensor(number, device=self.device)

@@ -79,7 +79,6 @@ LEARNERS: dict[str, type[PolicyModel]] = {"rl": RlLearner, "sft": SftLearner, "d
 
 
 def make_learner(spec: JobSpec, process_group: ProcessGroup) -> PolicyModel:
-    """Return one rank's learner."""
     learner = LEARNERS[spec.kind]
     if spec.train.parallel != "data":
         from opentinker.services.trainer.distributed.zero import zero_class  # deepspeed is imported only if needed

@@ -43,7 +43,6 @@ def save_model(directory: Path, model: nn.Module, weights: dict[str, Tensor], dt
 
 
 def rng_state(*, cuda: bool) -> dict[str, Tensor]:
-    """Return the random state of the process."""
     return {"rng/cpu": torch.get_rng_state(), **({"rng/cuda": torch.cuda.get_rng_state()} if cuda else {})}
 
 

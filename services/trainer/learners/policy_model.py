@@ -70,7 +70,6 @@ class PolicyModel:
 
     @property
     def load_device(self) -> str:
-        """Device that the weights are loaded to."""
         return self.device
 
     def load(self, checkpoint: Path | None) -> None:
@@ -263,7 +262,6 @@ class PolicyModel:
         self.write_weights(directory, dict(self.named_weights()))
 
     def collect(self) -> CheckpointTensors:
-        """Collect the tensors of a checkpoint."""
         tensors = optimizer_state.moments(self.parameters, self.optimizer)
         if self.has_masters:
             tensors |= {f"master/{name}": parameter.detach() for name, parameter in self.parameters.items()}

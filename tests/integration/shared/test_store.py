@@ -151,20 +151,6 @@ async def test_concurrent_transitions_have_one_winner(store: Store) -> None:
     assert len(await store.events("j")) == 2
 
 
-async def test_log_replays_to_the_state_after_random_transitions(store: Store) -> None:
-    dice = random.Random(7)
-    for n in range(20):
-        await create(store, f"j{n}")
-        for _ in range(6):
-            new, epoch = dice.choice(list(JobState)), dice.randint(0, 3)
-            allowed = dice.sample(list(JobState), dice.randint(0, 4))
-            try:
-                await store.transition(f"j{n}", new, allowed=allowed, epoch=epoch)
-            except (Conflict, Fenced):
-                continue
-        assert replayed(await store.events(f"j{n}")) == (await store.job(f"j{n}")).state
-
-
 async def test_a_lost_reply_repeats_no_change(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     await create(store)
     for name in ("_transition", "_update"):

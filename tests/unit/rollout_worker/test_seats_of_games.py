@@ -5,11 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from opentinker.envs.base import play_gold
 from opentinker.envs.runtime.env_runner import LocalEnvRunner
 from opentinker.shared.types.core import Ending, Message, StopReason
 from opentinker.shared.types.env_protocol import StepSession
-from tests.samples.env_samples import Race
 from tests.unit.envs.test_env_worker import opening
 
 RACE = "tests.samples.env_samples:Race"
@@ -48,19 +46,6 @@ async def test_seats_that_are_not_there_are_a_bad_reply(option: str, text: str, 
     await player.open(opening("s", RACE, 30.0, **{option: "third"}))
     reply = await player.step(say(text, 0, "first"))
     assert reply.failure == Ending.ENV_BAD_REPLY and said in reply.error
-
-
-class Coached(Race):
-    """Its expert says something harmless, then wins."""
-
-    def gold(self) -> str:
-        self.said = getattr(self, "said", 0) + 1
-        return "win" if self.said == 2 else "a"
-
-
-async def test_the_expert_plays_all_seats() -> None:
-    played = await play_gold(Coached(Race.Config()), 0, 0)
-    assert (played.rewards, played.reward, played.turns) == ({"first": -1.0, "second": 1.0}, -1.0, 2)
 
 
 def test_messages_with_parts_and_calls_survive_the_wire() -> None:

@@ -202,7 +202,6 @@ class ServiceClient:
 
 
 def rows_of(loader: Any) -> int:
-    """Return the number of rows of any loader."""
     return len(loader.dataset) if hasattr(loader, "dataset") else len(loader)
 
 
