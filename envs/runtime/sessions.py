@@ -302,6 +302,8 @@ class Sessions:
             self._end(session, "done")
 
     def _expire(self, session: Session) -> None:
+        if session.ended:  # it was closed just before its clock was started
+            return
         if not session.answer.done():
             session.answer.set_result(self._timeout_reply(session))
         self._end(session, Ending.ENV_TIMEOUT)

@@ -654,6 +654,13 @@ def test_any_requests_in_any_order_each_get_one_reply(requests: list[Any], toget
     asyncio.run(exchange(requests, together))
 
 
+async def test_a_session_that_is_closed_while_it_opens_ends_once() -> None:
+    own = opening(environment="copy_digits")
+    opens = [msgspec.structs.replace(own, deadline_s=late_s, answer_within_s=0.0) for late_s in (5.0, 0.0)]
+    close = CloseSession(session="s")
+    await exchange([opens[0], close, opens[1], close], together=False)
+
+
 async def exchange(requests: list[Any], together: bool) -> None:
     sessions = Sessions("w", limit=2, resolver=Resolver(modules=True))
     ask: dict[type, Callable[[Any], Awaitable[SessionReply]]] = {
