@@ -21,7 +21,7 @@ from opentinker.services.reference_forward.scorer import Scorer
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.messaging.subjects import GROUP, SCORE
 from opentinker.shared.state.store import Store
-from opentinker.shared.types.core import F32, JobState
+from opentinker.shared.types.core import F32, JobState, Pool
 from opentinker.shared.types.errors import JobFailed
 from opentinker.shared.types.trajectories import Group
 from tests.conftest import WAIT_S, Server, start_nats, until
@@ -291,7 +291,8 @@ async def test_one_bad_group_in_a_shared_pass_fails_its_job_alone(bus: Bus, stor
         await until(lambda: len(service.queue.in_flight) == 3)
         released.set()
         await passed(bus, good, 1)
-        assert "holds token id" in await failed(store, bad)
+        reason = await failed(store, bad)
+        assert reason.startswith("reference-forward: model") and "could not score it: group 0 holds token id" in reason
     assert any(len(keys) == 2 for keys in scorer.passes), "they were in one pass"
     assert (await store.job(good)).state is not JobState.FAILED
 
@@ -361,7 +362,12 @@ async def test_two_instances_share_the_work(bus: Bus, store: Store, tiny: Path) 
         await passed(bus, job, 20)
         await until(lambda: one.groups + two.groups == 20)
         assert one.groups > 0 and two.groups > 0
+        pools = {worker.id: worker.pool for worker in await store.workers()}
+        assert pools == {"reference-0": Pool.REFERENCE, "reference-1": Pool.REFERENCE}
     assert await keys_of(bus, job) == Counter(group.key for group in groups)
+    for trajectory in (trajectory for group in await bus.stored(GROUP, job=job) for trajectory in group.trajectories):
+        trajectory.check()
+        assert trajectory.ref_logprobs is not None and (trajectory.ref_logprobs[trajectory.mask == 1] < 0).all()
     assert await bus.count("SCORES", SCORE.at(job=job)) == 0
 
 
