@@ -99,6 +99,14 @@ def make_group(*, seq: int = 0, job: str = "j-test", size: int = 2, **changes: A
     return group_of(made, seq, job)
 
 
+def version(step: int) -> WeightVersion:
+    return WeightVersion(1, step)
+
+
+async def not_called(*_: object) -> None:
+    raise AssertionError
+
+
 def make_ticket(**changes: Any) -> Ticket:
     fields: dict[str, Any] = {"job": "j-test", "seq": 0, "row": 0, "seed": 0, "group_size": 2}
     return Ticket(**(fields | changes))

@@ -29,7 +29,7 @@ from opentinker.shared.types.manifest import Manifest
 from opentinker.shared.types.swap import SIMULATED, SwapCommand
 from tests.conftest import WAIT_S, NewContext, soon, until
 from tests.integration.trainer.test_supervised import Student, rows, spec_of
-from tests.support.factories import make_group, make_spec
+from tests.support.factories import make_group, make_spec, not_called
 from tests.support.scheduling import running
 
 JOB = "j-waking"
@@ -80,12 +80,8 @@ async def leased(ctx: Context, spec: JobSpec) -> tuple[LeasedWorker, Lease]:
     """Epoch 1 of a new job."""
     await ctx.store.create_job(id=JOB, spec=spec.model_dump(mode="json"), tenant="default")
     await ctx.store.transition(JOB, JobState.STARTING, epoch=1)
-    worker = LeasedWorker(ctx, Pool.TRAINER, _not_called)
+    worker = LeasedWorker(ctx, Pool.TRAINER, not_called)
     return worker, Lease(job=JOB, worker="trainer-0", incarnation=worker.info.incarnation, epoch=1, pool=Pool.TRAINER)
-
-
-async def _not_called(*_: object) -> None:
-    raise AssertionError
 
 
 async def successor(ctx: Context) -> None:

@@ -35,6 +35,7 @@ from opentinker.shared.types.errors import JobFailed
 from opentinker.shared.types.swap import SwapCommand, SwapReply
 from tests.conftest import WAIT_S, NewContext, Server, soon, until
 from tests.support.cluster import PYTHONPATH, Process, toy_model
+from tests.support.factories import version
 from tests.support.scheduling import context, new_job, running
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -47,10 +48,6 @@ BRIEF_S = 2.0
 """The same for those that are to be found out by it."""
 LARGE = BUCKET_BYTES // 4
 """float32 values; more than sockets buffer, so that a transfer stands still when one member does."""
-
-
-def version(step: int) -> WeightVersion:
-    return WeightVersion(1, step)
 
 
 class Trainer:

@@ -29,11 +29,10 @@ from opentinker.shared.nn.buckets import unpack
 from opentinker.shared.nn.packing import share
 from opentinker.shared.runtime.gpus import VISIBLE
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.types.core import WeightVersion
 from opentinker.shared.types.errors import JobFailed, OpenTinkerError
 from opentinker.shared.types.trajectories import Group, Span
 from tests.conftest import until
-from tests.support.factories import V0, group_of, trajectory_of
+from tests.support.factories import V0, group_of, trajectory_of, version
 from tests.support.learning import random_groups, torch_spec
 
 LORA = {"rank": 4, "alpha": 8.0}
@@ -42,10 +41,6 @@ OF_TIME_OR_PLACE = {"step_seconds", "tokens/computed", "trainer/rank_imbalance"}
 GAPS = {"float32": (1e-4, 1e-3), "bfloat16": (0.02, 0.1)}
 """Largest relative difference of a metric, and of how far all weights have moved, as a share of that way. A sum in
 another order rounds otherwise, and Adam divides by the gradient: where that is rounding, so is the step."""
-
-
-def version(step: int) -> WeightVersion:
-    return WeightVersion(1, step)
 
 
 def two_ranks(base: Path, **parts: Any) -> JobSpec:

@@ -21,7 +21,6 @@ from transformers import (
     Qwen3ForSequenceClassification,
 )
 
-from examples.models.make_tiny import make_tiny
 from opentinker.services.reference_forward.required_models import REWARD, ModelKey
 from opentinker.services.reference_forward.results import add_results
 from opentinker.services.reference_forward.scorer import Scorer
@@ -58,11 +57,6 @@ def make_judge(tiny: Path, made: Path, kind: str = "plain", labels: Sequence[str
         model = Qwen3ForSequenceClassification(config)
     model.save_pretrained(made)
     return made
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny(tmp_path_factory.mktemp("small") / "m", hidden_size=64, layers=2, seed=4)
 
 
 @pytest.fixture(scope="module")

@@ -26,6 +26,7 @@ from opentinker.shared.types.core import JobState, Lease, Pool
 from opentinker.shared.types.errors import JobFailed
 from tests.conftest import WAIT_S, until
 from tests.samples.row_samples import row_spec
+from tests.support.factories import not_called
 from tests.support.scheduling import kinds
 
 JOB = "j-rows"
@@ -100,7 +101,7 @@ async def prepare(
     if epoch == 1:
         await ctx.store.create_job(id=id, spec=spec.model_dump(mode="json"), tenant="default")
     await ctx.store.transition(id, JobState.STARTING, epoch=epoch)
-    worker = LeasedWorker(ctx, Pool.TRAINER, _not_called)
+    worker = LeasedWorker(ctx, Pool.TRAINER, not_called)
     lease = Lease(job=id, worker=ctx.worker, incarnation=worker.info.incarnation, epoch=epoch, pool=Pool.TRAINER)
 
     def load(_: JobSpec, go_on: Callable[[], None]) -> Examples:
@@ -109,10 +110,6 @@ async def prepare(
         return examples
 
     return SupervisedJob(worker, lease, spec, student, load)
-
-
-async def _not_called(*_: object) -> None:
-    raise AssertionError
 
 
 async def points(ctx: Context, job: SupervisedJob) -> dict[int, dict[str, Any]]:

@@ -33,7 +33,7 @@ from opentinker.shared.types.errors import JobFailed
 from opentinker.shared.types.manifest import Manifest, start_of
 from opentinker.shared.types.trajectories import Group
 from tests.conftest import WAIT_S, soon, until
-from tests.support.factories import make_group, make_spec
+from tests.support.factories import make_group, make_spec, not_called
 from tests.support.scheduling import kinds, running
 
 JOB = "j-loop"
@@ -76,7 +76,7 @@ async def prepare(
 
 
 def lease_of(ctx: Context, spec: JobSpec, epoch: int, **faults: Any) -> TrainerJob:
-    worker = LeasedWorker(ctx, Pool.TRAINER, _not_called)
+    worker = LeasedWorker(ctx, Pool.TRAINER, not_called)
     lease = Lease(job=JOB, worker=ctx.worker, incarnation=worker.info.incarnation, epoch=epoch, pool=Pool.TRAINER)
     return TrainerJob(worker, lease, spec, Clumsy(spec, **faults))
 
@@ -85,10 +85,6 @@ def after(job: TrainerJob) -> TrainerJob:
     """The same job in the hands of the next trainer."""
     lease = msgspec.structs.replace(job.lease, epoch=job.lease.epoch + 1)
     return TrainerJob(job.worker, lease, job.spec, Clumsy(job.spec))
-
-
-async def _not_called(*_: object) -> None:
-    raise AssertionError
 
 
 async def train(job: TrainerJob, **changes: Any) -> None:

@@ -19,7 +19,6 @@ from transformers import (
     Qwen3ForTokenClassification,
 )
 
-from examples.models.make_tiny import make_tiny
 from opentinker.services.reference_forward.required_models import REFERENCE, VALUES, ModelKey, find_required_models
 from opentinker.services.reference_forward.results import add_results
 from opentinker.services.reference_forward.scorer import Scorer
@@ -57,11 +56,6 @@ def make_value_model(tiny: Path, made: Path, *, labels: int = 1, kind: str = "ca
         head.bias.fill_(0.25)
     model.save_pretrained(made)
     return made
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny(tmp_path_factory.mktemp("small") / "m", hidden_size=64, layers=2, seed=4)
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,9 @@ import torch
 
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.spec.policies import spec_of
+from tests.support.factories import version
 from tests.support.learning import random_groups, torch_spec
-from tests.unit.trainer.test_rl_learner import digest, loaded, version
+from tests.unit.trainer.test_rl_learner import digest, loaded
 
 STEPS = 3
 

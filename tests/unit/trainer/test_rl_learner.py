@@ -21,10 +21,9 @@ from opentinker.services.trainer.learners.policy_model import PolicyModel
 from opentinker.services.trainer.learners.rl import RlLearner
 from opentinker.shared.nn.buckets import unpack
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.types.core import WeightVersion
 from opentinker.shared.types.errors import JobFailed
 from opentinker.shared.types.trajectories import Group
-from tests.support.factories import V0, group_of, trajectory_of
+from tests.support.factories import V0, group_of, trajectory_of, version
 from tests.support.learning import Sampler, plain_logprobs, random_groups, torch_spec
 
 LORA = {"rank": 4, "alpha": 8.0}
@@ -44,10 +43,6 @@ def digest(learner: PolicyModel) -> str:
         for key, value in sorted(learner.optimizer.state[parameter].items()):
             hashed.update(key.encode() + value.numpy().tobytes())
     return hashed.hexdigest()
-
-
-def version(step: int) -> WeightVersion:
-    return WeightVersion(1, step)
 
 
 def test_mismatch_with_a_plain_forward_is_rounding_only(small: Path) -> None:

@@ -24,10 +24,9 @@ from opentinker.shared.spec.algorithm_parts import (
     PRESETS,
     TREE_SAMPLED,
 )
-from opentinker.shared.types.core import WeightVersion
 from opentinker.shared.types.errors import JobFailed, SpecError
 from opentinker.shared.types.manifest import Manifest, read_manifest
-from tests.support.factories import SMALLEST, group_of, trajectory_of
+from tests.support.factories import SMALLEST, group_of, trajectory_of, version
 from tests.support.learning import as_trees, random_groups, torch_spec
 
 
@@ -192,10 +191,6 @@ def loaded(base: Path, checkpoint: Path | None = None, **parts: Any) -> RlLearne
     learner = RlLearner(torch_spec(base, **parts))
     learner.load(checkpoint)
     return learner
-
-
-def version(step: int) -> WeightVersion:
-    return WeightVersion(1, step)
 
 
 def state(learner: RlLearner) -> list[torch.Tensor]:
