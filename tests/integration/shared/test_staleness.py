@@ -362,6 +362,10 @@ async def admission(store: Store, job: str, epoch: int = 1, **changes: Any) -> A
     return ours
 
 
+async def test_nothing_is_issued_before_the_trainer_has_started(store: Store) -> None:
+    assert (await Admission(store.redis, "none").issue(5))[1] == []
+
+
 async def test_only_a_trainer_restores(store: Store) -> None:
     with pytest.raises(ValueError, match="epoch"):
         await admission(store, "j", epoch=-1)
