@@ -25,10 +25,10 @@ from opentinker.envs.runtime.child_pool import ChildPool
 from opentinker.envs.runtime.resolver import Resolver
 from opentinker.envs.runtime.sessions import Sessions
 from opentinker.services.env_worker.service import check_environment
-from opentinker.shared.types.core import Ending, Image, StopReason
-from opentinker.shared.types.env_protocol import EnvCheck, OpenSession, StepSession
+from opentinker.shared.types.core import Ending, Image
+from opentinker.shared.types.env_protocol import EnvCheck
 from opentinker.shared.types.errors import SpecError
-from tests.support.playing import sit, transcript
+from tests.support.playing import opening, sit, step, transcript
 
 PLAYED: list[tuple[str, dict[str, Any], list[str]]] = [
     ("gymnasium", {"id": "FrozenLake-v1"}, ["right"] * 5),
@@ -368,22 +368,16 @@ async def sessions() -> AsyncIterator[Sessions]:
     await host.close()
 
 
-def opening(session: str, name: str, **config: Any) -> OpenSession:
-    return OpenSession(job="j", session=session, environment=name, config=config, row=1, seed=2, deadline_s=60,
-                       answer_within_s=60)  # fmt: skip
-
-
 async def test_an_env_worker_plays_them_in_child_processes(sessions: Sessions) -> None:
     """All in one process, turn about: prints, global seeds and errors of one touch none of the others."""
-    opened = {name: await sessions.open(opening(name, name, **config)) for name, config, _ in PLAYED[1:]}
-    broken = await sessions.open(opening("broken", "reasoning_gym", dataset="maze", config={"min_dist": 900}))
+    opened = {name: await sessions.open(opening(name, name, row=1, seed=2, **config)) for name, config, _ in PLAYED[1:]}
+    broken = await sessions.open(opening("reasoning_gym", "broken", dataset="maze", config={"min_dist": 900}))
     assert broken.failure == Ending.ENV_ERROR
     for turn in range(2):
         for name, _, texts in PLAYED[1:]:
             if name in opened and not opened[name].done:
                 seat = opened[name].seat
-                call = StepSession(session=name, turn=turn, seat=seat, text=texts[0], stop=StopReason.EOS)
-                opened[name] = await sessions.step(call)
+                opened[name] = await sessions.step(step(turn, texts[0], name, seat=seat))
                 assert opened[name].failure is None, opened[name].error
     assert opened["pettingzoo"].messages[0].text.count("\n. . . 1 . . .") == 1
     expected = (await transcript("textarena", ["[5]", "[5]"], 1, 2, id="GuessTheNumber-v0"))[-1]

@@ -25,11 +25,9 @@ from opentinker.envs.registry import check, find, make
 from opentinker.envs.runtime.child_pool import ChildPool
 from opentinker.envs.runtime.resolver import Resolver
 from opentinker.envs.runtime.sessions import Sessions
-from opentinker.shared.types.core import StopReason
-from opentinker.shared.types.env_protocol import OpenSession, StepSession
 from opentinker.shared.types.errors import SpecError
 from tests.support.cluster import ROOT
-from tests.support.playing import Table, sit
+from tests.support.playing import Table, opening, sit, step
 
 pytestmark = pytest.mark.skipif(find_spec("alfworld") is None, reason="alfworld is not installed: make games")
 GAMES = ROOT / "examples" / "data" / "alfworld"
@@ -275,17 +273,13 @@ async def test_eight_processes_win_side_by_side() -> None:
     threads: list[int] = []
 
     async def play(row: int) -> float:
-        config = {"path": PATH, "shuffle": False}
-        reply = await sessions.open(
-            OpenSession(job="j", session=f"s{row}", environment="alfworld", config=config, row=row, seed=0,
-                        deadline_s=500, answer_within_s=500)
-        )  # fmt: skip
+        asked = opening("alfworld", f"s{row}", row=row, deadline_s=500.0, path=PATH, shuffle=False)
+        reply = await sessions.open(asked)
         for turn, command in enumerate(read(listing(PATH, "train")[row % 4][0]).walkthrough):
             assert reply.failure is None, reply.error
             if turn == 1:
                 threads[:] = [threads_of(child) for child in children_of(os.getpid()) if child not in before]
-            call = StepSession(session=f"s{row}", turn=turn, text=command, stop=StopReason.EOS)
-            reply = await sessions.step(call)
+            reply = await sessions.step(step(turn, command, f"s{row}"))
         return reply.metrics["exact"] if reply.done else 0.0
 
     try:

@@ -18,9 +18,9 @@ from opentinker.envs.runtime.resolver import Resolver
 from opentinker.envs.runtime.sessions import Sessions
 from opentinker.services.env_worker.service import check_environment
 from opentinker.shared.settings_sources import load_settings
-from opentinker.shared.types.core import StopReason
-from opentinker.shared.types.env_protocol import EnvCheck, OpenSession, SessionReply, StepSession
+from opentinker.shared.types.env_protocol import EnvCheck, SessionReply
 from opentinker.shared.types.errors import SpecError
+from tests.support.playing import opening, step
 
 
 class Worker:
@@ -32,15 +32,12 @@ class Worker:
         self.sessions = Sessions("w", limit=8, resolver=self.resolver, host=self.host)
 
     async def open(self, session: str, name: str, **config: Any) -> SessionReply:
-        opening = OpenSession(job="j", session=session, environment=name, config=config, row=0, seed=0, deadline_s=300,
-                              answer_within_s=300)  # fmt: skip
-        reply = await self.sessions.open(opening)
+        reply = await self.sessions.open(opening(name, session, deadline_s=300.0, **config))
         assert reply.failure is None, reply.error
         return reply
 
     async def step(self, session: str, turn: int, text: str) -> SessionReply:
-        call = StepSession(session=session, turn=turn, text=text, stop=StopReason.EOS)
-        reply = await self.sessions.step(call)
+        reply = await self.sessions.step(step(turn, text, session))
         assert reply.failure is None, reply.error
         return reply
 
@@ -89,9 +86,7 @@ async def test_what_another_interpreter_plays_costs_what_it_says(tmp_path: Path)
         for name in "abc":
             await worker.open(name, costly)
         assert worker.sessions.load == 7.5
-        request = OpenSession(job="j", session="d", environment=costly, config={}, row=0, seed=0, deadline_s=300,
-                              answer_within_s=300)  # fmt: skip
-        assert (await worker.sessions.open(request)).busy
+        assert (await worker.sessions.open(opening(costly, "d"))).busy
     finally:
         await worker.sessions.drain(0.01)
         await host.close()

@@ -20,12 +20,11 @@ from opentinker.envs.runtime.child_pool import ChildPool
 from opentinker.envs.runtime.child_process import Plain
 from opentinker.envs.runtime.resolver import Resolver
 from opentinker.envs.runtime.sessions import Sessions
-from opentinker.shared.types.core import Ending, Image, StopReason
-from opentinker.shared.types.env_protocol import OpenSession, StepSession
+from opentinker.shared.types.core import Ending, Image
 from opentinker.shared.types.errors import SpecError
 from tests.conftest import until
 from tests.support.listening import descendants, runs
-from tests.support.playing import Table, sit
+from tests.support.playing import Table, opening, sit, step
 
 browser = pytest.mark.skipif(
     shutil.which("chromedriver") is None or not any(map(shutil.which, browser_pool.BROWSERS)),
@@ -283,10 +282,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 async def test_no_browser_outlives_the_process_that_plays(how: str, short: Path) -> None:
     host = ChildPool(children=1, per_child=2, modules=False)
     sessions = Sessions("w", limit=99, resolver=Resolver(modules=False), host=host)
-    config = {"tasks": ["click-test"]}
-    opening = OpenSession(job="j", session="s", environment="miniwob", config=config, row=0, seed=0, deadline_s=300,
-                          answer_within_s=300)  # fmt: skip
-    opened = await sessions.open(opening)
+    opened = await sessions.open(opening("miniwob", deadline_s=300.0, tasks=["click-test"]))
     assert opened.failure is None, opened.error
     (child,) = host._children
     running = child._process
@@ -303,6 +299,5 @@ async def test_no_browser_outlives_the_process_that_plays(how: str, short: Path)
     await until(lambda: not any(map(runs, pids)))
     await until(lambda: not os.listdir(short))
     if how == "its process dies":
-        call = StepSession(session="s", turn=0, text="click(1)", stop=StopReason.EOS)
-        assert (await sessions.step(call)).failure == Ending.ENV_ERROR
+        assert (await sessions.step(step(0, "click(1)"))).failure == Ending.ENV_ERROR
     await host.close()

@@ -1,4 +1,4 @@
-"""Scripted episodes for tests of environments: open one, say this and that, see what comes."""
+"""Scripted episodes for tests of environments, and requests to sessions: open one, say this, see what comes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,33 @@ from opentinker.envs.base import Action, Environment, Opening, Step
 from opentinker.envs.registry import make
 from opentinker.envs.rounds import prompts_of
 from opentinker.shared.types.core import StopReason
+from opentinker.shared.types.env_protocol import OpenSession, StepSession
+
+
+def opening(
+    environment: str,
+    session: str = "s",
+    *,
+    job: str = "j",
+    row: int = 0,
+    seed: int = 0,
+    deadline_s: float = 60.0,
+    bots: dict[str, str] | None = None,
+    **config: Any,
+) -> OpenSession:
+    """Whoever asks has at least a minute for the answer."""
+    return OpenSession(
+        job=job, session=session, environment=environment, config=config, row=row, seed=seed, deadline_s=deadline_s,
+        answer_within_s=max(60.0, deadline_s), bots=bots or {},
+    )  # fmt: skip
+
+
+def step(turn: int = 0, text: str = "x", session: str = "s", **more: Any) -> StepSession:
+    return StepSession(session=session, turn=turn, text=text, stop=StopReason.EOS, **more)
+
+
+async def say(environment: Environment, *texts: str, stop: StopReason = StopReason.EOS) -> list[Step]:
+    return [await environment.step(Action(text=text, stop=stop, turn=turn)) for turn, text in enumerate(texts)]
 
 
 class Table:

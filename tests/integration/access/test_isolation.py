@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import pytest
 import uvloop
 
@@ -32,14 +33,12 @@ from opentinker.services.scheduler.environments.upload import Uploads
 from opentinker.shared.config import Settings
 from opentinker.shared.data import uploads
 from opentinker.shared.data.uploads import Pin
-from opentinker.shared.types.core import Ending, StopReason
+from opentinker.shared.types.core import Ending
 from opentinker.shared.types.env_protocol import (
     CloseSession,
     EnvCheck,
     EnvCheckReply,
-    OpenSession,
     SessionReply,
-    StepSession,
 )
 from opentinker.shared.types.errors import SpecError
 from tests.conftest import soon, until
@@ -47,6 +46,7 @@ from tests.integration.access.test_sandbox import DEADLY
 from tests.samples import attacks
 from tests.samples.upload_samples import PARITY, hostile, package, receive
 from tests.support.cluster import PYTHONPATH
+from tests.support.playing import opening, step
 
 WITHSTOOD = [name for name in attacks.ATTACKS if name not in DEADLY]
 
@@ -72,12 +72,11 @@ class Worker:
     ) -> tuple[str, SessionReply]:
         self._count += 1
         session = f"s{self._count}"
-        request = OpenSession(job=job, session=session, environment=name, isolation=self.isolation, config=config,
-                              row=3, seed=4, deadline_s=deadline_s, answer_within_s=60.0)  # fmt: skip
-        return session, await self.sessions.open(request)
+        request = opening(name, session, job=job, row=3, seed=4, deadline_s=deadline_s, **config)
+        return session, await self.sessions.open(msgspec.structs.replace(request, isolation=self.isolation))
 
     async def step(self, session: str, text: str = "x", turn: int = 0) -> SessionReply:
-        return await self.sessions.step(StepSession(session=session, turn=turn, text=text, stop=StopReason.EOS))
+        return await self.sessions.step(step(turn, text, session))
 
     async def said(self, name: str, job: str = "j", **config: Any) -> str:
         session, opened = await self.open(name, job, **config)
@@ -339,9 +338,7 @@ async def test_without_sandboxes_a_session_is_refused_with_what_to_do(tmp_path: 
 
 
 async def test_an_upload_is_never_played_outside_of_a_sandbox(worker: Worker) -> None:
-    request = OpenSession(job="j", session="s", environment=worker.push(PARITY), config={}, row=0, seed=0,
-                          deadline_s=10.0, answer_within_s=10.0)  # fmt: skip
-    opened = await worker.sessions.open(request)
+    opened = await worker.sessions.open(opening(worker.push(PARITY)))
     assert opened.failure == Ending.ENV_ERROR and "environment.name" in opened.error
 
 

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from openai import AsyncOpenAI
 
@@ -23,6 +24,7 @@ from opentinker.shared.types.core import Ending, StopReason
 from opentinker.shared.types.env_protocol import CloseSession, OpenSession, Policy, StepSession
 from opentinker.shared.types.errors import SpecError
 from tests.conftest import until
+from tests.support import playing
 from tests.support.agent_talk import Direct, Scripted, chat, generate
 from tests.support.factories import make_spec, make_ticket
 from tests.unit.rollout_worker.test_episode import Chars, Script, renderer, say
@@ -66,17 +68,9 @@ async def sessions() -> AsyncIterator[Sessions]:
 
 
 def opening(sample: str, session: str = "s", deadline_s: float = 30.0, **config: Any) -> OpenSession:
-    return OpenSession(
-        job="j",
-        session=session,
-        environment=sample if sample == "agent_program" else f"tests.samples.agent_samples:{sample}",
-        config=config,
-        row=3,
-        seed=4,
-        deadline_s=deadline_s,
-        answer_within_s=60.0,
-        policy=Policy(model="the-model", context_length=64),
-    )
+    name = sample if sample == "agent_program" else f"tests.samples.agent_samples:{sample}"
+    asked = playing.opening(name, session, row=3, seed=4, deadline_s=deadline_s, **config)
+    return msgspec.structs.replace(asked, policy=Policy(model="the-model", context_length=64))
 
 
 def turn(text: str, turn: int = 0, session: str = "s") -> StepSession:

@@ -24,9 +24,9 @@ from opentinker.envs.tools import ToolError, ToolFailed
 from opentinker.local.harbor_check import add_tasks
 from opentinker.shared.settings_sources import load_settings
 from opentinker.shared.types.core import Ending, StopReason
-from opentinker.shared.types.env_protocol import OpenSession, SeatAction
 from tests.conftest import until
 from tests.support.harbor_tasks import TASK_TOML, write_task
+from tests.support.playing import opening, step
 
 SILENT = Action(text="Done.", stop=StopReason.EOS, turn=0)
 NO_REWARD = "#!/bin/bash\necho nothing to say\n"
@@ -159,14 +159,8 @@ async def test_rewards_come_from_the_tests_alone_and_a_failed_verifier_voids_the
     assert (await verify(workspace, generous)).reward == 1.0
     await workspace.close()
     player = LocalEnvRunner("here", modules=False)
-    opening = await player.open(
-        OpenSession(
-            job="j", session="s", environment="harbor", config={"tasks": "bad"}, row=1, seed=0, deadline_s=600.0,
-            answer_within_s=600.0,
-        )
-    )  # fmt: skip
-    action = SeatAction(seat="", text="Done.", stop=StopReason.EOS)
-    reply = await player.step(opening.step("s", 0, [action]))
+    await player.open(opening("harbor", row=1, deadline_s=600.0, tasks="bad"))
+    reply = await player.step(step(0, "Done."))
     await player.close()
     assert (reply.failure, reply.reward) == (Ending.ENV_ERROR, 0.0) and "wrote neither" in reply.error, reply
 

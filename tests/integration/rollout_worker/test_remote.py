@@ -26,12 +26,13 @@ from opentinker.local.processes import free_port
 from opentinker.serve.ws_server import listening
 from opentinker.shared.messaging.websocket_frames import Hello, answer_calls, introduce
 from opentinker.shared.security.egress import LOOPBACK, VARIABLE, Egress, EgressRefused
-from opentinker.shared.types.core import Ending, Message, StopReason, Tool
-from opentinker.shared.types.env_protocol import IMPORTED, OPEN, CloseSession, OpenSession, SessionReply, StepSession
+from opentinker.shared.types.core import Ending, Message, Tool
+from opentinker.shared.types.env_protocol import IMPORTED, OPEN, CloseSession, OpenSession, SessionReply
 from opentinker.shared.types.errors import SpecError
 from tests.conftest import until
 from tests.samples.slow_imports import Gate, alive_importers
 from tests.support.http_server import http_server
+from tests.support.playing import opening, step
 
 
 @pytest.fixture(autouse=True)
@@ -99,23 +100,15 @@ class Playing:
 
     def __init__(self, url: str, deadline_s: float = 20.0, **config: Any) -> None:
         self.sessions = Sessions("w", limit=8, resolver=Resolver(modules=False))
-        self.request = OpenSession(
-            job="j",
-            session=uuid.uuid4().hex,
-            environment=url,
-            config={"patience_s": 0.5, **config},
-            row=3,
-            seed=5,
-            deadline_s=deadline_s,
-            answer_within_s=10.0,
-        )
+        options: dict[str, Any] = {"patience_s": 0.5, **config}
+        request = opening(url, uuid.uuid4().hex, row=3, seed=5, deadline_s=deadline_s, **options)
+        self.request = msgspec.structs.replace(request, answer_within_s=10.0)
 
     async def open(self) -> SessionReply:
         return await self.sessions.open(self.request)
 
     async def step(self, turn: int, text: str, **more: Any) -> SessionReply:
-        step = StepSession(session=self.request.session, turn=turn, text=text, stop=StopReason.EOS, **more)
-        return await self.sessions.step(step)
+        return await self.sessions.step(step(turn, text, self.request.session, **more))
 
     async def close(self) -> None:
         await self.sessions.close(CloseSession(session=self.request.session))

@@ -31,13 +31,14 @@ from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.store import Store
 from opentinker.shared.types import codec
 from opentinker.shared.types.core import Ending, Message, StopReason
-from opentinker.shared.types.env_protocol import EnvCheck, OpenSession, SessionReply, StepSession
+from opentinker.shared.types.env_protocol import EnvCheck, SessionReply, StepSession
 from tests.conftest import NewContext, until
 from tests.samples.env_samples import Shuffled
 from tests.samples.slow_imports import Gate, alive_importers
 from tests.support.api import OPERATOR, bearing
 from tests.support.factories import make_spec
 from tests.support.http_server import http_server
+from tests.support.playing import opening, step
 from tests.support.scheduling import scheduler
 
 DEADLINE_S = 20.0
@@ -457,12 +458,9 @@ async def drawn(rows: list[int]) -> list[list[str]]:
 
     async def one(row: int) -> list[str]:
         session = f"row {row}"
-        opening = OpenSession(job="j", session=session, environment="", config={}, row=row, seed=4, deadline_s=60.0,
-                              answer_within_s=60.0)  # fmt: skip
-        replies: list[SessionReply] = [await stage.play("open", opening)]
+        replies: list[SessionReply] = [await stage.play("open", opening("", session, row=row, seed=4))]
         for turn in range(2):
-            step = StepSession(session=session, turn=turn, text="x", stop=StopReason.EOS)
-            replies.append(await stage.play("step", step))
+            replies.append(await stage.play("step", step(turn, session=session)))
         return [reply.messages[0].text for reply in replies]
 
     try:

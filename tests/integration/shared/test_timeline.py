@@ -20,11 +20,12 @@ from opentinker.shared.messaging.subjects import EVENT, TIMELINE
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.runtime.timeline import GLUE_S, MAX_SEGMENTS, Lanes, LanesByJob, glued
 from opentinker.shared.state.store import Store
-from opentinker.shared.types.core import JobState, StopReason
-from opentinker.shared.types.env_protocol import CloseSession, OpenSession, StepSession
+from opentinker.shared.types.core import JobState
+from opentinker.shared.types.env_protocol import CloseSession
 from opentinker.shared.types.telemetry import JobEvent, Segment, TimelinePart
 from tests.conftest import until
 from tests.support.api import SPEC
+from tests.support.playing import opening, step
 from tests.support.scheduling import running
 
 
@@ -211,31 +212,14 @@ async def test_an_active_job_is_not_forgotten(heard: Heard) -> None:
 COUNTING, MISBEHAVING = "tests.samples.env_samples:Counting", "tests.samples.env_samples:Misbehaving"
 
 
-def opening(job: str, session: str, environment: str = COUNTING, **config: Any) -> OpenSession:
-    return OpenSession(
-        job=job,
-        session=session,
-        environment=environment,
-        config=config,
-        row=0,
-        seed=0,
-        deadline_s=60,
-        answer_within_s=60,
-    )
-
-
-def step(session: str, turn: int = 0) -> StepSession:
-    return StepSession(session=session, turn=turn, text="x", stop=StopReason.EOS)
-
-
 async def test_sessions_of_an_env_worker_are_a_segment_per_job_and_kind(heard: Heard) -> None:
     lanes = LanesByJob(heard, "env-0", glue_s=60.0)  # type: ignore[arg-type]
     sessions = Sessions("w", limit=64, resolver=Resolver(modules=True), lanes=lanes)
     names = [f"s{number}" for number in range(32)]
-    await asyncio.gather(*(sessions.open(opening("one", name, turns=5)) for name in names))
-    await asyncio.gather(*(sessions.open(opening("two", name + "-", turns=5)) for name in names[:2]))
+    await asyncio.gather(*(sessions.open(opening(COUNTING, name, job="one", turns=5)) for name in names))
+    await asyncio.gather(*(sessions.open(opening(COUNTING, name + "-", job="two", turns=5)) for name in names[:2]))
     for turn in range(5):
-        await asyncio.gather(*(sessions.step(step(name, turn)) for name in names))
+        await asyncio.gather(*(sessions.step(step(turn, session=name)) for name in names))
     await lanes.report()
     assert sessions.active == 2
     assert {part.job: [(s.lane, s.kind) for s in part.segments] for part in heard.parts} == {
@@ -251,10 +235,10 @@ async def test_a_turn_that_hangs_is_seen_to_go_on_until_its_session_is_closed(he
     lanes = LanesByJob(heard, "env-0")  # type: ignore[arg-type]
     sessions = Sessions("w", limit=64, resolver=Resolver(modules=True), lanes=lanes)
     for name in ("a", "b"):
-        await sessions.open(opening("j", name, MISBEHAVING, how="hang"))
+        await sessions.open(opening(MISBEHAVING, name, how="hang"))
     await lanes.report()
     heard.parts.clear()
-    hanging = [asyncio.create_task(sessions.step(step(name))) for name in ("a", "b")]
+    hanging = [asyncio.create_task(sessions.step(step(session=name))) for name in ("a", "b")]
     await until(lambda: lanes.of("j").goes_on)
     for _ in range(2):
         await asyncio.sleep(0.01)

@@ -20,8 +20,9 @@ from opentinker.envs.runtime.resolver import Resolver
 from opentinker.envs.tools import tool
 from opentinker.services.env_worker.service import check_environment
 from opentinker.shared.types.core import Ending, Message, StopReason, ToolCall
-from opentinker.shared.types.env_protocol import EnvCheck, OpenSession, SeatAction, SessionReply, StepSession
+from opentinker.shared.types.env_protocol import EnvCheck, SeatAction, SessionReply
 from opentinker.shared.types.errors import SpecError
+from tests.support.playing import opening, step
 
 ROUND = "tests.unit.envs.test_bots:Round"
 
@@ -91,32 +92,21 @@ class Cut(Endless):
         return Step(messages=[user("what the bot would see")], seat="bot", done=True, truncated=True, reward=0.5)
 
 
-def opening(environment: str, bots: dict[str, str], **config: Any) -> OpenSession:
-    return OpenSession(
-        job="j", session="s", environment=environment, config=config, row=0, seed=0, deadline_s=30.0,
-        answer_within_s=30.0, bots=bots,
-    )  # fmt: skip
-
-
-def said(text: str, turn: int, seat: str) -> StepSession:
-    return StepSession(session="s", turn=turn, seat=seat, text=text, stop=StopReason.EOS)
-
-
 def named(name: str) -> str:
     return f"tests.unit.envs.test_bots:{name}"
 
 
 async def test_turns_of_bots_are_played_between_those_of_models() -> None:
     player = LocalEnvRunner("w", modules=True)
-    opened = await player.open(opening(ROUND, {"a": "parrot", "c": "parrot"}))
+    opened = await player.open(opening(ROUND, bots={"a": "parrot", "c": "parrot"}))
     assert (opened.seat, opened.stream, opened.messages[0].text) == ("b", "b0", "a said first!")
     assert [one.name for one in opened.tools] == ["note"]
-    first = await player.step(said("x", 0, "b"))
+    first = await player.step(step(0, "x", seat="b"))
     assert (first.seat, first.stream, first.messages[0].text) == ("d", "d0", "c said x!")
-    second = await player.step(said("y", 1, "d"))
+    second = await player.step(step(1, "y", seat="d"))
     assert (second.seat, second.messages[0].text, second.metrics["number"]) == ("b", "a said y!", 5.0)
-    await player.step(said("z", 2, "b"))
-    last = await player.step(said("end", 3, "d"))
+    await player.step(step(2, "z", seat="b"))
+    last = await player.step(step(3, "end", seat="d"))
     assert last.done and last.metrics["number"] == 8.0
     environment: Any = player.environment
     game = environment._inner
@@ -127,16 +117,16 @@ async def test_turns_of_bots_are_played_between_those_of_models() -> None:
 
 async def test_rewards_that_bots_bring_to_a_model_belong_to_its_turn_before() -> None:
     player = LocalEnvRunner("w", modules=True)
-    await player.open(opening(ROUND, {"b": "parrot", "c": "parrot"}))
+    await player.open(opening(ROUND, bots={"b": "parrot", "c": "parrot"}))
     bots = {"b": {"spoke": 1.0, "heard": 10.0}, "c": {"spoke": 1.0}}
-    first = await player.step(said("x", 0, "a"))
+    first = await player.step(step(0, "x", seat="a"))
     assert (first.seat, first.reward, first.components) == ("d", 11.0, {"spoke": 1.0, "heard": 10.0})
     assert first.rewards == bots, "what bots earn is told too"
-    second = await player.step(said("y", 1, "d"))
+    second = await player.step(step(1, "y", seat="d"))
     assert (second.reward, second.rewards) == (1.0, {"c": {"heard": 10.0}})
-    third = await player.step(said("z", 2, "a"))
+    third = await player.step(step(2, "z", seat="a"))
     assert (third.reward, third.rewards) == (11.0, {**bots, "d": {"heard": 10.0}})
-    last = await player.step(said("w", 3, "d"))
+    last = await player.step(step(3, "w", seat="d"))
     assert (last.done, last.reward, last.rewards) == (True, 1.0, {"a": {"last": 100.0}, "c": {"heard": 10.0}})
 
 
@@ -159,7 +149,7 @@ async def test_a_reward_from_before_a_seats_first_turn_comes_with_the_first_turn
 
 async def test_bots_may_call_tools() -> None:
     player = LocalEnvRunner("w", modules=True)
-    request = msgspec.structs.replace(opening(ROUND, {"a": "caller"}), tool_turns=3)
+    request = msgspec.structs.replace(opening(ROUND, bots={"a": "caller"}), tool_turns=3)
     opened = await player.open(request)
     environment: Any = player.environment
     assert (opened.seat, environment._inner.notes) == ("b", 3), "a bot that only calls tools has their limit"
@@ -178,7 +168,7 @@ async def test_bots_may_call_tools() -> None:
 )
 async def test_what_cannot_be_played_fails_its_own_episode(name: str, bots: dict[str, str], problem: str) -> None:
     player = LocalEnvRunner("w", modules=True)
-    reply = await player.open(opening(named(name), bots))
+    reply = await player.open(opening(named(name), bots=bots))
     assert reply.failure in (Ending.ENV_BAD_REPLY, Ending.ENV_ERROR) and problem in reply.error
     await player.close()
 
@@ -199,7 +189,7 @@ class Unowned(Environment):
 @pytest.mark.parametrize("bots", [{"a": "quiet", "b": "quiet"}, {"a": "quiet"}])
 async def test_a_rounds_reward_without_a_seat_is_refused_also_if_bots_played_it(bots: dict[str, str]) -> None:
     player = LocalEnvRunner("w", modules=True)
-    reply = await player.open(opening(named("Unowned"), bots))
+    reply = await player.open(opening(named("Unowned"), bots=bots))
     if reply.failure is None:
         action = SeatAction(seat="b", text="x", stop=StopReason.EOS)
         reply = await player.step(reply.step("s", 0, [action]))
@@ -208,8 +198,8 @@ async def test_a_rounds_reward_without_a_seat_is_refused_also_if_bots_played_it(
 
 async def test_a_limit_may_end_the_episode_in_a_bots_turn() -> None:
     player = LocalEnvRunner("w", modules=True)
-    await player.open(opening(named("Cut"), {"bot": "mute"}))
-    last = await player.step(said("x", 0, "model"))
+    await player.open(opening(named("Cut"), bots={"bot": "mute"}))
+    last = await player.step(step(0, "x", seat="model"))
     assert (last.done, last.truncated, last.reward, last.messages) == (True, True, 0.5, [])
 
 
@@ -294,7 +284,7 @@ class Masses(Round):
 async def test_bots_play_in_child_processes() -> None:
     host = ChildPool(children=1, per_child=1, modules=True)
     try:
-        request = opening(named("Blocked"), {"a": "parrot"})
+        request = opening(named("Blocked"), bots={"a": "parrot"})
         player = host.runner("w", request)
         assert player is not None
         opened = await player.open(request)
@@ -307,7 +297,7 @@ async def test_bots_play_in_child_processes() -> None:
 async def test_bots_play_where_the_user_serves_the_environment() -> None:
     server = InProcessServer(Round, 1)
     try:
-        opened: SessionReply = await server.play("open", opening("", {"a": "parrot"}))
+        opened: SessionReply = await server.play("open", opening("", bots={"a": "parrot"}))
         assert (opened.seat, opened.messages[0].text) == ("b", "a said first!")
         wrong = await server.play("check", EnvCheck(name="", config={}, bots={"e": "parrot"}))
         assert wrong.errors[0]["field"] == "seats.e"

@@ -42,6 +42,8 @@ from opentinker.shared.types.errors import SpecError
 from tests.conftest import soon, until
 from tests.samples import env_samples
 from tests.samples.slow_imports import Gate, alive, write_module
+from tests.support import playing
+from tests.support.playing import step
 
 BLOCKWISE = "tests.samples.env_samples:Blockwise"
 COUNTING, MISBEHAVING, BLOCKING = (
@@ -50,25 +52,12 @@ COUNTING, MISBEHAVING, BLOCKING = (
 
 
 def opening(session: str = "s", environment: str = COUNTING, deadline_s: float = 30.0, **config: Any) -> OpenSession:
-    return OpenSession(
-        job="j",
-        session=session,
-        environment=environment,
-        config=config,
-        row=3,
-        seed=4,
-        deadline_s=deadline_s,
-        answer_within_s=60.0,
-    )
+    return playing.opening(environment, session, row=3, seed=4, deadline_s=deadline_s, **config)
 
 
 def patient(session: str, room_within_s: float = 60.0) -> OpenSession:
     """It stands in line."""
     return msgspec.structs.replace(opening(session), room_within_s=room_within_s)
-
-
-def step(turn: int = 0, session: str = "s", text: str = "x") -> StepSession:
-    return StepSession(session=session, turn=turn, text=text, stop=StopReason.EOS)
 
 
 @pytest.fixture

@@ -24,26 +24,20 @@ from opentinker.shared.types.core import Ending, Message, StopReason
 from opentinker.shared.types.env_protocol import (
     CloseSession,
     EnvCheck,
-    OpenSession,
     SeatAction,
     SessionReply,
     StepSession,
 )
 from tests.conftest import until
 from tests.samples.tree_samples import Climb
+from tests.support.playing import opening
 
 SAMPLES = "tests.samples.tree_samples"
+CLIMB = f"{SAMPLES}:Climb"
 FORK = {
     *("bandit", "copy_digits", "debate", "gomoku", "guess_number", "kuhn_poker", "matching_pennies", "signalling"),
     "tictactoe",
 }
-
-
-def opening(environment: str = f"{SAMPLES}:Climb", bots: dict[str, str] | None = None, **config: Any) -> OpenSession:
-    return OpenSession(
-        job="j", session="s", environment=environment, config=config, row=0, seed=0, deadline_s=60.0,
-        answer_within_s=60.0, bots=bots or {},
-    )  # fmt: skip
 
 
 def tree(turn: int, *texts: str, chosen: int = 0, seat: str = "") -> StepSession:
@@ -86,7 +80,7 @@ async def test_every_candidate_begins_in_the_state_of_the_chosen_one(sessions: S
 
 
 async def test_a_repeated_turn_is_answered_from_memory(sessions: Sessions) -> None:
-    await sessions.open(opening())
+    await sessions.open(opening(CLIMB))
     request = tree(0, "1", "5", seat="left")
     first, second = await asyncio.gather(sessions.step(request), sessions.step(request))
     assert first is second
@@ -95,7 +89,7 @@ async def test_a_repeated_turn_is_answered_from_memory(sessions: Sessions) -> No
 
 
 async def test_every_copy_is_closed_once(sessions: Sessions) -> None:
-    await sessions.open(opening())
+    await sessions.open(opening(CLIMB))
     await sessions.step(tree(0, "1", "5", "3", seat="left"))
     await sessions.step(tree(1, "1", "2", chosen=1, seat="right"))
     assert sorted(Climb.closed) == [1, 3], "those that were not chosen"
@@ -104,7 +98,7 @@ async def test_every_copy_is_closed_once(sessions: Sessions) -> None:
 
 
 async def test_an_environment_that_fails_in_one_candidate_fails_the_episode(sessions: Sessions) -> None:
-    await sessions.open(opening())
+    await sessions.open(opening(CLIMB))
     reply = await sessions.step(tree(0, "1", "raise", seat="left"))
     assert reply.failure == Ending.ENV_ERROR and "the rope broke" in reply.error
     await until(lambda: len(Climb.closed) == 2)
@@ -118,7 +112,7 @@ async def test_copies_before_one_that_fails_are_closed(sessions: Sessions) -> No
 
 
 async def test_what_cannot_be_is_refused() -> None:
-    async def step(request: StepSession, environment: str = f"{SAMPLES}:Climb") -> SessionReply:
+    async def step(request: StepSession, environment: str = CLIMB) -> SessionReply:
         player = LocalEnvRunner("w", modules=True)
         opened = await player.open(opening(environment))
         assert opened.failure is None, opened.error
@@ -126,7 +120,7 @@ async def test_what_cannot_be_is_refused() -> None:
         await player.close()
         return reply
 
-    async def error(request: StepSession, environment: str = f"{SAMPLES}:Climb") -> str:
+    async def error(request: StepSession, environment: str = CLIMB) -> str:
         reply = await step(request, environment)
         assert reply.failure is not None
         return reply.error
@@ -143,7 +137,7 @@ async def test_what_cannot_be_is_refused() -> None:
 
 async def test_after_candidates_one_must_be_chosen() -> None:
     player = LocalEnvRunner("w", modules=True)
-    await player.open(opening())
+    await player.open(opening(CLIMB))
     await player.step(tree(0, "1", "2", seat="left"))
     plain = StepSession(session="s", turn=1, seat="right", text="1", stop=StopReason.EOS)
     assert "chooses none of them" in (await player.step(plain)).error

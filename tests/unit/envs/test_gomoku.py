@@ -8,12 +8,12 @@ from typing import Any
 import pyspiel
 import pytest
 
-from opentinker.envs.base import Action, Opening, Step, play_gold
+from opentinker.envs.base import Opening, Step, play_gold
 from opentinker.envs.builtin.gomoku import Gomoku
 from opentinker.envs.builtin.gomoku_board import BLACK, WHITE, Board, bot, expert, other
 from opentinker.envs.registry import check, make
-from opentinker.shared.types.core import StopReason
 from opentinker.shared.types.errors import SpecError
+from tests.support.playing import say
 
 WON = {BLACK: [1.0, -1.0], WHITE: [-1.0, 1.0], "": [0.0, 0.0]}
 
@@ -110,12 +110,6 @@ async def opened(**config: Any) -> tuple[Gomoku, Opening]:
     assert isinstance(environment, Gomoku)
     opening = await environment.open(0, 0)
     return environment, opening
-
-
-async def say(environment: Gomoku, *texts: str) -> list[Step]:
-    return [
-        await environment.step(Action(text=text, stop=StopReason.EOS, turn=turn)) for turn, text in enumerate(texts)
-    ]
 
 
 async def test_each_seat_sees_the_board_and_what_the_other_played() -> None:

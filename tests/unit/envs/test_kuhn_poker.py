@@ -29,6 +29,7 @@ from opentinker.envs.builtin.kuhn_rules import (
 )
 from opentinker.envs.registry import make
 from opentinker.shared.types.core import StopReason
+from tests.support.playing import say
 
 
 def by_openspiel(policy: dict[tuple[str, str], float]) -> tuple[float, float]:
@@ -110,12 +111,6 @@ async def opened(cards: str = "", seed: int = 0, **config: object) -> tuple[Kuhn
         seed += 1
         opening = await environment.open(0, seed)
     return environment, opening
-
-
-async def say(environment: KuhnPoker, *texts: str) -> list[Step]:
-    return [
-        await environment.step(Action(text=text, stop=StopReason.EOS, turn=turn)) for turn, text in enumerate(texts)
-    ]
 
 
 @pytest.mark.parametrize(

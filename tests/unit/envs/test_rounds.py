@@ -18,17 +18,15 @@ from opentinker.shared.messaging.reply_validation import sound
 from opentinker.shared.types import codec
 from opentinker.shared.types.core import Ending, Message, StopReason, ToolCall
 from opentinker.shared.types.env_protocol import OpenSession, SeatAction, SeatPrompt, SessionReply, StepSession
+from tests.support import playing
 
 SAMPLES = "tests.samples.round_samples"
 VOTE = f"{SAMPLES}:Vote"
 ALL = ("voter_0", "voter_1", "voter_2", "voter_3")
 
 
-def opening(environment: str = VOTE, bots: dict[str, str] | None = None, **config: Any) -> OpenSession:
-    return OpenSession(
-        job="j", session="s", environment=environment, config=config, row=3, seed=4, deadline_s=30.0,
-        answer_within_s=30.0, bots=bots or {},
-    )  # fmt: skip
+def opening(environment: str = VOTE, **options: Any) -> OpenSession:
+    return playing.opening(environment, row=3, seed=4, **options)
 
 
 def votes(turn: int, calls: tuple[str, ...] = (), /, **texts: str) -> StepSession:
@@ -86,9 +84,9 @@ async def test_turns_and_rounds_may_follow_each_other() -> None:
     player = LocalEnvRunner("w", modules=True)
     opened = await player.open(opening(f"{SAMPLES}:Deal"))
     assert (opened.seat, opened.round) == ("dealer", [])
-    dealt = await player.step(StepSession(session="s", turn=0, seat="dealer", text="0", stop=StopReason.EOS))
+    dealt = await player.step(playing.step(0, "0", seat="dealer"))
     assert seen(dealt) == {"left": ["left, guess"], "right": ["right, guess"]} and dealt.reward == 0.25
-    alone = await player.step(StepSession(session="s", turn=1, seat="left", text="0", stop=StopReason.EOS))
+    alone = await player.step(playing.step(1, "0", seat="left"))
     assert alone.failure == Ending.ENV_ERROR and "turn 1 is a round of the seats" in alone.error
     last = await player.step(votes(1, left="0", right="1"))
     assert last.done and last.rewards == {"left": {"guess": 1.0}, "right": {"guess": 0.0}}
@@ -181,7 +179,7 @@ async def test_bots_of_a_round_are_answered_in_the_environment() -> None:
 async def test_a_round_of_bots_alone_is_played_at_once() -> None:
     player = LocalEnvRunner("w", modules=True)
     await player.open(opening(f"{SAMPLES}:Deal", bots={"left": "seven", "right": "seven"}))
-    reply = await player.step(StepSession(session="s", turn=0, seat="dealer", text="7", stop=StopReason.EOS))
+    reply = await player.step(playing.step(0, "7", seat="dealer"))
     assert (reply.seat, reply.round, reply.reward) == ("dealer", [], 0.25)
     assert reply.rewards == {"left": {"guess": 1.0}, "right": {"guess": 1.0}}
     assert reply.messages[0].text == "{'left': '7', 'right': '7'}"

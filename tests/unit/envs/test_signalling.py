@@ -6,11 +6,11 @@ from collections import Counter
 
 import pytest
 
-from opentinker.envs.base import Action, Environment, Opening, Step, play_gold
+from opentinker.envs.base import Environment, Opening, play_gold
 from opentinker.envs.builtin.signalling import ALPHABET, MESSAGE_CHARACTERS, Signalling
 from opentinker.envs.registry import check, make
-from opentinker.shared.types.core import StopReason
 from opentinker.shared.types.errors import SpecError
+from tests.support.playing import say
 
 
 async def opened(name: str, row: int = 0, **config: object) -> tuple[Environment, Opening]:
@@ -18,12 +18,6 @@ async def opened(name: str, row: int = 0, **config: object) -> tuple[Environment
     opening = await environment.open(row, 0)
     assert isinstance(opening, Opening)
     return environment, opening
-
-
-async def say(environment: Environment, *texts: str) -> list[Step]:
-    return [
-        await environment.step(Action(text=text, stop=StopReason.LENGTH, turn=turn)) for turn, text in enumerate(texts)
-    ]
 
 
 async def test_the_listener_hears_the_message_and_nothing_of_the_symbol() -> None:

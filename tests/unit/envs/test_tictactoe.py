@@ -6,23 +6,17 @@ import random
 
 import pytest
 
-from opentinker.envs.base import Action, Opening, Step, play_gold
+from opentinker.envs.base import Opening, Step, play_gold
 from opentinker.envs.builtin.tictactoe import TicTacToe
 from opentinker.envs.registry import check, make
-from opentinker.shared.types.core import StopReason
 from opentinker.shared.types.errors import SpecError
+from tests.support.playing import say
 
 
 async def opened(row: int = 0, seed: int = 0, **config: object) -> tuple[TicTacToe, Opening]:
     environment = make("tictactoe", config)
     assert isinstance(environment, TicTacToe)
     return environment, await environment.open(row, seed)
-
-
-async def say(environment: TicTacToe, *texts: str) -> list[Step]:
-    return [
-        await environment.step(Action(text=text, stop=StopReason.EOS, turn=turn)) for turn, text in enumerate(texts)
-    ]
 
 
 def sums_to_zero(step: Step) -> bool:

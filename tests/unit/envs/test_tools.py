@@ -25,9 +25,9 @@ from opentinker.envs.tools import (
 )
 from opentinker.envs.with_tools import WithTools, with_tools
 from opentinker.shared.types.core import Ending, Message, StopReason, Tool, ToolCall
-from opentinker.shared.types.env_protocol import StepSession
 from opentinker.shared.types.errors import SpecError
 from tests.samples.env_samples import Relay
+from tests.support import playing
 from tests.support.factories import make_spec
 from tests.unit.envs.test_env_worker import opening
 
@@ -247,10 +247,10 @@ async def test_an_env_worker_offers_the_environment_s_tools_and_answers_them() -
     opened = await player.open(opening(environment="tests.unit.envs.test_tools:Shop"))
     assert [one.name for one in opened.tools] == ["names", "price"]
     asked = ToolCall(id="c", name="price", arguments={"item": "nuts"})
-    step = StepSession(session="s", turn=0, text="?", stop=StopReason.EOS, seat="buyer", tool_calls=[asked])
+    step = playing.step(0, "?", seat="buyer", tool_calls=[asked])
     answered = await player.step(step)
     assert (answered.seat, answered.messages[0].text, answered.done) == ("buyer", "1.5", False)
-    done = await player.step(StepSession(session="s", turn=1, text="done", stop=StopReason.EOS, seat="buyer"))
+    done = await player.step(playing.step(1, "done", seat="buyer"))
     assert done.done and done.metrics["tool_calls"] == 1.0
 
 
