@@ -62,9 +62,8 @@ async def broken(cluster: Cluster, spec: JobSpec) -> list[str]:
     await cluster.succeeds(job)
     assert cluster.processes["trainer-0"].exits[-1] == -signal.SIGKILL
     assert 3 <= cluster.manifest(job).resumed[2] < STEPS
-    ledger = await cluster.ledger(job)
+    ledger = await cluster.trained(job, spec)
     assert ledger.failed["env_error"] >= 4, "groups that always fail are always replaced by the same ones"
-    assert ledger.balanced and ledger.trained == STEPS * spec.algorithm.groups_per_batch
     return hashes(cluster, job)
 
 

@@ -25,7 +25,6 @@ from tests.samples.upload_samples import PARITY
 from tests.support.api import OPERATOR, bearing
 from tests.support.cluster import SERVERS, Cluster, toy_cluster, undocumented
 from tests.support.factories import make_spec
-from tests.support.lineage import faults
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -66,16 +65,6 @@ def job_spec(model: Path, **changes: Any) -> JobSpec:
         "train": {"learner": "simulated", "steps": 10, "simulated_step_s": 0.02, "checkpoint_every": 4},
     }
     return make_spec(model={"base": str(model)}, **{**quick, **changes})
-
-
-def faults_of(cluster: Cluster, job: str, spec: JobSpec) -> list[str]:
-    return faults(
-        cluster.lines(job),
-        cluster.manifest(job).resumed,
-        steps=spec.train.steps,
-        groups_per_batch=spec.algorithm.groups_per_batch,
-        max_staleness=spec.algorithm.max_staleness,
-    )
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -120,10 +109,8 @@ async def test_job_runs_from_submission_to_download(shared: System, tmp_path: Pa
     assert life == ["queued", "starting", "model_loaded", "running", "succeeded"]
     assert [event["step"] for event in events if event["event"] == "checkpoint"] == [4, 8, 10]
 
-    assert faults_of(cluster, job, spec) == []
-    ledger = await cluster.ledger(job)
-    assert ledger.balanced and ledger.trained == 40 and ledger.failed == {}
-    assert ledger.issued == ledger.accepted + ledger.running
+    ledger = await cluster.trained(job, spec)
+    assert ledger.failed == {} and ledger.issued == ledger.accepted + ledger.running
 
     points = await cluster.client.metrics(job, source="trainer")
     assert [point["step"] for point in points] == list(range(1, 11))
@@ -200,7 +187,7 @@ async def test_an_uploaded_environment_is_trained_on_in_a_sandbox(shared: System
     job = await cluster.submit(spec)
     record = await cluster.wait(job)
     assert (record["state"], record["environment"]) == ("succeeded", pushed["environment"]), record["reason"]
-    assert faults_of(cluster, job, spec) == []
+    assert cluster.faults(job, spec) == []
     points = await cluster.client.metrics(job, source="trainer")
     assert undocumented({name for point in points for name in point["values"]}) == []
 
@@ -215,7 +202,7 @@ async def test_what_agents_ask_over_http_is_trained_on(shared: System, forgets: 
     )
     job = await cluster.submit(spec)
     await cluster.succeeds(job)
-    assert faults_of(cluster, job, spec) == []
+    assert cluster.faults(job, spec) == []
     points = await cluster.client.metrics(job, source="trainer")
     assert {point["values"]["turns/mean"] for point in points} == {3.0}
 
@@ -233,7 +220,7 @@ async def test_job_starts_from_another_jobs_checkpoint_which_is_swept_meanwhile(
     await cluster.succeeds(second)
     loaded = [event for event in await cluster.client.event_log(second) if event["event"] == "model_loaded"]
     assert [dict(event)["from"] for event in loaded] == [f"{first}@{chosen}"]
-    assert faults_of(cluster, second, shared.spec()) == []
+    assert cluster.faults(second, shared.spec()) == []
     await until(lambda: not (cluster.data / "jobs" / second / "start").exists())
 
 
@@ -292,7 +279,7 @@ async def test_two_seats_are_rewarded_each_for_itself_and_their_streams_count_on
     )
     job = await cluster.submit(spec)
     await cluster.succeeds(job)
-    assert faults_of(cluster, job, spec) == []
+    assert cluster.faults(job, spec) == []
     lines = cluster.lines(job)
     for line in lines:
         assert line["trajectories"] == 4 * 4 * 3, "one of second, two of first"
@@ -345,9 +332,8 @@ async def test_job_goes_on_past_groups_that_fail(shared: System) -> None:
     )
     job = await cluster.submit(spec)
     await cluster.succeeds(job)
-    assert faults_of(cluster, job, spec) == []
-    ledger = await cluster.ledger(job)
-    assert ledger.balanced and ledger.trained == 40 and ledger.failed["env_error"] >= 10
+    ledger = await cluster.trained(job, spec)
+    assert ledger.failed["env_error"] >= 10
     failures = [event for event in await cluster.client.event_log(job) if event["event"] == "group_failed"]
     assert {event["reason"] for event in failures} == {"env_error"}
     assert all(event["group"] % 4 == 0 and "the board is on fire" in event["error"] for event in failures)
@@ -392,7 +378,7 @@ async def test_job_goes_on_while_the_disk_takes_nothing(tmp_path: Path) -> None:
         assert steps_of(cluster, job)[-1] <= last + 4
         resource.prlimit(trainer, resource.RLIMIT_FSIZE, (hard, hard))
         await cluster.succeeds(job)
-        assert faults_of(cluster, job, spec) == [], "no line of metrics.jsonl is missing"
+        assert cluster.faults(job, spec) == [], "no line of metrics.jsonl is missing"
         assert cluster.processes["trainer-0"].exits == []
 
 

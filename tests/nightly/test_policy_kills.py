@@ -24,7 +24,6 @@ from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.types.core import part_id
 from opentinker.shared.types.manifest import name_of
 from tests.conftest import Figure, until
-from tests.e2e.policies.test_policies import check_policy, ledger_of
 from tests.e2e.test_kills import SERVICES, seed
 from tests.samples.round_samples import BACKER, RIVAL
 from tests.support.cluster import SERVERS, Cluster, toy_cluster
@@ -91,7 +90,7 @@ async def harm(cluster: Cluster, job: str, random_: random.Random) -> Counter[st
         while most < number * STEPS * BATCH // (KILLS + SPARE):
             record = await cluster.store.job(job)
             assert not record.state.final, f"{record.state}: {record.reason}"
-            ledgers = [await ledger_of(cluster, job, name) for name in POLICIES]
+            ledgers = [await cluster.ledger(job, name) for name in POLICIES]
             assert all(ledger.balanced for ledger in ledgers), ledgers
             most = max(most, *(ledger.accepted for ledger in ledgers))
             await asyncio.sleep(0.05)
@@ -111,7 +110,8 @@ def runs(cluster: Cluster, name: str) -> bool:
 async def check(cluster: Cluster, job: str, spec: JobSpec, policy: str) -> dict[int, list[float]]:
     """Check a policy's lineage and ledger. Return what it was trained on: by group, the reward of each match."""
     part = part_id(job, policy)
-    await check_policy(cluster, job, spec, policy)
+    ledger = await cluster.trained(job, spec, policy)
+    assert ledger.running == ledger.pending == 0, ledger
     groups = {}
     for line in lineage(cluster.lines(part), cluster.manifest(part).resumed):
         path = cluster.data / "jobs" / part / "rollouts" / f"{name_of(line['step'])}.jsonl"
@@ -136,6 +136,6 @@ async def check_shared(cluster: Cluster, job: str, trained: dict[str, dict[int, 
     both = first.keys() & second.keys()
     for number in both:
         assert first[number] == [-reward for reward in second[number]], f"group {number}: halves of two plays"
-    discarded = [sum((await ledger_of(cluster, job, name)).discarded.values()) for name in trained]
+    discarded = [sum((await cluster.ledger(job, name)).discarded.values()) for name in trained]
     assert len(first.keys() - both) == len(second.keys() - both) <= sum(discarded), discarded
     return GROUP_SIZE * len(both)

@@ -30,11 +30,14 @@ from opentinker.shared.api_types import Job
 from opentinker.shared.messaging.permissions import OPERATOR
 from opentinker.shared.runtime.parent_death import hold_command
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.state.admission import Admission
+from opentinker.shared.spec.policies import spec_of
+from opentinker.shared.state.admission import admission_of
 from opentinker.shared.state.group_ledger import Ledger
 from opentinker.shared.state.store import Store
+from opentinker.shared.types.core import part_id
 from opentinker.shared.types.manifest import Manifest
 from tests.conftest import nats_conf, until
+from tests.support.lineage import faults
 from tests.support.listening import living
 from tests.support.toys import toy_model as toy_model  # noqa: PLC0414 - tests import it from here too
 
@@ -295,8 +298,25 @@ class Cluster:
 
         await until(there, timeout_s=timeout_s)
 
-    async def ledger(self, job: str) -> Ledger:
-        return await Admission(self.store.redis, job).ledger()
+    async def ledger(self, job: str, policy: str = "") -> Ledger:
+        return await admission_of(self.store.redis, await self.store.job(job), policy).ledger()
+
+    def faults(self, job: str, spec: JobSpec, policy: str = "") -> list[str]:
+        """In what the surviving line of trainers trained; see `lineage.faults`."""
+        own, part = spec_of(spec, policy) if policy else spec, part_id(job, policy)
+        bounds = {"groups_per_batch": own.algorithm.groups_per_batch, "max_staleness": own.algorithm.max_staleness}
+        return faults(self.lines(part), self.manifest(part).resumed, steps=own.train.steps, **bounds)
+
+    async def trained(self, job: str, spec: JobSpec, policy: str = "") -> Ledger:
+        """Its ledger, once nothing was lost, nothing was trained twice, and checkpoint and ledger say the same."""
+        own, manifest = spec_of(spec, policy) if policy else spec, self.manifest(part_id(job, policy))
+        assert (manifest.policy, manifest.step) == (policy, own.train.steps)
+        found = self.faults(job, spec, policy)
+        assert found == [], (found, manifest.resumed)
+        ledger = await self.ledger(job, policy)
+        assert ledger.balanced, ledger
+        assert ledger.trained == own.train.steps * own.algorithm.groups_per_batch == manifest.ledger["trained"], ledger
+        return ledger
 
     def lines(self, job: str, log: str = "metrics.jsonl") -> list[dict[str, Any]]:
         """One per step (or per evaluation) of every epoch, also of steps that were rolled back."""

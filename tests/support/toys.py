@@ -1,12 +1,15 @@
-"""Models that toy engines take. The load test uses them too, so nothing here imports conftest.py, which sets the tests'
-own API key for the whole process."""
+"""Models and games that toy engines take. The load test uses them too, so nothing here imports conftest.py, which sets
+the tests' own API key for the whole process."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import orjson
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+from opentinker.shared.spec import JobSpec, parse_spec
 
 
 def toy_model(directory: Path) -> Path:
@@ -23,3 +26,16 @@ def toy_model(directory: Path) -> Path:
     (directory / "tokenizer_config.json").write_bytes(orjson.dumps(config))
     (directory / "config.json").write_bytes(orjson.dumps({"model_type": "qwen3"}))
     return directory
+
+
+def toy_game(model: Path, **changes: Any) -> JobSpec:
+    """A job of a speaker and a listener; `changes` take the place of whole parts."""
+    spec: dict[str, Any] = {
+        "name": "game",
+        "model": {"base": str(model), "chat_template": "plain"},
+        "environment": {"name": "signalling", "config": {"rules": False}},
+        "algorithm": {"group_size": 2, "groups_per_batch": 2, "max_staleness": 1},
+        "rollout": {"engine": "toy", "max_tokens": 4, "transcripts": 2},
+        "train": {"learner": "simulated", "steps": 6, "simulated_step_s": 0.02, "checkpoint_every": 3},
+    }
+    return parse_spec({**spec, **changes})

@@ -12,7 +12,6 @@ import pytest
 
 from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.spec.policies import spec_of
-from opentinker.shared.state.admission import admission_of
 from opentinker.shared.types.core import part_id
 from opentinker.shared.types.manifest import name_of, read_manifest
 from tests.conftest import until
@@ -84,12 +83,9 @@ async def broken(cluster: Cluster, spec: JobSpec, behind: str) -> dict[str, list
     shutil.rmtree(saved[behind])
     cluster.start("trainer-0")
     await cluster.succeeds(job)
-    record = await cluster.store.job(job)
     for name in SHARE:
-        own = spec_of(spec, name)
         assert cluster.manifest(part_id(job, name)).resumed[2] == EVERY * share[name], "where both had a checkpoint"
-        ledger = await admission_of(cluster.store.redis, record, name).ledger()
-        assert ledger.balanced and ledger.trained == own.train.steps * own.algorithm.groups_per_batch
+        ledger = await cluster.trained(job, spec, name)
         assert ledger.failed["env_error"] >= STEPS - 1 and not sum(ledger.discarded.values())
     return hashes(cluster, job, spec)
 

@@ -11,21 +11,19 @@ import orjson
 import pytest
 
 from opentinker.shared.evaluation.pool_draws import choose_opponent
-from opentinker.shared.spec import JobSpec, parse_spec
-from opentinker.shared.state.admission import admission_of
+from opentinker.shared.spec import JobSpec
 from opentinker.shared.types.core import part_id
 from opentinker.shared.types.pools import members_of
 from tests.conftest import until
 from tests.support.cluster import Cluster, toy_cluster, undocumented
-from tests.support.lineage import faults, lineage
+from tests.support.lineage import lineage
+from tests.support.toys import toy_game
 
 STEPS, BATCH, SIZE, SEED = 24, 2, 2, 7
 
 
 def game(model: Path, **changes: Any) -> JobSpec:
-    spec: dict[str, Any] = {
-        "name": "game",
-        "model": {"base": str(model), "chat_template": "plain"},
+    parts: dict[str, Any] = {
         "environment": {"name": "matching_pennies", "config": {"rules": False}},
         "algorithm": {"group_size": SIZE, "groups_per_batch": BATCH, "max_staleness": 1},
         "rollout": {"engine": "toy", "max_tokens": 4, "transcripts": 64, "seed": SEED},
@@ -33,7 +31,7 @@ def game(model: Path, **changes: Any) -> JobSpec:
         "seats": {"odd": {"pool": "past"}},
         "pools": {"past": {"every": 4, "keep": 10, "latest": 0.3}},
     }
-    return parse_spec({**spec, **changes})
+    return toy_game(model, **{**parts, **changes})
 
 
 def met(cluster: Cluster, part: str) -> dict[int, str]:
@@ -62,9 +60,7 @@ async def test_a_policy_meets_the_members_that_the_draw_names(tmp_path: Path) ->
         job = await cluster.submit(spec)
         await cluster.succeeds(job)
         lines, manifest = cluster.lines(job), cluster.manifest(job)
-        assert faults(lines, manifest.resumed, steps=STEPS, groups_per_batch=BATCH, max_staleness=1) == []
-        ledger = await cluster.ledger(job)
-        assert ledger.balanced and ledger.trained == STEPS * BATCH
+        await cluster.trained(job, spec)
 
         members = ["0.0", *await grown(cluster, job)]
         assert members == ["0.0", *(f"1.{step}" for step in range(4, STEPS, 4))]
@@ -112,9 +108,7 @@ async def test_kills_leave_the_pool_as_it_would_be(tmp_path: Path) -> None:
             cluster.kill(name)
         await cluster.succeeds(job)
         lines, manifest = cluster.lines(part), cluster.manifest(part)
-        assert faults(lines, manifest.resumed, steps=steps, groups_per_batch=BATCH, max_staleness=1) == []
-        ledger = await admission_of(cluster.store.redis, await cluster.store.job(job), "learner").ledger()
-        assert ledger.balanced and ledger.trained == BATCH * steps
+        await cluster.trained(job, spec, "learner")
 
         members = manifest.pools["past"]
         assert [member.version.step for member in members] == [steps - 12, steps - 8, steps - 4]

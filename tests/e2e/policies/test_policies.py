@@ -12,13 +12,11 @@ import pytest
 from opentinker.client import ApiError
 from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.spec.policies import spec_of
-from opentinker.shared.state.admission import admission_of
-from opentinker.shared.state.group_ledger import Ledger
 from opentinker.shared.types.core import part_id
 from opentinker.shared.types.manifest import read_manifest
 from tests.conftest import until
 from tests.support.cluster import Cluster, Toys
-from tests.support.lineage import faults
+from tests.support.toys import toy_game
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -30,17 +28,14 @@ ROUNDS_STEPS = 6
 
 def game(model: Path, *, steps: int = 24, step_s: float = 0.05, **changes: Any) -> JobSpec:
     """The speaker takes 4 matches a step, the listener 2 and twice as many steps."""
-    spec: dict[str, Any] = {
-        "name": "game",
-        "model": {"base": str(model), "chat_template": "plain"},
-        "environment": {"name": "signalling", "config": {"rules": False}},
+    parts: dict[str, Any] = {
         "algorithm": {"group_size": 2, "groups_per_batch": 4, "max_staleness": 1},
         "rollout": {"engine": "toy", "max_tokens": 4, "transcripts": 2, "toy": {"seconds_per_token": 0.005}},
         "train": {"learner": "simulated", "steps": steps, "simulated_step_s": step_s, "checkpoint_every": 5},
         "policies": {"speaker": {}, "listener": {"algorithm": {"groups_per_batch": 2}, "train": {"steps": 2 * steps}}},
         "seats": {"speaker": "speaker", "listener": "listener"},
     }
-    return parse_spec({**spec, **changes})
+    return toy_game(model, **{**parts, **changes})
 
 
 def words(episode: Any, view: int, message: int) -> Any:
@@ -54,26 +49,11 @@ def versions_of(view: Any) -> list[str]:
     return [version for _, _, version in tokens["versions"]]
 
 
-async def ledger_of(cluster: Cluster, job: str, policy: str) -> Ledger:
-    return await admission_of(cluster.store.redis, await cluster.store.job(job), policy).ledger()
-
-
 async def check(cluster: Cluster, job: str, spec: JobSpec) -> None:
+    """Each policy trained every match that it took once, within its own bound, and nothing is open."""
     for policy in POLICIES:
-        await check_policy(cluster, job, spec, policy)
-
-
-async def check_policy(cluster: Cluster, job: str, spec: JobSpec, policy: str) -> None:
-    """A policy trained every match that it took once, within its own bound, and its ledger balances."""
-    own, part = spec_of(spec, policy), part_id(job, policy)
-    manifest, lines = cluster.manifest(part), cluster.lines(part)
-    steps, batch = own.train.steps, own.algorithm.groups_per_batch
-    assert (manifest.policy, manifest.step) == (policy, steps)
-    staleness = own.algorithm.max_staleness
-    assert faults(lines, manifest.resumed, steps=steps, groups_per_batch=batch, max_staleness=staleness) == []
-    ledger = await ledger_of(cluster, job, policy)
-    assert ledger.balanced and ledger.trained == steps * batch == manifest.ledger["trained"], (policy, ledger)
-    assert ledger.running == ledger.pending == 0, (policy, ledger)
+        ledger = await cluster.trained(job, spec, policy)
+        assert ledger.running == ledger.pending == 0, (policy, ledger)
 
 
 async def test_two_policies_train_on_the_same_matches_and_each_can_be_taken_home(toys: Toys, tmp_path: Path) -> None:
@@ -131,7 +111,7 @@ async def test_no_match_is_trained_whose_opponent_has_moved_too_far(toys: Toys) 
     slow, fast = (cluster.lines(part_id(job, name)) for name in POLICIES)
     assert max(line["opponent_lag/max"] for line in [*slow, *fast]) <= 1.0
     assert slow[-1]["dropped/opponent_moved"] > 0
-    assert (await ledger_of(cluster, job, "speaker")).discarded["opponent_moved"] > 0
+    assert (await cluster.ledger(job, "speaker")).discarded["opponent_moved"] > 0
 
 
 async def test_bots_play_the_seats_that_the_job_gives_them(toys: Toys) -> None:

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from opentinker.shared.spec import JobSpec, parse_spec
+from opentinker.shared.spec import JobSpec
 from opentinker.shared.spec.policies import spec_of
-from opentinker.shared.state.admission import admission_of
 from opentinker.shared.types.core import part_id
 from tests.support.cluster import Cluster, Toys
 from tests.support.lineage import Line, lineage
+from tests.support.toys import toy_game
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -23,10 +23,7 @@ SLOW_S, FAST_S = 0.3, 0.05
 
 def game(model: Path, match: dict[str, Any], *, max_staleness: int, slow: int, fast: int) -> JobSpec:
     """`slow`, `fast`: steps of the policies of that name."""
-    spec: dict[str, Any] = {
-        "name": "schedule",
-        "model": {"base": str(model), "chat_template": "plain"},
-        "environment": {"name": "signalling", "config": {"rules": False}},
+    parts: dict[str, Any] = {
         "algorithm": {"group_size": 2, "groups_per_batch": 2, "max_staleness": max_staleness},
         "rollout": {"engine": "toy", "max_tokens": 4, "toy": {"seconds_per_token": 0.005}},
         "train": {"learner": "simulated", "steps": fast, "simulated_step_s": FAST_S, "checkpoint_every": 4},
@@ -34,7 +31,7 @@ def game(model: Path, match: dict[str, Any], *, max_staleness: int, slow: int, f
         "seats": {"speaker": "slow", "listener": "fast"},
         "match": match,
     }
-    return parse_spec(spec)
+    return toy_game(model, **parts)
 
 
 async def trained(cluster: Cluster, spec: JobSpec, *, kill_at: int) -> dict[str, list[Line]]:
@@ -43,7 +40,6 @@ async def trained(cluster: Cluster, spec: JobSpec, *, kill_at: int) -> dict[str,
     await cluster.reaches(job, kill_at)
     cluster.kill("trainer-0")
     await cluster.succeeds(job)
-    record = await cluster.store.job(job)
     found = {}
     for name in spec.policies:
         part, own = part_id(job, name), spec_of(spec, name)
@@ -52,7 +48,7 @@ async def trained(cluster: Cluster, spec: JobSpec, *, kill_at: int) -> dict[str,
         assert [line["step"] for line in lines] == list(range(1, own.train.steps + 1)), name
         times = Counter(seq for line in lines for seq in line["seqs"])
         assert max(times.values()) == 1, f"{name} trained a group twice"
-        ledger = await admission_of(cluster.store.redis, record, name).ledger()
+        ledger = await cluster.ledger(job, name)
         assert ledger.balanced and ledger.running == ledger.pending == 0, (name, ledger)
         assert ledger.trained == times.total() == manifest.ledger["trained"], (name, ledger)
         assert max(line["staleness/max"] for line in lines) <= own.algorithm.max_staleness

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from opentinker.shared.spec import parse_spec
-from opentinker.shared.types.core import part_id
 from tests.conftest import until
-from tests.e2e.policies.test_frozen_seats import STEPS, check_counts, game
+from tests.e2e.policies.test_frozen_seats import check_counts
 from tests.support.chat_server import ChatServer, serving
 from tests.support.cluster import Cluster, toy_cluster
+from tests.support.toys import toy_game
 
 SECRET = "sk-canary-0123456789"
 ALLOWED: dict[str, Any] = {"env_egress_allow": "127.0.0.0/8"}
@@ -36,10 +36,10 @@ async def test_a_policy_learns_against_a_model_behind_a_url_and_is_evaluated_aga
         keys.write_text(f'[lab]\nkey = "{SECRET}"\nurl = "{server.url}"\ntenants = ["default"]\n')
         async with toy_cluster(tmp_path, model_keys_file=str(keys), **ALLOWED) as (cluster, model):
             seats = seat_of(server, key="lab")
-            spec = game(model, seats=seats, validation={"every": 3, "episodes": 4, "transcripts": 4})
+            spec = toy_game(model, seats=seats, validation={"every": 3, "episodes": 4, "transcripts": 4})
             job = await cluster.submit(spec)
             await cluster.succeeds(job)
-            await check_counts(cluster, job, job, spec)
+            await check_counts(cluster, job, spec)
             assert await players_of(cluster, job) == {("speaker", ""), ("listener", f"big/model@{server.url}")}
             assert set(server.keys) == {f"Bearer {SECRET}"} and {body["model"] for body in server.bodies} == {
                 "big/model"
@@ -49,10 +49,10 @@ async def test_a_policy_learns_against_a_model_behind_a_url_and_is_evaluated_aga
             assert counted == {(episodes, episodes)}, "a speaker says one token, and nothing else is trained"
             assert [line["step"] for line in cluster.lines(job, "validation.jsonl")] == [0, 3, 6]
 
-            named = game(model, policies={"speaker": {}}, seats={"speaker": "speaker", **seats})
+            named = toy_game(model, policies={"speaker": {}}, seats={"speaker": "speaker", **seats})
             several = await cluster.submit(named)
             await cluster.succeeds(several)
-            await check_counts(cluster, several, part_id(several, "speaker"), named)
+            await check_counts(cluster, several, named, "speaker")
 
             plain = spec.model_dump(mode="json")
             evaluation = {
@@ -79,19 +79,18 @@ async def test_a_model_that_fails_is_counted_and_never_a_reward_of_0(tmp_path: P
     """It is away for a while: matches fail with that reason, are played again, and training continues."""
     async with serving(ChatServer(404)) as server, toy_cluster(tmp_path, **ALLOWED) as (cluster, model):
         rollout = {"engine": "toy", "max_tokens": 4, "retries": 0, "max_failed_share": 1.0}
-        spec = game(model, seats=seat_of(server), rollout=rollout)
+        spec = toy_game(model, seats=seat_of(server), rollout=rollout)
         job = await cluster.submit(spec)
         await until(lambda: cluster.ledger(job), lambda ledger: ledger.failed.get("url_failed", 0) >= 3, 60.0)
         ledger = await cluster.ledger(job)
         assert ledger.failed.keys() == {"url_failed"} and ledger.accepted == 0 and ledger.balanced
         server.usual = "7"
         await cluster.succeeds(job)
-        ledger = await cluster.ledger(job)
-        assert ledger.balanced and ledger.trained == STEPS * spec.algorithm.groups_per_batch
+        await cluster.trained(job, spec)
 
         server.usual = b"not json"
         hopeless = await cluster.submit(
-            game(model, seats=seat_of(server), rollout={**rollout, "max_failed_share": 0.5})
+            toy_game(model, seats=seat_of(server), rollout={**rollout, "max_failed_share": 0.5})
         )
         record = await cluster.wait(hopeless)
         assert record["state"] == "failed" and "url_failed" in record["reason"]
@@ -104,7 +103,7 @@ async def test_a_rollout_worker_without_the_key_fails_the_job_and_says_why(tmp_p
     async with serving(ChatServer()) as server:
         keys.write_text(f'[lab]\nkey = "{SECRET}"\nurl = "{server.url}"\ntenants = ["default"]\n')
         async with toy_cluster(tmp_path, model_keys_file=str(keys), trainers=0, **ALLOWED) as (cluster, model):
-            job = await cluster.submit(game(model, seats=seat_of(server, key="lab")))
+            job = await cluster.submit(toy_game(model, seats=seat_of(server, key="lab")))
             keys.write_text("")
             cluster.add("trainer")
             record = await cluster.wait(job)
