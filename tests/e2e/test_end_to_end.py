@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import resource
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -358,28 +357,6 @@ async def test_group_too_large_for_a_message_fails_the_job_with_the_numbers(tmp_
             assert words in record["reason"], record["reason"]
         await free(cluster)
         assert cluster.processes["rollout_worker-0"].exits == []
-
-
-@pytest.mark.nightly
-async def test_job_goes_on_while_the_disk_takes_nothing(tmp_path: Path) -> None:
-    """No log line, no metrics and no checkpoint can be written for a while: nothing ends, and only time is lost."""
-    async with toy_cluster(tmp_path) as (cluster, model):
-        train = {"learner": "simulated", "steps": 60, "simulated_step_s": 0.08, "checkpoint_every": 4}
-        spec = job_spec(model, train=train)
-        job = await cluster.submit(spec)
-        await until(lambda: steps_of(cluster, job))
-        trainer = cluster.processes["trainer-0"].pid
-        _, hard = resource.prlimit(trainer, resource.RLIMIT_FSIZE)
-        resource.prlimit(trainer, resource.RLIMIT_FSIZE, (64, hard))  # bytes per file
-        last = steps_of(cluster, job)[-1]  # or the next one, if it was being put in place
-        await cluster.reaches(job, last + 16)
-        refused = {event["event"] for event in await cluster.client.event_log(job)}
-        assert {"checkpoint_failed", "metrics_log_failed"} <= refused
-        assert steps_of(cluster, job)[-1] <= last + 4
-        resource.prlimit(trainer, resource.RLIMIT_FSIZE, (hard, hard))
-        await cluster.succeeds(job)
-        assert cluster.faults(job, spec) == [], "no line of metrics.jsonl is missing"
-        assert cluster.processes["trainer-0"].exits == []
 
 
 # --- who comes and goes ---------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from opentinker.shared.types.errors import SpecError
 from tests.conftest import until
 from tests.samples.row_samples import chat_model, copies, preferences, row_spec, turns, write_rows
 from tests.support.cluster import Cluster, undocumented
+from tests.support.factories import refusals
 from tests.support.scheduling import Workers, kinds, running
 
 BASE: dict[str, Any] = {
@@ -37,9 +38,7 @@ BASE: dict[str, Any] = {
 def mistakes(**changes: Any) -> dict[str, str]:
     """By field; a change to None takes the part away."""
     data = {name: value for name, value in {**BASE, **changes}.items() if value is not None}
-    with pytest.raises(SpecError) as caught:
-        parse_spec(data)
-    return {mistake["field"]: mistake["problem"] for mistake in caught.value.mistakes}
+    return refusals(parse_spec, data)
 
 
 # --- the spec ---------------------------------------------------------------------------------------------------------

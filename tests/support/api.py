@@ -14,7 +14,9 @@ from typing import Any
 import aiohttp
 import msgspec
 import orjson
+import pytest
 
+from opentinker.client import ApiError, AsyncClient
 from opentinker.shared import api_types
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.security.authorization import Action, Role
@@ -119,3 +121,14 @@ def write_checkpoint(ctx: Context, job: str, step: int, files: dict[str, bytes],
     text = msgspec.json.encode(msgspec.convert(manifest, Manifest))
     (directory / "manifest.json").write_bytes(msgspec.json.format(text))
     return directory
+
+
+async def refused(client: AsyncClient, spec: Any, **options: Any) -> dict[str, str]:
+    """By field, why the server does not take the job."""
+    with pytest.raises(ApiError) as wrong:
+        await client.submit(spec, **options)
+    assert wrong.value.status == 422
+    found: dict[str, str] = {}
+    for mistake in wrong.value.mistakes:
+        found[mistake["field"]] = "; ".join(filter(None, [found.get(mistake["field"]), mistake["problem"]]))
+    return found

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 import orjson
+import pytest
 
 from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.types.core import Ending, StopReason, Ticket, WeightVersion
+from opentinker.shared.types.errors import SpecError
 from opentinker.shared.types.trajectories import Group, Span, Trajectory, Turn
 
 V0 = WeightVersion(1, 0)
@@ -129,6 +131,13 @@ def make_spec(**changes: Any) -> JobSpec:
         else:
             data[part] = value
     return parse_spec(data)
+
+
+def refusals(make: Callable[..., object], *args: Any, **fields: Any) -> dict[str, str]:
+    """By field, why a spec is refused that is made of these."""
+    with pytest.raises(SpecError) as refused:
+        make(*args, **fields)
+    return {mistake["field"]: mistake["problem"] for mistake in refused.value.mistakes}
 
 
 def safetensors(tensor: bytes = b"1234", said: int | None = None) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
@@ -25,3 +26,15 @@ async def http_server(*routes: web.RouteDef, port: int = 0) -> AsyncIterator[str
 def answering(create: Callable[[web.Request], Awaitable[web.Response]]) -> AbstractAsyncContextManager[str]:
     """A stand-in for the scheduler, which answers submissions and who asks; gives its URL."""
     return http_server(web.post("/v1/jobs", create), web.get("/v1/whoami", create))
+
+
+@asynccontextmanager
+async def socket_server(
+    hear: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]],
+) -> AsyncIterator[str]:
+    """Give the URL of a server that does this on each connection, which need not be HTTP."""
+    server = await asyncio.start_server(hear, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        server.close()

@@ -27,6 +27,7 @@ from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import JobState
 from opentinker.shared.types.errors import Conflict, NotFound
 from tests.conftest import WAIT_S, free_port, soon, until
+from tests.samples.upload_samples import tar_of
 from tests.support.api import write_checkpoint
 from tests.support.factories import make_spec
 from tests.support.http_server import answering
@@ -239,16 +240,7 @@ async def test_a_damaged_checkpoint(client: AsyncClient, ctx: Context, tmp_path:
 
 
 def make_tar(*members: tarfile.TarInfo | tuple[str, bytes]) -> io.BytesIO:
-    data = io.BytesIO()
-    with tarfile.open(fileobj=data, mode="w") as tar:
-        for member in members:
-            info, content = (
-                (member, b"") if isinstance(member, tarfile.TarInfo) else (tarfile.TarInfo(member[0]), member[1])
-            )
-            info.size = len(content)
-            tar.addfile(info, io.BytesIO(content))
-    data.seek(0)
-    return data
+    return io.BytesIO(tar_of(*members))
 
 
 def link(kind: bytes, to: str) -> tarfile.TarInfo:

@@ -19,6 +19,7 @@ from opentinker.sdk.http import CONNECT_S
 from opentinker.serve.ws_client import AsyncServing
 from tests.conftest import WAIT_S, free_port, soon, until
 from tests.support.factories import make_spec
+from tests.support.http_server import socket_server
 
 JOB = "j-0000000000"
 Call = Callable[[AsyncClient, Path], Coroutine[Any, Any, Any]]
@@ -54,12 +55,11 @@ async def mute() -> AsyncIterator[tuple[str, asyncio.Event, asyncio.Event]]:
         await over.wait()
         writer.close()
 
-    server = await asyncio.start_server(hear, "127.0.0.1", 0)
-    try:
-        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", asked, over
-    finally:
-        over.set()
-        server.close()
+    async with socket_server(hear) as url:
+        try:
+            yield url, asked, over
+        finally:
+            over.set()
 
 
 def test_the_word_comes_within_three_seconds() -> None:
@@ -117,26 +117,6 @@ async def test_a_server_that_answers_in_time_is_not_waited_for(monkeypatch: pyte
 HEADERS = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
-@pytest.mark.parametrize("name", ["events", "logs"])
-async def test_a_stream_that_always_breaks_off_is_given_up(name: str, tmp_path: Path) -> None:
-    """A proxy answers, and nothing is behind it: its headers are no news of the job."""
-    asked, notes = list[bytes](), list[str]()
-
-    async def hear(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        asked.append(await reader.readuntil(b"\r\n\r\n"))
-        writer.write(HEADERS)
-        await writer.drain()
-        writer.close()
-
-    server = await asyncio.start_server(hear, "127.0.0.1", 0)
-    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    async with AsyncClient(url, wait_s=0.5, on_wait=notes.append) as client:
-        with pytest.raises(ApiError, match=f"the stream from {url} breaks off each time before anything new comes"):
-            await soon(CALLS[name](client, tmp_path))
-    server.close()
-    assert len(asked) > 1 and len(notes) == 1 and notes[0].startswith(f"waiting for {url} (")
-
-
 def said(name: str, number: int) -> bytes:
     """A line of the stream of events, or of logs."""
     event = {"event": "x", "id": f"{number}-0"} if name == "events" else {"event": "x", "cursor": number}
@@ -144,9 +124,11 @@ def said(name: str, number: int) -> bytes:
 
 
 @asynccontextmanager
-async def breaking(streams: Callable[[int], bytes], *, ends: bool = False) -> AsyncIterator[tuple[str, list[str]]]:
+async def breaking(
+    streams: Callable[[int], bytes | None], *, ends: bool = False
+) -> AsyncIterator[tuple[str, list[str]]]:
     """A server that says this on the first, second, ... stream, and breaks it off, or `ends` it. Its job goes on until
-    nothing is said: its URL, and the streams that were asked for."""
+    it is None: its URL, and the streams that were asked for."""
     asked: list[str] = []
 
     async def hear(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -155,29 +137,29 @@ async def breaking(streams: Callable[[int], bytes], *, ends: bool = False) -> As
         if "/events" in path or "/logs" in path:
             asked.append(path)
             body = HEADERS + (b"%x\r\n%b\r\n" % (len(said), said) if said else b"")
-            body += b"0\r\n\r\n" if ends or not said else b""
+            body += b"0\r\n\r\n" if ends or said is None else b""
         else:
-            job = orjson.dumps({"state": "running" if said else "failed", "finished": None if said else 1.0})
+            over = said is None
+            job = orjson.dumps({"state": "failed" if over else "running", "finished": 1.0 if over else None})
             body = b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%b" % (len(job), job)
         writer.write(body)
         await writer.drain()
         writer.close()
 
-    server = await asyncio.start_server(hear, "127.0.0.1", 0)
-    try:
-        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", asked
-    finally:
-        server.close()
+    async with socket_server(hear) as url:
+        yield url, asked
 
 
 @pytest.mark.parametrize("ends", [False, True])
-@pytest.mark.parametrize("line", [b"", b": nothing new\n\n"], ids=["the_same", "nothing_new"])
+@pytest.mark.parametrize("what", ["the same", "nothing new", "headers alone"])
 @pytest.mark.parametrize("name", ["events", "logs"])
-async def test_a_stream_without_progress_is_given_up(name: str, line: bytes, ends: bool, tmp_path: Path) -> None:
-    line = line or said(name, 7)
+async def test_a_stream_without_progress_is_given_up(name: str, what: str, ends: bool) -> None:
+    """A proxy with nothing behind it answers with headers alone: they are no news of the job."""
+    line = {"the same": said(name, 7), "nothing new": b": nothing new\n\n", "headers alone": b""}[what]
+    notes: list[str] = []
     async with (
         breaking(lambda _: line, ends=ends) as (url, asked),
-        AsyncClient(url, wait_s=0.5, on_wait=lambda _: None) as client,
+        AsyncClient(url, wait_s=0.5, on_wait=notes.append) as client,
     ):
         following = client.events(JOB) if name == "events" else client.logs(JOB)
         seen = []
@@ -185,6 +167,7 @@ async def test_a_stream_without_progress_is_given_up(name: str, line: bytes, end
             async for one in following:
                 seen.append(one["event"])
     assert len(asked) > 2 and len(seen) == (1 if b"data" in line else 0), "it is said once"
+    assert notes[0].startswith(f"waiting for {url} (")
 
 
 @pytest.mark.parametrize("name", ["events", "logs"])
@@ -192,7 +175,7 @@ async def test_a_stream_that_breaks_off_with_something_new_each_time_is_followed
     """However long that takes, and whether or not it repeats itself: a server that is started again and again."""
     lines = [said(name, max(1, number - 1)) + said(name, number) for number in range(1, 8)]
     async with (
-        breaking(lambda number: lines[number] if number < len(lines) else b"") as (url, asked),
+        breaking(lambda number: lines[number] if number < len(lines) else None) as (url, asked),
         AsyncClient(url, wait_s=0.5, on_wait=lambda _: None) as client,
     ):
         following = client.events(JOB) if name == "events" else client.logs(JOB)
@@ -261,11 +244,8 @@ async def losing() -> AsyncIterator[tuple[str, list[str]]]:
         asked.append((await reader.readline()).decode().rsplit(" ", 1)[0])
         writer.close()
 
-    server = await asyncio.start_server(hear, "127.0.0.1", 0)
-    try:
-        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", asked
-    finally:
-        server.close()
+    async with socket_server(hear) as url:
+        yield url, asked
 
 
 async def test_what_would_be_another_thing_the_second_time_is_asked_once() -> None:

@@ -18,7 +18,7 @@ import openai
 import orjson
 import pytest
 
-from opentinker.client import ApiError, AsyncClient
+from opentinker.client import AsyncClient
 from opentinker.services.rollout_worker.run_lease import run_lease
 from opentinker.services.rollout_worker.service import make_engine
 from opentinker.services.scheduler.artifacts.archiver import used_by
@@ -29,14 +29,13 @@ from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import JobState, Lease, Message, Pool, WorkerInfo
-from opentinker.shared.types.errors import SpecError
 from opentinker.shared.types.manifest import start_of
 from tests.conftest import WAIT_S, Server, until
 from tests.integration.inference.test_inference import HELLO, collected, opentinker
 from tests.integration.inference.test_sleeping import asleep, ran
-from tests.support.api import write_checkpoint
+from tests.support.api import refused, write_checkpoint
 from tests.support.cluster import toy_model
-from tests.support.factories import make_spec
+from tests.support.factories import make_spec, refusals
 from tests.support.inference import Site
 from tests.support.scheduling import context, new_job
 
@@ -187,13 +186,6 @@ def test_workers_are_chosen_by_model_and_beginning() -> None:
 # --- what is refused ------------------------------------------------------------------------------------------------
 
 
-async def mistakes(client: AsyncClient, spec: dict[str, Any]) -> dict[str, str]:
-    with pytest.raises(ApiError) as wrong:
-        await client.submit(spec)
-    assert wrong.value.status == 422
-    return {mistake["field"]: mistake["problem"] for mistake in wrong.value.mistakes}
-
-
 async def test_adapters_of_another_base_are_refused_together(client: AsyncClient, ctx: Context, base: Path) -> None:
     other = orjson.loads((base / "tokenizer.json").read_bytes())
     swapped = {"0": other["model"]["vocab"]["1"], "1": other["model"]["vocab"]["0"]}
@@ -226,7 +218,7 @@ async def test_adapters_of_another_base_are_refused_together(client: AsyncClient
         ("step", made[0][1][:-1] + "9"),
         ("name", "best"),
     ]
-    found = await mistakes(client, of(base, *made, *unknown))
+    found = await refused(client, of(base, *made, *unknown))
     said = [problem for *_, problem in listed.values()]
     said += ["no job j-foreign000", "no job j-nobodys000", "there are: 3", "best"]
     wanted = {f"serving.adapters.{place}.from": text for place, text in enumerate(said) if text is not None}
@@ -236,7 +228,7 @@ async def test_adapters_of_another_base_are_refused_together(client: AsyncClient
     theirs, nobodys = (found[f"serving.adapters.{place}.from"] for place in (len(listed), len(listed) + 1))
     assert theirs.replace(foreign, "JOB") == nobodys.replace("j-nobodys000", "JOB"), "they look alike"
     broken = of(base, ("Loud", "best"), ("code", "j-nobodys000@1"), model={"base": str(base), "dtype": "int3"})
-    assert set(await mistakes(client, broken)) == {
+    assert set(await refused(client, broken)) == {
         "serving.adapters.0.name", "serving.adapters.1.from", "model.dtype",
     }  # fmt: skip
     assert not list((ctx.settings.data_dir / "jobs").glob("*/start"))
@@ -263,10 +255,8 @@ async def test_adapters_of_another_base_are_refused_together(client: AsyncClient
     ],
 )
 def test_what_contradicts_itself_is_refused(parts: dict[str, Any], field: str, said: str) -> None:
-    with pytest.raises(SpecError) as refused:
-        parse_spec(of("gpt2", *parts.pop("adapters"), **parts))
-    (mistake,) = refused.value.mistakes
-    assert mistake["field"] == field and said in mistake["problem"]
+    ((found, problem),) = refusals(parse_spec, of("gpt2", *parts.pop("adapters"), **parts)).items()
+    assert found == field and said in problem
 
 
 def test_what_is_stored_is_valid_again() -> None:

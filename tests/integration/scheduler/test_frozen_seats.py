@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 import pytest
 
-from opentinker import ApiError, AsyncClient
+from opentinker import AsyncClient
 from opentinker.services.scheduler.artifacts.archiver import used_by
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec.seats import MAX_SEATS
@@ -18,7 +18,7 @@ from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import part_id
 from opentinker.shared.types.manifest import frozen_of, read_manifest, start_of
 from tests.conftest import until
-from tests.support.api import write_checkpoint
+from tests.support.api import refused, write_checkpoint
 from tests.support.factories import make_spec
 
 WEIGHTS = {"model.safetensors": b"weights", "config.json": b"{}", "trainer/state.json": b"{}"}
@@ -37,13 +37,6 @@ def against(*checkpoints: str, **changes: Any) -> dict[str, Any]:
     """A job whose listeners are these checkpoints."""
     seats = {f"listener{number or ''}": {"frozen": name} for number, name in enumerate(checkpoints)}
     return spec_of(seats=seats, **changes)
-
-
-async def refused(client: AsyncClient, spec: Any) -> dict[str, str]:
-    with pytest.raises(ApiError) as wrong:
-        await client.submit(spec)
-    assert wrong.value.status == 422
-    return {mistake["field"]: mistake["problem"] for mistake in wrong.value.mistakes}
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ from opentinker.shared.types.core import JobRecord
 from opentinker.shared.types.errors import Conflict
 from opentinker.shared.types.manifest import read_manifest, start_of
 from tests.conftest import soon, until
-from tests.support.api import write_checkpoint
+from tests.support.api import refused, write_checkpoint
 from tests.support.factories import make_spec
 from tests.support.scheduling import new_job
 
@@ -86,14 +86,6 @@ def base(tmp_path: Path) -> Path:
     (directory / "model.safetensors").write_bytes(files["model.safetensors"])
     (directory / "made.safetensors").unlink()
     return directory
-
-
-async def refused(client: AsyncClient, spec: Any, **options: Any) -> dict[str, str]:
-    with pytest.raises(ApiError) as wrong:
-        await client.submit(spec, **options)
-    assert wrong.value.status == 422
-    fields = dict.fromkeys(mistake["field"] for mistake in wrong.value.mistakes)
-    return {f: "; ".join(m["problem"] for m in wrong.value.mistakes if m["field"] == f) for f in fields}
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------

@@ -34,6 +34,14 @@ def update(curves: Curves, changed: list[int], *, state: str = "running", **job:
     return Update(job={**record, **job}, curves=curves, changed=changed, events=[])
 
 
+def drawn(now: Update) -> str:
+    """By the live view."""
+    view = LiveView(Console(file=(out := io.StringIO()), force_terminal=True, width=100, height=40))
+    view.show(now)
+    view.close()
+    return out.getvalue()
+
+
 def test_a_step_trained_again_after_a_rollback_replaces_the_old_one() -> None:
     curves = Curves()
     curves.add([trained(step, reward=0.1) for step in (1, 2, 3, 4)])
@@ -77,19 +85,12 @@ def test_a_job_with_a_teacher_shows_how_near_it_is() -> None:
     assert ["teacher kl 2.000" in line for line in out.getvalue().splitlines()] == [True, False]
     assert "teacher kl 2.00 at the first step, 1.50 over the last 10" in figures(update(curves, changed), began=1000.0)
     for seen, title in ((curves, "KL to the teacher  1.50"), (Curves(), "exact")):
-        console = Console(file=(drawn := io.StringIO()), width=100, height=40, force_terminal=True)
-        view = LiveView(console)
-        view.show(update(seen, []))
-        view.close()
-        assert title in drawn.getvalue()
+        assert title in drawn(update(seen, []))
 
 
 def test_a_job_whose_length_is_not_known_yet_is_drawn() -> None:
-    console = Console(file=(out := io.StringIO()), width=100, height=40, force_terminal=True)
-    view = LiveView(console)
-    view.show(update(Curves(), [], kind="dpo", steps=0))
-    view.close()
-    assert "step 0/?" in out.getvalue() and "validation loss" in out.getvalue() and "margin" in out.getvalue()
+    shown = drawn(update(Curves(), [], kind="dpo", steps=0))
+    assert all(text in shown for text in ("step 0/?", "validation loss", "margin"))
 
 
 def test_token_rates_of_all_workers_are_added() -> None:
@@ -170,12 +171,9 @@ def test_the_live_view_shows_progress_eta_curves_and_events() -> None:
     changed = curves.add([generated("rollout-0", 1530.0), *(trained(step) for step in range(1, 101))])
     now = update(curves, changed, step=100)
     now.seen.append({"id": "1-0", "event": "checkpoint", "time": 0.0, "step": 100})
-    out = io.StringIO()
-    view = LiveView(Console(file=out, force_terminal=True, width=100, height=40))
-    view.show(now)
-    view.close()
+    shown = drawn(now)
     for wanted in ("step 100/400", "ETA 5:00 min", "reward", "exact", "1530", "staleness", "checkpoint step=100"):
-        assert wanted in out.getvalue()
+        assert wanted in shown
 
 
 def test_the_eta_of_a_job_with_a_target_is_an_upper_bound() -> None:

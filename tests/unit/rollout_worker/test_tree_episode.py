@@ -10,6 +10,7 @@ from opentinker.services.rollout_worker.episode import turn_seed
 from opentinker.services.rollout_worker.episode_protocol import EpisodeFailed
 from opentinker.services.rollout_worker.seat_map import LoadedPolicy, SeatMap
 from opentinker.services.rollout_worker.tree_episode import TreeEpisode
+from opentinker.services.rollout_worker.url_player import UrlPlayer, UrlTurn
 from opentinker.shared.types.core import Ending, WeightVersion
 from opentinker.shared.types.env_protocol import SessionReply
 from opentinker.shared.types.trajectories import Group, Span, Trajectory
@@ -140,24 +141,36 @@ async def test_candidates_of_a_round_are_joint() -> None:
     group(found)
 
 
-async def test_a_seat_that_does_not_learn_has_one_candidate() -> None:
+class Away(UrlPlayer):
+    """It needs no server to answer."""
+
+    async def ask(self, *_: Any) -> UrlTurn:
+        return UrlTurn("z", say("z$"))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"frozen": "j-0123456789@5", "model": {"base": "m"}}, {"url": "https://models.example/v1", "model": "big"}],
+    ids=["frozen", "url"],
+)
+async def test_a_seat_that_does_not_learn_has_one_candidate(other: dict[str, Any]) -> None:
     job = make_spec(
         algorithm={"name": "at_grpo", "group_size": 3, "groups_per_batch": 2},
         rollout={"engine": "toy", "max_tokens": 50, "max_turns": 3},
-        seats={"b": {"frozen": "j-0123456789@5", "model": {"base": "m"}}},
+        seats={"b": other},
     )
-    own, other = Script([say("a$"), say("b$"), say("c$")]), Script([say("z$")])
-    policies = [
-        LoadedPolicy("", job, own, renderer()),  # type: ignore[arg-type]
-        LoadedPolicy("j-0123456789@5", job, other, renderer(), is_frozen=True),  # type: ignore[arg-type]
-    ]
+    own, frozen = Script([say("a$"), say("b$"), say("c$")]), Script([say("z$")])
+    policies = [LoadedPolicy("", job, own, renderer())]  # type: ignore[arg-type]
+    if "frozen" in other:
+        seats = SeatMap(job, [*policies, LoadedPolicy("j-0123456789@5", job, frozen, renderer(), is_frozen=True)])  # type: ignore[arg-type]
+    else:
+        seats = SeatMap(job, policies, [Away(job.seats["b"], "", None, renderer(), 4096)])  # type: ignore[arg-type]
     env = Env([
         reply("go", seat="b"),
         outcomes(reply("move", seat="a")),
         outcomes(*[reply(done=True, reward=reward) for reward in (0.0, 1.0, 0.5)]),
     ])  # fmt: skip
-    playing = TreeEpisode(job, make_ticket(group_size=3), 0, SeatMap(job, policies), env)
-    found = await playing.run()
+    found = await TreeEpisode(job, make_ticket(group_size=3), 0, seats, env).run()
     assert [(t.seat, t.index, words(t)[1]) for t in found] == [
         ("b", 0, "z"),
         ("a", 0, "b"),

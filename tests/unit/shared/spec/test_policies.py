@@ -27,6 +27,7 @@ from opentinker.shared.spec.seats import (
     urls_in,
 )
 from opentinker.shared.types.errors import SpecError
+from tests.support.factories import refusals
 
 METRICS_PAGE = Path(__file__).parents[4] / "docs" / "metrics.md"
 BASE: dict[str, Any] = {
@@ -43,9 +44,7 @@ BASE: dict[str, Any] = {
 
 def refused(**changes: Any) -> dict[str, str]:
     """By field, the problems of the base spec with these changes."""
-    with pytest.raises(SpecError) as error:
-        parse_spec({**BASE, **changes})
-    return {mistake["field"]: mistake["problem"] for mistake in error.value.mistakes}
+    return refusals(parse_spec, {**BASE, **changes})
 
 
 def test_policies_have_the_job_s_settings_where_they_say_nothing() -> None:

@@ -16,7 +16,7 @@ from opentinker.shared.spec.policies import pool_spec_of
 from opentinker.shared.spec.pools import MAX_POOLS, pool_player, pools_in, pools_of
 from opentinker.shared.types.errors import SpecError
 from opentinker.shared.types.trajectories import Group
-from tests.support.factories import group_of, make_trajectory
+from tests.support.factories import group_of, make_trajectory, refusals
 
 BASE: dict[str, Any] = {
     "name": "game",
@@ -36,9 +36,7 @@ TWO: dict[str, Any] = {
 
 
 def refused(**changes: Any) -> dict[str, str]:
-    with pytest.raises(SpecError) as error:
-        parse_spec({**BASE, **changes})
-    return {mistake["field"]: mistake["problem"] for mistake in error.value.mistakes}
+    return refusals(parse_spec, {**BASE, **changes})
 
 
 def test_a_pool_holds_versions_of_one_policy_and_has_an_engine() -> None:

@@ -16,7 +16,7 @@ from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.spec.algorithm_parts import PRESETS
 from opentinker.shared.types.errors import SpecError
 from opentinker.shared.types.spec_text import load_spec
-from tests.support.factories import SMALLEST, make_spec
+from tests.support.factories import SMALLEST, make_spec, refusals
 
 
 def parts(kind: type[BaseModel]) -> Iterator[type[BaseModel]]:
@@ -39,9 +39,7 @@ def changed(path: str, value: Any) -> dict[str, Any]:
 
 
 def mistakes(data: Any) -> dict[str, str]:
-    with pytest.raises(SpecError) as caught:
-        parse_spec(data)
-    return {mistake["field"]: mistake["problem"] for mistake in caught.value.mistakes}
+    return refusals(parse_spec, data)
 
 
 def test_smallest_spec_is_enough() -> None:
@@ -274,10 +272,8 @@ def test_an_inference_job_is_a_model_and_what_serves_it() -> None:
     ],
 )
 def test_what_a_kind_has_no_use_for_is_refused(parts: dict[str, Any], field: str, said: str) -> None:
-    with pytest.raises(SpecError) as refused:
-        parse_spec(INFERENCE | parts)
-    (mistake,) = refused.value.mistakes
-    assert mistake["field"] == field and said in mistake["problem"]
+    ((found, problem),) = mistakes(INFERENCE | parts).items()
+    assert found == field and said in problem
 
 
 def unbounded(schema: Any, definitions: dict[str, Any], path: str = "") -> Iterator[str]:

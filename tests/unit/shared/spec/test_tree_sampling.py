@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from opentinker.shared.spec.tree_sampling import is_tree
-from opentinker.shared.types.errors import SpecError
-from tests.support.factories import make_spec
+from tests.support.factories import make_spec, refusals
 
 TREE = {"name": "at_grpo", "group_size": 4, "groups_per_batch": 2}
 TOOL = {"type": "python"}
 
 
 def refused(**changes: Any) -> dict[str, str]:
-    with pytest.raises(SpecError) as caught:
-        make_spec(**{"algorithm": TREE, **changes})
-    return {mistake["field"]: mistake["problem"] for mistake in caught.value.mistakes}
+    return refusals(make_spec, **{"algorithm": TREE, **changes})
 
 
 def test_a_job_samples_trees_if_its_algorithm_does() -> None:

@@ -24,9 +24,9 @@ from opentinker.shared.spec.algorithm_parts import (
     PRESETS,
     TREE_SAMPLED,
 )
-from opentinker.shared.types.errors import JobFailed, SpecError
+from opentinker.shared.types.errors import JobFailed
 from opentinker.shared.types.manifest import Manifest, read_manifest
-from tests.support.factories import SMALLEST, group_of, trajectory_of, version
+from tests.support.factories import SMALLEST, group_of, refusals, trajectory_of, version
 from tests.support.learning import as_trees, random_groups, torch_spec
 
 
@@ -40,9 +40,7 @@ def taught(**fields: Any) -> dict[str, Any]:
 
 
 def refused(**fields: Any) -> dict[str, str]:
-    with pytest.raises(SpecError) as caught:
-        resolved(**fields)
-    return {mistake["field"]: mistake["problem"] for mistake in caught.value.mistakes}
+    return refusals(resolved, **fields)
 
 
 # --- resolution -----------------------------------------------------------------------------------------------------
