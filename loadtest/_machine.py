@@ -24,7 +24,7 @@ def _everybody_s() -> float:
     return (sum(fields[:3]) + sum(fields[5:8])) / os.sysconf("SC_CLK_TCK")
 
 
-def _own_s() -> float:
+def own_s() -> float:
     """Of this process and of all below it that have ended and were waited for."""
     kinds = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
     return sum(used.ru_utime + used.ru_stime for used in map(resource.getrusage, kinds))
@@ -34,10 +34,10 @@ class Others:
     """Cores that others use from its making until `stop`, when all processes of the test have ended."""
 
     def __init__(self) -> None:
-        self._own, self._everybody, self._began = _own_s(), _everybody_s(), time.perf_counter()
+        self._own, self._everybody, self._began = own_s(), _everybody_s(), time.perf_counter()
 
     def stop(self) -> float:
-        used = _everybody_s() - self._everybody - (_own_s() - self._own)
+        used = _everybody_s() - self._everybody - (own_s() - self._own)
         return max(0.0, used / (time.perf_counter() - self._began))
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import resource
 import sys
 import tempfile
 import time
@@ -25,7 +24,7 @@ from pathlib import Path
 import numpy as np
 import uvloop
 
-from loadtest._machine import QUIET_CORES, Others
+from loadtest._machine import QUIET_CORES, Others, own_s
 from opentinker.envs.harbor.boxes import Boxes
 from opentinker.envs.harbor.image import LAYERS, Image
 from opentinker.envs.harbor.library import add, load_task
@@ -66,15 +65,9 @@ class Measured:
         return f"{title:<26} p50 {self.median_ms:8.1f} ms, p99 {p99:8.1f} ms{cpu}"
 
 
-def spent_s() -> float:
-    """Processor seconds of this process and of all that have ended below it."""
-    kinds = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
-    return sum(used.ru_utime + used.ru_stime for used in map(resource.getrusage, kinds))
-
-
 async def starts(boxes: Boxes, loaded: list[Loaded]) -> Measured:
     """Start and end a sandbox of every task."""
-    measured, before = Measured(), spent_s()
+    measured, before = Measured(), own_s()
     for task, image in loaded:
         made: list[Workspace] = []
 
@@ -83,7 +76,7 @@ async def starts(boxes: Boxes, loaded: list[Loaded]) -> Measured:
 
         await measured.add(start)
         await made[0].close()
-    measured.cpu_s = spent_s() - before
+    measured.cpu_s = own_s() - before
     return measured
 
 
@@ -161,9 +154,9 @@ async def measure(options: argparse.Namespace, place: Path) -> int:
     os.environ["OPENTINKER_DATA_DIR"] = str(place / "data")
     settings: Settings = load_settings()
     others, boxes = Others(), await Boxes.open(settings)
-    before, began = spent_s(), time.perf_counter()
+    before, began = own_s(), time.perf_counter()
     added = await add(boxes, settings, write_tasks(place / "tasks", options.tasks), "own")
-    print(f"added {options.tasks} tasks in {time.perf_counter() - began:.1f} s, {spent_s() - before:.1f} processor s")
+    print(f"added {options.tasks} tasks in {time.perf_counter() - began:.1f} s, {own_s() - before:.1f} processor s")
     loaded = [load_task(boxes.home, settings, entry) for entry in added.set.tasks]
     cold, warm = await starts(boxes, loaded), await warm_starts(boxes, loaded[:10])
     inside, bare = await commands(boxes, loaded, options.commands)

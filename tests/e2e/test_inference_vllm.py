@@ -129,27 +129,6 @@ async def test_answers_are_those_of_the_model_whole_and_streamed_alike(system: C
     assert {len(token.top_logprobs) for token in narrow.choices[0].logprobs.content or []} == {3}
 
 
-async def test_stops_limits_and_greedy(system: Cluster, job: str) -> None:
-    options: Any = {"model": "chat", "messages": ASKED, "temperature": 0, "max_tokens": 30}
-    async with asking(system, job) as client:
-        free = (await client.chat.completions.create(**options)).choices[0].message.content or ""
-        assert len(free) > 3
-        mark = free[2:4]
-        ended = (await client.chat.completions.create(**options, stop=[mark])).choices[0]
-        assert (ended.message.content, ended.finish_reason) == (free[: free.index(mark)], "stop")
-        stream = await client.chat.completions.create(**options, stop=[mark], stream=True)
-        streamed = [choice.delta.content or "" async for chunk in stream for choice in chunk.choices]
-        assert "".join(streamed) == free[: free.index(mark)]
-        cut = (await client.chat.completions.create(**{**options, "max_tokens": 2})).choices[0]
-        assert (cut.message.content, cut.finish_reason) == (free[:2], "length")
-        with pytest.raises(openai.BadRequestError, match="maximum context length is 256"):
-            await client.chat.completions.create(model="chat", messages=[{"role": "user", "content": "1" * 300}])
-        with pytest.raises(openai.BadRequestError, match="chat template"):
-            await client.chat.completions.create(
-                **options, tools=[{"type": "function", "function": {"name": "f", "parameters": {}}}]
-            )
-
-
 async def test_many_are_answered_at_once_and_their_numbers_are_told(system: Cluster, job: str) -> None:
     async with asking(system, job) as client:
         answers = await asyncio.gather(

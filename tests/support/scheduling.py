@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import msgspec
 import structlog
 
@@ -20,7 +21,7 @@ from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import Gpu, JobState, Lease, Pool, WorkerInfo
 from tests.conftest import Server, soon, until
-from tests.support.api import OPERATOR_FILE
+from tests.support.api import OPERATOR_FILE, Http, bearing
 from tests.support.factories import make_spec
 
 BEAT_S = 0.05
@@ -62,6 +63,17 @@ async def scheduler(ctx: Context) -> AsyncIterator[str]:
     finally:
         ctx.stopping.set()
         await soon(task)
+
+
+@asynccontextmanager
+async def served(nats: Server, valkey: Server, data_dir: Path) -> AsyncIterator[tuple[Context, Http]]:
+    """A scheduler on these servers, and the operator who asks it."""
+    async with (
+        context(nats, valkey, "scheduler-0", data_dir) as ctx,
+        scheduler(ctx) as url,
+        aiohttp.ClientSession(headers=bearing()) as session,
+    ):
+        yield ctx, Http(session, url)
 
 
 class FakeWorker:

@@ -19,7 +19,7 @@ from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import JobState
 from tests.conftest import Server, soon, start_nats, until
 from tests.support.api import Http, bearing, read_events, write_checkpoint
-from tests.support.scheduling import context, scheduler
+from tests.support.scheduling import served
 
 # --- events -----------------------------------------------------------------------------------------------------
 
@@ -90,26 +90,18 @@ async def _points(http: Http, path: str, count: int) -> bool:
 async def test_metric_history_survives_restarts(valkey_server: Server, store: Store, tmp_path: Path) -> None:
     nats = start_nats(tmp_path)
     try:
-        async with (
-            context(nats, valkey_server, "scheduler-0", tmp_path) as ctx,
-            scheduler(ctx) as url,
-            aiohttp.ClientSession(headers=bearing()) as session,
-        ):
-            job = await Http(session, url).job()
+        async with served(nats, valkey_server, tmp_path) as (ctx, http):
+            job = await http.job()
             source = MetricSource(ctx.bus, job, "trainer")
             for step in range(3):
                 await source.emit(step, {"reward/mean": 1.0})
             await ctx.bus.nc.flush()
-            await until(lambda: _points(Http(session, url), f"/v1/jobs/{job}/metrics", 3))
+            await until(lambda: _points(http, f"/v1/jobs/{job}/metrics", 3))
         nats.process.terminate()
         nats.process.wait()
         nats.start()
-        async with (
-            context(nats, valkey_server, "scheduler-0", tmp_path) as ctx,
-            scheduler(ctx) as url,
-            aiohttp.ClientSession(headers=bearing()) as session,
-        ):
-            assert await _points(Http(session, url), f"/v1/jobs/{job}/metrics", 3)
+        async with served(nats, valkey_server, tmp_path) as (_, http):
+            assert await _points(http, f"/v1/jobs/{job}/metrics", 3)
     finally:
         nats.kill()
 
@@ -117,12 +109,7 @@ async def test_metric_history_survives_restarts(valkey_server: Server, store: St
 async def test_missing_nats_is_503_until_it_is_back(valkey_server: Server, store: Store, tmp_path: Path) -> None:
     nats = start_nats(tmp_path)
     try:
-        async with (
-            context(nats, valkey_server, "scheduler-0", tmp_path) as ctx,
-            scheduler(ctx) as url,
-            aiohttp.ClientSession(headers=bearing()) as session,
-        ):
-            http = Http(session, url)
+        async with served(nats, valkey_server, tmp_path) as (_, http):
             job = await http.job()
             nats.kill()
             status, body = await http("GET", f"/v1/jobs/{job}/metrics")

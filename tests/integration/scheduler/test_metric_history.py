@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import msgspec
 import pytest
 
@@ -21,12 +20,14 @@ from opentinker.shared.state.artifacts import ArtifactEntry
 from opentinker.shared.types.core import JobState, part_id
 from opentinker.shared.types.telemetry import MetricPoint
 from tests.conftest import Server
-from tests.support.api import Http, bearing
+from tests.support.api import Http
 from tests.support.factories import make_spec
-from tests.support.scheduling import context, scheduler
+from tests.support.scheduling import served
 
 FULL = 32 * 1024
 """Bytes that METRICS holds in these tests: about 100 points."""
+Full = tuple[Context, Http]
+"""A scheduler whose METRICS stream is small."""
 
 
 class Writer:
@@ -98,21 +99,20 @@ def steps(points: list[dict[str, Any]]) -> list[int]:
 
 
 @pytest.fixture
-async def full(own_server: Server, valkey_server: Server, tmp_path: Path) -> AsyncIterator[tuple[Context, Http]]:
-    """A scheduler whose METRICS stream is small."""
-    async with (
-        context(own_server, valkey_server, "scheduler-0", tmp_path) as ctx,
-        scheduler(ctx) as url,
-        aiohttp.ClientSession(headers=bearing()) as session,
-    ):
+async def full(own_server: Server, valkey_server: Server, tmp_path: Path) -> AsyncIterator[Full]:
+    async with served(own_server, valkey_server, tmp_path) as (ctx, http):
         await ctx.bus.js.update_stream(METRICS.evolve(max_bytes=FULL))
-        yield ctx, Http(session, url)
+        yield ctx, http
 
 
-async def test_points_that_a_full_stream_dropped_are_read_from_the_file(full: tuple[Context, Http]) -> None:
+@pytest.fixture
+async def writer(full: Full) -> Writer:
     ctx, http = full
-    job = await http.job()
-    writer = Writer(ctx, job)
+    return Writer(ctx, await http.job())
+
+
+async def test_points_that_a_full_stream_dropped_are_read_from_the_file(full: Full, writer: Writer) -> None:
+    (ctx, http), job = full, writer.job
     await writer.write(200)
     first = await first_step(ctx, job)
     assert first is not None and 20 < first <= 200, "the stream has dropped some points, not all"
@@ -129,10 +129,8 @@ async def test_points_that_a_full_stream_dropped_are_read_from_the_file(full: tu
     assert {point["source"] for point in of_worker} == {"rollout-0"} and len(of_worker) < 200
 
 
-async def test_reader_lacks_nothing_when_the_stream_drops_points_between_two_pages(full: tuple[Context, Http]) -> None:
-    ctx, http = full
-    job = await http.job()
-    writer = Writer(ctx, job)
+async def test_reader_lacks_nothing_when_the_stream_drops_points_between_two_pages(full: Full, writer: Writer) -> None:
+    (ctx, http), job = full, writer.job
     await writer.write(20)
     reader = Reader(http, job)
     read, more = await reader.page()
@@ -151,10 +149,8 @@ async def test_reader_lacks_nothing_when_the_stream_drops_points_between_two_pag
     assert steps(await reader.rest()) == [221, 222, 223]
 
 
-async def test_reader_of_a_job_whose_points_are_all_dropped_gets_them_once(full: tuple[Context, Http]) -> None:
-    ctx, http = full
-    job = await http.job()
-    writer = Writer(ctx, job)
+async def test_reader_of_a_job_whose_points_are_all_dropped_gets_them_once(full: Full, writer: Writer) -> None:
+    (ctx, http), job = full, writer.job
     await writer.write(30)
     earlier = Reader(http, job)
     assert steps(await earlier.rest()) == list(range(1, 31))
@@ -170,10 +166,8 @@ async def test_reader_of_a_job_whose_points_are_all_dropped_gets_them_once(full:
     assert steps(await late.rest()) == steps(await earlier.rest()) == [31, 32, 33]
 
 
-async def test_dropped_points_are_read_from_the_artifact_store_when_the_job_is_over(full: tuple[Context, Http]) -> None:
-    ctx, http = full
-    job = await http.job()
-    writer = Writer(ctx, job)
+async def test_dropped_points_are_read_from_the_artifact_store_when_the_job_is_over(full: Full, writer: Writer) -> None:
+    (ctx, http), job = full, writer.job
     await writer.write(10)
     await fill(ctx, 300)
     record, artifacts = await ctx.store.job(job), ArtifactCatalog(ctx)
@@ -184,7 +178,7 @@ async def test_dropped_points_are_read_from_the_artifact_store_when_the_job_is_o
     assert steps(await Reader(http, job).rest()) == list(range(1, 11))
 
 
-async def test_trainers_whose_clocks_differ_leave_no_gap(full: tuple[Context, Http]) -> None:
+async def test_trainers_whose_clocks_differ_leave_no_gap(full: Full) -> None:
     ctx, http = full
     job = await http.job()
     await Writer(ctx, job, ahead_s=60.0).write(50)
@@ -194,7 +188,7 @@ async def test_trainers_whose_clocks_differ_leave_no_gap(full: tuple[Context, Ht
     assert steps(await Reader(http, job).rest()) == list(range(1, 201))
 
 
-async def test_an_empty_stream_leaves_the_lines_of_the_file(full: tuple[Context, Http]) -> None:
+async def test_an_empty_stream_leaves_the_lines_of_the_file(full: Full) -> None:
     """As a new NATS, or one whose damaged history was removed."""
     ctx, http = full
     job = await http.job()
@@ -208,10 +202,8 @@ async def test_an_empty_stream_leaves_the_lines_of_the_file(full: tuple[Context,
     assert steps(await Reader(http, job).rest()) == [1, 2, 3, 4, 5, 6]
 
 
-async def test_torn_and_nameless_lines_are_skipped(full: tuple[Context, Http]) -> None:
-    ctx, http = full
-    job = await http.job()
-    writer = Writer(ctx, job)
+async def test_torn_and_nameless_lines_are_skipped(full: Full, writer: Writer) -> None:
+    (ctx, http), job = full, writer.job
     await writer.write(2)
     lines = writer.path.read_bytes().splitlines()
     old = {name: value for name, value in msgspec.json.decode(lines[0]).items() if name != "point"}
@@ -224,7 +216,7 @@ async def test_torn_and_nameless_lines_are_skipped(full: tuple[Context, Http]) -
     assert (points[0]["incarnation"], points[0]["seq"]) == ("metrics.jsonl", 1)
 
 
-async def test_job_whose_points_are_all_in_the_stream_gets_none_from_the_file(full: tuple[Context, Http]) -> None:
+async def test_job_whose_points_are_all_in_the_stream_gets_none_from_the_file(full: Full) -> None:
     """Its newest line may be there before its point is."""
     ctx, http = full
     await fill(ctx, 5)
@@ -243,7 +235,7 @@ async def test_job_whose_points_are_all_in_the_stream_gets_none_from_the_file(fu
 
 @pytest.mark.parametrize(("lines", "looked_at"), [(10, 1), (10, 100), (0, 100)])
 async def test_points_come_once_where_the_stream_begins_with_one_that_has_no_line(
-    full: tuple[Context, Http], monkeypatch: pytest.MonkeyPatch, lines: int, looked_at: int
+    full: Full, monkeypatch: pytest.MonkeyPatch, lines: int, looked_at: int
 ) -> None:
     """Its trainer was killed before it wrote the line."""
     monkeypatch.setattr(metric_history, "OLDEST_POINTS", looked_at)
@@ -261,13 +253,11 @@ async def test_points_come_once_where_the_stream_begins_with_one_that_has_no_lin
 
 
 async def test_reader_waits_for_a_line_whose_point_may_still_arrive(
-    full: tuple[Context, Http], monkeypatch: pytest.MonkeyPatch
+    full: Full, writer: Writer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a cursor behind later points of other sources it would never get that line."""
     monkeypatch.setattr(metric_history, "ARRIVAL_S", 3600.0)
-    ctx, http = full
-    job = await http.job()
-    writer = Writer(ctx, job)
+    (ctx, http), job = full, writer.job
     await writer.write(3)
     await ctx.bus.js.purge_stream(METRICS.name)
     await fill(ctx, 1)
@@ -280,11 +270,9 @@ async def test_reader_waits_for_a_line_whose_point_may_still_arrive(
     assert [(point["source"], point["step"]) for point in points] == [("trainer", 4), ("rollout-0", 4)]
 
 
-async def test_point_that_comes_late_hides_no_lines(full: tuple[Context, Http]) -> None:
+async def test_point_that_comes_late_hides_no_lines(full: Full, writer: Writer) -> None:
     """It was lost by a NATS server that was killed, and sent again: the stream has dropped those that came after it."""
-    ctx, http = full
-    job = await http.job()
-    writer = Writer(ctx, job)
+    (ctx, http), job = full, writer.job
     await writer.write(2)
     ((_, late),) = await ctx.bus.history(METRIC, 0, 1, job=job, source="trainer")
     await writer.write(8)
@@ -316,7 +304,7 @@ def steps_of(points: list[dict[str, Any]], policy: str) -> list[int]:
     return [point["step"] for point in points if point["source"] == f"trainer~{policy}"]
 
 
-async def test_dropped_points_of_all_policies_come_from_their_files(full: tuple[Context, Http]) -> None:
+async def test_dropped_points_of_all_policies_come_from_their_files(full: Full) -> None:
     """One of them has made its last step long ago."""
     ctx, http = full
     job, speaker, listener = await pair(ctx)
@@ -335,7 +323,7 @@ async def test_dropped_points_of_all_policies_come_from_their_files(full: tuple[
     assert await Reader(http, job, "source=trainer").rest() == []
 
 
-async def test_reader_of_several_policies_lacks_nothing_when_the_stream_drops_more(full: tuple[Context, Http]) -> None:
+async def test_reader_of_several_policies_lacks_nothing_when_the_stream_drops_more(full: Full) -> None:
     ctx, http = full
     job, speaker, listener = await pair(ctx)
     readers = [Reader(http, job, f"limit={limit}") for limit in (5, 11, 40)]
@@ -353,9 +341,7 @@ async def test_reader_of_several_policies_lacks_nothing_when_the_stream_drops_mo
         assert await reader.rest() == []
 
 
-async def test_lines_that_one_policy_still_has_in_the_stream_do_not_hide_dropped_ones(
-    full: tuple[Context, Http],
-) -> None:
+async def test_lines_that_one_policy_still_has_in_the_stream_do_not_hide_dropped_ones(full: Full) -> None:
     ctx, http = full
     job, speaker, listener = await pair(ctx)
     for _ in range(5):

@@ -151,23 +151,15 @@ async def test_restarted_trainer_gets_its_job_back(store: Store, workers: Worker
     job = await new_job(store, "j-a")
     await workers.start("trainer-0", "rollout-0")
     await until(lambda: started(store, job))
+    await workers["trainer-0"].die()
+    await until(lambda: _waits_for(store, job, "trainer (none is running)"))
     await workers.start("trainer-0")  # same slot, new incarnation
     again = Lease(
         job=job, worker="trainer-0", incarnation=workers["trainer-0"].info.incarnation, epoch=2, pool=Pool.TRAINER
     )
     await until(partial(_has, workers, "trainer-0", again))
-    assert (await store.job(job)).epoch == 2
-
-
-async def test_job_says_it_waits_for_a_new_trainer(store: Store, workers: Workers, reconciler: Reconciler) -> None:
-    job = await new_job(store, "j-a")
-    await workers.start("trainer-0", "rollout-0")
-    await until(lambda: started(store, job))
-    await workers["trainer-0"].die()
-    await until(lambda: _waits_for(store, job, "trainer (none is running)"))
-    await workers.start("trainer-0")
-    await until(lambda: started(store, job, epoch=2))
     await until(lambda: _waits_for(store, job, ""))
+    assert (await store.job(job)).epoch == 2
 
 
 async def test_dead_rollout_worker_keeps_the_epoch(store: Store, workers: Workers, reconciler: Reconciler) -> None:

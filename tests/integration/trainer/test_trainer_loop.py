@@ -115,6 +115,12 @@ async def _feed(job: TrainerJob, **changes: Any) -> None:
         await deliver(job, seq, version, **changes)
 
 
+def newest(job: TrainerJob) -> Manifest:
+    found = checkpoint.find_newest(job.reporter.root)
+    assert found is not None
+    return found[1]
+
+
 def steps_of(path: Path) -> list[int]:
     return [orjson.loads(line)["step"] for line in path.read_bytes().splitlines()]
 
@@ -161,8 +167,7 @@ async def test_nan_fails_the_job_and_names_the_last_good_checkpoint(ctx: Context
     job = await prepare(ctx, nan_at=4)
     with pytest.raises(JobFailed, match=r"step 4 was refused: the loss is nan; the last good checkpoint is step 2"):
         await train(job)
-    found = checkpoint.find_newest(job.reporter.root)
-    assert found is not None and found[1].step == 2
+    assert newest(job).step == 2
     ledger = await Admission(ctx.store.redis, JOB).ledger()
     assert ledger.balanced and ledger.trained == 3 * 2, "the refused step's groups are pending still"
 
@@ -280,9 +285,8 @@ async def test_a_starved_trainer_retries_its_checkpoint(ctx: Context, monkeypatc
 async def test_cancel_keeps_a_computed_step(ctx: Context, monkeypatch: pytest.MonkeyPatch) -> None:
     job = await prepare(ctx)
     await cancel_in_third_step(job, monkeypatch)
-    found = checkpoint.find_newest(job.reporter.root)
-    assert found is not None
-    assert (found[1].step, found[1].version, found[1].ledger["trained"]) == (3, WeightVersion(1, 3), 6)
+    saved = newest(job)
+    assert (saved.step, saved.version, saved.ledger["trained"]) == (3, WeightVersion(1, 3), 6)
     assert (await ctx.store.job(JOB)).state != JobState.SUCCEEDED
 
 
@@ -320,8 +324,7 @@ async def test_cancel_gives_up_a_long_step(ctx: Context, monkeypatch: pytest.Mon
         training = asyncio.create_task(job.run())
         await soon(began.wait())
         await soon(cancel_and_wait(training))
-    found = checkpoint.find_newest(job.reporter.root)
-    assert found is not None and (found[1].step, found[1].ledger["trained"]) == (2, 4)
+    assert (newest(job).step, newest(job).ledger["trained"]) == (2, 4)
     await goes_on(ctx, job)
 
 
@@ -375,8 +378,7 @@ async def test_job_resumes_a_stopped_step(ctx: Context, monkeypatch: pytest.Monk
 async def test_weights_in_doubt_are_not_saved_on_cancel(ctx: Context, monkeypatch: pytest.MonkeyPatch) -> None:
     job = await prepare(ctx)
     await cancel_in_third_step(job, monkeypatch, error=RuntimeError("out of memory"))
-    found = checkpoint.find_newest(job.reporter.root)
-    assert found is not None and found[1].step == 2
+    assert newest(job).step == 2
 
 
 async def test_job_that_fails_keeps_its_last_step(ctx: Context) -> None:
@@ -384,8 +386,7 @@ async def test_job_that_fails_keeps_its_last_step(ctx: Context) -> None:
     job.publisher.run = fails_once(lambda: job.step >= 3)  # type: ignore[method-assign]
     with pytest.raises(JobFailed, match="nobody takes the weights"):
         await train(job)
-    found = checkpoint.find_newest(job.reporter.root)
-    assert found is not None and found[1].step == job.step >= 3
+    assert newest(job).step == job.step >= 3
 
 
 def fails_once(ready: Callable[[], bool]) -> Callable[[], Coroutine[Any, Any, None]]:

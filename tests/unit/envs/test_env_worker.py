@@ -169,13 +169,17 @@ async def test_full_worker_says_busy_and_takes_sessions_again_later(sessions: Se
     assert not (await sessions.open(opening(session="ninth"))).busy
 
 
+async def fill(sessions: Sessions) -> None:
+    for number in range(8):
+        await sessions.open(opening(session=str(number)))
+
+
 async def in_line(sessions: Sessions, count: int) -> None:
     await until(lambda: len(sessions._queue) == count)
 
 
 async def test_who_stands_in_line_gets_places_in_turn(sessions: Sessions) -> None:
-    for number in range(8):
-        await sessions.open(opening(session=str(number)))
+    await fill(sessions)
     waiting = []
     for name in "abc":
         waiting.append(asyncio.create_task(sessions.open(patient(name))))
@@ -208,16 +212,14 @@ async def test_room_that_a_cheap_environment_leaves_goes_to_who_stands_in_line()
 
 
 async def test_who_has_left_the_line_is_in_nobodys_way(sessions: Sessions) -> None:
-    for number in range(8):
-        await sessions.open(opening(session=str(number)))
+    await fill(sessions)
     assert (await sessions.open(patient("late", 0.01))).busy
     await sessions.close(CloseSession(session="0"))
     assert not (await sessions.open(opening(session="next"))).busy
 
 
 async def test_an_episode_that_stood_in_line_has_less_time_left(sessions: Sessions) -> None:
-    for number in range(8):
-        await sessions.open(opening(session=str(number)))
+    await fill(sessions)
     waiting = asyncio.create_task(sessions.open(patient("a")))
     await in_line(sessions, 1)
     await sessions.close(CloseSession(session="0"))
@@ -226,8 +228,7 @@ async def test_an_episode_that_stood_in_line_has_less_time_left(sessions: Sessio
 
 
 async def test_whoever_stands_in_line_at_a_worker_that_drains_asks_another(sessions: Sessions) -> None:
-    for number in range(8):
-        await sessions.open(opening(session=str(number)))
+    await fill(sessions)
     waiting = asyncio.create_task(sessions.open(patient("a")))
     await in_line(sessions, 1)
     await sessions.drain(0.01)
