@@ -8,7 +8,9 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import orjson
@@ -28,6 +30,12 @@ from tests.conftest import WAIT_S, Server, free_port, until, wait_port
 from tests.support.api import SPEC, Http, bearing, mistakes, read_events
 from tests.support.factories import safetensors
 from tests.support.scheduling import new_job
+
+
+async def checked_by(bus: Bus, check: Callable[[EnvCheck], Awaitable[EnvCheckReply]]) -> None:
+    await bus.serve(ENV_CHECK, check, "env")
+    await bus.nc.flush()
+
 
 # --- submission -------------------------------------------------------------------------------------------------
 
@@ -75,8 +83,7 @@ async def test_every_mistake_is_told_at_once(http: Http, bus: Bus) -> None:
     async def check(request: EnvCheck) -> EnvCheckReply:
         return EnvCheckReply(errors=[{"field": "environment.config.digits", "value": 99, "problem": "too many"}])
 
-    await bus.serve(ENV_CHECK, check, "env")
-    await bus.nc.flush()
+    await checked_by(bus, check)
     wrong = {
         "name": "",
         "model": {"base": "/nowhere/at/all"},
@@ -102,8 +109,7 @@ async def test_seats_that_the_algorithm_names_must_exist_in_the_environment(http
     async def check(request: EnvCheck) -> EnvCheckReply:
         return EnvCheckReply(seats=["first", "second"])
 
-    await bus.serve(ENV_CHECK, check, "env")
-    await bus.nc.flush()
+    await checked_by(bus, check)
     spec = {**SPEC, "environment": {"name": "tictactoe"}, "train": {"steps": 1}}
     for mate, expected in (("second", 201), ("third", 422)):
         status, body = await http.submit({**spec, "algorithm": {"team": {"all": ["first", mate]}}})
@@ -116,8 +122,7 @@ async def test_checking_what_a_spec_refers_to_has_a_time_limit(http: Http, bus: 
         await asyncio.Event().wait()
         raise AssertionError
 
-    await bus.serve(ENV_CHECK, never, "env")
-    await bus.nc.flush()
+    await checked_by(bus, never)
     ctx.settings = ctx.settings.model_copy(update={"submission_check_timeout_s": 1.0})
     status, body = await http.submit({**SPEC, "environment": {"name": "copy_digits"}})
     assert status == 503 and "environment 'copy_digits', files and checkpoints" in body["detail"], body
@@ -129,8 +134,7 @@ async def test_settings_that_evaluations_lay_over_the_environment_s_are_checked_
         problem = {"field": "environment.config.digits", "value": 99, "problem": "too many"}
         return EnvCheckReply(errors=[problem] if (request.config or {}).get("digits") == 99 else [])
 
-    await bus.serve(ENV_CHECK, check, "env")
-    await bus.nc.flush()
+    await checked_by(bus, check)
     environment = {"name": "copy_digits", "config": {"digits": 3}}
     status, body = await http.submit({**SPEC, "environment": environment, "validation": {"every": 5}})
     assert status == 201
@@ -145,29 +149,61 @@ async def test_job_is_accepted_and_says_so_when_no_env_worker_can_check_it(http:
     assert [e["event"] for e in events[:2]] == ["queued", "environment_unchecked"]
 
 
+PPO = {"name": "ppo", "group_size": 2, "groups_per_batch": 2}
+NAMED: dict[str, Callable[[str], dict[str, Any]]] = {
+    "model.base": lambda base: {"model": {"base": base}},
+    "reward_models.0.base": lambda base: {"train": {"steps": 1}, "reward_models": [{"base": base}]},
+    "value_model.base": lambda base: {"train": {"steps": 1}, "algorithm": PPO, "value_model": {"base": base}},
+}
+"""What names a model in a spec."""
+
+
+def config(kind: object) -> dict[str, str]:
+    return {"config.json": orjson.dumps({"model_type": "x", "architectures": kind}).decode()}
+
+
+JUDGE = config(["XForSequenceClassification"])
+TEMPLATE = {"chat_template.jinja": "x"}
+
+
 @pytest.mark.parametrize(
-    ("files", "field", "problem"),
+    ("named", "files", "problem"),
     [
-        (None, "model.base", "does not exist"),
-        ({}, "model.base", "no config.json"),
-        ({"config.json": "{}", "tokenizer_config.json": "{}"}, "model.chat_template", "no chat template"),
-        ({"config.json": "{}", "tokenizer_config.json": '{"chat_template": "x"}'}, None, ""),
-        ({"config.json": "{}", "tokenizer_config.json": "{}", "chat_template.jinja": "x"}, None, ""),
+        ("model.base", None, "does not exist"),
+        ("model.base", {}, "no config.json"),
+        ("model.base", {"config.json": "{}", "tokenizer_config.json": "{}"}, "no chat template"),
+        ("model.base", {"config.json": "{}", "tokenizer_config.json": '{"chat_template": "x"}'}, ""),
+        ("model.base", {"config.json": "{}", "tokenizer_config.json": "{}", **TEMPLATE}, ""),
+        ("reward_models.0.base", None, "does not exist"),
+        ("reward_models.0.base", config(["LlamaForCausalLM"]), "no sequence classifier: its config.json says Ll"),
+        ("reward_models.0.base", config(7), ""),
+        ("reward_models.0.base", {"config.json": '{"architectures": 7}'}, "names no model_type"),
+        ("reward_models.0.base", {**JUDGE, "tokenizer_config.json": "{}"}, "no chat template"),
+        ("reward_models.0.base", {**JUDGE, **TEMPLATE}, ""),
+        ("value_model.base", {}, "no config.json"),
+        ("value_model.base", JUDGE, "no token classifier: its config.json says XFor"),
+        ("value_model.base", config(["Qwen3ForTokenClassification"]), ""),
     ],
 )
-async def test_local_model_is_looked_at(
-    http: Http, tmp_path: Path, files: dict[str, str] | None, field: str | None, problem: str
+async def test_local_models_are_looked_at(
+    http: Http, store: Store, tmp_path: Path, named: str, files: dict[str, str] | None, problem: str
 ) -> None:
-    model = tmp_path / "model"
+    place = tmp_path / "model"
     if files is not None:
-        model.mkdir()
+        place.mkdir()
+        (place / "model.safetensors").write_bytes(safetensors())
         for name, text in files.items():
-            (model / name).write_text(text)
-    status, body = await http.submit({**SPEC, "model": {"base": str(model)}})
-    if field is None:
-        assert status == 201 and body["model"] == str(model)
-    else:
+            (place / name).write_text(text)
+    status, body = await http.submit({**SPEC, **NAMED[named](str(place))})
+    if problem:
+        field = "model.chat_template" if (named, problem) == ("model.base", "no chat template") else named
         assert status == 422 and problem in mistakes(body)[field]
+    else:
+        assert status == 201
+        stored: Any = (await store.job(body["id"])).spec
+        for part in named.split("."):
+            stored = stored[int(part) if part.isdigit() else part]
+        assert stored == str(place)
 
 
 async def test_local_teacher_checks(http: Http, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,62 +218,6 @@ async def test_local_teacher_checks(http: Http, store: Store, tmp_path: Path, mo
     status, body = await http.submit(taught)
     assert status == 201
     assert (await store.job(body["id"])).spec["teacher"]["base"] == str(tmp_path / "models" / "teacher")
-
-
-@pytest.mark.parametrize(
-    ("files", "problem"),
-    [
-        (None, "does not exist"),
-        ({"config.json": '{"model_type": "x", "architectures": ["LlamaForCausalLM"]}'},
-         "no sequence classifier: its config.json says Ll"),
-        ({"config.json": '{"model_type": "x", "architectures": 7}'}, ""),
-        ({"config.json": '{"architectures": 7}'}, "names no model_type"),
-        ({"config.json": '{"model_type": "x", "architectures": ["XForSequenceClassification"]}',
-          "tokenizer_config.json": "{}"},
-         "no chat template"),
-        ({"config.json": '{"model_type": "x", "architectures": ["XForSequenceClassification"]}',
-          "chat_template.jinja": "x"}, ""),
-    ],
-)  # fmt: skip
-async def test_a_local_reward_model_is_looked_at(
-    http: Http, store: Store, tmp_path: Path, files: dict[str, str] | None, problem: str
-) -> None:
-    judge = tmp_path / "judge"
-    if files is not None:
-        judge.mkdir()
-        for name, text in files.items():
-            (judge / name).write_text(text)
-        (judge / "model.safetensors").write_bytes(safetensors())
-    status, body = await http.submit({**SPEC, "train": {"steps": 1}, "reward_models": [{"base": str(judge)}]})
-    if problem:
-        assert status == 422 and problem in mistakes(body)["reward_models.0.base"]
-    else:
-        assert status == 201 and (await store.job(body["id"])).spec["reward_models"][0]["base"] == str(judge)
-
-
-@pytest.mark.parametrize(
-    ("config", "problem"),
-    [
-        ("", "no config.json"),
-        (
-            '{"model_type": "x", "architectures": ["Qwen3ForSequenceClassification"]}',
-            "no token classifier: its config.json says Qwen3For",
-        ),
-        ('{"model_type": "x", "architectures": ["Qwen3ForTokenClassification"]}', ""),
-    ],
-)
-async def test_value_model_is_checked(http: Http, store: Store, tmp_path: Path, config: str, problem: str) -> None:
-    (values := tmp_path / "values").mkdir()
-    if config:
-        (values / "config.json").write_text(config)
-        (values / "model.safetensors").write_bytes(safetensors())
-    algorithm = {"name": "ppo", "group_size": 2, "groups_per_batch": 2}
-    spec = {**SPEC, "train": {"steps": 1}, "algorithm": algorithm, "value_model": {"base": str(values)}}
-    status, body = await http.submit(spec)
-    if problem:
-        assert status == 422 and problem in mistakes(body)["value_model.base"]
-    else:
-        assert status == 201 and (await store.job(body["id"])).spec["value_model"]["base"] == str(values)
 
 
 @pytest.mark.parametrize("base", ["~nobody-here/x", "/tmp/a\0b", "/" + "x" * 5000, "../..", "."])

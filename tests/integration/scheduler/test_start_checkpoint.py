@@ -88,6 +88,20 @@ def base(tmp_path: Path) -> Path:
     return directory
 
 
+@pytest.fixture
+async def first(client: AsyncClient, ctx: Context, base: Path, tmp_path: Path) -> str:
+    """A job with a checkpoint of step 10."""
+    job = str((await client.submit(spec_of(base)))["id"])
+    write_checkpoint(ctx, job, 10, full_files(tmp_path))
+    return job
+
+
+@pytest.fixture
+def again(base: Path, first: str) -> dict[str, Any]:
+    """The spec of a job that starts from it."""
+    return spec_of(base) | {"start": {"from": f"{first}@10"}}
+
+
 # --- what is refused ------------------------------------------------------------------------------------------------
 
 
@@ -144,14 +158,12 @@ MISFITS: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-async def test_unservable_sources(client: AsyncClient, ctx: Context, store: Store, base: Path, tmp_path: Path) -> None:
-    source = (await client.submit(spec_of(base)))["id"]
-    write_checkpoint(ctx, source, 10, full_files(tmp_path))
-    job = {"name": "x", "kind": "inference", "start": {"from": f"{source}@10"}, "model": {"base": str(base)}}
+async def test_unservable_sources(client: AsyncClient, ctx: Context, base: Path, first: str) -> None:
+    job = {"name": "x", "kind": "inference", "start": {"from": f"{first}@10"}, "model": {"base": str(base)}}
     lora = await refused(client, {**job, "model": model_of(base)})
     assert "this job serves an adapter; leave model.lora out to serve them" in lora["start.from"]
-    write_checkpoint(ctx, source, 20, STATE)
-    job["start"] = {"from": f"{source}@20"}
+    write_checkpoint(ctx, first, 20, STATE)
+    job["start"] = {"from": f"{first}@20"}
     assert "serve it with rollout.engine = 'toy'" in (await refused(client, job))["start.from"]
 
 
@@ -254,10 +266,10 @@ async def test_checkpoint_is_kept_to_the_end(client: AsyncClient, ctx: Context, 
     await client.cancel(first)
 
 
-async def test_repetition_makes_one_job(client: AsyncClient, ctx: Context, base: Path, tmp_path: Path) -> None:
+async def test_repetition_makes_one_job(
+    client: AsyncClient, ctx: Context, base: Path, first: str, tmp_path: Path
+) -> None:
     """Also if `latest` is another one by then."""
-    first = (await client.submit(spec_of(base)))["id"]
-    write_checkpoint(ctx, first, 10, full_files(tmp_path))
     spec = spec_of(base) | {"start": {"from": f"{first}@latest"}}
     second = (await client.submit(spec, idempotency_key="once"))["id"]
     write_checkpoint(ctx, first, 20, full_files(tmp_path))
@@ -266,28 +278,25 @@ async def test_repetition_makes_one_job(client: AsyncClient, ctx: Context, base:
     assert (await client.job(second))["spec"]["start"]["from"] == f"{first}@10"
 
 
-async def test_repetition_outlives_its_source(client: AsyncClient, ctx: Context, base: Path, tmp_path: Path) -> None:
-    first = (await client.submit(spec_of(base)))["id"]
-    source = write_checkpoint(ctx, first, 10, full_files(tmp_path))
-    spec = spec_of(base) | {"start": {"from": f"{first}@10"}}
-    second = (await client.submit(spec, idempotency_key="once"))["id"]
-    shutil.rmtree(source)
+async def test_repetition_outlives_its_source(
+    client: AsyncClient, ctx: Context, base: Path, first: str, again: Any
+) -> None:
+    second = (await client.submit(again, idempotency_key="once"))["id"]
+    shutil.rmtree(ctx.settings.data_dir / "jobs" / first / "checkpoints")
     shutil.rmtree(base)
-    assert (await client.submit(spec, idempotency_key="once"))["id"] == second
+    assert (await client.submit(again, idempotency_key="once"))["id"] == second
     with pytest.raises(ApiError) as other:
-        await client.submit(spec | {"name": "other"}, idempotency_key="once")
+        await client.submit(again | {"name": "other"}, idempotency_key="once")
     assert other.value.status == 409
-    assert "none yet" in (await refused(client, spec, idempotency_key="twice"))["start.from"]
+    assert "none yet" in (await refused(client, again, idempotency_key="twice"))["start.from"]
 
 
 async def test_copy_is_made_where_files_cannot_have_two_names(
-    client: AsyncClient, ctx: Context, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    client: AsyncClient, ctx: Context, first: str, again: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "link", no_links)
-    first = (await client.submit(spec_of(base)))["id"]
-    source = write_checkpoint(ctx, first, 10, full_files(tmp_path))
-    second = (await client.submit(spec_of(base), from_checkpoint=f"{first}@10"))["id"]
-    shutil.rmtree(source)
+    second = (await client.submit(again))["id"]
+    shutil.rmtree(ctx.settings.data_dir / "jobs" / first)
     checkpoint.read_intact(start_of(ctx.settings.data_dir, second))
 
 
@@ -312,17 +321,10 @@ def slow_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 
 async def test_copy_may_take_longer_than_a_check(
-    client: AsyncClient,
-    ctx: Context,
-    base: Path,
-    tmp_path: Path,
-    slow_copies: threading.Event,
-    monkeypatch: pytest.MonkeyPatch,
+    client: AsyncClient, ctx: Context, again: Any, slow_copies: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = (await client.submit(spec_of(base)))["id"]
-    write_checkpoint(ctx, first, 10, full_files(tmp_path))
     monkeypatch.setattr(disk_threads, "DISK_S", 2.0)
-    submission = asyncio.create_task(client.submit(spec_of(base), from_checkpoint=f"{first}@10"))
+    submission = asyncio.create_task(client.submit(again))
     homes = ctx.settings.data_dir / "jobs"
     await until(lambda: any(homes.glob("*/start")))
     await asyncio.sleep(2 * disk_threads.DISK_S)
@@ -333,19 +335,11 @@ async def test_copy_may_take_longer_than_a_check(
 
 @pytest.mark.parametrize("ending", ["limit", "cancellation"])
 async def test_copy_that_is_given_up_leaves_nothing(
-    client: AsyncClient,
-    ctx: Context,
-    base: Path,
-    tmp_path: Path,
-    slow_copies: threading.Event,
-    monkeypatch: pytest.MonkeyPatch,
-    ending: str,
+    ctx: Context, first: str, again: Any, slow_copies: threading.Event, monkeypatch: pytest.MonkeyPatch, ending: str
 ) -> None:
-    first = (await client.submit(spec_of(base)))["id"]
-    write_checkpoint(ctx, first, 10, full_files(tmp_path))
     if ending == "limit":
         monkeypatch.setattr(kept_checkpoints, "KEEP_S", 0.01)
-    submission = asyncio.create_task(submit(ctx, spec_of(base) | {"start": {"from": f"{first}@10"}}, "default"))
+    submission = asyncio.create_task(submit(ctx, again, "default"))
     homes = ctx.settings.data_dir / "jobs"
     await until(lambda: any(homes.glob("*/start")))
     if ending == "cancellation":
@@ -357,44 +351,32 @@ async def test_copy_that_is_given_up_leaves_nothing(
 
 
 async def test_stuck_copies_hold_up_only_copies_of_their_tenant(
-    client: AsyncClient,
-    ctx: Context,
-    base: Path,
-    tmp_path: Path,
-    slow_copies: threading.Event,
-    monkeypatch: pytest.MonkeyPatch,
+    ctx: Context, first: str, again: Any, slow_copies: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = (await client.submit(spec_of(base)))["id"]
-    write_checkpoint(ctx, first, 10, full_files(tmp_path))
-    spec = spec_of(base) | {"start": {"from": f"{first}@10"}}
-    stuck = [asyncio.create_task(submit(ctx, spec, "default")) for _ in range(TENANT_COPIES)]
+    stuck = [asyncio.create_task(submit(ctx, again, "default")) for _ in range(TENANT_COPIES)]
     homes = ctx.settings.data_dir / "jobs"
     await until(lambda: len(list(homes.glob("*/start"))) == TENANT_COPIES)
     await until(lambda: ctx.copies._unfinished["default"] == TENANT_COPIES)
     with pytest.raises(ReferencesAway, match="2 submissions of yours are being copied"):
-        await soon(submit(ctx, spec, "default"))
+        await soon(submit(ctx, again, "default"))
     other = ctx.copies.submit("other", threading.get_ident)
     assert await soon(asyncio.wrap_future(other)), "another tenant's copy is made"
     with monkeypatch.context() as patch:
         patch.setattr(os, "link", LINK)
-        linked, _ = await soon(submit(ctx, spec, "default"))
+        linked, _ = await soon(submit(ctx, again, "default"))
     checkpoint.read_intact(start_of(ctx.settings.data_dir, linked))
     slow_copies.set()
     made = {id for id, _ in await soon(asyncio.gather(*stuck))}
     await until(lambda: {home.name for home in homes.iterdir()} == {first, linked, *made})
 
 
-async def test_time_of_a_copy_begins_with_it(
-    client: AsyncClient, ctx: Context, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = (await client.submit(spec_of(base)))["id"]
-    write_checkpoint(ctx, first, 10, full_files(tmp_path))
+async def test_time_of_a_copy_begins_with_it(ctx: Context, again: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "link", no_links)
     monkeypatch.setattr(kept_checkpoints, "KEEP_S", 2.0)
     finish = threading.Event()
     busy = Context(**{**vars(ctx), "copies": TenantThreads(1, 2, "copies")})
     busy.copies.submit("other", finish.wait)
-    submission = asyncio.create_task(submit(busy, spec_of(base) | {"start": {"from": f"{first}@10"}}, "default"))
+    submission = asyncio.create_task(submit(busy, again, "default"))
     await asyncio.sleep(2 * kept_checkpoints.KEEP_S)
     finish.set()
     second, _ = await soon(submission)
@@ -402,17 +384,15 @@ async def test_time_of_a_copy_begins_with_it(
 
 
 async def test_submission_does_not_wait_for_ever_for_a_thread(
-    client: AsyncClient, ctx: Context, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ctx: Context, first: str, again: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = (await client.submit(spec_of(base)))["id"]
-    write_checkpoint(ctx, first, 10, full_files(tmp_path))
     monkeypatch.setattr(os, "link", no_links)
     monkeypatch.setattr(kept_checkpoints, "QUEUE_S", 0.01)
     finish = threading.Event()
     busy = Context(**{**vars(ctx), "copies": TenantThreads(1, 2, "copies")})
     busy.copies.submit("other", finish.wait)
     with pytest.raises(ReferencesAway, match="copying other checkpoints"):
-        await soon(submit(busy, spec_of(base) | {"start": {"from": f"{first}@10"}}, "default"))
+        await soon(submit(busy, again, "default"))
     homes = ctx.settings.data_dir / "jobs"
     await until(lambda: [home.name for home in homes.iterdir()] == [first])
     finish.set()
@@ -429,17 +409,12 @@ def test_copy_that_nobody_awaits_ends_before_its_next_chunk(tmp_path: Path) -> N
     assert (tmp_path / "partial").stat().st_size == 0
 
 
-async def test_checkpoint_kept_for_a_refused_submission_is_removed(
-    client: AsyncClient, ctx: Context, base: Path, tmp_path: Path
-) -> None:
+async def test_checkpoint_kept_for_a_refused_submission_is_removed(ctx: Context, first: str, again: Any) -> None:
     """Its key was used for another job while its files were linked."""
-    first = (await client.submit(spec_of(base)))["id"]
-    write_checkpoint(ctx, first, 10, full_files(tmp_path))
-    spec = spec_of(base) | {"start": {"from": f"{first}@10"}}
     found = await asyncio.gather(
-        submit(ctx, spec, "default", "once"),
-        submit(ctx, spec | {"name": "other"}, "default", "once"),
-        submit(ctx, spec, "default", "once"),
+        submit(ctx, again, "default", "once"),
+        submit(ctx, again | {"name": "other"}, "default", "once"),
+        submit(ctx, again, "default", "once"),
         return_exceptions=True,
     )
     (made,) = {answer[0] for answer in found if isinstance(answer, tuple)}
@@ -449,10 +424,8 @@ async def test_checkpoint_kept_for_a_refused_submission_is_removed(
 
 
 async def test_checkpoint_that_is_written_anew_meanwhile_is_not_mixed_with_the_old_one(
-    client: AsyncClient, ctx: Context, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    client: AsyncClient, ctx: Context, first: str, again: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = (await client.submit(spec_of(base)))["id"]
-    write_checkpoint(ctx, first, 10, full_files(tmp_path))
     link = os.link
 
     def slow(source: Path, target: Path) -> None:
@@ -463,9 +436,9 @@ async def test_checkpoint_that_is_written_anew_meanwhile_is_not_mixed_with_the_o
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "link", slow)
-        problems = await refused(client, spec_of(base), from_checkpoint=f"{first}@10")
+        problems = await refused(client, again)
     assert "it was written anew just now; submit it again" in problems["start.from"]
-    await client.submit(spec_of(base), from_checkpoint=f"{first}@10")
+    await client.submit(again)
 
 
 async def test_what_a_broken_submission_kept_is_swept_when_it_is_old(ctx: Context, tmp_path: Path) -> None:
