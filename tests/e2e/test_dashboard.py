@@ -113,14 +113,14 @@ async def opened(chromium: Browser) -> AsyncIterator[Open]:
     tabs: list[Tab] = []
     async with AsyncExitStack() as stack:
 
-        async def open(url: str, key: str = OPERATOR, **settings: Any) -> Tab:
+        async def open(url: str, *at: str, key: str = OPERATOR, **settings: Any) -> Tab:
             ground = await chromium.new_context(accept_downloads=True, **settings)
             stack.push_async_callback(ground.close)
             if key:
                 await ground.add_init_script(f"sessionStorage.setItem('opentinker-key', {orjson.dumps(key).decode()})")
             tab = Tab(await ground.new_page(), url)
             tabs.append(tab)
-            await tab.go()
+            await tab.go(*at)
             return tab
 
         yield open
@@ -201,14 +201,14 @@ async def test_a_viewer_sees_all_of_its_tenant_and_no_way_to_change_it(opened: O
     async with http.session.get(f"{http.url}/v1/jobs") as response:
         other = (await response.json())["jobs"][0]["id"]
     viewer = await new_key_of(store, "red", Role.VIEWER)
-    tab = await opened(http.url, viewer)
+    tab = await opened(http.url, key=viewer)
     await tab.shows("No jobs yet")
     await tab.go("jobs", other)
     await tab.shows(f"no job '{other}'")
     await tab.go("cluster")
     await tab.shows("Only operators")
     own = await new_key_of(store, "default", Role.VIEWER)
-    tab = await opened(http.url, own)
+    tab = await opened(http.url, key=own)
     await tab.go("jobs", other)
     await expect(tab.page.get_by_role("heading", level=1)).to_have_text("test")
     assert await tab.page.get_by_role("button", name="Cancel").count() == 0
@@ -223,8 +223,7 @@ async def test_curves_are_those_of_the_job_and_go_on(opened: Open, http: Http, b
     trainer = Trainer(bus, job)
     for step in range(1, 31):
         await trainer.says(step, reward(0.25))
-    tab = await opened(http.url)
-    await tab.go("jobs", job)
+    tab = await opened(http.url, "jobs", job)
     await expect(value(tab, "Reward")).to_have_text("0.25")
     await expect(value(tab, "Success")).to_have_text("0.125")
     for step in range(31, 61):
@@ -281,8 +280,7 @@ async def test_curves_open_as_they_were_measured(opened: Open, http: Http, bus: 
     trainer = Trainer(bus, job)
     for step, mean in enumerate((0.0, 0.0, 1.0), 1):
         await trainer.says(step, {**reward(mean), "lr": mean})
-    tab = await opened(http.url)
-    await tab.go("jobs", job)
+    tab = await opened(http.url, "jobs", job)
     await expect(tab.page.get_by_role("group", name="smooth").get_by_role("button", pressed=True)).to_have_text("off")
     await expect(value(tab, "Reward")).to_have_text("1")
 
@@ -293,8 +291,7 @@ async def test_steps_that_were_rolled_back_are_gone(opened: Open, http: Http, bu
     for step in range(1, 11):
         await trainer.says(step, reward(0.5))
     await Trainer(bus, job, "trainer-again").says(4, reward(0.9))
-    tab = await opened(http.url)
-    await tab.go("jobs", job)
+    tab = await opened(http.url, "jobs", job)
     await expect(value(tab, "Reward")).to_have_text("0.9")
     lines = (await saved(tab, "Reward as CSV")).decode().splitlines()
     assert [line.split(",")[0] for line in lines[1:]] == ["1", "2", "3", "4"]
@@ -307,8 +304,7 @@ async def test_what_a_worker_did_while_its_messages_were_lost_is_not_known(opene
         segments = [Segment(lane="training", kind="step", start=1000.0 + seq, end=1000.8 + seq)]
         part = TimelinePart(job=job, worker="trainer-0", incarnation="one", seq=seq, segments=segments)
         await bus.emit(TIMELINE, part, job=job, worker="trainer-0")
-    tab = await opened(http.url)
-    await tab.go("jobs", job, "timeline")
+    tab = await opened(http.url, "jobs", job, "timeline")
     await tab.shows("2 lost.")
     lanes = tab.page.locator(".timeline canvas")
     await lanes.press("ArrowUp")
@@ -322,8 +318,7 @@ async def test_many_env_workers_are_one_lane_until_it_is_opened(opened: Open, ht
         segments = [Segment(lane="env", kind="turn", start=1000.0 + number, end=1004.0 + number, level=2.0)]
         part = TimelinePart(job=job, worker=f"env-{number}", incarnation="one", seq=0, segments=segments)
         await bus.emit(TIMELINE, part, job=job, worker=f"env-{number}")
-    tab = await opened(http.url)
-    await tab.go("jobs", job, "timeline")
+    tab = await opened(http.url, "jobs", job, "timeline")
     rows, fold = tab.page.locator(".timeline li"), tab.page.get_by_role("button", name="env: show each worker")
     await expect(rows).to_have_text(re.compile(r"env 8 workers\d+%"))
     await tab.page.locator(".timeline canvas").press("ArrowLeft")
@@ -339,8 +334,7 @@ async def test_two_runs_are_compared(opened: Open, http: Http, bus: Bus) -> None
     jobs = [await http.job(), await http.job()]
     for job, mean in zip(jobs, (0.25, 0.75), strict=True):
         await Trainer(bus, job).says(1, reward(mean))
-    tab = await opened(http.url)
-    await tab.go("jobs", jobs[0])
+    tab = await opened(http.url, "jobs", jobs[0])
     await expect(value(tab, "Reward")).to_have_text("0.25")
     await tab.page.get_by_label("Compare with").select_option(jobs[1])
     await expect(tab.page.locator('[data-chart="Reward"] .legend')).to_contain_text(f"{jobs[1]} 0.75")
@@ -377,8 +371,7 @@ async def test_policies_of_one_game_are_drawn_side_by_side_and_one_alone(
     opened: Open, http: Http, bus: Bus, ctx: Context
 ) -> None:
     job = await new_game(http, bus, ctx)
-    tab = await opened(http.url)
-    await tab.go("jobs", job)
+    tab = await opened(http.url, "jobs", job)
     legend = tab.page.locator('[data-chart="Reward"] .legend')
     await expect(legend).to_have_text("listener 0.75speaker 0.25")
     await expect(tab.page.locator('[data-chart="Entropy"] .legend .key')).to_have_count(2)
@@ -435,8 +428,7 @@ async def test_a_match_is_a_conversation_of_its_seats_with_the_version_of_each_p
 ) -> None:
     job = await new_game(http, bus, ctx)
     write_match(ctx, job)
-    tab = await opened(http.url)
-    await tab.go("jobs", job, "episodes")
+    tab = await opened(http.url, "jobs", job, "episodes")
     messages = tab.page.locator(".match .message")
     await expect(messages.locator(".words")).to_have_text(["say 3", "q", "heard q", "3"])
     heads = ["to speaker · user", "speaker · weights speaker 1.2 · reward 0.5"]
@@ -501,8 +493,7 @@ async def test_words_of_others_stay_words(opened: Open, http: Http, ctx: Context
     await bus.emit(LOG, line, job=job, level="error")
     await Trainer(bus, job).says(1, {"reward/mean": 0.5, PAYLOAD: 1.0})
     write_checkpoint(ctx, job, 1, {"model.safetensors": b"weights"})
-    tab = await opened(http.url)
-    await tab.go("jobs", job, "log")
+    tab = await opened(http.url, "jobs", job, "log")
     for part in (".log .event .said", ".log .error .who", ".log .error .said > b", ".log .error .said pre"):
         await expect(tab.page.locator(part, has_text=PAYLOAD).first).to_be_attached(timeout=WAIT_S * 1000)
     await tab.go("jobs", job, "episodes")
@@ -566,8 +557,7 @@ async def test_a_real_run_is_seen_live_through_a_restart_of_nats(opened: Open, t
         train = {"learner": "simulated", "steps": 100_000, "simulated_step_s": 0.1}
         job, other = [await cluster.submit(make_spec(model__base=str(model), train=train)) for _ in range(2)]
         await cluster.reaches(job, 3)
-        tab = await opened(f"http://127.0.0.1:{cluster.http_port}")
-        await tab.go("jobs", job)
+        tab = await opened(f"http://127.0.0.1:{cluster.http_port}", "jobs", job)
         signal = tab.page.locator(".signal")
         await expect(signal).to_have_attribute("data-way", "live")
         await of_its_pipeline(tab, job)
@@ -610,8 +600,7 @@ async def test_a_checkpoint_is_talked_to(opened: Open, tmp_path: Path) -> None:
         train = {"learner": "simulated", "steps": 3}
         job = await cluster.submit(make_spec(model__base=str(model), train=train))
         await cluster.succeeds(job)
-        tab = await opened(f"http://127.0.0.1:{cluster.http_port}")
-        await tab.go("jobs", job)
+        tab = await opened(f"http://127.0.0.1:{cluster.http_port}", "jobs", job)
         await expect(tab.page.locator(".signal")).to_have_attribute("data-way", "ended")
         await expect(tab.page.locator('[data-chart="Reward"] .tools small')).to_have_text("step 3")
         await tab.go("jobs", job, "checkpoints")
@@ -684,8 +673,7 @@ async def moves(tab: Tab) -> None:
 
 async def test_a_job_is_cloned_looked_at_submitted_paused_and_cancelled(opened: Open, http: Http) -> None:
     job = await http.job()
-    tab = await opened(http.url)
-    await tab.go("jobs", job)
+    tab = await opened(http.url, "jobs", job)
     await tab.page.get_by_role("button", name="Clone").click()
     spec = tab.page.get_by_label("Spec")
     await expect(spec).to_have_value(re.compile('"name": "test-again"'))
@@ -713,8 +701,7 @@ async def test_a_job_is_cloned_looked_at_submitted_paused_and_cancelled(opened: 
 
 
 async def test_toml_is_a_spec_too(opened: Open, http: Http) -> None:
-    tab = await opened(http.url)
-    await tab.go("submit")
+    tab = await opened(http.url, "submit")
     await tab.page.get_by_label("Spec").fill('name = "of-toml"\nkind = "rl\n')
     await tab.page.get_by_role("button", name="Validate").click()
     await tab.shows("neither valid TOML nor JSON")

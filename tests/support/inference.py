@@ -130,6 +130,13 @@ class Site:
             **{"max_retries": 0, "timeout": WAIT_S, **options},
         )
 
+    @asynccontextmanager
+    async def asked(self, **parts: Any) -> AsyncIterator[tuple[str, AsyncOpenAI]]:
+        """A running job, and OpenAI's client of it."""
+        job = await self.job(**parts)
+        async with self.openai(job) as model:
+            yield job, model
+
     async def close(self) -> None:
         for id in list(self._lives):
             await soon(self.kill(id))

@@ -17,6 +17,7 @@ from opentinker.envs.base import Environment
 from opentinker.sdk import wait_notice
 from opentinker.sdk.http import CONNECT_S
 from opentinker.serve.ws_client import AsyncServing
+from opentinker.shared.asyncio_tools import cancel_and_wait
 from tests.conftest import WAIT_S, free_port, soon, until
 from tests.support.factories import make_spec
 from tests.support.http_server import socket_server
@@ -75,8 +76,7 @@ async def test_a_closed_port_is_said_at_the_first_try(name: str, tmp_path: Path)
         call = asyncio.create_task(CALLS[name](client, tmp_path))
         await until(lambda: notes or call.done())
         assert not call.done() and len(notes) == 1 and notes[0].startswith(f"waiting for {url} (")
-        call.cancel()
-        await asyncio.wait([call])
+        await cancel_and_wait(call)
 
 
 @pytest.mark.parametrize("name", [*CALLS, *ONCE])
@@ -88,8 +88,7 @@ async def test_a_silent_server_is_reported(name: str, tmp_path: Path, monkeypatc
         await soon(asked.wait())
         await until(lambda: notes or call.done())
         assert not call.done() and notes == [f"waiting for {url} (no answer for 0.01 s)"]
-        call.cancel()
-        await asyncio.wait([call])
+        await cancel_and_wait(call)
 
 
 @pytest.mark.parametrize("name", ["chat", "create_key"])
@@ -110,8 +109,7 @@ async def test_a_server_that_answers_in_time_is_not_waited_for(monkeypatch: pyte
         over.set()  # it hangs up: the first try has failed
         await until(lambda: notes)
         assert "no answer" not in notes[0] and not call.done()
-        call.cancel()
-        await asyncio.wait([call])
+        await cancel_and_wait(call)
 
 
 HEADERS = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -227,8 +225,7 @@ async def test_serve_reports_a_server_that_never_answers(monkeypatch: pytest.Mon
         await soon(asked.wait())
         await until(lambda: notes)
         assert notes[0] == f"waiting for {url} (no answer for 0.01 s)"
-        beginning.cancel()
-        await asyncio.wait([beginning])
+        await cancel_and_wait(beginning)
         await serving.close(drain_s=0.0)
 
 

@@ -54,8 +54,7 @@ async def collected(stream: Any) -> tuple[str, list[Any]]:
 
 
 async def test_a_chat_is_answered_whole_and_streamed_alike(site: Site) -> None:
-    job = await site.job()
-    async with site.openai(job) as model:
+    async with site.asked() as (job, model):
         (first, *others) = [card.id for card in (await model.models.list()).data]
         assert (first, others) == ("some/model", ["chat", job])
         for name in (first, *others):
@@ -85,8 +84,7 @@ async def test_a_chat_is_answered_whole_and_streamed_alike(site: Site) -> None:
 
 
 async def test_sampling_is_what_the_request_says(site: Site) -> None:
-    job = await site.job()
-    async with site.openai(job) as model:
+    async with site.asked() as (job, model):
         cut = await model.chat.completions.create(
             model=job, messages=HELLO, max_completion_tokens=4, temperature=0, top_p=0.5, extra_body={"top_k": 7}
         )
@@ -101,8 +99,7 @@ async def test_sampling_is_what_the_request_says(site: Site) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_text_ends_before_its_stop_string_also_where_tokens_cut_it(site: Site, stream: bool) -> None:
     site.words = lambda prompt: "one ## two ### three"
-    job = await site.job()
-    async with site.openai(job) as model:
+    async with site.asked() as (_, model):
         answer: Any = await model.completions.create(model="chat", prompt="Count: ", stop=["###"], stream=stream)
         text = (await collected(answer))[0] if stream else answer.choices[0].text
     assert text == "one ## two "
@@ -110,8 +107,7 @@ async def test_a_text_ends_before_its_stop_string_also_where_tokens_cut_it(site:
 
 
 async def test_plain_completions_take_token_ids_too(site: Site) -> None:
-    job = await site.job()
-    async with site.openai(job) as model:
+    async with site.asked() as (job, model):
         answer = await model.completions.create(model=job, prompt=[5, 6, 7], logprobs=0)
         assert answer.choices[0].text == "Hello there." and answer.usage is not None
         assert answer.usage.prompt_tokens == 3
@@ -145,8 +141,7 @@ async def test_a_chat_tells_the_likeliest_tokens(site: Site, stream: bool) -> No
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_completion_tells_the_likeliest_tokens_and_the_sampled_one(site: Site, stream: bool) -> None:
-    job = await site.job()
-    async with site.openai(job) as model:
+    async with site.asked() as (job, model):
         answer: Any = await model.completions.create(model=job, prompt="Hello?", logprobs=1, stream=stream)
         choices = [c for chunk in (await collected(answer))[1] for c in chunk.choices] if stream else answer.choices
     tops = [top for choice in choices if choice.logprobs for top in choice.logprobs.top_logprobs or []]
@@ -169,8 +164,7 @@ async def test_a_call_of_a_tool_comes_with_the_likeliest_tokens(site: Site) -> N
 @pytest.mark.parametrize("stream", [False, True])
 async def test_tools_are_offered_called_and_answered(site: Site, stream: bool) -> None:
     site.words = lambda prompt: "It is 4." if "tool_response" in prompt else f"I add.\n{CALL}"
-    job = await site.job()
-    async with site.openai(job) as model:
+    async with site.asked() as (job, model):
         answer: Any = await model.chat.completions.create(model=job, messages=HELLO, tools=[ADD], stream=stream)
         if stream:
             _, chunks = await collected(answer)
@@ -220,8 +214,7 @@ async def test_tools_are_offered_called_and_answered(site: Site, stream: bool) -
     ],
 )
 async def test_what_cannot_be_done_is_refused_in_words(site: Site, options: dict[str, Any], said: str) -> None:
-    job = await site.job()
-    async with site.openai(job) as model:
+    async with site.asked() as (job, model):
         with pytest.raises(openai.BadRequestError, match=said) as refused:
             await model.chat.completions.create(**{"model": job, "messages": HELLO, **options})
     assert refused.value.type == "invalid_request_error"
@@ -239,8 +232,7 @@ async def test_what_cannot_be_done_is_refused_in_words(site: Site, options: dict
     ],
 )
 async def test_what_a_completion_cannot_have_is_refused(site: Site, options: dict[str, Any], said: str) -> None:
-    job = await site.job()
-    async with site.openai(job) as model:
+    async with site.asked() as (job, model):
         with pytest.raises(openai.BadRequestError, match=said):
             await model.completions.create(**{"model": job, "prompt": "x", **options})
 
@@ -280,8 +272,7 @@ async def test_what_the_message_bus_does_not_carry_is_refused(site: Site, monkey
 
 
 async def test_errors_below_the_endpoint_have_openai_s_shape(site: Site) -> None:
-    job = await site.job()
-    async with site.openai(job) as model:
+    async with site.asked() as (job, model):
         with pytest.raises(openai.NotFoundError, match="this job has: some/model, chat") as refused:
             await model.chat.completions.create(model="gpt", messages=HELLO)
         assert refused.value.code == "model_not_found"
@@ -570,8 +561,7 @@ async def test_an_answer_that_breaks_off_is_an_error_of_the_client(site: Site) -
 async def test_a_checkpoint_is_kept_for_the_job_and_named(site: Site, ctx: Context, store: Store) -> None:
     other = await new_job(store, "j-0123456789", JobState.SUCCEEDED, model__base="some/model")
     write_checkpoint(ctx, other, 7, {"model.safetensors": b"\x02\0\0\0\0\0\0\0{}"})
-    job = await site.job(start={"from": f"{other}@latest"})
-    async with site.openai(job) as model:
+    async with site.asked(start={"from": f"{other}@latest"}) as (_, model):
         assert (await model.models.list()).data[0].id == f"{other}@7"
         assert (await model.chat.completions.create(model=f"{other}@7", messages=HELLO)).choices
     with pytest.raises(ApiError, match=r"model\.lora.*needs start\.from"):

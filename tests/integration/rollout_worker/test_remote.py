@@ -115,6 +115,15 @@ class Playing:
         assert await self.sessions.drain(5.0) == 0
 
 
+@asynccontextmanager
+async def played(game: Game, **config: Any) -> AsyncIterator[Playing]:
+    """An episode that has begun."""
+    async with server(game) as url:
+        playing = Playing(url, **config)
+        await playing.open()
+        yield playing
+
+
 NUMBER = random.Random(5).randint(0, 99)
 GOLD = "yes" if NUMBER % 2 else "no"
 
@@ -160,10 +169,7 @@ async def test_siblings_begin_alike_and_are_not_told_what_they_should_not_be() -
     ],
 )
 async def test_what_a_server_answers_is_checked(answer: Any, ending: Ending, reason: str) -> None:
-    game = Game()
-    async with server(game) as url:
-        playing = Playing(url)
-        await playing.open()
+    async with played(game := Game()) as playing:
         game.answers = [answer]
         reply = await playing.step(0, GOLD)
         assert reply.failure == ending and reason in reply.error
@@ -171,10 +177,7 @@ async def test_what_a_server_answers_is_checked(answer: Any, ending: Ending, rea
 
 
 async def test_a_forgotten_instance_ends_the_episode_with_its_reason() -> None:
-    game = Game()
-    async with server(game) as url:
-        playing = Playing(url)
-        await playing.open()
+    async with played(game := Game()) as playing:
         game.instances.clear()
         reply = await playing.step(0, GOLD)
         assert reply.failure == Ending.ENV_LOST and "does not know this instance" in reply.error

@@ -22,6 +22,7 @@ from opentinker.services.rollout_worker.rl_job import MAX_DELIVERIES, RolloutJob
 from opentinker.services.rollout_worker.seat_map import LoadedPolicy
 from opentinker.services.rollout_worker.service import ENGINE, import_engine
 from opentinker.services.scheduler.jobs.tickets import JUDGED_FROM, too_many_failures
+from opentinker.shared.asyncio_tools import cancel_and_wait
 from opentinker.shared.config import Settings
 from opentinker.shared.messaging.bus import Bus, StreamFull
 from opentinker.shared.messaging.subjects import GROUP, GROUPS, SWAP, TICKET, TICKETS, Subject
@@ -150,8 +151,7 @@ async def test_tickets_that_kill_every_engine_fail_in_the_end_and_with_them_the_
                 life.result()
             deaths += 1
             assert deaths < 4 * MAX_DELIVERIES, "there is no end"
-        life.cancel()
-        await asyncio.wait([life])
+        await cancel_and_wait(life)
     assert deaths > 1
     ledger = await bench.admission.ledger()
     assert ledger.failed == {"engine_error": JUDGED_FROM}
@@ -167,8 +167,7 @@ async def test_tickets_of_a_lost_engine_are_played_by_the_next(bench: Bench) -> 
         await soon(bench.live(engine))
     life = bench.live(Mortal())
     await until(lambda: bench.bus.count("GROUPS", GROUP.at(job=bench.job)), lambda found: found == 3)
-    life.cancel()
-    await asyncio.wait([life])
+    await cancel_and_wait(life)
     assert (await bench.admission.ledger()).failed == {}
 
 
@@ -237,8 +236,7 @@ async def test_an_oversampled_group_is_closed_when_enough_episodes_have_ended(be
     assert engine.freed == [0], "what is cut off is cancelled"
     ledger = await bench.admission.ledger()
     assert (ledger.accepted, ledger.failed) == (1, {})
-    life.cancel()
-    await asyncio.wait([life])
+    await cancel_and_wait(life)
 
 
 async def test_an_oversampled_group_fails_when_too_few_are_left(bench: Bench) -> None:
@@ -247,8 +245,7 @@ async def test_an_oversampled_group_fails_when_too_few_are_left(bench: Bench) ->
     life = bench.live(Uneven(hanging={1}, failing={0, 2}))
     await until(bench.tickets, lambda found: found == 0)
     assert (await bench.admission.ledger()).failed == {"engine_error": 1}
-    life.cancel()
-    await asyncio.wait([life])
+    await cancel_and_wait(life)
 
 
 class Unseeded(Asking):
@@ -273,8 +270,7 @@ async def test_siblings_with_other_starts_are_trained_by_choice(bench: Bench, ch
     assert (ledger.accepted, ledger.failed) == ((2, {}) if choice == "warn" else (0, {"env_bad_reply": 2}))
     (event,) = (e for e in await bench.store.events(bench.job) if e["event"] == "opening_mismatch")
     assert "samples 0 and 1 began differently: from token 3 on it is '1=" in event["differs"]
-    life.cancel()
-    await asyncio.wait([life])
+    await cancel_and_wait(life)
 
 
 class Rotating(Asking):
@@ -349,8 +345,7 @@ async def test_a_full_store_loses_no_group(small_server: Server, store: Store, m
         ledger = await bench.admission.ledger()
         assert (ledger.accepted, ledger.running, ledger.failed) == (3, 0, {})
         assert len(await said()) == 1, "said with every try"
-        life.cancel()
-        await asyncio.wait([life])
+        await cancel_and_wait(life)
 
 
 # --- swaps ----------------------------------------------------------------------------------------------------------

@@ -102,6 +102,10 @@ class Episode:
         self.worker = reply.worker
         return reply
 
+    async def begun(self) -> Episode:
+        await self.open()
+        return self
+
     async def step(self, turn: int, text: str = "x") -> SessionReply:
         request = StepSession(session=self.session, turn=turn, text=text, stop=StopReason.EOS)
         return await self.client.step(self.worker, request)
@@ -210,8 +214,7 @@ async def test_two_processes_share_the_load(url: str, bus: Bus, job: str, enviro
 
 async def test_a_session_survives_a_disconnect(url: str, bus: Bus, job: str, environment: type[Counting]) -> None:
     async with serving(environment, url) as served:
-        episode = Episode(bus, job, "count")
-        await episode.open()
+        episode = await Episode(bus, job, "count").begun()
         await episode.step(0)
         environment.gate.clear()
         step = asyncio.create_task(episode.step(1))
@@ -236,8 +239,7 @@ async def test_sessions_survive_the_scheduler(ctx: Context, bus: Bus, job: str, 
     async with AsyncExitStack() as stack:
         async with scheduler(ctx) as url:
             served = await stack.enter_async_context(serving(environment, url))
-            episode = Episode(bus, job, "count")
-            await episode.open()
+            episode = await Episode(bus, job, "count").begun()
             await episode.step(0)
         await until(lambda: not served.connected.is_set())
         step = asyncio.create_task(episode.step(1))
@@ -252,8 +254,7 @@ async def test_either_of_two_schedulers_may_hold_the_connection(
     ctx: Context, url: str, bus: Bus, job: str, environment: type[Counting], new_context: NewContext
 ) -> None:
     async with new_context("scheduler-1") as other, scheduler(other) as second, serving(environment, url) as served:
-        episode = Episode(bus, job, "count")
-        await episode.open()
+        episode = await Episode(bus, job, "count").begun()
         await episode.step(0)
         served._http.url = second
         cut(served)
@@ -269,8 +270,7 @@ async def test_either_of_two_schedulers_may_hold_the_connection(
 
 async def test_a_goodbye_ends_all_sessions(url: str, bus: Bus, job: str, environment: type[Counting]) -> None:
     async with serving(environment, url, drain_s=0.0) as served:
-        episode = Episode(bus, job, "count")
-        await episode.open()
+        episode = await Episode(bus, job, "count").begun()
         environment.gate.clear()
         step = asyncio.create_task(episode.step(0))
         await until(lambda: served._stage.sessions._sessions[episode.session].turn == 0)
@@ -282,8 +282,7 @@ async def test_a_process_that_stays_away_loses_its_sessions(
 ) -> None:
     monkeypatch.setattr("opentinker.services.scheduler.environments.served_process.AWAY_S", 0.3)
     async with serving(environment, url) as served:
-        episode = Episode(bus, job, "count")
-        await episode.open()
+        episode = await Episode(bus, job, "count").begun()
         served._stopping = True
         cut(served)
         reply = await episode.step(0)

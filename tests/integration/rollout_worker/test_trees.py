@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
+from opentinker.shared.asyncio_tools import cancel_and_wait
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.messaging.env_client import EnvClient
 from opentinker.shared.messaging.subjects import GROUP
@@ -51,8 +51,7 @@ async def groups_of(bus: Bus, store: Store, count: int, environment: dict[str, A
         assert delivery is not None and delivery.noun is not None
         found.append(delivery.noun)
     await consumer.close(delete=True)
-    life.cancel()
-    await asyncio.wait([life])
+    await cancel_and_wait(life)
     assert (await bench.admission.ledger()).accepted == count
     return found
 

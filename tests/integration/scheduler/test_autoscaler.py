@@ -158,6 +158,14 @@ async def workers(store: Store) -> AsyncIterator[Workers]:
     await workers.stop()
 
 
+async def needed(ctx: Context, workers: Workers) -> tuple[FakeLauncher, Autoscaler]:
+    """A job waits for workers."""
+    await workers.start("env-0")
+    await new_job(ctx.store, "job-1")
+    launcher = FakeLauncher()
+    return launcher, Autoscaler(ctx, launcher)
+
+
 async def test_jobs_get_workers_once_up_to_the_limit(ctx: Context, store: Store, workers: Workers) -> None:
     await workers.start("env-0")
     launcher = FakeLauncher()
@@ -192,10 +200,7 @@ async def test_a_job_of_a_live_policy_gets_workers_after_it(ctx: Context, store:
 
 
 async def test_a_worker_that_never_starts_is_retried_later(ctx: Context, store: Store, workers: Workers) -> None:
-    await workers.start("env-0")
-    await new_job(store, "job-1")
-    launcher = FakeLauncher()
-    loop = Autoscaler(ctx, launcher)
+    launcher, loop = await needed(ctx, workers)
     await loop.reconcile()
     (trainer,) = (one for one in launcher.all.values() if one.pool == Pool.TRAINER)
     launcher.all[trainer.name] = Launched(trainer.name, Pool.TRAINER, trainer.since, "its process has ended")
@@ -241,10 +246,7 @@ async def test_memory_is_learned_from_the_first_worker(ctx: Context, store: Stor
 
 
 async def test_silence_is_ended(ctx: Context, store: Store, workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
-    await workers.start("env-0")
-    await new_job(store, "job-1")
-    launcher = FakeLauncher()
-    loop = Autoscaler(ctx, launcher)
+    launcher, loop = await needed(ctx, workers)
     await loop.reconcile()
     names = sorted(launcher.all)
     loop._known = {name: since - 2000.0 for name, since in loop._known.items()}
@@ -253,12 +255,9 @@ async def test_silence_is_ended(ctx: Context, store: Store, workers: Workers, mo
 
 
 async def test_workers_that_beat_are_not_on_their_way(ctx: Context, store: Store, workers: Workers) -> None:
-    await workers.start("env-0")
-    await new_job(store, "job-1")
-    launcher = FakeLauncher()
+    launcher, loop = await needed(ctx, workers)
     launcher.all["trainer-0"] = Launched("trainer-0", Pool.TRAINER, time.time())
     await workers.start("trainer-0")
-    loop = Autoscaler(ctx, launcher)
     await loop.reconcile()
     assert [slot.pool for slot in loop.starting.values()] == [Pool.ROLLOUT]
 

@@ -87,6 +87,14 @@ async def _has(workers: Workers, id: str, lease: Lease) -> bool:
     return await workers[id].lease() == lease
 
 
+async def placed(ctx: Context, workers: Workers, **changes: Any) -> tuple[Reconciler, str]:
+    """A job that has just got its two workers."""
+    reconciler, job = Reconciler(ctx), await new_job(ctx.store, "j-a", **changes)
+    await workers.start("trainer-0", "rollout-0")
+    await until(lambda: _reconcile_until(reconciler, ctx.store, job, 1))
+    return reconciler, job
+
+
 TAUGHT: dict[str, Any] = {"algorithm": {"name": "distill"}, "teacher": {"base": "t"}, "train": {"steps": 1}}
 
 
@@ -120,10 +128,7 @@ async def test_dead_trainer_is_replaced_at_a_new_epoch(store: Store, workers: Wo
 
 
 async def test_a_stopping_trainer_keeps_its_job_until_it_left(store: Store, workers: Workers, ctx: Context) -> None:
-    reconciler = Reconciler(ctx)
-    job = await new_job(store, "j-a")
-    await workers.start("trainer-0", "rollout-0")
-    await until(lambda: _reconcile_until(reconciler, store, job, 1))
+    reconciler, job = await placed(ctx, workers)
     await until(lambda: _works(store, "trainer-0", job))
     await until(lambda: _works(store, "rollout-0", job))
     await workers.start("trainer-1", "rollout-1")
@@ -390,10 +395,7 @@ async def _no_leases(store: Store) -> bool:
 
 
 async def test_job_fails_when_trainers_are_lost_without_progress(store: Store, workers: Workers, ctx: Context) -> None:
-    reconciler = Reconciler(ctx)
-    job = await new_job(store, "j-a")
-    await workers.start("rollout-0", "trainer-0")
-    await until(lambda: _reconcile_until(reconciler, store, job, 1))
+    reconciler, job = await placed(ctx, workers)
     for epoch in range(1, MAX_RESTARTS + 1):
         await store.update(job, step=2, epoch=epoch)
         await workers.start("trainer-0")
@@ -416,10 +418,7 @@ async def test_job_fails_when_trainers_are_lost_without_progress(store: Store, w
 
 async def test_trainers_that_make_steps_may_be_killed_without_end(store: Store, workers: Workers, ctx: Context) -> None:
     """Each life begins at the checkpoint again and gets no further than the best one did; a step that kills, does."""
-    reconciler = Reconciler(ctx)
-    job = await new_job(store, "j-a", train__steps=60)
-    await workers.start("rollout-0", "trainer-0")
-    await until(lambda: _reconcile_until(reconciler, store, job, 1))
+    reconciler, job = await placed(ctx, workers, train__steps=60)
     steps = [18, 13, 16, 13, 18, 12, 17, 11, 14]
     deadly = [16] * (MAX_RESTARTS + 1)
     for epoch, step in enumerate(steps + deadly, start=1):
@@ -497,10 +496,7 @@ async def test_stopped_workers_are_no_losses(store: Store, workers: Workers, ctx
 @pytest.mark.parametrize("state", [JobState.STARTING, JobState.RUNNING])
 async def test_losses_before_service_fail_a_job(store: Store, workers: Workers, ctx: Context, state: JobState) -> None:
     """Each dies while it loads the model: the job would wait without end."""
-    reconciler = Reconciler(ctx)
-    job = await new_job(store, "j-a", resources__rollout_workers=2)
-    await workers.start("trainer-0", "rollout-0")
-    await until(lambda: _reconcile_until(reconciler, store, job, 1))
+    reconciler, job = await placed(ctx, workers, resources__rollout_workers=2)
     await store.transition(job, state, epoch=1)
     workers["rollout-0"].obeys = False
     for losses in range(1, MAX_RESTARTS + 2):

@@ -37,6 +37,12 @@ async def running_job(store: Store, id: str, **changes: object) -> str:
     return await new_job(store, id, JobState.RUNNING, **changes)
 
 
+async def ready_job(store: Store, id: str) -> str:
+    """A running job whose trainer has loaded the model."""
+    await restored(store, await running_job(store, id))
+    return id
+
+
 async def tickets(ctx: Context, job: str) -> list[Ticket]:
     return await ctx.bus.stored(TICKET, job=job)
 
@@ -65,8 +71,7 @@ async def test_tickets_fill_the_room_and_no_more(ctx: Context, store: Store) -> 
 
 
 async def test_job_without_a_seed_has_the_start_states_of_seed_0(ctx: Context, store: Store) -> None:
-    job = await running_job(store, "j-unseeded")
-    await restored(store, job)
+    job = await ready_job(store, "j-unseeded")
     await TicketIssuer(ctx).issue()
     assert [t.seed for t in await tickets(ctx, job)] == [ticket_seed(0, seq) for seq in range((ETA + 1) * BATCH)]
 
@@ -143,8 +148,7 @@ async def test_a_job_that_wants_absurdly_much_starves_nobody(ctx: Context, store
 
 
 async def test_claimed_ticket_is_not_stored_again(ctx: Context, store: Store) -> None:
-    job = await running_job(store, "j-claimed")
-    await restored(store, job)
+    job = await ready_job(store, "j-claimed")
     issuer = TicketIssuer(ctx)
     await issuer.issue()
     consumer = await ctx.bus.consume(TICKET, f"roll-{job}", batch=2, job=job)
@@ -156,8 +160,7 @@ async def test_claimed_ticket_is_not_stored_again(ctx: Context, store: Store) ->
 
 
 async def test_lost_ticket_of_a_running_group_comes_back(ctx: Context, store: Store) -> None:
-    job = await running_job(store, "j-lost")
-    await restored(store, job)
+    job = await ready_job(store, "j-lost")
     issuer = TicketIssuer(ctx)
     await issuer.issue()
     assert TICKETS.name is not None
@@ -168,8 +171,7 @@ async def test_lost_ticket_of_a_running_group_comes_back(ctx: Context, store: St
 
 
 async def test_tickets_wait_for_room(own_server: Server, valkey_server: Server, store: Store, tmp_path: Path) -> None:
-    job = await running_job(store, "j-full")
-    await restored(store, job)
+    job = await ready_job(store, "j-full")
     async with context(own_server, valkey_server, "scheduler-0", tmp_path) as ctx:
         await ctx.bus.js.update_stream(TICKETS.evolve(max_msgs=1, discard=DiscardPolicy.NEW))
         issuer = TicketIssuer(ctx)
@@ -189,8 +191,7 @@ async def fail_groups(ctx: Context, issuer: TicketIssuer, job: str, count: int, 
 
 
 async def test_job_that_only_fails_is_stopped_with_the_reasons(ctx: Context, store: Store) -> None:
-    job = await running_job(store, "j-failing")
-    await restored(store, job)
+    job = await ready_job(store, "j-failing")
     issuer = TicketIssuer(ctx)
     await fail_groups(ctx, issuer, job, 4, Ending.ENV_TIMEOUT)
     await store.update(job, event="group_failed", detail={"error": FRAMED})
@@ -227,8 +228,7 @@ async def test_failures_within_the_allowed_share_are_lived_with(ctx: Context, st
 
 
 async def test_messages_of_an_ended_job_are_removed(ctx: Context, store: Store) -> None:
-    job = await running_job(store, "j-over")
-    await restored(store, job)
+    job = await ready_job(store, "j-over")
     await TicketIssuer(ctx).issue()
     await ctx.bus.publish(GROUP, make_group(job=job), "g", job=job)
     await (await ctx.bus.consume(TICKET, f"roll-{job}", batch=2, job=job)).close()

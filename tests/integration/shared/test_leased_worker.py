@@ -61,6 +61,10 @@ class Bench:
         )
         await self.wake()
 
+    async def begin(self, job: str = "a", epoch: int = 1) -> None:
+        await self.grant(job, epoch)
+        await self.seen(("began", job, epoch))
+
     async def revoke(self) -> None:
         await self.ctx.store.revoke(self.ctx.worker)
         await self.wake()
@@ -108,8 +112,7 @@ async def bench(bus: Bus, store: Store) -> AsyncIterator[Bench]:
 
 async def test_lease_is_taken_and_left(bench: Bench) -> None:
     await bench.status("idle")
-    await bench.grant("a", 1)
-    await bench.seen(("began", "a", 1))
+    await bench.begin()
     await bench.status("loading")
     await bench.revoke()
     await bench.seen(("began", "a", 1), ("left", "a", 1))
@@ -119,8 +122,7 @@ async def test_lease_is_taken_and_left(bench: Bench) -> None:
 
 async def test_an_unused_worker_says_so_and_ends(bus: Bus, store: Store) -> None:
     async with at_the_bench(bus, store, timing={"grant_s": 0.05}, heartbeat_s=0.05, idle_exit_s=0.2) as bench:
-        await bench.grant("a", 1)
-        await bench.seen(("began", "a", 1))
+        await bench.begin()
         await bench.revoke()
         await bench.seen(("began", "a", 1), ("left", "a", 1))
         await soon(bench.ctx.stopping.wait())
@@ -130,8 +132,7 @@ async def test_a_late_lease_is_served(bus: Bus, store: Store) -> None:
     settings: dict[str, Any] = {"heartbeat_s": 0.05, "idle_exit_s": 0.05, "drain_s": 0.1}
     async with at_the_bench(bus, store, timing={"grant_s": WAIT_S}, **settings) as bench:
         await bench.status("draining")
-        await bench.grant("a", 1)
-        await bench.seen(("began", "a", 1))
+        await bench.begin()
         await bench.status("loading")
         assert not bench.ctx.stopping.is_set()
 
@@ -144,8 +145,7 @@ async def test_lease_that_is_taken_back_ends_when_its_work_has_ended(bench: Benc
         await done.wait()
 
     bench.behaviour = until_taken_back
-    await bench.grant("a", 1)
-    await bench.seen(("began", "a", 1))
+    await bench.begin()
     assert not bench.worker.ending
     lease = await bench.ctx.store.lease(bench.ctx.worker)
     assert lease is not None
@@ -172,8 +172,7 @@ async def test_lease_that_is_taken_back_before_it_is_seen_is_not_begun(bench: Be
 
 
 async def test_new_epoch_ends_the_old_life_first(bench: Bench) -> None:
-    await bench.grant("a", 1)
-    await bench.seen(("began", "a", 1))
+    await bench.begin()
     await bench.grant("a", 2)
     await bench.seen(("began", "a", 1), ("left", "a", 1), ("began", "a", 2))
     await bench.grant("b", 1)
@@ -280,8 +279,7 @@ async def test_fenced_work_ends_quietly(bench: Bench) -> None:
 
 async def test_lease_for_a_job_that_is_gone_is_left_alone(bench: Bench) -> None:
     await bench.grant("none", 1)
-    await bench.grant("a", 1)
-    await bench.seen(("began", "a", 1))
+    await bench.begin()
 
 
 async def test_spec_of_another_release_fails_the_job(bench: Bench) -> None:
@@ -311,8 +309,7 @@ async def test_failure_while_the_lease_is_left_ends_the_service(bench: Bench) ->
             raise RuntimeError("could not let go")
 
     bench.behaviour = crash
-    await bench.grant("a", 1)
-    await bench.seen(("began", "a", 1))
+    await bench.begin()
     await bench.revoke()
     with pytest.raises(RuntimeError, match="could not let go"):
         await bench.serving
@@ -343,8 +340,7 @@ async def test_stopping_lets_the_job_finish(bus: Bus, store: Store, idle: bool) 
 
 
 async def test_stopping_cuts_a_job_that_does_not_finish(bench: Bench) -> None:
-    await bench.grant("a", 1)
-    await bench.seen(("began", "a", 1))
+    await bench.begin()
     bench.ctx.stopping.set()
     await soon(bench.serving)
     assert bench.log[-1] == ("left", "a", 1)

@@ -191,6 +191,12 @@ class Trial:
     async def offer(self, step: int) -> None:
         await self.it.offer(EmptySnapshot(version=V(1, step)))
 
+    async def begin(self, exams: int = 0) -> None:
+        """Version 0 is offered and served, and so many of its episodes are asked for."""
+        await self.offer(0)
+        self.it.served(V(1, 0))
+        await self.asked(exams)
+
     async def exams(self) -> list[EvalEpisode]:
         return await self.ctx.bus.stored(EXAM, job=self.job)
 
@@ -248,8 +254,7 @@ async def test_no_later_version_is_published_before_the_evaluation_is_over(ctx: 
 async def test_version_that_is_due_waits_for_the_evaluation_before_it(ctx: Context) -> None:
     t = await trial(ctx, every=1)
     async with running(t.it.run()):
-        await t.offer(0)
-        t.it.served(V(1, 0))
+        await t.begin()
         async with running(t.offer(1)) as offering:
             await t.asked(2)
             assert t.published == [0] and not offering.done()
@@ -265,9 +270,7 @@ async def test_results_of_other_weights_are_repeated(ctx: Context, monkeypatch: 
     monkeypatch.setattr(eval_scheduler, "POLL_S", 0.05)
     t = await trial(ctx)
     async with running(t.it.run()):
-        await t.offer(0)
-        t.it.served(V(1, 0))
-        await t.asked(2)
+        await t.begin(2)
         await ctx.bus.purge("EXAMS", EXAM.at(job=t.job))  # as if they had been taken
         answers = [result(0, sampled_by=[V(1, 0), V(1, 1)]), result(0, V(0, 9)), result(1), result(1)]
         assert await t.answer(*answers) == [False, False, True, False]
@@ -279,9 +282,7 @@ async def test_results_of_other_weights_are_repeated(ctx: Context, monkeypatch: 
 async def test_evaluation_that_takes_too_long_ends_and_says_so(ctx: Context) -> None:
     t = await trial(ctx)
     async with running(t.it.run()):
-        await t.offer(0)
-        t.it.served(V(1, 0))
-        await t.asked(2)
+        await t.begin(2)
         await t.answer(result(0))
         await t.offer(1)
         assert t.it.plan is not None

@@ -93,6 +93,11 @@ async def train(job: TrainerJob, **changes: Any) -> None:
         await soon(job.run())
 
 
+async def fails(job: TrainerJob, match: str) -> None:
+    with pytest.raises(JobFailed, match=match):
+        await train(job)
+
+
 async def feed(job: TrainerJob, **changes: Any) -> None:
     """As rollout workers do: room becomes groups, and none is lost when a worker is stopped."""
     while True:
@@ -137,16 +142,14 @@ async def test_checkpoint_that_cannot_be_written_is_said_and_the_job_goes_on(ctx
 
 async def test_job_fails_when_its_last_checkpoint_cannot_be_written(ctx: Context) -> None:
     job = await prepare(ctx, full_at=(6,))
-    with pytest.raises(JobFailed, match=r"step 6 .*No space left"):
-        await train(job)
+    await fails(job, r"step 6 .*No space left")
     assert [manifest.step for _, manifest in checkpoint.list_checkpoints(job.reporter.root)] == [2, 4]
 
 
 async def test_target_needs_a_last_checkpoint(ctx: Context, monkeypatch: pytest.MonkeyPatch) -> None:
     job = await prepare(ctx, target="reward/mean", full_at=(1,))
     monkeypatch.setattr(job.reporter, "target_met", lambda: job.step == 1)
-    with pytest.raises(JobFailed, match=r"step 1 .*No space left"):
-        await train(job)
+    await fails(job, r"step 1 .*No space left")
     assert (await ctx.store.job(JOB)).state != JobState.SUCCEEDED
 
 
@@ -165,16 +168,14 @@ async def test_a_job_whose_groups_all_had_equal_rewards_succeeds_with_a_warning(
 
 async def test_nan_fails_the_job_and_names_the_last_good_checkpoint(ctx: Context) -> None:
     job = await prepare(ctx, nan_at=4)
-    with pytest.raises(JobFailed, match=r"step 4 was refused: the loss is nan; the last good checkpoint is step 2"):
-        await train(job)
+    await fails(job, r"step 4 was refused: the loss is nan; the last good checkpoint is step 2")
     assert newest(job).step == 2
     ledger = await Admission(ctx.store.redis, JOB).ledger()
     assert ledger.balanced and ledger.trained == 3 * 2, "the refused step's groups are pending still"
 
 
 async def test_nan_before_any_checkpoint_says_so(ctx: Context) -> None:
-    with pytest.raises(JobFailed, match=r"step 1 was refused.*there is no checkpoint yet"):
-        await train(await prepare(ctx, nan_at=1))
+    await fails(await prepare(ctx, nan_at=1), r"step 1 was refused.*there is no checkpoint yet")
 
 
 async def test_metrics_that_a_full_disk_refuses_are_written_later_in_order(ctx: Context) -> None:
@@ -384,8 +385,7 @@ async def test_weights_in_doubt_are_not_saved_on_cancel(ctx: Context, monkeypatc
 async def test_job_that_fails_keeps_its_last_step(ctx: Context) -> None:
     job = await prepare(ctx)
     job.publisher.run = fails_once(lambda: job.step >= 3)  # type: ignore[method-assign]
-    with pytest.raises(JobFailed, match="nobody takes the weights"):
-        await train(job)
+    await fails(job, "nobody takes the weights")
     assert newest(job).step == job.step >= 3
 
 
@@ -406,8 +406,7 @@ async def test_target_that_the_job_does_not_report_is_said_at_once(ctx: Context)
 async def test_resumed_trainer_remembers_what_the_target_is_judged_by(ctx: Context) -> None:
     """The mean of ten steps; a checkpoint holds the eight before it, so two more are enough."""
     job = await prepare(ctx, target="reward/mean", steps=30, nan_at=9)
-    with pytest.raises(JobFailed, match="last good checkpoint is step 8"):
-        await train(job)
+    await fails(job, "last good checkpoint is step 8")
     resumed = after(job)
     await train(resumed)
     record = await ctx.store.job(JOB)
@@ -424,8 +423,7 @@ async def test_a_policy_that_says_one_thing_only_is_an_event_once_and_a_metric(c
 
     job = await prepare(ctx, steps=26)
     job.reporter.learner = job.learner = Stuck(job.spec, nan_at=23)
-    with pytest.raises(JobFailed, match="last good checkpoint is step 22"):
-        await train(job)
+    await fails(job, "last good checkpoint is step 22")
     resumed = after(job)
     resumed.reporter.learner = resumed.learner = Stuck(job.spec)
     await train(resumed)
@@ -443,8 +441,7 @@ async def test_job_starts_from_the_checkpoint_kept_for_it_and_only_at_first(ctx:
     written = checkpoint.commit(ctx.settings.data_dir / "x", elsewhere, job.learner.save)
     kept.parent.mkdir(parents=True)
     written.rename(kept)
-    with pytest.raises(JobFailed, match="last good checkpoint is step 2"):
-        await train(job)
+    await fails(job, "last good checkpoint is step 2")
     await train(after(job))
     events = [e for e in await ctx.store.events(JOB) if e["event"] in ("model_loaded", "resumed")]
     assert [(e["event"], e["step"], e.get("from"), e.get("optimizer")) for e in events] == [
@@ -463,14 +460,12 @@ async def test_checkpoint_to_start_from_that_is_damaged_fails_the_job_by_name(ct
         checkpoint.commit(ctx.settings.data_dir / "x", elsewhere, job.learner.save).rename(kept)
         (kept / "trainer" / "state.json").write_bytes(b'{"steps":9}')
     said = "state.json does not have its recorded sha256" if how == "damaged" else "No such file"
-    with pytest.raises(JobFailed, match=rf"cannot start from j-other00000@7: .*{said}.*checkpoints j-other00000"):
-        await train(job)
+    await fails(job, rf"cannot start from j-other00000@7: .*{said}.*checkpoints j-other00000")
 
 
 async def test_a_damaged_checkpoint_is_told_of_and_the_one_before_is_taken(ctx: Context) -> None:
     job = await prepare(ctx, nan_at=5)
-    with pytest.raises(JobFailed, match="last good checkpoint is step 4"):
-        await train(job)
+    await fails(job, "last good checkpoint is step 4")
     root = job.reporter.root
     (root / "step-000004" / "trainer" / "state.json").write_bytes(b"{}")
     await train(after(job))
@@ -482,12 +477,10 @@ async def test_a_damaged_checkpoint_is_told_of_and_the_one_before_is_taken(ctx: 
 
 async def test_a_job_whose_checkpoints_are_all_damaged_does_not_begin_anew(ctx: Context) -> None:
     job = await prepare(ctx, nan_at=5)
-    with pytest.raises(JobFailed, match="last good checkpoint is step 4"):
-        await train(job)
+    await fails(job, "last good checkpoint is step 4")
     for directory, _ in checkpoint.list_checkpoints(job.reporter.root):
         (directory / "manifest.json").write_bytes(b"{")
-    with pytest.raises(JobFailed, match=r"none of its [23] checkpoints is intact .* submit the job again"):
-        await train(after(job))
+    await fails(after(job), r"none of its [23] checkpoints is intact .* submit the job again")
 
 
 NO_ROOM = r"step 1: it does not fit into memory: .*tokens_per_micro_batch"
