@@ -9,7 +9,8 @@ import pytest
 
 from opentinker import AsyncClient
 from opentinker.shared.runtime.service import Context
-from tests.integration.scheduler.test_frozen_seats import refused, spec_of
+from tests.integration.scheduler.test_frozen_seats import spec_of
+from tests.support.api import refused
 
 PUBLIC = "http://93.184.215.14/v1"
 KEYS = f"""

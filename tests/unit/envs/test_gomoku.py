@@ -80,7 +80,7 @@ async def test_outcomes_sum_to_zero_in_random_games_of_four_in_a_row_on_five_by_
         seat, step = opening.seat, Step()
         while not step.done:
             text = environment.board.name(draw.choice(environment.board.free()))  # type: ignore[attr-defined]
-            (step,) = await say(environment, "pass" if draw.random() < 0.1 else text)  # type: ignore[arg-type]
+            (step,) = await say(environment, "pass" if draw.random() < 0.1 else text)
             totals[seat] += step.components["outcome"]
             for other_seat, parts in step.rewards.items():
                 totals[other_seat] += parts["outcome"]
