@@ -598,8 +598,7 @@ async def test_a_real_run_is_seen_live_through_a_restart_of_nats(opened: Open, t
 async def test_a_checkpoint_is_talked_to(opened: Open, tmp_path: Path) -> None:
     async with toy_cluster(tmp_path) as (cluster, model):
         train = {"learner": "simulated", "steps": 3}
-        job = await cluster.submit(make_spec(model__base=str(model), train=train))
-        await cluster.succeeds(job)
+        job = await cluster.run(make_spec(model__base=str(model), train=train))
         tab = await opened(f"http://127.0.0.1:{cluster.http_port}", "jobs", job)
         await expect(tab.page.locator(".signal")).to_have_attribute("data-way", "ended")
         await expect(tab.page.locator('[data-chart="Reward"] .tools small')).to_have_text("step 3")

@@ -199,8 +199,7 @@ async def test_what_agents_ask_over_http_is_trained_on(shared: System, forgets: 
         rollout={"engine": "toy", "max_turns": 3, "max_tokens": 24, "max_tokens_per_turn": 8},
         train={"learner": "simulated", "steps": 3, "simulated_step_s": 0.0},
     )
-    job = await cluster.submit(spec)
-    await cluster.succeeds(job)
+    job = await cluster.run(spec)
     assert cluster.faults(job, spec) == []
     points = await cluster.client.metrics(job, source="trainer")
     assert {point["values"]["turns/mean"] for point in points} == {3.0}
@@ -276,8 +275,7 @@ async def test_two_seats_are_rewarded_each_for_itself_and_their_streams_count_on
         rollout={"engine": "toy", "max_tokens": 16, "max_turns": 2, "max_tokens_per_turn": 8},
         validation={"every": 10, "episodes": 8},
     )
-    job = await cluster.submit(spec)
-    await cluster.succeeds(job)
+    job = await cluster.run(spec)
     assert cluster.faults(job, spec) == []
     lines = cluster.lines(job)
     for line in lines:
@@ -329,8 +327,7 @@ async def test_job_goes_on_past_groups_that_fail(shared: System) -> None:
         environment={"name": "tests.samples.env_samples:Moody", "config": {"how": "raise", "every": 4}},
         rollout={"engine": "toy", "max_tokens": 8, "retries": 1},
     )
-    job = await cluster.submit(spec)
-    await cluster.succeeds(job)
+    job = await cluster.run(spec)
     ledger = await cluster.trained(job, spec)
     assert ledger.failed["env_error"] >= 10
     failures = [event for event in await cluster.client.event_log(job) if event["event"] == "group_failed"]

@@ -135,8 +135,7 @@ async def test_reference_teacher_and_reward_model_score_groups(system: Cluster, 
         reward_models=[{"base": str(judge), "weight": 0.25}],
         train={"steps": 4, "lr": 3e-4},
     )
-    job = await system.submit(spec)
-    await system.succeeds(job)
+    job = await system.run(spec)
     lines = system.lines(job)
     assert_exact_numerics(lines)
     assert all(line["turns/mean"] > 1 and line["teacher/kl"] > 0.5 for line in lines)
@@ -170,8 +169,7 @@ async def test_a_frozen_value_model_takes_the_place_of_the_critic(system: Cluste
     spec = one_digit(
         tiny, algorithm=algorithm, value_model={"base": str(model)}, train={"steps": 4, "lr": 3e-4, "warmup_steps": 2}
     )
-    job = await system.submit(spec)
-    await system.succeeds(job)
+    job = await system.run(spec)
     lines = system.lines(job)
     assert_exact_numerics(lines)
     assert all("loss/value" not in line and line["value/mean"] != 0 for line in lines)
@@ -188,8 +186,7 @@ async def test_adapter_is_trained_swapped_and_loads_with_peft(system: Cluster, t
     model = {"base": str(tiny), "lora": {"rank": 4, "alpha": 8.0, "target_modules": "all-linear"}}
     algorithm = {"group_size": 16, "groups_per_batch": 8, "max_staleness": 0}
     train = {"steps": 6, "lr": 1e-3, "checkpoint_every": 5}
-    job = await system.submit(one_digit(tiny, model=model, algorithm=algorithm, train=train))
-    await system.succeeds(job)
+    job = await system.run(one_digit(tiny, model=model, algorithm=algorithm, train=train))
     lines = system.lines(job)
     assert lineage_faults(system, job, 6) == []
     assert_exact_numerics(lines)
@@ -252,8 +249,7 @@ async def test_job_continues_with_a_checkpoint(system: Cluster, tiny: Path, lora
     algorithm = {"group_size": 16, "groups_per_batch": 8, "max_staleness": 0, "kl_coef": 0.05}
     toy = {"engine": "toy", "max_tokens": 3}  # as good as vLLM where only the weights have to become others
     train = {"steps": 4, "lr": 1e-3, "checkpoint_every": 10}
-    first = await system.submit(one_digit(tiny, model=model, rollout=toy, train=train))
-    await system.succeeds(first)
+    first = await system.run(one_digit(tiny, model=model, rollout=toy, train=train))
     spec = one_digit(tiny, model=model, algorithm=algorithm, train={"steps": 3, "lr": 0.0})
     second = (await system.client.submit(spec, from_checkpoint=f"{first}@4"))["id"]
     await system.succeeds(second)
@@ -269,8 +265,7 @@ async def test_evaluation_is_of_the_very_weights_of_its_step(system: Cluster, ti
     """Every kept answer is the greedy one of the checkpoint of that step, though training went on meanwhile."""
     train = {"steps": 8, "lr": 1e-3, "checkpoint_every": 3, "keep_checkpoints": 9}
     validation = {"every": 3, "episodes": 24, "transcripts": 24, "max_tokens": 2}
-    job = await system.submit(one_digit(tiny, train=train, validation=validation))
-    await system.succeeds(job)
+    job = await system.run(one_digit(tiny, train=train, validation=validation))
     assert lineage_faults(system, job, 8) == []
     assert_exact_numerics(system.lines(job))
 

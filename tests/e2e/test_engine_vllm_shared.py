@@ -141,8 +141,7 @@ async def test_two_adapters_of_a_job_train_through_one_engine(tiny: Path, tmp_pa
         "seats": {name: name for name in ranks},
     }
     async with Cluster(tmp_path, heavy=True) as cluster:
-        job = await cluster.submit(parse_spec(spec))
-        await cluster.succeeds(job)
+        job = await cluster.run(parse_spec(spec))
         assert cluster.logs("rollout_worker-0").count("engine_started") == 1
         for name, rank in ranks.items():
             lines = cluster.lines(part_id(job, name))

@@ -87,8 +87,7 @@ async def test_interrupted_job_goes_on_where_it_was(one_each: Toy) -> None:
     spec = toy_spec(model, steps=60, train=train)
     low = await cluster.submit(spec)
     await cluster.reaches(low, 5)
-    high = await cluster.submit(toy_spec(model, steps=5, resources={"priority": 5}))
-    await cluster.succeeds(high)
+    high = await cluster.run(toy_spec(model, steps=5, resources={"priority": 5}))
     await cluster.succeeds(low)
     events = await cluster.client.event_log(low)
     (preempted,) = [event for event in events if event["event"] == "preempted"]

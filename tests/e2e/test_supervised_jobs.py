@@ -208,8 +208,7 @@ async def test_job_of_another_kind_goes_on_from_the_weights(cluster: Cluster, tm
     """DPO after SFT; with a learning rate of 0 it ends with what it began with."""
     usual = {"model": {"chat_template": "plain"}}
     train = {"steps": 6, "lr": 3e-3, "checkpoint_every": 2, "keep_checkpoints": 3}
-    first = await cluster.submit(row_spec(model, write_rows(tmp_path / "rows.jsonl", copies(20)), train=train, **usual))
-    await cluster.succeeds(first)
+    first = await cluster.run(row_spec(model, write_rows(tmp_path / "rows.jsonl", copies(20)), train=train, **usual))
     pairs = write_rows(tmp_path / "pairs.jsonl", preferences(20))
     spec = row_spec(model, pairs, "dpo", train={"steps": 2, "lr": 0.0}, **usual)
     second = str((await cluster.client.submit(spec, from_checkpoint=f"{first}@4"))["id"])

@@ -27,8 +27,7 @@ def sampling(model: Path, *, environment: str, skill: float, steps: int) -> Any:
 async def test_groups_of_equal_rewards_are_replaced_and_the_ledger_balances(tmp_path: Path) -> None:
     async with toy_cluster(tmp_path) as (cluster, model):
         spec = sampling(model, environment="copy_digits", skill=0.6, steps=8)
-        job = await cluster.submit(spec)
-        await cluster.succeeds(job)
+        job = await cluster.run(spec)
         lines = cluster.lines(job)
         assert {line["zero_variance"] for line in lines} == {0.0} and len(lines) == 8
         ledger = await cluster.trained(job, spec)

@@ -39,12 +39,10 @@ async def test_two_policies_argue_before_a_published_judge(tmp_path: Path) -> No
         "debate_judge", tiny, data={"path": str(tmp_path / "verdicts.jsonl")}, train={"steps": JUDGE_STEPS, "lr": 5e-3}
     )
     async with Cluster(tmp_path, heavy=True) as cluster:
-        judge = await cluster.submit(parse_spec(lessons))
-        await cluster.succeeds(judge, JOB_S)
+        judge = await cluster.run(parse_spec(lessons), JOB_S)
         await cluster.client.publish(f"{judge}@latest", "debate-judge")
         told = example("debate", tiny, environment={"config": {"largest": LARGEST}}, train={"steps": STEPS})
-        job = await cluster.submit(parse_spec(told))
-        await cluster.succeeds(job, JOB_S)
+        job = await cluster.run(parse_spec(told), JOB_S)
         alice, bob = (cluster.lines(part_id(job, name)) for name in ("alice", "bob"))
         folder = cluster.data / "jobs" / part_id(job, "alice") / "rollouts"
         kept = [

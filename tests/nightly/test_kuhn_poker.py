@@ -26,8 +26,7 @@ async def test_the_average_against_a_pool_is_close_to_an_equilibrium(tmp_path: P
     model = make_kuhn(tmp_path / "kuhn")
     spec["model"]["base"] = str(model)
     async with Cluster(tmp_path, heavy=True) as cluster:
-        job = await cluster.submit(parse_spec(spec))
-        await cluster.succeeds(job, JOB_S)
+        job = await cluster.run(parse_spec(spec), JOB_S)
         checkpoints = cluster.data / "jobs" / part_id(job, "player") / "checkpoints"
         kept = sorted(checkpoints.glob("step-*"))
         assert len(kept) == spec["train"]["steps"] // spec["train"]["checkpoint_every"]

@@ -58,8 +58,7 @@ async def test_a_member_speaks_with_the_weights_of_its_checkpoint(tmp_path: Path
         }
     )
     async with Cluster(tmp_path, heavy=True) as cluster:
-        job = await cluster.submit(spec)
-        await cluster.succeeds(job, 600.0)
+        job = await cluster.run(spec, 600.0)
         part = part_id(job, "player")
         root = cluster.data / "jobs" / part
         manifest = cluster.manifest(part)

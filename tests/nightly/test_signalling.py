@@ -52,8 +52,7 @@ async def test_a_speaker_and_a_listener_agree_on_a_code(tmp_path: Path, seed: in
     spec = tomllib.loads((ROOT / "examples" / "signalling.toml").read_text())
     spec["model"]["base"] = str(make_tiny(tmp_path / "tiny", seed=seed))
     async with Cluster(tmp_path, heavy=True) as cluster:
-        job = await cluster.submit(parse_spec(spec))
-        await cluster.succeeds(job, JOB_S)
+        job = await cluster.run(parse_spec(spec), JOB_S)
         pair = {}
         for name in ("speaker", "listener"):
             lines = cluster.lines(part_id(job, name))
@@ -78,8 +77,7 @@ async def test_a_listener_learns_little_from_a_speaker_who_is_not_trained(tmp_pa
     spec["policies"]["speaker"] = {"train": {"lr": 0.0}}
     spec["train"]["steps"] = ALONE_STEPS
     async with Cluster(tmp_path, heavy=True) as cluster:
-        job = await cluster.submit(parse_spec(spec))
-        await cluster.succeeds(job, JOB_S)
+        job = await cluster.run(parse_spec(spec), JOB_S)
         exact = [line["exact"] for line in cluster.lines(part_id(job, "listener"))]
     assert len(exact) == ALONE_STEPS
     print(f"untrained speaker: exact {sum(exact[-20:]) / 20:.3f} in the last 20 steps, at most {max(exact):.3f}")

@@ -287,6 +287,12 @@ class Cluster:
         assert record["state"] == "succeeded", record["reason"]
         return record
 
+    async def run(self, spec: JobSpec, timeout_s: float = JOB_S) -> str:
+        """The id of a job that has succeeded."""
+        job = await self.submit(spec)
+        await self.succeeds(job, timeout_s)
+        return job
+
     async def step(self, job: str) -> int:
         return (await self.store.job(job)).step
 

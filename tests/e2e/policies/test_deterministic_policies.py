@@ -66,8 +66,7 @@ def hashes(cluster: Cluster, job: str, spec: JobSpec) -> dict[str, list[str]]:
 
 
 async def whole(cluster: Cluster, spec: JobSpec) -> dict[str, list[str]]:
-    job = await cluster.submit(spec)
-    await cluster.succeeds(job)
+    job = await cluster.run(spec)
     return hashes(cluster, job, spec)
 
 

@@ -29,8 +29,7 @@ async def check_counts(cluster: Cluster, job: str, spec: JobSpec, policy: str = 
 async def test_a_policy_learns_against_a_checkpoint_that_stays_as_it_is(toys: Toys) -> None:
     cluster, model = toys
     seats = {"speaker": "speaker", "listener": "listener"}
-    first = await cluster.submit(toy_game(model, policies={"speaker": {}, "listener": {}}, seats=seats))
-    await cluster.succeeds(first)
+    first = await cluster.run(toy_game(model, policies={"speaker": {}, "listener": {}}, seats=seats))
     old = part_id(first, "listener")
     frozen = {"listener": {"frozen": f"{old}@latest"}}
 
@@ -69,8 +68,7 @@ async def test_a_policy_learns_against_a_checkpoint_that_stays_as_it_is(toys: To
 async def test_a_policy_that_moves_between_seats_meets_the_checkpoint_in_each_through_kills(toys: Toys) -> None:
     cluster, model = toys
     board = {"name": "tictactoe"}
-    first = await cluster.submit(toy_game(model, environment=board, seats={"second": {"bot": "random"}}))
-    await cluster.succeeds(first)
+    first = await cluster.run(toy_game(model, environment=board, seats={"second": {"bot": "random"}}))
     steps = 40
     spec = toy_game(
         model,
@@ -98,11 +96,9 @@ async def test_a_policy_that_moves_between_seats_meets_the_checkpoint_in_each_th
 
 async def test_evaluations_of_a_training_job_are_played_against_the_checkpoint_too(toys: Toys) -> None:
     cluster, model = toys
-    first = await cluster.submit(toy_game(model, seats={}, environment={"name": "copy_digits"}))
-    await cluster.succeeds(first)
+    first = await cluster.run(toy_game(model, seats={}, environment={"name": "copy_digits"}))
     validation = {"every": 3, "episodes": 4, "transcripts": 4}
-    job = await cluster.submit(toy_game(model, seats={"listener": {"frozen": f"{first}@3"}}, validation=validation))
-    await cluster.succeeds(job)
+    job = await cluster.run(toy_game(model, seats={"listener": {"frozen": f"{first}@3"}}, validation=validation))
     found = (await cluster.client.transcripts(job))["transcripts"]
     assert [{view["seat"] for view in one["views"]} for one in found] == [{"speaker", "listener"}] * 4
     evaluated = cluster.lines(job, "validation.jsonl")
@@ -113,13 +109,11 @@ async def test_exchanged_policies_play_each_other_s_seats(toys: Toys) -> None:
     cluster, model = toys
     lengths = {"speaker": {}, "listener": {"algorithm": {"groups_per_batch": 1}, "train": {"steps": 12}}}
     seats = {"speaker": "speaker", "listener": "listener"}
-    first = await cluster.submit(toy_game(model, policies=lengths, seats=seats))
-    await cluster.succeeds(first)
+    first = await cluster.run(toy_game(model, policies=lengths, seats=seats))
     record = await cluster.client.job(first)
     for swap, steps in ((False, {"speaker": 6, "listener": 12}), (True, {"speaker": 12, "listener": 6})):
         spec = evaluation_of(record, swap=swap) | {"evaluation": {"episodes": 2, "transcripts": 2}}
-        job = await cluster.submit(parse_spec(spec))
-        await cluster.succeeds(job)
+        job = await cluster.run(parse_spec(spec))
         kept = (await cluster.client.transcripts(job))["transcripts"]
         assert len(kept) == 2
         for one in kept:

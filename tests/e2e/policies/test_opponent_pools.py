@@ -57,8 +57,7 @@ async def test_a_policy_meets_the_members_that_the_draw_names(tmp_path: Path) ->
     async with toy_cluster(tmp_path) as (cluster, model):
         validation = {"every": 12, "episodes": 4, "against": [{"bot": "random"}]}
         spec = game(model, validation=validation)
-        job = await cluster.submit(spec)
-        await cluster.succeeds(job)
+        job = await cluster.run(spec)
         lines, manifest = cluster.lines(job), cluster.manifest(job)
         await cluster.trained(job, spec)
 

@@ -119,8 +119,7 @@ async def test_bots_play_the_seats_that_the_job_gives_them(toys: Toys) -> None:
     cluster, model = toys
     changes: dict[str, Any] = {"environment": {"name": "tictactoe"}, "policies": {}}
     spec = game(model, steps=3, seats={"second": {"bot": "random"}}, **changes)
-    job = await cluster.submit(spec)
-    await cluster.succeeds(job)
+    job = await cluster.run(spec)
     found = await cluster.client.rollouts(job)
     assert {view["seat"] for one in found["rollouts"] for view in one["views"]} == {"first"}
     evaluation: dict[str, Any] = {
@@ -132,8 +131,7 @@ async def test_bots_play_the_seats_that_the_job_gives_them(toys: Toys) -> None:
         "rollout": {"engine": "toy", "max_tokens": 4},
         "evaluation": {"episodes": 6, "transcripts": 6},
     }
-    played = await cluster.submit(parse_spec(evaluation))
-    await cluster.succeeds(played)
+    played = await cluster.run(parse_spec(evaluation))
     kept = (await cluster.client.transcripts(played))["transcripts"]
     assert len(kept) == 6 and all({view["seat"] for view in one["views"]} == {"first"} for one in kept)
     with pytest.raises(ApiError, match=r"seats\.third"):
@@ -151,8 +149,7 @@ async def test_each_policy_is_evaluated_against_bots_and_the_other_policy(toys: 
         "seats": {"even": "a", "odd": "b"},
         "validation": {"every": 4, "episodes": 6, "transcripts": 4, "against": [{"bot": "heads"}, {"policy": "b"}]},
     }
-    job = await cluster.submit(game(model, steps=8, **changes))
-    await cluster.succeeds(job)
+    job = await cluster.run(game(model, steps=8, **changes))
     for name, opponents in (("a", ("heads", "b")), ("b", ("heads",))):
         lines = cluster.lines(part_id(job, name), "validation.jsonl")
         assert [line["step"] for line in lines] == [0, 4, 8]

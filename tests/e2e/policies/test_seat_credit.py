@@ -34,8 +34,7 @@ async def test_seats_are_compared_with_their_own_past_and_paid_for_their_team(tm
     async with Cluster(tmp_path) as cluster:
         with pytest.raises(ApiError, match=r"(?s)algorithm\.team\.both.*third.*no such seat"):
             await cluster.submit(duel(tiny, team={"both": ["first", "third"]}))
-        job = await cluster.submit(duel(tiny))
-        await cluster.succeeds(job)
+        job = await cluster.run(duel(tiny))
         for line in cluster.lines(job):
             assert line["reward/team/both"] == 0.0
             assert line["reward/baseline/first"] == -line["reward/baseline/second"]
@@ -45,8 +44,7 @@ async def test_seats_are_compared_with_their_own_past_and_paid_for_their_team(tm
         assert undocumented({name for point in points for name in point["values"]}) == []
 
         policies = {"policies": {"a": {}, "b": {}}, "seats": {"first": "a", "second": "b"}}
-        job = await cluster.submit(duel(tiny, policies))
-        await cluster.succeeds(job)
+        job = await cluster.run(duel(tiny, policies))
         for policy, seat in (("a", "first"), ("b", "second")):
             part = part_id(job, policy)
             assert {line["reward/team/both"] for line in cluster.lines(part)} == {0.0}, "the other one's reward counts"

@@ -36,8 +36,7 @@ async def test_every_candidate_is_trained_once(toys: Toys, small: Path) -> None:
     cluster, _ = toys
     with pytest.raises(ApiError, match=r"(?s)environment\.name.*cannot fork: ToolCalc does not set can_fork = True"):
         await cluster.submit(climb(small, environment={"name": "tool_calc"}, algorithm={"name": "at_grpo"}))
-    job = await cluster.submit(climb(small))
-    await cluster.succeeds(job)
+    job = await cluster.run(climb(small))
     lines = cluster.lines(job)
     assert len(lines) == STEPS
     for line in lines:
@@ -54,8 +53,7 @@ async def test_every_candidate_is_trained_once(toys: Toys, small: Path) -> None:
     assert kept and all(episode["turns"] == 4 for episode in kept), "people read the episodes, not the others"
 
     policies = {"policies": {"a": {}, "b": {}}, "seats": {"left": "a", "right": "b"}}
-    job = await cluster.submit(climb(small, **policies))
-    await cluster.succeeds(job)
+    job = await cluster.run(climb(small, **policies))
     for policy in "ab":
         for line in cluster.lines(part_id(job, policy)):
             assert line["trajectories"] == GROUPS * (1 + 2 * (SIZE - 1)), "a policy trains its own candidates"

@@ -37,8 +37,7 @@ async def test_a_policy_learns_against_a_model_behind_a_url_and_is_evaluated_aga
         async with toy_cluster(tmp_path, model_keys_file=str(keys), **ALLOWED) as (cluster, model):
             seats = seat_of(server, key="lab")
             spec = toy_game(model, seats=seats, validation={"every": 3, "episodes": 4, "transcripts": 4})
-            job = await cluster.submit(spec)
-            await cluster.succeeds(job)
+            job = await cluster.run(spec)
             await check_counts(cluster, job, spec)
             assert await players_of(cluster, job) == {("speaker", ""), ("listener", f"big/model@{server.url}")}
             assert set(server.keys) == {f"Bearer {SECRET}"} and {body["model"] for body in server.bodies} == {
@@ -50,8 +49,7 @@ async def test_a_policy_learns_against_a_model_behind_a_url_and_is_evaluated_aga
             assert [line["step"] for line in cluster.lines(job, "validation.jsonl")] == [0, 3, 6]
 
             named = toy_game(model, policies={"speaker": {}}, seats={"speaker": "speaker", **seats})
-            several = await cluster.submit(named)
-            await cluster.succeeds(several)
+            several = await cluster.run(named)
             await check_counts(cluster, several, named, "speaker")
 
             plain = spec.model_dump(mode="json")
@@ -63,8 +61,7 @@ async def test_a_policy_learns_against_a_model_behind_a_url_and_is_evaluated_aga
                 "start": {"from": f"{job}@latest"},
                 "evaluation": {"episodes": 6, "transcripts": 6},
             }
-            played = await cluster.submit(parse_spec(evaluation))
-            await cluster.succeeds(played)
+            played = await cluster.run(parse_spec(evaluation))
             kept = (await cluster.client.transcripts(played))["transcripts"]
             assert len(kept) == 6
             url = {"speaker": "", "listener": f"big/model@{server.url}"}

@@ -317,6 +317,11 @@ class Raw:
     async def send(self, noun: Any) -> None:
         await self.socket.send_bytes(codec.encode(noun))
 
+    async def join(self) -> str:
+        """The address that it was given."""
+        await self.send(HELLO)
+        return str((await self.next(Welcome)).worker)
+
     async def closed(self) -> tuple[int, str]:
         message = await self.socket.receive(10.0)
         assert message.type in (aiohttp.WSMsgType.CLOSE, aiohttp.WSMsgType.CLOSED), message
@@ -364,13 +369,11 @@ async def test_a_wrong_hello_is_refused_with_a_reason(url: str, hello: Any, reas
 async def test_bad_frames_end_the_connection_and_oversized_ones_too(url: str) -> None:
     for data, code in ((b"\xc1", 1008), (b"x" * (FRAME_BYTES + 1), 1009)):
         async with raw(url) as client:
-            await client.send(HELLO)
-            await client.next(Welcome)
+            await client.join()
             await client.socket.send_bytes(data)
             assert (await client.closed())[0] == code
     async with raw(url) as client:
-        await client.send(HELLO)
-        await client.next(Welcome)
+        await client.join()
         await client.socket.send_str("text")
         assert (await client.closed())[0] == 1008
 
@@ -395,8 +398,7 @@ async def test_web_pages_plain_requests_and_odd_names_are_refused(url: str) -> N
 )
 async def test_what_a_process_answers_is_checked(url: str, bus: Bus, job: str, reply: Any, reason: str) -> None:
     async with raw(url) as client:
-        await client.send(HELLO)
-        await client.next(Welcome)
+        await client.join()
         opening = asyncio.create_task(Episode(bus, job, "count").open())
         await client.answer(reply)
         found = await opening
@@ -405,8 +407,7 @@ async def test_what_a_process_answers_is_checked(url: str, bus: Bus, job: str, r
 
 async def test_a_process_speaks_for_its_own_address_alone(url: str, bus: Bus, job: str) -> None:
     async with raw(url) as client:
-        await client.send(HELLO)
-        own = (await client.next(Welcome)).worker
+        own = await client.join()
         opening = asyncio.create_task(Episode(bus, job, "count").open())
         await client.answer(SessionReply(worker="env-0", messages=[user("x")], failure=None))
         assert (await opening).worker == own
@@ -424,8 +425,7 @@ async def test_a_half_open_connection_is_noticed(url: str, bus: Bus, job: str, m
     monkeypatch.setattr("opentinker.services.scheduler.environments.served_gateway.HEARTBEAT_S", 0.1)
     monkeypatch.setattr("opentinker.services.scheduler.environments.served_process.AWAY_S", 0.1)
     async with raw(url, autoping=False) as client:
-        await client.send(HELLO)
-        await client.next(Welcome)
+        await client.join()
         episode = Episode(bus, job, "count")
         opening = asyncio.create_task(episode.open())
         await client.next(CallFrame)

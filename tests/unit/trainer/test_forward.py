@@ -192,24 +192,23 @@ def test_one_sequence_alone_and_the_first_token(models: tuple[Any, Any]) -> None
         layout([ids], [[1, 1, 1, 1]])
 
 
+def refused(model: Path, reason: str) -> None:
+    with pytest.raises(JobFailed, match=reason):
+        load_model(str(model), torch.float32)
+
+
 def test_unusable_models_are_refused_with_advice(tmp_path: Path, tiny: Path) -> None:
-    with pytest.raises(JobFailed, match="not found"):
-        load_model(str(tmp_path / "nowhere"), torch.float32)
-    with pytest.raises(JobFailed, match=r"no config\.json"):
-        load_model(str(tmp_path), torch.float32)
+    refused(tmp_path / "nowhere", "not found")
+    refused(tmp_path, r"no config\.json")
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(JobFailed, match="cannot be read"):
-        load_model(str(tmp_path), torch.float32)
+    refused(tmp_path, "cannot be read")
     (tmp_path / "config.json").write_bytes((tiny / "config.json").read_bytes())
-    with pytest.raises(JobFailed, match="safetensors"):
-        load_model(str(tmp_path), torch.float32)
+    refused(tmp_path, "safetensors")
     (tmp_path / "model.safetensors").write_bytes(b"\x10" * 64)
-    with pytest.raises(JobFailed, match="could not be loaded"):
-        load_model(str(tmp_path), torch.float32)
+    refused(tmp_path, "could not be loaded")
     text = (tiny / "config.json").read_text().replace("{", '{"auto_map": {"AutoModel": "own.Model"},', 1)
     (tmp_path / "config.json").write_text(text)
-    with pytest.raises(JobFailed, match="own code"):
-        load_model(str(tmp_path), torch.float32)
+    refused(tmp_path, "own code")
 
 
 def test_weights_that_do_not_fit_the_config_are_refused(tmp_path: Path, tiny: Path) -> None:
@@ -217,8 +216,7 @@ def test_weights_that_do_not_fit_the_config_are_refused(tmp_path: Path, tiny: Pa
     text = (tiny / "config.json").read_text().replace('"num_hidden_layers": 4', '"num_hidden_layers": 5')
     layers = '"full_attention",\n    "full_attention"'
     (tmp_path / "config.json").write_text(text.replace(layers, f'"full_attention",\n    {layers}', 1))
-    with pytest.raises(JobFailed, match="lacks"):
-        load_model(str(tmp_path), torch.float32)
+    refused(tmp_path, "lacks")
 
 
 @pytest.mark.parametrize(
