@@ -30,7 +30,7 @@ from tests.support.vllm_engines import (
     build,
     expected,
     other_weights,
-    vllm_engine,
+    started,
     worst,
 )
 
@@ -45,12 +45,8 @@ def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(base: Path) -> AsyncIterator[Any]:
-    vllm = vllm_engine(
-        str(base), eos_ids=[EOS], context_length=512, max_concurrent=32, stop_strings=True, group_timeout_s=GROUP_S
-    )
-    await vllm.start()
-    yield vllm
-    await vllm.close()
+    async with started(base, context_length=512, max_concurrent=32, stop_strings=True, group_timeout_s=GROUP_S) as vllm:
+        yield vllm
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

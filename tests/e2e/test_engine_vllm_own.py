@@ -25,7 +25,6 @@ from opentinker.shared.types.trajectories import Span
 from tests.conftest import WAIT_S, soon
 from tests.support.learning import plain_logprobs
 from tests.support.vllm_engines import (
-    EOS,
     MARKS,
     PROMPT,
     TOLERANCE,
@@ -33,6 +32,7 @@ from tests.support.vllm_engines import (
     build,
     expected,
     other_weights,
+    started,
     vllm_engine,
     worst,
 )
@@ -50,9 +50,7 @@ async def test_lora_adapters_change_the_output_and_versions_stay_apart(untied: P
     from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 
     lora = LoraSpec(rank=4, alpha=8.0)
-    vllm = vllm_engine(str(untied), eos_ids=[EOS], context_length=512, max_concurrent=8, lora=lora, max_adapters=4)
-    await vllm.start()
-    try:
+    async with started(untied, context_length=512, max_concurrent=8, lora=lora, max_adapters=4) as vllm:
         trainer = await Trainer(vllm).form()
         config = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
         model = get_peft_model(other_weights_of_disk(untied), config).eval()
@@ -83,14 +81,10 @@ async def test_lora_adapters_change_the_output_and_versions_stay_apart(untied: P
             assert (torch.tensor(scores.logprobs) - plain_logprobs(model, PROMPT * 5)).abs().max() <= TOLERANCE
         assert len({tuple(logprobs) for logprobs in outputs}) == 6
         assert [len(set(column)) for column in zip(*named, strict=True)] == [6, 6, 6], "nothing is called as before"
-    finally:
-        await vllm.close()
 
 
 async def test_an_engine_takes_the_weights_of_one_checkpoint_after_the_other(untied: Path, tmp_path: Path) -> None:
-    vllm = vllm_engine(str(untied), eos_ids=[EOS], context_length=512, max_concurrent=8)
-    await vllm.start()
-    try:
+    async with started(untied, context_length=512, max_concurrent=8) as vllm:
         models = {step: other_weights(untied, step) for step in (3, 4)}
         for step, model in models.items():
             model.save_pretrained(tmp_path / str(step), max_shard_size="100KB")
@@ -104,22 +98,16 @@ async def test_an_engine_takes_the_weights_of_one_checkpoint_after_the_other(unt
             await vllm.load(WeightVersion(1, 5), tmp_path / "5")
         assert vllm.version == WeightVersion(1, 3)
         assert worst(done, expected(models[3], PROMPT, done, sampling)) <= TOLERANCE
-    finally:
-        await vllm.close()
 
 
 async def test_an_engine_takes_one_adapter_after_the_other_and_drops_the_old_ones(untied: Path, tmp_path: Path) -> None:
     models = {name: adapted(untied, tmp_path, name, seed) for name, seed in ADAPTERS}
-    vllm = vllm_engine(str(untied), eos_ids=[EOS], context_length=512, lora=LoraSpec(rank=6, alpha=8.0), max_adapters=2)
-    await vllm.start()
-    try:
+    async with started(untied, context_length=512, lora=LoraSpec(rank=6, alpha=8.0), max_adapters=2) as vllm:
         for step, name in enumerate(["maths", "code"] * 4):  # more often than adapters fit
             await vllm.load(WeightVersion(1, step), tmp_path / name)
             scores = await vllm.score(PROMPT * 5)
             assert scores.version == WeightVersion(1, step) and len(vllm._adapters) == 1
             assert (torch.tensor(scores.logprobs) - plain_logprobs(models[name], PROMPT * 5)).abs().max() <= TOLERANCE
-    finally:
-        await vllm.close()
 
 
 @pytest.mark.nightly
@@ -131,9 +119,7 @@ async def test_adapters_answer_together_and_share_no_cached_prompt(untied: Path,
         "": other_weights_of_disk(untied),
         **{name: adapted(untied, tmp_path, name, seed) for name, seed in ADAPTERS},
     }
-    vllm = vllm_engine(str(untied), eos_ids=[EOS], context_length=512, max_concurrent=8, max_adapters=2, beside_rank=6)
-    await vllm.start()
-    try:
+    async with started(untied, context_length=512, max_concurrent=8, max_adapters=2, beside_rank=6) as vllm:
         await vllm.serve(WeightVersion(0, 0))
         with pytest.raises(EngineError, match="cannot be loaded"):
             await vllm.add("gone", WeightVersion(1, 1), tmp_path / "gone")
@@ -170,8 +156,6 @@ async def test_adapters_answer_together_and_share_no_cached_prompt(untied: Path,
         fresh = [7, *long]
         assert [await cached(name, fresh) for name in models] == [0, 0, 0], "nothing of another one is used"
         assert min([await cached(name, [*fresh, 3]) for name in models]) >= 256, "but one's own is"
-    finally:
-        await vllm.close()
 
 
 ADAPTERS = [("maths", 1), ("code", 2)]
@@ -200,11 +184,7 @@ async def test_a_float32_head_samples_from_logits_that_were_never_rounded(untied
     """The rest is bfloat16. transformers agrees with `float32_head`, and is far away with its own rounded logits."""
     from opentinker.shared.nn.layers import float32_head
 
-    vllm = vllm_engine(
-        str(untied), eos_ids=[EOS], dtype="bfloat16", fp32_head=True, context_length=256, max_concurrent=4
-    )
-    await vllm.start()
-    try:
+    async with started(untied, dtype="bfloat16", fp32_head=True, context_length=256, max_concurrent=4) as vllm:
         trainer = await Trainer(vllm).form()
         model = other_weights(untied, 3).bfloat16()
         with torch.no_grad():  # layers that add nothing: only the head's rounding is left
@@ -217,8 +197,6 @@ async def test_a_float32_head_samples_from_logits_that_were_never_rounded(untied
         rounded = expected(model, PROMPT, done, sampling)
         float32_head(model)
         exact = expected(model, PROMPT, done, sampling)
-    finally:
-        await vllm.close()
     said = torch.tensor(done.logprobs).double()
     assert (said - exact).abs().mean() < 0.2 * (said - rounded).abs().mean()
 
@@ -227,9 +205,7 @@ async def test_the_engine_process_holds_no_connection_of_ours_and_its_death_is_a
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     before = set(children())
-    vllm = vllm_engine(str(untied), eos_ids=[EOS], context_length=64, max_concurrent=4)
-    await vllm.start()
-    try:
+    async with started(untied, context_length=64, max_concurrent=4) as vllm:
         (pid,) = set(children()) - before
         listener.close()
         with pytest.raises(ConnectionRefusedError):
@@ -248,14 +224,10 @@ async def test_the_engine_process_holds_no_connection_of_ours_and_its_death_is_a
             await trainer.form(patience_s=1.0)
         with pytest.raises(EngineLost, match="dead"):
             await vllm.receive(trainer.command(WeightVersion(0, 1), other_weights(untied, 2).named_parameters()))
-    finally:
-        await vllm.close()
 
 
 async def test_half_loaded_weights_lose_the_engine_and_sample_nothing_more(untied: Path) -> None:
-    vllm = vllm_engine(str(untied), eos_ids=[EOS], context_length=512, max_concurrent=4)
-    await vllm.start()
-    try:
+    async with started(untied, context_length=512, max_concurrent=4) as vllm:
         trainer = await Trainer(vllm).form()
         await trainer.publish(WeightVersion(0, 0), other_weights(untied, 1).named_parameters())
         running = asyncio.create_task(vllm.generate("running", PROMPT, Sampling(max_tokens=500, seed=1)))
@@ -271,8 +243,6 @@ async def test_half_loaded_weights_lose_the_engine_and_sample_nothing_more(untie
         assert not done, "it would be a mixture of two versions"
         running.cancel()
         await asyncio.wait([running])
-    finally:
-        await vllm.close()
 
 
 def children() -> list[int]:
@@ -281,7 +251,7 @@ def children() -> list[int]:
 
 async def test_a_model_that_does_not_exist_is_named(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="nowhere"):
-        await vllm_engine(str(tmp_path / "nowhere"), eos_ids=[EOS]).start()
+        await vllm_engine(str(tmp_path / "nowhere")).start()
 
 
 async def test_a_model_with_a_window_that_the_job_may_outgrow_fails_at_start(tmp_path: Path) -> None:
@@ -290,7 +260,7 @@ async def test_a_model_with_a_window_that_the_job_may_outgrow_fails_at_start(tmp
     Qwen2Config(use_sliding_window=True, sliding_window=64, max_window_layers=0).save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"never read")
     with pytest.raises(JobFailed, match=r"looks back 64 tokens.*context_length to at most 64"):
-        await vllm_engine(str(tmp_path), eos_ids=[EOS]).start()
+        await vllm_engine(str(tmp_path)).start()
 
 
 async def test_an_engine_whose_job_is_cancelled_while_it_loads_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,7 +282,7 @@ async def test_an_engine_whose_job_is_cancelled_while_it_loads_is_ended(monkeypa
         return llm
 
     monkeypatch.setattr(VllmProcess, "_build", build)
-    vllm = vllm_engine("slow", eos_ids=[EOS])
+    vllm = vllm_engine("slow")
     starting = asyncio.create_task(vllm.start())
     await asyncio.to_thread(building.wait, WAIT_S)
     starting.cancel()
@@ -325,9 +295,7 @@ async def test_an_engine_whose_job_is_cancelled_while_it_loads_is_ended(monkeypa
 
 @pytest.mark.nightly
 async def test_one_by_one_logprobs_do_not_depend_on_what_else_is_asked_for(tiny: Path) -> None:
-    engine = vllm_engine(str(tiny), eos_ids=[1], context_length=256, max_concurrent=32, one_by_one=True)
-    try:
-        await engine.start()
+    async with started(tiny, context_length=256, max_concurrent=32, one_by_one=True) as engine:
         fields = {"job": "j", "epoch": 1, "generation": 0, "device": SIMULATED}
         await engine.join(SwapCommand(action="join", **fields))  # type: ignore[arg-type]
         await engine.receive(SwapCommand(action="receive", version=WeightVersion(1, 0), **fields))  # type: ignore[arg-type]
@@ -339,8 +307,6 @@ async def test_one_by_one_logprobs_do_not_depend_on_what_else_is_asked_for(tiny:
         together = await asyncio.gather(*(ask("together", seed) for seed in range(12)))
         assert alone == list(together)
         assert len({tuple(c.ids) for c in alone}) > 6, "different seeds sample different tokens"
-    finally:
-        await engine.close()
 
 
 async def test_a_model_class_without_a_module_fails_its_job_alone(untied: Path, tmp_path: Path) -> None:
@@ -350,7 +316,7 @@ async def test_a_model_class_without_a_module_fails_its_job_alone(untied: Path, 
     model = Path(shutil.copytree(untied, tmp_path / "model"))
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "architectures": ["LacksAModule"]}))
-    vllm = vllm_engine(str(model), eos_ids=[EOS])
+    vllm = vllm_engine(str(model))
     with pytest.raises(EngineError, match="needs the Python module 'no_such_torchvision'"):
         await vllm.start()
     await vllm.close()
@@ -360,7 +326,7 @@ async def test_attention_heads_without_a_cpu_kernel_are_named_at_once(tmp_path: 
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     assert list(CPU_HEAD_SIZES) == CPUAttentionBackend.get_supported_head_sizes()
-    vllm = vllm_engine(str(build(tmp_path, tied=True, head_dim=16)), eos_ids=[EOS])
+    vllm = vllm_engine(str(build(tmp_path, tied=True, head_dim=16)))
     with pytest.raises(JobFailed, match="has attention heads of 16 dimensions"):
         await vllm.start()
     await vllm.close()

@@ -75,7 +75,7 @@ async def test_adapters_of_one_base_share_an_engine_and_change_nothing_for_each_
     models = {name: adapted(base, lora) for name, lora in LORAS.items()} | {"frozen": adapted(base, LORAS["red"])}
     states = {name: set_adapter(model, seed) for seed, (name, model) in enumerate(models.items(), 10)}
     models["frozen"].save_pretrained(tmp_path / "frozen")
-    settings: dict[str, Any] = {"eos_ids": [EOS], "context_length": 512, "max_concurrent": 8}
+    settings: dict[str, Any] = {"context_length": 512, "max_concurrent": 8}
     red = vllm_engine(str(base), lora=LORAS["red"], max_rank=8, max_adapters=3 + 3 + 1, **settings)
     apart = vllm_engine(str(base), lora=LORAS["blue"], **settings)
     try:

@@ -21,14 +21,9 @@ from opentinker.shared.types.core import Message, WeightVersion
 from tests.support.factories import V0
 from tests.support.learning import torch_spec
 from tests.support.seeing import Plain, ask, make, picture, shown, together
-from tests.support.vllm_engines import GROUP_S, TOLERANCE, Trainer, vllm_engine
+from tests.support.vllm_engines import GROUP_S, MARKS, TOLERANCE, Trainer, started
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.filterwarnings("ignore"),
-    pytest.mark.usefixtures("quiet_end"),
-]
+pytestmark = MARKS
 OTHERS = [pytest.param(family, marks=pytest.mark.nightly) for family in ("llava", "qwen2_vl", "qwen3_vl")]
 CHATS = [
     ask(picture(1, 90, 60), "what is it? "),
@@ -45,15 +40,13 @@ def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def engine_of(base: Path, lora: LoraSpec | None = None) -> Any:
-    return vllm_engine(str(base), eos_ids=[1], context_length=256, max_concurrent=8, lora=lora, group_timeout_s=GROUP_S)
+    return started(base, context_length=256, max_concurrent=8, lora=lora, group_timeout_s=GROUP_S)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(base: Path) -> AsyncIterator[Any]:
-    vllm = engine_of(base)
-    await vllm.start()
-    yield vllm
-    await vllm.close()
+    async with engine_of(base) as vllm:
+        yield vllm
 
 
 def learner_of(base: Path, **model: Any) -> RlLearner:
@@ -131,15 +124,11 @@ async def test_a_trained_tower_travels_while_its_images_are_in_use(base: Path, e
 )
 async def test_an_adapter_travels_to_a_model_that_sees(base: Path, tmp_path: Path) -> None:
     lora = LoraSpec(rank=4, alpha=64.0)
-    vllm = engine_of(base, lora)
-    try:
-        await vllm.start()
+    async with engine_of(base, lora) as vllm:
         learner = await asyncio.to_thread(learner_of, base, lora=lora.model_dump())
         trainer = await Trainer(vllm).form()
         await trainer.publish(WeightVersion(1, 1), learner._weights(frozen=False))
         said = await answers(vllm, base, "adapted")
-    finally:
-        await vllm.close()
     learner.save(tmp_path / "adapter")
     for file in (tmp_path / "adapter" / "trainer").iterdir():
         file.unlink()

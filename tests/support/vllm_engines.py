@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import AsyncIterator, Collection
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,7 +76,7 @@ def other_weights(base: Path, seed: int) -> Any:
 def vllm_engine(
     model: str,
     *,
-    eos_ids: Collection[int],
+    eos_ids: Collection[int] = (EOS,),
     lora: LoraSpec | None = None,
     max_adapters: int = 4,
     max_rank: int = 0,
@@ -91,6 +92,16 @@ def vllm_engine(
     limits = AdapterLimits(rank=rank, at_once=max_adapters, beside_base=beside_rank > 0) if rank else None
     process = VllmProcess(model, adapters=limits, **settings)
     return VllmEngine(process, eos_ids=eos_ids, lora=lora, group_timeout_s=group_timeout_s)
+
+
+@asynccontextmanager
+async def started(model: Path, **settings: Any) -> AsyncIterator[VllmEngine]:
+    vllm = vllm_engine(str(model), **settings)
+    try:
+        await vllm.start()
+        yield vllm
+    finally:
+        await vllm.close()
 
 
 class Trainer:
