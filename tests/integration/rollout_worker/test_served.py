@@ -8,7 +8,7 @@ import random
 import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
@@ -189,11 +189,7 @@ async def test_who_serves_is_listed_and_seen_among_the_workers(url: str, environ
                     [(e["environment"], e["processes"], e["capacity"]) for e in found] == [("served:count", 2, 15)]
                 ),
             )
-        await until(lambda: _nobody(listed))
-
-
-async def _nobody(listed: Callable[[], Awaitable[list[Any]]]) -> bool:
-    return await listed() == []
+        await until(listed, lambda found: found == [])
 
 
 async def test_two_processes_share_the_load(url: str, bus: Bus, job: str, environment: type[Counting]) -> None:
@@ -541,18 +537,12 @@ async def test_submission_asks_who_serves_it(
                 await client.submit(spec)
             record = await client.submit({**spec, "environment": {"name": "served:count"}})
             assert record["state"] == "queued"
-            await until(lambda: _lacks_nobody(ctx, record["id"]))
-        await until(lambda: _lacks(ctx, record["id"], "whoever serves served:count"))
-
-
-async def _lacks(ctx: Context, job: str, what: str) -> bool:
-    return what in (await ctx.store.job(job)).waiting_for
-
-
-async def _lacks_nobody(ctx: Context, job: str) -> bool:
-    """To serve its environment; it lacks workers still."""
-    waiting_for = (await ctx.store.job(job)).waiting_for
-    return bool(waiting_for) and "served" not in waiting_for and "env worker" not in waiting_for
+            await until(
+                lambda: ctx.store.job(record["id"]),
+                lambda job: job.waiting_for and "served" not in job.waiting_for and "env worker" not in job.waiting_for,
+            )  # nobody to serve its environment; it lacks workers still
+        served = "whoever serves served:count"
+        await until(lambda: ctx.store.job(record["id"]), lambda job: served in job.waiting_for)
 
 
 class Draw(AbstractGame):

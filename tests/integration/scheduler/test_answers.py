@@ -59,7 +59,8 @@ async def test_jobs_and_workers_are_what_their_types_say(client: AsyncClient, ct
         job = made["id"]
         await until(lambda: client.job(job), lambda found: len(found["workers"]) == 2)
         await MetricSource(ctx.bus, job, "trainer").emit(1, {"reward/mean": 0.5})
-        await until(lambda: _points(client, job))
+        await until(lambda: client.metrics(job))
+        await until(lambda: client.job(job), lambda found: found["metrics"])
         fits(await client.job(job), answers.Job)
         fits(await known(client.url, f"/v1/jobs/{job}/metrics"), answers.Metrics)
         found = await known(client.url, "/v1/workers")
@@ -88,10 +89,6 @@ async def test_jobs_and_workers_are_what_their_types_say(client: AsyncClient, ct
     assert {"queued", "paused", "failed"} <= {event["event"] for event in events}
     for event in [*events, *[event async for event in client.events(job)]]:
         fits(event, answers.Event)
-
-
-async def _points(client: AsyncClient, job: str) -> bool:
-    return bool(await client.metrics(job)) and bool((await client.job(job))["metrics"])
 
 
 async def test_what_jobs_leave_and_cost_is_what_its_types_say(client: AsyncClient, ctx: Context, store: Store) -> None:
@@ -164,7 +161,8 @@ async def test_what_a_job_says_is_what_its_types_say(client: AsyncClient, ctx: C
     segments = [Segment(lane="training", kind="step", start=1.0, end=2.0)]
     part = TimelinePart(job=job, worker="trainer-0", incarnation="i", seq=0, segments=segments)
     await ctx.bus.emit(TIMELINE, part, job=job, worker="trainer-0")
-    await until(lambda: _both(client, job))
+    await until(lambda: client.log_lines(job))
+    await until(lambda: client.timeline(job))
     page = await known(client.url, f"/v1/jobs/{job}/logs?format=json")
     fits(page, answers.LogLines)
     assert "x" in {one["event"] for one in page["lines"]}
@@ -181,10 +179,6 @@ async def test_what_a_job_says_is_what_its_types_say(client: AsyncClient, ctx: C
     listed = await known(client.url, f"/v1/jobs/{job}/artifacts")
     fits(listed, answers.Artifacts)
     assert listed["artifacts"][0]["kind"] == "metrics"
-
-
-async def _both(client: AsyncClient, job: str) -> bool:
-    return bool(await client.log_lines(job)) and bool(await client.timeline(job))
 
 
 async def test_what_a_page_hears_with_is_what_its_type_says(ctx: Context) -> None:

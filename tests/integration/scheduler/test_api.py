@@ -290,22 +290,15 @@ async def test_job_shows_ledger_workers_and_last_metrics(http: Http, ctx: Contex
     for step in (1, 2):
         await source.emit(step, {"reward/mean": step / 10})
     await ctx.bus.nc.flush()
-    await until(lambda: _has_metrics(http, job))
-    await until(lambda: _waits_for_a_trainer(http, job))
-    status, body = await http("GET", f"/v1/jobs/{job}")
+    status, body = await until(
+        lambda: http("GET", f"/v1/jobs/{job}"),
+        lambda found: "trainer" in found[1]["metrics"] and "trainer" in found[1]["waiting_for"],
+    )
     assert status == 200
     assert body["metrics"]["trainer"]["step"] == 2 and body["metrics"]["trainer"]["values"] == {"reward/mean": 0.2}
     ledger = body["ledger"]
     assert (ledger["issued"], ledger["running"], ledger["pending"], ledger["balanced"]) == (2, 1, 1, True)
     assert [w["id"] for w in body["workers"]] == ["rollout-7"]
-
-
-async def _waits_for_a_trainer(http: Http, job: str) -> bool:
-    return "trainer" in (await http("GET", f"/v1/jobs/{job}"))[1]["waiting_for"]
-
-
-async def _has_metrics(http: Http, job: str) -> bool:
-    return "trainer" in (await http("GET", f"/v1/jobs/{job}"))[1]["metrics"]
 
 
 async def test_cancel_may_be_repeated_but_not_after_another_end(http: Http, store: Store) -> None:

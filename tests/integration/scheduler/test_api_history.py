@@ -26,7 +26,7 @@ from tests.support.scheduling import served
 
 async def test_event_stream_is_live_resumes_and_ends_with_the_job(http: Http, store: Store) -> None:
     job = await http.job()
-    await until(lambda: _events(store, job, 3))  # queued, unchecked, waiting
+    await until(lambda: store.events(job), lambda events: len(events) >= 3)  # queued, unchecked, waiting
     url = f"{http.url}/v1/jobs/{job}/events"
     async with http.session.get(url) as response:
         assert response.content_type == "text/event-stream"
@@ -43,10 +43,6 @@ async def test_event_stream_is_live_resumes_and_ends_with_the_job(http: Http, st
         assert await soon(read_events(response)) == []
     as_json = (await http("GET", f"/v1/jobs/{job}/events?format=json&after={first[1]['id']}"))[1]["events"]
     assert [event["event"] for event in as_json] == ["waiting", "hello", "cancelled"]
-
-
-async def _events(store: Store, job: str, count: int) -> bool:
-    return len(await store.events(job)) >= count
 
 
 @pytest.mark.parametrize("query", ["after=x", "after=$", "after=1-2-3", "after=99999999999999999999", "format=xml"])
@@ -118,13 +114,9 @@ async def test_missing_nats_is_503_until_it_is_back(valkey_server: Server, store
             status, body = await http("GET", f"/v1/jobs/{job}")
             assert (status, body["state"], body["metrics"]) == (200, "queued", {}), "all but the last metrics"
             nats.start()
-            await until(lambda: _ok(http, f"/v1/jobs/{job}/metrics"))
+            await until(lambda: http("GET", f"/v1/jobs/{job}/metrics"), lambda answer: answer[0] == 200)
     finally:
         nats.kill()
-
-
-async def _ok(http: Http, path: str) -> bool:
-    return (await http("GET", path))[0] == 200
 
 
 async def test_transcripts_are_read_by_step(http: Http, ctx: Context) -> None:

@@ -366,12 +366,7 @@ async def test_a_process_that_was_killed_has_ended(alone: Settings) -> None:
     process = launched_processes.read(file)
     assert process is not None
     os.kill(process.pid, signal.SIGKILL)
-
-    async def ended() -> bool:
-        (one,) = await launcher.running()
-        return f"{HERE}-trainer-0.log" in one.ended
-
-    await until(ended)
+    await until(launcher.running, lambda found: [f"{HERE}-trainer-0.log" in one.ended for one in found] == [True])
     await launcher.end(f"{HERE}-trainer-0")
     assert await launcher.running() == []
 

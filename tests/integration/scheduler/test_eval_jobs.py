@@ -161,12 +161,12 @@ async def test_the_next_scheduler_goes_on_with_what_has_a_result(ctx: Context) -
 
     async with running(EvalCoordinator(ctx, UNFENCED, lost_s=0.2).run()):
 
-        async def rest_asked() -> bool:
-            return [exam.index for exam in await asked.exams()] == [20, 21, 22, 23]
+        def rest(exams: list[Any]) -> bool:
+            return [exam.index for exam in exams] == [20, 21, 22, 23]
 
-        await until(rest_asked)
+        await until(asked.exams, rest)
         await ctx.bus.purge("EXAMS", EXAM.at(job=asked.job))  # nobody has them any more: they are asked for again
-        await until(rest_asked)
+        await until(asked.exams, rest)
         await soon(asked.hand_in(*[result(i, float(i % 3 == 0), asked.job) for i in range(20, 24)]))
         await until(lambda: ctx.store.job(asked.job), lambda found: found.state.final)
     record = await ctx.store.job(asked.job)
@@ -188,18 +188,10 @@ async def test_exams_name_the_version_of_the_checkpoint_that_was_kept(ctx: Conte
     asked = await started(ctx, "j-kept000000", **one)
     broken = await started(ctx, "j-lost000000", **one)
     async with running(EvalCoordinator(ctx, UNFENCED).run()):
-
-        async def both() -> bool:
-            over = (await ctx.store.job(broken.job)).state == JobState.FAILED
-            return over and [exam.version for exam in await asked.exams()] == [version]
-
-        await until(both)
+        await until(lambda: ctx.store.job(broken.job), lambda found: found.state == JobState.FAILED)
+        await until(asked.exams, lambda found: [exam.version for exam in found] == [version])
         await soon(asked.hand_in(result(0, job=asked.job, version=version)))
-
-        async def over() -> bool:
-            return (await ctx.store.job(asked.job)).state == JobState.SUCCEEDED
-
-        await until(over)
+        await until(lambda: ctx.store.job(asked.job), lambda found: found.state == JobState.SUCCEEDED)
     assert orjson.loads((await ctx.store.job(asked.job)).result)["step"] == 40
     assert "cannot be read" in (await ctx.store.job(broken.job)).reason
 
@@ -210,11 +202,8 @@ async def test_job_whose_episodes_fail_says_why_and_ends(ctx: Context) -> None:
         await until(asked.exams, lambda found: len(found) == 100)
         bad = {"ending": Ending.ENV_ERROR, "error": "Traceback\nKeyError: 'board'", "sampled_by": []}
         await soon(asked.hand_in(*[result(i, 0.0, asked.job, **(bad if i % 3 else {})) for i in range(20)]))
-
-        async def over() -> bool:
-            return (await ctx.store.job(asked.job)).state == JobState.FAILED and await asked.exams() == []
-
-        await until(over)
+        await until(lambda: ctx.store.job(asked.job), lambda found: found.state == JobState.FAILED)
+        await until(asked.exams, lambda found: found == [])
     record = await ctx.store.job(asked.job)
     assert record.reason == (
         "13 of 20 episodes failed (rollout.max_failed_share is 0.5); last: env_error: KeyError: 'board'"

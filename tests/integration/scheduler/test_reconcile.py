@@ -233,7 +233,7 @@ async def test_paused_job_frees_workers_and_resumes(store: Store, workers: Worke
     await workers.start("trainer-0", "rollout-0")
     await until(lambda: _leased(workers, "trainer-0", job, 1))
     await store.transition(job, JobState.PAUSED)
-    await until(lambda: _no_leases(store))
+    await until(store.leases, lambda leases: not leases)
     await until(lambda: workers.idle("trainer-0", "rollout-0"))
     assert await state(store, job) == JobState.PAUSED
     await store.transition(job, JobState.QUEUED, allowed=[JobState.PAUSED])
@@ -272,7 +272,7 @@ async def test_ids_of_other_tenants_stay_hidden(store: Store, workers: Workers, 
                     ("resources__rollout_workers", "resources__min_rollout_workers"), 2
                 )
                 await new_job(store, "j-blue-3", tenant="blue", resources__priority=2, **needs)
-                await until(lambda: _was_told(store, red, "kept for a job of another tenant"))
+                await until(lambda: store.job(red), lambda job: "kept for a job of another tenant" in job.waiting_for)
         events = await store.events(red)
         told = {event["event"]: event for event in events}
         assert told["rollout_worker_taken_back"]["wanted_by"] == "a job of another tenant"
@@ -281,10 +281,6 @@ async def test_ids_of_other_tenants_stay_hidden(store: Store, workers: Workers, 
         assert {"job_started", "rollout_worker_taken_back", "job_preempted"} <= {line["event"] for line in lines}
         readable = [msgspec.json.encode(await store.job(red)), orjson.dumps(events), orjson.dumps(lines)]
         assert not [text for text in readable if b"j-blue" in text]
-
-
-async def _was_told(store: Store, job: str, what: str) -> bool:
-    return what in (await store.job(job)).waiting_for
 
 
 async def test_a_job_waits_for_enough_gpus(store: Store, workers: Workers, reconciler: Reconciler) -> None:
@@ -384,14 +380,10 @@ async def test_cancel_frees_workers(store: Store, workers: Workers, reconciler: 
     if before == JobState.RUNNING:
         await store.transition(job, JobState.RUNNING, epoch=1)
     await store.transition(job, JobState.CANCELLED)
-    await until(lambda: _no_leases(store))
+    await until(store.leases, lambda leases: not leases)
     if before != JobState.QUEUED:
         following = await new_job(store, "j-b")
         await until(lambda: started(store, following))
-
-
-async def _no_leases(store: Store) -> bool:
-    return not await store.leases()
 
 
 async def test_job_fails_when_trainers_are_lost_without_progress(store: Store, workers: Workers, ctx: Context) -> None:

@@ -202,14 +202,10 @@ async def test_no_model_is_loaded_for_a_job_that_ended_while_it_waited(bus: Bus,
         await passed(bus, first, 1)
         await until(lambda: not service.queue.in_flight)
         assert scorer.loaded == ["float32"] and service.cache.loads == 1
-        await until(lambda: _empty(bus, ended))
+        await until(lambda: bus.count("SCORES", SCORE.at(job=ended)), lambda waiting: not waiting)
         again = await add_job(store, str(tiny), dtype="bfloat16")
         await send(bus, *of_job(again, 1))
         await passed(bus, again, 1)
-
-
-async def _empty(bus: Bus, job: str) -> bool:
-    return not await bus.count("SCORES", SCORE.at(job=job))
 
 
 class Watching(Scorer):

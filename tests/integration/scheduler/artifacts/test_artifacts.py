@@ -82,6 +82,10 @@ async def kept_steps(ctx: Context, job: str) -> list[int]:
     return sorted(entry.manifest.step for entry in kept.values() if entry.manifest is not None)
 
 
+async def keeping(ctx: Context, job: str, step: int) -> None:
+    await until(lambda: kept_steps(ctx, job), lambda steps: step in steps)
+
+
 async def listed_steps(client: AsyncClient, job: str) -> list[int]:
     return [c["step"] for c in await client.checkpoints(job)]
 
@@ -181,7 +185,7 @@ async def test_artifacts_are_stored_by_tenant(client: AsyncClient, ctx: Context,
     job = await begun(client, ctx)
     home = ctx.settings.data_dir / "jobs" / job
     write_checkpoint(ctx, job, 10, FILES)
-    await until(lambda: _kept(ctx, job, [10]))
+    await until(lambda: kept_steps(ctx, job), lambda steps: steps == [10])
     (home / "transcripts").mkdir()
     (home / "transcripts" / "step-000010.jsonl").write_bytes(b'{"index": 0}\n')
     (home / "metrics.jsonl").write_bytes(b'{"step": 1}\n')
@@ -209,10 +213,6 @@ async def test_artifacts_are_stored_by_tenant(client: AsyncClient, ctx: Context,
     assert len(paths) == 4 and await client.download_artifacts(job, tmp_path / "rest") == paths
 
 
-async def _kept(ctx: Context, job: str, steps: list[int]) -> bool:
-    return await kept_steps(ctx, job) == steps
-
-
 async def test_job_starts_from_a_checkpoint_in_the_store(client: AsyncClient, ctx: Context, quick: None) -> None:
     job = await begun(client, ctx)
     write_checkpoint(ctx, job, 10, {"trainer/state.json": b"{}"})
@@ -226,7 +226,7 @@ async def test_job_starts_from_a_checkpoint_in_the_store(client: AsyncClient, ct
 async def test_step_that_was_written_anew_replaces_the_one_that_is_kept(client: AsyncClient, ctx: Context) -> None:
     job = await begun(client, ctx)
     write_checkpoint(ctx, job, 10, {"model.safetensors": b"before", "old.txt": b"old"})
-    await until(lambda: _kept(ctx, job, [10]))
+    await until(lambda: kept_steps(ctx, job), lambda steps: steps == [10])
     write_checkpoint(ctx, job, 10, {"model.safetensors": b"after"}, epoch=2)
     artifacts = ArtifactCatalog(ctx)
 
@@ -251,10 +251,11 @@ async def test_rules_keep_the_newest_and_the_best(client: AsyncClient, ctx: Cont
     job = await begun(client, ctx, keep_last=1, keep_best=1, best_metric="reward/mean")
     home = ctx.settings.data_dir / "jobs" / job
     for step, reward in ((10, 0.2), (20, 0.9), (30, 0.5), (40, 0.1)):
-        with (home / "metrics.jsonl").open("ab") if home.exists() else _new(home / "metrics.jsonl") as file:
+        home.mkdir(parents=True, exist_ok=True)
+        with (home / "metrics.jsonl").open("ab") as file:
             file.write(orjson.dumps({"epoch": 1, "step": step, "reward/mean": reward}) + b"\n")
         write_checkpoint(ctx, job, step, {"model.safetensors": str(step).encode()})
-        await until(lambda step=step: _has_kept(ctx, job, step))  # type: ignore[misc]
+        await keeping(ctx, job, step)
     await finished(ctx, job)
     assert await kept_steps(ctx, job) == [20, 40] == await listed_steps(client, job)
     shown = (await client.job(job))["artifacts"]
@@ -263,20 +264,11 @@ async def test_rules_keep_the_newest_and_the_best(client: AsyncClient, ctx: Cont
     assert sorted(step for steps in removed for step in steps) == [10, 30]
 
 
-def _new(path: Path) -> Any:
-    path.parent.mkdir(parents=True)
-    return path.open("ab")
-
-
-async def _has_kept(ctx: Context, job: str, step: int) -> bool:
-    return step in await kept_steps(ctx, job)
-
-
 async def test_what_is_left_expires_but_for_what_is_published(client: AsyncClient, ctx: Context, quick: None) -> None:
     job = await begun(client, ctx, keep_all=True, expire_days=1e-9)
     for step in (10, 20):
         write_checkpoint(ctx, job, step, {"trainer/state.json": b"{}"})
-        await until(lambda step=step: _has_kept(ctx, job, step))  # type: ignore[misc]
+        await keeping(ctx, job, step)
     await client.publish(f"{job}@10", "good")
     await ctx.store.transition(job, JobState.SUCCEEDED, epoch=1)
     await until(lambda: _expired(client, job))
@@ -288,10 +280,10 @@ async def test_what_is_left_expires_but_for_what_is_published(client: AsyncClien
     await MetricSource(ctx.bus, job, "trainer").emit(1, {"reward/mean": 0.5})
     await until(lambda: _has_metrics(ctx, job, 1))
     await client.unpublish("good")
-    await until(lambda: _kept(ctx, job, []))
-    await until(lambda: _empty(ctx, f"default/{job}"))
+    await until(lambda: kept_steps(ctx, job), lambda steps: steps == [])
+    await until(lambda: ArtifactCatalog(ctx).store.list(f"default/{job}"), lambda found: not found)
     await until(lambda: _has_metrics(ctx, job, 0))
-    await until(lambda: _is_deleted(client, job))
+    await until(lambda: client.job(job), lambda found: found["deleted"] is not None)
     assert not await ctx.store.redis.exists(f"adm:{job}", f"job:{job}:failures")
     with pytest.raises(ApiError) as gone:
         await client.metrics(job)
@@ -302,23 +294,15 @@ async def _has_metrics(ctx: Context, job: str, count: int) -> bool:
     return len(await ctx.bus.history(METRIC, 0, 10, job=job, source="*")) == count
 
 
-async def _is_deleted(client: AsyncClient, job: str) -> bool:
-    return (await client.job(job))["deleted"] is not None
-
-
 async def _expired(client: AsyncClient, job: str) -> bool:
     return any(event["event"] == "artifacts_expired" for event in await client.event_log(job))
-
-
-async def _empty(ctx: Context, prefix: str) -> bool:
-    return not await ArtifactCatalog(ctx).store.list(prefix)
 
 
 @pytest.mark.parametrize("kept_at", ["directory"], indirect=True)
 async def test_what_a_job_begins_with_stays_until_that_is_over(client: AsyncClient, ctx: Context, quick: None) -> None:
     job = await begun(client, ctx, expire_days=1e-9)
     write_checkpoint(ctx, job, 10, {"trainer/state.json": b"{}"})
-    await until(lambda: _kept(ctx, job, [10]))
+    await until(lambda: kept_steps(ctx, job), lambda steps: steps == [10])
     user = (await client.submit(spec_with(), from_checkpoint=f"{job}@10"))["id"]
     await ctx.store.transition(job, JobState.SUCCEEDED, epoch=1)
     await put_away(ctx, job)
@@ -327,7 +311,7 @@ async def test_what_a_job_begins_with_stays_until_that_is_over(client: AsyncClie
     with pytest.raises(ApiConflict, match=user):
         await client.delete_artifacts(job, 10)
     await client.cancel(user)
-    await until(lambda: _kept(ctx, job, []))
+    await until(lambda: kept_steps(ctx, job), lambda steps: steps == [])
 
 
 def test_an_inference_job_keeps_no_checkpoints() -> None:
@@ -366,7 +350,7 @@ async def test_published_name_replaces_a_job_id(client: AsyncClient, ctx: Contex
     with pytest.raises(ApiConflict, match=r"opentinker unpublish gomoku\.v1"):
         await client.delete_artifacts(job)
     await client.unpublish("gomoku.v1")
-    await until(lambda: _kept(ctx, job, [20]))
+    await until(lambda: kept_steps(ctx, job), lambda steps: steps == [20])
     with pytest.raises(ApiError, match="no checkpoint is published"):
         await client.download("gomoku.v1", tmp_path / "again")
 
@@ -412,7 +396,7 @@ async def test_what_is_deleted_is_gone_and_counts_no_more(client: AsyncClient, c
     assert before == sum(entry["bytes"] for entry in await client.artifacts(job))
     await _refuses_until_files_can_be_removed(client, ctx, job, before)
     assert await client.artifacts(job) == [] and job not in await index.stored("default")
-    await until(lambda: _empty(ctx, f"default/{job}"))
+    await until(lambda: ArtifactCatalog(ctx).store.list(f"default/{job}"), lambda found: not found)
     for stream, subject in (("METRICS", f"metric.{job}.*"), ("LOGS", f"log.{job}.*")):
         assert await ctx.bus.counts(stream, subject) == {}
     assert (await client.job(job))["deleted"] is not None
