@@ -76,8 +76,7 @@ def test_a_live_adapter_is_served_in_more_versions_than_one_and_the_next() -> No
 async def test_what_has_no_live_policy_says_what_can_be_served(client: AsyncClient, store: Store) -> None:
     rows = await new_job(store, "j-rows000000", JobState.RUNNING, kind="rl")
     over = await new_job(store, "j-over000000", JobState.SUCCEEDED)
-    foreign = "j-foreign000"
-    await store.create_job(id=foreign, spec=make_spec().model_dump(mode="json"), tenant="others")
+    foreign = await new_job(store, tenant="others")
 
     async def refused(source: str, **changes: Any) -> dict[str, str]:
         with pytest.raises(ApiError) as caught:

@@ -159,9 +159,9 @@ class Workers:
             await worker.die()
 
 
-async def new_job(store: Store, id: str, state: JobState = JobState.QUEUED, **changes: Any) -> str:
+async def new_job(store: Store, id: str = "", state: JobState = JobState.QUEUED, **changes: Any) -> str:
     """A stored job; `changes` as in `make_spec`, and its tenant."""
-    tenant = changes.pop("tenant", "default")
+    tenant, id = changes.pop("tenant", "default"), id or f"j-{uuid.uuid4().hex[:10]}"
     await store.create_job(id=id, spec=make_spec(**changes).model_dump(mode="json"), tenant=tenant)
     if state != JobState.QUEUED:
         await store.transition(id, state, epoch=1)

@@ -35,7 +35,7 @@ from tests.integration.inference.test_inference import HELLO, collected, opentin
 from tests.integration.inference.test_sleeping import asleep, ran
 from tests.support.api import refused, write_checkpoint
 from tests.support.cluster import toy_model
-from tests.support.factories import make_spec, refusals
+from tests.support.factories import refusals
 from tests.support.inference import Site
 from tests.support.scheduling import context, new_job
 
@@ -207,10 +207,7 @@ async def test_adapters_of_another_base_are_refused_together(client: AsyncClient
     for name, (files, of_base, model, _) in listed.items():
         job = "j-" + hashlib.sha256(name.encode()).hexdigest()[:10]
         made.append((name, f"{await trained(ctx, job, 3, of_base, files, **model)}@3"))
-    foreign = "j-foreign000"
-    await ctx.store.create_job(
-        id=foreign, spec=make_spec(model__base=str(base)).model_dump(mode="json"), tenant="others"
-    )
+    foreign = await new_job(ctx.store, "j-foreign000", model__base=str(base), tenant="others")
     write_checkpoint(ctx, foreign, 3, adapter())
     unknown = [
         ("theirs", f"{foreign}@3"),

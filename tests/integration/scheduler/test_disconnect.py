@@ -26,8 +26,7 @@ from opentinker.shared.state.stream_connections import ConnectionGroup, StreamCo
 from opentinker.shared.state.stream_credentials import StreamCredentialStore
 from tests.conftest import Server, free_port, nats_conf, until
 from tests.support.api import Http, new_key_of
-from tests.support.factories import make_spec
-from tests.support.scheduling import running, scheduler
+from tests.support.scheduling import new_job, running, scheduler
 from tests.support.streams import Guarded, Listener, comes_in, connected, given, guarded_context, guarded_nats, job_of
 
 
@@ -221,8 +220,7 @@ async def test_connection_to_another_server_of_a_cluster_is_closed(
     two_servers: list[Guarded], valkey_server: Server, store: Store, tmp_path: Path
 ) -> None:
     here, there = two_servers
-    key, job = await new_key_of(store, "red"), "j-clustered0"
-    await store.create_job(id=job, spec=make_spec().model_dump(mode="json"), tenant="red")
+    key, job = await new_key_of(store, "red"), await new_job(store, tenant="red")
     token, _ = await StreamCredentialStore(store.redis).give(
         key=id_of(key), secret=digest_of(key), tenant="red", job=job, now=time.time(), life_s=600.0
     )

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import shutil
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from typing import Any
@@ -26,7 +25,7 @@ from opentinker.shared.state.usage import UsageStore
 from opentinker.shared.types.core import JobState
 from opentinker.shared.types.errors import Fenced
 from tests.support.api import write_checkpoint
-from tests.support.factories import make_spec
+from tests.support.scheduling import new_job
 
 PATH = "checkpoints/step-000010"
 
@@ -164,12 +163,10 @@ def weights(text: str) -> dict[str, bytes]:
 
 async def test_leader_stops_mid_job(ctx: Context, own: Store, stride: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Meanwhile the trainer resumes, writes step 20 anew and sweeps; the next leader puts and removes."""
-    spec = make_spec(artifacts={"keep_last": 1}).model_dump(mode="json")
+    rules = {"keep_last": 1}
     at, refused, done = 1, 0, False
     while not done:
-        job = f"j-{uuid.uuid4().hex[:10]}"
-        await ctx.store.create_job(id=job, spec=spec, tenant="default")
-        await ctx.store.transition(job, JobState.STARTING, epoch=1)
+        job = await new_job(ctx.store, state=JobState.STARTING, artifacts=rules)
         write_checkpoint(ctx, job, 10, weights("ten"))
         old = Archiver(replace(ctx, store=own), await lead(ctx.store))
         await old.scan()
@@ -207,12 +204,10 @@ async def test_leader_stops_at_the_end(ctx: Context, own: Store, stride: int, mo
     """What it left is put away, to a store apart, and expires; meanwhile the next leader does all of that."""
     monkeypatch.setattr(DirectoryStore, "apart", True)
     monkeypatch.setattr("opentinker.services.scheduler.artifacts.archiver.LINGER_S", -60.0)
-    spec = make_spec(artifacts={"keep_last": 1, "expire_days": 1e-9}).model_dump(mode="json")
+    rules = {"keep_last": 1, "expire_days": 1e-9}
     at, refused, done = 1, 0, False
     while not done:
-        job = f"j-{uuid.uuid4().hex[:10]}"
-        await ctx.store.create_job(id=job, spec=spec, tenant="default")
-        await ctx.store.transition(job, JobState.STARTING, epoch=1)
+        job = await new_job(ctx.store, state=JobState.STARTING, artifacts=rules)
         for step in (10, 20):
             write_checkpoint(ctx, job, step, weights(str(step)))
         (ctx.settings.data_dir / "jobs" / job / "metrics.jsonl").write_bytes(b'{"step": 1}\n')
@@ -250,8 +245,7 @@ async def test_leader_stops_at_the_end(ctx: Context, own: Store, stride: int, mo
 
 async def test_everything_a_leader_writes_of_artifacts_is_refused_from_an_earlier_one(ctx: Context) -> None:
     """Each of these by itself: nothing of Redis changes."""
-    store, job = ctx.store, "j-fenced0000"
-    await store.create_job(id=job, spec=make_spec().model_dump(mode="json"), tenant="default")
+    store, job = ctx.store, await new_job(ctx.store)
     await store.redis.sadd("jobs:ending", job)
     earlier, now = await lead(store), await lead(store)
     index, kept = ArtifactIndex(store.redis), ArtifactEntry(path="logs.jsonl", bytes=3, created=0.0)
@@ -284,8 +278,7 @@ async def test_everything_a_leader_writes_of_artifacts_is_refused_from_an_earlie
 
 async def test_leader_that_wakes_opens_no_job_that_is_put_away(ctx: Context) -> None:
     """Clearing: the next leader has cleared the job, and the archiver has closed it, while the one before slept."""
-    job = "j-cleared000"
-    await ctx.store.create_job(id=job, spec=make_spec().model_dump(mode="json"), tenant="default")
+    job = await new_job(ctx.store)
     await ctx.store.transition(job, JobState.CANCELLED)
     sleeping = JobCleaner(ctx, await lead(ctx.store))
     await lead(ctx.store)
@@ -297,9 +290,7 @@ async def test_leader_that_wakes_opens_no_job_that_is_put_away(ctx: Context) -> 
 async def test_place_in_the_store_is_never_used_again(ctx: Context) -> None:
     """A checkpoint that was removed, and is wanted again, gets another one; what lies staged under an old one goes."""
     archiver = Archiver(ctx, await lead(ctx.store))
-    job = "j-placed0000"
-    await ctx.store.create_job(id=job, spec=make_spec().model_dump(mode="json"), tenant="default")
-    await ctx.store.transition(job, JobState.STARTING, epoch=1)
+    job = await new_job(ctx.store, state=JobState.STARTING)
     write_checkpoint(ctx, job, 10, weights("ten"))
     await archiver.scan()
     (place,) = (ctx.settings.data_dir / "staged" / "default" / job).iterdir()
@@ -318,8 +309,7 @@ async def test_place_in_the_store_is_never_used_again(ctx: Context) -> None:
 
 
 async def test_an_earlier_leader_keeps_the_event_of_an_expiry(ctx: Context) -> None:
-    store, job = ctx.store, "j-expired000"
-    await store.create_job(id=job, spec=make_spec().model_dump(mode="json"), tenant="default")
+    store, job = ctx.store, await new_job(ctx.store)
     earlier, now = await lead(store), await lead(store)
     await delete_history(ctx.bus, store, job, leader=now)
     await store.update(job, event="artifacts_expired", leader=now)

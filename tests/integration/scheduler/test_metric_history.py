@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,7 @@ from opentinker.shared.types.core import JobState, part_id
 from opentinker.shared.types.telemetry import MetricPoint
 from tests.conftest import Server
 from tests.support.api import Http
-from tests.support.factories import make_spec
-from tests.support.scheduling import served
+from tests.support.scheduling import new_job, served
 
 FULL = 32 * 1024
 """Bytes that METRICS holds in these tests: about 100 points."""
@@ -295,8 +293,7 @@ async def pair(ctx: Context) -> tuple[str, Writer, Writer]:
         "policies": {"speaker": {}, "listener": {}},
         "seats": {"speaker": "speaker", "listener": "listener"},
     }
-    job = f"j-{uuid.uuid4().hex[:10]}"
-    await ctx.store.create_job(id=job, spec=make_spec(**game).model_dump(mode="json"), tenant="default")
+    job = await new_job(ctx.store, **game)
     return job, Writer(ctx, job, policy="speaker"), Writer(ctx, job, policy="listener")
 
 

@@ -18,8 +18,8 @@ from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import JobState, Lease, Pool, WorkerInfo
 from tests.conftest import Server, until
 from tests.integration.shared.test_service import Process
-from tests.support.factories import make_spec
 from tests.support.listening import runs
+from tests.support.scheduling import new_job
 
 
 class Slot:
@@ -47,9 +47,7 @@ class Slot:
 
     async def begins(self, worker: WorkerInfo) -> tuple[str, dict[str, Any]]:
         """A job whose load has begun, and what that holds."""
-        job, self.epochs = f"j-{uuid.uuid4().hex[:10]}", self.epochs + 1
-        await self.store.create_job(id=job, spec=make_spec().model_dump(mode="json"), tenant="t")
-        await self.store.transition(job, JobState.STARTING)
+        job, self.epochs = await new_job(self.store, state=JobState.STARTING), self.epochs + 1
         lease = Lease(job=job, worker=self.name, pool=Pool.TRAINER, incarnation=worker.incarnation, epoch=self.epochs)
         await self.store.grant(lease)
         await self.wake()

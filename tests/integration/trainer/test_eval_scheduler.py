@@ -201,14 +201,7 @@ class Trial:
         return await self.ctx.bus.stored(EXAM, job=self.job)
 
     async def asked(self, count: int) -> list[EvalEpisode]:
-        found: list[EvalEpisode] = []
-
-        async def there() -> bool:
-            found[:] = await self.exams()
-            return len(found) >= count
-
-        await until(there)
-        return found
+        return await until(self.exams, lambda found: len(found) >= count)
 
     async def answer(self, *results: EvalResult) -> list[bool]:
         """As rollout workers do; whether they were wanted."""

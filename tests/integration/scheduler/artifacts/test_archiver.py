@@ -23,7 +23,7 @@ from opentinker.shared.runtime.service import Context
 from opentinker.shared.types.core import JobRecord, JobState
 from opentinker.shared.types.manifest import read_manifest
 from tests.support.api import SPEC, write_checkpoint
-from tests.support.factories import make_spec
+from tests.support.scheduling import new_job
 
 FILES = {"model.safetensors": b"weights", "trainer/state.json": b"{}"}
 PATH = "checkpoints/step-000010"
@@ -286,11 +286,7 @@ async def judged(ctx: Context, **validation: Any) -> str:
     """A job that keeps its newest checkpoint and the best one, by evaluations every ten steps."""
     rules = {"keep_last": 1, "keep_best": 1, "best_metric": "val/exact"}
     plan = {"every": 10, "episodes": 4} | validation
-    spec = make_spec(artifacts=rules, validation=plan, train={"steps": 100}).model_dump(mode="json")
-    job = f"j-{uuid.uuid4().hex[:10]}"
-    await ctx.store.create_job(id=job, spec=spec, tenant="default")
-    await ctx.store.transition(job, JobState.STARTING, epoch=1)
-    return job
+    return await new_job(ctx.store, state=JobState.STARTING, artifacts=rules, validation=plan, train={"steps": 100})
 
 
 async def after(ctx: Context, archiver: Archiver, job: str, *steps: int, epoch: int = 1) -> list[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import uuid
 from typing import Any
 
 import pytest
@@ -22,6 +21,7 @@ from opentinker.shared.types.manifest import read_manifest
 from tests.conftest import until
 from tests.support.api import write_checkpoint
 from tests.support.factories import make_spec
+from tests.support.scheduling import new_job
 
 FILES = {"model.safetensors": b"weights", "trainer/state.json": b"{}"}
 PATH = "checkpoints/step-000010"
@@ -43,11 +43,7 @@ GAME: dict[str, Any] = {
 
 async def begun(ctx: Context, **changes: Any) -> str:
     """A job with two policies that has had a trainer."""
-    job = f"j-{uuid.uuid4().hex[:10]}"
-    spec = make_spec(**{**GAME, **changes}).model_dump(mode="json")
-    await ctx.store.create_job(id=job, spec=spec, tenant="default")
-    await ctx.store.transition(job, JobState.STARTING, epoch=1)
-    return job
+    return await new_job(ctx.store, state=JobState.STARTING, **{**GAME, **changes})
 
 
 async def archive(archiver: Archiver) -> None:
