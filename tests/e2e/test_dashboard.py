@@ -595,6 +595,40 @@ async def test_a_real_run_is_seen_live_through_a_restart_of_nats(opened: Open, t
 
 
 @pytest.mark.nightly
+async def test_a_real_game_of_two_policies_is_seen_whole(opened: Open, tmp_path: Path) -> None:
+    async with toy_cluster(tmp_path) as (cluster, model):
+        spec: dict[str, Any] = {
+            "name": "pennies",
+            "model": {"base": str(model), "chat_template": "plain"},
+            "environment": {"name": "matching_pennies"},
+            "algorithm": {"group_size": 2, "groups_per_batch": 2, "max_staleness": 1},
+            "rollout": {"engine": "toy", "max_tokens": 4, "transcripts": 2},
+            "train": {"learner": "simulated", "steps": 8, "simulated_step_s": 0.05},
+            "policies": {"a": {}, "b": {}},
+            "seats": {"even": "a", "odd": "b"},
+            "validation": {"every": 4, "episodes": 4, "against": [{"bot": "heads"}, {"policy": "b"}]},
+        }
+        job = await cluster.submit(parse_spec(spec))
+        await cluster.succeeds(job)
+        tab = await opened(f"http://127.0.0.1:{cluster.http_port}")
+        await tab.go("jobs", job)
+        reward_lines = ["a reward", "a validation", "b reward", "b validation"]
+        for chart, lines in {"Reward": reward_lines, "Rating": ["a", "b"], "Staleness": ["a", "b"]}.items():
+            await expect(tab.page.locator(f'[data-chart="{chart}"] .legend .key')).to_contain_text(lines)
+        await expect(tab.page.locator(".top [data-policy=b]")).to_contain_text("8 / 8")
+        row = tab.page.get_by_role("region", name="Win rates").locator("tbody tr").first
+        await expect(row).to_contain_text("a50%")
+        await tab.go("jobs", job, "episodes")
+        heads = tab.page.locator(".match").first.locator(".message > small")
+        await expect(heads).to_have_count(4)
+        said = await heads.all_text_contents()
+        assert [text.split(" ·")[0] for text in said] == ["to even", "even", "to odd", "odd"]
+        assert "weights a 1." in said[1] and "weights b 1." in said[3]
+        await tab.page.get_by_role("button", name="evaluations", exact=True).click()
+        await tab.shows("Against")
+
+
+@pytest.mark.nightly
 async def test_a_checkpoint_is_talked_to(opened: Open, tmp_path: Path) -> None:
     async with toy_cluster(tmp_path) as (cluster, model):
         train = {"learner": "simulated", "steps": 3}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import resource
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import orjson
 import pytest
 import pytest_asyncio
 
+from opentinker.client import ApiError
 from opentinker.services.trainer import checkpoint
 from opentinker.shared.messaging.permissions import HISTORY
 from opentinker.shared.messaging.subjects import SERVICES
@@ -22,7 +24,7 @@ from tests.conftest import WAIT_S, until
 from tests.samples import canaries
 from tests.samples.upload_samples import PARITY
 from tests.support.api import OPERATOR, bearing
-from tests.support.cluster import SERVERS, Cluster, toy_cluster, undocumented
+from tests.support.cluster import SERVERS, Cluster, toy_cluster, toy_model, undocumented
 from tests.support.factories import make_spec
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -336,6 +338,19 @@ async def test_job_goes_on_past_groups_that_fail(shared: System) -> None:
     assert cluster.lines(job)[-1]["failed/env_error"] >= 10
 
 
+async def test_a_missing_chat_template_is_refused_unless_allowed(shared: System, tmp_path: Path) -> None:
+    model = toy_model(tmp_path / "bare")
+    (model / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}')
+    spec = job_spec(model)
+    with pytest.raises(ApiError, match="has no chat template") as refused:
+        await shared.cluster.client.submit(spec)
+    assert [m["field"] for m in refused.value.mistakes] == ["model.chat_template"]
+    data = spec.model_dump(mode="json")
+    data["model"]["chat_template"] = "plain"
+    job = str((await shared.cluster.client.submit(data))["id"])
+    await shared.cluster.succeeds(job)
+
+
 async def test_model_that_cannot_be_read_fails_the_job_with_its_reason(shared: System, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     job = await shared.cluster.submit(job_spec(tmp_path))
@@ -354,6 +369,28 @@ async def test_group_too_large_for_a_message_fails_the_job_with_the_numbers(tmp_
             assert words in record["reason"], record["reason"]
         await free(cluster)
         assert cluster.processes["rollout_worker-0"].exits == []
+
+
+@pytest.mark.nightly
+async def test_job_goes_on_while_the_disk_takes_nothing(tmp_path: Path) -> None:
+    """No log line, no metrics and no checkpoint can be written for a while: nothing ends, and only time is lost."""
+    async with toy_cluster(tmp_path) as (cluster, model):
+        train = {"learner": "simulated", "steps": 60, "simulated_step_s": 0.08, "checkpoint_every": 4}
+        spec = job_spec(model, train=train)
+        job = await cluster.submit(spec)
+        await until(lambda: steps_of(cluster, job))
+        trainer = cluster.processes["trainer-0"].pid
+        _, hard = resource.prlimit(trainer, resource.RLIMIT_FSIZE)
+        resource.prlimit(trainer, resource.RLIMIT_FSIZE, (64, hard))  # bytes per file
+        last = steps_of(cluster, job)[-1]  # or the next one, if it was being put in place
+        await cluster.reaches(job, last + 16)
+        refused = {event["event"] for event in await cluster.client.event_log(job)}
+        assert {"checkpoint_failed", "metrics_log_failed"} <= refused
+        assert steps_of(cluster, job)[-1] <= last + 4
+        resource.prlimit(trainer, resource.RLIMIT_FSIZE, (hard, hard))
+        await cluster.succeeds(job)
+        assert cluster.faults(job, spec) == [], "no line of metrics.jsonl is missing"
+        assert cluster.processes["trainer-0"].exits == []
 
 
 # --- who comes and goes ---------------------------------------------------------------------------------------------

@@ -212,6 +212,24 @@ async def test_job_is_evaluated_from_start_to_end_whoever_dies(tmp_path: Path) -
         assert [(line["step"], line["val/episodes"]) for line in cluster.lines(job, "validation.jsonl")] == [(4, 30)]
 
 
+@pytest.mark.nightly
+async def test_evaluation_of_a_step_already_done_is_not_repeated_by_the_next_trainer(tmp_path: Path) -> None:
+    async with toy_cluster(tmp_path) as (cluster, model):
+        train = {"learner": "simulated", "steps": 12, "simulated_step_s": 0.4, "checkpoint_every": 4}
+        job = await cluster.submit(evaluated_spec(model, train=train))
+        await until(lambda: [line["step"] for line in cluster.lines(job, "validation.jsonl")] == [0, 4])
+        await cluster.reaches(job, 5)
+        cluster.kill("trainer-0")
+        await cluster.succeeds(job)
+        assert cluster.manifest(job).resumed[2] == 4
+        assert [(line["epoch"], line["step"]) for line in cluster.lines(job, "validation.jsonl")] == [
+            (1, 0),
+            (1, 4),
+            (2, 8),
+            (2, 12),
+        ]
+
+
 LARGE: dict[str, dict[str, dict[str, Any]]] = {
     "large": {
         "algorithm": {"group_size": 512, "groups_per_batch": 1},

@@ -129,6 +129,27 @@ async def test_answers_are_those_of_the_model_whole_and_streamed_alike(system: C
     assert {len(token.top_logprobs) for token in narrow.choices[0].logprobs.content or []} == {3}
 
 
+async def test_stops_limits_and_greedy(system: Cluster, job: str) -> None:
+    options: Any = {"model": "chat", "messages": ASKED, "temperature": 0, "max_tokens": 30}
+    async with asking(system, job) as client:
+        free = (await client.chat.completions.create(**options)).choices[0].message.content or ""
+        assert len(free) > 3
+        mark = free[2:4]
+        ended = (await client.chat.completions.create(**options, stop=[mark])).choices[0]
+        assert (ended.message.content, ended.finish_reason) == (free[: free.index(mark)], "stop")
+        stream = await client.chat.completions.create(**options, stop=[mark], stream=True)
+        streamed = [choice.delta.content or "" async for chunk in stream for choice in chunk.choices]
+        assert "".join(streamed) == free[: free.index(mark)]
+        cut = (await client.chat.completions.create(**{**options, "max_tokens": 2})).choices[0]
+        assert (cut.message.content, cut.finish_reason) == (free[:2], "length")
+        with pytest.raises(openai.BadRequestError, match="maximum context length is 256"):
+            await client.chat.completions.create(model="chat", messages=[{"role": "user", "content": "1" * 300}])
+        with pytest.raises(openai.BadRequestError, match="chat template"):
+            await client.chat.completions.create(
+                **options, tools=[{"type": "function", "function": {"name": "f", "parameters": {}}}]
+            )
+
+
 async def test_many_are_answered_at_once_and_their_numbers_are_told(system: Cluster, job: str) -> None:
     async with asking(system, job) as client:
         answers = await asyncio.gather(
@@ -215,4 +236,46 @@ async def test_the_adapter_of_a_checkpoint_is_served(system: Cluster, tiny: Path
     said, ids = torch.tensor(answer.choices[0].logprobs.token_logprobs), answer.choices[0].token_ids
     assert float((said - logprobs_of(adapted, prompt, ids)).abs().max()) < 1e-3
     assert float((said - logprobs_of(AutoModelForCausalLM.from_pretrained(tiny), prompt, ids)).abs().max()) > 0.1
+    assert (await system.client.cancel(job))["state"] == "cancelled"
+
+
+@pytest.mark.nightly
+async def test_adapters_and_base_are_served_before_and_after_sleep(system: Cluster, tiny: Path, tmp_path: Path) -> None:
+    """Whatever is asked beside it, each answers with the probabilities that transformers and peft give it."""
+    from transformers import AutoModelForCausalLM
+
+    models = {
+        "chat": AutoModelForCausalLM.from_pretrained(tiny),
+        "maths": await trained(
+            system, "j-maths00000", tiny, tmp_path / "m", 4, r=4, target_modules=["q_proj", "o_proj"]
+        ),
+        "code": await trained(system, "j-code000000", tiny, tmp_path / "c", 5, r=12, target_modules="all-linear"),
+    }
+    adapters = [{"name": "maths", "from": "j-maths00000@latest"}, {"name": "code", "from": "j-code000000@9"}]
+    serving = {"adapters": adapters, "sleep_s": 1.0, "wake_s": WAIT_S}
+    job = str((await system.client.submit(serves(tiny, rollout={"context_length": 512}, serving=serving)))["id"])
+    prompts = [[5, 6, 7], [5 + n % 9 for n in range(300)]]  # the longer one is cached
+    async with asking(system, job) as client:
+        for again in range(2):
+            asked = [(name, prompt, seed) for seed in range(6) for name in models for prompt in prompts]
+            answers: list[Any] = await asyncio.gather(
+                *(
+                    client.completions.create(model=name, prompt=prompt, max_tokens=12, logprobs=0, seed=seed)
+                    for name, prompt, seed in asked
+                )
+            )
+            apart: dict[tuple[str, str], float] = {}
+            for (name, prompt, _), answer in zip(asked, answers, strict=True):
+                said, ids = torch.tensor(answer.choices[0].logprobs.token_logprobs), answer.choices[0].token_ids
+                assert answer.model == name and answer.usage.prompt_tokens == len(prompt)
+                assert answer.system_fingerprint == ("weights-0.0" if name == "chat" else "weights-1.9")
+                for other, model in models.items():
+                    far = float((said - logprobs_of(model, prompt, ids)).abs().max())
+                    apart[name, other] = max(far, apart.get((name, other), 0.0))
+            assert {pair for pair, far in apart.items() if far < 1e-3} == {(name, name) for name in models}
+            assert all(far > 0.1 for (name, other), far in apart.items() if name != other)
+            if not again:
+                await until(lambda: system.client.job(job), lambda found: found["asleep"])
+        with pytest.raises(openai.NotFoundError, match="maths, code"):
+            await client.completions.create(model="poems", prompt=[5])
     assert (await system.client.cancel(job))["state"] == "cancelled"

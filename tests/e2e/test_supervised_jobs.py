@@ -203,6 +203,26 @@ async def test_sft_survives_a_kill_with_the_same_weights(cluster: Cluster, tmp_p
     AutoModelForCausalLM.from_pretrained(await cluster.client.download(killed, tmp_path / "model"))
 
 
+@pytest.mark.nightly
+@pytest.mark.asyncio(loop_scope="module")
+async def test_dpo_over_real_processes_and_two_ranks_learns(cluster: Cluster, tmp_path: Path, model: Path) -> None:
+    spec = row_spec(
+        model,
+        write_rows(tmp_path / "pairs.jsonl", preferences(60)),
+        "dpo",
+        model={"chat_template": "plain"},
+        data={"epochs": 4, "batch_size": 8, "validation": 0.2},
+        train={"lr": 3e-3, "checkpoint_every": 5},
+        resources={"trainer_ranks": 2},
+    )
+    job = await cluster.submit(spec)
+    record = await cluster.wait(job)
+    assert (record["state"], record["step"]) == ("succeeded", 24), record["reason"]
+    losses, held = await values(cluster, job, "loss"), await values(cluster, job, "val/rewards/accuracy")
+    assert losses[0] == pytest.approx(math.log(2), abs=1e-6) and losses[-1] < 0.3
+    assert held[-1] > 0.9
+
+
 @pytest.mark.asyncio(loop_scope="module")
 async def test_job_of_another_kind_goes_on_from_the_weights(cluster: Cluster, tmp_path: Path, model: Path) -> None:
     """DPO after SFT; with a learning rate of 0 it ends with what it began with."""

@@ -146,6 +146,14 @@ async def draining(workers: Workers, name: str) -> bool:
     return info is not None and info.status == "draining"
 
 
+async def test_drain_ends_in_time_and_the_session_left_is_lost(workers: Workers, client: EnvClient) -> None:
+    await workers.start("env-0", OPENTINKER_DRAIN_S="0.3")
+    held = await client.open(opening("held"))
+    workers.signal("env-0", signal.SIGTERM)
+    assert await workers.end("env-0") == 0
+    assert (await client.step(*guess(held, "held"))).failure == Ending.ENV_LOST
+
+
 async def test_open_waits_for_a_worker_and_for_room(workers: Workers, client: EnvClient) -> None:
     waiting = asyncio.create_task(client.open(opening("first")))
     await workers.start("env-0", OPENTINKER_ENV_SESSIONS="1")

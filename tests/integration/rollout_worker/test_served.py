@@ -31,7 +31,7 @@ from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.store import Store
 from opentinker.shared.types import codec
 from opentinker.shared.types.core import Ending, Message, StopReason
-from opentinker.shared.types.env_protocol import EnvCheck, SessionReply, StepSession
+from opentinker.shared.types.env_protocol import EnvCheck, OpenSession, SessionReply, StepSession
 from tests.conftest import NewContext, until
 from tests.samples.env_samples import Shuffled
 from tests.samples.slow_imports import Gate, alive_importers

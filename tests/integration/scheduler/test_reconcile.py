@@ -110,6 +110,23 @@ async def test_job_waits_for_shared_workers(store: Store, ctx: Context, changes:
     await workers.stop()
 
 
+async def test_a_stuck_job_does_not_block_the_next(store: Store, workers: Workers, reconciler: Reconciler) -> None:
+    first = await new_job(store, "j-first", algorithm__kl_coef=0.1)
+    second = await new_job(store, "j-second")
+    await workers.start("trainer-0", "rollout-0")
+    await until(lambda: started(store, second))
+    assert await state(store, first) == JobState.QUEUED
+    waiting = "a free trainer; a free rollout worker; shared reference-forward (none is running)"
+    await until(lambda: _waits_for(store, first, waiting))
+
+
+async def test_oldest_job_goes_first(store: Store, workers: Workers, ctx: Context) -> None:
+    jobs = [await new_job(store, f"j-{name}") for name in ("z", "a", "m")]
+    await workers.start("trainer-0", "rollout-0")
+    await Reconciler(ctx).reconcile()
+    assert [await state(store, job) for job in jobs] == [JobState.STARTING, JobState.QUEUED, JobState.QUEUED]
+
+
 async def test_dead_trainer_is_replaced_at_a_new_epoch(store: Store, workers: Workers, reconciler: Reconciler) -> None:
     job = await new_job(store, "j-a")
     await workers.start("trainer-0", "rollout-0")
@@ -156,15 +173,23 @@ async def test_restarted_trainer_gets_its_job_back(store: Store, workers: Worker
     job = await new_job(store, "j-a")
     await workers.start("trainer-0", "rollout-0")
     await until(lambda: started(store, job))
-    await workers["trainer-0"].die()
-    await until(lambda: _waits_for(store, job, "trainer (none is running)"))
     await workers.start("trainer-0")  # same slot, new incarnation
     again = Lease(
         job=job, worker="trainer-0", incarnation=workers["trainer-0"].info.incarnation, epoch=2, pool=Pool.TRAINER
     )
     await until(partial(_has, workers, "trainer-0", again))
-    await until(lambda: _waits_for(store, job, ""))
     assert (await store.job(job)).epoch == 2
+
+
+async def test_job_says_it_waits_for_a_new_trainer(store: Store, workers: Workers, reconciler: Reconciler) -> None:
+    job = await new_job(store, "j-a")
+    await workers.start("trainer-0", "rollout-0")
+    await until(lambda: started(store, job))
+    await workers["trainer-0"].die()
+    await until(lambda: _waits_for(store, job, "trainer (none is running)"))
+    await workers.start("trainer-0")
+    await until(lambda: started(store, job, epoch=2))
+    await until(lambda: _waits_for(store, job, ""))
 
 
 async def test_dead_rollout_worker_keeps_the_epoch(store: Store, workers: Workers, reconciler: Reconciler) -> None:
