@@ -64,15 +64,9 @@ class Gateway:
         """By address; also those that are away."""
         self._sockets: set[web.WebSocketResponse] = set()
 
-    @Route(
-        "GET",
-        "/v1/served/{name}",
-        Action.ENVIRONMENTS_SERVE,
-        "Serve an environment under this name (WebSocket)",
-        status=101,
-        content="application/octet-stream",
-    )
+    @Route("GET", "/v1/served/{name}", Action.ENVIRONMENTS_SERVE, status=101, content="application/octet-stream")
     async def connect(self, request: web.Request) -> web.StreamResponse:
+        """Serve an environment under this name (WebSocket)."""
         tenant, name = tenant_of(request), request.match_info["name"]
         if not NAME.fullmatch(name):
             problem_ = "must be up to 64 letters, digits and -_. and begin with a letter or digit"
@@ -180,15 +174,11 @@ class Gateway:
             detail=detail,
         )
 
-    @Route(
-        "GET",
-        "/v1/served",
-        Action.ENVIRONMENTS_READ,
-        "List environments served by users",
-        answer=api_types.ServedEnvironments,
-    )
+    @Route("GET", "/v1/served", Action.ENVIRONMENTS_READ, answer=api_types.ServedEnvironments)
     async def list(self, request: web.Request) -> web.Response:
-        """List the served environments of all schedulers."""
+        """List environments served by users.
+
+        Of all schedulers."""
         found: dict[str, dict[str, Any]] = {}
         for worker in await self.ctx.store.workers():
             environment = worker.detail.get("served")

@@ -37,16 +37,11 @@ class ArtifactsApi:
     def __init__(self, jobs: JobsApi) -> None:
         self.jobs, self.artifacts = jobs, jobs.artifacts
 
-    @Route(
-        "GET",
-        "/v1/jobs/{id}/artifacts",
-        Action.JOBS_READ,
-        "List the files of a job",
-        parameters=(OF_POLICY,),
-        answer=api_types.Artifacts,
-    )
+    @Route("GET", "/v1/jobs/{id}/artifacts", Action.JOBS_READ, parameters=(OF_POLICY,), answer=api_types.Artifacts)
     async def list(self, request: web.Request) -> web.Response:
-        """`bytes`: of all of them."""
+        """List the files of a job.
+
+        `bytes`: of all of them."""
         job = await self._own_or_part(request)
         found = await self.artifacts.listed(job)
         return json_response({"artifacts": found, "bytes": sum(entry["bytes"] for entry in found)})
@@ -55,11 +50,11 @@ class ArtifactsApi:
         "GET",
         "/v1/jobs/{id}/artifacts/download",
         Action.CHECKPOINTS_READ,
-        "Download a file of a job",
         parameters=(PATH, OF_POLICY, RANGE, IF_RANGE),
         content="application/octet-stream",
     )
     async def file(self, request: web.Request) -> web.StreamResponse:
+        """Download a file of a job."""
         job = await self._own_or_part(request)
         path = request.query.get("path", "")
         if not 0 < len(path) <= MAX_PATH or not path.isprintable():
@@ -76,15 +71,9 @@ class ArtifactsApi:
         job = await self.jobs.found(request)
         return self.jobs.part(request, job) if "policy" in request.query else job
 
-    @Route(
-        "GET",
-        "/v1/jobs/{id}/checkpoints",
-        Action.JOBS_READ,
-        "List checkpoints, oldest first",
-        parameters=(POLICY,),
-        answer=api_types.Checkpoints,
-    )
+    @Route("GET", "/v1/jobs/{id}/checkpoints", Action.JOBS_READ, parameters=(POLICY,), answer=api_types.Checkpoints)
     async def checkpoints(self, request: web.Request) -> web.Response:
+        """List checkpoints, oldest first."""
         job = self.jobs.part(request, await self.jobs.found(request))
         return json_response({"checkpoints": checkpoint_dir.listed(await self.artifacts.checkpoints(job))})
 
@@ -92,12 +81,13 @@ class ArtifactsApi:
         "GET",
         "/v1/jobs/{id}/checkpoints/{step}/download",
         Action.CHECKPOINTS_READ,
-        "Download a checkpoint as a tar archive; `step` is a number or `latest`",
         parameters=(ALL, POLICY, RANGE, IF_RANGE),
         content="application/x-tar",
     )
     async def download(self, request: web.Request) -> web.StreamResponse:
-        """A checkpoint; the manifest that it begins with has the SHA-256 of every other file."""
+        """Download a checkpoint as a tar archive; `step` is a number or `latest`.
+
+        A checkpoint; the manifest that it begins with has the SHA-256 of every other file."""
         job = self.jobs.part(request, await self.jobs.found(request))
         step, everything = step_of(request), request.query.get("all", "0")
         if everything not in ("0", "1"):

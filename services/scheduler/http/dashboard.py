@@ -60,9 +60,11 @@ class Page:
         """`streams`: nats_websocket_url."""
         self._home, self._streams = HOME, streams
 
-    @Route("GET", "/", Action.FREE, "The dashboard", content="text/html")
+    @Route("GET", "/", Action.FREE, content="text/html")
     async def index(self, request: web.Request) -> web.Response:
-        """Return the page; if it is not built, a page that explains how to build it."""
+        """The dashboard.
+
+        Return the page; if it is not built, a page that explains how to build it."""
         try:
             text = await asyncio.to_thread((self._home / INDEX).read_text)
         except FileNotFoundError:
@@ -73,8 +75,9 @@ class Page:
         response.enable_compression()
         return response
 
-    @Route("GET", "/page/{name}", Action.FREE, "A script or style sheet of the dashboard", content="text/javascript")
+    @Route("GET", "/page/{name}", Action.FREE, content="text/javascript")
     async def part(self, request: web.Request) -> web.Response:
+        """A script or style sheet of the dashboard."""
         name = request.match_info["name"]
         if not _PART.fullmatch(name):
             raise NotFound(f"the page has no {name[:100]!r}")

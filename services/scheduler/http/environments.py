@@ -50,13 +50,13 @@ class EnvironmentsApi:
         "POST",
         "/v1/environments",
         Action.ENVIRONMENTS_WRITE,
-        "Upload an environment",
         status=201,
         parameters=(NAME,),
         takes="application/x-tar",
         answer=api_types.PushedEnvironment,
     )
     async def push(self, request: web.Request) -> web.Response:
+        """Upload an environment."""
         name = request.query.get("name", "")
         tenant = tenant_of(request)
         with await asyncio.to_thread(self._uploads.incoming) as file:
@@ -111,26 +111,16 @@ class EnvironmentsApi:
             sent = request.headers["Content-Digest"][:100]
             raise SpecError.of("Content-Digest", sent, "does not match the received content; send it again")
 
-    @Route(
-        "GET",
-        "/v1/environments",
-        Action.ENVIRONMENTS_READ,
-        "List your environments with their latest versions",
-        answer=api_types.Environments,
-    )
+    @Route("GET", "/v1/environments", Action.ENVIRONMENTS_READ, answer=api_types.Environments)
     async def list(self, request: web.Request) -> web.Response:
+        """List your environments with their latest versions."""
         names = await asyncio.to_thread(self._uploads.names, tenant_of(request))
         newest = [{"name": name, **_shown(found[-1]), "versions": len(found)} for name, found in names.items()]
         return json_response({"environments": newest})
 
-    @Route(
-        "GET",
-        "/v1/environments/{name}",
-        Action.ENVIRONMENTS_READ,
-        "Get an environment and its versions, oldest first",
-        answer=api_types.Environment,
-    )
+    @Route("GET", "/v1/environments/{name}", Action.ENVIRONMENTS_READ, answer=api_types.Environment)
     async def get(self, request: web.Request) -> web.Response:
+        """Get an environment and its versions, oldest first."""
         name = request.match_info["name"]
         versions = await asyncio.to_thread(self._uploads.versions, tenant_of(request), name)
         return json_response({"name": name, "versions": [_shown(version) for version in versions]})
@@ -139,12 +129,13 @@ class EnvironmentsApi:
         "DELETE",
         "/v1/environments/{name}",
         Action.ENVIRONMENTS_WRITE,
-        "Delete an environment, or one version of it",
         parameters=(VERSION,),
         answer=api_types.DeletedEnvironment,
     )
     async def delete(self, request: web.Request) -> web.Response:
-        """A version that a job still needs stays: of a name all of whose versions shall go, all of them do."""
+        """Delete an environment, or one version of it.
+
+        A version that a job still needs stays: of a name all of whose versions shall go, all of them do."""
         tenant, name, version = tenant_of(request), request.match_info["name"], VERSION.read(request)
         versions = await asyncio.to_thread(self._uploads.versions, tenant, name)
         going = {str(Reference(name, v.version, v.digest)) for v in versions if version in (0, v.version)}

@@ -47,8 +47,9 @@ class InferenceApi:
     def __init__(self, jobs: JobsApi, replicas: InferenceRouter) -> None:
         self.jobs, self.replicas = jobs, replicas
 
-    @Route("GET", "/v1/jobs/{id}/v1/models", Action.INFERENCE_USE, "List the models of an inference job (OpenAI)")
+    @Route("GET", "/v1/jobs/{id}/v1/models", Action.INFERENCE_USE)
     async def models(self, request: web.Request) -> web.Response:
+        """List the models of an inference job (OpenAI)."""
         return json_response(self._cards(await self._job(request)))
 
     @staticmethod
@@ -57,55 +58,30 @@ class InferenceApi:
         length = job.spec["rollout"]["context_length"] or 0
         return models(first, length, *others, adapters=adapters_in(job.spec))
 
-    @Route(
-        "GET",
-        "/v1/jobs/{id}/v1/models/{model}",
-        Action.INFERENCE_USE,
-        "Get a model of an inference job by any of its names (OpenAI)",
-        slashes="model",
-    )
+    @Route("GET", "/v1/jobs/{id}/v1/models/{model}", Action.INFERENCE_USE, slashes="model")
     async def model(self, request: web.Request) -> web.Response:
+        """Get a model of an inference job by any of its names (OpenAI)."""
         job, name = await self._job(request), request.match_info["model"]
         return json_response(card_of(self._cards(job), name))
 
-    @Route(
-        "POST",
-        "/v1/jobs/{id}/v1/chat/completions",
-        Action.INFERENCE_USE,
-        "Create a chat completion, optionally streamed (OpenAI)",
-        takes="application/json",
-    )
+    @Route("POST", "/v1/jobs/{id}/v1/chat/completions", Action.INFERENCE_USE, takes="application/json")
     async def chat(self, request: web.Request) -> web.StreamResponse:
+        """Create a chat completion, optionally streamed (OpenAI)."""
         return await self._ask(request, dialects.CHAT)
 
-    @Route(
-        "POST",
-        "/v1/jobs/{id}/v1/completions",
-        Action.INFERENCE_USE,
-        "Create a completion of text or token ids (OpenAI)",
-        takes="application/json",
-    )
+    @Route("POST", "/v1/jobs/{id}/v1/completions", Action.INFERENCE_USE, takes="application/json")
     async def completions(self, request: web.Request) -> web.StreamResponse:
+        """Create a completion of text or token ids (OpenAI)."""
         return await self._ask(request, dialects.COMPLETIONS)
 
-    @Route(
-        "POST",
-        "/v1/jobs/{id}/v1/responses",
-        Action.INFERENCE_USE,
-        "Create a response, optionally streamed (OpenAI)",
-        takes="application/json",
-    )
+    @Route("POST", "/v1/jobs/{id}/v1/responses", Action.INFERENCE_USE, takes="application/json")
     async def responses(self, request: web.Request) -> web.StreamResponse:
+        """Create a response, optionally streamed (OpenAI)."""
         return await self._ask(request, dialects.RESPONSES)
 
-    @Route(
-        "POST",
-        "/v1/jobs/{id}/v1/messages",
-        Action.INFERENCE_USE,
-        "Create a message, optionally streamed (Anthropic)",
-        takes="application/json",
-    )
+    @Route("POST", "/v1/jobs/{id}/v1/messages", Action.INFERENCE_USE, takes="application/json")
     async def messages(self, request: web.Request) -> web.StreamResponse:
+        """Create a message, optionally streamed (Anthropic)."""
         return await self._ask(request, dialects.MESSAGES)
 
     async def _job(self, request: web.Request) -> JobRecord:

@@ -52,15 +52,9 @@ class JobHistoryApi:
 
     # --- events -------------------------------------------------------------------------------------------------
 
-    @Route(
-        "GET",
-        "/v1/jobs/{id}/events",
-        Action.JOBS_READ,
-        "Stream job events (server-sent events)",
-        parameters=(AFTER_EVENT, FORMAT),
-        answer=api_types.Events,
-    )
+    @Route("GET", "/v1/jobs/{id}/events", Action.JOBS_READ, parameters=(AFTER_EVENT, FORMAT), answer=api_types.Events)
     async def events(self, request: web.Request) -> web.StreamResponse:
+        """Stream job events (server-sent events)."""
         job = await self.jobs.found(request)
         after = request.query.get("after") or request.headers.get("Last-Event-ID") or "0"
         if not EVENT_ID.fullmatch(after):
@@ -105,12 +99,13 @@ class JobHistoryApi:
         "GET",
         "/v1/jobs/{id}/metrics",
         Action.JOBS_READ,
-        "List metric points",
         parameters=(AFTER_POINT, LIMIT_POINTS, SOURCE, NAMES),
         answer=api_types.Metrics,
     )
     async def metrics(self, request: web.Request) -> web.Response:
-        """Read from the stream and metrics.jsonl, so it survives every service; `cursor` is the `after` of the next
+        """List metric points.
+
+        Read from the stream and metrics.jsonl, so it survives every service; `cursor` is the `after` of the next
         call."""
         job = await self.jobs.undeleted(request)
         after = AFTER_POINT.read(request)
@@ -138,30 +133,22 @@ class JobHistoryApi:
     # --- episodes and failures -----------------------------------------------------------------------------------
 
     @Route(
-        "GET",
-        "/v1/jobs/{id}/transcripts",
-        Action.JOBS_READ,
-        "List stored validation episodes",
-        parameters=(STEP, POLICY),
-        answer=api_types.Transcripts,
+        "GET", "/v1/jobs/{id}/transcripts", Action.JOBS_READ, parameters=(STEP, POLICY), answer=api_types.Transcripts
     )
     async def transcripts(self, request: web.Request) -> web.Response:
-        """Validation episodes, word by word: of one step, by default the newest that has any."""
+        """List stored validation episodes.
+
+        Of one step, by default the newest that has any."""
         job = await self.jobs.undeleted(request)
         step = STEP.read(request)
         home = self.jobs.home(self.jobs.part(request, job))
         return json_response(await asyncio.to_thread(transcripts.read, home, None if step < 0 else step))
 
-    @Route(
-        "GET",
-        "/v1/jobs/{id}/failures",
-        Action.JOBS_READ,
-        "List groups that failed permanently",
-        parameters=(LIMIT_FAILURES,),
-        answer=api_types.Failures,
-    )
+    @Route("GET", "/v1/jobs/{id}/failures", Action.JOBS_READ, parameters=(LIMIT_FAILURES,), answer=api_types.Failures)
     async def failures(self, request: web.Request) -> web.Response:
-        """Return permanent failures: the newest groups with their errors, and the number of all."""
+        """List groups that failed permanently.
+
+        The newest with their errors, and the number of all."""
         job = await self.jobs.undeleted(request)
         limit = LIMIT_FAILURES.read(request)
         ledgers = [await admission_of(self.store.redis, job, policy).ledger() for policy in job.policies or ("",)]

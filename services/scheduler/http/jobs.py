@@ -116,16 +116,10 @@ class JobsApi:
         return await asyncio.to_thread(wanted.chosen, rows)
 
     @Route(
-        "POST",
-        "/v1/jobs",
-        Action.JOBS_WRITE,
-        "Submit a job",
-        status=201,
-        parameters=(KEY,),
-        body=JobSpec,
-        answer=api_types.JobSummary,
+        "POST", "/v1/jobs", Action.JOBS_WRITE, status=201, parameters=(KEY,), body=JobSpec, answer=api_types.JobSummary
     )
     async def create(self, request: web.Request) -> web.Response:
+        """Submit a job."""
         key = request.headers.get("Idempotency-Key")
         if key is not None and not IDEMPOTENCY_KEY.fullmatch(key):
             raise SpecError.of("Idempotency-Key", key[:200], "must be 1 to 200 printable characters")
@@ -145,12 +139,13 @@ class JobsApi:
         "GET",
         "/v1/jobs",
         Action.JOBS_READ,
-        "List your jobs",
         parameters=(BEFORE_JOB, LIMIT_JOBS, SORT_JOBS, *FILTERS),
         answer=api_types.Jobs,
     )
     async def list(self, request: web.Request) -> web.Response:
-        """`cursor` is the `before` of the next call."""
+        """List your jobs.
+
+        `cursor` is the `before` of the next call."""
         limit, before = LIMIT_JOBS.read(request), request.query.get("before", "")
         tenant, wanted = tenant_of(request), JobQuery.of(request.query)
         try:
@@ -167,26 +162,15 @@ class JobsApi:
         cursor = shown[-1].id if shown else before
         return json_response({"jobs": [_summary(job) for job in shown], "cursor": cursor, "more": len(page) > limit})
 
-    @Route(
-        "GET",
-        "/v1/jobs/groups",
-        Action.JOBS_READ,
-        "Count your jobs by project, tag, state or another property",
-        parameters=(GROUP_BY, *FILTERS),
-        answer=api_types.JobGroups,
-    )
+    @Route("GET", "/v1/jobs/groups", Action.JOBS_READ, parameters=(GROUP_BY, *FILTERS), answer=api_types.JobGroups)
     async def groups(self, request: web.Request) -> web.Response:
+        """Count your jobs by project, tag, state or another property."""
         rows = await self._rows(tenant_of(request), JobQuery.of(request.query))
         return json_response({"groups": groups_of(rows, GROUP_BY.read(request))})
 
-    @Route(
-        "GET",
-        "/v1/jobs/{id}",
-        Action.JOBS_READ,
-        "Get a job: state, ledger, workers, latest metrics",
-        answer=api_types.Job,
-    )
+    @Route("GET", "/v1/jobs/{id}", Action.JOBS_READ, answer=api_types.Job)
     async def get(self, request: web.Request) -> web.Response:
+        """Get a job: state, ledger, workers, latest metrics."""
         job = await self.found(request)
         ledgers = {name: await self._ledger(job, name) for name in job.policies or ("",)}
         workers = [
@@ -247,50 +231,38 @@ class JobsApi:
         points = [msgspec.json.decode(message.data or b"", type=MetricPoint) for message in messages]
         return {p.source: {"step": p.step, "time": p.time, "values": p.values} for p in points}
 
-    @Route(
-        "PATCH",
-        "/v1/jobs/{id}",
-        Action.JOBS_WRITE,
-        "Change a job's name, project, tags or notes",
-        body=LabelChanges,
-        answer=api_types.JobSummary,
-    )
+    @Route("PATCH", "/v1/jobs/{id}", Action.JOBS_WRITE, body=LabelChanges, answer=api_types.JobSummary)
     async def label(self, request: web.Request) -> web.Response:
-        """Change labels of a job, over or not."""
+        """Change a job's name, project, tags or notes.
+
+        It may be over."""
         job = await self.found(request)
         asked = parsed(LabelChanges, await read_json(request))
         await self.rows.label(job.id, asked.values(), asked.add_tags or (), asked.remove_tags or ())
         return json_response(_summary(await self.store.job(job.id)))
 
-    @Route("POST", "/v1/jobs/{id}/cancel", Action.JOBS_WRITE, "Cancel a job", answer=api_types.JobSummary)
+    @Route("POST", "/v1/jobs/{id}/cancel", Action.JOBS_WRITE, answer=api_types.JobSummary)
     async def cancel(self, request: web.Request) -> web.Response:
+        """Cancel a job."""
         job = await self.found(request)
         refusal = "has {state} already; there is nothing to cancel"
         return await self._move(job.id, JobState.CANCELLED, refusal, reason="cancelled by request")
 
-    @Route(
-        "POST",
-        "/v1/jobs/{id}/pause",
-        Action.JOBS_WRITE,
-        "Pause a job: save its training state and release its workers",
-        answer=api_types.JobSummary,
-    )
+    @Route("POST", "/v1/jobs/{id}/pause", Action.JOBS_WRITE, answer=api_types.JobSummary)
     async def pause(self, request: web.Request) -> web.Response:
-        """Save the job's training state and release its workers. Pausing a paused job is allowed."""
+        """Pause a job: save its training state and release its workers.
+
+        Pausing a paused job is allowed."""
         job = await self.found(request)
         changes = {"allowed": PAUSABLE, "since": time.time(), "reason": "paused by request"}
         refusal = "is {state}: it cannot be paused"
         return await self._move(job.id, JobState.PAUSED, refusal, **changes, waiting_for="", asleep=False)
 
-    @Route(
-        "POST",
-        "/v1/jobs/{id}/resume",
-        Action.JOBS_WRITE,
-        "Resume a paused job from its latest checkpoint",
-        answer=api_types.JobSummary,
-    )
+    @Route("POST", "/v1/jobs/{id}/resume", Action.JOBS_WRITE, answer=api_types.JobSummary)
     async def resume(self, request: web.Request) -> web.Response:
-        """Back to the queue. Resuming what is not paused, and not over, is fine."""
+        """Resume a paused job from its latest checkpoint.
+
+        Back to the queue. Resuming what is not paused, and not over, is fine."""
         job = await self.found(request)
         if job.state == JobState.PAUSED:
             changes = {"allowed": [JobState.PAUSED], "since": time.time(), "event": "unpaused"}
@@ -312,11 +284,9 @@ class JobsApi:
         await self.bus.emit(WAKE, {"job": id}, who="scheduler")
         return json_response(_summary(await self.store.job(id)))
 
-    @Route(
-        "POST", "/v1/jobs/{id}/complete", Action.JOBS_WRITE, "Complete an inference job", answer=api_types.JobSummary
-    )
+    @Route("POST", "/v1/jobs/{id}/complete", Action.JOBS_WRITE, answer=api_types.JobSummary)
     async def complete(self, request: web.Request) -> web.Response:
-        """Complete a job that does not end by itself."""
+        """Complete an inference job."""
         job = await self.found(request)
         if job.kind != "inference":
             raise Conflict(f"job {job.id} is of kind {job.kind}, and ends by itself; it can be cancelled")

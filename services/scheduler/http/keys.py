@@ -71,16 +71,9 @@ class KeysApi:
         self._env, self._asks = ctx.settings.key_env, ctx.settings.auth
         self._keys = KeyStore(ctx.store.redis)
 
-    @Route(
-        "POST",
-        "/v1/keys",
-        Action.KEYS_WRITE,
-        "Create an API key; the response is the only place that shows it",
-        status=201,
-        body=NewKey,
-        answer=api_types.MadeKey,
-    )
+    @Route("POST", "/v1/keys", Action.KEYS_WRITE, status=201, body=NewKey, answer=api_types.MadeKey)
     async def create(self, request: web.Request) -> web.Response:
+        """Create an API key; the response is the only place that shows it."""
         asked = parsed(NewKey, await read_json(request))
         tenant = asked.tenant or tenant_of(request)
         if not may_see(request, tenant):
@@ -96,31 +89,20 @@ class KeysApi:
         )  # fmt: skip
         return json_response({"key": text, **_shown(key, now)}, 201, NO_STORE)
 
-    @Route(
-        "GET",
-        "/v1/keys",
-        Action.KEYS_READ,
-        "List API keys, oldest first, without their secrets",
-        parameters=(OF_TENANT,),
-        answer=api_types.Keys,
-    )
+    @Route("GET", "/v1/keys", Action.KEYS_READ, parameters=(OF_TENANT,), answer=api_types.Keys)
     async def list(self, request: web.Request) -> web.Response:
+        """List API keys, oldest first, without their secrets."""
         tenant = request.query.get("tenant", tenant_of(request))
         if tenant != tenant_of(request) and not (may_see(request, tenant) and tenant in await self._keys.tenants()):
             raise _no_tenant(tenant)
         now = time.time()
         return json_response({"keys": [_shown(key, now) for key in await self._keys.of(tenant)]})
 
-    @Route(
-        "POST",
-        "/v1/keys/{id}/rotate",
-        Action.KEYS_WRITE,
-        "Rotate an API key: replace its secret; the response is the only place that shows it",
-        body=Rotation,
-        answer=api_types.MadeKey,
-    )
+    @Route("POST", "/v1/keys/{id}/rotate", Action.KEYS_WRITE, body=Rotation, answer=api_types.MadeKey)
     async def rotate(self, request: web.Request) -> web.Response:
-        """Replace the key's secret. Its id and rights stay."""
+        """Rotate an API key: replace its secret; the response is the only place that shows it.
+
+        Its id and rights stay."""
         key = await self._found(request)
         raw = await read_json(request) if request.can_read_body else {}
         grace_s = parsed(Rotation, raw).grace_s
@@ -128,20 +110,21 @@ class KeysApi:
         await self._keys.rotate(key.id, text, now=now, grace_s=grace_s)
         return json_response({"key": text, **_shown(await self._known(key.id), now)}, headers=NO_STORE)
 
-    @Route("POST", "/v1/keys/{id}/revoke", Action.KEYS_WRITE, "Revoke an API key", answer=api_types.Key)
+    @Route("POST", "/v1/keys/{id}/revoke", Action.KEYS_WRITE, answer=api_types.Key)
     async def revoke(self, request: web.Request) -> web.Response:
-        """Revoking what is revoked already is fine: the call may be repeated."""
+        """Revoke an API key.
+
+        Revoking what is revoked already is fine: the call may be repeated."""
         key = await self._found(request)
         now = time.time()
         await self._keys.revoke(key.id, now=now)
         return json_response(_shown(await self._known(key.id), now))
 
-    @Route(
-        "GET", "/v1/whoami", Action.ABOUT, "Show the tenant, role and scopes of the key in use", answer=api_types.WhoAmI
-    )
+    @Route("GET", "/v1/whoami", Action.ABOUT, answer=api_types.WhoAmI)
     async def whoami(self, request: web.Request) -> web.Response:
-        """Return the identity of the key in the request. Without authentication: an operator, and `auth` explains
-        it."""
+        """Show the tenant, role and scopes of the key in use.
+
+        Without authentication: an operator, and `auth` explains it."""
         asked = principal_of(request)
         key = await self._keys.find(asked.key) if asked.key else None
         return json_response(
@@ -157,8 +140,9 @@ class KeysApi:
             }
         )
 
-    @Route("GET", "/v1/tenants", Action.SERVER_READ, "List tenants", answer=api_types.Tenants)
+    @Route("GET", "/v1/tenants", Action.SERVER_READ, answer=api_types.Tenants)
     async def tenants(self, _: web.Request) -> web.Response:
+        """List tenants."""
         found = await self._keys.tenants()
         return json_response({"tenants": [{"name": name, "since": since} for name, since in found.items()]})
 

@@ -46,16 +46,11 @@ class ObservabilityApi:
     def __init__(self, jobs: JobsApi) -> None:
         self.jobs, self.ctx, self.store, self.bus = jobs, jobs.ctx, jobs.store, jobs.bus
 
-    @Route(
-        "GET",
-        "/v1/jobs/{id}/rollouts",
-        Action.JOBS_READ,
-        "List stored training episodes",
-        parameters=(TRAINED, POLICY),
-        answer=api_types.Rollouts,
-    )
+    @Route("GET", "/v1/jobs/{id}/rollouts", Action.JOBS_READ, parameters=(TRAINED, POLICY), answer=api_types.Rollouts)
     async def rollouts(self, request: web.Request) -> web.Response:
-        """Episodes of one step's batch: by default of the newest step that has any."""
+        """List stored training episodes.
+
+        Of one step's batch, by default the newest step that has any."""
         job = await self.jobs.undeleted(request)
         step = TRAINED.read(request)
         home = self.jobs.home(self.jobs.part(request, job))
@@ -65,12 +60,13 @@ class ObservabilityApi:
         "GET",
         "/v1/jobs/{id}/distributions",
         Action.JOBS_READ,
-        "Histograms of a step's rewards, lengths, turns, staleness and importance ratios",
         parameters=(TRAINED, AFTER_STEP, LIMIT_STEPS, POLICY),
         answer=api_types.Distributions,
     )
     async def distributions(self, request: web.Request) -> web.Response:
-        """Return distributions of one step, or of the newest `limit` above `after`, oldest first."""
+        """Histograms of a step's rewards, lengths, turns, staleness and importance ratios.
+
+        Of one step, or of the newest `limit` above `after`, oldest first."""
         job = await self.jobs.undeleted(request)
         step = TRAINED.read(request)
         after, limit = AFTER_STEP.read(request), LIMIT_STEPS.read(request)
@@ -82,15 +78,13 @@ class ObservabilityApi:
         "GET",
         "/v1/jobs/{id}/timeline",
         Action.JOBS_READ,
-        "List the activity of a job's workers, per second",
         parameters=(AFTER_PART, LAST_S, LIMIT_PARTS),
         answer=api_types.Timeline,
     )
     async def timeline(self, request: web.Request) -> web.Response:
-        """Return the activity of the job's workers, in the order of arrival.
+        """List the activity of a job's workers, per second.
 
-        `cursor` is the `after` of the next call.
-        """
+        In the order of arrival; `cursor` is the `after` of the next call."""
         job = await self.jobs.undeleted(request)
         after = AFTER_PART.read(request)
         last_s = LAST_S.read(request)
@@ -108,12 +102,13 @@ class ObservabilityApi:
         "GET",
         "/v1/jobs/{id}/logs",
         Action.JOBS_READ,
-        "List or stream log lines of all services about a job",
         parameters=(AFTER_LINE, LEVEL, LAST, LIMIT_LINES, FORMAT),
         answer=api_types.LogLines,
     )
     async def logs(self, request: web.Request) -> web.StreamResponse:
-        """Return log lines; `cursor` is the `after` of the next call; `last` limits the number of current lines."""
+        """List or stream log lines of all services about a job.
+
+        `cursor` is the `after` of the next call; `last` limits the number of current lines."""
         job = await self.jobs.undeleted(request)
         after = AFTER_LINE.read(request, _resumed(request))
         level, last = LEVEL.read(request), LAST.read(request)

@@ -59,15 +59,10 @@ class PublishingApi:
     # --- names ---------------------------------------------------------------------------------------------------
 
     @Route(
-        "POST",
-        "/v1/published",
-        Action.CHECKPOINTS_WRITE,
-        "Publish a checkpoint under a name; it is retained while published",
-        status=201,
-        body=NewPublication,
-        answer=api_types.Publication,
+        "POST", "/v1/published", Action.CHECKPOINTS_WRITE, status=201, body=NewPublication, answer=api_types.Publication
     )
     async def publish(self, request: web.Request) -> web.Response:
+        """Publish a checkpoint under a name; it is retained while published."""
         asked = parsed(NewPublication, await read_json(request))
         id, _, step = asked.checkpoint.partition("@")
         found = await self.store.jobs([id])
@@ -86,36 +81,22 @@ class PublishingApi:
         await self.store.update(id, event="checkpoint_published", detail=detail)
         return json_response(_shown(made), 201, {"Location": f"/v1/published/{made.name}"})
 
-    @Route(
-        "GET",
-        "/v1/published",
-        Action.CHECKPOINTS_READ,
-        "List published checkpoints by name",
-        answer=api_types.Publications,
-    )
+    @Route("GET", "/v1/published", Action.CHECKPOINTS_READ, answer=api_types.Publications)
     async def list(self, request: web.Request) -> web.Response:
+        """List published checkpoints by name."""
         found = await self.index.published(tenant_of(request))
         return json_response({"published": [_shown(one) for one in found.values()]})
 
-    @Route(
-        "GET",
-        "/v1/published/{name}",
-        Action.CHECKPOINTS_READ,
-        "Get a published checkpoint",
-        answer=api_types.Publication,
-    )
+    @Route("GET", "/v1/published/{name}", Action.CHECKPOINTS_READ, answer=api_types.Publication)
     async def get(self, request: web.Request) -> web.Response:
+        """Get a published checkpoint."""
         return json_response(_shown(await self.index.publication(tenant_of(request), request.match_info["name"])))
 
-    @Route(
-        "DELETE",
-        "/v1/published/{name}",
-        Action.CHECKPOINTS_WRITE,
-        "Unpublish a checkpoint",
-        answer=api_types.Publication,
-    )
+    @Route("DELETE", "/v1/published/{name}", Action.CHECKPOINTS_WRITE, answer=api_types.Publication)
     async def unpublish(self, request: web.Request) -> web.Response:
-        """Unpublish a checkpoint. Its job's rules apply again and may remove it."""
+        """Unpublish a checkpoint.
+
+        Its job's rules apply again and may remove it."""
         gone = await self.index.unpublish(tenant_of(request), request.match_info["name"])
         detail = {"name": gone.name, "step": gone.step, "by": principal_of(request).key}
         await self.store.update(gone.job, event="checkpoint_unpublished", detail=detail)
@@ -128,11 +109,11 @@ class PublishingApi:
         "DELETE",
         "/v1/jobs/{id}/checkpoints/{step}",
         Action.CHECKPOINTS_WRITE,
-        "Delete a checkpoint that is neither published nor in use",
         parameters=(POLICY,),
         answer=api_types.DeletedArtifacts,
     )
     async def delete_checkpoint(self, request: web.Request) -> web.Response:
+        """Delete a checkpoint that is neither published nor in use."""
         job = self.jobs.part(request, await self.jobs.found(request))
         asked = step_of(request)
         try:
@@ -161,15 +142,11 @@ class PublishingApi:
         await self.store.update(job.id, event="checkpoints_removed", detail=detail)
         return json_response({"job": job.id, "steps": [step], "bytes": size})
 
-    @Route(
-        "DELETE",
-        "/v1/jobs/{id}/artifacts",
-        Action.CHECKPOINTS_WRITE,
-        "Delete all artifacts of a finished job",
-        answer=api_types.DeletedArtifacts,
-    )
+    @Route("DELETE", "/v1/jobs/{id}/artifacts", Action.CHECKPOINTS_WRITE, answer=api_types.DeletedArtifacts)
     async def delete_all(self, request: web.Request) -> web.Response:
-        """The job's record, the changes of its state and its usage stay."""
+        """Delete all artifacts of a finished job.
+
+        The job's record, the changes of its state and its usage stay."""
         job = await self.jobs.found(request)
         if not job.state.final:
             raise Conflict(f"job {job.id} is {job.state}; its artifacts can be deleted when it has ended")

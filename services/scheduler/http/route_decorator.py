@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -73,7 +74,8 @@ async def _unbound(_: web.Request) -> web.StreamResponse:
 
 @dataclass(frozen=True)
 class Route:
-    """A row of the route table. Used as a decorator, it marks a method as its handler; `routes_of` collects the marks.
+    """A row of the route table. Used as a decorator, it marks a method as its handler, whose docstring begins
+    with the summary; `routes_of` collects the marks.
 
     The OpenAPI document is generated from these rows, and middlewares read them: nothing is documented that is not
     served.
@@ -83,7 +85,6 @@ class Route:
     path: str
     action: Action
     """Action that the requester must be allowed; `auth.py` checks it."""
-    summary: str
     status: int = 200
     parameters: tuple[Parameter, ...] = ()
     body: type[BaseModel] | None = None
@@ -101,6 +102,11 @@ class Route:
     def __call__(self, handler: H) -> H:
         setattr(handler, "route", self)  # noqa: B010 - a function has no such attribute for mypy
         return handler
+
+    @property
+    def summary(self) -> str:
+        """Return the first paragraph of the handler's docstring, without the full stop."""
+        return (inspect.getdoc(self.handler) or "").partition("\n\n")[0].replace("\n", " ").removesuffix(".")
 
     @property
     def pattern(self) -> str:

@@ -102,8 +102,9 @@ class Api:
     async def _close_gateway(self, _: web.Application) -> None:
         await self.gateway.close()
 
-    @Route("GET", "/v1/workers", Action.SERVER_READ, "List live workers and their leases", answer=api_types.Workers)
+    @Route("GET", "/v1/workers", Action.SERVER_READ, answer=api_types.Workers)
     async def workers(self, _: web.Request) -> web.Response:
+        """List live workers and their leases."""
         leases = {lease.worker: lease for lease in await self.ctx.store.leases()}
         return json_response(
             {
@@ -114,15 +115,11 @@ class Api:
             }
         )
 
-    @Route(
-        "POST",
-        "/v1/workers/{worker}/free",
-        Action.SERVER_WRITE,
-        "Free a worker by cancelling the job that holds it, of any tenant",
-        answer=api_types.FreedWorker,
-    )
+    @Route("POST", "/v1/workers/{worker}/free", Action.SERVER_WRITE, answer=api_types.FreedWorker)
     async def free(self, request: web.Request) -> web.Response:
-        """Raises NotFound if there is no such worker, Conflict if no job holds it, or the job has just ended."""
+        """Free a worker by cancelling the job that holds it, of any tenant.
+
+        Raises NotFound if there is no such worker, Conflict if no job holds it, or the job has just ended."""
         worker, store = request.match_info["worker"], self.ctx.store
         lease = await store.lease(worker)
         if lease is None:
@@ -136,8 +133,9 @@ class Api:
         log.info("worker_freed", freed=worker, cancelled=lease.job)
         return json_response({"worker": worker, "job": lease.job, "state": JobState.CANCELLED.value})
 
-    @Route("GET", "/v1/queues", Action.SERVER_READ, "List message streams and their depths", answer=api_types.Queues)
+    @Route("GET", "/v1/queues", Action.SERVER_READ, answer=api_types.Queues)
     async def queues(self, _: web.Request) -> web.Response:
+        """List message streams and their depths."""
         queues: list[api_types.Queue] = []
         for stream in STREAMS:
             assert stream.name is not None
@@ -153,23 +151,28 @@ class Api:
             )
         return json_response({"queues": queues})
 
-    @Route("GET", "/healthz", Action.FREE, "Liveness check", answer=api_types.Health)
+    @Route("GET", "/healthz", Action.FREE, answer=api_types.Health)
     async def healthz(self, _: web.Request) -> web.Response:
+        """Liveness check."""
         auth = "on" if self.ctx.settings.auth else "off"
         return json_response({"status": "ok", "service": self.ctx.service, "worker": self.ctx.worker, "auth": auth})
 
-    @Route("GET", "/readyz", Action.FREE, "Readiness check", answer=api_types.Readiness)
+    @Route("GET", "/readyz", Action.FREE, answer=api_types.Readiness)
     async def readyz(self, _: web.Request) -> web.Response:
+        """Readiness check."""
         ready = self.ctx.is_ready and self.ctx.bus.nc.is_connected and not self.ctx.stopping.is_set()
         return json_response({"ready": ready, "nats": self.ctx.bus.nc.is_connected}, status=200 if ready else 503)
 
-    @Route("GET", "/metrics", Action.SERVER_READ, "Metrics in the Prometheus text format", content="text/plain")
+    @Route("GET", "/metrics", Action.SERVER_READ, content="text/plain")
     async def prometheus(self, _: web.Request) -> web.Response:
+        """Metrics in the Prometheus text format."""
         return web.Response(body=generate_latest(REGISTRY), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
-    @Route("GET", "/openapi.json", Action.ABOUT, "This OpenAPI document")
+    @Route("GET", "/openapi.json", Action.ABOUT)
     async def openapi(self, _: web.Request) -> web.Response:
-        """Return the OpenAPI document. It is generated once, at the first request, because that takes as long as a
+        """This OpenAPI document.
+
+        It is generated once, at the first request, because that takes as long as a
         hundred requests, and never by two threads, because the generator is not thread-safe."""
         if self._document is None:
             self._document = asyncio.create_task(asyncio.to_thread(document, self.routes))

@@ -32,15 +32,10 @@ class StreamCredentialsApi:
         self._url = jobs.ctx.settings.nats_websocket_url
         self._credentials = StreamCredentialStore(jobs.store.redis)
 
-    @Route(
-        "POST",
-        "/v1/jobs/{id}/stream-credentials",
-        Action.JOBS_READ,
-        "Create a temporary token for the live streams of a job on NATS; the response is the only place that shows it",
-        status=201,
-        answer=api_types.StreamCredentials,
-    )
+    @Route("POST", "/v1/jobs/{id}/stream-credentials", Action.JOBS_READ, status=201, answer=api_types.StreamCredentials)
     async def give(self, request: web.Request) -> web.Response:
+        """Create a temporary token for the live streams of a job on NATS; the response is the only place that shows
+        it."""
         job = await self.jobs.found(request)
         if not self._url:
             raise Conflict("this server has no live streams: nats_websocket_url is not set (docs/security.md)")

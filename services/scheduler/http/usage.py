@@ -47,11 +47,11 @@ class UsageApi:
         "GET",
         "/v1/usage",
         Action.JOBS_READ,
-        "Usage of your jobs: worker, GPU and CPU seconds, tokens, stored bytes",
         parameters=(BY, FIRST, LAST_DAY, ONE_JOB, LIMIT_JOBS),
         answer=api_types.Usage,
     )
     async def usage(self, request: web.Request) -> web.Response:
+        """Usage of your jobs: worker, GPU and CPU seconds, tokens, stored bytes."""
         by = BY.read(request)
         rows: Sequence[Mapping[str, Any]]
         if by == "day":

@@ -50,15 +50,9 @@ class ValidateApi:
     def __init__(self, ctx: Context) -> None:
         self.ctx = ctx
 
-    @Route(
-        "POST",
-        "/v1/validate",
-        Action.JOBS_WRITE,
-        "Validate a spec without submitting it: check it and play one episode",
-        body=JobSpec,
-        answer=api_types.Validation,
-    )
+    @Route("POST", "/v1/validate", Action.JOBS_WRITE, body=JobSpec, answer=api_types.Validation)
     async def validate(self, request: web.Request) -> web.Response:
+        """Validate a spec without submitting it: check it and play one episode."""
         return json_response(await report_on(self.ctx, await read_spec(request), tenant_of(request)))
 
 

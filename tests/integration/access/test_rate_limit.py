@@ -133,8 +133,8 @@ async def throttled(ctx: Context, **figures: float) -> AsyncIterator[tuple[Calla
         return web.Response()
 
     routes = [
-        Route("GET", "/v1/jobs", Action.JOBS_READ, "", handler=empty),
-        Route("GET", "/page", Action.FREE, "", handler=empty),
+        Route("GET", "/v1/jobs", Action.JOBS_READ, handler=empty),
+        Route("GET", "/page", Action.FREE, handler=empty),
     ]
     auth = AuthMiddleware(ctx, UnknownKeyThrottle(**figures)).before(routes)
     app = web.Application(middlewares=[errors.problems, auth])
