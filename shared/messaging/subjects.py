@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import re
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from nats.js.api import DiscardPolicy, PersistMode, RetentionPolicy, StorageType, StreamConfig
 
@@ -179,27 +179,34 @@ KICK = "$SYS.REQ.SERVER.{server}.KICK"
 MIB = 1024**2
 DEDUP_S = 600.0
 
-TICKETS = StreamConfig(
-    name="TICKETS",
-    subjects=["ticket.*"],
-    retention=RetentionPolicy.WORK_QUEUE,
-    storage=StorageType.FILE,
-    duplicate_window=DEDUP_S,
-)
-SCORES = StreamConfig(
-    name="SCORES",
-    subjects=["score.*"],
-    retention=RetentionPolicy.WORK_QUEUE,
-    storage=StorageType.FILE,
-    duplicate_window=DEDUP_S,
-)
-EXAMS = StreamConfig(
-    name="EXAMS",
-    subjects=["exam.*"],
-    retention=RetentionPolicy.WORK_QUEUE,
-    storage=StorageType.FILE,
-    duplicate_window=DEDUP_S,
-)
+
+def _work(name: str, subject: str) -> StreamConfig:
+    """Messages that an acknowledgement removes."""
+    return StreamConfig(
+        name=name,
+        subjects=[subject],
+        retention=RetentionPolicy.WORK_QUEUE,
+        storage=StorageType.FILE,
+        duplicate_window=DEDUP_S,
+    )
+
+
+def _history(name: str, subject: str, **limits: Any) -> StreamConfig:
+    """Messages of which the oldest go at a limit."""
+    return StreamConfig(
+        name=name,
+        subjects=[subject],
+        retention=RetentionPolicy.LIMITS,
+        storage=StorageType.FILE,
+        discard=DiscardPolicy.OLD,
+        persist_mode=PersistMode.ASYNC,
+        **limits,
+    )
+
+
+TICKETS = _work("TICKETS", "ticket.*")
+SCORES = _work("SCORES", "score.*")
+EXAMS = _work("EXAMS", "exam.*")
 GROUPS = StreamConfig(
     name="GROUPS",
     subjects=["group.*"],
@@ -213,44 +220,14 @@ when it ends. There is no limit per job: at a limit the trainer would wait for g
 that makes room. Admission bounds the groups in flight. Disk use is bounded by two checkpoint intervals per job (the
 trainer shortens them beyond a GiB), and for all streams together by the server's `max_file_store`, by default three
 quarters of the free space at its start: beyond it publishers wait."""
-METRICS = StreamConfig(
-    name="METRICS",
-    subjects=["metric.*.*"],
-    retention=RetentionPolicy.LIMITS,
-    storage=StorageType.FILE,
-    discard=DiscardPolicy.OLD,
-    max_msgs_per_subject=100_000,
-    max_bytes=352 * MIB,
-    duplicate_window=DEDUP_S,
-    persist_mode=PersistMode.ASYNC,
-)
+METRICS = _history("METRICS", "metric.*.*", max_msgs_per_subject=100_000, max_bytes=352 * MIB, duplicate_window=DEDUP_S)
 """May forget: the oldest points of all jobs go when it is full, so that history never takes the
 room of work. One worker's point a second is about 50 MB a day. The server sets `max_bytes` aside when it makes the
 stream, and makes none if its store is smaller. The trainer's steps are in the job's metrics.jsonl as well, from where
 `GET /v1/jobs/JOB/metrics` reads those that were dropped here."""
-LOGS = StreamConfig(
-    name="LOGS",
-    subjects=["log.*.*"],
-    retention=RetentionPolicy.LIMITS,
-    storage=StorageType.FILE,
-    discard=DiscardPolicy.OLD,
-    max_msgs_per_subject=5_000,
-    max_bytes=128 * MIB,
-    max_age=30 * 86400.0,
-    persist_mode=PersistMode.ASYNC,
-)
+LOGS = _history("LOGS", "log.*.*", max_msgs_per_subject=5_000, max_bytes=128 * MIB, max_age=30 * 86400.0)
 """May forget, like METRICS: the oldest lines go, of a job's level beyond 5,000 of them, of all jobs when it is full."""
-TIMELINES = StreamConfig(
-    name="TIMELINES",
-    subjects=["timeline.*.*"],
-    retention=RetentionPolicy.LIMITS,
-    storage=StorageType.FILE,
-    discard=DiscardPolicy.OLD,
-    max_msgs_per_subject=3_600,
-    max_bytes=32 * MIB,
-    max_age=7 * 86400.0,
-    persist_mode=PersistMode.ASYNC,
-)
+TIMELINES = _history("TIMELINES", "timeline.*.*", max_msgs_per_subject=3_600, max_bytes=32 * MIB, max_age=7 * 86400.0)
 """May forget, like METRICS: of each worker of a job the last hour stays, less if all jobs' is more than there is
 room for."""
 STREAMS = (TICKETS, EXAMS, SCORES, GROUPS, METRICS, LOGS, TIMELINES)
