@@ -35,7 +35,6 @@ FREE = 20
 WRAPPER = f"trap '{{ pwd -P; /usr/bin/env -0; }} >&{STATE} 2>/dev/null' EXIT; eval \"$1\""
 STATE_BYTES = 1 << 17
 DIGEST_FILES = 10_000
-KILLED_S = 2.0
 
 
 def main() -> None:

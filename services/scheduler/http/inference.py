@@ -14,12 +14,12 @@ import structlog
 from aiohttp import web
 
 from opentinker.services.scheduler.http.errors import json_response, read_json
+from opentinker.services.scheduler.http.event_stream import event_stream
 from opentinker.services.scheduler.http.inference_answers import (
     SeveralAnswers,
     chunks_of,
     details_of,
     each_answer,
-    event_stream,
     reply_of,
     write,
 )

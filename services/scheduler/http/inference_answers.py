@@ -13,6 +13,7 @@ import msgspec
 from aiohttp import web
 
 from opentinker.services.scheduler.http.errors import json_response
+from opentinker.services.scheduler.http.event_stream import event_stream
 from opentinker.shared import dialects
 from opentinker.shared.asyncio_tools import gather_all
 from opentinker.shared.dialects import Dialect
@@ -24,14 +25,6 @@ from opentinker.shared.openai.requests import ParsedRequest
 from opentinker.shared.openai.sampling import MAX_SEED
 
 Pieces = AsyncGenerator[GenerateChunk, None]
-
-
-def event_stream() -> web.StreamResponse:
-    response = web.StreamResponse(
-        headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no", "X-Content-Type-Options": "nosniff"}
-    )
-    response.content_type = "text/event-stream"
-    return response
 
 
 async def write(response: web.StreamResponse, chunks: Sequence[Json]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-import time
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import orjson
@@ -15,6 +15,7 @@ from aiohttp import web
 
 from opentinker.services.scheduler.http import transcripts
 from opentinker.services.scheduler.http.errors import json_response
+from opentinker.services.scheduler.http.event_stream import send_events
 from opentinker.services.scheduler.http.jobs import POLICY, JobsApi
 from opentinker.services.scheduler.http.route_decorator import Choice, Integer, Parameter, Route
 from opentinker.services.scheduler.jobs.metric_history import MetricHistory
@@ -26,10 +27,6 @@ from opentinker.shared.types.errors import SpecError
 
 EVENT_ID = re.compile(r"[0-9]{1,15}(-[0-9]{1,15})?")
 LOOK_S = 1.0
-COMMENT_S = 10.0
-"""An idle event stream says something so often, so that proxies keep it and a dead client is noticed."""
-STREAM = {"Cache-Control": "no-store", "X-Accel-Buffering": "no", "X-Content-Type-Options": "nosniff"}
-"""Headers of an event stream."""
 FINAL = {state.value for state in JobState if state.final}
 LIMIT_FAILURES = Integer("limit", "Failures in the response, the newest.", default=100, low=1, high=1000)
 AFTER_EVENT = Parameter("after", "Only events after this id; `Last-Event-ID` is equivalent.")
@@ -61,7 +58,7 @@ class JobHistoryApi:
             raise SpecError.of("after", after[:100], "not an event id, e.g. 1763712000000-0")
         if FORMAT.read(request) == "json":
             return json_response({"events": await self._all_events(job.id, after)})
-        return await self._stream_events(request, job.id, after)
+        return await send_events(self.ctx, request, self._news(job.id, after))
 
     async def _all_events(self, job: str, after: str) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
@@ -70,28 +67,19 @@ class JobHistoryApi:
             after = page[-1]["id"]
         return found
 
-    async def _stream_events(self, request: web.Request, job: str, after: str) -> web.StreamResponse:
-        """Until the event of the final state is out, the client leaves, or the service stops."""
-        response = web.StreamResponse(headers=STREAM)
-        response.content_type = "text/event-stream"
-        await response.prepare(request)
-        said_at = time.monotonic()
-        while not self.ctx.stopping.is_set() and request.transport is not None and not request.transport.is_closing():
+    async def _news(self, job: str, after: str) -> AsyncGenerator[bytes, None]:
+        """Yield events as they come, until that of the final state is out."""
+        while True:
             over = (await self.store.job(job)).state.final
             page = await self.store.events(job, after, block_ms=None if over else int(LOOK_S * 1000))
             for event in page:
                 after = event["id"]
-                text = f"id: {after}\nevent: {event['event']}\ndata: {orjson.dumps(event).decode()}\n\n"
-                await response.write(text.encode())
-                said_at = time.monotonic()
+                yield f"id: {after}\nevent: {event['event']}\ndata: {orjson.dumps(event).decode()}\n\n".encode()
                 if event.get("state") in FINAL:
-                    return response
+                    return
             if over and not page:
-                return response
-            if time.monotonic() - said_at > COMMENT_S:
-                await response.write(b": nothing new\n\n")
-                said_at = time.monotonic()
-        return response
+                return
+            yield b""
 
     # --- metrics ------------------------------------------------------------------------------------------------
 

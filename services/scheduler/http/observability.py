@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import msgspec
@@ -16,14 +17,14 @@ from aiohttp import web
 
 from opentinker.services.scheduler.http import transcripts
 from opentinker.services.scheduler.http.errors import json_response
-from opentinker.services.scheduler.http.job_history import COMMENT_S, FORMAT, LOOK_S, STREAM
+from opentinker.services.scheduler.http.event_stream import send_events
+from opentinker.services.scheduler.http.job_history import FORMAT, LOOK_S
 from opentinker.services.scheduler.http.jobs import POLICY, JobsApi
 from opentinker.services.scheduler.http.route_decorator import Choice, Integer, Route
 from opentinker.shared import api_types
 from opentinker.shared.asyncio_tools import wait_event
 from opentinker.shared.messaging.subjects import LOG, TIMELINE
 from opentinker.shared.security.authorization import Action
-from opentinker.shared.types.core import JobRecord
 from opentinker.shared.types.telemetry import LEVELS, LogLine
 
 LINES = 1000
@@ -114,7 +115,7 @@ class ObservabilityApi:
         level, last = LEVEL.read(request), LAST.read(request)
         if FORMAT.read(request) == "json":
             return json_response(await self._page(job.id, after, level, last, LIMIT_LINES.read(request)))
-        return await self._stream(request, job, after, level, last)
+        return await send_events(self.ctx, request, self._news(job.id, after, level, last))
 
     async def _page(self, job: str, after: int, level: str, last: int, limit: int) -> dict[str, Any]:
         if last:
@@ -133,51 +134,36 @@ class ObservabilityApi:
             if len(found) < MAX_LINES:
                 return list(kept), after
 
-    async def _stream(
-        self, request: web.Request, job: JobRecord, after: int, level: str, last: int
-    ) -> web.StreamResponse:
-        """Until the job is over and silent, the client leaves, or the service stops."""
+    async def _news(self, job: str, after: int, level: str, last: int) -> AsyncGenerator[bytes, None]:
+        """Yield lines as they come, until the job is over and silent."""
         news = asyncio.Event()
 
         async def heard(_: LogLine) -> None:
             news.set()
 
-        response = web.StreamResponse(headers=STREAM)
-        response.content_type = "text/event-stream"
-        await response.prepare(request)
-        listening = await self.bus.listen(LOG, heard, job=job.id, level="*")
+        listening = await self.bus.listen(LOG, heard, job=job, level="*")
         try:
             if last:
-                lines, after = await self._last(job.id, after, level, last)
-                await _write(response, lines)
-            said_at = time.monotonic()
-            while (
-                not self.ctx.stopping.is_set() and request.transport is not None and not request.transport.is_closing()
-            ):
+                lines, after = await self._last(job, after, level, last)
+                yield _written(lines)
+            while True:
                 news.clear()
-                now = await self.store.job(job.id)
-                found = await self.bus.history(LOG, after, LINES, job=job.id, level="*")
-                if found:
+                now = await self.store.job(job)
+                if found := await self.bus.history(LOG, after, LINES, job=job, level="*"):
                     after = found[-1][0]
-                    await _write(response, _shown(found, level))
-                    said_at = time.monotonic()
+                    yield _written(_shown(found, level))
                     continue
                 if now.state.final and time.time() - now.finished > LINGER_S:
-                    return response
-                if time.monotonic() - said_at > COMMENT_S:
-                    await response.write(b": nothing new\n\n")
-                    said_at = time.monotonic()
+                    return
+                yield b""
                 await wait_event(news, LOOK_S)
         finally:
             if not self.bus.nc.is_closed:
                 await listening.unsubscribe()
-        return response
 
 
-async def _write(response: web.StreamResponse, lines: list[dict[str, Any]]) -> None:
-    text = "".join(f"id: {line['cursor']}\nevent: log\ndata: {orjson.dumps(line).decode()}\n\n" for line in lines)
-    if text:
-        await response.write(text.encode())
+def _written(lines: list[dict[str, Any]]) -> bytes:
+    return b"".join(b"id: %d\nevent: log\ndata: %b\n\n" % (line["cursor"], orjson.dumps(line)) for line in lines)
 
 
 def _shown(found: list[tuple[int, LogLine]], level: str) -> list[dict[str, Any]]:

@@ -40,19 +40,7 @@ STATE_EXIT = {"succeeded": 0, "failed": 1, "cancelled": 4}
 
 
 def register(app: typer.Typer) -> None:
-    for command in (
-        submit,
-        jobs,
-        job,
-        label,
-        watch,
-        cancel,
-        pause,
-        resume,
-        failures,
-        events,
-        transcripts,
-    ):
+    for command in (submit, jobs, job, label, watch, cancel, pause, resume, failures, events, transcripts):
         app.command()(command)
     app.command("eval")(evaluate)
 

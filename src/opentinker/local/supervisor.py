@@ -19,6 +19,7 @@ import orjson
 import structlog
 
 from opentinker.local.processes import ServiceProcess
+from opentinker.shared.backoff import exponential_delay_s
 
 log = structlog.get_logger()
 
@@ -48,7 +49,8 @@ class Keeper:
         self.answered = asyncio.Event()
         """Set while the present life has answered a probe."""
         self._deaths: deque[float] = deque(maxlen=LOOP_DEATHS)
-        self._pause_s = BACKOFF_S[0]
+        self._failures = 0
+        """Deaths in a row."""
 
     def describe(self) -> dict[str, Any]:
         spec = self.child.spec
@@ -66,10 +68,11 @@ class Keeper:
         lived_s = time.monotonic() - self.child.started_at
         if lived_s >= CALM_S:
             self._deaths.clear()
-            self._pause_s = BACKOFF_S[0]
+            self._failures = 0
             self.crash_loop = False
         self._deaths.append(time.monotonic())
-        pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, BACKOFF_S[1])
+        self._failures += 1
+        pause_s = BACKOFF_S[1] if self.crash_loop else exponential_delay_s(self._failures, *BACKOFF_S)
         self.restarts += 1
         log.warning(
             "child_died",
@@ -83,7 +86,6 @@ class Keeper:
         looping = len(self._deaths) == LOOP_DEATHS and self._deaths[-1] - self._deaths[0] <= LOOP_S
         if looping and not self.crash_loop:
             self.crash_loop = True
-            self._pause_s = BACKOFF_S[1]
             log.error(
                 "crash_loop",
                 child=self.name,
