@@ -30,7 +30,7 @@ async def toys(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Toys]:
 async def trained(toys: Toys, algorithm: dict[str, Any], **environment: Any) -> list[dict[str, Any]]:
     """The lines of the steps of a job whose episodes have all been played."""
     cluster, model = toys
-    job = await cluster.submit(
+    job = await cluster.run(
         make_spec(
             model={"base": str(model), "chat_template": "plain"},
             environment=environment,
@@ -39,7 +39,6 @@ async def trained(toys: Toys, algorithm: dict[str, Any], **environment: Any) -> 
             train={"learner": "simulated", "steps": STEPS},
         )
     )
-    await cluster.succeeds(job)
     ledger = await cluster.ledger(job)
     assert (ledger.accepted, ledger.failed) == (GROUPS * STEPS, {})
     points = await cluster.client.metrics(job)
