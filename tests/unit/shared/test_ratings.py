@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 
-from opentinker.shared.evaluation.ratings import ELO, PRIOR_DEVIATION, Floats, Results, fit_ratings, win_probability
+from opentinker.shared.evaluation.ratings import ELO, PRIOR_DEVIATION, Floats, Results, fit_ratings
 
 LADDER = {f"bot{rung}": 50.0 * rung for rung in range(8)}
 MEAN = statistics.fmean(LADDER.values())
@@ -56,7 +56,8 @@ def covariance_bound(games: Mapping[tuple[str, str], float]) -> Floats:
     place = {bot: rung for rung, bot in enumerate(LADDER)}
     information = np.zeros((len(place), len(place)))
     for (a, b), number in games.items():
-        won, _, lost = win_probability(LADDER[a], LADDER[b], DRAWS)
+        weights = weights_of(LADDER[a], LADDER[b], DRAWS)
+        won, _, lost = (weight / sum(weights) for weight in weights)
         pair = np.zeros(len(place))
         pair[place[a]], pair[place[b]] = 1.0, -1.0
         information += number * (won + lost - (won - lost) ** 2) / 4 / ELO**2 * np.outer(pair, pair)
