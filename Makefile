@@ -98,7 +98,7 @@ test-nightly: setup browser games helm
 # docker-compose.yml on this machine's Docker: images are built, jobs run while containers are added and killed. Without
 # an engine, or compose, it is skipped. It keeps to a project, ports and volumes of its own, and removes them.
 compose-test: setup
-	OPENTINKER_COMPOSE_TEST=1 $(BIN)/python -m pytest -m nightly tests/nightly/test_compose.py tests/nightly/test_compose_up.py -s
+	OPENTINKER_COMPOSE_TEST=1 $(BIN)/python -m pytest -m nightly tests/nightly/deploy/test_compose.py tests/nightly/deploy/test_compose_up.py -s
 
 # The queue on a fake clock, 500 seeds of 10,000 events each: minutes of one core. Tests play a part of it.
 simulation: setup

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, ValidationError
 
 from opentinker.shared.spec.algorithm import AlgorithmSpec
 from opentinker.shared.spec.base import Ranks, SpecPart, Steps
-from opentinker.shared.spec.metric_names import taken_names
 from opentinker.shared.spec.model import ModelSpec
 from opentinker.shared.spec.pools import settle_pools
 from opentinker.shared.spec.schedules import DEFAULT_GROWTH, ScheduleName, settle_schedule, steps_may_differ
@@ -25,6 +24,16 @@ SHARED_OPTIONS = ("group_size", "groups_per_batch", "max_staleness")
 """Settings of the job's [algorithm] that a policy inherits even if it names a preset."""
 INHERITED: dict[str, type[SpecPart]] = dict(zip(POLICY_TABLES, (ModelSpec, AlgorithmSpec, TrainSpec), strict=True))
 """Tables of the job that a policy completes its own with."""
+# fmt: off
+OWN_METRICS = frozenset({
+    "collapse", "critic", "drift", "dropped", "ending", "env", "failed", "histogram", "jobs", "logprobs", "loss",
+    "masked", "mismatch", "opponent_lag", "pool", "queue", "ratio", "reference", "response_length", "reward",
+    "reward_model", "rewards", "rollout", "scheduler", "serving", "spans", "staleness", "stop", "swap", "teacher",
+    "tokens", "trainer", "turns", "val", "value", "workers",
+})
+# fmt: on
+"""First parts of metric names (docs/metrics.md). A policy cannot have such a name: its metrics are POLICY/METRIC, and
+`val/reward/mean` could be the reward of an evaluation, or of a policy `val`."""
 
 
 class PolicySpec(SpecPart):
@@ -223,3 +232,9 @@ def _absent_parts(spec: JobSpec) -> list[Mistake]:
         "algorithm.distill_coef": spec.algorithm.distill_coef or None,
     }
     return [mistake(part, value, by) for part, value in parts.items() if value is not None]
+
+
+def taken_names(policies: Iterable[str]) -> list[Mistake]:
+    """Return mistakes in the names of policies."""
+    problem = "is what metrics of every job begin with; give the policy another name"
+    return [mistake(f"policies.{name}", name, problem) for name in policies if name in OWN_METRICS]

@@ -3,7 +3,7 @@
     python -m tests.support.two_hosts job DIRECTORY SECOND LINK ADDRESS ADDRESS2
     python -m tests.support.two_hosts weights DIRECTORY SECOND LINK ADDRESS ADDRESS2
 
-`tests/nightly/test_two_hosts.py` makes the hosts and calls this. Exits with an error if something does not hold.
+`tests/nightly/deploy/test_two_hosts.py` makes the hosts and calls this. Exits with an error if something does not hold.
 """
 
 from __future__ import annotations

@@ -10,8 +10,7 @@ import pytest
 
 from opentinker.shared.spec import JobSpec, SeatSpec, parse_spec
 from opentinker.shared.spec.algorithm_parts import GROUP_BASELINES
-from opentinker.shared.spec.metric_names import OWN_METRICS
-from opentinker.shared.spec.policies import frozen_spec_of, spec_of, with_job_settings
+from opentinker.shared.spec.policies import OWN_METRICS, frozen_spec_of, spec_of, with_job_settings
 from opentinker.shared.spec.schedules import Rule, kept_groups, max_opponent_lag, rule_of
 from opentinker.shared.spec.seat_lists import MAX_ENTRIES
 from opentinker.shared.spec.seats import (

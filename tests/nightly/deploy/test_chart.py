@@ -28,7 +28,7 @@ from opentinker.shared.settings_sources import PREFIX
 from opentinker.shared.types.core import Pool
 from tests.support.deploy.kubernetes_api import TOKEN, kubernetes
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 CHART = ROOT / "deploy/helm/opentinker"
 KUBERNETES = ("1.27", "1.37")
 CRDS = {

@@ -15,7 +15,7 @@ from opentinker.shared.spec import parse_spec
 from opentinker.shared.types.core import part_id
 from tests.support.cluster import Cluster
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SYMBOLS = "01234567"
 JOB_S = 1200.0
 ALONE_STEPS = 120

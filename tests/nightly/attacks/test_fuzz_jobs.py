@@ -1,6 +1,6 @@
 """A fuzz of the whole API while jobs run: no answer is a 5xx, no worker is lost, another tenant's job goes on.
 
-    FUZZ_REQUESTS=20000 SEED=20261122 pytest -m nightly tests/nightly/test_fuzz_jobs.py -s
+    FUZZ_REQUESTS=20000 SEED=20261122 pytest -m nightly tests/nightly/attacks/test_fuzz_jobs.py -s
 
 A third of the requests is made of the OpenAPI document, a third is bytes with spoilt parts on a socket, a third is
 specs that are wrong somewhere or at the edge of what is allowed: what is taken runs, and is cancelled when others wait.
@@ -30,7 +30,7 @@ from schemathesis import GenerationMode
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.types.core import JobState
 from tests.conftest import Figure, until
-from tests.nightly.test_fuzz import SEED, bent, run_cases, say, spoilt
+from tests.nightly.attacks.test_fuzz import SEED, bent, run_cases, say, spoilt
 from tests.support.api import OPERATOR, bearing, new_key_of
 from tests.support.cluster import Cluster, toy_cluster
 from tests.support.factories import make_spec
