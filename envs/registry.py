@@ -46,6 +46,7 @@ BUILT_IN = {
     "matching_pennies": "opentinker.envs.builtin.matching_pennies:MatchingPennies",
     "math": "opentinker.envs.builtin.math:Math",
     "openenv": "opentinker.envs.adapters.openenv:OpenEnv",
+    "ors": "opentinker.envs.adapters.ors:Ors",
     "phone_page": "opentinker.envs.phones.page:PhonePage",
     "signalling": "opentinker.envs.builtin.signalling:Signalling",
     "tictactoe": "opentinker.envs.builtin.tictactoe:TicTacToe",

@@ -11,9 +11,10 @@ from typing import Annotated, Any, ClassVar, TypeVar
 
 import aiohttp
 import orjson
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, ValidationInfo
 
-from opentinker.envs.base import BadReply, Environment, EnvironmentConfig, Unreachable
+from opentinker.envs.base import ELSEWHERE, BadReply, Environment, EnvironmentConfig, Unreachable
+from opentinker.envs.data import in_event_loop
 from opentinker.shared.backoff import Backoff
 from opentinker.shared.messaging.websocket_frames import ConnectionLost
 from opentinker.shared.security.egress import Egress, EgressRefused
@@ -116,6 +117,20 @@ def _is_unanswered(error: Exception) -> bool:
     if isinstance(error, aiohttp.WSServerHandshakeError):
         return error.status not in UNAVAILABLE
     return isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ServerTimeoutError)
+
+
+def checked_url(url: str, info: ValidationInfo) -> str:
+    """Return the URL of a server in a config, without a slash at its end. Raise ValueError if it has a query, or the
+    egress guard refuses it."""
+    egress = Egress.of_process()
+    try:
+        if egress.split(url).query:
+            raise ValueError(f"{url!r} has a query: give the server's address alone")
+        if not (info.context or {}).get(ELSEWHERE) and not in_event_loop():
+            egress.check_blocking(url)
+    except EgressRefused as error:
+        raise ValueError(str(error)) from None
+    return url.rstrip("/")
 
 
 async def read_limited(response: aiohttp.ClientResponse, max_bytes: int = REPLY_BYTES) -> bytes:

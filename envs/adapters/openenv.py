@@ -15,20 +15,19 @@ from pydantic import BaseModel, Field, ValidationInfo, field_validator, model_va
 from opentinker.envs.adapters.library import Illegal, episode_seed, refusal
 from opentinker.envs.adapters.openenv_client import Observation, OpenEnvSession, ServerError
 from opentinker.envs.adapters.openenv_schema import Form, form_of, result_of, tools_of, view
-from opentinker.envs.base import ELSEWHERE, Action, BadReply, Opening, Step, Unreachable, user
-from opentinker.envs.data import in_event_loop
+from opentinker.envs.base import Action, BadReply, Opening, Step, Unreachable, user
 from opentinker.envs.remote_server import (
     PAUSE_S,
     UNAVAILABLE,
     Remote,
     RemoteFailed,
     ServerConfig,
+    checked_url,
     object_of,
     read_limited,
 )
 from opentinker.shared.backoff import Backoff
 from opentinker.shared.messaging.websocket_frames import ConnectionLost
-from opentinker.shared.security.egress import Egress, EgressRefused
 from opentinker.shared.types.core import Message, ToolCall
 
 PLAIN = {"ws": "http", "wss": "https"}
@@ -83,15 +82,7 @@ class OpenEnv(Remote):
         @field_validator("url")
         @classmethod
         def _may_be_reached(cls, url: str, info: ValidationInfo) -> str:
-            egress = Egress.of_process()
-            try:
-                if egress.split(url).query:
-                    raise ValueError(f"{url!r} has a query: give the server's address alone")
-                if not (info.context or {}).get(ELSEWHERE) and not in_event_loop():
-                    egress.check_blocking(url)
-            except EgressRefused as error:
-                raise ValueError(str(error)) from None
-            return url.rstrip("/").removesuffix("/ws")
+            return checked_url(url, info).removesuffix("/ws")
 
         @model_validator(mode="after")
         def _nothing_is_ignored(self) -> Self:

@@ -11,7 +11,7 @@ from opentinker.shared.types.errors import plural
 
 TURNS = 4
 ELSEWHERE = ("served:", "upload:", "http://", "https://", "ws://", "wss://")
-PROGRAMS = ("agent_program", "verifiers", "openenv", "miniwob", "phone_page", "android_world")
+PROGRAMS = ("agent_program", "verifiers", "openenv", "ors", "miniwob", "phone_page", "android_world")
 """Environments that start programs, or ask other servers."""
 
 

@@ -1,0 +1,207 @@
+"""Plays environments of any ORS server (Open Reward Standard): `environment.name = "ors"`, its URL in the config.
+
+The policy acts by tool calls, and each call says what it earns. Neither `ors-sdk` nor `openreward` is needed here.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, ClassVar
+
+import aiohttp
+from pydantic import BaseModel, Field, ValidationInfo, field_validator
+
+from opentinker.envs.adapters.library import Illegal, refusal
+from opentinker.envs.adapters.ors_client import Block, Missing, OrsSession, TerminalTool, ToolOutput, Tools
+from opentinker.envs.base import Action, BadReply, Opening, Step, user
+from opentinker.envs.data import images_of
+from opentinker.envs.remote_server import Remote, RemoteFailed, ServerConfig, checked_url
+from opentinker.envs.tool_limits import bounded_tools
+from opentinker.shared.data.jsonl import RowError
+from opentinker.shared.types.core import Image, Message, Text, Tool, ToolCall
+
+LOST = (aiohttp.ClientError, OSError, TimeoutError)
+NAME = r"^[A-Za-z0-9_.-]{0,200}$"
+
+
+class Ors(Remote):
+    """One seat, one session of the server per episode. Reward: the sum of what its tool calls earned.
+
+    A call that the server refuses, and a turn without one, is answered with the reason and costs `penalty`. If the
+    server has a terminal tool, a turn without a call goes to it instead and ends the episode.
+    """
+
+    class Config(ServerConfig):
+        url: Annotated[str, Field(min_length=1)]
+        """URL of the server, http(s)://."""
+        environment: Annotated[str, Field(pattern=NAME)] = ""
+        """Name of the environment; default: the server's first."""
+        split: Annotated[str, Field(min_length=1, max_length=200)] = "train"
+        """Whose tasks are played: the row of an episode, modulo their number, selects one."""
+        instruction: str = ""
+        """First message to the policy, before the task's prompt."""
+        penalty: Annotated[float, Field(ge=0.0)] = 0.1
+        """Subtracted from the reward for an invalid turn (component `illegal`)."""
+        max_illegal: Annotated[int, Field(ge=1)] = 3
+        """Number of such turns that ends an episode."""
+
+        @field_validator("url")
+        @classmethod
+        def _may_be_reached(cls, url: str, info: ValidationInfo) -> str:
+            return checked_url(url, info)
+
+    config: Config
+    pools: ClassVar[dict[Any, Any]] = {}
+
+    def __init__(self, config: BaseModel) -> None:
+        assert isinstance(config, self.Config)
+        self.url = config.url
+        super().__init__(config)
+        self._session: OrsSession | None = None
+        self._placed = False
+        self._name, self._terminal = "", None
+        self._return, self._illegal = 0.0, 0
+
+    async def open(self, row: int, seed: int) -> Opening:
+        config = self.config
+        self._placed = await self.pool.places.acquire()
+        self._session = session = OrsSession(self.pool.session, self.url, config.request_timeout_s)
+        self._name = config.environment.lower() or await self._first_name()
+        path, body = f"/{self._name}/num_tasks", {"split": config.split}
+        answer = await self.with_retries(lambda: session.ask("POST", path, dict[str, Any], body), LOST)
+        number = answer.get("num_tasks")
+        if not isinstance(number, int) or number < 1:
+            raise BadReply(f"{self.url}{path}: {number!r} tasks in split {config.split!r}")
+        task = {"env_name": self._name, "split": config.split, "index": row % number}
+        await self.with_retries(lambda: session.begin(task), LOST)
+        tools = await self._tools()
+        prompt = self._content(await session.ask("GET", f"/{self._name}/prompt", list[Block]))
+        if config.instruction:
+            prompt = [Text(f"{config.instruction}\n"), *prompt]
+        return Opening(messages=[_message(prompt) if prompt else user("Begin.")], tools=tools)
+
+    async def step(self, action: Action) -> Step:
+        if not action.tool_calls and not action.problem and self._terminal is not None:
+            return await self._hand_in(self._terminal, action.text)
+        if not action.tool_calls:
+            return self._refuse(Illegal(action.problem or "it calls no tool"), [], 0.0)
+        answers: list[Message] = []
+        reward = 0.0
+        for call in action.tool_calls:
+            try:
+                output = await self._call(call.name, call.arguments)
+            except Illegal as error:
+                return self._refuse(error, [*answers, _message([Text(refusal(error, ""))], call)], reward)
+            reward += output.reward or 0.0
+            if output.finished:
+                return self._step([], reward, done=True)
+            parts = self._content(output.blocks)
+            answers.append(_message(parts, call))
+        return self._step(answers, reward)
+
+    async def close(self) -> None:
+        session, self._session = self._session, None
+        try:
+            if session is not None:
+                await session.close()
+        finally:
+            placed, self._placed = self._placed, False
+            if placed:
+                self.pool.places.release()
+            await super().close()
+
+    # --- the server -------------------------------------------------------------------------------------------------
+
+    async def _first_name(self) -> str:
+        session = self._session
+        assert session is not None
+        names = await self.with_retries(lambda: session.ask("GET", "/list_environments", list[str]), LOST)
+        if not names or not all(
+            name.isascii() and name.replace("_", "a").replace("-", "a").isalnum() for name in names
+        ):
+            raise BadReply(f"{self.url}/list_environments: not the names of environments: {str(names)[:200]}")
+        return str(names[0])
+
+    async def _tools(self) -> list[Tool]:
+        """Return the tools of the task, or of the environment where the server has none by task."""
+        assert self._session is not None
+        try:
+            listed = await self._session.ask("GET", f"/{self._name}/task_tools", Tools)
+        except Missing:
+            listed = await self._session.ask("GET", f"/{self._name}/tools", Tools)
+        self._terminal = listed.terminal_tool
+        if not listed.tools and self._terminal is not None:
+            return []
+        nothing = {"type": "object", "properties": {}}
+        try:
+            return bounded_tools(
+                [
+                    Tool(name=tool.name, description=tool.description, parameters=tool.input_schema or nothing)
+                    for tool in listed.tools
+                ]
+            )
+        except ValueError as error:
+            raise BadReply(f"{self.url}: the server's tools cannot be offered: {error}") from None
+
+    async def _call(self, name: str, arguments: dict[str, Any]) -> ToolOutput:
+        """Raise Illegal if the server refuses the call, or as `with_retries`."""
+        session, body = self._session, {"name": name, "input": arguments}
+        assert session is not None
+        reply = await self.with_retries(lambda: session.call(self._name, body), LOST)
+        if not reply.ok:
+            raise Illegal(reply.error or "the server refuses it without a reason")
+        if reply.output is None or not math.isfinite(reply.output.reward or 0.0):
+            raise BadReply(f"{self.url}: {name} has no output, or its reward is no number")
+        return reply.output
+
+    async def _hand_in(self, tool: TerminalTool, text: str) -> Step:
+        try:
+            output = await self._call(tool.name, {tool.arg: text} if tool.arg else {})
+        except Illegal as error:
+            raise RemoteFailed(f"{self.url}: {tool.name}: {error}") from None
+        return self._step([], output.reward or 0.0, done=True)
+
+    # --- what it says -----------------------------------------------------------------------------------------------
+
+    def _content(self, blocks: list[Block]) -> list[Text | Image]:
+        """Return the text and the images. Raise BadReply."""
+        parts: list[Text | Image] = []
+        for block in blocks:
+            if block.type == "image":
+                row = (self.url, {"image": f"data:image/;base64,{block.data}"})
+                try:
+                    parts += images_of(row, "image")
+                except RowError as error:
+                    raise BadReply(str(error)) from None
+            elif block.text:
+                parts.append(Text(block.text))
+        return parts
+
+    def _step(self, messages: list[Message], reward: float, *, done: bool = False) -> Step:
+        self._return += reward
+        return Step(messages=messages, reward=reward, components={"reward": reward}, done=done, metrics=self._metrics())
+
+    def _refuse(self, why: Illegal, messages: list[Message], reward: float) -> Step:
+        """`reward`: earned earlier in the turn."""
+        self._illegal += 1
+        self._return += reward
+        components = {"illegal": -self.config.penalty} | ({"reward": reward} if reward else {})
+        return Step(
+            messages=messages or [user(refusal(why, ""))],
+            reward=sum(components.values()),
+            components=components,
+            done=self._illegal >= self.config.max_illegal,
+            metrics=self._metrics(),
+        )
+
+    def _metrics(self) -> dict[str, float]:
+        return {"return": self._return, "illegal": float(self._illegal)}
+
+
+def _message(parts: list[Text | Image], call: ToolCall | None = None) -> Message:
+    """Return a message of the user, or the result of a call; text alone is not in parts, as most templates want it."""
+    texts = [part.text for part in parts if isinstance(part, Text)]
+    content = "\n".join(texts) if len(texts) == len(parts) else parts
+    if call is None:
+        return Message(role="user", content=content)
+    return Message(role="tool", content=content, tool_call_id=call.id, name=call.name)
