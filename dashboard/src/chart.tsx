@@ -6,9 +6,8 @@ import uPlot from "uplot";
 import "uplot/dist/uPlot.min.css";
 import { aligned, clamped, smoothed, type Axis, type Line } from "./lib/series.ts";
 import { duration, save, short } from "./lib/words.ts";
-import { useTheme } from "./theme.ts";
+import { COLOURS, coloured, useTheme } from "./theme.ts";
 
-const COLOURS = ["--c1", "--c2", "--c3", "--c4", "--c5", "--c6", "--c7", "--c8"];
 const HEIGHT = 180;
 
 export interface Look {
@@ -155,8 +154,7 @@ function columns(drawn: Drawn[], look: Look): uPlot.AlignedData {
 }
 
 function options(drawn: Drawn[], look: Look, width: number, wide: boolean, positive: boolean): uPlot.Options {
-  const css = getComputedStyle(document.documentElement);
-  const colour = (name: string): string => css.getPropertyValue(name).trim();
+  const colour = coloured();
   const series: uPlot.Series[] = [{}];
   const bands: uPlot.Band[] = [];
   for (const { line, colour: name, label, raw } of drawn) {
@@ -224,16 +222,16 @@ async function picture(title: string, drawn: Drawn[], plot: uPlot | null): Promi
   canvas.width = source.width;
   canvas.height = source.height + head;
   const pen = canvas.getContext("2d")!;
-  const css = getComputedStyle(document.documentElement);
-  pen.fillStyle = css.getPropertyValue("--card").trim();
+  const colourOf = coloured();
+  pen.fillStyle = colourOf("--card");
   pen.fillRect(0, 0, canvas.width, canvas.height);
   pen.font = `600 ${14 * scale}px system-ui`;
-  pen.fillStyle = css.getPropertyValue("--ink").trim();
+  pen.fillStyle = colourOf("--ink");
   pen.fillText(title, 10 * scale, 22 * scale);
   let x = 24 * scale + pen.measureText(title).width;
   pen.font = `${12 * scale}px system-ui`;
   for (const { label, colour } of drawn) {
-    pen.fillStyle = css.getPropertyValue(colour).trim();
+    pen.fillStyle = colourOf(colour);
     pen.fillText(label, x, 22 * scale);
     x += pen.measureText(label).width + 14 * scale;
   }

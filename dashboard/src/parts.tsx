@@ -2,7 +2,7 @@
 
 import type { ComponentChildren, JSX } from "preact";
 import type { Problem } from "./lib/api.ts";
-import { FINAL, type Job } from "./lib/types.ts";
+import { FINAL } from "./lib/types.ts";
 
 export function State({ state }: { state: string }): JSX.Element {
   return <span class={`state ${state}`}>{state}</span>;
@@ -31,25 +31,34 @@ export function Empty({ children }: { children: ComponentChildren }): JSX.Elemen
   return <p class="empty">{children}</p>;
 }
 
-export function Progress({ job }: { job: Job }): JSX.Element {
-  const share = job.state === "succeeded" ? 1 : job.steps ? Math.min(1, job.step / job.steps) : 0;
+/** Names of a table's columns. */
+export function Head({ of }: { of: string[] }): JSX.Element {
   return (
-    <span class="progress">
-      <progress class={FINAL.includes(job.state) ? job.state : ""} value={share} max={1} aria-label="progress" />
-      <small>
-        {job.step}
-        {job.steps ? ` / ${job.steps}` : ""}
-      </small>
-    </span>
+    <thead>
+      <tr>
+        {of.map((name) => (
+          <th key={name}>{name}</th>
+        ))}
+      </tr>
+    </thead>
   );
 }
 
-/** How far one policy is. */
-export function Share({ policy, step, steps }: { policy: string; step: number; steps: number }): JSX.Element {
+interface ProgressProps {
+  step: number;
+  steps: number;
+  /** Of a job. */
+  state?: string;
+  /** Of one policy of it. */
+  policy?: string;
+}
+
+export function Progress({ step, steps, state = "", policy }: ProgressProps): JSX.Element {
+  const share = state === "succeeded" ? 1 : steps ? Math.min(1, step / steps) : 0;
   return (
     <span class="progress" data-policy={policy}>
-      <small class="dim">{policy}</small>
-      <progress value={steps ? Math.min(1, step / steps) : 0} max={1} aria-label={`progress of ${policy}`} />
+      {policy && <small class="dim">{policy}</small>}
+      <progress class={FINAL.includes(state) ? state : ""} value={share} max={1} aria-label={policy ? `progress of ${policy}` : "progress"} />
       <small>
         {step}
         {steps ? ` / ${steps}` : ""}
@@ -71,19 +80,21 @@ export function Facts({ of }: { of: [string, ComponentChildren][] }): JSX.Elemen
   );
 }
 
-interface ChoiceProps {
+interface ChoiceProps<T> {
   label: string;
-  value: string;
-  of: string[];
-  say?: (text: string) => string;
-  choose: (text: string) => void;
+  /** The label is only read out. */
+  quiet?: boolean;
+  value: T;
+  of: readonly T[];
+  say?: (one: T) => string;
+  choose: (one: T) => void;
 }
 
 /** One of several, by buttons. */
-export function Choice({ label, value, of, say, choose }: ChoiceProps): JSX.Element {
+export function Choice<T extends string | number>({ label, quiet, value, of, say, choose }: ChoiceProps<T>): JSX.Element {
   return (
     <span class="choice" role="group" aria-label={label}>
-      <small class="dim">{label}</small>
+      {!quiet && <small class="dim">{label}</small>}
       {of.map((one) => (
         <button key={one} aria-pressed={one === value} onClick={() => choose(one)}>
           {say ? say(one) : one}

@@ -2,7 +2,9 @@
 
 import { useEffect, useState } from "preact/hooks";
 
-export type Theme = "light" | "dark";
+type Theme = "light" | "dark";
+/** Of lines and versions, by the names of their variables. */
+export const COLOURS = ["--c1", "--c2", "--c3", "--c4", "--c5", "--c6", "--c7", "--c8"];
 const CHOSEN = "opentinker-theme";
 const system = window.matchMedia("(prefers-color-scheme: dark)");
 const listeners = new Set<() => void>();
@@ -30,6 +32,12 @@ export function useTheme(): Theme {
     return () => void listeners.delete(listener);
   }, []);
   return now;
+}
+
+/** For a canvas: what a colour's variable is now. */
+export function coloured(): (name: string) => string {
+  const css = getComputedStyle(document.documentElement);
+  return (name) => css.getPropertyValue(name).trim();
 }
 
 system.addEventListener("change", apply);

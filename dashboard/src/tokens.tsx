@@ -4,12 +4,11 @@ import type { JSX } from "preact";
 import { useMemo, useRef, useState } from "preact/hooks";
 import { chosen } from "./lib/choosing.ts";
 import type { Tokens } from "./lib/match.ts";
-
+import { COLOURS } from "./theme.ts";
 
 export type Colour = "text" | "mask" | "logprob" | "advantage" | "version";
 
 const LEAST_LOGPROB = 6;
-const PALETTE = ["--c1", "--c2", "--c3", "--c4", "--c5", "--c6", "--c7", "--c8"];
 const LEGENDS: Record<Colour, string> = {
   text: "",
   mask: "coloured: sampled by the policy",
@@ -92,7 +91,7 @@ function versionNames(tokens: Tokens): string[] {
 
 /** The colour of a version, by its place among those that are shown together. */
 export function versionColour(order: string[], version: string): string {
-  return PALETTE[order.indexOf(version) % PALETTE.length] ?? "--dim";
+  return COLOURS[order.indexOf(version) % COLOURS.length] ?? "--dim";
 }
 
 /** By token: the version that sampled it. */

@@ -6,7 +6,7 @@ import { browser } from "./browser.ts";
 
 const heardOf = (...seqs: number[]): Heard => {
   const heard = new Heard();
-  for (const seq of seqs) heard.add("trainer", "a", seq);
+  for (const seq of seqs) heard.note("trainer", "a", seq);
   return heard;
 };
 
@@ -15,7 +15,7 @@ test("a gap is read for again until it is filled", async (t) => {
   const heard = heardOf(0, 2);
   let reads = 0;
   const notes: (string | number)[] = [];
-  const history = new Refill(heard, async () => void ((reads += 1) === 3 && heard.add("trainer", "a", 1)), (missing, problem) => notes.push(problem || missing));
+  const history = new Refill(heard, async () => void ((reads += 1) === 3 && heard.note("trainer", "a", 1)), (missing, problem) => notes.push(problem || missing));
   void history.ask();
   assert.equal(history.busy, true);
   await pass(10);

@@ -39,7 +39,7 @@ export class Heard {
   private readonly lost = new Map<string, Numbers>();
 
   /** Whether it is new. */
-  add(source: string, incarnation: string, seq: number): boolean {
+  note(source: string, incarnation: string, seq: number): boolean {
     return numbersOf(this.seen, nameOf(source, incarnation)).add(seq);
   }
 
@@ -90,7 +90,7 @@ function numbersOf(all: Map<string, Numbers>, name: string): Numbers {
 export const MOST_POINTS = 100_000;
 
 /** The points of one job. */
-export class Joined {
+export class Joined extends Heard {
   /** By source, in the order of their time. */
   readonly sources = new Map<string, Point[]>();
   /** Counts changes, so that whoever draws knows whether to. */
@@ -98,11 +98,10 @@ export class Joined {
   /** Points that were let go: the oldest of whoever has said most. */
   forgotten = 0;
   private held = 0;
-  private readonly heard = new Heard();
 
   /** Whether it is new. */
   add(point: Point): boolean {
-    if (!this.heard.add(point.source, point.incarnation, point.seq)) return false;
+    if (!this.note(point.source, point.incarnation, point.seq)) return false;
     let points = this.sources.get(point.source);
     if (!points) this.sources.set(point.source, (points = []));
     let at = points.length;
@@ -121,20 +120,9 @@ export class Joined {
     this.forgotten += gone;
   }
 
-  /** What lies between points that are there, unless it was given up. */
-  gaps(): Gap[] {
-    return this.heard.gaps();
-  }
-
-  /** The history has it no more. */
-  giveUp(gap: Gap): void {
-    this.heard.giveUp(gap);
+  override giveUp(gap: Gap): void {
+    super.giveUp(gap);
     this.version += 1;
-  }
-
-  /** Points that nobody has. */
-  get missing(): number {
-    return this.heard.missing;
   }
 }
 

@@ -1,6 +1,6 @@
 // The timeline of a job: parts of workers become rows, one per worker and lane, and shares of a window of time.
 
-import { Heard, type Gap } from "./join.ts";
+import { Heard } from "./join.ts";
 import { FINAL, type Job } from "./types.ts";
 
 export interface Segment {
@@ -60,16 +60,15 @@ export function lookBack(job: Pick<Job, "state" | "finished">, now: number): num
   return Math.min(MOST_S, since + KEEP_S);
 }
 
-export class Lanes {
+export class Lanes extends Heard {
   readonly rows: Row[] = [];
   leftOut = 0;
-  private readonly heard = new Heard();
   /** By worker and incarnation: the parts by their number. */
   private readonly parts = new Map<string, Map<number, Segment[]>>();
 
   /** Whether it is new. */
   add(part: Part): boolean {
-    if (!this.heard.add(part.worker, part.incarnation, part.seq)) return false;
+    if (!this.note(part.worker, part.incarnation, part.seq)) return false;
     this.partsOf(part.worker, part.incarnation).set(part.seq, part.segments);
     this.leftOut += part.left_out;
     for (const segment of part.segments) {
@@ -81,25 +80,10 @@ export class Lanes {
     return true;
   }
 
-  /** Parts between others that are there, unless they were given up. */
-  gaps(): Gap[] {
-    return this.heard.gaps();
-  }
-
-  /** The history has it no more. */
-  giveUp(gap: Gap): void {
-    this.heard.giveUp(gap);
-  }
-
-  /** Parts that nobody has. */
-  get missing(): number {
-    return this.heard.missing;
-  }
-
   /** From the end of the part before a gap to what begins first after that: at most, for it may have been idle too. */
   holes(): Hole[] {
     const found: Hole[] = [];
-    for (const gap of this.heard.between()) {
+    for (const gap of this.between()) {
       const parts = this.partsOf(gap.source, gap.incarnation);
       const before = parts.get(gap.from - 1);
       const after = parts.get(gap.to + 1);

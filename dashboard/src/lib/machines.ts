@@ -1,6 +1,7 @@
 // Workers by the machine that they run on: containers of one machine have host names of their own.
 
 import type { Worker } from "./types.ts";
+import { counted } from "./words.ts";
 
 export interface Machine {
   /** Its host name; of several containers the first one's and how many more there are. */
@@ -27,5 +28,5 @@ export function machinesOf(workers: readonly Worker[]): Machine[] {
 
 function named([first, ...others]: string[]): string {
   if (!others.length) return first ?? "";
-  return `${first} and ${others.length} more ${others.length === 1 ? "container" : "containers"}`;
+  return `${first} and ${counted(others.length, "more container")}`;
 }

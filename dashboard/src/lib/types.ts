@@ -8,7 +8,6 @@ export interface Job {
   state: string;
   epoch: number;
   created: number;
-  updated: number;
   /** When it came to the queue or, once it has begun, when it started. */
   since: number;
   finished: number | null;
@@ -21,29 +20,17 @@ export interface Job {
   priority: number;
   progress: Progress;
   environment?: string;
-  data?: string;
   model: string;
-  endpoint?: string;
 }
 
 /** The trainer's last report: numbers by name or, of a job with several policies, those of each. */
 export type Progress = Record<string, number> | { policies: Record<string, Record<string, number>> };
 
-export interface JobWorker {
-  id: string;
-  pool: string;
-  status: string;
-  host: string;
-  pid: number;
-  detail: Record<string, unknown>;
-}
-
 export interface JobDetail extends Job {
   spec: Json;
-  ledger: Record<string, unknown>;
   /** Of a job with several. */
   policies?: Record<string, unknown>;
-  workers: JobWorker[];
+  workers: { id: string; status: string }[];
   /** Of an eval job that has succeeded. */
   result?: EvalResult;
   metrics: Record<string, { step: number; time: number; values: Record<string, number> }>;
@@ -88,7 +75,6 @@ export interface Queue {
   stream: string;
   messages: number;
   bytes: number;
-  consumers: number;
   subjects: Record<string, number>;
 }
 
@@ -98,7 +84,6 @@ export interface Checkpoint {
   created: number;
   bytes: number;
   model_bytes: number;
-  files: Record<string, { bytes: number; sha256: string }>;
 }
 
 /** Who the server thinks we are. */

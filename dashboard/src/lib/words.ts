@@ -13,6 +13,11 @@ export function short(value: number | undefined | null): string {
   return value.toExponential(1);
 }
 
+/** 1 point, 2 points. */
+export function counted(count: number, noun: string): string {
+  return `${count} ${noun}${count === 1 ? "" : "s"}`;
+}
+
 export function bytes(count: number): string {
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];
   let size = count;

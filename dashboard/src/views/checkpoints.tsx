@@ -8,7 +8,7 @@ import { partOf, policiesOf } from "../lib/policies.ts";
 import { inferenceSpec, savesAdapters } from "../lib/serve.ts";
 import type { Checkpoint, Job, JobDetail } from "../lib/types.ts";
 import { bytes, moment, save } from "../lib/words.ts";
-import { Choice, Empty, Said } from "../parts.tsx";
+import { Choice, Empty, Head, Said } from "../parts.tsx";
 
 const LARGE = 512 * 1024 * 1024;
 
@@ -57,15 +57,7 @@ function Saved({ job, policy }: { job: JobDetail; policy: string }): JSX.Element
       <Said problem={doing.problem} />
       {busy && <p role="status">{busy}</p>}
       <table class="card">
-        <thead>
-          <tr>
-            <th>Step</th>
-            <th>Created</th>
-            <th>Model</th>
-            <th>With optimizer</th>
-            <th />
-          </tr>
-        </thead>
+        <Head of={["Step", "Created", "Model", "With optimizer", ""]} />
         <tbody>
           {[...value.checkpoints].reverse().map((one) => (
             <tr key={`${one.epoch}.${one.step}`}>

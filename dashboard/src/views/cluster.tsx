@@ -4,8 +4,8 @@ import type { JSX } from "preact";
 import { go, useAsked, useMay, useNow } from "../hooks.ts";
 import { FINAL, type Job, type Queue, type Worker } from "../lib/types.ts";
 import { machinesOf } from "../lib/machines.ts";
-import { bytes, duration } from "../lib/words.ts";
-import { Empty, Said } from "../parts.tsx";
+import { bytes, counted, duration } from "../lib/words.ts";
+import { Empty, Head, Said } from "../parts.tsx";
 
 const POOLS: [string, string][] = [
   ["trainer", "Trainers"],
@@ -106,8 +106,7 @@ function Workers({ workers }: { workers: Worker[] }): JSX.Element {
             <li key={name}>
               <b>{name}</b>{" "}
               <small>
-                {count} {count === 1 ? "worker" : "workers"} ·{" "}
-                {cores > 0 && `${cores} ${cores === 1 ? "core" : "cores"} · `}
+                {counted(count, "worker")} · {cores > 0 && `${counted(cores, "core")} · `}
                 {gpus.size ? [...gpus.values()].map((gpu) => `${gpu.model} ${bytes(gpu.memory)}`).join(", ") : "no GPU"}
               </small>
             </li>
@@ -154,14 +153,7 @@ function Queues({ queues }: { queues: Queue[] }): JSX.Element {
     <section class="card">
       <h2>Queues</h2>
       <table>
-        <thead>
-          <tr>
-            <th>Stream</th>
-            <th>Messages</th>
-            <th>Size</th>
-            <th>Largest part</th>
-          </tr>
-        </thead>
+        <Head of={["Stream", "Messages", "Size", "Largest part"]} />
         <tbody>
           {queues.map((queue) => {
             const most = Object.entries(queue.subjects).sort((a, b) => b[1] - a[1]).slice(0, 2);

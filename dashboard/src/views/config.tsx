@@ -6,7 +6,7 @@ import { useAsked } from "../hooks.ts";
 import { settings, type Schema } from "../lib/spec.ts";
 import type { Json, JobDetail } from "../lib/types.ts";
 import { save } from "../lib/words.ts";
-import { Empty, Said } from "../parts.tsx";
+import { Empty, Head, Said } from "../parts.tsx";
 
 export function Config({ job }: { job: JobDetail }): JSX.Element {
   const { value, problem } = useAsked<{ components: { schemas: Record<string, Schema> } }>("/openapi.json");
@@ -29,13 +29,7 @@ export function Config({ job }: { job: JobDetail }): JSX.Element {
       </div>
       {!value && !problem && <Empty>…</Empty>}
       <table class="card config">
-        <thead>
-          <tr>
-            <th>Setting</th>
-            <th>Value</th>
-            <th>Default</th>
-          </tr>
-        </thead>
+        <Head of={["Setting", "Value", "Default"]} />
         <tbody>
           {shown.map((one) => (
             <tr key={one.path} class={one.differs ? "differs" : ""}>

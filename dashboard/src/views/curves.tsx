@@ -29,14 +29,8 @@ export function Curves({ job, follow }: { job: Job; follow: Follow }): JSX.Eleme
   return (
     <>
       <div class="bar">
-        <Choice label="x" value={look.axis} of={["step", "time"]} choose={(axis) => change({ axis: axis as Axis })} />
-        <Choice
-          label="smooth"
-          value={String(look.smooth)}
-          of={SMOOTH.map(String)}
-          say={(text) => (text === "0" ? "off" : text)}
-          choose={(text) => change({ smooth: Number(text) })}
-        />
+        <Choice<Axis> label="x" value={look.axis} of={["step", "time"]} choose={(axis) => change({ axis })} />
+        <Choice label="smooth" value={look.smooth} of={SMOOTH} say={(one) => (one ? String(one) : "off")} choose={(smooth) => change({ smooth })} />
         {policies.length > 0 && (
           <Choice label="policy" value={policy} of={[ALL, ...policies]} say={(name) => name || "all"} choose={setPolicy} />
         )}

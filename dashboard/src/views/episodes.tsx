@@ -81,31 +81,8 @@ export function Episodes({ job, follow }: { job: JobDetail; follow: Follow | nul
   return (
     <>
       <div class="bar">
-        <span class="choice" role="group" aria-label="Of">
-          {(["rollouts", "transcripts"] as Kind[]).map((one) => (
-            <button
-              key={one}
-              aria-pressed={one === kind}
-              onClick={() => {
-                setKind(one);
-                setStep(null);
-              }}
-            >
-              {KINDS[one]}
-            </button>
-          ))}
-        </span>
-        {policies.length > 0 && (
-          <Choice
-            label="policy"
-            value={policy}
-            of={policies}
-            choose={(name) => {
-              setPolicy(name);
-              setStep(null);
-            }}
-          />
-        )}
+        <Choice<Kind> quiet label="Of" value={kind} of={["rollouts", "transcripts"]} say={(one) => KINDS[one]} choose={(one) => (setKind(one), setStep(null))} />
+        {policies.length > 0 && <Choice label="policy" value={policy} of={policies} choose={(name) => (setPolicy(name), setStep(null))} />}
         <button aria-label="Earlier step" disabled={at <= 0} onClick={() => setStep(steps[at - 1]!)}>
           ‹
         </button>
@@ -126,13 +103,7 @@ export function Episodes({ job, follow }: { job: JobDetail; follow: Follow | nul
           <input type="checkbox" checked={step === null} onChange={(event) => setStep(event.currentTarget.checked ? null : (value?.step ?? null))} /> follow
           the newest
         </label>
-        <span class="choice" role="group" aria-label="Colour tokens by">
-          {COLOURS[kind].map((one) => (
-            <button key={one} aria-pressed={one === shown} onClick={() => setColour(one)}>
-              {one}
-            </button>
-          ))}
-        </span>
+        <Choice quiet label="Colour tokens by" value={shown} of={COLOURS[kind]} choose={setColour} />
         <Legend colour={shown} />
       </div>
       <Said problem={problem} />

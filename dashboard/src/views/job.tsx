@@ -10,8 +10,8 @@ import { secondsLeft } from "../lib/pace.ts";
 import { advances, partsOf } from "../lib/policies.ts";
 import type { Metrics } from "../lib/series.ts";
 import { FINAL, type JobDetail } from "../lib/types.ts";
-import { ago, duration, moment } from "../lib/words.ts";
-import { Empty, Facts, Progress, Said, Share, State } from "../parts.tsx";
+import { ago, counted, duration, moment } from "../lib/words.ts";
+import { Empty, Facts, Progress, Said, State } from "../parts.tsx";
 import { Chat } from "./chat.tsx";
 import { Checkpoints } from "./checkpoints.tsx";
 import { Config } from "./config.tsx";
@@ -87,8 +87,8 @@ function Top({ job, follow, again }: { job: JobDetail; follow: Follow | null; ag
       </div>
       {job.kind !== "inference" && (
         <div class="line">
-          <Progress job={job} />
-          {follow && advances(job, follow.joined).map((one) => <Share key={one.policy} {...one} />)}
+          <Progress {...job} />
+          {follow && advances(job, follow.joined).map((one) => <Progress key={one.policy} {...one} />)}
           <small>
             {left !== null && <>{duration(left)} left · </>}
             {pace !== null && pace > 0 && !over && <>{(1 / pace).toFixed(pace < 1 ? 1 : 2)} steps/s · </>}
@@ -151,15 +151,11 @@ function Signal({ follow }: { follow: Follow | null }): JSX.Element | null {
     <small class={`signal ${follow.way}`} data-way={follow.way} title={follow.said} role="status">
       <i /> {WAYS[follow.way]}
       {follow.said && follow.way !== "live" ? `: ${follow.said}` : ""}
-      {gaps > 0 && <b> · {points(gaps)} missing, fetching</b>}
-      {lost > 0 && <b> · {points(lost)} lost</b>}
+      {gaps > 0 && <b> · {counted(gaps, "point")} missing, fetching</b>}
+      {lost > 0 && <b> · {counted(lost, "point")} lost</b>}
       {follow.joined.forgotten > 0 && <b> · the oldest {follow.joined.forgotten} points are not shown</b>}
     </small>
   );
-}
-
-function points(count: number): string {
-  return `${count} ${count === 1 ? "point" : "points"}`;
 }
 
 function Actions({ job, again }: { job: JobDetail; again: () => void }): JSX.Element | null {

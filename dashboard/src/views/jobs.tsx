@@ -6,8 +6,8 @@ import { go, useAsked, useKeyNames, useNow, useSettled } from "../hooks.ts";
 import { secondsLeft } from "../lib/pace.ts";
 import { reported } from "../lib/policies.ts";
 import { FINAL, type Job } from "../lib/types.ts";
-import { ago, duration, moment, short } from "../lib/words.ts";
-import { Empty, Progress, Said, State } from "../parts.tsx";
+import { ago, counted, duration, moment, short } from "../lib/words.ts";
+import { Empty, Head, Progress, Said, State } from "../parts.tsx";
 
 const STATES = ["", "running", "queued", "starting", "paused", "succeeded", "failed", "cancelled"];
 const PAGE = 200;
@@ -64,6 +64,7 @@ function Found({ filter }: { filter: string }): JSX.Element {
   const behind = [...older, ...(page.value?.jobs ?? [])].filter((job) => !fresh.has(job.id));
   const shown = [...value.jobs, ...behind];
   const last = page.value ?? value;
+  const count = counted(shown.length, "job");
   return (
     <>
       <Said problem={problem ?? page.problem} />
@@ -73,16 +74,7 @@ function Found({ filter }: { filter: string }): JSX.Element {
         </Empty>
       ) : (
         <table class="card jobs">
-          <thead>
-            <tr>
-              <th>Job</th>
-              <th>State</th>
-              <th>Progress</th>
-              <th>Last</th>
-              <th>Time</th>
-              <th>Owner</th>
-            </tr>
-          </thead>
+          <Head of={["Job", "State", "Progress", "Last", "Time", "Owner"]} />
           <tbody>
             {shown.map((job) => (
               <Row key={job.id} job={job} now={now} owner={keyName(job.key)} />
@@ -90,7 +82,7 @@ function Found({ filter }: { filter: string }): JSX.Element {
           </tbody>
         </table>
       )}
-      <p class="dim count">{counted(shown.length, Boolean(filter), last.more)}</p>
+      <p class="dim count">{!last.more ? count : filter ? `${count} so far; older ones not searched yet` : `the newest ${count}`}</p>
       {last.more && (
         <button
           class="more"
@@ -104,12 +96,6 @@ function Found({ filter }: { filter: string }): JSX.Element {
       )}
     </>
   );
-}
-
-function counted(count: number, filtered: boolean, more: boolean): string {
-  const jobs = `${count} ${count === 1 ? "job" : "jobs"}`;
-  if (!more) return jobs;
-  return filtered ? `${jobs} so far; older ones not searched yet` : `the newest ${jobs}`;
 }
 
 function Row({ job, now, owner }: { job: Job; now: number; owner: string }): JSX.Element {
@@ -132,7 +118,7 @@ function Row({ job, now, owner }: { job: Job; now: number; owner: string }): JSX
       <td data-label="State">
         <State state={job.state} />
       </td>
-      <td data-label="Progress">{job.kind === "inference" ? <small class="dim">serves</small> : <Progress job={job} />}</td>
+      <td data-label="Progress">{job.kind === "inference" ? <small class="dim">serves</small> : <Progress {...job} />}</td>
       <td data-label="Last">
         {progress.map(([name, value]) => (
           <small key={name} class="pair">

@@ -4,6 +4,7 @@ import type { JSX } from "preact";
 import { resultRows } from "../lib/results.ts";
 import type { EvalResult } from "../lib/types.ts";
 import { short } from "../lib/words.ts";
+import { Head } from "../parts.tsx";
 
 export function Results({ result }: { result: EvalResult }): JSX.Element {
   const rows = resultRows(result.values);
@@ -14,13 +15,7 @@ export function Results({ result }: { result: EvalResult }): JSX.Element {
         Result <small class="dim">weights {result.version}</small>
       </h2>
       <table>
-        <thead>
-          <tr>
-            <th>Metric</th>
-            <th>Value</th>
-            {intervals && <th>95 % interval</th>}
-          </tr>
-        </thead>
+        <Head of={["Metric", "Value", ...(intervals ? ["95 % interval"] : [])]} />
         <tbody>
           {rows.map((row) => (
             <tr key={row.name}>

@@ -9,9 +9,9 @@ import { folded, large } from "../lib/fold.ts";
 import { busyShare, isOf, isSame, Lanes, lookBack, nearest, stepped, within, type Hole, type Part, type Picked, type Row, type Segment } from "../lib/lanes.ts";
 import { Refill } from "../lib/refill.ts";
 import { FINAL, type JobDetail } from "../lib/types.ts";
-import { clock, duration } from "../lib/words.ts";
-import { Empty } from "../parts.tsx";
-import { useTheme } from "../theme.ts";
+import { clock, counted, duration } from "../lib/words.ts";
+import { Choice, Empty } from "../parts.tsx";
+import { coloured, useTheme } from "../theme.ts";
 
 const WINDOWS = [10, 30, 120, 600];
 const ROW = 26;
@@ -50,14 +50,7 @@ export function Timeline({ job, follow }: { job: JobDetail; follow: Follow }): J
   return (
     <>
       <div class="bar">
-        <span class="choice" role="group" aria-label="Window">
-          <small class="dim">window</small>
-          {WINDOWS.map((one) => (
-            <button key={one} aria-pressed={one === span} onClick={() => setSpan(one)}>
-              {duration(one)}
-            </button>
-          ))}
-        </span>
+        <Choice label="window" value={span} of={WINDOWS} say={duration} choose={setSpan} />
         <button aria-label="Earlier" onClick={() => move(-0.5)}>
           ‹
         </button>
@@ -92,7 +85,7 @@ function Missing({ lanes }: { lanes: Lanes }): JSX.Element | null {
   return (
     <p class="note" role="status">
       Hatched: activity unknown, because messages are missing.
-      {fetching > 0 && ` ${fetching} ${fetching === 1 ? "message" : "messages"} being fetched.`}
+      {fetching > 0 && ` ${counted(fetching, "message")} being fetched.`}
       {lost > 0 && ` ${lost} lost.`}
     </p>
   );
@@ -212,10 +205,10 @@ function draw(canvas: HTMLCanvasElement, rows: Row[], from: number, to: number, 
     canvas.height = Math.round(height * scale);
   }
   const pen = canvas.getContext("2d")!;
-  const css = getComputedStyle(document.documentElement);
+  const css = coloured();
   const colours = new Map<string, string>();
   const colour = (name: string): string => {
-    if (!colours.has(name)) colours.set(name, css.getPropertyValue(name).trim());
+    if (!colours.has(name)) colours.set(name, css(name));
     return colours.get(name)!;
   };
   pen.setTransform(scale, 0, 0, scale, 0, 0);
