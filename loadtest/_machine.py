@@ -68,9 +68,12 @@ def keep(path: Path | None, figures: Mapping[str, float]) -> None:
 
 def met(what: str, seen: float, target: float, foreign: float) -> bool:
     """Says whether at least `target` of `what` was seen, and whether the machine was quiet enough to tell."""
-    good = seen >= target
-    disturbed = (
-        "" if good or foreign <= QUIET_CORES else f" (disturbed: others used {foreign:.2f} cores; measure again)"
-    )
-    print(f"target: >= {target:,.0f} {what}: {'met' if good else 'MISSED'}{disturbed}")
+    return verdict(f">= {target:,.0f} {what}", seen >= target, foreign)
+
+
+def verdict(target: str, good: bool, foreign: float = 0.0) -> bool:
+    """Says whether it was met; if not, also where others used the machine too much to tell. Returns `good`."""
+    quiet = good or foreign <= QUIET_CORES
+    disturbed = "" if quiet else f" (disturbed: others used {foreign:.2f} cores; measure again)"
+    print(f"target: {target}: {'met' if good else 'MISSED'}{disturbed}")
     return good

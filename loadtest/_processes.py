@@ -12,6 +12,8 @@ from pathlib import Path
 
 from loadtest._target import ROOT
 from opentinker.local.embedded import EmbeddedServers
+from opentinker.local.processes import free_port
+from opentinker.shared.security.key_text import new_key, read_key, write_key
 
 
 @contextmanager
@@ -38,6 +40,15 @@ def started(servers: EmbeddedServers, service: str, *command: str, **settings: o
     finally:
         process.terminate()
         process.wait()
+
+
+@contextmanager
+def own_scheduler(servers: EmbeddedServers, directory: Path) -> Iterator[tuple[int, str, int]]:
+    """Run a scheduler; gives its pid, an operator's key and its port."""
+    port, file = free_port(), directory / "operator-key"
+    write_key(file, new_key("local"))
+    with started(servers, "scheduler", data_dir=directory, http_port=port, admin_key_file=file) as pid:
+        yield pid, read_key(file), port
 
 
 def nats_pid(servers: EmbeddedServers) -> int:

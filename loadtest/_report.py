@@ -6,7 +6,7 @@ import math
 import os
 import platform
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -97,9 +97,7 @@ class Report:
                 "cores": os.cpu_count(), "python": platform.python_version(), "foreign_cores": round(self.foreign, 3)
             },
             "seconds": round(self.seconds, 3),
-            "figures": {
-                name: {"value": one.value, "unit": one.unit, "better": one.better} for name, one in self.figures.items()
-            },
+            "figures": {name: asdict(one) for name, one in self.figures.items()},
             "latencies": {name: one.summary() for name, one in self.latencies.items()},
             "stages": {name: one.summary() for name, one in self.stages.items()},
             "errors": {name: dict(one.errors) for name, one in self.latencies.items() if one.errors},

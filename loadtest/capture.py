@@ -24,7 +24,7 @@ import orjson
 import uvloop
 from aiohttp import web
 
-from loadtest._machine import QUIET_CORES, Meter, keep
+from loadtest._machine import Meter, keep, verdict
 from opentinker.envs.agent import AgentEnvironment, Result
 from opentinker.envs.base import Action, EnvironmentConfig, Opening, Step
 from opentinker.shared.types.core import StopReason
@@ -113,9 +113,7 @@ async def measure(requests: int) -> tuple[bool, dict[str, float]]:
                   f"adds {p50 - base:.2f} ms, of processor time {asker.cpu_ms - cpu:.2f} ms")  # fmt: skip
     meter.stop()
     good = max(added_ms.values()) <= TARGET_MS
-    disturbed = "" if good or meter.foreign <= QUIET_CORES else " (others used the machine too: measure again)"
-    print(f"target: adds <= {TARGET_MS:g} ms to p50: {'met' if good else 'MISSED'}{disturbed}")
-    return good, added_ms
+    return verdict(f"adds <= {TARGET_MS:g} ms to p50", good, meter.foreign), added_ms
 
 
 def main() -> None:

@@ -19,6 +19,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from loadtest._machine import verdict
+from loadtest.scenarios.jobs import job_of
 from opentinker.shared.spec import JobSpec, parse_spec
 from tests.support.cluster import Cluster, toy_cluster
 
@@ -33,33 +35,9 @@ CASES = [
     (0.5, 0.2, 0),
 ]
 """Seconds to generate a batch, seconds to train on it, max_staleness."""
-TOKENS = 5
 WARM_UP = 5
 """Steps that are not counted: the pipeline fills."""
 TARGET = 1.05
-
-
-def job_of(model: Path, gen_s: float, train_s: float, staleness: int, steps: int, swap_s: float) -> JobSpec:
-    return parse_spec(
-        {
-            "name": "overlap",
-            "model": {"base": str(model)},
-            "environment": {"name": "copy_digits", "config": {"digits": TOKENS - 1}},
-            "algorithm": {"group_size": 4, "groups_per_batch": 8, "max_staleness": staleness},
-            "rollout": {
-                "engine": "toy",
-                "toy": {"seconds_per_token": gen_s / TOKENS, "swap_seconds": swap_s, "skill": 1.0},
-                "max_tokens": TOKENS,
-                "max_concurrent_groups": 8,
-            },
-            "train": {
-                "learner": "simulated",
-                "simulated_step_s": train_s,
-                "steps": steps + WARM_UP,
-                "checkpoint_every": 1000,
-            },
-        }
-    )
 
 
 async def measure(cluster: Cluster, spec: JobSpec) -> dict[str, float]:
@@ -83,7 +61,10 @@ async def run(cases: list[tuple[float, float, int]], steps: int, swap_s: float) 
     with tempfile.TemporaryDirectory() as directory:
         async with toy_cluster(Path(directory) / "cluster") as (cluster, model):
             for gen_s, train_s, staleness in cases:
-                seen = await measure(cluster, job_of(model, gen_s, train_s, staleness, steps, swap_s))
+                job = job_of(
+                    model, steps=steps + WARM_UP, gen_s=gen_s, train_s=train_s, swap_s=swap_s, staleness=staleness
+                )
+                seen = await measure(cluster, parse_spec(job))
                 longest = max(gen_s, train_s)
                 exposed = min(seen["swap"], max(0.0, gen_s + seen["swap"] - train_s))
                 ratio = (seen["step"] - exposed) / longest
@@ -94,9 +75,7 @@ async def run(cases: list[tuple[float, float, int]], steps: int, swap_s: float) 
                     f"  {seen['wait']:10.2f}  {seen['staleness']:14.2f}",
                     flush=True,
                 )
-    verdict = "met" if good else "MISSED"
-    print(f"target: ratio = (step - exposed swap) / max <= {TARGET} wherever staleness is allowed: {verdict}")
-    return good
+    return verdict(f"ratio = (step - exposed swap) / max <= {TARGET} wherever staleness is allowed", good)
 
 
 def main() -> None:

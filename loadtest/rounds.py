@@ -46,6 +46,7 @@ from opentinker.services.rollout_worker.renderer import Renderer
 from opentinker.services.rollout_worker.seat_map import SeatMap
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.messaging.env_client import EnvClient
+from opentinker.shared.runtime.reexec import below
 from opentinker.shared.spec import LoraSpec, ToySpec, parse_spec
 from opentinker.shared.types.core import Ticket, WeightVersion
 from tests.support.toys import toy_model
@@ -198,7 +199,7 @@ async def tokens_per_s(engines: Sequence[VllmEngine], options: argparse.Namespac
     """Send all requests at once, to the engines in turn."""
     import torch
 
-    meter = Meter({str(pid): pid for pid in (os.getpid(), *children())})
+    meter = Meter({str(pid): pid for pid in (os.getpid(), *below(os.getpid()))})
     sampling = [Sampling(max_tokens=options.tokens, seed=number) for number in range(options.requests)]
     await asyncio.gather(
         *(engines[n % len(engines)].generate(f"r{n}", [5, 6 + n % 7, 9], one) for n, one in enumerate(sampling))
@@ -206,10 +207,6 @@ async def tokens_per_s(engines: Sequence[VllmEngine], options: argparse.Namespac
     meter.stop()
     seconds = meter.seconds if torch.cuda.is_available() else sum(meter.used.values())
     return float(options.requests * options.tokens / seconds)
-
-
-def children() -> list[int]:
-    return [int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()]
 
 
 def main() -> None:

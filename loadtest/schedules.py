@@ -22,7 +22,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from loadtest._machine import QUIET_CORES, Others
+from loadtest._machine import Others, verdict
 from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.spec.schedules import max_opponent_lag
 from opentinker.shared.types.core import part_id
@@ -127,12 +127,7 @@ async def run(options: argparse.Namespace) -> bool:
                 spec = job_of(model, schedule, options, steps)
                 for name, lines in (await measure(cluster, spec, options.seconds)).items():
                     good &= judge(spec, name, lines, formula[name])
-    foreign = others.stop()
-    disturbed = (
-        "" if good or foreign <= QUIET_CORES else f" (disturbed: others used {foreign:.2f} cores; measure again)"
-    )
-    print(f"target: rates within {TOLERANCE:.0%}, lags within their bounds: {'met' if good else 'MISSED'}{disturbed}")
-    return good
+    return verdict(f"rates within {TOLERANCE:.0%}, lags within their bounds", good, others.stop())
 
 
 def main() -> None:

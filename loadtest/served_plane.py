@@ -12,20 +12,16 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from pathlib import Path
 
 import uvloop
 
-from loadtest._processes import nats_pid, own_servers, started
+from loadtest._processes import nats_pid, own_scheduler, own_servers, started
 from loadtest.env_plane import ENVIRONMENT, Client, measure, options
 from opentinker.local.embedded import EmbeddedServers
-from opentinker.local.processes import free_port
 from opentinker.shared.messaging.bus import Bus
-from opentinker.shared.security.key_text import new_key, read_key, write_key
 from opentinker.shared.spec import parse_spec
 from opentinker.shared.state.store import Store
 
-ROOT = Path(__file__).resolve().parent.parent
 TARGET = 1_000
 JOB = "j-loadtest00"
 SPEC = {"name": "load", "model": {"base": "no/model"}, "environment": {"name": "served:load"}, "train": {"steps": 1}}
@@ -40,17 +36,14 @@ async def run(arguments: argparse.Namespace, servers: EmbeddedServers, pids: dic
 
 def main() -> None:
     arguments = options(__doc__)
-    with own_servers() as (servers, directory):
-        port, file = free_port(), directory / "operator-key"
-        write_key(file, new_key("local"))
-        url = f"http://127.0.0.1:{port}"
-        serve = ["env", "serve", ENVIRONMENT, "--name", "load", "--concurrency", str(arguments.sessions), "--url", url]
-        with (
-            started(servers, "scheduler", data_dir=directory, http_port=port, admin_key_file=file) as scheduler,
-            started(servers, "scheduler", *serve, api_key=read_key(file)) as served,
-        ):
-            pids = {"scheduler": scheduler, "served": served, "client": os.getpid(), "nats": nats_pid(servers)}
-            good = uvloop.run(run(arguments, servers, pids))
+    serve = ["env", "serve", ENVIRONMENT, "--name", "load", "--concurrency", str(arguments.sessions), "--url"]
+    with (
+        own_servers() as (servers, directory),
+        own_scheduler(servers, directory) as (scheduler, key, port),
+        started(servers, "scheduler", *serve, f"http://127.0.0.1:{port}", api_key=key) as served,
+    ):
+        pids = {"scheduler": scheduler, "served": served, "client": os.getpid(), "nats": nats_pid(servers)}
+        good = uvloop.run(run(arguments, servers, pids))
     sys.exit(0 if good else 1)
 
 

@@ -36,6 +36,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AttentionInterface, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from examples.models.make_tiny import tiny_tokenizer
+from loadtest._machine import verdict
 from opentinker.envs.builtin import gsm8k
 from opentinker.services.trainer.batch import micro_batch
 from opentinker.services.trainer.learners.rl import RlLearner
@@ -265,8 +266,7 @@ def report(seconds: dict[str, list[float]], groups: list[Group], device: str) ->
         print(f"{name:<14} {medians[name]:>8.3f} {tokens / medians[name]:>18,.0f}{ours}")
     good = all(ratios["ours shared"][base] >= target for base, target in TARGETS.items())
     wanted = " and ".join(f">= {target} x {base}" for base, target in TARGETS.items())
-    print(f"target: ours shared {wanted}: {'met' if good else 'MISSED'}")
-    return good
+    return verdict(f"ours shared {wanted}", good)
 
 
 def main() -> None:

@@ -31,7 +31,7 @@ Scenario = Callable[[Options, Report], Awaitable[None]]
 async def smoke(options: Options, report: Report) -> None:
     """One short job from submission to its end while somebody looks on: is everything there?"""
     async with target(options.url) as at:
-        job = (await at.client.submit(job_of(at, steps=5, gen_s=0.05, train_s=0.05)))["id"]
+        job = (await at.client.submit(job_of(at.model, steps=5, gen_s=0.05, train_s=0.05)))["id"]
         await open_loop(arrivals(5.0, 3.0, options.seed), reader(at.client, job), report.latency("reads"))
         ended = await at.client.wait(job, END_S)
         report.check("the job succeeds", ended["state"] == "succeeded", ended["state"])
@@ -45,7 +45,7 @@ async def burst(options: Options, report: Report) -> None:
         jobs: list[str] = []
 
         async def submit(_: int) -> None:
-            jobs.append((await at.client.submit(job_of(at, steps=1, gen_s=0.01, train_s=0.01)))["id"])
+            jobs.append((await at.client.submit(job_of(at.model, steps=1, gen_s=0.01, train_s=0.01)))["id"])
 
         began = time.perf_counter()
         times = arrivals(2.0 * options.jobs, 1.0, options.seed)[: options.jobs]
@@ -63,7 +63,7 @@ async def dead_worker(options: Options, report: Report) -> None:
     """An env worker, then a rollout worker, is killed in the middle of a job."""
     steps = max(20, int(options.seconds / 0.3))
     async with target(None, rollout_workers=2, env_workers=2) as at:
-        spec = job_of(at, steps=steps, environment={"name": SLEEPER, "config": {"sleep_s": 0.1, "turns": 1}})
+        spec = job_of(at.model, steps=steps, environment={"name": SLEEPER, "config": {"sleep_s": 0.1, "turns": 1}})
         job = (await at.client.submit(spec))["id"]
         killed: list[tuple[str, float]] = []
         for name, step in (("env-0", steps // 4), ("rollout-0", steps // 2)):
@@ -95,7 +95,7 @@ async def many_tenants(options: Options, report: Report) -> None:
 
             async def submit(number: int) -> None:
                 whose = number % TENANTS
-                spec = job_of(at, steps=1, gen_s=0.01, train_s=0.01)
+                spec = job_of(at.model, steps=1, gen_s=0.01, train_s=0.01)
                 jobs[whose].append((await clients[whose].submit(spec))["id"])
 
             async def read(number: int) -> None:

@@ -133,7 +133,7 @@ async def store_trajectories(at: Target, report: Report, seconds: float, seed: i
 async def dashboards(options: Options, report: Report) -> None:
     """A job that trains, alone and then with 200 pages that watch it live, and 50 x 64 KiB of trajectories a second."""
     asked = report.latency("polls of pages")
-    async with target(options.url) as at, training(at, job_of(at), 5) as job:
+    async with target(options.url) as at, training(at, job_of(at.model), 5) as job:
         since = time.time()
         await asyncio.sleep(options.seconds)
         alone = statistics.median(_gaps(await steps_of(at.client, job), since, time.time()))

@@ -7,6 +7,7 @@ import contextlib
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from loadtest._report import Report
@@ -31,12 +32,13 @@ class Options:
 
 
 def job_of(
-    at: Target, *, steps: int = 100_000, gen_s: float = 0.2, train_s: float = 0.2, staleness: int = 2, **parts: Any
-) -> dict[str, Any]:
+    model: Path, *, steps: int = 100_000, gen_s: float = 0.2, train_s: float = 0.2, swap_s: float = 0.02,
+    staleness: int = 2, **parts: Any,
+) -> dict[str, Any]:  # fmt: skip
     """8 groups of 4 a batch, of 5 tokens a turn; `gen_s` is how long a turn takes."""
     return {
         "name": "load",
-        "model": {"base": str(at.model)},
+        "model": {"base": str(model)},
         "environment": {"name": "copy_digits", "config": {"digits": 4}},
         "algorithm": {"group_size": 4, "groups_per_batch": 8, "max_staleness": staleness},
         "train": {
@@ -45,7 +47,7 @@ def job_of(
         **parts,
         "rollout": {
             "engine": "toy",
-            "toy": {"seconds_per_token": gen_s / 5, "swap_seconds": 0.02, "skill": 1.0},
+            "toy": {"seconds_per_token": gen_s / 5, "swap_seconds": swap_s, "skill": 1.0},
             "max_tokens": 5,
             "max_concurrent_groups": 8,
             **parts.get("rollout", {}),

@@ -106,7 +106,7 @@ async def steady(options: Options, report: Report) -> None:
                 report.note(f"{of}: the server has {there}")
                 continue
             both = {"rollout_workers": many, "min_rollout_workers": many}
-            async with training(at, job_of(at, gen_s=gen_s, resources=both), 5) as job:
+            async with training(at, job_of(at.model, gen_s=gen_s, resources=both), 5) as job:
                 since = time.time()
                 await open_loop(arrivals(options.rate, options.seconds, options.seed), reader(at.client, job), reads)
                 seen = pace(report, await steps_of(at.client, job), since, of)
@@ -145,7 +145,7 @@ async def _slow(
         token_s=0.001, env_s=SLEEP_S, train_s=0.0, swap_s=0.02,
     )  # fmt: skip
     spec = job_of(
-        at, gen_s=0.005, train_s=work.train_s, environment=environment,
+        at.model, gen_s=0.005, train_s=work.train_s, environment=environment,
         algorithm={"group_size": 4, "groups_per_batch": GROUPS, "max_staleness": work.max_staleness},
         rollout={
             "max_turns": TURNS, "max_tokens": 5 * TURNS, "max_tokens_per_turn": 5,

@@ -27,7 +27,7 @@ import orjson
 from loadtest._open_loop import Latencies, arrivals, open_loop
 from loadtest._report import Report
 from loadtest._target import ROOT, Target, target
-from loadtest.scenarios.jobs import SLEEPER, steps_of
+from loadtest.scenarios.jobs import SLEEPER, job_of, steps_of
 from opentinker.client import AsyncClient
 from opentinker.shared.api_types import Worker
 from tests.support.toys import toy_model
@@ -58,18 +58,8 @@ async def until(condition: Callable[[], Awaitable[bool]], what: str) -> float:
 
 def training(model: Path, **parts: Any) -> dict[str, Any]:
     """A simulated job that trains for as long as it is left alone: half a second a step."""
-    return {
-        "name": "load",
-        "model": {"base": str(model)},
-        "environment": {"name": "copy_digits", "config": {"digits": 4}},
-        "algorithm": {"group_size": 4, "groups_per_batch": 8, "max_staleness": 6},
-        "train": {"learner": "simulated", "simulated_step_s": 0.5, "steps": 100_000, "checkpoint_every": 1000},
-        "rollout": {
-            "engine": "toy", "toy": {"seconds_per_token": 0.02, "swap_seconds": 0.02, "skill": 1.0},
-            "max_tokens": 5, "max_concurrent_groups": 16,
-        },
-        **parts,
-    }  # fmt: skip
+    many = {"max_concurrent_groups": 16}
+    return job_of(model, gen_s=0.1, train_s=0.5, staleness=6, **{"rollout": many, **parts})
 
 
 @dataclass(frozen=True, slots=True)
