@@ -21,10 +21,9 @@ in a thread of a child process that also serves the endpoint.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import threading
 from abc import abstractmethod
 from collections.abc import Coroutine
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -32,7 +31,8 @@ from pydantic import BaseModel
 
 from opentinker.envs.agents.contexts import Contexts
 from opentinker.envs.agents.endpoint import Endpoint, PendingRequest
-from opentinker.envs.base import Action, Environment, Opening, Step
+from opentinker.envs.base import Action, Environment, Opening, Prompt, Step, fields_of
+from opentinker.envs.threads import in_daemon_thread
 from opentinker.shared.openai.fields import InvalidField
 from opentinker.shared.types import codec
 from opentinker.shared.types.core import Message
@@ -79,7 +79,9 @@ class AgentEnvironment(Environment):
         self._endpoint = Endpoint(self.policy)
         base_url = await self._endpoint.start()
         agent = _without_exit(self.run(base_url, row, seed))
-        self._agent = _run_in_thread(agent) if self.blocking else asyncio.ensure_future(agent)
+        self._agent = (  # in a thread it has an event loop of its own, which it may block
+            in_daemon_thread(partial(asyncio.run, agent), "agent") if self.blocking else asyncio.ensure_future(agent)
+        )
         opening = await self._next()
         if opening is None:
             raise AgentError("the agent ended without having asked the model anything")
@@ -91,16 +93,7 @@ class AgentEnvironment(Environment):
             self._pending.answer.set_result(action)
         asked = await self._next()
         if asked is not None:
-            return Step(
-                stream=asked.stream,
-                messages=asked.messages,
-                tools=asked.tools,
-                prompt_ids=asked.prompt_ids,
-                prompt_text=asked.prompt_text,
-                guide=asked.guide,
-                max_tokens=asked.max_tokens,
-                stop=asked.stop,
-            )
+            return Step(**fields_of(Prompt, asked))
         assert self._agent is not None
         result = self._agent.result()
         return Step(reward=result.reward, components=result.components, metrics=result.metrics, done=True)
@@ -163,29 +156,3 @@ def _bytes_of(placed: Opening) -> int:
 
 def _message_bytes(message: Message) -> int:
     return len(message.text.encode()) + sum(len(image.data) for image in message.images)
-
-
-def _run_in_thread(agent: Coroutine[Any, Any, Result]) -> asyncio.Future[Result]:
-    """Run the agent in a daemon thread, in a separate event loop that it may block; process exit does not wait for
-    it."""
-    loop = asyncio.get_running_loop()
-    outcome: asyncio.Future[Result] = loop.create_future()
-
-    def set_outcome(result: Result | None, error: BaseException | None) -> None:
-        if error is not None:
-            outcome.set_exception(error)
-        else:
-            assert result is not None
-            outcome.set_result(result)
-
-    def run() -> None:
-        result, error = None, None
-        try:
-            result = asyncio.run(agent)
-        except BaseException as raised:  # noqa: BLE001 - user code; raised again where the episode is played
-            error = raised
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(set_outcome, result, error)
-
-    threading.Thread(target=run, name="agent", daemon=True).start()
-    return outcome

@@ -255,6 +255,11 @@ def call(name: str, /, **arguments: Any) -> Message:
     return Message(role="assistant", tool_calls=[ToolCall(id="t00000n00", name=name, arguments=arguments)])
 
 
+def fields_of(kind: type[msgspec.Struct], one: object) -> dict[str, Any]:
+    """Return what `one` holds in the fields of `kind`, to make another struct of it."""
+    return {name: getattr(one, name) for name in kind.__struct_fields__}
+
+
 def user(text: str) -> Message:
     return Message(role="user", content=text)
 
@@ -280,15 +285,12 @@ async def play_gold(
     SpecError if the environment cannot play them.
     """
     from opentinker.envs.bots import with_bots
-    from opentinker.envs.rounds import play_actions, prompts_of
+    from opentinker.envs.rounds import as_opening, play_actions, prompts_of
     from opentinker.envs.with_tools import with_tools
 
     environment.bot_seats = bots or {}
     environment = with_bots(with_tools(environment), environment)
-    opened = await environment.open(row, seed)
-    asked: Opening | Step = (
-        opened if isinstance(opened, Opening) else Opening(messages=opened, seat=environment.seats[0])
-    )
+    asked: Opening | Step = as_opening(environment, await environment.open(row, seed))
     messages: list[Message] = []
     rewards = dict.fromkeys(environment.seats, 0.0)
     try:

@@ -12,8 +12,8 @@ from fnmatch import fnmatchcase
 
 import msgspec
 
-from opentinker.envs.base import Action, BadReply, Environment, Opening, Step
-from opentinker.envs.rounds import check_round_reward, prompts_of
+from opentinker.envs.base import Action, BadReply, Environment, Opening, Step, fields_of
+from opentinker.envs.rounds import as_opening, check_round_reward, prompts_of
 from opentinker.envs.wrapper import Wrapper
 from opentinker.shared.types.core import Message, StopReason
 from opentinker.shared.types.errors import SpecError
@@ -107,16 +107,15 @@ class WithBots(Wrapper):
         """Rewards by seat from turns of bots before the first turn of a model."""
 
     async def open(self, row: int, seed: int) -> Opening:
-        opened = await self.opening(row, seed)
+        opened = as_opening(self.environment, await self.environment.open(row, seed))
         self.wants_tokens = self.environment.wants_tokens
-        shared = {name: getattr(opened, name) for name in Opening.__struct_fields__}
-        step = await self._play_bots(Step(**shared), None, "open")
+        step = await self._play_bots(Step(**fields_of(Opening, opened)), None, "open")
         if not isinstance(step, Step):
             raise BadReply(f"step() must return a Step, not {type(step).__name__}")
         if step.done:
             raise BadReply("the episode was over before the seat of a model acted")
         self._owed = step.rewards
-        return Opening(**{name: getattr(step, name) for name in Opening.__struct_fields__})
+        return Opening(**fields_of(Opening, step))
 
     async def step(self, action: Action) -> Step:
         return await self._finish(await self._step(action), action.seat, "step")

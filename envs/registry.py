@@ -188,4 +188,4 @@ def _near(name: str) -> str:
 
 
 def _wrong_name(name: str, problem: str) -> SpecError:
-    return SpecError([{"field": "environment.name", "value": name, "problem": problem}])
+    return SpecError.of("environment.name", name, problem)

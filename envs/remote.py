@@ -31,6 +31,7 @@ from opentinker.envs.base import (
     Prompt,
     Step,
     Unreachable,
+    fields_of,
     is_truncation,
     user,
 )
@@ -204,7 +205,7 @@ class WebSocketRemote(ImportClock, Remote):
         return await self.step_all([action])
 
     async def step_all(self, actions: list[Action]) -> Step:
-        seats = [SeatAction(**{name: getattr(one, name) for name in SeatAction.__struct_fields__}) for one in actions]
+        seats = [SeatAction(**fields_of(SeatAction, one)) for one in actions]
         reply = await self._ask("step", self._asked.step(self.id, actions[0].turn, seats))
         if reply.busy or reply.opening:
             raise BadReply(f"{self.url} answered a turn as if it were an open: busy, or still opening")
@@ -279,14 +280,9 @@ class WebSocketRemote(ImportClock, Remote):
 
 def _next_turn(reply: SessionReply) -> dict[str, Any]:
     """Return the fields of an Opening or Step that say who acts next, and what each sees."""
-    prompts = {
-        prompt.seat: Prompt(**{name: getattr(prompt, name) for name in Prompt.__struct_fields__})
-        for prompt in reply.prompts
-    }
     if reply.round:
-        return {"acting": prompts}
-    fields = {name: getattr(prompts[reply.seat], name) for name in Prompt.__struct_fields__}
-    return {"seat": reply.seat, **fields}
+        return {"acting": {prompt.seat: Prompt(**fields_of(Prompt, prompt)) for prompt in reply.round}}
+    return {"seat": reply.seat, **fields_of(Prompt, reply)}
 
 
 async def _read(asker: Asker) -> None:

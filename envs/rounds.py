@@ -7,10 +7,16 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from opentinker.envs.base import Action, BadReply, Environment, Opening, Prompt, Step
+from opentinker.shared.types.core import Message
 from opentinker.shared.types.env_protocol import ROUND_SEATS
 
 SHOWN = 200
 """Characters of names of seats in an error."""
+
+
+def as_opening(environment: Environment, opened: Opening | list[Message]) -> Opening:
+    """Return what `open` gave; plain messages are for the first seat."""
+    return opened if isinstance(opened, Opening) else Opening(messages=opened, seat=environment.seats[0])
 
 
 def prompts_of(environment: Environment, said: Opening | Step, method: str) -> dict[str, Prompt]:

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from opentinker.envs.base import Action, Environment, Opening, Prompt, Step
-from opentinker.envs.rounds import play_actions, prompts_of
+from opentinker.envs.base import Action, Environment, Opening, Prompt, Step, fields_of
+from opentinker.envs.rounds import as_opening, play_actions, prompts_of
 from opentinker.envs.tools import TOOL_TURNS, OfferedTool, ToolTurns, tools_of
 from opentinker.envs.wrapper import Wrapper
 from opentinker.shared.types.core import Message
@@ -45,7 +45,7 @@ class WithTools(Wrapper):
         return other
 
     async def open(self, row: int, seed: int) -> Opening:
-        opened = await self.opening(row, seed)
+        opened = as_opening(self.environment, await self.environment.open(row, seed))
         self._offer(opened, "open")
         return opened
 
@@ -83,8 +83,7 @@ class WithTools(Wrapper):
         if self._asked.acting is not None:
             return Step(acting=shown, metrics=metrics)
         ((seat, prompt),) = shown.items()
-        fields = {name: getattr(prompt, name) for name in Prompt.__struct_fields__}
-        return Step(**fields, seat=seat, metrics=metrics)
+        return Step(**fields_of(Prompt, prompt), seat=seat, metrics=metrics)
 
     def _offer(self, said: Opening | Step, method: str) -> None:
         """Add the tools to the first messages of each stream, and results that a seat is still owed to its next."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from opentinker.envs.base import Environment, Opening
+from opentinker.envs.base import Environment
 from opentinker.shared.types.core import Message
 
 
@@ -14,11 +14,6 @@ class Wrapper(Environment):
         self.environment = environment
         self.seats = environment.seats
         self.wants_tokens = environment.wants_tokens
-
-    async def opening(self, row: int, seed: int) -> Opening:
-        """Open the wrapped environment; plain messages are for its first seat."""
-        opened = await self.environment.open(row, seed)
-        return opened if isinstance(opened, Opening) else Opening(messages=opened, seat=self.environment.seats[0])
 
     async def close(self) -> None:
         await self.environment.close()

@@ -28,7 +28,7 @@ from loadtest._machine import Meter
 from loadtest.env_plane import serving
 from opentinker.envs.base import Action, Environment, Opening, Step
 from opentinker.envs.registry import make
-from opentinker.envs.rounds import play_actions, prompts_of
+from opentinker.envs.rounds import as_opening, play_actions, prompts_of
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.messaging.env_client import EnvClient
 from opentinker.shared.runtime.reexec import below
@@ -46,10 +46,7 @@ Turns = list[list[str]]
 async def played(name: str, config: dict[str, Any], row: int, texts: Turns | None, say: str | None) -> Turns:
     """One episode in this process: what was said. `texts`: from an earlier time."""
     environment = make(name, config, modules=True)
-    opened = await environment.open(row, 0)
-    asked: Opening | Step = (
-        opened if isinstance(opened, Opening) else Opening(messages=opened, seat=environment.seats[0])
-    )
+    asked: Opening | Step = as_opening(environment, await environment.open(row, 0))
     said: Turns = []
     try:
         for turn in range(LONGEST):

@@ -23,7 +23,6 @@ class Gem(Environment):
 
     class Config(LibraryConfig):
         library: ClassVar[str] = "gem"
-        extra: ClassVar[str] = "gem"
 
         id: Annotated[str, Field(min_length=1)]
         """As in GEM's registry, e.g. game:GuessTheNumber-v0-easy; kinds: `game`, `math`."""

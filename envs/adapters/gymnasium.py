@@ -25,7 +25,6 @@ class Gymnasium(Environment):
 
     class Config(ActionConfig):
         library: ClassVar[str] = "gymnasium"
-        extra: ClassVar[str] = "gymnasium"
 
         id: Annotated[str, Field(min_length=1)]
         """Id for `gymnasium.make`, e.g. FrozenLake-v1, or BabyAI-GoToRedBall-v0 if minigrid is installed."""

@@ -5,12 +5,13 @@ become messages with the next step, and its use of the global random generators 
 from __future__ import annotations
 
 import difflib
+import json
 import random
 import re
 import threading
 from collections.abc import Collection
 from importlib.util import find_spec
-from typing import Annotated, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
 import numpy as np
 from numpy.random.mtrand import get_bit_generator, set_bit_generator
@@ -30,9 +31,7 @@ class LibraryConfig(EnvironmentConfig):
     """Settings of an adapter. Checks that need the library run where it is installed."""
 
     library: ClassVar[str]
-    """Module of the library."""
-    extra: ClassVar[str]
-    """Extra of this package that installs the library."""
+    """Module of the library, and the extra of this package that installs it."""
 
     def check(self) -> None:
         """Check settings that only the library knows, such as names of its environments. Raise ValueError."""
@@ -40,7 +39,7 @@ class LibraryConfig(EnvironmentConfig):
     @classmethod
     def advice(cls) -> str:
         """Return how to install the library."""
-        return f"pip install 'opentinker[{cls.extra}]'"
+        return f"pip install 'opentinker[{cls.library}]'"
 
     @model_validator(mode="after")
     def _known_to_the_library(self, info: ValidationInfo) -> Self:
@@ -51,7 +50,16 @@ class LibraryConfig(EnvironmentConfig):
         return self
 
 
-class ActionConfig(LibraryConfig):
+class IllegalConfig(EnvironmentConfig):
+    """What it costs to say something that is no action."""
+
+    penalty: Annotated[float, Field(ge=0.0)] = 0.1
+    """Deducted from the reward for an invalid or masked action (component `illegal`)."""
+    max_illegal: Annotated[int, Field(ge=1)] = 3
+    """Number of such actions that ends an episode; the environment never sees them."""
+
+
+class ActionConfig(LibraryConfig, IllegalConfig):
     """Settings of an adapter that converts text to actions."""
 
     instruction: str | None = None
@@ -60,15 +68,30 @@ class ActionConfig(LibraryConfig):
     """Explain in the prompt how actions are written."""
     actions: list[Annotated[str, Field(min_length=1)]] = []
     """Names of the actions 0, 1, 2... of a discrete action space; default: the environment's."""
-    penalty: Annotated[float, Field(ge=0.0)] = 0.1
-    """Deducted from the reward for an invalid or masked action (component `illegal`)."""
-    max_illegal: Annotated[int, Field(ge=1)] = 3
-    """Number of such actions that ends an episode; the environment never sees them."""
 
 
 def action_text(text: str) -> str:
     """Return the text after the last `Action:`, or the whole text."""
     return _MARK.split(text)[-1].strip()
+
+
+def last_object(text: str) -> dict[str, Any] | None:
+    """Return the last JSON object that stands in a text by itself."""
+    found, start = None, text.find("{")
+    decoder = json.JSONDecoder()
+    while start >= 0:
+        try:
+            found, end = decoder.raw_decode(text, start)
+        except (ValueError, RecursionError):
+            end = start + 1
+        start = text.find("{", end)
+    return found
+
+
+def shortened(text: str, most: int) -> str:
+    """Return the text in one line of about `most` characters."""
+    text = " ".join(text.split())
+    return text if len(text) <= most else f"{text[:most]}..."
 
 
 def refusal(why: object, left: str) -> str:

@@ -8,7 +8,15 @@ from pydantic import Field, model_validator
 
 from opentinker.envs.adapters import miniwob_page as page
 from opentinker.envs.adapters.browser_pool import BrowserPool, programs, start
-from opentinker.envs.adapters.library import Illegal, LibraryConfig, Randomness, check_known, episode_seed, refusal
+from opentinker.envs.adapters.library import (
+    Illegal,
+    IllegalConfig,
+    LibraryConfig,
+    Randomness,
+    check_known,
+    episode_seed,
+    refusal,
+)
 from opentinker.envs.base import Action, Environment, Step, user
 from opentinker.envs.png import png
 from opentinker.shared.types.core import Image, Message, Text
@@ -26,9 +34,8 @@ class MiniWob(Environment):
     and costs `penalty`. The page has no clock: a policy may think until the episode's deadline, without effect on its
     reward."""
 
-    class Config(LibraryConfig):
+    class Config(LibraryConfig, IllegalConfig):
         library: ClassVar[str] = "miniwob"
-        extra: ClassVar[str] = "miniwob"
 
         tasks: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
         """Names as in MiniWoB++, e.g. click-button. The row of an episode selects one."""
@@ -47,10 +54,6 @@ class MiniWob(Environment):
         """Send a screenshot of the page with its text."""
         instruction: str | None = None
         """First message to the policy, instead of the description of actions; may be empty."""
-        penalty: Annotated[float, Field(ge=0.0)] = 0.1
-        """Deducted from the reward for an invalid action (component `illegal`)."""
-        max_illegal: Annotated[int, Field(ge=1)] = 3
-        """Number of such actions that ends an episode."""
 
         @model_validator(mode="after")
         def _time_is_limited(self) -> Self:

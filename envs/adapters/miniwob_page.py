@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from opentinker.envs.adapters.library import Illegal, action_text
+from opentinker.envs.adapters.library import Illegal, action_text, shortened
 
 LINES = 400
 """Maximum lines of a page that are shown; the rest is only counted."""
@@ -113,8 +113,7 @@ def _place(element: dict[str, Any]) -> str:
 
 
 def _short(text: str) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= CHARACTERS else f"{text[:CHARACTERS]}..."
+    return shortened(text, CHARACTERS)
 
 
 def read(text: str, refs: set[int], size: tuple[float, float], positions: bool) -> PageAction:

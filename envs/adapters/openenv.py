@@ -12,7 +12,7 @@ from urllib.parse import urlsplit, urlunsplit
 import aiohttp
 from pydantic import BaseModel, Field, ValidationInfo, field_validator, model_validator
 
-from opentinker.envs.adapters.library import Illegal, episode_seed, refusal
+from opentinker.envs.adapters.library import Illegal, IllegalConfig, episode_seed, refusal
 from opentinker.envs.adapters.openenv_client import Observation, OpenEnvSession, ServerError
 from opentinker.envs.adapters.openenv_schema import Form, form_of, result_of, tools_of, view
 from opentinker.envs.base import Action, BadReply, Opening, Step, Unreachable, user
@@ -47,7 +47,7 @@ class OpenEnv(Remote):
     If actions are tool calls (OpenEnv's MCP environments), they are offered to the policy as tools.
     """
 
-    class Config(ServerConfig):
+    class Config(ServerConfig, IllegalConfig):
         url: Annotated[str, Field(min_length=1)]
         """URL of the server, http(s):// or ws(s)://, without the `/ws` path of its sessions."""
         reset: dict[str, Any] = {}
@@ -72,10 +72,6 @@ class OpenEnv(Remote):
         """First message to the policy."""
         hint: bool = True
         """Explain in the prompt how actions are written."""
-        penalty: Annotated[float, Field(ge=0.0)] = 0.1
-        """Subtracted from the reward for an invalid action (component `illegal`)."""
-        max_illegal: Annotated[int, Field(ge=1)] = 3
-        """Number of such actions that ends an episode."""
         forgive: bool = False
         """Treat an action that makes the environment raise as invalid; otherwise it fails the episode."""
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import msgspec
 import orjson
 
-from opentinker.envs.adapters.library import Illegal, action_text
+from opentinker.envs.adapters.library import Illegal, action_text, last_object
 from opentinker.envs.adapters.openenv_client import Observation
 from opentinker.envs.base import BadReply
 from opentinker.envs.tool_limits import bounded_tools
@@ -53,7 +53,7 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
             if not text:
                 raise Illegal("it is empty")
             return {self.field: text, **self.fixed}
-        found = _last_object(text)
+        found = last_object(text)
         if found is None and self.field:
             found = {self.field: _value(text)}
         if found is None:
@@ -150,20 +150,6 @@ def _at(value: Any, path: str) -> Iterator[Any]:
             return
         value = value[name]
     yield value
-
-
-def _last_object(text: str) -> dict[str, Any] | None:
-    """Return the last top-level JSON object of a text."""
-    found, start = None, text.find("{")
-    decoder = json.JSONDecoder()
-    while start >= 0:
-        try:
-            value, end = decoder.raw_decode(text, start)
-            found = value
-        except (ValueError, RecursionError):
-            end = start + 1
-        start = text.find("{", end)
-    return found
 
 
 def _value(text: str) -> Any:

@@ -26,7 +26,6 @@ class PettingZoo(Environment):
 
     class Config(ActionConfig):
         library: ClassVar[str] = "pettingzoo"
-        extra: ClassVar[str] = "pettingzoo"
 
         id: Annotated[str, Field(min_length=1)]
         """As in PettingZoo's registry, e.g. classic/tictactoe_v3."""

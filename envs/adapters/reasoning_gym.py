@@ -28,7 +28,6 @@ class ReasoningGym(Environment):
 
     class Config(LibraryConfig):
         library: ClassVar[str] = "reasoning_gym"
-        extra: ClassVar[str] = "reasoning_gym"
 
         dataset: Annotated[str, Field(min_length=1)] = "chain_sum"
         """Name of the data set."""

@@ -26,7 +26,6 @@ class SkyRLGym(Environment):
 
     class Config(LibraryConfig, DataConfig):
         library: ClassVar[str] = "skyrl_gym"
-        extra: ClassVar[str] = "skyrl_gym"
 
         id: Annotated[str, Field(min_length=1)]
         """As in skyrl-gym's registry, e.g. gsm8k or text2sql."""

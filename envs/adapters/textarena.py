@@ -31,7 +31,6 @@ class TextArena(Environment):
 
     class Config(LibraryConfig):
         library: ClassVar[str] = "textarena"
-        extra: ClassVar[str] = "textarena"
 
         id: Annotated[str, Field(min_length=1)]
         """As in TextArena's registry, e.g. TicTacToe-v0."""

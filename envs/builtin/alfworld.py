@@ -29,7 +29,6 @@ class AlfWorld(Environment):
 
     class Config(LibraryConfig):
         library: ClassVar[str] = "alfworld"
-        extra: ClassVar[str] = "alfworld"
 
         path: Annotated[str, Field(min_length=1)]
         """Directory with the games, SPLIT/TASK/TRIAL/game.tw-pddl, or one with them in json_2.1.1; on the env workers'

@@ -9,15 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import shutil
-import tempfile
-from pathlib import Path
 
 from opentinker.envs.harbor.box import BoxError, BoxLost
 from opentinker.envs.harbor.boxes import Boxes
 from opentinker.envs.harbor.dockerfile import Step
 from opentinker.envs.harbor.image import FILE, LAYERS, Image, Shell, key_of
-from opentinker.envs.harbor.roots import give, root_of
+from opentinker.envs.harbor.roots import give, made_once, root_of
 from opentinker.envs.harbor.task import ENVIRONMENT, Task
 from opentinker.envs.harbor.workspace import Workspace
 from opentinker.shared.config import Settings
@@ -90,21 +87,13 @@ async def _run(workspace: Workspace, task: Task, step: Step, shell: Shell) -> No
 
 def _failed(task: Task, line: int, problem: str) -> SpecError:
     field = f"{task.name}/environment/Dockerfile{f':{line}' if line else ''}"
-    return SpecError([{"field": field, "value": None, "problem": problem}])
+    return SpecError.of(field, None, problem)
 
 
 def _keep(boxes: Boxes, workspace: Workspace, image: Image) -> None:
     """Make the layer of what a build wrote."""
-    layers = boxes.home / LAYERS
-    layers.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(dir=layers, prefix=f".{image.key}-"))
-    try:
-        work.chmod(0o755)
+    with made_once(boxes.home / LAYERS / image.key) as work:
         for number in range(len(image.places)):
             os.rename(workspace.place / str(number) / "upper", work / str(number))
         (work / FILE).write_bytes(codec.to_json(image))
         give(work, boxes.sandbox.root_uid)
-        with contextlib.suppress(FileExistsError, OSError):  # another process was faster
-            work.rename(layers / image.key)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)

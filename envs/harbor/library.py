@@ -24,6 +24,7 @@ import msgspec
 from opentinker.envs.harbor.boxes import Boxes
 from opentinker.envs.harbor.builder import build
 from opentinker.envs.harbor.image import Image
+from opentinker.envs.harbor.roots import made_once
 from opentinker.envs.harbor.task import CONFIG, MAX_FILES, Task, read_task
 from opentinker.shared.config import Settings
 from opentinker.shared.data.untrusted_tar import Unpacking
@@ -71,7 +72,7 @@ async def add(
     """
     if not NAME.fullmatch(name):
         problem = "must be lower case letters, digits, ., - and _, at most 63; give one with --name"
-        raise SpecError([{"field": "name", "value": name[:100], "problem": problem}])
+        raise SpecError.of("name", name[:100], problem)
     with opened(source) as folder:
         tasks, mistakes = _read(folder, name, settings)
         if mistakes:
@@ -125,7 +126,7 @@ def opened(source: Path) -> Iterator[Path]:
         return
     if not source.name.endswith(ARCHIVES) or not source.is_file():
         problem = f"is neither a folder nor an archive ({', '.join(ARCHIVES)})"
-        raise SpecError([{"field": "path", "value": str(source), "problem": problem}])
+        raise SpecError.of("path", str(source), problem)
     with tempfile.TemporaryDirectory(prefix="opentinker-") as place, source.open("rb") as file:
         packed = file if source.name.endswith(".tar") else cast(IO[bytes], gzip.GzipFile(fileobj=file))
         most = MAX_FILES * 10
@@ -160,16 +161,10 @@ def _keep(home: Path, task: Task) -> None:
     place = home / "tasks" / task.digest
     if place.is_dir():
         return
-    place.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(dir=place.parent, prefix=f".{task.digest}-"))
-    try:
+    with made_once(place) as work:
         shutil.copytree(task.folder, work, dirs_exist_ok=True)
         for folder, _, names in os.walk(work):
             os.chmod(folder, 0o755)
             for name in names:
                 path = Path(folder, name)
                 path.chmod(0o755 if path.stat().st_mode & 0o100 else 0o644)
-        with contextlib.suppress(FileExistsError, OSError):  # another process was faster
-            work.rename(place)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)

@@ -15,7 +15,7 @@ import os
 import shutil
 import tarfile
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from opentinker.shared.types.errors import SpecError
@@ -77,7 +77,7 @@ def root_of(image: str, home: Path, provided: Mapping[str, Path], uid: int) -> P
 
 
 def _refused(image: str, problem: str) -> SpecError:
-    return SpecError([{"field": "environment/Dockerfile: FROM", "value": image, "problem": problem}])
+    return SpecError.of("environment/Dockerfile: FROM", image, problem)
 
 
 def _own_system(home: Path, uid: int) -> Places:
@@ -122,7 +122,7 @@ def _unpacked(path: Path, home: Path, uid: int) -> str:
             with tarfile.open(path) as tar:
                 tar.extractall(place, filter=_no_device)
         except tarfile.TarError as error:
-            raise SpecError([{"field": "harbor_roots", "value": str(path), "problem": f"{error}"}]) from None
+            raise SpecError.of("harbor_roots", str(path), str(error)) from None
 
     return _made(home, f"tar-{hashlib.sha256(identity.encode()).hexdigest()[:16]}-{uid}", fill, uid)
 
@@ -147,17 +147,24 @@ def _made(home: Path, name: str, fill: Callable[[Path], None], uid: int) -> str:
     """Return the directory, relative to `home`, which `fill` fills once."""
     place = home / "roots" / name
     if not place.is_dir():
-        place.parent.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(dir=place.parent, prefix=f".{name}-"))
-        try:
-            work.chmod(0o755)
+        with made_once(place) as work:
             fill(work)
             give(work, uid)
-            with contextlib.suppress(FileExistsError, OSError):  # another process was faster
-                work.rename(place)
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
     return place.relative_to(home).as_posix()
+
+
+@contextlib.contextmanager
+def made_once(place: Path) -> Iterator[Path]:
+    """Give a directory to fill, which is named `place` at the end unless another process was faster."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(dir=place.parent, prefix=f".{place.name}-"))
+    try:
+        work.chmod(0o755)
+        yield work
+        with contextlib.suppress(OSError):
+            work.rename(place)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
 
 
 def give(place: Path, uid: int) -> None:

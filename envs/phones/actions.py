@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-from opentinker.envs.adapters.library import Illegal, action_text
+from opentinker.envs.adapters.library import Illegal, action_text, last_object
 from opentinker.envs.phones.screen import Element, Screen
 
 MAX_TEXT = 2000
@@ -41,7 +41,6 @@ FORMS: dict[str, tuple[str, str]] = {
 }
 """How each type is written, and a remark."""
 _NUMBER = re.compile(r"\d{1,4}|\b(?:up|down)\b")
-_DECODER = json.JSONDecoder()
 
 
 class PhoneAction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -95,7 +94,7 @@ def read_number(text: str, screen: Screen) -> PhoneAction:
 
 def read_json(text: str, screen: Screen, possible: Collection[str]) -> PhoneAction:
     """Return the last JSON object in a text as an action on this screen. Raise Illegal."""
-    found = _last_object(action_text(text))
+    found = last_object(action_text(text)[-TAIL:])
     if found is None:
         raise Illegal("there is no JSON object in what you say")
     try:
@@ -144,18 +143,3 @@ def place_of(action: PhoneAction, elements: list[Element]) -> tuple[float, float
         left, top, right, bottom = elements[action.index].box
         return (left + right) / 2, (top + bottom) / 2
     return None if action.x is None or action.y is None else (float(action.x), float(action.y))
-
-
-def _last_object(text: str) -> dict[str, Any] | None:
-    """Return the last JSON object that stands in a text by itself."""
-    text = text[-TAIL:]
-    found, at = None, text.find("{")
-    while at >= 0:
-        try:
-            value, end = _DECODER.raw_decode(text, at)
-        except (ValueError, RecursionError):
-            end = at + 1
-        else:
-            found = value
-        at = text.find("{", end)
-    return found

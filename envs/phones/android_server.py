@@ -26,6 +26,7 @@ BODY_BYTES = 1 << 20
 SEED, COMBINATIONS, FAMILY = 42, 2, "android_world"
 TRUE = ("true", "1", "yes")
 Answer = dict[str, Any]
+DONE: Answer = {"status": "success", "message": ""}
 
 
 class WrongRequest(Exception):
@@ -46,9 +47,8 @@ class PhoneDevice:
 
     # --- the phone --------------------------------------------------------------------------------------------------
 
-    def reset(self, go_home: bool) -> Answer:
+    def reset(self, go_home: bool) -> None:
         self._env.reset(go_home=go_home)
-        return _done()
 
     def screenshot(self, wait_to_stabilize: bool) -> Answer:
         return {"pixels": self._env.get_state(wait_to_stabilize=wait_to_stabilize).pixels.tolist()}
@@ -60,7 +60,7 @@ class PhoneDevice:
         shown = base64.b64encode(_png(_smaller(state.pixels, max_side))).decode() if picture else ""
         return {"width": width, "height": height, "ui_elements": elements, "picture": shown}
 
-    def execute_action(self, action: Answer) -> Answer:
+    def execute_action(self, action: Answer) -> None:
         from android_world.env import json_action
 
         try:
@@ -68,20 +68,18 @@ class PhoneDevice:
         except (TypeError, ValueError) as error:
             raise WrongRequest(422, str(error)) from None
         self._env.execute_action(made)
-        return _done()
 
-    def close(self) -> Answer:
+    def close(self) -> None:
         self._env.close()
-        return _done()
 
-    def health(self) -> Answer:
-        return _done()
+    def health(self) -> None:
+        """Answers at all."""
 
     # --- tasks ------------------------------------------------------------------------------------------------------
 
     def reinitialize(
         self, n_task_combinations: int = COMBINATIONS, seed: int = SEED, task_family: str = FAMILY
-    ) -> Answer:
+    ) -> None:
         from android_world import registry, suite_utils
 
         try:
@@ -89,7 +87,6 @@ class PhoneDevice:
         except ValueError as error:
             raise WrongRequest(400, str(error)) from None
         self._suite = suite_utils.create_suite(found, n_task_combinations=n_task_combinations, seed=seed)
-        return _done()
 
     def task_list(self, max_index: int) -> Answer:
         names = list(self._suite)
@@ -98,13 +95,11 @@ class PhoneDevice:
     def task_length(self, task_type: str) -> Answer:
         return {"length": len(self._tasks(task_type))}
 
-    def initialize(self, task_type: str, task_idx: int) -> Answer:
+    def initialize(self, task_type: str, task_idx: int) -> None:
         self._task(task_type, task_idx).initialize_task(self._env)
-        return _done()
 
-    def tear_down(self, task_type: str, task_idx: int) -> Answer:
+    def tear_down(self, task_type: str, task_idx: int) -> None:
         self._task(task_type, task_idx).tear_down(self._env)
-        return _done()
 
     def score(self, task_type: str, task_idx: int) -> Answer:
         return {"score": float(self._task(task_type, task_idx).is_successful(self._env))}
@@ -127,7 +122,7 @@ class PhoneDevice:
         return tasks[number]
 
 
-ROUTES: dict[tuple[str, str], Callable[..., Answer]] = {
+ROUTES: dict[tuple[str, str], Callable[..., Answer | None]] = {
     ("POST", "/reset"): PhoneDevice.reset,
     ("GET", "/screenshot"): PhoneDevice.screenshot,
     ("GET", "/state"): PhoneDevice.state,
@@ -189,7 +184,7 @@ class PhoneHandler(BaseHTTPRequestHandler):
         else:
             given = _parameters(route, dict(parse_qsl(parts.query)))
         with self.server.lock:
-            return route(self.server.device, **given)
+            return route(self.server.device, **given) or DONE
 
     def log_message(self, format: str, *arguments: Any) -> None:
         pass
@@ -207,10 +202,6 @@ class PhoneHttpServer(ThreadingHTTPServer):
         self.lock = threading.Lock()
 
 
-def _done() -> Answer:
-    return {"status": "success", "message": ""}
-
-
 def _object(body: bytes) -> Answer:
     try:
         found = json.loads(body)
@@ -221,7 +212,7 @@ def _object(body: bytes) -> Answer:
     return found
 
 
-def _parameters(route: Callable[..., Answer], given: dict[str, str]) -> Answer:
+def _parameters(route: Callable[..., Answer | None], given: dict[str, str]) -> Answer:
     """Return the arguments of a route from its query. Raise WrongRequest."""
     found: Answer = {}
     for name, parameter in list(inspect.signature(route).parameters.items())[1:]:

@@ -142,14 +142,9 @@ def write_note(random: Random, data: Data) -> PhoneTask:
     known = {one["title"] for one in data["notes"]}
     title, text = random.choice([title for title in TITLES if title not in known]), random.choice(TEXTS)
     data["notes"].append({"title": title, "text": text})
-    way: Way = [
-        ("tap", "Notes"),
-        ("tap", "New note"),
-        ("type", "Title", title),
-        ("type", "Text", text),
-        ("tap", "Save"),
-    ]
-    return PhoneTask(goal=f'Write a note with the title "{title}" and the text "{text}".', way=way, data=data)
+    way: Way = [("tap", "Notes"), ("tap", "New note"), ("type", "Title", title), ("type", "Text", text)]
+    goal = f'Write a note with the title "{title}" and the text "{text}".'
+    return PhoneTask(goal=goal, way=[*way, ("tap", "Save")], data=data)
 
 
 def delete_note(random: Random, data: Data) -> PhoneTask:

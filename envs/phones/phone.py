@@ -12,8 +12,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from opentinker.envs.adapters.library import Illegal, refusal
-from opentinker.envs.base import Action, Environment, EnvironmentConfig, Opening, Step, user
+from opentinker.envs.adapters.library import Illegal, IllegalConfig, refusal
+from opentinker.envs.base import Action, Environment, Opening, Step, user
 from opentinker.envs.phones.actions import LAST, PhoneAction, introduction, read_json
 from opentinker.envs.phones.screen import Screen, message
 from opentinker.shared.types.core import Message
@@ -22,7 +22,7 @@ TOLD = 12
 """Number of the newest actions that a fresh context tells."""
 
 
-class PhoneConfig(EnvironmentConfig):
+class PhoneConfig(IllegalConfig):
     """Settings of every phone."""
 
     observation: Literal["elements", "screenshot", "both"] = "elements"
@@ -36,10 +36,6 @@ class PhoneConfig(EnvironmentConfig):
     """Number of actions that ends the episode, with reward 0."""
     instruction: Annotated[str, Field(max_length=20_000)] | None = None
     """First words to the policy, instead of the description of actions; may be empty."""
-    penalty: Annotated[float, Field(ge=0.0)] = 0.1
-    """Deducted from the reward for an invalid action (component `illegal`)."""
-    max_illegal: Annotated[int, Field(ge=1)] = 3
-    """Number of such actions that ends an episode."""
 
     @property
     def shows_elements(self) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from opentinker.envs.adapters.library import shortened
 from opentinker.shared.types.core import Image, Message, Text
 
 LINES = 200
@@ -47,9 +48,9 @@ def tell(elements: Sequence[Element], positions: bool) -> str:
 def _line(number: int, element: Element, positions: bool) -> str:
     parts = [f"[{number}] {element.kind}"]
     if element.text:
-        parts.append(f'"{_short(element.text)}"')
+        parts.append(f'"{shortened(element.text, CHARACTERS)}"')
     if element.value:
-        parts.append(f'value="{_short(element.value)}"')
+        parts.append(f'value="{shortened(element.value, CHARACTERS)}"')
     if element.checked is not None:
         parts.append("on" if element.checked else "off")
     if element.focused:
@@ -58,11 +59,6 @@ def _line(number: int, element: Element, positions: bool) -> str:
         left, top, right, bottom = element.box
         parts.append(f"at ({(left + right) // 2}, {(top + bottom) // 2})")
     return " ".join(parts)
-
-
-def _short(text: str) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= CHARACTERS else f"{text[:CHARACTERS]}..."
 
 
 def message(before: str, screen: Screen, *, elements: bool, positions: bool) -> Message:

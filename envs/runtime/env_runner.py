@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from opentinker.envs.base import Action, BadReply, Environment, Unreachable
+from opentinker.envs.base import Action, BadReply, Environment, Unreachable, fields_of
 from opentinker.envs.bots import with_bots
 from opentinker.envs.import_clock import ImportClock
 from opentinker.envs.registry import make
@@ -138,7 +138,7 @@ class LocalEnvRunner:
 
     async def _play(self, branch: Branch, turn: int, actions: Sequence[SeatAction]) -> SessionReply:
         """Play the turn of the seats that the branch asks."""
-        environment, given = branch.environment, [action_of(turn, action) for action in actions]
+        environment, given = branch.environment, [Action(turn=turn, **fields_of(SeatAction, one)) for one in actions]
         together = bool(branch.asked.round)
         method = "step_all" if together else "step"
         playing = environment.step_all(given) if together else environment.step(given[0])
@@ -189,18 +189,3 @@ def actions_in_turn(asked: SessionReply, turn: int, given: Sequence[SeatAction],
         whose = f"a round of the seats {due}" if asked.round else f"for seat {due}"
         raise OutOfTurn(f"turn {turn} is {whose}, not {others:.200}")
     return [actions[seat] for seat in seats]
-
-
-def action_of(turn: int, request: SeatAction) -> Action:
-    return Action(
-        text=request.text,
-        stop=request.stop,
-        turn=turn,
-        seat=request.seat,
-        tool_calls=request.tool_calls,
-        problem=request.problem,
-        words=request.words,
-        ids=request.ids,
-        logprobs=request.logprobs,
-        prompt_tokens=request.prompt_tokens,
-    )

@@ -7,23 +7,21 @@ end. Both run in threads, so only requests for that environment wait.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 from opentinker.envs.base import Environment
 from opentinker.envs.bots import check_bots
 from opentinker.envs.game import PlayedGame
 from opentinker.envs.registry import check, check_fork, check_reachable, find, rehearse
+from opentinker.envs.threads import in_daemon_thread
 from opentinker.shared.types import codec
 from opentinker.shared.types.errors import SpecError
 
 CHECK_S = 15.0
+THREAD = "environment-import"
 PREPARED = 1000
 """Number of cached pairs of environment and config."""
-Outcome = tuple[Any, BaseException | None]
 
 
 class Resolver:
@@ -31,7 +29,7 @@ class Resolver:
 
     def __init__(self, *, modules: bool) -> None:
         self.modules = modules
-        self._found: dict[str, asyncio.Future[Outcome]] = {}
+        self._found: dict[str, asyncio.Future[type[Environment]]] = {}
         self._prepared: set[tuple[str, bytes]] = set()
 
     async def find(self, name: str) -> type[Environment]:
@@ -41,16 +39,12 @@ class Resolver:
         """
         coming = self._found.get(name)
         if coming is None:
-            coming = self._found[name] = _in_thread(partial(find, name, modules=self.modules))
+            coming = self._found[name] = in_daemon_thread(partial(find, name, modules=self.modules), THREAD)
             coming.add_done_callback(partial(self._forget_failure, name))
-        found, error = await asyncio.shield(coming)
-        if error is not None:
-            raise error
-        result: type[Environment] = found
-        return result
+        return await asyncio.shield(coming)
 
-    def _forget_failure(self, name: str, coming: asyncio.Future[Outcome]) -> None:
-        if coming.cancelled() or coming.result()[1] is not None:
+    def _forget_failure(self, name: str, coming: asyncio.Future[type[Environment]]) -> None:
+        if coming.cancelled() or coming.exception() is not None:
             del self._found[name]
 
     async def prepare(self, name: str, config: dict[str, object]) -> None:
@@ -61,7 +55,7 @@ class Resolver:
         key = (name, codec.encode(config))
         if key in self._prepared:
             return
-        await _result(partial(check, name, config, modules=self.modules))
+        await in_daemon_thread(partial(check, name, config, modules=self.modules), THREAD)
         if len(self._prepared) >= PREPARED:
             self._prepared.clear()
         self._prepared.add(key)
@@ -84,41 +78,12 @@ class Resolver:
                 check_bots(named, bots or {})
                 if forks:
                     check_fork(name, named)
-                await _result(partial(check_reachable, name))
+                await in_daemon_thread(partial(check_reachable, name), THREAD)
                 if config is not None:
-                    found, settings = await _result(partial(check, name, config, modules=self.modules))
+                    found, settings = await in_daemon_thread(partial(check, name, config, modules=self.modules), THREAD)
                     if not found.blocking and not issubclass(found, PlayedGame):
                         return rehearse(name, found, settings, bots)  # in the event loop, as episodes do
         except TimeoutError:
             problem = f"importing it and checking its config took more than {CHECK_S:g} s"
             raise SpecError.of("environment.name", name, problem) from None
         return ()
-
-
-async def _result(call: Callable[[], Any]) -> Any:
-    found, error = await _in_thread(call)
-    if error is not None:
-        raise error
-    return found
-
-
-def _in_thread(call: Callable[[], Any]) -> asyncio.Future[Outcome]:
-    """Run in a separate daemon thread: one that never ends neither fills a pool nor delays process exit."""
-    loop = asyncio.get_running_loop()
-    coming: asyncio.Future[Outcome] = loop.create_future()
-
-    def settle(outcome: Outcome) -> None:
-        if not coming.done():
-            coming.set_result(outcome)
-
-    def run() -> None:
-        outcome: Outcome
-        try:
-            outcome = (call(), None)
-        except BaseException as error:  # noqa: BLE001 - user code; raised again in the loop
-            outcome = (None, error)
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(settle, outcome)
-
-    threading.Thread(target=run, name="environment-import", daemon=True).start()
-    return coming

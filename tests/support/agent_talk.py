@@ -10,11 +10,10 @@ import aiohttp
 from openai import AsyncOpenAI
 
 from opentinker.envs.agent import AgentEnvironment, Result
-from opentinker.envs.base import Action, EnvironmentConfig, Opening, Step
+from opentinker.envs.base import Action, EnvironmentConfig, Opening, Step, fields_of
 from opentinker.envs.runtime.env_replies import opening_reply, step_reply
-from opentinker.envs.runtime.env_runner import action_of
 from opentinker.shared.types.core import StopReason
-from opentinker.shared.types.env_protocol import OpenSession, Policy, SessionReply, StepSession
+from opentinker.shared.types.env_protocol import OpenSession, Policy, SeatAction, SessionReply, StepSession
 
 Talk = Callable[[AsyncOpenAI], Awaitable[Any]]
 
@@ -96,7 +95,8 @@ class Direct:
         return opening_reply("w", self.environment, await self.environment.open(request.row, request.seed))
 
     async def step(self, worker: str, request: StepSession) -> SessionReply:
-        reply = step_reply(worker, self.environment, await self.environment.step(action_of(request.turn, request)))
+        said = Action(turn=request.turn, **fields_of(SeatAction, request))
+        reply = step_reply(worker, self.environment, await self.environment.step(said))
         if reply.done:
             await self.environment.close()
         return reply

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from importlib import import_module
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import msgspec
 
 from opentinker.envs.runtime.tools.errors import NoTools
+from opentinker.envs.threads import in_daemon_thread
 from opentinker.envs.tools import OfferedTool, ToolError, as_text, describe, truncate, validate_arguments
 from opentinker.shared.spec.tools import ToolSpec
 
@@ -56,12 +56,11 @@ def _make_tool(function: Callable[..., Any]) -> OfferedTool:
     """Call a function: async ones in the event loop, plain ones each in a thread, because they may block. One that
     exceeds its time is left alone and counted."""
     described, model = describe(function)
-    running: set[threading.Thread | asyncio.Task[str]] = set()
+    running: set[object] = set()
     begin = _in_loop if inspect.iscoroutinefunction(function) else _in_thread
 
     async def run(arguments: dict[str, Any]) -> str:
         given = validate_arguments(model, arguments)
-        running.difference_update([one for one in running if isinstance(one, threading.Thread) and not one.is_alive()])
         if len(running) >= MAX_RUNNING:
             raise ToolError(f"{MAX_RUNNING} calls of it have not returned yet")
         return await begin(lambda: function(**given), running)
@@ -84,7 +83,7 @@ def _own(error: BaseException) -> Exception:
     return ToolError(f"{type(error).__name__}: {error}")
 
 
-async def _in_loop(call: Callable[[], Awaitable[Any]], running: set[Any]) -> str:
+async def _in_loop(call: Callable[[], Awaitable[Any]], running: set[object]) -> str:
     async def contained() -> str:
         try:
             result = await call()
@@ -111,35 +110,20 @@ def _heard(task: asyncio.Task[str]) -> None:
         task.exception()  # retrieved, so that asyncio does not log it
 
 
-def _in_thread(call: Callable[[], Any], running: set[Any]) -> asyncio.Future[str]:
-    loop = asyncio.get_running_loop()
-    coming: asyncio.Future[str] = loop.create_future()
+def _in_thread(call: Callable[[], Any], running: set[object]) -> asyncio.Future[str]:
+    mark = object()
+    running.add(mark)
 
-    def settle(result: str, error: Exception | None) -> None:
-        if coming.done():
-            return
-        if error is None:
-            coming.set_result(result)
-        else:
-            coming.set_exception(error)
-
-    def run() -> None:
-        outcome: tuple[str, Exception | None]
+    def run() -> str:
         try:
             result = call()
-            outcome = (
-                _format_result(asyncio.run(_await_result(result)) if inspect.isawaitable(result) else result),
-                None,
-            )
+            return _format_result(asyncio.run(_await_result(result)) if inspect.isawaitable(result) else result)
         except BaseException as error:  # noqa: BLE001 - the function's own; raised again in the loop
-            outcome = ("", _own(error))
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, *outcome)
+            raise _own(error) from None
+        finally:
+            running.discard(mark)
 
-    thread = threading.Thread(target=run, name="tool", daemon=True)
-    running.add(thread)
-    thread.start()
-    return coming
+    return in_daemon_thread(run, "tool")
 
 
 async def _await_result(result: Awaitable[Any]) -> Any:

@@ -1,0 +1,40 @@
+"""Calls of user code in threads of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def in_daemon_thread(call: Callable[[], T], name: str) -> asyncio.Future[T]:
+    """Run in a daemon thread of its own: a call that never ends neither fills a pool nor delays process exit. Whatever
+    it raises, SystemExit included, is raised where the future is awaited."""
+    loop = asyncio.get_running_loop()
+    coming: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if coming.done():
+            return
+        if error is not None:
+            coming.set_exception(error)
+        else:
+            coming.set_result(result)  # type: ignore[arg-type]
+
+    def run() -> None:
+        try:
+            ended = partial(settle, call(), None)
+        except StopIteration as error:  # no future holds one
+            ended = partial(settle, None, RuntimeError(f"it raised {error!r}"))
+        except BaseException as error:  # noqa: BLE001 - user code; raised again in the loop
+            ended = partial(settle, None, error)
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(ended)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return coming
