@@ -169,7 +169,6 @@ class WebSocketRemote(ImportClock, Remote):
         self._socket: aiohttp.ClientWebSocketResponse | None = None
         self._asker: Asker | None = None
         self._reading: asyncio.Task[None] | None = None
-        self._placed = False
         self._asked = SessionReply(worker="")
 
     async def open(self, row: int, seed: int) -> Opening:
@@ -185,7 +184,7 @@ class WebSocketRemote(ImportClock, Remote):
             policy=self.policy,
             bots=dict(self.bot_seats),
         )
-        self._placed = await self.pool.places.acquire()
+        await self.take_place()
         soon = msgspec.structs.replace(request, answer_within_s=IMPORT_POLL_S)
         reply, backoff = await self._ask("open", soon), Backoff(PAUSE_S, MAX_PAUSE_S, factor=1.5)
         while reply.busy or reply.opening:  # `opening` comes after `answer_within_s`, or sooner
@@ -271,9 +270,6 @@ class WebSocketRemote(ImportClock, Remote):
         except (TimeoutError, ConnectionLost, WireError):
             pass  # the server's own deadline ends the session
         finally:
-            if self._placed:
-                self._placed = False
-                self.pool.places.release()
             await self._disconnect()
             await super().close()
 

@@ -6,18 +6,20 @@ from __future__ import annotations
 import asyncio
 import math
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import aiohttp
 import orjson
-from pydantic import BaseModel, Field, ValidationInfo
+from pydantic import BaseModel, Field, ValidationInfo, field_validator
 
-from opentinker.envs.base import ELSEWHERE, BadReply, Environment, EnvironmentConfig, Unreachable
+from opentinker.envs.adapters.library import Illegal, IllegalConfig, refusal
+from opentinker.envs.base import ELSEWHERE, BadReply, Environment, EnvironmentConfig, Step, Unreachable, user
 from opentinker.envs.data import in_event_loop
 from opentinker.shared.backoff import Backoff
 from opentinker.shared.messaging.websocket_frames import ConnectionLost
 from opentinker.shared.security.egress import Egress, EgressRefused
+from opentinker.shared.types.core import Message
 from opentinker.shared.types.errors import OpenTinkerError
 
 T = TypeVar("T")
@@ -60,8 +62,16 @@ class Remote(Environment):
         self._key = (asyncio.get_running_loop(), self.url, self.config.concurrency)
         self.pool = self.pools.setdefault(self._key, ConnectionPool(self.config.concurrency))
         self.pool.users += 1
+        self._has_place = False
+
+    async def take_place(self) -> None:
+        """Wait until one more episode may be connected; `close` gives the place back."""
+        self._has_place = await self.pool.places.acquire()
 
     async def close(self) -> None:
+        has_place, self._has_place = self._has_place, False
+        if has_place:
+            self.pool.places.release()
         await self.pool.leave()
         if self.pool.users == 0:
             self.pools.pop(self._key, None)
@@ -87,6 +97,49 @@ class Remote(Environment):
                     why = f"{self.url}: {str(error) or (late if isinstance(error, TimeoutError) else repr(error))}"
                     raise (RemoteFailed if refused or _is_unanswered(error) else Unreachable)(why) from None
             await backoff.sleep()
+
+
+class UrlConfig(ServerConfig, IllegalConfig):
+    """Settings of an environment whose config names its server."""
+
+    url: Annotated[str, Field(min_length=1)]
+    """URL of the server, http(s)://."""
+    sessions_path: ClassVar[str] = ""
+    """Path that the URL may end in."""
+
+    @field_validator("url")
+    @classmethod
+    def _may_be_reached(cls, url: str, info: ValidationInfo) -> str:
+        return checked_url(url, info).removesuffix(cls.sessions_path)
+
+
+class UrlRemote(Remote):
+    """One seat on the server at `config.url`. A turn that is no action is answered with the reason, and costs."""
+
+    Config: ClassVar[type[BaseModel]] = UrlConfig
+    config: UrlConfig
+
+    def __init__(self, config: BaseModel) -> None:
+        assert isinstance(config, UrlConfig)
+        self.url = config.url
+        super().__init__(config)
+        self._return, self._illegal = 0.0, 0
+
+    def _refuse(self, why: Illegal, messages: Sequence[Message] = (), reward: float = 0.0) -> Step:
+        """`reward`: earned earlier in the turn."""
+        self._illegal += 1
+        self._return += reward
+        components = {"illegal": -self.config.penalty} | ({"reward": reward} if reward else {})
+        return Step(
+            messages=list(messages) or [user(refusal(why, ""))],
+            reward=sum(components.values()),
+            components=components,
+            done=self._illegal >= self.config.max_illegal,
+            metrics=self._metrics(),
+        )
+
+    def _metrics(self) -> dict[str, float]:
+        return {"return": self._return, "illegal": float(self._illegal)}
 
 
 class ConnectionPool:

@@ -29,10 +29,12 @@ def in_daemon_thread(call: Callable[[], T], name: str) -> asyncio.Future[T]:
     def run() -> None:
         try:
             ended = partial(settle, call(), None)
-        except StopIteration as error:  # no future holds one
-            ended = partial(settle, None, RuntimeError(f"it raised {error!r}"))
         except BaseException as error:  # noqa: BLE001 - user code; raised again in the loop
-            ended = partial(settle, None, error)
+            raised: BaseException = error
+            if isinstance(error, StopIteration):  # no future holds one
+                raised = RuntimeError("StopIteration was raised")
+                raised.__cause__ = error
+            ended = partial(settle, None, raised)
         with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(ended)
 

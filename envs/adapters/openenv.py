@@ -10,19 +10,18 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from urllib.parse import urlsplit, urlunsplit
 
 import aiohttp
-from pydantic import BaseModel, Field, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, Field, model_validator
 
-from opentinker.envs.adapters.library import Illegal, IllegalConfig, episode_seed, refusal
+from opentinker.envs.adapters.library import Illegal, episode_seed, refusal
 from opentinker.envs.adapters.openenv_client import Observation, OpenEnvSession, ServerError
 from opentinker.envs.adapters.openenv_schema import Form, form_of, result_of, tools_of, view
 from opentinker.envs.base import Action, BadReply, Opening, Step, Unreachable, user
 from opentinker.envs.remote_server import (
     PAUSE_S,
     UNAVAILABLE,
-    Remote,
     RemoteFailed,
-    ServerConfig,
-    checked_url,
+    UrlConfig,
+    UrlRemote,
     object_of,
     read_limited,
 )
@@ -40,16 +39,18 @@ class _Full(Exception):
     """The server is full."""
 
 
-class OpenEnv(Remote):
+class OpenEnv(UrlRemote):
     """One seat, one session of the server per episode. Reward: the environment's.
 
     An action that cannot be read, or that the server's schema refuses, is answered with the reason and costs `penalty`.
     If actions are tool calls (OpenEnv's MCP environments), they are offered to the policy as tools.
     """
 
-    class Config(ServerConfig, IllegalConfig):
+    class Config(UrlConfig):
         url: Annotated[str, Field(min_length=1)]
         """URL of the server, http(s):// or ws(s)://, without the `/ws` path of its sessions."""
+        sessions_path: ClassVar[str] = "/ws"
+
         reset: dict[str, Any] = {}
         """Sent with every reset, in addition to `seed`, `episode_id` and the row: a split, a difficulty."""
         row_key: Annotated[str, Field(max_length=100)] = ""
@@ -75,11 +76,6 @@ class OpenEnv(Remote):
         forgive: bool = False
         """Treat an action that makes the environment raise as invalid; otherwise it fails the episode."""
 
-        @field_validator("url")
-        @classmethod
-        def _may_be_reached(cls, url: str, info: ValidationInfo) -> str:
-            return checked_url(url, info).removesuffix("/ws")
-
         @model_validator(mode="after")
         def _nothing_is_ignored(self) -> Self:
             if self.action_field and self.actions not in ("auto", "text"):
@@ -94,13 +90,9 @@ class OpenEnv(Remote):
     pools: ClassVar[dict[Any, Any]] = {}
 
     def __init__(self, config: BaseModel) -> None:
-        assert isinstance(config, self.Config)
-        self.url = config.url
         super().__init__(config)
         self._line: OpenEnvSession | None = None
-        self._placed = False
         self._form = Form(kind="json")
-        self._return, self._illegal = 0.0, 0
 
     # --- the episode ------------------------------------------------------------------------------------------------
 
@@ -109,7 +101,7 @@ class OpenEnv(Remote):
         told = {"seed": episode_seed(row, seed), "episode_id": self.id}
         if config.row_key:
             told[config.row_key] = row % config.rows if config.rows else row
-        self._placed = await self.pool.places.acquire()
+        await self.take_place()
         self._form = await self._learn_form()
         seen = await self._reset(config.reset | told)
         if seen.done:
@@ -152,9 +144,6 @@ class OpenEnv(Remote):
         try:
             await self._disconnect()
         finally:
-            placed, self._placed = self._placed, False
-            if placed:
-                self.pool.places.release()
             await super().close()
 
     # --- what it says -----------------------------------------------------------------------------------------------
@@ -168,22 +157,6 @@ class OpenEnv(Remote):
             done=seen.done,
             metrics=_numbers(seen.metadata) | self._metrics(),
         )
-
-    def _refuse(self, why: Illegal, messages: list[Message] | None = None, reward: float = 0.0) -> Step:
-        """`reward`: earned earlier in the turn."""
-        self._illegal += 1
-        self._return += reward
-        components = {"illegal": -self.config.penalty} | ({"reward": reward} if reward else {})
-        return Step(
-            messages=messages or [user(refusal(why, ""))],
-            reward=sum(components.values()),
-            components=components,
-            done=self._illegal >= self.config.max_illegal,
-            metrics=self._metrics(),
-        )
-
-    def _metrics(self) -> dict[str, float]:
-        return {"return": self._return, "illegal": float(self._illegal)}
 
     def _message(self, seen: Observation) -> Message:
         return user(view(seen, self.config.show) or "(Nothing is to be seen.)")

@@ -9,13 +9,13 @@ import math
 from typing import Annotated, Any, ClassVar
 
 import aiohttp
-from pydantic import BaseModel, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, Field
 
 from opentinker.envs.adapters.library import Illegal, refusal
 from opentinker.envs.adapters.ors_client import Block, Missing, OrsSession, TerminalTool, ToolOutput, Tools
 from opentinker.envs.base import Action, BadReply, Opening, Step, user
 from opentinker.envs.data import images_of
-from opentinker.envs.remote_server import Remote, RemoteFailed, ServerConfig, checked_url
+from opentinker.envs.remote_server import RemoteFailed, UrlConfig, UrlRemote
 from opentinker.envs.tool_limits import bounded_tools
 from opentinker.shared.data.jsonl import RowError
 from opentinker.shared.types.core import Image, Message, Text, Tool, ToolCall
@@ -24,47 +24,32 @@ LOST = (aiohttp.ClientError, OSError, TimeoutError)
 NAME = r"^[A-Za-z0-9_.-]{0,200}$"
 
 
-class Ors(Remote):
+class Ors(UrlRemote):
     """One seat, one session of the server per episode. Reward: the sum of what its tool calls earned.
 
     A call that the server refuses, and a turn without one, is answered with the reason and costs `penalty`. If the
     server has a terminal tool, a turn without a call goes to it instead and ends the episode.
     """
 
-    class Config(ServerConfig):
-        url: Annotated[str, Field(min_length=1)]
-        """URL of the server, http(s)://."""
+    class Config(UrlConfig):
         environment: Annotated[str, Field(pattern=NAME)] = ""
         """Name of the environment; default: the server's first."""
         split: Annotated[str, Field(min_length=1, max_length=200)] = "train"
         """Whose tasks are played: the row of an episode, modulo their number, selects one."""
         instruction: str = ""
         """First message to the policy, before the task's prompt."""
-        penalty: Annotated[float, Field(ge=0.0)] = 0.1
-        """Subtracted from the reward for an invalid turn (component `illegal`)."""
-        max_illegal: Annotated[int, Field(ge=1)] = 3
-        """Number of such turns that ends an episode."""
-
-        @field_validator("url")
-        @classmethod
-        def _may_be_reached(cls, url: str, info: ValidationInfo) -> str:
-            return checked_url(url, info)
 
     config: Config
     pools: ClassVar[dict[Any, Any]] = {}
 
     def __init__(self, config: BaseModel) -> None:
-        assert isinstance(config, self.Config)
-        self.url = config.url
         super().__init__(config)
         self._session: OrsSession | None = None
-        self._placed = False
         self._name, self._terminal = "", None
-        self._return, self._illegal = 0.0, 0
 
     async def open(self, row: int, seed: int) -> Opening:
         config = self.config
-        self._placed = await self.pool.places.acquire()
+        await self.take_place()
         self._session = session = OrsSession(self.pool.session, self.url, config.request_timeout_s)
         self._name = config.environment.lower() or await self._first_name()
         path, body = f"/{self._name}/num_tasks", {"split": config.split}
@@ -84,7 +69,7 @@ class Ors(Remote):
         if not action.tool_calls and not action.problem and self._terminal is not None:
             return await self._hand_in(self._terminal, action.text)
         if not action.tool_calls:
-            return self._refuse(Illegal(action.problem or "it calls no tool"), [], 0.0)
+            return self._refuse(Illegal(action.problem or "it calls no tool"))
         answers: list[Message] = []
         reward = 0.0
         for call in action.tool_calls:
@@ -105,9 +90,6 @@ class Ors(Remote):
             if session is not None:
                 await session.close()
         finally:
-            placed, self._placed = self._placed, False
-            if placed:
-                self.pool.places.release()
             await super().close()
 
     # --- the server -------------------------------------------------------------------------------------------------
@@ -180,22 +162,6 @@ class Ors(Remote):
     def _step(self, messages: list[Message], reward: float, *, done: bool = False) -> Step:
         self._return += reward
         return Step(messages=messages, reward=reward, components={"reward": reward}, done=done, metrics=self._metrics())
-
-    def _refuse(self, why: Illegal, messages: list[Message], reward: float) -> Step:
-        """`reward`: earned earlier in the turn."""
-        self._illegal += 1
-        self._return += reward
-        components = {"illegal": -self.config.penalty} | ({"reward": reward} if reward else {})
-        return Step(
-            messages=messages or [user(refusal(why, ""))],
-            reward=sum(components.values()),
-            components=components,
-            done=self._illegal >= self.config.max_illegal,
-            metrics=self._metrics(),
-        )
-
-    def _metrics(self) -> dict[str, float]:
-        return {"return": self._return, "illegal": float(self._illegal)}
 
 
 def _message(parts: list[Text | Image], call: ToolCall | None = None) -> Message:
