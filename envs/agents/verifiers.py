@@ -14,19 +14,24 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import structlog
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from opentinker.envs.agent import AgentEnvironment, AgentError, Result
 from opentinker.envs.agents.program import API_KEY
-from opentinker.envs.base import EnvironmentConfig
+from opentinker.envs.base import ELSEWHERE, EnvironmentConfig
+from opentinker.envs.data import in_event_loop
 
 RUNNER = Path(__file__).with_name("verifiers_runner.py")
+PROBE = Path(__file__).with_name("verifiers_probe.py")
+PROBE_S = 20.0
+HUB_ID = r"^([A-Za-z0-9_.-]+/)?[A-Za-z0-9_][A-Za-z0-9_.-]*(@[A-Za-z0-9_.+-]+)?$"
 KEPT_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "LD_LIBRARY_PATH")
 KEPT_BEGINNINGS = ("UV_", "PIP_", "SSL_CERT_", "XDG_", "HF_", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy",
                    "https_proxy", "no_proxy")  # fmt: skip
@@ -42,8 +47,9 @@ Json = dict[str, Any]
 
 class Verifiers(AgentEnvironment):
     class Config(EnvironmentConfig):
-        id: Annotated[str, Field(min_length=1)]
-        """The module that verifiers loads: an environment with 0.1, a taskset with 0.2 and later."""
+        id: Annotated[str, Field(pattern=HUB_ID, max_length=200)]
+        """The module that verifiers loads: an environment with 0.1, a taskset with 0.2 and later. A name of the
+        Environments Hub, `owner/name` or `owner/name@version`, is the installed package `name`, of that version."""
         args: dict[str, Any] = {}  # noqa: RUF012 - pydantic copies defaults
         """Arguments of `load_environment` with 0.1, fields of its EnvConfig with 0.2 and later, e.g.
         `{ agent = { harness = { id = "null" } } }`."""
@@ -68,12 +74,42 @@ class Verifiers(AgentEnvironment):
                 raise ValueError(f"no interpreter {python!r} on the env worker's machine")
             return python
 
+        @model_validator(mode="after")
+        def _is_installed(self, info: ValidationInfo) -> Self:
+            if not (info.context or {}).get(ELSEWHERE) and not in_event_loop():
+                _check_installed(self)
+            return self
+
+        @property
+        def package(self) -> str:
+            return self.id.partition("@")[0].rpartition("/")[2]
+
     config: Config
 
     async def run(self, base_url: str, row: int, seed: int) -> Result:
         runner = VerifiersProcess.of(self.config)
         reply = await runner.play({"base_url": base_url, "model": self.policy.model, "row": row})
         return Result(reward=float(reply["reward"]), metrics=reply["metrics"])
+
+
+def _check_installed(config: Verifiers.Config) -> None:
+    """Raise ValueError if the interpreter lacks verifiers, the environment, or the version that is named."""
+    python = config.python or sys.executable
+    asked = [python, str(PROBE), config.package, *config.paths]
+    try:
+        probed = subprocess.run(asked, capture_output=True, timeout=PROBE_S, check=True)
+        found = json.loads(probed.stdout)
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        raise ValueError(f"{python} cannot tell what it has installed: {error}") from None
+    version = config.id.partition("@")[2]
+    install = f"install it with `prime env install {config.id}` where {python} is"
+    if not found["verifiers"]:
+        raise ValueError(f"verifiers is not installed for {python}: `uv pip install --python {python} verifiers`")
+    if not found["found"]:
+        raise ValueError(f"{config.id!r} is not installed for {python}: {install}, or name its directory in `paths`")
+    if version and found["version"] != version:
+        there = f"is {found['version']}" if found["version"] else "is no installed package"
+        raise ValueError(f"{config.id!r}: {config.package} {there} for {python}: {install}")
 
 
 class VerifiersProcess:
@@ -179,8 +215,8 @@ class VerifiersProcess:
                 start_new_session=True,
             )
         reader, self._writer = await asyncio.open_connection(sock=near, limit=LINE_BYTES)
-        fields = ("id", "args", "paths", "split", "client", "tokenizer", "rows")
-        self._say({**self._config.model_dump(include=set(fields)), "key": API_KEY})
+        setup = self._config.model_dump(include={"args", "paths", "split", "client", "tokenizer", "rows"})
+        self._say({"id": self._config.package, **setup, "key": API_KEY})
         return reader
 
     def _handle_end(self, reply: Json) -> None:

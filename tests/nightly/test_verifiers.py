@@ -22,7 +22,7 @@ from opentinker.services.rollout_worker.seat_map import SeatMap
 from opentinker.shared.types.core import ToolCall
 from opentinker.shared.types.env_protocol import Policy
 from tests.conftest import until
-from tests.samples.verifiers_samples import write_samples, write_stand_in
+from tests.samples.verifiers_samples import write_package, write_samples, write_stand_in
 from tests.support.agent_talk import Direct, action, texts
 from tests.support.cluster import toy_cluster
 from tests.support.factories import make_spec, make_ticket
@@ -114,6 +114,22 @@ def test_an_interpreter_that_is_not_there_is_said_early() -> None:
         Verifiers.Config(id="x", python="/not/there")
 
 
+def test_what_the_interpreter_lacks_is_said_early(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"verifiers is not installed for .*: `uv pip install"):
+        Verifiers.Config(id="owner/copy-hub")
+    library = write_stand_in(tmp_path / "lib")
+    with pytest.raises(
+        ValueError, match=r"'owner/copy-hub@1\.2' is not installed .* `prime env install owner/copy-hub@1\.2`"
+    ):
+        Verifiers.Config(id="owner/copy-hub@1.2", paths=[str(library)])
+    with pytest.raises(ValueError, match="should match pattern"):
+        Verifiers.Config(id="owner/../x")
+    (library / "copy_hub.py").touch()
+    Verifiers.Config(id="owner/copy-hub", paths=[str(library)])
+    with pytest.raises(ValueError, match=r"copy-hub is no installed package"):
+        Verifiers.Config(id="copy-hub@1.2", paths=[str(library)])
+
+
 # --- the library itself ---------------------------------------------------------------------------------------------
 
 
@@ -142,6 +158,34 @@ def new(tmp_path_factory: pytest.TempPathFactory, samples: Path) -> dict[str, An
     agent = {"harness": {"id": "null"}}
     python = installed(tmp_path_factory, "0.4.0")
     return {"id": "copy_new", "python": python, "paths": [str(samples)], "args": {"agent": agent}}
+
+
+@pytest.fixture(params=["old", "new"])
+def hub(request: pytest.FixtureRequest, samples: Path, tmp_path: Path) -> dict[str, Any]:
+    """A package of the Environments Hub, installed beside that version of the library."""
+    config = request.getfixturevalue(request.param)
+    source = (samples / f"{config['id']}.py").read_text()
+    package = write_package(tmp_path / "copy-hub", source)
+    command = [str(find_uv_bin()), "pip", "install", "--quiet", "--python", config["python"], str(package)]
+    subprocess.run(command, check=True)
+    return {"python": config["python"], "args": config.get("args", {})}
+
+
+def test_packages_of_the_hub_are_found_by_name(hub: dict[str, Any]) -> None:
+    for name in ("copy-hub", "copy_hub", "owner/copy-hub", "owner/copy-hub@1.2"):
+        Verifiers.Config(id=name, **hub)
+    with pytest.raises(
+        ValueError, match=r"copy-hub is 1\.2 for .*: install it with `prime env install owner/copy-hub@1\.3`"
+    ):
+        Verifiers.Config(id="owner/copy-hub@1.3", **hub)
+
+
+async def test_packages_of_the_hub_are_played(hub: dict[str, Any]) -> None:
+    try:
+        (single,) = await played(environment(id="owner/copy-hub@1.2", **hub), "1$")
+        assert single.reward == 1.0
+    finally:
+        await end_runners()
 
 
 async def played(one: Verifiers, *answers: str, row: int = 1) -> list[Any]:

@@ -133,3 +133,25 @@ def write_samples(directory: Path) -> Path:
     (directory / "copy_old.py").write_text(OLD)
     (directory / "copy_new.py").write_text(NEW)
     return directory
+
+
+def write_package(directory: Path, source: str) -> Path:
+    """A package `copy-hub` 1.2 with an environment, as the Environments Hub has them."""
+    directory.mkdir(parents=True)
+    (directory / "copy_hub.py").write_text(source)
+    (directory / "pyproject.toml").write_text(PACKAGE)
+    return directory
+
+
+PACKAGE = """
+[project]
+name = "copy-hub"
+version = "1.2"
+
+[build-system]
+requires = ["hatchling"]
+build-backend = "hatchling.build"
+
+[tool.hatch.build.targets.wheel]
+only-include = ["copy_hub.py"]
+"""
