@@ -215,7 +215,7 @@ class PettingZoo(Environment):
         if self._drawn:
             parts.append(env_notes.plain_colours(str(self._environment.render())).strip("\n"))
         elif self._in_words:
-            parts.append(self._in_words(self._observations[seat]["observation"]))
+            parts.append(self._in_words(self._environment, self._agents[seat], self._observations[seat]["observation"]))
         else:
             space = self._environment.observation_space(self._agents[seat])
             parts.append(self._spaces.show(space, self._observations[seat]))
@@ -238,7 +238,8 @@ class PettingZoo(Environment):
         return self._spaces.allowed(space, self._masks[seat], self._names(space))
 
     def _names(self, space: Any) -> list[str]:
-        names = self.config.actions or env_notes.NAMES.get(env_notes.base_name(self.config.id), [])
+        known = env_notes.NAMES.get(env_notes.base_name(self.config.id))
+        names = self.config.actions or known or card_games.actions_of(self.config.id, self._environment)
         if self.config.actions and getattr(space, "n", None) != len(names):
             raise ValueError(f"{len(names)} names of actions were given for {space}")
         return [name.lower() for name in names]

@@ -287,7 +287,7 @@ BROUGHT_BY_EXTRAS: list[tuple[str, str, list[str]]] = [
     ("pettingzoo", "classic/leduc_holdem_v4", ["call", "raise"]),
     ("pettingzoo", "classic/texas_holdem_v4", ["call", "raise"]),
     ("pettingzoo", "classic/texas_holdem_no_limit_v6", ["check or call", "raise half the pot"]),
-    ("pettingzoo", "classic/hanabi_v5", ["5", "5"]),
+    ("pettingzoo", "classic/hanabi_v5", ["play card 1", "play card 5"]),
     ("gymnasium", "LunarLander-v3", ["2", "0"]),
     ("gymnasium", "BipedalWalker-v3", ["[0, 0, 0, 0]", "[0, 1, 0, 1]"]),
 ]
@@ -303,6 +303,27 @@ async def test_what_the_extras_bring_is_played(name: str, id: str, texts: list[s
     rehearse(name, *check(name, {"id": id}))
     played = await transcript(name, texts, 0, 1, id=id)
     assert len(played) == 1 + len(texts) and all(step.metrics["illegal"] == 0.0 for step in played[1:])
+
+
+async def test_hanabi_is_told_in_words() -> None:
+    table = await sit("pettingzoo", 0, 1, id="classic/hanabi_v5")
+    every = "red, yellow, green, white or blue, rank 1, 2, 3, 4 or 5"
+    assert (
+        "Lives: 3. Hints left: 8. Cards in the deck: 40. Fireworks: red 0, yellow 0, green 0, white 0, blue 0."
+        in table.seen
+    )
+    assert f"Your cards: 1: {every}; 2: {every}" in table.seen and "XX" not in table.seen
+    first, (card, *_) = table.seat, re.findall(r"\+1\) holds: (\w+) (\d)", table.seen)
+    await table.say(f"tell player +1 {card[0]}")
+    assert table.seat != first and f"Your cards: 1: {card[0]}, rank 1, 2, 3, 4 or 5;" in table.seen
+    assert "Hints left: 7." in table.seen
+    await table.say("discard card 2")
+    assert f"holds: {card[0]} {card[1]} (knows {card[0]})" in table.seen and "Discarded: " in table.seen
+    await table.environment.close()
+    small = {"colors": 2, "ranks": 3, "hand_size": 2, "players": 2}
+    table = await sit("pettingzoo", 0, 1, id="classic/hanabi_v5", kwargs=small)
+    assert "play card 2" in table.seen and "play card 3" not in table.seen and "tell player +1 rank 3" in table.seen
+    await table.environment.close()
 
 
 @OWN_WARNING
