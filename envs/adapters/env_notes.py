@@ -34,8 +34,8 @@ GAMES = {
     "leduc_holdem": "Leduc poker, with two each of J, Q, K: a card each, a public one after round one. A pair wins.",
     "texas_holdem": "Poker with two cards each and up to five public ones, raises of a fixed size.",
     "texas_holdem_no_limit": "Poker with two cards each and up to five public ones, raises of any size.",
-    "hanabi": "All play together: a pile of each color grows from 1 up. You see the others' cards, not your own. A card "
-    "that fits no pile costs a life; a hint costs one of the hints left, a discarded card gives one back.",
+    "hanabi": "All play together: a pile of each color grows from 1 up. You see the others' cards, not your own. A "
+    "card that fits no pile costs a life; a hint costs one of the hints left, a discarded card gives one back.",
     "rps": "You see what the other played last: 0 rock, 1 paper, 2 scissors, 3 nothing yet.",
 }
 PACKAGES = {
