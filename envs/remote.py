@@ -39,12 +39,11 @@ from opentinker.envs.import_clock import ImportClock
 from opentinker.envs.remote_server import (
     CLOSE_S,
     MAX_PAUSE_S,
-    MAX_QUOTED,
     PAUSE_S,
-    UNAVAILABLE,
     Remote,
     RemoteFailed,
     ServerConfig,
+    check_status,
     object_of,
     read_limited,
 )
@@ -147,13 +146,9 @@ class HttpRemote(Remote):
             await super().close()
 
     def _answer(self, route: str, status: int, raw: bytes) -> dict[str, Any]:
-        quoted = raw[:MAX_QUOTED].decode(errors="replace")
         if status == 404 and route == "step":
             raise Unreachable(f"{self.url}/step does not know this instance (404); was the server restarted?")
-        if status in UNAVAILABLE:
-            raise Unreachable(f"{self.url}/{route} answered {status}: {quoted}")
-        if status != 200:
-            raise RemoteFailed(f"{self.url}/{route} answered {status}: {quoted}")
+        check_status(f"{self.url}/{route}", status, raw)
         return object_of(raw, f"{self.url}/{route}")
 
 

@@ -37,6 +37,10 @@ class RemoteFailed(OpenTinkerError):
     """The server is not allowed as a destination, does not answer a request in time, or reports a failure."""
 
 
+class Missing(RemoteFailed):
+    """The server has no such path."""
+
+
 class ServerConfig(EnvironmentConfig):
     """Settings shared by all environments that call a server."""
 
@@ -184,6 +188,13 @@ def checked_url(url: str, info: ValidationInfo) -> str:
     except EgressRefused as error:
         raise ValueError(str(error)) from None
     return url.rstrip("/")
+
+
+def check_status(url: str, status: int, raw: bytes) -> None:
+    """Raise Unreachable, Missing or RemoteFailed for a status other than 200; `raw`: the body."""
+    if status != 200:
+        kind = Unreachable if status in UNAVAILABLE else Missing if status == 404 else RemoteFailed
+        raise kind(f"{url} answered {status}: {raw[:MAX_QUOTED].decode(errors='replace')}")
 
 
 async def read_limited(response: aiohttp.ClientResponse, max_bytes: int = REPLY_BYTES) -> bytes:

@@ -77,7 +77,7 @@ class Gymnasium(Environment):
         count = getattr(self._environment.action_space, "n", None)
         if config.actions and count != len(config.actions):
             raise ValueError(f"{len(config.actions)} names of actions were given, and {config.id} has {count}")
-        self._mask = self._mask_of(observation, info)
+        self._mask = self._spaces.mask_of(observation, info)
         self._illegal, self._return = 0, 0.0
         return self._message(observation, self._introduction())
 
@@ -90,7 +90,7 @@ class Gymnasium(Environment):
         with self._randomness:
             observation, reward, terminated, truncated, info = self._environment.step(chosen)
             done = bool(terminated or truncated)
-            self._mask = self._mask_of(observation, info)
+            self._mask = self._spaces.mask_of(observation, info)
             messages = [] if terminated else [self._message(observation)]
         self._return += float(reward)
         return Step(
@@ -120,11 +120,8 @@ class Gymnasium(Environment):
         return {"return": self._return, "illegal": float(self._illegal), "truncated": float(truncated)}
 
     def _introduction(self) -> str:
-        about = self.config.instruction
-        if about is None:
-            about = env_notes.ABOUT.get(env_notes.base_name(self.config.id), f"You act in {self.config.id}.")
-        hint = self._spaces.hint(self._environment.action_space, self._names)
-        return "\n".join(part for part in (about, hint if self.config.hint else "") if part)
+        about = env_notes.ABOUT.get(env_notes.base_name(self.config.id), f"You act in {self.config.id}.")
+        return self.config.introduction(about, self._spaces.hint(self._environment.action_space, self._names))
 
     def _message(self, observation: Any, first: str = "") -> Message:
         image: Image | None = None
@@ -143,11 +140,6 @@ class Gymnasium(Environment):
 
     def _allowed_actions(self) -> str:
         return self._spaces.allowed(self._environment.action_space, self._mask, self._names)
-
-    def _mask_of(self, observation: Any, info: dict[str, Any]) -> Any:
-        """Return the action mask from the info or the observation; None if every action is allowed."""
-        name = self._spaces.MASK
-        return info.get(name, observation.get(name) if isinstance(observation, dict) else None)
 
 
 def _made(config: Gymnasium.Config, *, drawn: bool) -> Env[Any, Any]:

@@ -69,6 +69,11 @@ class ActionConfig(LibraryConfig, IllegalConfig):
     actions: list[Annotated[str, Field(min_length=1)]] = []
     """Names of the actions 0, 1, 2... of a discrete action space; default: the environment's."""
 
+    def introduction(self, about: str, hint: str) -> str:
+        """Return the first words to the policy."""
+        told = about if self.instruction is None else self.instruction
+        return "\n".join(filter(None, [told, hint if self.hint else ""]))
+
 
 def action_text(text: str) -> str:
     """Return the text after the last `Action:`, or the whole text."""

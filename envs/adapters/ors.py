@@ -12,10 +12,10 @@ import aiohttp
 from pydantic import BaseModel, Field
 
 from opentinker.envs.adapters.library import Illegal, refusal
-from opentinker.envs.adapters.ors_client import Block, Missing, OrsSession, TerminalTool, ToolOutput, Tools
+from opentinker.envs.adapters.ors_client import Block, OrsSession, TerminalTool, ToolOutput, Tools
 from opentinker.envs.base import Action, BadReply, Opening, Step, user
 from opentinker.envs.data import images_of
-from opentinker.envs.remote_server import RemoteFailed, UrlConfig, UrlRemote
+from opentinker.envs.remote_server import Missing, RemoteFailed, UrlConfig, UrlRemote
 from opentinker.envs.tool_limits import bounded_tools
 from opentinker.shared.data.jsonl import RowError
 from opentinker.shared.types.core import Image, Message, Text, Tool, ToolCall

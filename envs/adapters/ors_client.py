@@ -12,7 +12,7 @@ import msgspec
 import orjson
 
 from opentinker.envs.base import BadReply, Unreachable
-from opentinker.envs.remote_server import CLOSE_S, MAX_QUOTED, REPLY_BYTES, UNAVAILABLE, RemoteFailed, read_limited
+from opentinker.envs.remote_server import CLOSE_S, MAX_QUOTED, REPLY_BYTES, RemoteFailed, check_status, read_limited
 from opentinker.shared.types import codec
 
 PING_S = 60.0
@@ -57,10 +57,6 @@ class ToolReply(msgspec.Struct):
     error: str = ""
 
 
-class Missing(RemoteFailed):
-    """The server has no such path."""
-
-
 class OrsSession:
     """Requests of one episode. All raise aiohttp's errors, OSError or TimeoutError if the server cannot be reached,
     Unreachable, RemoteFailed or BadReply."""
@@ -76,7 +72,7 @@ class OrsSession:
         url = f"{self.url}{path}"
         async with self._request(method, url, body) as response:
             raw = await read_limited(response)
-            _check(url, response.status, raw)
+            check_status(url, response.status, raw)
         return self._read(raw, reply, path)
 
     async def begin(self, task: dict[str, Any]) -> None:
@@ -132,7 +128,7 @@ class OrsSession:
         url = f"{self.url}{path}"
         async with self._request("POST", url, body) as response:
             if response.status != 200:
-                _check(url, response.status, await read_limited(response))
+                check_status(url, response.status, await read_limited(response))
             size, rest, name, data = 0, b"", "", list[str]()
             async for piece in response.content.iter_any():
                 size += len(piece)
@@ -161,11 +157,3 @@ class OrsSession:
             with suppress(aiohttp.ClientError, OSError, TimeoutError):
                 async with self._request("POST", f"{self.url}/ping"):
                     pass
-
-
-def _check(url: str, status: int, raw: bytes) -> None:
-    if status in UNAVAILABLE:
-        raise Unreachable(f"{url} answered {status}")
-    if status != 200:
-        kind = Missing if status == 404 else RemoteFailed
-        raise kind(f"{url} answered {status}: {raw[:MAX_QUOTED].decode(errors='replace')}")

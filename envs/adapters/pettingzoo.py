@@ -187,10 +187,7 @@ class PettingZoo(Environment):
 
     def _look(self, seat: str, observation: Any, info: Mapping[str, Any]) -> None:
         """Keep what a seat observes and may do."""
-        mask = info.get(self._spaces.MASK)
-        if mask is None and isinstance(observation, dict):
-            mask = observation.get(self._spaces.MASK)
-        self._observations[seat], self._masks[seat] = observation, mask
+        self._observations[seat], self._masks[seat] = observation, self._spaces.mask_of(observation, info)
 
     def _refuse(self, seat: str, why: Exception) -> Step:
         self._illegal[seat] += 1
@@ -224,14 +221,10 @@ class PettingZoo(Environment):
         return user("\n".join(filter(None, parts)))
 
     def _introduction(self, seat: str) -> str:
-        about = self.config.instruction
-        if about is None:
-            game = env_notes.GAMES.get(env_notes.base_name(self.config.id), "")
-            about = f"You are {seat} in {self.config.id}. {game}".strip()
+        game = env_notes.GAMES.get(env_notes.base_name(self.config.id), "")
         space = self._environment.action_space(self._agents[seat])
-        return "\n".join(
-            filter(None, [about, self._spaces.hint(space, self._names(space)) if self.config.hint else ""])
-        )
+        about = f"You are {seat} in {self.config.id}. {game}".strip()
+        return self.config.introduction(about, self._spaces.hint(space, self._names(space)))
 
     def _allowed_actions(self, seat: str) -> str:
         space = self._environment.action_space(self._agents[seat])

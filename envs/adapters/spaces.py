@@ -6,6 +6,7 @@ Imports gymnasium, so adapters import it only when they open an episode.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -24,6 +25,11 @@ PLANES = 4
 PRINTED = 10_000
 """Maximum numbers of an array that are shown."""
 _NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?(?!\w|\.\d)", re.IGNORECASE)
+
+
+def mask_of(observation: Any, info: Mapping[str, Any]) -> Any:
+    """Return the action mask from the info or the observation; None if every action is allowed."""
+    return info.get(MASK, observation.get(MASK) if isinstance(observation, dict) else None)
 
 
 # --- observations ---------------------------------------------------------------------------------------------------

@@ -9,9 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-import signal
 import tempfile
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -21,6 +19,7 @@ from pydantic import Field, field_validator
 from opentinker.envs.agent import AgentEnvironment, AgentError, Result
 from opentinker.envs.base import EnvironmentConfig
 from opentinker.shared.runtime.parent_death import hold_command
+from opentinker.shared.runtime.reexec import kill_group
 
 KEPT_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "PYTHONPATH")
 """Environment variables of the env worker that the program inherits; its credentials are not among them."""
@@ -72,10 +71,10 @@ class AgentProgram(AgentEnvironment):
             reading = [asyncio.create_task(_end_of(stream)) for stream in (process.stdout, process.stderr)]
             try:
                 status = await process.wait()
-                _kill_group(process.pid)  # processes left behind would keep the pipes open
+                kill_group(process.pid)  # processes left behind would keep the pipes open
                 out, err = await asyncio.gather(*reading)
             finally:
-                _kill_group(process.pid)
+                kill_group(process.pid)
                 for task in reading:
                     task.cancel()
                 await process.wait()
@@ -101,11 +100,6 @@ async def _end_of(stream: asyncio.StreamReader) -> bytes:
     while chunk := await stream.read(64 * 1024):
         kept = (kept + chunk)[-OUTPUT_BYTES:]
     return kept
-
-
-def _kill_group(group: int) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(group, signal.SIGKILL)
 
 
 def _result(status: int, out: bytes, err: bytes) -> Result:

@@ -12,11 +12,9 @@ import itertools
 import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -27,6 +25,7 @@ from opentinker.envs.agent import AgentEnvironment, AgentError, Result
 from opentinker.envs.agents.program import API_KEY
 from opentinker.envs.base import ELSEWHERE, EnvironmentConfig
 from opentinker.envs.data import in_event_loop
+from opentinker.shared.runtime.reexec import kill_group
 
 RUNNER = Path(__file__).with_name("verifiers_runner.py")
 PROBE = Path(__file__).with_name("verifiers_probe.py")
@@ -164,8 +163,7 @@ class VerifiersProcess:
     def kill(self, reason: str) -> None:
         self.gone = self.gone or reason
         if self._process is not None and self._process.returncode is None:
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            kill_group(self._process.pid)
 
     def _must_have_ended(self, number: int) -> None:
         if number in self._waiting:
@@ -228,8 +226,7 @@ class VerifiersProcess:
 
     async def _finish(self, problem: str) -> None:
         if self._process is not None:
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            kill_group(self._process.pid)
             status = await self._process.wait()
             how = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
             problem = problem or self.gone or how

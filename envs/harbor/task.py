@@ -19,7 +19,7 @@ from opentinker.envs.harbor.dockerfile import Dockerfile, parse
 from opentinker.shared.config import Settings
 from opentinker.shared.data import bounded_toml
 from opentinker.shared.types.errors import SpecError
-from opentinker.shared.types.mistakes import mistakes_of
+from opentinker.shared.types.mistakes import mistake, mistakes_of
 
 CONFIG, INSTRUCTION, DOCKERFILE = "task.toml", "instruction.md", "Dockerfile"
 ENVIRONMENT, TESTS, SOLUTION = "environment", "tests", "solution"
@@ -140,11 +140,11 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_task(folder: Path, name: str, settings: Settings) -> Task:
     """Read a task. Blocking. Raises SpecError with every mistake, OSError."""
-    mistakes = [_mistake(name, None, problem) for problem in _strange(folder)]
+    mistakes = [mistake(name, None, problem) for problem in _strange(folder)]
     if mistakes:
         raise SpecError(mistakes)
     digest, problems = _digest(folder)
-    mistakes += [_mistake(name, None, problem) for problem in problems]
+    mistakes += [mistake(name, None, problem) for problem in problems]
     config = TaskConfig()
     given: dict[str, Any] = {}
     try:
@@ -154,13 +154,13 @@ def read_task(folder: Path, name: str, settings: Settings) -> Task:
         for item in error.errors(include_url=False):
             mistakes += [{**one, "field": f"{name}/{CONFIG}: {one['field']}"} for one in mistakes_of(item, given)]
     except ValueError as error:
-        mistakes.append(_mistake(f"{name}/{CONFIG}", None, str(error)))
+        mistakes.append(mistake(f"{name}/{CONFIG}", None, str(error)))
     instruction, dockerfile = "", Dockerfile(image="", steps=[])
     try:
         instruction = _text(folder / INSTRUCTION, MAX_INSTRUCTION).strip()
         dockerfile = _dockerfile(folder, config)
     except ValueError as error:
-        mistakes.append(_mistake(name, None, str(error)))
+        mistakes.append(mistake(name, None, str(error)))
     except SpecError as error:
         mistakes += [{**one, "field": f"{name}/{one['field']}"} for one in error.mistakes]
     for field, asked, most in (
@@ -170,9 +170,9 @@ def read_task(folder: Path, name: str, settings: Settings) -> Task:
         if asked > most:
             limit = "harbor_memory_mb" if field == "memory_mb" else "harbor_disk_mb"
             problem = f"is more than this server gives a task: {most} ({limit})"
-            mistakes.append(_mistake(f"{name}/{CONFIG}: environment.{field}", asked, problem))
+            mistakes.append(mistake(f"{name}/{CONFIG}: environment.{field}", asked, problem))
     if not instruction and not mistakes:
-        mistakes.append(_mistake(f"{name}/{INSTRUCTION}", None, "is empty: the policy needs a prompt"))
+        mistakes.append(mistake(f"{name}/{INSTRUCTION}", None, "is empty: the policy needs a prompt"))
     if mistakes:
         raise SpecError(mistakes)
     environment_digest = _digest(folder / ENVIRONMENT)[0]
@@ -185,10 +185,6 @@ def read_task(folder: Path, name: str, settings: Settings) -> Task:
         instruction=instruction,
         dockerfile=dockerfile,
     )
-
-
-def _mistake(field: str, value: object, problem: str) -> dict[str, Any]:
-    return {"field": field, "value": value, "problem": problem}
 
 
 def _strange(folder: Path) -> list[str]:

@@ -7,6 +7,8 @@ AndroidWorld's server shows pixels alone. `opentinker.envs.phones.android_server
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
@@ -18,7 +20,7 @@ from opentinker.envs.phones.android_screen import PhoneState, Seen, seen_of
 from opentinker.envs.phones.pixels import PIECE_BYTES, PixelReader, shrink
 from opentinker.envs.phones.screen import Screen
 from opentinker.envs.png import png
-from opentinker.envs.remote_server import MAX_QUOTED, UNAVAILABLE, RemoteFailed, object_of, read_limited
+from opentinker.envs.remote_server import RemoteFailed, check_status, object_of, read_limited
 from opentinker.shared.security.egress import EgressRefused
 
 CONNECT_S = 5.0
@@ -81,7 +83,6 @@ class PhoneServer:
     async def _screenshot(self) -> Any:
         reader = PixelReader()
         async with self._answer("GET", "/screenshot", {"wait_to_stabilize": True}) as response:
-            await self._check(response, "/screenshot")
             async for piece in response.content.iter_chunked(PIECE_BYTES):
                 reader.feed(piece)
                 await asyncio.sleep(0)  # other episodes go on in between
@@ -90,7 +91,6 @@ class PhoneServer:
     async def _state(self, picture: bool, max_side: int) -> Seen:
         asked: Parameters = {"wait_to_stabilize": True, "picture": picture, "max_side": max_side}
         async with self._answer("GET", STATE, asked) as response:
-            await self._check(response, STATE)
             raw = await read_limited(response, STATE_BYTES)
         try:
             seen = seen_of(msgspec.json.decode(raw, type=PhoneState), max_side)
@@ -104,23 +104,29 @@ class PhoneServer:
         self, method: str, route: str, parameters: Parameters, body: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         async with self._answer(method, route, parameters, body) as response:
-            await self._check(response, route)
             return object_of(await read_limited(response), f"{self.url}{route}")
 
-    def _answer(self, method: str, route: str, parameters: Parameters, body: dict[str, Any] | None = None) -> _Answer:
+    @contextlib.asynccontextmanager
+    async def _answer(
+        self, method: str, route: str, parameters: Parameters, body: dict[str, Any] | None = None
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Give the response, if it is no refusal; failures of the network are told as ours."""
+        url = f"{self.url}{route}"
         query = {
             name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in parameters.items()
         }
-        asking = self._http.request(method, f"{self.url}{route}", params=query, json=body, timeout=self._timeout,
-                                    allow_redirects=False)  # fmt: skip
-        return _Answer(asking, f"{self.url}{route}")
-
-    async def _check(self, response: aiohttp.ClientResponse, route: str) -> None:
-        if response.status == 200:
-            return
-        quoted = (await read_limited(response))[:MAX_QUOTED].decode(errors="replace")
-        failed = Unreachable if response.status in UNAVAILABLE else RemoteFailed
-        raise failed(f"{self.url}{route} answered {response.status}: {quoted}")
+        asked: dict[str, Any] = {"params": query, "json": body, "timeout": self._timeout, "allow_redirects": False}
+        try:
+            async with self._http.request(method, url, **asked) as response:
+                if response.status != 200:
+                    check_status(url, response.status, await read_limited(response))
+                yield response
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            refused = isinstance(error, aiohttp.ClientConnectorError) and isinstance(error.os_error, EgressRefused)
+            late = isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ConnectionTimeoutError)
+            why = "no answer in time" if late else str(error) or repr(error)
+            ours = RemoteFailed if late or refused or isinstance(error, EgressRefused) else Unreachable
+            raise ours(f"{url}: {why}") from None
 
 
 def _seen(pixels: np.ndarray, max_side: int) -> Seen:
@@ -128,31 +134,3 @@ def _seen(pixels: np.ndarray, max_side: int) -> Seen:
     height, width, _ = smaller.shape
     screen = Screen(width=width, height=height, picture=png(smaller))
     return Seen(screen=screen, scale=float(pixels.shape[1] // width), numbers=[])
-
-
-class _Answer:
-    """A response whose failures of the network are told as ours."""
-
-    def __init__(self, asking: Any, url: str) -> None:
-        self._asking = asking
-        self._url = url
-
-    async def __aenter__(self) -> aiohttp.ClientResponse:
-        try:
-            response: aiohttp.ClientResponse = await self._asking.__aenter__()
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise self._told(error) from None
-        return response
-
-    async def __aexit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        await self._asking.__aexit__(kind, error, trace)
-        if isinstance(error, aiohttp.ClientError | TimeoutError | OSError) and not isinstance(error, Unreachable):
-            raise self._told(error) from None
-
-    def _told(self, error: Exception) -> Exception:
-        refused = isinstance(error, aiohttp.ClientConnectorError) and isinstance(error.os_error, EgressRefused)
-        late = isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ConnectionTimeoutError)
-        why = "no answer in time" if late else str(error) or repr(error)
-        return (RemoteFailed if late or refused or isinstance(error, EgressRefused) else Unreachable)(
-            f"{self._url}: {why}"
-        )

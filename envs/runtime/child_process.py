@@ -20,7 +20,7 @@ import structlog
 
 from opentinker.envs.runtime.child_protocol import HEAD, MAX_MESSAGE_BYTES, ChildAnswer, ChildCall, frame
 from opentinker.shared.messaging.reply_validation import failure
-from opentinker.shared.runtime.reexec import below
+from opentinker.shared.runtime.reexec import below, kill_group
 from opentinker.shared.security import egress
 from opentinker.shared.types import codec
 from opentinker.shared.types.core import Ending
@@ -222,17 +222,13 @@ class Plain:
         for pid in below(self._process.pid):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-        self._kill_group()
-
-    def _kill_group(self) -> None:
-        with contextlib.suppress(ProcessLookupError):  # nothing is left
-            os.killpg(self._process.pid, signal.SIGKILL)
+        kill_group(self._process.pid)
 
     async def wait(self) -> int:
         status = await self._process.wait()
         if self._last is not None:
             self._last.cancel()
-        self._kill_group()
+        kill_group(self._process.pid)
         return status
 
 

@@ -62,6 +62,12 @@ def below(pid: int) -> list[int]:
     return found
 
 
+def kill_group(group: int) -> None:
+    """Kill the processes of a group, if any is left."""
+    with suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+
+
 def end_children(pid: int) -> None:
     """Kills and reaps."""
     began = time.monotonic()

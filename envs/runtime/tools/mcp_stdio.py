@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import signal
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, TextIO
 
@@ -21,6 +19,7 @@ from mcp_types import JSONRPCRequest, jsonrpc_message_adapter
 
 from opentinker.envs.runtime.tools.mcp_limits import MESSAGE_BYTES, Allowance, TooMuch
 from opentinker.shared.asyncio_tools import cancel_and_wait
+from opentinker.shared.runtime.reexec import kill_group
 
 GRACE_S = 2.0
 """For a program whose stdin was closed to end by itself."""
@@ -59,8 +58,7 @@ async def talking(
                 async with asyncio.timeout(GRACE_S):
                     await _drain(process, reading)
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            kill_group(process.pid)
             await cancel_and_wait(reading, writing)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(GONE_S):
