@@ -80,6 +80,27 @@ export function Facts({ of }: { of: [string, ComponentChildren][] }): JSX.Elemen
   );
 }
 
+interface SelectProps {
+  label: string;
+  value: string;
+  /** Values and their texts. */
+  of: readonly (readonly [string, string])[];
+  choose: (value: string) => void;
+  disabled?: boolean;
+}
+
+export function Select({ label, value, of, choose, disabled }: SelectProps): JSX.Element {
+  return (
+    <select aria-label={label} value={value} disabled={disabled} onChange={(event) => choose(event.currentTarget.value)}>
+      {of.map(([one, text]) => (
+        <option key={one} value={one}>
+          {text}
+        </option>
+      ))}
+    </select>
+  );
+}
+
 interface ChoiceProps<T> {
   label: string;
   /** The label is only read out. */

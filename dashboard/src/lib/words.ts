@@ -53,9 +53,15 @@ export function ago(unix: number, now = Date.now() / 1000): string {
 
 /** Hands a file to the browser. */
 export function save(name: string, data: Blob): void {
+  const url = URL.createObjectURL(data);
+  download(name, url);
+  setTimeout(() => URL.revokeObjectURL(url), 10_000);
+}
+
+/** Has the browser load a file by itself. */
+export function download(name: string, url: string): void {
   const link = document.createElement("a");
-  link.href = URL.createObjectURL(data);
+  link.href = url;
   link.download = name;
   link.click();
-  setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
 }

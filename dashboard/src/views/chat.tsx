@@ -6,7 +6,7 @@ import { useMay } from "../hooks.ts";
 import { events, fetched, job as path, Problem } from "../lib/api.ts";
 import { adaptersOf } from "../lib/serve.ts";
 import { FINAL, type JobDetail } from "../lib/types.ts";
-import { Empty, Said } from "../parts.tsx";
+import { Empty, Said, Select } from "../parts.tsx";
 
 interface Message {
   role: "user" | "assistant";
@@ -80,14 +80,7 @@ export function Chat({ job }: { job: JobDetail }): JSX.Element {
         />
         <div class="bar">
           {adapters.length > 0 && (
-            <select aria-label="Model" value={model} onChange={(event) => setModel(event.currentTarget.value)}>
-              <option value="">{job.model}</option>
-              {adapters.map((name) => (
-                <option key={name} value={name}>
-                  {name}
-                </option>
-              ))}
-            </select>
+            <Select label="Model" value={model} of={[["", job.model], ...adapters.map((name) => [name, name] as const)]} choose={setModel} />
           )}
           <label class="check">
             temperature

@@ -7,7 +7,7 @@ import { ask, fetched, job as path, key, onceKey } from "../lib/api.ts";
 import { partOf, policiesOf } from "../lib/policies.ts";
 import { inferenceSpec, savesAdapters } from "../lib/serve.ts";
 import type { Checkpoint, Job, JobDetail } from "../lib/types.ts";
-import { bytes, moment, save } from "../lib/words.ts";
+import { bytes, download, moment, save } from "../lib/words.ts";
 import { Choice, Empty, Head, Said } from "../parts.tsx";
 
 const LARGE = 512 * 1024 * 1024;
@@ -37,10 +37,10 @@ function Saved({ job, policy }: { job: JobDetail; policy: string }): JSX.Element
   const once = useRef(new Map<number, string>()); // by step: an answer that was lost makes no second job
   if (!value) return problem ? <Said problem={problem} /> : <Empty>…</Empty>;
   if (!value.checkpoints.length) return <Empty>No checkpoints yet (interval: train.checkpoint_every).</Empty>;
-  const take = (one: Checkpoint): void =>
+  const load = (one: Checkpoint): void =>
     doing.act(async () => {
       try {
-        await download(job, policy, one, (share) => setBusy(`step ${one.step}: ${share}`));
+        await take(job, policy, one, (share) => setBusy(`step ${one.step}: ${share}`));
       } finally {
         setBusy("");
       }
@@ -72,7 +72,7 @@ function Saved({ job, policy }: { job: JobDetail; policy: string }): JSX.Element
                   </small>
                 )}
                 {downloads && !tooLarge(one) && (
-                  <button disabled={doing.doing} onClick={() => take(one)}>
+                  <button disabled={doing.doing} onClick={() => load(one)}>
                     Download
                   </button>
                 )}
@@ -134,25 +134,15 @@ function tooLarge(one: Checkpoint): boolean {
 }
 
 /** What is large to a file as it comes, else through memory. Without a key the browser does it alone. */
-async function download(job: JobDetail, policy: string, one: Checkpoint, tell: (share: string) => void): Promise<void> {
+async function take(job: JobDetail, policy: string, one: Checkpoint, tell: (share: string) => void): Promise<void> {
   const from = path(job.id, `/checkpoints/${one.step}/download${query(policy)}`);
   const name = `${job.id}${policy && `-${policy}`}-step-${one.step}.tar`;
-  if (!key()) {
-    const link = document.createElement("a");
-    link.href = from;
-    link.download = name;
-    link.click();
-    return;
-  }
-  const pick = picker();
-  if (pick && one.model_bytes > LARGE) {
-    const file = await (await pick({ suggestedName: name })).createWritable();
-    const response = await fetched(from);
-    await response.body!.pipeThrough(counted(one.model_bytes, tell)).pipeTo(file);
-    return;
-  }
-  const response = await fetched(from);
-  save(name, await new Response(response.body!.pipeThrough(counted(one.model_bytes, tell))).blob());
+  if (!key()) return download(name, from);
+  const pick = one.model_bytes > LARGE && picker();
+  const file = pick && (await (await pick({ suggestedName: name })).createWritable());
+  const coming = (await fetched(from)).body!.pipeThrough(counted(one.model_bytes, tell));
+  if (file) await coming.pipeTo(file);
+  else save(name, await new Response(coming).blob());
 }
 
 function counted(whole: number, tell: (share: string) => void): TransformStream<Uint8Array, Uint8Array> {

@@ -9,7 +9,7 @@ import { PANELS, single, type Panel } from "../lib/panels.ts";
 import { ALL, linesOf, namesOf, partsOf } from "../lib/policies.ts";
 import type { Axis, Line } from "../lib/series.ts";
 import { FINAL, type Job } from "../lib/types.ts";
-import { Choice, Empty } from "../parts.tsx";
+import { Choice, Empty, Select } from "../parts.tsx";
 import { PayoffMatrix } from "./payoffs.tsx";
 
 const SMOOTH = [0, 0.6, 0.9, 0.97];
@@ -110,22 +110,13 @@ function Compare({ job, compared, set }: { job: Job; compared: Job[]; set: (jobs
           {one.name} {one.id} ×
         </button>
       ))}
-      <select
-        aria-label="Compare with"
+      <Select
+        label="Compare with"
         value=""
+        of={[["", "compare with…"], ...rest.map((one) => [one.id, `${one.name} ${one.id} (${one.state})`] as const)]}
+        choose={(id) => set([...compared, ...rest.filter((one) => one.id === id)])}
         disabled={compared.length >= MOST_COMPARED || !rest.length}
-        onChange={(event) => {
-          const found = rest.find((one) => one.id === event.currentTarget.value);
-          if (found) set([...compared, found]);
-        }}
-      >
-        <option value="">compare with…</option>
-        {rest.map((one) => (
-          <option key={one.id} value={one.id}>
-            {one.name} {one.id} ({one.state})
-          </option>
-        ))}
-      </select>
+      />
     </>
   );
 }

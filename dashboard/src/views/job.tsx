@@ -170,23 +170,17 @@ function Actions({ job, again }: { job: JobDetail; again: () => void }): JSX.Ele
       again();
     });
   };
+  const verbs = [
+    ...(["queued", "starting", "running"].includes(job.state) ? ["Pause"] : job.state === "paused" ? ["Resume"] : []),
+    ...(job.kind === "inference" && !over ? ["Complete"] : []),
+  ];
   return (
     <span class="actions">
-      {["queued", "starting", "running"].includes(job.state) && (
-        <button disabled={doing} onClick={() => call("pause")}>
-          Pause
+      {verbs.map((verb) => (
+        <button key={verb} disabled={doing} onClick={() => call(verb.toLowerCase())}>
+          {verb}
         </button>
-      )}
-      {job.state === "paused" && (
-        <button disabled={doing} onClick={() => call("resume")}>
-          Resume
-        </button>
-      )}
-      {job.kind === "inference" && !over && (
-        <button disabled={doing} onClick={() => call("complete")}>
-          Complete
-        </button>
-      )}
+      ))}
       {!over && (
         <button class="danger" disabled={doing} onClick={() => call("cancel", `Cancel ${job.name}? Its checkpoints stay.`)}>
           Cancel

@@ -7,7 +7,7 @@ import { secondsLeft } from "../lib/pace.ts";
 import { reported } from "../lib/policies.ts";
 import { FINAL, type Job } from "../lib/types.ts";
 import { ago, counted, duration, moment, short } from "../lib/words.ts";
-import { Empty, Head, Progress, Said, State } from "../parts.tsx";
+import { Empty, Head, Progress, Said, Select, State } from "../parts.tsx";
 
 const STATES = ["", "running", "queued", "starting", "paused", "succeeded", "failed", "cancelled"];
 const PAGE = 200;
@@ -39,13 +39,7 @@ export function Jobs(): JSX.Element {
           value={text}
           onInput={(event) => setText(event.currentTarget.value)}
         />
-        <select aria-label="State" value={state} onChange={(event) => setState(event.currentTarget.value)}>
-          {STATES.map((one) => (
-            <option key={one} value={one}>
-              {one || "any state"}
-            </option>
-          ))}
-        </select>
+        <Select label="State" value={state} of={STATES.map((one) => [one, one || "any state"])} choose={setState} />
       </div>
       <Found key={filter} filter={filter} />
     </>

@@ -7,7 +7,7 @@ import { ask, job as path } from "../lib/api.ts";
 import type { Beside, Follow } from "../lib/follow.ts";
 import type { Json, JobDetail } from "../lib/types.ts";
 import { clock, moment } from "../lib/words.ts";
-import { Empty } from "../parts.tsx";
+import { Empty, Select } from "../parts.tsx";
 
 interface Line {
   key: string;
@@ -39,13 +39,7 @@ export function Log({ job, follow }: { job: JobDetail; follow: Follow | null }):
     <>
       <div class="bar">
         <input type="search" placeholder="Search the log…" aria-label="Search the log" value={text} onInput={(event) => setText(event.currentTarget.value)} />
-        <select aria-label="Level" value={level} onChange={(event) => setLevel(event.currentTarget.value)}>
-          {LEVELS.slice(1).map((one) => (
-            <option key={one} value={one}>
-              {one} and above
-            </option>
-          ))}
-        </select>
+        <Select label="Level" value={level} of={LEVELS.slice(1).map((one) => [one, `${one} and above`])} choose={setLevel} />
         <small class="dim">
           {shown.length} lines{shown.length > SHOWN ? `, showing the last ${SHOWN}` : ""}
           {lines.length === KEPT ? `; for older ones: opentinker logs ${job.id}` : ""}
