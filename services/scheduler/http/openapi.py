@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, is_typeddict
 
 import msgspec
@@ -19,6 +20,17 @@ from opentinker.shared.security.authorization import Action
 from opentinker.shared.spec import JobSpec
 
 _SCHEMAS = "#/components/schemas/"
+
+
+@cache
+def job_schema() -> dict[str, Any]:
+    """Return the JSON schema of a job spec, with the short forms that `JobSpec` completes before it validates: a seat
+    that only names its policy, and policies that inherit the job's model."""
+    schema = JobSpec.model_json_schema()
+    seats = schema["properties"]["seats"]
+    seats["additionalProperties"] = {"anyOf": [{"type": "string"}, seats["additionalProperties"]]}
+    schema["$defs"]["PolicySpec"].pop("required")
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
 def document(routes: Sequence[Route]) -> dict[str, Any]:

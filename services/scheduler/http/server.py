@@ -28,7 +28,7 @@ from opentinker.services.scheduler.http.job_history import JobHistoryApi
 from opentinker.services.scheduler.http.jobs import JobsApi
 from opentinker.services.scheduler.http.keys import KeysApi
 from opentinker.services.scheduler.http.observability import ObservabilityApi
-from opentinker.services.scheduler.http.openapi import document
+from opentinker.services.scheduler.http.openapi import document, job_schema
 from opentinker.services.scheduler.http.publishing import PublishingApi
 from opentinker.services.scheduler.http.rate_limit import (
     HEADERS,
@@ -177,6 +177,11 @@ class Api:
         if self._document is None:
             self._document = asyncio.create_task(asyncio.to_thread(document, self.routes))
         return json_response(await asyncio.shield(self._document))
+
+    @Route("GET", "/v1/schema/job.json", Action.FREE)
+    async def job_schema(self, _: web.Request) -> web.Response:
+        """JSON schema of a job spec, for editors."""
+        return json_response(job_schema())
 
 
 @contextlib.asynccontextmanager

@@ -20,7 +20,7 @@ WHOLE = 10_000
 HEADINGS = {
     "Server": "up down run status doctor free access",
     "Jobs": "submit eval jobs job label watch cancel pause resume events logs failures",
-    "Job specs": "spec validate plan algorithms",
+    "Job specs": "init spec validate plan algorithms",
     "Results": "checkpoints download artifacts delete publish unpublish published rollouts transcripts distributions "
     "usage sink",
     "Use": "chat env script",

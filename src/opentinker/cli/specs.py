@@ -65,7 +65,7 @@ def read_spec(
         data = started(changed(data, changes or []), from_checkpoint, with_optimizer)
         if steps is not None:
             data = of_length(data, steps)
-        _check_environment(parse_spec(data))
+        check_environment(parse_spec(data))
     return dict(data)
 
 
@@ -123,13 +123,17 @@ def demands(environment: str) -> tuple[float, bool, str]:
     return found.cost, found.blocking, ""
 
 
-def _check_environment(spec: JobSpec) -> None:
-    """Built-in environments can be checked here; `module:Class` ones, and programs, are known to the server alone."""
-    from opentinker.envs.registry import OPERATORS, check
+def check_environment(spec: JobSpec, *, settings: bool = True) -> None:
+    """Built-in environments can be checked here, by name alone or with their settings; `module:Class` ones, and
+    programs, are known to the server alone. Raises SpecError."""
+    from opentinker.envs.registry import OPERATORS, check, find
 
     name = spec.environment.name
     if name and ":" not in name and name not in OPERATORS:
-        check(name, spec.environment.config, elsewhere=True)
+        if settings:
+            check(name, spec.environment.config, elsewhere=True)
+        else:
+            find(name)
 
 
 def validate(

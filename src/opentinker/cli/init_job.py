@@ -1,0 +1,111 @@
+"""`opentinker init`: asks four questions and writes a job file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import orjson
+import typer
+
+from opentinker.cli.common import as_typed, say, server_url
+
+MODEL = "Qwen/Qwen3-0.6B"
+ENVIRONMENT = "gsm8k"
+PAIRS = {"sft": '{ prompt = "prompt", completion = "completion" }',
+         "dpo": '{ prompt = "prompt", chosen = "chosen", rejected = "rejected" }'}  # fmt: skip
+"""Columns of the rows that a job learns from."""
+
+
+class Kind(StrEnum):
+    rl = "rl"
+    sft = "sft"
+    dpo = "dpo"
+
+
+def register(app: typer.Typer) -> None:
+    app.command("init")(init)
+
+
+def init(
+    path: Annotated[Path, typer.Argument(metavar="JOB.toml", help="The file to write.")] = Path("job.toml"),
+    kind: Annotated[Kind | None, typer.Option(help="Kind of job.")] = None,
+    environment: Annotated[str | None, typer.Option(help="rl: built-in name, URL or module:Class.")] = None,
+    rows: Annotated[str | None, typer.Option(help="sft, dpo: file with the rows.")] = None,
+    model: Annotated[str | None, typer.Option(help="Directory or Hugging Face id.")] = None,
+    adapter: Annotated[bool | None, typer.Option("--adapter/--whole", help="Train an adapter, or all weights.")] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Ask nothing: take the default of every other question.")] = False,
+) -> None:
+    """Ask four questions and write a job file that editors can check."""
+    if path.exists():
+        raise typer.BadParameter(f"{path} is there already; name another file")
+    if path.suffix != ".toml":
+        raise typer.BadParameter(f"{path} must end in .toml")
+
+    def answer(given: Any, question: str, default: Any, ask: Callable[..., Any] = typer.prompt) -> Any:
+        return given if given is not None else default if yes else ask(question, default=default, err=True)
+
+    if kind is None:
+        question = "Kind of job: rl (an environment rewards), sft (examples), dpo (preferences)"
+        kind = Kind(answer(None, question, Kind.rl.value, _ask_kind))
+    if kind == Kind.rl:
+        source = answer(
+            environment, "Environment: a built-in name (`opentinker env list`), URL or module:Class", ENVIRONMENT
+        )
+    else:
+        source = answer(rows, "File with the rows, JSON lines or Parquet", "rows.jsonl")
+    model = answer(model, "Model: a directory or a Hugging Face id", MODEL)
+    adapter = answer(adapter, "Train an adapter (LoRA) instead of all weights?", True, typer.confirm)
+    text = job_text(path.stem, kind, str(source), str(model), adapter=bool(adapter), server=server_url(None))
+    _check(text)
+    path.write_text(text)
+    say(f"{path} is written. Next:")
+    say(f"  {as_typed('validate', path)}")
+    say(f"  {as_typed('submit', path, '--watch')}")
+
+
+def job_text(name: str, kind: Kind, source: str, model: str, *, adapter: bool, server: str) -> str:
+    """Return a job file. `source`: the environment, or the file with the rows."""
+    lines = [f"#:schema {server}/v1/schema/job.json", f"name = {_text(name)}"]
+    lines += [f'kind = "{kind}"'] if kind != Kind.rl else []
+    lines += ["", "[model]", f"base = {_text(model)}"]
+    lines += ["lora = { rank = 16, alpha = 32.0 }"] if adapter else []
+    if kind == Kind.rl:
+        lines += ["", "[environment]", f"name = {_text(source)}"]
+        lines += ["# config = { }               # its settings: `opentinker env list`, docs/environments"]
+        lines += ["", "[algorithm]"]
+        lines += ['name = "grpo"                # `opentinker algorithms` lists the others']
+        lines += ["group_size = 8               # attempts at each task, which are compared with each other"]
+        lines += ["groups_per_batch = 8         # tasks in a step"]
+        lines += ["max_staleness = 2            # versions that a sample may be behind"]
+        lines += ["", "[rollout]", "max_tokens = 512             # of all turns of an episode together"]
+        lines += ["", "[validation]", "every = 20", "episodes = 64"]
+    else:
+        lines += ["", "[data]", f"path = {_text(source)}", f"columns = {PAIRS[kind]}", "batch_size = 16"]
+        lines += ["max_length = 1024            # tokens", "validation = 0.05            # share that is held back"]
+    lines += ["", "[train]", "steps = 100", f"lr = {'1e-4' if adapter else '1e-6' if kind == Kind.rl else '1e-5'}"]
+    lines += ["warmup_steps = 10", "checkpoint_every = 50"]
+    return "\n".join(lines) + "\n"
+
+
+def _check(text: str) -> None:
+    """Raise SpecError if the answers make no job, before anything is written. Settings that an environment demands are
+    left to `validate`."""
+    from opentinker.cli.specs import check_environment
+    from opentinker.shared.spec import parse_spec
+    from opentinker.shared.types.spec_text import parse_text
+
+    check_environment(parse_spec(parse_text(text, ".toml")), settings=False)
+
+
+def _ask_kind(question: str, *, default: str, err: bool) -> str:
+    while (said := typer.prompt(question, default=default, err=err)) not in list(Kind):
+        typer.echo(f"{said!r} is none of {', '.join(Kind)}", err=err)
+    return str(said)
+
+
+def _text(value: str) -> str:
+    """Return a TOML string, which these JSON strings are."""
+    return orjson.dumps(value).decode()
