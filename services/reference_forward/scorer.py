@@ -19,7 +19,7 @@ from opentinker.services.reference_forward.required_models import ModelKey
 from opentinker.services.reference_forward.rewards import RewardModel
 from opentinker.services.reference_forward.tokenizer_check import check_same_tokens
 from opentinker.services.reference_forward.values import ValueModel
-from opentinker.shared.nn.forward import token_logprobs
+from opentinker.shared.nn.forward import token_scores
 from opentinker.shared.nn.layers import float32_head
 from opentinker.shared.nn.layout import Layout, layout, with_ends
 from opentinker.shared.nn.lora import adapter_bytes, causal_lm, with_adapter
@@ -96,7 +96,7 @@ class Scorer:
 
         def compute(plan: Layout) -> Tensor:
             assert plan.temperatures_U is not None
-            return token_logprobs(model, plan, temperature=plan.temperatures_U)[0]
+            return token_scores(model, plan, temperature=plan.temperatures_U)[0]
 
         return self._per_token(model, groups, compute, heat_S)
 

@@ -34,7 +34,7 @@ def packed_attention(
     """
     plan: Layout | None = options.get("plan")
     if plan is None:
-        raise ValueError("packed attention runs only through token_logprobs")
+        raise ValueError("packed attention runs only through token_scores")
     window = options.get("sliding_window")
     if window is not None and max(plan.lengths) > window:
         raise NotImplementedError(f"sequences longer than the model's sliding window of {window} tokens")

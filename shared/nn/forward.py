@@ -1,6 +1,6 @@
 """The packed forward pass: log-probabilities of sampled tokens, without padding and without a T x T mask.
 
-`layout.py` turns ragged sequences into one stream of tokens; `token_logprobs` runs a model with packed attention
+`layout.py` turns ragged sequences into one stream of tokens; `token_scores` runs a model with packed attention
 (`attention.py`) over it.
 """
 
@@ -24,31 +24,6 @@ LOGITS_AT_ONCE = 1 << 24
 """Largest [tokens, vocabulary] that is kept for the backward pass; above it, logits are made in chunks, twice."""
 
 
-def token_logprobs(
-    causal: Any,
-    plan: Layout,
-    *,
-    temperature: float | Tensor,
-    logits_at_once: int = LOGITS_AT_ONCE,
-    entropy_gradient: bool = False,
-    agree: Callable[[int], int] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """log softmax(logits / temperature) of every mask-1 token, and the entropy (nats) of its distribution.
-
-    `temperature`: one for all, or float32 [U]. The entropy has a gradient only if `entropy_gradient` says so. See
-    `token_scores`.
-    """
-    logprobs_M, entropy_M, _ = token_scores(
-        causal,
-        plan,
-        temperature=temperature,
-        logits_at_once=logits_at_once,
-        entropy_gradient=entropy_gradient,
-        agree=agree,
-    )
-    return logprobs_M, entropy_M
-
-
 def token_scores(
     causal: Any,
     plan: Layout,
@@ -59,8 +34,10 @@ def token_scores(
     agree: Callable[[int], int] | None = None,
     hits: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `token_logprobs`, and with `hits` whether the token is the likeliest of all (bool; else empty).
+    """log softmax(logits / temperature) of every mask-1 token, the entropy (nats) of its distribution, and with `hits`
+    whether the token is the likeliest of all (bool; else empty).
 
+    `temperature`: one for all, or float32 [U]. The entropy has a gradient only if `entropy_gradient` says so.
     `causal` is the Hugging Face model (PACKED attention). The results are [M], in the layout's order, float32.
     The head runs at the U positions that need it; above `logits_at_once` elements it runs in chunks whose logits are
     dropped and made again in the backward pass. `agree` may ask for more chunks: processes that hold the head's weights

@@ -120,7 +120,7 @@ def layout(
 
     Tokens that no mask-1 token depends on (the last one, trailing observations) are left out. Each distinct prefix is a
     node of the trie; nodes are numbered in lexicographic order of the sequences. `temperatures`: one per sequence, for
-    `token_logprobs(temperature=plan.temperatures_U)`; sequences share hidden states regardless of temperature. `shown`:
+    `token_scores(temperature=plan.temperatures_U)`; sequences share hidden states regardless of temperature. `shown`:
     see `vision.mark_image_tokens`.
     """
     places_S = [np.flatnonzero(np.asarray(mask)) for mask in masks]

@@ -29,7 +29,7 @@ from opentinker.shared.data.model_families import unsupported_family
 from opentinker.shared.data.model_files import code_in, unsafe_weights_in
 from opentinker.shared.data.safetensors_header import difference
 from opentinker.shared.nn.attention import PACKED
-from opentinker.shared.nn.forward import VISION_ATTENTION, token_logprobs, token_values
+from opentinker.shared.nn.forward import VISION_ATTENTION, token_scores, token_values
 from opentinker.shared.nn.layout import Layout, layout
 from opentinker.shared.nn.vision import VisionProcessor
 from opentinker.shared.nn.vision_families import FAMILIES
@@ -85,7 +85,7 @@ def load_model(
         return logprobs_TV[:-1].gather(-1, ids_1T[0, 1:, None])[:, 0]
 
     tolerance = 1e-3 if dtype == torch.float32 else 0.5
-    apart, _ = _packed_difference(base, model, plain, lambda plan: token_logprobs(model, plan, temperature=1.0)[0])
+    apart, _ = _packed_difference(base, model, plain, lambda plan: token_scores(model, plan, temperature=1.0)[0])
     if not apart <= tolerance:
         raise JobFailed(
             f"model {base!r} ({type(model).__name__}) cannot be trained here: its packed logprobs differ from its "

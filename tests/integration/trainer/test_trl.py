@@ -23,7 +23,7 @@ from opentinker.services.trainer.algorithm import advantages
 from opentinker.services.trainer.algorithm.credit_assignment import assign
 from opentinker.services.trainer.algorithm.objective import objective
 from opentinker.services.trainer.batch.micro_batch import MicroBatch, give_credit, micro_batches
-from opentinker.shared.nn.forward import token_logprobs
+from opentinker.shared.nn.forward import token_scores
 from opentinker.shared.nn.models import load_model
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.types.trajectories import Group
@@ -243,7 +243,7 @@ def test_logprobs_entropies_and_the_gradient_of_every_weight_equal_those_of_trl(
     give_credit([micro], assign(groups, spec.algorithm))
     mask, pad = padding(micro)
     model: Any = load_model(str(tiny), torch.float32)
-    now_M, entropy_M = token_logprobs(model, micro.plan, temperature=0.7, entropy_gradient=True)
+    now_M, entropy_M, _ = token_scores(model, micro.plan, temperature=0.7, entropy_gradient=True)
     loss = objective(now_M, entropy_M, micro, spec.algorithm).loss
     ours = torch.autograd.grad(loss, list(model.parameters()))
 

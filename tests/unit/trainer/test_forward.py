@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from opentinker.shared.nn import attention
-from opentinker.shared.nn.forward import token_logprobs
+from opentinker.shared.nn.forward import token_scores
 from opentinker.shared.nn.layout import Rows, layout
 from opentinker.shared.nn.models import check_window, load_model
 from opentinker.shared.types.errors import JobFailed
@@ -63,7 +63,7 @@ def test_packed_equals_padded_in_values_and_gradients(
     plan = plan.unpadded() if unpadded else plan
     at_once = 64 * 7 if chunked else 1 << 24
     agree = (lambda _: 1000) if chunked == "more than there is work" else None
-    got, entropy = token_logprobs(packed, plan, temperature=temperature, logits_at_once=at_once, agree=agree)
+    got, entropy, _ = token_scores(packed, plan, temperature=temperature, logits_at_once=at_once, agree=agree)
     (got * weights).sum().backward()
     torch.testing.assert_close(got, expected, atol=2e-6, rtol=0)
     assert entropy.min() > 0 and entropy.max() <= np.log(64) + 1e-5
@@ -122,7 +122,7 @@ def test_kernel_attends_causally_within_each_row(models: tuple[Any, Any], monkey
     """The one call that only a GPU can do, in its place what it documents: rows by their ends, and a causal window."""
     _, packed = models
     ids, masks = ragged(4)
-    expected, _ = token_logprobs(packed, layout(ids, masks), temperature=1.0)
+    expected, *_ = token_scores(packed, layout(ids, masks), temperature=1.0)
     calls: list[tuple[int, int]] = []
 
     def kernel(q: Any, k: Any, v: Any, ends_q: Any, ends_k: Any, most_q: int, most_k: int, **options: Any) -> Any:
@@ -135,7 +135,7 @@ def test_kernel_attends_causally_within_each_row(models: tuple[Any, Any], monkey
     monkeypatch.setattr(attention, "varlen_attn", kernel)
     monkeypatch.setattr(attention, "_has_kernel", lambda _: True)
     monkeypatch.setattr(attention, "_on_gpu", lambda _: True)
-    got, _ = token_logprobs(packed, layout(ids, masks).unpadded(), temperature=1.0)
+    got, *_ = token_scores(packed, layout(ids, masks).unpadded(), temperature=1.0)
     torch.testing.assert_close(got, expected, atol=2e-6, rtol=0)
     assert calls and set(calls) == {(-1, 0)}
 
@@ -151,8 +151,8 @@ def test_attention_has_the_precision_of_the_job(models: tuple[Any, Any], monkeyp
 
     monkeypatch.setattr(attention, "_row_by_row", watched)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        got, _ = token_logprobs(packed, layout(ids, masks).unpadded(), temperature=1.0)
-        expected, _ = token_logprobs(packed, layout(ids, masks), temperature=1.0)
+        got, *_ = token_scores(packed, layout(ids, masks).unpadded(), temperature=1.0)
+        expected, *_ = token_scores(packed, layout(ids, masks), temperature=1.0)
     assert seen == {(torch.bfloat16,) * 3}
     torch.testing.assert_close(got, expected, atol=0.02, rtol=0)
 
@@ -175,7 +175,7 @@ def test_kernel_of_a_gpu_agrees_with_buckets(tiny: Path, monkeypatch: pytest.Mon
     for each in (plan, replace(plan, rows=None)):
         packed.zero_grad()
         with torch.autocast("cuda", dtype=torch.bfloat16):
-            logprobs, _ = token_logprobs(packed, each, temperature=1.0)
+            logprobs, *_ = token_scores(packed, each, temperature=1.0)
         (logprobs * weights).sum().backward()
         found.append([logprobs.detach(), *(p.grad.clone() for p in packed.parameters() if p.grad is not None)])
     assert calls
@@ -186,7 +186,7 @@ def test_kernel_of_a_gpu_agrees_with_buckets(tiny: Path, monkeypatch: pytest.Mon
 def test_one_sequence_alone_and_the_first_token(models: tuple[Any, Any]) -> None:
     plain, packed = models
     ids = [5, 9, 11, 1]
-    got, _ = token_logprobs(packed, layout([ids], [[0, 0, 1, 1]]), temperature=1.0)
+    got, *_ = token_scores(packed, layout([ids], [[0, 0, 1, 1]]), temperature=1.0)
     torch.testing.assert_close(got.detach(), plain_logprobs(plain, ids)[1:], atol=2e-6, rtol=0)
     with pytest.raises(ValueError, match="first token"):
         layout([ids], [[1, 1, 1, 1]])
@@ -253,4 +253,4 @@ def test_a_sequence_beyond_the_sliding_window_is_refused(tmp_path: Path) -> None
     Qwen2ForCausalLM(config).save_pretrained(tmp_path)
     model = load_model(str(tmp_path), torch.float32)
     with pytest.raises(NotImplementedError, match="sliding window"):
-        token_logprobs(model, layout([[3] * 12], [[0] + [1] * 11]), temperature=1.0)
+        token_scores(model, layout([[3] * 12], [[0] + [1] * 11]), temperature=1.0)
