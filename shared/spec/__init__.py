@@ -23,9 +23,8 @@ from opentinker.shared.spec.frozen_models import (
     misplaced_critic,
     settle_frozen,
 )
-from opentinker.shared.spec.labels import Notes, Project, Tags
+from opentinker.shared.spec.labels import DisplayName, Notes, Project, Tags
 from opentinker.shared.spec.model import LoraSpec, ModelSpec
-from opentinker.shared.spec.name import DisplayName
 from opentinker.shared.spec.near import with_suggestions
 from opentinker.shared.spec.policies import (
     MatchSpec,

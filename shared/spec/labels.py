@@ -1,18 +1,35 @@
-"""What people call a job and note about it: display name, project, tags and notes. All can be changed later."""
+"""What people call a job and note about it: display name, project, tags and notes. Jobs are told apart by their ids:
+all of this can be changed later."""
 
 from __future__ import annotations
 
+import re
+import unicodedata
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, StringConstraints
 
+from opentinker.shared.security.key_text import FORM
 from opentinker.shared.spec.base import SpecPart
-from opentinker.shared.spec.name import DisplayName, printable
 from opentinker.shared.types.core import LABELS, MAX_TAGS
 
+MAX_CHARACTERS = 200
+JOINERS = "\u200c\u200d"
+"""Format characters of ordinary words and emoji; all others reorder or hide their neighbours."""
+FORBIDDEN_CATEGORIES = {"Cc", "Cf", "Cs", "Zl", "Zp"}
+"""Unicode categories: control, format, surrogate, line separator, paragraph separator."""
 MAX_NOTES = 10_000
 SEPARATORS = ","
 """Separates tags in queries, options and tables."""
+
+
+def printable(name: str) -> str:
+    """Return a text that a terminal or a table shows as it stands. Raises ValueError for others."""
+    if odd := [char for char in name if unicodedata.category(char) in FORBIDDEN_CATEGORIES and char not in JOINERS]:
+        raise ValueError(f'has a control character (U+{ord(odd[0]):04X}); e.g. "Qwen3 run 2"')
+    if FORM.search(name):
+        raise ValueError('holds an API key; revoke that key, and choose another name, e.g. "Qwen3 run 2"')
+    return name
 
 
 def _tag(text: str) -> str:
@@ -33,10 +50,23 @@ def _notes(text: str) -> str:
     return text
 
 
+DisplayName = Annotated[
+    str,
+    StringConstraints(strip_whitespace=True),
+    Field(min_length=1, max_length=MAX_CHARACTERS),
+    AfterValidator(printable),
+]
 Project = Annotated[str, StringConstraints(strip_whitespace=True), Field(max_length=100), AfterValidator(printable)]
 Tag = Annotated[str, StringConstraints(strip_whitespace=True), Field(min_length=1, max_length=50), AfterValidator(_tag)]
 Tags = Annotated[list[Tag], Field(max_length=MAX_TAGS), AfterValidator(_once)]
 Notes = Annotated[str, Field(max_length=MAX_NOTES), AfterValidator(_notes)]
+
+
+def file_name(name: str) -> str:
+    """Return a file name for a job's name: ASCII letters, digits, `.`, `_` and `-`, no leading dot. Different names may
+    share one: add the job's id or the time."""
+    plain = unicodedata.normalize("NFKD", name).encode("ascii", "ignore").decode()
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", plain).strip("-.")[:60] or "job"
 
 
 class LabelChanges(SpecPart):

@@ -60,7 +60,7 @@ def run(
     from opentinker.cli.views.watch import watch
     from opentinker.local.discovery import key_in, read_state
     from opentinker.sdk.spec_location import located
-    from opentinker.shared.spec.name import file_name
+    from opentinker.shared.spec.labels import file_name
 
     began = time.time()
     if from_checkpoint is not None and data_dir is None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from opentinker.shared.spec.name import file_name
+from opentinker.shared.spec.labels import file_name
 
 
 class TensorBoard:

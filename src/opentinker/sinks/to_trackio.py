@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from opentinker.shared.spec.name import file_name
+from opentinker.shared.spec.labels import file_name
 
 
 class Trackio:

@@ -11,7 +11,7 @@ import pytest
 
 from opentinker.sdk.spec_location import with_places
 from opentinker.shared.spec import EXAMPLES, MAX_MISTAKES, JobSpec, parse_spec
-from opentinker.shared.spec.name import file_name
+from opentinker.shared.spec.labels import file_name
 from opentinker.shared.spec.near import SYNONYMS, paths_of
 from opentinker.shared.types import mistakes
 from opentinker.shared.types.errors import SpecError, described
