@@ -120,11 +120,12 @@ def result_of(answer: dict[str, Any]) -> StepResult:
 
 
 class GameServer(AbstractGame):
-    """One episode of a game played by one of the servers at `endpoints`. `local` draws its start state."""
+    """One episode of a game played by one of the servers at `endpoints`. `local` draws its start state, and says the
+    system prompt where the server does not."""
 
     concurrent = True
 
-    def __init__(self, endpoints: Endpoints, job: str | None, local: AbstractGame) -> None:
+    def __init__(self, endpoints: Endpoints, job: str | None, local: AbstractGame | None = None) -> None:
         self._endpoints, self._local = endpoints, local
         self._ids = {"instance_id": uuid.uuid4().hex, "job_id": job or "default"}
         self._place: str | None = None
@@ -133,11 +134,11 @@ class GameServer(AbstractGame):
         self._system: str | None = None
 
     def generate_initial_state(self) -> dict[str, Any]:
-        return self._local.generate_initial_state()
+        return {} if self._local is None else self._local.generate_initial_state()
 
     def reset(self, **kwargs: Any) -> str:
         answer = post(self._taken(), "/reset", {**self._ids, **kwargs})
-        self._system = answer.get("system_prompt") or self._local.get_system_prompt()
+        self._system = answer.get("system_prompt") or (self._local.get_system_prompt() if self._local else None)
         return str(answer["observation"])
 
     def _taken(self) -> str:

@@ -12,23 +12,7 @@ from typing import Any
 
 from opentinker.environment.base_game_environment import OBSERVATION, check_template, endpoints_of
 from opentinker.environment.game_server import GameServer
-from opentinker.envs.game import AbstractGame, StepResult, opening_of
-
-
-class _Elsewhere(AbstractGame):
-    """Stands for a game on a game server, of which nothing is known here."""
-
-    def reset(self, **kwargs: Any) -> str:
-        raise NotImplementedError
-
-    def step(self, action: str) -> StepResult:
-        raise NotImplementedError
-
-    def get_system_prompt(self) -> str | None:
-        return None
-
-    def get_initial_user_message(self) -> str:
-        return ""
+from opentinker.envs.game import AbstractGame, opening_of
 
 
 class GymEnvironmentInteraction:
@@ -83,7 +67,7 @@ class GymEnvironmentInteraction:
         if factory is not None:
             return factory()
         assert self._endpoints is not None
-        return GameServer(self._endpoints, self.config.get("job_id"), _Elsewhere())
+        return GameServer(self._endpoints, self.config.get("job_id"))
 
     def _game(self, instance_id: str) -> AbstractGame:
         if instance_id not in self._games:
