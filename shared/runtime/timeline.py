@@ -145,11 +145,7 @@ class Lanes:
         length = lane.seen - lane.start
         if length > 0:
             name, kind, version = key
-            self._closed.append(
-                Segment(
-                    lane=name, kind=kind, start=lane.start, end=lane.seen, version=version, level=lane.area / length
-                )
-            )
+            self.note(name, kind, lane.start, lane.seen, version=version, level=lane.area / length)
         return lane.seen
 
 
@@ -184,10 +180,8 @@ def glued(segments: list[Segment], glue_s: float = GLUE_S) -> list[Segment]:
     found: list[Segment] = []
     for segment in sorted(segments, key=lambda s: (s.lane, s.kind, s.version, s.start)):
         last = found[-1] if found else None
-        same = last is not None and (last.lane, last.kind, last.version) == (
-            *(segment.lane, segment.kind, segment.version),
-        )
-        if last is None or not same or segment.start - last.end > glue_s:
+        what = (segment.lane, segment.kind, segment.version)
+        if last is None or (last.lane, last.kind, last.version) != what or segment.start - last.end > glue_s:
             found.append(segment)
             continue
         end = max(last.end, segment.end)
