@@ -13,7 +13,7 @@ import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import TypeVar, cast
+from typing import cast
 from urllib.parse import quote
 
 import aiohttp
@@ -32,8 +32,6 @@ from opentinker.shared.api_types import (
 )
 from opentinker.shared.types.core import split_part
 from opentinker.shared.types.manifest import ADAPTER, instead
-
-T = TypeVar("T")
 
 CHUNK = 1 << 20
 _JOB = re.compile(r"j-[a-z0-9]{10}")

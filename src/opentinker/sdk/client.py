@@ -18,13 +18,12 @@ import asyncio
 import sys
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from contextlib import aclosing
 from pathlib import Path
 from typing import cast
 from urllib.parse import quote
 
-import aiohttp
 import orjson
 
 from opentinker.sdk.artifacts import ArtifactCalls, path_of, query_of
@@ -34,8 +33,7 @@ from opentinker.sdk.inference import InferenceCalls
 from opentinker.sdk.inputs import Spec, prepared, refers_to_checkpoints, started
 from opentinker.sdk.job_text import state_of
 from opentinker.sdk.keys import KeyCalls
-from opentinker.sdk.observability import READ_S, ObservabilityCalls
-from opentinker.sdk.wait_notice import Waiting
+from opentinker.sdk.observability import ObservabilityCalls
 from opentinker.shared.api_types import (
     Event,
     Events,
@@ -46,7 +44,6 @@ from opentinker.shared.api_types import (
     Jobs,
     JobSummary,
     MetricPoint,
-    Metrics,
     Queue,
     Queues,
     Transcripts,
@@ -245,42 +242,29 @@ class AsyncClient(EnvironmentCalls, ArtifactCalls, KeyCalls, InferenceCalls, Obs
 
     async def events(self, id: str, after: str = "0") -> AsyncGenerator[Event, None]:
         """Yield events as they happen, until the job's final state. Reconnects and continues where it was."""
-        waiting = self._http.waiting()
-        while True:
-            news = False
-            try:
-                query = {"after": after}
-                async with self._http.open(_of(id, "/events"), query, read_s=READ_S, waiting=waiting) as response:
-                    async for event in _server_sent(response, waiting):
-                        if _place(event["id"]) <= _place(after):
-                            waiting.heard()
-                            continue
-                        waiting.answered()
-                        after, news = event["id"], True
-                        yield event
-                        if event.get("state") in _FINAL:
-                            return
-                    waiting.heard()
-                if not news and JobState((await self.job(id))["state"]).final:
+        query = {"after": after}
+
+        async def is_over(news: bool) -> bool:
+            return not news and JobState((await self.job(id))["state"]).final
+
+        news = self._http.follow(
+            _of(id, "/events"), query, lambda event: _place(event["id"]) > _place(query["after"]), is_over
+        )
+        async with aclosing(news):
+            async for event in news:
+                query["after"] = event["id"]
+                yield event
+                if event.get("state") in _FINAL:
                     return
-                await self._http.on_end(waiting)
-            except (aiohttp.ClientError, TimeoutError) as error:
-                await self._http.stand_by(waiting, error)
 
     async def metrics(
         self, id: str, after: int = 0, *, source: str | None = None, names: list[str] | None = None
     ) -> list[MetricPoint]:
         """History above the cursor `after`: every point with `cursor`, `source`, `step`, `time` and `values`."""
-        points: list[MetricPoint] = []
         query = {"limit": str(PAGE)} | ({"source": source} if source else {})
         if names:
             query["names"] = ",".join(names)
-        while True:
-            page = cast(Metrics, await self._http.json("GET", _of(id, "/metrics"), {**query, "after": str(after)}))
-            points += page["metrics"]
-            after = page["cursor"]
-            if not page["more"]:
-                return points
+        return await self._http.pages(_of(id, "/metrics"), "metrics", after, query)
 
     async def watch_metrics(
         self, id: str, after: int = 0, *, poll_s: float = POLL_S
@@ -323,15 +307,6 @@ _FINAL = {state.value for state in JobState if state.final}
 
 def _of(id: str, rest: str = "") -> str:
     return f"/v1/jobs/{quote(id, safe='')}{rest}"
-
-
-async def _server_sent(response: aiohttp.ClientResponse, waiting: Waiting) -> AsyncIterator[Event]:
-    """The data of each event; ours are one line of JSON that holds id and name too."""
-    async for line in response.content:
-        if line.startswith(b"data:"):
-            yield orjson.loads(line[5:])
-        else:
-            waiting.heard()
 
 
 def _place(event: str) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ import logging
 import os
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -32,6 +32,8 @@ DEFAULT_URL = "http://127.0.0.1:8080"
 CONNECT_S = 2.0
 WEBSOCKET_S = 10.0
 """Time limit for opening a WebSocket."""
+READ_S = 30.0
+"""A stream that sends nothing for this time, not even a keep-alive, is broken."""
 AGAIN_S = 0.2
 """Mean delay before a stream is reopened."""
 AWAY = (502, 503, 504)
@@ -258,6 +260,55 @@ class Http:
             await self._check(response, again=body is None)
             with waiting.standing():
                 yield response
+
+    async def follow(
+        self,
+        path: str,
+        query: dict[str, str],
+        is_new: Callable[[Json], bool],
+        is_over: Callable[[bool], Awaitable[bool]],
+    ) -> AsyncGenerator[Any, None]:
+        """Yield the data of server-sent events, each one line of JSON, that `is_new`. Reconnect with `query`, which the
+        caller keeps up to date, until the stream ends and `is_over(whether it brought something new)`."""
+        waiting = self.waiting()
+        while True:
+            news = False
+            try:
+                async with self.open(path, query, READ_S, waiting=waiting) as response:
+                    async for line in response.content:
+                        item = orjson.loads(line[5:]) if line.startswith(b"data:") else None
+                        if item is None or not is_new(item):
+                            waiting.heard()
+                            continue
+                        waiting.answered()
+                        news = True
+                        yield item
+                    waiting.heard()
+                if await is_over(news):
+                    return
+                await self.on_end(waiting)
+            except (aiohttp.ClientError, TimeoutError) as error:
+                await self.stand_by(waiting, error)
+
+    async def pages(
+        self,
+        path: str,
+        items: str,
+        after: int,
+        query: dict[str, str] | None = None,
+        *,
+        only_first: dict[str, str] | None = None,
+    ) -> list[Any]:
+        """Return the whole of a list that comes in pages, from the cursor `after` on. `only_first`: asked of the first
+        page alone."""
+        found: list[Any] = []
+        once = only_first or {}
+        while True:
+            page = await self.json("GET", path, {**(query or {}), **once, "after": str(after)})
+            found += page[items]
+            after, once = page["cursor"], {}
+            if not page["more"]:
+                return found
 
     async def websocket(
         self, path: str, waiting: Waiting, *, heartbeat: float, max_msg_size: int

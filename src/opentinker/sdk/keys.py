@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar, cast
+from typing import cast
 from urllib.parse import quote
 
 from opentinker.sdk.http import Http
 from opentinker.shared.api_types import FreedWorker, Key, Keys, MadeKey, Tenant, Tenants, WhoAmI
-
-T = TypeVar("T")
 
 KEYS = "/v1/keys"
 

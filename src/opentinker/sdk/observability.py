@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from pathlib import Path
-from typing import TypeVar, cast
-
-import aiohttp
-import orjson
+from typing import cast
 
 from opentinker.sdk.artifacts import path_of, query_of
 from opentinker.sdk.http import Http
@@ -16,19 +14,12 @@ from opentinker.shared.api_types import (
     Distribution,
     Distributions,
     LogLine,
-    LogLines,
     Rollouts,
     StreamCredentials,
-    Timeline,
     TimelinePart,
     Usage,
     Validation,
 )
-
-T = TypeVar("T")
-
-READ_S = 30.0
-"""A stream that sends nothing for this time, not even a keep-alive, is broken."""
 
 
 class ObservabilityCalls:
@@ -39,39 +30,26 @@ class ObservabilityCalls:
     async def log_lines(self, id: str, after: int = 0, *, level: str = "debug", last: int = 0) -> list[LogLine]:
         """Return current lines of this level and above, oldest first; `last` limits their number. Each line has
         `cursor`, `time`, `level`, `service`, `worker`, `event`, `fields` and `trace`."""
-        lines: list[LogLine] = []
         query = {"format": "json", "level": level, "last": str(last)}
-        while True:
-            page = cast(LogLines, await self._http.json("GET", path_of(id, "/logs"), {**query, "after": str(after)}))
-            lines += page["lines"]
-            after = page["cursor"]
-            if not page["more"]:
-                return lines
+        return await self._http.pages(path_of(id, "/logs"), "lines", after, query)
 
     async def logs(
         self, id: str, after: int = 0, *, level: str = "debug", last: int = 0
     ) -> AsyncGenerator[LogLine, None]:
         """Yield lines as they arrive, until the job has ended and is silent. Reconnects and continues where it was."""
-        waiting = self._http.waiting()
-        query = {"level": level, "last": str(last)}
-        while True:
-            try:
-                asked = {**query, "after": str(after)}
-                async with self._http.open(path_of(id, "/logs"), asked, read_s=READ_S, waiting=waiting) as response:
-                    async for raw in response.content:
-                        line: LogLine | None = orjson.loads(raw[5:]) if raw.startswith(b"data:") else None
-                        if line is None or line["cursor"] <= after:
-                            waiting.heard()
-                            continue
-                        waiting.answered()
-                        after, query["last"] = line["cursor"], "0"
-                        yield line
-                    waiting.heard()
-                if not await self._goes_on(id):
-                    return
-                await self._http.on_end(waiting)
-            except (aiohttp.ClientError, TimeoutError) as error:
-                await self._http.stand_by(waiting, error)
+        query = {"level": level, "last": str(last), "after": str(after)}
+
+        async def is_over(_: bool) -> bool:
+            """Else the stream has ended because the server stops."""
+            return bool((await self._http.json("GET", path_of(id)))["finished"])
+
+        news = self._http.follow(
+            path_of(id, "/logs"), query, lambda line: line["cursor"] > int(query["after"]), is_over
+        )
+        async with aclosing(news):
+            async for line in news:
+                query |= {"after": str(line["cursor"]), "last": "0"}
+                yield line
 
     async def rollouts(self, id: str, step: int | None = None) -> Rollouts:
         """Kept training episodes of a step's batch (default: the newest): `step`, `rollouts`, and all `steps`. `id`:
@@ -91,15 +69,8 @@ class ObservabilityCalls:
     async def timeline(self, id: str, after: int = 0, *, last_s: int = 0) -> list[TimelinePart]:
         """Return the activity of the job's workers: a part per worker and second, oldest first, with its `segments`
         (`lane`, `kind`, `start`, `end`, `version`, `level`) and `cursor`; `last_s`: only the last seconds."""
-        parts: list[TimelinePart] = []
         query = {"last_s": str(last_s)} if last_s else {}
-        while True:
-            asked = {**query, "after": str(after)}
-            page = cast(Timeline, await self._http.json("GET", path_of(id, "/timeline"), asked))
-            parts += page["timeline"]
-            after, query = page["cursor"], {}
-            if not page["more"]:
-                return parts
+        return await self._http.pages(path_of(id, "/timeline"), "timeline", after, only_first=query)
 
     async def stream_credentials(self, id: str) -> StreamCredentials:
         """Where and how the job is heard live on NATS, for a while: `servers`, `token`, `subjects`, `expires_at`..."""
@@ -125,7 +96,3 @@ class ObservabilityCalls:
         given = {"job": job, "from": first, "to": last, "limit": str(limit)}
         query = {name: value for name, value in given.items() if value is not None}
         return cast(Usage, await self._http.json("GET", "/v1/usage", {"by": by, **query}))
-
-    async def _goes_on(self, id: str) -> bool:
-        """The stream has ended: because the job has, or because the server stops."""
-        return not (await self._http.json("GET", path_of(id)))["finished"]
