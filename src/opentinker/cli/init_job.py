@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import orjson
 import typer
 
-from opentinker.cli.common import as_typed, say, server_url
+from opentinker.cli.common import AsJson, as_typed, print_json, say, server_url
 
 MODEL = "Qwen/Qwen3-0.6B"
 ENVIRONMENT = "gsm8k"
@@ -37,6 +37,7 @@ def init(
     model: Annotated[str | None, typer.Option(help="Directory or Hugging Face id.")] = None,
     adapter: Annotated[bool | None, typer.Option("--adapter/--whole", help="Train an adapter, or all weights.")] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Ask nothing: take the default of every other question.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Ask four questions and write a job file that editors can check."""
     if path.exists():
@@ -59,8 +60,11 @@ def init(
     model = answer(model, "Model: a directory or a Hugging Face id", MODEL)
     adapter = answer(adapter, "Train an adapter (LoRA) instead of all weights?", True, typer.confirm)
     text = job_text(path.stem, kind, str(source), str(model), adapter=bool(adapter), server=server_url(None))
-    _check(text)
+    job = _checked(text)
     path.write_text(text)
+    if as_json:
+        print_json({"path": str(path), "job": job})
+        return
     say(f"{path} is written. Next:")
     say(f"  {as_typed('validate', path)}")
     say(f"  {as_typed('submit', path, '--watch')}")
@@ -90,14 +94,16 @@ def job_text(name: str, kind: Kind, source: str, model: str, *, adapter: bool, s
     return "\n".join(lines) + "\n"
 
 
-def _check(text: str) -> None:
-    """Raise SpecError if the answers make no job, before anything is written. Settings that an environment demands are
+def _checked(text: str) -> dict[str, Any]:
+    """Return the job as plain data. Raise SpecError if the answers make no job, before anything is written. Settings that an environment demands are
     left to `validate`."""
     from opentinker.cli.specs import check_environment
     from opentinker.shared.spec import parse_spec
     from opentinker.shared.types.spec_text import parse_text
 
-    check_environment(parse_spec(parse_text(text, ".toml")), settings=False)
+    job: dict[str, Any] = parse_text(text, ".toml")
+    check_environment(parse_spec(job), settings=False)
+    return job
 
 
 def _ask_kind(question: str, *, default: str, err: bool) -> str:

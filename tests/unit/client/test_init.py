@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import orjson
 import pytest
 from typer.testing import CliRunner
 
@@ -46,6 +47,12 @@ def test_four_questions_make_a_job(tmp_path: Path, options: list[str], answers: 
     }
     found |= {"data.path": spec.data.path if spec.data else None, "lora": spec.model.lora is not None}
     assert spec.name == "my job" and {name: found[name] for name in expected} == expected
+
+
+def test_the_job_is_printed_as_json(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    told = orjson.loads(init(path, "--yes", "--json").stdout)
+    assert told == {"path": str(path), "job": tomllib.loads(path.read_text())}
 
 
 def test_nothing_is_written_where_the_answers_make_no_job(tmp_path: Path) -> None:
