@@ -51,6 +51,8 @@ def init(
     if kind is None:
         question = "Kind of job: rl (an environment rewards), sft (examples), dpo (preferences)"
         kind = Kind(answer(None, question, Kind.rl.value, _ask_kind))
+    if (rows if kind == Kind.rl else environment) is not None:
+        raise typer.BadParameter("--environment is for rl, --rows for sft and dpo")
     if kind == Kind.rl:
         source = answer(
             environment, "Environment: a built-in name (`opentinker env list`), URL or module:Class", ENVIRONMENT

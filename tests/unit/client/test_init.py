@@ -62,6 +62,9 @@ def test_nothing_is_written_where_the_answers_make_no_job(tmp_path: Path) -> Non
     path.write_text("mine")
     there = init(path, "--yes")
     assert there.exit_code == 2 and "is there already" in there.output and path.read_text() == "mine"
+    other = tmp_path / "other.toml"
+    for options in (["--kind=sft", "--environment=gsm8k"], ["--kind=rl", "--rows=rows.jsonl"]):
+        assert "--rows for sft and dpo" in init(other, "--yes", *options).output and not other.exists()
     assert "must end in .toml" in init(tmp_path / "job.json", "--yes").output
 
 
