@@ -97,8 +97,8 @@ def job_text(name: str, kind: Kind, source: str, model: str, *, adapter: bool, s
 
 
 def _checked(text: str) -> dict[str, Any]:
-    """Return the job as plain data. Raise SpecError if the answers make no job, before anything is written. Settings that an environment demands are
-    left to `validate`."""
+    """Return the job as plain data. Raise SpecError if the answers make no job, before anything is written. Settings
+    that an environment demands are left to `validate`."""
     from opentinker.cli.specs import check_environment
     from opentinker.shared.spec import parse_spec
     from opentinker.shared.types.spec_text import parse_text
