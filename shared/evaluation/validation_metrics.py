@@ -10,13 +10,14 @@ import numpy as np
 
 from opentinker.shared.types.core import Ending
 from opentinker.shared.types.evaluation import EvalResult
+from opentinker.shared.types.trajectories import alike
 
 Z95 = 1.959964
 """Quantile of the standard normal distribution at 0.975."""
 TASK = "task/"
 OWN = frozenset(
     {"episodes", "failed", "missing", "seconds", "tokens", "reward", "response_length", "turns"}
-    | {"ending", "component", "task", "env", "pass", "winrate", "wins", "draws", "losses", "rating"}
+    | {"ending", "component", "task", "env", "pass", "signal", "winrate", "wins", "draws", "losses", "rating"}
 )
 """First parts of names of ours below val/, which an environment's metric must not take."""
 OUTCOMES = {"wins": 1.0, "draws": 0.5, "losses": 0.0}
@@ -39,7 +40,8 @@ def validation_metrics(
     val/reward/{mean,std}, and val/NAME for every metric that the environment reported (`val/env/NAME` where the name is
     taken, or begins with a part of ours), each with `low` and `high` of `interval`; val/reward/seat/NAME where there
     are several seats (with its bounds; an episode's reward is the mean of the policy's seats); val/component/NAME (mean
-    part of the reward), val/pass/K as `pass_at` says, val/response_length/{mean,max}, val/turns/mean, val/ending/REASON
+    part of the reward), val/pass/K as `pass_at` says, val/signal (share of the start states with several episodes in
+    which these earned different rewards), val/response_length/{mean,max}, val/turns/mean, val/ending/REASON
     (share, failed ones included), val/task/NAME/{episodes,reward,METRIC} by task, val/{episodes,failed,missing,tokens}.
     Where other seats play: val/winrate, a draw being half a win, and its counts val/{wins,draws,losses}; with
     `opponents` val/winrate/OPPONENT and so on, and val/reward/against/OPPONENT.
@@ -64,7 +66,7 @@ def validation_metrics(
     rewards = [r.reward for r in played]
     values |= _mean("val/reward/mean", "val/reward", states, rewards) | {"val/reward/std": float(np.std(rewards))}
     apart = [r.index // samples for r in played]  # by opponent too
-    values |= pass_at([_solved(r, solved_at) for r in played], apart, samples)
+    values |= pass_at([_solved(r, solved_at) for r in played], apart, samples) | _signal(apart, rewards)
     by_seat = _by_name(states, [r.seats for r in played])
     for seat, found in by_seat.items() if len(by_seat) > 1 else ():
         values |= _mean(f"val/reward/seat/{seat}", f"val/reward/seat/{seat}", *found)
@@ -128,6 +130,14 @@ def pass_at(solved: Sequence[bool], states: Sequence[int], samples: int) -> dict
         if chances:
             values[f"val/pass/{k}"] = float(np.mean(chances))
     return values
+
+
+def _signal(states: Sequence[int], rewards: Sequence[float]) -> dict[str, float]:
+    by_state: dict[int, list[float]] = {}
+    for state, reward in zip(states, rewards, strict=True):
+        by_state.setdefault(state, []).append(reward)
+    groups = [group for group in by_state.values() if len(group) > 1]
+    return {"val/signal": float(np.mean([not alike(group) for group in groups]))} if groups else {}
 
 
 def _solved(result: EvalResult, solved_at: float) -> bool:

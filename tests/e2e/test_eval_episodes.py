@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 from nats.js.errors import NotFoundError
 
@@ -27,6 +29,14 @@ from tests.support.factories import make_spec, make_trajectory
 from tests.support.scheduling import running
 
 V = WeightVersion
+JOB = """
+name = "digits"
+model = {{ base = "{base}", chat_template = "plain" }}
+environment = {{ name = "copy_digits", config = {{ digits = 3 }} }}
+algorithm = {{ group_size = 4, groups_per_batch = 2 }}
+rollout = {{ engine = "toy", max_tokens = 8, toy = {{ {toy} }} }}
+train = {{ steps = 2, learner = "simulated" }}
+"""
 
 
 class Exams(Bench):
@@ -266,3 +276,37 @@ async def test_large_numbers_that_are_allowed_cost_no_worker_a_heartbeat(tmp_pat
         assert (line["val/episodes"], line["val/missing"]) == (changes["validation"]["episodes"], 0)
         (step,) = cluster.lines(job)
         assert step["trajectories"] == changes["algorithm"]["group_size"] * changes["algorithm"]["groups_per_batch"]
+
+
+async def test_a_check_says_what_groups_of_the_base_model_would_teach(tmp_path: Path) -> None:
+    async with toy_cluster(tmp_path / "cluster", trainers=0) as (cluster, model):
+
+        async def check(*options: str, **toy: Any) -> subprocess.CompletedProcess[str]:
+            path = tmp_path / "job.toml"
+            path.write_text(JOB.format(base=model, toy=", ".join(f"{name} = {value}" for name, value in toy.items())))
+            command = [
+                sys.executable,
+                "-m",
+                "opentinker.cli",
+                "env",
+                "check",
+                "copy_digits",
+                "--url",
+                cluster.client.url,
+            ]
+            return await asyncio.to_thread(
+                subprocess.run,
+                [*command, "--job", str(path), *options],
+                capture_output=True,
+                text=True,
+                env=cluster.env,
+            )
+
+        half = await check("--groups", "8", skill=0.5)
+        assert half.returncode == 0, half.stderr
+        assert re.search(r"base +reward 0\.\d+, solved \d+% of its episodes \(job j-\w+\)", half.stdout)
+        signal = re.search(r"signal +rewards differ in (\d+)% of its groups of 4", half.stdout)
+        assert signal is not None and int(signal[1]) > 50 and "teach nothing" not in half.stdout
+        told = orjson.loads((await check("--groups", "2", "--json", skill=1.0)).stdout)
+        assert "solved 100%" in told["base"] and "in 0% of its groups" in told["signal"]
+        assert any("teach nothing: harder tasks" in advice for advice in told["advice"])

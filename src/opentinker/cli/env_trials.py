@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from opentinker.cli import harbor_tasks
-from opentinker.cli.common import AsJson, assigned, complain, print_json, say
-from opentinker.cli.specs import import_from_here
+from opentinker.cli.common import AsJson, Url, assigned, client, complain, print_json, say
+from opentinker.cli.specs import import_from_here, read_spec
 from opentinker.shared.types.errors import plural
 
 if TYPE_CHECKING:
     from opentinker.local.env_trial import Report
 
+GROUPS = 16
+FEW = 0.1
+"""Share of groups that carry signal below which training is slow to begin."""
 Name = Annotated[
     str, typer.Argument(metavar="ENVIRONMENT", help="module:Class, importable from this directory, or a built-in name.")
 ]
@@ -45,16 +49,35 @@ def check(
     ] = 8,
     seed: Seed = 0,
     turns: Turns = 200,
+    job: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="JOB.toml", help="Let the base model of this job play some of its groups too, on a running server."
+        ),
+    ] = None,
+    groups: Annotated[int | None, typer.Option(min=1, max=1000, help="With --job: number of groups (16).")] = None,
+    url: Url = None,
     as_json: AsJson = False,
 ) -> None:
-    """Play a few episodes and check seeds, types, rewards and speed. Exit status 1 if something is wrong."""
+    """Play a few episodes and check seeds, types, rewards and speed. Exit status 1 if something is wrong.
+
+    With --job, see also how often the base model solves the tasks, and in what share of the groups the rewards differ:
+    only those teach anything.
+    """
     from opentinker.local.env_trial import Asked, look
 
+    if job is None and (groups is not None or url is not None):
+        raise typer.BadParameter("--groups and --url are for --job JOB.toml")
     if name.startswith(harbor_tasks.PREFIX):
+        if job is not None:
+            raise typer.BadParameter("--job is for environments, not for a set of tasks: name harbor")
         harbor_tasks.check(name, as_json)
         return
     import_from_here()
+    trial = None if job is None else _trial(name, job, groups or GROUPS)
     report = look(Asked(name, config_of(settings), episodes, seed, turns))
+    if job is not None and trial is not None and not report.errors:
+        _play_groups(trial, job, url, report)
     if as_json:
         print_json({"errors": report.errors, "advice": report.advice, **report.facts, "transcript": report.transcript})
     else:
@@ -68,6 +91,38 @@ def check(
         say(verdict(report))
     if report.errors:
         raise typer.Exit(1)
+
+
+def _trial(name: str, path: Path, groups: int) -> dict[str, Any]:
+    """Return the eval job in which the base model of a job file plays groups."""
+    from opentinker.sdk.evaluation_spec import trial_of
+
+    spec = read_spec(path)
+    own = spec["environment"]["name"]
+    if own != name:
+        raise typer.BadParameter(f"{path} plays {own!r}, not {name!r}", param_hint="--job")
+    return trial_of(spec, groups)
+
+
+def _play_groups(trial: dict[str, Any], path: Path, url: str | None, report: Report) -> None:
+    """Let the base model play, and add what it earned to the report."""
+    size = trial["evaluation"]["samples"]
+    groups = trial["evaluation"]["episodes"] // size
+    with client(url) as api:
+        id = api.submit(trial, beside=path)["id"]
+        complain(f"job {id} plays {plural(groups, 'group')} of {size}")
+        ended = api.wait(id, cancel_on_interrupt=True)
+    if ended["state"] != "succeeded":
+        report.errors.append(f"the base model could not play: job {id} {ended['state']}: {ended['reason']}")
+        return
+    values = ended["result"]["values"]
+    solved = values["val/pass/1"]
+    report.facts["base"] = f"reward {values['val/reward/mean']:.3f}, solved {solved:.0%} of its episodes (job {id})"
+    if "val/signal" in values:
+        report.facts["signal"] = f"rewards differ in {values['val/signal']:.0%} of its groups of {size}"
+        if values["val/signal"] < FEW:
+            hint = "easier tasks, parts of the reward, or supervised learning first" if solved < 0.5 else "harder tasks"
+            report.advice.append(f"nearly all groups of the base model have equal rewards and teach nothing: {hint}")
 
 
 def verdict(report: Report) -> str:

@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from opentinker.sdk.http import ApiError
+from opentinker.shared.spec.algorithm import AlgorithmSpec
 from opentinker.shared.types.core import part_id
 
 SAMPLED = ("temperature", "top_p", "top_k", "oversample", "opening_mismatch", "transcripts", "seed")
@@ -48,6 +49,28 @@ def evaluation_of(job: Mapping[str, Any], *, swap: bool = False) -> dict[str, An
         "seats": seats,
         "rollout": {name: value for name, value in spec["rollout"].items() if name not in SAMPLED},
         "evaluation": {name: validation[name] for name in EPISODES if validation.get(name) is not None},
+        "resources": {name: resources[name] for name in RESOURCES if name in resources},
+    }
+
+
+def trial_of(spec: Mapping[str, Any], groups: int) -> dict[str, Any]:
+    """Return the spec of an eval job in which the base model of a spec of kind rl plays `groups` groups as in training,
+    without its adapter and its policies. Raises ApiError."""
+    if spec.get("kind", "rl") != "rl":
+        raise ApiError(f"the job is of kind {spec['kind']}: groups are played in jobs of kind rl")
+    if spec.get("policies") or spec.get("seats"):
+        raise ApiError("the job has several seats: a base model alone cannot play it; submit an eval job")
+    rollout = spec.get("rollout") or {}
+    resources = spec.get("resources") or {}
+    size = (spec.get("algorithm") or {}).get("group_size", AlgorithmSpec().group_size)
+    sampled = {name: rollout[name] for name in ("temperature", "top_p", "top_k", "seed") if name in rollout}
+    return {
+        "name": f"{spec['name'][:NAME_CHARACTERS]}: groups of the base model",
+        "kind": "eval",
+        "model": {**spec["model"], "lora": None},
+        "environment": spec["environment"],
+        "rollout": {name: value for name, value in rollout.items() if name not in SAMPLED},
+        "evaluation": {"temperature": 1.0, **sampled, "episodes": groups * size, "samples": size},
         "resources": {name: resources[name] for name in RESOURCES if name in resources},
     }
 

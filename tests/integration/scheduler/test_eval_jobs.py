@@ -85,6 +85,8 @@ def test_intervals_are_of_start_states_however_often_each_was_played() -> None:
     half = 1.959964 * math.sqrt(sum((m - 1 / 3) ** 2 for m in (0.5, 0.5, 0.0)) / 2 / 3)
     assert found["val/reward/high"] == pytest.approx(1 / 3 + half)
     assert found["val/component/form"] == pytest.approx(1 / 6)
+    assert found["val/signal"] == pytest.approx(2 / 3), "the last state's episodes earned the same"
+    assert "val/signal" not in validation_metrics([result(0, 1.0), result(1, 0.0)], 2)
     assert undocumented(found) == []
 
 

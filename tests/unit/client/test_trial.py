@@ -197,3 +197,15 @@ def test_the_page_shows_commands_that_are_there() -> None:
     for command in ("check", "play"):
         assert f"opentinker env {command} " in page
         assert CliRunner().invoke(app, ["env", command, "--help"]).exit_code == 0
+
+
+def test_options_for_the_base_model_need_its_job(tmp_path: Path) -> None:
+    job = tmp_path / "job.toml"
+    job.write_text((ROOT / "examples" / "bandit.toml").read_text())
+    for options, why in (
+        (["bandit", "--groups", "3"], "are for --job JOB.toml"),
+        (["harbor:mine", "--job", str(job)], "--job is for environments"),
+        (["copy_digits", "--job", str(job)], "plays 'bandit', not 'copy_digits'"),
+    ):
+        told = CliRunner().invoke(app, ["env", "check", *options])
+        assert told.exit_code == 2 and why in " ".join(told.output.replace("│", " ").split()), told.output
