@@ -41,8 +41,8 @@ test("a share of what workers count up is of all of them, and no worker erases a
     ["rollout-1", 104.3, 0, said(1, 5)],
   );
   found.add({ source: "rollout-1", incarnation: "b", seq: 0, time: 106, step: 0, values: said(1, 3) }); // counts anew
-  assert.deepEqual(shareOf(found, "env", "engine", "time"), { label: "env", x: [0.5, 2.5, 4.5, 6.5], y: [0.25, 0.25, 1, 0.25] });
-  assert.deepEqual(shareOf(found, "env", "engine", "step").x, [1, 2, 2, 2]);
+  assert.deepEqual(shareOf(found, "env", ["env", "engine"], "time"), { label: "env", x: [0.5, 2.5, 4.5, 6.5], y: [0.25, 0.25, 1, 0.25] });
+  assert.deepEqual(shareOf(found, "env", ["env", "engine"], "step").x, [1, 2, 2, 2]);
 });
 
 test("a moving average begins without bias", () => {

@@ -81,6 +81,8 @@ class Episode:
         self.owed: dict[str, dict[str, float]] = {}
         """Rewards of seats that have not acted yet."""
         self.turn = 0
+        self.open_s = 0.0
+        """Until the environment showed its first observation."""
         self.metrics: dict[str, float] = {}
         self.wants_tokens = False
         self.state = "PENDING"
@@ -109,6 +111,7 @@ class Episode:
         try:
             async with asyncio.timeout(self.spec.rollout.episode_timeout_s) as clock:
                 reply = self._good(await self._open(clock))
+                self.open_s = time.monotonic() - started
                 worker = reply.worker
                 self.wants_tokens = reply.wants_tokens
                 ending = await self._play(worker, reply)
@@ -375,6 +378,17 @@ class Episode:
             metrics=self.metrics,
             seconds=seconds,
         )
+
+
+def seconds_of(episode: Episode, trajectories: list[Trajectory]) -> dict[str, float]:
+    """Return where the time of an episode went, see `rollout/open_s` and so on in docs/metrics.md."""
+    turns = [turn for trajectory in trajectories for turn in trajectory.turns]
+    return {
+        "open_s": episode.open_s,
+        "generate_s": sum(turn.generate_s for turn in turns),
+        "env_s": sum(turn.env_s for turn in turns),
+        "tool_s": sum(message.call_s or 0.0 for message in episode.said),
+    }
 
 
 def turn_seed(group_seed: int, index: int, turn: int, place: int = 0) -> int:

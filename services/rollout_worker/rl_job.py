@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from functools import partial
@@ -21,7 +21,7 @@ from functools import partial
 import msgspec
 import structlog
 
-from opentinker.services.rollout_worker.episode import Episode
+from opentinker.services.rollout_worker.episode import Episode, seconds_of
 from opentinker.services.rollout_worker.episode_protocol import EpisodeFailed, Sessions
 from opentinker.services.rollout_worker.eval_runner import EvalRunner
 from opentinker.services.rollout_worker.opening_check import opening_mismatch_of
@@ -105,6 +105,8 @@ class RolloutJob:
         """The message store had no room for the last group."""
         self.counts: Counter[str] = Counter(dict.fromkeys(RATES, 0))
         self.gauges: dict[str, float] = {}
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        """Of finished episodes, by phase."""
 
     async def run(self) -> None:
         """Until the lease is taken away, or it is taken back or the service stops: then running groups may finish."""
@@ -269,9 +271,8 @@ class RolloutJob:
             self.counts["episodes"] += 1
             self.counts["tokens"] += episode.sampled
             self.counts["turns"] += sum(len(t.turns) for t in trajectories)
-            for turn in (turn for t in trajectories for turn in t.turns):
-                self.gauges["generate_s"] = self.gauges.get("generate_s", 0.0) + turn.generate_s
-                self.gauges["env_s"] = self.gauges.get("env_s", 0.0) + turn.env_s
+            for phase, seconds in seconds_of(episode, trajectories).items():
+                self.seconds[phase] += seconds
             return trajectories
         raise AssertionError("unreachable")
 
@@ -388,7 +389,7 @@ class RolloutJob:
                 values = {f"rollout/{name}": float(count) for name, count in counts.items()}
                 for name in RATES:
                     values[f"rollout/{name}_per_s"] = (counts[name] - last[name]) / elapsed
-                values |= {f"rollout/{name}": value for name, value in self.gauges.items()}
+                values |= {f"rollout/{name}": value for name, value in {**self.gauges, **self.seconds}.items()}
                 values["rollout/running_groups"] = float(len(self.groups))
                 await self.metrics.emit(self._step, values)
                 last, then = counts, now  # a silent second counts for the next report

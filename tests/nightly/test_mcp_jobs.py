@@ -118,6 +118,11 @@ async def test_calls_of_a_job_are_kept_with_their_time_and_a_silent_server_costs
             600.0,
         )
         assert (await cluster.ledger(job)).failed == {}
+        points = await cluster.client.metrics(job, names=["rollout/env_s", "rollout/tool_s"])
+        tools, environment = (
+            max(p["values"].get(f"rollout/{name}_s", 0.0) for p in points) for name in ("tool", "env")
+        )
+        assert SIZE <= tools <= environment, "the silent calls alone take a second each"
         kept = (await cluster.client.rollouts(job))["rollouts"]
         shown = (await cluster.client.rollouts(job, 1))["rollouts"]
     results = [message for rollout in [*kept, *shown] for message in said(rollout) if message["role"] == "tool"]

@@ -17,6 +17,15 @@ const OURS = new Set(
     "rollout_workers tool_calls tool_errors rows epochs accuracy").split(" "),
 );
 
+/** Phases of episodes, of which the last is part of the one before it. */
+const PHASES = {
+  "rollout/open_s": "opening",
+  "rollout/generate_s": "model",
+  "rollout/env_s": "environment",
+  "rollout/tool_s": "its tools",
+};
+const WHOLE = ["rollout/open_s", "rollout/generate_s", "rollout/env_s"];
+
 const named =
   (...wanted: [string, string][]) =>
   (joined: Metrics, axis: Axis): Line[] =>
@@ -141,12 +150,16 @@ export const PANELS: Panel[] = [
     positive: true,
   },
   {
-    title: "Wait shares",
-    about: "Share of the trainer's step spent waiting for trajectories; share of rollouts spent in the environment",
-    lines: (joined, axis) => [
-      { ...metric(joined, "trainer/wait_share", axis), label: "trainer waits" },
-      { ...shareOf(joined, "rollout/env_s", "rollout/generate_s", axis), label: "rollouts in the environment" },
-    ],
+    title: "Trainer waits",
+    about: "Share of the trainer's step spent waiting for trajectories",
+    lines: named(["trainer/wait_share", "waits"]),
+    positive: true,
+  },
+  {
+    title: "Episode time",
+    about: "Where the time of episodes goes: until the first observation, in the model, in the environment, and of that in tools",
+    lines: (joined, axis) =>
+      Object.entries(PHASES).map(([name, label]) => ({ ...shareOf(joined, name, WHOLE, axis), label })),
     positive: true,
   },
   {

@@ -104,8 +104,8 @@ export function together(joined: Metrics, name: string, axis: Axis, how: "sum" |
   return line;
 }
 
-/** Of two totals that workers count up: what one grew by, over what both did, of all workers in cells of time. */
-export function shareOf(joined: Metrics, name: string, rest: string, axis: Axis): Line {
+/** Of totals that workers count up: what one grew by, over what `parts` did, of all workers in cells of time. */
+export function shareOf(joined: Metrics, name: string, parts: string[], axis: Axis): Line {
   const line: Line = { label: name, x: [], y: [] };
   const sources = those(joined, name);
   if (!sources.length) return line;
@@ -114,14 +114,15 @@ export function shareOf(joined: Metrics, name: string, rest: string, axis: Axis)
   for (const points of sources) {
     const before = new Map<string, [number, number]>(); // totals begin anew with each incarnation
     for (const { incarnation, time, values } of points) {
-      const [part, other] = [values[name], values[rest]];
-      if (part === undefined || other === undefined) continue;
-      const [part0, other0] = before.get(incarnation) ?? [0, 0];
-      before.set(incarnation, [part, other]);
-      if (part < part0 || other < other0) continue;
+      const part = values[name];
+      if (part === undefined) continue;
+      const whole = parts.reduce((sum, each) => sum + (values[each] ?? 0), 0);
+      const [part0, whole0] = before.get(incarnation) ?? [0, 0];
+      before.set(incarnation, [part, whole]);
+      if (part < part0 || whole < whole0) continue;
       const at = cell(time);
       const sum = cells.get(at) ?? { part: 0, whole: 0 };
-      cells.set(at, { part: sum.part + part - part0, whole: sum.whole + part - part0 + other - other0 });
+      cells.set(at, { part: sum.part + part - part0, whole: sum.whole + whole - whole0 });
     }
   }
   for (const [at, { part, whole }] of [...cells].sort(([a], [b]) => a - b)) {
