@@ -733,6 +733,26 @@ async def test_a_job_is_cloned_looked_at_submitted_paused_and_cancelled(opened: 
     await expect(rows).to_contain_text(job)
 
 
+async def test_jobs_are_listed_by_project_tag_and_order(opened: Open, http: Http) -> None:
+    named = {"a-first": ["small"], "b-second": ["small", "seed 2"], "c-third": []}
+    for name, tags in named.items():
+        await http.job({**SPEC, "name": name, "project": "maths" if tags else "", "tags": tags})
+    tab = await opened(http.url)
+    rows, bar = tab.page.locator(".jobs tbody tr"), tab.page.locator(".bar")
+    await expect(rows.first).to_contain_text("c-third")
+    await tab.page.get_by_label("Order").select_option("name")
+    await expect(rows.first).to_contain_text("a-first")
+    await rows.first.get_by_role("button", name="maths").click()
+    await expect(rows).to_have_count(2)
+    await rows.nth(1).get_by_role("button", name="seed 2").click()
+    await expect(rows).to_have_count(1)
+    await expect(rows).to_contain_text("b-second")
+    await bar.get_by_role("button", name="tag: seed 2").click()
+    await expect(rows).to_have_count(2)
+    await bar.get_by_role("button", name="project: maths").click()
+    await expect(rows.nth(2)).to_contain_text("c-third")
+
+
 async def test_toml_is_a_spec_too(opened: Open, http: Http) -> None:
     tab = await opened(http.url, "submit")
     await tab.page.get_by_label("Spec").fill('name = "of-toml"\nkind = "rl\n')

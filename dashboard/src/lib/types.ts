@@ -3,6 +3,8 @@
 export interface Job {
   id: string;
   name: string;
+  project: string;
+  tags: string[];
   kind: string;
   tenant: string;
   state: string;

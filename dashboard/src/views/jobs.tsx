@@ -10,11 +10,24 @@ import { ago, counted, duration, moment, short } from "../lib/words.ts";
 import { Empty, Head, Progress, Said, Select, State } from "../parts.tsx";
 
 const STATES = ["", "running", "queued", "starting", "paused", "succeeded", "failed", "cancelled"];
+/** By the API's name of the order. */
+const SORTS: [string, string][] = [
+  ["created", "newest first"],
+  ["state", "running first"],
+  ["updated", "last changed first"],
+  ["name", "by name"],
+  ["project", "by project"],
+  ["environment", "by environment"],
+  ["model", "by model"],
+];
 const PAGE = 200;
 const LOOK_S = 2;
 /** A filter is more work for the server. */
 const SLOW_S = 5;
 const SETTLED_MS = 300;
+
+/** A project or a tag that listed jobs have. */
+type Label = ["project" | "tag", string];
 
 interface Answer {
   jobs: Job[];
@@ -25,8 +38,17 @@ interface Answer {
 export function Jobs(): JSX.Element {
   const [text, setText] = useState("");
   const [state, setState] = useState("");
+  const [sort, setSort] = useState(SORTS[0]![0]);
+  const [labels, setLabels] = useState<Label[]>([]);
+  const without = ([kind, name]: Label): Label[] => labels.filter(([other, value]) => other !== kind || (kind === "tag" && value !== name));
+  const query = new URLSearchParams(labels.filter(([kind]) => kind === "project"));
+  const tags = labels.filter(([kind]) => kind === "tag").map(([, name]) => name);
+  if (tags.length) query.set("tag", tags.join(","));
+  if (sort !== SORTS[0]![0]) query.set("sort", sort);
   const search = useSettled(text.trim(), SETTLED_MS);
-  const filter = `${state && `&state=${state}`}${search && `&search=${encodeURIComponent(search)}`}`;
+  if (state) query.set("state", state);
+  if (search) query.set("search", search);
+  const filter = query.size ? `&${query}` : "";
   return (
     <>
       <h1 class="unseen">Jobs</h1>
@@ -40,13 +62,19 @@ export function Jobs(): JSX.Element {
           onInput={(event) => setText(event.currentTarget.value)}
         />
         <Select label="State" value={state} of={STATES.map((one) => [one, one || "any state"])} choose={setState} />
+        <Select label="Order" value={sort} of={SORTS} choose={setSort} />
+        {labels.map((label) => (
+          <button key={label.join()} class="chip" title="Remove from the filter" onClick={() => setLabels(without(label))}>
+            {label.join(": ")} ×
+          </button>
+        ))}
       </div>
-      <Found key={filter} filter={filter} />
+      <Found key={filter} filter={filter} choose={(label) => setLabels([...without(label), label])} />
     </>
   );
 }
 
-function Found({ filter }: { filter: string }): JSX.Element {
+function Found({ filter, choose }: { filter: string; choose: (label: Label) => void }): JSX.Element {
   const { value, problem } = useAsked<Answer>(`/v1/jobs?limit=${PAGE}${filter}`, filter ? SLOW_S : LOOK_S);
   const [older, setOlder] = useState<Job[]>([]);
   const [before, setBefore] = useState<string | null>(null);
@@ -71,7 +99,7 @@ function Found({ filter }: { filter: string }): JSX.Element {
           <Head of={["Job", "State", "Progress", "Last", "Time", "Owner"]} />
           <tbody>
             {shown.map((job) => (
-              <Row key={job.id} job={job} now={now} owner={keyName(job.key)} />
+              <Row key={job.id} job={job} now={now} owner={keyName(job.key)} choose={choose} />
             ))}
           </tbody>
         </table>
@@ -92,13 +120,21 @@ function Found({ filter }: { filter: string }): JSX.Element {
   );
 }
 
-function Row({ job, now, owner }: { job: Job; now: number; owner: string }): JSX.Element {
+interface RowProps {
+  job: Job;
+  now: number;
+  owner: string;
+  choose: (label: Label) => void;
+}
+
+function Row({ job, now, owner, choose }: RowProps): JSX.Element {
+  const labels: Label[] = [...(job.project ? [["project", job.project] as Label] : []), ...job.tags.map((tag): Label => ["tag", tag])];
   const over = FINAL.includes(job.state);
   const spent = (job.finished ?? now) - job.created;
   const left = secondsLeft(job, now);
   const progress = reported(job);
   return (
-    <tr onClick={(event) => (event.target instanceof HTMLAnchorElement ? undefined : go("jobs", job.id))}>
+    <tr onClick={(event) => (event.target instanceof HTMLElement && event.target.closest("a, button") ? undefined : go("jobs", job.id))}>
       <td data-label="Job">
         <a href={`#/jobs/${job.id}`}>{job.name}</a>
         <small class="dim">
@@ -106,6 +142,11 @@ function Row({ job, now, owner }: { job: Job; now: number; owner: string }): JSX
           {job.id} · {job.kind}
           {job.environment ? ` · ${job.environment}` : ""}
         </small>
+        {labels.map(([kind, name]) => (
+          <button key={`${kind}${name}`} class="chip label" title={`Only jobs of this ${kind}`} onClick={() => choose([kind, name])}>
+            {name}
+          </button>
+        ))}
         {job.waiting_for && <small class="waits">waits for {job.waiting_for}</small>}
         {over && job.state !== "succeeded" && job.reason && <small class="waits">{job.reason}</small>}
       </td>
