@@ -28,6 +28,8 @@ HEADINGS = {
     "Help": "help",
 }
 """Heading -> its commands, in the order in which they are listed."""
+SYNONYMS = {"list": "jobs", "get": "job", "describe": "job"}
+"""Words of other command lines -> the command."""
 WORDS = {
     "url": "URL", "nats_url": "URL", "redis_url": "URL", "host": "ADDRESS", "websocket_host": "ADDRESS",
     "data_dir": "DIR", "folder": "DIR", "port": "PORT", "websocket_port": "PORT", "name": "NAME", "model": "NAME",
@@ -42,6 +44,9 @@ LISTS = {"no job": ("jobs",), "no key": ("keys", "list"), "no environment": ("en
 
 class CommandGroup(TyperGroup):
     """Commands under headings, whole."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        return super().get_command(ctx, SYNONYMS.get(cmd_name, cmd_name) if ctx.parent is None else cmd_name)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         left = {name: self.commands[name] for name in self.list_commands(ctx)}

@@ -13,7 +13,7 @@ import typer
 
 from opentinker import __version__
 from opentinker.cli import app
-from opentinker.cli.help_format import HEADINGS, name_values
+from opentinker.cli.help_format import HEADINGS, SYNONYMS, name_values
 from opentinker.local.processes import free_port
 from tests.integration.client.test_cli import environ, typed
 
@@ -44,6 +44,12 @@ def test_values_have_names_in_the_help_of_every_command() -> None:
 
     below(top)
     assert "--port PORT" in typed("up", "-h").stdout and "JOB  Job id" in typed("help", "job").stdout
+
+
+def test_usual_words_for_jobs_are_understood() -> None:
+    for word, command in SYNONYMS.items():
+        assert typed(word, "-h").stdout.partition("\n\n")[2] == typed(command, "-h").stdout.partition("\n\n")[2]
+    assert "No such command" in typed("env", "describe").stderr
 
 
 def test_version_and_completion() -> None:
