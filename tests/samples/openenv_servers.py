@@ -123,7 +123,15 @@ def real(place: Path) -> Iterator[str]:
         [str(programs / "openenv"), "init", "scaffold", "--output-dir", str(place)],
     ):
         subprocess.run(command, check=True, timeout=500, cwd=place, stdout=subprocess.DEVNULL)
-    command = [str(programs / "uvicorn"), "served:app", "--port", str(port), "--log-level", "warning"]
+    with running(
+        [str(programs / "uvicorn"), "served:app", "--port", str(port), "--log-level", "warning"], place, port
+    ) as url:
+        yield url
+
+
+@contextmanager
+def running(command: list[str], place: Path, port: int) -> Iterator[str]:
+    """Give the URL of a server that a command starts."""
     process = subprocess.Popen(command, cwd=place)
     try:
         wait_port(port, process)

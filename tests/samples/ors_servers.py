@@ -10,11 +10,11 @@ from pathlib import Path
 
 from uv import find_uv_bin
 
-from tests.conftest import free_port, wait_port
+from tests.conftest import free_port
+from tests.samples.openenv_servers import running
 
 SDKS = {"ors": "ors-sdk==0.1.0", "openreward": "openreward==0.1.167"}
 """Packages by the name of their module."""
-ENDS_S = 10.0
 
 
 @contextmanager
@@ -30,17 +30,8 @@ def real(place: Path, module: str) -> Iterator[str]:
         [find_uv_bin(), "pip", "install", "--quiet", "--python", str(python), SDKS[module]],
     ):
         subprocess.run(command, check=True, timeout=500, cwd=place, stdout=subprocess.DEVNULL)
-    process = subprocess.Popen([str(python), "served.py", str(port)], cwd=place)
-    try:
-        wait_port(port, process)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        try:
-            process.wait(ENDS_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+    with running([str(python), "served.py", str(port)], place, port) as url:
+        yield url
 
 
 SERVED = '''
