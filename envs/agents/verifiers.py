@@ -100,8 +100,9 @@ def _check_installed(config: Verifiers.Config) -> None:
         found = json.loads(probed.stdout)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         raise ValueError(f"{python} cannot tell what it has installed: {error}") from None
-    version = config.id.partition("@")[2]
-    install = f"install it with `prime env install {config.id}` where {python} is"
+    version = config.id.partition("@")[2].removesuffix("latest")
+    by = f"prime env install {config.id}" if "/" in config.id else f"uv pip install --python {python} {config.package}"
+    install = f"install it with `{by}` where {python} is"
     if not found["verifiers"]:
         raise ValueError(f"verifiers is not installed for {python}: `uv pip install --python {python} verifiers`")
     if not found["found"]:

@@ -125,7 +125,10 @@ def test_what_the_interpreter_lacks_is_said_early(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="should match pattern"):
         Verifiers.Config(id="owner/../x")
     (library / "copy_hub.py").touch()
-    Verifiers.Config(id="owner/copy-hub", paths=[str(library)])
+    for name in ("owner/copy-hub", "owner/copy-hub@latest"):
+        Verifiers.Config(id=name, paths=[str(library)])
+    with pytest.raises(ValueError, match=r"`uv pip install --python .* other-hub`"):
+        Verifiers.Config(id="other-hub", paths=[str(library)])
     with pytest.raises(ValueError, match=r"copy-hub is no installed package"):
         Verifiers.Config(id="copy-hub@1.2", paths=[str(library)])
 
