@@ -19,7 +19,7 @@ from opentinker.envs.data import in_event_loop
 from opentinker.shared.backoff import Backoff
 from opentinker.shared.messaging.websocket_frames import ConnectionLost
 from opentinker.shared.security.egress import Egress, EgressRefused
-from opentinker.shared.types.core import Message
+from opentinker.shared.types.core import Message, ToolCall
 from opentinker.shared.types.errors import OpenTinkerError
 
 T = TypeVar("T")
@@ -29,6 +29,7 @@ MAX_QUOTED = 200
 """Characters of a response that an error quotes."""
 UNAVAILABLE = (502, 503, 504)
 """Statuses of a proxy whose server is down."""
+GONE = (404, 410)
 PAUSE_S, MAX_PAUSE_S = 0.2, 2.0
 CLOSE_S = 1.0
 
@@ -190,10 +191,16 @@ def checked_url(url: str, info: ValidationInfo) -> str:
     return url.rstrip("/")
 
 
+def unplayed(calls: Sequence[ToolCall]) -> list[Message]:
+    """Return the results of a turn's calls after one that was refused."""
+    why = "not played: an earlier call of this turn was refused"
+    return [Message(role="tool", content=why, tool_call_id=call.id, name=call.name) for call in calls]
+
+
 def check_status(url: str, status: int, raw: bytes) -> None:
     """Raise Unreachable, Missing or RemoteFailed for a status other than 200; `raw`: the body."""
     if status != 200:
-        kind = Unreachable if status in UNAVAILABLE else Missing if status == 404 else RemoteFailed
+        kind = Unreachable if status in UNAVAILABLE else Missing if status in GONE else RemoteFailed
         raise kind(f"{url} answered {status}: {raw[:MAX_QUOTED].decode(errors='replace')}")
 
 

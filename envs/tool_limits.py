@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from opentinker.shared.types import codec
@@ -9,6 +10,7 @@ from opentinker.shared.types.core import Tool
 
 MAX_TOOLS = 64
 """Tools of one server: each is described in every prompt."""
+NAME_CHARACTERS = 128
 DESCRIPTION_BYTES = 8192
 SCHEMA_BYTES = 32 << 10
 TOOLS_BYTES = 192 << 10
@@ -25,6 +27,10 @@ def bounded_tools(tools: list[Tool]) -> list[Tool]:
         raise ValueError("two of its tools have the same name")
     total = 0
     for tool in tools:
+        if not (tool.name.isprintable() and re.fullmatch(rf"\S{{1,{NAME_CHARACTERS}}}", tool.name)):
+            raise ValueError(
+                f"a tool is called {tool.name!r:.80}: a name has 1 to {NAME_CHARACTERS} characters, no blanks"
+            )
         if depth_beyond(tool.parameters, SCHEMA_DEPTH):
             raise ValueError(f"the schema of its tool {tool.name!r:.80} is nested deeper than {SCHEMA_DEPTH} levels")
         schema, about = len(codec.encode(tool.parameters)), len(tool.description.encode(errors="replace"))

@@ -24,6 +24,7 @@ from opentinker.envs.remote_server import (
     UrlRemote,
     object_of,
     read_limited,
+    unplayed,
 )
 from opentinker.shared.backoff import Backoff
 from opentinker.shared.messaging.websocket_frames import ConnectionLost
@@ -128,12 +129,13 @@ class OpenEnv(UrlRemote):
             return self._refuse(Illegal(action.problem or "it calls no tool"))
         answers: list[Message] = []
         reward, seen = 0.0, Observation(observation={}, reward=0.0, done=False)
-        for call in action.tool_calls:
+        for place, call in enumerate(action.tool_calls, start=1):
             data = {"type": "call_tool", "tool_name": call.name, "arguments": call.arguments, **self.config.action}
             try:
                 seen = await self._try(data)
             except Illegal as error:
-                return self._refuse(error, [*answers, _answer(call, refusal(error, ""))], reward)
+                answers += [_answer(call, refusal(error, "")), *unplayed(action.tool_calls[place:])]
+                return self._refuse(error, answers, reward)
             reward += seen.reward
             answers.append(_answer(call, result_of(seen.observation)))
             if seen.done:

@@ -6,22 +6,25 @@ The policy acts by tool calls, and each call says what it earns. Neither `ors-sd
 from __future__ import annotations
 
 import math
+import re
 from typing import Annotated, Any, ClassVar
 
 import aiohttp
 from pydantic import BaseModel, Field
 
-from opentinker.envs.adapters.library import Illegal, refusal
+from opentinker.envs.adapters.library import Illegal, refusal, shortened
 from opentinker.envs.adapters.ors_client import Block, OrsSession, TerminalTool, ToolOutput, Tools
 from opentinker.envs.base import Action, BadReply, Opening, Step, user
 from opentinker.envs.data import images_of
-from opentinker.envs.remote_server import Missing, RemoteFailed, UrlConfig, UrlRemote
+from opentinker.envs.remote_server import Missing, RemoteFailed, UrlConfig, UrlRemote, unplayed
 from opentinker.envs.tool_limits import bounded_tools
 from opentinker.shared.data.jsonl import RowError
 from opentinker.shared.types.core import Image, Message, Text, Tool, ToolCall
 
 LOST = (aiohttp.ClientError, OSError, TimeoutError)
 NAME = r"^[A-Za-z0-9_.-]{0,200}$"
+REFUSAL = 4096
+"""Characters of a refusal that the policy reads."""
 
 
 class Ors(UrlRemote):
@@ -51,16 +54,16 @@ class Ors(UrlRemote):
         config = self.config
         await self.take_place()
         self._session = session = OrsSession(self.pool.session, self.url, config.request_timeout_s)
-        self._name = config.environment.lower() or await self._first_name()
-        path, body = f"/{self._name}/num_tasks", {"split": config.split}
-        answer = await self.with_retries(lambda: session.ask("POST", path, dict[str, Any], body), LOST)
+        self._name = await self._find_name()
+        path = f"/{self._name}/num_tasks"
+        answer = await self._ask("POST", path, dict[str, Any], {"split": config.split})
         number = answer.get("num_tasks")
         if not isinstance(number, int) or number < 1:
             raise BadReply(f"{self.url}{path}: {number!r} tasks in split {config.split!r}")
         task = {"env_name": self._name, "split": config.split, "index": row % number}
         await self.with_retries(lambda: session.begin(task), LOST)
         tools = await self._tools()
-        prompt = self._content(await session.ask("GET", f"/{self._name}/prompt", list[Block]))
+        prompt = self._content(await self._ask("GET", f"/{self._name}/prompt", list[Block]))
         if config.instruction:
             prompt = [Text(f"{config.instruction}\n"), *prompt]
         return Opening(messages=[_message(prompt) if prompt else user("Begin.")], tools=tools)
@@ -72,11 +75,12 @@ class Ors(UrlRemote):
             return self._refuse(Illegal(action.problem or "it calls no tool"))
         answers: list[Message] = []
         reward = 0.0
-        for call in action.tool_calls:
+        for place, call in enumerate(action.tool_calls, start=1):
             try:
                 output = await self._call(call.name, call.arguments)
             except Illegal as error:
-                return self._refuse(error, [*answers, _message([Text(refusal(error, ""))], call)], reward)
+                answers += [_message([Text(refusal(error, ""))], call), *unplayed(action.tool_calls[place:])]
+                return self._refuse(error, answers, reward)
             reward += output.reward or 0.0
             if output.finished:
                 return self._step([], reward, done=True)
@@ -94,23 +98,29 @@ class Ors(UrlRemote):
 
     # --- the server -------------------------------------------------------------------------------------------------
 
-    async def _first_name(self) -> str:
+    async def _ask(self, method: str, path: str, reply: Any, body: dict[str, Any] | None = None) -> Any:
         session = self._session
         assert session is not None
-        names = await self.with_retries(lambda: session.ask("GET", "/list_environments", list[str]), LOST)
-        if not names or not all(
-            name.isascii() and name.replace("_", "a").replace("-", "a").isalnum() for name in names
-        ):
+        return await self.with_retries(lambda: session.ask(method, path, reply, body), LOST)
+
+    async def _find_name(self) -> str:
+        """Return the name of the config, or the server's first. Raise RemoteFailed if the server has none such."""
+        names = [name.lower() for name in await self._ask("GET", "/list_environments", list[str])]
+        if not names or not all(name.isascii() and re.fullmatch(NAME, name) and name for name in names):
             raise BadReply(f"{self.url}/list_environments: not the names of environments: {str(names)[:200]}")
-        return str(names[0])
+        wanted = self.config.environment.lower() or names[0]
+        if wanted not in names:
+            raise RemoteFailed(
+                f"{self.url} has no environment {wanted!r}; there are: {shortened(', '.join(names), 200)}"
+            )
+        return wanted
 
     async def _tools(self) -> list[Tool]:
         """Return the tools of the task, or of the environment where the server has none by task."""
-        assert self._session is not None
         try:
-            listed = await self._session.ask("GET", f"/{self._name}/task_tools", Tools)
+            listed = await self._ask("GET", f"/{self._name}/task_tools", Tools)
         except Missing:
-            listed = await self._session.ask("GET", f"/{self._name}/tools", Tools)
+            listed = await self._ask("GET", f"/{self._name}/tools", Tools)
         self._terminal = listed.terminal_tool
         if not listed.tools and self._terminal is not None:
             return []
@@ -131,7 +141,7 @@ class Ors(UrlRemote):
         assert session is not None
         reply = await self.with_retries(lambda: session.call(self._name, body), LOST)
         if not reply.ok:
-            raise Illegal(reply.error or "the server refuses it without a reason")
+            raise Illegal(shortened(reply.error, REFUSAL) or "the server refuses it without a reason")
         if reply.output is None or not math.isfinite(reply.output.reward or 0.0):
             raise BadReply(f"{self.url}: {name} has no output, or its reward is no number")
         return reply.output

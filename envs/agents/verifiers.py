@@ -11,10 +11,12 @@ import asyncio
 import itertools
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -30,6 +32,9 @@ from opentinker.shared.runtime.reexec import kill_group
 RUNNER = Path(__file__).with_name("verifiers_runner.py")
 PROBE = Path(__file__).with_name("verifiers_probe.py")
 PROBE_S = 20.0
+PROBE_BYTES = 1 << 16
+PROBE_QUOTED = 300
+"""Last characters of its output that an error quotes."""
 HUB_ID = r"^([A-Za-z0-9_.-]+/)?[A-Za-z0-9_][A-Za-z0-9_.-]*(@[A-Za-z0-9_.+-]+)?$"
 KEPT_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "LD_LIBRARY_PATH")
 KEPT_BEGINNINGS = ("UV_", "PIP_", "SSL_CERT_", "XDG_", "HF_", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy",
@@ -94,22 +99,62 @@ class Verifiers(AgentEnvironment):
 def _check_installed(config: Verifiers.Config) -> None:
     """Raise ValueError if the interpreter lacks verifiers, the environment, or the version that is named."""
     python = config.python or sys.executable
-    asked = [python, str(PROBE), config.package, *config.paths]
-    try:
-        probed = subprocess.run(asked, capture_output=True, timeout=PROBE_S, check=True)
-        found = json.loads(probed.stdout)
-    except (OSError, ValueError, subprocess.SubprocessError) as error:
-        raise ValueError(f"{python} cannot tell what it has installed: {error}") from None
-    version = config.id.partition("@")[2].removesuffix("latest")
+    found = _probe(python, config)
+    version = config.id.partition("@")[2]
     by = f"prime env install {config.id}" if "/" in config.id else f"uv pip install --python {python} {config.package}"
     install = f"install it with `{by}` where {python} is"
     if not found["verifiers"]:
         raise ValueError(f"verifiers is not installed for {python}: `uv pip install --python {python} verifiers`")
     if not found["found"]:
         raise ValueError(f"{config.id!r} is not installed for {python}: {install}, or name its directory in `paths`")
-    if version and found["version"] != version:
+    if version not in ("", "latest") and _plain(found["version"] or "") != _plain(version):
         there = f"is {found['version']}" if found["version"] else "is no installed package"
         raise ValueError(f"{config.id!r}: {config.package} {there} for {python}: {install}")
+
+
+def _probe(python: str, config: Verifiers.Config) -> Json:
+    """Return what verifiers_probe.py prints. Raise ValueError if the interpreter does not run it."""
+    try:
+        probe = subprocess.Popen(
+            [python, str(PROBE), config.package, *config.paths],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=_environment(python),
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise ValueError(f"{python} cannot be run: {error}") from None
+    late = threading.Timer(PROBE_S, kill_group, [probe.pid])
+    late.start()
+    with probe:
+        assert probe.stdout is not None
+        told = probe.stdout.read(PROBE_BYTES)
+        kill_group(probe.pid)  # what it has started, or itself if it says too much
+    late.cancel()
+    try:
+        found = json.loads(told.splitlines()[-1])
+    except (ValueError, IndexError):
+        found = None
+    if not isinstance(found, dict) or not found.keys() >= {"verifiers", "found", "version"}:
+        said = told.decode(errors="replace").strip()[-PROBE_QUOTED:] or f"nothing within {PROBE_S:g} s"
+        raise ValueError(f"{python} cannot tell what it has installed: {said}")
+    return found
+
+
+def _plain(version: str) -> str:
+    """`1.2.0` -> `1.2`"""
+    return re.sub(r"(\.0)+$", "", version)
+
+
+def _environment(python: str) -> dict[str, str]:
+    """Return the variables of a process of that interpreter: no credentials of the env worker."""
+    kept = {
+        name: value for name, value in os.environ.items() if name in KEPT_VARIABLES or name.startswith(KEPT_BEGINNINGS)
+    }
+    ours = str(Path(sys.executable).parent)  # contains uv, which its harnesses call
+    path = [str(Path(shutil.which(python) or python).parent), kept.get("PATH", os.defpath), ours]
+    return {**kept, "PATH": os.pathsep.join(path)}
 
 
 class VerifiersProcess:
@@ -197,20 +242,13 @@ class VerifiersProcess:
     async def _start(self) -> asyncio.StreamReader:
         near, far = socket.socketpair()
         python = self._config.python or sys.executable
-        kept = {
-            name: value
-            for name, value in os.environ.items()
-            if name in KEPT_VARIABLES or name.startswith(KEPT_BEGINNINGS)
-        }
-        ours = str(Path(sys.executable).parent)  # contains uv, which its harnesses call
-        path = [str(Path(shutil.which(python) or python).parent), kept.get("PATH", os.defpath), ours]
         with far:
             self._process = await asyncio.create_subprocess_exec(
                 *(python, str(RUNNER), str(far.fileno())),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=2,  # into the log of the env worker
                 pass_fds=[far.fileno()],
-                env={**kept, "PATH": os.pathsep.join(path)},
+                env=_environment(python),
                 start_new_session=True,
             )
         reader, self._writer = await asyncio.open_connection(sock=near, limit=LINE_BYTES)

@@ -21,7 +21,8 @@ def main() -> None:
     own = [Path(place) / "v1" / "tasksets" for place in (library and library.submodule_search_locations) or []]
     found = any((place / module.lower()).is_dir() or (place / f"{module.lower()}.py").is_file() for place in own)
     try:
-        found = found or any(importlib.util.find_spec(each) is not None for each in {module, module.lower()})
+        outer = module.partition(".")[0]  # what is in a package is found by importing it
+        found = found or any(importlib.util.find_spec(each) is not None for each in {outer, outer.lower()})
     except (ImportError, ValueError):
         found = False
     try:

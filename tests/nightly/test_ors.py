@@ -57,7 +57,7 @@ async def test_a_turn_is_handed_in_where_the_environment_asks_for_it(server: tup
     await playing.close()
 
 
-async def test_a_job_trains_on_such_a_server(server: tuple[str, str], tmp_path: Path) -> None:
+async def test_a_job_has_sessions_of_such_a_server(server: tuple[str, str], tmp_path: Path) -> None:
     _, url = server
     async with toy_cluster(tmp_path, env_egress_allow="127.0.0.0/8") as (cluster, model):
         shutil.copyfile(TEMPLATE, model / "chat_template.jinja")  # one that tells of tools

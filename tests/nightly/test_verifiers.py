@@ -133,6 +133,25 @@ def test_what_the_interpreter_lacks_is_said_early(tmp_path: Path) -> None:
         Verifiers.Config(id="copy-hub@1.2", paths=[str(library)])
 
 
+def test_the_check_of_an_interpreter_has_no_credentials_and_an_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENTINKER_NATS_TOKEN", "s3cret")
+    monkeypatch.setattr(verifiers, "PROBE_S", 1.0)
+    own = tmp_path / "python"
+    for script, said in (
+        (f"env > {tmp_path}/seen; echo '[]'", r"cannot tell what it has installed: \[\]"),
+        ("echo broken >&2; exit 1", "cannot tell what it has installed: broken"),
+        ("exec yes", r"cannot tell what it has installed: [\ny]+ "),
+        ("sleep 600 & wait", "nothing within 1 s"),
+    ):
+        own.write_text(f"#!/bin/sh\n{script}\n")
+        own.chmod(0o755)
+        with pytest.raises(ValueError, match=said):
+            Verifiers.Config(id="mine", python=str(own))
+    assert "s3cret" not in (tmp_path / "seen").read_text()
+
+
 # --- the library itself ---------------------------------------------------------------------------------------------
 
 

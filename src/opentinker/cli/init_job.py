@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import urlsplit, urlunsplit
 
 import orjson
 import typer
 
-from opentinker.cli.common import AsJson, as_typed, print_json, say, server_url
+from opentinker.cli.common import AsJson, Url, as_typed, print_json, say, server_url
 
 MODEL = "Qwen/Qwen3-0.6B"
 ENVIRONMENT = "gsm8k"
+HELD_BACK = {"gsm8k": 'config = { split = "test" }'}
+"""Environment -> the settings of its validation."""
 PAIRS = {"sft": '{ prompt = "prompt", completion = "completion" }',
          "dpo": '{ prompt = "prompt", chosen = "chosen", rejected = "rejected" }'}  # fmt: skip
 """Columns of the rows that a job learns from."""
@@ -37,13 +41,16 @@ def init(
     model: Annotated[str | None, typer.Option(help="Directory or Hugging Face id.")] = None,
     adapter: Annotated[bool | None, typer.Option("--adapter/--whole", help="Train an adapter, or all weights.")] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Ask nothing: take the default of every other question.")] = False,
+    url: Url = None,
     as_json: AsJson = False,
 ) -> None:
     """Ask four questions and write a job file that editors can check."""
-    if path.exists():
+    if os.path.exists(path):
         raise typer.BadParameter(f"{path} is there already; name another file")
     if path.suffix != ".toml":
         raise typer.BadParameter(f"{path} must end in .toml")
+    if not path.parent.is_dir():
+        raise typer.BadParameter(f"there is no directory {path.parent}")
 
     def answer(given: Any, question: str, default: Any, ask: Callable[..., Any] = typer.prompt) -> Any:
         return given if given is not None else default if yes else ask(question, default=default, err=True)
@@ -61,9 +68,13 @@ def init(
         source = answer(rows, "File with the rows, JSON lines or Parquet", "rows.jsonl")
     model = answer(model, "Model: a directory or a Hugging Face id", MODEL)
     adapter = answer(adapter, "Train an adapter (LoRA) instead of all weights?", True, typer.confirm)
-    text = job_text(path.stem, kind, str(source), str(model), adapter=bool(adapter), server=server_url(None))
+    text = job_text(path.stem, kind, str(source), str(model), adapter=bool(adapter), server=_shared(server_url(url)))
     job = _checked(text)
-    path.write_text(text)
+    try:
+        with path.open("x") as file:
+            file.write(text)
+    except OSError as error:
+        raise typer.BadParameter(f"{path} cannot be written: {error.strerror}") from None
     if as_json:
         print_json({"path": str(path), "job": job})
         return
@@ -88,6 +99,10 @@ def job_text(name: str, kind: Kind, source: str, model: str, *, adapter: bool, s
         lines += ["max_staleness = 2            # versions that a sample may be behind"]
         lines += ["", "[rollout]", "max_tokens = 512             # of all turns of an episode together"]
         lines += ["", "[validation]", "every = 20", "episodes = 64"]
+        held_back = HELD_BACK.get(
+            source, "# config = { }               # where the environment has tasks that are held back"
+        )
+        lines += [held_back]
     else:
         lines += ["", "[data]", f"path = {_text(source)}", f"columns = {PAIRS[kind]}", "batch_size = 16"]
         lines += ["max_length = 1024            # tokens", "validation = 0.05            # share that is held back"]
@@ -108,6 +123,12 @@ def _checked(text: str) -> dict[str, Any]:
     return job
 
 
+def _shared(url: str) -> str:
+    """Return a URL without what only its owner should know."""
+    parts = urlsplit(url)
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2])).rstrip("/")
+
+
 def _ask_kind(question: str, *, default: str, err: bool) -> str:
     while (said := typer.prompt(question, default=default, err=err)) not in list(Kind):
         typer.echo(f"{said!r} is none of {', '.join(Kind)}", err=err)
@@ -115,5 +136,5 @@ def _ask_kind(question: str, *, default: str, err: bool) -> str:
 
 
 def _text(value: str) -> str:
-    """Return a TOML string, which these JSON strings are."""
-    return orjson.dumps(value).decode()
+    """Return a TOML string: one of JSON, but for a character that only TOML forbids."""
+    return orjson.dumps(value).decode().replace("\x7f", "\\u007f")

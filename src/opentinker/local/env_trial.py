@@ -52,9 +52,10 @@ class Report:
 
 async def look_at(name: str, config: dict[str, Any], *, episodes: int, seed: int, turns: int) -> Report:
     """Plays the expert, if there is one, and guesses; then the same again. Raises SpecError for name and config."""
-    from opentinker.envs.registry import check
+    from opentinker.envs.registry import check, find
 
-    found, _ = check(name, config, modules=True)
+    find(name, modules=True)
+    found, _ = await asyncio.to_thread(check, name, config, modules=True)  # in the event loop it would not look outside
     report = Report()
     outside = random.getstate()
     rows = range(episodes)

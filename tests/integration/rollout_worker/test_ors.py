@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from opentinker.envs.adapters import ors_client
 from opentinker.envs.registry import check
 from opentinker.envs.remote_server import REPLY_BYTES
 from opentinker.shared.security.egress import LOOPBACK, VARIABLE
@@ -51,6 +52,9 @@ class Planned:
         self.calls: list[dict[str, Any]] = []
         self.made: list[dict[str, Any]] = []
         self.sessions: set[str] = set()
+        self.starting = 0
+        """Requests that are still answered that the episode is being set up."""
+        self.lost_creates = 0
         self.waiting: dict[str, Any] = {}
 
     async def create_session(self, _: web.Request) -> web.Response:
@@ -60,6 +64,10 @@ class Planned:
     async def create(self, request: web.Request) -> web.Response:
         self.made.append(await request.json())
         self.sessions.add(request.headers["X-Session-ID"])
+        if self.lost_creates:
+            self.lost_creates -= 1
+            assert request.transport is not None
+            request.transport.close()
         return web.json_response({"sid": request.headers["X-Session-ID"]})
 
     async def delete(self, request: web.Request) -> web.Response:
@@ -71,6 +79,9 @@ class Planned:
         if path == "/list_environments":
             return web.json_response(self.names)
         assert path.startswith("/sums/") and request.headers["X-Session-ID"] in self.sessions
+        if self.starting:
+            self.starting -= 1
+            return web.Response(status=503, headers={"X-Backend-State": "starting", "Retry-After": "2"})
         if path == "/sums/task_tools" and not self.by_task:
             return web.json_response({"detail": "Not Found"}, status=404)
         return web.json_response(self.prompt if path == "/sums/prompt" else self.tools)
@@ -84,7 +95,7 @@ class Planned:
         asked = await request.json()
         self.calls.append(asked)
         task = asked.get("task_id")
-        answer = self.waiting.pop(task) if task else self.answers.pop(0)
+        answer = self.waiting.pop(task, "event: error\ndata: unknown task_id\n\n") if task else self.answers.pop(0)
         if isinstance(answer, int):
             return web.Response(status=answer, text="no luck")
         response = web.StreamResponse()
@@ -95,8 +106,9 @@ class Planned:
             return response
         task = task or f"t{len(self.calls)}"
         await response.write(f"event: task_id\ndata: {task}\n\n".encode())
-        if answer == "break off":
-            self.waiting[task] = self.answers.pop(0)
+        if answer in ("break off", "restart"):
+            if answer == "break off":
+                self.waiting[task] = self.answers.pop(0)
             assert request.transport is not None
             request.transport.close()
             return response
@@ -198,6 +210,51 @@ async def test_a_call_whose_connection_breaks_is_made_once() -> None:
         await playing.close()
 
 
+async def test_a_server_that_has_forgotten_a_call_loses_the_episode() -> None:
+    async with planned("restart") as (server, url):
+        playing = Playing(url, name="ors")
+        await playing.open()
+        lost = await playing.say("", ("submit", {"answer": "4"}))
+        assert lost.failure == Ending.ENV_LOST and "unknown task_id" in (lost.error or ""), lost.error
+        assert [call.get("task_id") for call in server.calls] == [None, "t1"]
+        await playing.close()
+
+
+async def test_an_episode_that_is_being_set_up_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ors_client, "STARTING_PAUSE_S", 0.01)
+    async with planned() as (server, url):
+        server.starting = 3
+        playing = Playing(url, name="ors")
+        assert await playing.open() == "What is 2+2?"
+        await playing.close()
+        server.starting = 10_000
+        late = Playing(url, name="ors", request_timeout_s=0.3)
+        opened = await late.sessions.open(late.request)
+        assert opened.failure == Ending.ENV_LOST and "still being set up" in (opened.error or ""), opened.error
+        await late.close()
+
+
+async def test_a_session_that_is_made_again_leaves_none_behind() -> None:
+    async with planned() as (server, url):
+        server.lost_creates = 1
+        playing = Playing(url, name="ors", patience_s=10.0)
+        await playing.open()
+        assert len(server.made) == 2 and len(server.sessions) == 1
+        await playing.close()
+        await until(lambda: not server.sessions)
+
+
+async def test_calls_after_a_refused_one_are_answered_and_not_played() -> None:
+    async with planned(done(0.5, finished=False), {"ok": False, "error": "no " * 100_000}) as (server, url):
+        playing = Playing(url, name="ors")
+        await playing.open()
+        reply = await playing.say("", ("submit", {"n": 1}), ("submit", {"n": 2}), ("submit", {"n": 3}))
+        assert [message.tool_call_id for message in reply.messages] == ["c0", "c1", "c2"]
+        assert len(reply.messages[1].text) < 5000 and reply.messages[2].text.startswith("not played")
+        assert len(server.calls) == 2 and reply.components == {"illegal": -0.1, "reward": 0.5}
+        await playing.close()
+
+
 @pytest.mark.parametrize(
     ("answer", "ending", "reason"),
     [
@@ -225,6 +282,8 @@ async def test_answers_that_are_none_end_the_episode(answer: Any, ending: Ending
     [
         ({"split": "test"}, {}, 'answered 400: {"detail": "Invalid split"}'),
         ({}, {"tasks": 0}, "0 tasks in split 'train'"),
+        ({"environment": "smus"}, {}, "has no environment 'smus'; there are: sums, other"),
+        ({}, {"tools": {"tools": [{**SUBMIT, "name": "a b"}]}}, "no blanks"),
         ({}, {"names": []}, "not the names of environments"),
         ({}, {"names": ["../create"]}, "not the names of environments"),
         ({}, {"tools": {"tools": []}}, "1 to 64 can be offered"),

@@ -49,6 +49,14 @@ def test_four_questions_make_a_job(tmp_path: Path, options: list[str], answers: 
     assert spec.name == "my job" and {name: found[name] for name in expected} == expected
 
 
+def test_validation_is_of_tasks_that_are_held_back_and_the_schema_of_the_server(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    assert init(path, "--yes", "--url", "http://me:secret@far.example:8080/").exit_code == 0
+    assert path.read_text().startswith("#:schema http://far.example:8080/v1/schema/job.json\n")
+    spec = parse_spec(tomllib.loads(path.read_text()))
+    assert spec.validation is not None and spec.validation.config == {"split": "test"}
+
+
 def test_the_job_is_printed_as_json(tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
     told = orjson.loads(init(path, "--yes", "--json").stdout)
@@ -65,6 +73,9 @@ def test_nothing_is_written_where_the_answers_make_no_job(tmp_path: Path) -> Non
     other = tmp_path / "other.toml"
     for options in (["--kind=sft", "--environment=gsm8k"], ["--kind=rl", "--rows=rows.jsonl"]):
         assert "--rows for sft and dpo" in init(other, "--yes", *options).output and not other.exists()
+    for place in (tmp_path / "nowhere" / "job.toml", tmp_path / f"{'é' * 150}.toml"):  # more bytes than a name has
+        refused = init(place, "--yes")
+        assert refused.exit_code == 2, refused.output
     assert "must end in .toml" in init(tmp_path / "job.json", "--yes").output
 
 
