@@ -18,13 +18,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 from loadtest._machine import Meter
 from opentinker.envs.runtime.child_pool import ChildPool
 from opentinker.envs.runtime.resolver import Resolver
 from opentinker.envs.runtime.sessions import Sessions
+from opentinker.shared.runtime.reexec import below
 from opentinker.shared.types.core import StopReason
 from opentinker.shared.types.env_protocol import CloseSession, OpenSession, StepSession
 
@@ -149,7 +149,7 @@ async def served(name: str, config: dict[str, Any], text: str, seconds: float) -
 
     players = [asyncio.create_task(play(number)) for number in range(SESSIONS)]
     await warm.wait()
-    child = newest_child()
+    child = below(os.getpid())[-1]  # the player, below its keeper
     meter, before = Meter({"child": child}), steps
     await asyncio.sleep(2 * seconds)
     meter.stop()
@@ -158,16 +158,6 @@ async def served(name: str, config: dict[str, Any], text: str, seconds: float) -
     await asyncio.gather(*players)
     await host.close()
     return rate
-
-
-def newest_child() -> int:
-    """The player below its keeper."""
-    (player,) = children_of(children_of(os.getpid())[-1])
-    return player
-
-
-def children_of(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def first(prompt: str) -> str:

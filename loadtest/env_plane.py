@@ -11,23 +11,20 @@ processes on the machine disturb steps/s but hardly the CPU time; their share is
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import numpy as np
 import uvloop
 
-from loadtest._machine import Meter, met
+from loadtest._machine import met
+from loadtest._players import Players, options
 from loadtest._processes import nats_pid, own_servers, started
 from opentinker.envs.base import Action, Environment, Step, user
 from opentinker.shared.messaging.bus import Bus
-from opentinker.shared.messaging.env_client import EnvClient
-from opentinker.shared.types.core import Message, StopReason
-from opentinker.shared.types.env_protocol import OpenSession, SessionReply, StepSession
+from opentinker.shared.types.core import Message
+from opentinker.shared.types.env_protocol import OpenSession
 
 ACTION, OBSERVATION = "a" * 64, "o" * 200
 ENVIRONMENT = "loadtest.env_plane:Echo"
@@ -44,71 +41,23 @@ class Echo(Environment):
         return Step(messages=[user(OBSERVATION)], reward=1.0)
 
 
-class Client:
-    """Plays sessions until told to stop; counts only while `counting`."""
-
-    def __init__(self, bus: Bus, turns: int, environment: str = ENVIRONMENT, job: str = "load") -> None:
-        self.sessions = EnvClient(bus)
-        self.environment, self.job = environment, job
-        self.turns = turns
-        self.counting = self.stop = False
-        self.latencies: list[float] = []
-
-    async def open(self, session: str, row: int, seed: int) -> SessionReply:
-        request = OpenSession(
-            job=self.job, session=session, environment=self.environment, config={}, row=row, seed=seed, deadline_s=60.0
-        )
-        reply = await self.sessions.open(request)
-        assert reply.failure is None, reply.error
-        return reply
-
-    async def wait(self) -> None:
-        """Until whoever plays is there, and has played."""
-        reply = await self.open("probe", 0, 0)
-        await self.sessions.close(worker=reply.worker, session="probe")
-
-    async def play(self, number: int) -> None:
-        episode = 0
-        while not self.stop:
-            session = f"load-{number}-{episode}"
-            episode += 1
-            reply = await self.open(session, episode, number)
-            for turn in range(self.turns):
-                began = time.perf_counter()
-                step = await self.sessions.step(
-                    reply.worker, StepSession(session=session, turn=turn, text=ACTION, stop=StopReason.EOS)
-                )
-                assert step.failure is None, step.error
-                if self.counting:
-                    self.latencies.append(time.perf_counter() - began)
-                if self.stop:
-                    break
-            await self.sessions.close(worker=reply.worker, session=session)
-
-
-def options(doc: str | None) -> argparse.Namespace:
-    """Of the command line."""
+def arguments_of(doc: str | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sessions", type=int, default=64)
-    parser.add_argument("--seconds", type=float, default=5.0)
+    options(parser)
     parser.add_argument("--turns", type=int, default=200)
-    parser.add_argument("--warm-up", type=float, default=1.0)
     return parser.parse_args()
 
 
-async def measure(client: Client, arguments: argparse.Namespace, pids: dict[str, int], target: float) -> bool:
-    """Plays `sessions` episodes at once, prints what came of it, and says whether the target was met."""
-    await client.wait()
-    players = [asyncio.create_task(client.play(number)) for number in range(arguments.sessions)]
-    await asyncio.sleep(arguments.warm_up)
-    meter, client.counting = Meter(pids), True
-    await asyncio.sleep(arguments.seconds)
-    meter.stop()
-    client.counting = False
-    client.stop = True
-    await asyncio.gather(*players)
-    steps = len(client.latencies)
-    p50, p99 = np.percentile(client.latencies, [50, 99]) * 1e3
+async def measure(
+    bus: Bus, arguments: argparse.Namespace, pids: dict[str, int], target: float, *,
+    environment: str = ENVIRONMENT, job: str = "load",
+) -> bool:  # fmt: skip
+    """Play, print what came of it, and say whether the target was met."""
+    opening = OpenSession(job=job, session="", environment=environment, config={}, row=0, seed=0, deadline_s=60.0)
+    players = Players(bus, opening, [[[ACTION]] * arguments.turns])
+    meter = await players.measure(arguments, lambda: pids)
+    steps = len(players.latencies)
+    p50, p99 = players.quantiles_ms()
     per_step = ", ".join(f"{name} {value / steps * 1e6:.0f}" for name, value in meter.used.items())
     rate = steps / meter.seconds
     print(f"{rate:,.0f} steps/s at {arguments.sessions} sessions; a step takes p50 {p50:.2f} p99 {p99:.2f} ms")
@@ -122,11 +71,11 @@ async def measure(client: Client, arguments: argparse.Namespace, pids: dict[str,
 
 async def run(arguments: argparse.Namespace, url: str, pids: dict[str, int]) -> bool:
     async with Bus.connect(url, "load", "rollout-worker") as bus:  # whom env workers may answer
-        return await measure(Client(bus, arguments.turns), arguments, pids, TARGET)
+        return await measure(bus, arguments, pids, TARGET)
 
 
 def main() -> None:
-    arguments = options(__doc__)
+    arguments = arguments_of(__doc__)
     with serving() as (url, pids):
         good = uvloop.run(run(arguments, url, pids))
     sys.exit(0 if good else 1)

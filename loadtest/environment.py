@@ -15,7 +15,6 @@ their share is printed.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import time
 from itertools import count
@@ -24,23 +23,18 @@ from typing import Any
 import numpy as np
 import uvloop
 
-from loadtest._machine import Meter
+from loadtest._players import Players, Turns, options
 from loadtest.env_plane import serving
 from opentinker.envs.base import Action, Environment, Opening, Step
 from opentinker.envs.registry import make
 from opentinker.envs.rounds import as_opening, play_actions, prompts_of
 from opentinker.shared.messaging.bus import Bus
-from opentinker.shared.messaging.env_client import EnvClient
 from opentinker.shared.runtime.reexec import below
 from opentinker.shared.types.core import StopReason
-from opentinker.shared.types.env_protocol import OpenSession, Policy, SeatAction
+from opentinker.shared.types.env_protocol import OpenSession, Policy
 
 LONGEST = 1000
 """Turns of an episode, for environments that never end."""
-
-
-Turns = list[list[str]]
-"""What was said in each turn of an episode: by one seat, or by those of a round."""
 
 
 async def played(name: str, config: dict[str, Any], row: int, texts: Turns | None, say: str | None) -> Turns:
@@ -72,55 +66,6 @@ def _expert(environment: Environment, asked: Opening | Step, seat: str) -> str:
     raise SystemExit(f"{type(environment).__name__} {lacking}: give what is to be said in every turn with --say TEXT")
 
 
-class Client:
-    """Plays sessions until told to stop; counts only while `counting`."""
-
-    def __init__(self, bus: Bus, arguments: argparse.Namespace, episodes: list[Turns]) -> None:
-        self.sessions, self.arguments, self.episodes = EnvClient(bus), arguments, episodes
-        self.counting = self.stop = False
-        self.begun = asyncio.Event()
-        self.latencies: list[float] = []
-        self.ended: list[float] = []
-        """`exact` of each episode that came to its end, also before the counting."""
-
-    async def play(self, number: int) -> None:
-        for episode in count(number):
-            if self.stop:
-                return
-            await self._episode(f"load-{number}-{episode}", episode % len(self.episodes))
-
-    async def _episode(self, session: str, row: int) -> None:
-        request = OpenSession(
-            job="load",
-            session=session,
-            environment=self.arguments.name,
-            config=self.arguments.config,
-            row=row,
-            seed=0,
-            deadline_s=600.0,
-            policy=Policy(model="load", context_length=4096),
-        )
-        reply = await self.sessions.open(request)
-        assert reply.failure is None, reply.error
-        for turn, texts in enumerate(self.episodes[row]):
-            actions = [
-                SeatAction(seat=prompt.seat, text=text, stop=StopReason.EOS)
-                for prompt, text in zip(reply.prompts, texts, strict=True)
-            ]
-            began = time.perf_counter()
-            reply = await self.sessions.step(reply.worker, reply.step(session, turn, actions))
-            assert reply.failure is None, reply.error
-            self.begun.set()
-            if self.counting:
-                self.latencies.append(time.perf_counter() - began)
-            if self.stop:
-                break
-        if reply.done:
-            self.ended.append(reply.metrics.get("exact", 0.0))
-        else:
-            await self.sessions.close(worker=reply.worker, session=session)
-
-
 async def alone(arguments: argparse.Namespace, episodes: list[Turns]) -> tuple[float, float]:
     """Steps and CPU seconds per step, one episode after another in this thread."""
     steps, cpu, began = 0, time.process_time(), time.perf_counter()
@@ -138,19 +83,20 @@ async def measure(arguments: argparse.Namespace, url: str, pids: dict[str, int])
         await played(arguments.name, arguments.config, row, None, arguments.say) for row in range(arguments.episodes)
     ]
     own, own_cpu = await alone(arguments, episodes)
-    async with Bus.connect(url, "load", "rollout-worker") as bus, asyncio.TaskGroup() as players:
-        client = Client(bus, arguments, episodes)
-        for number in range(arguments.sessions):
-            players.create_task(client.play(number))
-        await client.begun.wait()
-        await asyncio.sleep(arguments.warm_up)
-        children = {f"child {number}": pid for number, pid in enumerate(below(pids["env-worker"]))}
-        meter, client.counting = Meter(pids | children), True
-        await asyncio.sleep(arguments.seconds)
-        meter.stop()
-        client.counting, client.stop = False, True
-    steps = len(client.latencies)
-    p50, p99 = np.percentile(client.latencies, [50, 99]) * 1e3
+    opening = OpenSession(
+        job="load", session="", environment=arguments.name, config=arguments.config, row=0, seed=0, deadline_s=600.0,
+        policy=Policy(model="load", context_length=4096),
+    )  # fmt: skip
+
+    def children() -> dict[str, int]:
+        return {f"child {number}": pid for number, pid in enumerate(below(pids["env-worker"]))}
+
+    async with Bus.connect(url, "load", "rollout-worker") as bus:
+        players = Players(bus, opening, episodes)
+        meter = await players.measure(arguments, lambda: pids | children())
+    children_used = [used for name, used in meter.used.items() if name not in pids]
+    steps = len(players.latencies)
+    p50, p99 = players.quantiles_ms()
     print(
         f"{arguments.name} {json.dumps(arguments.config)}: {np.mean([len(e) for e in episodes]):.1f} steps an episode"
     )
@@ -158,10 +104,10 @@ async def measure(arguments: argparse.Namespace, url: str, pids: dict[str, int])
     print(
         f"served: {steps / meter.seconds:,.0f} steps/s at {arguments.sessions} sessions; p50 {p50:.2f} p99 {p99:.2f} ms"
     )
-    print(f"ended: {len(client.ended):,} episodes, {sum(client.ended):,.0f} of them right")
-    used = {name: meter.used[name] for name in pids} | {"children": sum(meter.used[name] for name in children)}
+    print(f"ended: {len(players.ended):,} episodes, {sum(players.ended):,.0f} of them right")
+    used = {name: meter.used[name] for name in pids} | {"children": sum(children_used)}
     print("CPU-us per step: " + ", ".join(f"{name} {value / steps * 1e6:,.0f}" for name, value in used.items()))
-    busiest = max(used["env-worker"], *(meter.used[name] for name in children), 1e-9)
+    busiest = max(used["env-worker"], *children_used, 1e-9)
     print(f"ceiling of an env worker with enough cores: {steps / busiest:,.0f} steps/s")
     print(f"cores used by others meanwhile: {meter.foreign:.2f}")
 
@@ -170,9 +116,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", metavar="NAME")
     parser.add_argument("--config", type=json.loads, default={})
-    parser.add_argument("--sessions", type=int, default=64)
-    parser.add_argument("--seconds", type=float, default=5.0)
-    parser.add_argument("--warm-up", type=float, default=1.0)
+    options(parser)
     parser.add_argument("--episodes", type=int, default=32)
     parser.add_argument("--say")
     parser.add_argument("--children", type=int)

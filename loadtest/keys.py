@@ -19,9 +19,11 @@ from collections import Counter
 from pathlib import Path
 
 import aiohttp
+import numpy as np
 import uvloop
 
 from loadtest._machine import Meter, keep, verdict
+from loadtest._open_loop import Latencies, open_loop
 from loadtest._processes import own_scheduler, own_servers
 from opentinker.shared.security.key_text import new_key
 
@@ -32,23 +34,19 @@ P99_MS, WORSE = 50.0, 2.0
 WARM_S = 2.0
 
 
-async def good(url: str, key: str, seconds: float) -> list[float]:
-    """Milliseconds of each request, from when it was due."""
-    taken: list[float] = []
+async def good(url: str, key: str, seconds: float) -> dict[str, float]:
+    """Return quantiles of requests that come evenly, in seconds from when each was due."""
+    taken = Latencies()
     async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {key}"}) as session:
 
-        async def one(due: float) -> None:
-            await asyncio.sleep(due - time.perf_counter())
+        async def ask(_: int) -> None:
             async with session.get(f"{url}/v1/jobs?limit=10") as response:
                 await response.read()
                 assert response.status == 200, response.status
-            taken.append(1000 * (time.perf_counter() - due))
 
-        began = time.perf_counter() + 0.1
-        async with asyncio.TaskGroup() as tasks:
-            for n in range(int(GOOD_PER_S * seconds)):
-                tasks.create_task(one(began + n / GOOD_PER_S))
-    return taken
+        await open_loop(np.arange(int(GOOD_PER_S * seconds)) / GOOD_PER_S, ask, taken)
+    assert not taken.errors, taken.errors
+    return taken.summary()
 
 
 async def bad(port: int, seconds: float) -> float:
@@ -87,10 +85,6 @@ async def bad(port: int, seconds: float) -> float:
     return rate
 
 
-def p(taken: list[float], share: float) -> float:
-    return sorted(taken)[min(len(taken) - 1, int(share * len(taken)))]
-
-
 async def measure(port: int, key: str, seconds: float, pids: dict[str, int], json: Path | None) -> bool:
     url = f"http://127.0.0.1:{port}"
     await good(url, key, WARM_S)
@@ -108,12 +102,12 @@ async def measure(port: int, key: str, seconds: float, pids: dict[str, int], jso
             status = await attacker.wait()
             assert status in (0, WEAK)
             whole = status == 0
-        found.append(p(taken, 0.99))
-        rates.append(len(taken) / meter.seconds)
+        found.append(1000 * taken["p99"])
+        rates.append(taken["count"] / meter.seconds)
         cpu = ", ".join(f"{name} {used / meter.seconds:.2f}" for name, used in meter.used.items())
         print(
             f"{'under attack' if attacked else 'alone'}: {rates[-1]:.0f} GET/s, "
-            f"p50 {p(taken, 0.5):.1f} ms, p99 {found[-1]:.1f} ms; cores: {cpu}, others {meter.foreign:.2f}"
+            f"p50 {1000 * taken['p50']:.1f} ms, p99 {found[-1]:.1f} ms; cores: {cpu}, others {meter.foreign:.2f}"
         )
     alone, attacked_ms = found
     verdicts = [

@@ -16,7 +16,7 @@ import sys
 import uvloop
 
 from loadtest._processes import nats_pid, own_scheduler, own_servers, started
-from loadtest.env_plane import ENVIRONMENT, Client, measure, options
+from loadtest.env_plane import ENVIRONMENT, arguments_of, measure
 from opentinker.local.embedded import EmbeddedServers
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.spec import parse_spec
@@ -31,11 +31,11 @@ async def run(arguments: argparse.Namespace, servers: EmbeddedServers, pids: dic
     async with Store.connect(servers.operator_url("valkey"), "load") as store:
         await store.create_job(id=JOB, spec=parse_spec(SPEC).model_dump(mode="json"), tenant="default")
     async with Bus.connect(servers.operator_url("nats"), "load", "rollout-worker") as bus:
-        return await measure(Client(bus, arguments.turns, "served:load", JOB), arguments, pids, TARGET)
+        return await measure(bus, arguments, pids, TARGET, environment="served:load", job=JOB)
 
 
 def main() -> None:
-    arguments = options(__doc__)
+    arguments = arguments_of(__doc__)
     serve = ["env", "serve", ENVIRONMENT, "--name", "load", "--concurrency", str(arguments.sessions), "--url"]
     with (
         own_servers() as (servers, directory),
