@@ -21,8 +21,8 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 from redis.exceptions import RedisError
 
-from opentinker.services.scheduler.http.errors import Handler
-from opentinker.services.scheduler.http.rate_limit import UnknownKeyThrottle
+from opentinker.services.scheduler.http.errors import Handler, TooMany
+from opentinker.services.scheduler.http.rate_limit import TokenBuckets
 from opentinker.services.scheduler.http.route_decorator import Route
 from opentinker.shared.asyncio_tools import sleep
 from opentinker.shared.config import LOOPBACK_HOSTS
@@ -38,6 +38,8 @@ CACHE_S = 0.4
 """With RECHECK_S less than a second."""
 RECHECK_S = 0.3
 """How often the keys of open requests are looked at."""
+GUESSES_PER_S = 100.0
+"""Lookups of keys that were never valid, of one address; a valid key gives its token back."""
 MAX_UNKNOWN_LOOKUPS = 4
 """Concurrent lookups of keys that were never valid: guesses wait for other guesses."""
 MAX_CACHED = 10_000
@@ -86,8 +88,9 @@ class _Open:
 class AuthMiddleware:
     """In front of all routes."""
 
-    def __init__(self, ctx: Context, throttle: UnknownKeyThrottle | None = None) -> None:
-        self._throttle = throttle or UnknownKeyThrottle()
+    def __init__(self, ctx: Context, guesses: TokenBuckets | None = None) -> None:
+        """`guesses`: lookups of unknown keys, by address."""
+        self._guesses = guesses or TokenBuckets(GUESSES_PER_S, GUESSES_PER_S)
         self._actions: dict[tuple[str, str], Action] = {}
         self._asks = ctx.settings.auth
         self._env = ctx.settings.key_env
@@ -136,16 +139,16 @@ class AuthMiddleware:
         if not self._asks:
             _refuse_pages(request)
             return UNAUTHENTICATED
-        header = request.headers.get("Authorization", "")
+        header, address = request.headers.get("Authorization", ""), request.remote or ""
         known = self._is_known(header)
-        if not known:
-            await self._throttle.wait(request)
+        if not known and (wait_s := self._guesses.take(address, time.monotonic())):
+            raise TooMany("unknown keys", wait_s)
         try:
             key = await self._key(header)
         except BadKey as error:
             raise web.HTTPUnauthorized(text=str(error)) from None
         if not known:
-            self._throttle.give_back(request)
+            self._guesses.give_back(address)
         return key.principal
 
     def _is_known(self, header: str) -> bool:

@@ -1,11 +1,11 @@
 """Limits clients of the HTTP server: connections, requests a second, lookups of unknown keys a second; and rejects
 requests that no honest client sends.
 
-    RequestLimiter      middleware in front of authentication: a token bucket per key, or per address without one (429),
-                        odd paths (404), compressed bodies (415)
-    UnknownKeyThrottle  used by `auth.py`: delays lookups of keys that were not valid before, per address
-    query_check         middleware behind authentication: query parameters that the route does not know (422)
-    bound               connections: of one address, and of all
+    RequestLimiter  middleware in front of authentication: a token bucket per key, or per address without one (429),
+                    odd paths (404), compressed bodies (415)
+    TokenBuckets    used by `auth.py` too: lookups of keys that were not valid before, per address (429)
+    query_check     middleware behind authentication: query parameters that the route does not know (422)
+    bound           connections: of one address, and of all
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Middleware
 from prometheus_client import Counter as Total
 
-from opentinker.services.scheduler.http.errors import OPENAI, STARTED, Handler, TooMany
-from opentinker.shared.asyncio_tools import sleep
+from opentinker.services.scheduler.http.errors import OPENAI, Handler, TooMany
 from opentinker.shared.config import Settings
 from opentinker.shared.runtime.telemetry import REGISTRY
 from opentinker.shared.types.errors import SpecError
@@ -73,20 +72,19 @@ def server_log() -> logging.Logger:
 
 
 class TokenBuckets:
-    """A token bucket per client. `max_wait_s`: so far ahead of the inflow tokens are given out."""
+    """A token bucket per client."""
 
-    def __init__(self, per_s: float, burst: float, *, max_wait_s: float = 0.0, max_clients: int = MAX_CLIENTS) -> None:
-        self.max_wait_s = max_wait_s
+    def __init__(self, per_s: float, burst: float, *, max_clients: int = MAX_CLIENTS) -> None:
         self._per_s, self._burst, self._max_clients = per_s, burst, max_clients
         self._levels: OrderedDict[str, tuple[float, float]] = OrderedDict()
-        """Client -> tokens, negative if some are owed, and the time of that."""
+        """Client -> tokens, and the time of that."""
 
     def take(self, client: str, now: float) -> float:
-        """Take a token; return the seconds until it is available. If they exceed `max_wait_s` none is taken."""
+        """Take a token; return 0, or the seconds until there is one."""
         level, at = self._levels.pop(client, (self._burst, now))
         level = min(self._burst, level + max(0.0, now - at) * self._per_s)
         wait_s = max(0.0, (1.0 - level) / self._per_s)
-        self._levels[client] = (level - 1.0 if wait_s <= self.max_wait_s else level, now)
+        self._levels[client] = (level if wait_s else level - 1.0, now)
         while len(self._levels) > self._max_clients:
             self._levels.popitem(last=False)
         return wait_s
@@ -95,29 +93,6 @@ class TokenBuckets:
         if client in self._levels:
             level, at = self._levels[client]
             self._levels[client] = level + 1.0, at
-
-
-class UnknownKeyThrottle:
-    """Delays lookups of unknown keys, by address. Nothing more is read from a connection that waits, so a flood of
-    guesses takes hardly any time from other requests. With these figures 64 requests of an address wait at most."""
-
-    def __init__(self, per_s: float = 100.0, burst: float = 100.0, max_wait_s: float = 0.64) -> None:
-        self._buckets = TokenBuckets(per_s, burst, max_wait_s=max_wait_s)
-
-    async def wait(self, request: web.Request) -> None:
-        """Wait for a lookup. Raises TooMany, also if the client has disconnected since."""
-        wait_s = self._buckets.take(request.remote or "", time.monotonic())
-        if wait_s > self._buckets.max_wait_s:
-            raise TooMany("unknown keys", wait_s)
-        if wait_s:
-            await sleep(wait_s)
-            if request.transport is None:
-                raise TooMany("unknown keys", wait_s)
-            request[STARTED] = time.monotonic()  # of the answer
-
-    def give_back(self, request: web.Request) -> None:
-        """The key was valid."""
-        self._buckets.give_back(request.remote or "")
 
 
 class RequestLimiter:
