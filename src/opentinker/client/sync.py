@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from opentinker.sdk.client import AsyncClient, OnChange, print_change
 from opentinker.sdk.http import ApiError, ExitExecutor
-from opentinker.sdk.loop_thread import call_in_loop
+from opentinker.sdk.loop_thread import LoopThread
 from opentinker.shared.api_types import Job
 
 P = ParamSpec("P")
@@ -61,11 +60,8 @@ class Client:
     ) -> None:
         self._core: AsyncClient = AsyncClient(url, wait_s=wait_s, timeout_s=timeout_s, on_wait=on_wait, api_key=api_key)
         self.url, self.http = self._core.url, self._core._http
-        self._loop = asyncio.new_event_loop()
-        self._loop.set_default_executor(ExitExecutor(thread_name_prefix="opentinker-client"))
-        self._thread = threading.Thread(target=self._loop.run_forever, name="opentinker-client", daemon=True)
-        self._thread.start()
-        self._finish = weakref.finalize(self, _stop, self._core, self._loop, self._thread)
+        self._thread = LoopThread("opentinker-client", ExitExecutor(thread_name_prefix="opentinker-client"))
+        self._finish = weakref.finalize(self, _stop, self._core, self._thread)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.url!r}{'' if self._finish.alive else ', closed'})"
@@ -154,7 +150,7 @@ class Client:
         if not self._finish.alive:
             coroutine.close()
             raise ApiError("this client is closed")
-        return call_in_loop(coroutine, self._loop)
+        return self._thread.call(coroutine)
 
     def _iterate(self, items: AsyncGenerator[T, None]) -> Iterator[T]:
         async def following() -> T | None:
@@ -168,8 +164,6 @@ class Client:
                 self._call(items.aclose())
 
 
-def _stop(core: AsyncClient, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
-    asyncio.run_coroutine_threadsafe(core.close(), loop).result(5.0)
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join(5.0)
-    loop.close()
+def _stop(core: AsyncClient, thread: LoopThread) -> None:
+    thread.call(asyncio.wait_for(core.close(), 5.0))
+    thread.end()

@@ -6,7 +6,6 @@ child of an env worker. Never call it from an event loop.
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import Coroutine
 from functools import cache
@@ -16,6 +15,7 @@ from opentinker.envs.builtin.gsm8k import answer_of
 from opentinker.envs.grading import Grade, graders
 from opentinker.envs.runtime.tools.tool_factory import ToolFactory, Tools
 from opentinker.envs.tools import Outcome, run_tool
+from opentinker.sdk.loop_thread import LoopThread
 from opentinker.shared.config import Settings
 from opentinker.shared.types.core import ToolCall
 
@@ -25,25 +25,18 @@ _starting = threading.Lock()
 
 
 @cache
-def _started() -> tuple[asyncio.AbstractEventLoop, ToolFactory]:
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="opentinker-beside", daemon=True).start()
-    return loop, ToolFactory(Settings())
+def _started() -> tuple[LoopThread, ToolFactory]:
+    return LoopThread("opentinker-beside"), ToolFactory(Settings())
 
 
-def _beside() -> tuple[asyncio.AbstractEventLoop, ToolFactory]:
+def _beside() -> tuple[LoopThread, ToolFactory]:
     with _starting:
         return _started()
 
 
 def wait_for(coroutine: Coroutine[Any, Any, T]) -> T:
     """Blocking. Raises what it raises."""
-    coming = asyncio.run_coroutine_threadsafe(coroutine, _beside()[0])
-    try:
-        return coming.result()
-    except BaseException:
-        coming.cancel()  # Ctrl-C while waiting
-        raise
+    return _beside()[0].call(coroutine)
 
 
 def graded(answer: str, said: str, data_source: str = "") -> Grade:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import re
 import socket
-import threading
 import uuid
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -29,7 +28,7 @@ from opentinker.envs.base import Environment
 from opentinker.envs.game import AbstractGame
 from opentinker.envs.runtime.in_process_server import InProcessServer
 from opentinker.sdk.http import ApiError, Http
-from opentinker.sdk.loop_thread import call_in_loop
+from opentinker.sdk.loop_thread import LoopThread
 from opentinker.sdk.wait_notice import Waiting, why
 from opentinker.shared.backoff import Backoff
 from opentinker.shared.messaging.websocket_frames import (
@@ -204,11 +203,9 @@ class Serving:
     """`AsyncServing` in a separate thread; made by `serve_environment`."""
 
     def __init__(self, core: Callable[[], AsyncServing]) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="opentinker-serving", daemon=True)
-        self._thread.start()
+        self._thread = LoopThread("opentinker-serving")
         try:
-            self._core: AsyncServing = call_in_loop(_made(core), self._loop)
+            self._core: AsyncServing = self._thread.call(_made(core))
         except BaseException:
             self._end_thread()
             raise
@@ -231,20 +228,17 @@ class Serving:
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Until it is closed. Raises TimeoutError, or ApiError when the server refuses."""
-        call_in_loop(asyncio.wait_for(self._core.wait(), timeout_s), self._loop)
+        self._thread.call(asyncio.wait_for(self._core.wait(), timeout_s))
 
     def close(self, *, drain_s: float = DRAIN_S) -> None:
         """Take no new episodes, let the running ones finish within the time, say goodbye. May be called twice."""
-        if self._thread.is_alive():
-            call_in_loop(self._core.close(drain_s=drain_s), self._loop)
+        if self._thread.is_running:
+            self._thread.call(self._core.close(drain_s=drain_s))
             self._end_thread()
 
     def _end_thread(self) -> None:
-        call_in_loop(_settled(), self._loop)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(5.0)
-        if not self._thread.is_alive():
-            self._loop.close()
+        self._thread.call(_settled())
+        self._thread.end()
 
 
 async def _made(core: Callable[[], AsyncServing]) -> AsyncServing:
