@@ -13,6 +13,7 @@ import zlib
 from pathlib import Path
 
 from opentinker.shared.durable_files import create_durably, replace_durably
+from opentinker.shared.security.secrets import read_secret
 from opentinker.shared.types.errors import SpecError
 
 LETTERS = string.digits + string.ascii_letters
@@ -53,10 +54,7 @@ def replace_key(path: Path, text: str) -> None:
 
 def read_key(path: Path) -> str:
     """Raises SpecError."""
-    try:
-        text = path.read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecError.of("admin_key_file", str(path), str(error)) from None
+    text = read_secret(path, "admin_key_file")
     if parse(text) is None:
         problem = "must hold a key of ours and nothing else: `opentinker keys init FILE` writes a new one"
         raise SpecError.of("admin_key_file", str(path), problem)

@@ -14,12 +14,17 @@ _KEY = re.compile(r"[!-~]{3,256}")
 _PASSWORD = re.compile(r"[!-~]{16,512}")
 
 
-def read_password(path: Path, field: str) -> str:
-    """Raises SpecError."""
+def read_secret(path: Path, field: str) -> str:
+    """Return the text of a file. Raises SpecError."""
     try:
-        password = path.read_text().strip()
+        return path.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError.of(field, str(path), str(error)) from None
+
+
+def read_password(path: Path, field: str) -> str:
+    """Raises SpecError."""
+    password = read_secret(path, field)
     if not _PASSWORD.fullmatch(password):
         problem = "must hold 16 to 512 printable characters without spaces, e.g. of: openssl rand -hex 32"
         raise SpecError.of(field, str(path), problem)
@@ -37,10 +42,7 @@ def read_access(path: Path | None) -> tuple[str, str]:
         pair = [os.environ.get("AWS_ACCESS_KEY_ID", ""), os.environ.get("AWS_SECRET_ACCESS_KEY", "")]
         problem = "is needed, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the scheduler's environment"
     else:
-        try:
-            pair = path.read_text().split()
-        except (OSError, UnicodeDecodeError) as error:
-            raise SpecError.of(ACCESS, str(path), str(error)) from None
+        pair = read_secret(path, ACCESS).split()
         problem = "must hold two lines: access key id, secret access key"
     if len(pair) != 2 or not all(_KEY.fullmatch(part) for part in pair):
         raise SpecError.of(ACCESS, None if path is None else str(path), problem)

@@ -10,6 +10,7 @@ import re
 from collections.abc import AsyncGenerator
 from typing import Any
 
+import msgspec
 import orjson
 from aiohttp import web
 
@@ -101,20 +102,11 @@ class JobHistoryApi:
         source, names = request.query.get("source", "*"), request.query.get("names", "")
         wanted = set(names.split(",")) if names else None
         found, more = await self._history.page(job, after, limit, "*" if source == ">" else source)
-        points = [
-            {
-                "cursor": at,
-                "source": p.source,
-                "incarnation": p.incarnation,
-                "seq": p.seq,
-                "time": p.time,
-                "step": p.step,
-                "values": {k: v for k, v in p.values.items() if wanted is None or k in wanted},
-            }
-            for at, p in found
-        ]
-        if wanted is not None:
-            points = [point for point in points if point["values"]]
+        points = [{"cursor": at, **msgspec.to_builtins(point)} for at, point in found]
+        for point in points:
+            del point["job"]
+            point["values"] = {k: v for k, v in point["values"].items() if wanted is None or k in wanted}
+        points = [point for point in points if wanted is None or point["values"]]
         cursor = found[-1][0] if found else after
         return json_response({"metrics": points, "cursor": cursor, "more": more})
 

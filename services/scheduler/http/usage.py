@@ -13,16 +13,16 @@ from typing import Any
 
 from aiohttp import web
 
-from opentinker.services.scheduler.http.auth import may_see, tenant_of
+from opentinker.services.scheduler.http.auth import tenant_of
 from opentinker.services.scheduler.http.errors import json_response
-from opentinker.services.scheduler.http.jobs import JOB_ID, LIMIT_JOBS, JobsApi
+from opentinker.services.scheduler.http.jobs import LIMIT_JOBS, JobsApi
 from opentinker.services.scheduler.http.route_decorator import Choice, Parameter, Route
 from opentinker.shared import api_types
 from opentinker.shared.security.authorization import Action
 from opentinker.shared.single_flight import SingleFlight
 from opentinker.shared.state.usage import DAYS, KINDS, STORED, UsageStore
 from opentinker.shared.types.core import JobRecord
-from opentinker.shared.types.errors import NotFound, SpecError
+from opentinker.shared.types.errors import SpecError
 
 MAX_DAYS = DAYS
 DEFAULT_DAYS = 30
@@ -66,10 +66,7 @@ class UsageApi:
 
     async def _asked_for(self, request: web.Request) -> list[JobRecord]:
         if (id := request.query.get("job")) is not None:
-            found = await self.store.jobs([id]) if JOB_ID.fullmatch(id) else []
-            if not found or not may_see(request, found[0].tenant):
-                raise NotFound(f"you have no job {id[:100]!r}")
-            return found
+            return [await self.jobs.found(request, id)]
         return await self.store.jobs_of(tenant_of(request), LIMIT_JOBS.read(request))
 
     async def _by_job(self, jobs: list[JobRecord]) -> list[dict[str, Any]]:

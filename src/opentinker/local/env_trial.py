@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from opentinker.envs.base import Environment
-from opentinker.local.trial_episode import Guessing, Repeating, Tried, expert, play, silent
+from opentinker.local.trial_episode import Guessing, Repeating, Tried, earned, expert, play, silent
 from opentinker.shared.types.core import Message
 from opentinker.shared.types.env_protocol import SeatPrompt, SessionReply
 from opentinker.shared.types.errors import OpenTinkerError, SpecError
@@ -188,9 +188,7 @@ class Person:
 
 def show_outcome(reply: SessionReply, *, rewarded: bool) -> None:
     """On stdout. `rewarded`: it answers a turn."""
-    parts = [f"reward {reply.reward:g}"] if reply.reward or reply.components else []
-    parts += [f"{name} {value:g}" for name, value in reply.components.items()]
-    parts += [f"{seat} gets {sum(named.values()):g}" for seat, named in reply.rewards.items()]
+    parts = earned(reply, own=bool(reply.components))
     if rewarded and parts:
         sys.stdout.write(f"  -> {', '.join(parts)}\n")
 

@@ -22,6 +22,7 @@ from opentinker.envs.harbor.library import Added, add, load_set, load_task, set_
 from opentinker.envs.harbor.task import Task
 from opentinker.envs.harbor.verifier import VerifierFailed, solve, verify
 from opentinker.envs.harbor.workspace import Workspace
+from opentinker.shared.runtime.launched_processes import ticks_of
 from opentinker.shared.runtime.reexec import below
 from opentinker.shared.sandbox.sandbox import Unavailable
 from opentinker.shared.settings_sources import load_settings
@@ -226,15 +227,6 @@ def _median_ms(seconds: list[float]) -> float:
 async def _close(workspace: Workspace) -> int:
     """Close it and return how many of its processes are still there."""
     pids = [pid for first in workspace.pids for pid in (first, *below(first))]
-    born = {pid: _born(pid) for pid in pids}
+    born = {pid: ticks_of(pid) for pid in pids}  # its number may be another process's later
     await workspace.close()
-    return sum(at is not None and _born(pid) == at for pid, at in born.items())
-
-
-def _born(pid: int) -> str | None:
-    """When a process began, None if it has ended: its number may be another one's later."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else fields[19]
+    return sum(at is not None and ticks_of(pid) == at for pid, at in born.items())

@@ -70,10 +70,15 @@ def _told(message: Message, seat: str) -> str:
     return f"{message.role}{f' ({seat})' if seat else ''}: {message.text}{pictures}{calls}"
 
 
-def _outcome(reply: SessionReply) -> str:
-    parts = [f"reward {reply.reward:g}"] if reply.reward or reply.done else []
+def earned(reply: SessionReply, *, own: bool) -> list[str]:
+    """Say what a turn earned. `own`: also the reward of its seat, if it is 0."""
+    parts = [f"reward {reply.reward:g}"] if reply.reward or own else []
     parts += [f"{name} {value:g}" for name, value in reply.components.items()]
-    parts += [f"{seat} gets {sum(named.values()):g}" for seat, named in reply.rewards.items()]
+    return parts + [f"{seat} gets {sum(named.values()):g}" for seat, named in reply.rewards.items()]
+
+
+def _outcome(reply: SessionReply) -> str:
+    parts = earned(reply, own=reply.done)
     parts += [f"{name}={value:g}" for name, value in reply.metrics.items()] if reply.done else []
     if reply.failure is not None:
         parts = [f"{reply.failure}: {reply.error}"]
