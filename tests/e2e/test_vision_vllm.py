@@ -19,7 +19,7 @@ from opentinker.services.trainer.learners.rl import RlLearner
 from opentinker.shared.spec import LoraSpec
 from opentinker.shared.types.core import Message, WeightVersion
 from tests.support.factories import V0
-from tests.support.learning import torch_spec
+from tests.support.learning import loaded, torch_spec
 from tests.support.seeing import Plain, ask, make, picture, shown, together
 from tests.support.vllm_engines import GROUP_S, MARKS, TOLERANCE, Trainer, started
 
@@ -54,8 +54,7 @@ def learner_of(base: Path, **model: Any) -> RlLearner:
     spec = torch_spec(
         base, model={"base": str(base), **model}, train={"lr": 3e-3}, algorithm={"group_size": 2, "groups_per_batch": 1}
     )
-    learner = RlLearner(spec)
-    learner.load(None)
+    learner = loaded(RlLearner(spec))
     eyes = Renderer.load(str(base), "model")
     answers = ([5, 9, 30], [8, 7, 6])
     learner.step([together([shown(eyes, CHATS[0], said, index=n, reward=n) for n, said in enumerate(answers)])], V0)

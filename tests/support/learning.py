@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 import torch
 
+from opentinker.services.trainer.learners.dpo import DpoLearner
+from opentinker.services.trainer.learners.rl import RlLearner
+from opentinker.services.trainer.learners.sft import SftLearner
 from opentinker.shared.nn.attention import PACKED
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.types.core import WeightVersion
@@ -25,6 +30,37 @@ def torch_spec(base: object, **parts: Any) -> JobSpec:
     }
     tables = {name: part for name, part in parts.items() if isinstance(part, dict)}
     return make_spec(**{**parts, **{part: {**usual.get(part, {}), **tables.get(part, {})} for part in usual | tables}})
+
+
+L = TypeVar("L", RlLearner, SftLearner, DpoLearner)
+
+
+def loaded(learner: L, checkpoint: Path | None = None) -> L:
+    learner.load(checkpoint)
+    return learner
+
+
+def torch_learner(base: object, checkpoint: Path | None = None, **parts: Any) -> RlLearner:
+    return loaded(RlLearner(torch_spec(base, **parts)), checkpoint)
+
+
+def resumed_and_unbroken(
+    load: Callable[[Path | None], L], step: Callable[[L, int], object], place: Path, half: int
+) -> tuple[L, L]:
+    """Return a learner that was saved at `place` after `half` of its steps and loaded there, and one that made all
+    of them at once."""
+    unbroken = load(None)
+    for number in range(2 * half):
+        step(unbroken, number)
+    first = load(None)
+    for number in range(half):
+        step(first, number)
+    first.save(place)
+    torch.manual_seed(12345)
+    second = load(place)
+    for number in range(half, 2 * half):
+        step(second, number)
+    return second, unbroken
 
 
 def random_groups(

@@ -480,7 +480,7 @@ async def test_a_blocking_class_is_served_from_a_background_thread(url: str, bus
         assert [reply.done for reply in replies] == [True] * 4
     finally:
         await asyncio.to_thread(served.close)
-    assert not served._thread.is_alive()
+    assert not served._thread.is_running
 
 
 async def test_a_server_that_refuses_is_an_error_at_once() -> None:

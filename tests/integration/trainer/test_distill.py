@@ -31,7 +31,7 @@ from opentinker.shared.types.errors import JobFailed
 from opentinker.shared.types.trajectories import Group
 from tests.integration.trainer.test_reference_forward import add_job, failed, of_job, passed, running
 from tests.support.factories import group_of, trajectory_of
-from tests.support.learning import Sampler, torch_spec
+from tests.support.learning import Sampler, loaded, torch_spec
 
 V0 = WeightVersion(1, 0)
 DISTILL = {"name": "distill", "group_size": 4, "groups_per_batch": 2}
@@ -136,8 +136,7 @@ def test_a_student_comes_to_its_teacher(student: Path, teacher: Path, tmp_path: 
         teacher={"base": str(teacher)},
         train={"steps": 100, "lr": 1e-2},
     )
-    learner = RlLearner(spec)
-    learner.load(None)
+    learner = loaded(RlLearner(spec))
     sampler = Sampler(learner.causal, learner.tokenizer, seed=0)
     scorer = Scorer()
     model = scorer.load(ModelKey(str(teacher), "float32"))

@@ -21,7 +21,7 @@ from opentinker.shared.types.core import WeightVersion
 from opentinker.shared.types.errors import SpecError
 from tests.support.api import write_checkpoint
 from tests.support.factories import V0, make_spec
-from tests.support.learning import plain_logprobs, random_groups, torch_spec
+from tests.support.learning import plain_logprobs, random_groups, torch_learner, torch_spec
 
 IDS = [5, 6, 7, 8, 9, 10, 11, 3, 4, 1]
 
@@ -67,8 +67,7 @@ def test_adapter_begins_as_nothing_on_an_unchanged_base(tiny: Path, tmp_path: Pa
 
 def test_each_way_to_begin_is_another_one_and_follows_the_seed(tiny: Path) -> None:
     def first(init: str, seed: int = 0) -> torch.Tensor:
-        learner = RlLearner(torch_spec(tiny, model={"lora": {"rank": 8, "init": init}}, train={"seed": seed}))
-        learner.load(None)
+        learner = torch_learner(tiny, model={"lora": {"rank": 8, "init": init}}, train={"seed": seed})
         return next(p.detach() for n, p in learner.parameters.items() if "q_proj.lora_A" in n)
 
     gaussian = first("gaussian")

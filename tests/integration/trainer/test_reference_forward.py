@@ -36,7 +36,7 @@ from opentinker.shared.types.core import JobState, WeightVersion
 from opentinker.shared.types.trajectories import Group
 from tests.conftest import WAIT_S, Server, soon, until
 from tests.support.factories import make_trajectory
-from tests.support.learning import plain_logprobs, random_groups, torch_spec
+from tests.support.learning import loaded, plain_logprobs, random_groups, torch_spec
 
 
 def scored(scorer: Scorer, base: Path, groups: list[Group], temperatures: list[float]) -> list[Group]:
@@ -106,8 +106,7 @@ def test_scoring_beside_a_load_in_another_dtype_gives_the_same(tiny: Path) -> No
 @pytest.mark.parametrize("lora", [None, {"rank": 4, "alpha": 8.0}], ids=["full", "lora"])
 def test_reference_of_a_continued_job_is_its_start(tiny: Path, tmp_path: Path, lora: dict[str, Any] | None) -> None:
     spec = torch_spec(tiny, model={"lora": lora})
-    learner = RlLearner(spec)
-    learner.load(None)
+    learner = loaded(RlLearner(spec))
     for step in range(3):
         learner.step(random_groups(step), WeightVersion(1, step))
     learner.save(tmp_path)

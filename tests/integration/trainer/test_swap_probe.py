@@ -23,7 +23,7 @@ from opentinker.shared.types.core import Pool, WeightVersion, WorkerInfo
 from opentinker.shared.types.swap import SIMULATED, SwapCommand, SwapReply
 from tests.conftest import soon, until
 from tests.support.factories import group_of, make_spec, trajectory_of
-from tests.support.learning import plain_logprobs, random_groups, torch_spec
+from tests.support.learning import plain_logprobs, random_groups, torch_learner
 
 JOB = "j-probe"
 
@@ -100,8 +100,7 @@ async def job(store: Store) -> Store:
 
 @pytest.fixture
 def learner(tiny: Path) -> RlLearner:
-    learner = RlLearner(torch_spec(tiny, algorithm={"groups_per_batch": 2}))
-    learner.load(None)
+    learner = torch_learner(tiny, algorithm={"groups_per_batch": 2})
     return learner
 
 
@@ -153,8 +152,7 @@ async def test_an_engine_without_a_model_compares_nothing(job: Store) -> None:
 @pytest.mark.parametrize("lora", [None, {"rank": 4, "alpha": 8.0, "dropout": 0.5}])
 def test_a_snapshot_says_what_its_weights_compute(tiny: Path, lora: dict[str, Any] | None) -> None:
     """Of the last batch's first tokens, without dropout, and without drawing from the random state."""
-    learner = RlLearner(torch_spec(tiny, model={"lora": lora}))
-    learner.load(None)
+    learner = torch_learner(tiny, model={"lora": lora})
     assert learner.snapshot(WeightVersion(1, 0)).probe is None
     groups = random_groups(0)
     learner.step(groups, WeightVersion(1, 0))
@@ -173,8 +171,7 @@ def test_a_snapshot_says_what_its_weights_compute(tiny: Path, lora: dict[str, An
 
 
 def test_every_version_is_compared(tiny: Path) -> None:
-    learner = RlLearner(torch_spec(tiny))
-    learner.load(None)
+    learner = torch_learner(tiny)
     for step in range(1, 6):
         groups = random_groups(step)
         learner.step(groups, WeightVersion(1, step - 1))

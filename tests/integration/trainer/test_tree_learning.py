@@ -22,6 +22,7 @@ from opentinker.shared.types.env_protocol import OpenSession, SessionReply
 from opentinker.shared.types.trajectories import Group
 from tests.conftest import Figure
 from tests.support.factories import make_ticket
+from tests.support.learning import loaded
 
 SIZE, GROUPS, TURNS, STEPS = 8, 6, 4, 40
 
@@ -50,8 +51,7 @@ def climb(model: Path) -> JobSpec:
 
 async def test_a_pair_learns_from_the_candidates_of_each_turn(tmp_path: Path, figure: Figure) -> None:
     spec = climb(make_tiny(tmp_path / "model", **MODEL, context_length=CONTEXT))
-    learner = RlLearner(spec)
-    learner.load(None)
+    learner = loaded(RlLearner(spec))
     engine: Any = BatchSampler(learner.causal, learner.tokenizer.eos_token_id, 0)
     sessions, seats = Here(), SeatMap.single(spec, engine, Renderer.load_light(spec.model.base, "plain"))
 

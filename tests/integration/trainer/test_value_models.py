@@ -36,7 +36,7 @@ from opentinker.shared.types.trajectories import Group
 from tests.integration.trainer.test_distill import other_tokenizer
 from tests.integration.trainer.test_reference_forward import add_job, failed, of_job, passed, running
 from tests.support.factories import V0, group_of, trajectory_of
-from tests.support.learning import random_groups, torch_spec
+from tests.support.learning import loaded, random_groups, torch_learner, torch_spec
 
 
 def make_value_model(tiny: Path, made: Path, *, labels: int = 1, kind: str = "causal") -> Path:
@@ -210,8 +210,7 @@ def test_the_learner_uses_given_values_without_a_critic(small: Path, value_model
     ]
     after = []
     for groups in (scored, scored, other):
-        learner = RlLearner(spec)
-        learner.load(None)
+        learner = loaded(RlLearner(spec))
         assert learner.critic is None
         metrics = learner.step(groups, V0)
         assert {"value/mean", "value/explained_variance"} <= metrics.keys()
@@ -226,8 +225,7 @@ def test_the_learner_uses_given_values_without_a_critic(small: Path, value_model
 def test_a_trained_critic_and_a_frozen_copy_of_it_give_the_same_advantages(small: Path, tmp_path: Path) -> None:
     """A critic that was trained here, saved as a token classifier."""
     algorithm = {"name": "ppo", "critic_lr": 1e-3}
-    learner = RlLearner(torch_spec(small, algorithm=algorithm, train={"lr": 0.0}))
-    learner.load(None)
+    learner = torch_learner(small, algorithm=algorithm, train={"lr": 0.0})
     for step in range(3):
         learner.step(random_groups(step), WeightVersion(1, step))
     critic = learner.critic

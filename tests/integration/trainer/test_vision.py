@@ -30,7 +30,7 @@ from opentinker.shared.types.core import Image, Message, Text, WeightVersion
 from opentinker.shared.types.errors import BadImage, JobFailed
 from opentinker.shared.types.trajectories import Group, Picture
 from tests.support.factories import V0
-from tests.support.learning import torch_spec
+from tests.support.learning import loaded, torch_spec
 from tests.support.seeing import KINDS, Plain, ask, make, picture, shown, together
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -206,8 +206,7 @@ def test_a_group_holds_each_image_once_and_is_checked(idefics: Path) -> None:
 
 def learner_of(base: Path, **parts: Any) -> RlLearner:
     spec = torch_spec(base, **{"algorithm": {"group_size": 5, "groups_per_batch": 1}, **parts})
-    learner = RlLearner(spec)
-    learner.load(None)
+    learner = loaded(RlLearner(spec))
     return learner
 
 

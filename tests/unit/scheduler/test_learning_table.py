@@ -25,7 +25,7 @@ from examples.learning_table import (
 from examples.models.make_tiny import make_tiny
 from opentinker.services.trainer.learners.rl import RlLearner
 from opentinker.shared.types.core import WeightVersion
-from tests.support.learning import plain_logprobs
+from tests.support.learning import loaded, plain_logprobs
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("task", TASKS)
 async def test_what_it_samples_is_a_valid_group_with_the_logprobs_of_the_weights(model: Path, task: str) -> None:
     spec = spec_of(Run("grpo", task, 0, 0), model)
-    learner = RlLearner(spec)
-    learner.load(None)
+    learner = loaded(RlLearner(spec))
     rollouts = Rollouts(spec, learner, 0)
     rollouts.engine.version = WeightVersion(1, 7)
     sampled = await rollouts.batch()

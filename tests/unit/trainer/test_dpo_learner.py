@@ -16,6 +16,7 @@ from opentinker.services.trainer.data.examples import Example, load_examples
 from opentinker.services.trainer.learners import dpo as dpo_learner
 from opentinker.services.trainer.learners.dpo import DpoLearner
 from tests.samples.row_samples import chat_model, preferences, random_pairs, row_spec, write_rows
+from tests.support.learning import loaded, resumed_and_unbroken
 from tests.unit.trainer.test_rl_learner import digest
 
 LORA = {"lora": {"rank": 4, "alpha": 8.0}}
@@ -27,11 +28,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return chat_model(tmp_path_factory.mktemp("models") / "m")
 
 
-def loaded(base: Path, checkpoint: Any = None, **parts: dict[str, Any]) -> DpoLearner:
+def dpo_of(base: Path, checkpoint: Any = None, **parts: dict[str, Any]) -> DpoLearner:
     spec = row_spec(base, "unused.jsonl", "dpo", **{"dpo": {"beta": BETA}, "train": {"lr": 1e-3}, **parts})
-    learner = DpoLearner(spec)
-    learner.load(checkpoint)
-    return learner
+    return loaded(DpoLearner(spec), checkpoint)
 
 
 def log_likelihood(model: Any, tokens: Tokens) -> torch.Tensor:
@@ -68,7 +67,7 @@ def by_hand(policy: Any, reference: Any, pairs: list[Example], loss: str, smooth
 @pytest.mark.parametrize(("loss", "smoothing"), [("sigmoid", 0.0), ("sigmoid", 0.2), ("ipo", 0.0)])
 def test_loss_and_gradient_are_exact(base: Path, tmp_path: Path, budget: int, loss: str, smoothing: float) -> None:
     dpo = {"beta": BETA, "loss": loss, "label_smoothing": smoothing}
-    learner = loaded(base, dpo=dpo, train={"lr": 1e-3, "tokens_per_micro_batch": budget})
+    learner = dpo_of(base, dpo=dpo, train={"lr": 1e-3, "tokens_per_micro_batch": budget})
     pairs = random_pairs(0)
     learner.prepare(pairs, tmp_path)
     for _ in range(3):  # away from the reference
@@ -88,7 +87,7 @@ def test_loss_and_gradient_are_exact(base: Path, tmp_path: Path, budget: int, lo
 
 @pytest.mark.parametrize("parts", [{}, {"model": LORA}], ids=["full", "lora"])
 def test_the_first_step_stands_at_the_reference(base: Path, tmp_path: Path, parts: dict[str, Any]) -> None:
-    learner = loaded(base, **parts)
+    learner = dpo_of(base, **parts)
     pairs = random_pairs(0)
     learner.prepare(pairs, tmp_path)
     metrics = learner.step(pairs)
@@ -98,7 +97,7 @@ def test_the_first_step_stands_at_the_reference(base: Path, tmp_path: Path, part
 
 
 def test_the_reference_of_an_adapter_is_the_base_without_it(base: Path, tmp_path: Path) -> None:
-    learner = loaded(base, model=LORA, train={"lr": 1e-2})
+    learner = dpo_of(base, model=LORA, train={"lr": 1e-2})
     pairs = random_pairs(1)
     learner.prepare(pairs, tmp_path)
     for _ in range(5):
@@ -124,37 +123,31 @@ def test_resume_is_exact_to_the_bit(base: Path, tmp_path: Path, parts: dict[str,
     batches = [random_pairs(seed) for seed in range(4)]
     everything = [pair for batch in batches for pair in batch]
 
-    def prepared(checkpoint: Path | None, cache: Path) -> DpoLearner:
+    caches = iter("ab" + ("b" if kept else "c"))
+
+    def prepared(checkpoint: Path | None) -> DpoLearner:
         for pair in everything:
             pair.reference = ()
-        learner = loaded(base, checkpoint, **parts)
-        learner.prepare(everything, cache)
+        learner = dpo_of(base, checkpoint, **parts)
+        learner.prepare(everything, tmp_path / next(caches))
         return learner
 
-    unbroken = prepared(None, tmp_path / "a")
-    for batch in batches:
-        unbroken.step(batch)
-    first = prepared(None, tmp_path / "b")
-    for batch in batches[:2]:
-        first.step(batch)
-    first.save(tmp_path / "checkpoint")
-    torch.manual_seed(12345)
-    second = prepared(tmp_path / "checkpoint", tmp_path / ("b" if kept else "c"))
-    for batch in batches[2:]:
-        second.step(batch)
+    second, unbroken = resumed_and_unbroken(
+        prepared, lambda learner, step: learner.step(batches[step]), tmp_path / "checkpoint", half=2
+    )
     assert digest(second) == digest(unbroken)
 
 
 @pytest.mark.parametrize("parts", [{}, {"model": {"dtype": "bfloat16"}}, {"model": LORA}], ids=["full", "bf16", "lora"])
 def test_the_reference_of_a_continued_job_is_its_start(base: Path, tmp_path: Path, parts: dict[str, Any]) -> None:
-    before = loaded(base, **parts, train={"lr": 1e-2})
+    before = dpo_of(base, **parts, train={"lr": 1e-2})
     pairs = random_pairs(0)
     before.prepare(pairs, tmp_path / "before")
     for _ in range(3):
         before.step(pairs)
     before.save(tmp_path / "job" / "start")
     spec = {"start": {"from": "j-0123456789@3"}, **parts}
-    unbroken = loaded(base, **spec)
+    unbroken = dpo_of(base, **spec)
     unbroken.start(tmp_path / "job" / "start", optimizer=False)
     unbroken.prepare(pairs, tmp_path / "job")
     assert unbroken.step(pairs)["rewards/margin"] == pytest.approx(0.0, abs=1e-5)
@@ -162,7 +155,7 @@ def test_the_reference_of_a_continued_job_is_its_start(base: Path, tmp_path: Pat
     unbroken.step(pairs)
     (kept,) = (tmp_path / "job").glob("*.npy")
     kept.unlink()
-    resumed = loaded(base, tmp_path / "checkpoint", **spec)
+    resumed = dpo_of(base, tmp_path / "checkpoint", **spec)
     resumed.prepare(pairs, tmp_path / "job")
     resumed.step(pairs)
     assert digest(resumed) == digest(unbroken)
@@ -170,13 +163,13 @@ def test_the_reference_of_a_continued_job_is_its_start(base: Path, tmp_path: Pat
 
 def test_complete_reference_files_are_reused(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pairs = random_pairs(0)
-    loaded(base).prepare(pairs, tmp_path)
+    dpo_of(base).prepare(pairs, tmp_path)
     expected = [pair.reference for pair in pairs]
     (file,) = tmp_path.iterdir()
     file.write_bytes(file.read_bytes()[:-3])
-    loaded(base).prepare(pairs, tmp_path)
+    dpo_of(base).prepare(pairs, tmp_path)
     assert [pair.reference for pair in pairs] == expected, "a torn file is measured again"
-    learner = loaded(base)
+    learner = dpo_of(base)
     monkeypatch.setattr(dpo_learner, "row_batches", None)
     learner.prepare(pairs, tmp_path)
     assert [pair.reference for pair in pairs] == expected
@@ -187,7 +180,7 @@ def test_complete_reference_files_are_reused(base: Path, tmp_path: Path, monkeyp
 def test_a_disk_that_takes_no_reference_does_not_end_the_job(base: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     pairs = random_pairs(0)
-    loaded(base).prepare(pairs, tmp_path / "file")
+    dpo_of(base).prepare(pairs, tmp_path / "file")
     assert all(len(pair.reference) == 2 for pair in pairs)
 
 
@@ -202,7 +195,7 @@ def test_it_learns_what_is_preferred(base: Path, tmp_path: Path, loss: str) -> N
         "train": {"lr": 3e-3},
     }
     examples = load_examples(row_spec(base, path, "dpo", **parts))
-    learner = loaded(base, **parts)
+    learner = dpo_of(base, **parts)
     learner.prepare([*examples.train, *examples.validation], tmp_path)
     before = learner.evaluate(examples.validation)
     for step in range(30):

@@ -18,17 +18,11 @@ from opentinker.shared.nn.layers import recompute_layers
 from opentinker.shared.nn.layout import layout
 from opentinker.shared.types.errors import JobFailed, SpecError
 from tests.support.factories import V0, group_of, trajectory_of
-from tests.support.learning import random_groups, torch_spec
+from tests.support.learning import random_groups, torch_learner, torch_spec
 from tests.unit.trainer.test_rl_learner import digest
 
 LORA = {"rank": 4, "dropout": 0.3}
 PPO = {"name": "ppo", "critic_lr": 1e-3}
-
-
-def loaded(base: Path, **parts: Any) -> RlLearner:
-    learner = RlLearner(torch_spec(base, **parts))
-    learner.load(None)
-    return learner
 
 
 def weights(learner: RlLearner) -> list[torch.Tensor]:
@@ -61,7 +55,10 @@ def kept_bytes(learner: RlLearner) -> int:
     ids=["full", "lora with dropout", "bfloat16", "critic"],
 )
 def test_gradient_checkpointing_makes_the_same_steps_with_less_memory(small: Path, parts: dict[str, Any]) -> None:
-    plain, frugal = loaded(small, **parts), loaded(small, **{**parts, "train": {"gradient_checkpointing": True}})
+    plain, frugal = (
+        torch_learner(small, **parts),
+        torch_learner(small, **{**parts, "train": {"gradient_checkpointing": True}}),
+    )
     plain.spec = frugal.spec  # but for this option it is the same
     for step in range(2):
         torch.manual_seed(step)  # dropout
@@ -89,7 +86,7 @@ def test_gradient_checkpointing_makes_the_same_steps_with_less_memory(small: Pat
 def test_interrupted_steps(small: Path, monkeypatch: pytest.MonkeyPatch, parts: dict[str, Any], after: int) -> None:
     """And the next trainer makes the very step that an unbroken one makes."""
     parts = {**parts, "train": {"tokens_per_micro_batch": 40}}
-    learner, unbroken = loaded(small, **parts), loaded(small, **parts)
+    learner, unbroken = torch_learner(small, **parts), torch_learner(small, **parts)
     for each in (learner, unbroken):
         torch.manual_seed(3)
         each.step(random_groups(0), V0)
@@ -125,7 +122,7 @@ def test_fp32_head_computes_logits_in_float32_from_bfloat16_states_and_weights(s
     plan = layout([t.ids for t in trajectories], [t.mask for t in trajectories])
     errors = {}
     for fp32_head in (False, True):
-        learner = loaded(small, model={"dtype": "bfloat16", "fp32_head": fp32_head})
+        learner = torch_learner(small, model={"dtype": "bfloat16", "fp32_head": fp32_head})
         with torch.no_grad():
             found = learner.forward(plan)[0]
             with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -142,7 +139,7 @@ def test_fp32_head_computes_logits_in_float32_from_bfloat16_states_and_weights(s
 @pytest.mark.parametrize("lora", [None, {"rank": 4}])
 def test_fp32_head_trains_like_its_reference(small: Path, tmp_path: Path, lora: dict[str, int] | None) -> None:
     model = {"dtype": "bfloat16", "fp32_head": True, "lora": lora}
-    learner = loaded(small, model=model)
+    learner = torch_learner(small, model=model)
     trajectories = [trajectory_of([7, 8, 9, 1], [0, 1, 1, 1], reward=r) for r in (0.0, 1.0)]
     scorer, (key,) = (
         Scorer(),
@@ -167,15 +164,17 @@ def test_what_cannot_have_them_says_so(small: Path) -> None:
         torch_spec(small, model={"fp32_head": True})
     wrapped = {"dtype": "bfloat16", "fp32_head": True, "lora": {"target_modules": ["lm_head"]}}
     with pytest.raises(JobFailed, match="plain linear output layer"):
-        loaded(small, model=wrapped)
-    learner = loaded(small)
+        torch_learner(small, model=wrapped)
+    learner = torch_learner(small)
     learner.causal.supports_gradient_checkpointing = False
     with pytest.raises(JobFailed, match="does not support it"):
         recompute_layers(learner.causal)
 
 
 def test_a_model_saved_with_a_float32_head_is_a_plain_one(small: Path, tmp_path: Path) -> None:
-    learner = loaded(small, model={"dtype": "bfloat16", "fp32_head": True}, train={"gradient_checkpointing": True})
+    learner = torch_learner(
+        small, model={"dtype": "bfloat16", "fp32_head": True}, train={"gradient_checkpointing": True}
+    )
     learner.step(random_groups(0), V0)
     learner.save(tmp_path / "c")
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "c").dtype == torch.bfloat16

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from opentinker.services.trainer.learners.rl import RlLearner
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.spec.policies import spec_of
 from tests.support.factories import version
-from tests.support.learning import random_groups, torch_spec
-from tests.unit.trainer.test_rl_learner import digest, loaded
+from tests.support.learning import loaded, random_groups, torch_spec
+from tests.unit.trainer.test_rl_learner import digest
 
 STEPS = 3
 
@@ -31,7 +32,7 @@ def pair(small: Path, *, deterministic: bool = True) -> list[JobSpec]:
 
 
 def alone(spec: JobSpec) -> str:
-    learner = loaded(spec)
+    learner = loaded(RlLearner(spec))
     for step in range(STEPS):
         learner.step(random_groups(step), version(step))
     return digest(learner)
@@ -40,7 +41,7 @@ def alone(spec: JobSpec) -> str:
 @pytest.mark.parametrize("order", ["ababab", "aaabbb", "baabba"])
 def test_dropout_of_each_policy_is_its_own_whoever_steps_first(small: Path, order: str) -> None:
     specs = pair(small)
-    learners = dict(zip("ab", map(loaded, specs), strict=True))
+    learners = dict(zip("ab", map(loaded, map(RlLearner, specs)), strict=True))
     for name in order:
         learners[name].step(random_groups(learners[name].steps), version(learners[name].steps))
     assert [digest(learner) for learner in learners.values()] == [alone(spec) for spec in specs]
@@ -48,12 +49,12 @@ def test_dropout_of_each_policy_is_its_own_whoever_steps_first(small: Path, orde
 
 def test_a_checkpoint_holds_the_state_of_its_own_policy(small: Path, tmp_path: Path) -> None:
     specs = pair(small)
-    first, second = map(loaded, specs)
+    first, second = map(loaded, map(RlLearner, specs))
     first.step(random_groups(0), version(0))
     second.step(random_groups(0), version(0))
     first.save(tmp_path / "a")
     second.save(tmp_path / "b")
-    resumed = [loaded(spec, tmp_path / name) for spec, name in zip(specs, "ab", strict=True)]
+    resumed = [loaded(RlLearner(spec), tmp_path / name) for spec, name in zip(specs, "ab", strict=True)]
     for step in range(1, STEPS):
         for learner in reversed(resumed):
             learner.step(random_groups(step), version(step))
@@ -61,7 +62,7 @@ def test_a_checkpoint_holds_the_state_of_its_own_policy(small: Path, tmp_path: P
 
 
 def test_steps_of_two_policies_do_not_overlap(small: Path) -> None:
-    first, second = map(loaded, pair(small))
+    first, second = map(loaded, map(RlLearner, pair(small)))
     began = threading.Event()
 
     def step() -> None:

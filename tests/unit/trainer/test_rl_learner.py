@@ -24,15 +24,17 @@ from opentinker.shared.spec import JobSpec
 from opentinker.shared.types.errors import JobFailed
 from opentinker.shared.types.trajectories import Group
 from tests.support.factories import V0, group_of, trajectory_of, version
-from tests.support.learning import Sampler, plain_logprobs, random_groups, torch_spec
+from tests.support.learning import (
+    Sampler,
+    loaded,
+    plain_logprobs,
+    random_groups,
+    resumed_and_unbroken,
+    torch_learner,
+    torch_spec,
+)
 
 LORA = {"rank": 4, "alpha": 8.0}
-
-
-def loaded(spec: JobSpec, checkpoint: Path | None = None) -> RlLearner:
-    learner = RlLearner(spec)
-    learner.load(checkpoint)
-    return learner
 
 
 def digest(learner: PolicyModel) -> str:
@@ -56,7 +58,7 @@ def test_mismatch_with_a_plain_forward_is_rounding_only(small: Path) -> None:
             honest = [x * m for x, m in zip(logprobs, t.mask.tolist(), strict=True)]
             made.append(trajectory_of(t.ids.tolist(), t.mask.tolist(), logprobs=honest, reward=t.reward))
         groups.append(group_of(made))
-    metrics = loaded(torch_spec(small, rollout={"temperature": 0.7})).step(groups, V0)
+    metrics = torch_learner(small, rollout={"temperature": 0.7}).step(groups, V0)
     assert metrics["mismatch/max"] < 1e-5
     assert metrics["mismatch/tokens"] == metrics["tokens"] > 0
     assert metrics["ess"] == pytest.approx(1.0, abs=1e-4)
@@ -69,7 +71,7 @@ def test_one_step_equals_a_step_written_by_hand(small: Path) -> None:
     train = {"lr": 1e-3, "warmup_steps": 2, "weight_decay": 0.1, "tokens_per_micro_batch": 40}
     spec = torch_spec(small, train=train, algorithm={"proximal": "recomputed"})
     groups = random_groups(2)
-    learner = loaded(spec)
+    learner = loaded(RlLearner(spec))
     metrics = learner.step(groups, V0)
 
     model = AutoModelForCausalLM.from_pretrained(small)
@@ -104,7 +106,7 @@ def test_the_batch_describes_itself(small: Path) -> None:
     first = [trajectory_of(ids, mask, reward=r, version=version(3), metrics={"exact": r}) for r in (0.0, 1.0)]
     second = [trajectory_of([7, 8, 9, 9, 1], [0, 0, 1, 1, 1], reward=0.5, version=version(5)) for _ in range(2)]
     spec = torch_spec(small, algorithm={"group_size": 2, "groups_per_batch": 2})
-    metrics = loaded(spec).step([group_of(first), group_of(second, 1)], version(5))
+    metrics = loaded(RlLearner(spec)).step([group_of(first), group_of(second, 1)], version(5))
     assert {key: round(metrics[key], 6) for key in EXPECTED} == EXPECTED
     assert metrics["mismatch/tokens"] == 6 and metrics["tokens"] == 10
 
@@ -143,19 +145,13 @@ EXPECTED = {
 )
 def test_resume_is_exact_to_the_bit(small: Path, tmp_path: Path, parts: dict[str, dict[str, object]]) -> None:
     spec = torch_spec(small, train={"lr": 1e-3, "warmup_steps": 5}, **parts)
-    unbroken = loaded(spec)
-    for step in range(6):
-        unbroken.step(random_groups(step), version(step))
-
-    first = loaded(spec)
-    for step in range(3):
-        first.step(random_groups(step), version(step))
-    first.save(tmp_path / "checkpoint")
-    torch.manual_seed(12345)
-    second = loaded(spec, tmp_path / "checkpoint")
-    assert second.steps == 3
-    for step in range(3, 6):
-        second.step(random_groups(step), version(step))
+    second, unbroken = resumed_and_unbroken(
+        lambda checkpoint: loaded(RlLearner(spec), checkpoint),
+        lambda learner, step: learner.step(random_groups(step), version(step)),
+        tmp_path / "checkpoint",
+        half=3,
+    )
+    assert second.steps == 6
     assert digest(second) == digest(unbroken)
 
 
@@ -164,7 +160,7 @@ def test_resume_is_exact_to_the_bit(small: Path, tmp_path: Path, parts: dict[str
 
 def trained(spec: JobSpec, directory: Path, steps: int = 3) -> RlLearner:
     """A learner after some steps, with its checkpoint in `directory`."""
-    learner = loaded(spec)
+    learner = loaded(RlLearner(spec))
     for step in range(steps):
         learner.step(random_groups(step), version(step))
     learner.save(directory)
@@ -195,7 +191,7 @@ def same_weights(a: RlLearner, b: RlLearner) -> bool:
 def test_start_takes_weights_alone(small: Path, tmp_path: Path, parts: dict[str, dict[str, Any]]) -> None:
     spec = torch_spec(small, train={"lr": 1e-3, "warmup_steps": 5}, **parts)
     first = trained(spec, tmp_path / "c")
-    fresh, again = loaded(spec), started(spec, tmp_path / "c")
+    fresh, again = loaded(RlLearner(spec)), started(spec, tmp_path / "c")
     assert torch.equal(torch.get_rng_state(), _random_state_of(spec)), "dropout draws what a first start would draw"
     assert same_weights(first, again) and not same_weights(fresh, again)
     assert (again.steps, again.lr_share, len(again.optimizer.state)) == (0, fresh.lr_share, 0)
@@ -211,7 +207,7 @@ def test_start_takes_weights_alone(small: Path, tmp_path: Path, parts: dict[str,
 
 def _random_state_of(spec: JobSpec) -> torch.Tensor:
     """After a first start."""
-    loaded(spec)
+    loaded(RlLearner(spec))
     return torch.get_rng_state()
 
 
@@ -258,7 +254,7 @@ def test_start_from_another_adapter_names_tensors_with_their_shapes(small: Path,
 
 @pytest.mark.parametrize("updates", [1, 2])
 def test_a_step_that_is_not_finite_changes_nothing(small: Path, updates: int) -> None:
-    learner = loaded(torch_spec(small, algorithm={"updates_per_batch": updates}))
+    learner = torch_learner(small, algorithm={"updates_per_batch": updates})
     learner.step(random_groups(0), version(0))
     before, steps = digest(learner), learner.steps
     groups = random_groups(1)
@@ -275,7 +271,7 @@ def test_a_step_that_is_not_finite_changes_nothing(small: Path, updates: int) ->
 
 
 def test_lr_zero_leaves_the_weights_alone(small: Path) -> None:
-    learner = loaded(torch_spec(small, train={"lr": 0.0}))
+    learner = torch_learner(small, train={"lr": 0.0})
     before = [p.detach().clone() for p in learner.parameters.values()]
     learner.step(random_groups(0), V0)
     assert all(torch.equal(a, b) for a, b in zip(before, learner.parameters.values(), strict=True))
@@ -284,8 +280,8 @@ def test_lr_zero_leaves_the_weights_alone(small: Path) -> None:
 def test_kl_needs_and_uses_reference_logprobs(small: Path) -> None:
     spec = torch_spec(small, algorithm={"kl_coef": 0.5})
     with pytest.raises(JobFailed, match="without reference"):
-        loaded(spec).step(random_groups(0), V0)
-    with_kl, without = loaded(spec), loaded(torch_spec(small))
+        loaded(RlLearner(spec)).step(random_groups(0), V0)
+    with_kl, without = loaded(RlLearner(spec)), torch_learner(small)
     metrics = with_kl.step(random_groups(0, reference=True), V0)
     assert metrics["loss/kl"] > 0
     assert "loss/kl" not in without.step(random_groups(0, reference=True), V0)
@@ -293,18 +289,15 @@ def test_kl_needs_and_uses_reference_logprobs(small: Path) -> None:
 
 
 def test_several_updates_clip_against_the_weights_at_the_start_of_the_batch(small: Path) -> None:
-    learner = loaded(
-        torch_spec(
-            small, algorithm={"updates_per_batch": 4, "clip_low": 0.0, "clip_high": 0.0, "proximal": "recomputed"}
-        )
-    )
+    algorithm = {"updates_per_batch": 4, "clip_low": 0.0, "clip_high": 0.0, "proximal": "recomputed"}
+    learner = torch_learner(small, algorithm=algorithm)
     metrics = learner.step(random_groups(0), V0)
     assert 0 < metrics["clip_share"] < 1
     assert metrics["ratio/mean"] != pytest.approx(np.exp(metrics["drift/mean"]))
 
 
 def test_snapshot_carries_hugging_face_names_without_tied_copies(small: Path) -> None:
-    learner = loaded(torch_spec(small))
+    learner = torch_learner(small)
     learner.step(random_groups(0), V0)
     snapshot = learner.snapshot(version(1))
     sent = dict(unpack(snapshot.manifest, snapshot.buckets))
@@ -316,7 +309,7 @@ def test_snapshot_carries_hugging_face_names_without_tied_copies(small: Path) ->
 
 
 def test_bfloat16_trains_float32_masters_and_sends_bfloat16(small: Path, tmp_path: Path) -> None:
-    learner = loaded(torch_spec(small, model={"dtype": "bfloat16"}))
+    learner = torch_learner(small, model={"dtype": "bfloat16"})
     metrics = learner.step(random_groups(0), V0)
     assert np.isfinite(metrics["loss/policy"])
     assert all(p.dtype == torch.float32 for p in learner.parameters.values())
@@ -326,7 +319,7 @@ def test_bfloat16_trains_float32_masters_and_sends_bfloat16(small: Path, tmp_pat
 
 
 def test_saved_directory_is_a_plain_hugging_face_model(small: Path, tmp_path: Path) -> None:
-    learner = loaded(torch_spec(small))
+    learner = torch_learner(small)
     learner.step(random_groups(0), V0)
     learner.save(tmp_path / "c")
     model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "c", output_loading_info=True)
@@ -344,7 +337,7 @@ def _sdpa(learner: RlLearner) -> object:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_lora_trains_sends_and_saves_only_the_adapter(small: Path, tmp_path: Path, dtype: str) -> None:
-    learner = loaded(torch_spec(small, model={"lora": LORA, "dtype": dtype}))
+    learner = torch_learner(small, model={"lora": LORA, "dtype": dtype})
     base = {n: p.detach().clone() for n, p in learner.model.named_parameters() if "lora_" not in n}
     for step in range(2):
         learner.step(random_groups(step), version(step))
@@ -365,16 +358,16 @@ def test_lora_trains_sends_and_saves_only_the_adapter(small: Path, tmp_path: Pat
     tolerance = 1e-5 if dtype == "float32" else 0.05
     torch.testing.assert_close(plain_logprobs(again, ids), plain_logprobs(_sdpa(learner), ids), atol=tolerance, rtol=0)
     with pytest.raises(JobFailed, match="does not fit"):
-        loaded(torch_spec(small, model={"lora": {**LORA, "rank": 2}}), tmp_path / "c")
+        torch_learner(small, tmp_path / "c", model={"lora": {**LORA, "rank": 2}})
 
 
 def test_wrong_lora_targets_and_missing_state_are_named(small: Path) -> None:
     with pytest.raises(JobFailed, match="target_modules"):
-        loaded(torch_spec(small, model={"lora": {"target_modules": ["nothing"]}}))
+        torch_learner(small, model={"lora": {"target_modules": ["nothing"]}})
     with pytest.raises(JobFailed, match=r"no module 'v_porj', 'proj'$"):
-        loaded(torch_spec(small, model={"lora": {"target_modules": ["q_proj", "v_porj", "self_attn.o_proj", "proj"]}}))
+        torch_learner(small, model={"lora": {"target_modules": ["q_proj", "v_porj", "self_attn.o_proj", "proj"]}})
     with pytest.raises(JobFailed, match="cannot be resumed"):
-        loaded(torch_spec(small), small)
+        torch_learner(small, small)
 
 
 @pytest.mark.parametrize(
@@ -417,7 +410,7 @@ def test_grpo_learns_to_copy_one_digit(small: Path) -> None:
     spec = torch_spec(
         small, algorithm={"group_size": 16, "groups_per_batch": 8}, train={"lr": 2e-3, "warmup_steps": 10, "steps": 150}
     )
-    learner = loaded(spec)
+    learner = loaded(RlLearner(spec))
     sampler = Sampler(learner.causal, learner.tokenizer, seed=0)
     rewards: list[float] = []
     for step in range(150):

@@ -15,6 +15,7 @@ from opentinker.services.trainer.learners.base import NonFinite
 from opentinker.services.trainer.learners.sft import SftLearner
 from opentinker.shared.nn.models import longest_context
 from tests.samples.row_samples import chat_model, copies, random_rows, row_spec, write_rows
+from tests.support.learning import loaded, resumed_and_unbroken
 from tests.unit.trainer.test_rl_learner import digest
 
 LORA = {"rank": 4, "alpha": 8.0}
@@ -25,10 +26,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return chat_model(tmp_path_factory.mktemp("models") / "m")
 
 
-def loaded(base: Path, checkpoint: Any = None, **parts: dict[str, Any]) -> SftLearner:
-    learner = SftLearner(row_spec(base, "unused.jsonl", **parts))
-    learner.load(checkpoint)
-    return learner
+def sft_learner(base: Path, checkpoint: Path | None = None, **parts: dict[str, Any]) -> SftLearner:
+    return loaded(SftLearner(row_spec(base, "unused.jsonl", **parts)), checkpoint)
 
 
 def padded_loss(model: Any, rows: list[Example]) -> tuple[torch.Tensor, float]:
@@ -54,7 +53,7 @@ def test_packed_loss_and_gradient_are_those_of_a_padded_batch(model: Path, budge
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 1e9)
 
-    learner = loaded(model, train={"tokens_per_micro_batch": budget})
+    learner = sft_learner(model, train={"tokens_per_micro_batch": budget})
     evaluated = learner.evaluate(rows)
     metrics = learner.step(rows)
     assert evaluated["loss"] == pytest.approx(loss.item(), abs=2e-6)
@@ -66,7 +65,7 @@ def test_packed_loss_and_gradient_are_those_of_a_padded_batch(model: Path, budge
 
 
 def test_evaluation_changes_nothing_and_drops_nothing_out(model: Path) -> None:
-    learner = loaded(model, model={"lora": {**LORA, "dropout": 0.5}})
+    learner = sft_learner(model, model={"lora": {**LORA, "dropout": 0.5}})
     learner.step(random_rows(0))
     before, state = digest(learner), torch.get_rng_state()
     assert learner.evaluate(random_rows(1)) == learner.evaluate(random_rows(1))
@@ -79,23 +78,19 @@ def test_evaluation_changes_nothing_and_drops_nothing_out(model: Path) -> None:
     ids=["full", "bfloat16", "lora with dropout"],
 )
 def test_resume_is_exact_to_the_bit(model: Path, tmp_path: Path, parts: dict[str, dict[str, Any]]) -> None:
-    unbroken = loaded(model, **parts)
-    for step in range(4):
-        unbroken.step(random_rows(step))
-    first = loaded(model, **parts)
-    for step in range(2):
-        first.step(random_rows(step))
-    first.save(tmp_path / "checkpoint")
-    torch.manual_seed(12345)
-    second = loaded(model, tmp_path / "checkpoint", **parts)
-    for step in range(2, 4):
-        second.evaluate(random_rows(9))
-        second.step(random_rows(step))
+    def step(learner: SftLearner, number: int) -> None:
+        if number > 1:
+            learner.evaluate(random_rows(9))
+        learner.step(random_rows(number))
+
+    second, unbroken = resumed_and_unbroken(
+        lambda checkpoint: sft_learner(model, checkpoint, **parts), step, tmp_path / "checkpoint", half=2
+    )
     assert digest(second) == digest(unbroken) and second.steps == 4
 
 
 def test_a_step_that_is_not_finite_changes_nothing(model: Path) -> None:
-    learner = loaded(model)
+    learner = sft_learner(model)
     learner.step(random_rows(0))
     before = digest(learner)
     weight = next(iter(learner.parameters.values()))
@@ -116,8 +111,7 @@ def test_it_learns_what_the_rows_say(model: Path, tmp_path: Path) -> None:
     path = write_rows(tmp_path / "a.jsonl", copies(100))
     spec = row_spec(model, path, model={"chat_template": "plain"}, data={"validation": 0.2}, train={"lr": 1e-2})
     examples = load_examples(spec)
-    learner = SftLearner(spec)
-    learner.load(None)
+    learner = loaded(SftLearner(spec))
     assert longest_context(str(model)) == 4096
     before, held_before = learner.evaluate(examples.train), learner.evaluate(examples.validation)
     for step in range(60):

@@ -27,7 +27,7 @@ from opentinker.shared.spec.algorithm_parts import (
 from opentinker.shared.types.errors import JobFailed
 from opentinker.shared.types.manifest import Manifest, read_manifest
 from tests.support.factories import SMALLEST, group_of, refusals, trajectory_of, version
-from tests.support.learning import as_trees, random_groups, torch_spec
+from tests.support.learning import as_trees, random_groups, resumed_and_unbroken, torch_learner, torch_spec
 
 
 def resolved(**fields: Any) -> AlgorithmSpec:
@@ -185,12 +185,6 @@ def test_overlong_lengths_must_fit() -> None:
 # --- on the learner -------------------------------------------------------------------------------------------------
 
 
-def loaded(base: Path, checkpoint: Path | None = None, **parts: Any) -> RlLearner:
-    learner = RlLearner(torch_spec(base, **parts))
-    learner.load(checkpoint)
-    return learner
-
-
 def state(learner: RlLearner) -> list[torch.Tensor]:
     owners: list[Any] = [learner, *([learner.critic] if learner.critic else [])]
     tensors = []
@@ -208,7 +202,7 @@ def everything_masked(metrics: dict[str, float]) -> bool:
 
 def test_every_combination_of_parts_makes_a_step(small: Path) -> None:
     """One learner, its spec exchanged: all losses with all estimators, then corrections, KL, entropy, aggregation."""
-    learner = loaded(small)
+    learner = torch_learner(small)
     combinations: list[dict[str, Any]] = [
         {"advantage": advantage, "loss": loss}
         for advantage, loss in itertools.product(ADVANTAGES, LOSSES)
@@ -236,7 +230,7 @@ def test_a_batch_s_own_updates_do_not_move_its_sequences_out_of_the_geometric_wi
     groups = random_groups(0, groups=2)
     algorithm: dict[str, Any] = {"groups_per_batch": 2, "updates_per_batch": 2}
     algorithm |= {"loss": "importance_sampling", "correction": "geometric", "geometric_low": 0.0, "geometric_high": 1.0}
-    found = [loaded(small, algorithm=algorithm, train={"lr": lr}).step(groups, version(0)) for lr in (0.0, 0.05)]
+    found = [torch_learner(small, algorithm=algorithm, train={"lr": lr}).step(groups, version(0)) for lr in (0.0, 0.05)]
     assert 0 < found[0]["masked/positive"] < 1
     for sign in ("positive", "negative"):
         assert found[0][f"masked/{sign}"] == found[1][f"masked/{sign}"]
@@ -247,20 +241,20 @@ def test_entropy_bonus_raises_entropy(small: Path) -> None:
     ids, mask = [7, 8, 9, 1], [0, 1, 1, 1]
     groups = [group_of([trajectory_of(ids, mask, reward=1.0) for _ in range(2)])]
     batch = {"group_size": 2, "groups_per_batch": 1}
-    learner = loaded(small, algorithm={**batch, "entropy_coef": 1.0}, train={"lr": 1e-4})
+    learner = torch_learner(small, algorithm={**batch, "entropy_coef": 1.0}, train={"lr": 1e-4})
     entropy = [learner.step(groups, version(step))["entropy"] for step in range(4)]
     assert entropy == sorted(entropy) and entropy[-1] > entropy[0]
-    still = loaded(small, algorithm=batch)
+    still = torch_learner(small, algorithm=batch)
     assert still.step(groups, version(0))["grad_norm"] == 0
 
 
 def test_masked_share_is_told_by_the_sign_of_the_advantage(small: Path) -> None:
     """Behaviour far below pi: ratios are huge, so good tokens are clipped and bad ones are not."""
     made = [trajectory_of([7, 8, 9], [0, 1, 1], reward=r, logprobs=[0.0, -20.0, -20.0]) for r in (1.0, 0.0)]
-    learner = loaded(small, algorithm={"name": "grpo", "loss": "ppo", "group_size": 2, "groups_per_batch": 1})
+    learner = torch_learner(small, algorithm={"name": "grpo", "loss": "ppo", "group_size": 2, "groups_per_batch": 1})
     metrics = learner.step([group_of(made)], version(0))
     assert (metrics["masked/positive"], metrics["masked/negative"], metrics["clip_share"]) == (1.0, 0.0, 0.5)
-    bounded = loaded(small, algorithm={"loss": "ppo", "dual_clip": 3.0, "group_size": 2, "groups_per_batch": 1})
+    bounded = torch_learner(small, algorithm={"loss": "ppo", "dual_clip": 3.0, "group_size": 2, "groups_per_batch": 1})
     assert bounded.step([group_of(made)], version(0))["masked/negative"] == 1.0
 
 
@@ -271,19 +265,15 @@ PPO = {"name": "ppo", "critic_lr": 1e-3}
     "parts", [{}, {"model": {"lora": {"rank": 4}}}, {"model": {"dtype": "bfloat16"}}], ids=["full", "lora", "bfloat16"]
 )
 def test_a_critic_resumes_to_the_bit(small: Path, tmp_path: Path, parts: dict[str, Any]) -> None:
-    unbroken = loaded(small, algorithm=PPO, **parts)
-    for step in range(4):
-        unbroken.step(random_groups(step), version(step))
-    first = loaded(small, algorithm=PPO, **parts)
-    for step in range(2):
-        first.step(random_groups(step), version(step))
-    first.save(tmp_path / "c")
-    second = loaded(small, tmp_path / "c", algorithm=PPO, **parts)
-    for step in range(2, 4):
-        second.step(random_groups(step), version(step))
+    second, unbroken = resumed_and_unbroken(
+        lambda checkpoint: torch_learner(small, checkpoint, algorithm=PPO, **parts),
+        lambda learner, step: learner.step(random_groups(step), version(step)),
+        tmp_path / "c",
+        half=2,
+    )
     assert all(torch.equal(a, b) for a, b in zip(state(second), state(unbroken), strict=True))
     assert {info.name for info in second.snapshot(version(4)).manifest} == {
-        info.name for info in loaded(small, **parts).snapshot(version(4)).manifest
+        info.name for info in torch_learner(small, **parts).snapshot(version(4)).manifest
     }, "the critic does not travel"
 
 
@@ -294,15 +284,15 @@ def committed(root: Path, learner: RlLearner, step: int) -> Path:
 
 def test_running_baselines_resume_to_the_bit(small: Path, tmp_path: Path) -> None:
     spiral = {"name": "spiral"}
-    unbroken = loaded(small, algorithm=spiral)
+    unbroken = torch_learner(small, algorithm=spiral)
     for step in range(4):
         unbroken.step(random_groups(step), version(step))
-    first = loaded(small, algorithm=spiral)
+    first = torch_learner(small, algorithm=spiral)
     for step in range(2):
         first.step(random_groups(step), version(step))
     saved = committed(tmp_path, first, 2)
     assert read_manifest(saved).baselines == first.baselines and first.baselines["copy_digits"][""] != 0.0
-    second = loaded(small, saved, algorithm=spiral)
+    second = torch_learner(small, saved, algorithm=spiral)
     for step in range(2, 4):
         second.step(random_groups(step), version(step))
     assert second.baselines == unbroken.baselines
@@ -313,7 +303,7 @@ def test_running_baselines_resume_to_the_bit(small: Path, tmp_path: Path) -> Non
 
 
 def test_a_refused_step_leaves_the_running_baselines_alone(small: Path) -> None:
-    learner = loaded(small, algorithm={"name": "spiral"})
+    learner = torch_learner(small, algorithm={"name": "spiral"})
     learner.step(random_groups(0), version(0))
     before = learner.baselines
     with torch.no_grad():
@@ -329,7 +319,7 @@ def test_a_critic_learns_the_returns(small: Path) -> None:
         group_of([trajectory_of([prompt, 9, 1], [0, 1, 1], reward=reward) for _ in range(4)], seq)
         for seq, (prompt, reward) in enumerate([(7, 1.0), (8, 0.0)])
     ]
-    learner = loaded(small, algorithm={**PPO, "groups_per_batch": 2, "value_clip": 1.0}, train={"lr": 0.0})
+    learner = torch_learner(small, algorithm={**PPO, "groups_per_batch": 2, "value_clip": 1.0}, train={"lr": 0.0})
     metrics = [learner.step(groups, version(step)) for step in range(15)]
     assert metrics[0]["critic/explained_variance"] == pytest.approx(0.0)
     assert metrics[-1]["critic/explained_variance"] > 0.9
@@ -337,7 +327,7 @@ def test_a_critic_learns_the_returns(small: Path) -> None:
 
 
 def test_values_before_the_batch_have_no_dropout_and_its_gradient_has(small: Path) -> None:
-    learner = loaded(small, algorithm=PPO, model={"lora": {"rank": 4, "dropout": 0.5}})
+    learner = torch_learner(small, algorithm=PPO, model={"lora": {"rank": 4, "dropout": 0.5}})
     critic = learner.critic
     assert critic is not None
     for step in range(2):  # neither the adapter nor the head is zero any more
@@ -358,7 +348,7 @@ def test_values_before_the_batch_have_no_dropout_and_its_gradient_has(small: Pat
 
 
 def test_a_refused_step_leaves_the_critic_alone(small: Path) -> None:
-    learner = loaded(small, algorithm={**PPO, "updates_per_batch": 2})
+    learner = torch_learner(small, algorithm={**PPO, "updates_per_batch": 2})
     learner.step(random_groups(0), version(0))
     before = state(learner)
     groups = random_groups(1)
@@ -371,8 +361,8 @@ def test_a_refused_step_leaves_the_critic_alone(small: Path) -> None:
 
 
 def test_a_checkpoint_without_a_critic_cannot_resume_ppo(small: Path, tmp_path: Path) -> None:
-    learner = loaded(small)
+    learner = torch_learner(small)
     learner.step(random_groups(0), version(0))
     learner.save(tmp_path / "c")
     with pytest.raises(JobFailed, match="no usable critic"):
-        loaded(small, tmp_path / "c", algorithm=PPO)
+        torch_learner(small, tmp_path / "c", algorithm=PPO)
