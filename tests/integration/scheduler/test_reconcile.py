@@ -65,6 +65,16 @@ async def started(store: Store, job: str, epoch: int = 1) -> bool:
     return record.state == JobState.STARTING and record.epoch == epoch
 
 
+async def begun(store: Store, workers: Workers) -> str:
+    """A job whose two workers have seen their leases."""
+    job = await new_job(store, "j-a")
+    await workers.start("trainer-0", "rollout-0")
+    await until(lambda: started(store, job))
+    for id in ("trainer-0", "rollout-0"):
+        await until(partial(_leased, workers, id, job, 1))
+    return job
+
+
 async def test_job_starts_when_workers_are_free(store: Store, workers: Workers, reconciler: Reconciler) -> None:
     job = await new_job(store, "j-a")
     await until(lambda: _waits_for(store, job, "trainer, rollout worker (none is running)"))
@@ -110,16 +120,6 @@ async def test_job_waits_for_shared_workers(store: Store, ctx: Context, changes:
     await workers.stop()
 
 
-async def test_a_stuck_job_does_not_block_the_next(store: Store, workers: Workers, reconciler: Reconciler) -> None:
-    first = await new_job(store, "j-first", algorithm__kl_coef=0.1)
-    second = await new_job(store, "j-second")
-    await workers.start("trainer-0", "rollout-0")
-    await until(lambda: started(store, second))
-    assert await state(store, first) == JobState.QUEUED
-    waiting = "a free trainer; a free rollout worker; shared reference-forward (none is running)"
-    await until(lambda: _waits_for(store, first, waiting))
-
-
 async def test_oldest_job_goes_first(store: Store, workers: Workers, ctx: Context) -> None:
     jobs = [await new_job(store, f"j-{name}") for name in ("z", "a", "m")]
     await workers.start("trainer-0", "rollout-0")
@@ -128,9 +128,7 @@ async def test_oldest_job_goes_first(store: Store, workers: Workers, ctx: Contex
 
 
 async def test_dead_trainer_is_replaced_at_a_new_epoch(store: Store, workers: Workers, reconciler: Reconciler) -> None:
-    job = await new_job(store, "j-a")
-    await workers.start("trainer-0", "rollout-0")
-    await until(lambda: _leased(workers, "rollout-0", job, 1))
+    job = await begun(store, workers)
     await store.transition(job, JobState.RUNNING, epoch=1)
     rollout = await workers["rollout-0"].lease()
     # The scheduler has just started: it gives everybody one ttl to be seen.
@@ -170,9 +168,7 @@ async def _leased(workers: Workers, id: str, job: str, epoch: int) -> bool:
 
 
 async def test_restarted_trainer_gets_its_job_back(store: Store, workers: Workers, reconciler: Reconciler) -> None:
-    job = await new_job(store, "j-a")
-    await workers.start("trainer-0", "rollout-0")
-    await until(lambda: started(store, job))
+    job = await begun(store, workers)
     await workers.start("trainer-0")  # same slot, new incarnation
     again = Lease(
         job=job, worker="trainer-0", incarnation=workers["trainer-0"].info.incarnation, epoch=2, pool=Pool.TRAINER
@@ -182,9 +178,7 @@ async def test_restarted_trainer_gets_its_job_back(store: Store, workers: Worker
 
 
 async def test_job_says_it_waits_for_a_new_trainer(store: Store, workers: Workers, reconciler: Reconciler) -> None:
-    job = await new_job(store, "j-a")
-    await workers.start("trainer-0", "rollout-0")
-    await until(lambda: started(store, job))
+    job = await begun(store, workers)
     await workers["trainer-0"].die()
     await until(lambda: _waits_for(store, job, "trainer (none is running)"))
     await workers.start("trainer-0")
@@ -193,9 +187,7 @@ async def test_job_says_it_waits_for_a_new_trainer(store: Store, workers: Worker
 
 
 async def test_dead_rollout_worker_keeps_the_epoch(store: Store, workers: Workers, reconciler: Reconciler) -> None:
-    job = await new_job(store, "j-a")
-    await workers.start("trainer-0", "rollout-0")
-    await until(lambda: _leased(workers, "trainer-0", job, 1))
+    job = await begun(store, workers)
     trainer = await workers["trainer-0"].lease()
     await workers["rollout-0"].die()
     await workers.start("rollout-1")
@@ -254,9 +246,7 @@ async def test_a_job_starts_with_all_its_minimum(store: Store, workers: Workers,
 
 
 async def test_paused_job_frees_workers_and_resumes(store: Store, workers: Workers, reconciler: Reconciler) -> None:
-    job = await new_job(store, "j-a")
-    await workers.start("trainer-0", "rollout-0")
-    await until(lambda: _leased(workers, "trainer-0", job, 1))
+    job = await begun(store, workers)
     await store.transition(job, JobState.PAUSED)
     await until(store.leases, lambda leases: not leases)
     await until(lambda: workers.idle("trainer-0", "rollout-0"))
