@@ -4,12 +4,12 @@
                                         [--say TEXT] [--children N]
 
 The environment's own expert plays `episodes` start states in this process first; then what it said is played again: in
-one thread, with nothing in between, and by `sessions` episodes at once through an env worker and a real NATS server.
-`--say` is for environments without an expert: every action is that text. `module:Class` names work too. Opening and
-closing episodes is in all the times. `--children`: so many child processes for an environment that blocks, with as
-many sessions in each as it takes (default: those of an env worker, 2 with 8). Prints steps/s, CPU time, and how many
-episodes ended and were right (`exact`); other processes on the machine disturb the first more than the second, and
-their share is printed.
+one thread, as an env worker plays it but without the wire, and by `sessions` episodes at once through an env worker and
+a real NATS server. `--say` is for environments without an expert: every action is that text. `module:Class` names work
+too. Opening and closing episodes is in all the times. `--children`: so many child processes for an environment that
+blocks, with as many sessions in each as it takes (default: those of an env worker, 2 with 8). Prints steps/s, CPU time,
+and how many episodes ended and were right (`exact`); other processes on the machine disturb the first more than the
+second, and their share is printed.
 """
 
 from __future__ import annotations
@@ -17,72 +17,47 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from itertools import count
-from typing import Any
+from itertools import cycle
 
 import numpy as np
 import uvloop
 
 from loadtest._players import Players, Turns, options
 from loadtest.env_plane import serving
-from opentinker.envs.base import Action, Environment, Opening, Step
-from opentinker.envs.registry import make
-from opentinker.envs.rounds import as_opening, play_actions, prompts_of
+from opentinker.local.trial_episode import Repeating, Tried, expert, play
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.runtime.reexec import below
-from opentinker.shared.types.core import StopReason
+from opentinker.shared.types.core import Message
 from opentinker.shared.types.env_protocol import OpenSession, Policy
 
-LONGEST = 1000
-"""Turns of an episode, for environments that never end."""
+
+async def first_time(arguments: argparse.Namespace, row: int) -> Tried:
+    """Play with the expert, or with the words of --say, in this process."""
+    said = None if arguments.say is None else Message(role="assistant", content=arguments.say)
+    tried = await play(arguments.name, arguments.config, expert if said is None else lambda *_: said, row=row, seed=0)
+    if tried.failure:
+        raise SystemExit(tried.failure)
+    if not tried.turns or any(message.tool_calls for _, message in tried.said):
+        lacking = "has an expert that calls tools" if tried.turns else "has no expert"
+        raise SystemExit(f"{arguments.name} {lacking}: give what is to be said in every turn with --say TEXT")
+    return tried
 
 
-async def played(name: str, config: dict[str, Any], row: int, texts: Turns | None, say: str | None) -> Turns:
-    """One episode in this process: what was said. `texts`: from an earlier time."""
-    environment = make(name, config, modules=True)
-    asked: Opening | Step = as_opening(environment, await environment.open(row, 0))
-    said: Turns = []
-    try:
-        for turn in range(LONGEST):
-            seats = list(prompts_of(environment, asked, "step" if turn else "open"))
-            said.append(texts[turn] if texts else [say or _expert(environment, asked, seat) for seat in seats])
-            actions = [
-                Action(text=text, stop=StopReason.EOS, turn=turn, seat=seat)
-                for seat, text in zip(seats, said[-1], strict=True)
-            ]
-            asked = await play_actions(environment, asked, actions)
-            if asked.done:
-                break
-    finally:
-        await environment.close()
-    return said
-
-
-def _expert(environment: Environment, asked: Opening | Step, seat: str) -> str:
-    gold = environment.gold() if asked.acting is None else environment.gold_of(seat)
-    if isinstance(gold, str):
-        return gold
-    lacking = "has no expert" if gold is None else "has an expert that calls tools"
-    raise SystemExit(f"{type(environment).__name__} {lacking}: give what is to be said in every turn with --say TEXT")
-
-
-async def alone(arguments: argparse.Namespace, episodes: list[Turns]) -> tuple[float, float]:
+async def alone(arguments: argparse.Namespace, episodes: list[Tried]) -> tuple[float, float]:
     """Steps and CPU seconds per step, one episode after another in this thread."""
     steps, cpu, began = 0, time.process_time(), time.perf_counter()
-    for row in count():
-        texts = episodes[row % len(episodes)]
-        await played(arguments.name, arguments.config, row % len(episodes), texts, None)
-        steps += len(texts)
+    for tried in cycle(episodes):
+        again = await play(arguments.name, arguments.config, Repeating(tried.said), row=tried.row, seed=0)
+        steps += len(again.turns)
         if time.perf_counter() - began > arguments.seconds:
             break
     return steps / (time.perf_counter() - began), (time.process_time() - cpu) / steps
 
 
 async def measure(arguments: argparse.Namespace, url: str, pids: dict[str, int]) -> None:
-    episodes = [
-        await played(arguments.name, arguments.config, row, None, arguments.say) for row in range(arguments.episodes)
-    ]
-    own, own_cpu = await alone(arguments, episodes)
+    tried = [await first_time(arguments, row) for row in range(arguments.episodes)]
+    episodes: list[Turns] = [[[message.text for _, message in turn] for turn in one.turns] for one in tried]
+    own, own_cpu = await alone(arguments, tried)
     opening = OpenSession(
         job="load", session="", environment=arguments.name, config=arguments.config, row=0, seed=0, deadline_s=600.0,
         policy=Policy(model="load", context_length=4096),
