@@ -41,10 +41,7 @@ TARGET = 1.05
 
 
 async def measure(cluster: Cluster, spec: JobSpec) -> dict[str, float]:
-    job = await cluster.submit(spec)
-    record = await cluster.wait(job, 600)
-    assert record["state"] == "succeeded", record["reason"]
-    lines: list[dict[str, Any]] = cluster.lines(job)[WARM_UP - 1 :]
+    lines: list[dict[str, Any]] = cluster.lines(await cluster.run(spec, 600))[WARM_UP - 1 :]
     kept = lines[1:]
     return {
         "step": (lines[-1]["time"] - lines[0]["time"]) / len(kept),

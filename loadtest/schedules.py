@@ -26,7 +26,7 @@ from loadtest._machine import Others, verdict
 from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.spec.schedules import max_opponent_lag
 from opentinker.shared.types.core import part_id
-from tests.support.cluster import Cluster, toy_cluster
+from tests.support.cluster import toy_cluster
 
 SCHEDULES = ("wait", "drop", "grow", "lockstep", "alternate")
 TOLERANCE = 0.05
@@ -91,13 +91,6 @@ def counted(schedule: str, lines: list[Line]) -> list[Line]:
     return lines[first - 1 : last]
 
 
-async def measure(cluster: Cluster, spec: JobSpec, seconds: float) -> dict[str, list[Line]]:
-    job = await cluster.submit(spec)
-    record = await cluster.wait(job, 10 * seconds + 600)
-    assert record["state"] == "succeeded", record["reason"]
-    return {name: cluster.lines(part_id(job, name)) for name in spec.policies}
-
-
 def judge(spec: JobSpec, name: str, lines: list[Line], formula: float) -> bool:
     assert spec.match is not None
     kept = counted(spec.match.schedule, lines)
@@ -125,8 +118,9 @@ async def run(options: argparse.Namespace) -> bool:
                 formula = rates(schedule, options.slow, options.fast, options.gen)
                 steps = {name: max(6, round(options.seconds * rate)) for name, rate in formula.items()}
                 spec = job_of(model, schedule, options, steps)
-                for name, lines in (await measure(cluster, spec, options.seconds)).items():
-                    good &= judge(spec, name, lines, formula[name])
+                job = await cluster.run(spec, 10 * options.seconds + 600)
+                for name in spec.policies:
+                    good &= judge(spec, name, cluster.lines(part_id(job, name)), formula[name])
     return verdict(f"rates within {TOLERANCE:.0%}, lags within their bounds", good, others.stop())
 
 

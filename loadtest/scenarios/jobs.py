@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from loadtest._report import Report
 from loadtest._target import Target
 from opentinker.client import ApiConflict, AsyncClient
 from opentinker.shared.api_types import MetricPoint
 
+T = TypeVar("T")
 SLEEPER = "loadtest._environments:Sleeper"
+LOOK_S = 0.02
 END_S = 180.0
 """A job ends within this time after the loaded phase."""
 
@@ -76,14 +79,25 @@ async def steps_of(client: AsyncClient, job: str) -> list[MetricPoint]:
     return points
 
 
-async def until_step(client: AsyncClient, job: str, step: int, timeout_s: float = END_S) -> None:
-    async with asyncio.timeout(timeout_s):
-        while True:
-            seen = await client.job(job)
-            if seen["step"] >= step:
-                return
-            assert seen["state"] not in ("failed", "cancelled"), seen["reason"]
-            await asyncio.sleep(0.05)
+async def until(
+    read: Callable[[], Awaitable[T]], holds: Callable[[T], object], what: str, within_s: float = END_S
+) -> T:
+    """Return what `read` gives as soon as it `holds`. Raises TimeoutError, with `what` was waited for."""
+    deadline = time.monotonic() + within_s
+    while not holds(found := await read()):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not within {within_s:g} s: {what}")
+        await asyncio.sleep(LOOK_S)
+    return found
+
+
+async def until_step(client: AsyncClient, job: str, step: int) -> None:
+    async def done() -> int:
+        seen = await client.job(job)
+        assert seen["state"] not in ("failed", "cancelled"), seen["reason"]
+        return seen["step"]
+
+    await until(done, lambda now: now >= step, f"step {step} of {job}")
 
 
 async def life(client: AsyncClient, report: Report, job: str) -> None:

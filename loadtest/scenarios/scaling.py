@@ -12,7 +12,7 @@ from loadtest._environments import Sleeper
 from loadtest._open_loop import arrivals, open_loop
 from loadtest._report import Report
 from loadtest._target import START_S, Target, target
-from loadtest.scenarios.jobs import SLEEPER, Options, job_of, reader, steps_of, training
+from loadtest.scenarios.jobs import SLEEPER, Options, job_of, reader, steps_of, training, until
 from opentinker.cli.planning.simulation import Pools, Work, predict
 from opentinker.client import AsyncClient
 from opentinker.serve.ws_server import listening
@@ -79,13 +79,14 @@ def compare(report: Report, seen: Pace, work: Work, pools: Pools, of: str) -> No
 
 async def ready(client: AsyncClient, pool: str, many: int = 1) -> list[Worker]:
     """Workers of the pool, as soon as so many of them are there. Raises TimeoutError."""
-    until = time.monotonic() + START_S
-    while time.monotonic() < until:
-        found = [worker for worker in await client.workers() if worker["pool"] == pool]
-        if len(found) >= many and all(worker["status"] != "loading" or worker["job"] for worker in found):
-            return found
-        await asyncio.sleep(0.05)
-    raise TimeoutError(f"not within {START_S:g} s: {many} workers of the pool {pool}")
+
+    async def there() -> list[Worker]:
+        return [worker for worker in await client.workers() if worker["pool"] == pool]
+
+    def enough(found: list[Worker]) -> bool:
+        return len(found) >= many and all(worker["status"] != "loading" or worker["job"] for worker in found)
+
+    return await until(there, enough, f"{many} workers of the pool {pool}", START_S)
 
 
 def pools_of(rollout_workers: int, env_workers: list[Worker]) -> Pools:

@@ -17,7 +17,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ import orjson
 from loadtest._open_loop import Latencies, arrivals, open_loop
 from loadtest._report import Report
 from loadtest._target import ROOT, Target, target
-from loadtest.scenarios.jobs import SLEEPER, job_of, steps_of
+from loadtest.scenarios.jobs import LOOK_S, SLEEPER, job_of, steps_of, until, until_step
 from opentinker.client import AsyncClient
 from opentinker.shared.api_types import Worker
 from tests.support.toys import toy_model
@@ -36,7 +35,6 @@ SUBMIT_P99_S, READ_P99_S, WORSE = 0.150, 0.050, 2.0
 RESTART_S, CANCEL_S, USED_S, DECISIONS = 3.0, 5.0, 1.0, 50.0
 SUBMITS_PER_S = 20.0
 ROUNDS = 3
-LOOK_S = 0.02
 STATE_S = 120.0
 """A job gets into the state that is looked at within this time: torch is imported meanwhile."""
 SESSIONS = "opentinker_env_sessions"
@@ -46,13 +44,9 @@ LONG = {"name": SLEEPER, "config": {"sleep_s": 4 * CANCEL_S, "turns": 2}}
 LOST = ("trainer_lost", "rollout_worker_lost", "requeued", "preempted")
 
 
-async def until(condition: Callable[[], Awaitable[bool]], what: str) -> float:
+async def seen(condition: Callable[[], Awaitable[bool]], what: str) -> float:
     """When it was seen to be true; `perf_counter`. Raises TimeoutError."""
-    deadline = time.monotonic() + STATE_S
-    while not await condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"not within {STATE_S:g} s: {what}")
-        await asyncio.sleep(LOOK_S)
+    await until(condition, bool, what, STATE_S)
     return time.perf_counter()
 
 
@@ -86,7 +80,7 @@ class Site:
             assert now == state or now in ("queued", "starting", "running", "paused"), f"{job} is {now}, not {state}"
             return now == state
 
-        return await until(there, f"{job} is {state}")
+        return await seen(there, f"{job} is {state}")
 
     async def free(self, job: str) -> float:
         """No worker has a lease of the job, none works for it, and env workers have no session. Where another job has
@@ -100,7 +94,7 @@ class Site:
                 return job not in held
             return await self.sessions() == 0
 
-        return await until(all_free, "no worker has it, and no session is open")
+        return await seen(all_free, "no worker has it, and no session is open")
 
     async def sessions(self) -> int:
         """Open on all env workers, as they tell it themselves: a heartbeat would be up to a second old."""
@@ -122,7 +116,7 @@ class Site:
             idle = {worker["id"] for worker in found if worker["status"] == "idle" and not worker["lease"]}
             return wanted <= idle
 
-        return await until(all_idle, "every worker is idle")
+        return await seen(all_idle, "every worker is idle")
 
     async def workers(self) -> list[Worker]:
         return [worker for worker in await self.client.workers() if worker["pool"] in ("trainer", "rollout")]
@@ -155,14 +149,14 @@ async def submissions(site: Site, seconds: float, seed: int) -> None:
 async def restarts(site: Site) -> None:
     """`kill -9`; the supervisor starts it again, and its pause is in the number."""
     job = await site.submit(training(site.at.model))
-    await until(lambda: _stepped(site, job, 5), "five steps")
+    await until_step(site.client, job, 5)
     before = {worker["id"]: worker["incarnation"] for worker in await site.workers()}
     killed, longest = [], 0.0
     for _ in range(ROUNDS):
         killed.append(time.time())
         longest = max(longest, await _seconds_without(site, job))
         step = (await site.client.job(job))["step"]
-        await until(partial(_stepped, site, job, step + 8), "eight more steps")
+        await until_step(site.client, job, step + 8)
     after = {worker["id"]: worker["incarnation"] for worker in await site.workers()}
     points = await steps_of(site.client, job)
     events = [line["event"] for line in await site.client.event_log(job)]
@@ -197,10 +191,6 @@ async def _seconds_without(site: Site, job: str) -> float:
                     assert answer.status == 200 and found["id"] == job and found["state"] == "running", found
                     return time.perf_counter() - began
             await asyncio.sleep(LOOK_S)
-
-
-async def _stepped(site: Site, job: str, step: int) -> bool:
-    return int((await site.client.job(job))["step"]) >= step
 
 
 async def _plays(site: Site) -> bool:
@@ -241,7 +231,7 @@ async def loading(site: Site) -> AsyncIterator[str]:
 
     writer = await asyncio.to_thread(os.open, endless, os.O_RDWR)  # who opens it waits for what does not come
     try:
-        await until(is_read, "the trainer reads the model")
+        await seen(is_read, "the trainer reads the model")
         yield job
     finally:
         os.close(writer)
@@ -260,7 +250,7 @@ async def running(site: Site) -> AsyncIterator[str]:
     """Its episodes are longer than a cancel may take: none is over by itself meanwhile."""
     job = await site.submit(training(site.at.model, environment=LONG))
     await site.reaches(job, "running")
-    await until(lambda: _plays(site), "episodes that are being played")
+    await seen(lambda: _plays(site), "episodes that are being played")
     yield job
 
 
@@ -276,7 +266,7 @@ async def paused(site: Site) -> AsyncIterator[str]:
 async def evaluating(site: Site) -> AsyncIterator[str]:
     spec = training(site.at.model, kind="eval", evaluation={"episodes": 5000}, environment=LONG)
     job = await site.submit({name: part for name, part in spec.items() if name not in ("algorithm", "train")})
-    await until(lambda: _plays(site), "episodes that are being played")
+    await seen(lambda: _plays(site), "episodes that are being played")
     yield job
 
 
