@@ -140,22 +140,24 @@ class AuthMiddleware:
             _refuse_pages(request)
             return UNAUTHENTICATED
         header, address = request.headers.get("Authorization", ""), request.remote or ""
-        known = self._is_known(header)
-        if not known and (wait_s := self._guesses.take(address, time.monotonic())):
+        guess = self._is_guess(header)
+        if guess and (wait_s := self._guesses.take(address, time.monotonic())):
             raise TooMany("unknown keys", wait_s)
         try:
             key = await self._key(header)
         except BadKey as error:
             raise web.HTTPUnauthorized(text=str(error)) from None
-        if not known:
+        if guess:
             self._guesses.give_back(address)
         return key.principal
 
-    def _is_known(self, header: str) -> bool:
-        """Return whether the key was valid at its last lookup."""
+    def _is_guess(self, header: str) -> bool:
+        """Return whether the key has to be looked up and was not valid the last time."""
         text = _shown(header)[1]
-        found, _ = self._cache.get(digest_of(text), (None, 0.0)) if parse(text) else (None, 0.0)
-        return found is not None and found.state(time.time()) == "live"
+        if not parse(text):
+            return False  # refused without a lookup
+        found, _ = self._cache.get(digest_of(text), (None, 0.0))
+        return found is None or found.state(time.time()) != "live"
 
     async def _key(self, header: str) -> Key:
         """Raises BadKey."""

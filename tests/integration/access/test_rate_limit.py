@@ -26,7 +26,7 @@ from opentinker.services.scheduler.http.route_decorator import Route
 from opentinker.shared.config import Settings
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.security.authorization import Action
-from opentinker.shared.security.key_text import parse
+from opentinker.shared.security.key_text import new_key, parse
 from opentinker.shared.state.keys import KeyStore
 from tests.conftest import soon, until
 from tests.support.api import OPERATOR, bearing, new_key_of
@@ -130,16 +130,17 @@ async def test_guesses_of_an_address_are_limited(ctx: Context) -> None:
     good, late = await new_key_of(ctx.store), await new_key_of(ctx.store)
     async with throttled(ctx, burst=20.0) as ask:
         assert await ask(good) == 200
-        assert await asyncio.gather(*(ask(f"wrong-{n}") for n in range(20))) == 20 * [401]
-        assert await ask("wrong-20") == 429
+        assert await asyncio.gather(*(ask(f"malformed-{n}") for n in range(30))) == 30 * [401], "never looked up"
+        assert await asyncio.gather(*(ask(new_key("test")) for _ in range(20))) == 20 * [401]
+        assert await ask(new_key("test")) == 429
         assert await ask(late) == 429, "it was not seen before: it might be a guess"
         assert await ask(good) == 200
 
 
 async def test_a_guess_is_not_believed_for_an_answer_that_requires_no_key(ctx: Context) -> None:
     async with throttled(ctx, burst=1.0) as ask:
-        assert [await ask("wrong", "/page") for _ in range(3)] == [200, 200, 200]
-        assert [await ask("wrong") for _ in range(2)] == [401, 429]
+        assert [await ask(new_key("test"), "/page") for _ in range(3)] == [200, 200, 200]
+        assert [await ask(new_key("test")) for _ in range(2)] == [401, 429]
 
 
 async def test_valid_keys_cost_no_token_until_they_are_revoked(ctx: Context) -> None:
