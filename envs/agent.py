@@ -67,6 +67,8 @@ class AgentEnvironment(Environment):
         self._endpoint: Endpoint | None = None
         self._agent: asyncio.Future[Result] | None = None
         self._pending: PendingRequest
+        self.has_asked = False
+        """Whether the agent has asked the model anything yet."""
 
     @abstractmethod
     async def run(self, base_url: str, row: int, seed: int) -> Result:
@@ -75,9 +77,13 @@ class AgentEnvironment(Environment):
         As in `open`, `row` and `seed` alone decide the start state. Raising fails the episode.
         """
 
+    async def serve(self, endpoint: Endpoint) -> str:
+        """Start the endpoint where the agent can reach it. Return its URL for OpenAI clients, which ends in /v1."""
+        return await endpoint.start()
+
     async def open(self, row: int, seed: int) -> Opening:
         self._endpoint = Endpoint(self.policy)
-        base_url = await self._endpoint.start()
+        base_url = await self.serve(self._endpoint)
         agent = _without_exit(self.run(base_url, row, seed))
         self._agent = (  # in a thread it has an event loop of its own, which it may block
             in_daemon_thread(partial(asyncio.run, agent), "agent") if self.blocking else asyncio.ensure_future(agent)
@@ -125,7 +131,7 @@ class AgentEnvironment(Environment):
             if self._agent.done():
                 _check_result(self._agent)
                 return None
-            self._pending = asking.result()
+            self._pending, self.has_asked = asking.result(), True
             placed = self._contexts.place(self._pending.asked)
             if _bytes_of(placed) <= OBSERVED_BYTES:
                 return placed

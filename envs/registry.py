@@ -42,6 +42,7 @@ BUILT_IN = {
     "gsm8k": "opentinker.envs.builtin.gsm8k:Gsm8k",
     "guess_number": "opentinker.envs.builtin.guess_number:GuessNumber",
     "harbor": "opentinker.envs.harbor.environment:Harbor",
+    "harbor_agent": "opentinker.envs.harbor.agent:HarborAgent",
     "kuhn_poker": "opentinker.envs.builtin.kuhn_poker:KuhnPoker",
     "matching_pennies": "opentinker.envs.builtin.matching_pennies:MatchingPennies",
     "math": "opentinker.envs.builtin.math:Math",

@@ -218,6 +218,10 @@ class Settings(BaseModel):
     sandbox_first_uid: Annotated[int, Field(ge=1000, lt=2**31)] = 60800
     """First of 257 user ids for sandboxes of a service that runs as root; no real user may have them. The last one is
     that of all sandboxes of Harbor tasks."""
+    harbor_sandbox: Literal["bubblewrap", "docker"] = "bubblewrap"
+    """Where the sandboxes of Harbor tasks come from: bubblewrap on root file systems of this machine, without network
+    and without Docker; or containers of the Docker engine on this machine, which builds any Dockerfile. Sets belong to
+    the one with which they were added."""
     harbor_roots: dict[str, Path] = {}
     """By image of a Harbor task's Dockerfile, its root file system: a directory, or a tar of one (`docker export`):
     `"node:22" = "/srv/roots/node22.tar"`; a name without a tag stands for all tags. In an environment variable

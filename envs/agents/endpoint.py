@@ -1,4 +1,5 @@
-"""HTTP server on loopback through which one agent calls the policy, for one episode, in OpenAI's and Anthropic's forms.
+"""HTTP server on loopback or a Unix socket, through which one agent calls the policy for one episode, in OpenAI's and
+Anthropic's forms.
 
     POST {base}/v1/chat/completions    messages, tools, streams
     POST {base}/v1/responses           the same as OpenAI's Responses API
@@ -8,14 +9,16 @@
     POST {base}/inference/v1/generate  token ids in, token ids and logprobs out (X-Session-ID tells conversations apart)
 
 Consumes HTTP requests, produces responses in order of arrival; waits for the policy's turn. `{base}` is
-`http://127.0.0.1:PORT/KEY` with a random key per episode; requests without the key get a 404.
+`http://127.0.0.1:PORT/KEY`, of a socket `/KEY`, with a random key per episode; requests without the key get a 404.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import secrets
+from pathlib import Path
 
 from aiohttp import web
 
@@ -57,13 +60,24 @@ class Endpoint:
 
     async def start(self) -> str:
         """Start the server and return the base URL for OpenAI clients, which ends in /v1."""
+        runner = await self._prepare()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        return f"http://127.0.0.1:{runner.addresses[0][1]}/{self._key}/v1"
+
+    async def start_on(self, socket: Path) -> str:
+        """Start the server on a Unix socket that every user may connect to, and return the URL's path, which ends in
+        /v1. Raises OSError."""
+        runner = await self._prepare()
+        await web.UnixSite(runner, str(socket)).start()
+        os.chmod(socket, 0o666)
+        return f"/{self._key}/v1"
+
+    async def _prepare(self) -> web.AppRunner:
         app = web.Application(client_max_size=BODY_BYTES)
         app.router.add_route("*", "/{key}/{path:.*}", self._handle)
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.0)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
-        await site.start()
-        return f"http://127.0.0.1:{self._runner.addresses[0][1]}/{self._key}/v1"
+        return self._runner
 
     async def close(self) -> None:
         """Cancel pending requests and stop the server."""

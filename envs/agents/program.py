@@ -82,17 +82,20 @@ class AgentProgram(AgentEnvironment):
 
     def _variables(self, base_url: str, row: int, seed: int) -> dict[str, str]:
         kept = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
-        return {
-            **kept,
-            **self.config.variables,
-            "OPENAI_BASE_URL": base_url,
-            "OPENAI_API_KEY": API_KEY,
-            "OPENAI_MODEL": self.policy.model,
-            "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
-            "ANTHROPIC_API_KEY": API_KEY,
-            "OPENTINKER_ROW": str(row),
-            "OPENTINKER_SEED": str(seed),
-        }
+        return {**kept, **self.config.variables, **model_variables(base_url, self.policy.model, row, seed)}
+
+
+def model_variables(base_url: str, model: str, row: int, seed: int) -> dict[str, str]:
+    """Return the environment variables that tell an agent where its model is and what it plays."""
+    return {
+        "OPENAI_BASE_URL": base_url,
+        "OPENAI_API_KEY": API_KEY,
+        "OPENAI_MODEL": model,
+        "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
+        "ANTHROPIC_API_KEY": API_KEY,
+        "OPENTINKER_ROW": str(row),
+        "OPENTINKER_SEED": str(seed),
+    }
 
 
 async def _end_of(stream: asyncio.StreamReader) -> bytes:

@@ -1,6 +1,6 @@
 """Processes on a task's root file system: a sandbox with `box_runner.py`, which answers one request after the other.
 
-    Box.start --> shared/sandbox (start_on) --> box_runner.py --> the commands of the agent, of a build, of the verifier
+    Workspace.started --> overlays.py or docker.py --> box_runner.py --> commands of the agent, a build, the verifier
 
 The runner is this machine's Python, mounted with its libraries below TOOLS and started through its own loader, so it
 needs nothing of the root file system. What it answers is checked: the programs beside it may have replaced it.
@@ -16,20 +16,17 @@ import socket
 import struct
 import sys
 import sysconfig
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 from opentinker.envs.harbor import box_runner
-from opentinker.shared.sandbox.limits import Limits
-from opentinker.shared.sandbox.overlay_root import Overlay, OverlayRoot
-from opentinker.shared.sandbox.sandbox import Sandbox, Sandboxed, Unavailable
+from opentinker.shared.sandbox.sandbox import Unavailable, system_paths
 from opentinker.shared.types.errors import OpenTinkerError
 
 TOOLS = "/run/opentinker"
-RUNNER = f"{TOOLS}/runner.py"
+RUNNER, SHARED = f"{TOOLS}/runner.py", f"{TOOLS}/shared"
 HEAD = struct.Struct("<I")
 START_S = 60.0
 GRACE_S = 10.0
@@ -37,6 +34,7 @@ GRACE_S = 10.0
 FILE_S = 60.0
 """Time of a request that runs no command."""
 ANSWER_BYTES = 8 << 20
+READ_BYTES = 1 << 20
 LOADERS = {"x86_64": "/lib64/ld-linux-x86-64.so.2", "aarch64": "/lib/ld-linux-aarch64.so.1"}
 
 
@@ -66,7 +64,7 @@ class Answer(msgspec.Struct, kw_only=True):
 class Interpreter:
     """The command line of the runner, and what is mounted for it."""
 
-    def __init__(self, sandbox: Sandbox) -> None:
+    def __init__(self) -> None:
         loader = os.path.realpath(LOADERS[platform.machine()])
         libraries = [
             os.path.dirname(loader),
@@ -74,60 +72,59 @@ class Interpreter:
             "/usr/lib64",
             sysconfig.get_config_var("LIBDIR") or "/usr/lib",
         ]
-        kept = [f"{TOOLS}{place}" for place in dict.fromkeys(libraries)]
-        self.argv = [f"{TOOLS}{loader}", "--library-path", ":".join(kept), f"{TOOLS}{sandbox.python}", "-S", "-s", "-P"]
+        kept = ":".join(f"{TOOLS}{place}" for place in dict.fromkeys(libraries))
+        python = os.path.realpath(sys.executable)
+        self.argv = [f"{TOOLS}{loader}", "--library-path", kept, f"{TOOLS}{python}", "-S", "-s", "-P"]
         self.variables = {"PYTHONHOME": f"{TOOLS}{sys.base_prefix}", "PYTHONDONTWRITEBYTECODE": "1", "LANG": "C.UTF-8"}
         self.binds: dict[str, str | Path] = {
-            f"{TOOLS}{place}": source for place, source in sandbox.system.items() if not os.path.islink(place)
+            f"{TOOLS}{place}": source for place, source in system_paths().items() if not os.path.islink(place)
         }
         self.binds[RUNNER] = box_runner.__file__
+
+
+class BoxProcess(Protocol):
+    """The process that holds a sandbox; the sandbox ends with it."""
+
+    reason: str
+    """Why it was killed, if it was."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def has_ended(self) -> bool: ...
+
+    def kill(self, reason: str) -> None:
+        """Kill all processes of the sandbox."""
+
+    async def wait(self) -> object:
+        """Wait until they have ended and `reason` is known."""
 
 
 class Box:
     """A running sandbox."""
 
-    def __init__(self, sandboxed: Sandboxed, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.sandboxed, self._reader, self._writer = sandboxed, reader, writer
+    def __init__(self, process: BoxProcess, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.process, self._reader, self._writer = process, reader, writer
         self._asking = asyncio.Lock()
 
-    @classmethod
-    async def start(
-        cls,
-        sandbox: Sandbox,
-        interpreter: Interpreter,
-        overlays: Sequence[Overlay],
-        limits: Limits,
-        cpus: Sequence[int],
-        materials: Mapping[str, Path],
-    ) -> Box:
-        """`materials`: name below TOOLS -> directory, read-only. Raises Unavailable, OSError."""
-        ours, theirs = socket.socketpair()
-        root = OverlayRoot(overlays, {**interpreter.binds, **{f"{TOOLS}/{n}": path for n, path in materials.items()}})
-        number = theirs.fileno()
-        told = [str(number), json.dumps(limits.of_a_process()), json.dumps(list(cpus))]
-        try:
-            with theirs:
-                argv = [*interpreter.argv, RUNNER, *told]
-                sandboxed = await sandbox.start_on(root, argv, interpreter.variables, limits, number)
-        except BaseException:
-            ours.close()
-            raise
-        reader, writer = await asyncio.open_connection(sock=ours, limit=1 << 20)
-        one = cls(sandboxed, reader, writer)
+    async def ready(self) -> Box:
+        """Wait until the runner answers. Raises Unavailable."""
         try:
             async with asyncio.timeout(START_S):
-                await one._answer()
-        except (asyncio.IncompleteReadError, ConnectionError, TimeoutError, BoxLost):
-            await one.end("it did not start")
-            raise Unavailable(f"the sandbox of a Harbor task did not start: {sandboxed.reason or 'it ended'}") from None
+                await self._answer()
+        except (asyncio.IncompleteReadError, ConnectionError, TimeoutError):
+            await self.end("it did not start")
+            reason = self.process.reason or "it ended"
+            raise Unavailable(f"the sandbox of a Harbor task did not start: {reason}") from None
         except BaseException:
-            await one.end("it is no longer needed")
+            await self.end("it is no longer needed")
             raise
-        return one
+        return self
 
     @property
     def alive(self) -> bool:
-        return self.sandboxed.process.returncode is None and not self._writer.is_closing()
+        return not self.process.has_ended and not self._writer.is_closing()
 
     async def ask(self, op: str, timeout_s: float = FILE_S, **arguments: Any) -> Answer:
         """Raises BoxLost if the sandbox has ended or does not answer, BoxError."""
@@ -139,7 +136,7 @@ class Box:
                     answer = await self._answer()
             except (asyncio.IncompleteReadError, ConnectionError):
                 await self.end("it ended")
-                raise BoxLost(self.sandboxed.reason) from None
+                raise BoxLost(self.process.reason) from None
             except TimeoutError:
                 await self.end("it did not answer")
                 raise BoxLost("it did not answer") from None
@@ -162,5 +159,11 @@ class Box:
     async def end(self, why: str) -> None:
         """End all its processes."""
         self._writer.close()
-        self.sandboxed.kill(why)
-        await self.sandboxed.wait()
+        self.process.kill(why)
+        await self.process.wait()
+
+
+async def connected(process: BoxProcess, connection: socket.socket) -> Box:
+    """Return the sandbox whose runner speaks over this socket. Raises Unavailable."""
+    reader, writer = await asyncio.open_connection(sock=connection, limit=READ_BYTES)
+    return await Box(process, reader, writer).ready()

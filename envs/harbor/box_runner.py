@@ -1,10 +1,10 @@
 """Runs in a sandbox on a task's root file system: one request after the other. Imports nothing of ours.
 
-    python box_runner.py FD LIMITS CPUS
+    python box_runner.py IN OUT LIMITS CPUS
 
-Consumes frames from the socket FD (four bytes of length, then JSON), produces a JSON frame for each; waits for the next
-one; ends with the connection. LIMITS and CPUS are JSON: resource limits by name, processor numbers. An answer with
-`error` says why a request failed. Commands run in sessions of their own, so nothing of them reaches this process.
+Consumes frames from descriptor IN (four bytes of length, then JSON), produces a JSON frame on OUT for each; waits for
+the next one; ends with the connection. LIMITS and CPUS are JSON: resource limits by name, processor numbers. An answer
+with `error` says why a request failed. Commands run in sessions of their own, so nothing of them reaches this process.
 """
 
 from __future__ import annotations
@@ -24,29 +24,34 @@ import stat
 import struct
 import subprocess
 import sys
+import threading
 import time
-from typing import Any
+from typing import Any, BinaryIO
 
 HEAD = struct.Struct("<I")
 STATE = 9
 """Descriptor to which the shell writes its directory and variables when it ends."""
 FREE = 20
-"""Descriptors from here on are not taken for pipes, so STATE is free."""
+"""Descriptors from here on are taken for the connection, so STATE is free."""
 WRAPPER = f"trap '{{ pwd -P; /usr/bin/env -0; }} >&{STATE} 2>/dev/null' EXIT; eval \"$1\""
 STATE_BYTES = 1 << 17
 DIGEST_FILES = 10_000
 
 
 def main() -> None:
-    connection = socket.socket(fileno=fcntl.fcntl(int(sys.argv[1]), fcntl.F_DUPFD_CLOEXEC, FREE))
-    os.close(int(sys.argv[1]))
+    if os.getpid() == 1:
+        hold()
+    given = [int(sys.argv[1]), int(sys.argv[2])]
+    kept = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, FREE) for descriptor in given]
+    for descriptor in {*given, STATE}:  # connections of `relay` take no number that a shell needs
+        hold_free(descriptor)
     with contextlib.suppress(OSError, ValueError):
-        os.sched_setaffinity(0, json.loads(sys.argv[3]))
-    for name, limit in json.loads(sys.argv[2]).items():
+        os.sched_setaffinity(0, json.loads(sys.argv[4]))
+    for name, limit in json.loads(sys.argv[3]).items():
         resource.setrlimit(getattr(resource, name), (limit, limit))
     os.umask(0o022)
-    with connection, connection.makefile("rb") as requests:
-        answer(connection, {})
+    with open(kept[0], "rb") as requests, open(kept[1], "wb") as answers:
+        answer(answers, {})
         while len(head := requests.read(HEAD.size)) == HEAD.size:
             told = json.loads(requests.read(HEAD.unpack(head)[0]))
             try:
@@ -55,12 +60,30 @@ def main() -> None:
                 done = {"error": f"{error.filename or 'it'}: {error.strerror or error}"}
             except ValueError as error:
                 done = {"error": str(error)}
-            answer(connection, done)
+            answer(answers, done)
 
 
-def answer(connection: socket.socket, done: dict[str, Any]) -> None:
+def hold() -> None:
+    """As the first process of a container: have another one go on, reap what ends, and end with it."""
+    child = os.fork()
+    while child:
+        ended, status = os.wait()
+        if ended == child:
+            os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
+
+
+def hold_free(descriptor: int) -> None:
+    """Have a descriptor stand for nothing, without being free for others."""
+    null = os.open(os.devnull, os.O_RDWR)
+    if null != descriptor:
+        os.dup2(null, descriptor, inheritable=False)
+        os.close(null)
+
+
+def answer(answers: BinaryIO, done: dict[str, Any]) -> None:
     text = json.dumps(done).encode()
-    connection.sendall(HEAD.pack(len(text)) + text)
+    answers.write(HEAD.pack(len(text)) + text)
+    answers.flush()
 
 
 # --- commands ---------------------------------------------------------------------------------------------------------
@@ -84,7 +107,8 @@ def run(command: str, cwd: str, variables: dict[str, str], limit_s: float, most:
             pass_fds=(STATE,),
         )
     finally:
-        for descriptor in (out, told, STATE):
+        hold_free(STATE)
+        for descriptor in (out, told):
             os.close(descriptor)
     try:
         kept, late = watch(process, output, limit_s, most)
@@ -247,7 +271,41 @@ def processes() -> dict[str, Any]:
     return {"count": sum(name.isdigit() and int(name) not in own for name in os.listdir("/proc"))}
 
 
-OPERATIONS = {function.__name__: function for function in (run, read, write, remove, copy, make, digest, processes)}
+# --- the model --------------------------------------------------------------------------------------------------------
+
+
+def relay(path: str) -> dict[str, Any]:
+    """Pass connections to a port of loopback on to a Unix socket, as long as this process runs."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    threading.Thread(target=pass_on, args=(listener, path), daemon=True).start()
+    return {"count": listener.getsockname()[1]}
+
+
+def pass_on(listener: socket.socket, path: str) -> None:
+    while True:
+        here, _ = listener.accept()
+        there = socket.socket(socket.AF_UNIX)
+        try:
+            there.connect(path)
+        except OSError:
+            here.close()
+            there.close()
+            continue
+        for source, target in ((here, there), (there, here)):
+            threading.Thread(target=pump, args=(source, target), daemon=True).start()
+
+
+def pump(source: socket.socket, target: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while data := source.recv(1 << 16):
+            target.sendall(data)
+    for one, how in ((target, socket.SHUT_WR), (source, socket.SHUT_RD)):
+        with contextlib.suppress(OSError):
+            one.shutdown(how)
+
+
+FUNCTIONS = (run, read, write, remove, copy, make, digest, processes, relay)
+OPERATIONS = {function.__name__: function for function in FUNCTIONS}
 
 if __name__ == "__main__":
     main()

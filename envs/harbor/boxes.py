@@ -8,26 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
-import os
 import time
 import weakref
 from collections import deque
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 
-from opentinker.envs.harbor.box import Interpreter
+from opentinker.envs.harbor.docker import DockerRuntime
 from opentinker.envs.harbor.image import Image
+from opentinker.envs.harbor.overlays import OverlayRuntime
 from opentinker.envs.harbor.task import Machine, Task
-from opentinker.envs.harbor.workspace import HOST, Workspace, remove
+from opentinker.envs.harbor.workspace import EPISODES, Runtime, Workspace
 from opentinker.shared.asyncio_tools import cancel_and_wait, sleep
 from opentinker.shared.config import Settings
-from opentinker.shared.sandbox.limits import Limits
-from opentinker.shared.sandbox.sandbox import Sandbox, Unavailable
+from opentinker.shared.sandbox.sandbox import Unavailable
 from opentinker.shared.settings_sources import load_settings
 
-HOME, EPISODES = "harbor", "boxes"
 WARM_S = 60.0
 POLL_S = 5.0
 
@@ -42,9 +38,8 @@ class Warm:
 class Boxes:
     """Make it with `open`. Coroutines of one event loop share it (`boxes`)."""
 
-    def __init__(self, sandbox: Sandbox, settings: Settings) -> None:
-        self.sandbox, self.interpreter = sandbox, Interpreter(sandbox)
-        self.home = settings.data_dir.resolve() / HOME
+    def __init__(self, runtime: Runtime, settings: Settings) -> None:
+        self.runtime, self.home = runtime, runtime.home
         self.episodes = self.home / EPISODES
         self._settings = settings
         self._warm: deque[Warm] = deque()
@@ -54,36 +49,18 @@ class Boxes:
         self._tasks: set[asyncio.Task[None]] = set()
         self.loaded: dict[tuple[str, str], tuple[Task, Image]] = {}
         """Tasks and images that have been read, by their digests."""
-        self._turn = itertools.count()
 
     @classmethod
     async def open(cls, settings: Settings) -> Boxes:
         """Raises Unavailable, OSError. Removes what processes that were killed have left."""
-        one = cls(await Sandbox.open(settings), settings)
+        kind = DockerRuntime if settings.harbor_sandbox == "docker" else OverlayRuntime
+        one = cls(await kind.open(settings), settings)
         await asyncio.to_thread(one._prepare)
         return one
 
     def _prepare(self) -> None:
         self.episodes.mkdir(parents=True, exist_ok=True)
-        for old in self.episodes.iterdir():
-            host, _, rest = old.name.partition("~")
-            if host == HOST and not Path("/proc", rest.partition("-")[0]).exists():
-                remove(old)
-
-    def limits(self, machine: Machine) -> Limits:
-        return replace(
-            self.sandbox.limits,
-            memory_mb=machine.memory_mb,
-            disk_mb=machine.storage_mb,
-            processes=self._settings.harbor_processes,
-            memory_setting="environment.memory_mb of the task",
-        )
-
-    def processors(self, count: int) -> list[int]:
-        """Return that many processors for a sandbox, others than the last one had where there are enough."""
-        own = sorted(os.sched_getaffinity(0))
-        first = next(self._turn) * count
-        return [own[(first + number) % len(own)] for number in range(min(count, len(own)))]
+        self.runtime.remove_stale()
 
     async def take(self, image: Image, machine: Machine) -> Workspace:
         """Return a started workspace, a warm one if there is one. Raises Unavailable, OSError."""
@@ -91,7 +68,7 @@ class Boxes:
         while (found := next((one for one in self._warm if one.key == key), None)) is not None:
             self._warm.remove(found)
             self._refill(key, image, machine)
-            if found.workspace.pids:
+            if found.workspace.is_running:
                 return found.workspace
             await found.workspace.close()
         workspace = await self.start(image, machine)
@@ -104,7 +81,7 @@ class Boxes:
 
     async def start(self, image: Image, machine: Machine) -> Workspace:
         """Return a started workspace, never a warm one. Raises Unavailable, OSError."""
-        workspace = await asyncio.to_thread(Workspace.make, self, image, self.limits(machine), machine.cpus)
+        workspace = await asyncio.to_thread(self.runtime.make, image, machine)
         try:
             await workspace.started()
         except BaseException:

@@ -1,7 +1,8 @@
-"""Builds a task's image once: the instructions of its Dockerfile run in a sandbox, and what they write is the layer.
+"""Builds a task's image once: Docker does, or the instructions of its Dockerfile run in a sandbox, and what they write
+is the layer.
 
-There is no network, in a build as in an episode: programs that a task needs are in its root file system, or in the
-task's folder.
+Without Docker there is no network, in a build as in an episode: programs that a task needs are in its root file system,
+or in the task's folder.
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ import asyncio
 import contextlib
 import os
 
-from opentinker.envs.harbor.box import BoxError, BoxLost
-from opentinker.envs.harbor.boxes import Boxes
-from opentinker.envs.harbor.dockerfile import Step
+from opentinker.envs.harbor.box import SHARED, BoxError, BoxLost
+from opentinker.envs.harbor.docker import DockerRuntime
+from opentinker.envs.harbor.dockerfile import Dockerfile, Step
 from opentinker.envs.harbor.image import FILE, LAYERS, Image, Shell, key_of
+from opentinker.envs.harbor.overlays import OverlayRuntime, OverlayWorkspace
 from opentinker.envs.harbor.roots import give, made_once, root_of
 from opentinker.envs.harbor.task import ENVIRONMENT, Task
-from opentinker.envs.harbor.workspace import Workspace
-from opentinker.shared.config import Settings
+from opentinker.envs.harbor.workspace import Runtime
 from opentinker.shared.types import codec
 from opentinker.shared.types.errors import SpecError
 
@@ -26,25 +27,27 @@ SHOWN = 1500
 """Characters of a failed command's output."""
 
 
-async def build(boxes: Boxes, settings: Settings, task: Task) -> tuple[Image, bool]:
+async def build(runtime: Runtime, task: Task) -> tuple[Image, bool]:
     """Return the task's image, and whether it was built now. Raises SpecError if an instruction fails, Unavailable,
     OSError."""
-    dockerfile, variables = task.dockerfile, task.config.environment.env
-    root = await asyncio.to_thread(root_of, dockerfile.image, boxes.home, settings.harbor_roots, boxes.sandbox.root_uid)
-    copies = any(step.kind == "copy" for step in dockerfile.steps)
-    key = key_of(dockerfile, root, task.environment_digest if copies else "", variables)
+    if isinstance(runtime, DockerRuntime):
+        return await runtime.build(task)
+    assert isinstance(runtime, OverlayRuntime) and task.dockerfile is not None
+    uid, machine = runtime.sandbox.root_uid, task.config.environment
+    root = await asyncio.to_thread(root_of, task.dockerfile.image, runtime.home, runtime.settings.harbor_roots, uid)
+    copies = any(step.kind == "copy" for step in task.dockerfile.steps)
+    key = key_of(task.dockerfile, root, task.environment_digest if copies else "", machine.env)
     with contextlib.suppress(OSError):
-        return await asyncio.to_thread(Image.load, boxes.home, key), False
-    bare = Image(key="", places=root, shell=Shell(variables={**Shell().variables, **variables}))
-    machine = task.config.environment
-    workspace = await asyncio.to_thread(Workspace.make, boxes, bare, boxes.limits(machine), machine.cpus)
+        return await asyncio.to_thread(Image.load, runtime.home, key), False
+    bare = Image(key="", places=root, shell=Shell(variables={**Shell().variables, **machine.env}))
+    workspace = await asyncio.to_thread(runtime.make, bare, machine)
     try:
         async with asyncio.timeout(machine.build_timeout_sec):
-            shell = await _play(workspace, task)
+            shell = await _play(workspace, task, task.dockerfile)
         await workspace.stop()
         image = Image(key=key, places={place: [*lowers, f"{LAYERS}/{key}/{number}"] for number, (place, lowers)
                                        in enumerate(root.items())}, shell=shell)  # fmt: skip
-        await asyncio.to_thread(_keep, boxes, workspace, image)
+        await asyncio.to_thread(_keep, runtime, workspace, image)
     except TimeoutError:
         raise _failed(task, 0, f"took longer than build_timeout_sec = {machine.build_timeout_sec:g}") from None
     finally:
@@ -52,12 +55,12 @@ async def build(boxes: Boxes, settings: Settings, task: Task) -> tuple[Image, bo
     return image, True
 
 
-async def _play(workspace: Workspace, task: Task) -> Shell:
+async def _play(workspace: OverlayWorkspace, task: Task, dockerfile: Dockerfile) -> Shell:
     """Run the instructions. Return the state that the task's shells begin with."""
     cwd, variables = "/", dict(workspace.shell.variables)
     context = task.folder / ENVIRONMENT
-    await workspace.started({CONTEXT: context} if context.is_dir() else {})
-    for step in task.dockerfile.steps:
+    await workspace.restart({CONTEXT: context} if context.is_dir() else {})
+    for step in dockerfile.steps:
         try:
             if step.kind == "env":
                 variables |= step.variables
@@ -73,12 +76,13 @@ async def _play(workspace: Workspace, task: Task) -> Shell:
     return Shell(cwd, {**variables, **task.config.environment.env})
 
 
-async def _copy(workspace: Workspace, step: Step) -> None:
-    base = f"/run/opentinker/{CONTEXT}"
-    await workspace.ask("copy", base=base, sources=step.sources, target=step.target, directory=step.directory)
+async def _copy(workspace: OverlayWorkspace, step: Step) -> None:
+    await workspace.ask(
+        "copy", base=f"{SHARED}/{CONTEXT}", sources=step.sources, target=step.target, directory=step.directory
+    )
 
 
-async def _run(workspace: Workspace, task: Task, step: Step, shell: Shell) -> None:
+async def _run(workspace: OverlayWorkspace, task: Task, step: Step, shell: Shell) -> None:
     answer = await workspace.run(step.command, task.config.environment.build_timeout_sec, shell)
     if answer.status:
         said = answer.output.strip()[-SHOWN:]
@@ -90,10 +94,10 @@ def _failed(task: Task, line: int, problem: str) -> SpecError:
     return SpecError.of(field, None, problem)
 
 
-def _keep(boxes: Boxes, workspace: Workspace, image: Image) -> None:
+def _keep(runtime: OverlayRuntime, workspace: OverlayWorkspace, image: Image) -> None:
     """Make the layer of what a build wrote."""
-    with made_once(boxes.home / LAYERS / image.key) as work:
+    with made_once(runtime.home / LAYERS / image.key) as work:
         for number in range(len(image.places)):
-            os.rename(workspace.place / str(number) / "upper", work / str(number))
+            os.rename(workspace.layer(number), work / str(number))
         (work / FILE).write_bytes(codec.to_json(image))
-        give(work, boxes.sandbox.root_uid)
+        give(work, runtime.sandbox.root_uid)

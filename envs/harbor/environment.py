@@ -1,30 +1,25 @@
 """Harbor tasks as an environment: the policy works in a sandbox with a terminal and file tools, and the task's tests
 grade what it leaves.
 
-    env worker: open --> Boxes.take (warm or new) --> tools --> step: the agent's processes end --> verifier --> reward
+    env worker: open --> Episode.start (a warm sandbox or a new one) --> tools --> step: Episode.grade --> reward
 
 Every row is a task of the set. An episode whose sandbox or verifier fails is void: it has no reward, least of all 0.
 """
 
 from __future__ import annotations
 
-import asyncio
 import time
-from typing import Annotated, Any, Self
+from dataclasses import replace
+from typing import Annotated, Any
 
-from pydantic import BaseModel, Field, ValidationInfo, model_validator
+from pydantic import BaseModel, Field
 
-from opentinker.envs.base import ELSEWHERE, Action, Environment, EnvironmentConfig, Opening, Step, Unreachable, call
+from opentinker.envs.base import Action, Environment, Opening, Step, Unreachable, call
 from opentinker.envs.harbor.box import Answer, BoxError, BoxLost
-from opentinker.envs.harbor.boxes import HOME, boxes
-from opentinker.envs.harbor.image import Image
-from opentinker.envs.harbor.library import MAX_TASKS, load_set, load_task
-from opentinker.envs.harbor.task import SOLUTION, SOLVE_SCRIPT, Task
-from opentinker.envs.harbor.verifier import verify
-from opentinker.envs.harbor.workspace import Workspace
+from opentinker.envs.harbor.episode import Episode, TasksConfig, check_set
+from opentinker.envs.harbor.task import SOLUTION, SOLVE_SCRIPT
 from opentinker.envs.tools import ToolError, ToolFailed, tool
 from opentinker.shared.sandbox.sandbox import Unavailable
-from opentinker.shared.settings_sources import load_settings
 from opentinker.shared.types.core import Message, ToolCall
 
 INSTRUCTION = (
@@ -40,19 +35,11 @@ MAX_COMMAND = 100_000
 class Harbor(Environment):
     """Tasks of a set that `opentinker env add harbor:PATH` has added."""
 
-    class Config(EnvironmentConfig):
-        tasks: Annotated[str, Field(min_length=1, max_length=63)]
-        """Name of the set."""
+    class Config(TasksConfig):
         instruction: str = INSTRUCTION
         """System message; empty: none."""
         command_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 60.0
         """Time limit of a command that asks for none, and the longest that it may ask for."""
-
-        @model_validator(mode="after")
-        def _is_there(self, info: ValidationInfo) -> Self:
-            if not (info.context or {}).get(ELSEWHERE):
-                load_set(load_settings().data_dir.resolve() / HOME, self.tasks)
-            return self
 
     config: Config
     cost = 16.0
@@ -60,38 +47,17 @@ class Harbor(Environment):
 
     @classmethod
     def rehearse(cls, config: BaseModel) -> None:
-        """Read the first task, and see that every image is there."""
         assert isinstance(config, cls.Config)
-        settings = load_settings()
-        home = settings.data_dir.resolve() / HOME
-        entries = load_set(home, config.tasks).tasks
-        load_task(home, settings, entries[0])
-        for entry in entries:
-            Image.load(home, entry.image)
+        check_set(config.tasks)
 
     async def open(self, row: int, seed: int) -> Opening:
-        began = time.perf_counter()
-        settings = load_settings()
         self.void = ""
         """Why the episode can have no reward."""
         self.tool_s = 0.0
         self.first_turn = True
-        self.workspace: Workspace | None = None
-        try:
-            plane = await boxes()
-            found = await asyncio.to_thread(load_set, plane.home, self.config.tasks)
-            entry = found.tasks[row % len(found.tasks)]
-            key = (entry.digest, entry.image)
-            if key not in plane.loaded:
-                if len(plane.loaded) >= MAX_TASKS:
-                    plane.loaded.clear()
-                plane.loaded[key] = await asyncio.to_thread(load_task, plane.home, settings, entry)
-            task, image = plane.loaded[key]
-            self.task: Task = task
-            self.workspace = await plane.take(image, task.config.environment)
-        except (Unavailable, OSError) as error:
-            raise Unreachable(f"no sandbox for a Harbor task: {error}") from None
-        self.start_s = time.perf_counter() - began
+        self.episode: Episode | None = None
+        self.episode = await Episode.start(self.config.tasks, row)
+        task = self.episode.task
         self.due = time.monotonic() + task.config.agent.timeout_sec
         told = [Message(role="system", content=self.config.instruction)] if self.config.instruction else []
         return Opening(messages=[*told, Message(role="user", content=task.instruction)])
@@ -100,8 +66,8 @@ class Harbor(Environment):
         """An episode in the same state: the files are copied, the processes are not."""
         other = Harbor(self.config)
         other.__dict__.update(self.__dict__)
-        if self.workspace is not None:
-            other.workspace = self.workspace.fork()
+        if self.episode is not None:
+            other.episode = replace(self.episode, workspace=self.episode.workspace.fork())
         return other
 
     # --- tools ----------------------------------------------------------------------------------------------------
@@ -162,13 +128,13 @@ class Harbor(Environment):
         return "replaced"
 
     def _absolute(self, path: str) -> str:
-        assert self.workspace is not None
-        return path if path.startswith("/") else f"{self.workspace.shell.cwd.rstrip('/')}/{path}"
+        assert self.episode is not None
+        return path if path.startswith("/") else f"{self.episode.workspace.shell.cwd.rstrip('/')}/{path}"
 
     async def _ask(self, op: str, **arguments: Any) -> Answer:
         """Raises ToolError. Notes a sandbox that cannot be started: the episode is void then."""
-        workspace, began = self.workspace, time.perf_counter()
-        assert workspace is not None
+        assert self.episode is not None
+        workspace, began = self.episode.workspace, time.perf_counter()
         if self.void:
             raise ToolError("the sandbox is gone: answer now")
         try:
@@ -189,28 +155,23 @@ class Harbor(Environment):
 
     async def step(self, action: Action) -> Step:
         """Grade the episode: a turn without a tool call is its last."""
-        assert self.workspace is not None
+        assert self.episode is not None
         if self.void:
-            raise Unreachable(f"the sandbox of {self.task.name} is gone: {self.void}")
-        try:
-            verdict = await verify(self.workspace, self.task)
-        except (Unavailable, OSError) as error:
-            raise Unreachable(f"{self.task.name} could not be graded: {error}") from None
-        phases = {"time/start_s": self.start_s, "time/tool_s": self.tool_s, "time/verify_s": verdict.seconds}
-        solved = {"exact": float(verdict.reward >= 1.0)}
-        return Step(reward=verdict.reward, done=True, metrics={**verdict.numbers, **solved, **phases})
+            raise Unreachable(f"the sandbox of {self.episode.task.name} is gone: {self.void}")
+        reward, metrics = await self.episode.grade()
+        return Step(reward=reward, done=True, metrics={**metrics, "time/tool_s": self.tool_s})
 
     async def close(self) -> None:
-        workspace, self.workspace = getattr(self, "workspace", None), None
-        if workspace is not None:
-            await workspace.close()
+        episode, self.episode = getattr(self, "episode", None), None
+        if episode is not None:
+            await episode.workspace.close()
 
     def gold(self) -> Message | None:
         """The task's solution, written and run by the tools, then the last turn. None without one, or if it is not
         text."""
-        folder = self.task.folder / SOLUTION
-        if not self.task.has_solution:
+        if self.episode is None or not self.episode.task.has_solution:
             return None
+        folder = self.episode.task.folder / SOLUTION
         if not self.first_turn:
             return Message(role="assistant", content="Done.")
         self.first_turn = False

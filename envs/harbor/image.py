@@ -1,7 +1,7 @@
 """A task's image: its root file system with the layer that its Dockerfile adds, and the state its shell begins with.
 
 data_dir/harbor/layers/KEY/NUMBER/       what the instructions wrote, for each file system of the root
-data_dir/harbor/layers/KEY/image.json    the Image
+data_dir/harbor/layers/KEY/image.json    the Image; of one that Docker holds, this file is all
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ class Shell(msgspec.Struct, frozen=True):
 class Image(msgspec.Struct, frozen=True, kw_only=True):
     key: str
     places: Places
+    """Empty for an image of Docker."""
     shell: Shell
+    docker: str = ""
+    """Name of the image in Docker, if it is one."""
 
     @classmethod
     def load(cls, home: Path, key: str) -> Image:

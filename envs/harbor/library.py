@@ -13,7 +13,6 @@ import contextlib
 import gzip
 import os
 import re
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +25,7 @@ from opentinker.envs.harbor.builder import build
 from opentinker.envs.harbor.image import Image
 from opentinker.envs.harbor.roots import made_once
 from opentinker.envs.harbor.task import CONFIG, MAX_FILES, Task, read_task
+from opentinker.envs.harbor.workspace import copy_readable
 from opentinker.shared.config import Settings
 from opentinker.shared.data.untrusted_tar import Unpacking
 from opentinker.shared.durable_files import replace_durably
@@ -80,7 +80,7 @@ async def add(
         entries, built = [], 0
         for task in tasks:
             told(task.name)
-            image, is_new = await build(boxes, settings, task)
+            image, is_new = await build(boxes.runtime, task)
             built += is_new
             entries.append(Entry(task.name, task.digest, image.key))
             _keep(boxes.home, task)
@@ -162,9 +162,4 @@ def _keep(home: Path, task: Task) -> None:
     if place.is_dir():
         return
     with made_once(place) as work:
-        shutil.copytree(task.folder, work, dirs_exist_ok=True)
-        for folder, _, names in os.walk(work):
-            os.chmod(folder, 0o755)
-            for name in names:
-                path = Path(folder, name)
-                path.chmod(0o755 if path.stat().st_mode & 0o100 else 0o644)
+        copy_readable(task.folder, work)

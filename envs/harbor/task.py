@@ -131,7 +131,8 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     environment_digest: str
     config: TaskConfig
     instruction: str
-    dockerfile: Dockerfile
+    dockerfile: Dockerfile | None
+    """None: Docker builds it."""
 
     @property
     def has_solution(self) -> bool:
@@ -155,10 +156,10 @@ def read_task(folder: Path, name: str, settings: Settings) -> Task:
             mistakes += [{**one, "field": f"{name}/{CONFIG}: {one['field']}"} for one in mistakes_of(item, given)]
     except ValueError as error:
         mistakes.append(mistake(f"{name}/{CONFIG}", None, str(error)))
-    instruction, dockerfile = "", Dockerfile(image="", steps=[])
+    instruction, dockerfile = "", None
     try:
         instruction = _text(folder / INSTRUCTION, MAX_INSTRUCTION).strip()
-        dockerfile = _dockerfile(folder, config)
+        dockerfile = _dockerfile(folder, config, settings)
     except ValueError as error:
         mistakes.append(mistake(name, None, str(error)))
     except SpecError as error:
@@ -236,13 +237,15 @@ def _text(path: Path, most: int) -> str:
     return text
 
 
-def _dockerfile(folder: Path, config: TaskConfig) -> Dockerfile:
+def _dockerfile(folder: Path, config: TaskConfig, settings: Settings) -> Dockerfile | None:
     """Raises ValueError, SpecError."""
-    path = folder / ENVIRONMENT / DOCKERFILE
-    if path.is_file():
-        if (path.parent / ".dockerignore").exists():
-            raise ValueError("environment/.dockerignore is not supported: remove what COPY should not take")
-        return parse(_text(path, MAX_DOCKERFILE))
-    if config.environment.docker_image is None:
+    path, image = folder / ENVIRONMENT / DOCKERFILE, config.environment.docker_image
+    if not path.is_file() and image is None:
         raise ValueError("has neither environment/Dockerfile nor environment.docker_image in task.toml")
-    return Dockerfile(image=config.environment.docker_image, steps=[])
+    if settings.harbor_sandbox == "docker":
+        return None
+    if not path.is_file():
+        return Dockerfile(image=image or "", steps=[])
+    if (path.parent / ".dockerignore").exists():
+        raise ValueError("environment/.dockerignore is not supported: remove what COPY should not take")
+    return parse(_text(path, MAX_DOCKERFILE))

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from opentinker.envs.harbor.box import TOOLS, Answer, BoxError, BoxLost
+from opentinker.envs.harbor.box import SHARED, Answer, BoxError, BoxLost
 from opentinker.envs.harbor.image import Shell
 from opentinker.envs.harbor.task import SOLUTION, SOLVE_SCRIPT, TEST_SCRIPT, TESTS, Task
 from opentinker.envs.harbor.workspace import Workspace
@@ -45,7 +45,7 @@ async def verify(workspace: Workspace, task: Task) -> Verdict:
     """Run the task's tests. Raises VerifierFailed; Unavailable and OSError if no sandbox can be started."""
     began = time.perf_counter()
     try:
-        await workspace.started({TESTS: task.folder / TESTS})
+        await workspace.restart({TESTS: task.folder / TESTS})
         for path in (LOGS, f"/{TESTS}"):
             await workspace.ask("remove", path=path)
         await workspace.ask("make", path=LOGS)
@@ -67,7 +67,7 @@ async def verify(workspace: Workspace, task: Task) -> Verdict:
 
 async def solve(workspace: Workspace, task: Task) -> Answer:
     """Run the task's own solution. Raises BoxLost, BoxError, Unavailable, OSError."""
-    await workspace.started({SOLUTION: task.folder / SOLUTION})
+    await workspace.restart({SOLUTION: task.folder / SOLUTION})
     await _bring(workspace, SOLUTION)
     script = f"/{SOLUTION}/{SOLVE_SCRIPT}"
     shell = _shell(workspace, task.config.solution.env)
@@ -76,7 +76,7 @@ async def solve(workspace: Workspace, task: Task) -> Answer:
 
 async def _bring(workspace: Workspace, name: str) -> None:
     """Copy a folder of the task into the sandbox, which was started with it."""
-    await workspace.ask("copy", base=f"{TOOLS}/{name}", sources=["."], target=f"/{name}", directory=True)
+    await workspace.ask("copy", base=f"{SHARED}/{name}", sources=["."], target=f"/{name}", directory=True)
 
 
 def _shell(workspace: Workspace, variables: dict[str, str]) -> Shell:

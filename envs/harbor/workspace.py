@@ -1,6 +1,10 @@
 """The files of one episode and the state of its shell, which outlive the processes of its sandbox.
 
-    data_dir/harbor/boxes/HOST~PID-RANDOM/NUMBER/{upper,work}    what was written, for each file system of the image
+    Runtime.make --> Workspace --started--> Box --> box_runner.py in the sandbox
+                        |-- OverlayWorkspace (overlays.py)    bubblewrap on overlays of directories
+                        +-- DockerWorkspace (docker.py)       a container of the user's Docker engine
+
+    data_dir/harbor/boxes/HOST~PID-RANDOM/shared/    what its sandbox sees, read-only, as SHARED
 
 A fork is a copy of what was written; its processes start anew. So does a sandbox that the kernel or a limit has ended.
 """
@@ -8,24 +12,23 @@ A fork is a copy of what was written; its processes start anew. So does a sandbo
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import shutil
-import subprocess
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, Self
 
 from opentinker.envs.harbor.box import Answer, Box
 from opentinker.envs.harbor.image import Image, Shell
+from opentinker.envs.harbor.task import Machine
 from opentinker.shared.asyncio_tools import cancel_and_wait, sleep
+from opentinker.shared.config import Settings
 from opentinker.shared.sandbox.limits import MIB, Limits
-from opentinker.shared.sandbox.overlay_root import Overlay
 
-if TYPE_CHECKING:
-    from opentinker.envs.harbor.boxes import Boxes
-
+HOME, EPISODES = "harbor", "boxes"
 HOST = os.uname().nodename.replace("~", "-")
 DISK_POLL_S = 1.0
 OUTPUT_BYTES = 20_000
@@ -33,53 +36,75 @@ MAX_VARIABLES = 64 * 1024
 """Characters of the shell's variables; beyond it they stay as they were."""
 
 
-class Workspace:
+class Runtime(Protocol):
+    """Where sandboxes come from."""
+
+    home: Path
+    """data_dir/harbor"""
+
+    def make(self, image: Image, machine: Machine) -> Workspace:
+        """Return one whose sandbox is not started. Blocking. Raises OSError."""
+        ...
+
+    def remove_stale(self) -> None:
+        """Remove what processes of this machine that were killed have left. Blocking. Raises OSError."""
+        ...
+
+
+class Workspace(ABC):
     """Make it with `Boxes.take`, which has one ready if it can."""
 
-    def __init__(self, boxes: Boxes, image: Image, limits: Limits, cpus: int, place: Path) -> None:
-        self.image, self.place = image, place
-        self.shell = image.shell
-        self._boxes, self._limits, self._cpus = boxes, limits, cpus
+    def __init__(self, image: Image, limits: Limits, place: Path) -> None:
+        self.image, self.shell = image, image.shell
+        self._limits, self._place = limits, place
         self._box: Box | None = None
         self._held = 0
         """Bytes on disk at the last look."""
-
-    @classmethod
-    def make(cls, boxes: Boxes, image: Image, limits: Limits, cpus: int) -> Workspace:
-        """Blocking. Raises OSError."""
-        one = cls(boxes, image, limits, cpus, boxes.episodes / f"{HOST}~{os.getpid()}-{uuid.uuid4().hex[:12]}")
-        for number in range(len(image.places)):
-            for name in ("upper", "work"):
-                path = one.place / str(number) / name
-                path.mkdir(parents=True)
-                if os.geteuid() == 0:
-                    os.chown(path, boxes.sandbox.root_uid, boxes.sandbox.root_uid)
-        return one
+        self.shared.mkdir(parents=True)
+        self.shared.chmod(0o755)
 
     @property
-    def overlays(self) -> list[Overlay]:
-        home = self._boxes.home
-        return [
-            Overlay(mounted, tuple(Path(home, lower) for lower in lowers), self.place / str(number))
-            for number, (mounted, lowers) in enumerate(self.image.places.items())
-        ]
+    def shared(self) -> Path:
+        """A directory of this machine that the sandbox sees as box.SHARED."""
+        return self._place / "shared"
 
     @property
+    def is_running(self) -> bool:
+        """Whether its sandbox is started."""
+        return self._box is not None and self._box.alive
+
+    @abstractmethod
+    async def _start(self) -> Box:
+        """Start the sandbox. Raises Unavailable, OSError."""
+
+    @abstractmethod
+    def _copy(self) -> Self:
+        """Return another one with the same files. Blocking. Raises OSError."""
+
+    @abstractmethod
+    def written(self) -> int:
+        """Bytes on disk. Blocking."""
+
+    @abstractmethod
     def pids(self) -> list[int]:
-        """The sandbox's first process outside, if one runs."""
-        return [self._box.sandboxed.process.pid] if self._box is not None and self._box.alive else []
+        """The sandbox's processes outside, of which the first holds the others, if it runs. Blocking."""
 
-    async def started(self, materials: Mapping[str, Path] | None = None) -> Box:
-        """Return the running sandbox, started if necessary. `materials` need a new one. Raises Unavailable, OSError."""
-        if materials is not None:
-            await self.stop()
+    @abstractmethod
+    def remove(self) -> None:
+        """Remove its files. Blocking."""
+
+    async def started(self) -> Box:
+        """Return the running sandbox, started if necessary. Raises Unavailable, OSError."""
         if self._box is None or not self._box.alive:
-            boxes = self._boxes
-            self._box = await Box.start(
-                boxes.sandbox, boxes.interpreter, self.overlays, self._limits, boxes.processors(self._cpus),
-                materials or {},
-            )  # fmt: skip
+            self._box = await self._start()
         return self._box
+
+    async def restart(self, folders: Mapping[str, Path]) -> None:
+        """End its processes and start the sandbox, which sees copies of these folders by their names below SHARED until
+        it is stopped. Raises Unavailable, OSError."""
+        await self.stop()
+        await asyncio.to_thread(_share, self.shared, folders)
+        await self.started()
 
     async def ask(self, op: str, **arguments: Any) -> Answer:
         """Raises BoxLost, BoxError; Unavailable and OSError if no sandbox can be started."""
@@ -110,61 +135,60 @@ class Workspace:
             await sleep(DISK_POLL_S)
             self._held = held = await asyncio.to_thread(self.written)
             if held > most:
-                box.sandboxed.kill(f"it had written {held // MIB} MB; at most {self._limits.disk_mb} (storage_mb)")
+                box.process.kill(f"it had written {held // MIB} MB; at most {self._limits.disk_mb} (storage_mb)")
 
-    def written(self) -> int:
-        """Bytes on disk. Blocking."""
-        total = 0
-        for folder, _, names in os.walk(self.place):
-            for name in names:
-                try:
-                    total += os.lstat(os.path.join(folder, name)).st_blocks * 512
-                except OSError:  # removed since
-                    continue
-        return total
-
-    def fork(self) -> Workspace:
+    def fork(self) -> Self:
         """Return another one with the same files and shell, without processes. Blocking. Raises OSError."""
-        other = Workspace.make(self._boxes, self.image, self._limits, self._cpus)
-        for number in range(len(self.image.places)):
-            source, target = self.place / str(number) / "upper", other.place / str(number) / "upper"
-            command = ["cp", "-a", "--reflink=auto", f"{source}/.", str(target)]
-            copied = subprocess.run(command, capture_output=True, check=False)
-            if copied.returncode:
-                other.remove()
-                raise OSError(copied.stderr.decode(errors="replace")[-500:])
+        other = self._copy()
         other.shell = self.shell
         return other
 
     async def stop(self) -> None:
-        """End its processes; its files stay."""
+        """End its processes; its files stay, what it shared does not."""
         box, self._box = self._box, None
         if box is not None:
             await box.end("it is no longer needed")
+        await asyncio.to_thread(_share, self.shared, {})
 
     async def close(self) -> None:
         await self.stop()
         await asyncio.to_thread(self.remove)
 
-    def remove(self) -> None:
-        """Blocking."""
-        remove(self.place)
+
+def new_place(home: Path) -> Path:
+    """Return a directory for a workspace of this process, not made yet."""
+    return home / EPISODES / f"{HOST}~{os.getpid()}-{uuid.uuid4().hex[:12]}"
 
 
-def remove(place: Path) -> None:
-    """Remove what a workspace has left. Blocking."""
-    for left in place.glob("*/work/work"):  # overlayfs leaves it without any permission
-        left.chmod(0o700)
-    shutil.rmtree(place, onerror=_open_and_retry)
+def is_stale(name: str) -> bool:
+    """Whether a place of that name belongs to a process of this machine that has ended."""
+    host, _, rest = name.partition("~")
+    return host == HOST and not Path("/proc", rest.partition("-")[0]).exists()
 
 
-def _open_and_retry(_: object, path: str, __: object) -> None:
-    """Remove what its owner had closed to everybody, as an ordinary user."""
-    parent = os.path.dirname(path)
-    with contextlib.suppress(OSError):
-        os.chmod(parent, 0o700)
-        if os.path.isdir(path) and not os.path.islink(path):
-            os.chmod(path, 0o700)
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            os.unlink(path)
+def limits_of(settings: Settings, machine: Machine) -> Limits:
+    return replace(
+        Limits.of(settings),
+        memory_mb=machine.memory_mb,
+        disk_mb=machine.storage_mb,
+        processes=settings.harbor_processes,
+        memory_setting="environment.memory_mb of the task",
+    )
+
+
+def _share(shared: Path, folders: Mapping[str, Path]) -> None:
+    """Replace what is shared by copies of these folders, readable for the sandbox's user."""
+    for old in shared.iterdir():
+        shutil.rmtree(old) if old.is_dir() else old.unlink()
+    for name, folder in folders.items():
+        copy_readable(folder, shared / name)
+
+
+def copy_readable(source: Path, target: Path) -> None:
+    """Copy a folder so that everybody can read it and run its programs. Blocking. Raises OSError."""
+    shutil.copytree(source, target, dirs_exist_ok=True)
+    for folder, _, names in os.walk(target):
+        os.chmod(folder, 0o755)
+        for name in names:
+            path = Path(folder, name)
+            path.chmod(0o755 if path.stat().st_mode & 0o100 else 0o644)

@@ -72,7 +72,7 @@ class Sandbox:
         """The interpreter of this service without its packages; there in every sandbox at the same path."""
         self._binary = binary
         self._first_uid = first_uid
-        self._system = _system()
+        self._system = system_paths()
         self._seccomp = seccomp.program()
 
     @classmethod
@@ -113,11 +113,6 @@ class Sandbox:
             "uid": uid.number if uid is not None else 0,
         }
         return await self._launch(plan, limits, uid, limits.of_all(), pass_fds, (stdin, stdout, stderr))
-
-    @property
-    def system(self) -> Mapping[str, str]:
-        """Path inside -> path of what every program sees: the system's libraries and this interpreter."""
-        return self._system
 
     @property
     def root_uid(self) -> int:
@@ -225,6 +220,14 @@ class Sandboxed:
         self._watch = asyncio.get_running_loop().create_task(self._look_after())
 
     @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def has_ended(self) -> bool:
+        return self.process.returncode is not None
+
+    @property
     def uid(self) -> int:
         """Under which its processes are seen from outside, if it was made by `Sandbox.start`."""
         return self._uid.number if self._uid is not None else os.geteuid()
@@ -323,9 +326,9 @@ def names_of(program: str) -> list[str]:
     return names
 
 
-def _system() -> dict[str, str]:
-    """Return the binds that every program needs: the system's libraries and this interpreter with its standard
-    library."""
+def system_paths() -> dict[str, str]:
+    """Return path inside -> path of what every program needs: the system's libraries and this interpreter with its
+    standard library."""
     shared = [place for place in ("/usr/lib", "/usr/lib64", "/lib", "/lib64") if os.path.exists(place)]
     if sys.base_prefix in ("/usr", "/usr/local", "/"):
         library = sysconfig.get_config_var("LDLIBRARY") or ""

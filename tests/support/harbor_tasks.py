@@ -41,6 +41,18 @@ set -e
 cd /app
 {command} > answer.txt
 """
+AGENT = """#!/bin/bash
+# Asks the model once, with the instruction, and runs its answer as a command.
+server=${OPENAI_BASE_URL#http://}; address=${server%%/*}; path=/${server#*/}
+instruction=$(tr -d '"' < "$OPENTINKER_INSTRUCTION" | tr '\\n' ' ')
+body='{"model":"'$OPENAI_MODEL'","messages":[{"role":"user","content":"'$instruction'"}]}'
+exec 3<>"/dev/tcp/${address%:*}/${address#*:}" || exit 7
+head="POST $path/chat/completions HTTP/1.1\\r\\nHost: model\\r\\nContent-Type: application/json\\r\\n"
+printf "${head}Connection: close\\r\\nContent-Length: %d\\r\\n\\r\\n%s" "${#body}" "$body" >&3
+command=$(cat <&3 | sed -n 's/.*"content": *"\\([^"]*\\)".*/\\1/p')
+echo "$command"
+bash -c "$command"
+"""
 Kind = Callable[[list[str]], tuple[str, str, list[str]]]
 """Lines of data.txt -> instruction, solution, lines of the answer."""
 

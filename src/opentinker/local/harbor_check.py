@@ -23,7 +23,6 @@ from opentinker.envs.harbor.task import Task
 from opentinker.envs.harbor.verifier import VerifierFailed, solve, verify
 from opentinker.envs.harbor.workspace import Workspace
 from opentinker.shared.runtime.launched_processes import ticks_of
-from opentinker.shared.runtime.reexec import below
 from opentinker.shared.sandbox.sandbox import Unavailable
 from opentinker.shared.settings_sources import load_settings
 from opentinker.shared.types.errors import OpenTinkerError, SpecError
@@ -226,7 +225,7 @@ def _median_ms(seconds: list[float]) -> float:
 
 async def _close(workspace: Workspace) -> int:
     """Close it and return how many of its processes are still there."""
-    pids = [pid for first in workspace.pids for pid in (first, *below(first))]
+    pids = await asyncio.to_thread(workspace.pids)
     born = {pid: ticks_of(pid) for pid in pids}  # its number may be another process's later
     await workspace.close()
     return sum(at is not None and ticks_of(pid) == at for pid, at in born.items())

@@ -54,7 +54,17 @@ MODELS = {
 }
 """The reader's own, by directory."""
 NO_BROWSER = set() if any(map(shutil.which, PROGRAMS)) else {"phone_page"}
-OTHER_MACHINES = {"alfworld", "android_world", "gem", "harbor", "miniwob", "openenv", "ors", "verifiers"} | NO_BROWSER
+OTHER_MACHINES = {
+    "alfworld",
+    "android_world",
+    "gem",
+    "harbor",
+    "harbor_agent",
+    "miniwob",
+    "openenv",
+    "ors",
+    "verifiers",
+} | NO_BROWSER
 """Environments whose library, games, tasks, browser or server is elsewhere."""
 
 

@@ -50,7 +50,12 @@ def test_a_task_is_read_with_its_limits(tmp_path: Path) -> None:
     task = read_task(folder, "task", Settings())
     assert (task.config.environment.memory_mb, task.config.environment.storage_mb) == (1024, 512)
     assert task.config.verifier.env == {"A": "b"} and task.has_solution
-    assert [step.kind for step in task.dockerfile.steps] == ["env", "workdir", "copy", "run"]
+    assert task.dockerfile is not None and [step.kind for step in task.dockerfile.steps] == [
+        "env",
+        "workdir",
+        "copy",
+        "run",
+    ]
     again = read_task(write_task(tmp_path / "other"), "task", Settings())
     assert again.digest != task.digest, "another task.toml is another task"
 
