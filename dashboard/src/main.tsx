@@ -8,6 +8,7 @@ import type { Me } from "./lib/types.ts";
 import "./style.css";
 import { apply, toggle, useTheme } from "./theme.ts";
 import { Cluster } from "./views/cluster.tsx";
+import { CheckView, Environments } from "./views/environments.tsx";
 import { JobView } from "./views/job.tsx";
 import { Jobs } from "./views/jobs.tsx";
 import { Submit } from "./views/submit.tsx";
@@ -65,6 +66,7 @@ function App(): JSX.Element {
 function View(): JSX.Element {
   const [view, id, part] = useAddress();
   if (view === "cluster") return <Cluster />;
+  if (view === "environments") return id ? <CheckView key={id} id={id} /> : <Environments />;
   if (view === "submit") return <Submit from={id ?? ""} step={part ?? ""} />;
   if (view === "jobs" && id) return <JobView key={id} id={id} part={part ?? "curves"} />;
   if (view === undefined || view === "jobs") return <Jobs />;
@@ -92,6 +94,7 @@ function Head({ me, leave }: { me: Me | null; leave: () => void }): JSX.Element 
       {me && (
         <nav>
           {link("", "Jobs", view === undefined || view === "jobs")}
+          {me.scopes.includes("environments:read") && link("environments", "Environments", view === "environments")}
           {link("cluster", "Cluster", view === "cluster")}
           {me.scopes.includes("jobs:write") && link("submit", "Submit", view === "submit")}
         </nav>

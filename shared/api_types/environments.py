@@ -79,3 +79,40 @@ class ServedEnvironments(TypedDict):
     """Served environments of all schedulers, by name."""
 
     served: list[ServedEnvironment]
+
+
+class EnvironmentCheckSummary(TypedDict):
+    """A saved report of `opentinker env check`."""
+
+    id: str
+    environment: str
+    verdict: str
+    errors: int
+    """Their number."""
+    at: float
+
+
+class EnvironmentChecks(TypedDict):
+    """The newest check of each environment, newest first."""
+
+    checks: list[EnvironmentCheckSummary]
+
+
+class EnvironmentReport(TypedDict):
+    """What a check found."""
+
+    environment: str
+    verdict: str
+    errors: list[str]
+    advice: list[str]
+    facts: dict[str, str]
+    transcript: str
+    """An example episode."""
+    columns: list[str]
+    rows: list[list[str]]
+
+
+class EnvironmentCheck(EnvironmentCheckSummary):
+    """A saved check with its report."""
+
+    report: EnvironmentReport

@@ -23,6 +23,7 @@ import orjson
 import pytest
 from playwright.async_api import Browser, Page, Route, async_playwright, expect
 
+from opentinker.client import AsyncClient
 from opentinker.services.scheduler.http import dashboard
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.messaging.subjects import LOG, METRIC, TIMELINE
@@ -527,7 +528,7 @@ async def test_every_view_fits_a_phone_and_is_reached_by_keys(opened: Open, http
     write_checkpoint(ctx, job, 1, {"model.safetensors": b"weights"})
     tab = await opened(http.url, viewport={"width": 375, "height": 700}, color_scheme="dark")
     assert await tab.page.evaluate("document.documentElement.dataset.theme") == "dark"
-    views = ((), ("cluster",), ("submit",), *(("jobs", job, part) for part in PARTS))
+    views = ((), ("environments",), ("cluster",), ("submit",), *(("jobs", job, part) for part in PARTS))
     for view in views:
         await tab.go(*view)
         await expect(tab.page.locator("main .empty", has_text="…")).to_have_count(0)
@@ -731,6 +732,20 @@ async def test_a_job_is_cloned_looked_at_submitted_paused_and_cancelled(opened: 
     await tab.page.get_by_label("Search jobs").fill(f"{job} rl")
     await expect(rows).to_have_count(1)
     await expect(rows).to_contain_text(job)
+
+
+async def test_checks_of_environments_are_listed_and_opened(opened: Open, http: Http) -> None:
+    report: Any = {
+        "environment": "harbor:mine", "verdict": "1 of 2 tasks cannot be trained yet", "errors": ["b: it is <flaky>"],
+        "advice": [], "facts": {"start": "70 ms"}, "transcript": "", "columns": ["task", "solution"],
+        "rows": [["a", "1"], ["b", "0.5"]],
+    }  # fmt: skip
+    async with AsyncClient(http.url, api_key=OPERATOR) as client:
+        await client.save_check(report)
+    tab = await opened(http.url, "environments")
+    await tab.page.get_by_role("link", name="harbor:mine").click()
+    for text in ("1 of 2 tasks cannot be trained yet", "b: it is <flaky>", "70 ms", "0.5"):
+        await tab.shows(text)
 
 
 async def test_jobs_are_listed_by_project_tag_and_order(opened: Open, http: Http) -> None:

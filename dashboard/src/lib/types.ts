@@ -46,6 +46,36 @@ export interface EvalResult {
   values: Record<string, number>;
 }
 
+/** The newest version of an environment that was pushed. */
+export interface Pushed {
+  name: string;
+  class: string;
+  versions: number;
+  files: number;
+  bytes: number;
+  pushed: number;
+}
+
+/** A report of `opentinker env check --save`. */
+export interface CheckSummary {
+  id: string;
+  environment: string;
+  verdict: string;
+  errors: number;
+  at: number;
+}
+
+export interface Check extends CheckSummary {
+  report: {
+    errors: string[];
+    advice: string[];
+    facts: Record<string, string>;
+    transcript: string;
+    columns: string[];
+    rows: string[][];
+  };
+}
+
 /** One line of metrics. `seq` counts the points of one incarnation of a source, so that gaps show. */
 export interface Point {
   source: string;

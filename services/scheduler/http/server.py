@@ -15,6 +15,7 @@ import structlog
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+from opentinker.services.scheduler.environments.check_reports_api import CheckReportsApi
 from opentinker.services.scheduler.environments.served_gateway import Gateway
 from opentinker.services.scheduler.http.artifacts import ArtifactsApi
 from opentinker.services.scheduler.http.audit import Audit
@@ -67,6 +68,7 @@ class Api:
             ArtifactsApi(jobs),
             PublishingApi(jobs),
             EnvironmentsApi(ctx),
+            CheckReportsApi(ctx),
             gateway,
             KeysApi(ctx),
             UsageApi(jobs),

@@ -14,8 +14,11 @@ from opentinker.shared.types.errors import plural
 
 if TYPE_CHECKING:
     from opentinker.local.env_trial import Report
+    from opentinker.shared.api_types import EnvironmentReport
 
 GROUPS = 16
+LINE, LINES, CELL, TRANSCRIPT = 3000, 1000, 200, 50_000
+"""Characters and lines of a report that the server takes."""
 FEW = 0.1
 """Share of groups that carry signal below which training is slow to begin."""
 Name = Annotated[
@@ -56,6 +59,7 @@ def check(
         ),
     ] = None,
     groups: Annotated[int | None, typer.Option(min=1, max=1000, help="With --job: number of groups (16).")] = None,
+    save: Annotated[bool, typer.Option("--save", help="Save the report on the server; its page shows it.")] = False,
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
@@ -64,15 +68,44 @@ def check(
     With --job, see also how often the base model solves the tasks, and in what share of the groups the rewards differ:
     only those teach anything.
     """
-    from opentinker.local.env_trial import Asked, look
-
-    if job is None and (groups is not None or url is not None):
-        raise typer.BadParameter("--groups and --url are for --job JOB.toml")
+    if job is None and (groups is not None or (url is not None and not save)):
+        raise typer.BadParameter("--groups and --url are for --job JOB.toml, --url for --save too")
     if name.startswith(harbor_tasks.PREFIX):
         if job is not None:
             raise typer.BadParameter("--job is for environments, not for a set of tasks: name harbor")
-        harbor_tasks.check(name, as_json)
-        return
+        found = harbor_tasks.check(name, as_json)
+    else:
+        found = _check(name, settings, (episodes, seed, turns), job, groups, url, as_json)
+    if save:
+        with client(url) as api:
+            saved = api.save_check(_bounded(found))
+        complain(f"saved: #/environments/{saved['id']} on the server's page")
+    if found["errors"]:
+        raise typer.Exit(1)
+
+
+def _bounded(found: EnvironmentReport) -> EnvironmentReport:
+    """Cut what is longer than the server takes."""
+
+    def cut(lines: list[str]) -> list[str]:
+        return [line[:LINE] for line in lines[:LINES]]
+
+    return {
+        **found, "errors": cut(found["errors"]), "advice": cut(found["advice"]),
+        "facts": {name: text[:LINE] for name, text in found["facts"].items()},
+        "transcript": found["transcript"][:TRANSCRIPT],
+        "rows": [[cell[:CELL] for cell in row] for row in found["rows"]],
+    }  # fmt: skip
+
+
+def _check(
+    name: str, settings: list[str] | None, played: tuple[int, int, int], job: Path | None, groups: int | None,
+    url: str | None, as_json: bool,
+) -> EnvironmentReport:  # fmt: skip
+    """`played`: episodes, seed and turns."""
+    from opentinker.local.env_trial import Asked, look
+
+    episodes, seed, turns = played
     import_from_here()
     trial = None if job is None else _trial(name, job, groups or GROUPS)
     report = look(Asked(name, config_of(settings), episodes, seed, turns))
@@ -89,8 +122,10 @@ def check(
         for line in report.errors:
             complain(f"error: {line}")
         say(verdict(report))
-    if report.errors:
-        raise typer.Exit(1)
+    return {
+        "environment": name, "verdict": verdict(report), "errors": report.errors, "advice": report.advice,
+        "facts": report.facts, "transcript": report.transcript, "columns": [], "rows": [],
+    }  # fmt: skip
 
 
 def _trial(name: str, path: Path, groups: int) -> dict[str, Any]:

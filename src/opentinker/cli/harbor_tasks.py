@@ -13,6 +13,7 @@ from opentinker.shared.types.errors import plural
 
 if TYPE_CHECKING:
     from opentinker.local.harbor_check import SetReport, TaskReport
+    from opentinker.shared.api_types import EnvironmentReport
 
 PREFIX = "harbor:"
 
@@ -44,8 +45,8 @@ def add(
     say(f"to check them: opentinker env check harbor:{added.set.name}")
 
 
-def check(given: str, as_json: bool) -> None:
-    """Check a set, or one task of it: `harbor:NAME` or `harbor:NAME/TASK`. Exit status 1 if something is wrong."""
+def check(given: str, as_json: bool) -> EnvironmentReport:
+    """Check a set, or one task of it: `harbor:NAME` or `harbor:NAME/TASK`. Return what the page shows of it."""
     from opentinker.local.harbor_check import check_tasks
 
     name, _, only = given.removeprefix(PREFIX).partition("/")
@@ -54,8 +55,11 @@ def check(given: str, as_json: bool) -> None:
         print_json({"errors": report.errors, "medians": _medians(report), **msgspec.to_builtins(report)})
     else:
         _show(report)
-    if report.errors:
-        raise typer.Exit(1)
+    return {
+        "environment": given, "verdict": _verdict(report), "errors": report.errors, "advice": _advice(report),
+        "facts": {title: f"{_number(report.median(field))} ms (median)" for field, title in MEASURED.items()},
+        "transcript": "", "columns": list(COLUMNS), "rows": _rows(report),
+    }  # fmt: skip
 
 
 MEASURED = {
@@ -71,8 +75,14 @@ def _line(one: TaskReport) -> str:
     return f"  {one.task}: {'; '.join(one.errors) or 'ok'}"
 
 
-def _show(report: SetReport) -> None:
-    rows = [
+COLUMNS = (
+    "task", "solution", "nothing", "equal starts", "verifier", "start ms", "warm ms", "command ms", "verify ms",
+    "left running",
+)  # fmt: skip
+
+
+def _rows(report: SetReport) -> list[list[str]]:
+    return [
         [
             one.task, _number(one.solution), _number(one.nothing), str(one.equal_resets),
             " ".join(map(_number, one.verifier_rewards)), _number(one.start_ms), _number(one.warm_start_ms),
@@ -80,20 +90,26 @@ def _show(report: SetReport) -> None:
         ]
         for one in report.tasks
     ]  # fmt: skip
-    columns = (
-        "task", "solution", "nothing", "equal starts", "verifier", "start ms", "warm ms", "command ms", "verify ms",
-        "left running",
-    )  # fmt: skip
-    print_table(columns, rows, empty="no tasks")
-    for one in report.tasks:
-        for line in one.advice:
-            say(f"advice: {one.task}: {line}")
+
+
+def _advice(report: SetReport) -> list[str]:
+    return [f"{one.task}: {line}" for one in report.tasks for line in one.advice]
+
+
+def _verdict(report: SetReport) -> str:
+    failed = sum(bool(one.errors) for one in report.tasks)
+    return f"{failed} of {plural(len(report.tasks), 'task')} cannot be trained yet" if failed else "it can be trained"
+
+
+def _show(report: SetReport) -> None:
+    print_table(COLUMNS, _rows(report), empty="no tasks")
+    for line in _advice(report):
+        say(f"advice: {line}")
     for line in report.errors:
         complain(f"error: {line}")
     figures = ", ".join(f"{title} {_number(report.median(field))} ms" for field, title in MEASURED.items())
     say(f"median {figures}")
-    failed = sum(bool(one.errors) for one in report.tasks)
-    say(f"{failed} of {plural(len(report.tasks), 'task')} cannot be trained yet" if failed else "it can be trained")
+    say(_verdict(report))
 
 
 def _number(value: float | None) -> str:

@@ -115,6 +115,9 @@ class Client:
     environments = blocking(AsyncClient.environments)
     environment = blocking(AsyncClient.environment)
     delete_environment = blocking(AsyncClient.delete_environment)
+    save_check = blocking(AsyncClient.save_check)
+    environment_checks = blocking(AsyncClient.environment_checks)
+    environment_check = blocking(AsyncClient.environment_check)
 
     create_key = blocking(AsyncClient.create_key)
     keys = blocking(AsyncClient.keys)

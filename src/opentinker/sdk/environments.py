@@ -18,6 +18,10 @@ from opentinker.sdk.http import ApiError, Http
 from opentinker.shared.api_types import (
     DeletedEnvironment,
     Environment,
+    EnvironmentCheck,
+    EnvironmentChecks,
+    EnvironmentCheckSummary,
+    EnvironmentReport,
     Environments,
     EnvironmentSummary,
     PushedEnvironment,
@@ -25,7 +29,7 @@ from opentinker.shared.api_types import (
 
 LEFT_OUT = (".*", "__pycache__", "*.pyc", "venv", "node_modules", "*.egg-info", "build", "dist")
 """Names of files and directories that are not sent."""
-ENVIRONMENTS = "/v1/environments"
+ENVIRONMENTS, CHECKS = "/v1/environments", "/v1/checks"
 PUSH_S = 120.0
 """The server may make a virtual environment before it answers."""
 
@@ -58,6 +62,18 @@ class EnvironmentCalls:
         query = {} if version is None else {"version": str(version)}
         answer = await self._http.json("DELETE", f"{ENVIRONMENTS}/{quote(name, safe='')}", query, again=False)
         return cast(DeletedEnvironment, answer)["deleted"]
+
+    async def save_check(self, report: EnvironmentReport) -> EnvironmentCheckSummary:
+        """Save the report of a check for the page, in place of the last one on the same environment."""
+        return cast(EnvironmentCheckSummary, await self._http.json("POST", CHECKS, noun=report))
+
+    async def environment_checks(self) -> list[EnvironmentCheckSummary]:
+        """The saved checks of environments, newest first."""
+        return cast(EnvironmentChecks, await self._http.json("GET", CHECKS))["checks"]
+
+    async def environment_check(self, id: str) -> EnvironmentCheck:
+        """A saved check with its report. Raises ApiNotFound."""
+        return cast(EnvironmentCheck, await self._http.json("GET", f"{CHECKS}/{quote(id, safe='')}"))
 
 
 def pack(place: str | Path) -> bytes:

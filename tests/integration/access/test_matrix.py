@@ -21,6 +21,7 @@ import pytest
 from pydantic import BaseModel
 
 from opentinker.client import AsyncClient
+from opentinker.services.scheduler.environments.check_reports_api import CheckReport
 from opentinker.services.scheduler.environments.served_gateway import Gateway
 from opentinker.services.scheduler.http import auth
 from opentinker.services.scheduler.http.keys import NewKey, Rotation
@@ -56,6 +57,7 @@ class Things:
     environment: str
     key: str
     publication: str
+    check: str
 
     def of(self, route: Route) -> dict[str, str]:
         """What stands in the places of the route's path. Raises KeyError for a place that this file does not know."""
@@ -68,6 +70,7 @@ PLACES: dict[str, dict[str, str]] = {
     "environments": {"name": "environment"},
     "keys": {"id": "key"},
     "published": {"name": "publication"},
+    "checks": {"check": "check"},
 }
 """By the first part of a path below /v1: whose name stands where, or what else does."""
 MAKES = {
@@ -76,7 +79,12 @@ MAKES = {
     ("POST", "/v1/workers/{worker}/free"): {"worker": "rollout-none"},
 }
 """Routes whose path names what is to be made, or is everybody's: there is none that could be another's."""
+CHECK: Any = {
+    "environment": "x", "verdict": "good", "errors": [], "advice": [], "facts": {}, "transcript": "", "columns": [],
+    "rows": [],
+}  # fmt: skip
 BODIES: dict[type[BaseModel], Any] = {
+    CheckReport: CHECK,
     JobSpec: SPEC,
     NewKey: {"role": "viewer"},
     Rotation: {"grace_s": 60},
@@ -227,7 +235,7 @@ class Site:
 
     def names(self, tenant: str) -> list[str]:
         things = self.things[tenant]
-        return [things.job, things.environment, things.key, things.publication]
+        return [things.job, things.environment, things.key, things.publication, things.check]
 
 
 @pytest.fixture
@@ -251,9 +259,11 @@ async def site(ctx: Context, store: Store, tmp_path: Any, monkeypatch: pytest.Mo
                 await client.push_environment(place)
                 job = (await client.submit(SPEC))["id"]
                 write_checkpoint(ctx, job, 1, {"model.safetensors": b"weights"})
+                report: Any = {**CHECK, "environment": own}
+                check = (await client.save_check(report))["id"]
                 publication = (await client.publish(f"{job}@1", f"{tenant}-best"))["name"]
             key = (parse(await new_key_of(store, tenant, Role.VIEWER)) or ("", ""))[1]
-            things[tenant] = Things(job, own, key, publication)
+            things[tenant] = Things(job, own, key, publication, check)
         yield Site(http, made[0].routes, things)
 
 
@@ -319,14 +329,14 @@ def objects(site: Site, who: Who, route: Route) -> dict[str, Things]:
     if not has_object(route):
         return {OWN: site.things[own]}
     other = "blue" if own == "red" else "red"
-    nothing = Things("j-0000000000", "no-such-thing", "0000000000", "no-such-name")
+    nothing = Things("j-0000000000", "no-such-thing", "0000000000", "no-such-name", "no-such-check")
     return {UNKNOWN: nothing, FOREIGN: site.things[other], OWN: site.things[own]}
 
 
 def said(body: Any, things: Things) -> str:
     """The answer without the names that were asked for."""
     text = body.decode(errors="replace") if isinstance(body, bytes) else orjson.dumps(body).decode()
-    for name in (things.job, things.environment, things.key, things.publication):
+    for name in (things.job, things.environment, things.key, things.publication, things.check):
         text = text.replace(name, "X")
     return text
 

@@ -108,6 +108,19 @@ async def test_the_policies_of_a_job_are_evaluated_by_a_command(
     assert spec["evaluation"]["episodes"] == 5 and list(spec["seats"]) == ["speaker"]
 
 
+async def test_the_report_of_a_check_is_saved_for_the_page(client: AsyncClient, on: list[str]) -> None:
+    unasked = await run("env", "check", "copy_digits", "--episodes", 2, *on)
+    assert unasked.returncode == 2 and "--save" in unasked.stderr
+    for _ in range(2):
+        checked = await run("env", "check", "copy_digits", "--episodes", 2, "--save", "--json", *on)
+        assert checked.returncode == 0, checked.stderr
+    (saved,) = await client.environment_checks()
+    assert (saved["environment"], saved["verdict"], saved["errors"]) == ("copy_digits", "it can be trained", 0)
+    assert f"saved: #/environments/{saved['id']}" in checked.stderr
+    report = (await client.environment_check(saved["id"]))["report"]
+    assert report["transcript"] == orjson.loads(checked.stdout)["transcript"] and "expert" in report["facts"]
+
+
 async def test_a_job_that_is_not_there_is_said_without_routes(on: list[str]) -> None:
     for command in ("job", "events", "logs", "watch", "artifacts"):
         done = await run(command, "j-nope", *on)

@@ -195,6 +195,16 @@ async def test_environments_are_what_their_types_say(client: AsyncClient, tmp_pa
     fits(await client.environments(), list[answers.EnvironmentSummary])
     fits(await client.environment("small"), answers.Environment)
     assert await client.delete_environment("small") == [1]
+    report: Any = {
+        "environment": "harbor:mine", "verdict": "it can be trained", "errors": [], "advice": ["slow"],
+        "facts": {"start": "70 ms"}, "transcript": "", "columns": ["task"], "rows": [["a"], ["b"]],
+    }  # fmt: skip
+    saved = await client.save_check(report)
+    fits(saved, answers.EnvironmentCheckSummary)
+    assert await client.environment_checks() == [saved]
+    found = await client.environment_check(saved["id"])
+    fits(found, answers.EnvironmentCheck)
+    assert found["report"] == report
     async with AsyncServing(Environment, name="count", url=client.url, on_wait=lambda _: None, drain_s=0.0):
         served = await _served(client)
         fits(served, answers.ServedEnvironments)

@@ -1,0 +1,155 @@
+// Environments of the tenant: what was pushed, and what `opentinker env check --save` has found, one report each.
+
+import type { JSX } from "preact";
+import { go, useAsked, useNow } from "../hooks.ts";
+import type { Check, CheckSummary, Pushed } from "../lib/types.ts";
+import { bytes, counted, duration } from "../lib/words.ts";
+import { Empty, Facts, Head, Said } from "../parts.tsx";
+
+const LOOK_S = 10;
+
+export function Environments(): JSX.Element {
+  const pushed = useAsked<{ environments: Pushed[] }>("/v1/environments", LOOK_S);
+  const checks = useAsked<{ checks: CheckSummary[] }>("/v1/checks", LOOK_S);
+  return (
+    <>
+      <h1 class="unseen">Environments</h1>
+      <Said problem={pushed.problem ?? checks.problem} />
+      <section class="card">
+        <h2>Checks</h2>
+        {checks.value && <Checks checks={checks.value.checks} />}
+      </section>
+      <section class="card">
+        <h2>Pushed</h2>
+        {pushed.value && <PushedTable pushed={pushed.value.environments} />}
+      </section>
+    </>
+  );
+}
+
+function Checks({ checks }: { checks: CheckSummary[] }): JSX.Element {
+  const now = useNow(5);
+  if (!checks.length) {
+    return (
+      <Empty>
+        None yet. <code>opentinker env check NAME --save</code> plays an environment and keeps its report here.
+      </Empty>
+    );
+  }
+  return (
+    <table>
+      <Head of={["Environment", "Verdict", "Errors", "Checked"]} />
+      <tbody>
+        {checks.map((check) => (
+          <tr key={check.id} onClick={() => go("environments", check.id)}>
+            <td data-label="Environment">
+              <a href={`#/environments/${check.id}`}>{check.environment}</a>
+            </td>
+            <td data-label="Verdict">{check.verdict}</td>
+            <td data-label="Errors">{check.errors}</td>
+            <td data-label="Checked" class="dim">
+              {duration(now - check.at)} ago
+            </td>
+          </tr>
+        ))}
+      </tbody>
+    </table>
+  );
+}
+
+function PushedTable({ pushed }: { pushed: Pushed[] }): JSX.Element {
+  const now = useNow(5);
+  if (!pushed.length) {
+    return (
+      <Empty>
+        None yet. <code>opentinker env push DIRECTORY</code> uploads one.
+      </Empty>
+    );
+  }
+  return (
+    <table>
+      <Head of={["Name", "Class", "Versions", "Size", "Pushed"]} />
+      <tbody>
+        {pushed.map((one) => (
+          <tr key={one.name}>
+            <td data-label="Name">{one.name}</td>
+            <td data-label="Class">
+              <code>{one.class}</code>
+            </td>
+            <td data-label="Versions">{one.versions}</td>
+            <td data-label="Size">
+              {bytes(one.bytes)} in {counted(one.files, "file")}
+            </td>
+            <td data-label="Pushed" class="dim">
+              {duration(now - one.pushed)} ago
+            </td>
+          </tr>
+        ))}
+      </tbody>
+    </table>
+  );
+}
+
+export function CheckView({ id }: { id: string }): JSX.Element {
+  const now = useNow(5);
+  const { value: check, problem } = useAsked<Check>(`/v1/checks/${encodeURIComponent(id)}`);
+  if (!check) return problem ? <Said problem={problem} /> : <p class="empty">…</p>;
+  const report = check.report;
+  return (
+    <>
+      <p>
+        <a href="#/environments">Environments</a>
+      </p>
+      <section class="card">
+        <h1>{check.environment}</h1>
+        <p>
+          {check.verdict} <small class="dim">checked {duration(now - check.at)} ago</small>
+        </p>
+        <Facts of={Object.entries(report.facts)} />
+        <Lines title="Errors" lines={report.errors} />
+        <Lines title="Advice" lines={report.advice} />
+      </section>
+      {report.rows.length > 0 && (
+        <section class="card">
+          <h2>{counted(report.rows.length, "row")}</h2>
+          <div class="scrolls">
+            <table>
+              <Head of={report.columns} />
+              <tbody>
+                {report.rows.map((row) => (
+                  <tr key={row[0]}>
+                    {row.map((cell, at) => (
+                      <td key={report.columns[at]} data-label={report.columns[at]}>
+                        {cell}
+                      </td>
+                    ))}
+                  </tr>
+                ))}
+              </tbody>
+            </table>
+          </div>
+        </section>
+      )}
+      {report.transcript && (
+        <section class="card">
+          <h2>An episode</h2>
+          <pre>{report.transcript}</pre>
+        </section>
+      )}
+    </>
+  );
+}
+
+function Lines({ title, lines }: { title: string; lines: string[] }): JSX.Element | null {
+  if (!lines.length) return null;
+  return (
+    <>
+      <h2>{title}</h2>
+      <ul>
+        {lines.map((line) => (
+          <li key={line}>{line}</li>
+        ))}
+      </ul>
+    </>
+  );
+}
