@@ -43,6 +43,7 @@ from opentinker.shared.spec.frozen_models import is_scored
 from opentinker.shared.spec.pools import pool_player
 from opentinker.shared.spec.tree_sampling import is_tree
 from opentinker.shared.state.admission import Admission
+from opentinker.shared.state.circuits import DOWN, Circuits, circuit_key
 from opentinker.shared.types.core import Ending, Lease, Ticket
 from opentinker.shared.types.error_text import error_sentence, error_tail
 from opentinker.shared.types.errors import JobFailed
@@ -86,6 +87,9 @@ class RolloutJob:
         self.bus: Bus = worker.ctx.bus
         self.subject = SCORE if is_scored(spec.model_dump()) else GROUP
         self.admission = Admission(worker.ctx.store.redis, lease.job, policies=list(spec.policies))
+        self.circuits = Circuits(worker.ctx.store.redis)
+        self.circuit = ""
+        """Key of its environment's."""
         self.metrics = MetricSource(self.bus, lease.job, worker.info.id)
         self.lanes = Lanes(self.bus, lease.job, worker.info.id)
         self.address = f"{worker.info.id}-{uuid.uuid4().hex[:12]}"
@@ -110,6 +114,8 @@ class RolloutJob:
 
     async def run(self) -> None:
         """Until the lease is taken away, or it is taken back or the service stops: then running groups may finish."""
+        record = await self.worker.ctx.store.job(self.lease.job)
+        self.circuit = circuit_key(record.tenant, record.spec["environment"])
         async with AsyncExitStack() as held:
             # Held one by one: a lease taken away in the middle must not leave the first of them behind.
             for receiver in self.receivers.values():
@@ -253,6 +259,7 @@ class RolloutJob:
         )
         await self._publish(group)
         await self.admission.accept(ticket.seq)  # the trainer may have seen it first: either way it counts once
+        await self.circuits.succeeded(self.circuit)
         self.counts["groups"] += 1
 
     async def _play_sample(self, ticket: Ticket, index: int, seats: SeatMap) -> Sample:
@@ -332,7 +339,8 @@ class RolloutJob:
             await self.worker.ctx.store.update(ticket.job, event="opening_mismatch", detail=detail)
 
     async def _fail(self, ticket: Ticket, error: EpisodeFailed) -> None:
-        if await self.admission.fail(ticket.seq, error.ending) is None:
+        is_down = await self.circuits.failed(self.circuit, error.ending, error_sentence(error.error), time.time())
+        if await self.admission.fail(ticket.seq, DOWN if is_down else error.ending) is None:
             return
         if self.spec.train.deterministic and not error.ending.repeats:
             raise JobFailed(

@@ -171,7 +171,7 @@ _BEATS = ("worker:*", "workers")
 REDIS_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     SCHEDULER: (("*",), ()),
     TRAINER: ((*_JOBS, *_BEATS, "adm:*", "spent:*"), ("leases",)),
-    ROLLOUT: ((*_JOBS, *_BEATS, "adm:*", "spent:*"), ("leases",)),
+    ROLLOUT: ((*_JOBS, *_BEATS, "adm:*", "circuit:*", "spent:*"), ("leases",)),
     REFERENCE: ((*_JOBS, *_BEATS), ()),
     ENV: (_BEATS, ()),
 }

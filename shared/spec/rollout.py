@@ -99,6 +99,9 @@ class RolloutSpec(SpecPart):
     """Retries of a failed episode before its group fails."""
     max_failed_share: Fraction = 0.5
     """The job fails when more than this share of its groups failed (counted from the 20th group)."""
+    max_env_down_s: Annotated[float, Field(ge=0.0, le=604_800.0)] = 1800.0
+    """The job fails when its environment has been down for longer: after groups that failed in a row because it could
+    not be reached or did not answer, only single groups are played for trial until one succeeds."""
     opening_mismatch: Literal["warn", "fail"] = "warn"
     """Reaction to samples of a group that begin with different observations despite the same row and seed: the group's
     baseline then compares answers to different prompts. `warn`: an event and a metric, and the group is trained,

@@ -17,7 +17,7 @@ import numpy as np
 from pydantic import field_validator
 
 from opentinker.envs.adapters.library import Randomness, episode_seed
-from opentinker.envs.base import Action, Environment, EnvironmentConfig, Opening, Step, user
+from opentinker.envs.base import Action, Environment, EnvironmentConfig, Opening, Step, Unreachable, user
 from opentinker.envs.builtin.copy_digits import CopyDigits
 from opentinker.envs.tools import tool
 from opentinker.shared.types.core import Message, Tool, ToolCall
@@ -43,6 +43,20 @@ class Counting(Environment):
 
     async def close(self) -> None:
         self.calls.append(f"{self.config.tag} close")
+
+
+class Switched(CopyDigits):
+    """Cannot be reached while a file is there."""
+
+    class Config(CopyDigits.Config):
+        file: str
+
+    config: Config
+
+    async def open(self, row: int, seed: int) -> list[Message]:
+        if os.access(self.config.file, os.F_OK):
+            raise Unreachable("its server is gone")
+        return await super().open(row, seed)
 
 
 class Misbehaving(Environment):

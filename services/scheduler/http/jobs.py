@@ -24,6 +24,7 @@ from opentinker.services.scheduler.http.errors import json_response, parsed, rea
 from opentinker.services.scheduler.http.route_decorator import Choice, Integer, Parameter, Route
 from opentinker.services.scheduler.http.spec_body import read_spec
 from opentinker.services.scheduler.jobs.job_query import EQUAL, GROUPED, KINDS, ORDERS, STATES, JobQuery, groups_of
+from opentinker.services.scheduler.jobs.outages import outage_text
 from opentinker.services.scheduler.jobs.submit import submit
 from opentinker.services.scheduler.placement.cluster_view import Cluster
 from opentinker.shared import api_types
@@ -35,6 +36,7 @@ from opentinker.shared.single_flight import SingleFlight
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.spec.labels import LabelChanges
 from opentinker.shared.state.admission import admission_of
+from opentinker.shared.state.circuits import Circuits, circuit_key
 from opentinker.shared.state.job_rows import JobRow, JobRows
 from opentinker.shared.types.core import JobRecord, JobState
 from opentinker.shared.types.errors import Conflict, NotFound, SpecError
@@ -181,6 +183,7 @@ class JobsApi:
         return json_response(
             {
                 **_summary(job),
+                **await self._outage(job),
                 "spec": job.spec,
                 "ledger": next(iter(ledgers.values())),
                 **(
@@ -196,6 +199,17 @@ class JobsApi:
                 "artifacts": await self._kept(job),
             }
         )
+
+    async def _outage(self, job: JobRecord) -> dict[str, str]:
+        """Say that the job waits for its environment, if that is down."""
+        if job.waiting_for or not job.state.held or job.kind != "rl":
+            return {}
+        circuit = await Circuits(self.store.redis).find(circuit_key(job.tenant, job.spec["environment"]))
+        if not circuit.is_open:
+            return {}
+        again_s = max(0.0, circuit.retry_at - time.time())
+        text = f"its environment: {outage_text(circuit, job.spec)}; tried again in {again_s:.0f} s; {circuit.error}"
+        return {"waiting_for": text}
 
     async def _ledger(self, job: JobRecord, policy: str) -> dict[str, Any]:
         ledger = await admission_of(self.store.redis, job, policy).ledger()

@@ -15,6 +15,7 @@ from opentinker.shared.messaging.subjects import GROUP, GROUPS, SCORE, SCORES, T
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.runtime.telemetry import CLUSTER, REPORT_S, Meters, Reporter
 from opentinker.shared.state.admission import admission_of
+from opentinker.shared.state.circuits import Circuits, circuit_key
 from opentinker.shared.types.core import JobRecord, JobState, Pool
 
 QUEUES = (("queue/tickets", TICKETS, TICKET), ("queue/scores", SCORES, SCORE), ("queue/groups", GROUPS, GROUP))
@@ -24,7 +25,7 @@ QUEUES = (("queue/tickets", TICKETS, TICKET), ("queue/scores", SCORES, SCORE), (
 class SchedulerMetrics:
     def __init__(self, ctx: Context) -> None:
         self.store, self.bus = ctx.store, ctx.bus
-        self.meters = Meters()
+        self.circuits, self.meters = Circuits(ctx.store.redis), Meters()
         self.reporter = Reporter(ctx.bus, ctx.worker, self.meters)
 
     async def run(self) -> None:
@@ -53,6 +54,8 @@ class SchedulerMetrics:
         new = job.id not in self.meters.jobs
         meter = self.meters.of(job.id)
         gauges = {name: depths.get(subject.at(job=job.id), 0) for name, _, subject in QUEUES}
+        circuit = await self.circuits.find(circuit_key(job.tenant, job.spec["environment"]))
+        gauges["scheduler/environment_down"] = int(circuit.is_open)
         counts = {}
         for policy in job.policies or ("",):
             ledger = await admission_of(self.store.redis, job, policy).ledger()

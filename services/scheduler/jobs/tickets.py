@@ -19,12 +19,14 @@ from typing import Any
 import nats.errors
 import structlog
 
+from opentinker.services.scheduler.jobs.outages import Outages, down_too_long
 from opentinker.shared.asyncio_tools import wait_event
 from opentinker.shared.evaluation.pool_draws import choose_opponent
 from opentinker.shared.messaging.bus import NoReply, StreamFull
 from opentinker.shared.messaging.subjects import TICKET, TICKETS, WAKE
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.admission import admission_of
+from opentinker.shared.state.circuits import DOWN, Circuit
 from opentinker.shared.state.group_ledger import Ledger
 from opentinker.shared.state.redis_script import UNFENCED
 from opentinker.shared.types.core import JobRecord, JobState, Ticket
@@ -59,6 +61,7 @@ class TicketIssuer:
         self._poll_s = poll_s
         self.ctx, self.store, self.bus, self.leader = ctx, ctx.store, ctx.bus, leader
         self._wake = asyncio.Event()
+        self._outages = Outages(ctx.store, leader)
         self._missing: dict[str, set[int]] = {}
         """Per job: running groups that had no ticket in the last sweep."""
         self._full = False
@@ -89,12 +92,17 @@ class TicketIssuer:
         """One portion per job. True if a job may have room for more."""
         more = False
         for job in await self._held():
-            more |= await self._issue_portion(job)
-            await self._fail_if_failing(job)
+            circuit = await self._outages.look(job)
+            more |= await self._issue_portion(job, circuit)
+            await self._fail_if_failing(job, circuit)
         return more
 
-    async def _issue_portion(self, job: JobRecord) -> bool:
-        _, seqs = await admission_of(self.store.redis, job).issue(PORTION)
+    async def _issue_portion(self, job: JobRecord, circuit: Circuit) -> bool:
+        if circuit.is_open and time.time() < circuit.retry_at:
+            return False
+        _, seqs = await admission_of(self.store.redis, job).issue(1 if circuit.is_open else PORTION)
+        if circuit.is_open and seqs:
+            await self._outages.tried(job)
         return await self._store(job, seqs) and len(seqs) == PORTION
 
     async def _store(self, job: JobRecord, seqs: list[int], again: str = "") -> bool:
@@ -143,15 +151,18 @@ class TicketIssuer:
             await self._store(job, sorted(stubborn), again=f"/{time.time_ns()}")
         self._missing[job.id] = missing
 
-    async def _fail_if_failing(self, job: JobRecord) -> None:
-        """Fail a job whose groups fail too often."""
-        share = job.spec["rollout"]["max_failed_share"]
-        ledgers = [await admission_of(self.store.redis, job, policy).ledger() for policy in job.policies or ("",)]
-        problem = next(filter(None, (too_many_failures(ledger, share) for ledger in ledgers)), None)
+    async def _fail_if_failing(self, job: JobRecord, circuit: Circuit) -> None:
+        """Fail a job whose environment has been down for too long, or whose groups fail too often otherwise."""
+        if circuit.is_open:
+            problem, said = down_too_long(circuit, job.spec, time.time()), circuit.error
+        else:
+            share = job.spec["rollout"]["max_failed_share"]
+            ledgers = [await admission_of(self.store.redis, job, policy).ledger() for policy in job.policies or ("",)]
+            problem = next(filter(None, (too_many_failures(ledger, share) for ledger in ledgers)), None)
+            last = await self.store.latest_event(job.id, "group_failed") if problem else None
+            said = error_sentence(last["error"]) if last else ""
         if problem is None:
             return
-        last = await self.store.latest_event(job.id, "group_failed")
-        said = error_sentence(last["error"]) if last else ""
         reason = f"{problem}; last error: {said}" if said else problem
         try:
             await self.store.transition(job.id, JobState.FAILED, allowed=HELD, leader=self.leader, reason=reason)
@@ -162,12 +173,13 @@ class TicketIssuer:
 
 
 def too_many_failures(ledger: Ledger, max_share: float) -> str | None:
-    """The reason to fail the job, or None."""
-    failed = sum(ledger.failed.values())
+    """The reason to fail the job, or None. Groups that failed while the environment was down do not count."""
+    reasons_counted = {reason: count for reason, count in ledger.failed.items() if reason != DOWN}
+    failed = sum(reasons_counted.values())
     ended = failed + ledger.accepted
     if ended < JUDGED_FROM or (failed <= max_share * ended and ledger.accepted):
         return None
-    ranked = sorted(ledger.failed.items(), key=lambda item: -item[1])[:3]
+    ranked = sorted(reasons_counted.items(), key=lambda item: -item[1])[:3]
     reasons = ", ".join(f"{name} {count}" for name, count in ranked)
     return f"{failed} of {ended} groups failed (rollout.max_failed_share is {max_share:g}): {reasons}"
 
