@@ -1,12 +1,13 @@
 """The scheduler process: HTTP API, placement, admission. It keeps nothing: all it knows is in Redis and NATS.
 
     api         consumes HTTP requests; produces jobs and cancellations
-    lead        decides which scheduler does the next seven, see `leader_election.py`
+    lead        decides which scheduler does the next nine, see `leader_election.py`
     reconcile   consumes jobs, heartbeats, leases; produces leases; woken by WAKE "scheduler"
     autoscale   consumes what the queue lacks; produces trainers and rollout workers, where a launcher is set
     clean       consumes jobs that have ended; removes their messages
     evaluate    consumes eval jobs and results of episodes; produces EXAM, METRIC
     archive     consumes artifacts of jobs; puts them into the artifact store and applies retention
+    sweep       consumes sweeps that run, and metrics of their jobs; produces jobs and cancellations
     tickets     consumes admission's room; produces TICKET; woken by WAKE "admission"
     measure     consumes ledgers, heartbeats and stream sizes; produces METRIC
     feed        consumes jobs' logs of events; produces EVENT
@@ -39,6 +40,7 @@ from opentinker.services.scheduler.placement.reconciler import Reconciler
 from opentinker.services.scheduler.streams.disconnect import StreamDisconnector
 from opentinker.services.scheduler.streams.event_feed import EventFeed
 from opentinker.services.scheduler.streams.nats_auth import NatsAuthCallout
+from opentinker.services.scheduler.sweeps.controller import SweepController
 from opentinker.shared.runtime.service import Context, first_failure
 
 
@@ -55,6 +57,7 @@ async def serve(ctx: Context) -> None:
             **({} if launching is None else {"autoscale": launching.run()}),
             "clean": JobCleaner(ctx, leadership).run(),
             "evaluate": EvalCoordinator(ctx, leadership).run(),
+            "sweep": SweepController(ctx, leadership).run(),
             "tickets": TicketIssuer(ctx, leadership).run(),
             "archive": Archiver(ctx, leadership).run(),
             "measure": SchedulerMetrics(ctx).run(),

@@ -13,3 +13,4 @@ from opentinker.shared.api_types.jobs import *
 from opentinker.shared.api_types.keys import *
 from opentinker.shared.api_types.observability import *
 from opentinker.shared.api_types.server import *
+from opentinker.shared.api_types.sweeps import *

@@ -12,6 +12,7 @@ Keys (`{id}` is a job id of ours):
     adm:{id}, adm:{id}:groups   admission (admission.py)
     spent:*             what jobs and tenants have spent (usage.py)
     artifact:*, stored:*, published:*   what is kept of jobs, and its names (artifacts.py)
+    sweep:{id}, sweep:{id}:trials, sweeps:*     sweeps (sweeps.py)
     key:{id}, keys:of:{tenant}, tenants   API keys (keys.py)
     stream:{digest}, streams:of:{key}     credentials to hear a job live (stream_credentials.py)
     streams:open, streams:open:{group}    and who is connected by them (stream_connections.py)
@@ -166,6 +167,11 @@ class Store(LeaseTable):
         job, body = await self.redis.hmget(f"idem:{tenant}:{idempotency}", "job", "body")
         if job is not None and body != body_hash:
             raise _other_body(job)
+        return None if job is None else str(job)
+
+    async def job_of_key(self, tenant: str, idempotency: str) -> str | None:
+        """Return the job that was made under an idempotency key, whatever its body was."""
+        job = await self.redis.hget(f"idem:{tenant}:{idempotency}", "job")
         return None if job is None else str(job)
 
     async def job(self, id: str) -> JobRecord:

@@ -14,6 +14,7 @@ import pytest
 import pytest_asyncio
 
 from opentinker.shared.spec import parse_spec
+from opentinker.shared.spec.sweeps.children import first_job
 from tests.support.cluster import PYTHONPATH, ROOT, Cluster, toy_cluster
 from tests.unit.client.test_docs_toml import OTHER_MACHINES
 
@@ -21,7 +22,7 @@ EXAMPLES = {path.stem: path for path in sorted((ROOT / "examples").glob("*.toml"
 
 
 def read(name: str) -> dict[str, Any]:
-    return tomllib.loads(EXAMPLES[name].read_text())
+    return first_job(tomllib.loads(EXAMPLES[name].read_text()))
 
 
 def is_frozen(told: dict[str, Any], seat: str) -> bool:

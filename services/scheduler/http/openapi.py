@@ -18,6 +18,7 @@ from opentinker.shared import api_types
 from opentinker.shared.messaging.asyncapi import documented
 from opentinker.shared.security.authorization import Action
 from opentinker.shared.spec import JobSpec
+from opentinker.shared.spec.sweeps.children import TABLE, SweepSpec
 
 _SCHEMAS = "#/components/schemas/"
 
@@ -26,7 +27,11 @@ _SCHEMAS = "#/components/schemas/"
 def job_schema() -> dict[str, Any]:
     """Return the JSON schema of a job spec, with the short forms that `JobSpec` completes before it validates: a seat
     that only names its policy, and policies that inherit the job's model."""
-    schema = JobSpec.model_json_schema()
+    schema = SweepSpec.model_json_schema()
+    schema |= {"title": JobSpec.__name__, "description": inspect.getdoc(JobSpec) or ""}
+    schema["required"].remove(TABLE)
+    for short in ("patternProperties", "propertyNames", "maxProperties"):  # tables in tables, and lists, are parameters
+        schema["$defs"]["SweepTable"]["properties"]["parameters"].pop(short)
     seats = schema["properties"]["seats"]
     seats["additionalProperties"] = {"anyOf": [{"type": "string"}, seats["additionalProperties"]]}
     schema["$defs"]["PolicySpec"].pop("required")
@@ -126,7 +131,7 @@ def _operation(route: Route) -> dict[str, Any]:
     if route.action is Action.FREE:
         operation["security"] = []
     if route.body:
-        media = ("application/json", TOML) if route.body is JobSpec else ("application/json",)
+        media = ("application/json", TOML) if issubclass(route.body, JobSpec) else ("application/json",)
         content = {kind: {"schema": {"$ref": _SCHEMAS + route.body.__name__}} for kind in media}
         operation["requestBody"] = {"required": True, "content": content}
     if route.takes:

@@ -148,23 +148,33 @@ class PublishingApi:
 
         The job's record, the changes of its state and its usage stay."""
         job = await self.jobs.found(request)
+        steps, size = await self.remove_all(job, principal_of(request).key)
+        return json_response({"job": job.id, "steps": sorted(steps), "bytes": size})
+
+    async def refuse_kept(self, job: JobRecord) -> None:
+        """Raises Conflict if the job has not ended, or one of its checkpoints is published or in use."""
         if not job.state.final:
             raise Conflict(f"job {job.id} is {job.state}; its artifacts can be deleted when it has ended")
+        for part in await self.store.jobs(job.artifact_ids):
+            await self._refuse_needed(part, {held.manifest.step for held in await self.artifacts.checkpoints(part)})
+
+    async def remove_all(self, job: JobRecord, by: str) -> tuple[set[int], int]:
+        """Delete all artifacts of a finished job. Return the steps of its checkpoints, and bytes. Raises Conflict."""
+        await self.refuse_kept(job)
         parts = await self.store.jobs(job.artifact_ids)
-        steps, size = set(), 0
+        steps: set[int] = set()
+        size = 0
         for part in parts:
-            found = {held.manifest.step for held in await self.artifacts.checkpoints(part)}
-            await self._refuse_needed(part, found)
-            steps |= found
+            steps |= {held.manifest.step for held in await self.artifacts.checkpoints(part)}
             size += sum(entry["bytes"] for entry in await self.artifacts.listed(part))
         for part in parts:
             await self._delete_files(part.id, f"the artifacts of job {job.id}")
             await self._remove_from_index(part, None)
             await self.index.over(part.id)
             await delete_history(self.jobs.bus, self.store, part.id)
-        detail = {"bytes": size, "by": principal_of(request).key}
+        detail = {"bytes": size, "by": by}
         await self.store.update(job.id, event="artifacts_removed", detail=detail, deleted=time.time())
-        return json_response({"job": job.id, "steps": sorted(steps), "bytes": size})
+        return steps, size
 
     async def _delete_files(self, prefix: str, what: str) -> None:
         """Delete what the job's directory has. Raises Conflict: another call goes on with it."""

@@ -41,6 +41,7 @@ from opentinker.services.scheduler.http.rate_limit import (
 )
 from opentinker.services.scheduler.http.route_decorator import Route, routes_of
 from opentinker.services.scheduler.http.stream_credentials import StreamCredentialsApi
+from opentinker.services.scheduler.http.sweeps import SweepsApi
 from opentinker.services.scheduler.http.usage import UsageApi
 from opentinker.services.scheduler.http.validate import ValidateApi
 from opentinker.services.scheduler.inference.router import InferenceRouter
@@ -59,6 +60,7 @@ class Api:
     def __init__(self, ctx: Context, gate: AuthMiddleware, gateway: Gateway, replicas: InferenceRouter) -> None:
         self.ctx, self.gate, self.gateway = ctx, gate, gateway
         jobs = JobsApi(ctx)
+        publishing = PublishingApi(jobs)
         self.routes = routes_of(
             jobs,
             JobHistoryApi(jobs),
@@ -66,7 +68,8 @@ class Api:
             StreamCredentialsApi(jobs),
             ObservabilityApi(jobs),
             ArtifactsApi(jobs),
-            PublishingApi(jobs),
+            publishing,
+            SweepsApi(jobs, publishing),
             EnvironmentsApi(ctx),
             CheckReportsApi(ctx),
             gateway,

@@ -27,6 +27,7 @@ from opentinker.cli import (
     sink,
     specs,
     status,
+    sweeps,
 )
 from opentinker.cli.planning import plan
 from opentinker.shared.types.errors import OpenTinkerError
@@ -42,6 +43,7 @@ app.callback(cls=help_format.CommandGroup)(help_format.root)
 PARTS = (
     machine,
     jobs,
+    sweeps,
     artifacts,
     observability,
     status,

@@ -20,6 +20,7 @@ WHOLE = 10_000
 HEADINGS = {
     "Server": "up down run status doctor free access",
     "Jobs": "submit eval jobs job label watch cancel pause resume events logs failures",
+    "Sweeps": "sweep sweeps",
     "Job specs": "init spec validate plan algorithms",
     "Results": "checkpoints download artifacts delete publish unpublish published rollouts transcripts distributions "
     "usage sink",
@@ -38,7 +39,7 @@ WORDS = {
     "secrets": "PREFIX", "state": "STATE", "kind": "KIND", "level": "LEVEL", "by": "job|day|key", "after": "ID",
 }  # fmt: skip
 """Parameter -> what stands for its value in help; others are N if they are numbers, else TEXT."""
-LISTS = {"no job": ("jobs",), "no key": ("keys", "list"), "no environment": ("env", "list")}
+LISTS = {"no job": ("jobs",), "no key": ("keys", "list"), "no environment": ("env", "list"), "no sweep": ("sweeps",)}
 """Missing object -> the command that lists existing ones."""
 
 

@@ -26,7 +26,8 @@ from opentinker.cli.common import (
 from opentinker.cli.job_list import cancel, jobs, label
 from opentinker.cli.job_record import job
 from opentinker.cli.observability import role_of
-from opentinker.cli.specs import Changes, FromCheckpoint, SpecFile, Steps, WithOptimizer, changed, read_spec
+from opentinker.cli.specs import Changes, FromCheckpoint, SpecFile, Steps, WithOptimizer, changed, read_spec, read_sweep
+from opentinker.cli.sweeps import submit_file
 from opentinker.sdk.job_text import on_one_line, state_of
 from opentinker.shared.types.core import part_id
 from opentinker.shared.types.manifest import short_list
@@ -55,9 +56,11 @@ def submit(
     steps: Steps = None,
     as_json: AsJson = False,
 ) -> None:
-    """Submit a job."""
+    """Submit a job, or a sweep: a file with a table [sweep]."""
     from opentinker.sdk.spec_location import located
 
+    if (swept := read_sweep(path, from_checkpoint, with_optimizer, changes, steps)) is not None:
+        return submit_file(path, swept, url, follow, as_json)
     api = client(url, patience_s=PATIENCE_S if follow else 2.0)
     spec = read_spec(path, from_checkpoint, with_optimizer, changes, steps)
     with located(path):

@@ -12,7 +12,7 @@ import orjson
 import typer
 
 from opentinker.cli.common import AsJson, Url, assigned, client, print_json, print_table, running_server, say
-from opentinker.shared.types.errors import SpecError, described
+from opentinker.shared.types.errors import SpecError, described, plural
 
 if TYPE_CHECKING:
     from opentinker.shared.api_types import Check
@@ -66,6 +66,29 @@ def read_spec(
         if steps is not None:
             data = of_length(data, steps)
         check_environment(parse_spec(data))
+    return dict(data)
+
+
+def read_sweep(
+    path: Path,
+    from_checkpoint: str | None = None,
+    with_optimizer: bool = False,
+    changes: list[str] | None = None,
+    steps: int | None = None,
+) -> dict[str, Any] | None:
+    """The same of a file with a table [sweep], as it is submitted; None if the file has none."""
+    from opentinker.sdk.inputs import started
+    from opentinker.sdk.spec_location import located
+    from opentinker.shared.spec.sweeps.children import is_sweep, parse_sweep
+    from opentinker.shared.types.spec_text import load_spec
+
+    with located(path):
+        data = load_spec(path)
+        if not is_sweep(data):
+            return None
+        more = [*(changes or []), *([] if steps is None else [f"train.steps={steps}"])]
+        data = started(changed(data, more), from_checkpoint, with_optimizer)
+        parse_sweep(data)
     return dict(data)
 
 
@@ -151,9 +174,16 @@ def validate(
     """
     from opentinker.sdk.spec_location import with_places
     from opentinker.shared.spec import parse_spec
+    from opentinker.shared.spec.sweeps.children import child_of, first_of, parse_sweep
 
     try:
-        data = read_spec(path, changes=changes)
+        swept = read_sweep(path, changes=changes)
+        sweep = None if swept is None else parse_sweep(swept)
+        data = (
+            read_spec(path, changes=changes)
+            if sweep is None
+            else child_of(sweep.table, sweep.base, first_of(sweep.table))
+        )
         spec = parse_spec(data)
     except SpecError as error:
         if not as_json:
@@ -174,6 +204,9 @@ def validate(
             print_table(["", "what", "found", "what to do"], rows, empty="")
         if found["valid"]:
             say(f"ok: {spec.name}, {spec.kind} of {spec.model.base} on {_subject(spec)}")
+            if sweep is not None:
+                jobs = sweep.table.most_trials * sweep.table.repeats
+                say(f"a sweep of up to {plural(jobs, 'job')} by {sweep.table.method}; the first one was looked at")
     if not found["valid"]:
         raise typer.Exit(2)
 

@@ -89,6 +89,13 @@ class Client:
     failures = blocking(AsyncClient.failures)
     chat = iterating(AsyncClient.chat)
 
+    sweep = blocking(AsyncClient.sweep)
+    sweeps = blocking(AsyncClient.sweeps)
+    sweep_state = blocking(AsyncClient.sweep_state)
+    wait_sweep = blocking(AsyncClient.wait_sweep)
+    cancel_sweep = blocking(AsyncClient.cancel_sweep)
+    delete_sweep = blocking(AsyncClient.delete_sweep)
+
     event_log = blocking(AsyncClient.event_log)
     events = iterating(AsyncClient.events)
     metrics = blocking(AsyncClient.metrics)

@@ -34,6 +34,7 @@ from opentinker.sdk.inputs import Spec, prepared, refers_to_checkpoints, started
 from opentinker.sdk.job_text import state_of
 from opentinker.sdk.keys import KeyCalls
 from opentinker.sdk.observability import ObservabilityCalls
+from opentinker.sdk.sweeps import SweepCalls
 from opentinker.shared.api_types import (
     Event,
     Events,
@@ -64,7 +65,7 @@ JOBS_PAGE = 500
 OnChange = Callable[[Job], object]
 
 
-class AsyncClient(EnvironmentCalls, ArtifactCalls, KeyCalls, InferenceCalls, ObservabilityCalls):
+class AsyncClient(EnvironmentCalls, ArtifactCalls, KeyCalls, InferenceCalls, ObservabilityCalls, SweepCalls):
     """`url` defaults to OPENTINKER_URL, `api_key` to OPENTINKER_API_KEY, to the content of OPENTINKER_API_KEY_FILE, or
     to the key of a server that was started in this directory. `on_wait(sentence)` is called when the server is not
     reached, or does not answer; default: it is logged."""

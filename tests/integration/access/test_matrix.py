@@ -34,6 +34,7 @@ from opentinker.shared.security.authorization import DEFAULT_TENANT, SCOPES, Act
 from opentinker.shared.security.key_text import new_key, parse
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.spec.labels import LabelChanges
+from opentinker.shared.spec.sweeps.children import SweepSpec
 from opentinker.shared.state.keys import KeyStore
 from opentinker.shared.state.store import Store
 from tests.conftest import Figure
@@ -58,6 +59,7 @@ class Things:
     key: str
     publication: str
     check: str
+    sweep: str
 
     def of(self, route: Route) -> dict[str, str]:
         """What stands in the places of the route's path. Raises KeyError for a place that this file does not know."""
@@ -71,6 +73,7 @@ PLACES: dict[str, dict[str, str]] = {
     "keys": {"id": "key"},
     "published": {"name": "publication"},
     "checks": {"check": "check"},
+    "sweeps": {"id": "sweep"},
 }
 """By the first part of a path below /v1: whose name stands where, or what else does."""
 MAKES = {
@@ -89,6 +92,7 @@ BODIES: dict[type[BaseModel], Any] = {
     NewKey: {"role": "viewer"},
     Rotation: {"grace_s": 60},
     LabelChanges: {"notes": "x"},
+    SweepSpec: {**SPEC, "sweep": {"parameters": {"rollout.toy.skill": [0.5]}}},
     NewPublication: {"name": "x", "checkpoint": "j-0000000000@latest"},
 }
 ANY_BODY: dict[str, Any] = {"application/json": {}, "application/x-tar": None}
@@ -235,7 +239,7 @@ class Site:
 
     def names(self, tenant: str) -> list[str]:
         things = self.things[tenant]
-        return [things.job, things.environment, things.key, things.publication, things.check]
+        return [things.job, things.environment, things.key, things.publication, things.check, things.sweep]
 
 
 @pytest.fixture
@@ -262,8 +266,9 @@ async def site(ctx: Context, store: Store, tmp_path: Any, monkeypatch: pytest.Mo
                 report: Any = {**CHECK, "environment": own}
                 check = (await client.save_check(report))["id"]
                 publication = (await client.publish(f"{job}@1", f"{tenant}-best"))["name"]
+                sweep = (await client.sweep({**SPEC, "sweep": BODIES[SweepSpec]["sweep"]}))["id"]
             key = (parse(await new_key_of(store, tenant, Role.VIEWER)) or ("", ""))[1]
-            things[tenant] = Things(job, own, key, publication, check)
+            things[tenant] = Things(job, own, key, publication, check, sweep)
         yield Site(http, made[0].routes, things)
 
 
@@ -329,14 +334,14 @@ def objects(site: Site, who: Who, route: Route) -> dict[str, Things]:
     if not has_object(route):
         return {OWN: site.things[own]}
     other = "blue" if own == "red" else "red"
-    nothing = Things("j-0000000000", "no-such-thing", "0000000000", "no-such-name", "no-such-check")
+    nothing = Things("j-0000000000", "no-such-thing", "0000000000", "no-such-name", "no-such-check", "s-0000000000")
     return {UNKNOWN: nothing, FOREIGN: site.things[other], OWN: site.things[own]}
 
 
 def said(body: Any, things: Things) -> str:
     """The answer without the names that were asked for."""
     text = body.decode(errors="replace") if isinstance(body, bytes) else orjson.dumps(body).decode()
-    for name in (things.job, things.environment, things.key, things.publication, things.check):
+    for name in (things.job, things.environment, things.key, things.publication, things.check, things.sweep):
         text = text.replace(name, "X")
     return text
 

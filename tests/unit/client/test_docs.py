@@ -16,6 +16,7 @@ from opentinker.envs.registry import check
 from opentinker.shared.data import uploads
 from opentinker.shared.security.egress import LOOPBACK, VARIABLE
 from opentinker.shared.spec import parse_spec
+from opentinker.shared.spec.sweeps.children import first_job
 from tests.support.cluster import ROOT
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.toml"))
@@ -33,7 +34,7 @@ NAMED = re.compile(r"\b(?:examples|docs|envs|deploy|services|shared|loadtest|tes
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_every_example_is_a_valid_job(example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, ",".join(LOOPBACK))  # as `opentinker run` has it
-    spec = parse_spec(tomllib.loads(example.read_text()))
+    spec = parse_spec(first_job(tomllib.loads(example.read_text())))
     if name := spec.environment.name:
         elsewhere = name in ("miniwob", "harbor", "phone_page") or (name == "alfworld" and not is_installed("alfworld"))
         check(name, spec.environment.config, modules=True, elsewhere=elsewhere)

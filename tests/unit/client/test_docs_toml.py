@@ -24,6 +24,7 @@ from opentinker.shared.config import Settings
 from opentinker.shared.data import uploads
 from opentinker.shared.security.egress import LOOPBACK, VARIABLE
 from opentinker.shared.spec import JobSpec, parse_spec
+from opentinker.shared.spec.sweeps.children import first_job
 from opentinker.shared.types.errors import SpecError
 from tests.nightly.test_docs_site import PAGES, TUTORIAL, blocks
 from tests.support.cluster import ROOT
@@ -110,7 +111,7 @@ def accepted(told: dict[str, Any], folder: Path) -> str:
         return "package"
     kind = told.get("kind", "inference" if "serving" in told else "rl")
     whole = told if "name" in told else over({"name": "x", "kind": kind, "model": {"base": "m"}, **LEAST[kind]}, told)
-    spec = parse_spec(whole)
+    spec = parse_spec(first_job(whole))
     files = _check_files(whole, spec)
     if mistakes := files.model + files.frozen + files.data:
         raise SpecError(mistakes)

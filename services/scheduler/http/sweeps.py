@@ -1,0 +1,153 @@
+"""Handlers of /v1/sweeps."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from opentinker.services.scheduler.http.auth import may_see, principal_of, tenant_of
+from opentinker.services.scheduler.http.errors import json_response
+from opentinker.services.scheduler.http.jobs import IDEMPOTENCY_KEY, KEY, JobsApi
+from opentinker.services.scheduler.http.publishing import PublishingApi
+from opentinker.services.scheduler.http.route_decorator import Integer, Parameter, Route
+from opentinker.services.scheduler.http.spec_body import read_spec
+from opentinker.services.scheduler.sweeps.submission import submit_sweep
+from opentinker.shared import api_types
+from opentinker.shared.runtime.tracing import incoming
+from opentinker.shared.security.authorization import Action
+from opentinker.shared.spec.sweeps.children import TABLE, SweepSpec
+from opentinker.shared.state.sweeps import SweepStore
+from opentinker.shared.state.usage import UsageStore
+from opentinker.shared.types.errors import Conflict, NotFound, SpecError
+from opentinker.shared.types.sweeps import SweepRecord, SweepState, Trial
+
+SWEEP_ID = re.compile(r"s-[a-z0-9]{10}")
+BEFORE_SWEEP = Parameter("before", "Only sweeps listed after this one: the cursor of the previous response.")
+LIMIT_SWEEPS = Integer("limit", "Sweeps per response.", default=100, low=1, high=1000)
+
+
+class SweepsApi:
+    def __init__(self, jobs: JobsApi, publishing: PublishingApi) -> None:
+        self.ctx, self.jobs, self.publishing = jobs.ctx, jobs.store, publishing
+        self.store = SweepStore(jobs.store.redis)
+
+    async def _found(self, request: web.Request) -> SweepRecord:
+        """Return the sweep that the path names. Raises NotFound; a sweep of another tenant looks like one that does not
+        exist."""
+        id = request.match_info["id"]
+        for sweep in await self.store.sweeps([id] if SWEEP_ID.fullmatch(id) else []):
+            if may_see(request, sweep.tenant):
+                return sweep
+        raise NotFound(f"you have no sweep {id[:100]!r}")
+
+    @Route(
+        "POST",
+        "/v1/sweeps",
+        Action.JOBS_WRITE,
+        status=201,
+        parameters=(KEY,),
+        body=SweepSpec,
+        answer=api_types.SweepSummary,
+    )
+    async def create(self, request: web.Request) -> web.Response:
+        """Submit a sweep: a job spec with a table [sweep].
+
+        Its jobs are ordinary jobs, with the sweep's id among their tags."""
+        key = request.headers.get("Idempotency-Key")
+        if key is not None and not IDEMPOTENCY_KEY.fullmatch(key):
+            raise SpecError.of("Idempotency-Key", key[:200], "must be 1 to 200 printable characters")
+        asked, trace = principal_of(request), incoming(request.headers)
+        body = await read_spec(request)
+        id, repeated = await submit_sweep(self.ctx, body, asked.tenant, key or "", key=asked.key, trace=trace)
+        headers = {"Location": f"/v1/sweeps/{id}"} | ({"Idempotency-Replayed": "true"} if repeated else {})
+        return json_response(_summary(await self.store.sweep(id)), 201, headers)
+
+    @Route("GET", "/v1/sweeps", Action.JOBS_READ, parameters=(BEFORE_SWEEP, LIMIT_SWEEPS), answer=api_types.Sweeps)
+    async def list(self, request: web.Request) -> web.Response:
+        """List your sweeps, the newest first.
+
+        `cursor` is the `before` of the next call."""
+        limit, before = LIMIT_SWEEPS.read(request), request.query.get("before", "")
+        try:
+            page = await self.store.of(tenant_of(request), limit + 1, before)
+        except NotFound:
+            raise SpecError.of("before", before[:100], "is none of your sweeps") from None
+        cursor = page[:limit][-1].id if page else before
+        shown = [_summary(sweep) for sweep in page[:limit]]
+        return json_response({"sweeps": shown, "cursor": cursor, "more": len(page) > limit})
+
+    @Route("GET", "/v1/sweeps/{id}", Action.JOBS_READ, answer=api_types.Sweep)
+    async def get(self, request: web.Request) -> web.Response:
+        """Get a sweep: its trials, the best so far, and which settings matter."""
+        sweep = await self._found(request)
+        trials = await self.store.trials(sweep.id)
+        spent = await UsageStore(self.jobs.redis).of_jobs(_jobs(trials))
+        return json_response(
+            {
+                **_summary(sweep),
+                "spec": {**sweep.base, TABLE: sweep.table},
+                "all_trials": [_trial(trial) for trial in trials],
+                "importance": sweep.progress.importance,
+                "worker_s": round(sum(one["worker_s"] for one in spent), 3),
+            }
+        )
+
+    @Route("POST", "/v1/sweeps/{id}/cancel", Action.JOBS_WRITE, answer=api_types.SweepSummary)
+    async def cancel(self, request: web.Request) -> web.Response:
+        """Cancel a sweep, and its jobs that have not ended.
+
+        The jobs follow within seconds."""
+        sweep = await self._found(request)
+        before = await self.store.end(sweep.id, SweepState.CANCELLED, "cancelled by request")
+        if before not in (SweepState.RUNNING, SweepState.CANCELLED):
+            raise Conflict(f"sweep {sweep.id} has {before} already; there is nothing to cancel")
+        return json_response(_summary(await self.store.sweep(sweep.id)))
+
+    @Route("DELETE", "/v1/sweeps/{id}", Action.CHECKPOINTS_WRITE, answer=api_types.DeletedSweep)
+    async def delete(self, request: web.Request) -> web.Response:
+        """Delete a sweep that has ended, and all artifacts of its jobs.
+
+        The jobs' records and usage stay. Nothing is deleted if a checkpoint of one of them is published or in use."""
+        sweep = await self._found(request)
+        if sweep.state is SweepState.RUNNING:
+            raise Conflict(f"sweep {sweep.id} is running; cancel it first")
+        jobs = [job for job in await self.jobs.jobs(_jobs(await self.store.trials(sweep.id))) if not job.deleted]
+        for job in jobs:
+            await self.publishing.refuse_kept(job)
+        size = 0
+        for job in jobs:
+            _, freed = await self.publishing.remove_all(job, principal_of(request).key)
+            size += freed
+        await self.store.delete(sweep.id, sweep.tenant)
+        return json_response({"sweep": sweep.id, "jobs": [job.id for job in jobs], "bytes": size})
+
+
+def _jobs(trials: list[Trial]) -> list[str]:
+    return [job.id for trial in trials for job in trial.jobs if job.id]
+
+
+def _summary(sweep: SweepRecord) -> dict[str, Any]:
+    told = {name: getattr(sweep, name) for name in ("id", "name", "kind", "tenant", "key", "reason", "planned")}
+    done = sweep.progress
+    return {
+        **told,
+        **{name: sweep.table[name] for name in ("method", "metric", "goal")},
+        "state": sweep.state.value,
+        "created": sweep.created,
+        "updated": sweep.updated,
+        "finished": sweep.finished or None,
+        "trials": done.states,
+        "jobs": done.jobs,
+        "best": None if done.best is None else {"number": done.best, "value": done.value, "settings": done.settings},
+    }
+
+
+def _trial(trial: Trial) -> dict[str, Any]:
+    shown = msgspec.to_builtins(trial)
+    del shown["judged"]
+    for job in shown["jobs"]:
+        del job["curve"], job["over"]
+    return {**shown, "finished": trial.finished or None}

@@ -1,0 +1,74 @@
+"""Sweeps: the leading scheduler submits their jobs, reads what these report, and decides which goes on.
+
+    sweep loop     consumes sweeps that run; starts and stops a task for each; waits for a second
+    sweep's task   consumes states and metrics of its jobs; produces jobs, cancellations, trials; waits for two seconds
+
+A trial is in Redis before its jobs are submitted, each under an idempotency key of its own, so another leader goes on
+with the same trials and submits nothing twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import nats.errors
+import structlog
+
+from opentinker.services.scheduler.artifacts.catalog import ArtifactCatalog
+from opentinker.services.scheduler.artifacts.store import StoreUnavailable
+from opentinker.services.scheduler.jobs.disk_threads import ReferencesAway
+from opentinker.services.scheduler.jobs.metric_history import MetricHistory
+from opentinker.services.scheduler.sweeps.running_sweep import RunningSweep
+from opentinker.shared.asyncio_tools import cancel_and_wait, sleep
+from opentinker.shared.messaging.bus import NoReply
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.state.sweeps import SweepStore
+from opentinker.shared.types.errors import NotFound
+from opentinker.shared.types.sweeps import SweepRecord
+
+log = structlog.get_logger()
+
+POLL_S = 1.0
+STEP_S = 2.0
+AWAY = (TimeoutError, nats.errors.Error, NoReply, StoreUnavailable, ReferencesAway)
+"""What a sweep waits for."""
+
+
+class SweepController:
+    def __init__(self, ctx: Context, leadership: int, step_s: float = STEP_S) -> None:
+        self.ctx, self.leader, self._step_s = ctx, leadership, step_s
+        self._store = SweepStore(ctx.store.redis)
+        self._history = MetricHistory(ctx.bus, ArtifactCatalog(ctx))
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    async def run(self) -> None:
+        """Until it is cancelled. Raises what a sweep's task raises."""
+        try:
+            while True:
+                await self.reconcile()
+                await sleep(POLL_S)
+        finally:
+            await cancel_and_wait(*self._tasks.values())
+
+    async def reconcile(self) -> None:
+        active = {sweep.id: sweep for sweep in await self._store.active()}
+        for id in [id for id, task in self._tasks.items() if id not in active or task.done()]:
+            task = self._tasks.pop(id)
+            await cancel_and_wait(task)
+            if not task.cancelled():
+                task.result()
+        for id in active.keys() - self._tasks.keys():
+            self._tasks[id] = asyncio.create_task(self._lead(active[id]), name=f"sweep-{id}")
+
+    async def _lead(self, sweep: SweepRecord) -> None:
+        running = RunningSweep(self.ctx, self._store, self._history, self.leader, sweep)
+        with structlog.contextvars.bound_contextvars(sweep=sweep.id):
+            while True:
+                try:
+                    if await running.step():
+                        return
+                except NotFound:  # it was deleted
+                    return
+                except AWAY as error:
+                    log.warning("sweep_deferred", error=str(error) or type(error).__name__)
+                await sleep(self._step_s)

@@ -1,0 +1,95 @@
+"""What a trial's value is: the history of one metric of a job, and its summary."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from opentinker.shared.spec.sweeps.table import SweepTable
+from opentinker.shared.types.sweeps import Trial
+
+MAX_POINTS = 10_000
+"""Points of a history that are kept; of a longer one, every second."""
+CURVE_POINTS = 100
+"""Points of a curve that a trial's record has."""
+
+
+class History:
+    """One metric of one job. A step that is trained again replaces what was said of it before."""
+
+    def __init__(self, table: SweepTable) -> None:
+        assert table.metric is not None and table.window is not None
+        self._metric, self._window, self._summary = table.metric, table.window, table.summary
+        self._largest = table.goal == "maximize"
+        self._values: dict[int, float] = {}
+        self.names: set[str] = set()
+        """Metrics that the job has reported."""
+
+    def add(self, step: int, values: dict[str, float]) -> None:
+        """Add a point."""
+        if len(self.names) < MAX_POINTS:
+            self.names |= values.keys()
+        if self._metric in values:
+            self._values.pop(step, None)
+            self._values[step] = values[self._metric]
+            if len(self._values) > MAX_POINTS:
+                self._values = dict(sorted(self._values.items())[1::2])
+
+    @property
+    def step(self) -> int:
+        return max(self._values, default=0)
+
+    def means(self) -> list[tuple[int, float]]:
+        """Return the moving mean after each step."""
+        found, total = [], 0.0
+        points = sorted(self._values.items())
+        for place, (step, value) in enumerate(points):
+            total += value
+            if place >= self._window:
+                total -= points[place - self._window][1]
+            found.append((step, float(f"{total / min(place + 1, self._window):.12g}")))
+        return found
+
+    def value(self) -> float | None:
+        """Return the summary; None without points."""
+        if not self._values:
+            return None
+        if self._summary == "mean":
+            return sum(self._values.values()) / len(self._values)
+        means = [mean for _, mean in self.means()]
+        full = means[self._window - 1 :] or means[-1:]  # a mean over fewer points is a matter of luck
+        return means[-1] if self._summary == "last" else (max if self._largest else min)(full)
+
+    def curve(self) -> list[tuple[int, float]]:
+        """Return the moving mean at CURVE_POINTS steps at most, the last among them."""
+        means = self.means()
+        stride = -(-len(means) // CURVE_POINTS) or 1
+        return means[::-1][::stride][::-1]
+
+
+def at_step(trial: Trial, step: int) -> float | None:
+    """Return the trial's moving mean at a step, over its jobs; None if one of them is not there yet."""
+    found = []
+    for job in trial.jobs:
+        before = [value for at, value in job.curve if at <= step]
+        if job.step < step or not before:
+            return None
+        found.append(before[-1])
+    return sum(found) / len(found)
+
+
+def mean_value(trial: Trial) -> float | None:
+    """Return the mean over the trial's jobs; None if one of them has no value."""
+    values = [job.value for job in trial.jobs if job.value is not None]
+    return sum(values) / len(values) if len(values) == len(trial.jobs) else None
+
+
+def best_of(trials: Sequence[Trial], table: SweepTable) -> Trial | None:
+    """Return the finished trial with the best value, the earliest of equal ones."""
+    ranked = [trial for trial in trials if trial.state == "finished" and trial.value is not None]
+
+    def rank(trial: Trial) -> Any:
+        assert trial.value is not None
+        return trial.value if table.goal == "maximize" else -trial.value
+
+    return max(ranked, key=rank, default=None)

@@ -1,0 +1,57 @@
+"""The rules by which a trial is stopped early. Pure: nothing is asked or changed."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from opentinker.services.scheduler.sweeps.curves import at_step
+from opentinker.shared.spec.sweeps.table import EarlyStoppingSpec, SweepTable
+from opentinker.shared.types.sweeps import Trial
+
+
+def judge(trial: Trial, trials: Sequence[Trial], table: SweepTable) -> str:
+    """Return why the trial is stopped; empty if it goes on. Sets `trial.judged`: every step is judged once."""
+    rule = table.early_stopping
+    if rule is None:
+        return ""
+    step = last_rung(rule, trial.step)
+    if step <= trial.judged:
+        return ""
+    trial.judged = step
+    own = at_step(trial, step)
+    others = [value for one in trials if one.number != trial.number and (value := at_step(one, step)) is not None]
+    if own is None:
+        return ""
+    sign = 1.0 if table.goal == "maximize" else -1.0
+    why = _under_median if rule.rule == "median" else _eliminated
+    told = why(rule, sign * own, [sign * value for value in others])
+    return told and f"{table.metric} {own:.6g} at step {step} {told}"
+
+
+def _under_median(rule: EarlyStoppingSpec, own: float, others: Sequence[float]) -> str:
+    """Larger values are better. Return why a trial is stopped, or nothing."""
+    if len(others) < rule.min_trials or own >= statistics.median(others):
+        return ""
+    return f"is worse than the median of {len(others)} other trials"
+
+
+def _eliminated(rule: EarlyStoppingSpec, own: float, others: Sequence[float]) -> str:
+    """Larger values are better. Return why a trial is stopped, or nothing."""
+    trials = len(others) + 1
+    kept = trials // rule.factor
+    if kept == 0 or sum(value > own for value in others) < kept:
+        return ""
+    return f"is not among the best {kept} of {trials} trials"
+
+
+def last_rung(rule: EarlyStoppingSpec, step: int) -> int:
+    """Return the last step, up to `step`, at which trials are judged; 0 if there is none."""
+    if step < rule.min_steps:
+        return 0
+    if rule.rule == "median":
+        return step // rule.min_steps * rule.min_steps
+    rung = rule.min_steps
+    while rung * rule.factor <= step:
+        rung *= rule.factor
+    return rung

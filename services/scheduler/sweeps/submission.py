@@ -1,0 +1,113 @@
+"""Turns the spec of a sweep into a sweep that runs, or returns every mistake in it."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+import string
+import time
+from typing import Any
+
+import orjson
+
+from opentinker.services.scheduler.jobs.submit import Found, Mistakes, check_references
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.spec import parse_spec
+from opentinker.shared.spec.sweeps.children import Settings, Sweep, child_of, first_of, of_parameter, parse_sweep
+from opentinker.shared.state.sweeps import SweepStore
+from opentinker.shared.types.errors import Conflict, SpecError
+from opentinker.shared.types.sweeps import SweepRecord, SweepState
+
+MAX_ACTIVE = 100
+"""Sweeps of a tenant that run at the same time."""
+REFERRING = {"model", "environment", "data", "start", "seats", "teacher", "reward_models", "value_model", "policies"}
+REFERRING |= {"validation", "resources"}
+"""Tables whose values are compared with what the server has: models, files, environments, checkpoints, priorities."""
+MAX_CHECKED = 64
+"""Values that are checked at submission; further ones when their jobs are submitted."""
+AT_ONCE = 4
+_ALPHABET = string.ascii_lowercase + string.digits
+
+
+def new_sweep_id() -> str:
+    return "s-" + "".join(secrets.choice(_ALPHABET) for _ in range(10))
+
+
+async def submit_sweep(
+    ctx: Context, data: Any, tenant: str, idempotency: str = "", *, key: str = "", trace: str = ""
+) -> tuple[str, bool]:
+    """Return the sweep's id, and whether an equal request with the same key had made it before.
+
+    Raises SpecError with every mistake, Conflict: the idempotency key was used for another body, or the tenant has
+    MAX_ACTIVE sweeps.
+    """
+    sweep = await asyncio.to_thread(parse_sweep, data)
+    body_hash = hashlib.sha256(orjson.dumps(data, option=orjson.OPT_SORT_KEYS)).hexdigest()
+    store = SweepStore(ctx.store.redis)
+    if idempotency and (made := await store.find_idempotent(tenant, idempotency, body_hash)) is not None:
+        return made, True
+    active = sum(one.tenant == tenant for one in await store.active())
+    if active >= MAX_ACTIVE:
+        raise Conflict(f"you have {active} sweeps that run; {MAX_ACTIVE} are allowed: cancel one or wait")
+    base = await _with_checked_references(ctx, sweep, tenant)
+    now, new = time.time(), new_sweep_id()
+    record = SweepRecord(
+        id=new,
+        tenant=tenant,
+        name=base["name"].strip(),
+        kind=base.get("kind", "rl"),
+        state=SweepState.RUNNING,
+        created=now,
+        updated=now,
+        key=key,
+        trace=trace,
+        table=sweep.table.model_dump(mode="json"),
+        base=base,
+        planned=len(sweep.trials) or sweep.table.most_trials,
+    )
+    id = await store.create(record, idempotency, body_hash)
+    return id, id != new
+
+
+async def _with_checked_references(ctx: Context, sweep: Sweep, tenant: str) -> dict[str, Any]:
+    """Return the spec of the jobs, naming the version of the environment and the checkpoint that were found, so that
+    all jobs have the same. Raises SpecError."""
+    first = first_of(sweep.table)
+    found, mistakes = await _checked(ctx, sweep, first, tenant)
+    if mistakes:
+        raise SpecError([of_parameter(one, sweep.table) for one in mistakes])
+    limit = asyncio.Semaphore(AT_ONCE)
+
+    async def look(path: str, value: Any) -> Mistakes:
+        async with limit:
+            _, wrong = await _checked(ctx, sweep, {**first, path: value}, tenant)
+        return [{**of_parameter(one, sweep.table), "value": value} for one in wrong]
+
+    others = [(path, value) for path, one in sweep.table.parameters.items() for value in one.ends[1:] if _refers(path)]
+    wrong = await asyncio.gather(*(look(path, value) for path, value in others[:MAX_CHECKED]))
+    if mistakes := [one for each in wrong for one in each]:
+        raise SpecError(mistakes)
+    return _pinned(sweep, found)
+
+
+async def _checked(ctx: Context, sweep: Sweep, settings: Settings, tenant: str) -> tuple[Found, Mistakes]:
+    mistakes: Mistakes = []
+    data = child_of(sweep.table, sweep.base, settings)
+    found = await check_references(ctx, data, parse_spec(data), tenant, mistakes)
+    return found, mistakes
+
+
+def _refers(path: str) -> bool:
+    return path.partition(".")[0] in REFERRING
+
+
+def _pinned(sweep: Sweep, found: Found) -> dict[str, Any]:
+    varied = {path.partition(".")[0] for path in sweep.table.parameters if path.count(".") == 0}
+    varied |= {path for path in sweep.table.parameters if path in ("environment.name", "start.from")}
+    base = dict(sweep.base)
+    if found.asked.check is not None and not {"environment", "environment.name"} & varied:
+        base["environment"] = {**base["environment"], "name": found.asked.check.name}
+    if found.chosen is not None and not {"start", "start.from"} & varied:
+        base["start"] = {**base["start"], "from": found.chosen.name}
+    return base

@@ -1,0 +1,273 @@
+"""From the spec of a sweep to the specs of its jobs. A sweep is validated by making them: a mistake names the parameter
+whose value a job's spec refuses."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import orjson
+from pydantic import ValidationError
+
+from opentinker.shared.spec import JobSpec, parse_spec
+from opentinker.shared.spec.labels import MAX_CHARACTERS
+from opentinker.shared.spec.sweeps.table import METRICS, SweepTable
+from opentinker.shared.types.errors import SpecError
+from opentinker.shared.types.mistakes import WHOLE, fill, mistake, mistakes_of
+
+TABLE = "sweep"
+"""Name of the table in a spec."""
+FIXED = {"name", "project", "tags", "notes", "kind", TABLE}
+"""What of a spec is the same for all jobs of a sweep, or says what they are called."""
+SAMPLED = 64
+"""Combinations of `tpe`, which are not known before, that are validated."""
+REDRAWN = 100
+"""Times that a combination which was there before is drawn again."""
+REPORTED = 20
+"""Wrong combinations that are reported."""
+Settings = dict[str, Any]
+"""Values of the parameters of one trial, by path."""
+
+
+class SweepSpec(JobSpec):
+    """A job spec with a table [sweep]: one job for each choice of values. See docs/sweeps.md."""
+
+    sweep: SweepTable
+    """Which settings are varied, and how."""
+
+
+class Sweep(NamedTuple):
+    """A validated sweep."""
+
+    table: SweepTable
+    base: dict[str, Any]
+    """Spec of its jobs as it was written, without [sweep]."""
+    trials: list[Settings]
+    """Every trial of a grid or of random search, in order; of `tpe` none is known before."""
+
+
+def is_sweep(data: Any) -> bool:
+    """Return whether a spec's data has a table [sweep]."""
+    return isinstance(data, dict) and TABLE in data
+
+
+def first_job(data: dict[str, Any]) -> dict[str, Any]:
+    """Return the spec's data without [sweep]: of a sweep, that of its first job. Raises SpecError."""
+    if not is_sweep(data):
+        return data
+    sweep = parse_sweep(data)
+    return child_of(sweep.table, sweep.base, first_of(sweep.table), sweep.table.job_seeds[0])
+
+
+def parse_sweep(data: Any) -> Sweep:
+    """Validate plain data. Raises SpecError with every mistake; those in [sweep] begin with `sweep.`."""
+    if not isinstance(data, dict) or data.get(TABLE) is None:
+        raise SpecError.of(TABLE, None, "is needed, e.g. [sweep.parameters] train.lr = [1e-5, 1e-4]")
+    base = {name: value for name, value in data.items() if name != TABLE}
+    try:
+        table = SweepTable.model_validate(data[TABLE])
+    except ValidationError as error:
+        found = [one for item in error.errors(include_url=False) for one in mistakes_of(item)]
+        raise SpecError([{**one, "field": _below(one["field"])} for one in found]) from None
+    kind = base.get("kind", "rl")
+    if kind == "inference":
+        raise SpecError.of("kind", kind, "has no end and no metric to compare: a sweep is of rl, sft, dpo or eval jobs")
+    if wrong := _misplaced(table, base):
+        raise SpecError(wrong)
+    table = _with_number_types(table, base)
+    if wrong := _wrong_values(table, base):
+        raise SpecError(wrong)
+    trials = list(combinations(table))
+    checked = trials if table.method != "tpe" else _draws(table, SAMPLED)
+    if wrong := _wrong_combinations(table, base, checked):
+        raise SpecError(wrong)
+    return Sweep(table.with_defaults(kind if kind in METRICS else "rl"), base, trials)
+
+
+def child_of(table: SweepTable, base: Mapping[str, Any], settings: Settings, seed: int | None = None) -> dict[str, Any]:
+    """Return the spec of a trial's job as plain data. Raises SpecError: a parameter's path leads through what is no
+    table."""
+    spec: dict[str, Any] = orjson.loads(orjson.dumps(base))
+    for path, value in settings.items():
+        _put(spec, path, copy.deepcopy(value))
+    if seed is not None:
+        for path in _seeded(spec):
+            _put(spec, path, seed)
+    return spec
+
+
+def named(spec: dict[str, Any], sweep: str, number: int, settings: Settings) -> dict[str, Any]:
+    """Return a job's spec with its sweep's id among its tags, and a name that tells it from the sweep's other jobs; as
+    it is if it has no name or tags that could be changed."""
+    name, tags = spec.get("name"), spec.get("tags", [])
+    if not isinstance(name, str) or not isinstance(tags, list):
+        return spec
+    told = " ".join(f"{path.rpartition('.')[2]}={value}" for path, value in settings.items())
+    full, short = f"{name} #{number} {told}"[:MAX_CHARACTERS].strip(), f"{name[: MAX_CHARACTERS - 8]} #{number}"
+    return {**spec, "name": full if full.isprintable() else short, "tags": [*tags, sweep]}
+
+
+def _seeded(spec: Mapping[str, Any]) -> list[str]:
+    """Return the settings that `seeds` sets."""
+    kind = spec.get("kind", "rl")
+    if kind == "eval":
+        return ["evaluation.seed"]
+    if kind != "rl":
+        return ["train.seed"]
+    train = spec.get("train")
+    simulated = isinstance(train, dict) and train.get("learner") == "simulated"
+    return ["rollout.seed"] if simulated else ["rollout.seed", "train.seed"]
+
+
+def _put(spec: dict[str, Any], path: str, value: Any) -> None:
+    """Raises SpecError."""
+    *above, name = path.split(".")
+    table: Any = spec
+    for part in above:
+        if isinstance(table, list):
+            table = table[int(part)] if part.isdecimal() and int(part) < len(table) else None
+        else:
+            table = table.setdefault(part, {})
+        if not isinstance(table, dict | list):
+            raise SpecError.of(path, None, f"{part} is no table")
+    if isinstance(table, list):
+        if not name.isdecimal() or int(name) >= len(table):
+            raise SpecError.of(path, None, "is no entry of the list")
+        table[int(name)] = value
+    else:
+        table[name] = value
+
+
+def _below(field: str) -> str:
+    return TABLE if field == WHOLE else f"{TABLE}.{field}"
+
+
+def _parameter(path: str) -> str:
+    return f"{TABLE}.parameters.{path}"
+
+
+# --- what is tried ---------------------------------------------------------------------------------------------------
+
+
+def combinations(table: SweepTable) -> Iterator[Settings]:
+    """Yield the settings of all trials of a grid or of random search; the last parameter of a grid varies fastest."""
+    if table.method == "grid":
+        trials: list[Settings] = [{}]
+        for path, one in table.parameters.items():
+            trials = [{**settings, path: value} for settings in trials for value in one.grid or ()]
+        yield from trials
+    elif table.method == "random":
+        yield from _draws(table, table.most_trials)
+
+
+def _draws(table: SweepTable, count: int) -> list[Settings]:
+    """Draw so many trials. One that was there before is drawn again, unless there are no others."""
+    chances = random.Random(table.seed)
+    found: list[Settings] = []
+    seen: set[bytes] = set()
+    for _ in range(count):
+        for _ in range(REDRAWN):
+            settings = {path: one.draw(chances.random()) for path, one in table.parameters.items()}
+            key = orjson.dumps(settings)
+            if key not in seen:
+                break
+        else:
+            return found
+        seen.add(key)
+        found.append(settings)
+    return found
+
+
+# --- mistakes --------------------------------------------------------------------------------------------------------
+
+
+def _misplaced(table: SweepTable, base: Mapping[str, Any]) -> list[dict[str, Any]]:
+    found = []
+    for path in table.parameters:
+        if path.partition(".")[0] in FIXED:
+            found.append(mistake(_parameter(path), None, "cannot be varied within a sweep"))
+        elif table.seeds and path in _seeded(base):
+            found.append(mistake(_parameter(path), None, "is set by sweep.seeds"))
+    return found
+
+
+def first_of(table: SweepTable) -> Settings:
+    """Return the first value of each parameter."""
+    return {path: one.ends[0] for path, one in table.parameters.items()}
+
+
+def _with_number_types(table: SweepTable, base: Mapping[str, Any]) -> SweepTable:
+    """Return the table with ranges of whole numbers where a setting is one: 1 and 10 are also the ends of a range of
+    fractions."""
+    try:
+        plain = parse_spec(child_of(table, base, first_of(table))).model_dump(mode="json")
+    except SpecError:
+        return table
+    parameters = {}
+    for path, one in table.parameters.items():
+        at: Any = plain
+        for part in path.split("."):
+            at = at.get(part) if isinstance(at, dict) else None
+        ranged = one.values is None and one.integer is None
+        parameters[path] = one.model_copy(update={"integer": False}) if ranged and isinstance(at, float) else one
+    fill(table, {"parameters": parameters})
+    return table
+
+
+def _mistakes(table: SweepTable, base: Mapping[str, Any], settings: Settings) -> list[dict[str, Any]]:
+    """Return what is wrong with the job of a trial, with all seeds."""
+    found: list[dict[str, Any]] = []
+    for seed in table.job_seeds[:1]:
+        try:
+            spec = child_of(table, base, settings, seed)
+            parse_spec(named(spec, "s-0123456789", 0, settings))
+        except SpecError as error:
+            found += error.mistakes
+    return found
+
+
+def _wrong_values(table: SweepTable, base: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return what is wrong with the spec of the jobs, and with each value on its own."""
+    first = first_of(table)
+    wrong = _mistakes(table, base, first)
+    found = [of_parameter(one, table) for one in wrong]
+    known = {(one["field"], one["problem"]) for one in wrong}
+    for path, parameter in table.parameters.items():
+        for value in parameter.ends:
+            for one in _mistakes(table, base, {**first, path: value}):
+                if (one["field"], one["problem"]) in known and not _is_of(path, one["field"]):
+                    continue
+                own = one if _is_of(path, one["field"]) else {**one, "problem": f"{one['field']}: {one['problem']}"}
+                found.append({**own, "field": _parameter(path), "value": value})
+    return _once(found)
+
+
+def _wrong_combinations(table: SweepTable, base: Mapping[str, Any], trials: Iterable[Settings]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for settings in trials:
+        for one in _mistakes(table, base, settings)[:1]:
+            told = ", ".join(f"{path} = {value!r}" for path, value in settings.items())
+            problem = f"with {told}: {one['field']}: {one['problem']}"
+            found.append({**of_parameter(one, table), "problem": problem[:500]})
+        if len(found) == REPORTED:
+            break
+    return found
+
+
+def _is_of(path: str, field: str) -> bool:
+    return field == path or field.startswith(f"{path}.")
+
+
+def of_parameter(one: dict[str, Any], table: SweepTable) -> dict[str, Any]:
+    """Return a mistake of a job's spec under the parameter that it is about, if there is one."""
+    path = next((path for path in table.parameters if _is_of(path, one["field"])), None)
+    return one if path is None else {**one, "field": _parameter(path)}
+
+
+def _once(mistakes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for one in mistakes:
+        found.setdefault((one["field"], one["problem"]), one)
+    return list(found.values())

@@ -1,0 +1,173 @@
+"""Sweeps in Redis. Trials are written by the leading scheduler before their jobs are submitted, so that another one
+goes on with the same trials.
+
+Keys:
+    sweep:{id}           hash: name, tenant, state, table, base ...
+    sweep:{id}:trials    hash: number -> Trial, as JSON
+    sweeps:of:{tenant}   sorted set of ids by creation time
+    sweeps:active        set of ids that run, or whose jobs are still to be cancelled
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import orjson
+
+from opentinker.shared.state.redis_script import UNFENCED, LeadersScript, Script
+from opentinker.shared.types.errors import Conflict, NotFound
+from opentinker.shared.types.sweeps import SweepProgress, SweepRecord, SweepState, Trial
+
+ACTIVE = "sweeps:active"
+IDEMPOTENCY_S = 86_400
+JSON_FIELDS = ("table", "base", "progress")
+
+# KEYS sweep, of tenant, active, idempotency. ARGV: id, now, fields, body hash ('' = no key), ttl seconds
+_CREATE = """
+if redis.call('EXISTS', KEYS[1]) == 1 then return {'ok', ARGV[1]} end
+if ARGV[4] ~= '' then
+  local seen = redis.call('HMGET', KEYS[4], 'sweep', 'body')
+  if seen[1] then
+    if seen[2] == ARGV[4] then return {'ok', seen[1]} end
+    return {'differs', seen[1]}
+  end
+  redis.call('HSET', KEYS[4], 'sweep', ARGV[1], 'body', ARGV[4])
+  redis.call('EXPIRE', KEYS[4], ARGV[5])
+end
+for key, value in pairs(cjson.decode(ARGV[3])) do redis.call('HSET', KEYS[1], key, value) end
+redis.call('ZADD', KEYS[2], ARGV[2], ARGV[1])
+redis.call('SADD', KEYS[3], ARGV[1])
+return {'ok', ARGV[1]}
+"""
+
+# KEYS sweep. ARGV: leader, state, reason, now. Answers the state before.
+_MOVE = """
+local before = redis.call('HGET', KEYS[1], 'state')
+if before == 'running' then
+  redis.call('HSET', KEYS[1], 'state', ARGV[2], 'reason', ARGV[3], 'updated', ARGV[4], 'finished', ARGV[4])
+end
+return before
+"""
+
+# KEYS sweep, trials. ARGV: leader, now, progress, then number and trial of each
+_SAVE = """
+if redis.call('EXISTS', KEYS[1]) == 0 then return 'missing' end
+redis.call('HSET', KEYS[1], 'updated', ARGV[2], 'progress', ARGV[3])
+for i = 4, #ARGV, 2 do redis.call('HSET', KEYS[2], ARGV[i], ARGV[i + 1]) end
+return 'ok'
+"""
+
+
+class SweepStore:
+    def __init__(self, redis: Any) -> None:
+        self._redis = redis
+        self._create = Script(redis, _CREATE)
+        self._move = LeadersScript(redis, _MOVE)
+        self._save = LeadersScript(redis, _SAVE)
+        self._end = LeadersScript(redis, "redis.call('SREM', KEYS[1], ARGV[2])")
+
+    async def create(self, sweep: SweepRecord, idempotency: str = "", body_hash: str = "") -> str:
+        """Store a new sweep. Returns its id, or that of the sweep which an equal request made before. Raises Conflict
+        if the idempotency key was used with another body."""
+        fields = msgspec.to_builtins(sweep)
+        fields |= {name: orjson.dumps(fields[name]).decode() for name in JSON_FIELDS}
+        del fields["id"]
+        answer = await self._create(
+            keys=[f"sweep:{sweep.id}", _of(sweep.tenant), ACTIVE, _idempotency(sweep.tenant, idempotency or sweep.id)],
+            args=[
+                sweep.id,
+                sweep.created,
+                orjson.dumps(fields).decode(),
+                body_hash if idempotency else "",
+                IDEMPOTENCY_S,
+            ],
+        )
+        if answer[0] == "differs":
+            raise _other_body(answer[1])
+        return str(answer[1])
+
+    async def find_idempotent(self, tenant: str, idempotency: str, body_hash: str) -> str | None:
+        """Return the sweep that an equal request made. Raises Conflict as `create` does."""
+        sweep, body = await self._redis.hmget(_idempotency(tenant, idempotency), "sweep", "body")
+        if sweep is not None and body != body_hash:
+            raise _other_body(sweep)
+        return None if sweep is None else str(sweep)
+
+    async def sweeps(self, ids: Sequence[str]) -> list[SweepRecord]:
+        """Return those of the given ones that exist."""
+        pipe = self._redis.pipeline(transaction=False)
+        for id in ids:
+            pipe.hgetall(f"sweep:{id}")
+        return [_record(id, fields) for id, fields in zip(ids, await pipe.execute(), strict=True) if fields]
+
+    async def sweep(self, id: str) -> SweepRecord:
+        """Raises NotFound."""
+        for found in await self.sweeps([id]):
+            return found
+        raise NotFound(f"no sweep {id!r}")
+
+    async def of(self, tenant: str, limit: int, before: str = "") -> list[SweepRecord]:
+        """Return the tenant's newest sweeps, newest first; of those made before `before` if it is given. Raises
+        NotFound if the tenant has no such sweep."""
+        start = 0
+        if before:
+            rank = await self._redis.zrevrank(_of(tenant), before)
+            if rank is None:
+                raise NotFound(f"no sweep {before!r}")
+            start = int(rank) + 1
+        return await self.sweeps(await self._redis.zrevrange(_of(tenant), start, start + limit - 1))
+
+    async def active(self) -> list[SweepRecord]:
+        """Return sweeps that run, or whose jobs are still to be cancelled."""
+        return await self.sweeps(sorted(await self._redis.smembers(ACTIVE)))
+
+    async def trials(self, id: str) -> list[Trial]:
+        """Return its trials, by number."""
+        found = [msgspec.json.decode(text, type=Trial) for text in await self._redis.hvals(f"sweep:{id}:trials")]
+        return sorted(found, key=lambda trial: trial.number)
+
+    async def save(self, id: str, trials: Sequence[Trial], progress: SweepProgress, *, leader: int = UNFENCED) -> None:
+        """Store new and changed trials. Raises Fenced, and NotFound if the sweep was deleted."""
+        parts = [part for trial in trials for part in (trial.number, msgspec.json.encode(trial).decode())]
+        keys, told = [f"sweep:{id}", f"sweep:{id}:trials"], msgspec.json.encode(progress).decode()
+        if await self._save(leader=leader, keys=keys, args=[time.time(), told, *parts]) == "missing":
+            raise NotFound(f"no sweep {id!r}")
+
+    async def end(self, id: str, state: SweepState, reason: str = "", *, leader: int = UNFENCED) -> SweepState:
+        """End a sweep that runs. Returns the state before, which may be final already. Raises NotFound, Fenced."""
+        before = await self._move(leader=leader, keys=[f"sweep:{id}"], args=[state.value, reason, time.time()])
+        if before is None:
+            raise NotFound(f"no sweep {id!r}")
+        return SweepState(before)
+
+    async def ended(self, id: str, *, leader: int = UNFENCED) -> None:
+        """No job of the sweep is left to cancel. Raises Fenced."""
+        await self._end(leader=leader, keys=[ACTIVE], args=[id])
+
+    async def delete(self, id: str, tenant: str) -> None:
+        """Delete the record of a sweep that has ended, and its trials."""
+        pipe = self._redis.pipeline(transaction=True)
+        pipe.zrem(_of(tenant), id)
+        pipe.srem(ACTIVE, id)
+        pipe.delete(f"sweep:{id}", f"sweep:{id}:trials")
+        await pipe.execute()
+
+
+def _of(tenant: str) -> str:
+    return f"sweeps:of:{tenant}"
+
+
+def _idempotency(tenant: str, key: str) -> str:
+    return f"idem:sweep:{tenant}:{key}"
+
+
+def _other_body(sweep: str) -> Conflict:
+    return Conflict(f"the Idempotency-Key was used for sweep {sweep} with another body; use a new key")
+
+
+def _record(id: str, fields: dict[str, str]) -> SweepRecord:
+    parsed = {name: orjson.loads(fields[name]) for name in JSON_FIELDS}
+    return msgspec.convert({**fields, **parsed, "id": id}, SweepRecord, strict=False)

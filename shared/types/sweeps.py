@@ -1,0 +1,119 @@
+"""Sweeps and their trials, as Redis holds them."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+
+class SweepState(StrEnum):
+    """running -> succeeded | failed | cancelled."""
+
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    """Every trial has ended, or the budget is spent."""
+    FAILED = "failed"
+    """No trial has a value."""
+    CANCELLED = "cancelled"
+
+
+class TrialState(StrEnum):
+    """running -> finished | stopped | failed | cancelled."""
+
+    RUNNING = "running"
+    FINISHED = "finished"
+    STOPPED = "stopped"
+    """Early, because it did worse than others."""
+    FAILED = "failed"
+    """A job of it failed, was refused, or reported no value."""
+    CANCELLED = "cancelled"
+    """By request, or because the budget was spent."""
+
+
+class TrialJob(msgspec.Struct, kw_only=True):
+    """A job of a trial."""
+
+    id: str = ""
+    """Empty until it is submitted."""
+    seed: int | None = None
+    state: str = ""
+    """That of the job when it was last looked at."""
+    over: bool = False
+    """Whether it has ended and its metrics were read to the end."""
+    step: int = 0
+    """Newest step with the sweep's metric."""
+    value: float | None = None
+    """Summary of the metric so far."""
+    curve: list[tuple[int, float]] = []
+    """The moving mean of the metric, thinned out."""
+
+
+class Trial(msgspec.Struct, kw_only=True):
+    """One combination of values, and its jobs: one, or one for each seed."""
+
+    number: int
+    settings: dict[str, Any]
+    """Values by path."""
+    jobs: list[TrialJob]
+    state: TrialState = TrialState.RUNNING
+    reason: str = ""
+    value: float | None = None
+    """Mean over its jobs; None until all have one."""
+    judged: int = 0
+    """Last step at which the rule of early stopping looked at it."""
+    created: float = 0.0
+    finished: float = 0.0
+
+    @property
+    def open_jobs(self) -> list[TrialJob]:
+        return [job for job in self.jobs if not job.over]
+
+    @property
+    def step(self) -> int:
+        """Return the step that all its jobs have reached."""
+        return min(job.step for job in self.jobs)
+
+
+class SweepProgress(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a sweep is; written with its trials."""
+
+    jobs: int = 0
+    """Jobs that were submitted."""
+    states: dict[str, int] = {}
+    """Trials by state."""
+    best: int | None = None
+    """Number of the finished trial with the best value."""
+    value: float | None = None
+    """Its value."""
+    settings: dict[str, Any] = {}
+    """Its settings."""
+    importance: dict[str, float] = {}
+    """By path: how much of the difference between good and ordinary trials a setting explains."""
+
+
+class SweepRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A sweep."""
+
+    id: str
+    tenant: str
+    name: str
+    kind: str
+    """Of its jobs."""
+    state: SweepState
+    reason: str = ""
+    created: float
+    updated: float
+    finished: float = 0.0
+    key: str = ""
+    """Id of the API key that it was submitted with."""
+    trace: str = ""
+    """`traceparent` of the request that submitted it."""
+    table: dict[str, Any]
+    """[sweep] with its defaults."""
+    base: dict[str, Any]
+    """Spec of its jobs."""
+    planned: int = 0
+    """Trials that there will be at most."""
+    progress: SweepProgress = SweepProgress()

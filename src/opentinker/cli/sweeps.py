@@ -1,0 +1,214 @@
+"""`opentinker sweep` and `opentinker sweeps`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from opentinker.cli.common import (
+    PATIENCE_S,
+    AsJson,
+    Url,
+    ago,
+    as_typed,
+    client,
+    complain,
+    print_json,
+    print_table,
+    rough,
+    same_server,
+    say,
+)
+from opentinker.sdk.job_text import on_one_line
+
+if TYPE_CHECKING:
+    from opentinker.shared.api_types import Sweep
+
+SWEEP_EXIT = {"running": 0, "succeeded": 0, "failed": 1, "cancelled": 4}
+"""Exit status of `sweep SWEEP --watch` by the state in which it ended."""
+POLL_S = 2.0
+SHOWN = 20
+BAR = 20
+SweepId = Annotated[str, typer.Argument(metavar="SWEEP", help="Sweep id, see `opentinker sweeps`.")]
+
+
+def register(app: typer.Typer) -> None:
+    for command in (sweep, sweeps):
+        app.command()(command)
+
+
+def sweep(
+    sweep_id: SweepId,
+    follow: Annotated[bool, typer.Option("--watch", "-w", help="Print news until it ends.")] = False,
+    cancel: Annotated[bool, typer.Option("--cancel", help="Cancel it and its jobs.")] = False,
+    delete: Annotated[bool, typer.Option("--delete", help="Delete it and the artifacts of its jobs.")] = False,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="Show this many trials, the best.")] = SHOWN,
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show a sweep: progress, the best trials so far, which settings matter; or cancel or delete it."""
+    if follow + cancel + delete > 1:
+        raise typer.BadParameter("--watch, --cancel and --delete do not go together")
+    api = client(url, patience_s=PATIENCE_S if follow else 2.0)
+    if cancel:
+        found: Mapping[str, Any] = api.cancel_sweep(sweep_id)
+        print_json(found) if as_json else say(f"{found['id']}  {found['state']}")
+        return
+    if delete:
+        gone = api.delete_sweep(sweep_id)
+        print_json(gone) if as_json else say(f"deleted {gone['sweep']} and what {len(gone['jobs'])} jobs left")
+        return
+    shown = _watched(api, sweep_id, as_json) if follow else api.sweep_state(sweep_id)
+    if as_json:
+        print_json(shown)
+    else:
+        _show(shown, limit, url)
+    if follow:
+        raise typer.Exit(SWEEP_EXIT[shown["state"]])
+
+
+def sweeps(
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="Show this many, the newest.")] = SHOWN,
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """List your sweeps, the newest first."""
+    found = client(url).sweeps(limit)
+    if as_json:
+        print_json({"sweeps": found})
+        return
+    rows = [
+        [
+            one["id"],
+            on_one_line(one["name"]),
+            one["state"],
+            _progress(one),
+            one["metric"],
+            _best(one),
+            ago(one["created"]),
+        ]
+        for one in found
+    ]
+    empty = "no sweeps yet: `opentinker submit` makes one of a file with [sweep]"
+    print_table(["sweep", "name", "state", "trials", "metric", "best", "created"], rows, empty=empty)
+
+
+def submit_file(path: Path, spec: dict[str, Any], url: str | None, follow: bool, as_json: bool) -> None:
+    """Submit the sweep of a file whose data is `spec`."""
+    from opentinker.sdk.spec_location import located
+
+    api = client(url, patience_s=PATIENCE_S if follow else 2.0)
+    with located(path):
+        made = api.sweep(spec, beside=path.parent)
+    if follow:
+        shown = _watched(api, made["id"], as_json)
+        print_json(shown) if as_json else _show(shown, SHOWN, url)
+        raise typer.Exit(SWEEP_EXIT[shown["state"]])
+    if as_json:
+        print_json(made)
+        return
+    say(f"{made['id']}  {made['state']}, {made['planned']} trials by {made['method']}")
+    say(f"watch it with: {as_typed('sweep', made['id'], '--watch', *same_server(url))}")
+    say(f"its jobs: {as_typed('jobs', '--tag', made['id'], *same_server(url))}")
+
+
+def _watched(api: Any, id: str, as_json: bool) -> Sweep:
+    """Wait for the end; say what is new, on stderr where stdout has JSON."""
+    told = ""
+    while True:
+        found: Sweep = api.sweep_state(id)
+        news = f"{found['state']}: {_progress(found)}, best {_best(found) or 'none yet'}"
+        if news != told:
+            told = news
+            (complain if as_json else say)(news)
+        if found["state"] != "running":
+            return found
+        time.sleep(POLL_S)
+
+
+def _show(found: Sweep, limit: int, url: str | None) -> None:
+    ended = found["finished"]
+    lasted = rough((ended or time.time()) - found["created"])
+    reason = f": {found['reason']}" if found["reason"] else ""
+    say(f"{found['id']}  {on_one_line(found['name'])}")
+    cost = f"{found['jobs']} jobs, {found['worker_s']:.0f} worker-seconds"
+    say(f"{found['state']}{reason}; {_progress(found)} after {lasted}; {cost}")
+    say(f"{found['method']}, {found['goal']} {found['metric']}")
+    _show_trials(found, limit)
+    if found["importance"]:
+        say("\nwhich settings matter (share of the difference between good and ordinary trials)")
+        rows = [[path, f"{share:.0%}", "#" * round(BAR * share)] for path, share in found["importance"].items()]
+        print_table(["setting", "share", ""], rows, empty="")
+    if found["state"] == "running":
+        say(f"\n  {as_typed('sweep', found['id'], '--watch', *same_server(url))}")
+    elif found["best"] is not None:
+        best = found["all_trials"][found["best"]["number"]]["jobs"][0]["id"]
+        say(f"\n  {as_typed('job', best, *same_server(url))}")
+
+
+def _show_trials(found: Sweep, limit: int) -> None:
+    sign = 1 if found["goal"] == "minimize" else -1
+    order = ("finished", "running", "stopped", "failed", "cancelled")
+
+    def rank(trial: Mapping[str, Any]) -> tuple[int, float, int]:
+        value = trial["value"]
+        return order.index(trial["state"]), sign * value if value is not None else 0.0, trial["number"]
+
+    trials = sorted(found["all_trials"], key=rank)
+    names = _short_names(list(found["spec"]["sweep"]["parameters"]))
+    rows = [
+        [
+            trial["number"],
+            trial["state"],
+            _value(trial),
+            *(_setting(trial["settings"][path]) for path in names),
+            " ".join(job["id"] for job in trial["jobs"] if job["id"]),
+            on_one_line(trial["reason"]),
+        ]
+        for trial in trials[:limit]
+    ]
+    say("")
+    columns = ["trial", "state", found["metric"], *names.values(), "jobs", "reason"]
+    print_table(columns, rows, empty="no trials yet", last_below=True)
+    if len(trials) > limit:
+        say(f"and {len(trials) - limit} more: --limit {len(trials)}")
+
+
+def _value(trial: Mapping[str, Any]) -> str:
+    """The trial's value; of one that runs, the mean of its jobs so far."""
+    if trial["value"] is not None:
+        return f"{trial['value']:.4g}"
+    values = [job["value"] for job in trial["jobs"] if job["value"] is not None]
+    return f"({sum(values) / len(values):.4g})" if values else ""
+
+
+def _short_names(paths: Sequence[str]) -> dict[str, str]:
+    """By path, its last part, or the whole path where two share that."""
+    last = [path.rpartition(".")[2] for path in paths]
+    return {path: name if last.count(name) == 1 else path for path, name in zip(paths, last, strict=True)}
+
+
+def _setting(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else on_one_line(str(value))
+
+
+def _progress(one: Mapping[str, Any]) -> str:
+    """`12 of 32 trials (3 running, 2 stopped)`."""
+    states = dict(one["trials"])
+    done = sum(states.values()) - states.get("running", 0)
+    shown = ", ".join(f"{count} {state}" for state, count in states.items() if state != "finished")
+    return f"{done} of {one['planned']} trials" + (f" ({shown})" if shown else "")
+
+
+def _best(one: Mapping[str, Any]) -> str:
+    best = one["best"]
+    if best is None:
+        return ""
+    told = ", ".join(
+        f"{name} {_setting(best['settings'][path])}" for path, name in _short_names(list(best["settings"])).items()
+    )
+    return f"{best['value']:.4g} ({told})"

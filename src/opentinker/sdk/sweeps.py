@@ -1,0 +1,87 @@
+"""Sweeps from Python: calls of `AsyncClient`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+from urllib.parse import quote
+
+from opentinker.sdk.inputs import Spec, prepared
+from opentinker.shared.api_types import DeletedSweep, Sweep, Sweeps, SweepSummary
+
+if TYPE_CHECKING:
+    from opentinker.sdk.http import Http
+
+SUBMIT_S = 720.0
+"""Least time limit of a submission: the server checks every value that refers to something."""
+POLL_S = 1.0
+PAGE = 500
+
+
+class SweepCalls:
+    _http: Http
+
+    async def sweep(
+        self,
+        spec: Spec,
+        table: Mapping[str, Any] | None = None,
+        *,
+        beside: str | Path | None = None,
+        idempotency_key: str | None = None,
+    ) -> SweepSummary:
+        """Submit a sweep: a spec with a table `sweep`, or the path of a .toml or .json file with one. `table` is that
+        table if the spec has none, or replaces parts of it:
+
+            client.sweep("job.toml", {"parameters": {"train.lr": [1e-5, 1e-4]}, "seeds": [1, 2, 3]})
+
+        Raises ApiError with every mistake. Paths are found as by `submit`.
+        """
+        data = await prepared(self._http, spec, beside)
+        if table is not None and isinstance(data, dict):
+            data = {**data, "sweep": {**(data.get("sweep") or {}), **table}}
+        headers = {"Idempotency-Key": idempotency_key or uuid.uuid4().hex}
+        limit_s = max(self._http.timeout_s, SUBMIT_S)
+        made = await self._http.json("POST", "/v1/sweeps", noun=data, headers=headers, timeout_s=limit_s)
+        return cast(SweepSummary, made)
+
+    async def sweeps(self, limit: int = 100) -> list[SweepSummary]:
+        """The newest sweeps, newest first."""
+        found: list[SweepSummary] = []
+        query: dict[str, str] = {}
+        while len(found) < limit:
+            query["limit"] = str(min(PAGE, limit - len(found)))
+            page = cast(Sweeps, await self._http.json("GET", "/v1/sweeps", query))
+            found += page["sweeps"]
+            if not page["more"]:
+                break
+            query["before"] = page["cursor"]
+        return found
+
+    async def sweep_state(self, id: str) -> Sweep:
+        """A sweep with its trials, the best so far, and the importance of its settings. Raises ApiNotFound."""
+        return cast(Sweep, await self._http.json("GET", _of(id)))
+
+    async def cancel_sweep(self, id: str) -> SweepSummary:
+        """Cancel a sweep and its jobs. Raises ApiConflict if it has ended otherwise."""
+        return cast(SweepSummary, await self._http.json("POST", _of(id, "/cancel")))
+
+    async def delete_sweep(self, id: str) -> DeletedSweep:
+        """Delete a sweep that has ended, and the artifacts of its jobs. Raises ApiConflict."""
+        return cast(DeletedSweep, await self._http.json("DELETE", _of(id)))
+
+    async def wait_sweep(self, id: str, timeout_s: float | None = None) -> Sweep:
+        """Wait until a sweep has ended and return it. Raises TimeoutError; the sweep continues."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while (found := await self.sweep_state(id))["state"] == "running":
+            if deadline is not None and time.monotonic() >= deadline:
+                raise TimeoutError(f"sweep {id} is still running after {timeout_s} s")
+            await asyncio.sleep(POLL_S)
+        return found
+
+
+def _of(id: str, rest: str = "") -> str:
+    return f"/v1/sweeps/{quote(id, safe='')}{rest}"

@@ -1,0 +1,231 @@
+"""Sweeps over HTTP: what they submit, how they end, and what outlives their scheduler. Jobs are played by the test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from opentinker.client import AsyncClient
+from opentinker.services.scheduler.sweeps import controller
+from opentinker.shared import api_types
+from opentinker.shared.messaging.subjects import METRIC
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.types.core import JobState
+from opentinker.shared.types.telemetry import MetricPoint
+from tests.conftest import until
+from tests.support.api import SPEC, Http, fits, mistakes
+from tests.support.scheduling import scheduler
+
+SKILLS = [0.1, 0.4, 0.7]
+SKILL = "rollout.toy.skill"
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(controller, "POLL_S", 0.05)
+    monkeypatch.setattr(controller, "STEP_S", 0.05)
+
+
+def swept(**table: Any) -> dict[str, Any]:
+    return {**SPEC, "sweep": {"parameters": {"rollout": {"toy": {"skill": SKILLS}}}, **table}}
+
+
+def skill(spec: dict[str, Any]) -> float:
+    return float(spec["rollout"]["toy"]["skill"])
+
+
+async def jobs_of(http: Http, sweep: str) -> list[dict[str, Any]]:
+    """Its jobs, in order."""
+    _, page = await http("GET", f"/v1/jobs?tag={sweep}&sort=-created")
+    return list(page["jobs"])
+
+
+async def submitted(http: Http, **table: Any) -> str:
+    status, sweep = await http("POST", "/v1/sweeps", json=swept(**table))
+    assert status == 201, sweep
+    fits(sweep, api_types.SweepSummary)
+    return str(sweep["id"])
+
+
+async def play(
+    ctx: Context, job: str, curve: list[float], state: JobState = JobState.SUCCEEDED, first: int = 1
+) -> None:
+    """What a trainer would do: report a point per step, and end."""
+    if state is JobState.RUNNING:
+        await ctx.store.transition(job, state)
+    for step, value in enumerate(curve, first):
+        point = MetricPoint(
+            job=job, source="trainer", incarnation="t", seq=step, step=step, time=1.0, values={"reward/mean": value}
+        )
+        await ctx.bus.publish(METRIC, point, f"{job}/{step}", job=job, source="trainer")
+    if state.final:
+        await ctx.store.transition(
+            job, state, step=first + len(curve) - 1, reason="" if state == "succeeded" else "boom"
+        )
+
+
+async def ends(http: Http, sweep: str) -> dict[str, Any]:
+    async def read() -> dict[str, Any]:
+        return dict((await http("GET", f"/v1/sweeps/{sweep}"))[1])
+
+    over = await until(read, lambda one: one["state"] != "running")
+    fits(over, api_types.Sweep)
+    return dict(over)
+
+
+async def play_all(
+    ctx: Context, http: Http, sweep: str, score: Callable[[dict[str, Any]], list[float]]
+) -> dict[str, Any]:
+    """Play jobs as they come, until the sweep ends."""
+    played: set[str] = set()
+
+    async def read() -> dict[str, Any]:
+        for job in await jobs_of(http, sweep):
+            if job["id"] not in played and job["state"] == "queued":
+                played.add(job["id"])
+                spec = (await ctx.store.job(job["id"])).spec
+                await play(ctx, job["id"], score(spec))
+        return dict((await http("GET", f"/v1/sweeps/{sweep}"))[1])
+
+    return dict(await until(read, lambda one: one["state"] != "running"))
+
+
+async def test_a_grid_makes_ordinary_jobs_and_ends_with_the_best(http: Http, ctx: Context) -> None:
+    sweep = await submitted(http, max_running=2)
+    first = await until(lambda: jobs_of(http, sweep), lambda jobs: len(jobs) == 2)
+    assert [job["tags"] for job in first] == [[sweep]] * 2
+    assert first[0]["name"] == f"{SPEC['name']} #0 skill=0.1"
+
+    over = await play_all(ctx, http, sweep, lambda spec: [skill(spec)] * 3)
+    assert (over["state"], over["trials"], over["jobs"]) == ("succeeded", {"finished": 3}, 3)
+    assert over["best"] == {"number": 2, "value": pytest.approx(0.7), "settings": {SKILL: 0.7}}
+    assert [trial["settings"][SKILL] for trial in over["all_trials"]] == SKILLS
+    assert [job["state"] for job in await jobs_of(http, sweep)] == ["succeeded"] * 3
+    assert over["spec"]["sweep"]["metric"] == "reward/mean"
+    _, page = await http("GET", "/v1/sweeps?limit=1")
+    fits(page, api_types.Sweeps)
+    assert [one["id"] for one in page["sweeps"]] == [sweep] and not page["more"]
+
+
+async def test_a_trial_is_the_mean_of_its_seeds(http: Http, ctx: Context) -> None:
+    sweep = await submitted(http, seeds=[1, 2], parameters={SKILL: [0.1, 0.2]}, goal="minimize")
+    over = await play_all(ctx, http, sweep, lambda spec: [skill(spec) * spec["rollout"]["seed"]])
+    assert [trial["value"] for trial in over["all_trials"]] == pytest.approx([0.15, 0.3])
+    assert over["best"]["number"] == 0
+    assert [job["seed"] for job in over["all_trials"][0]["jobs"]] == [1, 2]
+
+
+@pytest.mark.parametrize("method", ["random", "tpe"])
+async def test_search_finds_a_good_value_and_says_which_setting_matters(http: Http, ctx: Context, method: str) -> None:
+    parameters = {SKILL: {"low": 1e-3, "high": 1, "log": True}, "algorithm.group_size": [4, 8]}
+    sweep = await submitted(http, method=method, trials=14, max_running=7, seed=3, parameters=parameters)
+    over = await play_all(ctx, http, sweep, lambda spec: [1 - abs(skill(spec) - 0.3)])
+    assert over["trials"] == {"finished": 14} and over["best"]["value"] > 0.9
+    assert over["importance"][SKILL] > over["importance"]["algorithm.group_size"]
+    assert sum(over["importance"].values()) == pytest.approx(1.0)
+
+
+async def test_a_killed_scheduler_resumes_a_sweep(http: Http, ctx: Context, new_context: Any) -> None:
+    sweep = await submitted(http, max_running=1)
+    before = await until(lambda: jobs_of(http, sweep), len)
+    await play(ctx, before[0]["id"], [0.5] * 2, JobState.RUNNING)
+    ctx.stopping.set()
+    async with new_context("scheduler-1") as second, scheduler(second) as url:
+        again = Http(http.session, url)
+        await play(second, before[0]["id"], [0.5], first=3)
+        over = await play_all(second, again, sweep, lambda spec: [skill(spec)] * 3)
+    assert over["state"] == "succeeded" and over["jobs"] == 3, "no job was submitted twice"
+    assert over["all_trials"][0]["jobs"][0]["id"] == before[0]["id"]
+
+
+async def test_a_cancelled_sweep_cancels_its_jobs_and_a_deleted_one_their_artifacts(
+    http: Http, ctx: Context, client: AsyncClient
+) -> None:
+    sweep = await submitted(http)
+    await until(lambda: jobs_of(http, sweep), lambda jobs: len(jobs) == 3)
+    status, body = await http("DELETE", f"/v1/sweeps/{sweep}")
+    assert status == 409 and "cancel it first" in body["detail"]
+    status, body = await http("POST", f"/v1/sweeps/{sweep}/cancel")
+    assert (status, body["state"]) == (200, "cancelled")
+    jobs = await until(lambda: jobs_of(http, sweep), lambda jobs: all(job["state"] == "cancelled" for job in jobs))
+    assert jobs[0]["reason"] == f"cancelled by sweep {sweep}: cancelled by request"
+
+    async def deleted() -> Any:
+        return await http("DELETE", f"/v1/sweeps/{sweep}")
+
+    status, body = await until(deleted, lambda answer: answer[0] == 200)
+    fits(body, api_types.DeletedSweep)
+    assert set(body["jobs"]) == {job["id"] for job in jobs}
+    assert all(job["deleted"] for job in await jobs_of(http, sweep))
+    assert (await http("GET", f"/v1/sweeps/{sweep}"))[0] == 404
+
+
+async def test_trials_below_the_median_are_stopped_early(http: Http, ctx: Context) -> None:
+    rule = {"rule": "median", "min_steps": 2, "min_trials": 2}
+    sweep = await submitted(http, early_stopping=rule)
+    jobs = await until(lambda: jobs_of(http, sweep), lambda jobs: len(jobs) == 3)
+    for job, value in zip(jobs[1:], (0.8, 0.9), strict=True):
+        await play(ctx, job["id"], [value] * 2, JobState.RUNNING)
+    await play(ctx, jobs[0]["id"], [0.1] * 2, JobState.RUNNING)
+    stopped = await until(lambda: ctx.store.job(jobs[0]["id"]), lambda job: job.state.final)
+    assert stopped.state is JobState.CANCELLED
+    assert "reward/mean 0.1 at step 2 is worse than the median of 2 other trials" in stopped.reason
+    for job in jobs[1:]:
+        await play(ctx, job["id"], [0.8], first=3)
+    over = await ends(http, sweep)
+    assert over["trials"] == {"stopped": 1, "finished": 2} and over["best"]["number"] == 2
+
+
+async def test_a_spent_budget_ends_the_sweep_and_its_jobs(http: Http, ctx: Context) -> None:
+    sweep = await submitted(http, max_hours=1e-5)
+    over = await ends(http, sweep)
+    assert (over["state"], over["reason"]) == ("succeeded", "its budget is spent: max_hours = 1e-05")
+    await until(lambda: jobs_of(http, sweep), lambda jobs: all(job["state"] == "cancelled" for job in jobs))
+
+
+async def test_a_sweep_without_a_value_fails_and_says_why(http: Http, ctx: Context) -> None:
+    sweep = await submitted(http, metric="solved", parameters={SKILL: [0.1]})
+    jobs = await until(lambda: jobs_of(http, sweep), len)
+    await play(ctx, jobs[0]["id"], [0.5])
+    over = await ends(http, sweep)
+    assert over["state"] == "failed"
+    assert "its job reported no metric solved; of 1 metrics the first are: reward/mean" in over["reason"]
+
+
+async def test_a_failed_trial_does_not_end_the_others(http: Http, ctx: Context) -> None:
+    sweep = await submitted(http)
+    jobs = await until(lambda: jobs_of(http, sweep), lambda jobs: len(jobs) == 3)
+    await play(ctx, jobs[0]["id"], [0.5], JobState.FAILED)
+    for job in jobs[1:]:
+        await play(ctx, job["id"], [0.5])
+    over = await ends(http, sweep)
+    assert over["trials"] == {"failed": 1, "finished": 2} and over["all_trials"][0]["reason"] == "boom"
+
+
+async def test_an_equal_request_with_the_same_key_makes_one_sweep(http: Http) -> None:
+    headers = {"Idempotency-Key": "once"}
+    answers = [await http("POST", "/v1/sweeps", json=swept(), headers=headers) for _ in range(2)]
+    assert answers[0][1]["id"] == answers[1][1]["id"]
+    status, _ = await http("POST", "/v1/sweeps", json=swept(max_running=1), headers=headers)
+    assert status == 409
+
+
+@pytest.mark.parametrize(
+    ("table", "field"),
+    [
+        ({"parameters": {"rollout": {"toy": {"skil": [1]}}}}, "sweep.parameters.rollout.toy.skil"),
+        ({"parameters": {SKILL: {"low": 2, "high": 1}}}, f"sweep.parameters.{SKILL}.high"),
+        ({"parameters": {SKILL: [1e-4, -1]}}, f"sweep.parameters.{SKILL}"),
+        ({"parameters": {"resources.priority": [0, 11]}}, "sweep.parameters.resources.priority"),
+        ({"method": "random"}, "sweep.trials"),
+        ({"parameters": {SKILL: 0.1}}, f"sweep.parameters.{SKILL}"),
+        ({"max_running": 65}, "sweep.max_running"),
+        ({"unknown": 1}, "sweep.unknown"),
+    ],
+)
+async def test_mistakes_are_reported_with_their_field(http: Http, table: dict[str, Any], field: str) -> None:
+    status, body = await http("POST", "/v1/sweeps", json=swept(**table))
+    assert status == 422 and set(mistakes(body)) == {field}
+    assert (await http("GET", "/v1/sweeps"))[1]["sweeps"] == []
