@@ -341,7 +341,7 @@ def objects(site: Site, who: Who, route: Route) -> dict[str, Things]:
 def said(body: Any, things: Things) -> str:
     """The answer without the names that were asked for."""
     text = body.decode(errors="replace") if isinstance(body, bytes) else orjson.dumps(body).decode()
-    for name in (things.job, things.environment, things.key, things.publication, things.check, things.sweep):
+    for name in (things.job, things.sweep, things.environment, things.key, things.publication, things.check):
         text = text.replace(name, "X")
     return text
 
