@@ -12,9 +12,10 @@ from typing import Annotated, Literal, TypeGuard
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
+from opentinker.shared.notification_settings import NotificationSettings
 from opentinker.shared.security.egress import networks
 from opentinker.shared.security.model_keys import MODEL_KEY_SERVICES, read_model_keys
-from opentinker.shared.security.secrets import AWS, password_in, read_access, read_password
+from opentinker.shared.security.secrets import AWS, password_in, read_access, read_password, read_secret
 from opentinker.shared.tenant_limits import TenantLimits
 
 _STORE = re.compile(r"(file://)?/[^\0]+|s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[\w!.*'()/-]*)?")
@@ -25,7 +26,7 @@ LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
 """Addresses to listen on that only this machine reaches."""
 
 
-class Settings(BaseModel):
+class Settings(NotificationSettings, BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     nats_url: str = "nats://127.0.0.1:4222"
@@ -308,7 +309,7 @@ class Settings(BaseModel):
         """Files with keys and passwords, and directories of such."""
         files = (self.nats_password_file, self.redis_password_file, self.nats_issuer_file, self.admin_key_file)
         places = (self.artifacts_s3_credentials_file, self.model_keys_file, self.launcher_access, self.launcher_account)
-        return [place for place in (*files, *places) if place is not None]
+        return [place for place in (*files, *places, self.smtp_password_file) if place is not None]
 
     def password(self, field: Literal["nats_password_file", "redis_password_file", "nats_issuer_file"]) -> str:
         """Empty if there is no such file. Raises SpecError."""
@@ -326,6 +327,8 @@ class Settings(BaseModel):
             found.append(read_access(self.artifacts_s3_credentials_file)[1])
         if service in MODEL_KEY_SERVICES:
             found += [key.key for key in read_model_keys(self.model_keys_file).values()]
+        if service == "scheduler" and self.smtp_password_file is not None:
+            found.append(read_secret(self.smtp_password_file, "smtp_password_file"))
         if self.artifacts_url.startswith("s3://"):
             found += [os.environ.get(name, "") for name in AWS[1:]]  # only the scheduler's process must have them
         return [secret for secret in found if secret]

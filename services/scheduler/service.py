@@ -1,7 +1,7 @@
 """The scheduler process: HTTP API, placement, admission. It keeps nothing: all it knows is in Redis and NATS.
 
     api         consumes HTTP requests; produces jobs and cancellations
-    lead        decides which scheduler does the next nine, see `leader_election.py`
+    lead        decides which scheduler does the next ten, see `leader_election.py`
     reconcile   consumes jobs, heartbeats, leases; produces leases; woken by WAKE "scheduler"
     autoscale   consumes what the queue lacks; produces trainers and rollout workers, where a launcher is set
     clean       consumes jobs that have ended; removes their messages
@@ -11,6 +11,7 @@
     tickets     consumes admission's room; produces TICKET; woken by WAKE "admission"
     measure     consumes ledgers, heartbeats and stream sizes; produces METRIC
     feed        consumes jobs' logs of events; produces EVENT
+    notify      consumes events and metrics of jobs that notify; produces webhooks and e-mails
     callout     authenticates NATS clients that have a credential for the streams of a job
     disconnect  closes connections of such credentials whose key or job has ended
     keys        closes open requests of revoked and expired keys
@@ -35,6 +36,7 @@ from opentinker.services.scheduler.jobs.cleanup import JobCleaner
 from opentinker.services.scheduler.jobs.eval_coordinator import EvalCoordinator
 from opentinker.services.scheduler.jobs.scheduler_metrics import SchedulerMetrics
 from opentinker.services.scheduler.jobs.tickets import TicketIssuer
+from opentinker.services.scheduler.notifications.notifier import Notifier
 from opentinker.services.scheduler.placement.leader_election import Leadership
 from opentinker.services.scheduler.placement.reconciler import Reconciler
 from opentinker.services.scheduler.streams.disconnect import StreamDisconnector
@@ -62,6 +64,7 @@ async def serve(ctx: Context) -> None:
             "archive": Archiver(ctx, leadership).run(),
             "measure": SchedulerMetrics(ctx).run(),
             "feed": EventFeed(ctx).run(),
+            "notify": Notifier(ctx).run(),
         }
 
     async with listening(ctx, gate, gateway, replicas):

@@ -27,6 +27,12 @@ class MadeKey(Key):
     key: str
 
 
+class WebhookSecret(TypedDict):
+    """What the webhooks of a tenant are signed with."""
+
+    secret: str
+
+
 class Keys(TypedDict):
     """Oldest first."""
 

@@ -26,6 +26,7 @@ from opentinker.shared.spec.frozen_models import (
 from opentinker.shared.spec.labels import DisplayName, Notes, Project, Tags
 from opentinker.shared.spec.model import LoraSpec, ModelSpec
 from opentinker.shared.spec.near import with_suggestions
+from opentinker.shared.spec.notify import MAX_NOTIFY, NotifySpec
 from opentinker.shared.spec.policies import (
     MatchSpec,
     PolicySpec,
@@ -174,6 +175,8 @@ class JobSpec(SpecPart):
     start: StartSpec | None = None
     """Start from the checkpoint of another job instead of the weights in model.base; inference: serve it; eval: play
     with it."""
+    notify: Annotated[list[NotifySpec], Field(max_length=MAX_NOTIFY)] = []
+    """Who is told when the job ends, raises an alarm or reaches a target; see docs/notifications.md."""
     resources: ResourceSpec = ResourceSpec()
     artifacts: ArtifactSpec = ArtifactSpec()
     """Which artifacts are kept, and for how long."""

@@ -45,6 +45,7 @@ from opentinker.services.scheduler.http.sweeps import SweepsApi
 from opentinker.services.scheduler.http.usage import UsageApi
 from opentinker.services.scheduler.http.validate import ValidateApi
 from opentinker.services.scheduler.inference.router import InferenceRouter
+from opentinker.services.scheduler.notifications.secret_api import WebhookSecretApi
 from opentinker.shared import api_types
 from opentinker.shared.messaging.subjects import STREAMS, WAKE
 from opentinker.shared.runtime.service import Context
@@ -75,6 +76,7 @@ class Api:
             gateway,
             KeysApi(ctx),
             UsageApi(jobs),
+            WebhookSecretApi(ctx),
             ValidateApi(ctx),
             self,
             Page(ctx.settings.nats_websocket_url),

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import secrets
 import string
+import time
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -24,12 +25,14 @@ from opentinker.services.scheduler.jobs import (
 from opentinker.services.scheduler.jobs import check_start_checkpoint as starting
 from opentinker.services.scheduler.jobs.check_dataset import absolute, check_data
 from opentinker.services.scheduler.jobs.disk_threads import ReferencesAway, on_disk
+from opentinker.services.scheduler.notifications.check_notify import check_notify
 from opentinker.shared.config import Settings
 from opentinker.shared.data.dry_run import loads_weights
 from opentinker.shared.data.readable_paths import readable_by
 from opentinker.shared.messaging.subjects import WAKE
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import JobSpec, StartSpec, parse_spec
+from opentinker.shared.state.notifications import Notifications
 from opentinker.shared.types.errors import Conflict, SpecError
 from opentinker.shared.types.manifest import adapter_of, frozen_of, start_of
 from opentinker.shared.types.mistakes import mistake
@@ -80,6 +83,8 @@ async def submit(
     new = new_job_id()
     try:
         await _keep_references(ctx, plain, found, tenant, new)
+        if spec.notify:
+            await Notifications(ctx.store.redis).follow(new, time.time())
         id = await ctx.store.create_job(
             id=new, spec=plain, tenant=tenant, idempotency=idempotency, body_hash=body_hash, key=key, trace=trace
         )
@@ -186,6 +191,7 @@ async def _check_references(ctx: Context, data: Any, spec: JobSpec | None, tenan
     wrong_adapters, beside = await check_adapters.check_adapters(ctx, data, spec, files.base, tenant)
     wrong_seats, frozen = await check_frozen_seats.check_frozen_seats(ctx, data, spec, tenant)
     mistakes += await check_url_seats.check_url_seats(ctx, data, spec, tenant)
+    mistakes += await check_notify(ctx.settings, spec)
     mistakes += _check_priority(ctx, spec, tenant) + families.result()
     mistakes += asked.mistakes + files.model + wrong_start + wrong_adapters + wrong_seats + files.frozen + files.data
     return Found(asked, chosen, beside, frozen)

@@ -25,6 +25,7 @@ Out = Annotated[
 def register(app: typer.Typer) -> None:
     app.add_typer(keys, name="keys")
     app.command()(whoami)
+    app.command()(webhook_secret)
 
 
 def whoami(url: Url = None, as_json: AsJson = False) -> None:
@@ -40,6 +41,16 @@ def whoami(url: Url = None, as_json: AsJson = False) -> None:
     until = f"expires: {_when(found['expires'])}"
     say(f"key {found['key']}{named}, {found['role']} of tenant {found['tenant']}, {until}")
     say(f"scopes: {', '.join(found['scopes'])}")
+
+
+def webhook_secret(
+    renew: Annotated[bool, typer.Option("--renew", help="Replace it; the old one is used no more.")] = False,
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show the secret that your webhooks are signed with; see docs/notifications.md."""
+    secret = client(url).webhook_secret(renew=renew)
+    print_json({"secret": secret}) if as_json else say(secret)
 
 
 @keys.command()

@@ -131,6 +131,7 @@ class Client:
     rotate_key = blocking(AsyncClient.rotate_key)
     revoke_key = blocking(AsyncClient.revoke_key)
     whoami = blocking(AsyncClient.whoami)
+    webhook_secret = blocking(AsyncClient.webhook_secret)
     tenants = blocking(AsyncClient.tenants)
     workers = blocking(AsyncClient.workers)
     free_worker = blocking(AsyncClient.free_worker)

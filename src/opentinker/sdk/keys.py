@@ -7,7 +7,7 @@ from typing import cast
 from urllib.parse import quote
 
 from opentinker.sdk.http import Http
-from opentinker.shared.api_types import FreedWorker, Key, Keys, MadeKey, Tenant, Tenants, WhoAmI
+from opentinker.shared.api_types import FreedWorker, Key, Keys, MadeKey, Tenant, Tenants, WebhookSecret, WhoAmI
 
 KEYS = "/v1/keys"
 
@@ -50,6 +50,11 @@ class KeyCalls:
         """Return the identity of the key that is sent: `tenant`, `role`, `scopes`, `key` (its id), `name`, `expires`;
         and `auth`, which is `off` if the server requires no key."""
         return cast(WhoAmI, await self._http.json("GET", "/v1/whoami"))
+
+    async def webhook_secret(self, *, renew: bool = False) -> str:
+        """Return what your tenant's webhooks (`notify.url` of a spec) are signed with; `renew` replaces it."""
+        answer = await self._http.json("POST" if renew else "GET", "/v1/webhook-secret", again=not renew)
+        return cast(WebhookSecret, answer)["secret"]
 
     async def tenants(self) -> list[Tenant]:
         """The tenants that have had a key. For operators."""

@@ -253,7 +253,16 @@ def test_an_inference_job_is_a_model_and_what_serves_it() -> None:
     stored = spec.model_dump(mode="json")
     assert parse_spec(stored) == spec
     labels = {"name", "project", "tags", "notes"}
-    assert stored.keys() == labels | {"kind", "model", "rollout", "serving", "start", "resources", "artifacts"}
+    assert stored.keys() == labels | {
+        "kind",
+        "model",
+        "rollout",
+        "serving",
+        "start",
+        "notify",
+        "resources",
+        "artifacts",
+    }
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,109 @@
+"""Delivers one notification: a signed webhook, a text for Slack, or an e-mail by the operator's server.
+
+A webhook is signed as https://www.standardwebhooks.com has it: `webhook-signature: v1,BASE64` is the HMAC-SHA256 of
+`webhook-id.webhook-timestamp.body` with the tenant's secret (`opentinker webhook-secret`), without its prefix and
+decoded from base64.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import hmac
+import smtplib
+import ssl
+import time
+from email.message import EmailMessage
+
+import aiohttp
+import orjson
+
+from opentinker.shared.config import Settings
+from opentinker.shared.security.egress import Egress
+from opentinker.shared.security.secrets import read_secret
+from opentinker.shared.spec.notify import NotifySpec
+from opentinker.shared.state.notifications import PREFIX, Message
+from opentinker.shared.types.errors import OpenTinkerError
+
+TIMEOUT_S = 10.0
+SHOWN = 200
+"""Characters of an answer that an error quotes."""
+WORDS = {"alarm": "needs a look", "target": "has reached its target"}
+"""Occasions that are not states of a job."""
+
+
+class NotDelivered(OpenTinkerError):
+    """The text says why."""
+
+
+async def deliver(message: Message, to: NotifySpec, secret: str, settings: Settings) -> None:
+    """Raises NotDelivered."""
+    try:
+        async with asyncio.timeout(2 * TIMEOUT_S):
+            if to.url is not None:
+                await _post(message, to, secret, Egress(tuple(settings.env_egress_allow)))
+            else:
+                await asyncio.to_thread(_mail, message, str(to.email), settings)
+    except (OSError, TimeoutError, aiohttp.ClientError, smtplib.SMTPException) as error:
+        raise NotDelivered(str(error) or type(error).__name__) from None
+
+
+def signature(secret: str, id: str, timestamp: int, body: bytes) -> str:
+    """Return the value of `webhook-signature`."""
+    key = base64.b64decode(secret.removeprefix(PREFIX))
+    signed = hmac.new(key, f"{id}.{timestamp}.".encode() + body, hashlib.sha256).digest()
+    return f"v1,{base64.b64encode(signed).decode()}"
+
+
+async def _post(message: Message, to: NotifySpec, secret: str, egress: Egress) -> None:
+    assert to.url is not None
+    body = orjson.dumps({"text": text_of(message)} if to.format == "slack" else {"id": message.id, **message.body})
+    now = int(time.time())
+    headers = {
+        "Content-Type": "application/json",
+        "webhook-id": message.id,
+        "webhook-timestamp": str(now),
+        "webhook-signature": signature(secret, message.id, now, body),
+    }
+    timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
+    async with (
+        egress.session(limit=1) as http,
+        http.post(to.url, data=body, headers=headers, timeout=timeout, allow_redirects=False) as response,
+    ):
+        if not 200 <= response.status < 300:
+            said = (await response.content.read(4 * SHOWN)).decode(errors="replace")[:SHOWN]
+            raise NotDelivered(f"answered {response.status}: {said}")
+
+
+def text_of(message: Message) -> str:
+    """Return the message as a line and what explains it."""
+    job = message.body["job"]
+    first = f"{job['name']} ({job['id']}) {WORDS.get(message.occasion, message.occasion)}"
+    if job["steps"]:
+        first += f", step {job['step']} of {job['steps']}"
+    details = [f"{name}: {value}" for name, value in message.body["detail"].items()]
+    lines = [first, *([job["reason"]] if job["reason"] else []), *details, *filter(None, [message.body["page"]])]
+    return "\n".join(lines)
+
+
+def _mail(message: Message, address: str, settings: Settings) -> None:
+    """Blocking. Raises SMTPException, OSError."""
+    text = text_of(message)
+    mail = EmailMessage()
+    mail["Subject"] = " ".join(text.splitlines()[0].split())[:200]
+    mail["From"], mail["To"] = settings.smtp_from, address
+    mail["Message-ID"] = f"<{message.id.replace('/', '.')}@opentinker>"
+    mail.set_content(text)
+    context = ssl.create_default_context()
+    host, port = settings.smtp_host, settings.smtp_port
+    with (
+        smtplib.SMTP_SSL(host, port, timeout=TIMEOUT_S, context=context)
+        if settings.smtp_security == "tls"
+        else smtplib.SMTP(host, port, timeout=TIMEOUT_S)
+    ) as server:
+        if settings.smtp_security == "starttls":
+            server.starttls(context=context)
+        if settings.smtp_user and settings.smtp_password_file is not None:
+            server.login(settings.smtp_user, read_secret(settings.smtp_password_file, "smtp_password_file"))
+        server.send_message(mail)

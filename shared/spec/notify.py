@@ -1,0 +1,62 @@
+"""The table [[notify]]: who is told what becomes of a job, and when."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from opentinker.shared.spec.base import SpecPart
+
+MAX_NOTIFY = 5
+Occasion = Literal["succeeded", "failed", "cancelled", "alarm", "target"]
+Bound = Annotated[float, Field(ge=-1e30, le=1e30)]
+ALARMS = ("mismatch_alarm", "collapse_alarm", "environment_down")
+"""Events of a job that are told as `alarm`."""
+
+
+class TargetSpec(SpecPart):
+    metric: Annotated[str, Field(min_length=1, max_length=200)]
+    """Name of a metric, e.g. "val/reward/mean"."""
+    above: Bound | None = None
+    """Reached with a value of at least this."""
+    below: Bound | None = None
+    """Reached with a value of at most this."""
+
+    @classmethod
+    def written(cls, data: dict[str, Any]) -> list[dict[str, Any]]:
+        given = [name for name in ("above", "below") if data.get(name) is not None]
+        if len(given) == 1:
+            return []
+        return [{"field": "above", "value": data.get("above"), "problem": "needs one of above and below"}]
+
+    def reached(self, value: float) -> bool:
+        return (self.above is not None and value >= self.above) or (self.below is not None and value <= self.below)
+
+
+class NotifySpec(SpecPart):
+    url: Annotated[str, Field(pattern=r"^https?://[^\s#@]+$", max_length=2000)] | None = None
+    """Webhook: gets a signed POST with JSON. Whoever may read the job reads the URL."""
+    format: Literal["json", "slack"] = "json"
+    """Of the webhook: `json`, see docs/notifications.md; `slack`: a text for Slack, and whatever takes the same."""
+    email: Annotated[str, Field(pattern=r"^[^\s@,;<>\"]{1,64}@[A-Za-z0-9.-]{1,189}$")] | None = None
+    """Address; the operator's mail server must be set, and its domain allowed."""
+    on: Annotated[list[Occasion], Field(min_length=1, max_length=5)] = ["succeeded", "failed", "alarm"]
+    """Occasions. `alarm`: a collapse or mismatch alarm, or an environment that is down. `target` needs a target."""
+    target: TargetSpec | None = None
+    """Tells once that a metric has reached a value."""
+
+    @classmethod
+    def written(cls, data: dict[str, Any]) -> list[dict[str, Any]]:
+        found = []
+        if (data.get("url") is None) == (data.get("email") is None):
+            found.append({"field": "url", "value": data.get("url"), "problem": "needs one of url and email"})
+        if data.get("email") is not None and data.get("format") == "slack":
+            found.append({"field": "format", "value": data["format"], "problem": "is for url, not for email"})
+        on = data.get("on")
+        if isinstance(on, list) and "target" in on and data.get("target") is None:
+            found.append({"field": "target", "value": None, "problem": 'is needed for on = ["target"]'})
+        return found
+
+    def wants(self, occasion: str) -> bool:
+        return occasion in self.on or (occasion == "target" and self.target is not None)

@@ -1,0 +1,198 @@
+"""People are told what becomes of their jobs: webhooks that are signed, texts for Slack, e-mails; none is lost."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import orjson
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from aiosmtpd.controller import Controller
+
+from opentinker.services.scheduler.notifications import notifier as notifier_module
+from opentinker.services.scheduler.notifications.notifier import TRIES, Notifier
+from opentinker.shared.messaging.subjects import METRIC
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.state.notifications import Notifications
+from opentinker.shared.state.store import Store
+from opentinker.shared.types.core import JobState
+from opentinker.shared.types.telemetry import MetricPoint
+from tests.conftest import free_port
+from tests.support.api import SPEC, Http
+from tests.support.scheduling import kinds, new_job
+
+
+class Receiver:
+    """A webhook of somebody's own."""
+
+    def __init__(self) -> None:
+        self.got: list[tuple[dict[str, str], bytes]] = []
+        self.status = 200
+        self.url = ""
+
+    async def take(self, request: web.Request) -> web.Response:
+        self.got.append((dict(request.headers), await request.read()))
+        return web.Response(status=self.status, text="so it is")
+
+    @property
+    def bodies(self) -> list[dict[str, Any]]:
+        return [orjson.loads(body) for _, body in self.got]
+
+
+@pytest.fixture
+async def receiver() -> AsyncIterator[Receiver]:
+    one, app = Receiver(), web.Application()
+    app.router.add_post("/hook", one.take)
+    async with TestServer(app) as server:
+        one.url = str(server.make_url("/hook"))
+        yield one
+
+
+def allowing(ctx: Context, **settings: Any) -> Context:
+    """The same scheduler of an operator who lets jobs reach this machine."""
+    more = {"env_egress_allow": ["127.0.0.0/8"], "public_url": "https://tinker.example/", **settings}
+    return Context(**{**vars(ctx), "settings": ctx.settings.model_validate({**ctx.settings.model_dump(), **more})})
+
+
+async def notifying(store: Store, id: str, *entries: dict[str, Any]) -> str:
+    job = await new_job(store, id, JobState.RUNNING, notify=list(entries))
+    await Notifications(store.redis).follow(job, time.time())
+    return job
+
+
+async def ends(store: Store, job: str, state: JobState, reason: str = "") -> None:
+    await store.transition(job, state, reason=reason)
+
+
+async def test_the_end_of_a_job_is_told_once_and_signed(ctx: Context, store: Store, receiver: Receiver) -> None:
+    job = await notifying(store, "j-hooked", {"url": receiver.url})
+    told = Notifier(allowing(ctx))
+    await told.look()
+    assert receiver.got == []
+    await ends(store, job, JobState.FAILED, "the loss is NaN")
+    for other in (told, Notifier(allowing(ctx))):  # a scheduler that takes over tells nothing twice
+        await other.look()
+        await other.look()
+    ((headers, body),) = receiver.got
+    (said,) = receiver.bodies
+    assert (said["occasion"], said["job"]["id"], said["job"]["reason"]) == ("failed", job, "the loss is NaN")
+    assert said["page"] == f"https://tinker.example/#/jobs/{job}"
+    key = base64.b64decode((await Notifications(store.redis).secret("default")).removeprefix("whsec_"))
+    signed = f"{headers['webhook-id']}.{headers['webhook-timestamp']}.".encode() + body
+    expected = base64.b64encode(hmac.new(key, signed, hashlib.sha256).digest()).decode()
+    assert headers["webhook-signature"] == f"v1,{expected}" and said["id"] == headers["webhook-id"]
+    assert job not in await Notifications(store.redis).followed()
+
+
+async def test_a_webhook_that_is_away_is_tried_again_and_given_up_in_the_end(
+    ctx: Context, store: Store, receiver: Receiver
+) -> None:
+    job = await notifying(store, "j-away", {"url": receiver.url, "on": ["succeeded"]})
+    receiver.status = 503
+    await ends(store, job, JobState.SUCCEEDED)
+    kept, told = Notifications(store.redis), Notifier(allowing(ctx))
+    for tries in range(1, TRIES + 1):
+        await told.look()
+        assert len(receiver.got) == tries
+        await told.look()
+        assert len(receiver.got) == tries, "the next try waits"
+        for message in await kept.due(time.time() + 1e6, 10):
+            await store.redis.zadd("notify:due", {message.id: 0.0})
+    assert len({headers["webhook-id"] for headers, _ in receiver.got}) == 1
+    assert (await kinds(store, job))[-1] == "notification_failed" and await kept.due(time.time() + 1e6, 10) == []
+
+
+async def test_alarms_and_targets_are_told_and_what_nobody_wants_is_not(
+    ctx: Context, store: Store, receiver: Receiver
+) -> None:
+    target = {"metric": "val/reward/mean", "above": 0.5}
+    job = await notifying(
+        store, "j-target", {"url": receiver.url, "on": ["alarm"], "target": target},
+        {"url": receiver.url, "format": "slack", "on": ["cancelled"]},
+    )  # fmt: skip
+    await store.update(job, event="collapse_alarm", detail={"reason": "entropy", "hint": "raise it"})
+    told = Notifier(allowing(ctx))
+    for step, value in enumerate((0.1, 0.6, 0.7), 1):
+        values = {"val/reward/mean": value}
+        point = MetricPoint(
+            job=job, source="trainer", incarnation="i", seq=step, time=time.time(), step=step, values=values
+        )
+        await ctx.bus.publish(METRIC, point, f"{job}/{step}", job=job, source="trainer")
+        await told.look()
+    alarm, reached = receiver.bodies
+    assert (alarm["occasion"], alarm["detail"]["alarm"], alarm["detail"]["hint"]) == (
+        "alarm",
+        "collapse_alarm",
+        "raise it",
+    )
+    assert (reached["occasion"], reached["detail"]["value"], reached["detail"]["step"]) == ("target", 0.6, 2)
+    await ends(store, job, JobState.CANCELLED)
+    await told.look()
+    assert len(receiver.got) == 3 and f"({job}) cancelled" in receiver.bodies[-1]["text"]
+
+
+async def test_a_mail_is_sent_by_the_operators_server(ctx: Context, store: Store) -> None:
+    mails: list[Any] = []
+
+    class Taking:
+        async def handle_DATA(self, _: Any, __: Any, envelope: Any) -> str:
+            mails.append(envelope)
+            return "250 taken"
+
+    job = await notifying(store, "j-mail", {"email": "me@lab.example"})
+    await ends(store, job, JobState.SUCCEEDED)
+    server = Controller(Taking(), hostname="127.0.0.1", port=free_port())
+    server.start()
+    try:
+        mail = {
+            "smtp_host": "127.0.0.1",
+            "smtp_port": server.port,
+            "smtp_security": "none",
+            "smtp_from": "bot@lab.example",
+        }
+        await Notifier(allowing(ctx, **mail)).look()
+    finally:
+        server.stop()
+    (found,) = mails
+    assert (found.mail_from, found.rcpt_tos) == ("bot@lab.example", ["me@lab.example"])
+    assert b"(j-mail) succeeded" in found.content and b"https://tinker.example/#/jobs/j-mail" in found.content
+
+
+async def test_where_nothing_may_be_sent_is_refused_at_submission(http: Http) -> None:
+    entries = [
+        {"url": "http://127.0.0.1:8099/hook"}, {"email": "me@lab.example"}, {"url": "https://x.example", "email": "a@b.c"},
+        {"url": "https://x.example", "on": ["target"]}, {"url": "ftp://x"},
+        {"url": "https://x.example", "target": {"metric": "m"}},
+    ]  # fmt: skip
+    for entry, words in zip(
+        entries, ("loopback", "sends no mail", "one of url and email", "is needed for", "", "one of above and below"),
+        strict=True,
+    ):  # fmt: skip
+        status, body = await http("POST", "/v1/jobs", json={**SPEC, "notify": [entry]})
+        assert status == 422 and words in str(body["errors"]), body
+        assert all(mistake["field"].startswith("notify.0") for mistake in body["errors"]), body
+
+
+async def test_a_job_that_was_never_stored_is_forgotten(
+    ctx: Context, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = Notifications(store.redis)
+    await kept.follow("j-nothing", time.time())
+    await Notifier(ctx).look()
+    assert "j-nothing" in await kept.followed()
+    monkeypatch.setattr(notifier_module, "UNKNOWN_S", 0.0)
+    await Notifier(ctx).look()
+    assert "j-nothing" not in await kept.followed()
+
+
+async def test_a_secret_stays_until_it_is_renewed(store: Store) -> None:
+    kept = Notifications(store.redis)
+    first = await kept.secret("t")
+    assert first == await kept.secret("t") and len(base64.b64decode(first.removeprefix("whsec_"))) == 32
+    assert await kept.secret("t", renew=True) != first and await kept.secret("u") != await kept.secret("t")
