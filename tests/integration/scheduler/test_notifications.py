@@ -166,7 +166,8 @@ async def test_a_mail_is_sent_by_the_operators_server(ctx: Context, store: Store
 
 async def test_where_nothing_may_be_sent_is_refused_at_submission(http: Http) -> None:
     entries = [
-        {"url": "http://127.0.0.1:8099/hook"}, {"email": "me@lab.example"}, {"url": "https://x.example", "email": "a@b.c"},
+        {"url": "http://127.0.0.1:8099/hook"}, {"email": "me@lab.example"},
+        {"url": "https://x.example", "email": "a@b.c"},
         {"url": "https://x.example", "on": ["target"]}, {"url": "ftp://x"},
         {"url": "https://x.example", "target": {"metric": "m"}},
     ]  # fmt: skip
