@@ -8,8 +8,10 @@ import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from opentinker.client.job_handle import JobHandle
 from opentinker.sdk.client import AsyncClient, OnChange, print_change
 from opentinker.sdk.http import ApiError, ExitExecutor
+from opentinker.sdk.inputs import Spec
 from opentinker.sdk.loop_thread import LoopThread
 from opentinker.shared.api_types import Job
 
@@ -75,6 +77,16 @@ class Client:
     def close(self) -> None:
         """Close the connections and end the thread; calls after it raise."""
         self._finish()
+
+    def start(self, spec: Spec, **options: Any) -> JobHandle:
+        """Submit a job, as `submit` does, and return it as an object."""
+        return JobHandle(self, self.submit(spec, **options)["id"])
+
+    def handle(self, id: str) -> JobHandle:
+        """Return a job as an object. Raises ApiNotFound."""
+        found = JobHandle(self, id)
+        found.refresh()
+        return found
 
     submit = blocking(AsyncClient.submit)
     jobs = blocking(AsyncClient.jobs)

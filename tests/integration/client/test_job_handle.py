@@ -1,0 +1,120 @@
+"""A job as an object: how it waits, what it returns, and how it shows itself."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import sys
+import threading
+import time
+from typing import Any
+
+import pytest
+from rich.console import Console
+from rich.pretty import pretty_repr
+
+from opentinker import AsyncClient, Client
+from opentinker.client import ApiNotFound
+from opentinker.client.job_handle import JobHandle, card
+from opentinker.shared.messaging.bus import Bus
+from opentinker.shared.messaging.subjects import METRIC
+from opentinker.shared.state.store import Store
+from opentinker.shared.types.core import JobState
+from opentinker.shared.types.telemetry import MetricPoint
+from tests.support.api import OPERATOR, SPEC
+
+
+async def told(bus: Bus, job: str, values: list[float]) -> None:
+    for step, value in enumerate(values, 1):
+        numbers = {"reward/mean": value, "train/loss": 1.0}
+        point = MetricPoint(
+            job=job, source="trainer", incarnation="i", seq=step, time=time.time(), step=step, values=numbers
+        )
+        await bus.publish(METRIC, point, f"{job}/{step}", job=job, source="trainer")
+
+
+async def test_a_job_is_started_waited_for_and_read(
+    client: AsyncClient, store: Store, bus: Bus, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("opentinker.client.job_handle.POLL_S", 0.05)
+
+    def work(started: threading.Event, of: list[str]) -> JobHandle:
+        with Client(client.url, api_key=OPERATOR) as own:
+            job = own.start({**SPEC, "name": "<b>mine</b>"})
+            of.append(job.id)
+            assert job.state == "queued" and repr(job) == f"<job {job.id} '<b>mine</b>' queued>"
+            with pytest.raises(TimeoutError, match="still queued"):
+                job.wait(timeout_s=0.1)
+            started.set()
+            assert job.wait() is job and job.is_over
+            rows = job.metrics(["reward/mean"], frame="rows")
+            assert [(row["step"], row["reward/mean"], "train/loss" in row) for row in rows] == [
+                (1, 0.25, False),
+                (2, 0.75, False),
+            ]
+            frame = job.metrics()
+            assert list(frame["reward/mean"]) == [0.25, 0.75] and list(frame["train/loss"]) == [1.0, 1.0]
+            assert job.events()[0]["event"] == "queued" and list(job.rollouts()) == []
+            shown = job._repr_html_()
+            assert "&lt;b&gt;mine" in shown and "<b>mine" not in shown and "<svg" in shown and "0.75" in shown
+            assert "state='cancelled'" in pretty_repr(job)
+            Console(file=io.StringIO()).print(job)
+            with pytest.raises(ApiNotFound):
+                own.handle("j-0000000000")
+            assert own.handle(job.id).info["id"] == job.id
+            return job
+
+    started, ids = threading.Event(), list[str]()
+    working = asyncio.create_task(asyncio.to_thread(work, started, ids))
+    await asyncio.to_thread(started.wait, 30)
+    await told(bus, ids[0], [0.25, 0.75])
+    await store.transition(ids[0], JobState.CANCELLED)
+    await working
+    said = capsys.readouterr().err
+    assert f"job {ids[0]} is queued" in said and f"job {ids[0]} is cancelled" in said
+
+
+def test_a_card_escapes_what_others_wrote_and_needs_no_server() -> None:
+    job: Any = {
+        "id": "j",
+        "name": "<script>",
+        "state": "failed",
+        "reason": "<img>",
+        "waiting_for": "",
+        "step": 3,
+        "steps": 0,
+    }
+    shown = card("j", job, ("reward/mean", [float("0"), 1.0, 0.5]))
+    assert "<script" not in shown and "<img" not in shown and "&lt;img&gt;" in shown
+    assert "does not answer" in card("j", None, None)
+
+
+def test_a_notebook_and_a_terminal_show_progress_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    from opentinker.client import job_handle
+
+    shown: list[Any] = []
+
+    class Display:
+        def update(self, what: object) -> None:
+            shown.append(what)
+
+    class IPython:
+        display = staticmethod(lambda what, display_id: Display())
+
+        class Shell:
+            kernel = object()
+
+        get_ipython = staticmethod(lambda: IPython.Shell())
+
+    monkeypatch.setitem(sys.modules, "IPython", IPython)
+    monkeypatch.setitem(sys.modules, "IPython.display", IPython)
+    job: Any = {"id": "j", "name": "x [y]", "state": "running", "reason": "", "waiting_for": "", "step": 3, "steps": 5}
+    handle: Any = object()
+    with (drawn := job_handle._display_of(handle)):
+        for step in (3, 3, 4):
+            drawn.update(job | {"step": step})
+    assert shown == [handle, handle], "drawn anew only when something changed"
+    bar = job_handle._Bar()
+    with bar:
+        bar.update(job)
+    assert bar._bar.tasks[0].completed == 3 and bar._bar.tasks[0].total == 5
