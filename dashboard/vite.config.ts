@@ -1,6 +1,7 @@
 import { defineConfig } from "vite";
 
-// The scheduler serves index.html at / and everything else below /page/ (services/scheduler/http/dashboard.py).
+// The scheduler serves index.html at /, docs.html at /docs, and everything else below /page/
+// (services/scheduler/http/dashboard.py).
 export default defineConfig({
   base: "/page/",
   build: {
@@ -10,5 +11,7 @@ export default defineConfig({
     assetsInlineLimit: 0,
     target: "es2022",
     modulePreload: { polyfill: false },
+    chunkSizeWarningLimit: 2000,
+    rollupOptions: { input: ["index.html", "docs.html"] },
   },
 });

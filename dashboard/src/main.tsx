@@ -97,6 +97,9 @@ function Head({ me, leave }: { me: Me | null; leave: () => void }): JSX.Element 
           {me.scopes.includes("environments:read") && link("environments", "Environments", view === "environments")}
           {link("cluster", "Cluster", view === "cluster")}
           {me.scopes.includes("jobs:write") && link("submit", "Submit", view === "submit")}
+          <a class="wide" href="/docs">
+            API
+          </a>
         </nav>
       )}
       <span class="spring" />

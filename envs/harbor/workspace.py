@@ -185,10 +185,11 @@ def _share(shared: Path, folders: Mapping[str, Path]) -> None:
 
 
 def copy_readable(source: Path, target: Path) -> None:
-    """Copy a folder so that everybody can read it and run its programs. Blocking. Raises OSError."""
-    shutil.copytree(source, target, dirs_exist_ok=True)
+    """Copy a folder so that everybody can read it and run its programs; links stay links. Blocking. Raises OSError."""
+    shutil.copytree(source, target, symlinks=True, dirs_exist_ok=True)
     for folder, _, names in os.walk(target):
         os.chmod(folder, 0o755)
         for name in names:
             path = Path(folder, name)
-            path.chmod(0o755 if path.stat().st_mode & 0o100 else 0o644)
+            if not path.is_symlink():
+                path.chmod(0o755 if path.stat().st_mode & 0o100 else 0o644)

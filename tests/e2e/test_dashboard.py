@@ -748,6 +748,18 @@ async def test_checks_of_environments_are_listed_and_opened(opened: Open, http: 
         await tab.shows(text)
 
 
+async def test_the_http_api_is_read_and_tried_in_the_page(opened: Open, http: Http) -> None:
+    tab = await opened(http.url)
+    await tab.page.goto(f"{http.url}/docs")
+    await expect(tab.page.locator(".swagger-ui .info .title")).to_contain_text("OpenTinker")
+    await tab.page.get_by_placeholder("Filter by tag").wait_for()
+    operation = tab.page.locator(".opblock", has_text="/v1/whoami").first
+    await operation.locator(".opblock-summary-control").click()
+    await operation.get_by_role("button", name="Try it out").click()
+    await operation.get_by_role("button", name="Execute").click()
+    await expect(operation.locator(".live-responses-table .microlight").first).to_contain_text('"role"')
+
+
 async def test_jobs_are_listed_by_project_tag_and_order(opened: Open, http: Http) -> None:
     named = {"a-first": ["small"], "b-second": ["small", "seed 2"], "c-third": []}
     for name, tags in named.items():

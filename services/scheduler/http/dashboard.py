@@ -1,4 +1,4 @@
-"""The dashboard, as browsers get it: one page at `/`, and what it loads below `/page/`.
+"""The dashboard, as browsers get it: one page at `/`, the HTTP API at `/docs`, and what both load below `/page/`.
 
     dashboard/ --make dashboard--> page/ beside this file --index, part--> a browser, which asks the API as anybody does
 
@@ -20,7 +20,7 @@ from opentinker.shared.security.authorization import Action
 from opentinker.shared.types.errors import NotFound
 
 HOME = Path(__file__).resolve().parents[1] / "page"
-INDEX = "index.html"
+INDEX, DOCS = "index.html", "docs.html"
 TYPES = {
     ".css": "text/css",
     ".html": "text/html",
@@ -65,12 +65,20 @@ class Page:
         """The dashboard.
 
         Return the page; if it is not built, a page that explains how to build it."""
+        return await self._html(INDEX, self._policy(request.url.host or ""))
+
+    @Route("GET", "/docs", Action.FREE, content="text/html")
+    async def docs(self, _: web.Request) -> web.Response:
+        """The HTTP API as Swagger UI shows it, with the key of the tab."""
+        return await self._html(DOCS, "; ".join([*POLICY, "connect-src 'self'"]).replace("blob:", "data:"))
+
+    async def _html(self, name: str, policy: str) -> web.Response:
         try:
-            text = await asyncio.to_thread((self._home / INDEX).read_text)
+            text = await asyncio.to_thread((self._home / name).read_text)
         except FileNotFoundError:
             text = NOT_BUILT
         response = web.Response(text=text, content_type="text/html", headers=HEADERS)
-        response.headers["Content-Security-Policy"] = self._policy(request.url.host or "")
+        response.headers["Content-Security-Policy"] = policy
         response.headers["Cache-Control"] = "no-cache"
         response.enable_compression()
         return response

@@ -409,4 +409,4 @@ def test_nothing_is_served_that_is_not_in_the_table(ctx: Context) -> None:
     free = [("HEAD", route.path) for route in api.routes if route.action is Action.FREE]
     assert sorted(served) == sorted([*((route.method, route.path) for route in api.routes), *free])
     assert all(isinstance(route.action, Action) for route in api.routes)
-    assert {path for _, path in free} == {"/healthz", "/readyz", "/", "/page/{name}", "/v1/schema/job.json"}
+    assert {path for _, path in free} == {"/healthz", "/readyz", "/", "/docs", "/page/{name}", "/v1/schema/job.json"}

@@ -30,6 +30,7 @@ def built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     home.mkdir()
     for name, text in {
         "index.html": "<p>here",
+        "docs.html": "<p>api",
         "index-abcDEF12.js": "1",
         "index-a_-DEF12.css": "",
         "icon.svg": "",
@@ -51,6 +52,13 @@ async def test_the_page_may_load_and_reach_nothing_but_this_server(built: Path, 
         assert response.headers["X-Content-Type-Options"] == "nosniff"
         assert response.headers["Referrer-Policy"] == "no-referrer"
         assert response.headers["Cache-Control"] == "no-cache"
+
+
+async def test_the_page_of_the_api_reaches_this_server_alone(built: Path, http: Http) -> None:
+    async with aiohttp.ClientSession() as stranger, stranger.get(f"{http.url}/docs") as response:
+        assert (response.status, await response.text()) == (200, "<p>api")
+        policy = dict(part.split(" ", 1) for part in response.headers["Content-Security-Policy"].split("; "))
+        assert policy["script-src"] == policy["connect-src"] == "'self'" and "unsafe" not in str(policy)
 
 
 async def test_head_is_answered_like_get_without_a_key(built: Path, http: Http) -> None:
