@@ -18,7 +18,7 @@ from opentinker.shared import api_types
 from opentinker.shared.messaging.asyncapi import documented
 from opentinker.shared.security.authorization import Action
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.spec.sweeps.children import TABLE, SweepSpec
+from opentinker.shared.spec.sweeps.children import spec_schema
 
 _SCHEMAS = "#/components/schemas/"
 
@@ -27,9 +27,7 @@ _SCHEMAS = "#/components/schemas/"
 def job_schema() -> dict[str, Any]:
     """Return the JSON schema of a job spec, with the short forms that `JobSpec` completes before it validates: a seat
     that only names its policy, and policies that inherit the job's model."""
-    schema = SweepSpec.model_json_schema()
-    schema |= {"title": JobSpec.__name__, "description": inspect.getdoc(JobSpec) or ""}
-    schema["required"].remove(TABLE)
+    schema = spec_schema()
     for short in ("patternProperties", "propertyNames", "maxProperties"):  # tables in tables, and lists, are parameters
         schema["$defs"]["SweepTable"]["properties"]["parameters"].pop(short)
     seats = schema["properties"]["seats"]

@@ -38,6 +38,13 @@ class SweepSpec(JobSpec):
     """Which settings are varied, and how."""
 
 
+def spec_schema() -> dict[str, Any]:
+    """Return the JSON schema of a job spec which may have a table [sweep]."""
+    schema = SweepSpec.model_json_schema()
+    schema["properties"][TABLE] |= {"default": None}
+    return {**schema, "title": JobSpec.__name__, "required": [name for name in schema["required"] if name != TABLE]}
+
+
 class Sweep(NamedTuple):
     """A validated sweep."""
 
@@ -50,7 +57,7 @@ class Sweep(NamedTuple):
 
 def is_sweep(data: Any) -> bool:
     """Return whether a spec's data has a table [sweep]."""
-    return isinstance(data, dict) and TABLE in data
+    return isinstance(data, dict) and data.get(TABLE) is not None
 
 
 def first_job(data: dict[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,6 @@ WINDOW = 10
 MAGNITUDE = 1e15
 """Largest absolute end of a range: floats count in ones up to here."""
 LEAVES = {"values", "low", "high"}
-Number = Annotated[int, Field(ge=-MAGNITUDE, le=MAGNITUDE)] | Annotated[float, Field(ge=-MAGNITUDE, le=MAGNITUDE)]
 ParameterPath = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^.\s]+(\.[^.\s]+)*$")]
 
 
@@ -30,9 +29,9 @@ class SweepParameter(SpecPart):
 
     values: Annotated[list[Any], Field(min_length=1, max_length=MAX_VALUES)] | None = None
     """The values to choose from. `train.lr = [1e-5, 1e-4]` is short for `train.lr = { values = [1e-5, 1e-4] }`."""
-    low: Number | None = None
+    low: int | float | None = None
     """Lower end of a range, included."""
-    high: Number | None = None
+    high: int | float | None = None
     """Upper end of a range, included."""
     log: bool = False
     """Whether orders of magnitude are equally likely, as they should be for learning rates."""
@@ -53,6 +52,8 @@ class SweepParameter(SpecPart):
         if self.low is None or self.high is None:
             absent = "low" if self.low is None else "high"
             return [mistake(absent, None, "is needed: a parameter has values, or low and high")]
+        if far := [name for name, value in (("low", self.low), ("high", self.high)) if abs(value) > MAGNITUDE]:
+            return [mistake(name, None, f"must lie within {MAGNITUDE:g} of 0") for name in far]
         if self.low >= self.high:
             return [mistake("high", self.high, f"must be above low={self.low:g}: the range ends before it begins")]
         found = []

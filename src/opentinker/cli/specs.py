@@ -267,9 +267,9 @@ def show_spec(
     markdown: Annotated[bool, typer.Option("--markdown", help="As the page in docs/.")] = False,
 ) -> None:
     """Print every field of a job spec: type, default, meaning."""
-    from opentinker.shared.spec import JobSpec
+    from opentinker.shared.spec.sweeps.children import spec_schema
 
-    schema = JobSpec.model_json_schema()
+    schema = spec_schema()
     if as_json:
         print_json(schema)
         return
