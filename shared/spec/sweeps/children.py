@@ -84,6 +84,8 @@ def parse_sweep(data: Any) -> Sweep:
     if wrong := _misplaced(table, base):
         raise SpecError(wrong)
     table = _with_number_types(table, base)
+    if table.method == "grid" and (wrong := table.grid_mistakes()):
+        raise SpecError([{**one, "field": _below(one["field"])} for one in wrong])
     if wrong := _wrong_values(table, base):
         raise SpecError(wrong)
     trials = list(combinations(table))
@@ -111,9 +113,13 @@ def named(spec: dict[str, Any], sweep: str, number: int, settings: Settings) -> 
     name, tags = spec.get("name"), spec.get("tags", [])
     if not isinstance(name, str) or not isinstance(tags, list):
         return spec
-    told = " ".join(f"{path.rpartition('.')[2]}={value}" for path, value in settings.items())
+    told = " ".join(f"{path.rpartition('.')[2]}={_short(value)}" for path, value in settings.items())
     full, short = f"{name} #{number} {told}"[:MAX_CHARACTERS].strip(), f"{name[: MAX_CHARACTERS - 8]} #{number}"
     return {**spec, "name": full if full.isprintable() else short, "tags": [*tags, sweep]}
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _seeded(spec: Mapping[str, Any]) -> list[str]:

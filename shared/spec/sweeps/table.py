@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -41,6 +41,8 @@ class SweepParameter(SpecPart):
     """grid: number of values, evenly spaced (with `log`: by a constant factor), both ends included."""
     integer: bool | None = None
     """Whether values are whole numbers; default: whether the setting is one."""
+
+    STAND_INS: ClassVar[dict[str, Any]] = {"values": [0], "low": -MAGNITUDE, "high": MAGNITUDE}
 
     def resolve(self) -> list[dict[str, Any]]:
         if self.values is not None:
@@ -190,7 +192,7 @@ class SweepTable(SpecPart):
             if below := next((other for other in paths if other.startswith(f"{path}.")), None):
                 found.append(mistake(f"parameters.{below}", None, f"is a part of {path}, which is varied too"))
         if self.method == "grid":
-            found += self._grid_mistakes()
+            found += self.grid_mistakes()
         else:
             points = [path for path, one in self.parameters.items() if one.points is not None]
             found += [
@@ -206,7 +208,8 @@ class SweepTable(SpecPart):
             found.append(mistake("trials", self.trials, problem))
         return found
 
-    def _grid_mistakes(self) -> list[dict[str, Any]]:
+    def grid_mistakes(self) -> list[dict[str, Any]]:
+        """Return what is wrong with the parameters of a grid."""
         found, size = [], self.repeats
         if self.trials is not None:
             found.append(mistake("trials", self.trials, "does not apply to a grid, which tries every combination"))

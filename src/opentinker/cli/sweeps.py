@@ -159,6 +159,7 @@ def _show_trials(found: Sweep, limit: int) -> None:
         return order.index(trial["state"]), sign * value if value is not None else 0.0, trial["number"]
 
     trials = sorted(found["all_trials"], key=rank)
+    reasons = any(trial["reason"] for trial in trials[:limit])
     names = _short_names(list(found["spec"]["sweep"]["parameters"]))
     rows = [
         [
@@ -167,13 +168,13 @@ def _show_trials(found: Sweep, limit: int) -> None:
             _value(trial),
             *(_setting(trial["settings"][path]) for path in names),
             " ".join(job["id"] for job in trial["jobs"] if job["id"]),
-            on_one_line(trial["reason"]),
+            *([on_one_line(trial["reason"])] if reasons else []),
         ]
         for trial in trials[:limit]
     ]
     say("")
-    columns = ["trial", "state", found["metric"], *names.values(), "jobs", "reason"]
-    print_table(columns, rows, empty="no trials yet", last_below=True)
+    columns = ["trial", "state", found["metric"], *names.values(), "jobs", *(["reason"] if reasons else [])]
+    print_table(columns, rows, empty="no trials yet", last_below=reasons)
     if len(trials) > limit:
         say(f"and {len(trials) - limit} more: --limit {len(trials)}")
 

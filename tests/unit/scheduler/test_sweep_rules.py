@@ -1,0 +1,148 @@
+"""What a trial is worth, when it is stopped early, and what is tried next."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from opentinker.services.scheduler.sweeps.adaptive import importance, suggest
+from opentinker.services.scheduler.sweeps.curves import CURVE_POINTS, MAX_POINTS, History, best_of
+from opentinker.services.scheduler.sweeps.early_stopping import judge, last_rung
+from opentinker.shared.spec.sweeps.table import EarlyStoppingSpec, SweepTable
+from opentinker.shared.types.sweeps import Trial, TrialJob, TrialState
+
+LR = {"train.lr": {"low": 1e-6, "high": 1e-2, "log": True}}
+
+
+def table(parameters: Any = None, kind: str = "rl", **fields: Any) -> SweepTable:
+    made = {"method": "tpe", "trials": 10, "parameters": parameters or LR, **fields}
+    return SweepTable.model_validate(made).with_defaults(kind)
+
+
+def history(values: list[float], **fields: Any) -> History:
+    found = History(table(**fields))
+    for step, value in enumerate(values, 1):
+        found.add(step, {"reward/mean": value, "other": 0.0})
+    return found
+
+
+def trial(number: int, *curves: list[float], **fields: Any) -> Trial:
+    jobs = [TrialJob(id=f"j{n}", step=len(c), curve=list(enumerate(c, 1))) for n, c in enumerate(curves)]
+    return Trial(number=number, settings={"train.lr": 1e-4}, jobs=jobs, **fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "value"),
+    [
+        ({}, 3.0),
+        ({"window": 1}, 4.0),
+        ({"window": 2}, 2.5),
+        ({"window": 2, "summary": "best"}, 5.0),
+        ({"window": 2, "summary": "best", "goal": "minimize"}, 1.0),
+        ({"summary": "mean"}, 3.0),
+    ],
+)
+def test_a_history_s_value_is_its_end_its_best_or_its_mean(fields: dict[str, Any], value: float) -> None:
+    assert history([5.0, 5.0, 2.0, 1.0, 1.0, 4.0], **fields).value() == pytest.approx(value)
+
+
+def test_a_long_history_is_thinned_out() -> None:
+    found = history([float(step) for step in range(MAX_POINTS + 5)], window=1)
+    assert found.value() == MAX_POINTS + 4
+    assert len(found.curve()) <= CURVE_POINTS and found.curve()[-1] == (MAX_POINTS + 5, MAX_POINTS + 4)
+
+
+def test_a_step_that_is_trained_again_counts_once() -> None:
+    found = history([1.0, 2.0, 9.0], window=3)
+    found.add(3, {"reward/mean": 3.0})
+    assert (found.value(), found.step, found.names) == (2.0, 3, {"reward/mean", "other"})
+
+
+def test_a_trial_below_the_median_is_stopped_once_enough_others_are_there() -> None:
+    swept = table(early_stopping={"min_steps": 3, "min_trials": 2})
+    bad, good = trial(0, [0.1] * 4), [trial(n, [0.5 + n / 10] * 4) for n in (1, 2)]
+    assert not judge(bad, [bad, good[0]], swept), "there is only one other trial"
+    bad.judged = 0
+    assert "reward/mean 0.1 at step 3 is worse than the median of 2 other trials" in judge(bad, [bad, *good], swept)
+    assert not judge(bad, [bad, *good], swept), "a step is judged once"
+    assert not judge(good[1], [bad, *good], swept)
+    assert not judge(trial(3, [0.1] * 2), [bad, *good], swept), "it has not made min_steps"
+    assert judge(
+        trial(3, [0.9] * 4), [bad, *good], table(goal="minimize", early_stopping={"min_steps": 3, "min_trials": 2})
+    )
+
+
+def test_a_trial_is_judged_where_all_its_jobs_are() -> None:
+    swept = table(early_stopping={"min_steps": 3, "min_trials": 1})
+    other = trial(1, [0.5] * 4)
+    assert not judge(trial(0, [0.1] * 4, [0.1] * 2), [other], swept)
+    assert not judge(trial(0, [0.1] * 4, [0.95] * 4), [other], swept), "their mean counts"
+    assert judge(trial(0, [0.1] * 4, [0.8] * 4), [other], swept)
+
+
+def test_halving_keeps_the_best_share_at_each_rung() -> None:
+    swept = table(early_stopping={"rule": "halving", "min_steps": 2, "factor": 3})
+    trials = [trial(n, [n / 10] * 2) for n in range(6)]
+    assert not judge(trials[0], trials[:2], swept), "fewer than three are there"
+    for one in trials:
+        one.judged = 0
+    assert [bool(judge(one, trials, swept)) for one in trials] == [True] * 4 + [False] * 2
+
+
+@pytest.mark.parametrize(
+    ("rule", "step", "rung"),
+    [("median", 2, 0), ("median", 3, 3), ("median", 8, 6), ("halving", 2, 0), ("halving", 8, 6), ("halving", 13, 12)],
+)
+def test_where_trials_are_judged(rule: Any, step: int, rung: int) -> None:
+    assert last_rung(EarlyStoppingSpec(rule=rule, min_steps=3, factor=2), step) == rung
+
+
+def test_the_best_is_the_earliest_finished_trial_of_the_best_value() -> None:
+    done = {"state": TrialState.FINISHED}
+    trials = [
+        trial(0, [0], value=0.9, state=TrialState.STOPPED),
+        trial(1, [0], value=0.5, **done),
+        trial(2, [0], value=0.5, **done),
+        trial(3, [0], value=0.1, **done),
+    ]
+    assert [(best_of(trials, table(goal=goal)) or trials[0]).number for goal in ("maximize", "minimize")] == [1, 3]
+    assert best_of(trials[:1], table()) is None
+
+
+def finished(number: int, value: float | None, state: TrialState = TrialState.FINISHED, **settings: Any) -> Trial:
+    return Trial(number=number, settings=settings, jobs=[TrialJob(id="j", step=9)], value=value, state=state)
+
+
+SPACE: dict[str, Any] = {
+    "lr": {"low": 1e-6, "high": 1e-2, "log": True},
+    "size": {"low": 2, "high": 9, "integer": True},
+    "share": {"low": 0, "high": 0.3, "step": 0.1},
+    "kind": [1, 1.0, True, "one", {"table": [1]}],
+}
+"""Every kind of parameter."""
+
+
+def test_suggestions_are_of_the_space_repeatable_and_follow_results() -> None:
+    swept = table(SPACE)
+    trials: list[Trial] = []
+    for number in range(30):
+        settings = suggest(swept, trials)
+        assert settings == suggest(swept, trials)
+        assert 1e-6 <= settings["lr"] <= 1e-2 and settings["size"] in range(2, 10)
+        assert settings["share"] in (0, 0.1, 0.2, 0.3)
+        assert any(type(settings["kind"]) is type(one) and settings["kind"] == one for one in SPACE["kind"])
+        state = (TrialState.FINISHED, TrialState.FINISHED, TrialState.RUNNING, TrialState.FAILED)[number % 4]
+        value = None if state in (TrialState.RUNNING, TrialState.FAILED) else float(settings["size"])
+        trials.append(finished(number, value, state, **settings))
+    late = [one.settings["size"] for one in trials[15:]]
+    assert sum(late) / len(late) > 6.5, "large sizes did well"
+    shares = importance(swept, trials)
+    assert max(shares, key=lambda path: shares[path]) == "size" and sum(shares.values()) == pytest.approx(1.0)
+
+
+def test_importance_needs_trials_that_differ() -> None:
+    swept = table({"size": {"low": 2, "high": 9, "integer": True}, "only": [1]})
+    assert importance(swept, [finished(n, 1.0, size=2 + n, only=1) for n in range(3)]) == {}
+    assert importance(swept, [finished(n, 1.0, size=2 + n, only=1) for n in range(6)]) == {}
+    assert importance(swept, [finished(n, float(n), size=2 + n, only=1) for n in range(6)])["size"] == 1.0

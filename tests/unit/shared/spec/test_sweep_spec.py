@@ -1,0 +1,132 @@
+"""[sweep]: which jobs it makes, and what is wrong with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jsonschema
+import pytest
+
+from opentinker.services.scheduler.http.openapi import job_schema
+from opentinker.shared.spec.sweeps.children import child_of, named, parse_sweep
+from opentinker.shared.types.errors import SpecError
+from tests.support.factories import SMALLEST
+
+
+def sweep(parameters: Any, spec: dict[str, Any] | None = None, **table: Any) -> dict[str, Any]:
+    return {**SMALLEST, **(spec or {}), "sweep": {"parameters": parameters, **table}}
+
+
+def settings(parameters: Any, **table: Any) -> list[dict[str, Any]]:
+    return parse_sweep(sweep(parameters, **table)).trials
+
+
+def wrong(data: dict[str, Any]) -> dict[str, str]:
+    with pytest.raises(SpecError) as error:
+        parse_sweep(data)
+    return {one["field"]: one["problem"] for one in error.value.mistakes}
+
+
+def test_a_grid_has_every_combination_the_last_parameter_first() -> None:
+    tables = {"train": {"lr": [1e-4, 1e-3]}, "algorithm.group_size": [2, 4]}
+    assert settings(tables) == [
+        {"train.lr": lr, "algorithm.group_size": size} for lr in (1e-4, 1e-3) for size in (2, 4)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("path", "parameter", "values"),
+    [
+        ("train.lr", {"low": 1e-6, "high": 1e-3, "log": True, "points": 4}, [1e-6, 1e-5, 1e-4, 1e-3]),
+        ("train.lr", {"low": 0, "high": 1, "points": 3}, [0, 0.5, 1]),
+        ("train.weight_decay", {"low": 0, "high": 0.3, "step": 0.1}, [0, 0.1, 0.2, 0.3]),
+        ("algorithm.group_size", {"low": 2, "high": 5}, [2, 3, 4, 5]),
+        ("algorithm.group_size", {"low": 4, "high": 17, "step": 4}, [4, 8, 12, 16]),
+        ("algorithm.group_size", {"low": 2, "high": 32, "log": True, "points": 5}, [2, 4, 8, 16, 32]),
+        ("environment.config.digits", {"low": 1, "high": 3}, [1, 2, 3]),
+        ("environment", {"values": [{"name": "bandit"}, {"name": "gsm8k"}]}, [{"name": "bandit"}, {"name": "gsm8k"}]),
+    ],
+)
+def test_ranges_of_a_grid(path: str, parameter: dict[str, Any], values: list[Any]) -> None:
+    assert [one[path] for one in settings({path: parameter})] == values
+
+
+def test_random_draws_lie_in_their_ranges_and_are_repeatable() -> None:
+    tables = {
+        "train.lr": {"low": 1e-6, "high": 1e-2, "log": True},
+        "algorithm.group_size": {"low": 2, "high": 9},
+        "train.weight_decay": {"low": 0, "high": 1},
+    }
+    found = settings(tables, method="random", trials=200, seed=5)
+    assert found == settings(tables, method="random", trials=200, seed=5)
+    assert found != settings(tables, method="random", trials=200, seed=6)
+    assert all(1e-6 <= one["train.lr"] <= 1e-2 for one in found)
+    assert 0.35 < sum(one["train.lr"] < 1e-4 for one in found) / 200 < 0.65, "orders of magnitude are equally likely"
+    assert {one["algorithm.group_size"] for one in found} == set(range(2, 10))
+    assert any(0 < one["train.weight_decay"] < 1 for one in found), "a fraction, though its ends are whole"
+
+
+def test_random_draws_do_not_repeat() -> None:
+    found = settings({"algorithm.group_size": {"low": 2, "high": 5}}, method="random", trials=50)
+    assert sorted(one["algorithm.group_size"] for one in found) == [2, 3, 4, 5]
+
+
+def test_a_job_has_its_values_its_seed_and_the_sweep_s_id() -> None:
+    parsed = parse_sweep(sweep({"train": {"lr": [0.25]}}, {"tags": ["mine"]}, seeds=[7]))
+    spec = child_of(parsed.table, parsed.base, parsed.trials[0], 7)
+    spec = named(spec, "s-0123456789", 3, parsed.trials[0])
+    assert (spec["train"], spec["rollout"]) == ({"steps": 1, "lr": 0.25, "seed": 7}, {"seed": 7})
+    assert (spec["name"], spec["tags"]) == ("j #3 lr=0.25", ["mine", "s-0123456789"])
+    assert "tags" not in SMALLEST and parsed.base["train"] == {"steps": 1}, "the base stays as it was written"
+
+
+@pytest.mark.parametrize(
+    ("data", "field", "problem"),
+    [
+        (sweep({"train": {"lrr": [1]}}), "sweep.parameters.train.lrr", "did you mean train.lr?"),
+        (sweep({"train.lr": [1e-4, -1]}), "sweep.parameters.train.lr", "greater than or equal to 0"),
+        (sweep({"train.lr": [1e-4, 1e-4]}), "sweep.parameters.train.lr.values", "is there twice"),
+        (sweep({"train.lr": 0.1}), "sweep.parameters.train.lr", "must be a list of values or a range"),
+        (sweep({"train.lr": {"low": 2, "high": 1}}), "sweep.parameters.train.lr.high", "ends before it begins"),
+        (sweep({"train.lr": {"low": 0, "high": 1, "log": True}}), "sweep.parameters.train.lr.low", "above 0"),
+        (sweep({"train.lr": {"low": 0}}), "sweep.parameters.train.lr.high", "is needed"),
+        (sweep({"train.lr": {"low": 0, "high": 1}}), "sweep.parameters.train.lr", "points or step"),
+        (sweep({"train.lr": {"low": -1e300, "high": 1}}), "sweep.parameters.train.lr.low", "within"),
+        (sweep({"train.lr": {"low": 0, "high": 1, "step": 2}}), "sweep.parameters.train.lr.step", "larger than"),
+        (sweep({"train.warmup_steps": [0, 9]}), "sweep.parameters.train.warmup_steps", "is larger than steps=1"),
+        (sweep({"name.x": [1]}), "sweep.parameters.name.x", "cannot be varied"),
+        (sweep({"model.base.x": [1]}), "sweep.parameters.model.base.x", "base is no table"),
+        (sweep({"train": [{"steps": 1}], "train.lr": [1]}), "sweep.parameters.train.lr", "part of train"),
+        (sweep({"train.lr": [1], "train": {"lr": [2]}}), "sweep.parameters.train.lr", "is written twice"),
+        (sweep({"train.seed": [1]}, seeds=[1]), "sweep.parameters.train.seed", "set by sweep.seeds"),
+        (sweep({"train.lr": [1]}, seeds=[1, 1]), "sweep.seeds", "twice"),
+        (sweep({"train.lr": [1]}, trials=3), "sweep.trials", "does not apply to a grid"),
+        (sweep({"train.lr": [1, 2]}, method="tpe"), "sweep.trials", "is needed"),
+        (sweep({"train.lr": [1]}, method="random", trials=600, seeds=[1, 2]), "sweep.trials", "more than the 1,000"),
+        (sweep({f"environment.config.{n}": [*range(11)] for n in "abc"}), "sweep.parameters", "make 1,331 jobs"),
+        (sweep({"train.lr": [*range(101)]}), "sweep.parameters.train.lr.values", "at most 100 items"),
+        (sweep({f"environment.config.k{n}": [1] for n in range(17)}), "sweep.parameters", "at most 16 items"),
+        (sweep({}), "sweep.parameters", "at least 1 item"),
+        (sweep({"train.lr": [1]}, unknown=1), "sweep.unknown", "unknown setting"),
+        (sweep({"train.lr": [1]}, early_stopping={}), "sweep.early_stopping.min_steps", "is needed"),
+        (sweep({"train.lr": [1]}, {"tags": [f"t{n}" for n in range(20)]}), "tags", "at most 20"),
+        (sweep({"train.lr": [1]}, {"kind": "inference"}), "kind", "has no end"),
+        (sweep({"train.lr": [1]}, {"trian": {}}), "trian", "did you mean"),
+        ({**SMALLEST, "sweep": 3}, "sweep", "must be a table"),
+        (SMALLEST, "sweep", "is needed"),
+    ],
+)
+def test_mistakes_name_their_field(data: dict[str, Any], field: str, problem: str) -> None:
+    found = wrong(data)
+    assert set(found) == {field} and problem in found[field]
+
+
+def test_values_that_do_not_go_together_are_told_with_their_combination() -> None:
+    data = sweep({"train.steps": [5, 2], "train.warmup_steps": [0, 4]})
+    assert "with train.steps = 2, train.warmup_steps = 4" in wrong(data)["sweep.parameters.train.warmup_steps"]
+
+
+def test_the_schema_for_editors_knows_sweeps() -> None:
+    jsonschema.validate(sweep({"train": {"lr": [1]}, "algorithm.group_size": {"low": 1, "high": 2}}), job_schema())
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(sweep({"train": {"lr": [1]}}, methd="grid"), job_schema())
