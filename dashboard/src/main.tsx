@@ -12,6 +12,7 @@ import { CheckView, Environments } from "./views/environments.tsx";
 import { JobView } from "./views/job.tsx";
 import { Jobs } from "./views/jobs.tsx";
 import { Submit } from "./views/submit.tsx";
+import { Sweeps, SweepView } from "./views/sweeps.tsx";
 
 type Gate = { at: "asking" } | { at: "key"; said: string } | { at: "in"; me: Me; open: boolean } | { at: "away"; said: string };
 const AGAIN_MS = 1500;
@@ -67,6 +68,7 @@ function View(): JSX.Element {
   const [view, id, part] = useAddress();
   if (view === "cluster") return <Cluster />;
   if (view === "environments") return id ? <CheckView key={id} id={id} /> : <Environments />;
+  if (view === "sweeps") return id ? <SweepView key={id} id={id} /> : <Sweeps />;
   if (view === "submit") return <Submit from={id ?? ""} step={part ?? ""} />;
   if (view === "jobs" && id) return <JobView key={id} id={id} part={part ?? "curves"} />;
   if (view === undefined || view === "jobs") return <Jobs />;
@@ -93,7 +95,7 @@ function Head({ me, leave }: { me: Me | null; leave: () => void }): JSX.Element 
       </a>
       {me && (
         <nav>
-          {link("", "Jobs", view === undefined || view === "jobs")}
+          {link("", "Jobs", view === undefined || view === "jobs" || view === "sweeps")}
           {me.scopes.includes("environments:read") && link("environments", "Environments", view === "environments")}
           {link("cluster", "Cluster", view === "cluster")}
           {me.scopes.includes("jobs:write") && link("submit", "Submit", view === "submit")}

@@ -528,7 +528,18 @@ async def test_every_view_fits_a_phone_and_is_reached_by_keys(opened: Open, http
     write_checkpoint(ctx, job, 1, {"model.safetensors": b"weights"})
     tab = await opened(http.url, viewport={"width": 375, "height": 700}, color_scheme="dark")
     assert await tab.page.evaluate("document.documentElement.dataset.theme") == "dark"
-    views = ((), ("environments",), ("cluster",), ("submit",), *(("jobs", job, part) for part in PARTS))
+    sweep = (await http("POST", "/v1/sweeps", json={**SPEC, "sweep": {"parameters": {"rollout.toy.skill": [0.5]}}}))[1][
+        "id"
+    ]
+    views = (
+        (),
+        ("environments",),
+        ("sweeps",),
+        ("sweeps", sweep),
+        ("cluster",),
+        ("submit",),
+        *(("jobs", job, part) for part in PARTS),
+    )
     for view in views:
         await tab.go(*view)
         await expect(tab.page.locator("main .empty", has_text="…")).to_have_count(0)

@@ -25,6 +25,42 @@ export interface Job {
   model: string;
 }
 
+export interface SweepSummary {
+  id: string;
+  name: string;
+  state: string;
+  reason: string;
+  method: string;
+  metric: string;
+  goal: string;
+  created: number;
+  finished: number | null;
+  /** Trials that there will be at most. */
+  planned: number;
+  /** Trials that there are, by state. */
+  trials: Record<string, number>;
+  jobs: number;
+  best: { number: number; value: number; settings: Record<string, unknown> } | null;
+}
+
+export interface SweepTrial {
+  number: number;
+  settings: Record<string, unknown>;
+  state: string;
+  reason: string;
+  value: number | null;
+  created: number;
+  finished: number | null;
+  jobs: { id: string; seed: number | null; state: string; step: number; value: number | null }[];
+}
+
+export interface Sweep extends SweepSummary {
+  spec: { sweep: { parameters: Record<string, unknown> } };
+  all_trials: SweepTrial[];
+  importance: Record<string, number>;
+  worker_s: number;
+}
+
 /** The trainer's last report: numbers by name or, of a job with several policies, those of each. */
 export type Progress = Record<string, number> | { policies: Record<string, Record<string, number>> };
 

@@ -63,6 +63,7 @@ export function Jobs(): JSX.Element {
         />
         <Select label="State" value={state} of={STATES.map((one) => [one, one || "any state"])} choose={setState} />
         <Select label="Order" value={sort} of={SORTS} choose={setSort} />
+        <a href="#/sweeps">Sweeps</a>
         {labels.map((label) => (
           <button key={label.join()} class="chip" title="Remove from the filter" onClick={() => setLabels(without(label))}>
             {label.join(": ")} ×

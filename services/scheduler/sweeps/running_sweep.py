@@ -71,6 +71,9 @@ class RunningSweep:
             self._give_up(trials)
         await self._cancel_rest(trials)
         await self._save(trials)
+        over = {job.id for trial in trials if not _runs(trial) for job in trial.jobs if job.over}
+        for id in over & self._histories.keys():
+            del self._histories[id]
         if self.sweep.state is SweepState.RUNNING or any(trial.open_jobs for trial in trials):
             return False
         await self._store.ended(self.id, leader=self.leader)

@@ -15,12 +15,14 @@ from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.spec.labels import MAX_CHARACTERS
 from opentinker.shared.spec.sweeps.table import METRICS, SweepTable
 from opentinker.shared.types.errors import SpecError
-from opentinker.shared.types.mistakes import WHOLE, fill, mistake, mistakes_of
+from opentinker.shared.types.mistakes import WHOLE, fill, mistake, mistakes_of, short
 
 TABLE = "sweep"
 """Name of the table in a spec."""
 FIXED = {"name", "project", "tags", "notes", "kind", TABLE}
 """What of a spec is the same for all jobs of a sweep, or says what they are called."""
+MAX_BYTES = 1 << 16
+"""Size of a sweep's spec: it is made and validated once for each of up to 1,000 jobs."""
 SAMPLED = 64
 """Combinations of `tpe`, which are not known before, that are validated."""
 REDRAWN = 100
@@ -72,6 +74,12 @@ def parse_sweep(data: Any) -> Sweep:
     """Validate plain data. Raises SpecError with every mistake; those in [sweep] begin with `sweep.`."""
     if not isinstance(data, dict) or data.get(TABLE) is None:
         raise SpecError.of(TABLE, None, "is needed, e.g. [sweep.parameters] train.lr = [1e-5, 1e-4]")
+    try:
+        size = len(orjson.dumps(data, default=str))
+    except TypeError as error:
+        raise SpecError.of(WHOLE, None, f"cannot be stored: {error}") from None
+    if size > MAX_BYTES:
+        raise SpecError.of(WHOLE, None, f"has {size:,} bytes as JSON; that of a sweep may have {MAX_BYTES:,}")
     base = {name: value for name, value in data.items() if name != TABLE}
     try:
         table = SweepTable.model_validate(data[TABLE])
@@ -98,7 +106,7 @@ def parse_sweep(data: Any) -> Sweep:
 def child_of(table: SweepTable, base: Mapping[str, Any], settings: Settings, seed: int | None = None) -> dict[str, Any]:
     """Return the spec of a trial's job as plain data. Raises SpecError: a parameter's path leads through what is no
     table."""
-    spec: dict[str, Any] = orjson.loads(orjson.dumps(base))
+    spec: dict[str, Any] = orjson.loads(orjson.dumps(base, default=str))
     for path, value in settings.items():
         _put(spec, path, copy.deepcopy(value))
     if seed is not None:
@@ -242,18 +250,22 @@ def _mistakes(table: SweepTable, base: Mapping[str, Any], settings: Settings) ->
 
 
 def _wrong_values(table: SweepTable, base: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return what is wrong with the spec of the jobs, and with each value on its own."""
+    """Return what is wrong with the spec of the jobs, and with each value on its own. Where the first job is wrong,
+    only the parameters that it is wrong in are looked at further."""
     first = first_of(table)
     wrong = _mistakes(table, base, first)
     found = [of_parameter(one, table) for one in wrong]
-    known = {(one["field"], one["problem"]) for one in wrong}
     for path, parameter in table.parameters.items():
-        for value in parameter.ends:
+        own = any(_is_of(path, one["field"]) for one in wrong)
+        for value in parameter.ends[1:] if own or not wrong else []:
+            if len(found) >= REPORTED:
+                return _once(found)
             for one in _mistakes(table, base, {**first, path: value}):
-                if (one["field"], one["problem"]) in known and not _is_of(path, one["field"]):
-                    continue
-                own = one if _is_of(path, one["field"]) else {**one, "problem": f"{one['field']}: {one['problem']}"}
-                found.append({**own, "field": _parameter(path), "value": value})
+                if _is_of(path, one["field"]):
+                    found.append({**one, "field": _parameter(path)})
+                elif not wrong:
+                    problem = f"{one['field']}: {one['problem']}"
+                    found.append({**one, "field": _parameter(path), "value": short(value), "problem": problem})
     return _once(found)
 
 

@@ -24,6 +24,7 @@ from opentinker.cli.common import (
     say,
 )
 from opentinker.sdk.job_text import on_one_line
+from opentinker.shared.types.errors import plural
 
 if TYPE_CHECKING:
     from opentinker.shared.api_types import Sweep
@@ -60,7 +61,9 @@ def sweep(
         return
     if delete:
         gone = api.delete_sweep(sweep_id)
-        print_json(gone) if as_json else say(f"deleted {gone['sweep']} and what {len(gone['jobs'])} jobs left")
+        print_json(gone) if as_json else say(
+            f"deleted {gone['sweep']} and the artifacts of {plural(len(gone['jobs']), 'job')}"
+        )
         return
     shown = _watched(api, sweep_id, as_json) if follow else api.sweep_state(sweep_id)
     if as_json:

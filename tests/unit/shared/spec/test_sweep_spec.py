@@ -113,6 +113,8 @@ def test_a_job_has_its_values_its_seed_and_the_sweep_s_id() -> None:
         (sweep({"train.lr": [1]}, {"kind": "inference"}), "kind", "has no end"),
         (sweep({"train.lr": [1]}, {"trian": {}}), "trian", "did you mean"),
         ({**SMALLEST, "sweep": 3}, "sweep", "must be a table"),
+        (sweep({"train.lr": [10**30]}), "(whole spec)", "cannot be stored"),
+        (sweep({"train.lr": [1]}, {"notes": "x" * 70_000}), "(whole spec)", "may have 65,536"),
         (SMALLEST, "sweep", "is needed"),
     ],
 )

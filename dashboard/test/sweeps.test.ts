@@ -1,0 +1,28 @@
+import assert from "node:assert/strict";
+import { test } from "node:test";
+import { lastName, ranked, settingText, trialValue } from "../src/lib/sweeps.ts";
+import type { SweepTrial } from "../src/lib/types.ts";
+
+function trial(number: number, state: string, value: number | null, jobs: (number | null)[] = []): SweepTrial {
+  const made = jobs.map((one, place) => ({ id: `j${place}`, seed: null, state: "running", step: 1, value: one }));
+  return { number, state, value, reason: "", settings: {}, created: 0, finished: null, jobs: made };
+}
+
+test("finished trials come first, the best of them at the top", () => {
+  const all = [trial(0, "failed", null), trial(1, "finished", 0.1), trial(2, "running", null), trial(3, "finished", 0.5)];
+  const order = (goal: string): number[] => ranked({ goal, all_trials: all }).map((one) => one.number);
+  assert.deepEqual(order("maximize"), [3, 1, 2, 0]);
+  assert.deepEqual(order("minimize"), [1, 3, 2, 0]);
+});
+
+test("a trial that runs has the mean of its jobs so far", () => {
+  assert.equal(trialValue(trial(0, "running", null, [1, null, 2])), 1.5);
+  assert.equal(trialValue(trial(0, "running", null, [null])), null);
+  assert.equal(trialValue(trial(0, "finished", 3, [1])), 3);
+});
+
+test("settings have their last name, unless two share it", () => {
+  const paths = ["train.lr", "algorithm.critic.lr", "train.steps"];
+  assert.deepEqual(paths.map((path) => lastName(path, paths)), ["train.lr", "algorithm.critic.lr", "steps"]);
+  assert.deepEqual([1, "a", true, { b: 1 }].map(settingText), ["1", "a", "true", '{"b":1}']);
+});
