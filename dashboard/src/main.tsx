@@ -8,6 +8,7 @@ import type { Me } from "./lib/types.ts";
 import "./style.css";
 import { apply, toggle, useTheme } from "./theme.ts";
 import { Cluster } from "./views/cluster.tsx";
+import { Compare } from "./views/compare.tsx";
 import { CheckView, Environments } from "./views/environments.tsx";
 import { JobView } from "./views/job.tsx";
 import { Jobs } from "./views/jobs.tsx";
@@ -67,6 +68,7 @@ function App(): JSX.Element {
 function View(): JSX.Element {
   const [view, id, part] = useAddress();
   if (view === "cluster") return <Cluster />;
+  if (view === "compare") return <Compare ids={(id ?? "").split(",").filter(Boolean)} view={part ?? ""} />;
   if (view === "environments") return id ? <CheckView key={id} id={id} /> : <Environments />;
   if (view === "sweeps") return id ? <SweepView key={id} id={id} /> : <Sweeps />;
   if (view === "submit") return <Submit from={id ?? ""} step={part ?? ""} />;

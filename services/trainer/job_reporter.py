@@ -31,6 +31,7 @@ from opentinker.services.trainer.learners.base import (
 from opentinker.services.trainer.learning_check import LearningCheck
 from opentinker.services.trainer.mismatch_alarm import WATCHED, WINDOW, MismatchAlarm
 from opentinker.services.trainer.policy_checkpoints import PolicyCheckpoints
+from opentinker.services.trainer.progress_curve import ProgressCurve
 from opentinker.shared.asyncio_tools import cancel_and_wait, finish_uncancelled
 from opentinker.shared.data.readable_paths import opening
 from opentinker.shared.data.step_log import StepLog, lineage, metric_prefix, point_of, trainer_source
@@ -83,6 +84,7 @@ class JobReporter:
         self._alarm = MismatchAlarm()
         self._collapse = CollapseAlarm(spec.train)
         self._learning_check = LearningCheck(spec.algorithm)
+        self._curve = ProgressCurve()
         self._window: deque[dict[str, float]] = deque(maxlen=TARGET_WINDOW)
         self.saved: int | None = None
         """Step of the newest good checkpoint."""
@@ -124,6 +126,7 @@ class JobReporter:
             for line in lines:
                 self._collapse.update(line)
                 self._learning_check.update(line)
+                self._curve.add(line)
         step = manifest.step if manifest else 0
         # Without a checkpoint only evaluations of the weights that the job starts from remain valid.
         await asyncio.to_thread(self.evaluations.restore, manifest.resumed if manifest else {1: 0}, step)
@@ -252,6 +255,7 @@ class JobReporter:
             log.warning("target_metric_absent", metrics=absent)
             await self.event("target_metric_absent", {"metrics": absent, "there_are": sorted(values)})
         self._learning_check.update(values)
+        self._curve.add(values)
         await self._update_alarms(step, values)
         self._window.append(values)
         point = await self.metrics.emit(step, values)
@@ -274,8 +278,15 @@ class JobReporter:
             epoch=self.lease.epoch,
             step=self.joint.advance(self.policy, step),
             progress=orjson.dumps(self.joint.show(self.policy, shown)).decode(),
+            **self._shown_curve(),
         )
         await self.usage.trained(self.lease.job, step, values.get("tokens", 0.0), self.policy)
+
+    def _shown_curve(self) -> dict[str, Any]:
+        """Return the curve as a field of the job's record; of several policies the first one's."""
+        is_first = self.policy == next(iter(self.spec.policies), "")
+        values = [float(f"{value:.4g}") for value in self._curve.values]
+        return {"curve": orjson.dumps(values).decode()} if is_first else {}
 
     async def _update_alarms(self, step: int, values: dict[str, float]) -> None:
         """Update the alarms, and add their state to `values`."""

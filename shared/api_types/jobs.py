@@ -37,6 +37,8 @@ class JobSummary(TypedDict):
     """Eval jobs: number of episodes; 0: only the trainer can know."""
     progress: dict[str, Any]
     """The trainer's last report."""
+    curve: list[float]
+    """Mean reward, or loss, over the steps so far, as some dozens of values."""
     created: float
     """Unix seconds, as all times."""
     updated: float

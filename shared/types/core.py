@@ -351,6 +351,8 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Rollout workers lost since one was last seen ready while the job was running."""
     progress: str = ""
     """The trainer's last report, as JSON."""
+    curve: str = ""
+    """Its main metric over the steps, as a JSON list of some dozens of values."""
     key: str = ""
     """Id of the API key that it was submitted with; empty where the server asks for none."""
     trace: str = ""

@@ -735,11 +735,11 @@ async def test_a_job_is_cloned_looked_at_submitted_paused_and_cancelled(opened: 
     await tab.page.get_by_role("button", name="Cancel").click()
     await expect(tab.page.locator(".top .state")).to_have_text("cancelled")
     await tab.go()
-    await tab.page.get_by_label("State").select_option("cancelled")
+    await tab.page.get_by_label("State", exact=True).select_option("cancelled")
     rows = tab.page.locator(".jobs tbody tr")
     await expect(rows).to_have_count(1)
     await expect(rows).to_contain_text("test-again")
-    await tab.page.get_by_label("State").select_option("")
+    await tab.page.get_by_label("State", exact=True).select_option("")
     await tab.page.get_by_label("Search jobs").fill(f"{job} rl")
     await expect(rows).to_have_count(1)
     await expect(rows).to_contain_text(job)
@@ -789,6 +789,71 @@ async def test_jobs_are_listed_by_project_tag_and_order(opened: Open, http: Http
     await expect(rows).to_have_count(2)
     await bar.get_by_role("button", name="project: maths").click()
     await expect(rows.nth(2)).to_contain_text("c-third")
+
+
+async def test_jobs_are_picked_by_mouse_and_keys_and_done_with_together(opened: Open, http: Http, bus: Bus) -> None:
+    jobs = [
+        await http.job({**SPEC, "name": name, "train": {"steps": steps}})
+        for name, steps in (("a", 5), ("b", 7), ("c", 7))
+    ]
+    for job, mean in zip(jobs, (0.25, 0.5, 0.75), strict=True):
+        for step in (1, 2):
+            await Trainer(bus, job).says(step, reward(mean * step / 2))
+    tab = await opened(http.url)
+    await tab.page.get_by_label("Order").select_option("name")
+    rows, bulk = tab.page.locator(".jobs tbody tr"), tab.page.get_by_role("toolbar", name="Chosen jobs")
+    assert all(
+        box is not None and box["height"] <= 36.5 for box in [await rows.nth(n).bounding_box() for n in range(3)]
+    )
+    await tab.page.get_by_label("Pick a", exact=True).check()
+    await tab.page.get_by_label("Pick c", exact=True).click(modifiers=["Shift"])
+    await expect(bulk).to_contain_text("3 jobs chosen")
+    await bulk.get_by_label("Tag to add").fill("mine")
+    await bulk.get_by_label("Tag to add").press("Enter")
+    await expect(rows.filter(has_text="mine")).to_have_count(3)
+    await tab.page.locator("body").click(position={"x": 2, "y": 2})
+    for key in ("j", "x", "j", "x", "?"):
+        await tab.page.keyboard.press(key)
+    await expect(bulk).to_contain_text("2 jobs chosen")
+    await tab.shows("c compares")
+    await tab.page.keyboard.press("a")
+    await tab.page.keyboard.press("c")
+    await tab.page.wait_for_url("**/#/compare/**")
+    table = tab.page.locator("table.compared")
+    await expect(table.locator("thead")).to_contain_text("train.steps")
+    await expect(table.locator("tbody tr").first).to_contain_text("0.25")
+    await expect(tab.page.locator('[data-chart="reward/mean"] .legend')).to_contain_text("c j-")
+    await tab.page.get_by_label("Group by").select_option("train.steps")
+    await expect(tab.page.locator('[data-chart="reward/mean"] .legend')).to_contain_text("7 (2)")
+    other = await opened(http.url)
+    await other.page.goto(tab.page.url)
+    await expect(other.page.locator('[data-chart="reward/mean"] .legend')).to_contain_text("7 (2)")
+    async with tab.page.expect_download() as told:
+        await tab.page.get_by_role("button", name="CSV").click()
+    text = (await (await told.value).path()).read_text()
+    assert text.splitlines()[0].startswith("id,name,train.steps,reward/mean best") and len(text.splitlines()) == 4
+    await tab.go()
+    await tab.page.get_by_label("Pick all").check()
+    await bulk.get_by_role("button", name="Cancel").click()
+    await expect(rows.filter(has_text="cancelled")).to_have_count(3)
+
+
+async def test_of_many_jobs_those_in_sight_are_drawn(opened: Open, http: Http, store: Store) -> None:
+    for n in range(450):
+        await store.create_job(
+            id=f"j-{n:010}", spec=make_spec(name=f"job {n}").model_dump(mode="json"), tenant="default"
+        )
+    tab = await opened(http.url)
+    rows = tab.page.locator(".jobs tbody tr:not(.space)")
+    await tab.shows("the first 200 jobs")
+    await tab.page.get_by_role("button", name="More jobs").click()
+    await tab.shows("the first 400 jobs")
+    assert await rows.count() < 100
+    await tab.page.evaluate("window.scrollTo(0, 36 * 300)")
+    await expect(rows.filter(has_text="job 150")).to_have_count(1)
+    assert await rows.count() < 100
+    await tab.page.get_by_label("Search jobs").fill("job 449")
+    await expect(rows).to_have_count(1)
 
 
 async def test_toml_is_a_spec_too(opened: Open, http: Http) -> None:

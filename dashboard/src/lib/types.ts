@@ -21,6 +21,8 @@ export interface Job {
   waiting_for: string;
   priority: number;
   progress: Progress;
+  /** Mean reward, or loss, over the steps so far. */
+  curve: number[];
   environment?: string;
   model: string;
 }

@@ -1,19 +1,20 @@
-// All jobs: what they are, how far, and what they wait for.
+// All jobs: what they are, how far, and what they wait for; some of them chosen, to be compared, cancelled, tagged or deleted.
 
 import type { JSX } from "preact";
-import { useState } from "preact/hooks";
+import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import { go, useAsked, useKeyNames, useNow, useSettled } from "../hooks.ts";
-import { secondsLeft } from "../lib/pace.ts";
-import { reported } from "../lib/policies.ts";
-import { FINAL, type Job } from "../lib/types.ts";
-import { ago, counted, duration, moment, short } from "../lib/words.ts";
-import { Empty, Head, Progress, Said, Select, State } from "../parts.tsx";
+import { columnsOf, deedOf, picked, windowed, type Span } from "../lib/rows.ts";
+import { type Job } from "../lib/types.ts";
+import { counted } from "../lib/words.ts";
+import { Empty, Said, Select } from "../parts.tsx";
+import { Bulk } from "./job-actions.tsx";
+import { COLUMNS, JobRow, ROW_PX, type Label } from "./job-row.tsx";
 
 const STATES = ["", "running", "queued", "starting", "paused", "succeeded", "failed", "cancelled"];
 /** By the API's name of the order. */
 const SORTS: [string, string][] = [
-  ["created", "newest first"],
   ["state", "running first"],
+  ["created", "newest first"],
   ["updated", "last changed first"],
   ["name", "by name"],
   ["project", "by project"],
@@ -22,12 +23,11 @@ const SORTS: [string, string][] = [
 ];
 const PAGE = 200;
 const LOOK_S = 2;
-/** A filter is more work for the server. */
+/** A filter or an order is more work for the server. */
 const SLOW_S = 5;
 const SETTLED_MS = 300;
-
-/** A project or a tag that listed jobs have. */
-type Label = ["project" | "tag", string];
+const KEPT_COLUMNS = "opentinker-columns";
+const HELP = "j and k move, Enter opens, x picks, a picks all, c compares, / searches, Escape picks none";
 
 interface Answer {
   jobs: Job[];
@@ -40,21 +40,22 @@ export function Jobs(): JSX.Element {
   const [state, setState] = useState("");
   const [sort, setSort] = useState(SORTS[0]![0]);
   const [labels, setLabels] = useState<Label[]>([]);
+  const [columns, setColumns] = useState(() => columnsOf(localStorage.getItem(KEPT_COLUMNS), COLUMNS));
   const without = ([kind, name]: Label): Label[] => labels.filter(([other, value]) => other !== kind || (kind === "tag" && value !== name));
-  const query = new URLSearchParams(labels.filter(([kind]) => kind === "project"));
+  const query = new URLSearchParams([["sort", sort], ...labels.filter(([kind]) => kind === "project")]);
   const tags = labels.filter(([kind]) => kind === "tag").map(([, name]) => name);
   if (tags.length) query.set("tag", tags.join(","));
-  if (sort !== SORTS[0]![0]) query.set("sort", sort);
   const search = useSettled(text.trim(), SETTLED_MS);
   if (state) query.set("state", state);
   if (search) query.set("search", search);
-  const filter = query.size ? `&${query}` : "";
+  const isFiltered = labels.length > 0 || state !== "" || search !== "";
   return (
     <>
       <h1 class="unseen">Jobs</h1>
       <div class="bar">
         <input
           type="search"
+          id="search-jobs"
           maxLength={200}
           placeholder="Name, id, kind, environment, model, key's id…"
           aria-label="Search jobs"
@@ -64,114 +65,204 @@ export function Jobs(): JSX.Element {
         <Select label="State" value={state} of={STATES.map((one) => [one, one || "any state"])} choose={setState} />
         <Select label="Order" value={sort} of={SORTS} choose={setSort} />
         <a href="#/sweeps">Sweeps</a>
+        <Columns
+          shown={columns}
+          choose={(names) => {
+            localStorage.setItem(KEPT_COLUMNS, names.join());
+            setColumns(names);
+          }}
+        />
         {labels.map((label) => (
           <button key={label.join()} class="chip" title="Remove from the filter" onClick={() => setLabels(without(label))}>
             {label.join(": ")} ×
           </button>
         ))}
       </div>
-      <Found key={filter} filter={filter} choose={(label) => setLabels([...without(label), label])} />
+      <Found key={`${query}`} filter={`&${query}`} isFiltered={isFiltered} columns={columns} choose={(label) => setLabels([...without(label), label])} />
     </>
   );
 }
 
-function Found({ filter, choose }: { filter: string; choose: (label: Label) => void }): JSX.Element {
-  const { value, problem } = useAsked<Answer>(`/v1/jobs?limit=${PAGE}${filter}`, filter ? SLOW_S : LOOK_S);
+function Columns({ shown, choose }: { shown: string[]; choose: (names: string[]) => void }): JSX.Element {
+  const toggled = (name: string): string[] => COLUMNS.filter((one) => (one === name ? !shown.includes(one) : shown.includes(one)));
+  return (
+    <details class="columns">
+      <summary>Columns</summary>
+      <div class="card">
+        {COLUMNS.map((name) => (
+          <label key={name} class="check">
+            <input type="checkbox" aria-label={`Column ${name}`} checked={shown.includes(name)} onChange={() => choose(toggled(name))} /> {name}
+          </label>
+        ))}
+      </div>
+    </details>
+  );
+}
+
+interface FoundProps {
+  filter: string;
+  isFiltered: boolean;
+  columns: string[];
+  choose: (label: Label) => void;
+}
+
+function Found({ filter, isFiltered, columns, choose }: FoundProps): JSX.Element {
+  const { value, problem, again } = useAsked<Answer>(`/v1/jobs?limit=${PAGE}${filter}`, filter.startsWith("&sort=created") && !isFiltered ? LOOK_S : SLOW_S);
   const [older, setOlder] = useState<Job[]>([]);
   const [before, setBefore] = useState<string | null>(null);
   const page = useAsked<Answer>(before && `/v1/jobs?limit=${PAGE}&before=${before}${filter}`);
-  const keyName = useKeyNames();
-  const now = useNow(5);
   if (!value) return problem ? <Said problem={problem} /> : <Empty>…</Empty>;
   const fresh = new Set(value.jobs.map((job) => job.id));
   const behind = [...older, ...(page.value?.jobs ?? [])].filter((job) => !fresh.has(job.id));
   const shown = [...value.jobs, ...behind];
   const last = page.value ?? value;
-  const count = counted(shown.length, "job");
+  const next = (): void => {
+    setOlder(behind);
+    setBefore(last.cursor);
+  };
+  const nothing = !isFiltered ? "No jobs yet. Submit one: opentinker submit examples/copy_digits.toml" : last.more ? "None of the newest jobs matches." : "No job matches.";
   return (
     <>
       <Said problem={problem ?? page.problem} />
-      {shown.length === 0 ? (
-        <Empty>
-          {!filter ? "No jobs yet. Submit one: opentinker submit examples/copy_digits.toml" : last.more ? "None of the newest jobs matches." : "No job matches."}
-        </Empty>
-      ) : (
-        <table class="card jobs">
-          <Head of={["Job", "State", "Progress", "Last", "Time", "Owner"]} />
-          <tbody>
-            {shown.map((job) => (
-              <Row key={job.id} job={job} now={now} owner={keyName(job.key)} choose={choose} />
-            ))}
-          </tbody>
-        </table>
-      )}
-      <p class="dim count">{!last.more ? count : filter ? `${count} so far; older ones not searched yet` : `the newest ${count}`}</p>
+      {shown.length === 0 ? <Empty>{nothing}</Empty> : <Table jobs={shown} columns={columns} choose={choose} again={again} />}
+      <p class="dim count">
+        {last.more ? `the first ${counted(shown.length, "job")}` : counted(shown.length, "job")} <span title={HELP}>keys: ?</span>
+      </p>
       {last.more && (
-        <button
-          class="more"
-          onClick={() => {
-            setOlder(behind);
-            setBefore(last.cursor);
-          }}
-        >
-          {filter ? "Search older jobs" : "Older jobs"}
+        <button class="more" onClick={next}>
+          {isFiltered ? "Search older jobs" : "More jobs"}
         </button>
       )}
     </>
   );
 }
 
-interface RowProps {
-  job: Job;
-  now: number;
-  owner: string;
+interface TableProps {
+  jobs: Job[];
+  columns: string[];
   choose: (label: Label) => void;
+  again: () => void;
 }
 
-function Row({ job, now, owner, choose }: RowProps): JSX.Element {
-  const labels: Label[] = [...(job.project ? [["project", job.project] as Label] : []), ...job.tags.map((tag): Label => ["tag", tag])];
-  const over = FINAL.includes(job.state);
-  const spent = (job.finished ?? now) - job.created;
-  const left = secondsLeft(job, now);
-  const progress = reported(job);
+function Table({ jobs, columns, choose, again }: TableProps): JSX.Element {
+  const body = useRef<HTMLTableSectionElement>(null);
+  const span = useWindow(body, jobs.length);
+  const [chosen, setChosen] = useState<ReadonlySet<string>>(new Set());
+  const [last, setLast] = useState<string | null>(null);
+  const [at, setAt] = useState(-1);
+  const [help, setHelp] = useState(false);
+  const keyName = useKeyNames();
+  const now = useNow(5);
+  const ids = jobs.map((job) => job.id);
+  const pick = (id: string, shift: boolean): void => {
+    setChosen(picked(chosen, ids, id, last, shift));
+    setLast(id);
+  };
+  const compare = (): void => {
+    if (chosen.size) go("compare", ids.filter((id) => chosen.has(id)).join());
+  };
+  const move = (to: number): void => {
+    const next = Math.max(0, Math.min(jobs.length - 1, to));
+    setAt(next);
+    const top = (body.current?.getBoundingClientRect().top ?? 0) + next * ROW_PX;
+    if (top < 80) window.scrollBy(0, top - 80);
+    else if (top + ROW_PX > window.innerHeight) window.scrollBy(0, top + ROW_PX - window.innerHeight + 8);
+  };
+  useLayoutEffect(() => {
+    const pressed = (event: KeyboardEvent): void => {
+      const typing = event.target instanceof HTMLElement && event.target.closest("input, select, textarea, button, a, summary") !== null;
+      const deed = deedOf(event.key, typing, event.ctrlKey || event.metaKey || event.altKey);
+      if (deed === undefined) return;
+      const job = jobs[at];
+      if (deed === "down") move(at + 1);
+      else if (deed === "up") move(at - 1);
+      else if (deed === "open" && job) go("jobs", job.id);
+      else if (deed === "pick" && job) pick(job.id, event.shiftKey);
+      else if (deed === "all") setChosen(new Set(ids));
+      else if (deed === "clear") setChosen(new Set());
+      else if (deed === "compare") compare();
+      else if (deed === "help") setHelp(!help);
+      else if (deed === "search") document.getElementById("search-jobs")?.focus();
+      else return;
+      event.preventDefault();
+    };
+    window.addEventListener("keydown", pressed);
+    return () => window.removeEventListener("keydown", pressed);
+  });
+  const picks = jobs.filter((job) => chosen.has(job.id));
   return (
-    <tr onClick={(event) => (event.target instanceof HTMLElement && event.target.closest("a, button") ? undefined : go("jobs", job.id))}>
-      <td data-label="Job">
-        <a href={`#/jobs/${job.id}`}>{job.name}</a>
-        <small class="dim">
-          {" "}
-          {job.id} · {job.kind}
-          {job.environment ? ` · ${job.environment}` : ""}
-        </small>
-        {labels.map(([kind, name]) => (
-          <button key={`${kind}${name}`} class="chip label" title={`Only jobs of this ${kind}`} onClick={() => choose([kind, name])}>
-            {name}
-          </button>
-        ))}
-        {job.waiting_for && <small class="waits">waits for {job.waiting_for}</small>}
-        {over && job.state !== "succeeded" && job.reason && <small class="waits">{job.reason}</small>}
-      </td>
-      <td data-label="State">
-        <State state={job.state} />
-      </td>
-      <td data-label="Progress">{job.kind === "inference" ? <small class="dim">serves</small> : <Progress {...job} />}</td>
-      <td data-label="Last">
-        {progress.map(([name, value]) => (
-          <small key={name} class="pair">
-            {name} <b>{short(value)}</b>
-          </small>
-        ))}
-      </td>
-      <td data-label="Time">
-        <span title={moment(job.created)}>{duration(spent)}</span>
-        <small class="dim"> {left !== null ? `${duration(left)} left` : over ? `ended ${ago(job.finished ?? now, now)}` : ""}</small>
-      </td>
-      <td data-label="Owner">
-        <small>
-          {owner || "–"}
-          {job.priority ? ` · priority ${job.priority}` : ""}
-        </small>
-      </td>
-    </tr>
+    <>
+      {help && <p class="dim">{HELP}.</p>}
+      {picks.length > 0 && (
+        <Bulk jobs={picks} compare={compare} clear={() => setChosen(new Set())} again={again} />
+      )}
+      <table class="card jobs">
+        <thead>
+          <tr>
+            <th>
+              <input
+                type="checkbox"
+                aria-label="Pick all"
+                checked={picks.length === jobs.length}
+                onChange={() => setChosen(picks.length === jobs.length ? new Set() : new Set(ids))}
+              />
+            </th>
+            {["Job", ...columns].map((name) => (
+              <th key={name}>{name}</th>
+            ))}
+          </tr>
+        </thead>
+        <tbody ref={body}>
+          <Space px={span.from * ROW_PX} />
+          {jobs.slice(span.from, span.to).map((job, place) => (
+            <JobRow
+              key={job.id}
+              job={job}
+              now={now}
+              owner={keyName(job.key)}
+              columns={columns}
+              isChosen={chosen.has(job.id)}
+              isAt={span.from + place === at}
+              pick={(shift) => pick(job.id, shift)}
+              choose={choose}
+            />
+          ))}
+          <Space px={(jobs.length - span.to) * ROW_PX} />
+        </tbody>
+      </table>
+    </>
   );
+}
+
+/** Stands for rows that are not drawn. */
+function Space({ px }: { px: number }): JSX.Element | null {
+  const cell = useRef<HTMLTableCellElement>(null);
+  useEffect(() => {
+    if (cell.current) cell.current.style.height = `${px}px`;
+  }, [px]);
+  return px > 0 ? (
+    <tr class="space" aria-hidden="true">
+      <td ref={cell} />
+    </tr>
+  ) : null;
+}
+
+/** The rows in sight; on a phone, where rows are cards of any height, all. */
+function useWindow(body: { current: HTMLTableSectionElement | null }, count: number): Span {
+  const [span, set] = useState<Span>({ from: 0, to: Math.min(count, 60) });
+  useEffect(() => {
+    const look = (): void => {
+      const top = -(body.current?.getBoundingClientRect().top ?? 0);
+      const next = window.innerWidth <= 720 ? { from: 0, to: count } : windowed(count, ROW_PX, top, window.innerHeight);
+      set((before) => (before.from === next.from && before.to === next.to ? before : next));
+    };
+    look();
+    window.addEventListener("scroll", look, { passive: true });
+    window.addEventListener("resize", look);
+    return () => {
+      window.removeEventListener("scroll", look);
+      window.removeEventListener("resize", look);
+    };
+  }, [count]);
+  return { from: Math.min(span.from, count), to: Math.min(Math.max(span.to, span.from), count) };
 }

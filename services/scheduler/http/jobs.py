@@ -326,6 +326,7 @@ def _summary(job: JobRecord) -> dict[str, Any]:
     shown["finished"], shown["deleted"] = job.finished or None, job.deleted or None
     shown["priority"] = job.spec["resources"].get("priority", 0)
     shown["progress"] = orjson.loads(job.progress) if job.progress else {}
+    shown["curve"] = orjson.loads(job.curve) if job.curve else []
     shown["waiting_for"] = "" if job.state.final else job.waiting_for
     for part, field in (("environment", "name"), ("data", "path")):
         if part in job.spec:

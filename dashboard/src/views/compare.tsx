@@ -1,0 +1,217 @@
+// Runs beside each other: curves, the settings that differ, how they ended. The address holds the view.
+
+import type { JSX } from "preact";
+import { useEffect, useMemo, useState } from "preact/hooks";
+import { Chart, type Look } from "../chart.tsx";
+import { go } from "../hooks.ts";
+import { ask, job as pathOf, Problem } from "../lib/api.ts";
+import { csv, curve, differences, ending, grouped, groupsOf, metricNames, scatter, type Run } from "../lib/compare.ts";
+import { FINAL, type JobDetail, type Point } from "../lib/types.ts";
+import { save, short } from "../lib/words.ts";
+import { Choice, Empty, Said, Select } from "../parts.tsx";
+
+export const MOST_RUNS = 50;
+const LOOK_MS = 5000;
+const PAGE = 5000;
+const FIRST = ["reward/mean", "val/reward/mean", "exact", "loss", "entropy"];
+const SMOOTH = [0, 0.6, 0.9];
+const PLOT = { width: 420, height: 220, edge: 24 };
+
+interface History {
+  metrics: (Point & { cursor: number })[];
+  cursor: number;
+  more: boolean;
+}
+
+/** A run, with where its history was read to. */
+interface Read extends Run {
+  cursor: number;
+  over: boolean;
+}
+
+/** `view`: what the address says, as a query. */
+export function Compare({ ids, view }: { ids: string[]; view: string }): JSX.Element {
+  const { runs, problem, isReading } = useRuns(ids.slice(0, MOST_RUNS));
+  const query = new URLSearchParams(view);
+  const change = (name: string, value: string): void => {
+    if (value) query.set(name, value);
+    else query.delete(name);
+    go("compare", ids.join(), `${query}`);
+  };
+  const names = useMemo(() => metricNames(runs), [runs]);
+  const shown = query.get("metrics")?.split(",") ?? FIRST.filter((name) => names.includes(name)).slice(0, 4);
+  const by = query.get("by") ?? "";
+  const look: Look = { axis: "step", smooth: Number(query.get("smooth") ?? 0), log: query.has("log") };
+  const differing = useMemo(() => differences(runs.map((run) => run.spec)), [runs]);
+  const groups = by ? groupsOf(runs, by) : [];
+  const metric = shown[0] ?? "";
+  if (!ids.length) return <Empty>Pick jobs in the list, then Compare.</Empty>;
+  return (
+    <>
+      <h1 class="unseen">Compare</h1>
+      <Said problem={problem} />
+      <div class="bar">
+        <a href="#/">Jobs</a>
+        <Select
+          label="Group by"
+          value={by}
+          of={[["", "each run"], ["tag", "by tags"], ...differing.map(({ path }) => [path, `by ${path}`] as const)]}
+          choose={(value) => change("by", value)}
+        />
+        <Select
+          label="Add a metric"
+          value=""
+          of={[["", "add a metric…"], ...names.filter((name) => !shown.includes(name)).map((name) => [name, name] as const)]}
+          choose={(name) => change("metrics", [...shown, name].join())}
+        />
+        <Choice label="smooth" value={look.smooth} of={SMOOTH} say={(one) => (one ? String(one) : "off")} choose={(one) => change("smooth", one ? String(one) : "")} />
+        <label class="check">
+          <input type="checkbox" checked={look.log} onChange={(event) => change("log", event.currentTarget.checked ? "1" : "")} /> log
+        </label>
+        <span class="spring" />
+        <button onClick={() => save("compare.csv", new Blob([csv(tableOf(runs, differing, shown))], { type: "text/csv" }))}>CSV</button>
+        <button onClick={pictures}>PNG</button>
+      </div>
+      {isReading && <p class="dim">Reading…</p>}
+      <div class="charts">
+        {shown.map((name) => {
+          const lines = runs.map((run) => curve(run, name));
+          return <Chart key={name} title={name} about="" lines={by ? grouped(lines, groups) : lines} look={look} positive={false} />;
+        })}
+      </div>
+      <Table runs={runs} differing={differing} metrics={shown} remove={(id) => go("compare", ids.filter((one) => one !== id).join(), `${query}`)} />
+      <div class="charts">
+        {metric && differing.map(({ path }) => <Scatter key={path} path={path} metric={metric} runs={runs} />)}
+      </div>
+    </>
+  );
+}
+
+type Differing = ReturnType<typeof differences>;
+
+/** Column names, then a row for each run. */
+function tableOf(runs: Run[], differing: Differing, metrics: string[]): string[][] {
+  const heads = ["id", "name", ...differing.map(({ path }) => path), ...metrics.flatMap((name) => [`${name} best`, `${name} last`, `${name} area`])];
+  const rows = runs.map((run, i) => {
+    const ends = metrics.flatMap((name) => {
+      const end = ending(curve(run, name));
+      return end ? [end.best, end.last, end.area].map(String) : ["", "", ""];
+    });
+    return [run.id, run.name, ...differing.map(({ values }) => values[i]!), ...ends];
+  });
+  return [heads, ...rows];
+}
+
+function Table({ runs, differing, metrics, remove }: { runs: Run[]; differing: Differing; metrics: string[]; remove: (id: string) => void }): JSX.Element {
+  const [heads, ...rows] = tableOf(runs, differing, metrics);
+  const texts = 2 + differing.length;
+  return (
+    <div class="scrolls">
+      <table class="card compared">
+        <thead>
+          <tr>
+            {heads!.slice(1).map((head) => (
+              <th key={head}>{head}</th>
+            ))}
+            <th />
+          </tr>
+        </thead>
+        <tbody>
+          {rows.map((row) => (
+            <tr key={row[0]}>
+              {row.slice(1).map((cell, at) => (
+                <td key={heads![at + 1]} data-label={heads![at + 1]}>
+                  {at === 0 ? <a href={`#/jobs/${row[0]}`}>{cell}</a> : at + 1 < texts ? <code>{cell}</code> : cell && short(Number(cell))}
+                </td>
+              ))}
+              <td>
+                <button class="plain" aria-label={`Remove ${row[1]}`} onClick={() => remove(row[0]!)}>
+                  ×
+                </button>
+              </td>
+            </tr>
+          ))}
+        </tbody>
+      </table>
+    </div>
+  );
+}
+
+function Scatter({ path, metric, runs }: { path: string; metric: string; runs: Run[] }): JSX.Element | null {
+  const points = scatter(runs, path, metric);
+  if (points.length < 2) return null;
+  const scaled = (values: number[], size: number): ((value: number) => number) => {
+    const [low, high] = [Math.min(...values), Math.max(...values)];
+    return (value) => PLOT.edge + ((value - low) / (high - low || 1)) * (size - 2 * PLOT.edge);
+  };
+  const logs = points.every((point) => point.x > 0);
+  const place = (x: number): number => (logs ? Math.log(x) : x);
+  const [x, y] = [scaled(points.map((point) => place(point.x)), PLOT.width), scaled(points.map((point) => point.y), PLOT.height)];
+  return (
+    <figure class="card scatter">
+      <figcaption>
+        {metric} (last) by {path}
+      </figcaption>
+      <svg viewBox={`0 0 ${PLOT.width} ${PLOT.height}`} role="img" aria-label={`${metric} by ${path}`}>
+        {points.map((point) => (
+          <circle key={point.label} cx={x(place(point.x))} cy={PLOT.height - y(point.y)} r="5">
+            <title>{`${point.label}: ${point.x}, ${short(point.y)}`}</title>
+          </circle>
+        ))}
+      </svg>
+    </figure>
+  );
+}
+
+/** Saves each chart as a picture. */
+function pictures(): void {
+  document.querySelectorAll<HTMLElement>("[data-chart]").forEach((chart) => {
+    const canvas = chart.querySelector("canvas");
+    canvas?.toBlob((blob) => blob && save(`${(chart.dataset["chart"] ?? "chart").replaceAll("/", "-")}.png`, blob));
+  });
+}
+
+/** The runs with their whole histories, read on while they are not over. */
+function useRuns(ids: string[]): { runs: Run[]; problem: Problem | null; isReading: boolean } {
+  const [runs, set] = useState<Read[]>([]);
+  const [problem, setProblem] = useState<Problem | null>(null);
+  const [isReading, setReading] = useState(true);
+  useEffect(() => {
+    const stop = new AbortController();
+    let timer = 0;
+    let known: Read[] = [];
+    const look = async (): Promise<void> => {
+      try {
+        known = await Promise.all(ids.map((id) => readOn(id, known.find((run) => run.id === id), stop.signal)));
+        if (stop.signal.aborted) return;
+        set(known);
+        setProblem(null);
+      } catch (error) {
+        if (stop.signal.aborted) return;
+        setProblem(error instanceof Problem ? error : new Problem(0, String(error)));
+      }
+      setReading(false);
+      if (known.some((run) => !run.over) || !known.length) timer = window.setTimeout(() => void look(), LOOK_MS);
+    };
+    void look();
+    return () => {
+      stop.abort();
+      clearTimeout(timer);
+    };
+  }, [ids.join()]);
+  return { runs, problem, isReading };
+}
+
+async function readOn(id: string, before: Read | undefined, signal: AbortSignal): Promise<Read> {
+  if (before?.over) return before;
+  const job = await ask<JobDetail>(pathOf(id), { signal });
+  const points = [...(before?.points ?? [])];
+  let cursor = before?.cursor ?? 0;
+  for (;;) {
+    const page = await ask<History>(pathOf(id, `/metrics?limit=${PAGE}&after=${cursor}`), { signal });
+    points.push(...page.metrics);
+    cursor = page.cursor;
+    if (!page.more) break;
+  }
+  return { id, name: job.name, tags: job.tags, spec: job.spec, points, cursor, over: FINAL.includes(job.state) };
+}

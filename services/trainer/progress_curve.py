@@ -1,0 +1,35 @@
+"""A job's main metric as a short curve, for lists of jobs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+MOST = 48
+"""Values; where there would be more, neighbours become their mean."""
+NAMES = ("reward/mean", "loss")
+"""The first one that a step reports is drawn."""
+
+
+class ProgressCurve:
+    """Add steps in order."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+        self._every = 1
+        """Steps that a value is the mean of."""
+        self._pending: list[float] = []
+
+    def add(self, step: Mapping[str, Any]) -> None:
+        """`step`: its metrics. One without the metric is ignored."""
+        value = next((step[name] for name in NAMES if name in step), None)
+        if value is None:
+            return
+        self._pending.append(float(value))
+        if len(self._pending) < self._every:
+            return
+        self.values.append(sum(self._pending) / self._every)
+        self._pending.clear()
+        if len(self.values) == MOST:
+            self.values = [(a + b) / 2 for a, b in zip(self.values[::2], self.values[1::2], strict=True)]
+            self._every *= 2
