@@ -829,9 +829,13 @@ async def test_jobs_are_picked_by_mouse_and_keys_and_done_with_together(opened: 
     await other.page.goto(tab.page.url)
     await expect(other.page.locator('[data-chart="reward/mean"] .legend')).to_contain_text("7 (2)")
     async with tab.page.expect_download() as told:
-        await tab.page.get_by_role("button", name="CSV").click()
+        await tab.page.get_by_role("button", name="CSV", exact=True).click()
     text = (await (await told.value).path()).read_text()
     assert text.splitlines()[0].startswith("id,name,train.steps,reward/mean best") and len(text.splitlines()) == 4
+    async with tab.page.expect_download() as told:
+        await tab.page.get_by_role("button", name="HTML").click()
+    text = (await (await told.value).path()).read_text()
+    assert "data:image/png" in text and "7 (2)" in text and "<script" not in text
     await tab.go()
     await tab.page.get_by_label("Pick all").check()
     await bulk.get_by_role("button", name="Cancel").click()

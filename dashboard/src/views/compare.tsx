@@ -70,7 +70,7 @@ export function Compare({ ids, view }: { ids: string[]; view: string }): JSX.Ele
         </label>
         <span class="spring" />
         <button onClick={() => save("compare.csv", new Blob([csv(tableOf(runs, differing, shown))], { type: "text/csv" }))}>CSV</button>
-        <button onClick={pictures}>PNG</button>
+        <button onClick={() => save("compare.html", new Blob([page()], { type: "text/html" }))}>HTML</button>
       </div>
       {isReading && <p class="dim">Reading…</p>}
       <div class="charts">
@@ -163,12 +163,16 @@ function Scatter({ path, metric, runs }: { path: string; metric: string; runs: R
   );
 }
 
-/** Saves each chart as a picture. */
-function pictures(): void {
-  document.querySelectorAll<HTMLElement>("[data-chart]").forEach((chart) => {
-    const canvas = chart.querySelector("canvas");
-    canvas?.toBlob((blob) => blob && save(`${(chart.dataset["chart"] ?? "chart").replaceAll("/", "-")}.png`, blob));
+/** What is shown as a page of its own: the charts as pictures, and the table. Each chart saves itself as PNG too. */
+function page(): string {
+  const charts = [...document.querySelectorAll<HTMLElement>("[data-chart]")].map((chart) => {
+    const picture = chart.querySelector("canvas")?.toDataURL() ?? "";
+    const legend = `${chart.dataset["chart"]}: ${chart.querySelector(".legend")?.textContent ?? ""}`;
+    const text = legend.replaceAll("&", "&amp;").replaceAll("<", "&lt;");
+    return `<figure><img src="${picture}" width="${chart.clientWidth}"><figcaption>${text}</figcaption></figure>`;
   });
+  const table = document.querySelector("table.compared")?.outerHTML ?? "";
+  return `<!doctype html><meta charset="utf-8"><title>Compared runs</title><p>${new Date().toISOString()}</p>${charts.join("")}${table}`;
 }
 
 /** The runs with their whole histories, read on while they are not over. */
