@@ -120,9 +120,16 @@ class SweepStore:
             start = int(rank) + 1
         return await self.sweeps(await self._redis.zrevrange(_of(tenant), start, start + limit - 1))
 
-    async def active(self) -> list[SweepRecord]:
-        """Return sweeps that run, or whose jobs are still to be cancelled."""
-        return await self.sweeps(sorted(await self._redis.smembers(ACTIVE)))
+    async def active(self) -> list[str]:
+        """Return ids of sweeps that run, or whose jobs are still to be cancelled."""
+        return sorted(await self._redis.smembers(ACTIVE))
+
+    async def count_active(self, tenant: str) -> int:
+        """Return how many of these are the tenant's."""
+        pipe = self._redis.pipeline(transaction=False)
+        for id in await self.active():
+            pipe.hget(f"sweep:{id}", "tenant")
+        return list(await pipe.execute()).count(tenant)
 
     async def trials(self, id: str) -> list[Trial]:
         """Return its trials, by number."""

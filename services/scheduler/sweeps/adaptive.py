@@ -35,7 +35,9 @@ def suggest(table: SweepTable, trials: Sequence[Trial]) -> dict[str, Any]:
         multivariate=True,
         constant_liar=True,
     )
-    chosen = _study(table, trials, sampler).ask(_space(table)).params
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of ranges whose ends are far from each other
+        chosen = _study(table, trials, sampler).ask(_space(table)).params
     return {path: _value(table.parameters[path], chosen[path]) for path in table.parameters}
 
 
@@ -83,20 +85,26 @@ def _space(table: SweepTable) -> dict[str, BaseDistribution]:
 
 
 def _distribution(one: SweepParameter) -> BaseDistribution:
-    """Return the range of a parameter; a list is one of places in it, because its values may be tables."""
+    """Return the range of a parameter; of a list, whose values may be tables, and of steps, that of their places."""
     if one.values is not None:
         return CategoricalDistribution(range(len(one.values)))
+    if one.step is not None:
+        return IntDistribution(0, one.steps)
     assert one.low is not None and one.high is not None
     if one.whole:
-        return IntDistribution(int(one.low), int(one.high), log=one.log, step=int(one.step or 1))
-    return FloatDistribution(float(one.low), float(one.high), log=one.log, step=one.step)
+        return IntDistribution(int(one.low), int(one.high), log=one.log)
+    return FloatDistribution(float(one.low), float(one.high), log=one.log)
 
 
 def _value(one: SweepParameter, chosen: Any) -> Any:
-    return one.values[chosen] if one.values is not None else one.number(chosen)
+    if one.values is not None:
+        return one.values[chosen]
+    return one.number(chosen) if one.step is None else one.at(chosen)
 
 
 def _place(one: SweepParameter, value: Any) -> Any:
+    if one.step is not None and one.low is not None:
+        return min(max(round((value - one.low) / one.step), 0), one.steps)
     if one.values is None:
         return value
     return next(place for place, known in enumerate(one.values) if type(known) is type(value) and known == value)

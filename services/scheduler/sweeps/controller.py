@@ -51,14 +51,14 @@ class SweepController:
             await cancel_and_wait(*self._tasks.values())
 
     async def reconcile(self) -> None:
-        active = {sweep.id: sweep for sweep in await self._store.active()}
+        active = set(await self._store.active())
         for id in [id for id, task in self._tasks.items() if id not in active or task.done()]:
             task = self._tasks.pop(id)
             await cancel_and_wait(task)
             if not task.cancelled():
                 task.result()
-        for id in active.keys() - self._tasks.keys():
-            self._tasks[id] = asyncio.create_task(self._lead(active[id]), name=f"sweep-{id}")
+        for sweep in await self._store.sweeps(sorted(active - self._tasks.keys())):
+            self._tasks[sweep.id] = asyncio.create_task(self._lead(sweep), name=f"sweep-{sweep.id}")
 
     async def _lead(self, sweep: SweepRecord) -> None:
         running = RunningSweep(self.ctx, self._store, self._history, self.leader, sweep)

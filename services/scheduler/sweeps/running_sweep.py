@@ -186,7 +186,11 @@ class RunningSweep:
             return None
         if number >= (self.table.most_trials if self.table.method == "tpe" else len(self._planned)):
             return None
-        settings = self._planned[number] if self._planned else await asyncio.to_thread(self._suggested, trials)
+        try:
+            settings = self._planned[number] if self._planned else await asyncio.to_thread(self._suggested, trials)
+        except ValueError as error:  # of Optuna: the trials that there are stay, no further one is made
+            log.error("search_failed", error=str(error))
+            return None
         jobs = [TrialJob(seed=seed) for seed in self.table.job_seeds]
         trial = Trial(number=number, settings=settings, jobs=jobs, created=time.time())
         trials.append(trial)
@@ -265,7 +269,11 @@ class RunningSweep:
         """Blocking."""
         from opentinker.services.scheduler.sweeps.adaptive import importance
 
-        return importance(self.table, trials)
+        try:
+            return importance(self.table, trials)
+        except ValueError as error:  # of Optuna: it is shown without
+            log.error("importance_failed", error=str(error))
+            return {}
 
 
 def _runs(trial: Trial) -> bool:

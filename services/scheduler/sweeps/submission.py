@@ -47,8 +47,7 @@ async def submit_sweep(
     store = SweepStore(ctx.store.redis)
     if idempotency and (made := await store.find_idempotent(tenant, idempotency, body_hash)) is not None:
         return made, True
-    active = sum(one.tenant == tenant for one in await store.active())
-    if active >= MAX_ACTIVE:
+    if (active := await store.count_active(tenant)) >= MAX_ACTIVE:
         raise Conflict(f"you have {active} sweeps that run; {MAX_ACTIVE} are allowed: cancel one or wait")
     base = await _with_checked_references(ctx, sweep, tenant)
     now, new = time.time(), new_sweep_id()

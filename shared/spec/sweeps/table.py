@@ -20,6 +20,7 @@ WINDOW = 10
 """Points that a trial's value is a mean of, but for evaluations."""
 MAGNITUDE = 1e15
 """Largest absolute end of a range: floats count in ones up to here."""
+MAX_STEPS = 1_000_000
 LEAVES = {"values", "low", "high"}
 ParameterPath = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^.\s]+(\.[^.\s]+)*$")]
 
@@ -65,6 +66,8 @@ class SweepParameter(SpecPart):
             found.append(mistake("step", self.step, "does not go with log; a grid takes points"))
         if self.step is not None and self.step > self.high - self.low:
             found.append(mistake("step", self.step, f"is larger than the range, {self.high - self.low:g}"))
+        if self.step is not None and self.steps > MAX_STEPS:
+            found.append(mistake("step", self.step, f"makes more than {MAX_STEPS:,} values; leave it out"))
         if self.step is not None and self.points is not None:
             found.append(mistake("points", self.points, "does not go with step"))
         if self.integer:
@@ -76,7 +79,10 @@ class SweepParameter(SpecPart):
     @property
     def whole(self) -> bool:
         """Whether the values of a range are whole numbers."""
-        return isinstance(self.low, int) and isinstance(self.high, int) if self.integer is None else self.integer
+        if self.integer is not None:
+            return self.integer
+        fractions = self.step is not None and self.step != int(self.step)
+        return isinstance(self.low, int) and isinstance(self.high, int) and not fractions
 
     @property
     def grid(self) -> list[Any] | None:
@@ -84,10 +90,8 @@ class SweepParameter(SpecPart):
         if self.values is not None:
             return self.values
         assert self.low is not None and self.high is not None
-        step = self.step or (1 if self.whole and not self.log and self.points is None else None)
-        if step is not None:
-            count = min(MAX_VALUES + 1, int((self.high - self.low) / step + 1e-9) + 1)
-            return [self.number(self.low + place * step) for place in range(count)]
+        if self.step is not None or (self.whole and not self.log and self.points is None):
+            return [self.at(place) for place in range(min(MAX_VALUES, self.steps) + 1)]
         if self.points is None:
             return None
         shares = [place / (self.points - 1) for place in range(self.points)]
@@ -104,10 +108,19 @@ class SweepParameter(SpecPart):
             return self.values[int(chance * len(self.values))]
         assert self.low is not None and self.high is not None
         if self.step is not None or (self.whole and not self.log):
-            step = self.step or 1
-            count = int((self.high - self.low) / step + 1e-9) + 1
-            return self.number(self.low + int(chance * count) * step)
+            return self.at(int(chance * (self.steps + 1)))
         return self.number(self._between(chance))
+
+    @property
+    def steps(self) -> int:
+        """Return how many steps there are from the low end of a range."""
+        assert self.low is not None and self.high is not None
+        return int((self.high - self.low) / (self.step or 1) + 1e-9)
+
+    def at(self, place: int) -> int | float:
+        """Return the value after so many steps."""
+        assert self.low is not None
+        return self.number(self.low + place * (self.step or 1))
 
     def _between(self, share: float) -> float:
         assert self.low is not None and self.high is not None

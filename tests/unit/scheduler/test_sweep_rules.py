@@ -146,3 +146,13 @@ def test_importance_needs_trials_that_differ() -> None:
     assert importance(swept, [finished(n, 1.0, size=2 + n, only=1) for n in range(3)]) == {}
     assert importance(swept, [finished(n, 1.0, size=2 + n, only=1) for n in range(6)]) == {}
     assert importance(swept, [finished(n, float(n), size=2 + n, only=1) for n in range(6)])["size"] == 1.0
+
+
+def test_awkward_ranges_are_searched_too() -> None:
+    ends = {"far": (-1e15, 1e15), "odd": (-0.1, 123456.789), "tiny": (1e-12, 1 / 3), "whole": (0, 10**15)}
+    space: dict[str, Any] = {name: {"low": low, "high": high} for name, (low, high) in ends.items()}
+    swept = table({**space, "steps": {"low": 0.3272990957, "high": 611, "step": 0.7}, "one": [None]})
+    trials: list[Trial] = []
+    for number in range(12):
+        trials.append(finished(number, float(number), **suggest(swept, trials)))
+    assert sum(importance(swept, trials).values()) == pytest.approx(1.0)

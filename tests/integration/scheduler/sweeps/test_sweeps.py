@@ -185,6 +185,41 @@ async def test_a_spent_budget_ends_the_sweep_and_its_jobs(http: Http, ctx: Conte
     await until(lambda: jobs_of(http, sweep), lambda jobs: all(job["state"] == "cancelled" for job in jobs))
 
 
+async def test_a_budget_of_worker_seconds_counts_all_jobs(http: Http, ctx: Context) -> None:
+    sweep = await submitted(http, max_worker_s=10, max_running=2)
+    jobs = await until(lambda: jobs_of(http, sweep), lambda jobs: len(jobs) == 2)
+    for job in jobs:
+        await ctx.store.redis.hset(f"spent:job:{job['id']}", "worker_s", 6)
+    over = await ends(http, sweep)
+    assert over["reason"] == "its budget is spent: max_worker_s = 10" and over["worker_s"] == 12
+
+
+async def test_a_job_that_its_user_cancels_ends_its_trial_alone(http: Http, ctx: Context) -> None:
+    sweep = await submitted(http)
+    jobs = await until(lambda: jobs_of(http, sweep), lambda jobs: len(jobs) == 3)
+    await http("POST", f"/v1/jobs/{jobs[0]['id']}/cancel")
+    for job in jobs[1:]:
+        await play(ctx, job["id"], [0.5])
+    over = await ends(http, sweep)
+    assert over["trials"] == {"cancelled": 1, "finished": 2} and over["best"]["number"] == 1
+
+
+async def test_no_more_jobs_are_submitted_after_five_have_failed(http: Http, ctx: Context) -> None:
+    sweep = await submitted(http, max_running=1, parameters={SKILL: [n / 10 for n in range(9)]})
+    failed: set[str] = set()
+
+    async def read() -> dict[str, Any]:
+        for job in await jobs_of(http, sweep):
+            if job["id"] not in failed and job["state"] == "queued":
+                failed.add(job["id"])
+                await play(ctx, job["id"], [0.5], JobState.FAILED)
+        return dict((await http("GET", f"/v1/sweeps/{sweep}"))[1])
+
+    over = await until(read, lambda one: one["state"] != "running")
+    assert (over["state"], over["jobs"]) == ("failed", 5)
+    assert over["reason"] == "none of 5 trials has a value; the last: boom"
+
+
 async def test_a_sweep_without_a_value_fails_and_says_why(http: Http, ctx: Context) -> None:
     sweep = await submitted(http, metric="solved", parameters={SKILL: [0.1]})
     jobs = await until(lambda: jobs_of(http, sweep), len)
