@@ -4,8 +4,8 @@
                                                     ^------- otherwise, and the wait doubles ------'
 
 All jobs of a tenant that play the same environment with the same config share a circuit. What opens it is an
-environment that cannot be reached or does not answer; one that raises opens it only if it has worked before, because
-otherwise it is more likely wrong than down, and `rollout.max_failed_share` ends the job.
+environment that cannot be reached, does not answer or raises, and only if it has worked before: otherwise it is more
+likely wrong than down, and `rollout.max_failed_share` ends the job.
 
 Redis key `circuit:{tenant}:{environment}`, a hash: worked (1 once a group has succeeded), failures (groups in a row),
 opened (absent: closed), error (the last one), wait_s, retry_at.
@@ -27,20 +27,20 @@ OPENS_AFTER = 5
 FIRST_WAIT_S, MAX_WAIT_S = 5.0, 300.0
 KEPT_S = 7 * 86400
 """After the last group."""
-OUTAGES = (Ending.ENV_LOST, Ending.ENV_TIMEOUT)
+OUTAGES = (Ending.ENV_LOST, Ending.ENV_TIMEOUT, Ending.ENV_ERROR)
 DOWN = "env_down"
 """Reason for which groups fail while the circuit is open, in the ledger."""
 
-# KEYS circuit. ARGV: kept, now, may open it even if it never worked, error, opens after, first wait
+# KEYS circuit. ARGV: kept, now, error, opens after, first wait
 _FAILED = """
 redis.call('EXPIRE', KEYS[1], ARGV[1])
-if redis.call('HGET', KEYS[1], 'opened') then redis.call('HSET', KEYS[1], 'error', ARGV[4]); return 1 end
-if ARGV[3] == '' and not redis.call('HGET', KEYS[1], 'worked') then return 0 end
-redis.call('HSET', KEYS[1], 'error', ARGV[4])
+if redis.call('HGET', KEYS[1], 'opened') then redis.call('HSET', KEYS[1], 'error', ARGV[3]); return 1 end
+if not redis.call('HGET', KEYS[1], 'worked') then return 0 end
+redis.call('HSET', KEYS[1], 'error', ARGV[3])
 local failures = redis.call('HINCRBY', KEYS[1], 'failures', 1)
 redis.call('EXPIRE', KEYS[1], ARGV[1])
-if failures < tonumber(ARGV[5]) then return 0 end
-redis.call('HSET', KEYS[1], 'opened', ARGV[2], 'wait_s', ARGV[6], 'retry_at', ARGV[2] + ARGV[6])
+if failures < tonumber(ARGV[4]) then return 0 end
+redis.call('HSET', KEYS[1], 'opened', ARGV[2], 'wait_s', ARGV[5], 'retry_at', ARGV[2] + ARGV[5])
 return 1
 """
 # ARGV: kept
@@ -87,10 +87,9 @@ class Circuits:
 
     async def failed(self, key: str, ending: Ending, error: str, now: float) -> bool:
         """Note a failed group. Return whether the circuit is open."""
-        if ending not in (*OUTAGES, Ending.ENV_ERROR):
+        if ending not in OUTAGES:
             return False
-        outage = "1" if ending in OUTAGES else ""
-        args = [KEPT_S, now, outage, error[:1000], OPENS_AFTER, FIRST_WAIT_S]
+        args = [KEPT_S, now, error[:1000], OPENS_AFTER, FIRST_WAIT_S]
         return bool(await self._failed(keys=[key], args=args))
 
     async def succeeded(self, key: str) -> None:

@@ -83,7 +83,7 @@ def test_what_does_not_apply_is_refused_and_what_is_needed_is_asked_for(changes:
 def test_stored_spec_has_only_its_own_parts_and_means_the_same(kind: str) -> None:
     spec = parse_spec({**BASE, "kind": kind, "data": {"path": "a", "validation": 0.1}})
     stored = spec.model_dump(mode="json")
-    labels = {"name", "project", "tags", "notes"}
+    labels = {"name", "project", "tags", "notes", "notify"}
     own = {"kind", "model", "data", "train", "start", "resources", "artifacts"} | ({"dpo"} if kind == "dpo" else set())
     assert set(stored) == labels | own
     assert parse_spec(stored) == spec

@@ -171,8 +171,9 @@ function page(): string {
     const text = legend.replaceAll("&", "&amp;").replaceAll("<", "&lt;");
     return `<figure><img src="${picture}" width="${chart.clientWidth}"><figcaption>${text}</figcaption></figure>`;
   });
-  const table = document.querySelector("table.compared")?.outerHTML ?? "";
-  return `<!doctype html><meta charset="utf-8"><title>Compared runs</title><p>${new Date().toISOString()}</p>${charts.join("")}${table}`;
+  const table = document.querySelector("table.compared");
+  const rows = table ? new XMLSerializer().serializeToString(table) : "";
+  return `<!doctype html><meta charset="utf-8"><title>Compared runs</title><p>${new Date().toISOString()}</p>${charts.join("")}${rows}`;
 }
 
 /** The runs with their whole histories, read on while they are not over. */

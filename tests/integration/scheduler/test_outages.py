@@ -21,12 +21,14 @@ BATCH = 4
 
 
 async def opened(store: Store, key: str, now: float) -> None:
+    await Circuits(store.redis).succeeded(key)
     for number in range(OPENS_AFTER):
         assert await Circuits(store.redis).failed(key, Ending.ENV_LOST, "gone", now) is (number == OPENS_AFTER - 1)
 
 
 async def test_failures_in_a_row_open_the_circuit_and_a_success_closes_it(store: Store) -> None:
     found, key = Circuits(store.redis), circuit_key("t", {"name": "remote", "config": {"url": "x"}})
+    await found.succeeded(key)
     for _ in range(OPENS_AFTER - 1):
         assert not await found.failed(key, Ending.ENV_TIMEOUT, "slow", NOW)
     await found.succeeded(key)
@@ -47,12 +49,19 @@ async def test_failures_in_a_row_open_the_circuit_and_a_success_closes_it(store:
     assert not (await found.find(key)).is_open
 
 
-async def test_an_environment_that_raises_is_down_only_if_it_has_worked(store: Store) -> None:
-    found, key = Circuits(store.redis), circuit_key("t", {"name": "mine", "config": {}})
-    assert not any([await found.failed(key, Ending.ENV_ERROR, "bug", NOW) for _ in range(3 * OPENS_AFTER)])
+@pytest.mark.parametrize("ending", [Ending.ENV_ERROR, Ending.ENV_TIMEOUT, Ending.ENV_LOST])
+async def test_an_environment_is_down_only_if_it_has_worked(store: Store, ending: Ending) -> None:
+    found, key = Circuits(store.redis), circuit_key("t", {"name": "mine", "config": {"how": ending}})
+    assert not any([await found.failed(key, ending, "bug", NOW) for _ in range(3 * OPENS_AFTER)])
     await found.succeeded(key)
-    assert [await found.failed(key, Ending.ENV_ERROR, "x", NOW) for _ in range(OPENS_AFTER)][-1]
+    assert [await found.failed(key, ending, "x", NOW) for _ in range(OPENS_AFTER)][-1]
+
+
+async def test_other_failures_and_other_tenants_and_configs_open_nothing(store: Store) -> None:
+    found, key = Circuits(store.redis), circuit_key("t", {"name": "mine", "config": {}})
+    await opened(store, key, NOW)
     other = circuit_key("t", {"name": "mine", "config": {"url": "other"}})
+    await found.succeeded(other)
     assert not (await found.find(other)).is_open and key != circuit_key("u", {"name": "mine", "config": {}})
     for ending in (Ending.ENGINE_ERROR, Ending.PROMPT, Ending.ENV_BAD_REPLY):
         assert not any([await found.failed(other, ending, "", NOW) for _ in range(2 * OPENS_AFTER)]), ending
