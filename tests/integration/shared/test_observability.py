@@ -253,12 +253,33 @@ async def test_the_subscriber_in_a_browser_shows_what_happens(site: tuple[str, B
 # --- Prometheus and Grafana -----------------------------------------------------------------------------------------
 
 
-def test_every_metric_of_a_panel_exists() -> None:
+def board_queries() -> list[str]:
+    board = orjson.loads((OBSERVABILITY / "grafana" / "dashboards" / "opentinker.json").read_bytes())
+    return [target["expr"] for panel in board["panels"] for target in panel.get("targets", [])]
+
+
+def alerts() -> list[dict[str, Any]]:
+    groups = yaml.safe_load((OBSERVABILITY / "alerts.yml").read_text())["groups"]
+    return [rule for group in groups for rule in group["rules"]]
+
+
+def test_every_alert_says_what_it_is_and_what_to_do() -> None:
+    rules = alerts()
+    assert len({rule["alert"] for rule in rules}) == len(rules) > 8
+    for rule in rules:
+        assert rule["labels"]["severity"] in ("page", "warn")
+        assert rule["annotations"].keys() == {"summary", "description"}
+        promql_parser.parse(rule["expr"])
+    scraped = yaml.safe_load((OBSERVABILITY / "prometheus.yml").read_text())
+    assert scraped["rule_files"] == ["alerts.yml"]
+
+
+def test_every_metric_of_a_panel_or_an_alert_exists() -> None:
     suffixes = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "gauge": ("",)}
     known = {family.name + suffix for family in REGISTRY.collect() for suffix in suffixes[family.type]}
     board = orjson.loads((OBSERVABILITY / "grafana" / "dashboards" / "opentinker.json").read_bytes())
-    expressions = [target["expr"] for panel in board["panels"] for target in panel.get("targets", [])]
-    assert len(expressions) > 30
+    expressions = board_queries() + [rule["expr"] for rule in alerts()]
+    assert len(expressions) > 40
     assert {name for text in expressions for name in re.findall(r"opentinker_\w+", text)} <= known
     named = {name for text in expressions for name in re.findall(r'name="([^"]+)"', text)}
     assert named and undocumented(named) == []
@@ -295,7 +316,7 @@ def test_every_label_of_a_panel_exists() -> None:
 def test_prometheus_understands_every_query() -> None:
     board = orjson.loads((OBSERVABILITY / "grafana" / "dashboards" / "opentinker.json").read_bytes())
     variables = {variable["name"] for variable in board["templating"]["list"]}
-    for text in [target["expr"] for panel in board["panels"] for target in panel.get("targets", [])]:
+    for text in board_queries():
         asked = re.sub(r"\$__\w+", "5m", text)  # Grafana's own, of which we use spans of time
         assert set(re.findall(r"\$(\w+)", asked)) <= variables
         promql_parser.parse(asked)
