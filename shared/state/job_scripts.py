@@ -68,8 +68,12 @@ return {'ok'}
 """
 )
 
-# KEYS job, events, jobs, active, idempotency, states. ARGV: id, now, fields, event, body hash, ttl seconds
-CREATE = """
+# KEYS job, events, jobs, active, idempotency, states. ARGV: id, now, fields, event, body hash, ttl seconds,
+# leader's epoch
+CREATE = (
+    LED
+    + """
+if led_by_another(ARGV[7]) then return {'led'} end
 if redis.call('EXISTS', KEYS[1]) == 1 then return {'ok', ARGV[1]} end
 if ARGV[5] ~= '' then
   local seen = redis.call('HMGET', KEYS[5], 'job', 'body')
@@ -87,6 +91,7 @@ local entry = redis.call('XADD', KEYS[2], 'MAXLEN', '~', '5000', '*', 'event', A
 redis.call('XADD', KEYS[6], entry, 'event', ARGV[4], 'version', 0)
 return {'ok', ARGV[1]}
 """
+)
 
 # KEYS job. ARGV: now, fields to replace, tags to add, tags to remove, most tags. The last four are JSON.
 LABEL = """

@@ -124,11 +124,12 @@ class Store(LeaseTable):
         body_hash: str = "",
         key: str = "",
         trace: str = "",
+        leader: int = UNFENCED,
     ) -> str:
         """Store a new job in state queued. Returns its id, or that of the job an equal request made before. `key`
         and `trace` are those of JobRecord.
 
-        Raises Conflict if the idempotency key was used with another body.
+        Raises Conflict if the idempotency key was used with another body; Fenced: another scheduler leads.
         """
         if idempotency and not body_hash:
             raise ValueError("an idempotency key needs the hash of the body")
@@ -156,10 +157,11 @@ class Store(LeaseTable):
         idem = f"idem:{tenant}:{idempotency or id}"
         answer = await self._create(
             keys=[f"job:{id}", f"job:{id}:events", jobs_key(tenant), "jobs:active", idem, f"job:{id}:states"],
-            args=[id, now, orjson.dumps(fields).decode(), queued, body_hash if idempotency else "", 86400],
+            args=[id, now, orjson.dumps(fields).decode(), queued, body_hash if idempotency else "", 86400, leader],
         )
         if answer[0] == "differs":
             raise _other_body(answer[1])
+        _raise(id, answer, JobState.QUEUED.value)
         return str(answer[1])
 
     async def find_idempotent(self, tenant: str, idempotency: str, body_hash: str) -> str | None:

@@ -6,24 +6,27 @@ Keys:
     sweep:{id}:trials    hash: number -> Trial, as JSON
     sweeps:of:{tenant}   sorted set of ids by creation time
     sweeps:active        set of ids that run, or whose jobs are still to be cancelled
+    sweeps:idem:{tenant}:{key}   hash: sweep that was made under an idempotency key, and hash of its body
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import orjson
 
 from opentinker.shared.state.redis_script import UNFENCED, LeadersScript, Script
 from opentinker.shared.types.errors import Conflict, NotFound
-from opentinker.shared.types.sweeps import SweepProgress, SweepRecord, SweepState, Trial
+from opentinker.shared.types.sweeps import SweepProgress, SweepRecord, SweepState, SweepSummary, Trial
 
 ACTIVE = "sweeps:active"
 IDEMPOTENCY_S = 86_400
 JSON_FIELDS = ("table", "base", "progress")
+SUMMARY_FIELDS = [name for name in SweepSummary.__struct_fields__ if name != "id"]
+T = TypeVar("T", bound=SweepSummary)
 
 # KEYS sweep, of tenant, active, idempotency. ARGV: id, now, fields, body hash ('' = no key), ttl seconds
 _CREATE = """
@@ -52,6 +55,15 @@ end
 return before
 """
 
+# KEYS sweep, trials, of tenant, active, idempotency. ARGV: id
+_DELETE = """
+if redis.call('SISMEMBER', KEYS[4], ARGV[1]) == 1 then return 'active' end
+if redis.call('HGET', KEYS[5], 'sweep') == ARGV[1] then redis.call('DEL', KEYS[5]) end
+redis.call('ZREM', KEYS[3], ARGV[1])
+redis.call('DEL', KEYS[1], KEYS[2])
+return 'ok'
+"""
+
 # KEYS sweep, trials. ARGV: leader, now, progress, then number and trial of each
 _SAVE = """
 if redis.call('EXISTS', KEYS[1]) == 0 then return 'missing' end
@@ -67,12 +79,13 @@ class SweepStore:
         self._create = Script(redis, _CREATE)
         self._move = LeadersScript(redis, _MOVE)
         self._save = LeadersScript(redis, _SAVE)
+        self._delete = Script(redis, _DELETE)
         self._end = LeadersScript(redis, "redis.call('SREM', KEYS[1], ARGV[2])")
 
     async def create(self, sweep: SweepRecord, idempotency: str = "", body_hash: str = "") -> str:
         """Store a new sweep. Returns its id, or that of the sweep which an equal request made before. Raises Conflict
         if the idempotency key was used with another body."""
-        fields = msgspec.to_builtins(sweep)
+        fields = msgspec.to_builtins(sweep) | {"idempotency": idempotency}
         fields |= {name: orjson.dumps(fields[name]).decode() for name in JSON_FIELDS}
         del fields["id"]
         answer = await self._create(
@@ -101,7 +114,9 @@ class SweepStore:
         pipe = self._redis.pipeline(transaction=False)
         for id in ids:
             pipe.hgetall(f"sweep:{id}")
-        return [_record(id, fields) for id, fields in zip(ids, await pipe.execute(), strict=True) if fields]
+        return [
+            _record(id, fields, SweepRecord) for id, fields in zip(ids, await pipe.execute(), strict=True) if fields
+        ]
 
     async def sweep(self, id: str) -> SweepRecord:
         """Raises NotFound."""
@@ -109,7 +124,7 @@ class SweepStore:
             return found
         raise NotFound(f"no sweep {id!r}")
 
-    async def of(self, tenant: str, limit: int, before: str = "") -> list[SweepRecord]:
+    async def of(self, tenant: str, limit: int, before: str = "") -> list[SweepSummary]:
         """Return the tenant's newest sweeps, newest first; of those made before `before` if it is given. Raises
         NotFound if the tenant has no such sweep."""
         start = 0
@@ -118,11 +133,20 @@ class SweepStore:
             if rank is None:
                 raise NotFound(f"no sweep {before!r}")
             start = int(rank) + 1
-        return await self.sweeps(await self._redis.zrevrange(_of(tenant), start, start + limit - 1))
+        ids = await self._redis.zrevrange(_of(tenant), start, start + limit - 1)
+        pipe = self._redis.pipeline(transaction=False)
+        for id in ids:
+            pipe.hmget(f"sweep:{id}", SUMMARY_FIELDS)
+        rows = [dict(zip(SUMMARY_FIELDS, values, strict=True)) for values in await pipe.execute()]
+        return [_record(id, fields, SweepSummary) for id, fields in zip(ids, rows, strict=True) if fields["name"]]
 
     async def active(self) -> list[str]:
         """Return ids of sweeps that run, or whose jobs are still to be cancelled."""
         return sorted(await self._redis.smembers(ACTIVE))
+
+    async def is_active(self, id: str) -> bool:
+        """Return whether a sweep runs, or has jobs that are still to be cancelled."""
+        return bool(await self._redis.sismember(ACTIVE, id))
 
     async def count_active(self, tenant: str) -> int:
         """Return how many of these are the tenant's."""
@@ -135,6 +159,11 @@ class SweepStore:
         """Return its trials, by number."""
         found = [msgspec.json.decode(text, type=Trial) for text in await self._redis.hvals(f"sweep:{id}:trials")]
         return sorted(found, key=lambda trial: trial.number)
+
+    async def job_ids(self, id: str) -> dict[int, list[str]]:
+        """Return the ids of each trial's jobs, empty for those that were not submitted. Reads nothing else of them."""
+        found = await self._redis.hgetall(f"sweep:{id}:trials")
+        return {int(number): [job["id"] for job in orjson.loads(text)["jobs"]] for number, text in found.items()}
 
     async def save(self, id: str, trials: Sequence[Trial], progress: SweepProgress, *, leader: int = UNFENCED) -> None:
         """Store new and changed trials. Raises Fenced, and NotFound if the sweep was deleted."""
@@ -155,12 +184,11 @@ class SweepStore:
         await self._end(leader=leader, keys=[ACTIVE], args=[id])
 
     async def delete(self, id: str, tenant: str) -> None:
-        """Delete the record of a sweep that has ended, and its trials."""
-        pipe = self._redis.pipeline(transaction=True)
-        pipe.zrem(_of(tenant), id)
-        pipe.srem(ACTIVE, id)
-        pipe.delete(f"sweep:{id}", f"sweep:{id}:trials")
-        await pipe.execute()
+        """Delete the record of a sweep, its trials and its idempotency key. Raises Conflict while it is active."""
+        key = await self._redis.hget(f"sweep:{id}", "idempotency")
+        keys = [f"sweep:{id}", f"sweep:{id}:trials", _of(tenant), ACTIVE, _idempotency(tenant, key or id)]
+        if await self._delete(keys=keys, args=[id]) == "active":
+            raise Conflict(f"sweep {id} runs, or its jobs are still being cancelled")
 
 
 def _of(tenant: str) -> str:
@@ -168,13 +196,13 @@ def _of(tenant: str) -> str:
 
 
 def _idempotency(tenant: str, key: str) -> str:
-    return f"idem:sweep:{tenant}:{key}"
+    return f"sweeps:idem:{tenant}:{key}"
 
 
 def _other_body(sweep: str) -> Conflict:
     return Conflict(f"the Idempotency-Key was used for sweep {sweep} with another body; use a new key")
 
 
-def _record(id: str, fields: dict[str, str]) -> SweepRecord:
-    parsed = {name: orjson.loads(fields[name]) for name in JSON_FIELDS}
-    return msgspec.convert({**fields, **parsed, "id": id}, SweepRecord, strict=False)
+def _record(id: str, fields: dict[str, str], kind: type[T]) -> T:
+    parsed = {name: orjson.loads(fields[name]) for name in JSON_FIELDS if name in fields}
+    return msgspec.convert({**fields, **parsed, "id": id}, kind, strict=False)

@@ -15,7 +15,7 @@ class SweepState(StrEnum):
     SUCCEEDED = "succeeded"
     """Every trial has ended, or the budget is spent."""
     FAILED = "failed"
-    """No trial has a value."""
+    """No trial has a value, or it could not go on."""
     CANCELLED = "cancelled"
 
 
@@ -93,8 +93,8 @@ class SweepProgress(msgspec.Struct, frozen=True, kw_only=True):
     """By path: how much of the difference between good and ordinary trials a setting explains."""
 
 
-class SweepRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A sweep."""
+class SweepSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """A sweep, as lists show it."""
 
     id: str
     tenant: str
@@ -108,12 +108,20 @@ class SweepRecord(msgspec.Struct, frozen=True, kw_only=True):
     finished: float = 0.0
     key: str = ""
     """Id of the API key that it was submitted with."""
+    method: str
+    metric: str
+    goal: str
+    planned: int = 0
+    """Trials that there will be at most."""
+    progress: SweepProgress = SweepProgress()
+
+
+class SweepRecord(SweepSummary, frozen=True, kw_only=True):
+    """A sweep, whole."""
+
     trace: str = ""
     """`traceparent` of the request that submitted it."""
     table: dict[str, Any]
     """[sweep] with its defaults."""
     base: dict[str, Any]
     """Spec of its jobs."""
-    planned: int = 0
-    """Trials that there will be at most."""
-    progress: SweepProgress = SweepProgress()

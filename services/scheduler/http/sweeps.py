@@ -22,7 +22,7 @@ from opentinker.shared.spec.sweeps.children import TABLE, SweepSpec
 from opentinker.shared.state.sweeps import SweepStore
 from opentinker.shared.state.usage import UsageStore
 from opentinker.shared.types.errors import Conflict, NotFound, SpecError
-from opentinker.shared.types.sweeps import SweepRecord, SweepState, Trial
+from opentinker.shared.types.sweeps import SweepRecord, SweepState, SweepSummary, Trial
 
 SWEEP_ID = re.compile(r"s-[a-z0-9]{10}")
 BEFORE_SWEEP = Parameter("before", "Only sweeps listed after this one: the cursor of the previous response.")
@@ -110,10 +110,13 @@ class SweepsApi:
     async def delete(self, request: web.Request) -> web.Response:
         """Delete a sweep that has ended, and all artifacts of its jobs.
 
-        The jobs' records and usage stay. Nothing is deleted if a checkpoint of one of them is published or in use."""
+        The jobs' records and usage stay. It is refused if a checkpoint of one of them is published or in use; if that
+        happens in between, the artifacts of some jobs are gone and the sweep stays. It may be repeated."""
         sweep = await self._found(request)
         if sweep.state is SweepState.RUNNING:
             raise Conflict(f"sweep {sweep.id} is running; cancel it first")
+        if await self.store.is_active(sweep.id):  # for good: what has ended does not become active again
+            raise Conflict(f"jobs of sweep {sweep.id} are still being cancelled; try again in a few seconds")
         jobs = [job for job in await self.jobs.jobs(_jobs(await self.store.trials(sweep.id))) if not job.deleted]
         for job in jobs:
             await self.publishing.refuse_kept(job)
@@ -129,12 +132,11 @@ def _jobs(trials: list[Trial]) -> list[str]:
     return [job.id for trial in trials for job in trial.jobs if job.id]
 
 
-def _summary(sweep: SweepRecord) -> dict[str, Any]:
-    told = {name: getattr(sweep, name) for name in ("id", "name", "kind", "tenant", "key", "reason", "planned")}
+def _summary(sweep: SweepSummary) -> dict[str, Any]:
+    names = ("id", "name", "kind", "tenant", "key", "reason", "planned", "method", "metric", "goal")
     done = sweep.progress
     return {
-        **told,
-        **{name: sweep.table[name] for name in ("method", "metric", "goal")},
+        **{name: getattr(sweep, name) for name in names},
         "state": sweep.state.value,
         "created": sweep.created,
         "updated": sweep.updated,

@@ -33,6 +33,7 @@ from opentinker.shared.messaging.subjects import WAKE
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import JobSpec, StartSpec, parse_spec
 from opentinker.shared.state.notifications import Notifications
+from opentinker.shared.state.redis_script import UNFENCED
 from opentinker.shared.types.errors import Conflict, SpecError
 from opentinker.shared.types.manifest import adapter_of, frozen_of, start_of
 from opentinker.shared.types.mistakes import mistake
@@ -55,14 +56,21 @@ def new_job_id() -> str:
 
 
 async def submit(
-    ctx: Context, data: Any, tenant: str, idempotency: str = "", *, key: str = "", trace: str = ""
+    ctx: Context,
+    data: Any,
+    tenant: str,
+    idempotency: str = "",
+    *,
+    key: str = "",
+    trace: str = "",
+    leader: int = UNFENCED,
 ) -> tuple[str, bool]:
-    """`key` and `trace` as in JobRecord.
+    """`key` and `trace` as in JobRecord; `leader`: number of the leadership that the job is submitted under.
 
     Returns the job's id and whether an equal request with the same key had made it before.
 
     Equal is what is written, with its defaults: what the checks read may have changed or gone since then.
-    Raises SpecError with every mistake, Conflict if the key was used for another spec.
+    Raises SpecError with every mistake, Conflict if the key was used for another spec; Fenced: another scheduler leads.
     """
     spec, body_hash, mistakes = await asyncio.to_thread(_read, data)  # a body may hold 100,000 names
     if spec is not None and idempotency and not mistakes:
@@ -86,7 +94,14 @@ async def submit(
         if spec.notify:
             await Notifications(ctx.store.redis).follow(new, time.time())
         id = await ctx.store.create_job(
-            id=new, spec=plain, tenant=tenant, idempotency=idempotency, body_hash=body_hash, key=key, trace=trace
+            id=new,
+            spec=plain,
+            tenant=tenant,
+            idempotency=idempotency,
+            body_hash=body_hash,
+            key=key,
+            trace=trace,
+            leader=leader,
         )
     except (SpecError, Conflict):  # after any other error the job may be stored; if it is not, the sweep removes it
         kept_checkpoints.forget(ctx, new)

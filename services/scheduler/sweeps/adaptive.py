@@ -3,6 +3,7 @@ nothing but the trials has to be stored. Blocking: callers use a thread."""
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -16,6 +17,10 @@ from opentinker.shared.types.sweeps import Trial, TrialState
 
 STARTUP_TRIALS = 8
 """Trials that are drawn at random before values are chosen by their results."""
+GOOD_TRIALS = 25
+"""Best trials of which the sampler makes its model of good values: no more, however many there are."""
+OTHER_TRIALS = 200
+"""Further trials, the newest, that it looks at: its time grows with their number."""
 IMPORTANCE_TRIALS = 4
 """Finished trials without which importance would say nothing."""
 STATES = {
@@ -37,7 +42,7 @@ def suggest(table: SweepTable, trials: Sequence[Trial]) -> dict[str, Any]:
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of ranges whose ends are far from each other
-        chosen = _study(table, trials, sampler).ask(_space(table)).params
+        chosen = _study(table, _telling(table, trials), sampler).ask(_space(table)).params
     return {path: _value(table.parameters[path], chosen[path]) for path in table.parameters}
 
 
@@ -53,7 +58,23 @@ def importance(table: SweepTable, trials: Sequence[Trial]) -> dict[str, float]:
         found = optuna.importance.get_param_importances(
             study, evaluator=optuna.importance.PedAnovaImportanceEvaluator()
         )
-    return {path: float(share) for path, share in found.items()}
+    return {path: float(share) for path, share in found.items() if math.isfinite(share)}
+
+
+def _telling(table: SweepTable, trials: Sequence[Trial]) -> list[Trial]:
+    """Return the best and the newest of the trials, in order."""
+    if len(trials) <= GOOD_TRIALS + OTHER_TRIALS:
+        return list(trials)
+    sign = 1.0 if table.goal == "minimize" else -1.0
+    ranked = sorted(
+        (sign * trial.value, trial.number)
+        for trial in trials
+        if trial.value is not None and trial.state is TrialState.FINISHED
+    )
+    kept = {number for _, number in ranked[:GOOD_TRIALS]}
+    others = [trial.number for trial in trials if trial.number not in kept]
+    kept |= set(others[-OTHER_TRIALS:])
+    return [trial for trial in trials if trial.number in kept]
 
 
 def _study(table: SweepTable, trials: Sequence[Trial], sampler: Any) -> optuna.Study:

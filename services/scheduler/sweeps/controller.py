@@ -10,20 +10,24 @@ with the same trials and submits nothing twice.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from concurrent.futures import ThreadPoolExecutor
 
 import nats.errors
 import structlog
+from redis.exceptions import RedisError
 
 from opentinker.services.scheduler.artifacts.catalog import ArtifactCatalog
 from opentinker.services.scheduler.artifacts.store import StoreUnavailable
 from opentinker.services.scheduler.jobs.disk_threads import ReferencesAway
 from opentinker.services.scheduler.jobs.metric_history import MetricHistory
 from opentinker.services.scheduler.sweeps.running_sweep import RunningSweep
+from opentinker.services.scheduler.sweeps.trial_jobs import abandon
 from opentinker.shared.asyncio_tools import cancel_and_wait, sleep
 from opentinker.shared.messaging.bus import NoReply
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.sweeps import SweepStore
-from opentinker.shared.types.errors import NotFound
+from opentinker.shared.types.errors import Fenced, NotFound
 from opentinker.shared.types.sweeps import SweepRecord
 
 log = structlog.get_logger()
@@ -39,6 +43,8 @@ class SweepController:
         self.ctx, self.leader, self._step_s = ctx, leadership, step_s
         self._store = SweepStore(ctx.store.redis)
         self._history = MetricHistory(ctx.bus, ArtifactCatalog(ctx))
+        self._search = ThreadPoolExecutor(1, "search")
+        """One thread for all sweeps: a search takes the interpreter's lock from everything else in this process."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
@@ -49,6 +55,7 @@ class SweepController:
                 await sleep(POLL_S)
         finally:
             await cancel_and_wait(*self._tasks.values())
+            self._search.shutdown(wait=False, cancel_futures=True)
 
     async def reconcile(self) -> None:
         active = set(await self._store.active())
@@ -61,14 +68,27 @@ class SweepController:
             self._tasks[sweep.id] = asyncio.create_task(self._lead(sweep), name=f"sweep-{sweep.id}")
 
     async def _lead(self, sweep: SweepRecord) -> None:
-        running = RunningSweep(self.ctx, self._store, self._history, self.leader, sweep)
+        running: RunningSweep | None = None
         with structlog.contextvars.bound_contextvars(sweep=sweep.id):
             while True:
                 try:
+                    running = running or RunningSweep(
+                        self.ctx, self._store, self._history, self._search, self.leader, sweep
+                    )
                     if await running.step():
                         return
                 except NotFound:  # it was deleted
                     return
                 except AWAY as error:
                     log.warning("sweep_deferred", error=str(error) or type(error).__name__)
+                except (Fenced, RedisError):
+                    raise
+                except Exception as error:  # noqa: BLE001 - a fault of ours ends this sweep, and no other work of the leader
+                    return await self._abandon(sweep, error)
                 await sleep(self._step_s)
+
+    async def _abandon(self, sweep: SweepRecord, error: Exception) -> None:
+        log.exception("sweep_failed", exc_info=error)
+        reason = f"it cannot go on: {type(error).__name__}: {error}"[:1000]
+        with contextlib.suppress(NotFound, *AWAY):  # while a server is away, it is tried again
+            await abandon(self.ctx, self._store, sweep, reason, self.leader)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 from opentinker.shared.spec.sweeps.table import SweepTable
@@ -12,6 +14,8 @@ MAX_POINTS = 10_000
 """Points of a history that are kept; of a longer one, every second."""
 CURVE_POINTS = 100
 """Points of a curve that a trial's record has."""
+LARGEST = 1e300
+"""Largest absolute value that counts: the sum of MAX_POINTS of them is finite. Others are left out like NaN."""
 
 
 class History:
@@ -29,25 +33,30 @@ class History:
         """Add a point."""
         if len(self.names) < MAX_POINTS:
             self.names |= values.keys()
-        if self._metric in values:
-            self._values.pop(step, None)
-            self._values[step] = values[self._metric]
+        value = values.get(self._metric, math.nan)
+        if abs(value) <= LARGEST:
+            self._values[step] = value
             if len(self._values) > MAX_POINTS:
-                self._values = dict(sorted(self._values.items())[1::2])
+                self._values = dict(sorted(self._values.items())[::-2])
 
     @property
     def step(self) -> int:
         return max(self._values, default=0)
 
     def means(self) -> list[tuple[int, float]]:
-        """Return the moving mean after each step."""
-        found, total = [], 0.0
+        """Return the moving mean after each step. Nothing is subtracted: a huge value would take all digits of those
+        after it. A window is the end of one block of points and the beginning of the next."""
+        window = self._window
         points = sorted(self._values.items())
+        found, ends, total = [], [0.0] * (window + 1), 0.0
         for place, (step, value) in enumerate(points):
+            inside = place % window
+            if inside == 0 and place:
+                block = [value for _, value in points[place - window : place]]
+                ends, total = [*accumulate(reversed(block), initial=0.0)][::-1], 0.0
             total += value
-            if place >= self._window:
-                total -= points[place - self._window][1]
-            found.append((step, float(f"{total / min(place + 1, self._window):.12g}")))
+            mean = (ends[inside + 1] + total) / min(place + 1, window)
+            found.append((step, float(f"{mean:.12g}")))
         return found
 
     def value(self) -> float | None:

@@ -3,31 +3,39 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections import Counter
-from typing import Any
+from collections.abc import Callable
+from concurrent.futures import Executor
+from typing import Any, TypeVar
 
 import msgspec
 import structlog
 
 from opentinker.services.scheduler.jobs.metric_history import MetricHistory
 from opentinker.services.scheduler.jobs.submit import submit
-from opentinker.services.scheduler.sweeps.curves import History, best_of, mean_value
+from opentinker.services.scheduler.sweeps.curves import LARGEST, History, best_of, mean_value
 from opentinker.services.scheduler.sweeps.early_stopping import judge
-from opentinker.shared.messaging.subjects import WAKE
+from opentinker.services.scheduler.sweeps.trial_jobs import cancel_job, job_key, submitted_job
 from opentinker.shared.runtime.service import Context
+from opentinker.shared.spec import parse_spec
 from opentinker.shared.spec.sweeps.children import child_of, combinations, named
 from opentinker.shared.spec.sweeps.table import SweepTable
+from opentinker.shared.state.keys import KeyStore
 from opentinker.shared.state.sweeps import SweepStore
 from opentinker.shared.state.usage import UsageStore
 from opentinker.shared.types.core import JobRecord, JobState
-from opentinker.shared.types.errors import Conflict, NotFound, SpecError
+from opentinker.shared.types.errors import Conflict, SpecError
 from opentinker.shared.types.sweeps import SweepProgress, SweepRecord, SweepState, Trial, TrialJob, TrialState
 
 log = structlog.get_logger()
 
+T = TypeVar("T")
 PAGE = 1000
+REFUSED_S = 600.0
+"""Time for which a refused job is submitted again: what its spec refers to was there when the sweep was submitted, and
+may be away for a moment, like a name that cannot be resolved or an environment that nobody serves."""
+RETRY_S = 15.0
 LATE_S = 10.0
 """Time after a job's end within which its last metrics are expected."""
 HOPELESS = 5
@@ -38,19 +46,30 @@ VALUED = (TrialState.FINISHED, TrialState.STOPPED)
 
 class RunningSweep:
     def __init__(
-        self, ctx: Context, store: SweepStore, history: MetricHistory, leader: int, sweep: SweepRecord
+        self,
+        ctx: Context,
+        store: SweepStore,
+        history: MetricHistory,
+        search: Executor,
+        leader: int,
+        sweep: SweepRecord,
     ) -> None:
-        self.ctx, self._store, self._metrics, self.leader = ctx, store, history, leader
+        """`search`: threads in which values are searched."""
+        self.ctx, self._store, self._metrics, self._search, self.leader = ctx, store, history, search, leader
         self.id, self.sweep = sweep.id, sweep
         self.table = SweepTable.model_validate(sweep.table)
         self._planned = list(combinations(self.table))
         self._trials: list[Trial] | None = None
         self._saved: dict[int, bytes] = {}
+        self._closed: set[int] = set()
+        """Trials that were saved and do not change any more."""
         self._histories: dict[str, History] = {}
         self._cursors: dict[str, int] = {}
         self._importance: dict[str, float] = {}
         self._weighed = 0
         """Finished trials that `_importance` is of."""
+        self._refused_since = self._retry_at = 0.0
+        self._search_error = ""
 
     async def step(self) -> bool:
         """Look at the jobs once, and do what follows. Return whether nothing is left to do. Raises NotFound: the sweep
@@ -69,6 +88,7 @@ class RunningSweep:
             await self._go_on(trials)
         if self.sweep.state is not SweepState.RUNNING:
             self._give_up(trials)
+        await self._save(trials)  # first: another leader must not go on with a trial whose jobs are cancelled
         await self._cancel_rest(trials)
         await self._save(trials)
         over = {job.id for trial in trials if not _runs(trial) for job in trial.jobs if job.over}
@@ -120,6 +140,8 @@ class RunningSweep:
 
     def _without_metric(self, trial: Trial) -> str:
         names = {name for job in trial.jobs if job.id in self._histories for name in self._histories[job.id].names}
+        if self.table.metric in names:
+            return f"no value of its metric {self.table.metric} is a number below {LARGEST:g}"
         shown = ", ".join(sorted(names)[:SHOWN_NAMES]) or "none"
         return f"its job reported no metric {self.table.metric}; of {len(names)} metrics the first are: {shown}"
 
@@ -141,6 +163,8 @@ class RunningSweep:
         if any(trial.open_jobs for trial in trials):
             return
         await self._save(trials)
+        if self._search_error:
+            return await self._end(SweepState.FAILED, f"no further values were found: {self._search_error}"[:1000])
         if best_of(trials, self.table) is not None:
             return await self._end(SweepState.SUCCEEDED)
         last = next((trial.reason for trial in reversed(trials) if trial.reason), "")
@@ -167,6 +191,8 @@ class RunningSweep:
 
     async def _start(self, trials: list[Trial]) -> None:
         """Submit as many jobs as there is room for."""
+        if time.time() < self._retry_at:
+            return
         room = self.table.max_running - sum(bool(job.id) for trial in trials for job in trial.open_jobs)
         while room > 0:
             waiting = [(trial, job) for trial in trials for job in trial.open_jobs if not job.id and _runs(trial)]
@@ -175,21 +201,22 @@ class RunningSweep:
                 if trial is None:
                     return
                 continue
-            await self._submit(*waiting[0])
+            if not await self._submit(*waiting[0]):
+                return
             room -= 1
 
     async def _new_trial(self, trials: list[Trial]) -> Trial | None:
         """Store the next trial; None if there is none."""
+        if self._search_error:
+            return None
         number = len(trials)
         failed = sum(trial.state is TrialState.FAILED for trial in trials)
         if failed >= HOPELESS and not any(trial.state in VALUED for trial in trials):
             return None
         if number >= (self.table.most_trials if self.table.method == "tpe" else len(self._planned)):
             return None
-        try:
-            settings = self._planned[number] if self._planned else await asyncio.to_thread(self._suggested, trials)
-        except ValueError as error:  # of Optuna: the trials that there are stay, no further one is made
-            log.error("search_failed", error=str(error))
+        settings = self._planned[number] if self._planned else await self._searched(self._suggested, trials)
+        if settings is None:
             return None
         jobs = [TrialJob(seed=seed) for seed in self.table.job_seeds]
         trial = Trial(number=number, settings=settings, jobs=jobs, created=time.time())
@@ -197,32 +224,75 @@ class RunningSweep:
         await self._save(trials)
         return trial
 
-    def _suggested(self, trials: list[Trial]) -> dict[str, Any]:
-        """Blocking."""
+    def _suggested(self, trials: list[Trial]) -> dict[str, Any] | None:
+        """Blocking. Return the settings of the next trial; None if the search fails: the trials that there are stay,
+        and no further one is made."""
         from opentinker.services.scheduler.sweeps.adaptive import suggest
 
-        return suggest(self.table, trials)
+        try:
+            return suggest(self.table, trials)
+        except Exception as error:  # noqa: BLE001 - whatever Optuna raises ends the search
+            log.error("search_failed", error=str(error))
+            self._search_error = str(error) or type(error).__name__
+            return None
 
-    async def _submit(self, trial: Trial, job: TrialJob) -> None:
-        """Raises ReferencesAway and others while a server is away: it is submitted again, as the same job."""
+    async def _searched(self, call: Callable[[list[Trial]], T], trials: list[Trial]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._search, call, trials)
+
+    async def _submit(self, trial: Trial, job: TrialJob) -> bool:
+        """Submit a job, or adopt the one that another leader submitted. Return whether others may follow now.
+
+        Raises ReferencesAway and others while a server is away: it is submitted again, as the same job."""
+        if problem := await self._key_problem():
+            await self._end(SweepState.CANCELLED, problem)
+            return False
+        job.id = await self._job_of(trial, job)
+        try:
+            spec = await asyncio.to_thread(self._spec, trial, job)
+        except SpecError as error:
+            self._refuse(trial, job, error)
+            return True
+        sweep, key = self.sweep, job_key(self.id, trial.number, trial.jobs.index(job))
+        try:
+            if not job.id:
+                job.id, _ = await submit(
+                    self.ctx, spec, sweep.tenant, key, key=sweep.key, trace=sweep.trace, leader=self.leader
+                )
+        except (SpecError, Conflict) as error:
+            now = time.time()
+            self._refused_since = self._refused_since or now
+            if now - self._refused_since < REFUSED_S:
+                log.warning("job_refused", trial=trial.number, error=str(error))
+                trial.reason, self._retry_at = f"its job is refused for now: {error}"[:1000], now + RETRY_S
+                return False
+            self._refuse(trial, job, error)
+            return True
+        job.state, trial.reason, self._refused_since = JobState.QUEUED, "", 0.0
+        await self._save(self._trials or [])
+        return True
+
+    def _spec(self, trial: Trial, job: TrialJob) -> dict[str, Any]:
+        """Return the spec of a job. Raises SpecError if it is wrong in itself."""
         spec = child_of(self.table, self.sweep.base, trial.settings, job.seed)
         spec = named(spec, self.id, trial.number, trial.settings)
-        key, sweep = self._key(trial, job), self.sweep
-        try:
-            job.id, _ = await submit(self.ctx, spec, sweep.tenant, key, key=sweep.key, trace=sweep.trace)
-            job.state = JobState.QUEUED
-            await self._save(self._trials or [])
-        except (SpecError, Conflict) as error:
-            job.over = True
-            self._end_trial(trial, TrialState.FAILED, f"its job was refused: {error}"[:1000])
+        parse_spec(spec)
+        return spec
 
-    def _key(self, trial: Trial, job: TrialJob) -> str:
-        """Return the idempotency key of a job. It has spaces, which no key of a request has."""
-        return f"sweep {self.id} {trial.number} {trial.jobs.index(job)}"
+    def _refuse(self, trial: Trial, job: TrialJob, error: Exception) -> None:
+        job.over = True
+        self._end_trial(trial, TrialState.FAILED, f"its job was refused: {error}"[:1000])
+
+    async def _key_problem(self) -> str:
+        """Return why no more jobs are submitted with the sweep's API key; empty if they are."""
+        if not self.ctx.settings.auth or not self.sweep.key:
+            return ""
+        key = await KeyStore(self.ctx.store.redis).find(self.sweep.key)
+        state = "revoked" if key is None else key.state(time.time())  # one that is unknown was revoked long ago
+        return "" if state == "live" else f"its API key {self.sweep.key} is {state}"
 
     async def _job_of(self, trial: Trial, job: TrialJob) -> str:
         """Return the job that another leader submitted just before it was killed; empty if there is none."""
-        return await self.ctx.store.job_of_key(self.sweep.tenant, self._key(trial, job)) or ""
+        return await submitted_job(self.ctx, self.sweep, trial.number, trial.jobs.index(job))
 
     def _give_up(self, trials: list[Trial]) -> None:
         """End the trials of a sweep that has ended."""
@@ -238,24 +308,23 @@ class RunningSweep:
                 if not job.id:
                     job.over = True
                     continue
-                with contextlib.suppress(Conflict, NotFound):
-                    reason = f"{trial.state.value} by sweep {self.id}" + (f": {trial.reason}" if trial.reason else "")
-                    await self.ctx.store.transition(job.id, JobState.CANCELLED, reason=reason[:1000])
-                    await self.ctx.bus.emit(WAKE, {"job": job.id}, who="scheduler")
+                reason = f"{trial.state.value} by sweep {self.id}" + (f": {trial.reason}" if trial.reason else "")
+                await cancel_job(self.ctx, job.id, reason, self.leader)
 
     async def _save(self, trials: list[Trial]) -> None:
         """Store those that have changed. Raises Fenced."""
-        texts = {trial.number: msgspec.json.encode(trial) for trial in trials}
-        changed = [trial for trial in trials if self._saved.get(trial.number) != texts[trial.number]]
+        texts = {trial.number: msgspec.json.encode(trial) for trial in trials if trial.number not in self._closed}
+        changed = [trial for trial in trials if self._saved.get(trial.number) != texts.get(trial.number)]
         if changed:
             await self._store.save(self.id, changed, await self._progress(trials), leader=self.leader)
-            self._saved |= {trial.number: texts[trial.number] for trial in changed}
+        self._closed |= {trial.number for trial in trials if not _runs(trial) and not trial.open_jobs}
+        self._saved = {number: text for number, text in texts.items() if number not in self._closed}
 
     async def _progress(self, trials: list[Trial]) -> SweepProgress:
         best = best_of(trials, self.table)
         finished = sum(trial.state is TrialState.FINISHED for trial in trials)
         if finished != self._weighed:
-            self._weighed, self._importance = finished, await asyncio.to_thread(self._importances, trials)
+            self._weighed, self._importance = finished, await self._searched(self._importances, trials)
         return SweepProgress(
             jobs=sum(bool(job.id) for trial in trials for job in trial.jobs),
             states=dict(Counter(trial.state.value for trial in trials)),
@@ -271,7 +340,7 @@ class RunningSweep:
 
         try:
             return importance(self.table, trials)
-        except ValueError as error:  # of Optuna: it is shown without
+        except Exception as error:  # noqa: BLE001 - whatever Optuna raises: the sweep is shown without
             log.error("importance_failed", error=str(error))
             return {}
 

@@ -43,6 +43,7 @@ async def submit_sweep(
     MAX_ACTIVE sweeps.
     """
     sweep = await asyncio.to_thread(parse_sweep, data)
+    table = sweep.table
     body_hash = hashlib.sha256(orjson.dumps(data, option=orjson.OPT_SORT_KEYS)).hexdigest()
     store = SweepStore(ctx.store.redis)
     if idempotency and (made := await store.find_idempotent(tenant, idempotency, body_hash)) is not None:
@@ -60,10 +61,13 @@ async def submit_sweep(
         created=now,
         updated=now,
         key=key,
+        method=table.method,
+        metric=str(table.metric),
+        goal=str(table.goal),
         trace=trace,
-        table=sweep.table.model_dump(mode="json"),
+        table=table.model_dump(mode="json"),
         base=base,
-        planned=len(sweep.trials) or sweep.table.most_trials,
+        planned=len(sweep.trials) or table.most_trials,
     )
     id = await store.create(record, idempotency, body_hash)
     return id, id != new

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -191,7 +192,10 @@ class SweepTable(SpecPart):
         if not isinstance(data, dict) or not isinstance(data.get("parameters"), dict):
             return data
         leaves = _leaves(data["parameters"], "")
-        if twice := sorted({path for path, _ in leaves if [other for other, _ in leaves].count(path) > 1}):
+        if len(leaves) > MAX_PARAMETERS:
+            problem = f"has {len(leaves):,} settings; at most {MAX_PARAMETERS} are varied"
+            raise Mistakes([mistake("parameters", None, problem)])
+        if twice := sorted(path for path, count in Counter(path for path, _ in leaves).items() if count > 1):
             raise Mistakes([mistake(f"parameters.{path}", None, "is written twice") for path in twice])
         if odd := [(path, value) for path, value in leaves if not isinstance(value, dict) or not value]:
             problem = "must be a list of values or a range, e.g. [1, 2] or { low = 1, high = 2 }"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 
-from opentinker.services.scheduler.sweeps.adaptive import importance, suggest
-from opentinker.services.scheduler.sweeps.curves import CURVE_POINTS, MAX_POINTS, History, best_of
+from opentinker.services.scheduler.sweeps.adaptive import OTHER_TRIALS, _telling, importance, suggest
+from opentinker.services.scheduler.sweeps.curves import CURVE_POINTS, MAX_POINTS, History, best_of, mean_value
 from opentinker.services.scheduler.sweeps.early_stopping import judge, last_rung
 from opentinker.shared.spec.sweeps.table import EarlyStoppingSpec, SweepTable
 from opentinker.shared.types.sweeps import Trial, TrialJob, TrialState
@@ -51,6 +52,35 @@ def test_a_long_history_is_thinned_out() -> None:
     found = history([float(step) for step in range(MAX_POINTS + 5)], window=1)
     assert found.value() == MAX_POINTS + 4
     assert len(found.curve()) <= CURVE_POINTS and found.curve()[-1] == (MAX_POINTS + 5, MAX_POINTS + 4)
+
+
+def test_the_newest_point_of_a_long_history_is_kept() -> None:
+    found = history([0.0] * MAX_POINTS + [1.0], window=1)
+    assert (found.value(), found.step) == (1.0, MAX_POINTS + 1)
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 7, 50])
+def test_a_moving_mean_is_that_of_its_window(window: int) -> None:
+    values = [float(step * step % 31) for step in range(40)]
+    ends = range(1, len(values) + 1)
+    means = [sum(values[max(0, end - window) : end]) / min(end, window) for end in ends]
+    found = history(values, window=window).means()
+    assert [step for step, _ in found] == [*ends] and [mean for _, mean in found] == pytest.approx(means)
+
+
+@pytest.mark.parametrize("summary", ["last", "best", "mean"])
+def test_values_as_large_as_floats_overflow_nothing(summary: str) -> None:
+    found = history(
+        [1.7e308, 1.7e308, float("inf"), float("nan"), *[1e300] * MAX_POINTS], window=10_000, summary=summary
+    )
+    assert found.value() == pytest.approx(1e300)
+    assert all(math.isfinite(value) for _, value in found.curve())
+    seeds = [TrialJob(id=f"j{n}", value=found.value(), step=1, curve=[(1, 1e300)]) for n in range(20)]
+    assert mean_value(Trial(number=0, settings={}, jobs=seeds)) == pytest.approx(1e300)
+
+
+def test_a_huge_value_takes_no_digits_of_later_ones() -> None:
+    assert history([1e300, 1e20, 0.5, 0.25], window=2).value() == 0.375
 
 
 def test_a_step_that_is_trained_again_counts_once() -> None:
@@ -139,6 +169,14 @@ def test_suggestions_are_of_the_space_repeatable_and_follow_results() -> None:
     assert sum(late) / len(late) > 6.5, "large sizes did well"
     shares = importance(swept, trials)
     assert max(shares, key=lambda path: shares[path]) == "size" and sum(shares.values()) == pytest.approx(1.0)
+
+
+def test_a_long_search_looks_at_its_best_and_newest_trials() -> None:
+    swept = table({"size": {"low": 0, "high": 1000}}, trials=1000)
+    trials = [finished(n, -abs(n - 300.0), size=n) for n in range(900)]
+    kept = [trial.number for trial in _telling(swept, trials)]
+    assert kept == [*range(288, 313), *range(900 - OTHER_TRIALS, 900)]
+    assert abs(suggest(swept, trials)["size"] - 300) < 50
 
 
 def test_importance_needs_trials_that_differ() -> None:

@@ -1,95 +1,18 @@
-"""Sweeps over HTTP: what they submit, how they end, and what outlives their scheduler. Jobs are played by the test."""
+"""Sweeps over HTTP: what they submit, and how they end. Jobs are played by the test."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from opentinker.client import AsyncClient
-from opentinker.services.scheduler.sweeps import controller
 from opentinker.shared import api_types
-from opentinker.shared.messaging.subjects import METRIC
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.types.core import JobState
-from opentinker.shared.types.telemetry import MetricPoint
 from tests.conftest import until
 from tests.support.api import SPEC, Http, fits, mistakes
-from tests.support.scheduling import scheduler
-
-SKILLS = [0.1, 0.4, 0.7]
-SKILL = "rollout.toy.skill"
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(controller, "POLL_S", 0.05)
-    monkeypatch.setattr(controller, "STEP_S", 0.05)
-
-
-def swept(**table: Any) -> dict[str, Any]:
-    return {**SPEC, "sweep": {"parameters": {"rollout": {"toy": {"skill": SKILLS}}}, **table}}
-
-
-def skill(spec: dict[str, Any]) -> float:
-    return float(spec["rollout"]["toy"]["skill"])
-
-
-async def jobs_of(http: Http, sweep: str) -> list[dict[str, Any]]:
-    """Its jobs, in order."""
-    _, page = await http("GET", f"/v1/jobs?tag={sweep}&sort=-created")
-    return list(page["jobs"])
-
-
-async def submitted(http: Http, **table: Any) -> str:
-    status, sweep = await http("POST", "/v1/sweeps", json=swept(**table))
-    assert status == 201, sweep
-    fits(sweep, api_types.SweepSummary)
-    return str(sweep["id"])
-
-
-async def play(
-    ctx: Context, job: str, curve: list[float], state: JobState = JobState.SUCCEEDED, first: int = 1
-) -> None:
-    """What a trainer would do: report a point per step, and end."""
-    if state is JobState.RUNNING:
-        await ctx.store.transition(job, state)
-    for step, value in enumerate(curve, first):
-        point = MetricPoint(
-            job=job, source="trainer", incarnation="t", seq=step, step=step, time=1.0, values={"reward/mean": value}
-        )
-        await ctx.bus.publish(METRIC, point, f"{job}/{step}", job=job, source="trainer")
-    if state.final:
-        await ctx.store.transition(
-            job, state, step=first + len(curve) - 1, reason="" if state == "succeeded" else "boom"
-        )
-
-
-async def ends(http: Http, sweep: str) -> dict[str, Any]:
-    async def read() -> dict[str, Any]:
-        return dict((await http("GET", f"/v1/sweeps/{sweep}"))[1])
-
-    over = await until(read, lambda one: one["state"] != "running")
-    fits(over, api_types.Sweep)
-    return dict(over)
-
-
-async def play_all(
-    ctx: Context, http: Http, sweep: str, score: Callable[[dict[str, Any]], list[float]]
-) -> dict[str, Any]:
-    """Play jobs as they come, until the sweep ends."""
-    played: set[str] = set()
-
-    async def read() -> dict[str, Any]:
-        for job in await jobs_of(http, sweep):
-            if job["id"] not in played and job["state"] == "queued":
-                played.add(job["id"])
-                spec = (await ctx.store.job(job["id"])).spec
-                await play(ctx, job["id"], score(spec))
-        return dict((await http("GET", f"/v1/sweeps/{sweep}"))[1])
-
-    return dict(await until(read, lambda one: one["state"] != "running"))
+from tests.support.sweeps import SKILL, SKILLS, ends, jobs_of, play, play_all, skill, submitted, swept
 
 
 async def test_a_grid_makes_ordinary_jobs_and_ends_with_the_best(http: Http, ctx: Context) -> None:
@@ -125,19 +48,6 @@ async def test_search_finds_a_good_value_and_says_which_setting_matters(http: Ht
     assert over["trials"] == {"finished": 14} and over["best"]["value"] > 0.9
     assert over["importance"][SKILL] > over["importance"]["algorithm.group_size"]
     assert sum(over["importance"].values()) == pytest.approx(1.0)
-
-
-async def test_a_killed_scheduler_resumes_a_sweep(http: Http, ctx: Context, new_context: Any) -> None:
-    sweep = await submitted(http, max_running=1)
-    before = await until(lambda: jobs_of(http, sweep), len)
-    await play(ctx, before[0]["id"], [0.5] * 2, JobState.RUNNING)
-    ctx.stopping.set()
-    async with new_context("scheduler-1") as second, scheduler(second) as url:
-        again = Http(http.session, url)
-        await play(second, before[0]["id"], [0.5], first=3)
-        over = await play_all(second, again, sweep, lambda spec: [skill(spec)] * 3)
-    assert over["state"] == "succeeded" and over["jobs"] == 3, "no job was submitted twice"
-    assert over["all_trials"][0]["jobs"][0]["id"] == before[0]["id"]
 
 
 async def test_a_cancelled_sweep_cancels_its_jobs_and_a_deleted_one_their_artifacts(

@@ -105,7 +105,12 @@ def test_a_job_has_its_values_its_seed_and_the_sweep_s_id() -> None:
         (sweep({"train.lr": [1]}, method="random", trials=600, seeds=[1, 2]), "sweep.trials", "more than the 1,000"),
         (sweep({f"environment.config.{n}": [*range(11)] for n in "abc"}), "sweep.parameters", "make 1,331 jobs"),
         (sweep({"train.lr": [*range(101)]}), "sweep.parameters.train.lr.values", "at most 100 items"),
-        (sweep({f"environment.config.k{n}": [1] for n in range(17)}), "sweep.parameters", "at most 16 items"),
+        (
+            sweep({f"environment.config.k{n}": [1] for n in range(17)}),
+            "sweep.parameters",
+            "has 17 settings; at most 16",
+        ),
+        (sweep({f"{n}": 0 for n in range(7000)}), "sweep.parameters", "has 7,000 settings; at most 16"),
         (sweep({}), "sweep.parameters", "at least 1 item"),
         (sweep({"train.lr": [1]}, unknown=1), "sweep.unknown", "unknown setting"),
         (sweep({"train.lr": [1]}, early_stopping={}), "sweep.early_stopping.min_steps", "is needed"),

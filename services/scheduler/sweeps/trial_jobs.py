@@ -1,0 +1,39 @@
+"""Jobs of trials as the store has them: found under their idempotency keys, and cancelled."""
+
+from __future__ import annotations
+
+import contextlib
+
+from opentinker.shared.messaging.subjects import WAKE
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.state.sweeps import SweepStore
+from opentinker.shared.types.core import JobState
+from opentinker.shared.types.errors import Conflict, NotFound
+from opentinker.shared.types.sweeps import SweepRecord, SweepState
+
+
+def job_key(sweep: str, trial: int, job: int) -> str:
+    """Return the idempotency key of a job. It has spaces, which no key of a request has."""
+    return f"sweep {sweep} {trial} {job}"
+
+
+async def submitted_job(ctx: Context, sweep: SweepRecord, trial: int, job: int) -> str:
+    """Return the job that was submitted under its key; empty if there is none."""
+    return await ctx.store.job_of_key(sweep.tenant, job_key(sweep.id, trial, job)) or ""
+
+
+async def cancel_job(ctx: Context, job: str, reason: str, leader: int) -> None:
+    """Cancel a job unless it has ended. Raises Fenced."""
+    with contextlib.suppress(Conflict, NotFound):
+        await ctx.store.transition(job, JobState.CANCELLED, reason=reason[:1000], leader=leader)
+        await ctx.bus.emit(WAKE, {"job": job}, who="scheduler")
+
+
+async def abandon(ctx: Context, store: SweepStore, sweep: SweepRecord, reason: str, leader: int) -> None:
+    """End a sweep that cannot go on, whatever its trials say, and cancel its jobs. Raises NotFound, Fenced."""
+    await store.end(sweep.id, SweepState.FAILED, reason, leader=leader)
+    for trial, jobs in (await store.job_ids(sweep.id)).items():
+        for place, known in enumerate(jobs):
+            if id := known or await submitted_job(ctx, sweep, trial, place):
+                await cancel_job(ctx, id, f"sweep {sweep.id} failed: {reason}", leader)
+    await store.ended(sweep.id, leader=leader)
