@@ -348,6 +348,7 @@ def _length(kind: str, train: Any, data: Any) -> list[dict[str, Any]]:
 
 
 SWEPT = "makes many jobs of this spec, and one is asked for here: docs/sweeps.md says how a sweep is submitted"
+NO_KIND = "a sweep has the kind of its jobs, and a table [sweep] (docs/sweeps.md)"
 MAX_MISTAKES = 100
 """Mistakes of a spec that are reported: each unknown setting is compared with all settings."""
 
@@ -365,7 +366,11 @@ def parse_spec(data: Any) -> JobSpec:
     if data == {}:
         problem = "is empty: a job says at least what stands below; `opentinker spec` prints every setting"
         found.insert(0, mistake(WHOLE, None, problem))
-    found = [{**one, "problem": SWEPT} if one["field"] == "sweep" else one for one in found]
+    for one in found:
+        if one["field"] == "sweep":
+            one["problem"] = SWEPT
+        elif (one["field"], one["value"]) == ("kind", "sweep"):
+            one["problem"] += f"; {NO_KIND}"
     kind = data.get("kind", "rl") if isinstance(data, dict) else "rl"
     own = PARTS_OF.get(kind if isinstance(kind, str) else "", set())
     absent = {part for parts in PARTS_OF.values() for part in parts} - own if own else set()

@@ -35,6 +35,7 @@ from opentinker.shared.security.authorization import Action
 from opentinker.shared.single_flight import SingleFlight
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.spec.labels import LabelChanges
+from opentinker.shared.spec.sweeps.children import TABLE, is_sweep
 from opentinker.shared.state.admission import admission_of
 from opentinker.shared.state.circuits import Circuits, circuit_key
 from opentinker.shared.state.job_rows import JobRow, JobRows
@@ -128,6 +129,9 @@ class JobsApi:
         asked, trace = principal_of(request), incoming(request.headers)
         with self.ctx.tracer.span("submit", trace):
             body = await read_spec(request)
+            if is_sweep(body):
+                problem = "makes many jobs, and this makes one: POST the same document to /v1/sweeps (client.sweep)"
+                raise SpecError.of(TABLE, None, problem)
             id, repeated = await submit(self.ctx, body, asked.tenant, key or "", key=asked.key, trace=trace)
         headers = {"Location": f"/v1/jobs/{id}"} | ({"Idempotency-Replayed": "true"} if repeated else {})
         record = await self.store.job(id)

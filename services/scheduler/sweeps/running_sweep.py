@@ -166,7 +166,9 @@ class RunningSweep:
         if self._search_error:
             return await self._end(SweepState.FAILED, f"no further values were found: {self._search_error}"[:1000])
         if best_of(trials, self.table) is not None:
-            return await self._end(SweepState.SUCCEEDED)
+            reached = self.table.all_trials > len(trials) == self.table.most_trials
+            spent = f"its budget is spent: max_jobs = {self.table.max_jobs}" if reached else ""
+            return await self._end(SweepState.SUCCEEDED, spent)
         last = next((trial.reason for trial in reversed(trials) if trial.reason), "")
         await self._end(SweepState.FAILED, f"none of {len(trials)} trials has a value; the last: {last}"[:1000])
 

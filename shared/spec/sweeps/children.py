@@ -4,6 +4,7 @@ whose value a job's spec refuses."""
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -175,10 +176,9 @@ def _parameter(path: str) -> str:
 def combinations(table: SweepTable) -> Iterator[Settings]:
     """Yield the settings of all trials of a grid or of random search; the last parameter of a grid varies fastest."""
     if table.method == "grid":
-        trials: list[Settings] = [{}]
-        for path, one in table.parameters.items():
-            trials = [{**settings, path: value} for settings in trials for value in one.grid or ()]
-        yield from trials
+        every = itertools.product(*(one.grid or () for one in table.parameters.values()))
+        for values in itertools.islice(every, table.most_trials):
+            yield dict(zip(table.parameters, values, strict=True))
     elif table.method == "random":
         yield from _draws(table, table.most_trials)
 

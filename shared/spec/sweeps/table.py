@@ -178,6 +178,8 @@ class SweepTable(SpecPart):
     """Seed of `random` and `tpe`."""
     max_running: Annotated[int, Field(ge=1, le=64)] = 4
     """Jobs of the sweep that are in the queue or running at once. They wait there as all others do."""
+    max_jobs: Annotated[int, Field(ge=1, le=MAX_JOBS)] | None = None
+    """Budget: jobs that are submitted, of all trials and seeds together; of a grid those of its first combinations."""
     max_hours: Annotated[float, Field(gt=0.0, le=8760.0)] | None = None
     """Budget: hours from the submission after which the sweep ends and its running jobs are cancelled."""
     max_worker_s: Annotated[float, Field(gt=0.0, le=1e12)] | None = None
@@ -215,14 +217,18 @@ class SweepTable(SpecPart):
             found += [
                 mistake(f"parameters.{path}.points", self.parameters[path].points, "is for grids") for path in points
             ]
-            if self.trials is None and self.max_hours is None and self.max_worker_s is None:
-                problem = f"is needed for method = {self.method!r}, or a budget: max_hours, max_worker_s"
+            if {self.trials, self.max_jobs, self.max_hours, self.max_worker_s} == {None}:
+                problem = f"is needed for method = {self.method!r}, or a budget: max_jobs, max_hours, max_worker_s"
                 found.append(mistake("trials", None, problem))
         if len(set(self.seeds)) < len(self.seeds):
             found.append(mistake("seeds", self.seeds, "names a seed twice"))
         if self.trials is not None and self.trials * self.repeats > MAX_JOBS:
             problem = f"times {self.repeats} seeds is more than the {MAX_JOBS:,} jobs that a sweep may have"
             found.append(mistake("trials", self.trials, problem))
+        if self.max_jobs is not None and self.max_jobs < self.repeats:
+            found.append(
+                mistake("max_jobs", self.max_jobs, f"is less than the {self.repeats} jobs of one trial (seeds)")
+            )
         return found
 
     def grid_mistakes(self) -> list[dict[str, Any]]:
@@ -240,8 +246,10 @@ class SweepTable(SpecPart):
                 )
             else:
                 size *= len(values)
-        if not found and size > MAX_JOBS:
-            problem = f"make {size:,} jobs; a sweep may have {MAX_JOBS:,}: use fewer values, or method = 'random'"
+        if not found and size > MAX_JOBS and self.max_jobs is None:
+            problem = (
+                f"make {size:,} jobs; a sweep may have {MAX_JOBS:,}: use fewer values, max_jobs or method = 'random'"
+            )
             found.append(mistake("parameters", None, problem))
         return found
 
@@ -258,6 +266,11 @@ class SweepTable(SpecPart):
     @property
     def most_trials(self) -> int:
         """Trials that there may be at most."""
+        return self.all_trials if self.max_jobs is None else min(self.all_trials, self.max_jobs // self.repeats)
+
+    @property
+    def all_trials(self) -> int:
+        """Trials that there would be without `max_jobs`."""
         if self.method != "grid":
             return self.trials or MAX_JOBS // self.repeats
         return math.prod(len(one.grid or ()) for one in self.parameters.values())

@@ -95,6 +95,27 @@ async def test_a_spent_budget_ends_the_sweep_and_its_jobs(http: Http, ctx: Conte
     await until(lambda: jobs_of(http, sweep), lambda jobs: all(job["state"] == "cancelled" for job in jobs))
 
 
+async def test_a_budget_of_jobs_ends_a_grid_after_its_first_trials(http: Http, ctx: Context) -> None:
+    sweep = await submitted(http, max_jobs=2)
+    over = await play_all(ctx, http, sweep, lambda spec: [skill(spec)])
+    assert (over["state"], over["reason"]) == ("succeeded", "its budget is spent: max_jobs = 2")
+    assert (over["planned"], over["jobs"], over["best"]["number"]) == (2, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("spec", "field", "problem"),
+    [
+        (swept(), "sweep", "POST the same document to /v1/sweeps"),
+        ({**SPEC, "kind": "sweep"}, "kind", "a sweep has the kind of its jobs, and a table [sweep]"),
+    ],
+)
+async def test_a_sweep_among_jobs_is_told_where_it_goes(
+    http: Http, spec: dict[str, Any], field: str, problem: str
+) -> None:
+    status, body = await http("POST", "/v1/jobs", json=spec)
+    assert status == 422 and problem in mistakes(body)[field]
+
+
 async def test_a_budget_of_worker_seconds_counts_all_jobs(http: Http, ctx: Context) -> None:
     sweep = await submitted(http, max_worker_s=10, max_running=2)
     jobs = await until(lambda: jobs_of(http, sweep), lambda jobs: len(jobs) == 2)

@@ -51,6 +51,14 @@ def test_ranges_of_a_grid(path: str, parameter: dict[str, Any], values: list[Any
     assert [one[path] for one in settings({path: parameter})] == values
 
 
+def test_a_grid_with_a_budget_of_jobs_ends_after_its_first_combinations() -> None:
+    values = {f"environment.config.{n}": [*range(11)] for n in "abc"}
+    assert [one["environment.config.c"] for one in settings(values, max_jobs=7, seeds=[1, 2])] == [0, 1, 2]
+    assert len(settings(values, method="random", max_jobs=30)) == 30
+    assert len(settings({"train.lr": [1e-4, 1e-3]}, max_jobs=30)) == 2
+    assert parse_sweep(sweep(values, method="tpe", max_jobs=30, seeds=[1, 2])).table.most_trials == 15
+
+
 def test_random_draws_lie_in_their_ranges_and_are_repeatable() -> None:
     tables = {
         "train.lr": {"low": 1e-6, "high": 1e-2, "log": True},
@@ -101,6 +109,9 @@ def test_a_job_has_its_values_its_seed_and_the_sweep_s_id() -> None:
         (sweep({"train.seed": [1]}, seeds=[1]), "sweep.parameters.train.seed", "set by sweep.seeds"),
         (sweep({"train.lr": [1]}, seeds=[1, 1]), "sweep.seeds", "twice"),
         (sweep({"train.lr": [1]}, trials=3), "sweep.trials", "does not apply to a grid"),
+        (sweep({"train.lr": [1]}, max_jobs=1, seeds=[1, 2]), "sweep.max_jobs", "less than the 2 jobs of one trial"),
+        (sweep({"train.lr": [1]}, max_jobs=1001), "sweep.max_jobs", "less than or equal to 1000"),
+        (sweep({"train.lr": [1]}, {"kind": "sweep"}), "kind", "a sweep has the kind of its jobs"),
         (sweep({"train.lr": [1, 2]}, method="tpe"), "sweep.trials", "is needed"),
         (sweep({"train.lr": [1]}, method="random", trials=600, seeds=[1, 2]), "sweep.trials", "more than the 1,000"),
         (sweep({f"environment.config.{n}": [*range(11)] for n in "abc"}), "sweep.parameters", "make 1,331 jobs"),
