@@ -27,7 +27,7 @@ class SweepTrial(TypedDict):
     state: Literal["running", "finished", "stopped", "failed", "cancelled"]
     """stopped: early, because it did worse than others."""
     reason: str
-    """Why it was stopped, failed or was cancelled."""
+    """Why it was stopped, failed or was cancelled; while it runs, why its job is refused for now."""
     value: float | None
     """Mean over its jobs; null while one of them has none."""
     created: float

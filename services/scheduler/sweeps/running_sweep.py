@@ -249,29 +249,32 @@ class RunningSweep:
             await self._end(SweepState.CANCELLED, problem)
             return False
         job.id = await self._job_of(trial, job)
-        try:
-            spec = await asyncio.to_thread(self._spec, trial, job)
-        except SpecError as error:
-            self._refuse(trial, job, error)
-            return True
-        sweep, key = self.sweep, job_key(self.id, trial.number, trial.jobs.index(job))
-        try:
-            if not job.id:
-                job.id, _ = await submit(
-                    self.ctx, spec, sweep.tenant, key, key=sweep.key, trace=sweep.trace, leader=self.leader
-                )
-        except (SpecError, Conflict) as error:
-            now = time.time()
-            self._refused_since = self._refused_since or now
-            if now - self._refused_since < REFUSED_S:
-                log.warning("job_refused", trial=trial.number, error=str(error))
-                trial.reason, self._retry_at = f"its job is refused for now: {error}"[:1000], now + RETRY_S
-                return False
-            self._refuse(trial, job, error)
-            return True
+        if not job.id:
+            await self._submit_new(trial, job)
+        if not job.id:
+            return job.over
         job.state, trial.reason, self._refused_since = JobState.QUEUED, "", 0.0
         await self._save(self._trials or [])
         return True
+
+    async def _submit_new(self, trial: Trial, job: TrialJob) -> None:
+        """Submit a job; one that is refused is over, or for some time submitted again later."""
+        try:
+            spec = await asyncio.to_thread(self._spec, trial, job)
+        except SpecError as error:
+            return self._refuse(trial, job, error)
+        sweep, key = self.sweep, job_key(self.id, trial.number, trial.jobs.index(job))
+        try:
+            job.id, _ = await submit(
+                self.ctx, spec, sweep.tenant, key, key=sweep.key, trace=sweep.trace, leader=self.leader
+            )
+        except (SpecError, Conflict) as error:
+            now = time.time()
+            self._refused_since = self._refused_since or now
+            if now - self._refused_since >= REFUSED_S:
+                return self._refuse(trial, job, error)
+            log.warning("job_refused", trial=trial.number, error=str(error))
+            trial.reason, self._retry_at = f"its job is refused for now: {error}"[:1000], now + RETRY_S
 
     def _spec(self, trial: Trial, job: TrialJob) -> dict[str, Any]:
         """Return the spec of a job. Raises SpecError if it is wrong in itself."""

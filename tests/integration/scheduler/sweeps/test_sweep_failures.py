@@ -19,6 +19,7 @@ from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.keys import KeyStore
 from opentinker.shared.types.core import JobState
 from opentinker.shared.types.errors import Fenced, SpecError
+from opentinker.shared.types.sweeps import Trial
 from tests.conftest import NewContext, soon, until
 from tests.support.api import Http, bearing, new_key_of
 from tests.support.factories import make_spec
@@ -59,6 +60,15 @@ async def test_a_killed_scheduler_resumes_a_sweep(http: Http, ctx: Context, new_
     assert over["all_trials"][0]["jobs"][0]["id"] == before[0]["id"]
 
 
+SPEC_OF = running_sweep.RunningSweep._spec
+
+
+def _refusing_first(sweep: Any, trial: Trial, job: Any) -> dict[str, Any]:
+    if trial.number == 0:
+        raise SpecError.of("train.lr", 1, "is refused")
+    return SPEC_OF(sweep, trial, job)
+
+
 @pytest.mark.parametrize("body", ["", "of an older release"])
 async def test_a_job_whose_leader_died_before_it_was_noted_is_adopted(
     http: Http, ctx: Context, new_context: NewContext, monkeypatch: pytest.MonkeyPatch, body: str
@@ -69,7 +79,8 @@ async def test_a_job_whose_leader_died_before_it_was_noted_is_adopted(
     await soon(gate.reached.wait())
     monkeypatch.setattr(running_sweep, "submit", submit)
     (job,) = await jobs_of(http, sweep)
-    if body:
+    if body:  # its spec would be refused now
+        monkeypatch.setattr(running_sweep.RunningSweep, "_spec", _refusing_first)
         await ctx.store.redis.hset(f"idem:default:sweep {sweep} 0 0", "body", body)
     async with another_leader(new_context, ctx, http) as (second, again):
         over = await play_all(second, again, sweep, lambda spec: [skill(spec)])
