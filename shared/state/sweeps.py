@@ -124,6 +124,12 @@ class SweepStore:
             return found
         raise NotFound(f"no sweep {id!r}")
 
+    async def tenant(self, id: str) -> str:
+        """Raises NotFound."""
+        if (tenant := await self._redis.hget(f"sweep:{id}", "tenant")) is None:
+            raise NotFound(f"no sweep {id!r}")
+        return str(tenant)
+
     async def of(self, tenant: str, limit: int, before: str = "") -> list[SweepSummary]:
         """Return the tenant's newest sweeps, newest first; of those made before `before` if it is given. Raises
         NotFound if the tenant has no such sweep."""

@@ -28,7 +28,6 @@ from opentinker.shared.messaging.bus import NoReply
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.sweeps import SweepStore
 from opentinker.shared.types.errors import Fenced, NotFound
-from opentinker.shared.types.sweeps import SweepRecord
 
 log = structlog.get_logger()
 
@@ -64,17 +63,17 @@ class SweepController:
             await cancel_and_wait(task)
             if not task.cancelled():
                 task.result()
-        for sweep in await self._store.sweeps(sorted(active - self._tasks.keys())):
-            self._tasks[sweep.id] = asyncio.create_task(self._lead(sweep), name=f"sweep-{sweep.id}")
+        for id in sorted(active - self._tasks.keys()):
+            self._tasks[id] = asyncio.create_task(self._lead(id), name=f"sweep-{id}")
 
-    async def _lead(self, sweep: SweepRecord) -> None:
+    async def _lead(self, id: str) -> None:
         running: RunningSweep | None = None
-        with structlog.contextvars.bound_contextvars(sweep=sweep.id):
+        with structlog.contextvars.bound_contextvars(sweep=id):
             while True:
                 try:
-                    running = running or RunningSweep(
-                        self.ctx, self._store, self._history, self._search, self.leader, sweep
-                    )
+                    if running is None:
+                        sweep = await self._store.sweep(id)
+                        running = RunningSweep(self.ctx, self._store, self._history, self._search, self.leader, sweep)
                     if await running.step():
                         return
                 except NotFound:  # it was deleted
@@ -84,11 +83,11 @@ class SweepController:
                 except (Fenced, RedisError):
                     raise
                 except Exception as error:  # noqa: BLE001 - a fault of ours ends this sweep, and no other work of the leader
-                    return await self._abandon(sweep, error)
+                    return await self._abandon(id, error)
                 await sleep(self._step_s)
 
-    async def _abandon(self, sweep: SweepRecord, error: Exception) -> None:
+    async def _abandon(self, id: str, error: Exception) -> None:
         log.exception("sweep_failed", exc_info=error)
         reason = f"it cannot go on: {type(error).__name__}: {error}"[:1000]
         with contextlib.suppress(NotFound, *AWAY):  # while a server is away, it is tried again
-            await abandon(self.ctx, self._store, sweep, reason, self.leader)
+            await abandon(self.ctx, self._store, id, reason, self.leader)

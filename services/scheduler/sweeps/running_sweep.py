@@ -297,7 +297,7 @@ class RunningSweep:
 
     async def _job_of(self, trial: Trial, job: TrialJob) -> str:
         """Return the job that another leader submitted just before it was killed; empty if there is none."""
-        return await submitted_job(self.ctx, self.sweep, trial.number, trial.jobs.index(job))
+        return await submitted_job(self.ctx, self.id, self.sweep.tenant, trial.number, trial.jobs.index(job))
 
     def _give_up(self, trials: list[Trial]) -> None:
         """End the trials of a sweep that has ended."""

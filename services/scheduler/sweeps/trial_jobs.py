@@ -9,7 +9,7 @@ from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.sweeps import SweepStore
 from opentinker.shared.types.core import JobState
 from opentinker.shared.types.errors import Conflict, NotFound
-from opentinker.shared.types.sweeps import SweepRecord, SweepState
+from opentinker.shared.types.sweeps import SweepState
 
 
 def job_key(sweep: str, trial: int, job: int) -> str:
@@ -17,9 +17,9 @@ def job_key(sweep: str, trial: int, job: int) -> str:
     return f"sweep {sweep} {trial} {job}"
 
 
-async def submitted_job(ctx: Context, sweep: SweepRecord, trial: int, job: int) -> str:
+async def submitted_job(ctx: Context, sweep: str, tenant: str, trial: int, job: int) -> str:
     """Return the job that was submitted under its key; empty if there is none."""
-    return await ctx.store.job_of_key(sweep.tenant, job_key(sweep.id, trial, job)) or ""
+    return await ctx.store.job_of_key(tenant, job_key(sweep, trial, job)) or ""
 
 
 async def cancel_job(ctx: Context, job: str, reason: str, leader: int) -> None:
@@ -29,11 +29,13 @@ async def cancel_job(ctx: Context, job: str, reason: str, leader: int) -> None:
         await ctx.bus.emit(WAKE, {"job": job}, who="scheduler")
 
 
-async def abandon(ctx: Context, store: SweepStore, sweep: SweepRecord, reason: str, leader: int) -> None:
-    """End a sweep that cannot go on, whatever its trials say, and cancel its jobs. Raises NotFound, Fenced."""
-    await store.end(sweep.id, SweepState.FAILED, reason, leader=leader)
-    for trial, jobs in (await store.job_ids(sweep.id)).items():
+async def abandon(ctx: Context, store: SweepStore, sweep: str, reason: str, leader: int) -> None:
+    """End a sweep that cannot go on, whatever its record and its trials say, and cancel its jobs. Raises NotFound,
+    Fenced."""
+    await store.end(sweep, SweepState.FAILED, reason, leader=leader)
+    tenant = await store.tenant(sweep)
+    for trial, jobs in (await store.job_ids(sweep)).items():
         for place, known in enumerate(jobs):
-            if id := known or await submitted_job(ctx, sweep, trial, place):
-                await cancel_job(ctx, id, f"sweep {sweep.id} failed: {reason}", leader)
-    await store.ended(sweep.id, leader=leader)
+            if id := known or await submitted_job(ctx, sweep, tenant, trial, place):
+                await cancel_job(ctx, id, f"sweep {sweep} failed: {reason}", leader)
+    await store.ended(sweep, leader=leader)

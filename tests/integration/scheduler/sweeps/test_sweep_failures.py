@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import aiohttp
+import orjson
 import pytest
 
 from opentinker.services.scheduler.jobs.submit import submit
@@ -171,18 +172,24 @@ async def test_a_fault_ends_its_sweep_and_no_other(http: Http, ctx: Context, mon
     assert (await play_all(ctx, http, other, lambda spec: [skill(spec)]))["state"] == "succeeded"
 
 
-async def test_trials_that_cannot_be_read_end_their_sweep(http: Http, ctx: Context, new_context: NewContext) -> None:
+@pytest.mark.parametrize("broken", ["trial", "record"])
+async def test_a_sweep_that_cannot_be_read_ends_and_its_jobs_are_cancelled(
+    http: Http, ctx: Context, new_context: NewContext, broken: str
+) -> None:
     sweep = await submitted(http, max_running=1)
     (job,) = await until(lambda: jobs_of(http, sweep), len)
     ctx.stopping.set()
     await until(lambda: not ctx.detail["leads"])
-    broken = f'{{"number": 0, "settings": {{}}, "jobs": [{{"id": "{job["id"]}", "step": null}}]}}'
-    await ctx.store.redis.hset(f"sweep:{sweep}:trials", "0", broken)
-    async with another_leader(new_context, ctx, http) as (second, again):
+    if broken == "trial":
+        unreadable = orjson.dumps({"number": 0, "settings": {}, "jobs": [{"id": job["id"], "step": None}]})
+        await ctx.store.redis.hset(f"sweep:{sweep}:trials", "0", unreadable)
+    else:
+        await ctx.store.redis.hset(f"sweep:{sweep}", "progress", b"[]")
+    async with another_leader(new_context, ctx, http) as (second, _):
         ended = await until(lambda: second.store.job(job["id"]), lambda job: job.state.final)
         assert "it cannot go on: ValidationError" in ended.reason
-        _, page = await again("GET", "/v1/sweeps")
-        assert [one["state"] for one in page["sweeps"]] == ["failed"]
+        await until(lambda: second.store.redis.smembers("sweeps:active"), lambda active: not active)
+        assert await second.store.redis.hget(f"sweep:{sweep}", "state") == "failed"
 
 
 @pytest.mark.parametrize("patience_s", [60.0, 0.0])
