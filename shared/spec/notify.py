@@ -13,6 +13,8 @@ Occasion = Literal["succeeded", "failed", "cancelled", "alarm", "target"]
 Bound = Annotated[float, Field(ge=-1e30, le=1e30)]
 ALARMS = ("mismatch_alarm", "collapse_alarm", "environment_down")
 """Events of a job that are told as `alarm`."""
+EMAIL = r"^[A-Za-z0-9_%+-]+(\.[A-Za-z0-9_%+-]+)*@[A-Za-z0-9-]+(\.[A-Za-z0-9-]+)*$"
+"""Addresses without quotes and comments: what a header takes as it is."""
 
 
 class TargetSpec(SpecPart):
@@ -39,7 +41,7 @@ class NotifySpec(SpecPart):
     """Webhook: gets a signed POST with JSON. Whoever may read the job reads the URL."""
     format: Literal["json", "slack"] = "json"
     """Of the webhook: `json`, see docs/notifications.md; `slack`: a text for Slack, and whatever takes the same."""
-    email: Annotated[str, Field(pattern=r"^[^\s@,;<>\"]{1,64}@[A-Za-z0-9.-]{1,189}$")] | None = None
+    email: Annotated[str, Field(pattern=EMAIL, max_length=254)] | None = None
     """Address; the operator's mail server must be set, and its domain allowed."""
     on: Annotated[list[Occasion], Field(min_length=1, max_length=5)] = ["succeeded", "failed", "alarm"]
     """Occasions. `alarm`: a collapse or mismatch alarm, or an environment that is down. `target` needs a target."""

@@ -3,7 +3,9 @@
 Redis keys:
     notify:jobs             sorted set of jobs that notify, by the time they were submitted
     notify:seen:{job}       hash: after (id of the last event that was looked at), cursor (of metrics), target:{n}
-    notify:due              sorted set of ids of messages by the time of the next try
+    notify:tenants          set of tenants that ever had a message
+    notify:due:{tenant}     sorted set of ids of messages by the time of the next try
+    notify:mails:{tenant}   e-mails sent within the hour
     notify:messages         hash of messages by id, JSON
     notify:secret:{tenant}  what webhooks are signed with
 """
@@ -23,6 +25,7 @@ from opentinker.shared.types import codec
 PREFIX = "whsec_"
 """As of https://www.standardwebhooks.com."""
 SECRET_BYTES = 32
+HOUR_S = 3600
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,22 +58,31 @@ class Notifications:
         await self._redis.zrem("notify:jobs", job)
         await self._redis.delete(f"notify:seen:{job}")
 
-    async def seen(self, job: str) -> dict[str, str]:
-        return cast(dict[str, str], await self._redis.hgetall(f"notify:seen:{job}"))
+    async def seen(self, jobs: Sequence[str]) -> list[dict[str, str]]:
+        """Return what of each job was looked at."""
+        pipe = self._redis.pipeline(transaction=False)
+        for job in jobs:
+            pipe.hgetall(f"notify:seen:{job}")
+        return cast(list[dict[str, str]], await pipe.execute())
 
     async def add(self, job: str, messages: Sequence[Message], seen: Mapping[str, str], now: float) -> None:
         """Keep messages, and what of the job was looked at for them, at once. One that is kept already stays."""
         async with self._redis.pipeline(transaction=True) as pipe:
             for message in messages:
                 pipe.hsetnx("notify:messages", message.id, codec.to_json(message))
-                pipe.zadd("notify:due", {message.id: now}, nx=True)
+                pipe.sadd("notify:tenants", message.tenant)
+                pipe.zadd(_due(message.tenant), {message.id: now}, nx=True)
             for name, value in seen.items():
                 pipe.hset(f"notify:seen:{job}", name, value)
             await pipe.execute()
 
-    async def due(self, now: float, most: int) -> list[Message]:
-        ids = await self._redis.zrangebyscore("notify:due", "-inf", now, start=0, num=most)
-        texts = await self._redis.hmget("notify:messages", [str(id) for id in ids]) if ids else []
+    async def due(self, now: float, each: int) -> list[Message]:
+        """Return what is to be sent now, the longest due first; of each tenant so much at most."""
+        pipe = self._redis.pipeline(transaction=False)
+        for tenant in sorted(await self._redis.smembers("notify:tenants")):
+            pipe.zrangebyscore(_due(str(tenant)), "-inf", now, start=0, num=each)
+        ids = [str(id) for found in await pipe.execute() for id in found]
+        texts = await self._redis.hmget("notify:messages", ids) if ids else []
         return [codec.from_json(Message, text) for text in texts if text]
 
     async def again(self, message: Message, at: float) -> None:
@@ -78,17 +90,28 @@ class Notifications:
         more = msgspec.structs.replace(message, tries=message.tries + 1)
         async with self._redis.pipeline(transaction=True) as pipe:
             pipe.hset("notify:messages", message.id, codec.to_json(more))
-            pipe.zadd("notify:due", {message.id: at})
+            pipe.zadd(_due(message.tenant), {message.id: at})
             await pipe.execute()
 
     async def done(self, message: Message) -> None:
         async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.zrem("notify:due", message.id)
+            pipe.zrem(_due(message.tenant), message.id)
             pipe.hdel("notify:messages", message.id)
             await pipe.execute()
+
+    async def count_mail(self, tenant: str) -> int:
+        """Count an e-mail. Return how many there were within the hour, with this one."""
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.incr(f"notify:mails:{tenant}")
+            pipe.expire(f"notify:mails:{tenant}", HOUR_S, nx=True)
+            return int((await pipe.execute())[0])
 
     async def secret(self, tenant: str, *, renew: bool = False) -> str:
         """Return what the tenant's webhooks are signed with; made at the first call, and anew if `renew`."""
         fresh = PREFIX + base64.b64encode(secrets.token_bytes(SECRET_BYTES)).decode()
         await self._redis.set(f"notify:secret:{tenant}", fresh, nx=not renew)
         return str(await self._redis.get(f"notify:secret:{tenant}"))
+
+
+def _due(tenant: str) -> str:
+    return f"notify:due:{tenant}"

@@ -14,6 +14,8 @@ import hmac
 import smtplib
 import ssl
 import time
+from concurrent.futures import ThreadPoolExecutor
+from email.headerregistry import Address
 from email.message import EmailMessage
 
 import aiohttp
@@ -33,6 +35,10 @@ WORDS = {"alarm": "needs a look", "target": "has reached its target"}
 """Occasions that are not states of a job."""
 
 
+_MAILERS = ThreadPoolExecutor(4, thread_name_prefix="mail")
+"""A mail server that hangs holds these threads, and nobody else's."""
+
+
 class NotDelivered(OpenTinkerError):
     """The text says why."""
 
@@ -44,7 +50,7 @@ async def deliver(message: Message, to: NotifySpec, secret: str, settings: Setti
             if to.url is not None:
                 await _post(message, to, secret, Egress(tuple(settings.env_egress_allow)))
             else:
-                await asyncio.to_thread(_mail, message, str(to.email), settings)
+                await asyncio.get_running_loop().run_in_executor(_MAILERS, _mail, message, str(to.email), settings)
     except (OSError, TimeoutError, aiohttp.ClientError, smtplib.SMTPException) as error:
         raise NotDelivered(str(error) or type(error).__name__) from None
 
@@ -92,7 +98,8 @@ def _mail(message: Message, address: str, settings: Settings) -> None:
     text = text_of(message)
     mail = EmailMessage()
     mail["Subject"] = " ".join(text.splitlines()[0].split())[:200]
-    mail["From"], mail["To"] = settings.smtp_from, address
+    name, _, domain = address.rpartition("@")
+    mail["From"], mail["To"] = settings.smtp_from, Address(username=name, domain=domain)
     mail["Message-ID"] = f"<{message.id.replace('/', '.')}@opentinker>"
     mail.set_content(text)
     context = ssl.create_default_context()

@@ -1,7 +1,8 @@
 """Tells people what becomes of their jobs, by the jobs' [[notify]].
 
-    notify   consumes events and metrics of jobs that notify; produces messages in Redis, and sends those that are due:
-             webhooks and e-mails; waits LOOK_S between looks
+    look   consumes events and metrics of jobs that notify; produces messages in Redis; waits LOOK_S
+    send   consumes messages that are due; produces webhooks and e-mails, AT_ONCE of each tenant at the same time, so
+           that a receiver who hangs keeps up nobody else's; waits SEND_S
 
 A message is kept in Redis before what it tells of counts as seen, so a killed scheduler loses none; one may be sent
 twice, with the same id. It is tried TRIES times, over about an hour.
@@ -11,6 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import nats.errors
@@ -20,20 +23,26 @@ from redis.exceptions import RedisError
 from opentinker.services.scheduler.artifacts.catalog import ArtifactCatalog
 from opentinker.services.scheduler.jobs.metric_history import MetricHistory
 from opentinker.services.scheduler.notifications.delivery import NotDelivered, deliver
-from opentinker.shared.asyncio_tools import sleep
+from opentinker.shared.asyncio_tools import cancel_and_wait, sleep
 from opentinker.shared.messaging.bus import NoReply
 from opentinker.shared.runtime.service import Context
-from opentinker.shared.spec.notify import ALARMS, NotifySpec
+from opentinker.shared.spec.notify import ALARMS, NotifySpec, TargetSpec
 from opentinker.shared.state.notifications import Message, Notifications
 from opentinker.shared.types.core import JobRecord
 from opentinker.shared.types.errors import Conflict, NotFound, OpenTinkerError
 
 log = structlog.get_logger()
 
-LOOK_S = 2.0
+LOOK_S, SEND_S = 2.0, 0.5
+METRICS_S = 10.0
+"""Metrics of a job of which nothing else has changed are read again after so long."""
+LATE_S = 30.0
+"""After the end of a job, metrics may still come for so long."""
+MAILS = 200
+"""Per tenant and hour; further ones wait."""
 TRIES = 9
 FIRST_RETRY_S, MAX_RETRY_S = 10.0, 1200.0
-AT_ONCE = 20
+AT_ONCE = 5
 UNKNOWN_S = 300.0
 """A job that is not there so long after it was announced was never stored."""
 POINTS = 1000
@@ -47,39 +56,79 @@ class Notifier:
         self._ctx, self._store = ctx, ctx.store
         self._kept = Notifications(ctx.store.redis)
         self._history = MetricHistory(ctx.bus, ArtifactCatalog(ctx))
+        self._looked: dict[str, tuple[float, float]] = {}
+        """By job: its `updated` when all of it had been read, and when that was (monotonic seconds)."""
+        self._sending: dict[str, asyncio.Task[None]] = {}
+        """By id of the message."""
 
     async def run(self) -> None:
+        """Until it is cancelled."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._again_and_again(self.look, LOOK_S))
+                tasks.create_task(self._again_and_again(self.send, SEND_S))
+        finally:
+            await cancel_and_wait(*self._sending.values())
+
+    @staticmethod
+    async def _again_and_again(work: Callable[[], Awaitable[None]], wait_s: float) -> None:
         while True:
             try:
-                await self.look()
+                await work()
             except (RedisError, OSError, TimeoutError) as error:
                 log.warning("notifier_waits", error=str(error) or type(error).__name__)
-            await sleep(LOOK_S)
+            await sleep(wait_s)
 
     async def look(self) -> None:
-        """Look at all jobs that notify once, and send what is due."""
-        now = time.time()
-        for id, since in (await self._kept.followed()).items():
+        """Look at all jobs that notify once, and keep messages."""
+        now, followed = time.time(), await self._kept.followed()
+        found = {job.id: job for job in await self._store.jobs(list(followed))}
+        for id, since in followed.items():
+            if id not in found and now - since > UNKNOWN_S:
+                await self._kept.forget(id)
+        for job, seen in zip(found.values(), await self._kept.seen(list(found)), strict=True):
+            if self._is_known(job):
+                continue
             try:
-                await self._look_at(await self._store.job(id))
-            except NotFound:
-                if now - since > UNKNOWN_S:
-                    await self._kept.forget(id)
+                await self._look_at(job, seen)
             except (NoReply, nats.errors.Error, OpenTinkerError, ValueError) as error:
-                log.warning("notifier_waits", job=id, error=str(error))
-        await asyncio.gather(*(self._send(message) for message in await self._kept.due(time.time(), AT_ONCE)))
+                log.warning("notifier_waits", job=job.id, error=str(error))
 
-    async def _look_at(self, job: JobRecord) -> None:
+    def _is_known(self, job: JobRecord) -> bool:
+        """Return whether nothing has happened since the last look."""
+        updated, at = self._looked.get(job.id, (-1.0, 0.0))
+        if updated != job.updated or job.state.final:
+            return False
+        return time.monotonic() < at + METRICS_S or not any(entry.get("target") for entry in job.spec["notify"])
+
+    async def send(self) -> None:
+        """Begin to send what is due."""
+        due = await self._kept.due(time.time(), AT_ONCE)
+        busy = Counter(message.tenant for message in due if message.id in self._sending)
+        for message in due:
+            if message.id in self._sending or busy[message.tenant] >= AT_ONCE:
+                continue
+            self._sending[message.id] = asyncio.create_task(self._send(message))
+            busy[message.tenant] += 1
+
+    async def sent(self) -> None:
+        """Wait for what is being sent."""
+        await asyncio.gather(*self._sending.values())
+
+    async def _look_at(self, job: JobRecord, seen: dict[str, str]) -> None:
         told = [NotifySpec.model_validate(entry) for entry in job.spec.get("notify") or []]
-        seen = await self._kept.seen(job.id)
         events = await self._store.events(job.id, seen.get("after", "0"))
         messages = [message for event in events for message in self._messages(job, event, told)]
         marks = {"after": events[-1]["id"]} if events else {}
-        reached, more_marks = await self._targets(job, told, seen)
+        reached, more_marks, more = await self._targets(job, told, seen)
         if messages or reached or marks or more_marks:
             await self._kept.add(job.id, [*reached, *messages], {**marks, **more_marks}, time.time())
-        if job.state.final and not events:
+        if more or events:
+            return
+        self._looked[job.id] = (job.updated, time.monotonic())
+        if job.state.final and time.time() > job.finished + (LATE_S if _open_targets(told, seen) else 0.0):
             await self._kept.forget(job.id)
+            del self._looked[job.id]
 
     def _messages(self, job: JobRecord, event: dict[str, Any], told: list[NotifySpec]) -> list[Message]:
         kind = event["event"]
@@ -109,13 +158,12 @@ class Notifier:
 
     async def _targets(
         self, job: JobRecord, told: list[NotifySpec], seen: dict[str, str]
-    ) -> tuple[list[Message], dict[str, str]]:
-        """Return messages of targets that new points reach, and marks for what was looked at."""
-        open_ones = {place: entry.target for place, entry in enumerate(told)
-                     if entry.target is not None and f"target:{place}" not in seen}  # fmt: skip
+    ) -> tuple[list[Message], dict[str, str], bool]:
+        """Return messages of targets that new points reach, marks for what was looked at, and whether there is more."""
+        open_ones = _open_targets(told, seen)
         if not open_ones:
-            return [], {}
-        page, _ = await self._history.page(job, int(seen.get("cursor", 0)), POINTS, "*")
+            return [], {}, False
+        page, more = await self._history.page(job, int(seen.get("cursor", 0)), POINTS, "*")
         messages, marks = [], {"cursor": str(page[-1][0])} if page else {}
         for _, point in page:
             for place, target in list(open_ones.items()):
@@ -127,18 +175,30 @@ class Notifier:
                 detail = {"metric": target.metric, "value": value, "step": point.step}
                 id = f"{job.id}/target/{place}"
                 messages.append(self._message(job, id, place, "target", point.time, detail))
-        return messages, marks
+        return messages, marks, more
 
     async def _send(self, message: Message) -> None:
         try:
+            await self._deliver(message)
+        except (RedisError, OSError, TimeoutError) as error:
+            log.warning("notifier_waits", message=message.id, error=str(error) or type(error).__name__)
+        finally:
+            del self._sending[message.id]
+
+    async def _deliver(self, message: Message) -> None:
+        try:
             job = await self._store.job(message.job)
+        except NotFound:
+            return await self._kept.done(message)  # it was deleted
+        try:
             to = NotifySpec.model_validate(job.spec["notify"][message.entry])
-            secret = await self._kept.secret(message.tenant)
-            await deliver(message, to, secret, self._ctx.settings)
-        except (NotFound, KeyError, IndexError):
-            await self._kept.done(message)  # the job was deleted
-        except (NotDelivered, OpenTinkerError) as error:
-            await self._failed(message, str(error))
+            if to.email is not None and (sent := await self._kept.count_mail(message.tenant)) > MAILS:
+                raise NotDelivered(f"{sent} e-mails within an hour, {MAILS} allowed")
+            await deliver(message, to, await self._kept.secret(message.tenant), self._ctx.settings)
+        except RedisError:
+            raise
+        except Exception as error:  # noqa: BLE001 - one message must not end the others
+            await self._failed(message, str(error) or type(error).__name__)
         else:
             await self._kept.done(message)
             log.info("notified", job=message.job, occasion=message.occasion, message=message.id)
@@ -155,3 +215,12 @@ class Notifier:
             await self._store.update(message.job, event="notification_failed", failure=True, detail=detail)
         except (Conflict, NotFound):
             return
+
+
+def _open_targets(told: list[NotifySpec], seen: dict[str, str]) -> dict[int, TargetSpec]:
+    """Return targets that were not reached yet, by their entry's place."""
+    return {
+        place: entry.target
+        for place, entry in enumerate(told)
+        if entry.target is not None and f"target:{place}" not in seen
+    }

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import hmac
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -19,11 +21,12 @@ from opentinker.services.scheduler.notifications import notifier as notifier_mod
 from opentinker.services.scheduler.notifications.notifier import TRIES, Notifier
 from opentinker.shared.messaging.subjects import METRIC
 from opentinker.shared.runtime.service import Context
-from opentinker.shared.state.notifications import Notifications
+from opentinker.shared.spec import parse_spec
+from opentinker.shared.state.notifications import Message, Notifications
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import JobState
 from opentinker.shared.types.telemetry import MetricPoint
-from tests.conftest import free_port
+from tests.conftest import free_port, until
 from tests.support.api import SPEC, Http
 from tests.support.scheduling import kinds, new_job
 
@@ -66,6 +69,12 @@ async def notifying(store: Store, id: str, *entries: dict[str, Any]) -> str:
     return job
 
 
+async def tells(notifier: Notifier) -> None:
+    await notifier.look()
+    await notifier.send()
+    await notifier.sent()
+
+
 async def ends(store: Store, job: str, state: JobState, reason: str = "") -> None:
     await store.transition(job, state, reason=reason)
 
@@ -73,12 +82,12 @@ async def ends(store: Store, job: str, state: JobState, reason: str = "") -> Non
 async def test_the_end_of_a_job_is_told_once_and_signed(ctx: Context, store: Store, receiver: Receiver) -> None:
     job = await notifying(store, "j-hooked", {"url": receiver.url})
     told = Notifier(allowing(ctx))
-    await told.look()
+    await tells(told)
     assert receiver.got == []
     await ends(store, job, JobState.FAILED, "the loss is NaN")
     for other in (told, Notifier(allowing(ctx))):  # a scheduler that takes over tells nothing twice
-        await other.look()
-        await other.look()
+        await tells(other)
+        await tells(other)
     ((headers, body),) = receiver.got
     (said,) = receiver.bodies
     assert (said["occasion"], said["job"]["id"], said["job"]["reason"]) == ("failed", job, "the loss is NaN")
@@ -98,19 +107,20 @@ async def test_a_webhook_that_is_away_is_tried_again_and_given_up_in_the_end(
     await ends(store, job, JobState.SUCCEEDED)
     kept, told = Notifications(store.redis), Notifier(allowing(ctx))
     for tries in range(1, TRIES + 1):
-        await told.look()
+        await tells(told)
         assert len(receiver.got) == tries
-        await told.look()
+        await tells(told)
         assert len(receiver.got) == tries, "the next try waits"
         for message in await kept.due(time.time() + 1e6, 10):
-            await store.redis.zadd("notify:due", {message.id: 0.0})
+            await store.redis.zadd(f"notify:due:{message.tenant}", {message.id: 0.0})
     assert len({headers["webhook-id"] for headers, _ in receiver.got}) == 1
     assert (await kinds(store, job))[-1] == "notification_failed" and await kept.due(time.time() + 1e6, 10) == []
 
 
 async def test_alarms_and_targets_are_told_and_what_nobody_wants_is_not(
-    ctx: Context, store: Store, receiver: Receiver
+    ctx: Context, store: Store, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(notifier_module, "METRICS_S", 0.0)
     target = {"metric": "val/reward/mean", "above": 0.5}
     job = await notifying(
         store, "j-target", {"url": receiver.url, "on": ["alarm"], "target": target},
@@ -124,7 +134,7 @@ async def test_alarms_and_targets_are_told_and_what_nobody_wants_is_not(
             job=job, source="trainer", incarnation="i", seq=step, time=time.time(), step=step, values=values
         )
         await ctx.bus.publish(METRIC, point, f"{job}/{step}", job=job, source="trainer")
-        await told.look()
+        await tells(told)
     alarm, reached = receiver.bodies
     assert (alarm["occasion"], alarm["detail"]["alarm"], alarm["detail"]["hint"]) == (
         "alarm",
@@ -133,8 +143,90 @@ async def test_alarms_and_targets_are_told_and_what_nobody_wants_is_not(
     )
     assert (reached["occasion"], reached["detail"]["value"], reached["detail"]["step"]) == ("target", 0.6, 2)
     await ends(store, job, JobState.CANCELLED)
-    await told.look()
+    await tells(told)
     assert len(receiver.got) == 3 and f"({job}) cancelled" in receiver.bodies[-1]["text"]
+    await tells(told)
+    assert job not in await Notifications(store.redis).followed(), "no target is open"
+
+
+async def test_a_target_is_told_however_long_the_history_and_after_the_end(
+    ctx: Context, store: Store, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notifier_module, "POINTS", 3)
+    target = {"metric": "loss", "below": 0.5}
+    job = await notifying(store, "j-long", {"url": receiver.url, "on": ["target"], "target": target})
+    for step in range(1, 11):
+        values = {"loss": 0.4 if step == 10 else 1.0}
+        point = MetricPoint(job=job, source="t", incarnation="i", seq=step, time=1.0, step=step, values=values)
+        await ctx.bus.publish(METRIC, point, f"{job}/{step}", job=job, source="t")
+    await ends(store, job, JobState.SUCCEEDED)
+    told = Notifier(allowing(ctx))
+    for _ in range(5):
+        await tells(told)
+    assert [body["detail"]["step"] for body in receiver.bodies] == [10]
+    for late, is_followed in ((1e6, False), (0.0, False)):
+        monkeypatch.setattr(notifier_module, "LATE_S", late)
+        await tells(told)
+        assert (job in await Notifications(store.redis).followed()) is is_followed
+
+
+async def test_a_receiver_that_hangs_keeps_up_no_other_tenant(
+    ctx: Context, store: Store, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released = asyncio.Event()
+
+    async def deliver(message: Message, *rest: Any) -> None:
+        if message.tenant == "slow":
+            await released.wait()
+        if message.job == "j-odd":
+            raise ValueError("nobody has thought of this")
+
+    monkeypatch.setattr(notifier_module, "deliver", deliver)
+    kept, told = Notifications(store.redis), Notifier(allowing(ctx))
+    for id, tenant in [*((f"j-slow{n}", "slow") for n in range(9)), ("j-quick", "quick"), ("j-odd", "quick")]:
+        job = await new_job(store, id, JobState.RUNNING, tenant=tenant, notify=[{"url": receiver.url}])
+        await kept.follow(job, time.time())
+        await ends(store, job, JobState.SUCCEEDED)
+    await told.look()
+
+    async def left() -> dict[str, int]:
+        await told.send()
+        return Counter(message.tenant for message in await kept.due(time.time(), 100))
+
+    await until(left, lambda found: found == {"slow": 9})
+    (odd,) = [one for one in await kept.due(time.time() + 1e6, 100) if one.job == "j-odd"]
+    assert odd.tries == 1, "it is tried again, and ends nothing else"
+    released.set()
+    await until(left, lambda found: not found)
+
+
+async def test_a_tenant_sends_so_many_mails_an_hour(
+    ctx: Context, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[str] = []
+
+    async def deliver(message: Message, *_: Any) -> None:
+        sent.append(message.job)
+
+    monkeypatch.setattr(notifier_module, "deliver", deliver)
+    monkeypatch.setattr(notifier_module, "MAILS", 2)
+    for number in range(3):
+        job = await notifying(store, f"j-mail{number}", {"email": "me@lab.example"})
+        await ends(store, job, JobState.SUCCEEDED)
+    await tells(Notifier(allowing(ctx)))
+    assert len(sent) == 2
+    (waits,) = await Notifications(store.redis).due(time.time() + 1e6, 10)
+    assert waits.tries == 1
+
+
+@pytest.mark.parametrize(
+    "address",
+    [".:@x.com", "():@x.com", "=?utf-8?q?=0a?=@x.com", "a@b\nSubject: c", "a..b@x.com", '"a"@x.com', "@x.com"],
+)
+def test_an_address_is_what_a_header_takes_as_it_is(address: str) -> None:
+    with pytest.raises(Exception, match="email"):
+        parse_spec({**SPEC, "notify": [{"email": address}]})
+    assert parse_spec({**SPEC, "notify": [{"email": "a.b+c@x-y.example.com"}]}).notify
 
 
 async def test_a_mail_is_sent_by_the_operators_server(ctx: Context, store: Store) -> None:
@@ -156,7 +248,7 @@ async def test_a_mail_is_sent_by_the_operators_server(ctx: Context, store: Store
             "smtp_security": "none",
             "smtp_from": "bot@lab.example",
         }
-        await Notifier(allowing(ctx, **mail)).look()
+        await tells(Notifier(allowing(ctx, **mail)))
     finally:
         server.stop()
     (found,) = mails
