@@ -67,6 +67,9 @@ the episode. To share a process between episodes, start it without the variable:
 ELSEWHERE = "elsewhere"
 """Key of pydantic's validation context, true where another process plays the episodes. Validators then skip checks of
 what is installed on this machine."""
+MODULES = "modules"
+"""Key of pydantic's validation context, true where the operator lets jobs run programs and read files of the env
+workers' machine (setting env_modules)."""
 
 
 Bot = Callable[[Any], str | Message]

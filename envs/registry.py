@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from opentinker.envs.base import ELSEWHERE, Environment
+from opentinker.envs.base import ELSEWHERE, MODULES, Environment
 from opentinker.envs.bots import resolve_bots
 from opentinker.envs.game import AbstractGame, environment_of
 from opentinker.shared.types.env_protocol import is_url
@@ -103,7 +103,7 @@ def check(
     """
     found = find(name, modules=modules)
     try:
-        return found, found.Config.model_validate(config, context={ELSEWHERE: elsewhere})
+        return found, found.Config.model_validate(config, context={ELSEWHERE: elsewhere, MODULES: modules})
     except ValidationError as error:
         mistakes = [mistake for item in error.errors(include_url=False) for mistake in mistakes_of(item, config)]
         raise SpecError([_of_config(found, mistake) for mistake in mistakes]) from None

@@ -18,7 +18,7 @@ from pydantic import BaseModel, Field, ValidationInfo, field_validator
 from opentinker.envs.agent import AgentEnvironment, AgentError, Result
 from opentinker.envs.agents.endpoint import Endpoint
 from opentinker.envs.agents.program import model_variables
-from opentinker.envs.base import ELSEWHERE, Opening, Unreachable
+from opentinker.envs.base import ELSEWHERE, MODULES, Opening, Unreachable
 from opentinker.envs.harbor.box import SHARED, Answer, BoxError, BoxLost
 from opentinker.envs.harbor.episode import Episode, TasksConfig, check_set
 from opentinker.envs.harbor.image import Shell
@@ -40,15 +40,19 @@ class HarborAgent(AgentEnvironment):
         command: Annotated[str, Field(min_length=1, max_length=10_000)]
         """Starts the agent, in a shell in the task's working directory."""
         files: str = ""
-        """Folder of the env worker's machine that the sandbox gets as /agent; empty: the image holds the agent."""
+        """Folder of the env worker's machine that the sandbox gets as /agent, if the operator allows it (setting
+        env_modules); empty: the image holds the agent."""
         variables: Annotated[dict[str, str], Field(max_length=100)] = {}  # noqa: RUF012 - pydantic copies defaults
         """Additional environment variables of the agent."""
 
         @field_validator("files")
         @classmethod
         def _files_are_there(cls, files: str, info: ValidationInfo) -> str:
-            if not files or (info.context or {}).get(ELSEWHERE):
+            context = info.context or {}
+            if not files or context.get(ELSEWHERE):
                 return files
+            if not context.get(MODULES):
+                raise ValueError("reads files of the env worker's machine, which is off here (setting env_modules)")
             if not Path(files).is_dir():
                 raise ValueError(f"no directory {files!r:.200} on the env worker's machine")
             found = [path for path in Path(files).rglob("*") if path.is_file()]

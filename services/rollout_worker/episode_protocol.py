@@ -18,6 +18,8 @@ class EpisodeFailed(Exception):
 
     def __init__(self, ending: Ending, error: str) -> None:
         self.ending, self.error = ending, error
+        self.at_opening = False
+        """True: no policy has acted yet."""
         super().__init__(f"{ending}: {error}")
 
 

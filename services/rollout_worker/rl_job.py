@@ -287,6 +287,7 @@ class RolloutJob:
         try:
             return await episode.run()
         except EpisodeFailed as error:
+            error.at_opening = episode.open_s == 0
             self.counts[f"episodes_failed/{error.ending}"] += 1
             log.info("episode_failed", ending=error.ending, error=error.error)
             raise
@@ -339,7 +340,8 @@ class RolloutJob:
             await self.worker.ctx.store.update(ticket.job, event="opening_mismatch", detail=detail)
 
     async def _fail(self, ticket: Ticket, error: EpisodeFailed) -> None:
-        is_down = await self.circuits.failed(self.circuit, error.ending, error_sentence(error.error), time.time())
+        why = error_sentence(error.error)
+        is_down = await self.circuits.failed(self.circuit, error.ending, why, time.time(), at_opening=error.at_opening)
         if await self.admission.fail(ticket.seq, DOWN if is_down else error.ending) is None:
             return
         if self.spec.train.deterministic and not error.ending.repeats:

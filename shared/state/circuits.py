@@ -4,11 +4,12 @@
                                                     ^------- otherwise, and the wait doubles ------'
 
 All jobs of a tenant that play the same environment with the same config share a circuit. What opens it is an
-environment that cannot be reached, does not answer or raises, and only if it has worked before: otherwise it is more
-likely wrong than down, and `rollout.max_failed_share` ends the job.
+environment that cannot be reached, does not answer or raises before a policy has acted (later it may be the policy that
+breaks it), and only if it has worked before: otherwise it is more likely wrong than down, and
+`rollout.max_failed_share` ends the job.
 
 Redis key `circuit:{tenant}:{environment}`, a hash: worked (1 once a group has succeeded), failures (groups in a row),
-opened (absent: closed), error (the last one), wait_s, retry_at.
+opened (absent: closed), error and failed_at (of the last one), wait_s, retry_at.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ DOWN = "env_down"
 # KEYS circuit. ARGV: kept, now, error, opens after, first wait
 _FAILED = """
 redis.call('EXPIRE', KEYS[1], ARGV[1])
-if redis.call('HGET', KEYS[1], 'opened') then redis.call('HSET', KEYS[1], 'error', ARGV[3]); return 1 end
 if not redis.call('HGET', KEYS[1], 'worked') then return 0 end
-redis.call('HSET', KEYS[1], 'error', ARGV[3])
+redis.call('HSET', KEYS[1], 'error', ARGV[3], 'failed_at', ARGV[2])
+if redis.call('HGET', KEYS[1], 'opened') then return 1 end
 local failures = redis.call('HINCRBY', KEYS[1], 'failures', 1)
 redis.call('EXPIRE', KEYS[1], ARGV[1])
 if failures < tonumber(ARGV[4]) then return 0 end
@@ -46,7 +47,7 @@ return 1
 # ARGV: kept
 _SUCCEEDED = """
 redis.call('HSET', KEYS[1], 'worked', 1)
-redis.call('HDEL', KEYS[1], 'failures', 'opened', 'error', 'wait_s', 'retry_at')
+redis.call('HDEL', KEYS[1], 'failures', 'opened', 'error', 'failed_at', 'wait_s', 'retry_at')
 redis.call('EXPIRE', KEYS[1], ARGV[1])
 """
 # ARGV: now, longest wait
@@ -63,6 +64,8 @@ class Circuit(msgspec.Struct, frozen=True, kw_only=True):
     opened: float = 0.0
     """Unix seconds; 0: it is closed."""
     error: str = ""
+    failed_at: float = 0.0
+    """When the last group failed."""
     retry_at: float = 0.0
     """When the next group is played for trial."""
 
@@ -85,10 +88,12 @@ class Circuits:
     async def find(self, key: str) -> Circuit:
         return msgspec.convert(await self._redis.hgetall(key), Circuit, strict=False)
 
-    async def failed(self, key: str, ending: Ending, error: str, now: float) -> bool:
-        """Note a failed group. Return whether the circuit is open."""
+    async def failed(self, key: str, ending: Ending, error: str, now: float, *, at_opening: bool = True) -> bool:
+        """Note a failed group. Return whether the circuit is open. `at_opening`: no policy had acted yet."""
         if ending not in OUTAGES:
             return False
+        if not at_opening:
+            return (await self.find(key)).is_open
         args = [KEPT_S, now, error[:1000], OPENS_AFTER, FIRST_WAIT_S]
         return bool(await self._failed(keys=[key], args=args))
 

@@ -66,12 +66,14 @@ class Outages:
             return  # it has ended by itself
 
 
-def down_too_long(circuit: Circuit, spec: dict[str, Any], now: float) -> str | None:
-    """The reason to fail the job, or None. `spec`: as stored."""
-    longest = spec["rollout"].get("max_env_down_s", BEFORE_S)
-    if now - circuit.opened <= longest:
+def down_too_long(circuit: Circuit, job: JobRecord, now: float) -> str | None:
+    """The reason to fail the job, or None. The time before it started is not its own, and a group must have failed
+    since then: what failed before may work again."""
+    longest = job.spec["rollout"].get("max_env_down_s", BEFORE_S)
+    began = max(circuit.opened, job.since)
+    if now - began <= longest or circuit.failed_at < began:
         return None
-    return f"{outage_text(circuit, spec)}, longer than rollout.max_env_down_s = {longest:g}"
+    return f"{outage_text(circuit, job.spec)}, longer than rollout.max_env_down_s = {longest:g}"
 
 
 def outage_text(circuit: Circuit, spec: dict[str, Any]) -> str:

@@ -154,7 +154,7 @@ class TicketIssuer:
     async def _fail_if_failing(self, job: JobRecord, circuit: Circuit) -> None:
         """Fail a job whose environment has been down for too long, or whose groups fail too often otherwise."""
         if circuit.is_open:
-            problem, said = down_too_long(circuit, job.spec, time.time()), circuit.error
+            problem, said = down_too_long(circuit, job, time.time()), circuit.error
         else:
             share = job.spec["rollout"]["max_failed_share"]
             ledgers = [await admission_of(self.store.redis, job, policy).ledger() for policy in job.policies or ("",)]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from opentinker.envs.agent import AgentError
-from opentinker.envs.base import Action, Step
+from opentinker.envs.base import MODULES, Action, Step
 from opentinker.envs.harbor.agent import HarborAgent
 from opentinker.envs.harbor.boxes import boxes, close_boxes
 from opentinker.envs.registry import check
@@ -42,7 +42,8 @@ async def sandboxes(place: Path) -> AsyncIterator[None]:
 
 
 def made(place: Path, command: str = "bash /agent/main.sh", **config: Any) -> HarborAgent:
-    agent = HarborAgent(HarborAgent.Config(tasks="good", command=command, files=str(place / "agent"), **config))
+    settings = {"tasks": "good", "command": command, "files": str(place / "agent"), **config}
+    agent = HarborAgent(HarborAgent.Config.model_validate(settings, context={MODULES: True}))
     agent.policy = Policy(model="policy", context_length=4096)
     return agent
 
@@ -95,4 +96,7 @@ def test_what_cannot_be_played_is_refused_at_submission(tmp_path: Path) -> None:
     ):
         with pytest.raises(SpecError, match=words):
             check("harbor_agent", {"command": "x", **config}, modules=True)
-    check("harbor_agent", {"tasks": "good", "command": "x"}, modules=True)
+    check("harbor_agent", {"tasks": "good", "command": "x"})
+    for files in (tmp_path, tmp_path / "none"):  # whether it exists is nobody's business either
+        with pytest.raises(SpecError, match="is off here"):
+            check("harbor_agent", {"tasks": "good", "command": "x", "files": str(files)})

@@ -25,14 +25,16 @@ from opentinker.services.scheduler.jobs.tickets import JUDGED_FROM, too_many_fai
 from opentinker.shared.asyncio_tools import cancel_and_wait
 from opentinker.shared.config import Settings
 from opentinker.shared.messaging.bus import Bus, StreamFull
+from opentinker.shared.messaging.reply_validation import failure
 from opentinker.shared.messaging.subjects import GROUP, GROUPS, SWAP, TICKET, TICKETS, Subject
 from opentinker.shared.runtime.leased_worker import LeasedWorker
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import ToySpec, parse_spec
 from opentinker.shared.spec.policies import spec_of
 from opentinker.shared.state.admission import Admission
+from opentinker.shared.state.circuits import DOWN, Circuits, circuit_key
 from opentinker.shared.state.store import Store
-from opentinker.shared.types.core import JobState, Lease, Message, Pool, WeightVersion
+from opentinker.shared.types.core import Ending, JobState, Lease, Message, Pool, WeightVersion
 from opentinker.shared.types.env_protocol import SeatPrompt, SessionReply, StepSession
 from opentinker.shared.types.swap import SwapCommand
 from tests.conftest import WAIT_S, Server, soon, until
@@ -169,6 +171,34 @@ async def test_tickets_of_a_lost_engine_are_played_by_the_next(bench: Bench) -> 
     await until(lambda: bench.bus.count("GROUPS", GROUP.at(job=bench.job)), lambda found: found == 3)
     await cancel_and_wait(life)
     assert (await bench.admission.ledger()).failed == {}
+
+
+class Broken(Asking):
+    """Fails in its first step, or already when it is opened."""
+
+    def __init__(self, *, in_open: bool) -> None:
+        self.in_open = in_open
+
+    async def open(self, *_: Any) -> SessionReply:
+        return failure("env-0", Ending.ENV_ERROR, "on fire") if self.in_open else await super().open()
+
+    async def step(self, worker: str, request: StepSession) -> SessionReply:
+        return failure("env-0", Ending.ENV_ERROR, "on fire")
+
+
+@pytest.mark.parametrize("in_open", [False, True])
+async def test_a_policy_that_breaks_its_environment_opens_no_circuit(bench: Bench, in_open: bool) -> None:
+    await bench.issue(JUDGED_FROM)
+    circuits = Circuits(bench.store.redis)
+    key = circuit_key("t", bench.spec.environment.model_dump(mode="json"))
+    await circuits.succeeded(key)
+    bench.sessions = Broken(in_open=in_open)
+    life = bench.live(Mortal())
+    await until(bench.tickets, lambda found: found == 0)
+    await cancel_and_wait(life)
+    assert (await circuits.find(key)).is_open == in_open
+    failed = (await bench.admission.ledger()).failed
+    assert sum(failed.values()) == JUDGED_FROM and (DOWN in failed) == in_open
 
 
 class Gated(Mortal):

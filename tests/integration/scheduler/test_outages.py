@@ -114,6 +114,12 @@ async def test_groups_that_failed_meanwhile_do_not_end_the_job_but_too_long_an_o
     await Circuits(store.redis).succeeded(key)
     await opened(store, key, time.time() - 61.0)
     await issuer.issue()
+    assert (await store.job(job)).state == JobState.RUNNING, "what failed before it started may work again"
+    await store.update(job, since=time.time() - 61.0)
+    await issuer.issue()
+    assert (await store.job(job)).state == JobState.RUNNING, "no group has failed since"
+    await Circuits(store.redis).failed(key, Ending.ENV_LOST, "gone", time.time())
+    await issuer.issue()
     record = await store.job(job)
     assert record.state == JobState.FAILED
     assert (
