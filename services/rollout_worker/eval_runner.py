@@ -16,6 +16,7 @@ import structlog
 
 from opentinker.services.rollout_worker.episode import Episode
 from opentinker.services.rollout_worker.episode_protocol import Busy, EpisodeFailed, Sessions
+from opentinker.services.rollout_worker.renderer import images_of
 from opentinker.services.rollout_worker.seat_map import LoadedPolicy, SeatMap
 from opentinker.services.rollout_worker.transcripts import TOKENS, shortened
 from opentinker.services.rollout_worker.url_player import UrlPlayer
@@ -27,7 +28,7 @@ from opentinker.shared.spec.evaluation import exam_of, validation_episodes
 from opentinker.shared.types.core import Ending, Ticket, WeightVersion, part_id
 from opentinker.shared.types.error_text import error_tail
 from opentinker.shared.types.evaluation import EvalEpisode, EvalResult, ExamView
-from opentinker.shared.types.token_records import tokens_of
+from opentinker.shared.types.token_records import images_within, tokens_of
 from opentinker.shared.types.trajectories import Trajectory, alike, totals
 
 log = structlog.get_logger()
@@ -179,6 +180,7 @@ class EvalRunner:
         if not rewards:  # an opponent ended it before the policy had a turn
             own, _ = episode.seats.split_seats(self.policy, episode.rewards)
             rewards = {seat: episode.rewards[seat] for seat in own} or {"": 0.0}
+        messages = shortened(episode.said, TRANSCRIPT_CHARACTERS) if self._is_among(exam, self.kept) else []
         return EvalResult(
             job=exam.job,
             version=exam.version,
@@ -194,7 +196,8 @@ class EvalRunner:
             tokens=sum(int(t.mask.sum()) for t in trajectories),
             stops=[turn.stop for t in trajectories for turn in t.turns],
             seconds=played[0].seconds,
-            messages=shortened(episode.said, TRANSCRIPT_CHARACTERS) if self._is_among(exam, self.kept) else [],
+            messages=messages,
+            images=images_within(messages, images_of(episode.said), self.kept) if messages else {},
             views=views_of(played),
         )
 

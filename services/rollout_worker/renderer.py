@@ -363,7 +363,12 @@ def _parts(message: Message) -> list[dict[str, str]]:
 
 def images_of(messages: Sequence[Message]) -> dict[str, bytes]:
     """By digest."""
-    return {hashlib.sha256(image.data).hexdigest(): image.data for message in messages for image in message.images}
+    return {digest_of(image): image.data for message in messages for image in message.images}
+
+
+def digest_of(image: Image) -> str:
+    """Return the SHA-256 of the encoded image, in hexadecimal."""
+    return hashlib.sha256(image.data).hexdigest()
 
 
 def _runs(places: Sequence[int]) -> list[tuple[int, int]]:

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import msgspec
 
+from opentinker.services.rollout_worker.renderer import digest_of
 from opentinker.services.rollout_worker.seat_map import LoadedPolicy, Player
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.types.core import Message
+from opentinker.shared.types.core import Image, Message, Text
 
 CHARACTERS = 20_000
 """Characters of all messages of a training episode in one context; they travel with its group."""
@@ -36,11 +37,15 @@ def for_judges(player: Player, said: Sequence[Message]) -> list[Message] | None:
 
 
 def _as_text(message: Message, text: str) -> Message:
-    return Message(role=message.role, content=text, name=message.name[:NAME], call_s=message.call_s)
+    """Return it with references to its images alone."""
+    images = [Image(b"", image.media_type, digest_of(image)) for image in message.images]
+    content: str | list[Text | Image] = [Text(text), *images] if images else text
+    return Message(role=message.role, content=content, name=message.name[:NAME], call_s=message.call_s)
 
 
 def shortened(messages: Sequence[Message], characters: int) -> list[Message]:
-    """Return the beginning of the conversation as text, with a note about what is left out."""
+    """Return the beginning of the conversation as text, with a note about what is left out. Images are named in the
+    text and referred to by their digests."""
     left = characters
     kept: list[Message] = []
     for at, message in enumerate(messages):

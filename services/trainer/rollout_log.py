@@ -26,7 +26,7 @@ from opentinker.shared.data.step_log import StepLog
 from opentinker.shared.types.core import WeightVersion
 from opentinker.shared.types.manifest import name_of
 from opentinker.shared.types.telemetry import KeptEpisode
-from opentinker.shared.types.token_records import as_said, order_of_play, tokens_of
+from opentinker.shared.types.token_records import as_base64, as_said, images_within, order_of_play, tokens_of
 from opentinker.shared.types.trajectories import Group, Trajectory, Turn, totals
 
 log = structlog.get_logger()
@@ -61,7 +61,8 @@ class RolloutLog:
         line = {"epoch": version.epoch, "step": version.step, "time": at, **spread}
         advantages = iter(credited) if credited is not None else repeat(None)
         of_groups = [(group, [next(advantages) for _ in group.trajectories]) for group in batch]
-        episodes = [episode for group, found in of_groups for episode in episodes_of(group, found)][: self._kept]
+        found = [episode for group, own in of_groups for episode in episodes_of(group, own, self._kept)]
+        episodes = found[: self._kept]
         try:
             await asyncio.to_thread(self._write, version.step, line, episodes)
             self._refused = False
@@ -97,9 +98,9 @@ def expired_steps(steps: Sequence[int]) -> list[int]:
     return [step for step in older if step % every]
 
 
-def episodes_of(group: Group, credited: Sequence[F64 | None]) -> list[dict[str, Any]]:
+def episodes_of(group: Group, credited: Sequence[F64 | None], kept: int) -> list[dict[str, Any]]:
     """Return the samples whose transcript came with the group, each with the seats of all policies. `credited`: per
-    trajectory, see `RolloutLog.step`."""
+    trajectory, see `RolloutLog.step`; `kept`: episodes of a step."""
     samples: dict[int, list[View]] = {}
     for trajectory, advantages in zip(group.trajectories, credited, strict=True):
         if trajectory.transcript is not None:
@@ -107,14 +108,15 @@ def episodes_of(group: Group, credited: Sequence[F64 | None]) -> list[dict[str, 
     others: dict[int, list[View]] = {}
     for trajectory in group.others:
         others.setdefault(trajectory.index, []).append((trajectory, None))
-    return [_episode(group, index, views, others.get(index, [])) for index, views in samples.items()]
+    return [_episode(group, index, views, others.get(index, []), kept) for index, views in samples.items()]
 
 
-def _episode(group: Group, index: int, own: list[View], others: list[View]) -> dict[str, Any]:
+def _episode(group: Group, index: int, own: list[View], others: list[View], kept: int) -> dict[str, Any]:
     """Its numbers are those of the policy that trained on it; its words are those of all seats."""
     views = [view for view, _ in own]
     rewards, components = totals(views)
     pairs = [*own, *others]
+    messages = [message for view, _ in pairs for message in view.transcript or []]
     return {
         "group": group.seq,
         "sample": index,
@@ -134,6 +136,7 @@ def _episode(group: Group, index: int, own: list[View], others: list[View]) -> d
         "seconds": views[0].seconds,
         "order": order_of_play([view for view, _ in pairs]),
         "views": [_view(view, advantages) for view, advantages in pairs],
+        **as_base64(images_within(messages, group.images, kept)),
     }
 
 

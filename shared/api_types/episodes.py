@@ -12,6 +12,8 @@ class Said(TypedDict):
     """Name of the tool whose result the message is."""
     call_ms: NotRequired[float]
     """Milliseconds that the call of the tool took."""
+    images: NotRequired[list[str]]
+    """Keys of its images among those of the episode, which has the first ones only."""
 
 
 class Shown(Said):
@@ -75,6 +77,8 @@ class Transcript(TypedDict):
     messages: list[Said]
     views: NotRequired[list[SeenTokens]]
     """The same token by token. Absent in episodes that earlier versions kept."""
+    images: NotRequired[dict[str, str]]
+    """The first images, PNG or JPEG in Base64, by digest."""
 
 
 class Transcripts(TypedDict):
@@ -128,6 +132,8 @@ class Rollout(TypedDict):
     order: NotRequired[list[list[int]]]
     """Messages of all views in the order of play: [place of the view, place of the message]. Absent in episodes that
     earlier versions kept."""
+    images: NotRequired[dict[str, str]]
+    """The first images, PNG or JPEG in Base64, by digest."""
 
 
 class Rollouts(TypedDict):

@@ -25,7 +25,7 @@ from opentinker.shared.spec import EvaluationSpec
 from opentinker.shared.types.core import WeightVersion, part_id
 from opentinker.shared.types.evaluation import EvalEpisode, EvalResult, exam_seed
 from opentinker.shared.types.manifest import name_of
-from opentinker.shared.types.token_records import as_said
+from opentinker.shared.types.token_records import as_base64, as_said
 
 log = structlog.get_logger()
 
@@ -62,6 +62,7 @@ def transcript_of(result: EvalResult, plan: EvaluationSpec, opponents: Sequence[
         "ending": result.ending,
         "messages": [as_said(said) for said in result.messages],
         "views": msgspec.to_builtins(result.views),
+        **as_base64(result.images),
     }
 
 

@@ -193,8 +193,10 @@ class Text(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
 
 class Image(msgspec.Struct, frozen=True, tag_field="type", tag="image"):
     data: bytes
-    """PNG or JPEG."""
+    """PNG or JPEG; of a transcript: none."""
     media_type: str = "image/png"
+    digest: str = ""
+    """Of a transcript: the image's key among those of its group or evaluation, as of `Picture`."""
 
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True):

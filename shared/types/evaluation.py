@@ -63,6 +63,8 @@ class EvalResult(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 0.0
     messages: list[Message] = []
     """The conversation, for episodes that are kept."""
+    images: dict[str, bytes] = {}
+    """The first of its images, by digest."""
     views: list[ExamView] = []
     """The same token by token, of the first of those."""
 

@@ -3,7 +3,8 @@ and of evaluations (`transcripts`)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import base64
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -12,6 +13,11 @@ import numpy.typing as npt
 
 from opentinker.shared.types.core import Message
 from opentinker.shared.types.trajectories import Trajectory
+
+EPISODE_IMAGES, STEP_IMAGES = 512 * 1024, 8 * 1024 * 1024
+"""Bytes of the images that are kept of an episode, and of all episodes of a step together."""
+ENCODED = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff")
+"""How PNG and JPEG begin."""
 
 
 class KeptTokens(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,7 +58,27 @@ def as_said(message: Message) -> dict[str, Any]:
     """Return a message of a transcript as text; the result of a tool call with the tool's name and the call's time."""
     called = {"tool": message.name} if message.name else {}
     timed = {} if message.call_s is None else {"call_ms": round(1000 * message.call_s, 3)}
-    return {"role": message.role, "content": message.text, **called, **timed}
+    shown = {"images": [image.digest for image in message.images]} if message.images else {}
+    return {"role": message.role, "content": message.text, **called, **timed, **shown}
+
+
+def images_within(messages: Iterable[Message], images: Mapping[str, bytes], episodes: int) -> dict[str, bytes]:
+    """Return the first images that messages of a transcript refer to, as many as one of so many kept episodes may have.
+    `images`: by digest."""
+    left = min(EPISODE_IMAGES, STEP_IMAGES // max(1, episodes))
+    kept: dict[str, bytes] = {}
+    for digest in dict.fromkeys(image.digest for message in messages for image in message.images):
+        data = images.get(digest, b"")
+        if data.startswith(ENCODED) and len(data) <= left:
+            kept[digest] = data
+            left -= len(data)
+    return kept
+
+
+def as_base64(images: Mapping[str, bytes]) -> dict[str, dict[str, str]]:
+    """Return the field `images` of an episode's record, which has none without images."""
+    text = {digest: base64.b64encode(data).decode() for digest, data in images.items()}
+    return {"images": text} if text else {}
 
 
 def order_of_play(views: Sequence[Trajectory]) -> list[tuple[int, int]]:

@@ -6,6 +6,7 @@ make browser dashboard        what these tests need; without either they are ski
 from __future__ import annotations
 
 import asyncio
+import base64
 import os
 import re
 import shutil
@@ -19,11 +20,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
+import numpy as np
 import orjson
 import pytest
 from playwright.async_api import Browser, Page, Route, async_playwright, expect
 
 from opentinker.client import AsyncClient
+from opentinker.envs.png import png
 from opentinker.services.scheduler.http import dashboard
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.messaging.subjects import LOG, METRIC, TIMELINE
@@ -478,6 +481,8 @@ async def test_words_of_others_stay_words(opened: Open, http: Http, ctx: Context
         "messages": seen["messages"],
     }
     exam["views"] = [{"seat": PAYLOAD, "stream": "", "tokens": seen["tokens"] | {"advantages": None}}]
+    exam["messages"] = [{**seen["messages"][0], "images": ["a", "b"]}]
+    exam["images"] = {"a": base64.b64encode(png(np.zeros((8, 8, 3), np.uint8))).decode()}
     (home / "transcripts").mkdir()
     (home / "transcripts" / "step-000001.jsonl").write_bytes(orjson.dumps(exam) + b"\n")
     await store.update(job, event="note", detail={"words": PAYLOAD})
@@ -510,6 +515,7 @@ async def test_words_of_others_stay_words(opened: Open, http: Http, ctx: Context
     await expect(tab.page.get_by_role("button", name="advantage", exact=True)).to_have_count(0)
     await tab.page.get_by_role("button", name="text", exact=True).click()
     await expect(tab.page.locator(".talk .words")).to_have_text(PAYLOAD)
+    await expect(tab.page.locator(".talk img.picture")).to_have_js_property("naturalWidth", 8)
     await tab.go("jobs", job, "config")
     await expect(tab.page.locator(".config tr", has_text="rollout.stop")).to_contain_text("<script>")
     for view in ("curves", "checkpoints"):

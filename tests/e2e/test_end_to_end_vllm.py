@@ -307,6 +307,7 @@ async def test_a_vision_model_learns_colours_and_answers_with_them(
     assert lines[0]["exact"] < 0.1 and np.mean([line["exact"] for line in lines[-10:]]) > 0.9
     print(f"{family}: {len(lines)} steps, exact {lines[0]['exact']:.2f} to {lines[-1]['exact']:.2f}")
     assert_exact_numerics(lines)
+    assert all(episode["images"] for episode in (await system.client.rollouts(job))["rollouts"]), "people see them too"
     assert abs(lines[0]["loss/kl"]) < 1e-6 < lines[-1]["loss/kl"], "the reference sees what the policy saw"
 
     serving = {"name": "eyes", "kind": "inference", "start": {"from": f"{job}@latest"}, "model": {"base": str(base)}}

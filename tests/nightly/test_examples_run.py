@@ -45,11 +45,12 @@ WITHOUT_WORDS = OTHER_MACHINES | {"agent_program", "colours", "phone_page", "too
 RUN = [
     name
     for name in EXAMPLES
-    if "inference" not in name
+    if not {"inference", "sweep"} & set(name.split("_"))
     and not any(is_frozen(read(name), seat) for seat in read(name).get("seats", {}))
     and read(name).get("environment", {}).get("name") not in OTHER_MACHINES
 ]
-"""Those that end by themselves, with what this machine has; those with a frozen seat have tests of their own."""
+"""Those that end by themselves, with what this machine has; sweeps and those with a frozen seat have tests of their
+own."""
 
 
 def plays(name: str) -> bool:

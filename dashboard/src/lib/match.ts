@@ -17,6 +17,8 @@ export interface Message {
   /** Of the result of a tool call: the tool's name, and how long the call took. */
   tool?: string;
   call_ms?: number;
+  /** Keys of its images among those of the episode, which has the first ones only. */
+  images?: string[];
   /** Of words that a policy said: which turn of the episode, its tokens in the view, who sampled them, its reward. */
   turn?: number;
   tokens?: [number, number];

@@ -1,7 +1,7 @@
 // Episodes word by word: of training, by group with their rewards, and of evaluations. The newest step is followed.
 
 import type { JSX } from "preact";
-import { useState } from "preact/hooks";
+import { useEffect, useState } from "preact/hooks";
 import { useAsked, useHeard } from "../hooks.ts";
 import { job as path } from "../lib/api.ts";
 import type { Beside, Follow } from "../lib/follow.ts";
@@ -30,7 +30,11 @@ interface Episode {
   views: View[];
   /** Messages of all views, in the order of play; of old ones, none. */
   order?: [number, number][];
+  images?: Images;
 }
+
+/** PNG or JPEG in Base64, by digest. */
+type Images = Record<string, string>;
 
 interface Exam {
   index: number;
@@ -44,6 +48,7 @@ interface Exam {
   messages: Message[];
   /** Of old ones, and beyond the first few: none. */
   views?: { seat: string; stream: string; tokens: Tokens; policy?: string }[];
+  images?: Images;
 }
 
 interface Answer {
@@ -187,7 +192,7 @@ function EpisodeCard({ episode, colour }: { episode: Episode; colour: Colour }):
           ...pairs(episode.scores),
         ]}
       />
-      {acts && <Match views={episode.views} acts={acts} colour={colour} />}
+      {acts && <Match views={episode.views} acts={acts} colour={colour} images={episode.images} />}
       {!acts &&
         episode.views.map((view) => (
           <div key={`${view.seat}/${view.stream}`}>
@@ -196,7 +201,7 @@ function EpisodeCard({ episode, colour }: { episode: Episode; colour: Colour }):
                 {seatOf(view)} · {short(view.reward)}
               </h3>
             )}
-            {colour !== "text" && view.tokens ? <TokenText tokens={view.tokens} colour={colour} /> : <Talk messages={view.messages} />}
+            {colour !== "text" && view.tokens ? <TokenText tokens={view.tokens} colour={colour} /> : <Talk messages={view.messages} images={episode.images} />}
             {colour !== "text" && !view.tokens && <NotKept />}
           </div>
         ))}
@@ -205,7 +210,7 @@ function EpisodeCard({ episode, colour }: { episode: Episode; colour: Colour }):
 }
 
 /** All seats in the order of play: what each was shown, and what it said with the weights that said it. */
-function Match({ views, acts, colour }: { views: View[]; acts: Act[]; colour: Colour }): JSX.Element {
+function Match({ views, acts, colour, images }: { views: View[]; acts: Act[]; colour: Colour; images: Images | undefined }): JSX.Element {
   const order = weightsIn(acts);
   const names = views.map(seatOf).sort();
   return (
@@ -247,6 +252,7 @@ function Match({ views, acts, colour }: { views: View[]; acts: Act[]; colour: Co
             ) : (
               <span class="words">{act.message.content}</span>
             )}
+            <Pictures of={act.message} images={images} />
           </div>
         ))}
       </div>
@@ -284,24 +290,48 @@ function ExamCard({ exam, colour }: { exam: Exam; colour: Colour }): JSX.Element
             <TokenText tokens={view.tokens} colour={colour} />
           </div>
         ))}
-        {views.length === 0 && <Talk messages={exam.messages} />}
+        {views.length === 0 && <Talk messages={exam.messages} images={exam.images} />}
         {colour !== "text" && views.length === 0 && <NotKept />}
       </article>
     </section>
   );
 }
 
-function Talk({ messages }: { messages: Message[] }): JSX.Element {
+function Talk({ messages, images }: { messages: Message[]; images: Images | undefined }): JSX.Element {
   return (
     <div class="talk">
       {messages.map((one, i) => (
         <p key={i} class={`message ${one.role}`}>
           <small>{roleOf(one)}</small>
           <span class="words">{one.content}</span>
+          <Pictures of={one} images={images} />
         </p>
       ))}
     </div>
   );
+}
+
+function Pictures({ of, images = {} }: { of: Message; images: Images | undefined }): JSX.Element {
+  const kept = (of.images ?? []).filter((digest) => images[digest]);
+  return (
+    <>
+      {kept.map((digest, i) => (
+        <Picture key={`${i} ${digest}`} data={images[digest]!} />
+      ))}
+    </>
+  );
+}
+
+/** Shown as a blob, which the page's policy of content allows and data: URLs it does not. */
+function Picture({ data }: { data: string }): JSX.Element {
+  const [url, setUrl] = useState("");
+  useEffect(() => {
+    const bytes = Uint8Array.from(atob(data), (one) => one.charCodeAt(0));
+    const made = URL.createObjectURL(new Blob([bytes], { type: bytes[0] === 0xff ? "image/jpeg" : "image/png" }));
+    setUrl(made);
+    return () => URL.revokeObjectURL(made);
+  }, [data]);
+  return url ? <img class="picture" src={url} alt="An image of the message" /> : <></>;
 }
 
 function pairs(numbers: Record<string, number>): [string, string][] {

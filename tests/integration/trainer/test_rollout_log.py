@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,14 @@ import pytest
 
 from opentinker import AsyncClient
 from opentinker.cli.observability import bars, role_of, words_of
+from opentinker.services.rollout_worker.renderer import images_of
 from opentinker.services.rollout_worker.transcripts import is_kept, shortened
 from opentinker.services.trainer.batch.distributions import RATIO, distributions, histogram, ratio_counts, reward_edges
 from opentinker.services.trainer.rollout_log import NEWEST, RolloutLog, expired_steps
 from opentinker.shared.data.step_log import StepLog
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.types.core import Image, Message, Text, WeightVersion
-from opentinker.shared.types.token_records import as_said, order_of_play
+from opentinker.shared.types.token_records import STEP_IMAGES, as_said, order_of_play
 from opentinker.shared.types.trajectories import Group, Span, Trajectory
 from tests.support.api import SPEC
 from tests.support.factories import group_of, make_group, make_spec, make_trajectory, trajectory_of
@@ -47,9 +49,22 @@ def test_a_bounded_number_of_episodes_of_each_batch_is_kept() -> None:
 def test_words_are_text_up_to_a_limit() -> None:
     picture = Message(role="user", content=[Text(text="look: "), Image(data=b"12345")])
     first, second = shortened([picture, *talk("567890ab")], 30)
-    assert first.content == "look: [image, 5 bytes]"
+    assert first.text == "look: [image, 5 bytes]" and [image.data for image in first.images] == [b""]
     assert second.content == "567890ab"
     assert shortened(talk("1234", "567890ab", "c"), 10)[-1].content == "567890 ... (3 more characters are left out)"
+
+
+async def test_kept_episodes_have_their_first_images(tmp_path: Path) -> None:
+    seen = [b"\x89PNG\r\n\x1a\n" + bytes([number]) * 100 for number in range(3)]
+    said = [Message(role="user", content=[Text(text="look: "), *map(Image, [*seen, seen[0], b"no image"])])]
+    group = msgspec.structs.replace(spoken(1, shortened(said, 1000)), images=images_of(said))
+    keys = list(images_of(said))[:3]
+    for kept, shown in ((4, 3), (STEP_IMAGES // 250, 2), (STEP_IMAGES, 0)):
+        await RolloutLog(tmp_path, kept, _silent).step(V(1, 1), 0.0, [group], {})
+        (line,) = map(orjson.loads, (tmp_path / "rollouts" / "step-000001.jsonl").read_bytes().splitlines())
+        assert line["views"][0]["messages"][0]["images"][:4] == [*keys, keys[0]]
+        expected = {key: base64.b64encode(data).decode() for key, data in zip(keys[:shown], seen, strict=False)}
+        assert line.get("images", {}) == expected
 
 
 def test_a_tool_s_result_is_shown_with_its_name_and_how_long_the_call_took() -> None:
