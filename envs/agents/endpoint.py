@@ -68,7 +68,11 @@ class Endpoint:
         """Start the server on a Unix socket that every user may connect to, and return the URL's path, which ends in
         /v1. Raises OSError."""
         runner = await self._prepare()
-        await web.UnixSite(runner, str(socket)).start()
+        folder = os.open(socket.parent, os.O_PATH | os.O_DIRECTORY)
+        try:  # the kernel allows 107 bytes of a socket's path, and data directories may have longer ones
+            await web.UnixSite(runner, f"/proc/self/fd/{folder}/{socket.name}").start()
+        finally:
+            os.close(folder)
         os.chmod(socket, 0o666)
         return f"/{self._key}/v1"
 

@@ -9,7 +9,9 @@ as they are. How it ended says nothing, unless it never asked the model.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -22,8 +24,7 @@ from opentinker.envs.base import ELSEWHERE, MODULES, Opening, Unreachable
 from opentinker.envs.harbor.box import SHARED, Answer, BoxError, BoxLost
 from opentinker.envs.harbor.episode import Episode, TasksConfig, check_set
 from opentinker.envs.harbor.image import Shell
-from opentinker.envs.harbor.task import MAX_BYTES, MAX_FILES
-from opentinker.envs.harbor.workspace import copy_readable
+from opentinker.envs.harbor.workspace import check_size, copy_readable
 from opentinker.shared.sandbox.sandbox import Unavailable
 
 SOCKET, AGENT = "model.sock", "agent"
@@ -31,6 +32,15 @@ PLACE = f"/{AGENT}"
 INSTRUCTION_FILE = f"{PLACE}/instruction.md"
 MAX_QUOTED = 1500
 """Characters of the agent's output that an error quotes."""
+
+
+@contextlib.contextmanager
+def losses() -> Iterator[None]:
+    """What the sandbox itself fails at is no fault of the agent: raise Unreachable for it."""
+    try:
+        yield
+    except (BoxLost, BoxError, Unavailable, OSError) as error:
+        raise Unreachable(f"the sandbox of a Harbor task was lost: {error}") from None
 
 
 class HarborAgent(AgentEnvironment):
@@ -55,9 +65,7 @@ class HarborAgent(AgentEnvironment):
                 raise ValueError("reads files of the env worker's machine, which is off here (setting env_modules)")
             if not Path(files).is_dir():
                 raise ValueError(f"no directory {files!r:.200} on the env worker's machine")
-            found = [path for path in Path(files).rglob("*") if path.is_file()]
-            if len(found) > MAX_FILES or sum(path.stat().st_size for path in found) > MAX_BYTES:
-                raise ValueError(f"holds more than {MAX_FILES} files or {MAX_BYTES >> 20} MB")
+            check_size(Path(files))
             return files
 
     config: Config
@@ -79,21 +87,25 @@ class HarborAgent(AgentEnvironment):
     async def serve(self, endpoint: Endpoint) -> str:
         assert self.episode is not None
         workspace = self.episode.workspace
-        route = await endpoint.start_on(workspace.shared / SOCKET)
-        port = (await workspace.ask("relay", path=f"{SHARED}/{SOCKET}")).count
+        with losses():
+            route = await endpoint.start_on(workspace.shared / SOCKET)
+            port = (await workspace.ask("relay", path=f"{SHARED}/{SOCKET}")).count
         return f"http://127.0.0.1:{port}{route}"
 
     async def run(self, base_url: str, row: int, seed: int) -> Result:
         assert self.episode is not None
         episode, workspace = self.episode, self.episode.workspace
-        if self.config.files:
-            await asyncio.to_thread(copy_readable, Path(self.config.files), workspace.shared / AGENT)
-            await workspace.ask("copy", base=f"{SHARED}/{AGENT}", sources=["."], target=PLACE, directory=True)
-        await workspace.ask("write", path=INSTRUCTION_FILE, text=episode.task.instruction)
+        with losses():
+            if self.config.files:
+                await asyncio.to_thread(check_size, Path(self.config.files))
+                await asyncio.to_thread(copy_readable, Path(self.config.files), workspace.shared / AGENT)
+                await workspace.ask("copy", base=f"{SHARED}/{AGENT}", sources=["."], target=PLACE, directory=True)
+            await workspace.ask("write", path=INSTRUCTION_FILE, text=episode.task.instruction)
         told = {"OPENTINKER_INSTRUCTION": INSTRUCTION_FILE}
         variables = model_variables(base_url, self.policy.model, row, seed) | told | self.config.variables
         began = time.perf_counter()
-        ended = await self._play(Shell(workspace.shell.cwd, {**workspace.shell.variables, **variables}))
+        with losses():
+            ended = await self._play(Shell(workspace.shell.cwd, {**workspace.shell.variables, **variables}))
         agent_s = time.perf_counter() - began
         if ended.status and not self.has_asked:
             said = ended.output.strip()[-MAX_QUOTED:] or "it printed nothing"
@@ -112,7 +124,9 @@ class HarborAgent(AgentEnvironment):
             return Answer(status=1, output=str(error))
 
     async def close(self) -> None:
-        await super().close()
         episode, self.episode = self.episode, None
-        if episode is not None:
-            await episode.workspace.close()
+        try:
+            await super().close()
+        finally:
+            if episode is not None:
+                await episode.workspace.close()

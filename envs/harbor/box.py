@@ -165,5 +165,11 @@ class Box:
 
 async def connected(process: BoxProcess, connection: socket.socket) -> Box:
     """Return the sandbox whose runner speaks over this socket. Raises Unavailable."""
-    reader, writer = await asyncio.open_connection(sock=connection, limit=READ_BYTES)
+    try:
+        reader, writer = await asyncio.open_connection(sock=connection, limit=READ_BYTES)
+    except BaseException:
+        connection.close()
+        process.kill("it is no longer needed")
+        await process.wait()
+        raise
     return await Box(process, reader, writer).ready()

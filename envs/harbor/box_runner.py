@@ -283,16 +283,21 @@ def relay(path: str) -> dict[str, Any]:
 
 def pass_on(listener: socket.socket, path: str) -> None:
     while True:
-        here, _ = listener.accept()
+        try:
+            here, _ = listener.accept()
+        except OSError:  # no descriptor is free: agents may hold all of them
+            time.sleep(0.1)
+            continue
         there = socket.socket(socket.AF_UNIX)
         try:
             there.connect(path)
-        except OSError:
-            here.close()
-            there.close()
-            continue
-        for source, target in ((here, there), (there, here)):
-            threading.Thread(target=pump, args=(source, target), daemon=True).start()
+            for source, target in ((here, there), (there, here)):
+                threading.Thread(target=pump, args=(source, target), daemon=True).start()
+        except (OSError, RuntimeError):  # RuntimeError: no thread can be started
+            for one in (here, there):
+                with contextlib.suppress(OSError):
+                    one.shutdown(socket.SHUT_RDWR)
+                one.close()
 
 
 def pump(source: socket.socket, target: socket.socket) -> None:

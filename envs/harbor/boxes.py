@@ -81,7 +81,13 @@ class Boxes:
 
     async def start(self, image: Image, machine: Machine) -> Workspace:
         """Return a started workspace, never a warm one. Raises Unavailable, OSError."""
-        workspace = await asyncio.to_thread(self.runtime.make, image, machine)
+        making = asyncio.ensure_future(asyncio.to_thread(self.runtime.make, image, machine))
+        try:
+            workspace = await asyncio.shield(making)
+        except asyncio.CancelledError:  # its thread goes on
+            with contextlib.suppress(OSError):
+                await (await making).close()
+            raise
         try:
             await workspace.started()
         except BaseException:

@@ -12,17 +12,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import os
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from opentinker.envs.harbor.box import READ_BYTES, RUNNER, SHARED, Box, Interpreter
-from opentinker.envs.harbor.image import FILE, FIRST, LAYERS, Image, Shell
+from opentinker.envs.harbor.image import FILE, FIRST, LAYERS, VERSION, Image, Shell
 from opentinker.envs.harbor.roots import made_once
 from opentinker.envs.harbor.task import DOCKERFILE, ENVIRONMENT, Machine, Task
 from opentinker.envs.harbor.workspace import EPISODES, HOME, Workspace, is_stale, limits_of, new_place
@@ -40,6 +42,8 @@ STOP_S = 20.0
 RETRY_S = 0.5
 SHOWN = 1500
 """Characters of a failed build's output."""
+GONE = "no such "
+"""What the engine says, in small letters, of a container or an image that does not exist."""
 LIMITED = "{{.MemoryLimit}} {{.PidsLimit}} {{.CPUCfsQuota}}"
 
 
@@ -51,6 +55,7 @@ class DockerRuntime:
         self.home = settings.data_dir.resolve() / HOME
         self._forks: set[str] = set()
         """Images of forks that are no longer needed and might still have children."""
+        self._dropping = threading.Lock()
 
     @classmethod
     async def open(cls, settings: Settings) -> DockerRuntime:
@@ -72,31 +77,37 @@ class DockerRuntime:
     def remove_stale(self) -> None:
         for name in docker("ps", "--all", "--filter", f"name=^{CONTAINERS}", "--format", "{{.Names}}").split():
             if is_stale(name.removeprefix(CONTAINERS).replace("__", "~")):
-                _quietly("rm", "--force", name)
+                _removed("rm", "--force", "--volumes", name)
         for tag in docker("images", FORKS, "--format", "{{.Tag}}").split():
             if is_stale(tag.replace("__", "~")):
-                _quietly("rmi", "--force", f"{FORKS}:{tag}")
+                _removed("rmi", "--force", f"{FORKS}:{tag}")
         for old in (self.home / EPISODES).iterdir():
             if is_stale(old.name):
                 shutil.rmtree(old, ignore_errors=True)
 
     def drop(self, fork: str) -> None:
         """Remove the image of a fork, later if others were made of it. Blocking."""
-        self._forks = {one for one in (*self._forks, fork) if not _quietly("rmi", one)}
+        with self._dropping:
+            self._forks = {one for one in (*self._forks, fork) if not _removed("rmi", one)}
 
     async def build(self, task: Task) -> tuple[Image, bool]:
         """Return the task's image, and whether it was built now. Raises SpecError if it cannot be, OSError."""
         id = await asyncio.to_thread(_built, task)
-        key = f"docker-{id.removeprefix('sha256:')[:20]}"
+        variables = task.config.environment.env
+        key = f"docker-{hashlib.sha256(codec.to_json([VERSION, id, sorted(variables.items())])).hexdigest()[:20]}"
+        name = f"{IMAGES}:{key}"
+        await asyncio.to_thread(docker, "tag", id, name)  # each time: somebody may have removed it
         with contextlib.suppress(OSError):
             return await asyncio.to_thread(Image.load, self.home, key), False
         given: dict[str, Any] = json.loads(
             await asyncio.to_thread(docker, "image", "inspect", "--format", "{{json .Config}}", id)
         )
-        variables = dict(pair.split("=", 1) for pair in given.get("Env") or [] if "=" in pair)
-        shell = Shell(given.get("WorkingDir") or "/", {**FIRST, **variables, **task.config.environment.env})
-        image = Image(key=key, places={}, shell=shell, docker=f"{IMAGES}:{key}")
-        await asyncio.to_thread(docker, "tag", id, image.docker)
+        if given.get("Volumes"):
+            why = "the image declares volumes, where what is written is neither limited nor forked"
+            raise SpecError.of(f"{task.name}/environment", sorted(given["Volumes"]), why)
+        own = dict(pair.split("=", 1) for pair in given.get("Env") or [] if "=" in pair)
+        shell = Shell(given.get("WorkingDir") or "/", {**FIRST, **own, **variables})
+        image = Image(key=key, places={}, shell=shell, docker=name)
         with made_once(self.home / LAYERS / key) as work:
             (work / FILE).write_bytes(codec.to_json(image))
         return image, True
@@ -113,12 +124,16 @@ class DockerWorkspace(Workspace):
         interpreter, memory = runtime.interpreter, f"{limits.memory_mb}m"
         binds = {**interpreter.binds, SHARED: self.shared}
         mounts = [word for place, path in binds.items() for word in ("--volume", f"{path}:{place}:ro")]
-        named = [word for name, value in interpreter.variables.items() for word in ("--env", f"{name}={value}")]
+        # The image's variables are for its programs, which get them with each command: PYTHONPATH or LD_PRELOAD would
+        # load its code into the runner.
+        variables = dict.fromkeys(image.shell.variables, "") | interpreter.variables
+        named = [word for name, value in variables.items() for word in ("--env", f"{name}={value}")]
         able = [word for capability in CAPABILITIES for word in ("--cap-add", capability)]
         program, *arguments = interpreter.argv
         try:
             docker(
-                "create", "--interactive", "--name", self._name, "--network", "none", "--user", "0:0", "--workdir", "/",
+                "create", "--pull", "never", "--no-healthcheck", "--interactive", "--name", self._name,
+                "--network", "none", "--user", "0:0", "--workdir", "/",
                 "--hostname", "sandbox", "--memory", memory, "--memory-swap", memory, "--cpus", str(cpus),
                 "--pids-limit", str(limits.processes), "--cap-drop", "ALL", *able, "--security-opt",
                 "no-new-privileges", "--log-driver", "none", *mounts, *named, "--entrypoint", program, base, *arguments,
@@ -158,7 +173,7 @@ class DockerWorkspace(Workspace):
         return [first, *below(first)] if first else []
 
     def remove(self) -> None:
-        _quietly("rm", "--force", self._name)
+        _removed("rm", "--force", "--volumes", self._name)
         if self._base != self.image.docker:
             self._runtime.drop(self._base)
         shutil.rmtree(self._place, ignore_errors=True)
@@ -198,19 +213,32 @@ class Container:
             self._process.kill()
 
     async def wait(self) -> None:
+        """Raises Unavailable if its processes cannot be ended."""
         if self._killing is not None:
             await asyncio.wait([self._killing])
         await self._process.wait()
+        is_out_of_memory = await asyncio.to_thread(self._ended)
         if not self.reason or self.reason == "it ended":
-            self.reason = await self._why()
+            self.reason = await self._why(is_out_of_memory)
 
-    async def _why(self) -> str:
+    def _ended(self) -> bool:
+        """See that no process of it runs on: the client that started it may have ended alone. Return whether the kernel
+        ended it for its memory. Blocking. Raises Unavailable."""
+        try:
+            state = docker("container", "inspect", "--format", "{{.State.Running}} {{.State.OOMKilled}}", self._name)
+        except OSError as error:
+            if GONE in str(error).lower():
+                return False
+            raise Unavailable(f"nobody knows whether a sandbox of a Harbor task has ended: {error}") from None
+        if not state.startswith("false") and not _removed("rm", "--force", "--volumes", self._name):
+            raise Unavailable("the processes of a Harbor task's sandbox cannot be ended")
+        return state.endswith("true")
+
+    async def _why(self, is_out_of_memory: bool) -> str:
         assert self._process.stderr is not None
         said = (await self._process.stderr.read(SHOWN)).decode(errors="replace").strip()
-        with contextlib.suppress(OSError):
-            told = ("container", "inspect", "--format", "{{.State.OOMKilled}}", self._name)
-            if await asyncio.to_thread(docker, *told) == "true":
-                return "its processes held more memory than environment.memory_mb of the task"
+        if is_out_of_memory:
+            return "its processes held more memory than environment.memory_mb of the task"
         return said or "it ended"
 
 
@@ -234,6 +262,15 @@ def _quietly(*words: str) -> bool:
         docker(*words)
     except OSError:
         return False
+    return True
+
+
+def _removed(*words: str) -> bool:
+    """Run a command that removes something and return whether it is gone. Blocking."""
+    try:
+        docker(*words)
+    except OSError as error:
+        return GONE in str(error).lower()
     return True
 
 

@@ -27,7 +27,7 @@ INSTRUCTION = (
     " sentence and without a tool call: the task is graded then."
 )
 FILE_BYTES = 18_000
-READ_BYTES = 1 << 20
+FILE_BYTES = 1 << 20
 MAX_COMMAND = 100_000
 """Characters of a command, or of a file that is written."""
 
@@ -99,7 +99,7 @@ class Harbor(Environment):
         Args:
             path: absolute, or relative to the terminal's directory
         """
-        answer = await self._ask("read", path=self._absolute(path), most=READ_BYTES)
+        answer = await self._ask("read", path=self._absolute(path), most=FILE_BYTES)
         found = answer.text.splitlines(keepends=True)[max(0, first_line - 1) :][: max(0, lines)]
         return "".join(found)[:FILE_BYTES] or "(nothing there)"
 
@@ -117,8 +117,8 @@ class Harbor(Environment):
             old: the text, with as many lines around it as make it unique
             new: what stands there afterwards
         """
-        answer = await self._ask("read", path=self._absolute(path), most=READ_BYTES)
-        if answer.size > READ_BYTES:
+        answer = await self._ask("read", path=self._absolute(path), most=FILE_BYTES)
+        if answer.size > FILE_BYTES:
             raise ToolError("the file is too large: use the terminal")
         if "\ufffd" in answer.text:
             raise ToolError("the file is not UTF-8 text: use the terminal")

@@ -72,7 +72,7 @@ class Machine(Table):
     """The table `environment`."""
 
     build_timeout_sec: Seconds = 600.0
-    docker_image: Annotated[str, Field(min_length=1, max_length=200)] | None = None
+    docker_image: Annotated[str, Field(max_length=200, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:@-]*$")] | None = None
     """The image where there is no Dockerfile; otherwise its prebuilt form, which is built here instead."""
     cpus: Annotated[int, Field(ge=1, le=1024)] = 1
     memory_mb: Annotated[int, Field(ge=64, le=1 << 20)] = 2048

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -23,7 +24,7 @@ from typing import Any, Protocol, Self
 
 from opentinker.envs.harbor.box import Answer, Box
 from opentinker.envs.harbor.image import Image, Shell
-from opentinker.envs.harbor.task import Machine
+from opentinker.envs.harbor.task import MAX_BYTES, MAX_FILES, Machine
 from opentinker.shared.asyncio_tools import cancel_and_wait, sleep
 from opentinker.shared.config import Settings
 from opentinker.shared.sandbox.limits import MIB, Limits
@@ -58,8 +59,9 @@ class Workspace(ABC):
         self.image, self.shell = image, image.shell
         self._limits, self._place = limits, place
         self._box: Box | None = None
-        self._held = 0
-        """Bytes on disk at the last look."""
+        self._over = 0
+        """Bytes on disk since they are too many: that much may stay, so that it can be removed; 0: they are not."""
+        self._looked = 0.0
         self.shared.mkdir(parents=True)
         self.shared.chmod(0o755)
 
@@ -95,7 +97,10 @@ class Workspace(ABC):
 
     async def started(self) -> Box:
         """Return the running sandbox, started if necessary. Raises Unavailable, OSError."""
-        if self._box is None or not self._box.alive:
+        if self._box is not None and not self._box.alive:
+            await self._box.end("it ended")
+            self._box = None
+        if self._box is None:
             self._box = await self._start()
         return self._box
 
@@ -122,25 +127,34 @@ class Workspace(ABC):
             )  # fmt: skip
         finally:
             await cancel_and_wait(watching)
+        if time.monotonic() - self._looked >= DISK_POLL_S:  # a command may have been too short for a look
+            await self._look_at_disk(box)
         if shell is None and answer.cwd is not None and answer.variables is not None:
             length = sum(len(name) + len(value) for name, value in answer.variables.items())
             self.shell = Shell(answer.cwd, answer.variables if length <= MAX_VARIABLES else self.shell.variables)
         return answer
 
     async def _watch_disk(self, box: Box) -> None:
-        """Consumes nothing, produces the end of a sandbox that writes more than it may; waits for the next look. What
-        was too much at an earlier look may stay, so that it can be removed."""
-        most = max(self._limits.disk_mb * MIB, self._held)
+        """Consumes nothing, produces the end of a sandbox that writes more than it may; waits for the next look."""
         while True:
             await sleep(DISK_POLL_S)
-            self._held = held = await asyncio.to_thread(self.written)
-            if held > most:
-                box.process.kill(f"it had written {held // MIB} MB; at most {self._limits.disk_mb} (storage_mb)")
+            await self._look_at_disk(box)
+
+    async def _look_at_disk(self, box: Box) -> None:
+        try:
+            held = await asyncio.to_thread(self.written)
+        except OSError:  # a file has gone, or the engine is busy: the next look tells
+            return
+        self._looked = time.monotonic()
+        most, before = self._limits.disk_mb * MIB, self._over
+        self._over = 0 if held <= most else min(held, before or held)
+        if held > (before or most):
+            box.process.kill(f"it had written {held // MIB} MB; at most {self._limits.disk_mb} (storage_mb)")
 
     def fork(self) -> Self:
         """Return another one with the same files and shell, without processes. Blocking. Raises OSError."""
         other = self._copy()
-        other.shell = self.shell
+        other.shell, other._over = self.shell, self._over
         return other
 
     async def stop(self) -> None:
@@ -182,6 +196,21 @@ def _share(shared: Path, folders: Mapping[str, Path]) -> None:
         shutil.rmtree(old) if old.is_dir() else old.unlink()
     for name, folder in folders.items():
         copy_readable(folder, shared / name)
+
+
+def check_size(folder: Path) -> None:
+    """Raise ValueError if a folder holds more than a task may, or cannot be read. Blocking."""
+    count = size = 0
+
+    def refuse(error: OSError) -> None:
+        raise ValueError(f"{error.filename} cannot be read: {error.strerror}")
+
+    for place, folders, names in os.walk(folder, onerror=refuse):
+        count += len(folders) + len(names)
+        if count <= MAX_FILES:
+            size += sum(os.lstat(os.path.join(place, name)).st_size for name in names)
+        if count > MAX_FILES or size > MAX_BYTES:
+            raise ValueError(f"holds more than {MAX_FILES} files and folders or {MAX_BYTES >> 20} MB")
 
 
 def copy_readable(source: Path, target: Path) -> None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import subprocess
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from opentinker.envs.base import Action
 from opentinker.envs.harbor.agent import HarborAgent
 from opentinker.envs.harbor.boxes import Boxes, boxes, close_boxes
+from opentinker.envs.harbor.docker import DockerRuntime, docker
 from opentinker.envs.harbor.library import load_set, load_task
 from opentinker.envs.harbor.verifier import verify
 from opentinker.envs.harbor.workspace import Workspace
@@ -29,7 +33,9 @@ DOCKERFILE = """ARG base
 FROM {base} AS first
 RUN echo built > /srv/built
 FROM {base}
-ENV TASK=mine
+ENV TASK=mine PYTHONPATH=/srv/modules
+RUN mkdir /srv/modules && echo "raise SystemExit" > /srv/modules/glob.py
+HEALTHCHECK --interval=1s CMD touch /srv/checked
 WORKDIR /app
 COPY --from=first /srv/built ./
 COPY data ./
@@ -80,6 +86,7 @@ def test_a_task_is_checked_as_elsewhere() -> None:
 
 async def test_a_container_has_limits_no_network_and_its_files_after_a_kill(plane: Boxes) -> None:
     workspace = await taken(plane)
+    assert (await workspace.run("ls /srv; echo $PYTHONPATH", 60.0)).output == "modules\n/srv/modules\n"
     told = (await workspace.run("cat built; echo $TASK; id -u; cd /srv; export A=kept; sleep 1000 &", 60.0)).output
     assert told == "built\nmine\n0\n"
     assert (await workspace.run('pwd; echo "$A"', 60.0)).output == "/srv\nkept\n"
@@ -91,6 +98,23 @@ async def test_a_container_has_limits_no_network_and_its_files_after_a_kill(plan
     await workspace.stop()
     assert not workspace.is_running and (await workspace.run("cat /app/kept", 60.0)).output == "kept\n"
     await workspace.close()
+
+
+async def test_variables_of_a_task_belong_to_its_image_and_a_client_that_dies_ends_its_container(plane: Boxes) -> None:
+    task, image = load_task(plane.home, load_settings(), load_set(plane.home, "own").tasks[0])
+    environment = task.config.environment.model_copy(update={"env": {"A": "b"}})
+    other = msgspec.structs.replace(task, config=task.config.model_copy(update={"environment": environment}))
+    assert isinstance(plane.runtime, DockerRuntime)
+    found, was_built = await plane.runtime.build(other)
+    assert was_built and found.shell.variables["A"] == "b" and "A" not in image.shell.variables
+    await asyncio.to_thread(docker, "rmi", "--force", found.docker)
+    assert await plane.runtime.build(other) == (found, False), "and has its name again"
+    workspace = await plane.start(found, environment)
+    os.kill((await workspace.started()).process.pid, signal.SIGKILL)
+    await workspace.stop()
+    assert listed("ps", "--filter", f"ancestor={found.docker}") == ""
+    await workspace.close()
+    await asyncio.to_thread(docker, "rmi", "--force", found.docker)
 
 
 async def test_forks_share_their_past_and_their_images_go_with_them(plane: Boxes) -> None:
@@ -130,6 +154,9 @@ def test_a_build_that_fails_is_told_and_a_set_belongs_to_its_kind_of_sandbox(
     folder = write_task(tmp_path / "broken")
     (folder / "environment/Dockerfile").write_text(f"FROM {docker_base.make()}\nRUN echo why; false\n")
     with pytest.raises(SpecError, match="why"):
+        add_tasks(folder, None, lambda _: None)
+    (folder / "environment/Dockerfile").write_text(f"FROM {docker_base.make()}\nVOLUME /srv\n")
+    with pytest.raises(SpecError, match="declares volumes"):
         add_tasks(folder, None, lambda _: None)
     monkeypatch.setenv("OPENTINKER_HARBOR_SANDBOX", "bubblewrap")
     with pytest.raises(ValueError, match="added with another harbor_sandbox"):

@@ -84,7 +84,7 @@ COLUMNS = (
 def _rows(report: SetReport) -> list[list[str]]:
     return [
         [
-            one.task, _number(one.solution), _number(one.nothing), str(one.equal_resets),
+            one.task, _number(one.solution), _number(one.nothing), _number(one.equal_resets),
             " ".join(map(_number, one.verifier_rewards)), _number(one.start_ms), _number(one.warm_start_ms),
             _number(one.command_ms), _number(one.verify_ms), _number(one.left_running),
         ]

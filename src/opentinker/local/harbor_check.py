@@ -47,8 +47,8 @@ class TaskReport(msgspec.Struct, kw_only=True):
     """Reward after the task's solution."""
     nothing: float | None = None
     """Reward of an agent that does nothing."""
-    equal_resets: int = 0
-    """Starts with the same files as the first one."""
+    equal_resets: int | None = None
+    """Starts with the same files as the first one; None too where the working directory is the whole file system."""
     verifier_rewards: list[float] = []
     left_running: int | None = None
     """Processes that the solution left in the sandbox; they end with it."""
@@ -148,13 +148,14 @@ async def _resets(boxes: Boxes, task: Task, image: Image, report: TaskReport) ->
         try:
             starts.append(time.perf_counter() - began)
             cwd = workspace.shell.cwd
-            digests.append((await workspace.ask("digest", path=cwd)).digest if cwd != "/" else "")
+            if cwd != "/":
+                digests.append((await workspace.ask("digest", path=cwd)).digest)
             for _ in range(COMMANDS):
                 began = time.perf_counter()
                 await workspace.run("true", COMMAND_S)
                 commands.append(time.perf_counter() - began)
             report.start_ms, report.command_ms = _median_ms(starts), _median_ms(commands)
-            report.equal_resets = digests.count(digests[0])
+            report.equal_resets = digests.count(digests[0]) if digests else None
             if number == RESETS - 1:
                 report.nothing = (await verify(workspace, task)).reward
         finally:
@@ -211,7 +212,7 @@ def _judge(task: Task, report: TaskReport) -> None:
         report.errors.append(f"its solution gets {report.solution:g}, not 1")
     if report.nothing:
         report.errors.append(f"doing nothing gets {report.nothing:g}, not 0")
-    if report.start_ms is not None and report.equal_resets < RESETS:
+    if report.equal_resets is not None and report.equal_resets < RESETS:
         report.errors.append(f"only {report.equal_resets} of {RESETS} starts had the same files")
     if len(set(report.verifier_rewards)) > 1:
         report.errors.append(f"its verifier is flaky: the same files got {report.verifier_rewards}")

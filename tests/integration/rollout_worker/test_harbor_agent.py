@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 
 from opentinker.envs.agent import AgentError
-from opentinker.envs.base import MODULES, Action, Step
+from opentinker.envs.base import MODULES, Action, Step, Unreachable
 from opentinker.envs.harbor.agent import HarborAgent
+from opentinker.envs.harbor.box import Answer, BoxLost
 from opentinker.envs.harbor.boxes import boxes, close_boxes
+from opentinker.envs.harbor.task import MAX_FILES
+from opentinker.envs.harbor.workspace import Workspace
 from opentinker.envs.registry import check
 from opentinker.local.harbor_check import add_tasks
 from opentinker.shared.types.core import StopReason
@@ -27,7 +30,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The set `good`, one task, and the agent."""
     place = tmp_path_factory.mktemp("harbor")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OPENTINKER_DATA_DIR", str(place / "data"))
+        patch.setenv("OPENTINKER_DATA_DIR", str(place / ("long-" * 20) / "data"))
         write_task(place / "good" / "task-0", 0)
         add_tasks(place / "good", None, lambda _: None)
         (place / "agent").mkdir()
@@ -68,6 +71,21 @@ async def test_an_agent_in_the_sandbox_asks_the_model_and_its_files_are_graded(p
 
 
 @pytest.mark.usefixtures("sandboxes")
+async def test_a_sandbox_that_is_lost_is_no_fault_of_the_agent(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    agent = made(place)
+    asked = Workspace.ask
+
+    async def ask(self: Workspace, op: str, **arguments: Any) -> Answer:
+        if op == "write":
+            raise BoxLost("it ended")
+        return await asked(self, op, **arguments)
+
+    monkeypatch.setattr(Workspace, "ask", ask)
+    with pytest.raises(Unreachable, match="was lost: it ended"):
+        await played(agent, RIGHT)
+
+
+@pytest.mark.usefixtures("sandboxes")
 async def test_the_agent_sees_no_tests_and_no_network_and_may_kill_itself(place: Path) -> None:
     spying = "ls /tests /run/opentinker/shared/tests && cp /tests/expected answer.txt"
     assert (await played(made(place), spying))[1].reward == 0.0
@@ -97,6 +115,11 @@ def test_what_cannot_be_played_is_refused_at_submission(tmp_path: Path) -> None:
         with pytest.raises(SpecError, match=words):
             check("harbor_agent", {"command": "x", **config}, modules=True)
     check("harbor_agent", {"tasks": "good", "command": "x"})
+    (tmp_path / "many").mkdir()
+    for number in range(MAX_FILES + 1):
+        (tmp_path / "many" / str(number)).touch()
+    with pytest.raises(SpecError, match="more than 2000 files"):
+        check("harbor_agent", {"tasks": "good", "command": "x", "files": str(tmp_path / "many")}, modules=True)
     for files in (tmp_path, tmp_path / "none"):  # whether it exists is nobody's business either
         with pytest.raises(SpecError, match="is off here"):
             check("harbor_agent", {"tasks": "good", "command": "x", "files": str(files)})

@@ -72,6 +72,7 @@ def test_a_task_is_read_with_its_limits(tmp_path: Path) -> None:
         (config('[verifier.env]\nKEY = "${KEY}"\n'), "variables of this machine are not given to tasks"),
         (config('[agent]\nuser = "agent"\n'), "programs of a sandbox run as root"),
         (config("[[steps]]\nname = 'a'\n"), "steps.*unknown setting"),
+        (config('[environment]\ndocker_image = "--privileged"\n'), "environment.docker_image"),
         (config("= 3"), "task.toml: Invalid"),
         (add("instruction.md", "  \n"), "instruction.md: is empty"),
         (add("steps/one/instruction.md", "a"), "several steps"),
