@@ -383,10 +383,17 @@ class Episode:
 def seconds_of(episode: Episode, trajectories: list[Trajectory]) -> dict[str, float]:
     """Return where the time of an episode went, see `rollout/open_s` and so on in docs/metrics.md."""
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
+    env_s = sum(turn.env_s for turn in turns)
+
+    def told(phase: str, whole: float) -> float:
+        return min(max(0.0, episode.metrics.get(f"time/{phase}_s", 0.0)), whole)
+
     return {
         "open_s": episode.open_s,
+        "start_s": told("start", episode.open_s),
         "generate_s": sum(turn.generate_s for turn in turns),
-        "env_s": sum(turn.env_s for turn in turns),
+        "env_s": env_s,
+        "verify_s": told("verify", env_s),
         "tool_s": sum(message.call_s or 0.0 for message in episode.said),
     }
 

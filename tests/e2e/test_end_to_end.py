@@ -41,6 +41,7 @@ PER_SERVICE = {
     "rollout_worker-0": {
         *("rollout/tokens_per_s", "rollout/episodes_per_s", "rollout/running_groups", "rollout/swap_load_s"),
         *("rollout/open_s", "rollout/generate_s", "rollout/env_s", "rollout/tool_s"),
+        *("rollout/start_s", "rollout/verify_s"),
     },
     "env_worker-0": {"env/sessions", "env/steps", "env/steps_per_s", "env/ended/done"},
     "scheduler": {

@@ -49,5 +49,8 @@ async def test_jobs_train_on_tasks_in_sandboxes(tmp_path: Path, monkeypatch: pyt
             points = [point["values"] for point in await cluster.client.metrics(job, source="trainer")]
             assert len(points) == STEPS and any(point["grad_norm"] > 0 for point in points), points
             assert all(0.0 <= point["reward/mean"] <= 1.0 for point in points)
+            phases = (await cluster.client.metrics(job, source="rollout_worker-0"))[-1]["values"]
+            assert 0 < phases["rollout/start_s"] <= phases["rollout/open_s"], phases
+            assert 0 < phases["rollout/verify_s"] <= phases["rollout/env_s"], phases
             ledger = await cluster.ledger(job)
             assert ledger.failed == {} and ledger.accepted >= 2 * STEPS

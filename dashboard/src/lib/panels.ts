@@ -17,12 +17,14 @@ const OURS = new Set(
     "rollout_workers tool_calls tool_errors rows epochs accuracy").split(" "),
 );
 
-/** Phases of episodes, of which the last is part of the one before it. */
+/** Phases of episodes; those with "of it" are parts of the one before them. */
 const PHASES = {
   "rollout/open_s": "opening",
+  "rollout/start_s": "of it start",
   "rollout/generate_s": "model",
   "rollout/env_s": "environment",
-  "rollout/tool_s": "its tools",
+  "rollout/tool_s": "of it tools",
+  "rollout/verify_s": "of it grading",
 };
 const WHOLE = ["rollout/open_s", "rollout/generate_s", "rollout/env_s"];
 
