@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import msgspec
 
 from opentinker.envs.base import Environment
 from opentinker.local.trial_episode import Guessing, Repeating, Tried, earned, expert, play, silent
+from opentinker.shared.runtime.reexec import below
 from opentinker.shared.types.core import Message
 from opentinker.shared.types.env_protocol import SeatPrompt, SessionReply
 from opentinker.shared.types.errors import OpenTinkerError, SpecError
@@ -62,7 +64,11 @@ async def look_at(name: str, config: dict[str, Any], *, episodes: int, seed: int
     experts = [await play(name, config, expert, row=row, seed=seed + row, turns=turns) for row in rows]
     has_expert = any(tried.said for tried in experts)
     silences = [await play(name, config, silent, row=row, seed=seed + row, turns=turns) for row in rows]
-    guesses = [await play(name, config, Guessing(row), row=row, seed=seed + row, turns=turns) for row in rows]
+    running = []
+    guesses = []
+    for row in rows:
+        guesses.append(await play(name, config, Guessing(row), row=row, seed=seed + row, turns=turns))
+        running.append(len(below(os.getpid())))
     if random.getstate() != outside and not found.blocking:
         report.advice.append(
             "it draws from the global random numbers, which other episodes of the process share: use a random.Random "
@@ -74,6 +80,7 @@ async def look_at(name: str, config: dict[str, Any], *, episodes: int, seed: int
     report.errors += list(dict.fromkeys(failed))[:3]
     if failed:
         return report
+    _judge_processes(running, report)
     await _repeat(name, config, played[0], guesses[0], report)
     _judge(found, experts if has_expert else [], guesses, report)
     _judge_silence(experts if has_expert else [], silences, report)
@@ -147,8 +154,23 @@ def _judge(found: type[Environment], experts: list[Tried], guesses: list[Tried],
     report.facts["guessing"] = f"reward {statistics.fmean(rewards):.3f} +- {statistics.pstdev(rewards):.3f}"
     report.facts["turns"] = f"{statistics.fmean(len(tried.turns) for tried in played):.1f} per episode"
     report.facts["open"] = f"{1000 * statistics.median(opens):.2f} ms"
+    for phase in ("start", "verify"):
+        told = [tried.replies[-1].metrics.get(f"time/{phase}_s") for tried in played]
+        if known := [seconds for seconds in told if seconds is not None]:
+            report.facts[phase] = f"{1000 * statistics.median(known):.2f} ms"
     if steps:
         report.facts["step"] = f"{1000 * statistics.median(steps):.3f} ms, {len(steps) / sum(steps):,.0f} per s"
+
+
+def _judge_processes(running: list[int], report: Report) -> None:
+    """`running`: processes below this one after each episode. Those that are kept for later episodes are started with
+    the first ones; a leak has no end."""
+    later = running[len(running) // 2 :]
+    if len(later) > 2 and all(more > fewer for fewer, more in pairwise(later)):
+        report.errors.append(
+            f"{running[-1]} processes still ran after {len(running)} episodes, one more with each: end in close() what "
+            "open() starts"
+        )
 
 
 def _judge_silence(experts: list[Tried], silences: list[Tried], report: Report) -> None:

@@ -16,7 +16,7 @@ from opentinker.local.env_trial import look_at
 from tests.support.cluster import ROOT
 
 FAULTY = '''
-import random, time
+import random, subprocess, time
 from opentinker.envs.base import Action, Environment, Step, user
 
 class Drifting(Environment):
@@ -53,6 +53,12 @@ class Flat(Environment):
         return [user(f"task {row}")]
     async def step(self, action):
         return Step(reward=0.0, done=True)
+
+class Leaky(Flat):
+    kept = []
+    async def open(self, row, seed):
+        self.kept.append(subprocess.Popen(["sleep", "5"]))
+        return await super().open(row, seed)
 
 class Broken(Environment):
     async def open(self, row, seed):
@@ -99,6 +105,12 @@ async def test_faults_are_named(faulty: str, name: str, errors: list[str], advic
             assert any(text in line for line in said), said
     if not errors:
         assert found.errors == []
+
+
+async def test_processes_that_outlive_their_episodes_are_counted(faulty: str) -> None:
+    found = await look_at(f"{faulty}:Leaky", {}, episodes=6, seed=0, turns=4)
+    assert ["one more with each: end in close() what open() starts" in error for error in found.errors] == [True]
+    assert (await look_at(f"{faulty}:Flat", {}, episodes=6, seed=0, turns=4)).errors == []
 
 
 def test_check_prints_a_transcript_and_ends_with_a_verdict(faulty: str) -> None:
