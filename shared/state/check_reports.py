@@ -69,3 +69,9 @@ class CheckReports:
         """Return summary and report, which is JSON; None if there is none."""
         summary, report = await self._redis.hmget(f"check:{tenant}:{id}", "summary", "report")
         return (codec.from_json(CheckSummary, summary), str(report)) if summary else None
+
+    async def delete(self, tenant: str, id: str) -> None:
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.zrem(f"checks:{tenant}", id)
+            pipe.delete(f"check:{tenant}:{id}")
+            await pipe.execute()

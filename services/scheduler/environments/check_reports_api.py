@@ -16,7 +16,7 @@ from opentinker.services.scheduler.http.route_decorator import Route
 from opentinker.shared import api_types
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.security.authorization import Action
-from opentinker.shared.state.check_reports import CheckReports
+from opentinker.shared.state.check_reports import CheckReports, CheckSummary
 from opentinker.shared.types.errors import NotFound, SpecError
 
 MAX_BYTES = 256 << 10
@@ -82,9 +82,20 @@ class CheckReportsApi:
     @Route("GET", "/v1/checks/{check}", Action.ENVIRONMENTS_READ, answer=api_types.EnvironmentCheck)
     async def get(self, request: web.Request) -> web.Response:
         """Get a saved check with its whole report."""
+        summary, report = await self._found(request)
+        return json_response({**msgspec.to_builtins(summary), "report": orjson.loads(report)})
+
+    @Route("DELETE", "/v1/checks/{check}", Action.ENVIRONMENTS_WRITE, answer=api_types.EnvironmentCheckSummary)
+    async def delete(self, request: web.Request) -> web.Response:
+        """Delete a saved check."""
+        summary, _ = await self._found(request)
+        await self._reports.delete(tenant_of(request), summary.id)
+        return json_response(msgspec.to_builtins(summary))
+
+    async def _found(self, request: web.Request) -> tuple[CheckSummary, str]:
+        """Return summary and report of the check that the path names. Raises NotFound."""
         id = request.match_info["check"]
         found = await self._reports.find(tenant_of(request), id)
         if found is None:
             raise NotFound(f"no check {id[:100]!r}; GET /v1/checks lists them")
-        summary, report = found
-        return json_response({**msgspec.to_builtins(summary), "report": orjson.loads(report)})
+        return found

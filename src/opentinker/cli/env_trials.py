@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 GROUPS = 16
 LINE, LINES, CELL, TRANSCRIPT = 3000, 1000, 200, 50_000
 """Characters and lines of a report that the server takes."""
+REPORT_BYTES = 250_000
+"""Of a report as JSON; the server takes 256 KiB."""
 FEW = 0.1
 """Share of groups that carry signal below which training is slow to begin."""
 Name = Annotated[
@@ -85,16 +88,28 @@ def check(
 
 
 def _bounded(found: EnvironmentReport) -> EnvironmentReport:
-    """Cut what is longer than the server takes."""
+    """Cut what is longer than the server takes, and say so in the report."""
+    for lines in (LINES, 200, 50, 20):
+        made = _cut(found, lines)
+        if len(json.dumps(made)) <= REPORT_BYTES:
+            break
+    if made == found:
+        return found
+    note = "this report is cut: `opentinker env check` without --save prints all of it"
+    return {**made, "advice": [note, *made["advice"][: LINES - 1]]}
+
+
+def _cut(found: EnvironmentReport, most: int) -> EnvironmentReport:
+    """Return it with so many lines of each kind."""
 
     def cut(lines: list[str]) -> list[str]:
-        return [line[:LINE] for line in lines[:LINES]]
+        return [line[:LINE] for line in lines[:most]]
 
     return {
         **found, "errors": cut(found["errors"]), "advice": cut(found["advice"]),
         "facts": {name: text[:LINE] for name, text in found["facts"].items()},
         "transcript": found["transcript"][:TRANSCRIPT],
-        "rows": [[cell[:CELL] for cell in row] for row in found["rows"]],
+        "rows": [[cell[:CELL] for cell in row] for row in found["rows"][:most]],
     }  # fmt: skip
 
 

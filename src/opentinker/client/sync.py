@@ -137,6 +137,7 @@ class Client:
     save_check = blocking(AsyncClient.save_check)
     environment_checks = blocking(AsyncClient.environment_checks)
     environment_check = blocking(AsyncClient.environment_check)
+    delete_environment_check = blocking(AsyncClient.delete_environment_check)
 
     create_key = blocking(AsyncClient.create_key)
     keys = blocking(AsyncClient.keys)

@@ -75,6 +75,11 @@ class EnvironmentCalls:
         """A saved check with its report. Raises ApiNotFound."""
         return cast(EnvironmentCheck, await self._http.json("GET", f"{CHECKS}/{quote(id, safe='')}"))
 
+    async def delete_environment_check(self, id: str) -> EnvironmentCheckSummary:
+        """Delete a saved check. Raises ApiNotFound."""
+        answer = await self._http.json("DELETE", f"{CHECKS}/{quote(id, safe='')}", again=False)
+        return cast(EnvironmentCheckSummary, answer)
+
 
 def pack(place: str | Path) -> bytes:
     """Pack a directory as a tar. Blocking. Raises ApiError if it is not a directory or contains links."""

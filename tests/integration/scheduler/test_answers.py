@@ -205,6 +205,7 @@ async def test_environments_are_what_their_types_say(client: AsyncClient, tmp_pa
     found = await client.environment_check(saved["id"])
     fits(found, answers.EnvironmentCheck)
     assert found["report"] == report
+    assert await client.delete_environment_check(saved["id"]) == saved and await client.environment_checks() == []
     async with AsyncServing(Environment, name="count", url=client.url, on_wait=lambda _: None, drain_s=0.0):
         served = await _served(client)
         fits(served, answers.ServedEnvironments)

@@ -12,7 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 from opentinker.cli import app
+from opentinker.cli.env_trials import _bounded
 from opentinker.local.env_trial import look_at
+from opentinker.services.scheduler.environments.check_reports_api import CheckReport
 from tests.support.cluster import ROOT
 
 FAULTY = '''
@@ -221,3 +223,19 @@ def test_options_for_the_base_model_need_its_job(tmp_path: Path) -> None:
     ):
         told = CliRunner().invoke(app, ["env", "check", *options])
         assert told.exit_code == 2 and why in " ".join(told.output.replace("│", " ").split()), told.output
+
+
+def test_a_saved_report_is_cut_to_what_the_server_takes_and_says_so() -> None:
+    small: Any = {"environment": "e", "verdict": "v", "errors": ["x"], "advice": [], "facts": {}, "transcript": "",
+                  "columns": ["task"], "rows": [["a"]]}  # fmt: skip
+    assert _bounded(small) == small
+    larger: list[dict[str, Any]] = [
+        {"errors": ["x" * 4000] * 1200},
+        {"rows": [["y" * 500]] * 3000},
+        {"transcript": "z" * 60_000},
+    ]
+    for large in larger:
+        whole: Any = {**small, **large}
+        cut = _bounded(whole)
+        CheckReport.model_validate(cut)
+        assert len(orjson.dumps(cut)) < 256 * 1024 and "this report is cut" in cut["advice"][0]
