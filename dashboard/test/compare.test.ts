@@ -1,6 +1,6 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { csv, curve, differences, ending, grouped, groupsOf, metricNames, scatter, type Run } from "../src/lib/compare.ts";
+import { csv, curve, differences, ending, grouped, groupsOf, isFalling, metricNames, scatter, type Run } from "../src/lib/compare.ts";
 
 function run(id: string, lr: number, values: number[], tags: string[] = []): Run {
   const points = values.map((value, step) => ({ source: "trainer", incarnation: "i", seq: step, time: step, step: step + 1, values: { reward: value } }));
@@ -18,6 +18,10 @@ test("a metric's end is its best, its last and its mean over the steps", () => {
   assert.deepEqual([line.x, line.y], [[1, 2, 3], [0, 1, 0.5]]);
   assert.deepEqual(ending(line), { best: 1, last: 0.5, area: 0.625 });
   assert.equal(ending(curve(run("a", 0.1, []), "reward")), null);
+  assert.equal(ending(line, true)!.best, 0);
+  assert.deepEqual(["loss", "val/loss", "loss/kl", "swap/pause_s", "reward/mean", "exact"].map(isFalling), [true, true, true, true, false, false]);
+  const long = curve(run("a", 0.1, Array.from({ length: 300_000 }, (_, at) => at)), "reward");
+  assert.equal(ending(long)!.best, 299_999);
 });
 
 test("steps that were trained again count once", () => {

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 MOST = 48
 """Values; where there would be more, neighbours become their mean."""
 NAMES = ("reward/mean", "loss")
-"""The first one that a step reports is drawn."""
+"""The first one that the first step reports is drawn."""
 
 
 class ProgressCurve:
@@ -18,14 +19,17 @@ class ProgressCurve:
         self.values: list[float] = []
         self._every = 1
         """Steps that a value is the mean of."""
+        self._name = ""
+        """Of the metric; empty: no step has had one yet."""
         self._pending: list[float] = []
 
     def add(self, step: Mapping[str, Any]) -> None:
-        """`step`: its metrics. One without the metric is ignored."""
-        value = next((step[name] for name in NAMES if name in step), None)
-        if value is None:
+        """`step`: its metrics. One without the metric, or with no finite number, is ignored."""
+        self._name = self._name or next((name for name in NAMES if name in step), "")
+        value = float(step.get(self._name, math.nan))
+        if not math.isfinite(value):
             return
-        self._pending.append(float(value))
+        self._pending.append(value)
         if len(self._pending) < self._every:
             return
         self.values.append(sum(self._pending) / self._every)

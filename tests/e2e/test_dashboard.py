@@ -842,10 +842,20 @@ async def test_jobs_are_picked_by_mouse_and_keys_and_done_with_together(opened: 
         await tab.page.get_by_role("button", name="HTML").click()
     text = (await (await told.value).path()).read_text()
     assert "data:image/png" in text and "7 (2)" in text and "<script" not in text
+    await tab.go("compare", f"{jobs[0]},j-missing")
+    await tab.shows("no job 'j-missing'")
+    await expect(table.locator("tbody tr")).to_have_count(1)
     await tab.go()
     await tab.page.get_by_label("Pick all").check()
+    await tab.page.keyboard.press("Escape")
+    await expect(bulk).to_have_count(0)
+    await tab.page.keyboard.press("a")
+    refused = {"detail": "it is busy", "status": 409}
+    await tab.page.route(f"**/v1/jobs/{jobs[0]}/cancel", lambda route: route.fulfill(status=409, json=refused))
     await bulk.get_by_role("button", name="Cancel").click()
-    await expect(rows.filter(has_text="cancelled")).to_have_count(3)
+    await expect(rows.filter(has_text="cancelled")).to_have_count(2)
+    await expect(bulk).to_contain_text("1 of 3 refused, which are still chosen: it is busy")
+    await expect(bulk).to_contain_text("1 job chosen")
 
 
 async def test_of_many_jobs_those_in_sight_are_drawn(opened: Open, http: Http, store: Store) -> None:

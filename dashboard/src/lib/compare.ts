@@ -62,20 +62,31 @@ export function curve(run: Run, name: string): Line {
   return line;
 }
 
+/** Last parts of the names of metrics that are better the lower they are. */
+const FALLING = new Set(["loss", "kl", "mismatch", "perplexity", "untrainable"]);
+
+export function isFalling(metric: string): boolean {
+  const name = metric.slice(metric.lastIndexOf("/") + 1);
+  return FALLING.has(name) || name.endsWith("_s") || name.endsWith("_seconds");
+}
+
 export interface Ending {
+  /** The highest value, or the lowest of a metric that falls. */
   best: number;
   last: number;
   /** Mean over the steps, by the trapezoidal rule. */
   area: number;
 }
 
-export function ending(line: Line): Ending | null {
+export function ending(line: Line, falls = false): Ending | null {
   const { x, y } = line;
   if (!y.length) return null;
   let area = 0;
+  let best = y[0]!;
+  for (const value of y) if (falls ? value < best : value > best) best = value;
   for (let i = 1; i < x.length; i += 1) area += ((x[i]! - x[i - 1]!) * (y[i]! + y[i - 1]!)) / 2;
   const width = x[x.length - 1]! - x[0]!;
-  return { best: Math.max(...y), last: y[y.length - 1]!, area: width ? area / width : y[0]! };
+  return { best, last: y[y.length - 1]!, area: width ? area / width : y[0]! };
 }
 
 /** One line for each group: the mean of its runs where all of those that have come so far have a value, with one standard deviation. */

@@ -5,7 +5,7 @@ import { useEffect, useMemo, useState } from "preact/hooks";
 import { Chart, type Look } from "../chart.tsx";
 import { go } from "../hooks.ts";
 import { ask, job as pathOf, Problem } from "../lib/api.ts";
-import { csv, curve, differences, ending, grouped, groupsOf, metricNames, scatter, type Run } from "../lib/compare.ts";
+import { csv, curve, differences, ending, grouped, groupsOf, isFalling, metricNames, scatter, type Run } from "../lib/compare.ts";
 import { FINAL, type JobDetail, type Point } from "../lib/types.ts";
 import { save, short } from "../lib/words.ts";
 import { Choice, Empty, Said, Select } from "../parts.tsx";
@@ -23,15 +23,19 @@ interface History {
   more: boolean;
 }
 
-/** A run, with where its history was read to. */
-interface Read extends Run {
+/** A run as far as it was read. */
+interface Read {
+  id: string;
+  run: Run | null;
   cursor: number;
+  /** Nothing more will come. */
   over: boolean;
+  problem: Problem | null;
 }
 
 /** `view`: what the address says, as a query. */
 export function Compare({ ids, view }: { ids: string[]; view: string }): JSX.Element {
-  const { runs, problem, isReading } = useRuns(ids.slice(0, MOST_RUNS));
+  const { runs, problems, isReading } = useRuns(ids.slice(0, MOST_RUNS));
   const query = new URLSearchParams(view);
   const change = (name: string, value: string): void => {
     if (value) query.set(name, value);
@@ -49,7 +53,9 @@ export function Compare({ ids, view }: { ids: string[]; view: string }): JSX.Ele
   return (
     <>
       <h1 class="unseen">Compare</h1>
-      <Said problem={problem} />
+      {problems.map(([id, problem]) => (
+        <Said key={id} problem={problem} />
+      ))}
       <div class="bar">
         <a href="#/">Jobs</a>
         <Select
@@ -94,7 +100,7 @@ function tableOf(runs: Run[], differing: Differing, metrics: string[]): string[]
   const heads = ["id", "name", ...differing.map(({ path }) => path), ...metrics.flatMap((name) => [`${name} best`, `${name} last`, `${name} area`])];
   const rows = runs.map((run, i) => {
     const ends = metrics.flatMap((name) => {
-      const end = ending(curve(run, name));
+      const end = ending(curve(run, name), isFalling(name));
       return end ? [end.best, end.last, end.area].map(String) : ["", "", ""];
     });
     return [run.id, run.name, ...differing.map(({ values }) => values[i]!), ...ends];
@@ -176,27 +182,20 @@ function page(): string {
   return `<!doctype html><meta charset="utf-8"><title>Compared runs</title><p>${new Date().toISOString()}</p>${charts.join("")}${rows}`;
 }
 
-/** The runs with their whole histories, read on while they are not over. */
-function useRuns(ids: string[]): { runs: Run[]; problem: Problem | null; isReading: boolean } {
-  const [runs, set] = useState<Read[]>([]);
-  const [problem, setProblem] = useState<Problem | null>(null);
+/** The runs with their whole histories, read on while they are not over. One that cannot be read keeps up no other. */
+function useRuns(ids: string[]): { runs: Run[]; problems: [string, Problem][]; isReading: boolean } {
+  const [known, set] = useState<Read[]>([]);
   const [isReading, setReading] = useState(true);
   useEffect(() => {
     const stop = new AbortController();
     let timer = 0;
-    let known: Read[] = [];
+    let reads: Read[] = ids.map((id) => ({ id, run: null, cursor: 0, over: false, problem: null }));
     const look = async (): Promise<void> => {
-      try {
-        known = await Promise.all(ids.map((id) => readOn(id, known.find((run) => run.id === id), stop.signal)));
-        if (stop.signal.aborted) return;
-        set(known);
-        setProblem(null);
-      } catch (error) {
-        if (stop.signal.aborted) return;
-        setProblem(error instanceof Problem ? error : new Problem(0, String(error)));
-      }
+      reads = await Promise.all(reads.map((read) => readOn(read, stop.signal)));
+      if (stop.signal.aborted) return;
+      set(reads);
       setReading(false);
-      if (known.some((run) => !run.over) || !known.length) timer = window.setTimeout(() => void look(), LOOK_MS);
+      if (reads.some((read) => !read.over)) timer = window.setTimeout(() => void look(), LOOK_MS);
     };
     void look();
     return () => {
@@ -204,19 +203,25 @@ function useRuns(ids: string[]): { runs: Run[]; problem: Problem | null; isReadi
       clearTimeout(timer);
     };
   }, [ids.join()]);
-  return { runs, problem, isReading };
+  const runs = useMemo(() => known.flatMap(({ run }) => run ?? []), [known]);
+  return { runs, problems: known.flatMap(({ id, problem }) => (problem ? [[id, problem]] : [])), isReading };
 }
 
-async function readOn(id: string, before: Read | undefined, signal: AbortSignal): Promise<Read> {
-  if (before?.over) return before;
-  const job = await ask<JobDetail>(pathOf(id), { signal });
-  const points = [...(before?.points ?? [])];
-  let cursor = before?.cursor ?? 0;
-  for (;;) {
-    const page = await ask<History>(pathOf(id, `/metrics?limit=${PAGE}&after=${cursor}`), { signal });
-    points.push(...page.metrics);
-    cursor = page.cursor;
-    if (!page.more) break;
+/** Returns what it had and what came, also if not everything did. */
+async function readOn(before: Read, signal: AbortSignal): Promise<Read> {
+  if (before.over) return before;
+  const { id } = before;
+  let { run, cursor } = before;
+  try {
+    const job = await ask<JobDetail>(pathOf(id), { signal });
+    for (;;) {
+      const page: History = await ask<History>(pathOf(id, `/metrics?limit=${PAGE}&after=${cursor}`), { signal });
+      run = { id, name: job.name, tags: job.tags, spec: job.spec, points: [...(run?.points ?? []), ...page.metrics] };
+      cursor = page.cursor;
+      if (!page.more) return { id, run, cursor, over: FINAL.includes(job.state), problem: null };
+    }
+  } catch (error) {
+    const problem = error instanceof Problem ? error : new Problem(0, String(error));
+    return { id, run, cursor, over: [401, 403, 404].includes(problem.status), problem };
   }
-  return { id, name: job.name, tags: job.tags, spec: job.spec, points, cursor, over: FINAL.includes(job.state) };
 }

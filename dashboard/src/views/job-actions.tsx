@@ -3,7 +3,7 @@
 import type { JSX } from "preact";
 import { useState } from "preact/hooks";
 import { useDoing, useMay } from "../hooks.ts";
-import { ask, job as pathOf } from "../lib/api.ts";
+import { ask, job as pathOf, Problem } from "../lib/api.ts";
 import { FINAL, type Job, type Json } from "../lib/types.ts";
 import { counted } from "../lib/words.ts";
 import { Said } from "../parts.tsx";
@@ -11,7 +11,8 @@ import { Said } from "../parts.tsx";
 interface BulkProps {
   jobs: Job[];
   compare: () => void;
-  clear: () => void;
+  /** Chooses none, or these alone. */
+  clear: (but?: string[]) => void;
   again: () => void;
 }
 
@@ -23,9 +24,19 @@ export function Bulk({ jobs, compare, clear, again }: BulkProps): JSX.Element {
   const over = jobs.filter((job) => FINAL.includes(job.state));
   const each = (some: Job[], method: string, rest: string, body?: Json): void =>
     act(async () => {
-      for (const { id } of some) await ask(pathOf(id, rest), { method, ...(body === undefined ? {} : { body }) });
-      clear();
+      const refused: [string, Problem][] = [];
+      for (const { id } of some) {
+        try {
+          await ask(pathOf(id, rest), { method, ...(body === undefined ? {} : { body }) });
+        } catch (error) {
+          if (!(error instanceof Problem)) throw error;
+          refused.push([id, error]);
+        }
+      }
+      clear(refused.map(([id]) => id));
       again();
+      const [first] = refused;
+      if (first) throw new Problem(first[1].status, `${refused.length} of ${some.length} refused, which are still chosen: ${first[1].message}`);
     });
   const sure = (what: string, some: Job[]): boolean => confirm(`${what} ${counted(some.length, "job")}?\n${some.map((job) => job.name).slice(0, 10).join("\n")}`);
   return (
@@ -57,7 +68,7 @@ export function Bulk({ jobs, compare, clear, again }: BulkProps): JSX.Element {
           Delete artifacts
         </button>
       )}
-      <button class="plain" onClick={clear}>
+      <button class="plain" onClick={() => clear()}>
         None
       </button>
       <Said problem={problem} />

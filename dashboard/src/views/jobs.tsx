@@ -120,11 +120,16 @@ function Found({ filter, isFiltered, columns, choose }: FoundProps): JSX.Element
     setOlder(behind);
     setBefore(last.cursor);
   };
+  const anew = (): void => {
+    setOlder([]);
+    setBefore(null);
+    again();
+  };
   const nothing = !isFiltered ? "No jobs yet. Submit one: opentinker submit examples/copy_digits.toml" : last.more ? "None of the newest jobs matches." : "No job matches.";
   return (
     <>
       <Said problem={problem ?? page.problem} />
-      {shown.length === 0 ? <Empty>{nothing}</Empty> : <Table jobs={shown} columns={columns} choose={choose} again={again} />}
+      {shown.length === 0 ? <Empty>{nothing}</Empty> : <Table jobs={shown} columns={columns} choose={choose} again={anew} />}
       <p class="dim count">
         {last.more ? `the first ${counted(shown.length, "job")}` : counted(shown.length, "job")} <span title={HELP}>keys: ?</span>
       </p>
@@ -149,11 +154,12 @@ function Table({ jobs, columns, choose, again }: TableProps): JSX.Element {
   const span = useWindow(body, jobs.length);
   const [chosen, setChosen] = useState<ReadonlySet<string>>(new Set());
   const [last, setLast] = useState<string | null>(null);
-  const [at, setAt] = useState(-1);
+  const [atId, setAt] = useState<string | null>(null);
   const [help, setHelp] = useState(false);
   const keyName = useKeyNames();
   const now = useNow(5);
   const ids = jobs.map((job) => job.id);
+  const at = atId === null ? -1 : ids.indexOf(atId);
   const pick = (id: string, shift: boolean): void => {
     setChosen(picked(chosen, ids, id, last, shift));
     setLast(id);
@@ -163,14 +169,15 @@ function Table({ jobs, columns, choose, again }: TableProps): JSX.Element {
   };
   const move = (to: number): void => {
     const next = Math.max(0, Math.min(jobs.length - 1, to));
-    setAt(next);
+    setAt(ids[next] ?? null);
     const top = (body.current?.getBoundingClientRect().top ?? 0) + next * ROW_PX;
     if (top < 80) window.scrollBy(0, top - 80);
     else if (top + ROW_PX > window.innerHeight) window.scrollBy(0, top + ROW_PX - window.innerHeight + 8);
   };
   useLayoutEffect(() => {
     const pressed = (event: KeyboardEvent): void => {
-      const typing = event.target instanceof HTMLElement && event.target.closest("input, select, textarea, button, a, summary") !== null;
+      const within = (what: string): boolean => event.target instanceof HTMLElement && event.target.closest(what) !== null;
+      const typing = within('input:not([type="checkbox"]), select, textarea') || (event.key === "Enter" && within("button, a, summary"));
       const deed = deedOf(event.key, typing, event.ctrlKey || event.metaKey || event.altKey);
       if (deed === undefined) return;
       const job = jobs[at];
@@ -194,7 +201,7 @@ function Table({ jobs, columns, choose, again }: TableProps): JSX.Element {
     <>
       {help && <p class="dim">{HELP}.</p>}
       {picks.length > 0 && (
-        <Bulk jobs={picks} compare={compare} clear={() => setChosen(new Set())} again={again} />
+        <Bulk jobs={picks} compare={compare} clear={(but = []) => setChosen(new Set(but))} again={again} />
       )}
       <table class="card jobs">
         <thead>

@@ -12,6 +12,7 @@ where they are installed.
 
 from __future__ import annotations
 
+import contextlib
 import html
 import importlib
 import importlib.util
@@ -29,10 +30,8 @@ if TYPE_CHECKING:
     from opentinker.client.sync import Client
 
 Frame = Literal["auto", "pandas", "polars", "rows"]
-CURVE = ("reward/mean", "train/loss", "val/reward/mean")
-"""The first of these that a job has is drawn."""
 FINAL = ("succeeded", "failed", "cancelled")
-POLL_S = 0.5
+POLL_S = 1.0
 WIDTH, HEIGHT = 240, 48
 
 
@@ -141,26 +140,16 @@ class JobHandle:
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
-        try:
+        with contextlib.suppress(ApiError):  # as it was known last
             self.refresh()
-            curve = self._curve()
-        except ApiError:
-            curve = None  # as it was known last
-        return card(self.id, self._last, curve)
-
-    def _curve(self) -> tuple[str, list[float]] | None:
-        rows = self.metrics(CURVE, frame="rows")
-        for name in CURVE:
-            if values := [row[name] for row in rows if name in row]:
-                return name, values
-        return None
+        return card(self.id, self._last)
 
 
 def row_of(point: MetricPoint) -> dict[str, Any]:
     return {"step": point["step"], "time": point["time"], "source": point["source"], **point["values"]}
 
 
-def card(id: str, job: Job | None, curve: tuple[str, list[float]] | None) -> str:
+def card(id: str, job: Job | None) -> str:
     """Return a job as HTML. Every text is escaped; there are no scripts, styles or addresses of others in it."""
     if job is None:
         return f"<p><b>{html.escape(id)}</b>: the server does not answer</p>"
@@ -169,9 +158,9 @@ def card(id: str, job: Job | None, curve: tuple[str, list[float]] | None) -> str
     rows = [("state", job["state"] + (f": {why}" if why else "")), ("step", f"{job['step']}{of}")]
     lines = "".join(f"<tr><td>{name}</td><td>{html.escape(text)}</td></tr>" for name, text in rows)
     drawn = ""
-    if curve is not None and len(curve[1]) > 1:
-        name, values = curve
-        drawn = f"<tr><td>{html.escape(name)}</td><td>{_sparkline(values)} {values[-1]:.4g}</td></tr>"
+    if len(values := job["curve"]) > 1:
+        name = "reward" if job["kind"] == "rl" else "loss"
+        drawn = f"<tr><td>{name}</td><td>{_sparkline(values)} {values[-1]:.4g}</td></tr>"
     return f"<table><tr><th>{html.escape(job['name'])}</th><th>{html.escape(id)}</th></tr>{lines}{drawn}</table>"
 
 

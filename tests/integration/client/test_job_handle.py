@@ -83,10 +83,15 @@ def test_a_card_escapes_what_others_wrote_and_needs_no_server() -> None:
         "waiting_for": "",
         "step": 3,
         "steps": 0,
+        "kind": "sft",
+        "curve": [0.0, 1.0, 0.5],
     }
-    shown = card("j", job, ("reward/mean", [float("0"), 1.0, 0.5]))
+    shown = card("j", job)
     assert "<script" not in shown and "<img" not in shown and "&lt;img&gt;" in shown
-    assert "does not answer" in card("j", None, None)
+    assert "<td>loss</td>" in shown and "polyline" in shown
+    job["curve"] = []
+    assert "polyline" not in card("j", job)
+    assert "does not answer" in card("j", None)
 
 
 def test_a_notebook_and_a_terminal_show_progress_in_place(monkeypatch: pytest.MonkeyPatch) -> None:

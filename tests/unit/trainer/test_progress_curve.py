@@ -15,6 +15,7 @@ def curve(*steps: dict[str, float]) -> list[float]:
 def test_few_steps_are_all_there_and_others_metrics_are_not() -> None:
     assert curve({"reward/mean": 1.0, "loss": 9.0}, {"entropy": 3.0}, {"reward/mean": 2.0}) == [1.0, 2.0]
     assert curve({"loss": 0.5}) == [0.5] and curve() == []
+    assert curve({"reward/mean": 1.0, "loss": 9.0}, {"loss": 9.0}, {"reward/mean": float("nan")}) == [1.0]
 
 
 def test_many_steps_keep_their_shape_in_a_bounded_number_of_values() -> None:
