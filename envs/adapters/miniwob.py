@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -26,7 +27,13 @@ if TYPE_CHECKING:
 
 KEPT, IDLE_S = 2, 60.0
 """Number of idle browsers that a process keeps for the next episode of their task, and for how long."""
+SETTLES_S, POLL_S = 3.0, 0.05
+"""For how long, and how often, a page that is forked is looked at until it shows what the other one did."""
 ENDLESS_MS = 24 * 3600 * 1000
+
+
+class Diverged(Exception):
+    """A page depends on more than seed and actions."""
 
 
 class MiniWob(Environment):
@@ -68,6 +75,7 @@ class MiniWob(Environment):
             programs()
 
     config: Config
+    can_fork = True
     blocking = True
     cost = 64.0
     """A browser takes about 290 MB of unshared memory, and much of a core while its page is active."""
@@ -77,11 +85,20 @@ class MiniWob(Environment):
 
     async def open(self, row: int, seed: int) -> list[Message]:
         config = self.config
-        drawn = episode_seed(row, seed)
-        self._randomness = Randomness(drawn)
+        self._seed = episode_seed(row, seed)
         self._task = config.tasks[row % len(config.tasks)]
         self._illegal = self._steps = 0
         self._done = False
+        self._made: list[tuple[dict[str, Any], str]] = []
+        """What was done on the page, from the first on, and what it showed then."""
+        self._begin()
+        told = page.introduction(config.positions) if config.instruction is None else config.instruction
+        return [self._message(told)]
+
+    def _begin(self) -> None:
+        """Open the page of the task as its seed draws it."""
+        config = self.config
+        self._randomness = Randomness(self._seed)
         self._sound = False
         with self._randomness:
             self._browser = self._take()
@@ -91,10 +108,23 @@ class MiniWob(Environment):
             driver.execute_script(f"core.EPISODE_MAX_TIME = {limit};")
             self._browser.set_data_mode(config.data_mode)
             self._browser.set_record_screenshots(config.screenshot)
-            self._observation, _ = self._browser.reset(seed=drawn)
+            self._observation, _ = self._browser.reset(seed=self._seed)
         self._sound = True
-        told = page.introduction(config.positions) if config.instruction is None else config.instruction
-        return [self._message(told)]
+
+    def __deepcopy__(self, _: dict[int, Any]) -> MiniWob:
+        """An episode in the same state, in a browser of its own where everything is done again. Raise Diverged if that
+        leads to another page."""
+        other = MiniWob(self.config)
+        other.__dict__.update(self.__dict__, _made=[])
+        del other._browser
+        try:
+            other._begin()
+            other._repeat(self._made)
+        except BaseException:
+            other._sound = False
+            other.shut()
+            raise
+        return other
 
     async def step(self, action: Action) -> Step:
         try:
@@ -103,13 +133,7 @@ class MiniWob(Environment):
             moves = self._moves(deed)
         except Illegal as error:
             return self._refuse(error)
-        self._sound = False  # an error from here on leaves the browser in an unknown state: do not reuse it
-        with self._randomness:
-            for move in moves:
-                self._observation, _, self._done, _, info = self._browser.step(move)
-                if self._done:
-                    break
-        self._sound = True
+        info = self._do(moves)
         self._steps += 1
         reward = self._reward(info) if self._done else 0.0
         over = self._done or self._steps >= self.config.max_steps
@@ -122,7 +146,40 @@ class MiniWob(Environment):
             metrics=self._metrics(float(self._done and info["raw_reward"] == 1.0)),
         )
 
+    def _do(self, moves: list[dict[str, Any]]) -> dict[str, Any]:
+        """Make moves until the episode is over. Return what MiniWoB++ says of the last one."""
+        info: dict[str, Any] = {}
+        self._sound = False  # an error from here on leaves the browser in an unknown state: do not reuse it
+        with self._randomness:
+            for move in moves:
+                self._observation, _, self._done, _, info = self._browser.step(move)
+                self._made.append((move, self._view()))
+                if self._done:
+                    break
+        self._sound = True
+        return info
+
+    def _repeat(self, made: list[tuple[dict[str, Any], str]]) -> None:
+        """Do the same on a fresh page, and wait each time until it shows the same: some do so after a while."""
+        from miniwob.action import ActionTypes as Types
+
+        nothing = {"action_type": list(self._browser.action_space_config.action_types).index(Types.NONE)}
+        for move, shown in made:
+            self._do([move])
+            due = time.monotonic() + SETTLES_S
+            while self._view() != shown:
+                if time.monotonic() > due:
+                    raise Diverged(f"{self._task} cannot be forked here: the same actions led to another page")
+                time.sleep(POLL_S)
+                with self._randomness:
+                    self._observation, _, self._done, _, _ = self._browser.step(nothing)
+            self._made[-1] = (move, shown)
+
     async def close(self) -> None:
+        self.shut()
+
+    def shut(self) -> None:
+        """Give the browser back, or end it. Blocking."""
         browser: MiniWoBEnvironment | None = getattr(self, "_browser", None)
         if browser is None:
             return
@@ -198,9 +255,11 @@ class MiniWob(Environment):
         found = {"solved": solved, "illegal": float(self._illegal), "truncated": float(not self._done)}
         return found | ({f"task/{self._task}": 1.0} if len(self.config.tasks) > 1 else {})
 
+    def _view(self) -> str:
+        return page.view(self._observation["utterance"], self._observation["dom_elements"], self.config.positions)
+
     def _message(self, first: str = "") -> Message:
-        seen = page.view(self._observation["utterance"], self._observation["dom_elements"], self.config.positions)
-        text = "\n".join(filter(None, [first, seen]))
+        text = "\n".join(filter(None, [first, self._view()]))
         if not self.config.screenshot:
             return user(text)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import shutil
@@ -15,12 +16,14 @@ import pytest
 
 from opentinker.envs.adapters import browser_pool, miniwob_page
 from opentinker.envs.adapters.library import Illegal
+from opentinker.envs.adapters.miniwob import Diverged
+from opentinker.envs.base import Action
 from opentinker.envs.registry import check
 from opentinker.envs.runtime.child_pool import ChildPool
 from opentinker.envs.runtime.child_process import Plain
 from opentinker.envs.runtime.resolver import Resolver
 from opentinker.envs.runtime.sessions import Sessions
-from opentinker.shared.types.core import Ending, Image
+from opentinker.shared.types.core import Ending, Image, StopReason
 from opentinker.shared.types.errors import SpecError
 from tests.conftest import until
 from tests.support.listening import descendants, runs
@@ -242,6 +245,40 @@ async def test_tasks_are_solved_by_a_scripted_expert(task: str) -> None:
         await table.environment.close()
     assert prompts[0] == prompts[2]
     assert (prompts[0] != prompts[1]) == (task != "click-test")
+
+
+@browser
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["enter-text", "click-checkboxes", "use-autocomplete", "login-user"])
+async def test_a_fork_is_a_second_episode_in_the_same_state(task: str) -> None:
+    table = await sit("miniwob", 3, 7, tasks=[task], max_steps=9)
+    field = re.search(r"\[(\d+)\] input_(?:text|checkbox)", table.prompt)
+    assert field is not None
+    await table.say(f"click({field[1]})", 'type("ab")')
+    first: Any = table.environment
+    second, third = copy.deepcopy(first), copy.deepcopy(first)
+    assert second._view() == third._view() == first._view() and second._browser is not first._browser
+    before = first._view()
+    await second.step(Action(text='type("cd")', stop=StopReason.EOS, turn=2))
+    await third.step(Action(text='press("Backspace")', stop=StopReason.EOS, turn=2))
+    assert first._view() == before and (second._steps, first._steps) == (3, 2)
+    if task != "click-checkboxes":
+        assert len({first._view(), second._view(), third._view()}) == 3
+    fourth = copy.deepcopy(second)
+    assert fourth._view() == second._view()
+    for one in (first, second, third, fourth):
+        await one.close()
+
+
+@browser
+async def test_a_page_that_goes_another_way_is_not_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = await sit("miniwob", 3, 7, tasks=["enter-text"])
+    environment: Any = table.environment
+    await table.say('press("Tab")')
+    monkeypatch.setattr(environment, "_seed", 8)
+    with pytest.raises(Diverged, match="another page"):
+        copy.deepcopy(environment)
+    await environment.close()
 
 
 @browser
