@@ -6,6 +6,7 @@ TicketIssuer --look--> Circuits (shared/state/circuits.py) --> events environmen
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -46,6 +47,10 @@ class Outages:
             await self._tell(job, ENDS, {"down_s": round(time.time() - told, 1)})
         self._told[job.id] = circuit.opened
         return circuit
+
+    def keep(self, jobs: Sequence[JobRecord]) -> None:
+        """Forget all but these jobs."""
+        self._told = {job.id: self._told[job.id] for job in jobs if job.id in self._told}
 
     async def tried(self, job: JobRecord) -> None:
         """Note that a group of the job is played for trial."""

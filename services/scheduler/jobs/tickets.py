@@ -90,8 +90,9 @@ class TicketIssuer:
 
     async def issue(self) -> bool:
         """One portion per job. True if a job may have room for more."""
-        more = False
-        for job in await self._held():
+        more, held = False, await self._held()
+        self._outages.keep(held)
+        for job in held:
             circuit = await self._outages.look(job)
             more |= await self._issue_portion(job, circuit)
             await self._fail_if_failing(job, circuit)
