@@ -26,8 +26,10 @@ INSTRUCTION = (
     "You work in a Linux sandbox without network. Use the tools to do the task. When it is done, answer with a short"
     " sentence and without a tool call: the task is graded then."
 )
-FILE_BYTES = 18_000
+SHOWN_CHARACTERS = 18_000
+"""Of a file, that the policy sees at a time."""
 FILE_BYTES = 1 << 20
+"""Of a file, that are read for it."""
 MAX_COMMAND = 100_000
 """Characters of a command, or of a file that is written."""
 
@@ -101,7 +103,7 @@ class Harbor(Environment):
         """
         answer = await self._ask("read", path=self._absolute(path), most=FILE_BYTES)
         found = answer.text.splitlines(keepends=True)[max(0, first_line - 1) :][: max(0, lines)]
-        return "".join(found)[:FILE_BYTES] or "(nothing there)"
+        return "".join(found)[:SHOWN_CHARACTERS] or "(nothing there)"
 
     @tool(timeout_s=None)
     async def write_file(self, path: str, content: str) -> str:

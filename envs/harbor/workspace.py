@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import stat
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -199,18 +200,26 @@ def _share(shared: Path, folders: Mapping[str, Path]) -> None:
 
 
 def check_size(folder: Path) -> None:
-    """Raise ValueError if a folder holds more than a task may, or cannot be read. Blocking."""
+    """Raise ValueError if a folder holds more than a task may, what cannot be copied, or cannot be read. No more is
+    looked at than it may hold. Blocking."""
     count = size = 0
-
-    def refuse(error: OSError) -> None:
-        raise ValueError(f"{error.filename} cannot be read: {error.strerror}")
-
-    for place, folders, names in os.walk(folder, onerror=refuse):
-        count += len(folders) + len(names)
-        if count <= MAX_FILES:
-            size += sum(os.lstat(os.path.join(place, name)).st_size for name in names)
-        if count > MAX_FILES or size > MAX_BYTES:
-            raise ValueError(f"holds more than {MAX_FILES} files and folders or {MAX_BYTES >> 20} MB")
+    left, looking = [str(folder)], str(folder)
+    try:
+        while left:
+            with os.scandir(looking := left.pop()) as entries:
+                for entry in entries:
+                    count, looking = count + 1, entry.path
+                    about = entry.stat(follow_symlinks=False)
+                    if stat.S_ISDIR(about.st_mode):
+                        left.append(entry.path)
+                    elif stat.S_ISREG(about.st_mode):
+                        size += about.st_size
+                    elif not stat.S_ISLNK(about.st_mode):
+                        raise ValueError(f"{entry.path!r:.300} is neither a file nor a folder")
+                    if count > MAX_FILES or size > MAX_BYTES:
+                        raise ValueError(f"holds more than {MAX_FILES} files and folders or {MAX_BYTES >> 20} MB")
+    except OSError as error:
+        raise ValueError(f"{looking!r:.300} cannot be read: {error.strerror}") from None
 
 
 def copy_readable(source: Path, target: Path) -> None:

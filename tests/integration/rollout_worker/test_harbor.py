@@ -95,6 +95,9 @@ async def test_the_terminal_keeps_its_state_and_its_limits(plane: Boxes) -> None
     assert await environment.write_file("notes/a.txt", "one\ntwo\nthree\n") == "written"
     assert await environment.edit_file("/app/sub/notes/a.txt", "two", "2") == "replaced"
     assert await environment.read_file("notes/a.txt", 2, 1) == "2\n"
+    await environment.bash("seq 20000 > long")
+    assert len(await environment.read_file("long", 1, 20000)) == 18_000
+    assert await environment.edit_file("long", "\n20000\n", "\nlast\n") == "replaced"
     with pytest.raises(ToolError, match=r"occurs 0 times"):
         await environment.edit_file("notes/a.txt", "two", "3")
     with pytest.raises(ToolError, match=r"No such file"):

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import re
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from opentinker.envs.harbor.dockerfile import parse
 from opentinker.envs.harbor.library import opened, set_name
-from opentinker.envs.harbor.task import read_task
+from opentinker.envs.harbor.task import MAX_BYTES, MAX_FILES, read_task
 from opentinker.envs.harbor.verifier import REWARD_READERS
+from opentinker.envs.harbor.workspace import check_size
 from opentinker.shared.config import Settings
 from opentinker.shared.types.errors import SpecError
 from tests.support.harbor_tasks import write_task
@@ -99,6 +101,46 @@ def test_what_is_wrong_or_cannot_be_given_is_refused_in_words(tmp_path: Path, ch
     change(folder)
     told = refusal(folder)
     assert re.search(words, told), told
+
+
+def test_a_folder_for_the_sandbox_is_looked_at_no_further_than_it_may_be_large(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "agent"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "sub/main.py").write_text("pass")
+    (folder / "link").symlink_to("/nonexistent")
+    check_size(folder)
+    os.truncate(folder / "sub/main.py", MAX_BYTES + 1)
+    with pytest.raises(ValueError, match="more than 2000 files and folders or 64 MB"):
+        check_size(folder)
+    (folder / "sub/main.py").unlink()
+    with pytest.raises(ValueError, match=r"agent/none' cannot be read: No such file"):
+        check_size(folder / "none")
+    os.mkfifo(folder / "sub/pipe")
+    with pytest.raises(ValueError, match=r"sub/pipe' is neither a file nor a folder"):
+        check_size(folder)
+    looked = 0
+    scan = os.scandir
+
+    @contextlib.contextmanager
+    def counting(path: str) -> Iterator[Iterator[os.DirEntry[str]]]:
+        def entries(found: Iterator[os.DirEntry[str]]) -> Iterator[os.DirEntry[str]]:
+            nonlocal looked
+            for entry in found:
+                looked += 1
+                yield entry
+
+        with scan(path) as found:
+            yield entries(found)
+
+    (folder / "sub/pipe").unlink()
+    for number in range(2 * MAX_FILES):
+        (folder / "sub" / str(number)).touch()
+    monkeypatch.setattr(os, "scandir", counting)
+    with pytest.raises(ValueError, match="more than 2000 files"):
+        check_size(folder)
+    assert looked == MAX_FILES + 1
 
 
 def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
