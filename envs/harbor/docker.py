@@ -1,7 +1,7 @@
 """Sandboxes of the user's Docker engine, through the `docker` command: a container per episode, without network.
 
     image        opentinker-harbor:KEY           what `docker build` makes of the task's environment folder
-    container    harbor-HOST__PID-RANDOM         its files are the episode's; started anew for each set of processes
+    container    harbor-HOST__PID-TICKS-RANDOM     its files are the episode's; started anew for each set of processes
     fork         opentinker-harbor-fork:...      `docker commit` of a container, removed with what was made of it
 
 The engine must run on this machine: containers see files of data_dir. Their processes are root with the capabilities

@@ -1,6 +1,6 @@
 """Sandboxes without any container engine: bubblewrap on overlays of directories.
 
-data_dir/harbor/boxes/HOST~PID-RANDOM/NUMBER/{upper,work}    what was written, for each file system of the image
+data_dir/harbor/boxes/HOST~PID-TICKS-RANDOM/NUMBER/{upper,work}    what was written, for each file system of the image
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
                         |-- OverlayWorkspace (overlays.py)    bubblewrap on overlays of directories
                         +-- DockerWorkspace (docker.py)       a container of the user's Docker engine
 
-    data_dir/harbor/boxes/HOST~PID-RANDOM/shared/    what its sandbox sees, read-only, as SHARED
+    data_dir/harbor/boxes/HOST~PID-TICKS-RANDOM/shared/    what its sandbox sees, read-only, as SHARED
 
 A fork is a copy of what was written; its processes start anew. So does a sandbox that the kernel or a limit has ended.
 """
@@ -28,6 +28,7 @@ from opentinker.envs.harbor.image import Image, Shell
 from opentinker.envs.harbor.task import MAX_BYTES, MAX_FILES, Machine
 from opentinker.shared.asyncio_tools import cancel_and_wait, sleep
 from opentinker.shared.config import Settings
+from opentinker.shared.runtime.launched_processes import ticks_of
 from opentinker.shared.sandbox.limits import MIB, Limits
 
 HOME, EPISODES = "harbor", "boxes"
@@ -172,13 +173,15 @@ class Workspace(ABC):
 
 def new_place(home: Path) -> Path:
     """Return a directory for a workspace of this process, not made yet."""
-    return home / EPISODES / f"{HOST}~{os.getpid()}-{uuid.uuid4().hex[:12]}"
+    return home / EPISODES / f"{HOST}~{os.getpid()}-{ticks_of(os.getpid())}-{uuid.uuid4().hex[:12]}"
 
 
 def is_stale(name: str) -> bool:
-    """Whether a place of that name belongs to a process of this machine that has ended."""
+    """Whether a place of that name belongs to a process of this machine that has ended. Its number may be another
+    one's now: in a container that starts again, the very one's that asks."""
     host, _, rest = name.partition("~")
-    return host == HOST and not Path("/proc", rest.partition("-")[0]).exists()
+    pid, _, ticks = rest.rpartition("-")[0].partition("-")
+    return host == HOST and (not pid.isdigit() or str(ticks_of(int(pid))) != ticks)
 
 
 def limits_of(settings: Settings, machine: Machine) -> Limits:
