@@ -189,3 +189,43 @@ class StreamCredentials(TypedDict):
     """By name: what may be heard."""
     history: dict[str, str]
     """By the same names: the path at which what came before is read."""
+
+
+class CauseOfTime(TypedDict):
+    """Seconds of one cause."""
+
+    cause: str
+    """training, checkpoint, swap; while the trainer waits: generation, evaluation, reference, environment starts or
+    turns, waiting for env workers; nothing: nobody worked for the job."""
+    seconds: float
+
+
+class SilentWorker(TypedDict):
+    worker: str
+    seconds: float
+    """Since it last did something for the job."""
+
+
+class Finding(TypedDict):
+    """What holds a job up or spoils its learning, and what to change."""
+
+    what: str
+    advice: str
+
+
+class Diagnosis(TypedDict):
+    """Where a job's recent time went, and why it is slow, waits or does not learn."""
+
+    job: str
+    state: str
+    since: float
+    until: float
+    """Unix seconds; the causes add up to the time between them."""
+    is_whole: bool
+    """False: there was more activity than is looked at."""
+    causes: list[CauseOfTime]
+    """The largest first."""
+    silent: list[SilentWorker]
+    """Of each worker that holds the job."""
+    findings: list[Finding]
+    """The most urgent first."""

@@ -338,6 +338,12 @@ async def test_job_goes_on_past_groups_that_fail(shared: System) -> None:
     assert {event["reason"] for event in failures} == {"env_error"}
     assert all(event["group"] % 4 == 0 and "the board is on fire" in event["error"] for event in failures)
     assert cluster.lines(job)[-1]["failed/env_error"] >= 10
+    found = await cluster.client.why(job, last_s=10)
+    seconds = {one["cause"]: one["seconds"] for one in found["causes"]}
+    assert sum(seconds.values()) == pytest.approx(found["until"] - found["since"], abs=1e-3) and seconds["training"] > 0
+    assert any(
+        "most by env_error" in one["what"] and "opentinker failures" in one["advice"] for one in found["findings"]
+    )
 
 
 async def test_a_missing_chat_template_is_refused_unless_allowed(shared: System, tmp_path: Path) -> None:

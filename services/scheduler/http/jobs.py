@@ -187,24 +187,20 @@ class JobsApi:
         return json_response(
             {
                 **_summary(job),
-                **await self._outage(job),
+                **await self.outage(job),
                 "spec": job.spec,
                 "ledger": next(iter(ledgers.values())),
                 **(
                     {"policies": {name: {"ledger": ledger} for name, ledger in ledgers.items()}} if job.policies else {}
                 ),
                 "workers": workers,
-                "metrics": await (
-                    self._last_metrics(job.id)
-                    if job.state.final
-                    else self._points.get(job.id, partial(self._last_metrics, job.id))
-                ),
+                "metrics": await self.newest_points(job),
                 **({"result": orjson.loads(job.result)} if job.result else {}),
                 "artifacts": await self._kept(job),
             }
         )
 
-    async def _outage(self, job: JobRecord) -> dict[str, str]:
+    async def outage(self, job: JobRecord) -> dict[str, str]:
         """Say that the job waits for its environment, if that is down."""
         if job.waiting_for or not job.state.held or job.kind != "rl":
             return {}
@@ -229,6 +225,11 @@ class JobsApi:
             "expires": await index.expires(job.id),
             "published": names,
         }
+
+    async def newest_points(self, job: JobRecord) -> dict[str, Any]:
+        """By source, as `_last_metrics`; for a moment the same to all who ask."""
+        read = partial(self._last_metrics, job.id)
+        return await (read() if job.state.final else self._points.get(job.id, read))
 
     async def _last_metrics(self, job: str) -> dict[str, Any]:
         """By source: the newest point. Nothing while NATS is away: all else of a job is known without it."""

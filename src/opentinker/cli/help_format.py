@@ -19,7 +19,7 @@ WHOLE = 10_000
 """Help in lists of commands is not cut."""
 HEADINGS = {
     "Server": "up down run status doctor free access",
-    "Jobs": "submit eval jobs job label watch cancel pause resume events logs failures",
+    "Jobs": "submit eval jobs job label watch cancel pause resume events logs failures why",
     "Sweeps": "sweep sweeps",
     "Job specs": "init spec validate plan algorithms",
     "Results": "checkpoints download artifacts delete publish unpublish published rollouts transcripts distributions "

@@ -20,7 +20,7 @@ WHOLE = {"turns": 1, "length": 0, "staleness": 0}
 
 
 def register(app: typer.Typer) -> None:
-    for command in (rollouts, distributions, usage):
+    for command in (rollouts, distributions, usage, why):
         app.command()(command)
 
 
@@ -116,6 +116,30 @@ def distributions(
             say(f"\n{name}")
             for row in bars(spread["edges"], spread["counts"], WHOLE.get(name)):
                 say(f"  {row}")
+
+
+def why(
+    job_id: JobId,
+    last: Annotated[int, typer.Option(help="Seconds that are looked at.", min=5, max=3600)] = 120,
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say where a job's time goes, why it waits or does not learn, and what to change."""
+    found = client(url).why(job_id, last_s=last)
+    if as_json:
+        print_json(found)
+        return
+    whole = found["until"] - found["since"]
+    say(f"{found['job']} is {found['state']}; of the last {whole:.0f} s:")
+    rows = [
+        [one["cause"], f"{one['seconds']:.1f} s", f"{100 * one['seconds'] / whole:.0f} %"] for one in found["causes"]
+    ]
+    print_table(["cause", "time", "share"], rows if whole else [], empty="nothing was reported")
+    if not found["is_whole"]:
+        say("there was more activity than is looked at: take a smaller --last")
+    say("" if found["findings"] else "nothing stands out")
+    for finding in found["findings"]:
+        say(f"{finding['what']}\n  -> {finding['advice']}")
 
 
 def bars(edges: list[float], counts: list[int], least: int | None = None) -> list[str]:

@@ -118,6 +118,7 @@ class Client:
     transcripts = blocking(AsyncClient.transcripts)
     distributions = blocking(AsyncClient.distributions)
     timeline = blocking(AsyncClient.timeline)
+    why = blocking(AsyncClient.why)
     stream_credentials = blocking(AsyncClient.stream_credentials)
     usage = blocking(AsyncClient.usage)
 

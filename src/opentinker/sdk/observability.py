@@ -11,6 +11,7 @@ from opentinker.sdk.artifacts import path_of, query_of
 from opentinker.sdk.http import Http
 from opentinker.sdk.inputs import Spec, prepared
 from opentinker.shared.api_types import (
+    Diagnosis,
     Distribution,
     Distributions,
     LogLine,
@@ -71,6 +72,10 @@ class ObservabilityCalls:
         (`lane`, `kind`, `start`, `end`, `version`, `level`) and `cursor`; `last_s`: only the last seconds."""
         query = {"last_s": str(last_s)} if last_s else {}
         return await self._http.pages(path_of(id, "/timeline"), "timeline", after, only_first=query)
+
+    async def why(self, id: str, *, last_s: int = 120) -> Diagnosis:
+        """Return where the job's last seconds went by cause, which workers are silent, and what to change."""
+        return cast(Diagnosis, await self._http.json("GET", path_of(id, "/why"), {"last_s": str(last_s)}))
 
     async def stream_credentials(self, id: str) -> StreamCredentials:
         """Where and how the job is heard live on NATS, for a while: `servers`, `token`, `subjects`, `expires_at`..."""

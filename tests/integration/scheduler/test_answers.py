@@ -168,6 +168,7 @@ async def test_what_a_job_says_is_what_its_types_say(client: AsyncClient, ctx: C
     assert "x" in {one["event"] for one in page["lines"]}
     fits(await anext(client.logs(job)), answers.LogLine)
     fits(await known(client.url, f"/v1/jobs/{job}/timeline"), answers.Timeline)
+    fits(await client.why(job, last_s=5), answers.Diagnosis)
 
     batch = [make_group()]
     told = RolloutLog(ctx.settings.data_dir / "jobs" / job, 1, MagicMock())

@@ -1,0 +1,86 @@
+"""Handler of GET /v1/jobs/{id}/why: where a job's time went, who is silent, and what to change.
+
+Consumes TIMELINE as history, and the newest point of METRIC; asks no worker.
+"""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+from aiohttp import web
+
+from opentinker.services.scheduler.diagnosis.findings import (
+    findings_on_learning,
+    findings_on_time,
+    findings_on_waiting,
+)
+from opentinker.services.scheduler.diagnosis.time_by_cause import seconds_by_cause
+from opentinker.services.scheduler.http.errors import json_response
+from opentinker.services.scheduler.http.jobs import JobsApi
+from opentinker.services.scheduler.http.route_decorator import Integer, Route
+from opentinker.shared import api_types
+from opentinker.shared.messaging.subjects import TIMELINE
+from opentinker.shared.security.authorization import Action
+from opentinker.shared.types.core import JobRecord
+from opentinker.shared.types.telemetry import TimelinePart
+
+LAST_S = Integer(
+    "last_s", "Seconds that are looked at: the last ones, or those before its end.", default=120, low=5, high=3600
+)
+MAX_PARTS = 20_000
+LATE_S = 2.0
+"""Workers report a second's activity after it."""
+
+
+class DiagnosisApi:
+    def __init__(self, jobs: JobsApi) -> None:
+        self.jobs, self.store, self.bus = jobs, jobs.store, jobs.bus
+
+    @Route("GET", "/v1/jobs/{id}/why", Action.JOBS_READ, parameters=(LAST_S,), answer=api_types.Diagnosis)
+    async def why(self, request: web.Request) -> web.Response:
+        """Say why a job is slow, waits or does not learn.
+
+        Where the last seconds went by cause, which workers are silent, and what to change."""
+        job = await self.jobs.undeleted(request)
+        until = job.finished or time.time() - LATE_S
+        began = job.since if job.state.held else job.created
+        since = min(max(until - LAST_S.read(request), began), until)
+        parts, is_whole = await self._parts(job, since)
+        seconds = seconds_by_cause((segment for part in parts for segment in part.segments), since, until)
+        silent = await self._silent(job, parts, since, until) if job.state.held else {}
+        points = await self.jobs.newest_points(job)
+        trainers = [point["values"] for source, point in points.items() if source.startswith("trainer")]
+        values = {name: value for point in trainers for name, value in point.items()}
+        outage = await self.jobs.outage(job)
+        findings = [*findings_on_waiting(job.waiting_for or outage.get("waiting_for", ""))]
+        if job.state.held:
+            findings += findings_on_time(seconds, silent, job.state)
+        findings += findings_on_learning(values)
+        return json_response(
+            {
+                "job": job.id,
+                "state": job.state,
+                "since": since,
+                "until": until,
+                "is_whole": is_whole,
+                "causes": [
+                    {"cause": cause, "seconds": spent}
+                    for cause, spent in sorted(seconds.items(), key=lambda one: -one[1])
+                ],
+                "silent": [{"worker": worker, "seconds": spent} for worker, spent in sorted(silent.items())],
+                "findings": msgspec.to_builtins(findings),
+            }
+        )
+
+    async def _parts(self, job: JobRecord, since: float) -> tuple[list[TimelinePart], bool]:
+        found = await self.bus.history(TIMELINE, 0, MAX_PARTS, since=since, job=job.id, worker="*")
+        return [part for _, part in found], len(found) < MAX_PARTS
+
+    async def _silent(self, job: JobRecord, parts: list[TimelinePart], since: float, until: float) -> dict[str, float]:
+        """Return by worker that holds the job how long it has done nothing for it."""
+        ends = {worker.id: since for worker in await self.store.workers() if worker.job == job.id}
+        for part in parts:
+            if part.worker in ends:
+                ends[part.worker] = max([ends[part.worker], *(segment.end for segment in part.segments)])
+        return {worker: max(0.0, until - end) for worker, end in ends.items()}

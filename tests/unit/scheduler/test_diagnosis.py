@@ -1,0 +1,80 @@
+"""Where a job's time went, and what is said about it."""
+
+from __future__ import annotations
+
+import pytest
+
+from opentinker.services.scheduler.diagnosis.findings import findings_on_learning, findings_on_time
+from opentinker.services.scheduler.diagnosis.time_by_cause import seconds_by_cause
+from opentinker.shared.types.telemetry import Segment
+
+
+def seg(lane: str, kind: str, start: float, end: float, level: float = 1.0) -> Segment:
+    return Segment(lane=lane, kind=kind, start=start, end=end, level=level)
+
+
+def test_every_second_has_one_cause_and_what_the_trainer_does_comes_first() -> None:
+    found = seconds_by_cause(
+        [
+            seg("training", "step", -5.0, 2.0), seg("training", "wait", 2.0, 9.0),
+            seg("training", "checkpoint", 9.0, 10.0),
+            seg("swap", "transfer", 2.0, 3.0), seg("generation", "rollout", 0.0, 5.0, 3.0),
+            seg("env", "rollout", 4.0, 5.0, 1.0), seg("env", "turn", 4.0, 5.0, 0.5),
+            seg("reference", "score", 4.0, 6.0, 64.0), seg("generation", "evaluation", 6.5, 7.0),
+        ],
+        since=0.0, until=12.0,
+    )  # fmt: skip
+    assert found == pytest.approx(
+        {
+            "training": 2.0, "swap": 1.0, "generation": 1.75, "environment turns": 0.125,
+            "waiting for env workers": 0.125, "reference": 1.0, "evaluation": 0.5, "checkpoint": 1.0, "nothing": 4.5,
+        }
+    )  # fmt: skip
+    assert sum(found.values()) == pytest.approx(12.0)
+    assert seconds_by_cause([], 0.0, 3.0) == {"nothing": 3.0}
+
+
+def test_many_overlapping_segments_leave_nothing_behind() -> None:
+    many = [seg("generation", "rollout", n * 0.01, n * 0.01 + 0.5, 0.1) for n in range(1000)]
+    found = seconds_by_cause(many, 0.0, 20.0)
+    assert found == pytest.approx({"generation": 10.49, "nothing": 9.51})
+
+
+@pytest.mark.parametrize(
+    ("seconds", "silent", "what", "advice"),
+    [
+        ({"generation": 9.0, "training": 1.0}, {}, "90 % of the time: generation", "more rollout workers"),
+        (
+            {"training": 9.0, "nothing": 1.0},
+            {"trainer-0": 0.0},
+            "90 % of the time: training",
+            "resources.trainer_ranks",
+        ),
+        ({"environment turns": 5.0, "training": 5.0}, {}, "50 % of the time: environment turns", "more env workers"),
+        ({"nothing": 5.0, "training": 9.0}, {"a": 0.5, "b": 40.0}, "silent: b for 40 s", "opentinker logs"),
+        ({"nothing": 5.0}, {}, "no worker holds it (starting)", "what it waits for"),
+        ({"nothing": 5.0, "training": 9.0}, {"a": 0.5}, "36 % of the time nobody worked", "larger batches"),
+    ],
+)
+def test_time_has_words(seconds: dict[str, float], silent: dict[str, float], what: str, advice: str) -> None:
+    found = list(findings_on_time(seconds, silent, "starting"))
+    assert any(what in one.what and advice in one.advice for one in found), found
+
+
+@pytest.mark.parametrize(
+    ("values", "what"),
+    [
+        ({"zero_variance": 0.95, "reward/mean": 0.1}, "nothing is learned"),
+        ({"zero_variance": 0.95, "exact": 1.0}, "nearly all groups are solved"),
+        ({"entropy": 0.001, "reward/mean": 0.3}, "says the same each time"),
+        ({"mismatch/mean": 0.05}, "different logprobs"),
+        ({"collapse/alarm": 1.0}, "has collapsed"),
+        ({"stop/length": 0.9}, "cut off"),
+        ({"clip_share": 0.4}, "too stale"),
+        ({"failed/env_error": 3.0, "failed/prompt": 1.0}, "4 groups have failed, most by env_error"),
+    ],
+)
+def test_learning_has_words(values: dict[str, float], what: str) -> None:
+    found = list(findings_on_learning(values))
+    assert len(found) == 1 and what in found[0].what and found[0].advice
+    assert list(findings_on_learning({"reward/mean": 0.5, "entropy": 1.0, "zero_variance": 0.2, "ess": 0.9})) == []
