@@ -20,6 +20,7 @@ import { Episodes } from "./episodes.tsx";
 import { Log } from "./log.tsx";
 import { Results } from "./results.tsx";
 import { Timeline } from "./timeline.tsx";
+import { Why } from "./why.tsx";
 
 const PACE = 20;
 const HEAD_S = 5;
@@ -60,6 +61,7 @@ export function JobView({ id, part }: { id: string; part: string }): JSX.Element
         ))}
       </nav>
       {part === "curves" && follow && <Curves job={job} follow={follow} />}
+      {part === "timeline" && <Why job={job} />}
       {part === "timeline" && follow && <Timeline job={job} follow={follow} />}
       {part === "episodes" && <Episodes job={job} follow={follow} />}
       {part === "log" && <Log job={job} follow={follow} />}

@@ -68,6 +68,7 @@ async def test_a_job_is_started_waited_for_and_read(
     working = asyncio.create_task(asyncio.to_thread(work, started, ids))
     await asyncio.to_thread(started.wait, 30)
     await told(bus, ids[0], [0.25, 0.75])
+    await store.update(ids[0], curve="[0.25, 0.75]")
     await store.transition(ids[0], JobState.CANCELLED)
     await working
     said = capsys.readouterr().err
