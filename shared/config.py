@@ -13,6 +13,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from opentinker.shared.notification_settings import NotificationSettings
+from opentinker.shared.prices import PriceSettings
 from opentinker.shared.security.egress import networks
 from opentinker.shared.security.model_keys import MODEL_KEY_SERVICES, read_model_keys
 from opentinker.shared.security.secrets import AWS, password_in, read_access, read_password, read_secret
@@ -26,7 +27,7 @@ LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
 """Addresses to listen on that only this machine reaches."""
 
 
-class Settings(NotificationSettings, BaseModel):
+class Settings(NotificationSettings, PriceSettings, BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     nats_url: str = "nats://127.0.0.1:4222"

@@ -188,6 +188,29 @@ class Check(TypedDict):
     """Advice; may be empty."""
 
 
+class JobEstimate(TypedDict):
+    """What a job, or a sweep, would take, by an earlier job like it."""
+
+    jobs: int
+    """More than one of a sweep."""
+    steps: int
+    """Of each job; eval jobs: episodes."""
+    seconds: float
+    """Of each job, from when it runs."""
+    worker_s: float
+    """Seconds of leased workers, of all jobs together."""
+    gpu_s: float
+    """The same times their GPUs."""
+    cost: float | None
+    """By the operator's prices; null where there are none."""
+    currency: str
+    """Three letters; empty without a cost."""
+    like: str
+    """Id of the earlier job: the newest of the same kind, model and environment."""
+    basis: str
+    """In words."""
+
+
 class Validation(TypedDict):
     """A spec, looked at as if it were submitted."""
 
@@ -197,3 +220,5 @@ class Validation(TypedDict):
     checks: list[Check]
     messages: list[Said]
     """Messages of the environment's first turn."""
+    estimate: JobEstimate | None
+    """Null where no job like it has run here."""

@@ -201,6 +201,8 @@ class CauseOfTime(TypedDict):
 
 
 class SilentWorker(TypedDict):
+    """A worker of a job that has done nothing for it for a while."""
+
     worker: str
     seconds: float
     """Since it last did something for the job."""

@@ -24,7 +24,7 @@ import asyncio
 import math
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -147,7 +147,7 @@ class Store(LeaseTable):
             "created": now,
             "updated": now,
             "step": 0,
-            "steps": _steps(spec),
+            "steps": steps_of(spec),
             "since": now,
             "reason": "",
             "key": key,
@@ -351,8 +351,8 @@ def _record(id: str, fields: dict[str, str]) -> JobRecord:
     return msgspec.convert({**labels, "id": id, "spec": spec}, JobRecord, strict=False)
 
 
-def _steps(spec: dict[str, Any]) -> int:
-    """0 if only the trainer can know."""
+def steps_of(spec: Mapping[str, Any]) -> int:
+    """Return the steps of a job with this spec, or its episodes; 0 if only the trainer can know."""
     if spec["kind"] == "eval":
         return int(spec["evaluation"]["episodes"] * spec["evaluation"]["samples"])
     return int(spec.get("train", {}).get("steps", 0))

@@ -14,13 +14,16 @@ from aiohttp import web
 
 from opentinker.services.scheduler.http.auth import tenant_of
 from opentinker.services.scheduler.http.errors import json_response
-from opentinker.services.scheduler.http.route_decorator import Route
+from opentinker.services.scheduler.http.route_decorator import Choice, Route
 from opentinker.services.scheduler.http.spec_body import read_spec
+from opentinker.services.scheduler.jobs.check_environment import EnvironmentCheck
 from opentinker.services.scheduler.jobs.disk_threads import on_disk
 from opentinker.services.scheduler.jobs.submit import Mistakes, check_references, kept_idle_s
 from opentinker.services.scheduler.placement import forecast
+from opentinker.services.scheduler.placement.estimate import estimate
+from opentinker.services.scheduler.sweeps.submission import checked_sweep
 from opentinker.shared import api_types
-from opentinker.shared.api_types import Check, Mistake, Said, Validation
+from opentinker.shared.api_types import Check, JobEstimate, Mistake, Said, Validation
 from opentinker.shared.data import dry_run
 from opentinker.shared.data.dry_run import NOT_LOOKED_AT, check
 from opentinker.shared.data.dry_run_policies import of_policies, policies
@@ -30,6 +33,7 @@ from opentinker.shared.security.authorization import Action
 from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.spec.rollout import ELSEWHERE
 from opentinker.shared.spec.seats import bots_of
+from opentinker.shared.spec.sweeps.children import Sweep, SweepSpec, first_job, is_sweep, parse_sweep
 from opentinker.shared.types.core import StopReason
 from opentinker.shared.types.env_protocol import OpenSession, Policy, SeatAction, SessionReply, StepSession
 from opentinker.shared.types.error_text import error_sentence
@@ -46,27 +50,86 @@ SHOWN = 2000
 NO_PROMPTS = "the server renders no prompts: loading a tokenizer would block other requests"
 
 
+SCOPE = Choice(
+    "scope", "What is looked at: everything, or the spec's text alone, which is fast.", among=("all", "spec")
+)
+
+
 class ValidateApi:
     def __init__(self, ctx: Context) -> None:
         self.ctx = ctx
 
-    @Route("POST", "/v1/validate", Action.JOBS_WRITE, body=JobSpec, answer=api_types.Validation)
+    @Route("POST", "/v1/validate", Action.JOBS_WRITE, parameters=(SCOPE,), body=SweepSpec, answer=api_types.Validation)
     async def validate(self, request: web.Request) -> web.Response:
-        """Validate a spec without submitting it: check it and play one episode."""
-        return json_response(await report_on(self.ctx, await read_spec(request), tenant_of(request)))
+        """Validate a spec without submitting it: check it, play one episode, and estimate what it takes.
+
+        Of a sweep, its table and all its values are checked; an episode is played of its first job."""
+        scope, data = SCOPE.read(request), await read_spec(request)
+        if scope == "spec":
+            return json_response(await asyncio.to_thread(_report_on_text, data))
+        return json_response(await report_on(self.ctx, data, tenant_of(request)))
+
+
+def _report_on_text(data: Any) -> Validation:
+    """Blocking. Look at nothing but the spec itself."""
+    mistakes: Mistakes = []
+    try:
+        spec = parse_spec(first_job(data))
+        checks = [check("spec", _named(spec))]
+    except SpecError as error:
+        mistakes, checks = error.mistakes, []
+    return _report(mistakes, checks)
 
 
 async def report_on(ctx: Context, data: Any, tenant: str) -> Validation:
     mistakes: Mistakes = []
-    spec: JobSpec | None = None
     try:
-        spec = await asyncio.to_thread(parse_spec, data)
+        spec, jobs = await asyncio.to_thread(_first_of, data)
     except SpecError as error:
-        mistakes += error.mistakes
-    asked, *_ = await check_references(ctx, data, spec, tenant, mistakes)
+        spec, jobs, mistakes = None, 1, error.mistakes
+    asked = EnvironmentCheck()
+    if not is_sweep(data):
+        asked, *_ = await check_references(ctx, data, spec, tenant, mistakes)
+    elif spec is not None:
+        try:
+            asked, *_ = await checked_sweep(ctx, await asyncio.to_thread(parse_sweep, data), tenant)
+        except SpecError as error:
+            mistakes += error.mistakes
     if spec is None or mistakes:
-        return {"valid": False, "mistakes": cast(list[Mistake], mistakes), "checks": [], "messages": []}
-    checks: list[Check] = [check("spec", f"{spec.name}, of kind {spec.kind}")]
+        return _report(mistakes, [])
+    checks, messages = await _checks_of(ctx, spec, tenant, asked)
+    if is_sweep(data):
+        checks.insert(1, check("sweep", f"up to {plural(jobs, 'job')}; its first one is looked at here"))
+    return _report([], checks, messages, await estimate(ctx, spec, tenant, jobs))
+
+
+def _first_of(data: Any) -> tuple[JobSpec, int]:
+    """Blocking. Return the job of a spec, or the first of a sweep and their number. Raises SpecError."""
+    sweep: Sweep | None = parse_sweep(data) if is_sweep(data) else None
+    return parse_spec(first_job(data)), 1 if sweep is None else sweep.most_jobs
+
+
+def _report(
+    mistakes: Mistakes, checks: list[Check], messages: list[Said] | None = None, taken: JobEstimate | None = None
+) -> Validation:
+    return {
+        "valid": not mistakes and not any(one["result"] == "bad" for one in checks),
+        "mistakes": cast(list[Mistake], mistakes),
+        "checks": checks,
+        "messages": messages or [],
+        "estimate": taken,
+    }
+
+
+def _named(spec: JobSpec) -> str:
+    return f"{spec.name}, of kind {spec.kind}"
+
+
+async def _checks_of(
+    ctx: Context, spec: JobSpec, tenant: str, asked: EnvironmentCheck
+) -> tuple[list[Check], list[Said]]:
+    """Return every check of a job whose spec and references are right, and the first messages of its environment."""
+    checks: list[Check] = [check("spec", _named(spec))]
     messages: list[Said] = []
     if spec.environment.name:
         if asked.answered:
@@ -87,8 +150,7 @@ async def report_on(ctx: Context, data: Any, tenant: str) -> Validation:
     if spec.kind == "inference":
         checks.append(_kept(kept_idle_s(spec, ctx.settings), own=spec.serving.idle_s is not None))
     checks += await forecast.forecast_start(ctx, spec, tenant)
-    valid = not any(one["result"] == "bad" for one in checks)
-    return {"valid": valid, "mistakes": [], "checks": checks, "messages": messages}
+    return checks, messages
 
 
 def _kept(idle_s: float | None, *, own: bool) -> Check:

@@ -50,7 +50,7 @@ async def submit_sweep(
         return made, True
     if (active := await store.count_active(tenant)) >= MAX_ACTIVE:
         raise Conflict(f"you have {active} sweeps that run; {MAX_ACTIVE} are allowed: cancel one or wait")
-    base = await _with_checked_references(ctx, sweep, tenant)
+    base = _pinned(sweep, await checked_sweep(ctx, sweep, tenant))
     now, new = time.time(), new_sweep_id()
     record = SweepRecord(
         id=new,
@@ -67,15 +67,14 @@ async def submit_sweep(
         trace=trace,
         table=table.model_dump(mode="json"),
         base=base,
-        planned=len(sweep.trials) or table.most_trials,
+        planned=sweep.most_trials,
     )
     id = await store.create(record, idempotency, body_hash)
     return id, id != new
 
 
-async def _with_checked_references(ctx: Context, sweep: Sweep, tenant: str) -> dict[str, Any]:
-    """Return the spec of the jobs, naming the version of the environment and the checkpoint that were found, so that
-    all jobs have the same. Raises SpecError."""
+async def checked_sweep(ctx: Context, sweep: Sweep, tenant: str) -> Found:
+    """Check what the jobs refer to, and return what the first one does. Raises SpecError."""
     first = first_of(sweep.table)
     found, mistakes = await _checked(ctx, sweep, first, tenant)
     if mistakes:
@@ -91,7 +90,7 @@ async def _with_checked_references(ctx: Context, sweep: Sweep, tenant: str) -> d
     wrong = await asyncio.gather(*(look(path, value) for path, value in others[:MAX_CHECKED]))
     if mistakes := [one for each in wrong for one in each]:
         raise SpecError(mistakes)
-    return _pinned(sweep, found)
+    return found
 
 
 async def _checked(ctx: Context, sweep: Sweep, settings: Settings, tenant: str) -> tuple[Found, Mistakes]:
@@ -106,6 +105,8 @@ def _refers(path: str) -> bool:
 
 
 def _pinned(sweep: Sweep, found: Found) -> dict[str, Any]:
+    """Return the spec of the jobs, naming the version of the environment and the checkpoint that were found, so that
+    all jobs have the same."""
     varied = {path.partition(".")[0] for path in sweep.table.parameters if path.count(".") == 0}
     varied |= {path for path in sweep.table.parameters if path in ("environment.name", "start.from")}
     base = dict(sweep.base)

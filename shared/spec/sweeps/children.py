@@ -57,6 +57,14 @@ class Sweep(NamedTuple):
     trials: list[Settings]
     """Every trial of a grid or of random search, in order; of `tpe` none is known before."""
 
+    @property
+    def most_trials(self) -> int:
+        return len(self.trials) or self.table.most_trials
+
+    @property
+    def most_jobs(self) -> int:
+        return self.most_trials * self.table.repeats
+
 
 def is_sweep(data: Any) -> bool:
     """Return whether a spec's data has a table [sweep]."""

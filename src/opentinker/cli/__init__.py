@@ -29,7 +29,7 @@ from opentinker.cli import (
     status,
     sweeps,
 )
-from opentinker.cli.planning import plan
+from opentinker.cli.planning import plan, validate
 from opentinker.shared.types.errors import OpenTinkerError
 
 app = typer.Typer(
@@ -52,6 +52,7 @@ PARTS = (
     init_job,
     specs,
     plan,
+    validate,
     run,
     script,
     environments,

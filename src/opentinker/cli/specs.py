@@ -1,4 +1,4 @@
-"""Commands about job specs: spec (every field), validate; and how mistakes are printed."""
+"""Commands about job specs: spec (every field), algorithms; and how specs are read and mistakes are printed."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import orjson
 import typer
 
-from opentinker.cli.common import AsJson, Url, assigned, client, print_json, print_table, running_server, say
-from opentinker.shared.types.errors import SpecError, described, plural
+from opentinker.cli.common import AsJson, assigned, print_json, say
+from opentinker.shared.types.errors import SpecError, described
 
 if TYPE_CHECKING:
-    from opentinker.shared.api_types import Check
     from opentinker.shared.spec import JobSpec
 
 SpecFile = Annotated[Path, typer.Argument(metavar="JOB.toml", help="The job spec, TOML or JSON.")]
@@ -39,7 +38,6 @@ Steps = Annotated[int | None, typer.Option("--steps", help="Train this many step
 def register(app: typer.Typer) -> None:
     app.command("spec")(show_spec)
     app.command("algorithms")(show_algorithms)
-    app.command()(validate)
 
 
 def read_spec(
@@ -157,102 +155,6 @@ def check_environment(spec: JobSpec, *, settings: bool = True) -> None:
             check(name, spec.environment.config, elsewhere=True)
         else:
             find(name)
-
-
-def validate(
-    path: SpecFile,
-    quick: Annotated[bool, typer.Option("--quick", help="Check the file alone: ask no server, play nothing.")] = False,
-    here: Annotated[bool, typer.Option("--here", help="Check on this machine, even if a server runs.")] = False,
-    changes: Changes = None,
-    url: Url = None,
-    as_json: AsJson = False,
-) -> None:
-    """Check a job spec without submitting it. Exit status 2 if something is wrong.
-
-    Check the spec, model, chat template, rows, an episode of its environment, and whether the needed workers exist; on
-    the server, if one runs, else on this machine.
-    """
-    from opentinker.sdk.spec_location import with_places
-    from opentinker.shared.spec import parse_spec
-    from opentinker.shared.spec.sweeps.children import child_of, first_of, parse_sweep
-
-    try:
-        swept = read_sweep(path, changes=changes)
-        sweep = None if swept is None else parse_sweep(swept)
-        data = (
-            read_spec(path, changes=changes)
-            if sweep is None
-            else child_of(sweep.table, sweep.base, first_of(sweep.table))
-        )
-        spec = parse_spec(data)
-    except SpecError as error:
-        if not as_json:
-            raise
-        print_json({"valid": False, "mistakes": error.mistakes})
-        raise typer.Exit(2) from None
-    found: dict[str, Any] = {"valid": True, "mistakes": [], "checks": []}
-    if not quick:
-        found = _looked_at(data, None if here else url or running_server(), path.parent)
-        found["mistakes"] = with_places(found["mistakes"], path)
-    if as_json:
-        print_json({**found, "spec": spec.model_dump(mode="json")})
-    elif found["mistakes"]:
-        print_mistakes(SpecError(found["mistakes"]))
-    else:
-        rows = [[check["result"], check["what"], check["found"], check["hint"]] for check in found["checks"]]
-        if rows:
-            print_table(["", "what", "found", "what to do"], rows, empty="")
-        if found["valid"]:
-            say(f"ok: {spec.name}, {spec.kind} of {spec.model.base} on {_subject(spec)}")
-            if sweep is not None:
-                jobs = sweep.table.most_trials * sweep.table.repeats
-                say(f"a sweep of up to {plural(jobs, 'job')} by {sweep.table.method}; the first one was looked at")
-    if not found["valid"]:
-        raise typer.Exit(2)
-
-
-def _looked_at(data: dict[str, Any], server: str | None, beside: Path) -> dict[str, Any]:
-    """By the server at this URL, else here. A prompt that the server cannot render is rendered here, if that can be."""
-    import asyncio
-
-    from opentinker.local import validate_local
-    from opentinker.sdk.inputs import with_whole_paths
-    from opentinker.shared.data.dry_run import NOT_LOOKED_AT, prompt
-    from opentinker.shared.data.dry_run_policies import of_policies
-    from opentinker.shared.spec import parse_spec
-    from opentinker.shared.types.core import Message
-
-    import_from_here()
-    spec = parse_spec(with_whole_paths(data, beside))
-    if server is None:
-        checks = asyncio.run(validate_local.inspect(spec))
-        return {"valid": not _any_bad(checks), "mistakes": [], "checks": checks, "server": None}
-    with client(server) as api:
-        found = api.validate(data, beside=beside)
-    messages = [Message(role=said["role"], content=said["content"]) for said in found["messages"]]
-    checks = []
-    for check in found["checks"]:
-        rendered = check["what"] != "prompt" or not check["found"].startswith(NOT_LOOKED_AT)
-        checks += [check] if rendered else of_policies(spec, lambda own: prompt(own, messages))
-    valid = found["valid"] and not _any_bad(checks)
-    return {"valid": valid, "mistakes": found["mistakes"], "checks": checks, "server": server}
-
-
-def _any_bad(checks: list[Check]) -> bool:
-    return any(check["result"] == "bad" for check in checks)
-
-
-def _subject(spec: JobSpec) -> str:
-    if spec.kind == "inference":
-        workers = spec.resources.rollout_workers
-        return f"{workers} rollout worker{'s' if workers > 1 else ''}, on demand"
-    if spec.kind == "eval":
-        return f"{spec.environment.name}, {spec.evaluation.total} episodes"
-    if spec.data is None:
-        batch = spec.algorithm.group_size * spec.algorithm.groups_per_batch
-        return f"{spec.environment.name}, {spec.train.steps} steps of {batch} trajectories"
-    length = f"{spec.data.epochs} epochs" if spec.data.epochs else f"{spec.train.steps} steps"
-    return f"{spec.data.path}, {length} in batches of {spec.data.batch_size} rows"
 
 
 def print_mistakes(error: SpecError) -> None:

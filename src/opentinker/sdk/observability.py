@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast
 
 from opentinker.sdk.artifacts import path_of, query_of
 from opentinker.sdk.http import Http
@@ -81,11 +81,17 @@ class ObservabilityCalls:
         """Where and how the job is heard live on NATS, for a while: `servers`, `token`, `subjects`, `expires_at`..."""
         return cast(StreamCredentials, await self._http.json("POST", path_of(id, "/stream-credentials"), again=False))
 
-    async def validate(self, spec: Spec, *, beside: str | Path | None = None) -> Validation:
-        """Have the server check a spec without submitting it: `valid`, `mistakes`, `checks` (what, found, result: ok,
-        note or bad, hint), `messages` of an episode's beginning. Mistakes raise nothing. `beside`: as in `submit`."""
+    async def validate(
+        self, spec: Spec, *, beside: str | Path | None = None, scope: Literal["all", "spec"] = "all"
+    ) -> Validation:
+        """Have the server check a spec, or that of a sweep, without submitting it: `valid`, `mistakes`, `checks` (what,
+        found, result: ok, note or bad, hint), `messages` of an episode's beginning, and an `estimate` of what it takes,
+        by an earlier job like it. Mistakes raise nothing. `beside`: as in `submit`; `scope`: "spec" looks at nothing
+        but the spec's text, which is fast."""
         data = await prepared(self._http, spec, beside)
-        return cast(Validation, await self._http.json("POST", "/v1/validate", noun=data, timeout_s=90.0))
+        return cast(
+            Validation, await self._http.json("POST", "/v1/validate", {"scope": scope}, noun=data, timeout_s=90.0)
+        )
 
     async def usage(
         self,

@@ -256,6 +256,9 @@ async def test_the_openapi_document_tells_the_fields_of_answers(client: AsyncCli
     assert schemas["Job"]["properties"]["kind"]["description"] == "rl, sft, dpo, inference or eval."
     assert schemas["Ledger"]["properties"]["balanced"]["description"]
     assert schemas["PushedEnvironment"]["properties"]["class"]["description"] == "`module:Class`."
+    answers_of_ours = [name for name in schemas if hasattr(answers, name)]
+    assert len(answers_of_ours) > 40
+    assert [name for name in answers_of_ours if not schemas[name].get("description")] == []
 
 
 async def test_every_answer_in_json_has_a_type(client: AsyncClient) -> None:

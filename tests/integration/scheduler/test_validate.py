@@ -14,7 +14,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from opentinker import ApiError, AsyncClient
-from opentinker.cli.specs import _looked_at
+from opentinker.cli.planning.validate import looked_at
 from opentinker.local import validate_local
 from opentinker.services.scheduler.http import validate
 from opentinker.services.scheduler.jobs.submit import submit
@@ -388,6 +388,38 @@ async def test_mistakes_are_those_of_a_submission(client: AsyncClient) -> None:
     assert not found["valid"] and {m["field"] for m in found["mistakes"]} >= {"name", "model.base", "train"}
 
 
+SWEPT = {"parameters": {"rollout.episode_timeout_s": [60, 90], "rollout.max_tokens": [4, 8]}, "seeds": [1, 2]}
+
+
+async def test_a_sweep_is_looked_at_with_all_its_values(client: AsyncClient, bus: Bus) -> None:
+    await Environment(bus).start()
+    swept = {**make_spec(model__base="some/model").model_dump(mode="json", exclude_defaults=True), "sweep": SWEPT}
+    found = await client.validate(swept)
+    fits(found, Validation)
+    assert found["valid"] and [one["found"] for one in found["checks"] if one["what"] == "sweep"] == [
+        "up to 8 jobs; its first one is looked at here"
+    ]
+    wrong = {**swept, "sweep": {"parameters": {"rollout.max_tokens": [4, -1], "train.nothing": [1]}}}
+    for scope in ("all", "spec"):
+        found = await client.validate(wrong, scope=scope)
+        assert not found["valid"] and found["checks"] == []
+        assert {one["field"].removeprefix("sweep.parameters.") for one in found["mistakes"]} >= {"train.nothing"}
+    missing = {**swept, "sweep": {"parameters": {"model.base": ["some/model", "/no/such"]}}}
+    (mistake,) = (await client.validate(missing))["mistakes"]
+    assert (mistake["field"], mistake["value"]) == ("sweep.parameters.model.base", "/no/such")
+
+
+async def test_of_the_text_alone_no_reference_is_looked_at(client: AsyncClient) -> None:
+    spec = make_spec(model__base="/no/such", environment={"name": "no_such"}).model_dump(mode="json")
+    found = await client.validate(spec, scope="spec")
+    fits(found, Validation)
+    assert found["valid"] and [one["what"] for one in found["checks"]] == ["spec"] and found["estimate"] is None
+    found = await client.validate({**spec, "nme": "x", "train": {"steps": -1}}, scope="spec")
+    assert {one["field"] for one in found["mistakes"]} >= {"nme", "train.steps"}
+    with pytest.raises(ApiError, match="must be one of all, spec"):
+        await client.validate(spec, scope="text")  # type: ignore[arg-type]
+
+
 async def test_prompts_are_rendered(client: AsyncClient, bus: Bus, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server is in this process, and would be held up while it reads a tokenizer."""
     await Environment(bus).start()
@@ -399,7 +431,8 @@ async def test_prompts_are_rendered(client: AsyncClient, bus: Bus, tiny: Path, m
     (prompt,) = (check for check in found["checks"] if check["what"] == "prompt")
     assert prompt["result"] == "note" and prompt["found"].startswith("not looked at: the server renders no prompts")
     monkeypatch.setattr(sys, "path", [*sys.path])
-    seen = await asyncio.to_thread(_looked_at, spec.model_dump(mode="json"), client.url, Path())
+    data = spec.model_dump(mode="json")
+    seen = await asyncio.to_thread(looked_at, data, client.url, Path(), data)
     (prompt,) = (check for check in seen["checks"] if check["what"] == "prompt")
     assert prompt == dry_run.prompt(spec, [Message(role="user", content="7=")])
     assert prompt["result"] == "bad" and not seen["valid"] and seen["server"] == client.url

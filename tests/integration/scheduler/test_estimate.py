@@ -1,0 +1,84 @@
+"""What a spec would take, by a job like it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+import pytest
+
+from opentinker.cli.planning.validate import in_words
+from opentinker.services.scheduler.http import validate
+from opentinker.shared.api_types import JobEstimate, Validation
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.state.store import Store
+from opentinker.shared.types.core import JobState
+from tests.support.api import fits
+from tests.support.factories import make_spec
+
+STEPS = 20
+
+
+def spec_of(**changes: Any) -> dict[str, Any]:
+    return make_spec(model__base="some/model", train__steps=100, **changes).model_dump(mode="json")
+
+
+async def ran(store: Store, spec: dict[str, Any], number: int, *, worker_s: float, running_s: float) -> str:
+    """Make a job that has done STEPS steps within `running_s` seconds."""
+    id = await store.create_job(id=f"j-{number:010}", spec=spec, tenant="default")
+    for state in (JobState.STARTING, JobState.RUNNING):
+        await store.transition(id, state)
+    await store.update(id, step=STEPS)
+    await store.transition(id, JobState.SUCCEEDED)
+    states = f"job:{id}:states"
+    entries = await store.redis.xrange(states)
+    await store.redis.delete(states)
+    for _, fields in entries:
+        event = orjson.loads(fields["event"])
+        event["time"] = 1000.0 + (running_s if event.get("state") == JobState.SUCCEEDED else 0.0)
+        await store.redis.xadd(states, {**fields, "event": orjson.dumps(event)})
+    await store.redis.hset(f"spent:job:{id}", mapping={"worker_s": worker_s, "gpu_s": worker_s / 2})
+    return id
+
+
+async def estimated(ctx: Context, spec: dict[str, Any], **prices: Any) -> JobEstimate | None:
+    settings = ctx.settings.model_copy(update=prices)
+    found = await validate.report_on(Context(**{**vars(ctx), "settings": settings}), spec, "default")
+    fits(found, Validation)
+    assert found["mistakes"] == []
+    return found["estimate"]
+
+
+async def test_a_job_takes_what_the_newest_one_like_it_took(ctx: Context, store: Store) -> None:
+    assert await estimated(ctx, spec_of()) is None, "nothing has run"
+    await ran(store, spec_of(), 1, worker_s=90.0, running_s=90.0)
+    like = await ran(store, spec_of(), 2, worker_s=60.0, running_s=20.0)
+    await ran(
+        store, spec_of() | {"model": {**spec_of()["model"], "base": "other/model"}}, 3, worker_s=9.0, running_s=9.0
+    )
+    found = await estimated(ctx, spec_of())
+    assert found is not None and (found["like"], found["jobs"], found["steps"]) == (like, 1, 100)
+    assert (found["seconds"], found["worker_s"], found["gpu_s"]) == pytest.approx((100.0, 300.0, 150.0))
+    assert (found["cost"], found["currency"]) == (None, "")
+    assert found["basis"].endswith("took 1 s a step over 20 steps")
+    assert in_words(found).startswith("estimate: 1:40 min of running, 0.0833 worker hours, 0.0417 GPU hours: ")
+
+    doubled = spec_of(rollout__max_tokens=2 * spec_of()["rollout"]["max_tokens"])
+    found = await estimated(ctx, doubled, price_worker_hour=3.6, price_gpu_hour=36.0, price_currency="EUR")
+    assert found is not None and found["seconds"] == pytest.approx(200.0)
+    assert found["basis"].endswith("times 2 for the size of a step")
+    assert found["cost"] == pytest.approx(0.6 + 3.0) and "hours, 3.60 EUR: " in in_words(found)
+
+
+async def test_a_sweep_takes_what_all_its_jobs_take(ctx: Context, store: Store) -> None:
+    await ran(store, spec_of(), 1, worker_s=60.0, running_s=20.0)
+    found = await estimated(
+        ctx, {**spec_of(), "sweep": {"parameters": {"rollout.episode_timeout_s": [60, 90]}, "seeds": [1, 2, 3]}}
+    )
+    assert found is not None and found["jobs"] == 6 and found["seconds"] == pytest.approx(100.0)
+    assert found["worker_s"] == pytest.approx(1800.0) and "of running each" in in_words(found)
+
+
+async def test_a_job_that_never_ends_is_not_estimated(ctx: Context, store: Store) -> None:
+    served = {"name": "chat", "kind": "inference", "model": {"base": "some/model"}}
+    assert await estimated(ctx, served) is None
