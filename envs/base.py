@@ -70,6 +70,8 @@ what is installed on this machine."""
 MODULES = "modules"
 """Key of pydantic's validation context, true where the operator lets jobs run programs and read files of the env
 workers' machine (setting env_modules)."""
+FORKS = "forks"
+"""Key of pydantic's validation context, true where episodes will be copied (tree sampling)."""
 
 
 Bot = Callable[[Any], str | Message]
@@ -199,6 +201,9 @@ class Environment(ABC):
     """With `blocking`: likewise replace a child process that holds more memory than this."""
     can_fork: ClassVar[bool] = False
     """Whether `copy.deepcopy` of an open episode is another one in the same state."""
+    slow_fork: ClassVar[bool] = False
+    """With `can_fork`: copy in a thread, because a copy takes longer than a few milliseconds (files, a snapshot). Other
+    sessions are played meanwhile."""
     bots: ClassVar[Mapping[str, Bot] | None] = {}
     """Scripted players by name, which a job may give seats to (envs/bots.py). None: those of the server that plays the
     environment."""

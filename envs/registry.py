@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from opentinker.envs.base import ELSEWHERE, MODULES, Environment
+from opentinker.envs.base import ELSEWHERE, FORKS, MODULES, Environment
 from opentinker.envs.bots import resolve_bots
 from opentinker.envs.game import AbstractGame, environment_of
 from opentinker.shared.types.env_protocol import is_url
@@ -95,15 +95,17 @@ def lend(name: str, found: type[Environment]) -> None:
 
 
 def check(
-    name: str, config: dict[str, object], *, modules: bool = False, elsewhere: bool = False
+    name: str, config: dict[str, object], *, modules: bool = False, elsewhere: bool = False, forks: bool = False
 ) -> tuple[type[Environment], BaseModel]:
     """Return the class and its validated settings. Raise SpecError with every mistake (`environment.config.<field>`).
 
-    `elsewhere`: another process will play it, so checks that need an installed library are skipped.
+    `elsewhere`: another process will play it, so checks that need an installed library are skipped; `forks`: its
+    episodes will be copied.
     """
     found = find(name, modules=modules)
     try:
-        return found, found.Config.model_validate(config, context={ELSEWHERE: elsewhere, MODULES: modules})
+        context = {ELSEWHERE: elsewhere, MODULES: modules, FORKS: forks}
+        return found, found.Config.model_validate(config, context=context)
     except ValidationError as error:
         mistakes = [mistake for item in error.errors(include_url=False) for mistake in mistakes_of(item, config)]
         raise SpecError([_of_config(found, mistake) for mistake in mistakes]) from None

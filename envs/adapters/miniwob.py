@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, model_validator
 
 from opentinker.envs.adapters import miniwob_page as page
 from opentinker.envs.adapters.browser_pool import BrowserPool, programs, start
@@ -18,7 +18,7 @@ from opentinker.envs.adapters.library import (
     episode_seed,
     refusal,
 )
-from opentinker.envs.base import Action, Environment, Step, user
+from opentinker.envs.base import FORKS, Action, Environment, Step, user
 from opentinker.envs.png import png
 from opentinker.shared.types.core import Image, Message, Text
 
@@ -63,9 +63,11 @@ class MiniWob(Environment):
         """First message to the policy, instead of the description of actions; may be empty."""
 
         @model_validator(mode="after")
-        def _time_is_limited(self) -> Self:
+        def _time_is_limited(self, info: ValidationInfo) -> Self:
             if self.reward == "timed" and self.time_limit_s is None:
                 raise ValueError("reward = 'timed' needs time_limit_s")
+            if self.time_limit_s is not None and (info.context or {}).get(FORKS):
+                raise ValueError("time_limit_s does not go with tree sampling: the clock of a copied page starts anew")
             return self
 
         def check(self) -> None:

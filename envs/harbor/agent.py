@@ -120,7 +120,11 @@ class HarborAgent(AgentEnvironment):
         try:
             limit_s = self.episode.task.config.agent.timeout_sec
             return await self.episode.workspace.run(self.config.command, limit_s, shell)
-        except (BoxLost, BoxError) as error:
+        except BoxLost as error:
+            if error.by_host:
+                raise
+            return Answer(status=1, output=str(error))
+        except BoxError as error:
             return Answer(status=1, output=str(error))
 
     async def close(self) -> None:

@@ -9,6 +9,7 @@ needs nothing of the root file system. What it answers is checked: the programs 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import platform
@@ -29,6 +30,8 @@ TOOLS = "/run/opentinker"
 RUNNER, SHARED = f"{TOOLS}/runner.py", f"{TOOLS}/shared"
 HEAD = struct.Struct("<I")
 START_S = 60.0
+EXIT_S = 1.0
+"""Time that a sandbox without a runner has for ending by itself, which tells who ended it."""
 GRACE_S = 10.0
 """A runner that has not answered this long after its command's time limit is considered dead."""
 FILE_S = 60.0
@@ -40,6 +43,11 @@ LOADERS = {"x86_64": "/lib64/ld-linux-x86-64.so.2", "aarch64": "/lib/ld-linux-aa
 
 class BoxLost(OpenTinkerError):
     """The sandbox has ended; the text says why. Its files are still there."""
+
+    def __init__(self, why: str, *, by_host: bool = False) -> None:
+        """`by_host`: this machine ended it, or lost it, not what ran in it."""
+        super().__init__(why)
+        self.by_host = by_host
 
 
 class BoxError(OpenTinkerError):
@@ -89,6 +97,10 @@ class BoxProcess(Protocol):
     """Why it was killed, if it was."""
 
     @property
+    def was_lost(self) -> bool:
+        """Whether it ended by a signal of others, neither from inside nor by `kill`. Known when `wait` has returned."""
+
+    @property
     def pid(self) -> int: ...
 
     @property
@@ -135,11 +147,10 @@ class Box:
                 async with asyncio.timeout(timeout_s + GRACE_S):
                     answer = await self._answer()
             except (asyncio.IncompleteReadError, ConnectionError):
-                await self.end("it ended")
-                raise BoxLost(self.process.reason) from None
+                raise await self.lost() from None
             except TimeoutError:
                 await self.end("it did not answer")
-                raise BoxLost("it did not answer") from None
+                raise BoxLost("it did not answer", by_host=True) from None
             except BaseException:  # its late answer would be read as that of the next request
                 await asyncio.shield(self.end("a request was given up"))
                 raise
@@ -155,6 +166,15 @@ class Box:
             return msgspec.json.decode(await self._reader.readexactly(size), type=Answer)
         except msgspec.MsgspecError:
             raise ConnectionError("it answered with nonsense") from None
+
+    async def lost(self) -> BoxLost:
+        """End what is left of a sandbox whose runner has ended, and return why it did."""
+        self._writer.close()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.process.wait(), EXIT_S)
+        by_host = self.process.has_ended and self.process.was_lost
+        await self.end("it ended")
+        return BoxLost(self.process.reason or "it ended", by_host=by_host)
 
     async def end(self, why: str) -> None:
         """End all its processes."""

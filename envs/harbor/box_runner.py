@@ -288,13 +288,15 @@ def pass_on(listener: socket.socket, path: str) -> None:
         except OSError:  # no descriptor is free: agents may hold all of them
             time.sleep(0.1)
             continue
-        there = socket.socket(socket.AF_UNIX)
+        opened = [here]
         try:
+            there = socket.socket(socket.AF_UNIX)
+            opened.append(there)
             there.connect(path)
             for source, target in ((here, there), (there, here)):
                 threading.Thread(target=pump, args=(source, target), daemon=True).start()
-        except (OSError, RuntimeError):  # RuntimeError: no thread can be started
-            for one in (here, there):
+        except (OSError, RuntimeError):  # no descriptor is free; RuntimeError: no thread can be started
+            for one in opened:
                 with contextlib.suppress(OSError):
                     one.shutdown(socket.SHUT_RDWR)
                 one.close()

@@ -70,7 +70,7 @@ class Boxes:
             self._refill(key, image, machine)
             if found.workspace.is_running:
                 return found.workspace
-            await found.workspace.close()
+            await _close(found.workspace)
         workspace = await self.start(image, machine)
         self._refill(key, image, machine)
         return workspace
@@ -123,20 +123,28 @@ class Boxes:
             self._is_expiring = True
             self._background(self._expire())
         while len(self._warm) > self._settings.harbor_warm:
-            await self._warm.popleft().workspace.close()
+            await _close(self._warm.popleft().workspace)
 
     async def _expire(self) -> None:
         """Ends warm sandboxes that have waited too long; waits for the next look, and ends when none is left."""
-        while self._warm:
-            await sleep(POLL_S)
-            while self._warm and time.monotonic() - self._warm[0].since > WARM_S:
-                await self._warm.popleft().workspace.close()
-        self._is_expiring = False
+        try:
+            while self._warm:
+                await sleep(POLL_S)
+                while self._warm and time.monotonic() - self._warm[0].since > WARM_S:
+                    await _close(self._warm.popleft().workspace)
+        finally:
+            self._is_expiring = False
 
     async def close(self) -> None:
         await cancel_and_wait(*self._tasks)
         while self._warm:
-            await self._warm.pop().workspace.close()
+            await _close(self._warm.pop().workspace)
+
+
+async def _close(workspace: Workspace) -> None:
+    """Close one that nobody has used. What an engine that does not answer leaves is removed by the next process."""
+    with contextlib.suppress(Unavailable, OSError):
+        await workspace.close()
 
 
 def _key(image: Image, machine: Machine) -> Hashable:

@@ -27,7 +27,7 @@ from opentinker.envs.harbor.box import READ_BYTES, RUNNER, SHARED, Box, Interpre
 from opentinker.envs.harbor.image import FILE, FIRST, LAYERS, VERSION, Image, Shell
 from opentinker.envs.harbor.roots import made_once
 from opentinker.envs.harbor.task import DOCKERFILE, ENVIRONMENT, Machine, Task
-from opentinker.envs.harbor.workspace import EPISODES, HOME, Workspace, is_stale, limits_of, new_place
+from opentinker.envs.harbor.workspace import EPISODES, HOME, Workspace, is_abandoned, is_stale, limits_of, new_place
 from opentinker.shared.config import Settings
 from opentinker.shared.runtime.reexec import below
 from opentinker.shared.sandbox.limits import Limits
@@ -44,6 +44,7 @@ SHOWN = 1500
 """Characters of a failed build's output."""
 GONE = "no such "
 """What the engine says, in small letters, of a container or an image that does not exist."""
+OUT_OF_MEMORY = "its processes held more memory than environment.memory_mb of the task"
 LIMITED = "{{.MemoryLimit}} {{.PidsLimit}} {{.CPUCfsQuota}}"
 
 
@@ -82,7 +83,7 @@ class DockerRuntime:
             if is_stale(tag.replace("__", "~")):
                 _removed("rmi", "--force", f"{FORKS}:{tag}")
         for old in (self.home / EPISODES).iterdir():
-            if is_stale(old.name):
+            if is_abandoned(old):
                 shutil.rmtree(old, ignore_errors=True)
 
     def drop(self, fork: str) -> None:
@@ -187,6 +188,7 @@ class Container:
         self.reason = ""
         self._name, self._process = name, process
         self._killing: asyncio.Task[None] | None = None
+        self._was_lost = False
 
     @property
     def pid(self) -> int:
@@ -195,6 +197,10 @@ class Container:
     @property
     def has_ended(self) -> bool:
         return self._process.returncode is not None
+
+    @property
+    def was_lost(self) -> bool:
+        return self._was_lost
 
     def kill(self, reason: str) -> None:
         if not self.has_ended and self._killing is None:
@@ -217,29 +223,33 @@ class Container:
         if self._killing is not None:
             await asyncio.wait([self._killing])
         await self._process.wait()
-        is_out_of_memory = await asyncio.to_thread(self._ended)
+        ran_on, is_out_of_memory = await asyncio.to_thread(self._ended)
         if not self.reason or self.reason == "it ended":
-            self.reason = await self._why(is_out_of_memory)
+            assert self._process.stderr is not None
+            said = (await self._process.stderr.read(SHOWN)).decode(errors="replace").strip()
+            self._was_lost = ran_on or bool(said) or (self._process.returncode or 0) < 0
+            self.reason = OUT_OF_MEMORY if is_out_of_memory else said or "it ended"
 
-    def _ended(self) -> bool:
-        """See that no process of it runs on: the client that started it may have ended alone. Return whether the kernel
-        ended it for its memory. Blocking. Raises Unavailable."""
+    def _ended(self) -> tuple[bool, bool]:
+        """See that no process of it runs on: the client that started it may have ended alone. Return whether any did,
+        and whether the kernel ended it for its memory. Blocking. Raises Unavailable."""
+        state = self._state()
+        ran_on = bool(state) and not state.startswith("false")
+        if ran_on:
+            _quietly("kill", self._name)
+            state = self._state()
+        if state and not state.startswith("false") and not _removed("rm", "--force", "--volumes", self._name):
+            raise Unavailable("the processes of a Harbor task's sandbox cannot be ended")
+        return ran_on, state.endswith("true")
+
+    def _state(self) -> str:
+        """Return `RUNNING OOM`, each true or false; empty if it is gone. Blocking. Raises Unavailable."""
         try:
-            state = docker("container", "inspect", "--format", "{{.State.Running}} {{.State.OOMKilled}}", self._name)
+            return docker("container", "inspect", "--format", "{{.State.Running}} {{.State.OOMKilled}}", self._name)
         except OSError as error:
             if GONE in str(error).lower():
-                return False
+                return ""
             raise Unavailable(f"nobody knows whether a sandbox of a Harbor task has ended: {error}") from None
-        if not state.startswith("false") and not _removed("rm", "--force", "--volumes", self._name):
-            raise Unavailable("the processes of a Harbor task's sandbox cannot be ended")
-        return state.endswith("true")
-
-    async def _why(self, is_out_of_memory: bool) -> str:
-        assert self._process.stderr is not None
-        said = (await self._process.stderr.read(SHOWN)).decode(errors="replace").strip()
-        if is_out_of_memory:
-            return "its processes held more memory than environment.memory_mb of the task"
-        return said or "it ended"
 
 
 def docker(*words: str, timeout_s: float = CALL_S) -> str:

@@ -45,7 +45,7 @@ class Harbor(Environment):
 
     config: Config
     cost = 16.0
-    can_fork = True
+    can_fork = slow_fork = True
 
     @classmethod
     def rehearse(cls, config: BaseModel) -> None:

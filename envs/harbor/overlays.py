@@ -17,7 +17,7 @@ from pathlib import Path
 from opentinker.envs.harbor.box import RUNNER, SHARED, Box, Interpreter, connected
 from opentinker.envs.harbor.image import Image
 from opentinker.envs.harbor.task import Machine
-from opentinker.envs.harbor.workspace import EPISODES, HOME, Workspace, is_stale, limits_of, new_place
+from opentinker.envs.harbor.workspace import EPISODES, HOME, Workspace, is_abandoned, limits_of, new_place
 from opentinker.shared.config import Settings
 from opentinker.shared.runtime.reexec import below
 from opentinker.shared.sandbox.limits import Limits
@@ -43,7 +43,7 @@ class OverlayRuntime:
 
     def remove_stale(self) -> None:
         for old in (self.home / EPISODES).iterdir():
-            if is_stale(old.name):
+            if is_abandoned(old):
                 remove(old)
 
     def processors(self, count: int) -> list[int]:

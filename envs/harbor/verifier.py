@@ -19,6 +19,7 @@ from opentinker.envs.harbor.box import SHARED, Answer, BoxError, BoxLost
 from opentinker.envs.harbor.image import Shell
 from opentinker.envs.harbor.task import SOLUTION, SOLVE_SCRIPT, TEST_SCRIPT, TESTS, Task
 from opentinker.envs.harbor.workspace import Workspace
+from opentinker.shared.sandbox.sandbox import Unavailable
 from opentinker.shared.types.errors import OpenTinkerError
 
 LOGS = "/logs/verifier"
@@ -58,6 +59,8 @@ async def verify(workspace: Workspace, task: Task) -> Verdict:
             raise VerifierFailed(f"{task.name}: the tests took longer than verifier.timeout_sec = {limit:g}")
         reward, numbers = await _reward(workspace, task, answer)
     except (BoxLost, BoxError) as error:
+        if isinstance(error, BoxLost) and error.by_host:
+            raise Unavailable(f"the sandbox of its tests was lost: {error}") from None
         raise VerifierFailed(f"{task.name}: the tests could not be run to their end: {error}") from None
     finally:
         await workspace.stop()

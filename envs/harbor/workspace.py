@@ -12,6 +12,7 @@ A fork is a copy of what was written; its processes start anew. So does a sandbo
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import stat
@@ -23,7 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, Self
 
-from opentinker.envs.harbor.box import Answer, Box
+from opentinker.envs.harbor.box import Answer, Box, BoxLost
 from opentinker.envs.harbor.image import Image, Shell
 from opentinker.envs.harbor.task import MAX_BYTES, MAX_FILES, Machine
 from opentinker.shared.asyncio_tools import cancel_and_wait, sleep
@@ -34,6 +35,8 @@ from opentinker.shared.sandbox.limits import MIB, Limits
 HOME, EPISODES = "harbor", "boxes"
 HOST = os.uname().nodename.replace("~", "-")
 DISK_POLL_S = 1.0
+LONGEST_S = 7 * 86_400.0
+"""Age beyond which what another machine has left is removed: its name may never come back."""
 OUTPUT_BYTES = 20_000
 MAX_VARIABLES = 64 * 1024
 """Characters of the shell's variables; beyond it they stay as they were."""
@@ -63,7 +66,9 @@ class Workspace(ABC):
         self._box: Box | None = None
         self._over = 0
         """Bytes on disk since they are too many: that much may stay, so that it can be removed; 0: they are not."""
-        self._looked = 0.0
+        self._has_just_been_over = False
+        """`_over` is what it holds when it has ended, since it writes on until then."""
+        self._watching: asyncio.Task[None] | None = None
         self.shared.mkdir(parents=True)
         self.shared.chmod(0o755)
 
@@ -100,10 +105,12 @@ class Workspace(ABC):
     async def started(self) -> Box:
         """Return the running sandbox, started if necessary. Raises Unavailable, OSError."""
         if self._box is not None and not self._box.alive:
-            await self._box.end("it ended")
-            self._box = None
+            await self._forget()
+        if self._has_just_been_over:
+            self._over, self._has_just_been_over = await asyncio.to_thread(self.written), False
         if self._box is None:
             self._box = await self._start()
+            self._watching = asyncio.get_running_loop().create_task(self._watch_disk(self._box))
         return self._box
 
     async def restart(self, folders: Mapping[str, Path]) -> None:
@@ -114,61 +121,77 @@ class Workspace(ABC):
         await self.started()
 
     async def ask(self, op: str, **arguments: Any) -> Answer:
-        """Raises BoxLost, BoxError; Unavailable and OSError if no sandbox can be started."""
-        return await (await self.started()).ask(op, **arguments)
+        """Raises BoxLost, also for a sandbox that has ended since the last request; BoxError; Unavailable and OSError
+        if no sandbox can be started."""
+        if self._box is not None and not self._box.alive:
+            lost = await self._box.lost()
+            await self._forget()
+            raise lost
+        try:
+            return await (await self.started()).ask(op, **arguments)
+        except BoxLost:
+            await self._forget()
+            raise
 
     async def run(self, command: str, timeout_s: float, shell: Shell | None = None) -> Answer:
         """Run a command in the episode's shell, or in another one, whose state is not kept. Raises as `ask`."""
-        box = await self.started()
         given = shell or self.shell
-        watching = asyncio.get_running_loop().create_task(self._watch_disk(box))
-        try:
-            answer = await box.ask(
-                "run", timeout_s, command=command, cwd=given.cwd, variables=given.variables, limit_s=timeout_s,
-                most=OUTPUT_BYTES,
-            )  # fmt: skip
-        finally:
-            await cancel_and_wait(watching)
-        if time.monotonic() - self._looked >= DISK_POLL_S:  # a command may have been too short for a look
-            await self._look_at_disk(box)
+        answer = await self.ask(
+            "run", timeout_s=timeout_s, command=command, cwd=given.cwd, variables=given.variables, limit_s=timeout_s,
+            most=OUTPUT_BYTES,
+        )  # fmt: skip
         if shell is None and answer.cwd is not None and answer.variables is not None:
             length = sum(len(name) + len(value) for name, value in answer.variables.items())
             self.shell = Shell(answer.cwd, answer.variables if length <= MAX_VARIABLES else self.shell.variables)
         return answer
 
     async def _watch_disk(self, box: Box) -> None:
-        """Consumes nothing, produces the end of a sandbox that writes more than it may; waits for the next look."""
-        while True:
-            await sleep(DISK_POLL_S)
+        """Consumes nothing, produces the end of a sandbox that holds more on disk than it may; waits for the next look.
+        Looks take a tenth of the time at most."""
+        took_s = 0.0
+        while box.alive:
+            await sleep(max(DISK_POLL_S, 9 * took_s))
+            began = time.monotonic()
             await self._look_at_disk(box)
+            took_s = time.monotonic() - began
 
     async def _look_at_disk(self, box: Box) -> None:
-        try:
+        most = self._limits.disk_mb * MIB
+        with contextlib.suppress(OSError):  # a file has gone, or the engine is busy: the next look tells
             held = await asyncio.to_thread(self.written)
-        except OSError:  # a file has gone, or the engine is busy: the next look tells
-            return
-        self._looked = time.monotonic()
-        most, before = self._limits.disk_mb * MIB, self._over
-        self._over = 0 if held <= most else min(held, before or held)
-        if held > (before or most):
-            box.process.kill(f"it had written {held // MIB} MB; at most {self._limits.disk_mb} (storage_mb)")
+            if held <= most:
+                self._over = 0
+            elif held <= self._over:
+                self._over = held  # what has been removed may not come back
+            else:
+                box.process.kill(f"it had written {held // MIB} MB; at most {self._limits.disk_mb} (storage_mb)")
+                self._has_just_been_over = not self._over
 
     def fork(self) -> Self:
         """Return another one with the same files and shell, without processes. Blocking. Raises OSError."""
         other = self._copy()
-        other.shell, other._over = self.shell, self._over
+        other.shell, other._over, other._has_just_been_over = self.shell, self._over, self._has_just_been_over
         return other
 
     async def stop(self) -> None:
         """End its processes; its files stay, what it shared does not."""
-        box, self._box = self._box, None
-        if box is not None:
-            await box.end("it is no longer needed")
+        await self._forget()
         await asyncio.to_thread(_share, self.shared, {})
 
+    async def _forget(self) -> None:
+        """End the sandbox and what looks after it."""
+        box, self._box = self._box, None
+        watching, self._watching = self._watching, None
+        if box is not None:
+            await box.end("it is no longer needed")
+        if watching is not None:
+            await cancel_and_wait(watching)
+
     async def close(self) -> None:
-        await self.stop()
-        await asyncio.to_thread(self.remove)
+        try:
+            await self.stop()
+        finally:
+            await asyncio.to_thread(self.remove)
 
 
 def new_place(home: Path) -> Path:
@@ -182,6 +205,13 @@ def is_stale(name: str) -> bool:
     host, _, rest = name.partition("~")
     pid, _, ticks = rest.rpartition("-")[0].partition("-")
     return host == HOST and (not pid.isdigit() or str(ticks_of(int(pid))) != ticks)
+
+
+def is_abandoned(place: Path) -> bool:
+    """Whether nobody uses a place: it is stale, or older than episodes get and another machine's. Blocking."""
+    return is_stale(place.name) or (
+        not place.name.startswith(f"{HOST}~") and time.time() - place.stat().st_mtime > LONGEST_S
+    )
 
 
 def limits_of(settings: Settings, machine: Machine) -> Limits:

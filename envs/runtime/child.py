@@ -122,7 +122,7 @@ class ChildSessions:
         if forks:
             check_fork(name, found)
         if config is not None:
-            check(self._uploaded or name, config, modules=self._modules)
+            check(self._uploaded or name, config, modules=self._modules, forks=forks)
         return ()
 
     async def _rehearse(

@@ -10,7 +10,7 @@ import copy
 import inspect
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -66,7 +66,7 @@ class LocalEnvRunner:
         self._modules = modules
         self._branches: list[Branch] = []
         """While the episode is open: the environment, or after a turn with candidates a copy for each of them."""
-        self._can_fork = False
+        self._can_fork = self._slow_fork = False
         self.importing: Callable[[], AbstractContextManager[object]] = nullcontext
         """Stops the episode's clock while a server imports the environment."""
 
@@ -94,7 +94,7 @@ class LocalEnvRunner:
         made.policy, made.bot_seats = request.policy, request.bots
         if isinstance(made, ImportClock):
             made.importing = self.importing
-        self._can_fork = made.can_fork
+        self._can_fork, self._slow_fork = made.can_fork, made.slow_fork
         environment = with_bots(with_tools(made, request.tool_turns), made)
         branch = Branch(environment, SessionReply(worker=self._worker))
         self._branches = [branch]
@@ -127,7 +127,7 @@ class LocalEnvRunner:
         others, self._branches = [branch for branch in self._branches if branch is not base], [base]
         await self._close_all(others)
         for _ in actions_K[1:]:  # one by one: if a copy fails, those before it are closed with the episode
-            self._branches.insert(0, Branch(copy.deepcopy(base.environment), base.asked))
+            self._branches.insert(0, Branch(await self._copied(base.environment), base.asked))
         outcomes = []
         for branch, actions in zip(self._branches, actions_K, strict=True):
             outcomes.append(await self._play(branch, request.turn, actions))
@@ -135,6 +135,17 @@ class LocalEnvRunner:
         if problem := outcomes_problem(outcomes):
             raise BadReply(f"{title_of(base.environment)}: {problem}")
         return SessionReply(worker=self._worker, outcomes=outcomes, done=all(one.done for one in outcomes))
+
+    async def _copied(self, environment: Environment) -> Environment:
+        if not self._slow_fork:
+            return copy.deepcopy(environment)
+        copying = asyncio.ensure_future(asyncio.to_thread(copy.deepcopy, environment))
+        try:
+            return await asyncio.shield(copying)
+        except asyncio.CancelledError:  # its thread goes on
+            with suppress(Exception):
+                await (await copying).close()
+            raise
 
     async def _play(self, branch: Branch, turn: int, actions: Sequence[SeatAction]) -> SessionReply:
         """Play the turn of the seats that the branch asks."""

@@ -80,7 +80,8 @@ class Resolver:
                     check_fork(name, named)
                 await in_daemon_thread(partial(check_reachable, name), THREAD)
                 if config is not None:
-                    found, settings = await in_daemon_thread(partial(check, name, config, modules=self.modules), THREAD)
+                    checking = partial(check, name, config, modules=self.modules, forks=forks)
+                    found, settings = await in_daemon_thread(checking, THREAD)
                     if not found.blocking and not issubclass(found, PlayedGame):
                         return rehearse(name, found, settings, bots)  # in the event loop, as episodes do
         except TimeoutError:

@@ -12,6 +12,7 @@ import asyncio
 
 import msgspec
 
+from opentinker.envs.harbor.boxes import close_boxes
 from opentinker.envs.registry import BUILT_IN
 from opentinker.envs.runtime.child_pool import ChildPool
 from opentinker.envs.runtime.interpreters import Interpreters
@@ -84,6 +85,7 @@ async def serve(ctx: Context) -> None:
             await host.close()
             await tool_factory.close()
             await sandboxes.close()
+            await close_boxes()
             await ctx.store.leave(info)
 
 

@@ -18,8 +18,8 @@ class EpisodeFailed(Exception):
 
     def __init__(self, ending: Ending, error: str) -> None:
         self.ending, self.error = ending, error
-        self.at_opening = False
-        """True: no policy has acted yet."""
+        self.opened_at = 0.0
+        """Unix seconds when the environment had opened the episode; 0: it has not."""
         super().__init__(f"{ending}: {error}")
 
 

@@ -2,6 +2,7 @@
 
 exam loop     see `eval_runner.py`; the scheduler asks, and gets the results
 report loop   produces METRIC once a second
+timeline      produces TIMELINE once a second
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 
 import structlog
 
@@ -21,6 +23,7 @@ from opentinker.shared.asyncio_tools import sleep
 from opentinker.shared.runtime.leased_worker import LeasedWorker
 from opentinker.shared.runtime.service import first_failure
 from opentinker.shared.runtime.telemetry import MetricSource
+from opentinker.shared.runtime.timeline import Lanes
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.types.core import Lease
 
@@ -47,6 +50,7 @@ class EvalJob:
         self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.counts: Counter[str] = Counter()
         self.metrics = MetricSource(worker.ctx.bus, lease.job, worker.info.id)
+        self.lanes = Lanes(worker.ctx.bus, lease.job, worker.info.id)
         self.examiner = EvalRunner(
             worker.ctx.bus,
             worker.info.id,
@@ -57,6 +61,7 @@ class EvalJob:
             self.counts,
             self.broken,
             worker.spent,
+            partial(self.lanes.busy, kind="evaluation"),
             urls=urls,
         )
 
@@ -69,6 +74,7 @@ class EvalJob:
                 {
                     "exams": self.examiner.run(),
                     "report": self._report_loop(),
+                    "timeline": self.lanes.run(),
                     "broken": asyncio.wait_for(self.broken, None),
                     **{f"engine {policy.name}": policy.engine.watch() for policy in self.policies},
                     "stop": self.worker.ended(),
@@ -76,6 +82,7 @@ class EvalJob:
             )
         finally:
             self.metrics.close()
+            await self.lanes.report()
 
     async def _report_loop(self) -> None:
         """Produces METRIC: totals, and tokens per second since the last report. Returns never."""

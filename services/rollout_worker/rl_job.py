@@ -284,10 +284,11 @@ class RolloutJob:
         raise AssertionError("unreachable")
 
     async def _play(self, episode: Episode) -> Sample:
+        began = time.time()
         try:
             return await episode.run()
         except EpisodeFailed as error:
-            error.at_opening = episode.open_s == 0
+            error.opened_at = began + episode.open_s if episode.open_s else 0.0
             self.counts[f"episodes_failed/{error.ending}"] += 1
             log.info("episode_failed", ending=error.ending, error=error.error)
             raise
@@ -341,7 +342,7 @@ class RolloutJob:
 
     async def _fail(self, ticket: Ticket, error: EpisodeFailed) -> None:
         why = error_sentence(error.error)
-        is_down = await self.circuits.failed(self.circuit, error.ending, why, time.time(), at_opening=error.at_opening)
+        is_down = await self.circuits.failed(self.circuit, error.ending, why, time.time(), opened_at=error.opened_at)
         if await self.admission.fail(ticket.seq, DOWN if is_down else error.ending) is None:
             return
         if self.spec.train.deterministic and not error.ending.repeats:

@@ -228,6 +228,12 @@ class Sandboxed:
         return self.process.returncode is not None
 
     @property
+    def was_lost(self) -> bool:
+        """Whether a signal of others ended it: neither a process in it, nor `kill`, nor a limit. Known when `wait` has
+        returned."""
+        return not self.reason and (self.process.returncode or 0) < 0
+
+    @property
     def uid(self) -> int:
         """Under which its processes are seen from outside, if it was made by `Sandbox.start`."""
         return self._uid.number if self._uid is not None else os.geteuid()

@@ -4,9 +4,9 @@
                                                     ^------- otherwise, and the wait doubles ------'
 
 All jobs of a tenant that play the same environment with the same config share a circuit. What opens it is an
-environment that cannot be reached, does not answer or raises before a policy has acted (later it may be the policy that
-breaks it), and only if it has worked before: otherwise it is more likely wrong than down, and
-`rollout.max_failed_share` ends the job.
+environment that cannot be reached at any time, or does not answer or raises before a policy has acted (later it may be
+the policy that breaks it), and only if it has worked before: otherwise it is more likely wrong than down, and
+`rollout.max_failed_share` ends the job. A group that fails in another way, but has been opened since, closes it too.
 
 Redis key `circuit:{tenant}:{environment}`, a hash: worked (1 once a group has succeeded), failures (groups in a row),
 opened (absent: closed), error and failed_at (of the last one), wait_s, retry_at.
@@ -88,14 +88,17 @@ class Circuits:
     async def find(self, key: str) -> Circuit:
         return msgspec.convert(await self._redis.hgetall(key), Circuit, strict=False)
 
-    async def failed(self, key: str, ending: Ending, error: str, now: float, *, at_opening: bool = True) -> bool:
-        """Note a failed group. Return whether the circuit is open. `at_opening`: no policy had acted yet."""
-        if ending not in OUTAGES:
+    async def failed(self, key: str, ending: Ending, error: str, now: float, *, opened_at: float = 0.0) -> bool:
+        """Note a failed group. Return whether it belongs to an outage: the circuit is open. `opened_at`: Unix seconds
+        when the environment had opened its episode; 0: it has not."""
+        if ending in OUTAGES and (not opened_at or ending is Ending.ENV_LOST):
+            args = [KEPT_S, now, error[:1000], OPENS_AFTER, FIRST_WAIT_S]
+            return bool(await self._failed(keys=[key], args=args))
+        circuit = await self.find(key)
+        if circuit.is_open and opened_at > circuit.opened:
+            await self.succeeded(key)
             return False
-        if not at_opening:
-            return (await self.find(key)).is_open
-        args = [KEPT_S, now, error[:1000], OPENS_AFTER, FIRST_WAIT_S]
-        return bool(await self._failed(keys=[key], args=args))
+        return circuit.is_open and ending in OUTAGES
 
     async def succeeded(self, key: str) -> None:
         """Note a group that was played to its end."""

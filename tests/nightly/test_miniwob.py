@@ -153,6 +153,13 @@ def test_wrong_config_is_refused_before_play(programs: Path, config: dict[str, A
         check("miniwob", config)
 
 
+def test_a_page_with_a_clock_is_not_copied(programs: Path) -> None:
+    timed = {"tasks": ["click-test"], "time_limit_s": 10}
+    check("miniwob", timed)
+    with pytest.raises(SpecError, match="clock of a copied page"):
+        check("miniwob", timed, forks=True)
+
+
 def test_a_machine_without_chromium_says_what_to_install(programs: Path) -> None:
     check("miniwob", {"tasks": ["click-test"]})
     (programs / "chromedriver").unlink()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import random
-from typing import ClassVar
+import time
+from typing import Any, ClassVar
 
 from opentinker.envs.base import Action, Environment, EnvironmentConfig, Opening, Step, user
 
@@ -63,6 +65,18 @@ class Brittle(Climb):
 
 class BlockingClimb(Climb):
     blocking = True
+
+
+class SlowClimb(Climb):
+    """Is copied within 0.2 s."""
+
+    slow_fork = True
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SlowClimb:
+        time.sleep(0.2)
+        other = SlowClimb(self.config)
+        other.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return other
 
 
 class Wordy(Climb):

@@ -5,6 +5,7 @@ Consumes TIMELINE as history, and the newest point of METRIC; asks no worker.
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 import msgspec
@@ -20,6 +21,7 @@ from opentinker.services.scheduler.http.errors import json_response
 from opentinker.services.scheduler.http.jobs import JobsApi
 from opentinker.services.scheduler.http.route_decorator import Integer, Route
 from opentinker.shared import api_types
+from opentinker.shared.data.step_log import trainer_source
 from opentinker.shared.messaging.subjects import TIMELINE
 from opentinker.shared.security.authorization import Action
 from opentinker.shared.types.core import JobRecord
@@ -47,16 +49,18 @@ class DiagnosisApi:
         began = job.since if job.state.held else job.created
         since = min(max(until - LAST_S.read(request), began), until)
         parts, is_whole = await self._parts(job, since)
-        seconds = seconds_by_cause((segment for part in parts for segment in part.segments), since, until)
+        if not is_whole:  # nothing is known of what came after them
+            until = max(segment.end for part in parts for segment in part.segments)
+        seconds = await asyncio.to_thread(_seconds_of, parts, since, until)
         silent = await self._silent(job, parts, since, until) if job.state.held else {}
-        points = await self.jobs.newest_points(job)
-        trainers = [point["values"] for source, point in points.items() if source.startswith("trainer")]
-        values = {name: value for point in trainers for name, value in point.items()}
         outage = await self.jobs.outage(job)
         findings = [*findings_on_waiting(job.waiting_for or outage.get("waiting_for", ""))]
-        if job.state.held:
+        if job.state.held and job.kind != "inference":  # whose workers are silent between requests
             findings += findings_on_time(seconds, silent, job.state)
-        findings += findings_on_learning(values)
+        points = await self.jobs.newest_points(job)
+        for policy in job.policies or [""]:
+            values = points.get(trainer_source(policy), {}).get("values", {})
+            findings += findings_on_learning(values, policy)
         return json_response(
             {
                 "job": job.id,
@@ -74,6 +78,7 @@ class DiagnosisApi:
         )
 
     async def _parts(self, job: JobRecord, since: float) -> tuple[list[TimelinePart], bool]:
+        """Return the activity since then, and whether it is all of it: the oldest MAX_PARTS are returned."""
         found = await self.bus.history(TIMELINE, 0, MAX_PARTS, since=since, job=job.id, worker="*")
         return [part for _, part in found], len(found) < MAX_PARTS
 
@@ -84,3 +89,7 @@ class DiagnosisApi:
             if part.worker in ends:
                 ends[part.worker] = max([ends[part.worker], *(segment.end for segment in part.segments)])
         return {worker: max(0.0, until - end) for worker, end in ends.items()}
+
+
+def _seconds_of(parts: list[TimelinePart], since: float, until: float) -> dict[str, float]:
+    return seconds_by_cause((segment for part in parts for segment in part.segments), since, until)

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 
 import msgspec
 
+from opentinker.shared.data.step_log import metric_prefix
+
 LARGE = 0.4
 """Share of the time from which on a cause is worth a word."""
 IDLE = 0.15
@@ -53,8 +55,15 @@ def findings_on_time(seconds: Mapping[str, float], silent_s: Mapping[str, float]
         yield Finding(idle, "short pauses between steps: larger batches, or a higher algorithm.max_staleness")
 
 
-def findings_on_learning(values: Mapping[str, float]) -> Iterator[Finding]:
-    """Yield what the newest metrics of the trainer say. See docs/troubleshooting.md."""
+def findings_on_learning(point: Mapping[str, float], policy: str = "") -> Iterator[Finding]:
+    """Yield what the newest metrics of the trainer say, of one policy in a job with several. See
+    docs/troubleshooting.md."""
+    prefix = metric_prefix(policy)
+    for found in _findings_on_learning({name.removeprefix(prefix): value for name, value in point.items()}):
+        yield Finding(f"{policy}: {found.what}" if policy else found.what, found.advice)
+
+
+def _findings_on_learning(values: Mapping[str, float]) -> Iterator[Finding]:
     get = values.get
     if get("collapse/alarm"):
         advice = "continue from an earlier checkpoint with algorithm.entropy_coef or a lower train.lr"

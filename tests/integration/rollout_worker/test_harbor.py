@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import copy
 import json
+import os
+import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -142,12 +144,41 @@ async def test_commands_too_short_for_a_look_are_looked_at_too_and_what_is_too_m
     write = "head -c 4000000 /dev/urandom > {}; "
     await workspace.run("".join(write.format(name) for name in "abc"), 60.0)
     await until(lambda: not workspace.is_running)
-    for _ in range(2):  # 12 MB may stay, no more
-        with pytest.raises(BoxLost, match=r"it had written 1\d MB; at most 8"):
-            await workspace.run(write.format("d") + "sleep 1000", 60.0)
+    for command in ("true", write.format("d") + "sleep 1000", write.format("d") + "sleep 1000"):
+        with pytest.raises(BoxLost, match=r"it had written 1\d MB; at most 8"):  # 12 MB may stay, no more
+            await workspace.run(command, 60.0)
     await workspace.run("rm b c d; sleep 1.5", 60.0)
     with pytest.raises(BoxLost, match="at most 8"):
         await workspace.run(write.format("b") + write.format("c") + "sleep 1000", 60.0)
+    await workspace.close()
+
+
+async def test_what_a_program_in_the_background_writes_between_commands_is_looked_at_too(plane: Boxes) -> None:
+    environment = await opened("bad")
+    await environment.bash("(for i in $(seq 60); do head -c 1000000 /dev/urandom > log$i; sleep 0.05; done) &")
+    assert environment.episode is not None
+    workspace = environment.episode.workspace
+    await until(lambda: not workspace.is_running)
+    held = workspace.written() >> 20
+    with pytest.raises(ToolError, match=r"ended: it had written \d+ MB; at most 8 .*its processes not"):
+        await environment.bash("ls")
+    assert "log" in await environment.bash("ls"), "it is told once"
+    assert 8 <= held < 200
+    await environment.close()
+
+
+async def test_a_sandbox_that_this_machine_kills_is_told_from_one_that_ends_itself(plane: Boxes) -> None:
+    workspace = await workspace_of(plane, "good")
+    box = await workspace.started()
+    running = asyncio.ensure_future(workspace.run("sleep 1000", 60.0))
+    await asyncio.sleep(0.2)  # it also ends an idle one so
+    os.kill(box.process.pid, signal.SIGKILL)
+    with pytest.raises(BoxLost) as lost:
+        await running
+    assert lost.value.by_host
+    with pytest.raises(BoxLost) as lost:
+        await workspace.run("kill -9 -1; sleep 1000", 60.0)
+    assert not lost.value.by_host
     await workspace.close()
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -83,6 +86,26 @@ async def test_a_sandbox_that_is_lost_is_no_fault_of_the_agent(place: Path, monk
     monkeypatch.setattr(Workspace, "ask", ask)
     with pytest.raises(Unreachable, match="was lost: it ended"):
         await played(agent, RIGHT)
+
+
+@pytest.mark.usefixtures("sandboxes")
+async def test_an_agent_whose_sandbox_this_machine_kills_has_no_reward(place: Path) -> None:
+    agent = made(place)
+
+    async def kill() -> None:
+        assert agent.episode is not None
+        box = await agent.episode.workspace.started()
+        os.kill(box.process.pid, signal.SIGKILL)
+
+    try:
+        await agent.open(0, 7)
+        stepping = asyncio.ensure_future(agent.step(Action(text="sleep 1000", stop=StopReason.EOS, turn=0)))
+        await asyncio.sleep(0.5)
+        await kill()
+        with pytest.raises(Unreachable, match="was lost"):
+            await stepping
+    finally:
+        await agent.close()
 
 
 @pytest.mark.usefixtures("sandboxes")

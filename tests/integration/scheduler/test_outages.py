@@ -49,6 +49,24 @@ async def test_failures_in_a_row_open_the_circuit_and_a_success_closes_it(store:
     assert not (await found.find(key)).is_open
 
 
+async def test_an_environment_that_is_lost_after_opening_is_down_too(store: Store) -> None:
+    found, key = Circuits(store.redis), circuit_key("t", {"name": "remote", "config": {"url": "y"}})
+    await found.succeeded(key)
+    assert not any([await found.failed(key, Ending.ENV_ERROR, "x", NOW, opened_at=NOW) for _ in range(OPENS_AFTER)])
+    lost = [await found.failed(key, Ending.ENV_LOST, "gone", NOW, opened_at=NOW - 1) for _ in range(OPENS_AFTER)]
+    assert lost == [False] * (OPENS_AFTER - 1) + [True]
+
+
+async def test_a_trial_that_fails_after_opening_closes_the_circuit(store: Store) -> None:
+    found, key = Circuits(store.redis), circuit_key("t", {"name": "remote", "config": {"url": "z"}})
+    await opened(store, key, NOW)
+    assert await found.failed(key, Ending.ENV_TIMEOUT, "slow", NOW + 1, opened_at=NOW - 1), "it had begun before"
+    assert not await found.failed(key, Ending.TIMEOUT, "slow", NOW + 1, opened_at=NOW - 1)
+    assert (await found.find(key)).is_open
+    assert not await found.failed(key, Ending.ENV_ERROR, "a bug that the policy found", NOW + 9, opened_at=NOW + 8)
+    assert not (await found.find(key)).is_open
+
+
 @pytest.mark.parametrize("ending", [Ending.ENV_ERROR, Ending.ENV_TIMEOUT, Ending.ENV_LOST])
 async def test_an_environment_is_down_only_if_it_has_worked(store: Store, ending: Ending) -> None:
     found, key = Circuits(store.redis), circuit_key("t", {"name": "mine", "config": {"how": ending}})

@@ -111,7 +111,11 @@ async def test_faults_are_named(faulty: str, name: str, errors: list[str], advic
 
 async def test_processes_that_outlive_their_episodes_are_counted(faulty: str) -> None:
     found = await look_at(f"{faulty}:Leaky", {}, episodes=6, seed=0, turns=4)
-    assert ["one more with each: end in close() what open() starts" in error for error in found.errors] == [True]
+    assert ["2 more than 2 episodes before: end in close() what open() starts" in error for error in found.errors] == [
+        True
+    ]
+    few = await look_at(f"{faulty}:Leaky", {}, episodes=4, seed=0, turns=4)
+    assert few.errors == [] and few.facts["processes"].startswith("not judged")
     assert (await look_at(f"{faulty}:Flat", {}, episodes=6, seed=0, turns=4)).errors == []
 
 

@@ -19,6 +19,7 @@ from opentinker.envs.runtime.sessions import Sessions
 from opentinker.envs.tools import tool
 from opentinker.envs.with_tools import WithTools, with_tools
 from opentinker.services.env_worker.service import check_environment
+from opentinker.shared.asyncio_tools import cancel_and_wait
 from opentinker.shared.messaging.reply_validation import sound
 from opentinker.shared.types.core import Ending, Message, StopReason
 from opentinker.shared.types.env_protocol import (
@@ -58,6 +59,22 @@ async def sessions() -> AsyncIterator[Sessions]:
     yield sessions
     await sessions.drain(0.01)
     await host.close()
+
+
+async def test_a_slow_copy_holds_nobody_up(sessions: Sessions) -> None:
+    await sessions.open(opening(f"{SAMPLES}:SlowClimb"))
+    ticks = 0
+
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            await asyncio.sleep(0.01)
+            ticks += 1
+
+    ticking = asyncio.create_task(tick())
+    assert shown(await sessions.step(tree(0, "1", "5", "3", seat="left"))) == ["1", "5", "3"]
+    await cancel_and_wait(ticking)
+    assert ticks >= 20, "two copies take 0.2 s each"
 
 
 @pytest.mark.parametrize("name", ["Climb", "BlockingClimb"])

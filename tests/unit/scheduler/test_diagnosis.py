@@ -77,4 +77,8 @@ def test_time_has_words(seconds: dict[str, float], silent: dict[str, float], wha
 def test_learning_has_words(values: dict[str, float], what: str) -> None:
     found = list(findings_on_learning(values))
     assert len(found) == 1 and what in found[0].what and found[0].advice
+    of_policy = {f"speaker/{name}": value for name, value in values.items()}
+    assert list(findings_on_learning(of_policy)) == []
+    (told,) = findings_on_learning(of_policy, "speaker")
+    assert told.what == f"speaker: {found[0].what}"
     assert list(findings_on_learning({"reward/mean": 0.5, "entropy": 1.0, "zero_variance": 0.2, "ess": 0.9})) == []
