@@ -33,8 +33,14 @@ from opentinker.local.harbor_check import SetReport, check_task
 from opentinker.shared.settings_sources import load_settings
 from tests.support.harbor_tasks import write_tasks
 
-AIMS = {"cold start": 300.0, "warm start": 50.0, "command over the bare one": 15.0}
+AIMS = {
+    "cold start": 300.0,
+    "warm start": 50.0,
+    "command over the bare one": 15.0,
+    "command after a pause over the bare one": 15.0,
+}
 """Milliseconds, medians."""
+FILES, PAUSES, PAUSE_S = 30_000, 7, 1.3
 AIM_KB = 5 * 1024
 """Disk of a further task."""
 
@@ -48,6 +54,21 @@ async def timed_ms(call: Callable[[], Awaitable[object]]) -> float:
 async def run_bare() -> None:
     process = await asyncio.create_subprocess_exec("bash", "-c", "true")
     assert await process.wait() == 0
+
+
+async def after_pauses(boxes: Boxes, task: Task, image: Image) -> list[float]:
+    """Milliseconds of single commands with pauses between, as policies make them, in a sandbox with many written files
+    (whose disk is looked at meanwhile)."""
+    workspace = await boxes.start(image, task.config.environment)
+    try:
+        await workspace.run(f"mkdir many; cd many; seq {FILES} | xargs touch", 600.0)
+        took_ms = []
+        for _ in range(PAUSES):
+            await asyncio.sleep(PAUSE_S)
+            took_ms.append(await timed_ms(partial(workspace.run, "true", 600.0)))
+        return took_ms
+    finally:
+        await workspace.close()
 
 
 async def together(boxes: Boxes, loaded: list[tuple[Task, Image]], at_once: int, count: int) -> list[float]:
@@ -84,6 +105,7 @@ async def measure(options: argparse.Namespace, place: Path) -> int:
     report = SetReport(name="own", tasks=[await check_task(boxes, task, image) for task, image in loaded])
     cpu_s = (own_s() - cpu_s) / options.tasks
     bare_ms = float(np.median([await timed_ms(run_bare) for _ in range(options.commands)]))
+    paused_ms = float(np.median(await after_pauses(boxes, *loaded[0])))
     side_by_side = await together(boxes, loaded, options.at_once, options.commands)
     await boxes.close()
     foreign, disk = others.stop(), layer_kb(boxes)
@@ -91,12 +113,13 @@ async def measure(options: argparse.Namespace, place: Path) -> int:
     cold, warm, command, tests = (report.median(name) or 0.0 for name in names)
     print(f"medians: cold start {cold:.1f} ms, warm start with a command {warm:.1f} ms, command {command:.1f} ms, "
           f"a bare shell {bare_ms:.1f} ms, tests {tests:.1f} ms; a check takes {cpu_s:.2f} processor s")  # fmt: skip
+    print(f"command after a pause, with {FILES:,} written files: {paused_ms:.1f} ms")
     p50, p99 = np.percentile(side_by_side, [50, 99])
     print(f"command, {options.at_once} sandboxes: p50 {p50:.1f} ms, p99 {p99:.1f} ms")
     print(f"a further task takes {disk:.0f} KB; others used {foreign:.2f} cores")
     solved, silent = ([getattr(one, what) for one in report.tasks] for what in ("solution", "nothing"))
     print(f"solution 1.0 in {solved.count(1.0)} of {len(solved)}, nothing 0.0 in {silent.count(0.0)} of {len(silent)}")
-    figures = dict(zip(AIMS, (cold, warm, command - bare_ms), strict=True))
+    figures = dict(zip(AIMS, (cold, warm, command - bare_ms, paused_ms - bare_ms), strict=True))
     missed = [f"{name}: {figures[name]:.1f} ms, aim {aim:g}" for name, aim in AIMS.items() if figures[name] > aim]
     for line in missed:
         print(f"missed: {line}{'' if foreign <= QUIET_CORES else ' (others used the machine)'}")

@@ -31,6 +31,7 @@ RESETS = 5
 COMMANDS = 5
 VERIFICATIONS = 3
 """Of the same files, after the solution."""
+GONE_S = 2.0
 WARM_WAIT_S = 30.0
 POLL_S = 0.02
 COMMAND_S = 60.0
@@ -225,8 +226,11 @@ def _median_ms(seconds: list[float]) -> float:
 
 
 async def _close(workspace: Workspace) -> int:
-    """Close it and return how many of its processes are still there."""
+    """Close it and return how many of its processes are still there. The kernel takes a moment for those it kills."""
     pids = await asyncio.to_thread(workspace.pids)
     born = {pid: ticks_of(pid) for pid in pids}  # its number may be another process's later
     await workspace.close()
-    return sum(at is not None and ticks_of(pid) == at for pid, at in born.items())
+    due = time.monotonic() + GONE_S
+    while (left := sum(at is not None and ticks_of(pid) == at for pid, at in born.items())) and time.monotonic() < due:
+        await asyncio.sleep(POLL_S)
+    return left
