@@ -22,6 +22,7 @@ from opentinker.envs.harbor.library import Added, add, load_set, load_task, set_
 from opentinker.envs.harbor.task import Task
 from opentinker.envs.harbor.verifier import VerifierFailed, solve, verify
 from opentinker.envs.harbor.workspace import Workspace
+from opentinker.shared.asyncio_tools import sleep
 from opentinker.shared.runtime.launched_processes import ticks_of
 from opentinker.shared.sandbox.sandbox import Unavailable
 from opentinker.shared.settings_sources import load_settings
@@ -232,5 +233,5 @@ async def _close(workspace: Workspace) -> int:
     await workspace.close()
     due = time.monotonic() + GONE_S
     while (left := sum(at is not None and ticks_of(pid) == at for pid, at in born.items())) and time.monotonic() < due:
-        await asyncio.sleep(POLL_S)
+        await sleep(POLL_S)
     return left
