@@ -31,7 +31,7 @@ $(STAMP): pyproject.toml
 # The web page that the scheduler serves. Node comes as a Python package, so the machine needs none of its own.
 dashboard: $(PAGE)
 
-$(PAGE): $(MODULES) $(shell find dashboard -name node_modules -prune -o -type f -print)
+$(PAGE): $(MODULES) $(shell find dashboard -name node_modules -prune -o -type f -print) $(wildcard examples/*.toml) examples/curves.json
 	cd dashboard && $(NODE) node_modules/vite/bin/vite.js build --logLevel warn
 
 $(MODULES): dashboard/package.json dashboard/package-lock.json | $(STAMP)

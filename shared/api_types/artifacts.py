@@ -30,6 +30,29 @@ class Checkpoints(TypedDict):
     checkpoints: list[Checkpoint]
 
 
+class Evaluation(TypedDict):
+    """An eval job that played a checkpoint."""
+
+    job: str
+    """The eval job."""
+    name: str
+    policy: str
+    """Whose checkpoint, of a job with several policies; otherwise empty."""
+    step: int
+    """Of the checkpoint."""
+    state: str
+    environment: str
+    finished: float | None
+    values: dict[str, float]
+    """val/* metrics; NAME/low and NAME/high are the 95% interval of NAME. Empty until it has succeeded."""
+
+
+class Evaluations(TypedDict):
+    """By policy and step."""
+
+    evaluations: list[Evaluation]
+
+
 Kind = Literal["checkpoint", "adapter", "state", "metrics", "transcripts", "log"]
 
 

@@ -1,10 +1,21 @@
 // An eval job's metrics as rows of a table.
 
+import { short } from "./words.ts";
+
 export interface ResultRow {
   /** Without val/. */
   name: string;
   value: number;
   interval: [number, number] | null;
+}
+
+const MAIN = ["exact", "pass/1", "reward/mean"];
+
+/** The value that stands for an evaluation in lists, with its interval; undefined: it has none yet. */
+export function mainResult(values: Record<string, number>): string | undefined {
+  const rows = resultRows(values);
+  const row = MAIN.map((name) => rows.find((one) => one.name === name)).find(Boolean);
+  return row && `${row.name} ${short(row.value)}${row.interval ? ` (${row.interval.map(short).join(" to ")})` : ""}`;
 }
 
 const FIRST = /^(reward\/mean|pass\/|exact$)/;

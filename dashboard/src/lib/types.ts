@@ -169,3 +169,14 @@ export interface Me {
 export type Json = null | boolean | number | string | Json[] | { [name: string]: Json };
 
 export const FINAL = ["succeeded", "failed", "cancelled"];
+
+/** An eval job that played a checkpoint. */
+export interface Evaluation {
+  job: string;
+  name: string;
+  policy: string;
+  step: number;
+  state: string;
+  environment: string;
+  values: Record<string, number>;
+}

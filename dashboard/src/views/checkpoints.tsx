@@ -6,7 +6,8 @@ import { go, useAsked, useDoing, useMay } from "../hooks.ts";
 import { ask, fetched, job as path, key, onceKey } from "../lib/api.ts";
 import { partOf, policiesOf } from "../lib/policies.ts";
 import { inferenceSpec, savesAdapters } from "../lib/serve.ts";
-import type { Checkpoint, Job, JobDetail } from "../lib/types.ts";
+import { mainResult } from "../lib/results.ts";
+import type { Checkpoint, Evaluation, Job, JobDetail } from "../lib/types.ts";
 import { bytes, download, moment, save } from "../lib/words.ts";
 import { Choice, Empty, Head, Said } from "../parts.tsx";
 
@@ -30,6 +31,7 @@ export function Checkpoints({ job }: { job: JobDetail }): JSX.Element {
 /** `policy`: whose, of a job with several; empty: the job's. */
 function Saved({ job, policy }: { job: JobDetail; policy: string }): JSX.Element {
   const { value, problem } = useAsked<{ checkpoints: Checkpoint[] }>(path(job.id, `/checkpoints${query(policy)}`), 5);
+  const evaluations = useAsked<{ evaluations: Evaluation[] }>(path(job.id, "/evaluations"), 5).value?.evaluations ?? [];
   const serves = useMay("jobs:write") && job.kind !== "inference";
   const downloads = useMay("checkpoints:read");
   const doing = useDoing();
@@ -57,7 +59,7 @@ function Saved({ job, policy }: { job: JobDetail; policy: string }): JSX.Element
       <Said problem={doing.problem} />
       {busy && <p role="status">{busy}</p>}
       <table class="card">
-        <Head of={["Step", "Created", "Model", "With optimizer", ""]} />
+        <Head of={["Step", "Created", "Model", "With optimizer", "Evaluations", ""]} />
         <tbody>
           {[...value.checkpoints].reverse().map((one) => (
             <tr key={`${one.epoch}.${one.step}`}>
@@ -65,6 +67,9 @@ function Saved({ job, policy }: { job: JobDetail; policy: string }): JSX.Element
               <td data-label="Created">{moment(one.created)}</td>
               <td data-label="Model">{bytes(one.model_bytes)}</td>
               <td data-label="With optimizer">{bytes(one.bytes)}</td>
+              <td data-label="Evaluations">
+                <Evaluated of={evaluations.filter((found) => found.step === one.step && found.policy === policy)} />
+              </td>
               <td class="actions">
                 {downloads && tooLarge(one) && (
                   <small>
@@ -88,6 +93,18 @@ function Saved({ job, policy }: { job: JobDetail; policy: string }): JSX.Element
         </tbody>
       </table>
       {downloads && <OnTheCommandLine job={job} policy={policy} />}
+    </>
+  );
+}
+
+function Evaluated({ of }: { of: Evaluation[] }): JSX.Element {
+  return (
+    <>
+      {of.map((one) => (
+        <div key={one.job}>
+          <a href={`#/jobs/${one.job}`}>{mainResult(one.values) ?? one.state}</a> <small class="dim">{one.environment}</small>
+        </div>
+      ))}
     </>
   );
 }

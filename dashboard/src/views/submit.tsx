@@ -1,92 +1,352 @@
-// A spec, looked at by the server before it is a job.
+// A spec, written with what the server knows about it, and looked at by the queue before it is a job.
 
 import type { JSX } from "preact";
 import { useEffect, useRef, useState } from "preact/hooks";
-import { parse } from "smol-toml";
-import { go, useAsked, useDoing } from "../hooks.ts";
+import type { SpecEditor, Mark } from "../editor/editor.ts";
+import { changeOf } from "../editor/change.ts";
+import { Form } from "../editor/form.tsx";
+import { placeOf, placesIn } from "../editor/places.ts";
+import type { Schema } from "../editor/schema.ts";
+import type { Template } from "../editor/templates.ts";
+import { readSpec, Unreadable, writeSpec, type Table } from "../editor/text.ts";
+import { go, useAsked, useDoing, useMay, useSettled } from "../hooks.ts";
 import { ask, job as path, onceKey, Problem } from "../lib/api.ts";
+import { sparkline } from "../lib/rows.ts";
 import { cloneSpec } from "../lib/serve.ts";
-import type { Job, JobDetail, Json } from "../lib/types.ts";
+import type { Job, JobDetail, Json, SweepSummary } from "../lib/types.ts";
+import { counted, duration, short } from "../lib/words.ts";
 import { Said } from "../parts.tsx";
+
+interface Estimate {
+  jobs: number;
+  steps: number;
+  seconds: number;
+  worker_s: number;
+  gpu_s: number;
+  cost: number | null;
+  currency: string;
+  basis: string;
+}
 
 interface Report {
   valid: boolean;
   mistakes: { field: string; problem: string; value: Json }[];
   checks: { what: string; found: string; result: string; hint: string }[];
-  messages: { role: string; content: string }[];
+  estimate: Estimate | null;
 }
 
-const EXAMPLE = `name = "copy-digits"
-model = { base = "runs/models/tiny", chat_template = "plain" }
-environment = { name = "copy_digits" }
-algorithm = { group_size = 16, groups_per_batch = 8, max_staleness = 1 }
-rollout = { max_tokens = 4 }
-train = { steps = 200, lr = 3e-4, warmup_steps = 10 }
-`;
+type Scope = "all" | "queue" | "spec";
+
+const SETTLES_MS = 900;
+const CURVE = { width: 120, height: 28 };
+
+function report(spec: Json, scope: Scope): Promise<Report> {
+  return ask<Report>(`/v1/validate?scope=${scope}`, { method: "POST", body: spec });
+}
 
 export function Submit({ from, step }: { from: string; step: string }): JSX.Element {
   const source = useAsked<JobDetail>(from ? path(from) : null);
-  const [text, setText] = useState(from ? "" : EXAMPLE);
-  const [report, setReport] = useState<Report | null>(null);
+  const schema = useAsked<Schema>("/v1/schema/job.json");
+  const [text, setText] = useState("");
+  const editor = useRef<SpecEditor | null>(null);
   const { doing, problem, act } = useDoing();
   const once = useRef(""); // one key per text: an answer that was lost makes no second job
-  const change = (given: string): void => {
+  const [whole, setWhole] = useState<Report | null>(null);
+  const changed = (given: string): void => {
     once.current = "";
     setText(given);
-    setReport(null);
+    setWhole(null);
+  };
+  const show = (given: string): void => {
+    editor.current?.show(given);
+    changed(given);
   };
   useEffect(() => {
-    if (source.value) change(JSON.stringify(cloneSpec(source.value, step), null, 2));
-  }, [source.value?.id]);
-  const validate = (): void =>
-    act(async () => setReport(await ask<Report>("/v1/validate", { method: "POST", body: spec(text) })));
+    if (source.value && schema.value) show(writeSpec(cloneSpec(source.value, step), schema.value));
+  }, [source.value?.id, schema.value]);
+  const spec = read(text);
+  const validate = (): void => act(async () => setWhole(await report(readable(text), "all")));
   const submit = (): void =>
     act(async () => {
       const headers = { "Idempotency-Key": (once.current ||= onceKey()) };
-      const made = await ask<Job>("/v1/jobs", { method: "POST", body: spec(text), headers });
-      go("jobs", made.id);
+      const body = readable(text);
+      const isSweep = body["sweep"] !== undefined;
+      const made = await ask<Job | SweepSummary>(isSweep ? "/v1/sweeps" : "/v1/jobs", { method: "POST", body, headers });
+      go(isSweep ? "sweeps" : "jobs", made.id);
     });
+  const known = useKnown();
+  const goTo = (at: number): void => editor.current?.goTo(at);
   return (
     <section class="card submit">
       <h1>{from ? (step ? `Continue from ${from}, step ${step}` : `Clone ${from}`) : "Submit a job"}</h1>
-      <Said problem={source.problem ?? problem} />
-      <div class="bar">
-        <label class="file">
-          Open a file…
-          <input
-            type="file"
-            accept=".toml,.json"
-            onChange={(event) => void event.currentTarget.files?.[0]?.text().then(change)}
-          />
-        </label>
-        <small class="dim">TOML or JSON, with paths on the server. Settings: docs/job-spec.md.</small>
+      <Said problem={source.problem ?? schema.problem ?? problem} />
+      <div class="sides">
+        <div>
+          <Bar show={show} />
+          <Text text={text} schema={schema.value} known={known} editor={editor} changed={changed} />
+          <div class="bar">
+            <button disabled={doing} onClick={validate}>
+              Validate
+            </button>
+            <button class="main" disabled={doing} onClick={submit}>
+              Submit
+            </button>
+            {doing && <small class="dim">checking…</small>}
+          </div>
+          {whole && <Checked report={whole} text={text} goTo={goTo} />}
+        </div>
+        <aside>
+          {!from && !text && <Templates show={show} />}
+          <h2>What the queue would do</h2>
+          <Queue spec={spec} text={text} goTo={goTo} />
+          {schema.value && (
+            <>
+              <h2>Common settings</h2>
+              <Form
+                spec={spec}
+                schema={schema.value}
+                known={known}
+                set={(setting, value) => editor.current?.change(changeOf(text, setting, value))}
+              />
+            </>
+          )}
+          {!from && text && <Templates show={show} />}
+        </aside>
       </div>
-      <textarea aria-label="Spec" spellcheck={false} rows={24} value={text} onInput={(event) => change(event.currentTarget.value)} />
-      <div class="bar">
-        <button disabled={doing} onClick={validate}>
-          Validate
-        </button>
-        <button class="main" disabled={doing} onClick={submit}>
-          Submit
-        </button>
-        {doing && <small class="dim">checking…</small>}
-      </div>
-      {report && <Checked report={report} />}
     </section>
   );
 }
 
-function Checked({ report }: { report: Report }): JSX.Element {
+function read(text: string): Table | null {
+  try {
+    return readSpec(text);
+  } catch {
+    return null;
+  }
+}
+
+function readable(text: string): Table {
+  try {
+    return readSpec(text);
+  } catch (error) {
+    throw new Problem(0, `neither valid TOML nor JSON: ${error instanceof Error ? error.message : String(error)}`);
+  }
+}
+
+/** Names that the schema cannot list: what this server has. */
+function useKnown(): (path: string) => string[] {
+  const environments = useAsked<{ environments: { name: string }[] }>(useMay("environments:read") ? "/v1/environments" : null);
+  const asked = useAsked<{ jobs: Job[] }>(useMay("jobs:read") ? "/v1/jobs?limit=50" : null);
+  const jobs = asked.value?.jobs ?? [];
+  return (setting) => {
+    const pushed = (environments.value?.environments ?? []).map((one) => one.name);
+    if (setting === "environment.name") return [...new Set([...pushed, ...jobs.map((one) => one.environment ?? "")])].filter(Boolean);
+    if (setting === "model.base") return [...new Set(jobs.map((one) => one.model))];
+    if (setting === "start.from") return jobs.filter((one) => one.step > 0).map((one) => `${one.id}@latest`);
+    return [];
+  };
+}
+
+function Bar({ show }: { show: (text: string) => void }): JSX.Element {
+  return (
+    <div class="bar">
+      <label class="file">
+        Open a file…
+        <input type="file" accept=".toml,.json" onChange={(event) => void event.currentTarget.files?.[0]?.text().then(show)} />
+      </label>
+      <small class="dim">TOML or JSON, with paths on the server. Ctrl+Space completes; a name explains itself under the pointer.</small>
+    </div>
+  );
+}
+
+interface TextProps {
+  text: string;
+  schema: Schema | null;
+  known: (path: string) => string[];
+  editor: { current: SpecEditor | null };
+  changed: (text: string) => void;
+}
+
+/** The editor, and until it is loaded a plain field. */
+function Text({ text, schema, known, editor, changed }: TextProps): JSX.Element {
+  const host = useRef<HTMLDivElement>(null);
+  const [loaded, setLoaded] = useState(false);
+  const now = useRef({ text, known, changed });
+  now.current = { text, known, changed };
+  useEffect(() => {
+    if (!schema) return;
+    let closed = false;
+    void import("../editor/editor.ts").then(({ editSpec }) => {
+      if (closed || !host.current) return;
+      editor.current = editSpec(host.current, now.current.text, schema, {
+        changed: (given) => now.current.changed(given),
+        known: (setting) => now.current.known(setting),
+        marks,
+      });
+      setLoaded(true);
+    });
+    return () => {
+      closed = true;
+      editor.current?.close();
+      editor.current = null;
+      setLoaded(false);
+    };
+  }, [schema]);
+  return (
+    <>
+      {!loaded && (
+        <textarea aria-label="Spec" spellcheck={false} rows={24} value={text} onInput={(event) => changed(event.currentTarget.value)} />
+      )}
+      <div class="editor" ref={host} />
+    </>
+  );
+}
+
+/** The mistakes in a text, at their places. None while the server does not answer: Validate says so. */
+async function marks(text: string): Promise<Mark[]> {
+  if (!text.trim()) return [];
+  try {
+    const found = await report(readSpec(text), "spec");
+    const places = placesIn(text);
+    return found.mistakes.map((one) => {
+      const place = placeOf(places, one.field);
+      const shown = place ? { from: place.from, to: place.to } : { from: 0, to: firstLine(text) };
+      return { ...shown, message: place?.path === one.field ? one.problem : `${one.field}: ${one.problem}` };
+    });
+  } catch (error) {
+    if (error instanceof Unreadable) return [{ from: error.at, to: Math.min(error.at + 1, text.length), message: error.message }];
+    if (error instanceof Problem) return [];
+    throw error;
+  }
+}
+
+function firstLine(text: string): number {
+  const end = text.indexOf("\n");
+  return end < 0 ? text.length : end;
+}
+
+/** What would happen now, asked anew when the text has settled. */
+function Queue({ spec, text, goTo }: { spec: Table | null; text: string; goTo: (at: number) => void }): JSX.Element {
+  const wanted = useSettled(spec ? JSON.stringify(spec) : "", SETTLES_MS);
+  const [found, setFound] = useState<Report | Problem | null>(null);
+  useEffect(() => {
+    let late = false;
+    setFound(null);
+    if (wanted && wanted !== "{}") {
+      report(JSON.parse(wanted) as Json, "queue").then(
+        (answer) => late || setFound(answer),
+        (error: unknown) => late || setFound(error instanceof Problem ? error : new Problem(0, String(error))),
+      );
+    }
+    return () => void (late = true);
+  }, [wanted]);
+  if (found instanceof Problem) return <p class="dim">{found.message}</p>;
+  if (!found) return <p class="dim">{spec && Object.keys(spec).length ? "…" : "Nothing yet: the text is empty or cannot be read."}</p>;
+  if (found.mistakes.length) {
+    return (
+      <>
+        <p>{counted(found.mistakes.length, "mistake")} to correct first:</p>
+        <ul>
+          <Mistakes of={found.mistakes} text={text} goTo={goTo} />
+        </ul>
+      </>
+    );
+  }
   return (
     <div role="status">
-      <p class={report.valid ? "good" : "problem"}>{report.valid ? "The job can run." : "The job cannot run."}</p>
-      <ul>
-        {report.mistakes.map((one) => (
-          <li key={one.field + one.problem}>
-            <code>{one.field}</code> {one.problem}
+      <ul class="plain">
+        {found.checks.filter((one) => one.what !== "spec").map((one) => (
+          <li key={one.what} class={one.result}>
+            {one.what}: {one.found} {one.hint && <span class="dim">({one.hint})</span>}
           </li>
         ))}
-        {report.checks.map((one) => (
+      </ul>
+      <Taken estimate={found.estimate} />
+    </div>
+  );
+}
+
+function Taken({ estimate }: { estimate: Estimate | null }): JSX.Element {
+  if (!estimate)
+    return (
+      <p class="dim">
+        No job like it has run here, so nothing is known of its time; <code>opentinker plan</code> simulates it.
+      </p>
+    );
+  const hours = [`${short(estimate.worker_s / 3600)} worker hours`];
+  if (estimate.gpu_s) hours.push(`${short(estimate.gpu_s / 3600)} GPU hours`);
+  if (estimate.cost !== null) hours.push(`${estimate.cost.toFixed(2)} ${estimate.currency}`);
+  return (
+    <p>
+      <b>{duration(estimate.seconds)}</b>
+      {estimate.jobs > 1 ? ` each, ${counted(estimate.jobs, "job")}` : ""}, {hours.join(", ")}
+      <br />
+      <small class="dim">{estimate.basis}</small>
+    </p>
+  );
+}
+
+function Templates({ show }: { show: (text: string) => void }): JSX.Element {
+  const [all, setAll] = useState<Template[]>([]);
+  useEffect(() => void import("../editor/templates.ts").then((found) => setAll(found.TEMPLATES)), []);
+  return (
+    <>
+      <h2>Templates</h2>
+      <ul class="templates">
+        {all.map((one) => (
+          <li key={one.name}>
+            <button onClick={() => show(one.text)}>{one.name}</button>
+            {one.curve && (
+              <svg class="curve" width={CURVE.width} height={CURVE.height} role="img" aria-label={`expected ${one.curve.metric}`}>
+                <polyline points={sparkline(one.curve.values, CURVE.width, CURVE.height - 2)} />
+              </svg>
+            )}
+            {one.curve && (
+              <small class="dim">
+                {one.curve.metric} to {short(one.curve.values[one.curve.values.length - 1])} in {duration(one.curve.seconds)}
+              </small>
+            )}
+          </li>
+        ))}
+      </ul>
+    </>
+  );
+}
+
+interface MistakesProps {
+  of: Report["mistakes"];
+  text: string;
+  goTo: (at: number) => void;
+}
+
+function Mistakes({ of, text, goTo }: MistakesProps): JSX.Element {
+  const places = placesIn(text);
+  return (
+    <>
+      {of.map((one) => {
+        const place = placeOf(places, one.field);
+        return (
+          <li key={one.field + one.problem}>
+            <code>{one.field}</code> {one.problem}{" "}
+            {place && (
+              <button class="plain" onClick={() => goTo(place.from)}>
+                line {text.slice(0, place.from).split("\n").length}
+              </button>
+            )}
+          </li>
+        );
+      })}
+    </>
+  );
+}
+
+function Checked({ report: found, text, goTo }: { report: Report; text: string; goTo: (at: number) => void }): JSX.Element {
+  return (
+    <div role="status">
+      <p class={found.valid ? "good" : "problem"}>{found.valid ? "The job can run." : "The job cannot run."}</p>
+      <ul>
+        <Mistakes of={found.mistakes} text={text} goTo={goTo} />
+        {found.checks.map((one) => (
           <li key={one.what + one.found} class={one.result}>
             <b>{one.result}</b> {one.what}: {one.found} {one.hint && <span class="dim">({one.hint})</span>}
           </li>
@@ -94,12 +354,4 @@ function Checked({ report }: { report: Report }): JSX.Element {
       </ul>
     </div>
   );
-}
-
-function spec(text: string): Json {
-  try {
-    return (text.trimStart().startsWith("{") ? JSON.parse(text) : JSON.parse(JSON.stringify(parse(text)))) as Json;
-  } catch (error) {
-    throw new Problem(0, `neither valid TOML nor JSON: ${error instanceof Error ? error.message : String(error)}`);
-  }
 }

@@ -23,7 +23,7 @@ from opentinker.services.scheduler.jobs.metric_history import MetricHistory
 from opentinker.shared import api_types
 from opentinker.shared.security.authorization import Action
 from opentinker.shared.state.admission import admission_of
-from opentinker.shared.types.core import Discard, JobState
+from opentinker.shared.types.core import Discard, JobRecord, JobState, split_part
 from opentinker.shared.types.errors import SpecError
 
 EVENT_ID = re.compile(r"[0-9]{1,15}(-[0-9]{1,15})?")
@@ -43,10 +43,24 @@ NAMES = Parameter("names", "Only these values, separated by commas.")
 STEP = Integer("step", "Step of the evaluation; default: the latest.", default=-1, high=10**12)
 
 
+LOOKED_AT = 1000
+"""Newest jobs of the tenant among which evaluations of a job are looked for."""
+
+
 class JobHistoryApi:
     def __init__(self, jobs: JobsApi) -> None:
         self.jobs, self.ctx, self.store = jobs, jobs.ctx, jobs.store
         self._history = MetricHistory(jobs.bus, jobs.artifacts)
+
+    @Route("GET", "/v1/jobs/{id}/evaluations", Action.JOBS_READ, answer=api_types.Evaluations)
+    async def evaluations(self, request: web.Request) -> web.Response:
+        """List the eval jobs that played checkpoints of this job, by checkpoint.
+
+        Those in which they only play against the evaluated one are not listed."""
+        job = await self.jobs.found(request)
+        newest = await self.store.jobs_of(job.tenant, LOOKED_AT)
+        listed = [found for one in newest if one.kind == "eval" and (found := _evaluation(one, job.id)) is not None]
+        return json_response({"evaluations": sorted(listed, key=lambda one: (one["policy"], one["step"]))})
 
     # --- events -------------------------------------------------------------------------------------------------
 
@@ -137,3 +151,21 @@ class JobHistoryApi:
         if invalid := max(ledger.discarded.get(Discard.INVALID, 0) for ledger in ledgers):
             counts = {**counts, Discard.INVALID.value: invalid}
         return json_response({"failures": found, "counts": counts})
+
+
+def _evaluation(one: JobRecord, of: str) -> dict[str, Any] | None:
+    """Return an eval job as the list has it; None if it evaluates no checkpoint of the job `of`."""
+    part, _, step = ((one.spec.get("start") or {}).get("from") or "").partition("@")
+    job, policy = split_part(part)
+    if job != of or not step.isdigit():
+        return None
+    return {
+        "job": one.id,
+        "name": one.name,
+        "policy": policy,
+        "step": int(step),
+        "state": one.state,
+        "environment": one.spec["environment"]["name"],
+        "finished": one.finished or None,
+        "values": orjson.loads(one.result)["values"] if one.result else {},
+    }

@@ -51,7 +51,9 @@ NO_PROMPTS = "the server renders no prompts: loading a tokenizer would block oth
 
 
 SCOPE = Choice(
-    "scope", "What is looked at: everything, or the spec's text alone, which is fast.", among=("all", "spec")
+    "scope",
+    "What is looked at: everything; what the queue would do and the estimate, without an episode; or the text alone.",
+    among=("all", "queue", "spec"),
 )
 
 
@@ -67,7 +69,7 @@ class ValidateApi:
         scope, data = SCOPE.read(request), await read_spec(request)
         if scope == "spec":
             return json_response(await asyncio.to_thread(_report_on_text, data))
-        return json_response(await report_on(self.ctx, data, tenant_of(request)))
+        return json_response(await report_on(self.ctx, data, tenant_of(request), plays=scope == "all"))
 
 
 def _report_on_text(data: Any) -> Validation:
@@ -81,7 +83,8 @@ def _report_on_text(data: Any) -> Validation:
     return _report(mistakes, checks)
 
 
-async def report_on(ctx: Context, data: Any, tenant: str) -> Validation:
+async def report_on(ctx: Context, data: Any, tenant: str, *, plays: bool = True) -> Validation:
+    """`plays`: play an episode and look at the model and the rows too."""
     mistakes: Mistakes = []
     try:
         spec, jobs = await asyncio.to_thread(_first_of, data)
@@ -97,7 +100,8 @@ async def report_on(ctx: Context, data: Any, tenant: str) -> Validation:
             mistakes += error.mistakes
     if spec is None or mistakes:
         return _report(mistakes, [])
-    checks, messages = await _checks_of(ctx, spec, tenant, asked)
+    checks, messages = await _checks_of(ctx, spec, tenant, asked) if plays else ([check("spec", _named(spec))], [])
+    checks += await forecast.forecast_start(ctx, spec, tenant)
     if is_sweep(data):
         checks.insert(1, check("sweep", f"up to {plural(jobs, 'job')}; its first one is looked at here"))
     return _report([], checks, messages, await estimate(ctx, spec, tenant, jobs))
@@ -149,7 +153,6 @@ async def _checks_of(
     checks += await on_disk(ctx, dry_run.rows, spec, here=False)
     if spec.kind == "inference":
         checks.append(_kept(kept_idle_s(spec, ctx.settings), own=spec.serving.idle_s is not None))
-    checks += await forecast.forecast_start(ctx, spec, tenant)
     return checks, messages
 
 

@@ -27,8 +27,9 @@ from opentinker.cli.job_list import cancel, jobs, label
 from opentinker.cli.job_record import job
 from opentinker.cli.observability import role_of
 from opentinker.cli.specs import Changes, FromCheckpoint, SpecFile, Steps, WithOptimizer, changed, read_spec, read_sweep
-from opentinker.cli.sweeps import submit_file
+from opentinker.cli.sweeps import show_begun, submit_file
 from opentinker.sdk.job_text import on_one_line, state_of
+from opentinker.shared.spec.sweeps.children import is_sweep
 from opentinker.shared.types.core import part_id
 from opentinker.shared.types.manifest import short_list
 
@@ -86,16 +87,24 @@ def evaluate(
     swap: Annotated[
         bool, typer.Option("--swap", help="Exchange the policies: each plays the seats of the one before it.")
     ] = False,
+    steps: Annotated[
+        list[str] | None,
+        typer.Option("--at", metavar="STEP", help="The checkpoint to evaluate, or `latest`; several make a sweep."),
+    ] = None,
     follow: Annotated[bool, typer.Option("--watch", "-w", help="Watch it after submitting.")] = False,
     changes: EvaluationChanges = None,
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
-    """Play the newest checkpoints of a job against each other, as an eval job of its own."""
+    """Evaluate checkpoints of a job on its environment, those of several policies against each other."""
     from opentinker.sdk.evaluation_spec import evaluation_of
 
     api = client(url, patience_s=PATIENCE_S if follow else 2.0)
-    _begin(api, api.submit(changed(evaluation_of(api.job(job_id), swap=swap), changes or [])), url, follow, as_json)
+    spec = changed(evaluation_of(api.job(job_id), swap=swap, steps=steps or ()), changes or [])
+    if is_sweep(spec):
+        show_begun(api, api.sweep(spec), url, follow, as_json)
+    else:
+        _begin(api, api.submit(spec), url, follow, as_json)
 
 
 def watch(

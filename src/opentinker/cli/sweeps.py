@@ -107,6 +107,11 @@ def submit_file(path: Path, spec: dict[str, Any], url: str | None, follow: bool,
     api = client(url, patience_s=PATIENCE_S if follow else 2.0)
     with located(path):
         made = api.sweep(spec, beside=path.parent)
+    show_begun(api, made, url, follow, as_json)
+
+
+def show_begun(api: Any, made: Any, url: str | None, follow: bool, as_json: bool) -> None:
+    """Show a sweep that was just submitted."""
     if follow:
         shown = _watched(api, made["id"], as_json)
         print_json(shown) if as_json else _show(shown, SHOWN, url)

@@ -123,6 +123,7 @@ class Client:
     usage = blocking(AsyncClient.usage)
 
     checkpoints = blocking(AsyncClient.checkpoints)
+    evaluations = blocking(AsyncClient.evaluations)
     artifacts = blocking(AsyncClient.artifacts)
     download = blocking(AsyncClient.download)
     download_artifacts = blocking(AsyncClient.download_artifacts)

@@ -27,6 +27,8 @@ from opentinker.shared.api_types import (
     Checkpoint,
     Checkpoints,
     DeletedArtifacts,
+    Evaluation,
+    Evaluations,
     Publication,
     Publications,
 )
@@ -69,6 +71,10 @@ class ArtifactCalls:
             return id, step
         found = cast(Publication, await self._http.json("GET", _publication(id)))
         return found["job"], found["step"]
+
+    async def evaluations(self, id: str) -> list[Evaluation]:
+        """The eval jobs that played checkpoints of a job, by policy and step, each with its `values`."""
+        return cast(Evaluations, await self._http.json("GET", path_of(id, "/evaluations")))["evaluations"]
 
     async def checkpoints(self, id: str) -> list[Checkpoint]:
         """The checkpoints of a job, oldest first."""

@@ -21,10 +21,11 @@ RESOURCES = ("priority", "rollout_workers", "min_rollout_workers", "rollout_gpus
 NAME_CHARACTERS = 180
 
 
-def evaluation_of(job: Mapping[str, Any], *, swap: bool = False) -> dict[str, Any]:
+def evaluation_of(job: Mapping[str, Any], *, swap: bool = False, steps: Sequence[str | int] = ()) -> dict[str, Any]:
     """Return the spec of an eval job for a job of the API, with the episodes of its [validation] if it has some.
 
-    With `swap`, each policy plays the seats of the one before it, and the first those of the last. Raises ApiError.
+    `steps`: the checkpoints to evaluate, of which several make a sweep; default: the newest. With `swap`, each policy
+    plays the seats of the one before it, and the first those of the last. Raises ApiError.
     """
     spec, id = job["spec"], str(job["id"])
     if job["kind"] != "rl":
@@ -40,11 +41,14 @@ def evaluation_of(job: Mapping[str, Any], *, swap: bool = False) -> dict[str, An
     what = "policies exchanged" if swap else "evaluation"
     model = spec["policies"][own]["model"] if own else spec["model"]
     resources = spec.get("resources") or {}
+    evaluated = [f"{part_id(id, own)}@{step}" for step in steps] or [f"{part_id(id, own)}@latest"]
+    swept = {"sweep": {"parameters": {"start.from": evaluated}}} if len(evaluated) > 1 else {}
     return {
+        **swept,
         "name": f"{spec['name'][:NAME_CHARACTERS]}: {what}",
         "kind": "eval",
         "model": {**model, "lora": None},
-        "start": {"from": f"{part_id(id, own)}@latest"},
+        "start": {"from": evaluated[0]},
         "environment": {**environment, "config": config},
         "seats": seats,
         "rollout": {name: value for name, value in spec["rollout"].items() if name not in SAMPLED},

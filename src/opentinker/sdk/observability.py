@@ -82,12 +82,12 @@ class ObservabilityCalls:
         return cast(StreamCredentials, await self._http.json("POST", path_of(id, "/stream-credentials"), again=False))
 
     async def validate(
-        self, spec: Spec, *, beside: str | Path | None = None, scope: Literal["all", "spec"] = "all"
+        self, spec: Spec, *, beside: str | Path | None = None, scope: Literal["all", "queue", "spec"] = "all"
     ) -> Validation:
         """Have the server check a spec, or that of a sweep, without submitting it: `valid`, `mistakes`, `checks` (what,
         found, result: ok, note or bad, hint), `messages` of an episode's beginning, and an `estimate` of what it takes,
-        by an earlier job like it. Mistakes raise nothing. `beside`: as in `submit`; `scope`: "spec" looks at nothing
-        but the spec's text, which is fast."""
+        by an earlier job like it. Mistakes raise nothing. `beside`: as in `submit`; `scope`: "queue" plays
+        no episode, and "spec" looks at nothing but the text."""
         data = await prepared(self._http, spec, beside)
         return cast(
             Validation, await self._http.json("POST", "/v1/validate", {"scope": scope}, noun=data, timeout_s=90.0)

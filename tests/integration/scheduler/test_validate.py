@@ -414,9 +414,15 @@ async def test_of_the_text_alone_no_reference_is_looked_at(client: AsyncClient) 
     found = await client.validate(spec, scope="spec")
     fits(found, Validation)
     assert found["valid"] and [one["what"] for one in found["checks"]] == ["spec"] and found["estimate"] is None
+    (mistake,) = (await client.validate(spec, scope="queue"))["mistakes"]
+    assert mistake["field"] == "model.base", "no env worker is there to ask for the environment"
+    queued = await client.validate(make_spec(model__base="some/model"), scope="queue")
+    assert queued["messages"] == [] and {one["what"] for one in queued["checks"]} == {
+        "spec", "trainer workers", "rollout workers", "env workers", "queue",
+    }  # fmt: skip
     found = await client.validate({**spec, "nme": "x", "train": {"steps": -1}}, scope="spec")
     assert {one["field"] for one in found["mistakes"]} >= {"nme", "train.steps"}
-    with pytest.raises(ApiError, match="must be one of all, spec"):
+    with pytest.raises(ApiError, match="must be one of all, queue, spec"):
         await client.validate(spec, scope="text")  # type: ignore[arg-type]
 
 

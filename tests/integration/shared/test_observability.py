@@ -38,7 +38,7 @@ from opentinker.shared.state import stream_credentials
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.telemetry import LogLine, MetricPoint, Segment, TimelinePart
 from tests.conftest import Server, free_port, nats_conf, soon, until
-from tests.e2e.test_dashboard import CHROMIUM
+from tests.e2e.page.conftest import CHROMIUM
 from tests.support.api import OPERATOR, OPERATOR_FILE, Http, bearing
 from tests.support.cluster import ROOT, undocumented
 from tests.support.http_server import http_server

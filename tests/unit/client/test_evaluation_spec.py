@@ -32,6 +32,10 @@ def players(made: dict[str, Any]) -> dict[str, str | None]:
 def test_policies_play_as_trained_or_each_the_seats_of_the_one_before_it() -> None:
     two = job({"x": "a", "y": "b"})
     assert players(evaluation_of(two)) == {"": "a", "y": "b"}
+    assert "sweep" not in evaluation_of(two, steps=["7"])
+    several = evaluation_of(two, steps=[7, "latest"])
+    (evaluated,) = several["sweep"]["parameters"].values()
+    assert several["start"]["from"] == evaluated[0] and [one.rpartition("@")[2] for one in evaluated] == ["7", "latest"]
     made = evaluation_of(two, swap=True)
     assert players(made) == {"": "a", "x": "b"}, "a plays y"
     assert made["model"]["base"] == "model of a" and made["model"]["lora"] is None, "the checkpoint says it"

@@ -7,27 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import os
 import re
-import shutil
 import signal as signal_of
-import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
-from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import orjson
 import pytest
-from playwright.async_api import Browser, Page, Route, async_playwright, expect
+from playwright.async_api import Route, expect
 
 from opentinker.client import AsyncClient
 from opentinker.envs.png import png
-from opentinker.services.scheduler.http import dashboard
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.messaging.subjects import LOG, METRIC, TIMELINE
 from opentinker.shared.runtime.service import Context
@@ -36,103 +30,18 @@ from opentinker.shared.spec import parse_spec
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import JobState
 from opentinker.shared.types.telemetry import LogLine, MetricPoint, Segment, TimelinePart
-from tests.conftest import WAIT_S, NewContext, free_port, until
+from tests.conftest import WAIT_S, NewContext, until
+from tests.e2e.page.conftest import IN_BROWSER, Open, Tab
 from tests.support.api import OPERATOR, SPEC, Http, new_key_of, write_checkpoint
 from tests.support.cluster import Cluster, toy_cluster
 from tests.support.factories import make_spec
 from tests.support.scheduling import new_job, scheduler
 
-expect.set_options(timeout=WAIT_S * 1000)
-
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-BUILT = (dashboard.HOME / dashboard.INDEX).exists()
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine: make browser (as root, on Debian)"),
-    pytest.mark.skipif(not BUILT, reason="the dashboard is not built: make dashboard"),
-]
+pytestmark = IN_BROWSER
 PAYLOAD = '<img src=x onerror="window.pwned=1"><script>window.pwned=1</script>{{7*7}}'
 WHOLE = re.compile(r"^\s*live\s*(· \d+ points? (is|are) nowhere any more)?\s*$")
 LIVE_AGAIN_S = 15.0
 """5 is meant, of a machine that does nothing else."""
-Open = Callable[..., Awaitable["Tab"]]
-T = TypeVar("T")
-
-
-class Tab:
-    """A tab, and all that it asked for and complained about."""
-
-    def __init__(self, tab: Page, url: str) -> None:
-        self.page, self.url = tab, url
-        self.asked: list[str] = []
-        self.complaints: list[str] = []
-        tab.set_default_timeout(WAIT_S * 1000)
-        tab.on("request", lambda request: self.asked.append(request.url))
-        tab.on("pageerror", lambda error: self.complaints.append(str(error)))
-        tab.on("console", lambda said: self.complaints.append(said.text) if "Security Policy" in said.text else None)
-        tab.on("dialog", lambda dialog: dialog.accept())
-
-    async def go(self, *parts: str) -> None:
-        await self.page.goto(f"{self.url}/#/{'/'.join(parts)}")
-
-    async def shows(self, text: str) -> None:
-        await expect(self.page.locator("body")).to_contain_text(text)
-
-
-@pytest.fixture(scope="module")
-def chromium_url() -> Iterator[str]:
-    """One browser for all tests of this file. It lives in a thread with its own event loop, since each test has one."""
-    loop, port = asyncio.new_event_loop(), free_port()
-    thread = threading.Thread(target=loop.run_forever, name="chromium")
-    thread.start()
-
-    def run(coroutine: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(coroutine, loop).result(WAIT_S)
-
-    try:
-        playwright = run(async_playwright().start())
-        options = [f"--remote-debugging-port={port}", *(["--no-sandbox"] if os.geteuid() == 0 else [])]
-        browser = run(playwright.chromium.launch(executable_path=CHROMIUM, args=options))
-        yield f"http://127.0.0.1:{port}"
-        run(browser.close())
-        run(playwright.stop())
-    finally:
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(WAIT_S)
-        loop.close()
-
-
-@pytest.fixture
-async def chromium(chromium_url: str) -> AsyncIterator[Browser]:
-    """A connection to the browser; its end closes the contexts that the test has opened."""
-    async with async_playwright() as playwright:
-        browser = await playwright.chromium.connect_over_cdp(chromium_url)
-        yield browser
-        await browser.close()
-
-
-@pytest.fixture
-async def opened(chromium: Browser) -> AsyncIterator[Open]:
-    """Opens tabs; each with a memory of its own. At the end none has complained or asked anybody else."""
-    tabs: list[Tab] = []
-    async with AsyncExitStack() as stack:
-
-        async def open(url: str, *at: str, key: str = OPERATOR, **settings: Any) -> Tab:
-            ground = await chromium.new_context(accept_downloads=True, **settings)
-            stack.push_async_callback(ground.close)
-            if key:
-                await ground.add_init_script(f"sessionStorage.setItem('opentinker-key', {orjson.dumps(key).decode()})")
-            tab = Tab(await ground.new_page(), url)
-            tabs.append(tab)
-            await tab.go(*at)
-            return tab
-
-        yield open
-        for tab in tabs:
-            assert tab.complaints == []
-            elsewhere = [url for url in tab.asked if not url.startswith((f"{tab.url}/", "blob:", "ws://127.0.0.1:"))]
-            assert elsewhere == []
-            assert await tab.page.evaluate("window.pwned") is None
 
 
 class Trainer:
@@ -737,35 +646,6 @@ async def moves(tab: Tab) -> None:
 # --- what is done ---------------------------------------------------------------------------------------------------
 
 
-async def test_a_job_is_cloned_looked_at_submitted_paused_and_cancelled(opened: Open, http: Http) -> None:
-    job = await http.job()
-    tab = await opened(http.url, "jobs", job)
-    await tab.page.get_by_role("button", name="Clone").click()
-    spec = tab.page.get_by_label("Spec")
-    await expect(spec).to_have_value(re.compile('"name": "test-again"'))
-    whole = await spec.input_value()
-    await spec.fill(whole.replace('"group_size": 2', '"group_size": -2'))
-    await tab.page.get_by_role("button", name="Validate").click()
-    await tab.shows("The job cannot run")
-    await tab.shows("algorithm.group_size")
-    await spec.fill(whole)
-    await tab.page.get_by_role("button", name="Submit").click()
-    await expect(tab.page.get_by_role("heading", level=1)).to_have_text("test-again")
-    await tab.page.get_by_role("button", name="Pause").click()
-    await expect(tab.page.locator(".top .state")).to_have_text("paused")
-    await tab.page.get_by_role("button", name="Cancel").click()
-    await expect(tab.page.locator(".top .state")).to_have_text("cancelled")
-    await tab.go()
-    await tab.page.get_by_label("State", exact=True).select_option("cancelled")
-    rows = tab.page.locator(".jobs tbody tr")
-    await expect(rows).to_have_count(1)
-    await expect(rows).to_contain_text("test-again")
-    await tab.page.get_by_label("State", exact=True).select_option("")
-    await tab.page.get_by_label("Search jobs").fill(f"{job} rl")
-    await expect(rows).to_have_count(1)
-    await expect(rows).to_contain_text(job)
-
-
 async def test_checks_of_environments_are_listed_and_opened(opened: Open, http: Http) -> None:
     report: Any = {
         "environment": "harbor:mine", "verdict": "1 of 2 tasks cannot be trained yet", "errors": ["b: it is <flaky>"],
@@ -889,13 +769,3 @@ async def test_of_many_jobs_those_in_sight_are_drawn(opened: Open, http: Http, s
     assert await rows.count() < 100
     await tab.page.get_by_label("Search jobs").fill("job 449")
     await expect(rows).to_have_count(1)
-
-
-async def test_toml_is_a_spec_too(opened: Open, http: Http) -> None:
-    tab = await opened(http.url, "submit")
-    await tab.page.get_by_label("Spec").fill('name = "of-toml"\nkind = "rl\n')
-    await tab.page.get_by_role("button", name="Validate").click()
-    await tab.shows("neither valid TOML nor JSON")
-    await tab.page.get_by_label("Spec").fill('name = "of-toml"\nsteps = 3\n')
-    await tab.page.get_by_role("button", name="Validate").click()
-    await tab.shows("The job cannot run")

@@ -1,0 +1,53 @@
+// The text of a spec: read as the server reads it, and written with nothing in it that is usual.
+
+import { parse, stringify, TomlError } from "smol-toml";
+import type { Json } from "../lib/types.ts";
+import { settings } from "../lib/spec.ts";
+import type { Schema } from "./schema.ts";
+import { isJson } from "./places.ts";
+
+export type Table = { [name: string]: Json };
+
+/** A text that is no TOML or JSON, and where. */
+export class Unreadable extends Error {
+  readonly at: number;
+
+  constructor(message: string, at: number) {
+    super(message);
+    this.at = at;
+  }
+}
+
+/** Raises Unreadable. */
+export function readSpec(text: string): Table {
+  try {
+    return JSON.parse(isJson(text) ? text : JSON.stringify(parse(text))) as Table;
+  } catch (error) {
+    const why = error instanceof Error ? error.message : String(error);
+    if (error instanceof TomlError) throw new Unreadable(why.split("\n", 1)[0]!, offset(text, error.line, error.column));
+    throw new Unreadable(why, Number(/position (\d+)/.exec(why)?.[1] ?? 0));
+  }
+}
+
+function offset(text: string, line: number, column: number): number {
+  let from = 0;
+  for (let count = 1; count < line; count++) from = text.indexOf("\n", from) + 1;
+  return Math.min(from + Math.max(0, column - 1), text.length);
+}
+
+/** A whole spec as TOML, without what is as usual; as JSON where TOML has no word for a value (null). */
+export function writeSpec(spec: Json, schema: Schema): string {
+  const own: Table = {};
+  for (const one of settings(spec, { ...schema.$defs, JobSpec: schema })) {
+    if (!one.differs) continue;
+    const parts = one.path.split(".");
+    let table = own;
+    for (const part of parts.slice(0, -1)) table = (table[part] ??= {}) as Table;
+    table[parts[parts.length - 1]!] = one.value;
+  }
+  return hasNull(own) ? JSON.stringify(own, null, 2) : `${stringify(own).trimEnd()}\n`;
+}
+
+function hasNull(value: Json): boolean {
+  return value === null || (typeof value === "object" && Object.values(value).some(hasNull));
+}

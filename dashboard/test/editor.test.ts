@@ -1,0 +1,178 @@
+// The editor's text: where settings are, what is completed at a position, how a form writes into it.
+
+import { strict as assert } from "node:assert";
+import { readFileSync, readdirSync } from "node:fs";
+import { test } from "node:test";
+import { parse } from "smol-toml";
+import { changeOf } from "../src/editor/change.ts";
+import { placeOf, placesIn, spotAt } from "../src/editor/places.ts";
+import { hintOf, settingsOf, valuesOf, type Schema } from "../src/editor/schema.ts";
+import type { Json } from "../src/lib/types.ts";
+
+const TEXT = `# a job
+name = "x" # its name
+model = { base = "runs/tiny", lora = { rank = 8 } }
+tags = [
+  "a",  # first
+  'b',
+]
+[train]
+steps = 200
+lr = 3e-4
+[sweep.parameters]
+train.lr = [1e-5, 1e-4]
+"rollout.max_tokens" = [4]
+[[notify]]
+url = """one
+two = 3"""
+[[notify]]
+email = "a@b.c"
+`;
+
+function shown(text: string): Record<string, string> {
+  return Object.fromEntries(placesIn(text).map((one) => [one.path, text.slice(one.valueFrom, one.valueTo)]));
+}
+
+test("settings are found wherever TOML allows them", () => {
+  assert.deepEqual(shown(TEXT), {
+    name: '"x"', model: '{ base = "runs/tiny", lora = { rank = 8 } }', "model.base": '"runs/tiny"',
+    "model.lora": "{ rank = 8 }", "model.lora.rank": "8", tags: '[\n  "a",  # first\n  \'b\',\n]', "tags.0": '"a"',
+    "tags.1": "'b'", train: "[train]", "train.steps": "200", "train.lr": "3e-4", "sweep.parameters": "[sweep.parameters]",
+    "sweep.parameters.train.lr": "[1e-5, 1e-4]", "sweep.parameters.train.lr.0": "1e-5",
+    "sweep.parameters.train.lr.1": "1e-4", "sweep.parameters.rollout.max_tokens": "[4]",
+    "sweep.parameters.rollout.max_tokens.0": "4", "notify.0": "[[notify]]", "notify.0.url": '"""one\ntwo = 3"""',
+    "notify.1": "[[notify]]", "notify.1.email": '"a@b.c"',
+  }); // prettier-ignore
+});
+
+test("settings of JSON are found the same way", () => {
+  const text = JSON.stringify({ name: "x", train: { lr: 1e-4, schedule: null }, tags: ["a", { b: [] }] }, null, 2);
+  assert.deepEqual(
+    { ...shown(text), train: "", tags: "", "tags.1": "" },
+    { name: '"x"', train: "", "train.lr": "0.0001", "train.schedule": "null", tags: "", "tags.0": '"a"', "tags.1": "", "tags.1.b": "[]" },
+  );
+});
+
+test("a mistake is shown at its setting, or at the nearest table above it", () => {
+  const places = placesIn(TEXT);
+  const at = (field: string): string | undefined => {
+    const place = placeOf(places, field);
+    return place ? TEXT.slice(place.from, place.to) : undefined;
+  };
+  assert.equal(at("train.lr"), "lr");
+  assert.equal(at("sweep.parameters.train.lr"), "train.lr");
+  assert.equal(at("train.warmup_steps"), "[train]");
+  assert.equal(at("model.lora.alpha.x"), "lora");
+  assert.equal(at("rollout.engine"), undefined);
+});
+
+const SPOTS: [string, string][] = [
+  ["", "name of "],
+  ["na", "name of "],
+  ["[tra", "name of "],
+  ["[train]\nst", "name of train"],
+  ["[train]\nsteps = 1\n", "name of train"],
+  ["[train]\nsteps = 1 ", "nothing"],
+  ["train.l", "name of train"],
+  ["model = { ba", "name of model"],
+  ['model = { base = "x", lora = { r', "name of model.lora"],
+  ["[algorithm]\nname = ", "value of algorithm.name"],
+  ['[algorithm]\nname = "gr', "value of algorithm.name"],
+  ["[policies.a.train]\nlr = 1", "value of policies.a.train.lr"],
+  ["[[tools]]\nk", "name of tools.0"],
+  ["tags = [1, ", "value of tags.1"],
+  ['{"train": {"st', "name of train"],
+  ['{"train": {"steps": ', "value of train.steps"],
+  ["# a comm", "nothing"],
+];
+
+for (const [text, wanted] of SPOTS) {
+  test(`what is written at the end of ${JSON.stringify(text)}: ${wanted}`, () => {
+    const spot = spotAt(text);
+    assert.equal(spot ? `${spot.role} of ${spot.path}` : "nothing", wanted);
+  });
+}
+
+test("no text holds the reader up, however broken it is", () => {
+  const pieces = ["[", "]", "{", "}", '"', "'", '"""', "=", ".", ",", "\n", "#", "a", ":", "\\", " "];
+  let seed = 7;
+  for (let count = 0; count < 3000; count++) {
+    let text = "";
+    for (let length = 0; length < 24; length++) {
+      seed = (seed * 1103515245 + 12345) % 2 ** 31;
+      text += pieces[seed % pieces.length];
+    }
+    for (const place of placesIn(text)) assert.ok(place.from <= place.to && place.valueTo <= text.length);
+    spotAt(text);
+  }
+});
+
+function changed(text: string, path: string, value: Json): string {
+  const change = changeOf(text, path, value);
+  return text.slice(0, change.from) + change.insert + text.slice(change.to);
+}
+
+test("a form writes a setting wherever it belongs and leaves the rest as it is", () => {
+  const at = (spec: unknown, path: string): unknown =>
+    path.split(".").reduce((table, name) => (table as Record<string, unknown> | undefined)?.[name], spec);
+  const cases: [string, Json][] = [
+    ["name", "y"], ["project", "p"], ["model.base", "other"], ["model.dtype", "float32"], ["model.lora.alpha", 4],
+    ["train.steps", 5], ["train.warmup_steps", 1], ["rollout.max_tokens", 9],
+  ]; // prettier-ignore
+  for (const [path, value] of cases) {
+    const written = changed(TEXT, path, value);
+    const [before, after] = [parse(TEXT), parse(written)];
+    assert.equal(at(after, path), value, written);
+    assert.ok(written.includes("# its name") && written.includes("# first"));
+    const back = at(before, path);
+    if (back !== undefined) assert.deepEqual(parse(changed(written, path, back as Json)), before);
+  }
+  assert.equal(changed("", "train.lr", 1e-4), "[train]\nlr = 0.0001\n");
+  assert.equal(changed("model = {}\n", "model.base", "x"), 'model = { base = "x" }\n');
+  assert.deepEqual(JSON.parse(changed('{"name": "x"}', "train.lr", 1)), { name: "x", train: { lr: 1 } });
+});
+
+test("every example is read as the TOML library reads it", () => {
+  const folder = new URL("../../examples/", import.meta.url);
+  const leaves = (value: unknown, path: string): string[] =>
+    typeof value === "object" && value !== null && !(value instanceof Date)
+      ? [...(path ? [path] : []), ...Object.entries(value).flatMap(([name, part]) => leaves(part, path ? `${path}.${name}` : name))]
+      : [path];
+  for (const file of readdirSync(folder).filter((name) => name.endsWith(".toml"))) {
+    const text = readFileSync(new URL(file, folder), "utf8");
+    const found = new Set(placesIn(text).map((one) => one.path));
+    const missing = leaves(parse(text), "").filter((path) => !found.has(path) && ![...found].some((one) => one.startsWith(`${path}.`)));
+    assert.deepEqual(missing, [], file);
+  }
+});
+
+const SCHEMA: Schema = {
+  $defs: {
+    Train: {
+      type: "object",
+      properties: {
+        lr: { description: "Learning `rate`.", exclusiveMinimum: 0, maximum: 1, default: 1e-5, type: "number" },
+        schedule: { anyOf: [{ enum: ["constant", "cosine"] }, { type: "null" }], default: null },
+        on: { type: "boolean" },
+      },
+    },
+    Policy: { properties: { train: { anyOf: [{ $ref: "#/$defs/Train" }, { type: "null" }], description: "Own." } } },
+  },
+  properties: {
+    train: { $ref: "#/$defs/Train", description: "How it learns." },
+    policies: { type: "object", additionalProperties: { $ref: "#/$defs/Policy" } },
+    tools: { type: "array", items: { properties: { name: { const: "time" } } } },
+  },
+};
+
+test("the schema says what a table may hold, what a setting may be, and what it means", () => {
+  assert.deepEqual(settingsOf(SCHEMA, "").map((one) => [one.name, one.isTable]), [["train", true], ["policies", true], ["tools", false]]);
+  assert.deepEqual(settingsOf(SCHEMA, "policies.red.train").map((one) => one.name), ["lr", "schedule", "on"]);
+  assert.deepEqual(settingsOf(SCHEMA, "nothing.there"), []);
+  assert.deepEqual(valuesOf(SCHEMA, "policies.red.train.schedule"), ["constant", "cosine"]);
+  assert.deepEqual(valuesOf(SCHEMA, "train.on"), [true, false]);
+  assert.deepEqual(valuesOf(SCHEMA, "tools.3.name"), ["time"]);
+  assert.equal(hintOf(SCHEMA, "train.lr"), "Learning rate.\nmore than 0; at most 1; default 0.00001");
+  assert.equal(hintOf(SCHEMA, "train"), "How it learns.");
+  assert.equal(hintOf(SCHEMA, "train.nothing"), "");
+});

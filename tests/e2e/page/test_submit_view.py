@@ -1,0 +1,113 @@
+"""The view that submits: an editor that knows the spec, templates, a form, and what the queue would do."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from playwright.async_api import expect
+
+from tests.e2e.page.conftest import IN_BROWSER, Open, Tab
+from tests.support.api import Http
+from tests.support.factories import make_spec
+
+pytestmark = IN_BROWSER
+PASTE = """(place, text) => {
+  const data = new DataTransfer();
+  data.setData("text/plain", text);
+  place.dispatchEvent(new ClipboardEvent("paste", {clipboardData: data, bubbles: true, cancelable: true}));
+}"""
+
+
+async def paste(tab: Tab, text: str) -> None:
+    """Put a text in the place of the editor's."""
+    content = tab.page.locator(".cm-content")
+    await content.press("Control+a")
+    await content.evaluate(PASTE, text)
+
+
+async def test_a_job_is_cloned_looked_at_submitted_paused_and_cancelled(opened: Open, http: Http) -> None:
+    job = await http.job()
+    tab = await opened(http.url, "jobs", job)
+    await tab.page.get_by_role("button", name="Clone").click()
+    spec = tab.page.locator(".cm-content")
+    await expect(spec).to_contain_text('name = "test-again"')
+    whole = await spec.inner_text()
+    assert "group_size = 2" in whole and "weight_decay" not in whole, "what is as usual is left out"
+    await paste(tab, whole.replace("group_size = 2", "group_size = -2"))
+    await tab.page.get_by_role("button", name="Validate").click()
+    await tab.shows("The job cannot run")
+    await tab.shows("algorithm.group_size")
+    await paste(tab, whole)
+    await tab.page.get_by_role("button", name="Submit").click()
+    await expect(tab.page.get_by_role("heading", level=1)).to_have_text("test-again")
+    await tab.page.get_by_role("button", name="Pause").click()
+    await expect(tab.page.locator(".top .state")).to_have_text("paused")
+    await tab.page.get_by_role("button", name="Cancel").click()
+    await expect(tab.page.locator(".top .state")).to_have_text("cancelled")
+    await tab.go()
+    await tab.page.get_by_label("State", exact=True).select_option("cancelled")
+    rows = tab.page.locator(".jobs tbody tr")
+    await expect(rows).to_have_count(1)
+    await expect(rows).to_contain_text("test-again")
+    await tab.page.get_by_label("State", exact=True).select_option("")
+    await tab.page.get_by_label("Search jobs").fill(f"{job} rl")
+    await expect(rows).to_have_count(1)
+    await expect(rows).to_contain_text(job)
+
+
+async def test_toml_is_a_spec_too(opened: Open, http: Http) -> None:
+    tab = await opened(http.url, "submit")
+    await paste(tab, 'name = "of-toml"\nkind = "rl\n')
+    await tab.page.get_by_role("button", name="Validate").click()
+    await tab.shows("neither valid TOML nor JSON")
+    await paste(tab, 'name = "of-toml"\nsteps = 3\n')
+    await tab.page.get_by_role("button", name="Validate").click()
+    await tab.shows("The job cannot run")
+
+
+async def test_the_editor_knows_the_spec(opened: Open, http: Http) -> None:
+    tab = await opened(http.url, "submit")
+    spec, mark = tab.page.locator(".cm-content"), tab.page.locator(".cm-lint-marker-error")
+    await paste(tab, 'name = "x"\n[train]\nstpes = 3\n')
+    await expect(mark.first).to_be_visible()
+    line = tab.page.locator(".cm-lintRange-error", has_text="stpes")
+    await expect(line).to_be_visible()
+    await line.hover()
+    await expect(tab.page.locator(".cm-diagnostic", has_text="did you mean")).to_be_visible()
+    await paste(tab, 'name = "x"\n[train]\n')
+    await tab.page.keyboard.press("Control+End")
+    await tab.page.keyboard.type("warm")
+    option = tab.page.locator(".cm-tooltip-autocomplete li", has_text="warmup_steps")
+    await expect(option).to_be_visible()
+    await option.click()
+    await tab.page.keyboard.type(" = 5")
+    await expect(spec).to_contain_text("warmup_steps = 5")
+    await tab.page.locator(".cm-line", has_text="warmup_steps").get_by_text("warmup_steps").hover()
+    await expect(tab.page.locator(".cm-hint", has_text="train.warmup_steps")).to_be_visible()
+
+
+async def test_a_template_is_changed_in_the_form_and_looked_at_by_the_queue(opened: Open, http: Http) -> None:
+    tab = await opened(http.url, "submit")
+    await tab.page.get_by_role("button", name="bandit", exact=True).click()
+    spec = tab.page.locator(".cm-content")
+    await expect(spec).to_contain_text('name = "bandit"')
+    await tab.shows("1 mistake to correct first")  # its model is made first
+    await tab.page.get_by_label("model.base").fill("some/model")
+    await tab.page.get_by_label("train.steps").fill("77")
+    await tab.page.get_by_label("train.steps").press("Tab")
+    await expect(spec).to_contain_text('base = "some/model"')
+    await expect(spec).to_contain_text("steps = 77")
+    await tab.shows("it would wait for")
+    await tab.shows("No job like it has run here")
+    await tab.page.get_by_role("button", name="Submit").click()
+    await expect(tab.page.get_by_role("heading", level=1)).to_have_text("bandit")
+
+
+async def test_a_sweep_is_submitted_as_one(opened: Open, http: Http) -> None:
+    tab = await opened(http.url, "submit")
+    spec = make_spec(model__base="some/model").model_dump(mode="json", exclude_defaults=True)
+    swept = {**spec, "sweep": {"parameters": {"rollout.episode_timeout_s": [60, 90]}}}
+    await paste(tab, json.dumps(swept))
+    await tab.page.get_by_role("button", name="Submit").click()
+    await tab.page.wait_for_url(re.compile("#/sweeps/s-"))
