@@ -26,10 +26,19 @@ METRICS = {"rl": "reward/mean", "sft": "loss", "dpo": "loss"}
 def recorded(name: str) -> dict[str, Any]:
     """Run an example and return its curve. Raises CalledProcessError, ValueError."""
     with tempfile.TemporaryDirectory(prefix="opentinker-") as place:
-        argv = [sys.executable, "-m", "opentinker", "run", str(HERE / f"{name}.toml"), "--data-dir", place, "--json"]
+        argv = [
+            sys.executable,
+            "-m",
+            "opentinker.cli",
+            "run",
+            str(HERE / f"{name}.toml"),
+            "--data-dir",
+            place,
+            "--json",
+        ]
         ran = subprocess.run(argv, stdout=subprocess.PIPE, check=True)
-    (job,) = [line for line in map(orjson.loads, ran.stdout.splitlines()[-1:]) if line.get("curve")] or [None]
-    if job is None:
+    job = orjson.loads(ran.stdout.splitlines()[-1])["job"]
+    if not job["curve"]:
         raise ValueError(f"{name} ended without a curve")
     values = job["curve"]
     kept = [values[round(place * (len(values) - 1) / (POINTS - 1))] for place in range(POINTS)]

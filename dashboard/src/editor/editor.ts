@@ -43,7 +43,7 @@ export interface SpecEditor {
 const COLOURS = HighlightStyle.define([
   { tag: [tags.propertyName, tags.definition(tags.propertyName)], color: "var(--accent)" },
   { tag: [tags.string, tags.special(tags.string)], color: "var(--good)" },
-  { tag: [tags.number, tags.bool, tags.atom, tags.null], color: "var(--c2)" },
+  { tag: [tags.number, tags.bool, tags.atom, tags.null], color: "var(--warn)" },
   { tag: [tags.comment, tags.lineComment], color: "var(--dim)", fontStyle: "italic" },
   { tag: tags.invalid, color: "var(--bad)" },
 ]);

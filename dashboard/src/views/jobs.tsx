@@ -7,6 +7,7 @@ import { columnsOf, deedOf, picked, windowed, type Span } from "../lib/rows.ts";
 import { type Job } from "../lib/types.ts";
 import { counted } from "../lib/words.ts";
 import { Empty, Said, Select } from "../parts.tsx";
+import { Away } from "./away.tsx";
 import { Bulk } from "./job-actions.tsx";
 import { COLUMNS, JobRow, ROW_PX, type Label } from "./job-row.tsx";
 
@@ -52,6 +53,7 @@ export function Jobs(): JSX.Element {
   return (
     <>
       <h1 class="unseen">Jobs</h1>
+      <Away />
       <div class="bar">
         <input
           type="search"

@@ -92,8 +92,11 @@ async def test_a_template_is_changed_in_the_form_and_looked_at_by_the_queue(open
     await tab.page.get_by_role("button", name="bandit", exact=True).click()
     spec = tab.page.locator(".cm-content")
     await expect(spec).to_contain_text('name = "bandit"')
-    await tab.shows("1 mistake to correct first")  # its model is made first
-    await tab.page.get_by_label("model.base").fill("some/model")
+    model = tab.page.get_by_label("model.base")
+    await model.fill("/no/such")
+    await model.press("Tab")
+    await tab.shows("1 mistake to correct first")
+    await model.fill("some/model")
     await tab.page.get_by_label("train.steps").fill("77")
     await tab.page.get_by_label("train.steps").press("Tab")
     await expect(spec).to_contain_text('base = "some/model"')

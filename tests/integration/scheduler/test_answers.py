@@ -91,11 +91,27 @@ async def test_jobs_and_workers_are_what_their_types_say(client: AsyncClient, ct
         fits(event, answers.Event)
 
 
+async def _evaluated(store: Store, job: str, step: int) -> None:
+    """Make eval jobs of a checkpoint, of another job's, and one that says nothing of where it started."""
+    plain = {"kind": "eval", "model": {"base": "m"}, "environment": {"name": "bandit"}, "name": "look", "resources": {}}
+    plain["evaluation"] = {"episodes": 2, "samples": 1}
+    for number, start in enumerate(({"from": f"{job}@{step}"}, {"from": f"j-0000000000@{step}"}, None)):
+        id = await store.create_job(id=f"j-evaluated{number}", spec={**plain, "start": start}, tenant="default")
+        for state in (JobState.STARTING, JobState.RUNNING):
+            await store.transition(id, state)
+        result = {"version": f"1.{step}", "step": step, "values": {"val/exact": 0.5}}
+        await store.transition(id, JobState.SUCCEEDED, result=orjson.dumps(result).decode())
+
+
 async def test_what_jobs_leave_and_cost_is_what_its_types_say(client: AsyncClient, ctx: Context, store: Store) -> None:
     job = (await client.submit(SPEC))["id"]
     home = ctx.settings.data_dir / "jobs" / job
     write_checkpoint(ctx, job, 4, {"model.safetensors": b"w", "trainer/state.json": b"{}"})
     fits(await client.checkpoints(job), list[answers.Checkpoint])
+    await _evaluated(store, job, 4)
+    (evaluation,) = await client.evaluations(job)
+    fits(evaluation, answers.Evaluation)
+    assert (evaluation["step"], evaluation["values"]["val/exact"]) == (4, 0.5)
     fits(await client.publish(f"{job}@4", "best"), answers.Publication)
     fits(await client.published(), list[answers.Publication])
     fits(await client.job(job), answers.Job)

@@ -1,0 +1,58 @@
+"""No view has a serious finding of axe-core, in either theme, on a phone or a desktop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from playwright.async_api import expect
+
+from opentinker.shared.messaging.bus import Bus
+from opentinker.shared.runtime.service import Context
+from tests.e2e.page.conftest import IN_BROWSER, Open, Tab
+from tests.e2e.page.test_dashboard import PARTS, Trainer, reward
+from tests.support.api import SPEC, Http, write_checkpoint
+from tests.support.cluster import ROOT
+
+AXE = ROOT / "dashboard" / "node_modules" / "axe-core" / "axe.min.js"
+pytestmark = [*IN_BROWSER, pytest.mark.skipif(not AXE.exists(), reason="no axe-core: make dashboard")]
+RUN = "() => axe.run(document, {resultTypes: ['violations']})"
+SIZES = {"phone": {"width": 375, "height": 700}, "desktop": {"width": 1400, "height": 900}}
+
+
+async def findings(tab: Tab) -> list[str]:
+    """The serious and critical ones, each with an element that has it."""
+    found: dict[str, Any] = await tab.page.evaluate(RUN)
+    serious = [one for one in found["violations"] if one["impact"] in ("serious", "critical")]
+    return [
+        f"{one['id']}: {node['html'][:160]}: {node['failureSummary'][:200]}"
+        for one in serious
+        for node in one["nodes"][:2]
+    ]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("theme", ["light", "dark"])
+async def test_every_view_can_be_used_by_everybody(
+    opened: Open, http: Http, bus: Bus, ctx: Context, theme: str, size: str
+) -> None:
+    job = await http.job()
+    await Trainer(bus, job).says(1, reward(0.5))
+    write_checkpoint(ctx, job, 1, {"model.safetensors": b"weights"})
+    swept = await http("POST", "/v1/sweeps", json={**SPEC, "sweep": {"parameters": {"rollout.toy.skill": [0.5]}}})
+    views: tuple[tuple[str, ...], ...] = (
+        (), ("environments",), ("sweeps",), ("sweeps", swept[1]["id"]), ("cluster",), ("submit",), ("submit", job),
+        *(("jobs", job, part) for part in PARTS),
+    )  # fmt: skip
+    tab = await opened(http.url, viewport=SIZES[size], color_scheme=theme)
+    await tab.page.evaluate(AXE.read_text())
+    found = {}
+    for view in views:
+        await tab.go(*view)
+        await expect(tab.page.locator("h1")).to_have_count(1)
+        await expect(tab.page.locator("main .empty", has_text="…")).to_have_count(0)
+        if "submit" in view:
+            await tab.page.locator(".cm-content").wait_for()
+        if wrong := await findings(tab):
+            found["/".join(view)] = wrong
+    assert found == {}
