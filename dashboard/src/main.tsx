@@ -34,6 +34,7 @@ function App(): JSX.Element {
     }
   };
   useEffect(() => {
+    takeShared();
     void enter();
     const refused = (): void => void enter();
     window.addEventListener("key-refused", refused);
@@ -57,7 +58,7 @@ function App(): JSX.Element {
         {gate.at === "key" && <KeyForm said={gate.said} use={use} />}
         {gate.at === "in" && (
           <Who.Provider value={gate.me}>
-            <View />
+            <View shared={gate.me.jobs} />
           </Who.Provider>
         )}
       </main>
@@ -65,8 +66,17 @@ function App(): JSX.Element {
   );
 }
 
-function View(): JSX.Element {
+/** An address #/share/KEY/... : take its key for this tab, and go on to the rest. */
+function takeShared(): void {
+  const [, text, rest] = /^#\/share\/([^/]+)\/(.*)$/.exec(location.hash) ?? [];
+  if (!text) return;
+  keep(decodeURIComponent(text));
+  history.replaceState(null, "", `#/${rest}`);
+}
+
+function View({ shared }: { shared: string[] }): JSX.Element {
   const [view, id, part] = useAddress();
+  if (shared.length && view !== "compare" && !(view === "jobs" && id)) return <Shared jobs={shared} />;
   if (view === "cluster") return <Cluster />;
   if (view === "compare") return <Compare ids={(id ?? "").split(",").filter(Boolean)} view={part ?? ""} />;
   if (view === "environments") return id ? <CheckView key={id} id={id} /> : <Environments />;
@@ -78,6 +88,26 @@ function View(): JSX.Element {
     <p class="empty">
       Page not found. <a href="#/">All jobs</a>
     </p>
+  );
+}
+
+function Shared({ jobs }: { jobs: string[] }): JSX.Element {
+  return (
+    <section class="card">
+      <h1>Shared with you</h1>
+      <ul>
+        {jobs.map((id) => (
+          <li key={id}>
+            <a href={`#/jobs/${id}`}>{id}</a>
+          </li>
+        ))}
+        {jobs.length > 1 && (
+          <li>
+            <a href={`#/compare/${jobs.join(",")}`}>all compared</a>
+          </li>
+        )}
+      </ul>
+    </section>
   );
 }
 
@@ -95,7 +125,7 @@ function Head({ me, leave }: { me: Me | null; leave: () => void }): JSX.Element 
         <img src="/page/icon.svg" alt="" width="22" height="22" />
         OpenTinker
       </a>
-      {me && (
+      {me && !me.jobs.length && (
         <nav>
           {link("", "Jobs", view === undefined || view === "jobs" || view === "sweeps")}
           {me.scopes.includes("environments:read") && link("environments", "Environments", view === "environments")}
@@ -109,7 +139,7 @@ function Head({ me, leave }: { me: Me | null; leave: () => void }): JSX.Element 
       <span class="spring" />
       {me && (
         <small class="dim who">
-          {me.role} of {me.tenant}
+          {me.jobs.length ? "shared with you" : `${me.role} of ${me.tenant}`}
         </small>
       )}
       {me?.key && (

@@ -16,6 +16,8 @@ class Key(TypedDict):
     created: float
     created_by: str
     expires: float | None
+    jobs: list[str]
+    """All that a share link shows; empty for ordinary keys."""
     last_used: float | None
     previous_valid_until: float | None
     """End of validity of the previous secret, after a rotation."""
@@ -25,6 +27,13 @@ class MadeKey(Key):
     """The only answer that has the secret."""
 
     key: str
+
+
+class Share(MadeKey):
+    """A link that shows jobs."""
+
+    address: str
+    """To be appended to the server's URL. Whoever has it sees the jobs."""
 
 
 class WebhookSecret(TypedDict):
@@ -51,6 +60,8 @@ class WhoAmI(TypedDict):
     """Its id."""
     name: str
     expires: float | None
+    jobs: list[str]
+    """All that a share link shows; empty for ordinary keys."""
     files: str
     """Equal to the asker's own `shared.paths.file_system()` if both see the same files by the same paths."""
 

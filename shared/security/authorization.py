@@ -89,6 +89,8 @@ class Principal:
     """Id of the key; empty on a server that asks for none."""
     scopes: frozenset[Action]
     """The key's; what it may is what both its role and these allow."""
+    jobs: frozenset[str] = frozenset()
+    """Ids of the jobs to which a share link confines it; empty: it is no share link."""
 
     @property
     def may(self) -> frozenset[Action]:

@@ -2,7 +2,7 @@
 
 Redis keys (`{id}` is the id of a key, `{tenant}` a tenant's name):
     key:{id}            hash: tenant, role, scopes, name, digest (SHA-256 of the whole key), created, by, expires, used,
-                        revoked, old (the digest before the last rotation), old_until
+                        revoked, old (the digest before the last rotation), old_until, jobs (of share links)
     keys:of:{tenant}    sorted set of ids by creation time
     tenants             sorted set of the tenants that have had a key, by the time of their first one
 
@@ -94,6 +94,8 @@ class Key(msgspec.Struct, frozen=True, kw_only=True):
     revoked: float
     old: str
     old_until: float
+    jobs: str = ""
+    """Comma separated ids of the jobs that a share link shows; empty: it is an ordinary key."""
 
     def state(self, now: float) -> str:
         """live | expired | revoked"""
@@ -103,7 +105,7 @@ class Key(msgspec.Struct, frozen=True, kw_only=True):
     def principal(self) -> Principal:
         named = (Action(scope) for scope in self.scopes.split(",") if scope)
         scopes = SCOPES if self.scopes == ALL else frozenset(named)
-        return Principal(self.tenant, self.role, self.id, scopes)
+        return Principal(self.tenant, self.role, self.id, scopes, frozenset(filter(None, self.jobs.split(","))))
 
     def fits(self, digest: str, now: float) -> bool:
         """Whether it is this key's secret: the present one, or for a while the one before."""
@@ -132,9 +134,10 @@ class KeyStore:
         name: str,
         by: str,
         expires: float = 0.0,
+        jobs: Sequence[str] = (),
     ) -> Key:
-        """`scopes` None: all that the role allows, now and later. The key that has this id: another one, if its digest
-        is another. Raises Conflict if the tenant has too many."""
+        """`scopes` None: all that the role allows, now and later; `jobs`: all that a share link shows. The key that has
+        this id: another one, if its digest is another. Raises Conflict if the tenant has too many."""
         parsed = parse(text)
         assert parsed is not None
         id, digest = parsed[1], digest_of(text)
@@ -151,6 +154,7 @@ class KeyStore:
             "revoked": 0.0,
             "old": "",
             "old_until": 0.0,
+            "jobs": ",".join(jobs),
         }
         gone = int(expires + KEPT_S) if expires else 0
         answer = await self._create(

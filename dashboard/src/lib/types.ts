@@ -164,6 +164,8 @@ export interface Me {
   key: string | null;
   /** What it may. */
   scopes: string[];
+  /** All that a share link shows; none of ordinary keys. */
+  jobs: string[];
 }
 
 export type Json = null | boolean | number | string | Json[] | { [name: string]: Json };

@@ -9,6 +9,7 @@ import { csv, curve, differences, ending, grouped, groupsOf, isFalling, metricNa
 import { FINAL, type JobDetail, type Point } from "../lib/types.ts";
 import { save, short } from "../lib/words.ts";
 import { Choice, Empty, Said, Select } from "../parts.tsx";
+import { Share } from "./share.tsx";
 
 export const MOST_RUNS = 50;
 const LOOK_MS = 5000;
@@ -58,6 +59,7 @@ export function Compare({ ids, view }: { ids: string[]; view: string }): JSX.Ele
       ))}
       <div class="bar">
         <a href="#/">Jobs</a>
+        <Share jobs={ids} />
         <Select
           label="Group by"
           value={by}

@@ -21,6 +21,7 @@ import { Log } from "./log.tsx";
 import { Results } from "./results.tsx";
 import { Timeline } from "./timeline.tsx";
 import { Why } from "./why.tsx";
+import { Share } from "./share.tsx";
 
 const PACE = 20;
 const HEAD_S = 5;
@@ -189,6 +190,7 @@ function Actions({ job, again }: { job: JobDetail; again: () => void }): JSX.Ele
         </button>
       )}
       <button onClick={() => go("submit", job.id)}>Clone</button>
+      <Share jobs={[job.id]} />
       <Said problem={problem} />
     </span>
   );

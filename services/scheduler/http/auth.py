@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from opentinker.shared.runtime.service import Context
 from opentinker.shared.security.authorization import DEFAULT_TENANT, SCOPES, Action, Principal, Role, Verdict, authorize
 from opentinker.shared.security.key_text import digest_of, parse, read_key
 from opentinker.shared.state.keys import Key, KeyStore
+from opentinker.shared.types.core import split_part
 from opentinker.shared.types.errors import NotFound, SpecError
 
 log = structlog.get_logger()
@@ -123,6 +125,8 @@ class AuthMiddleware:
             return await handler(request)
         if authorize(principal, action) is not Verdict.ALLOWED:
             raise web.HTTPForbidden(text=_refusal(principal, action))
+        if principal.jobs and action is not Action.ABOUT:
+            _confine(request, principal)
         request[PRINCIPAL], request[ACTION] = principal, action
         if not self._asks:
             return await handler(request)
@@ -243,6 +247,16 @@ def _shown(header: str) -> tuple[str, str]:
     """How somebody says who they are, and what they show."""
     scheme, _, text = header.partition(" ")
     return scheme.lower(), text.strip()
+
+
+def _confine(request: web.Request, principal: Principal) -> None:
+    """Raise HTTPForbidden if a share link is used for anything but its jobs."""
+    resource = request.match_info.route.resource
+    path = "" if resource is None else resource.canonical
+    job, _ = split_part(request.match_info.get("id", ""))
+    if not re.match(r"/v1/jobs/\{id\}(/|$)", path) or job not in principal.jobs:
+        shown = ", ".join(sorted(principal.jobs))
+        raise web.HTTPForbidden(text=f"this link shows {shown} and nothing else")
 
 
 def _refusal(principal: Principal, action: Action) -> str:

@@ -1,4 +1,4 @@
-"""Handlers of /v1/keys and /v1/tenants. A key's secret is in one answer alone: the one that makes it.
+"""Handlers of /v1/keys, /v1/shares and /v1/tenants. A key's secret is in one answer alone: the one that makes it.
 
 No one grants more than they have: creating, rotating or revoking a key requires all rights of that key.
 """
@@ -21,12 +21,17 @@ from opentinker.shared.runtime.service import Context
 from opentinker.shared.security.authorization import DEFAULT_TENANT, MAY, Action, Role, outranks
 from opentinker.shared.security.key_text import KEY_ID, new_key
 from opentinker.shared.state.keys import TENANT, Key, KeyStore
-from opentinker.shared.types.errors import NotFound, SpecError
+from opentinker.shared.types.errors import Conflict, NotFound, SpecError
 from opentinker.shared.types.mistakes import Mistakes
 
 DAY_S = 86400.0
 GRACE_S = DAY_S
 NO_STORE = {"Cache-Control": "no-store"}
+MAX_SHARED = 50
+"""Jobs of one share link."""
+MAX_SHARES = 200
+"""Share links of a tenant."""
+JobName = Annotated[str, Field(pattern=r"^j-[a-z0-9]{1,40}$")]
 
 OF_TENANT = Parameter("tenant", "For operators: another tenant; default: your own.")
 
@@ -66,8 +71,22 @@ class Rotation(BaseModel):
     """How long the secret before it stays valid."""
 
 
+class NewShare(BaseModel):
+    """The body of POST /v1/shares."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    jobs: Annotated[list[JobName], Field(min_length=1, max_length=MAX_SHARED)]
+    """Ids of the jobs that the link shows."""
+    expires_in_s: Annotated[float, Field(ge=60, le=90 * DAY_S)] = 7 * DAY_S
+    """From now on."""
+    name: Annotated[str, Field(max_length=100, pattern=r"^[^\x00-\x1f\x7f]*$")] = ""
+    """For people."""
+
+
 class KeysApi:
     def __init__(self, ctx: Context) -> None:
+        self._jobs = ctx.store
         self._env, self._asks = ctx.settings.key_env, ctx.settings.auth
         self._keys = KeyStore(ctx.store.redis)
 
@@ -88,6 +107,27 @@ class KeysApi:
             by=principal_of(request).key, expires=expires,
         )  # fmt: skip
         return json_response({"key": text, **_shown(key, now)}, 201, NO_STORE)
+
+    @Route("POST", "/v1/shares", Action.JOBS_WRITE, status=201, body=NewShare, answer=api_types.Share)
+    async def share(self, request: web.Request) -> web.Response:
+        """Make a link that shows jobs to whoever has it: read-only, and for a time.
+
+        Its key is listed and revoked like others."""
+        asked, tenant = parsed(NewShare, await read_json(request)), tenant_of(request)
+        if not self._asks:
+            raise Conflict("this server requires no key: its addresses need no share link")
+        found = {job.id for job in await self._jobs.jobs(asked.jobs) if may_see(request, job.tenant)}
+        if missing := sorted(set(asked.jobs) - found):
+            raise SpecError.of("jobs", missing, "you have no such job")
+        if sum(bool(key.jobs) for key in await self._keys.of(tenant)) >= MAX_SHARES:
+            raise Conflict(f"tenant {tenant} has {MAX_SHARES} share links; those that have ended count for a month")
+        now, text = time.time(), new_key(self._env)
+        key = await self._keys.create(
+            text, now=now, tenant=tenant, role=Role.VIEWER, scopes=[Action.JOBS_READ], name=asked.name,
+            by=principal_of(request).key, expires=now + asked.expires_in_s, jobs=sorted(found),
+        )  # fmt: skip
+        at = f"compare/{','.join(asked.jobs)}" if len(asked.jobs) > 1 else f"jobs/{asked.jobs[0]}"
+        return json_response({"address": f"/#/share/{text}/{at}", "key": text, **_shown(key, now)}, 201, NO_STORE)
 
     @Route("GET", "/v1/keys", Action.KEYS_READ, parameters=(OF_TENANT,), answer=api_types.Keys)
     async def list(self, request: web.Request) -> web.Response:
@@ -136,6 +176,7 @@ class KeysApi:
                 "key": asked.key or None,
                 "name": key.name if key else "",
                 "expires": (key.expires or None) if key else None,
+                "jobs": sorted(asked.jobs),
                 "files": file_system(),
             }
         )
@@ -183,6 +224,7 @@ def _shown(key: Key, now: float) -> dict[str, Any]:
         "created": key.created,
         "created_by": key.by,
         "expires": key.expires or None,
+        "jobs": sorted(key.principal.jobs),
         "last_used": key.used or None,
         "previous_valid_until": key.old_until if key.old_until > now else None,
     }

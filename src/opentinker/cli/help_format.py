@@ -25,7 +25,7 @@ HEADINGS = {
     "Results": "checkpoints download artifacts delete publish unpublish published rollouts transcripts distributions "
     "usage sink",
     "Use": "chat env script",
-    "Keys": "whoami keys webhook-secret audit",
+    "Keys": "whoami keys share webhook-secret audit",
     "Help": "help",
 }
 """Heading -> its commands, in the order in which they are listed."""

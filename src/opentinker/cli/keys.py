@@ -26,6 +26,7 @@ def register(app: typer.Typer) -> None:
     app.add_typer(keys, name="keys")
     app.command()(whoami)
     app.command()(webhook_secret)
+    app.command()(share)
 
 
 def whoami(url: Url = None, as_json: AsJson = False) -> None:
@@ -51,6 +52,18 @@ def webhook_secret(
     """Show the secret that your webhooks are signed with; see docs/notifications.md."""
     secret = client(url).webhook_secret(renew=renew)
     print_json({"secret": secret}) if as_json else say(secret)
+
+
+def share(
+    job_ids: Annotated[list[str], typer.Argument(metavar="JOB...", help="Job ids; several are compared.")],
+    expires: Annotated[str, typer.Option(help="For example 12h or 30d; 90d at most.")] = "7d",
+    name: Annotated[str, typer.Option(help="A note for people: whom it is for.")] = "",
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make a link that shows jobs, and nothing else, to whoever has it. `keys list` shows it, `keys revoke` ends it."""
+    link = client(url).share(*job_ids, expires_in_s=seconds(expires, "--expires"), name=name)
+    print_json({"url": link}) if as_json else say(link)
 
 
 @keys.command()
@@ -89,7 +102,7 @@ def list_(
         return
     rows = [
         [
-            *(key["id"], key["name"] or "-", key["tenant"], key["role"], key["state"]),
+            *(key["id"], key["name"] or "-", key["tenant"], "link" if key["jobs"] else key["role"], key["state"]),
             _when(key["expires"]),
             ago(key["last_used"]) if key["last_used"] else "never",
         ]

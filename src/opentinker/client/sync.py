@@ -142,6 +142,7 @@ class Client:
     delete_environment_check = blocking(AsyncClient.delete_environment_check)
 
     create_key = blocking(AsyncClient.create_key)
+    share = blocking(AsyncClient.share)
     keys = blocking(AsyncClient.keys)
     rotate_key = blocking(AsyncClient.rotate_key)
     revoke_key = blocking(AsyncClient.revoke_key)

@@ -7,7 +7,7 @@ from typing import cast
 from urllib.parse import quote
 
 from opentinker.sdk.http import Http
-from opentinker.shared.api_types import FreedWorker, Key, Keys, MadeKey, Tenant, Tenants, WebhookSecret, WhoAmI
+from opentinker.shared.api_types import FreedWorker, Key, Keys, MadeKey, Share, Tenant, Tenants, WebhookSecret, WhoAmI
 
 KEYS = "/v1/keys"
 
@@ -31,6 +31,12 @@ class KeyCalls:
         body = {"role": role, "name": name} | {field: value for field, value in asked.items() if value is not None}
         made = await self._http.json("POST", KEYS, noun=body, again=False)
         return cast(MadeKey, made)
+
+    async def share(self, *jobs: str, expires_in_s: float | None = None, name: str = "") -> str:
+        """Return a link that shows these jobs, and nothing else, to whoever has it; by default for a week."""
+        body = {"jobs": list(jobs), "name": name} | ({} if expires_in_s is None else {"expires_in_s": expires_in_s})
+        made = cast(Share, await self._http.json("POST", "/v1/shares", noun=body, again=False))
+        return self._http.url + made["address"]
 
     async def keys(self, tenant: str | None = None) -> list[Key]:
         """The keys of a tenant (default: yours), oldest first, without secrets."""

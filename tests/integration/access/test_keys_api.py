@@ -196,6 +196,7 @@ async def test_a_key_says_whose_it_is_and_what_it_may(http: Http, store: Store) 
     assert status == 200 and abs(found.pop("expires") - time.time() - YEAR_S) < 600.0
     assert found == {
         "files": file_system(),
+        "jobs": [],
         "auth": "on",
         "tenant": "red",
         "role": "member",

@@ -24,7 +24,7 @@ from opentinker.client import AsyncClient
 from opentinker.services.scheduler.environments.check_reports_api import CheckReport
 from opentinker.services.scheduler.environments.served_gateway import Gateway
 from opentinker.services.scheduler.http import auth
-from opentinker.services.scheduler.http.keys import NewKey, Rotation
+from opentinker.services.scheduler.http.keys import NewKey, NewShare, Rotation
 from opentinker.services.scheduler.http.publishing import NewPublication
 from opentinker.services.scheduler.http.route_decorator import Route
 from opentinker.services.scheduler.http.server import Api
@@ -90,6 +90,7 @@ BODIES: dict[type[BaseModel], Any] = {
     CheckReport: CHECK,
     JobSpec: SPEC,
     NewKey: {"role": "viewer"},
+    NewShare: {"jobs": ["j-0000000000"]},
     Rotation: {"grace_s": 60},
     LabelChanges: {"notes": "x"},
     SweepSpec: {**SPEC, "sweep": {"parameters": {"rollout.toy.skill": [0.5]}}},
