@@ -9,6 +9,8 @@ import { csv, curve, differences, ending, grouped, groupsOf, isFalling, metricNa
 import { FINAL, type JobDetail, type Point } from "../lib/types.ts";
 import { save, short } from "../lib/words.ts";
 import { Choice, Empty, Said, Select } from "../parts.tsx";
+import { Pairs } from "./pairs.tsx";
+import { Parallel } from "./parallel.tsx";
 import { Share } from "./share.tsx";
 
 export const MOST_RUNS = 50;
@@ -88,9 +90,11 @@ export function Compare({ ids, view }: { ids: string[]; view: string }): JSX.Ele
         })}
       </div>
       <Table runs={runs} differing={differing} metrics={shown} remove={(id) => go("compare", ids.filter((one) => one !== id).join(), `${query}`)} />
+      {metric && <Parallel runs={runs} metric={metric} falls={isFalling(metric)} />}
       <div class="charts">
         {metric && differing.map(({ path }) => <Scatter key={path} path={path} metric={metric} runs={runs} />)}
       </div>
+      <Pairs runs={runs} />
     </>
   );
 }

@@ -36,8 +36,11 @@ interface Episode {
 /** PNG or JPEG in Base64, by digest. */
 type Images = Record<string, string>;
 
-interface Exam {
+export interface Exam {
   index: number;
+  /** Which beginning it has, and which time it is played. */
+  state?: number;
+  sample?: number;
   /** Who played the other seats, where the evaluation has several opponents. */
   opponent?: string;
   /** 1: won, 0.5: drawn, 0: lost; where others have seats. */
@@ -297,7 +300,7 @@ function ExamCard({ exam, colour }: { exam: Exam; colour: Colour }): JSX.Element
   );
 }
 
-function Talk({ messages, images }: { messages: Message[]; images: Images | undefined }): JSX.Element {
+export function Talk({ messages, images }: { messages: Message[]; images: Images | undefined }): JSX.Element {
   return (
     <div class="talk">
       {messages.map((one, i) => (

@@ -16,7 +16,9 @@ export const COLUMNS = ["State", "Progress", "Last", "Curve", "Time", "Environme
 const CURVE = { width: 90, height: 20 };
 
 /** A project or a tag that listed jobs have. */
-export type Label = ["project" | "tag", string];
+/** A property by which jobs are filtered and grouped, and its value. */
+export type Label = [(typeof PROPERTIES)[number], string];
+export const PROPERTIES = ["project", "tag", "kind", "environment", "model", "owner", "state"] as const;
 
 interface RowProps {
   job: Job;

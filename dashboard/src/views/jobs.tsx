@@ -9,7 +9,8 @@ import { counted } from "../lib/words.ts";
 import { Empty, Said, Select } from "../parts.tsx";
 import { Away } from "./away.tsx";
 import { Bulk } from "./job-actions.tsx";
-import { COLUMNS, JobRow, ROW_PX, type Label } from "./job-row.tsx";
+import { Groups } from "./job-groups.tsx";
+import { COLUMNS, JobRow, PROPERTIES, ROW_PX, type Label } from "./job-row.tsx";
 
 const STATES = ["", "running", "queued", "starting", "paused", "succeeded", "failed", "cancelled"];
 /** By the API's name of the order. */
@@ -42,13 +43,19 @@ export function Jobs(): JSX.Element {
   const [sort, setSort] = useState(SORTS[0]![0]);
   const [labels, setLabels] = useState<Label[]>([]);
   const [columns, setColumns] = useState(() => columnsOf(localStorage.getItem(KEPT_COLUMNS), COLUMNS));
+  const [by, setBy] = useState<Label[0] | "">("");
   const without = ([kind, name]: Label): Label[] => labels.filter(([other, value]) => other !== kind || (kind === "tag" && value !== name));
-  const query = new URLSearchParams([["sort", sort], ...labels.filter(([kind]) => kind === "project")]);
+  const filter = new URLSearchParams(labels.filter(([kind]) => kind !== "tag"));
   const tags = labels.filter(([kind]) => kind === "tag").map(([, name]) => name);
-  if (tags.length) query.set("tag", tags.join(","));
+  if (tags.length) filter.set("tag", tags.join(","));
   const search = useSettled(text.trim(), SETTLED_MS);
-  if (state) query.set("state", state);
-  if (search) query.set("search", search);
+  if (state) filter.set("state", state);
+  if (search) filter.set("search", search);
+  const query = new URLSearchParams([["sort", sort], ...filter]);
+  const choose = (label: Label): void => {
+    setBy("");
+    setLabels([...without(label), label]);
+  };
   const isFiltered = labels.length > 0 || state !== "" || search !== "";
   return (
     <>
@@ -66,6 +73,12 @@ export function Jobs(): JSX.Element {
         />
         <Select label="State" value={state} of={STATES.map((one) => [one, one || "any state"])} choose={setState} />
         <Select label="Order" value={sort} of={SORTS} choose={setSort} />
+        <Select
+          label="Group by"
+          value={by}
+          of={[["", "no groups"], ...PROPERTIES.map((one): [string, string] => [one, `by ${one}`])]}
+          choose={(one) => setBy(one as Label[0] | "")}
+        />
         <a href="#/sweeps">Sweeps</a>
         <Columns
           shown={columns}
@@ -80,7 +93,11 @@ export function Jobs(): JSX.Element {
           </button>
         ))}
       </div>
-      <Found key={`${query}`} filter={`&${query}`} isFiltered={isFiltered} columns={columns} choose={(label) => setLabels([...without(label), label])} />
+      {by ? (
+        <Groups key={`${by}${filter}`} by={by} filter={`&${filter}`} choose={choose} />
+      ) : (
+        <Found key={`${query}`} filter={`&${query}`} isFiltered={isFiltered} columns={columns} choose={choose} />
+      )}
     </>
   );
 }
