@@ -27,7 +27,9 @@ const PAGE = 200;
 const LOOK_S = 2;
 /** A filter or an order is more work for the server. */
 const SLOW_S = 5;
-const SETTLED_MS = 300;
+const SETTLED_MS = 40;
+/** How near the end of a list is when more is asked for. */
+const NEAR = "1200px";
 const KEPT_COLUMNS = "opentinker-columns";
 const HELP = "j and k move, Enter opens, x picks, a picks all, c compares, / searches, Escape picks none";
 
@@ -152,12 +154,24 @@ function Found({ filter, isFiltered, columns, choose }: FoundProps): JSX.Element
       <p class="dim count">
         {last.more ? `the first ${counted(shown.length, "job")}` : counted(shown.length, "job")} <span title={HELP}>keys: ?</span>
       </p>
-      {last.more && (
-        <button class="more" onClick={next}>
-          {isFiltered ? "Search older jobs" : "More jobs"}
-        </button>
-      )}
+      {last.more && <More key={last.cursor} isSearch={isFiltered} byItself={shown.length > 0} next={next} />}
     </>
+  );
+}
+
+/** Asks for more: by a click, or as soon as the end of the list comes near. */
+function More({ isSearch, byItself, next }: { isSearch: boolean; byItself: boolean; next: () => void }): JSX.Element {
+  const button = useRef<HTMLButtonElement>(null);
+  useEffect(() => {
+    if (!byItself || !button.current) return;
+    const watcher = new IntersectionObserver((seen) => seen.some((one) => one.isIntersecting) && button.current?.click(), { rootMargin: NEAR });
+    watcher.observe(button.current);
+    return () => watcher.disconnect();
+  }, [byItself]);
+  return (
+    <button ref={button} class="more" onClick={next}>
+      {isSearch ? "Search older jobs" : "More jobs"}
+    </button>
   );
 }
 
