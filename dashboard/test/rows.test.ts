@@ -1,6 +1,7 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { columnsOf, deedOf, picked, sparkline, windowed } from "../src/lib/rows.ts";
+import type { Job } from "../src/lib/types.ts";
+import { columnsOf, deedOf, matches, picked, sparkline, windowed } from "../src/lib/rows.ts";
 
 test("of five thousand rows those in sight are drawn", () => {
   assert.deepEqual(windowed(5000, 36, 0, 720), { from: 0, to: 32 });
@@ -33,4 +34,10 @@ test("a curve fills its box, also a flat one", () => {
 test("columns that are kept are shown in their order", () => {
   assert.deepEqual(columnsOf(null, ["a", "b"]), ["a", "b"]);
   assert.deepEqual(columnsOf("b,gone", ["a", "b"]), ["b"]);
+});
+
+test("a job matches if it has all words, wherever they are", () => {
+  const job = { id: "j-1", name: "Long run", kind: "rl", model: "m/tiny", project: "Maths", key: "k", tags: ["best"] } as unknown as Job;
+  for (const text of ["", "long", "RUN maths", "best tiny j-1"]) assert.ok(matches(job, text), text);
+  for (const text of ["longrun", "long eval"]) assert.ok(!matches(job, text), text);
 });

@@ -1,5 +1,7 @@
 // A long table of rows of one height: which of them are drawn, which are chosen, and what keys do.
 
+import type { Job } from "./types.ts";
+
 export interface Span {
   from: number;
   to: number;
@@ -41,6 +43,12 @@ const KEYS: Record<string, Deed> = {
 
 export function deedOf(key: string, typing: boolean, modified: boolean): Deed | undefined {
   return typing || modified ? undefined : KEYS[key];
+}
+
+/** Whether a job has all of these words, as the server searches; of notes and keys' names only the server knows. */
+export function matches(job: Job, text: string): boolean {
+  const has = [job.id, job.name, job.kind, job.model, job.environment ?? "", job.project, job.key, ...job.tags].join("\n").toLowerCase();
+  return text.toLowerCase().split(/\s+/).every((word) => has.includes(word));
 }
 
 /** Points of a polyline in a box; the lowest value is at its bottom. */

@@ -3,7 +3,7 @@
 import type { JSX } from "preact";
 import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import { go, useAsked, useKeyNames, useNow, useSettled } from "../hooks.ts";
-import { columnsOf, deedOf, picked, windowed, type Span } from "../lib/rows.ts";
+import { columnsOf, deedOf, matches, picked, windowed, type Span } from "../lib/rows.ts";
 import { type Job } from "../lib/types.ts";
 import { counted } from "../lib/words.ts";
 import { Empty, Said, Select } from "../parts.tsx";
@@ -58,6 +58,8 @@ export function Jobs(): JSX.Element {
     setBy("");
     setLabels([...without(label), label]);
   };
+  const seen = useRef(new Map<string, Job>()); // what is known here shows at once, until the server has answered
+  const known = (): Job[] => (labels.length ? [] : [...seen.current.values()].filter((job) => (!state || job.state === state) && matches(job, search)));
   const isFiltered = labels.length > 0 || state !== "" || search !== "";
   return (
     <>
@@ -98,7 +100,7 @@ export function Jobs(): JSX.Element {
       {by ? (
         <Groups key={`${by}${filter}`} by={by} filter={`&${filter}`} choose={choose} />
       ) : (
-        <Found key={`${query}`} filter={`&${query}`} isFiltered={isFiltered} columns={columns} choose={choose} />
+        <Found key={`${query}`} filter={`&${query}`} isFiltered={isFiltered} columns={columns} choose={choose} seen={seen.current} known={known} />
       )}
     </>
   );
@@ -125,18 +127,27 @@ interface FoundProps {
   isFiltered: boolean;
   columns: string[];
   choose: (label: Label) => void;
+  /** All jobs that were listed so far, by id. */
+  seen: Map<string, Job>;
+  /** Those among them that match. */
+  known: () => Job[];
 }
 
-function Found({ filter, isFiltered, columns, choose }: FoundProps): JSX.Element {
+function Found({ filter, isFiltered, columns, choose, seen, known }: FoundProps): JSX.Element {
   const { value, problem, again } = useAsked<Answer>(`/v1/jobs?limit=${PAGE}${filter}`, filter.startsWith("&sort=created") && !isFiltered ? LOOK_S : SLOW_S);
   const [older, setOlder] = useState<Job[]>([]);
   const [before, setBefore] = useState<string | null>(null);
   const page = useAsked<Answer>(before && `/v1/jobs?limit=${PAGE}&before=${before}${filter}`);
-  if (!value) return problem ? <Said problem={problem} /> : <Empty>…</Empty>;
+  if (!value) {
+    const jobs = problem ? [] : known();
+    if (problem) return <Said problem={problem} />;
+    return jobs.length ? <Table jobs={jobs} columns={columns} choose={choose} again={again} /> : <Empty>…</Empty>;
+  }
   const fresh = new Set(value.jobs.map((job) => job.id));
   const behind = [...older, ...(page.value?.jobs ?? [])].filter((job) => !fresh.has(job.id));
   const shown = [...value.jobs, ...behind];
   const last = page.value ?? value;
+  for (const job of shown) seen.set(job.id, job);
   const next = (): void => {
     setOlder(behind);
     setBefore(last.cursor);
