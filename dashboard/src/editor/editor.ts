@@ -130,7 +130,7 @@ async function marked(text: string, asks: Asks): Promise<Diagnostic[]> {
 }
 
 /** Names of settings, or values of one, for the position that is written at. */
-export function complete(context: CompletionContext, schema: Schema, asks: Pick<Asks, "known">): CompletionResult | null {
+function complete(context: CompletionContext, schema: Schema, asks: Pick<Asks, "known">): CompletionResult | null {
   const text = context.state.doc.toString();
   const spot = spotAt(text.slice(0, context.pos));
   if (!spot || (!context.explicit && spot.from === context.pos && spot.role === "name")) return null;

@@ -33,7 +33,7 @@ from opentinker.shared.security.authorization import Action
 from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.spec.rollout import ELSEWHERE
 from opentinker.shared.spec.seats import bots_of
-from opentinker.shared.spec.sweeps.children import Sweep, SweepSpec, first_job, is_sweep, parse_sweep
+from opentinker.shared.spec.sweeps.children import Sweep, SweepSpec, is_sweep, parse_sweep
 from opentinker.shared.types.core import StopReason
 from opentinker.shared.types.env_protocol import OpenSession, Policy, SeatAction, SessionReply, StepSession
 from opentinker.shared.types.error_text import error_sentence
@@ -76,7 +76,7 @@ def _report_on_text(data: Any) -> Validation:
     """Blocking. Look at nothing but the spec itself."""
     mistakes: Mistakes = []
     try:
-        spec = parse_spec(first_job(data))
+        spec, _ = _read(data)
         checks = [check("spec", _named(spec))]
     except SpecError as error:
         mistakes, checks = error.mistakes, []
@@ -86,31 +86,33 @@ def _report_on_text(data: Any) -> Validation:
 async def report_on(ctx: Context, data: Any, tenant: str, *, plays: bool = True) -> Validation:
     """`plays`: play an episode and look at the model and the rows too."""
     mistakes: Mistakes = []
-    try:
-        spec, jobs = await asyncio.to_thread(_first_of, data)
-    except SpecError as error:
-        spec, jobs, mistakes = None, 1, error.mistakes
+    spec: JobSpec | None = None
+    sweep: Sweep | None = None
     asked = EnvironmentCheck()
+    try:
+        spec, sweep = await asyncio.to_thread(_read, data)
+        if sweep is not None:
+            asked, *_ = await checked_sweep(ctx, sweep, tenant)
+    except SpecError as error:
+        mistakes = error.mistakes
     if not is_sweep(data):
         asked, *_ = await check_references(ctx, data, spec, tenant, mistakes)
-    elif spec is not None:
-        try:
-            asked, *_ = await checked_sweep(ctx, await asyncio.to_thread(parse_sweep, data), tenant)
-        except SpecError as error:
-            mistakes += error.mistakes
     if spec is None or mistakes:
         return _report(mistakes, [])
     checks, messages = await _checks_of(ctx, spec, tenant, asked) if plays else ([check("spec", _named(spec))], [])
     checks += await forecast.forecast_start(ctx, spec, tenant)
-    if is_sweep(data):
+    jobs = 1 if sweep is None else sweep.most_jobs
+    if sweep is not None:
         checks.insert(1, check("sweep", f"up to {plural(jobs, 'job')}; its first one is looked at here"))
     return _report([], checks, messages, await estimate(ctx, spec, tenant, jobs))
 
 
-def _first_of(data: Any) -> tuple[JobSpec, int]:
-    """Blocking. Return the job of a spec, or the first of a sweep and their number. Raises SpecError."""
-    sweep: Sweep | None = parse_sweep(data) if is_sweep(data) else None
-    return parse_spec(first_job(data)), 1 if sweep is None else sweep.most_jobs
+def _read(data: Any) -> tuple[JobSpec, Sweep | None]:
+    """Blocking. Return the job of a spec; of a sweep its first job, and the sweep. Raises SpecError."""
+    if not is_sweep(data):
+        return parse_spec(data), None
+    sweep = parse_sweep(data)
+    return parse_spec(sweep.first_job), sweep
 
 
 def _report(

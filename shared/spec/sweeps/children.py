@@ -58,6 +58,11 @@ class Sweep(NamedTuple):
     """Every trial of a grid or of random search, in order; of `tpe` none is known before."""
 
     @property
+    def first_job(self) -> dict[str, Any]:
+        """The spec of its first job, as plain data."""
+        return child_of(self.table, self.base, first_of(self.table), self.table.job_seeds[0])
+
+    @property
     def most_trials(self) -> int:
         return len(self.trials) or self.table.most_trials
 
@@ -73,10 +78,7 @@ def is_sweep(data: Any) -> bool:
 
 def first_job(data: dict[str, Any]) -> dict[str, Any]:
     """Return the spec's data without [sweep]: of a sweep, that of its first job. Raises SpecError."""
-    if not is_sweep(data):
-        return data
-    sweep = parse_sweep(data)
-    return child_of(sweep.table, sweep.base, first_of(sweep.table), sweep.table.job_seeds[0])
+    return parse_sweep(data).first_job if is_sweep(data) else data
 
 
 def parse_sweep(data: Any) -> Sweep:

@@ -170,8 +170,8 @@ async def test_what_a_program_in_the_background_writes_between_commands_is_looke
 async def test_a_sandbox_that_this_machine_kills_is_told_from_one_that_ends_itself(plane: Boxes) -> None:
     workspace = await workspace_of(plane, "good")
     box = await workspace.started()
-    running = asyncio.ensure_future(workspace.run("sleep 1000", 60.0))
-    await asyncio.sleep(0.2)  # it also ends an idle one so
+    running = asyncio.ensure_future(workspace.run("touch begun; sleep 1000", 60.0))
+    await until(lambda: any(plane.episodes.glob("*/*/upper/**/begun")))
     os.kill(box.process.pid, signal.SIGKILL)
     with pytest.raises(BoxLost) as lost:
         await running

@@ -23,6 +23,7 @@ from opentinker.local.harbor_check import add_tasks
 from opentinker.shared.types.core import StopReason
 from opentinker.shared.types.env_protocol import Policy
 from opentinker.shared.types.errors import SpecError
+from tests.conftest import until
 from tests.support.harbor_tasks import AGENT, write_task
 
 RIGHT = "awk '{s += $2} END {print s}' data.txt > answer.txt"
@@ -92,16 +93,14 @@ async def test_a_sandbox_that_is_lost_is_no_fault_of_the_agent(place: Path, monk
 async def test_an_agent_whose_sandbox_this_machine_kills_has_no_reward(place: Path) -> None:
     agent = made(place)
 
-    async def kill() -> None:
-        assert agent.episode is not None
-        box = await agent.episode.workspace.started()
-        os.kill(box.process.pid, signal.SIGKILL)
-
+    answer = Action(text="touch begun; sleep 1000", stop=StopReason.EOS, turn=0)
     try:
         await agent.open(0, 7)
-        stepping = asyncio.ensure_future(agent.step(Action(text="sleep 1000", stop=StopReason.EOS, turn=0)))
-        await asyncio.sleep(0.5)
-        await kill()
+        assert agent.episode is not None
+        box, episodes = await agent.episode.workspace.started(), (await boxes()).episodes
+        stepping = asyncio.ensure_future(agent.step(answer))
+        await until(lambda: any(episodes.glob("*/*/upper/**/begun")))
+        os.kill(box.process.pid, signal.SIGKILL)
         with pytest.raises(Unreachable, match="was lost"):
             await stepping
     finally:

@@ -35,16 +35,12 @@ def validate(
     """
     from opentinker.sdk.spec_location import with_places
     from opentinker.shared.spec import parse_spec
-    from opentinker.shared.spec.sweeps.children import child_of, first_of, parse_sweep
+    from opentinker.shared.spec.sweeps.children import parse_sweep
 
     try:
         swept = read_sweep(path, changes=changes)
         sweep = None if swept is None else parse_sweep(swept)
-        data = (
-            read_spec(path, changes=changes)
-            if sweep is None
-            else child_of(sweep.table, sweep.base, first_of(sweep.table))
-        )
+        data = read_spec(path, changes=changes) if sweep is None else sweep.first_job
         spec = parse_spec(data)
     except SpecError as error:
         if not as_json:
