@@ -187,6 +187,25 @@ class Unreachable(Exception):
     again."""
 
 
+class DataRows(ABC):
+    """The rows of a data set that the episodes of an environment begin with. Blocking; used by several threads."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def number(self, row: int) -> int:
+        """Return the number of the row that `Environment.open(row)` plays, from 0 to the number of rows."""
+
+    @abstractmethod
+    def prompt(self, number: int) -> list[Message]:
+        """Return what the policy sees first in the episodes of a row."""
+
+    def place(self, number: int) -> str:
+        """Return where the row stands, e.g. its file and line; empty: nowhere else."""
+        return ""
+
+
 class Environment(ABC):
     Config: ClassVar[type[BaseModel]] = EnvironmentConfig
     """The settings that a job may give under `environment.config`."""
@@ -230,6 +249,14 @@ class Environment(ABC):
         creates an instance.
         """
         cls(config)
+
+    @classmethod
+    def rows(cls, config: BaseModel) -> DataRows | None:
+        """Return the rows that episodes with this config begin with; None if there are none, as in a game.
+
+        `opentinker rows` and the dashboard list them, with how often each was solved. Called in a thread.
+        """
+        return None
 
     @abstractmethod
     async def open(self, row: int, seed: int) -> list[Message] | Opening:

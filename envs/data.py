@@ -12,7 +12,7 @@ import binascii
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -20,10 +20,10 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field
 
-from opentinker.envs.base import EnvironmentConfig
+from opentinker.envs.base import DataRows, EnvironmentConfig
 from opentinker.shared.data.dataset import open_rows
 from opentinker.shared.data.jsonl import RowError, rows_path
-from opentinker.shared.types.core import Image, Text
+from opentinker.shared.types.core import Image, Message, Text
 
 Row = tuple[str, dict[str, Any]]
 """Location, for error messages, and the row."""
@@ -78,10 +78,33 @@ class Table:
     def _shuffle(self, epoch: int) -> np.ndarray[Any, Any]:
         return np.random.default_rng([self.seed, 0, epoch]).permutation(len(self.rows))
 
+    def number(self, row: int, *, shuffle: bool) -> int:
+        """Return the place among `rows` of row number `row`, counted from 0 over all epochs."""
+        epoch, place = divmod(row, len(self.rows))
+        return int(self._order(epoch)[place]) if shuffle else place
+
     def at(self, row: int, *, shuffle: bool) -> Row:
         """Return row number `row`, counted from 0 over all epochs."""
-        epoch, place = divmod(row, len(self.rows))
-        return self.rows[int(self._order(epoch)[place]) if shuffle else place]
+        return self.rows[self.number(row, shuffle=shuffle)]
+
+
+class TableRows(DataRows):
+    """The rows of a table. `prompt_of`: what the policy sees first of one."""
+
+    def __init__(self, table: Table, config: DataConfig, prompt_of: Callable[[Row], list[Message]]) -> None:
+        self._table, self._shuffle, self._prompt_of = table, config.shuffle, prompt_of
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def number(self, row: int) -> int:
+        return self._table.number(row, shuffle=self._shuffle)
+
+    def prompt(self, number: int) -> list[Message]:
+        return self._prompt_of(self._table.rows[number])
+
+    def place(self, number: int) -> str:
+        return self._table.rows[number][0]
 
 
 Key = tuple[str, str | None, str | None]

@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field
 
 from opentinker.envs.adapters.library import LibraryConfig, Randomness, check_known, episode_seed
 from opentinker.envs.base import Action, Environment, Step
-from opentinker.envs.data import DataConfig, Row, in_event_loop, read, table
+from opentinker.envs.data import DataConfig, Row, TableRows, in_event_loop, read, table
 from opentinker.shared.data.jsonl import RowError
 from opentinker.shared.types.core import Message
 
@@ -50,6 +50,12 @@ class SkyRLGym(Environment):
     def rehearse(cls, config: BaseModel) -> None:
         assert isinstance(config, cls.Config)
         _made(config, read(config).rows[0])
+
+    @classmethod
+    def rows(cls, config: BaseModel) -> TableRows:
+        assert isinstance(config, cls.Config)
+        column = config.prompt
+        return TableRows(read(config), config, lambda row: _messages(_prompt_of(row, column)))
 
     async def open(self, row: int, seed: int) -> list[Message]:
         config = self.config

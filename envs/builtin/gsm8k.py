@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
-from pydantic import Field
+from pydantic import BaseModel, Field
 
-from opentinker.envs.base import Action, Environment, EnvironmentConfig, Step, user
+from opentinker.envs.base import Action, DataRows, Environment, EnvironmentConfig, Step, user
 from opentinker.shared.types.core import Message
 
 DATA = Path(__file__).parent.parent / "data" / "gsm8k"
@@ -53,11 +53,16 @@ class Gsm8k(Environment):
 
     config: Config
 
+    @classmethod
+    def rows(cls, config: BaseModel) -> Questions:
+        assert isinstance(config, cls.Config)
+        return Questions(config, read(config.split))
+
     async def open(self, row: int, seed: int) -> list[Message]:
-        rows = await load(self.config.split)
-        self.row = rows[row % len(rows)]
-        parts = [self.row.question, self.config.instruction]
-        return [user("\n\n".join(part for part in parts if part))]
+        rows = Questions(self.config, await load(self.config.split))
+        number = rows.number(row)
+        self.row = rows.rows[number]
+        return rows.prompt(number)
 
     async def step(self, action: Action) -> Step:
         said, wanted = answer_of(action.text), answer_of(self.row.answer)
@@ -69,6 +74,21 @@ class Gsm8k(Environment):
 
     def gold(self) -> str:
         return self.row.answer
+
+
+class Questions(DataRows):
+    def __init__(self, config: Gsm8k.Config, rows: list[Row]) -> None:
+        self.config, self.rows = config, rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def number(self, row: int) -> int:
+        return row % len(self.rows)
+
+    def prompt(self, number: int) -> list[Message]:
+        parts = [self.rows[number].question, self.config.instruction]
+        return [user("\n\n".join(part for part in parts if part))]
 
 
 async def load(split: str) -> list[Row]:

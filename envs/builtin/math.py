@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Self
 
-from pydantic import Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from opentinker.envs.base import Action, Environment
 from opentinker.envs.base import Step as Answer
-from opentinker.envs.data import DataConfig, content_of, in_event_loop, read, table, text_of
+from opentinker.envs.data import DataConfig, Row, TableRows, content_of, in_event_loop, read, table, text_of
 from opentinker.envs.grading import graders, is_installed
 from opentinker.shared.types.core import Message
 
@@ -53,13 +54,15 @@ class Math(Environment):
 
     config: Config
 
+    @classmethod
+    def rows(cls, config: BaseModel) -> TableRows:
+        assert isinstance(config, cls.Config)
+        return TableRows(read(config), config, partial(prompt_of, config))
+
     async def open(self, row: int, seed: int) -> list[Message]:
-        config, self.tries = self.config, 0
-        self.row = (await table(config)).at(row, shuffle=config.shuffle)
-        problem = text_of(self.row, config.problem)
-        asked = "\n\n".join(part for part in (problem, config.instruction) if part)
-        told = Message(role="user", content=content_of(asked, self.row, config.images))
-        return [*([Message(role="system", content=config.system)] if config.system else []), told]
+        self.tries = 0
+        self.row = (await table(self.config)).at(row, shuffle=self.config.shuffle)
+        return prompt_of(self.config, self.row)
 
     async def step(self, action: Action) -> Answer:
         config = self.config
@@ -89,3 +92,10 @@ class Math(Environment):
     def gold(self) -> str:
         answer = text_of(self.row, self.config.answer)
         return f"It is \\boxed{{{answer}}}."
+
+
+def prompt_of(config: Math.Config, row: Row) -> list[Message]:
+    """Raise RowError."""
+    asked = "\n\n".join(part for part in (text_of(row, config.problem), config.instruction) if part)
+    told = Message(role="user", content=content_of(asked, row, config.images))
+    return [*([Message(role="system", content=config.system)] if config.system else []), told]

@@ -14,6 +14,8 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import msgspec
+
 from opentinker.envs.base import Action, BadReply, Environment, Unreachable, fields_of
 from opentinker.envs.bots import with_bots
 from opentinker.envs.import_clock import ImportClock
@@ -29,6 +31,7 @@ from opentinker.shared.messaging.reply_validation import (
 from opentinker.shared.types.core import Ending
 from opentinker.shared.types.env_protocol import (
     MAX_CANDIDATES,
+    MAX_ROWS,
     OpenSession,
     SeatAction,
     SessionReply,
@@ -36,6 +39,9 @@ from opentinker.shared.types.env_protocol import (
 )
 from opentinker.shared.types.error_text import error_tail
 from opentinker.shared.types.errors import OpenTinkerError
+
+DEFAULT_ROWS = Environment.__dict__["rows"].__func__
+"""Of environments that list no rows: they need no thread to say so."""
 
 
 class EnvRunner(Protocol):
@@ -100,6 +106,7 @@ class LocalEnvRunner:
         self._branches = [branch]
         opened = await _await_result(environment, "open", environment.open(request.row, request.seed))
         branch.asked = opening_reply(self._worker, environment, opened)
+        branch.asked = msgspec.structs.replace(branch.asked, row=await _number_of(made, request.row))
         return branch.asked
 
     async def _step(self, request: StepSession) -> SessionReply:
@@ -159,6 +166,17 @@ class LocalEnvRunner:
     async def _close(self, environment: Environment) -> SessionReply:
         await _await_result(environment, "close", environment.close())
         return SessionReply(worker=self._worker)
+
+
+async def _number_of(made: Environment, row: int) -> int | None:
+    """Return which row of its data set the environment plays; None if it has none. Raise any exception of user code."""
+    if getattr(type(made).rows, "__func__", None) is DEFAULT_ROWS:
+        return None
+    rows = await asyncio.to_thread(made.rows, made.config)
+    number = None if rows is None else rows.number(row)
+    if number is not None and not (type(number) is int and 0 <= number < MAX_ROWS):
+        raise BadReply(f"number() must return an int from 0 to {MAX_ROWS:,}, not {kind_of(number)}")
+    return number
 
 
 async def _await_result(environment: Environment, method: str, answer: Awaitable[Any]) -> Any:

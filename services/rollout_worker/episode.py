@@ -85,6 +85,7 @@ class Episode:
         """Until the environment showed its first observation."""
         self.metrics: dict[str, float] = {}
         self.wants_tokens = False
+        self.row: int | None = None
         self.state = "PENDING"
         self.done = self.truncated = False
 
@@ -113,7 +114,7 @@ class Episode:
                 reply = self._good(await self._open(clock))
                 self.open_s = time.monotonic() - started
                 worker = reply.worker
-                self.wants_tokens = reply.wants_tokens
+                self.wants_tokens, self.row = reply.wants_tokens, reply.row
                 ending = await self._play(worker, reply)
         except TimeoutError:
             late = Ending.TIMEOUT if self.state == "GENERATING" else Ending.ENV_TIMEOUT
@@ -374,6 +375,7 @@ class Episode:
     def _trajectory(self, stream: Stream, ending: Ending, seconds: float) -> Trajectory:
         return msgspec.structs.replace(
             stream.trajectory(self.index, self.attempt, ending, is_kept=self.is_kept),
+            row=self.row,
             truncated=self.truncated,
             metrics=self.metrics,
             seconds=seconds,

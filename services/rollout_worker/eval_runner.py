@@ -193,6 +193,7 @@ class EvalRunner:
             outcome=outcome_of(episode, self.policy),
             components={name: value / len(rewards) for name, value in components.items()},
             metrics=played[0].metrics,
+            row=played[0].row,
             tokens=sum(int(t.mask.sum()) for t in trajectories),
             stops=[turn.stop for t in trajectories for turn in t.turns],
             seconds=played[0].seconds,

@@ -29,6 +29,7 @@ from opentinker.services.trainer.joint_progress import JointProgress
 from opentinker.services.trainer.learners.base import Learner, SnapshotLike
 from opentinker.services.trainer.opponent_pools import OpponentPools
 from opentinker.services.trainer.rollout_log import RolloutLog
+from opentinker.services.trainer.row_plays import plays_of
 from opentinker.services.trainer.weights.publisher import Publisher
 from opentinker.shared.asyncio_tools import check_cancelled, finish_uncancelled, sleep, wait_event
 from opentinker.shared.messaging.subjects import GROUP, ROLLOUTS
@@ -83,6 +84,7 @@ class TrainerJob:
         self.ctx = worker.ctx
         self.reporter = JobReporter(self.ctx, lease, spec, learner, worker.trace, policy, self.joint)
         self.rollout_log = RolloutLog(self.reporter.root.parent, spec.rollout.transcripts, self.reporter.event)
+        solved_at = spec.validation.solved_at if spec.validation is not None else 1.0
         self.admission = Admission(
             self.ctx.store.redis, lease.job, lease.epoch, policies=list(spec.policies), policy=policy
         )
@@ -100,6 +102,7 @@ class TrainerJob:
             opponent_lag=lambda group: self.joint.moved(group.opponents),
             max_opponent_lag=max_opponent_lag(spec),
             keep=kept_groups(spec),
+            solved_at=solved_at,
         )
         self.intake = Intake(self.reporter, self.admission, self.assembler, self.joint, lambda: self.step)
         self.step = 0
@@ -299,7 +302,9 @@ class TrainerJob:
     async def _log_rollouts(self, batch: list[Group], spread: dict[str, Histogram]) -> None:
         """Log the step's episodes and distributions, and announce the kept episodes."""
         now, version = time.time(), self._version
-        kept = await self.rollout_log.step(version, now, batch, spread, self.learner.credited)
+        plays = [plays for group in batch if (plays := plays_of(group, self.assembler.solved_at)) is not None]
+        plays += self.assembler.pop_unlogged()
+        kept = await self.rollout_log.step(version, now, batch, spread, self.learner.credited, plays)
         if kept:
             said = KeptStep(
                 job=self.lease.job, policy=self.policy, epoch=version.epoch, step=version.step, time=now, episodes=kept

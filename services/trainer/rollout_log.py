@@ -2,6 +2,7 @@
 
 {data_dir}/jobs/{job}/rollouts/step-000050.jsonl   the kept episodes of the groups that step 50 trained on, one a line
 {data_dir}/jobs/{job}/distributions.jsonl          one line per step, also of steps rolled back later
+{data_dir}/jobs/{job}/rows.jsonl                   the rows of the data set that were played, see shared/data/row_log.py
 
 The newest steps are kept and, further back, one in 2^k. A disk error is reported once, and the job continues.
 """
@@ -22,6 +23,7 @@ import structlog
 
 from opentinker.services.trainer.algorithm.advantages import F64
 from opentinker.services.trainer.batch.distributions import Histogram
+from opentinker.shared.data.row_log import RowLog, RowPlays, RowStep, by_row
 from opentinker.shared.data.step_log import StepLog
 from opentinker.shared.types.core import WeightVersion
 from opentinker.shared.types.manifest import name_of
@@ -45,7 +47,7 @@ class RolloutLog:
 
     def __init__(self, home: Path, kept: int, event: EmitEvent) -> None:
         self._home, self._kept, self._event = home, kept, event
-        self._log = StepLog(home / "distributions.jsonl")
+        self._log, self._rows = StepLog(home / "distributions.jsonl"), RowLog(home)
         self._refused = False
 
     async def step(
@@ -55,16 +57,17 @@ class RolloutLog:
         batch: Sequence[Group],
         spread: dict[str, Histogram],
         credited: Sequence[F64] | None = None,
+        plays: Sequence[RowPlays] = (),
     ) -> list[KeptEpisode]:
         """Log an optimizer step that produced `version`. `credited`: per trajectory of the batch, the advantage of each
-        sampled token. Returns the kept episodes."""
+        sampled token. `plays`: of its groups and of those discarded before it, by row. Returns the kept episodes."""
         line = {"epoch": version.epoch, "step": version.step, "time": at, **spread}
         advantages = iter(credited) if credited is not None else repeat(None)
         of_groups = [(group, [next(advantages) for _ in group.trajectories]) for group in batch]
         found = [episode for group, own in of_groups for episode in episodes_of(group, own, self._kept)]
         episodes = found[: self._kept]
         try:
-            await asyncio.to_thread(self._write, version.step, line, episodes)
+            await asyncio.to_thread(self._write, version, line, episodes, list(by_row(plays).values()))
             self._refused = False
         except OSError as error:
             if not self._refused:
@@ -74,8 +77,12 @@ class RolloutLog:
             return []
         return [KeptEpisode(**{name: one[name] for name in KeptEpisode.__struct_fields__}) for one in episodes]
 
-    def _write(self, step: int, line: dict[str, Any], episodes: list[dict[str, Any]]) -> None:
+    def _write(
+        self, version: WeightVersion, line: dict[str, Any], episodes: list[dict[str, Any]], rows: list[RowPlays]
+    ) -> None:
+        step = version.step
         self._log.add(line)
+        self._rows.add(RowStep(epoch=version.epoch, step=step, rows=rows))
         if not episodes:
             return
         path = self._home / "rollouts" / f"{name_of(step)}.jsonl"
@@ -121,6 +128,7 @@ def _episode(group: Group, index: int, own: list[View], others: list[View], kept
         "group": group.seq,
         "sample": index,
         "environment": group.environment,
+        **({} if (row := views[0].row) is None else {"row": row}),
         "worker": group.worker,
         "versions": [str(v) for v in sorted({span.version for view in views for span in view.spans})],
         "reward": sum(rewards.values()) / len(rewards),

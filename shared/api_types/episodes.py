@@ -65,6 +65,8 @@ class Transcript(TypedDict):
     """Which beginning it has, where each is played several times."""
     sample: NotRequired[int]
     """Which time it is."""
+    row: NotRequired[int]
+    """Number of its row in the data set, as `GET /v1/jobs/{id}/rows` has it."""
     opponent: NotRequired[str]
     """Name of the opponent, from `against` of [validation]."""
     outcome: NotRequired[float]
@@ -110,6 +112,8 @@ class Rollout(TypedDict):
     step: int
     group: int
     sample: int
+    row: NotRequired[int]
+    """Number of its row in the data set, as `GET /v1/jobs/{id}/rows` has it."""
     environment: str
     worker: str
     versions: list[str]

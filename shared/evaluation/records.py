@@ -55,6 +55,7 @@ def transcript_of(result: EvalResult, plan: EvaluationSpec, opponents: Sequence[
         "index": result.index,
         **({"opponent": opponents[opponent]} if opponents else {}),
         **({"state": state, "sample": sample} if plan.samples > 1 else {}),
+        **({} if result.row is None else {"row": result.row}),
         "reward": result.reward,
         **({"seats": result.seats} if len(result.seats) > 1 else {}),
         **({"outcome": result.outcome} if result.outcome is not None else {}),

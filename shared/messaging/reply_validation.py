@@ -14,6 +14,7 @@ import msgspec
 from opentinker.shared.types.core import Ending, Message
 from opentinker.shared.types.env_protocol import (
     MAX_CANDIDATES,
+    MAX_ROWS,
     ROUND_SEATS,
     EnvCheckReply,
     SeatPrompt,
@@ -90,6 +91,7 @@ def _problem(reply: SessionReply) -> str:
             len(name) > NAME_CHARACTERS or not name.isascii() for numbers in named for name in numbers
         ),
         "rewards and metrics must be finite": not all(map(math.isfinite, values)),
+        f"a row's number is from 0 to {MAX_ROWS:,}": reply.row is not None and not 0 <= reply.row < MAX_ROWS,
     }
     found = next((problem for problem, found in wrong.items() if found), "")
     if found or not reply.round:

@@ -27,6 +27,8 @@ ROUND_SEATS = 128
 """Most seats that act at the same time."""
 MAX_CANDIDATES = 128
 """Most candidates of a turn."""
+MAX_ROWS = 2**40
+"""Upper bound of a row's number."""
 AWAY_S = 15.0
 """How long such a process may be away, with its connection broken, before its sessions count as lost."""
 
@@ -160,6 +162,8 @@ class SessionReply(SeatPrompt, frozen=True, kw_only=True):
     single seat is then empty. What they earn is in `rewards`."""
     wants_tokens: bool = False
     """In the reply to open: steps carry token ids and logprobs."""
+    row: int | None = None
+    """In the reply to open: number of the row that is played, of an environment that lists its rows."""
     reward: float = 0.0
     """Reward of the seat that has just acted."""
     components: dict[str, float] = {}

@@ -56,6 +56,8 @@ class EvalResult(msgspec.Struct, frozen=True, kw_only=True):
     """Parts of the reward, summed over turns; mean over the policy's seats."""
     metrics: dict[str, float] = {}
     """Metrics reported by the environment."""
+    row: int | None = None
+    """Which row of its data set the environment played, if it lists them."""
     tokens: int = 0
     """Sampled."""
     stops: list[StopReason] = []

@@ -95,6 +95,8 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     """Weight version of every mask-1 token, in order."""
     turns: list[Turn]
     ending: Ending
+    row: int | None = None
+    """Which row of its data set the environment played, if it lists them."""
     truncated: bool = False
     """A limit ended the episode (of turns, tokens or context, or one of the environment's own), not the task: more
     reward could have come."""

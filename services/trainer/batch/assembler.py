@@ -14,6 +14,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from opentinker.services.trainer.row_plays import plays_of
+from opentinker.shared.data.row_log import RowPlays
 from opentinker.shared.types.core import Discard, WeightVersion
 from opentinker.shared.types.pools import Outcomes
 from opentinker.shared.types.trajectories import Group
@@ -44,6 +46,8 @@ class Assembler:
     """Groups with a larger opponent lag are discarded."""
     keep: int | None = None
     """Most groups that wait; beyond them the oldest are discarded."""
+    solved_at: float = 1.0
+    """Smallest reward with which an episode counts as solved."""
     resting: bool = False
     """Whether another policy has its turn: nothing is taken, and what arrives is discarded."""
     trained: int = 0
@@ -68,6 +72,8 @@ class Assembler:
     """Groups without a turn of the policy discarded since the last batch was taken."""
     uncounted: list[dict[str, Outcomes]] = field(default_factory=list)
     """Outcomes of groups of equal rewards discarded since the last step: they are results nevertheless."""
+    unlogged: list[RowPlays] = field(default_factory=list)
+    """Rows of groups discarded since the last step: they were played nevertheless."""
     overtaken: int = 0
     """Groups discarded because an opponent had moved, since the trainer began to wait for a batch."""
 
@@ -137,10 +143,17 @@ class Assembler:
                 if reason is Discard.ZERO_VARIANCE:
                     self.barren += 1
                     self.uncounted.append(group.outcomes)
+                if reason is not Discard.FROM_FUTURE and (plays := plays_of(group, self.solved_at)) is not None:
+                    self.unlogged.append(plays)
                 self.absent += reason == Discard.ABSENT
                 self.overtaken += reason == Discard.OPPONENT_MOVED
                 dropped.setdefault(reason, []).append(group.seq)
         return dropped
+
+    def pop_unlogged(self) -> list[RowPlays]:
+        """Return the rows of groups discarded since the last step; each once."""
+        found, self.unlogged = self.unlogged, []
+        return found
 
     def pop_uncounted(self) -> list[dict[str, Outcomes]]:
         """Return the outcomes of groups discarded for the batch that was just trained; each once."""
