@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
+from redis.client import NEVER_DECODE
 from redis.exceptions import NoScriptError
 
 from opentinker.shared.types.errors import Fenced
@@ -21,17 +22,19 @@ end
 
 
 class Script:
-    def __init__(self, redis: Any, text: str) -> None:
+    def __init__(self, redis: Any, text: str, *, binary: bool = False) -> None:
+        """`binary`: the answer stays bytes."""
         self._redis, self._text = redis, text
+        self._options = {NEVER_DECODE: True} if binary else {}
         self._sha = hashlib.sha1(text.encode()).hexdigest()
 
     async def __call__(self, *, keys: Sequence[str], args: Sequence[Any] = ()) -> Any:
         try:
-            return await self._redis.evalsha(self._sha, len(keys), *keys, *args)
+            return await self._redis.execute_command("EVALSHA", self._sha, len(keys), *keys, *args, **self._options)
         except NoScriptError:
             # The server has restarted. One command loads and runs the script: with two, as in redis-py's Script,
             # another restart in between would raise this error again.
-            return await self._redis.eval(self._text, len(keys), *keys, *args)
+            return await self._redis.execute_command("EVAL", self._text, len(keys), *keys, *args, **self._options)
 
 
 class LeadersScript:
