@@ -16,7 +16,7 @@ from pydantic import BaseModel, Field
 
 from opentinker.envs.base import Action, Environment, Opening, Step, Unreachable, call
 from opentinker.envs.harbor.box import Answer, BoxError, BoxLost
-from opentinker.envs.harbor.episode import Episode, TasksConfig, check_set
+from opentinker.envs.harbor.episode import Episode, TaskRows, TasksConfig, check_set
 from opentinker.envs.harbor.task import SOLUTION, SOLVE_SCRIPT
 from opentinker.envs.tools import ToolError, ToolFailed, tool
 from opentinker.shared.sandbox.sandbox import Unavailable
@@ -51,6 +51,11 @@ class Harbor(Environment):
     def rehearse(cls, config: BaseModel) -> None:
         assert isinstance(config, cls.Config)
         check_set(config.tasks)
+
+    @classmethod
+    def rows(cls, config: BaseModel) -> TaskRows:
+        assert isinstance(config, cls.Config)
+        return TaskRows(config.tasks, config.instruction)
 
     async def open(self, row: int, seed: int) -> Opening:
         self.void = ""

@@ -9,7 +9,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, ValidationInfo, model_validator
 
-from opentinker.envs.base import ELSEWHERE, EnvironmentConfig, Unreachable
+from opentinker.envs.base import ELSEWHERE, DataRows, EnvironmentConfig, Unreachable, user
 from opentinker.envs.harbor.boxes import boxes
 from opentinker.envs.harbor.image import Image
 from opentinker.envs.harbor.library import MAX_TASKS, load_set, load_task
@@ -18,6 +18,7 @@ from opentinker.envs.harbor.verifier import verify
 from opentinker.envs.harbor.workspace import HOME, Workspace
 from opentinker.shared.sandbox.sandbox import Unavailable
 from opentinker.shared.settings_sources import load_settings
+from opentinker.shared.types.core import Message
 
 
 class TasksConfig(EnvironmentConfig):
@@ -29,6 +30,28 @@ class TasksConfig(EnvironmentConfig):
         if not (info.context or {}).get(ELSEWHERE):
             load_set(load_settings().data_dir.resolve() / HOME, self.tasks)
         return self
+
+
+class TaskRows(DataRows):
+    """The tasks of a set. `system`: message before each instruction; empty: none."""
+
+    def __init__(self, tasks: str, system: str) -> None:
+        self._home, self._settings, self._system = load_settings().data_dir.resolve() / HOME, load_settings(), system
+        self._tasks = load_set(self._home, tasks).tasks
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def number(self, row: int) -> int:
+        return row % len(self._tasks)
+
+    def prompt(self, number: int) -> list[Message]:
+        task, _ = load_task(self._home, self._settings, self._tasks[number])
+        told = [Message(role="system", content=self._system)] if self._system else []
+        return [*told, user(task.instruction)]
+
+    def place(self, number: int) -> str:
+        return self._tasks[number].name
 
 
 @dataclass

@@ -16,6 +16,7 @@ import socket
 import sys
 from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -24,6 +25,7 @@ from opentinker.envs.base import Environment
 from opentinker.envs.bots import check_bots
 from opentinker.envs.registry import check, check_fork, find, rehearse
 from opentinker.envs.runtime.child_protocol import HEAD, ChildAnswer, ChildCall, frame
+from opentinker.envs.runtime.data_rows import list_rows
 from opentinker.envs.runtime.env_runner import LocalEnvRunner, guard_user_code
 from opentinker.envs.runtime.episode_cleanup import Leftovers
 from opentinker.envs.runtime.preflight import check_request
@@ -31,7 +33,14 @@ from opentinker.shared.messaging.reply_validation import failure
 from opentinker.shared.runtime.parent_death import set_death_signal
 from opentinker.shared.types import codec
 from opentinker.shared.types.core import Ending
-from opentinker.shared.types.env_protocol import CloseSession, EnvCheck, OpenSession, SessionReply, StepSession
+from opentinker.shared.types.env_protocol import (
+    CloseSession,
+    EnvCheck,
+    EnvRows,
+    OpenSession,
+    SessionReply,
+    StepSession,
+)
 
 UPLOADED_AT = 3
 
@@ -79,6 +88,10 @@ class ChildSessions:
             case "rehearse":
                 found = await check_request(self._rehearse, codec.decode(EnvCheck, body))
                 return ChildAnswer(call.serial, SessionReply(worker=""), found.errors, seats=found.seats)
+            case "rows":
+                asked = codec.decode(EnvRows, body)
+                list_them = partial(list_rows, self._uploaded or asked.name, asked, modules=self._modules)
+                return ChildAnswer(call.serial, SessionReply(worker=""), rows=await asyncio.to_thread(list_them))
             case _:
                 await self._close(codec.decode(CloseSession, body).session)
                 reply = SessionReply(worker="")

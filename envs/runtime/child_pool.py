@@ -11,7 +11,8 @@ import math
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from functools import partial
 from weakref import WeakSet
 
@@ -19,6 +20,7 @@ import msgspec
 
 from opentinker.envs.runtime.child_process import EnvironmentChild, Start, start_plain
 from opentinker.envs.runtime.child_protocol import ChildAnswer
+from opentinker.envs.runtime.data_rows import sound_rows
 from opentinker.envs.runtime.fair_queue import FairQueue
 from opentinker.envs.runtime.interpreters import Interpreters
 from opentinker.envs.runtime.resolver import CHECK_S
@@ -29,6 +31,8 @@ from opentinker.shared.types.env_protocol import (
     CloseSession,
     EnvCheck,
     EnvCheckReply,
+    EnvRows,
+    EnvRowsReply,
     OpenSession,
     SessionReply,
     StepSession,
@@ -40,6 +44,8 @@ CHECKS = 2
 REHEARSAL_S = 4.0
 """Time limit for building what an episode plays, at submission: with the steps before it, below what the scheduler
 waits."""
+ROWS_S = 30.0
+"""Time limit for importing an environment and reading its rows; less than the scheduler waits."""
 COSTS = 1000
 """Number of environments whose cost is cached."""
 SPARE = 4
@@ -107,6 +113,35 @@ class ChildPool:
 
         Raise SpecError if no such child can be started here.
         """
+        async with self._trial(request) as child:
+            try:
+                async with asyncio.timeout(CHECK_S):
+                    answer = await child.call("check", request)
+                if not answer.errors and answer.reply.failure is None and request.config is not None:
+                    answer = await _rehearse(child, request)
+            except TimeoutError:
+                return _refusal(request.name, f"importing it and checking its config took more than {CHECK_S:g} s")
+        if answer.reply.failure is not None:
+            return _refusal(request.name, sound(answer.reply, "", player=False).error)
+        return sound_check(answer.errors, answer.seats)
+
+    async def rows(self, request: EnvRows) -> EnvRowsReply:
+        """List rows in a separate child, sandboxed if sessions are. Raise SpecError if no such child can be started
+        here."""
+        async with self._trial(request) as child:
+            try:
+                async with asyncio.timeout(ROWS_S):
+                    answer = await child.call("rows", request)
+            except TimeoutError:
+                return EnvRowsReply(problem=f"importing it and reading its rows took more than {ROWS_S:g} s")
+        if answer.reply.failure is not None:
+            return EnvRowsReply(problem=sound(answer.reply, "", player=False).error)
+        return sound_rows(answer.rows, request)
+
+    @asynccontextmanager
+    async def _trial(self, request: EnvCheck) -> AsyncIterator[EnvironmentChild]:
+        """Give a separate child for one question, sandboxed if sessions are. Raise SpecError if no such child can be
+        started here."""
         if request.isolation == "process":
             start = self._starter(request.name)
         else:
@@ -115,18 +150,10 @@ class ChildPool:
         async with self._checks:
             child = EnvironmentChild(start, "check", checked=True)
             try:
-                async with asyncio.timeout(CHECK_S):
-                    answer = await child.call("check", request)
-                if not answer.errors and answer.reply.failure is None and request.config is not None:
-                    answer = await _rehearse(child, request)
-            except TimeoutError:
-                return _refusal(request.name, f"importing it and checking its config took more than {CHECK_S:g} s")
+                yield child
             finally:
                 child.kill("the check is over")
                 await child.ended()
-        if answer.reply.failure is not None:
-            return _refusal(request.name, sound(answer.reply, "", player=False).error)
-        return sound_check(answer.errors, answer.seats)
 
     async def close(self) -> None:
         for child in self._children:

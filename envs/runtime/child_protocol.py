@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from opentinker.shared.types import codec
-from opentinker.shared.types.env_protocol import SessionReply
+from opentinker.shared.types.env_protocol import EnvRowsReply, SessionReply
 
 HEAD = struct.Struct("<I")
 MAX_MESSAGE_BYTES = 2 * 1024**2
@@ -20,9 +20,9 @@ class ChildCall(msgspec.Struct, frozen=True, array_like=True):
 
     serial: int
     verb: str
-    """import | open | step | close | check | rehearse"""
+    """import | open | step | close | check | rehearse | rows"""
     body: msgspec.Raw
-    """OpenSession, StepSession, CloseSession or EnvCheck."""
+    """OpenSession, StepSession, CloseSession, EnvCheck or EnvRows."""
 
 
 class ChildAnswer(msgspec.Struct, frozen=True, array_like=True):
@@ -38,6 +38,8 @@ class ChildAnswer(msgspec.Struct, frozen=True, array_like=True):
     """Asks for replacement after its sessions, because of their number or its memory."""
     seats: list[str] = []
     """Answer to `check` and `rehearse`: as in EnvCheckReply."""
+    rows: EnvRowsReply | None = None
+    """Answer to `rows`."""
 
 
 def frame(noun: Any) -> bytes:

@@ -9,12 +9,14 @@ the episodes elsewhere.
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import msgspec
 
 from opentinker.envs.harbor.boxes import close_boxes
 from opentinker.envs.registry import BUILT_IN
 from opentinker.envs.runtime.child_pool import ChildPool
+from opentinker.envs.runtime.data_rows import list_rows
 from opentinker.envs.runtime.interpreters import Interpreters
 from opentinker.envs.runtime.preflight import check_request
 from opentinker.envs.runtime.resolver import Resolver
@@ -22,17 +24,35 @@ from opentinker.envs.runtime.sandboxes import Sandboxes
 from opentinker.envs.runtime.sessions import Sessions
 from opentinker.envs.runtime.tools.tool_factory import ToolFactory
 from opentinker.envs.runtime.watchdog import watch
+from opentinker.envs.threads import in_daemon_thread
 from opentinker.shared.asyncio_tools import sleep
 from opentinker.shared.config import Settings
 from opentinker.shared.data.readable_paths import Readable
-from opentinker.shared.messaging.subjects import ENV_CHECK, ENV_CLOSE, ENV_OPEN, ENV_STEP, SANDBOX_CHECK, SANDBOX_OPEN
+from opentinker.shared.messaging.subjects import (
+    ENV_CHECK,
+    ENV_CLOSE,
+    ENV_OPEN,
+    ENV_ROWS,
+    ENV_STEP,
+    SANDBOX_CHECK,
+    SANDBOX_OPEN,
+    SANDBOX_ROWS,
+)
 from opentinker.shared.runtime.service import Context, first_failure
 from opentinker.shared.runtime.telemetry import Reporter
 from opentinker.shared.runtime.timeline import LanesByJob
 from opentinker.shared.runtime.worker_info import worker_info
 from opentinker.shared.security.egress import Egress
 from opentinker.shared.types.core import Ending, Pool, WorkerInfo
-from opentinker.shared.types.env_protocol import REMOTE, EnvCheck, EnvCheckReply, OpenSession, SessionReply
+from opentinker.shared.types.env_protocol import (
+    REMOTE,
+    EnvCheck,
+    EnvCheckReply,
+    EnvRows,
+    EnvRowsReply,
+    OpenSession,
+    SessionReply,
+)
 from opentinker.shared.types.errors import SpecError
 
 QUEUE = "env"
@@ -111,6 +131,12 @@ async def _serve(
         reply = await check_environment(request, resolver, host)
         return EnvCheckReply(errors=[*reply.errors, *await tool_factory.check(request.tools)], seats=reply.seats)
 
+    async def listed(request: EnvRows) -> EnvRowsReply:
+        if why := await _why_closed(ctx.settings, request):
+            return EnvRowsReply(problem=why)
+        reply = await list_rows_of(request, resolver, host)
+        return reply if reply.count is None else await tool_factory.offer(request, reply)
+
     steps = [
         await bus.serve(ENV_STEP, sessions.step, worker=sessions.worker),
         await bus.serve(ENV_CLOSE, sessions.close, worker=sessions.worker),
@@ -120,9 +146,11 @@ async def _serve(
         for name in (["*"] if resolver.modules else [*BUILT_IN, REMOTE])
     ]
     opens.append(await bus.serve(ENV_CHECK, checked, QUEUE))
+    opens.append(await bus.serve(ENV_ROWS, listed, QUEUE))
     if not sandboxes.unavailable:
         opens.append(await bus.serve(SANDBOX_OPEN, sessions.open, QUEUE))
         opens.append(await bus.serve(SANDBOX_CHECK, checked, QUEUE))
+        opens.append(await bus.serve(SANDBOX_ROWS, listed, QUEUE))
     await bus.flush()  # from here on the server sends us requests
     ctx.ready()
     await ctx.stopping.wait()
@@ -173,10 +201,27 @@ async def _abandon_orphans(ctx: Context, sessions: Sessions) -> None:
         gone = dead
 
 
+def _is_played_here(request: EnvCheck, host: ChildPool) -> bool:
+    """Return whether this process may import the environment."""
+    return request.isolation == "process" and not host.interpreters.of(request.name)
+
+
+async def list_rows_of(request: EnvRows, resolver: Resolver, host: ChildPool) -> EnvRowsReply:
+    """List rows where sessions would run, as `check_environment`: here in a thread."""
+    try:
+        if _is_played_here(request, host) and not (host.has_children and (await resolver.find(request.name)).blocking):
+            return await in_daemon_thread(
+                partial(list_rows, request.name, request, modules=resolver.modules), "environment-rows"
+            )
+        return await host.rows(request)
+    except SpecError as error:
+        return EnvRowsReply(problem="; ".join(f"{m['field']}: {m['problem']}" for m in error.mistakes))
+
+
 async def check_environment(request: EnvCheck, resolver: Resolver, host: ChildPool) -> EnvCheckReply:
     """Return every mistake in the name and the config, checked where sessions would run: blocking environments in
     children, whose libraries are never imported here."""
-    if request.isolation == "process" and not host.interpreters.of(request.name):
+    if _is_played_here(request, host):
         by_name = msgspec.structs.replace(request, config=None)
         named = await check_request(resolver.check, by_name)
         if named.errors or request.config is None:

@@ -19,6 +19,7 @@ from opentinker.services.rollout_worker import tool_calls
 from opentinker.services.rollout_worker.engines.base import Shown
 from opentinker.services.rollout_worker.generation_config import end_tokens
 from opentinker.services.rollout_worker.tool_calls import ParsedReply
+from opentinker.shared.data.chat_format import Chat, as_chat, as_function
 from opentinker.shared.data.control_tokens import ControlTokens, Mode, absent_from
 from opentinker.shared.data.model_files import code_in
 from opentinker.shared.types import codec
@@ -30,8 +31,6 @@ from opentinker.shared.types.trajectories import Picture
 if TYPE_CHECKING:
     from opentinker.shared.nn.vision import ImagePlaceholder, VisionProcessor
 
-Chat = list[dict[str, Any]]
-"""Messages, or tools, as chat templates take them."""
 MAX_TOKENS_PER_CHARACTER = 6
 """Tokens: a sign has at most 4 bytes, and some are written with a modifier."""
 BEFORE = [Message(role="user", content=".")]
@@ -332,33 +331,6 @@ class Renderer:
         """Decode the model's output without end-of-turn and other special tokens."""
         text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
         return text
-
-
-def as_chat(message: Message, in_parts: bool = False) -> dict[str, Any]:
-    """As chat templates take it; images only if they take parts."""
-    chat: dict[str, Any] = {"role": message.role, "content": _parts(message) if in_parts else message.text}
-    if message.tool_calls:
-        chat["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in message.tool_calls
-        ]
-    if message.tool_call_id:
-        chat["tool_call_id"] = message.tool_call_id
-    if message.name:
-        chat["name"] = message.name
-    return chat
-
-
-def as_function(tool: Tool) -> dict[str, Any]:
-    """As chat templates take it."""
-    described = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
-    return {"type": "function", "function": described}
-
-
-def _parts(message: Message) -> list[dict[str, str]]:
-    if isinstance(message.content, str):
-        return [{"type": "text", "text": message.content}]
-    return [{"type": "image"} if isinstance(p, Image) else {"type": "text", "text": p.text} for p in message.content]
 
 
 def images_of(messages: Sequence[Message]) -> dict[str, bytes]:

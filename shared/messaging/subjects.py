@@ -135,6 +135,10 @@ SANDBOX_CHECK = Call(
     "env.sandboxed.check", env_protocol.EnvCheck, env_protocol.EnvCheckReply, by=(SCHEDULER,), to=(ENV,)
 )
 """Scheduler -> any env worker that has sandboxes: ENV_CHECK of what is played in one."""
+ENV_ROWS = Call("env.rows", env_protocol.EnvRows, env_protocol.EnvRowsReply, by=(SCHEDULER,), to=(ENV,))
+"""Scheduler -> any env worker (queue group "env"), when someone looks at the rows of a job."""
+SANDBOX_ROWS = Call("env.sandboxed.rows", env_protocol.EnvRows, env_protocol.EnvRowsReply, by=(SCHEDULER,), to=(ENV,))
+"""Scheduler -> any env worker that has sandboxes: ENV_ROWS of what is played in one."""
 SERVED_OPEN = Call(
     "env.served.open.{tenant}.{environment}",
     env_protocol.OpenSession,

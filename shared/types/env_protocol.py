@@ -231,6 +231,44 @@ class EnvCheckReply(msgspec.Struct, frozen=True, kw_only=True):
     are too many to compare with a spec."""
 
 
+class EnvRows(EnvCheck, frozen=True, kw_only=True):
+    """Scheduler -> any env worker: the rows that episodes of this environment begin with."""
+
+    job: str
+    text: str = ""
+    """Search for the rows with this text in their prompt or place; letter case does not matter."""
+    numbers: list[int] = []
+    """Rows whose prompts are wanted. Others than the first may be missing in the reply: it is one message."""
+
+
+class EnvRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A row of a data set, and how its episodes begin."""
+
+    number: int
+    place: str = ""
+    """Where it stands, e.g. file and line."""
+    messages: list[Message] = []
+    """As the policy sees them, with a text in place of each image."""
+    images: int = 0
+    problem: str = ""
+    """Why there are no messages."""
+
+
+class EnvRowsReply(msgspec.Struct, frozen=True, kw_only=True):
+    problem: str = ""
+    """Why nothing can be said."""
+    count: int | None = None
+    """Number of rows; None: the environment lists none."""
+    found: list[int] = []
+    """Answer to `text`, in order."""
+    searched: int = 0
+    """Number of rows, from the first, that were searched."""
+    rows: list[EnvRow] = []
+    """Answer to `numbers`; those that are not below `count` are missing."""
+    tools: list[Tool] = []
+    """What the prompts offer."""
+
+
 class ServedBack(msgspec.Struct, frozen=True):
     """A process that serves an environment has connected."""
 

@@ -16,6 +16,7 @@ from contextlib import AsyncExitStack
 from importlib.util import find_spec
 from typing import Any
 
+import msgspec
 from pydantic import ValidationError
 
 from opentinker.envs.runtime.tools import python_sandbox
@@ -30,6 +31,7 @@ from opentinker.shared.config import Settings
 from opentinker.shared.sandbox.sandbox import Sandbox, Unavailable
 from opentinker.shared.security.egress import Egress, EgressRefused
 from opentinker.shared.spec.tools import ToolSpec
+from opentinker.shared.types.env_protocol import EnvRows, EnvRowsReply
 from opentinker.shared.types.mistakes import mistakes_of
 
 NAME = re.compile(r"^[A-Za-z0-9_.-]{1,64}$")
@@ -108,6 +110,17 @@ class ToolFactory:
                 self._check_allowed(spec)
                 offered += [_check_name(one) for one in await self._open_tool(job, spec, held)]
             return Tools(offered, held.pop_all())
+
+    async def offer(self, request: EnvRows, reply: EnvRowsReply) -> EnvRowsReply:
+        """Return the reply with the job's tools, which are opened for a moment to know them."""
+        if not request.tools:
+            return reply
+        try:
+            opened = await self.open(request.job, request.tools)
+        except (NoTools, Unavailable, EgressRefused) as error:
+            return EnvRowsReply(problem=f"the tools of the job cannot be opened: {error}")
+        await opened.close()
+        return msgspec.structs.replace(reply, tools=[*reply.tools, *(one.tool for one in opened.offered)])
 
     async def _open_tool(self, job: str, spec: ToolSpec, held: AsyncExitStack) -> list[OfferedTool]:
         if spec.type == "functions":

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from opentinker.services.rollout_worker.renderer import Renderer, as_chat
+from opentinker.services.rollout_worker.renderer import Renderer
 from opentinker.services.trainer.data.chat import ChatEncoder
+from opentinker.shared.data.chat_format import as_chat
 from opentinker.shared.data.control_tokens import ControlTokens
 from opentinker.shared.types.core import Message, Text, Tool, ToolCall
 from opentinker.shared.types.errors import JobFailed
