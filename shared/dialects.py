@@ -2,7 +2,7 @@
 down to one ParsedRequest and one ReplyText, so that tokens do not depend on the dialect.
 
 Two endpoints speak them: the one that an agent's episode has (envs/agents/endpoint.py), and that of inference jobs
-(services/scheduler/http/inference.py).
+(services/scheduler/inference/inference_api.py).
 """
 
 from __future__ import annotations

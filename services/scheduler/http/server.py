@@ -25,7 +25,6 @@ from opentinker.services.scheduler.http.cors import CrossOrigin
 from opentinker.services.scheduler.http.dashboard import Page
 from opentinker.services.scheduler.http.environments import EnvironmentsApi
 from opentinker.services.scheduler.http.errors import BODY_LIMIT, begins, json_response, last_resort, problems
-from opentinker.services.scheduler.http.inference import InferenceApi
 from opentinker.services.scheduler.http.job_history import JobHistoryApi
 from opentinker.services.scheduler.http.jobs import JobsApi
 from opentinker.services.scheduler.http.keys import KeysApi
@@ -45,6 +44,7 @@ from opentinker.services.scheduler.http.stream_credentials import StreamCredenti
 from opentinker.services.scheduler.http.sweeps import SweepsApi
 from opentinker.services.scheduler.http.usage import UsageApi
 from opentinker.services.scheduler.http.validate import ValidateApi
+from opentinker.services.scheduler.inference.inference_api import InferenceApi
 from opentinker.services.scheduler.inference.router import InferenceRouter
 from opentinker.services.scheduler.notifications.secret_api import WebhookSecretApi
 from opentinker.shared import api_types

@@ -15,7 +15,9 @@ from aiohttp import web
 
 from opentinker.services.scheduler.http.errors import json_response, read_json
 from opentinker.services.scheduler.http.event_stream import event_stream
-from opentinker.services.scheduler.http.inference_answers import (
+from opentinker.services.scheduler.http.jobs import JobsApi
+from opentinker.services.scheduler.http.route_decorator import Route
+from opentinker.services.scheduler.inference.answers import (
     SeveralAnswers,
     chunks_of,
     details_of,
@@ -23,8 +25,6 @@ from opentinker.services.scheduler.http.inference_answers import (
     reply_of,
     write,
 )
-from opentinker.services.scheduler.http.jobs import JobsApi
-from opentinker.services.scheduler.http.route_decorator import Route
 from opentinker.services.scheduler.inference.router import InferenceRouter, refuse_unless_served
 from opentinker.shared import dialects
 from opentinker.shared.asyncio_tools import cancel_and_wait
