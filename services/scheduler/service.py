@@ -27,7 +27,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from opentinker.services.scheduler.artifacts.archiver import Archiver
-from opentinker.services.scheduler.autoscaler.autoscaler import Autoscaler, launcher_of, starting_workers
+from opentinker.services.scheduler.autoscaler.autoscaler import Autoscaler, launcher_of
 from opentinker.services.scheduler.environments.served_gateway import Gateway
 from opentinker.services.scheduler.http.auth import AuthMiddleware, register_operator
 from opentinker.services.scheduler.http.server import listening
@@ -55,7 +55,7 @@ async def serve(ctx: Context) -> None:
     def leading(leadership: int) -> dict[str, Coroutine[Any, Any, None]]:
         launching = None if launcher is None else Autoscaler(ctx, launcher)
         return {
-            "reconcile": Reconciler(ctx, leadership, starting_workers(launching)).run(),
+            "reconcile": Reconciler(ctx, leadership, None if launching is None else launching.starting).run(),
             **({} if launching is None else {"autoscale": launching.run()}),
             "clean": JobCleaner(ctx, leadership).run(),
             "evaluate": EvalCoordinator(ctx, leadership).run(),

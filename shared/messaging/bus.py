@@ -254,6 +254,20 @@ class Bus(StoredMessages):
 
         return await self.nc.subscribe(subject.at(**keys), cb=receive)
 
+    @asynccontextmanager
+    async def wakes(self, event: asyncio.Event, subject: Subject[Any], **keys: str) -> AsyncIterator[None]:
+        """Set the event with each message, while the block runs."""
+
+        async def wake(_: Any) -> None:
+            event.set()
+
+        subscription = await self.listen(subject, wake, **keys)
+        try:
+            yield
+        finally:
+            if not self.nc.is_closed:
+                await subscription.unsubscribe()
+
     # --- JetStream ----------------------------------------------------------------------------------------------
 
     async def publish(self, subject: Subject[T], noun: T, msg_id: str, **keys: str) -> int:

@@ -105,22 +105,17 @@ class LeasedWorker:
 
     async def serve(self) -> None:
         """Run until the service is stopped; a running job may finish within `drain_s`."""
-
-        async def wake(_: dict[str, Any]) -> None:
-            self._wake.set()
-
         self.info = msgspec.structs.replace(self.info, gpus=await asyncio.to_thread(visible))
-        subscription = await self.ctx.bus.listen(WAKE, wake, who=self.info.id)
-        await self.status("idle")
-        self.ctx.ready()
-        try:
+        async with self.ctx.bus.wakes(self._wake, WAKE, who=self.info.id):
+            await self.status("idle")
+            self.ctx.ready()
             tasks = {"beat": self._beat_loop(), "follow": self._follow_loop()}
             if (idle_s := self.ctx.settings.idle_exit_s) is not None:
                 tasks["idle"] = self._idle_loop(idle_s)
-            await first_failure(tasks)
-        finally:
-            await subscription.unsubscribe()
-            await self.ctx.store.leave(self.info)
+            try:
+                await first_failure(tasks)
+            finally:
+                await self.ctx.store.leave(self.info)
 
     async def _beat(self) -> None:
         if self._silent:

@@ -56,8 +56,10 @@ class JobState(StrEnum):
     @property
     def held(self) -> bool:
         """It has workers, or is to have them back."""
-        return self in (JobState.STARTING, JobState.RUNNING)
+        return self in HELD
 
+
+HELD = (JobState.STARTING, JobState.RUNNING)
 
 POLICY_MARK = "~"
 

@@ -27,7 +27,7 @@ from opentinker.services.scheduler.autoscaler.process import ProcessLauncher
 from opentinker.services.scheduler.placement import planner
 from opentinker.services.scheduler.placement.cluster_view import Cluster, Overdue
 from opentinker.services.scheduler.placement.gpu_matching import described
-from opentinker.services.scheduler.placement.operator_limits import rules_of, used_today
+from opentinker.services.scheduler.placement.operator_limits import view_of
 from opentinker.services.scheduler.placement.types import (
     LEASED,
     NO_GPUS,
@@ -137,14 +137,7 @@ class Autoscaler:
         active = await self.ctx.store.active_jobs()
         held = {job.id for job in active if job.state.held}
         jobs = [job for job in active if _wants_workers(job) and not waits_for_source(job, held)]
-        view = cluster.view(
-            jobs,
-            now=time.time(),
-            limits=self.ctx.settings.tenants,
-            used=await used_today(self.ctx, {job.tenant for job in jobs}),
-            rules=rules_of(self.ctx.settings),
-            starting=self.starting,
-        )
+        view = await view_of(self.ctx, cluster, jobs, self.starting)
         here, taken = Counter(one.pool for one in launched), beating | {one.name for one in launched}
         room: dict[str, Slot] = {}
         for pool, most in self._most.items():
@@ -211,7 +204,3 @@ class Autoscaler:
 
 def _wants_workers(job: JobRecord) -> bool:
     return (job.state.held or job.state == JobState.QUEUED) and not job.asleep
-
-
-def starting_workers(launching: Autoscaler | None) -> Mapping[str, Slot]:
-    return {} if launching is None else launching.starting

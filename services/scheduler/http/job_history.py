@@ -135,7 +135,7 @@ class JobHistoryApi:
         Of one step, by default the newest that has any."""
         job = await self.jobs.undeleted(request)
         step = STEP.read(request)
-        home = self.jobs.home(self.jobs.part(request, job))
+        home = self.jobs.artifacts.home(self.jobs.part(request, job))
         return json_response(await asyncio.to_thread(transcripts.read, home, None if step < 0 else step))
 
     @Route("GET", "/v1/jobs/{id}/failures", Action.JOBS_READ, parameters=(LIMIT_FAILURES,), answer=api_types.Failures)

@@ -6,9 +6,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -28,7 +26,8 @@ from opentinker.services.scheduler.jobs.outages import outage_text
 from opentinker.services.scheduler.jobs.submit import submit
 from opentinker.services.scheduler.placement.cluster_view import Cluster
 from opentinker.shared import api_types
-from opentinker.shared.messaging.subjects import METRIC, METRICS, WAKE
+from opentinker.shared.messaging.stored_messages import required_stream
+from opentinker.shared.messaging.subjects import METRIC, WAKE
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.runtime.tracing import incoming
 from opentinker.shared.security.authorization import Action
@@ -46,7 +45,6 @@ from opentinker.shared.types.telemetry import MetricPoint
 log = structlog.get_logger()
 
 JOB_ID = re.compile(r"j-[a-z0-9]{10}")
-IDEMPOTENCY_KEY = re.compile(r"[\x21-\x7e]{1,200}")
 FRESH_S = 0.5
 """So old may the last metrics of a job and rows of lists be."""
 PAUSABLE = (JobState.QUEUED, JobState.STARTING, JobState.RUNNING)
@@ -123,16 +121,14 @@ class JobsApi:
     )
     async def create(self, request: web.Request) -> web.Response:
         """Submit a job."""
-        key = request.headers.get("Idempotency-Key")
-        if key is not None and not IDEMPOTENCY_KEY.fullmatch(key):
-            raise SpecError.of("Idempotency-Key", key[:200], "must be 1 to 200 printable characters")
+        key = idempotency_key(request)
         asked, trace = principal_of(request), incoming(request.headers)
         with self.ctx.tracer.span("submit", trace):
             body = await read_spec(request)
             if is_sweep(body):
                 problem = "makes many jobs, and this makes one: POST the same document to /v1/sweeps (client.sweep)"
                 raise SpecError.of(TABLE, None, problem)
-            id, repeated = await submit(self.ctx, body, asked.tenant, key or "", key=asked.key, trace=trace)
+            id, repeated = await submit(self.ctx, body, asked.tenant, key, key=asked.key, trace=trace)
         headers = {"Location": f"/v1/jobs/{id}"} | ({"Idempotency-Replayed": "true"} if repeated else {})
         record = await self.store.job(id)
         summary = _summary(record)
@@ -159,9 +155,9 @@ class JobsApi:
                 page = await self.store.jobs_of(tenant, limit + 1, before)
             else:
                 ids = [row.id for row in await self._rows(tenant, wanted)]
-                start = _place(ids, before) + 1 if before else 0
+                start = ids.index(before) + 1 if before else 0
                 page = await self.store.jobs(ids[start : start + limit + 1])
-        except NotFound:
+        except (NotFound, ValueError):
             problem = "is none of the listed jobs; take the cursor of the last answer, or start again without one"
             raise SpecError.of("before", before[:100], problem) from None
         shown = page[:limit]
@@ -233,20 +229,17 @@ class JobsApi:
 
     async def _last_metrics(self, job: str) -> dict[str, Any]:
         """By source: the newest point. Nothing while NATS is away: all else of a job is known without it."""
-        assert METRICS.name is not None
         if not self.bus.nc.is_connected:
             return {}
+        stream = required_stream(METRIC)
         try:
-            return await self._newest_points(METRICS.name, job)
+            info = await self.bus.js.stream_info(stream, subjects_filter=METRIC.at(job=job, source="*"))
+            messages = await asyncio.gather(
+                *(self.bus.js.get_last_msg(stream, subject) for subject in info.state.subjects or {})
+            )
         except (TimeoutError, nats.errors.Error) as error:
             log.warning("metrics_unavailable", job=job, error=str(error) or type(error).__name__)
             return {}
-
-    async def _newest_points(self, stream: str, job: str) -> dict[str, Any]:
-        info = await self.bus.js.stream_info(stream, subjects_filter=METRIC.at(job=job, source="*"))
-        messages = await asyncio.gather(
-            *(self.bus.js.get_last_msg(stream, subject) for subject in info.state.subjects or {})
-        )
         points = [msgspec.json.decode(message.data or b"", type=MetricPoint) for message in messages]
         return {p.source: {"step": p.step, "time": p.time, "values": p.values} for p in points}
 
@@ -312,16 +305,13 @@ class JobsApi:
         refusal = "has {state} already; there is nothing to complete"
         return await self._move(job.id, JobState.SUCCEEDED, refusal, reason="completed by request")
 
-    def home(self, job: JobRecord) -> Path:
-        return self.artifacts.home(job)
 
-
-def _place(ids: Sequence[str], id: str) -> int:
-    """Raises NotFound."""
-    try:
-        return ids.index(id)
-    except ValueError:
-        raise NotFound(f"no job {id!r}") from None
+def idempotency_key(request: web.Request) -> str:
+    """Return the request's Idempotency-Key; empty without one. Raises SpecError."""
+    key = request.headers.get("Idempotency-Key")
+    if key is not None and not re.fullmatch(r"[\x21-\x7e]{1,200}", key):
+        raise SpecError.of("Idempotency-Key", key[:200], "must be 1 to 200 printable characters")
+    return key or ""
 
 
 def _summary(job: JobRecord) -> dict[str, Any]:

@@ -54,7 +54,7 @@ class ObservabilityApi:
         Of one step's batch, by default the newest step that has any."""
         job = await self.jobs.undeleted(request)
         step = TRAINED.read(request)
-        home = self.jobs.home(self.jobs.part(request, job))
+        home = self.jobs.artifacts.home(self.jobs.part(request, job))
         return json_response(await asyncio.to_thread(transcripts.read, home, None if step < 0 else step, "rollouts"))
 
     @Route(
@@ -71,7 +71,7 @@ class ObservabilityApi:
         job = await self.jobs.undeleted(request)
         step = TRAINED.read(request)
         after, limit = AFTER_STEP.read(request), LIMIT_STEPS.read(request)
-        home = self.jobs.home(self.jobs.part(request, job))
+        home = self.jobs.artifacts.home(self.jobs.part(request, job))
         found = await asyncio.to_thread(transcripts.distributions, home, None if step < 0 else step, after, limit)
         return json_response({"distributions": found})
 
@@ -137,12 +137,7 @@ class ObservabilityApi:
     async def _news(self, job: str, after: int, level: str, last: int) -> AsyncGenerator[bytes, None]:
         """Yield lines as they come, until the job is over and silent."""
         news = asyncio.Event()
-
-        async def heard(_: LogLine) -> None:
-            news.set()
-
-        listening = await self.bus.listen(LOG, heard, job=job, level="*")
-        try:
+        async with self.bus.wakes(news, LOG, job=job, level="*"):
             if last:
                 lines, after = await self._last(job, after, level, last)
                 yield _written(lines)
@@ -157,9 +152,6 @@ class ObservabilityApi:
                     return
                 yield b""
                 await wait_event(news, LOOK_S)
-        finally:
-            if not self.bus.nc.is_closed:
-                await listening.unsubscribe()
 
 
 def _written(lines: list[dict[str, Any]]) -> bytes:

@@ -10,7 +10,7 @@ from aiohttp import web
 
 from opentinker.services.scheduler.http.auth import may_see, principal_of, tenant_of
 from opentinker.services.scheduler.http.errors import json_response
-from opentinker.services.scheduler.http.jobs import IDEMPOTENCY_KEY, KEY, JobsApi
+from opentinker.services.scheduler.http.jobs import KEY, JobsApi, idempotency_key
 from opentinker.services.scheduler.http.publishing import PublishingApi
 from opentinker.services.scheduler.http.route_decorator import Integer, Parameter, Route
 from opentinker.services.scheduler.http.spec_body import read_spec
@@ -56,12 +56,9 @@ class SweepsApi:
         """Submit a sweep: a job spec with a table [sweep].
 
         Its jobs are ordinary jobs, with the sweep's id among their tags."""
-        key = request.headers.get("Idempotency-Key")
-        if key is not None and not IDEMPOTENCY_KEY.fullmatch(key):
-            raise SpecError.of("Idempotency-Key", key[:200], "must be 1 to 200 printable characters")
-        asked, trace = principal_of(request), incoming(request.headers)
+        key, asked, trace = idempotency_key(request), principal_of(request), incoming(request.headers)
         body = await read_spec(request)
-        id, repeated = await submit_sweep(self.ctx, body, asked.tenant, key or "", key=asked.key, trace=trace)
+        id, repeated = await submit_sweep(self.ctx, body, asked.tenant, key, key=asked.key, trace=trace)
         headers = {"Location": f"/v1/sweeps/{id}"} | ({"Idempotency-Replayed": "true"} if repeated else {})
         return json_response(_summary(await self.store.sweep(id)), 201, headers)
 

@@ -27,10 +27,11 @@ from opentinker.shared.asyncio_tools import cancel_and_wait, sleep, wait_event
 from opentinker.shared.data.step_log import StepLog
 from opentinker.shared.evaluation.records import Evaluations, exam_at, metrics_of, transcript_of
 from opentinker.shared.messaging.bus import NoReply, StreamFull
-from opentinker.shared.messaging.subjects import EXAM, EXAM_RESULT, EXAMS, WAKE
+from opentinker.shared.messaging.stored_messages import required_stream
+from opentinker.shared.messaging.subjects import EXAM, EXAM_RESULT, WAKE
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import parse_spec
-from opentinker.shared.types.core import JobRecord, JobState, WeightVersion
+from opentinker.shared.types.core import HELD, JobRecord, JobState, WeightVersion
 from opentinker.shared.types.error_text import error_sentence
 from opentinker.shared.types.errors import Conflict, NotFound
 from opentinker.shared.types.evaluation import EvalAck, EvalResult
@@ -47,7 +48,6 @@ JUDGED_FROM = 20
 RESULTS = "results.jsonl"
 HEADLINE = 2
 """Metrics of a result that lists of jobs show."""
-HELD = (JobState.STARTING, JobState.RUNNING)
 
 
 class EvalCoordinator:
@@ -196,8 +196,7 @@ class Evaluation:
         self._lost = missing - again
 
     async def _withdraw(self) -> None:
-        assert EXAMS.name is not None
-        await self.ctx.bus.purge(EXAMS.name, EXAM.at(job=self.job.id))
+        await self.ctx.bus.purge(required_stream(EXAM), EXAM.at(job=self.job.id))
 
     async def _receive(self, result: EvalResult) -> EvalAck:
         wanted = result.version == self.version and result.index < self.plan.total

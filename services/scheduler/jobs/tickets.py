@@ -23,13 +23,14 @@ from opentinker.services.scheduler.jobs.outages import Outages, down_too_long
 from opentinker.shared.asyncio_tools import wait_event
 from opentinker.shared.evaluation.pool_draws import choose_opponent
 from opentinker.shared.messaging.bus import NoReply, StreamFull
-from opentinker.shared.messaging.subjects import TICKET, TICKETS, WAKE
+from opentinker.shared.messaging.stored_messages import required_stream
+from opentinker.shared.messaging.subjects import TICKET, WAKE
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.admission import admission_of
 from opentinker.shared.state.circuits import DOWN, Circuit
 from opentinker.shared.state.group_ledger import Ledger
 from opentinker.shared.state.redis_script import UNFENCED
-from opentinker.shared.types.core import JobRecord, JobState, Ticket
+from opentinker.shared.types.core import HELD, JobRecord, JobState, Ticket
 from opentinker.shared.types.error_text import error_sentence
 from opentinker.shared.types.errors import Conflict, NotFound
 from opentinker.shared.types.pools import PoolRecords
@@ -43,7 +44,6 @@ MAX_SWEPT = 256
 """Lost tickets of a job that one sweep stores again."""
 JUDGED_FROM = 20
 """Groups that must have ended before the share of failed ones is judged."""
-HELD = (JobState.STARTING, JobState.RUNNING)
 
 
 def ticket_seed(seed: int, position: int) -> int:
@@ -68,12 +68,8 @@ class TicketIssuer:
         """True: the store has no room for a ticket, which was logged."""
 
     async def run(self) -> None:
-        async def wake(_: dict[str, Any]) -> None:
-            self._wake.set()
-
-        subscription = await self.bus.listen(WAKE, wake, who="admission")
         swept_at = float("-inf")
-        try:
+        async with self.bus.wakes(self._wake, WAKE, who="admission"):
             while True:
                 self._wake.clear()
                 more = await self.issue()
@@ -82,8 +78,6 @@ class TicketIssuer:
                     swept_at = time.monotonic()
                 if not more:
                     await wait_event(self._wake, self._poll_s)
-        finally:
-            await subscription.unsubscribe()
 
     async def _held(self) -> list[JobRecord]:
         return [job for job in await self.store.active_jobs() if job.state.held and job.kind == "rl"]
@@ -138,8 +132,7 @@ class TicketIssuer:
 
     async def _republish(self, job: JobRecord) -> None:
         admission = admission_of(self.store.redis, job)
-        assert TICKETS.name is not None
-        if await self.bus.count(TICKETS.name, TICKET.at(job=job.id)) >= len(await admission.running()):
+        if await self.bus.count(required_stream(TICKET), TICKET.at(job=job.id)) >= len(await admission.running()):
             self._missing.pop(job.id, None)
             return
         stored = {ticket.seq for ticket in await self.bus.stored(TICKET, job=job.id)}

@@ -9,7 +9,7 @@ from collections import Counter
 from opentinker.services.scheduler.placement import planner
 from opentinker.services.scheduler.placement.cluster_view import Cluster, gpus_of, needs_of
 from opentinker.services.scheduler.placement.gpu_matching import ANY, described
-from opentinker.services.scheduler.placement.operator_limits import rules_of, used_today
+from opentinker.services.scheduler.placement.operator_limits import view_of
 from opentinker.services.scheduler.placement.quotas import Used, over_quota
 from opentinker.services.scheduler.placement.shortages import with_gpus
 from opentinker.services.scheduler.placement.types import OTHER_TENANTS, UNLIMITED, Start
@@ -69,11 +69,9 @@ def _are(count: int) -> str:
 
 async def _queue(ctx: Context, spec: JobSpec, tenant: str, cluster: Cluster) -> Check:
     """Ask the planner when the job would start among running and queued ones."""
-    settings, now = ctx.settings, time.time()
-    candidate = _record(spec, tenant, now)
+    settings, candidate = ctx.settings, _record(spec, tenant, time.time())
     active = [job for job in await ctx.store.active_jobs() if job.state != JobState.PAUSED and not job.asleep]
-    used = await used_today(ctx, {job.tenant for job in active} | {tenant})
-    view = cluster.view([*active, candidate], now=now, limits=settings.tenants, used=used, rules=rules_of(settings))
+    view = await view_of(ctx, cluster, [*active, candidate])
     (job,) = (job for job in view.jobs if job.id == CANDIDATE)
     limits = settings.tenants.get(tenant) or settings.tenants.get(OTHER_TENANTS) or UNLIMITED
     if never := over_quota(limits, Used(), jobs=0, workers=0, more=sum(job.needs.values())):

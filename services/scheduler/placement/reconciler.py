@@ -33,7 +33,7 @@ import structlog
 from opentinker.services.scheduler.artifacts.checkpoint_dir import newest_epoch
 from opentinker.services.scheduler.placement import planner
 from opentinker.services.scheduler.placement.cluster_view import Cluster
-from opentinker.services.scheduler.placement.operator_limits import rules_of, used_today
+from opentinker.services.scheduler.placement.operator_limits import view_of
 from opentinker.services.scheduler.placement.shortages import named
 from opentinker.services.scheduler.placement.types import (
     AddWorker,
@@ -59,7 +59,7 @@ from opentinker.shared.asyncio_tools import sleep, wait_event
 from opentinker.shared.messaging.subjects import WAKE
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.redis_script import UNFENCED
-from opentinker.shared.types.core import JobRecord, JobState, Lease, Pool, WorkerInfo
+from opentinker.shared.types.core import HELD, JobRecord, JobState, Lease, Pool, WorkerInfo
 from opentinker.shared.types.errors import Conflict, NotFound
 
 log = structlog.get_logger()
@@ -71,7 +71,6 @@ CHARGE_S = 2.0
 """Interval at which usage of leases is counted."""
 MAX_WAITING_UPDATES = 100
 """Jobs per round whose `waiting_for` is updated."""
-HELD = (JobState.STARTING, JobState.RUNNING)
 
 
 class Reconciler:
@@ -97,11 +96,7 @@ class Reconciler:
         self._charged_at = float("-inf")
 
     async def run(self) -> None:
-        async def wake(_: dict[str, Any]) -> None:
-            self._wake.set()
-
-        subscription = await self.ctx.bus.listen(WAKE, wake, who="scheduler")
-        try:
+        async with self.ctx.bus.wakes(self._wake, WAKE, who="scheduler"):
             while True:
                 self._wake.clear()
                 began = time.monotonic()
@@ -109,8 +104,6 @@ class Reconciler:
                 # However many wake us: requests are answered by the same process.
                 await sleep(min(POLL_S, IDLE_FACTOR * (time.monotonic() - began)))
                 await wait_event(self._wake, POLL_S)
-        finally:
-            await subscription.unsubscribe()
 
     async def reconcile(self) -> int:
         """One round. Return the number of decisions made. Raises Fenced if another scheduler leads."""
@@ -121,13 +114,11 @@ class Reconciler:
         active = {job.id: job for job in kept if job.state.held or job.state == JobState.QUEUED}
         early = await self._hold_back_followers(active, cluster)
         planned = planner.plan(
-            cluster.view(
+            await view_of(
+                self.ctx,
+                cluster,
                 [job for job in active.values() if not job.asleep and job.id not in early],
-                now=time.time(),
-                limits=self.ctx.settings.tenants,
-                used=await used_today(self.ctx, {job.tenant for job in active.values()}),
-                rules=rules_of(self.ctx.settings),
-                starting=self._starting,
+                self._starting,
             )
         )
         for decision in planned.decisions:
@@ -221,7 +212,7 @@ class Reconciler:
     async def _start(self, job: JobRecord, workers: list[WorkerInfo]) -> JobRecord:
         names: dict[str, str] = {}
         for worker in workers:
-            kind = LEASED[worker.pool]
+            kind = EVENT_NAMES[worker.pool]
             names[kind] = ", ".join([*([names[kind]] if kind in names else []), worker.id])
         epoch = await self._next_epoch(job)
         changes: dict[str, Any] = {"since": time.time(), "waiting_for": ""}
@@ -356,7 +347,7 @@ def _log_if_ended(job: str) -> Iterator[None]:
         log.info("job_update_conflict", job=job, why=str(error))
 
 
-LEASED = {Pool.TRAINER: "trainer", Pool.ROLLOUT: "rollout_worker"}
+EVENT_NAMES = {Pool.TRAINER: "trainer", Pool.ROLLOUT: "rollout_worker"}
 """As events name them."""
 
 
