@@ -13,18 +13,15 @@ import orjson
 from opentinker.services.scheduler.artifacts.catalog import EVENTS, LOG, live_files
 from opentinker.shared.messaging import subjects
 from opentinker.shared.messaging.bus import Bus
+from opentinker.shared.messaging.stored_messages import required_stream
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.redis_script import UNFENCED
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import split_part
 
 PAGE = 5000
-STREAMS = (
-    (subjects.METRICS, subjects.METRIC, "source"),
-    (subjects.LOGS, subjects.LOG, "level"),
-    (subjects.TIMELINES, subjects.TIMELINE, "worker"),
-)
-"""Streams that keep messages about a job, with the part of the subject that varies within one job."""
+KEPT = ((subjects.METRIC, "source"), (subjects.LOG, "level"), (subjects.TIMELINE, "worker"))
+"""Subjects whose streams keep messages about a job, with the part that varies within one job."""
 
 
 async def write_history(ctx: Context, home: Path, job: str, target: Path) -> list[str]:
@@ -51,9 +48,8 @@ async def write_history(ctx: Context, home: Path, job: str, target: Path) -> lis
 async def delete_history(bus: Bus, store: Store, job: str, *, leader: int = UNFENCED) -> None:
     """Delete a finished job's metrics, log lines, timeline and Redis keys; its record, state changes and usage stay.
     Raises Fenced, when the streams are purged already: of a job that is over, every leader would purge them."""
-    for stream, subject, rest in STREAMS:
-        assert stream.name is not None
-        await bus.purge(stream.name, subject.at(job=job, **{rest: "*"}))
+    for subject, rest in KEPT:
+        await bus.purge(required_stream(subject), subject.at(job=job, **{rest: "*"}))
     await store.forget(job, leader=leader)
 
 

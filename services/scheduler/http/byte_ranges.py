@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator
 from contextlib import aclosing
-from typing import Protocol
 
 from aiohttp import web
 
+from opentinker.services.scheduler.artifacts.store import Opened
 from opentinker.services.scheduler.http.errors import problem
 
 _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
-
-
-class Content(Protocol):
-    @property
-    def size(self) -> int: ...
-
-    def chunks(self, first: int, length: int) -> AsyncIterator[bytes]: ...
-
-    def close(self) -> None: ...
 
 
 def wanted(request: web.Request, size: int, etag: str) -> tuple[int, int] | None:
@@ -40,7 +30,7 @@ def wanted(request: web.Request, size: int, etag: str) -> tuple[int, int] | None
 
 
 async def send(
-    request: web.Request, content: Content, *, etag: str, name: str, media: str, headers: dict[str, str]
+    request: web.Request, content: Opened, *, etag: str, name: str, media: str, headers: dict[str, str]
 ) -> web.StreamResponse:
     """Closes `content`. `name`: of the file that it would be saved as."""
     try:

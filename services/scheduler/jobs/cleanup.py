@@ -10,16 +10,15 @@ import asyncio
 import shutil
 import time
 from pathlib import Path
-from typing import Any
 
 import nats.errors
 import structlog
-from nats.js.api import StreamConfig
 
 from opentinker.services.scheduler.artifacts.catalog import drop_fetched
 from opentinker.services.scheduler.jobs import kept_checkpoints
 from opentinker.shared.asyncio_tools import sleep
-from opentinker.shared.messaging.subjects import EXAM, EXAMS, GROUP, GROUPS, SCORE, SCORES, TICKET, TICKETS, Subject
+from opentinker.shared.messaging.stored_messages import required_stream
+from opentinker.shared.messaging.subjects import EXAM, GROUP, SCORE, TICKET
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.admission import admission_of
 from opentinker.shared.state.artifacts import ArtifactIndex
@@ -30,7 +29,7 @@ log = structlog.get_logger()
 
 POLL_S = 1.0
 SWEEP_S = 30.0
-QUEUES = ((TICKETS, TICKET), (EXAMS, EXAM), (SCORES, SCORE), (GROUPS, GROUP))
+QUEUES = (TICKET, EXAM, SCORE, GROUP)
 
 
 class JobCleaner:
@@ -67,11 +66,10 @@ class JobCleaner:
             await self.store.ended(absent, leader=self.leader)
 
     async def _clear(self, job: JobRecord) -> None:
-        for stream, subject in QUEUES:
-            assert stream.name is not None
+        for subject in QUEUES:
             for part in job.artifact_ids if subject is EXAM else [job.id]:
                 await self.bus.delete_consumers(subject, job=part)
-                await self.bus.purge(stream.name, subject.at(job=part))
+                await self.bus.purge(required_stream(subject), subject.at(job=part))
         await admission_of(self.store.redis, job).clear()
         await asyncio.to_thread(kept_checkpoints.drop, self.ctx.settings.data_dir, job.id)
         await asyncio.to_thread(_drop_members, self.ctx.settings.data_dir, job)
@@ -85,21 +83,17 @@ class JobCleaner:
         regardless of pauses.
         """
         old = await asyncio.to_thread(kept_checkpoints.kept_long, self.ctx.settings.data_dir)
-        stored = [(stream, subject, await self._stored(stream, subject)) for stream, subject in QUEUES]
+        streams = {subject: required_stream(subject) for subject in QUEUES}
+        stored = [(subject, await self.bus.counts(streams[subject], subject.at(job="*"))) for subject in QUEUES]
         active = [part for job in await self.store.active_jobs() for part in job.artifact_ids]
-        for stream, subject, found in stored:
-            assert stream.name is not None
-            for late in found - {subject.at(job=job) for job in active}:
-                await self.bus.purge(stream.name, late)
+        for subject, found in stored:
+            for late in found.keys() - {subject.at(job=job) for job in active}:
+                await self.bus.purge(streams[subject], late)
                 log.info("messages_swept", subject=late)
         for job in old - set(active):
             await asyncio.to_thread(kept_checkpoints.drop, self.ctx.settings.data_dir, job)
             log.info("start_checkpoint_removed", job=job)
         await asyncio.to_thread(drop_fetched, self.ctx.settings.data_dir)
-
-    async def _stored(self, stream: StreamConfig, subject: Subject[Any]) -> set[str]:
-        assert stream.name is not None
-        return set(await self.bus.counts(stream.name, subject.at(job="*")))
 
 
 def _drop_members(data_dir: Path, job: JobRecord) -> None:

@@ -23,7 +23,8 @@ from dataclasses import dataclass
 from opentinker.services.scheduler.artifacts.catalog import ArtifactCatalog
 from opentinker.shared.data.step_log import UNNAMED, parse_line, point_of, trainer_source
 from opentinker.shared.messaging.bus import Bus
-from opentinker.shared.messaging.subjects import METRIC, METRICS
+from opentinker.shared.messaging.stored_messages import required_stream
+from opentinker.shared.messaging.subjects import METRIC
 from opentinker.shared.types.core import JobRecord
 from opentinker.shared.types.telemetry import MetricPoint
 
@@ -83,10 +84,8 @@ class MetricHistory:
 
     async def _count_dropped(self, start: int) -> int:
         """Return how many sequences above `start` the stream has dropped, of this job and of others."""
-        assert METRICS.name is not None
-        info = await self._bus.js.stream_info(METRICS.name)
-        first: int = info.state.first_seq
-        return max(0, first - 1 - start)
+        info = await self._bus.js.stream_info(required_stream(METRIC))
+        return max(0, int(info.state.first_seq) - 1 - start)
 
     async def _read_dropped(
         self, job: JobRecord, sources: Sequence[str], number: int, limit: int, *, in_file: bool

@@ -8,17 +8,19 @@ measure loop   consumes ledgers, stream sizes, heartbeats; produces METRIC, by j
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 from opentinker.shared.asyncio_tools import sleep
 from opentinker.shared.data.step_log import metric_prefix
-from opentinker.shared.messaging.subjects import GROUP, GROUPS, SCORE, SCORES, TICKET, TICKETS
+from opentinker.shared.messaging.stored_messages import required_stream
+from opentinker.shared.messaging.subjects import GROUP, SCORE, TICKET, Subject
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.runtime.telemetry import CLUSTER, REPORT_S, Meters, Reporter
 from opentinker.shared.state.admission import admission_of
 from opentinker.shared.state.circuits import Circuits, circuit_key
 from opentinker.shared.types.core import JobRecord, JobState, Pool
 
-QUEUES = (("queue/tickets", TICKETS, TICKET), ("queue/scores", SCORES, SCORE), ("queue/groups", GROUPS, GROUP))
+QUEUES: dict[str, Subject[Any]] = {"queue/tickets": TICKET, "queue/scores": SCORE, "queue/groups": GROUP}
 """Tickets that are out; groups that wait for reference-forward; groups that no checkpoint covers yet."""
 
 
@@ -43,9 +45,8 @@ class SchedulerMetrics:
         if not held:
             return
         depths: dict[str, int] = {}
-        for _, stream, subject in QUEUES:
-            assert stream.name is not None
-            depths |= await self.bus.counts(stream.name, subject.at(job="*"))
+        for subject in QUEUES.values():
+            depths |= await self.bus.counts(required_stream(subject), subject.at(job="*"))
         for job in held:
             await self._job(job, depths)
 
@@ -53,7 +54,7 @@ class SchedulerMetrics:
         """Measure a job: the ledger of each of its policies, and its queues."""
         new = job.id not in self.meters.jobs
         meter = self.meters.of(job.id)
-        gauges = {name: depths.get(subject.at(job=job.id), 0) for name, _, subject in QUEUES}
+        gauges = {name: depths.get(subject.at(job=job.id), 0) for name, subject in QUEUES.items()}
         circuit = await self.circuits.find(circuit_key(job.tenant, job.spec["environment"]))
         gauges["scheduler/environment_down"] = int(circuit.is_open)
         counts = {}

@@ -51,8 +51,9 @@ class Found(NamedTuple):
     seats: check_frozen_seats.Found = MappingProxyType({})
 
 
-def new_job_id() -> str:
-    return "j-" + "".join(secrets.choice(_ALPHABET) for _ in range(10))
+def new_id(kind: str) -> str:
+    """`kind`: j for jobs, s for sweeps."""
+    return f"{kind}-" + "".join(secrets.choice(_ALPHABET) for _ in range(10))
 
 
 async def submit(
@@ -88,7 +89,7 @@ async def submit(
     asked = found.asked
     if asked.check is not None:
         plain["environment"]["name"] = asked.check.name
-    new = new_job_id()
+    new = new_id("j")
     try:
         await _keep_references(ctx, plain, found, tenant, new)
         if spec.notify:
@@ -139,9 +140,12 @@ def _read(data: Any) -> tuple[JobSpec | None, str, Mistakes]:
     spec: JobSpec | None = None
     try:
         spec = parse_spec(data)
-        return spec, _hash(spec), []
+        text = orjson.dumps(spec.model_dump(mode="json"), option=orjson.OPT_SORT_KEYS)
     except SpecError as error:
-        return spec, "", error.mistakes
+        return None, "", error.mistakes
+    except TypeError as error:
+        return spec, "", [mistake("(whole spec)", None, f"cannot be stored: {error}")]
+    return spec, hashlib.sha256(text).hexdigest(), []
 
 
 async def _keep_references(ctx: Context, plain: dict[str, Any], found: Found, tenant: str, new: str) -> None:
@@ -261,14 +265,6 @@ def _make_absolute(plain: dict[str, Any], spec: JobSpec) -> None:
         part["base"] = check_model.resolved_base(part["base"])
     if spec.data is not None:
         plain["data"] |= absolute(spec.data)
-
-
-def _hash(spec: JobSpec) -> str:
-    """Raises SpecError."""
-    try:
-        return hashlib.sha256(orjson.dumps(spec.model_dump(mode="json"), option=orjson.OPT_SORT_KEYS)).hexdigest()
-    except TypeError as error:
-        raise SpecError.of("(whole spec)", None, f"cannot be stored: {error}") from None
 
 
 def _start(data: Any, spec: JobSpec | None) -> StartSpec | None:

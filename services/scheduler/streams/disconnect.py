@@ -16,8 +16,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from urllib.parse import urlsplit, urlunsplit
 
-import msgspec
 import nats.errors
+import orjson
 import structlog
 from nats.aio.client import Client
 from prometheus_client import Counter
@@ -47,14 +47,6 @@ HINT = "until it answers this user, connections of revoked keys stay; nats-users
 CLOSED = Counter(
     "opentinker_stream_hangups", "Connections that were closed because their key or job was over", registry=REGISTRY
 )
-
-
-class _Error(msgspec.Struct):
-    description: str = ""
-
-
-class _Reply(msgspec.Struct):
-    error: _Error | None = None
 
 
 class StreamDisconnector:
@@ -119,10 +111,9 @@ class StreamDisconnector:
 
 async def _kick(nc: Client, one: StreamConnection) -> bool:
     """False: its server has no such connection. Raises TimeoutError, nats.errors.Error."""
-    asked = msgspec.json.encode({"cid": one.client})
+    asked = orjson.dumps({"cid": one.client})
     reply = await await_cancellable(nc.request(KICK.format(server=one.server), asked, timeout=ANSWER_S))
-    said = msgspec.json.decode(reply.data, type=_Reply)
-    return said.error is None
+    return orjson.loads(reply.data).get("error") is None
 
 
 @asynccontextmanager

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import secrets
-import string
 import time
 from typing import Any
 
 import orjson
 
-from opentinker.services.scheduler.jobs.submit import Found, Mistakes, check_references
+from opentinker.services.scheduler.jobs.submit import Found, Mistakes, check_references, new_id
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import parse_spec
 from opentinker.shared.spec.sweeps.children import Settings, Sweep, child_of, first_of, of_parameter, parse_sweep
@@ -27,11 +25,6 @@ REFERRING |= {"validation", "resources"}
 MAX_CHECKED = 64
 """Values that are checked at submission; further ones when their jobs are submitted."""
 AT_ONCE = 4
-_ALPHABET = string.ascii_lowercase + string.digits
-
-
-def new_sweep_id() -> str:
-    return "s-" + "".join(secrets.choice(_ALPHABET) for _ in range(10))
 
 
 async def submit_sweep(
@@ -51,7 +44,7 @@ async def submit_sweep(
     if (active := await store.count_active(tenant)) >= MAX_ACTIVE:
         raise Conflict(f"you have {active} sweeps that run; {MAX_ACTIVE} are allowed: cancel one or wait")
     base = _pinned(sweep, await checked_sweep(ctx, sweep, tenant))
-    now, new = time.time(), new_sweep_id()
+    now, new = time.time(), new_id("s")
     record = SweepRecord(
         id=new,
         tenant=tenant,

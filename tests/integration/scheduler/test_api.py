@@ -17,7 +17,7 @@ import orjson
 import pytest
 
 from opentinker.services.scheduler.http.jobs import JOB_ID
-from opentinker.services.scheduler.jobs.submit import new_job_id
+from opentinker.services.scheduler.jobs.submit import new_id
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.messaging.subjects import ENV_CHECK
 from opentinker.shared.runtime.service import Context
@@ -50,7 +50,7 @@ async def test_submitted_job_is_queued_with_the_whole_spec(http: Http) -> None:
 
 
 def test_job_ids_do_not_repeat() -> None:
-    assert len({new_job_id() for _ in range(1000)}) == 1000
+    assert len({new_id("j") for _ in range(1000)}) == 1000
 
 
 async def test_jobs_come_page_by_page(http: Http) -> None:
