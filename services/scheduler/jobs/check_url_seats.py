@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from opentinker.services.scheduler.jobs.check_frozen_seats import written_seats
+from opentinker.services.scheduler.jobs.check_seats import written_seats
 from opentinker.services.scheduler.jobs.check_start_checkpoint import Mistakes
 from opentinker.services.scheduler.jobs.disk_threads import on_disk
 from opentinker.shared.runtime.service import Context

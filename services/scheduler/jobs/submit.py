@@ -17,8 +17,8 @@ from pydantic import ValidationError
 from opentinker.services.scheduler.jobs import (
     check_adapters,
     check_environment,
-    check_frozen_seats,
     check_model,
+    check_seats,
     check_url_seats,
     kept_checkpoints,
 )
@@ -48,7 +48,7 @@ class Found(NamedTuple):
     asked: check_environment.EnvironmentCheck = check_environment.EnvironmentCheck()
     chosen: starting.SourceCheckpoint | None = None
     adapters: check_adapters.Found = ()
-    seats: check_frozen_seats.Found = MappingProxyType({})
+    seats: check_seats.Found = MappingProxyType({})
 
 
 def new_id(kind: str) -> str:
@@ -208,7 +208,7 @@ async def _check_references(ctx: Context, data: Any, spec: JobSpec | None, tenan
         raise errors.exceptions[0] from None
     asked, files, (wrong_start, chosen) = asking.result(), looking.result(), starts.result()
     wrong_adapters, beside = await check_adapters.check_adapters(ctx, data, spec, files.base, tenant)
-    wrong_seats, frozen = await check_frozen_seats.check_frozen_seats(ctx, data, spec, tenant)
+    wrong_seats, frozen = await check_seats.check_frozen_seats(ctx, data, spec, tenant)
     mistakes += await check_url_seats.check_url_seats(ctx, data, spec, tenant)
     mistakes += await check_notify(ctx.settings, spec)
     mistakes += _check_priority(ctx, spec, tenant) + families.result()
