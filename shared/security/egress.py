@@ -118,6 +118,14 @@ class Egress:
         """Resolve the URL's host and judge all its addresses. Raises Refused, saying what is wrong."""
         await asyncio.get_running_loop().run_in_executor(None, self.check_blocking, url)
 
+    async def refusal(self, url: str) -> str:
+        """Return what `check` says is wrong; empty if jobs may connect."""
+        try:
+            await self.check(url)
+        except EgressRefused as error:
+            return str(error)
+        return ""
+
     def check_blocking(self, url: str) -> None:
         parts = self.split(url)
         assert parts.hostname is not None

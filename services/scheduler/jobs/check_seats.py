@@ -1,6 +1,8 @@
-"""Checks the checkpoints that play seats of a job (`seats.NAME.frozen`): finds them, and whether they can play.
+"""Checks who plays seats of a job: checkpoints (`seats.NAME.frozen`) and models behind URLs (`seats.NAME.url`).
 
-`kept_checkpoints.py` keeps each in {data_dir}/jobs/{job}/start/seats/{checkpoint}."""
+`kept_checkpoints.py` keeps each checkpoint in {data_dir}/jobs/{job}/start/seats/{checkpoint}. Nothing is asked of a
+model's server: rollout workers do that, and connect by their own settings.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +17,8 @@ from opentinker.services.scheduler.jobs.check_start_checkpoint import Mistakes, 
 from opentinker.services.scheduler.jobs.disk_threads import on_disk
 from opentinker.shared.data.dry_run import is_served
 from opentinker.shared.runtime.service import Context
+from opentinker.shared.security.egress import Egress
+from opentinker.shared.security.model_keys import key_problem, read_model_keys
 from opentinker.shared.spec import JobSpec, ModelSpec, SeatSpec
 from opentinker.shared.spec.seats import MAX_SEATS
 from opentinker.shared.spec.serving import MAX_LORA_RANK
@@ -35,11 +39,11 @@ Found = Mapping[str, FrozenSeat]
 async def check_frozen_seats(
     ctx: Context, data: Any, spec: JobSpec | None, tenant: str
 ) -> tuple[Mistakes, dict[str, FrozenSeat]]:
-    """`data`: the spec as it was sent."""
+    """Find the checkpoints, and check that they can play. `data`: the spec as it was sent."""
     mistakes: Mistakes = []
     found: dict[str, FrozenSeat] = {}
     known: dict[str, SourceCheckpoint | str] = {}
-    for seat, player in written_seats(data, spec).items():
+    for seat, player in _written_seats(data, spec).items():
         checkpoint = player.frozen
         if checkpoint is None:
             continue
@@ -56,7 +60,29 @@ async def check_frozen_seats(
     return mistakes, found
 
 
-def written_seats(data: Any, spec: JobSpec | None) -> Mapping[str, SeatSpec]:
+async def check_url_seats(ctx: Context, data: Any, spec: JobSpec | None, tenant: str) -> Mistakes:
+    """Check that jobs may connect there, with that key. `data`: the spec as it was sent. Raises SpecError if the file
+    with the keys cannot be read."""
+    seats = {seat: player for seat, player in _written_seats(data, spec).items() if player.url is not None}
+    if not seats:
+        return []
+    mistakes: Mistakes = []
+    egress = Egress(tuple(ctx.settings.env_egress_allow))
+    names_keys = any(player.key is not None for player in seats.values())
+    keys = await on_disk(ctx, read_model_keys, ctx.settings.model_keys_file) if names_keys else {}
+    known: dict[str, str] = {}
+    for seat, player in seats.items():
+        assert player.url is not None
+        if player.url not in known:
+            known[player.url] = await egress.refusal(player.url)
+        if problem := known[player.url]:
+            mistakes.append({"field": f"seats.{seat}.url", "value": player.url, "problem": problem})
+        if player.key is not None and (problem := key_problem(keys, player.key, player.url, tenant)):
+            mistakes.append({"field": f"seats.{seat}.key", "value": player.key, "problem": problem})
+    return mistakes
+
+
+def _written_seats(data: Any, spec: JobSpec | None) -> Mapping[str, SeatSpec]:
     """Return the seats of a spec; of one that is wrong somewhere, those that are right in themselves, of the first
     MAX_SEATS."""
     if spec is not None:

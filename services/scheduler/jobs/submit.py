@@ -19,7 +19,6 @@ from opentinker.services.scheduler.jobs import (
     check_environment,
     check_model,
     check_seats,
-    check_url_seats,
     kept_checkpoints,
 )
 from opentinker.services.scheduler.jobs import check_start_checkpoint as starting
@@ -209,7 +208,7 @@ async def _check_references(ctx: Context, data: Any, spec: JobSpec | None, tenan
     asked, files, (wrong_start, chosen) = asking.result(), looking.result(), starts.result()
     wrong_adapters, beside = await check_adapters.check_adapters(ctx, data, spec, files.base, tenant)
     wrong_seats, frozen = await check_seats.check_frozen_seats(ctx, data, spec, tenant)
-    mistakes += await check_url_seats.check_url_seats(ctx, data, spec, tenant)
+    mistakes += await check_seats.check_url_seats(ctx, data, spec, tenant)
     mistakes += await check_notify(ctx.settings, spec)
     mistakes += _check_priority(ctx, spec, tenant) + families.result()
     mistakes += asked.mistakes + files.model + wrong_start + wrong_adapters + wrong_seats + files.frozen + files.data

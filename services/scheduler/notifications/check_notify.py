@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from opentinker.shared.config import Settings
-from opentinker.shared.security.egress import Egress, EgressRefused
+from opentinker.shared.security.egress import Egress
 from opentinker.shared.spec import JobSpec
 
 
@@ -15,10 +15,8 @@ async def check_notify(settings: Settings, spec: JobSpec | None) -> list[dict[st
     mistakes: list[dict[str, Any]] = []
     for place, entry in enumerate(spec.notify if spec is not None else ()):
         if entry.url is not None:
-            try:
-                await egress.check(entry.url)
-            except EgressRefused as error:
-                mistakes.append({"field": f"notify.{place}.url", "value": entry.url, "problem": str(error)})
+            if problem := await egress.refusal(entry.url):
+                mistakes.append({"field": f"notify.{place}.url", "value": entry.url, "problem": problem})
         elif problem := _mail_problem(settings, str(entry.email)):
             mistakes.append({"field": f"notify.{place}.email", "value": entry.email, "problem": problem})
     return mistakes
