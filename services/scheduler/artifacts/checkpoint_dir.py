@@ -55,7 +55,7 @@ class CheckpointView:
     prefix: str
     """Key of its directory."""
     metric: float | None = None
-    """See Kept."""
+    """See ArtifactEntry."""
     awaited: bool = False
     """The metric is still to come: its step is about to be evaluated."""
     here: bool = False
@@ -213,9 +213,6 @@ class Archive:
         info.size, info.mtime, info.mode = _size(part), mtime, 0o644
         self.parts += [info.tobuf(tarfile.GNU_FORMAT), part, b"\0" * (-info.size % tarfile.BLOCKSIZE)]
 
-    def end(self) -> None:
-        self.parts.append(b"\0" * (2 * tarfile.BLOCKSIZE))
-
     async def chunks(self, first: int, length: int) -> AsyncIterator[bytes]:
         last = first + length
         at = 0
@@ -260,5 +257,5 @@ async def open_archive(found: Sequence[CheckpointView], step: int | None, everyt
         raise NotFound(
             f"the checkpoint of step {manifest.step} cannot be read: {why}; {instead(manifest.job, others)}"
         ) from None
-    archive.end()
+    archive.parts.append(b"\0" * (2 * tarfile.BLOCKSIZE))  # the end of a tar
     return archive

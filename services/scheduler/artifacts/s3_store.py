@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,6 +90,8 @@ class ObjectStore:
             await self._api.delete_async(self._store, keys)
 
     async def read(self, key: str, first: int, length: int) -> AsyncIterator[bytes]:
+        if not length:
+            return
         with self._asked(key):
             got = await self._api.get_async(self._store, key, options={"range": (first, first + length)})
             async for chunk in got.stream(min_chunk_size=CHUNK):
@@ -97,16 +100,8 @@ class ObjectStore:
 
 class _Object:
     def __init__(self, store: ObjectStore, key: str, size: int) -> None:
-        self._store, self._key, self._size = store, key, size
-
-    @property
-    def size(self) -> int:
-        return self._size
-
-    async def chunks(self, first: int, length: int) -> AsyncIterator[bytes]:
-        if length:
-            async for chunk in self._store.read(self._key, first, length):
-                yield chunk
+        self.size = size
+        self.chunks = partial(store.read, key)
 
     def close(self) -> None:
         """Nothing is held."""

@@ -24,8 +24,6 @@ class LauncherFailed(OpenTinkerError):
 class Launched:
     name: str
     pool: Pool
-    since: float
-    """Unix time of its start."""
     ended: str = ""
     """Reason why it no longer runs."""
 

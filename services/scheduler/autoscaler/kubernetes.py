@@ -12,7 +12,6 @@ import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from copy import deepcopy
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -118,11 +117,9 @@ class KubernetesLauncher:
         query: dict[str, str] | None = None, body: dict[str, Any] | None = None, fine: tuple[int, ...] = (),
     ) -> dict[str, Any]:  # fmt: skip
         """Empty for an answer that is `fine`. Waits where the API is busy (429); raises LauncherFailed otherwise."""
-        data = None if body is None else orjson.dumps(body)
-        headers = {} if body is None else {"Content-Type": "application/json"}
         for tries in range(BUSY_TRIES):
             try:
-                async with session.request(method, path, params=query, data=data, headers=headers) as answer:
+                async with session.request(method, path, params=query, json=body) as answer:
                     status, text = answer.status, await answer.read()
                     pause = answer.headers.get("Retry-After", "1")
             except (aiohttp.ClientError, TimeoutError) as error:
@@ -134,17 +131,19 @@ class KubernetesLauncher:
             return {}
         if status >= 300:
             raise LauncherFailed(f"{method} {path} was answered {status}: {_message(text)}")
-        return dict(_object(text, f"{method} {path}"))
+        try:
+            return dict(orjson.loads(text))
+        except orjson.JSONDecodeError:
+            raise LauncherFailed(f"{method} {path} was answered with what is no JSON") from None
 
 
 def _launched(pod: dict[str, Any]) -> Launched:
     metadata, status = pod["metadata"], pod.get("status", {})
-    since = datetime.fromisoformat(metadata["creationTimestamp"]).timestamp()
     phase = status.get("phase", "Pending")
     ended = ""
     if phase in ("Succeeded", "Failed"):
         ended = " ".join(filter(None, [f"its pod has {phase.lower()}", status.get("reason"), status.get("message")]))
-    return Launched(metadata["name"], Pool(metadata["labels"][POOL]), since, ended)
+    return Launched(metadata["name"], Pool(metadata["labels"][POOL]), ended)
 
 
 def _template(path: Path) -> dict[str, Any]:
@@ -174,13 +173,6 @@ def _tls(settings: Settings) -> ssl.SSLContext | bool:
     path = settings.launcher_account / "ca.crt"
     _read(path)
     return ssl.create_default_context(cafile=str(path))
-
-
-def _object(text: bytes, what: str) -> Any:
-    try:
-        return orjson.loads(text)
-    except orjson.JSONDecodeError:
-        raise LauncherFailed(f"{what} was answered with what is no JSON") from None
 
 
 def _message(text: bytes) -> str:

@@ -96,14 +96,12 @@ class ProcessLauncher:
                 if process.alive:
                     held[path.stem] = {*process.gpus.split(",")}
                 ended = "" if process.alive else f"its process has ended; see {self._logs / path.stem}.log"
-                found.append(Launched(path.stem, Pool(process.pool), process.since, ended))
+                found.append(Launched(path.stem, Pool(process.pool), ended))
                 continue
             with suppress(FileNotFoundError):
                 since, pool = path.stat().st_mtime, Pool(path.stem.rsplit("-", 2)[-2])
                 late = time.time() - since > self.settings.launcher_start_s
-                found.append(
-                    Launched(path.stem, pool, since, "whoever started it did not live to say so" if late else "")
-                )
+                found.append(Launched(path.stem, pool, "whoever started it did not live to say so" if late else ""))
         self._held = held
         return found
 

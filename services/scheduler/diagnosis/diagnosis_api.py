@@ -49,9 +49,10 @@ class DiagnosisApi:
         began = job.since if job.state.held else job.created
         since = min(max(until - LAST_S.read(request), began), until)
         parts, is_whole = await self._parts(job, since)
+        segments = [segment for part in parts for segment in part.segments]
         if not is_whole:  # nothing is known of what came after them
-            until = max(segment.end for part in parts for segment in part.segments)
-        seconds = await asyncio.to_thread(_seconds_of, parts, since, until)
+            until = max(segment.end for segment in segments)
+        seconds = await asyncio.to_thread(seconds_by_cause, segments, since, until)
         silent = await self._silent(job, parts, since, until) if job.state.held else {}
         outage = await self.jobs.outage(job)
         findings = [*findings_on_waiting(job.waiting_for or outage.get("waiting_for", ""))]
@@ -89,7 +90,3 @@ class DiagnosisApi:
             if part.worker in ends:
                 ends[part.worker] = max([ends[part.worker], *(segment.end for segment in part.segments)])
         return {worker: max(0.0, until - end) for worker, end in ends.items()}
-
-
-def _seconds_of(parts: list[TimelinePart], since: float, until: float) -> dict[str, float]:
-    return seconds_by_cause((segment for part in parts for segment in part.segments), since, until)

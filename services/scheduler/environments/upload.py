@@ -99,13 +99,14 @@ class Uploads:
             work.chmod(0o755)
             sync_tree(work)
             with self._locked():
-                if not self._is_newest(tenant, package.name, digest):
+                known = self._newest(tenant, package.name, digest)
+                if known is None:
                     self._room(tenant, used, coming=(package, digest))
                 self._place(work, digest)
-                version, new = self._version(tenant, package, digest)
+                version = known or self._add_version(tenant, package, digest)
         finally:
             shutil.rmtree(work, ignore_errors=True)
-        return package, version, new
+        return package, version, known is None
 
     def _place(self, work: Path, digest: str) -> None:
         """Durably. What is there already stays if it is whole, and is replaced if not."""
@@ -165,18 +166,17 @@ class Uploads:
         except (OSError, codec.WireError):
             return ""
 
-    def _is_newest(self, tenant: str, name: str, digest: str) -> bool:
+    def _newest(self, tenant: str, name: str, digest: str) -> Version | None:
+        """Return the newest version if it has this digest."""
         versions = self._readable(tenant, name).versions
-        return bool(versions) and versions[-1].digest == digest
+        return versions[-1] if versions and versions[-1].digest == digest else None
 
-    def _version(self, tenant: str, package: Package, digest: str) -> tuple[Version, bool]:
+    def _add_version(self, tenant: str, package: Package, digest: str) -> Version:
         named = self._readable(tenant, package.name)
-        if named.versions and named.versions[-1].digest == digest:
-            return named.versions[-1], False
         version = Version(version=named.next, digest=digest, pushed=time.time(), path=package.path, lock=package.lock,
                           files=package.files, bytes=package.bytes)  # fmt: skip
         self._write(tenant, package.name, Named(versions=[*named.versions, version], next=named.next + 1))
-        return version, True
+        return version
 
     # --- names --------------------------------------------------------------------------------------------------
 

@@ -66,40 +66,31 @@ class ValidateApi:
         """Validate a spec without submitting it: check it, play one episode, and estimate what it takes.
 
         Of a sweep, its table and all its values are checked; an episode is played of its first job."""
-        scope, data = SCOPE.read(request), await read_spec(request)
-        if scope == "spec":
-            return json_response(await asyncio.to_thread(_report_on_text, data))
-        return json_response(await report_on(self.ctx, data, tenant_of(request), plays=scope == "all"))
+        scope = SCOPE.read(request)
+        return json_response(await report_on(self.ctx, await read_spec(request), tenant_of(request), scope))
 
 
-def _report_on_text(data: Any) -> Validation:
-    """Blocking. Look at nothing but the spec itself."""
-    mistakes: Mistakes = []
-    try:
-        spec, _ = _read(data)
-        checks = [check("spec", _named(spec))]
-    except SpecError as error:
-        mistakes, checks = error.mistakes, []
-    return _report(mistakes, checks)
-
-
-async def report_on(ctx: Context, data: Any, tenant: str, *, plays: bool = True) -> Validation:
-    """`plays`: play an episode and look at the model and the rows too."""
+async def report_on(ctx: Context, data: Any, tenant: str, scope: str = "all") -> Validation:
+    """`scope`: `all`: play an episode and look at the model and the rows too; `spec`: at nothing but the spec."""
     mistakes: Mistakes = []
     spec: JobSpec | None = None
     sweep: Sweep | None = None
     asked = EnvironmentCheck()
     try:
         spec, sweep = await asyncio.to_thread(_read, data)
-        if sweep is not None:
+        if sweep is not None and scope != "spec":
             asked, *_ = await checked_sweep(ctx, sweep, tenant)
     except SpecError as error:
         mistakes = error.mistakes
-    if not is_sweep(data):
+    if scope != "spec" and not is_sweep(data):
         asked, *_ = await check_references(ctx, data, spec, tenant, mistakes)
     if spec is None or mistakes:
         return _report(mistakes, [])
-    checks, messages = await _checks_of(ctx, spec, tenant, asked) if plays else ([check("spec", _named(spec))], [])
+    named = check("spec", f"{spec.name}, of kind {spec.kind}")
+    if scope == "spec":
+        return _report([], [named])
+    checks, messages = await _checks_of(ctx, spec, tenant, asked) if scope == "all" else ([], [])
+    checks.insert(0, named)
     checks += await forecast.forecast_start(ctx, spec, tenant)
     jobs = 1 if sweep is None else sweep.most_jobs
     if sweep is not None:
@@ -127,15 +118,11 @@ def _report(
     }
 
 
-def _named(spec: JobSpec) -> str:
-    return f"{spec.name}, of kind {spec.kind}"
-
-
 async def _checks_of(
     ctx: Context, spec: JobSpec, tenant: str, asked: EnvironmentCheck
 ) -> tuple[list[Check], list[Said]]:
     """Return every check of a job whose spec and references are right, and the first messages of its environment."""
-    checks: list[Check] = [check("spec", _named(spec))]
+    checks: list[Check] = []
     messages: list[Said] = []
     if spec.environment.name:
         if asked.answered:

@@ -41,6 +41,7 @@ async def estimate(ctx: Context, spec: JobSpec, tenant: str, jobs: int = 1) -> J
         worker_s, gpu_s = spent["worker_s"] * more * jobs, spent["gpu_s"] * more * jobs
         cost = ctx.settings.cost(worker_s, gpu_s)
         sized = "" if larger == 1 else f", times {larger:.3g} for the size of a step"
+        done = plural(job.step, "episode" if spec.kind == "eval" else "step")
         unit = "an episode" if spec.kind == "eval" else "a step"
         return {
             "jobs": jobs,
@@ -51,13 +52,9 @@ async def estimate(ctx: Context, spec: JobSpec, tenant: str, jobs: int = 1) -> J
             "cost": cost,
             "currency": "" if cost is None else ctx.settings.price_currency,
             "like": job.id,
-            "basis": f"{job.name} ({job.id}) took {running_s / job.step:.3g} s {unit} over {_counted(job)}{sized}",
+            "basis": f"{job.name} ({job.id}) took {running_s / job.step:.3g} s {unit} over {done}{sized}",
         }
     return None
-
-
-def _counted(job: JobRecord) -> str:
-    return plural(job.step, "episode" if job.kind == "eval" else "step")
 
 
 def _is_like(job: JobRecord, plain: Mapping[str, Any]) -> bool:

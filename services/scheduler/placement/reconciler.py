@@ -272,17 +272,12 @@ class Reconciler:
         """
         why = LENT.format(lent_to) if lent_to else SLEEPS
         detail = {"lent_to": lent_to} if lent_to else {}
-        now = time.time()
-        quiet_since = now - (cluster.quiet_s(job.id) or 0.0)
-        changes: dict[str, Any] = {"since": now, "waiting_for": why, "asleep": True, "quiet_since": quiet_since}
-        await self.store.transition(
-            job.id, JobState.QUEUED, allowed=HELD, leader=self.leader, event="asleep", detail=detail, **changes
-        )
-        log.info("job_asleep", job=job.id, **detail)
+        quiet_since = time.time() - (cluster.quiet_s(job.id) or 0.0)
+        job = await self._queue(job, "asleep", detail, waiting_for=why, asleep=True, quiet_since=quiet_since)
         for lease in cluster.leases_of(job.id):
             if not lease.leaves_by:
                 await self._leave(lease)
-        return msgspec.structs.replace(job, state=JobState.QUEUED, **changes)
+        return job
 
     async def _hold_back_followers(self, active: dict[str, JobRecord], cluster: Cluster) -> dict[str, str]:
         """Return jobs that would serve the live policy of a job without workers, and what they wait for: their workers
@@ -302,13 +297,17 @@ class Reconciler:
 
     async def _back_to_queue(self, job: JobRecord, cluster: Cluster, event: str, why: dict[str, str]) -> JobRecord:
         """Its trainer saves what it has trained when its lease is gone; the job starts again after that."""
-        changes: dict[str, Any] = {"since": time.time(), "waiting_for": ""}
-        await self.store.transition(
-            job.id, JobState.QUEUED, allowed=HELD, leader=self.leader, event=event, detail=why, **changes
-        )
-        log.info(f"job_{event}", job=job.id, **why)
+        job = await self._queue(job, event, why, waiting_for="")
         for lease in cluster.leases_of(job.id):
             await self._revoke(lease, cluster)
+        return job
+
+    async def _queue(self, job: JobRecord, event: str, detail: dict[str, str], **changes: Any) -> JobRecord:
+        changes["since"] = time.time()
+        await self.store.transition(
+            job.id, JobState.QUEUED, allowed=HELD, leader=self.leader, event=event, detail=detail, **changes
+        )
+        log.info(f"job_{event}", job=job.id, **detail)
         return msgspec.structs.replace(job, state=JobState.QUEUED, **changes)
 
     async def _record(self, job: JobRecord, event: str, detail: dict[str, Any], **changes: Any) -> None:

@@ -132,7 +132,7 @@ class NatsAuthCallout:
             await self.ctx.bus.nc.publish(message.reply, answer.encode())
 
     async def _admitted(self, login: _Login) -> Credential:
-        """With the time at which it ends, at the latest with its key. Raises Refused."""
+        """With the time at which it ends, at the latest with its key. Raises ConnectionRefused."""
         if login.client_info.type != "websocket":
             raise ConnectionRefused("credentials are for the WebSocket listener")
         now = time.time()
@@ -151,7 +151,7 @@ class NatsAuthCallout:
 
 def standing(group: ConnectionGroup, key: Key | None, tenant: str | None, now: float, *, auth: bool) -> float:
     """Until when, as far as is known now, connections of this group may stay. `key`: the one of that id, `tenant`:
-    whose the job is. Raises Refused."""
+    whose the job is. Raises ConnectionRefused."""
     if not group.key and not auth:
         principal, until = UNAUTHENTICATED, float("inf")
     else:

@@ -78,7 +78,8 @@ class RunningSweep:
         if self._trials is None:
             self._trials = await self._store.trials(self.id)
         trials = self._trials
-        records = await self._records(trials)
+        asked = [job.id for trial in trials for job in trial.open_jobs if job.id]
+        records = {record.id: record for record in await self.ctx.store.jobs(asked)}
         for trial in trials:
             for job in trial.open_jobs:
                 if job.id:
@@ -100,10 +101,6 @@ class RunningSweep:
         return True
 
     # --- what the jobs say --------------------------------------------------------------------------------------
-
-    async def _records(self, trials: list[Trial]) -> dict[str, JobRecord]:
-        asked = [job.id for trial in trials for job in trial.open_jobs if job.id]
-        return {record.id: record for record in await self.ctx.store.jobs(asked)}
 
     async def _follow(self, job: TrialJob, record: JobRecord | None) -> None:
         """Read what is new of a job's metric."""

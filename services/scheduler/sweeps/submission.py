@@ -79,7 +79,8 @@ async def checked_sweep(ctx: Context, sweep: Sweep, tenant: str) -> Found:
             _, wrong = await _checked(ctx, sweep, {**first, path: value}, tenant)
         return [{**of_parameter(one, sweep.table), "value": value} for one in wrong]
 
-    others = [(path, value) for path, one in sweep.table.parameters.items() for value in one.ends[1:] if _refers(path)]
+    refer = {path: one for path, one in sweep.table.parameters.items() if path.partition(".")[0] in REFERRING}
+    others = [(path, value) for path, one in refer.items() for value in one.ends[1:]]
     wrong = await asyncio.gather(*(look(path, value) for path, value in others[:MAX_CHECKED]))
     if mistakes := [one for each in wrong for one in each]:
         raise SpecError(mistakes)
@@ -91,10 +92,6 @@ async def _checked(ctx: Context, sweep: Sweep, settings: Settings, tenant: str) 
     data = child_of(sweep.table, sweep.base, settings)
     found = await check_references(ctx, data, parse_spec(data), tenant, mistakes)
     return found, mistakes
-
-
-def _refers(path: str) -> bool:
-    return path.partition(".")[0] in REFERRING
 
 
 def _pinned(sweep: Sweep, found: Found) -> dict[str, Any]:

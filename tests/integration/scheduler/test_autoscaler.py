@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
@@ -134,7 +133,7 @@ class FakeLauncher:
 
     async def start(self, pool: Pool, name: str) -> None:
         assert name not in self.all
-        self.all[name] = Launched(name, pool, time.time())
+        self.all[name] = Launched(name, pool)
 
     async def end(self, name: str) -> None:
         self.ended.append(name)
@@ -203,7 +202,7 @@ async def test_a_worker_that_never_starts_is_retried_later(ctx: Context, store: 
     launcher, loop = await needed(ctx, workers)
     await loop.reconcile()
     (trainer,) = (one for one in launcher.all.values() if one.pool == Pool.TRAINER)
-    launcher.all[trainer.name] = Launched(trainer.name, Pool.TRAINER, trainer.since, "its process has ended")
+    launcher.all[trainer.name] = Launched(trainer.name, Pool.TRAINER, "its process has ended")
     await loop.reconcile()
     assert launcher.ended == [trainer.name]
     await loop.reconcile()
@@ -256,7 +255,7 @@ async def test_silence_is_ended(ctx: Context, store: Store, workers: Workers, mo
 
 async def test_workers_that_beat_are_not_on_their_way(ctx: Context, store: Store, workers: Workers) -> None:
     launcher, loop = await needed(ctx, workers)
-    launcher.all["trainer-0"] = Launched("trainer-0", Pool.TRAINER, time.time())
+    launcher.all["trainer-0"] = Launched("trainer-0", Pool.TRAINER)
     await workers.start("trainer-0")
     await loop.reconcile()
     assert [slot.pool for slot in loop.starting.values()] == [Pool.ROLLOUT]
