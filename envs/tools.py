@@ -108,13 +108,24 @@ def _tools_of(kind: type[Environment]) -> list[str]:
 
 def tool_of(function: Callable[..., Any], timeout_s: float | None = TIMEOUT_S) -> OfferedTool:
     """Make a tool of a plain or async function. Raise TypeError unless its parameters have names and type hints."""
-    described, model = describe(function)
 
-    async def run(arguments: dict[str, Any]) -> str:
-        result = function(**validate_arguments(model, arguments))
+    async def run(**arguments: Any) -> str:
+        result = function(**arguments)
         return as_text(await result if inspect.isawaitable(result) else result)
 
-    return OfferedTool(tool=described, run=run, timeout_s=timeout_s)
+    return offer(function, run, timeout_s)
+
+
+def offer(
+    function: Callable[..., Any], run: Callable[..., Awaitable[str]], timeout_s: float | None = TIMEOUT_S
+) -> OfferedTool:
+    """Offer `run` with the description and the parameters of `function`. Raise TypeError as `tool_of`."""
+    described, model = describe(function)
+
+    async def validated(arguments: dict[str, Any]) -> str:
+        return await run(**validate_arguments(model, arguments))
+
+    return OfferedTool(tool=described, run=validated, timeout_s=timeout_s)
 
 
 def describe(function: Callable[..., Any]) -> tuple[Tool, type[BaseModel]]:

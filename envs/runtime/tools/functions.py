@@ -12,7 +12,7 @@ import msgspec
 
 from opentinker.envs.runtime.tools.errors import NoTools
 from opentinker.envs.threads import in_daemon_thread
-from opentinker.envs.tools import OfferedTool, ToolError, as_text, describe, truncate, validate_arguments
+from opentinker.envs.tools import OfferedTool, ToolError, as_text, offer, truncate
 from opentinker.shared.spec.tools import ToolSpec
 
 MAX_RUNNING = 16
@@ -55,17 +55,15 @@ def _import_tools(named: str) -> list[OfferedTool]:
 def _make_tool(function: Callable[..., Any]) -> OfferedTool:
     """Call a function: async ones in the event loop, plain ones each in a thread, because they may block. One that
     exceeds its time is left alone and counted."""
-    described, model = describe(function)
     running: set[object] = set()
     begin = _in_loop if inspect.iscoroutinefunction(function) else _in_thread
 
-    async def run(arguments: dict[str, Any]) -> str:
-        given = validate_arguments(model, arguments)
+    async def run(**arguments: Any) -> str:
         if len(running) >= MAX_RUNNING:
             raise ToolError(f"{MAX_RUNNING} calls of it have not returned yet")
-        return await begin(lambda: function(**given), running)
+        return await begin(lambda: function(**arguments), running)
 
-    return OfferedTool(tool=described, run=run)
+    return offer(function, run)
 
 
 def _format_result(result: Any) -> str:

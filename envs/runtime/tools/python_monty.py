@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from opentinker.envs.tools import RESULT_BYTES, OfferedTool, ToolError, ToolFailed, describe, validate_arguments
+from opentinker.envs.tools import RESULT_BYTES, ToolError, ToolFailed, offer
 from opentinker.shared.spec.tools import ToolSpec
 
 if TYPE_CHECKING:
@@ -136,16 +136,11 @@ class MontySession:
         }
         self.state: bytes | None = None
         self.closed = False
-        self._tool, self._arguments = describe(python)
-
-    @property
-    def offered(self) -> OfferedTool:
+        self.offered = offer(python, self.run, timeout_s=None)
         """The tool. It limits its programs' time itself, because waiting for a free process does not count."""
-        return OfferedTool(tool=self._tool, run=self.run, timeout_s=None)
 
-    async def run(self, arguments: dict[str, Any]) -> str:
+    async def run(self, code: str) -> str:
         """Run a program; a failed one leaves the variables unchanged."""
-        code = validate_arguments(self._arguments, arguments)["code"]
         used = self._interpreters.waits_for(self)
         try:
             return await self._run(code)

@@ -14,12 +14,11 @@ import socket
 import struct
 import sys
 from dataclasses import replace
-from typing import Any
 
 import structlog
 
 from opentinker.envs.runtime.tools import sandbox_runner
-from opentinker.envs.tools import RESULT_BYTES, OfferedTool, ToolError, ToolFailed, describe, validate_arguments
+from opentinker.envs.tools import RESULT_BYTES, ToolError, ToolFailed, offer
 from opentinker.shared.sandbox.sandbox import Sandbox, Sandboxed, Unavailable, own_packages
 from opentinker.shared.spec.tools import ToolSpec
 
@@ -108,27 +107,22 @@ class Programs:
 
     broken = False
 
-    def __init__(self, sandbox: Sandbox, spec: ToolSpec, most: int) -> None:
+    def __init__(self, sandbox: Sandbox, spec: ToolSpec) -> None:
         self._sandbox, self._spec = sandbox, spec
         self._idle: list[Runner] = []
         self._busy: set[Runner] = set()
-        self._places = asyncio.Semaphore(most)
-        self._tool, self._arguments = describe(python)
+        self._places = asyncio.Semaphore(max(2, os.cpu_count() or 1))
+        self.offered = offer(python, self.run, timeout_s=None)
+        """The tool. It limits its programs' time itself, because waiting for a sandbox does not count."""
 
     @classmethod
-    async def open(cls, sandbox: Sandbox, spec: ToolSpec, most: int) -> Programs:
+    async def open(cls, sandbox: Sandbox, spec: ToolSpec) -> Programs:
         """Open with the first sandbox running, to detect early whether sandboxes work. Raise Unavailable."""
-        programs = cls(sandbox, spec, most)
+        programs = cls(sandbox, spec)
         programs._idle.append(await Runner.start(sandbox, spec))
         return programs
 
-    @property
-    def offered(self) -> OfferedTool:
-        """The tool. It limits its programs' time itself, because waiting for a sandbox does not count."""
-        return OfferedTool(tool=self._tool, run=self.run, timeout_s=None)
-
-    async def run(self, arguments: dict[str, Any]) -> str:
-        code = validate_arguments(self._arguments, arguments)["code"]
+    async def run(self, code: str) -> str:
         async with self._places:
             try:
                 one = self._idle.pop() if self._idle else await Runner.start(self._sandbox, self._spec)
@@ -152,8 +146,3 @@ class Programs:
 
     async def close(self) -> None:
         await asyncio.gather(*(one.end("the job no longer needs it") for one in [*self._idle, *self._busy]))
-
-
-def most_programs() -> int:
-    """Concurrent sandboxes of one job in one env worker."""
-    return max(2, os.cpu_count() or 1)

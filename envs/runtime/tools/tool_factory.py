@@ -19,7 +19,6 @@ from typing import Any
 import msgspec
 from pydantic import ValidationError
 
-from opentinker.envs.runtime.tools import python_sandbox
 from opentinker.envs.runtime.tools.errors import NoTools
 from opentinker.envs.runtime.tools.functions import Functions
 from opentinker.envs.runtime.tools.mcp_client import McpConnection
@@ -145,8 +144,7 @@ class ToolFactory:
         return [programs.offered]
 
     async def _open_sandboxes(self, spec: ToolSpec) -> Programs:
-        sandbox = await Sandbox.open(self._settings)
-        return await Programs.open(sandbox, spec, python_sandbox.most_programs())
+        return await Programs.open(await Sandbox.open(self._settings), spec)
 
 
 class Tools:
