@@ -45,7 +45,7 @@ class AgentError(Exception):
     """The agent failed and its episode has no reward."""
 
 
-class Result(msgspec.Struct, kw_only=True):
+class Result(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Outcome of an agent's episode."""
 
     reward: float

@@ -63,18 +63,15 @@ class Grader:
         self._process: asyncio.subprocess.Process | None = None
 
     async def grade(self, answer: str, reply: str) -> Grade:
+        verdict = None
         try:
-            async with asyncio.timeout(LIMIT_S):
-                verdict = await self._ask(answer, reply)
-        except TimeoutError:
-            verdict = None
-        except BaseException:
-            await self.close()  # its late answer would be read as that of the next comparison
-            raise
-        if verdict is None:
-            await self.close()
-            return Grade(right=False, answered=False, late=True)
-        return verdict
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LIMIT_S):
+                    verdict = await self._ask(answer, reply)
+        finally:
+            if verdict is None:  # its late answer would be read as that of the next comparison
+                await self.close()
+        return verdict or Grade(right=False, answered=False, late=True)
 
     async def _ask(self, answer: str, reply: str) -> Grade | None:
         """Return the verdict, None if the process ended."""

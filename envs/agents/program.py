@@ -117,20 +117,13 @@ def _result(status: int, out: bytes, err: bytes) -> Result:
     return result_of(lines[-1])
 
 
-class _Line(msgspec.Struct, forbid_unknown_fields=True):
-    reward: float
-    components: dict[str, float] = {}
-    metrics: dict[str, float] = {}
-
-
 def result_of(line: bytes) -> Result:
     """Parse a JSON object of a reward and optional components and metrics. Raise AgentError for anything else."""
     try:
-        parsed = msgspec.json.decode(line, type=_Line)
+        return msgspec.json.decode(line, type=Result)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         shown = line.decode(errors="replace")[-MAX_QUOTED:]
         raise AgentError(
             f'the program\'s last line must be like {{"reward": 1.0, "components": {{}}, "metrics": {{}}}}; it is '
             f"{shown!r}: {error}"
         ) from None
-    return Result(reward=parsed.reward, components=parsed.components, metrics=parsed.metrics)

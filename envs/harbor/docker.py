@@ -185,10 +185,9 @@ class Container:
 
     def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
         """`process`: the client that started it and holds its input."""
-        self.reason = ""
+        self.reason, self.was_lost = "", False
         self._name, self._process = name, process
         self._killing: asyncio.Task[None] | None = None
-        self._was_lost = False
 
     @property
     def pid(self) -> int:
@@ -197,10 +196,6 @@ class Container:
     @property
     def has_ended(self) -> bool:
         return self._process.returncode is not None
-
-    @property
-    def was_lost(self) -> bool:
-        return self._was_lost
 
     def kill(self, reason: str) -> None:
         if not self.has_ended and self._killing is None:
@@ -227,7 +222,7 @@ class Container:
         if not self.reason or self.reason == "it ended":
             assert self._process.stderr is not None
             said = (await self._process.stderr.read(SHOWN)).decode(errors="replace").strip()
-            self._was_lost = ran_on or bool(said) or (self._process.returncode or 0) < 0
+            self.was_lost = ran_on or bool(said) or (self._process.returncode or 0) < 0
             self.reason = OUT_OF_MEMORY if is_out_of_memory else said or "it ended"
 
     def _ended(self) -> tuple[bool, bool]:

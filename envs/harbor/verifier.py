@@ -10,10 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from typing import Any
-
-import msgspec
 
 from opentinker.envs.harbor.box import SHARED, Answer, BoxError, BoxLost
 from opentinker.envs.harbor.image import Shell
@@ -34,17 +31,11 @@ class VerifierFailed(OpenTinkerError):
     """The tests gave no reward; the text says why."""
 
 
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    reward: float
-    numbers: dict[str, float] = {}
-    """The other ones in reward.json."""
-    seconds: float = 0.0
-    output: str = ""
+async def verify(workspace: Workspace, task: Task) -> tuple[float, dict[str, float]]:
+    """Run the task's tests. Return the reward, and the other numbers in reward.json.
 
-
-async def verify(workspace: Workspace, task: Task) -> Verdict:
-    """Run the task's tests. Raises VerifierFailed; Unavailable and OSError if no sandbox can be started."""
-    began = time.perf_counter()
+    Raises VerifierFailed; Unavailable and OSError if no sandbox can be started.
+    """
     try:
         await workspace.restart({TESTS: task.folder / TESTS})
         for path in (LOGS, f"/{TESTS}"):
@@ -57,15 +48,13 @@ async def verify(workspace: Workspace, task: Task) -> Verdict:
         answer = await workspace.run(f"chmod +x {script}; {script}", limit, shell)
         if answer.late:
             raise VerifierFailed(f"{task.name}: the tests took longer than verifier.timeout_sec = {limit:g}")
-        reward, numbers = await _reward(workspace, task, answer)
+        return await _reward(workspace, task, answer)
     except (BoxLost, BoxError) as error:
         if isinstance(error, BoxLost) and error.by_host:
             raise Unavailable(f"the sandbox of its tests was lost: {error}") from None
         raise VerifierFailed(f"{task.name}: the tests could not be run to their end: {error}") from None
     finally:
         await workspace.stop()
-    seconds = time.perf_counter() - began
-    return Verdict(reward=reward, numbers=numbers, seconds=seconds, output=answer.output)
 
 
 async def solve(workspace: Workspace, task: Task) -> Answer:

@@ -82,11 +82,9 @@ class ChildSessions:
                 step = codec.decode(StepSession, body)
                 with self._leftovers.of(step.session):
                     reply = await self._runners[step.session].step(step)
-            case "check":
-                found = await check_request(self._check, codec.decode(EnvCheck, body))
-                return ChildAnswer(call.serial, SessionReply(worker=""), found.errors)
-            case "rehearse":
-                found = await check_request(self._rehearse, codec.decode(EnvCheck, body))
+            case "check" | "rehearse":
+                play = self._check if call.verb == "check" else self._rehearse
+                found = await check_request(play, codec.decode(EnvCheck, body))
                 return ChildAnswer(call.serial, SessionReply(worker=""), found.errors, seats=found.seats)
             case "rows":
                 asked = codec.decode(EnvRows, body)

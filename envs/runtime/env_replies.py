@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from opentinker.envs.base import BadReply, Environment, Opening, Prompt, Step
+from opentinker.envs.base import BadReply, Environment, Opening, Prompt, Step, fields_of
 from opentinker.envs.bots import WithBots
 from opentinker.envs.rounds import check_round_reward, prompts_of, title_of
 from opentinker.shared.messaging.reply_validation import (
@@ -93,17 +93,8 @@ def _checked_prompt(seat: str, said: Prompt, source: str) -> dict[str, Any]:
     if said.guide is not None and type(said.guide) is not Guide:
         raise BadReply(f"{source}: guide must be a Guide or None, not {kind_of(said.guide)}")
     _check_size(source, messages, [tools, said.guide], stop, said.prompt_text)
-    return {
-        "seat": seat,
-        "stream": said.stream,
-        "messages": messages,
-        "tools": tools,
-        "prompt_ids": prompt_ids,
-        "prompt_text": said.prompt_text,
-        "guide": said.guide,
-        "max_tokens": said.max_tokens,
-        "stop": stop,
-    }
+    checked = {"messages": messages, "tools": tools, "prompt_ids": prompt_ids, "stop": stop}
+    return {"seat": seat, **fields_of(Prompt, said), **checked}
 
 
 def _check_flag(field: str, value: object) -> bool:

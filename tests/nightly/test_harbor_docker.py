@@ -133,7 +133,7 @@ async def test_the_tests_run_after_the_agents_processes_and_are_not_seen_before(
     task, _ = load_task(plane.home, load_settings(), load_set(plane.home, "own").tasks[0])
     hidden = await workspace.run("ls /tests /run/opentinker/shared; " + RIGHT, 60.0)
     assert "expected" not in hidden.output
-    assert (await verify(workspace, task)).reward == 1.0
+    assert (await verify(workspace, task))[0] == 1.0
     await workspace.close()
 
 

@@ -216,7 +216,7 @@ async def test_rewards_come_from_the_tests_alone_and_a_failed_verifier_voids_the
     await workspace.run(f"{forged}; export PATH=/nowhere", 60.0)
     with pytest.raises(VerifierFailed, match=r"the tests wrote neither .*nothing to say"):
         await verify(workspace, silent)
-    assert (await verify(workspace, generous)).reward == 1.0
+    assert (await verify(workspace, generous))[0] == 1.0
     await workspace.close()
     player = LocalEnvRunner("here", modules=False)
     await player.open(opening("harbor", row=1, deadline_s=600.0, tasks="bad"))
