@@ -6,20 +6,21 @@ from __future__ import annotations
 import asyncio
 import math
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import aiohttp
+import msgspec
 import orjson
 from pydantic import BaseModel, Field, ValidationInfo, field_validator
 
 from opentinker.envs.adapters.library import Illegal, IllegalConfig, refusal
-from opentinker.envs.base import ELSEWHERE, BadReply, Environment, EnvironmentConfig, Step, Unreachable, user
+from opentinker.envs.base import ELSEWHERE, Action, BadReply, Environment, EnvironmentConfig, Step, Unreachable, user
 from opentinker.envs.data import in_event_loop
 from opentinker.shared.backoff import Backoff
 from opentinker.shared.messaging.websocket_frames import ConnectionLost
 from opentinker.shared.security.egress import Egress, EgressRefused
-from opentinker.shared.types.core import Message, ToolCall
+from opentinker.shared.types.core import Image, Message, Text, ToolCall
 from opentinker.shared.types.errors import OpenTinkerError
 
 T = TypeVar("T")
@@ -104,6 +105,15 @@ class Remote(Environment):
             await backoff.sleep()
 
 
+class CallResult(msgspec.Struct, frozen=True, kw_only=True):
+    """A server's answer to a tool call."""
+
+    content: str | list[Text | Image] = ""
+    reward: float = 0.0
+    done: bool = False
+    metrics: dict[str, float] = {}
+
+
 class UrlConfig(ServerConfig, IllegalConfig):
     """Settings of an environment whose config names its server."""
 
@@ -129,6 +139,32 @@ class UrlRemote(Remote):
         self.url = config.url
         super().__init__(config)
         self._return, self._illegal = 0.0, 0
+
+    async def _play_calls(self, action: Action, play: Callable[[ToolCall], Awaitable[CallResult]]) -> Step:
+        """Play each of the turn's tool calls, until one ends the episode or is refused: `play` raises Illegal then."""
+        if not action.tool_calls:
+            return self._refuse(Illegal(action.problem or "it calls no tool"))
+        answers: list[Message] = []
+        reward, result = 0.0, CallResult()
+        for place, call in enumerate(action.tool_calls, start=1):
+            try:
+                result = await play(call)
+            except Illegal as error:
+                unplayed = "not played: an earlier call of this turn was refused"
+                left = [tool_message(other, unplayed) for other in action.tool_calls[place:]]
+                return self._refuse(error, [*answers, tool_message(call, refusal(error, "")), *left], reward)
+            reward += result.reward
+            answers.append(tool_message(call, result.content))
+            if result.done:
+                break
+        return self._step([] if result.done else answers, reward, done=result.done, metrics=result.metrics)
+
+    def _step(
+        self, messages: list[Message], reward: float, *, done: bool, metrics: Mapping[str, float] | None = None
+    ) -> Step:
+        self._return += reward
+        metrics = {**(metrics or {}), **self._metrics()}
+        return Step(messages=messages, reward=reward, components={"reward": reward}, done=done, metrics=metrics)
 
     def _refuse(self, why: Illegal, messages: Sequence[Message] = (), reward: float = 0.0) -> Step:
         """`reward`: earned earlier in the turn."""
@@ -191,10 +227,8 @@ def checked_url(url: str, info: ValidationInfo) -> str:
     return url.rstrip("/")
 
 
-def unplayed(calls: Sequence[ToolCall]) -> list[Message]:
-    """Return the results of a turn's calls after one that was refused."""
-    why = "not played: an earlier call of this turn was refused"
-    return [Message(role="tool", content=why, tool_call_id=call.id, name=call.name) for call in calls]
+def tool_message(call: ToolCall, content: str | list[Text | Image]) -> Message:
+    return Message(role="tool", content=content, tool_call_id=call.id, name=call.name)
 
 
 def check_status(url: str, status: int, raw: bytes) -> None:

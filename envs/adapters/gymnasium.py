@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, Field
 
 from opentinker.envs.adapters import env_notes, minigrid
-from opentinker.envs.adapters.library import ActionConfig, Illegal, Randomness, check_known, episode_seed, refusal
-from opentinker.envs.base import Action, Environment, Step, user
+from opentinker.envs.adapters.library import ActionConfig, Illegal, Randomness, check_known, episode_seed
+from opentinker.envs.base import Action, Environment, Step
 from opentinker.shared.types.core import Image, Message, Text
 
 if TYPE_CHECKING:
@@ -108,13 +108,7 @@ class Gymnasium(Environment):
 
     def _refuse(self, why: Exception) -> Step:
         self._illegal += 1
-        return Step(
-            messages=[user(refusal(why, self._allowed_actions()))],
-            reward=-self.config.penalty,
-            done=self._illegal >= self.config.max_illegal,
-            components={"illegal": -self.config.penalty},
-            metrics=self._metrics(False),
-        )
+        return self.config.refuse(why, self._allowed_actions(), self._illegal, self._metrics(False))
 
     def _metrics(self, truncated: bool) -> dict[str, float]:
         return {"return": self._return, "illegal": float(self._illegal), "truncated": float(truncated)}

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.random.mtrand import get_bit_generator, set_bit_generator
 from pydantic import Field, ValidationInfo, model_validator
 
-from opentinker.envs.base import ELSEWHERE, EnvironmentConfig
+from opentinker.envs.base import ELSEWHERE, EnvironmentConfig, Step, user
 
 NAMED = 8
 _MARK = re.compile(r"\baction\s*:", re.IGNORECASE)
@@ -57,6 +57,16 @@ class IllegalConfig(EnvironmentConfig):
     """Deducted from the reward for an invalid or masked action (component `illegal`)."""
     max_illegal: Annotated[int, Field(ge=1)] = 3
     """Number of such actions that ends an episode; the environment never sees them."""
+
+    def refuse(self, why: object, left: str, count: int, metrics: dict[str, float]) -> Step:
+        """Return the answer to an action that is not played, the episode's `count`-th; `left`: as in `refusal`."""
+        return Step(
+            messages=[user(refusal(why, left))],
+            reward=-self.penalty,
+            components={"illegal": -self.penalty},
+            done=count >= self.max_illegal,
+            metrics=metrics,
+        )
 
 
 class ActionConfig(LibraryConfig, IllegalConfig):

@@ -16,7 +16,6 @@ from opentinker.envs.adapters.library import (
     Randomness,
     check_known,
     episode_seed,
-    refusal,
 )
 from opentinker.envs.base import FORKS, Action, Environment, Step, user
 from opentinker.envs.png import png
@@ -245,13 +244,7 @@ class MiniWob(Environment):
     def _refuse(self, why: Exception) -> Step:
         self._illegal += 1
         possible = page.POSSIBLE + (f", {page.POSSIBLE_AT}" if self.config.positions else "")
-        return Step(
-            messages=[user(refusal(why, possible))],
-            reward=-self.config.penalty,
-            components={"illegal": -self.config.penalty},
-            done=self._illegal >= self.config.max_illegal,
-            metrics=self._metrics(0.0),
-        )
+        return self.config.refuse(why, possible, self._illegal, self._metrics(0.0))
 
     def _metrics(self, solved: float) -> dict[str, float]:
         found = {"solved": solved, "illegal": float(self._illegal), "truncated": float(not self._done)}

@@ -12,23 +12,23 @@ from urllib.parse import urlsplit, urlunsplit
 import aiohttp
 from pydantic import BaseModel, Field, model_validator
 
-from opentinker.envs.adapters.library import Illegal, episode_seed, refusal
+from opentinker.envs.adapters.library import Illegal, episode_seed
 from opentinker.envs.adapters.openenv_client import Observation, OpenEnvSession, ServerError
 from opentinker.envs.adapters.openenv_schema import Form, form_of, result_of, tools_of, view
 from opentinker.envs.base import Action, BadReply, Opening, Step, Unreachable, user
 from opentinker.envs.remote_server import (
     PAUSE_S,
     UNAVAILABLE,
+    CallResult,
     RemoteFailed,
     UrlConfig,
     UrlRemote,
     object_of,
     read_limited,
-    unplayed,
 )
 from opentinker.shared.backoff import Backoff
 from opentinker.shared.messaging.websocket_frames import ConnectionLost
-from opentinker.shared.types.core import Message, ToolCall
+from opentinker.shared.types.core import ToolCall
 
 PLAIN = {"ws": "http", "wss": "https"}
 LOST = (aiohttp.ClientError, OSError, TimeoutError, ConnectionLost)
@@ -116,52 +116,27 @@ class OpenEnv(UrlRemote):
 
     async def step(self, action: Action) -> Step:
         if self._form.kind == "tools":
-            return await self._call(action)
+            return await self._play_calls(action, self._call)
         try:
             seen = await self._try(self._form.read(action.text))
         except Illegal as error:
             return self._refuse(error)
-        return self._step(seen, [] if seen.done else [self._message(seen)], seen.reward)
+        messages = [] if seen.done else [user(view(seen, self.config.show) or "(Nothing is to be seen.)")]
+        return self._step(messages, seen.reward, done=seen.done, metrics=_numbers(seen.metadata))
 
-    async def _call(self, action: Action) -> Step:
-        """Play each of the turn's tool calls as an action, until one ends the episode."""
-        if not action.tool_calls:
-            return self._refuse(Illegal(action.problem or "it calls no tool"))
-        answers: list[Message] = []
-        reward, seen = 0.0, Observation(observation={}, reward=0.0, done=False)
-        for place, call in enumerate(action.tool_calls, start=1):
-            data = {"type": "call_tool", "tool_name": call.name, "arguments": call.arguments, **self.config.action}
-            try:
-                seen = await self._try(data)
-            except Illegal as error:
-                answers += [_answer(call, refusal(error, "")), *unplayed(action.tool_calls[place:])]
-                return self._refuse(error, answers, reward)
-            reward += seen.reward
-            answers.append(_answer(call, result_of(seen.observation)))
-            if seen.done:
-                break
-        return self._step(seen, [] if seen.done else answers, reward)
+    async def _call(self, call: ToolCall) -> CallResult:
+        """Play a tool call as an action. Raise as `_try`."""
+        data = {"type": "call_tool", "tool_name": call.name, "arguments": call.arguments, **self.config.action}
+        seen = await self._try(data)
+        return CallResult(
+            content=result_of(seen.observation), reward=seen.reward, done=seen.done, metrics=_numbers(seen.metadata)
+        )
 
     async def close(self) -> None:
         try:
             await self._disconnect()
         finally:
             await super().close()
-
-    # --- what it says -----------------------------------------------------------------------------------------------
-
-    def _step(self, seen: Observation, messages: list[Message], reward: float) -> Step:
-        self._return += reward
-        return Step(
-            messages=messages,
-            reward=reward,
-            components={"reward": reward},
-            done=seen.done,
-            metrics=_numbers(seen.metadata) | self._metrics(),
-        )
-
-    def _message(self, seen: Observation) -> Message:
-        return user(view(seen, self.config.show) or "(Nothing is to be seen.)")
 
     # --- the server -------------------------------------------------------------------------------------------------
 
@@ -242,10 +217,6 @@ class OpenEnv(UrlRemote):
         if self._line is not None:
             line, self._line = self._line, None
             await line.close()
-
-
-def _answer(call: ToolCall, text: str) -> Message:
-    return Message(role="tool", content=text, tool_call_id=call.id, name=call.name)
 
 
 def _numbers(metadata: dict[str, Any]) -> dict[str, float]:

@@ -12,11 +12,11 @@ from typing import Annotated, Any, ClassVar
 import aiohttp
 from pydantic import BaseModel, Field
 
-from opentinker.envs.adapters.library import Illegal, refusal, shortened
+from opentinker.envs.adapters.library import Illegal, shortened
 from opentinker.envs.adapters.ors_client import Block, OrsSession, TerminalTool, ToolOutput, Tools
-from opentinker.envs.base import Action, BadReply, Opening, Step, user
+from opentinker.envs.base import Action, BadReply, Opening, Step
 from opentinker.envs.data import images_of
-from opentinker.envs.remote_server import Missing, RemoteFailed, UrlConfig, UrlRemote, unplayed
+from opentinker.envs.remote_server import CallResult, Missing, RemoteFailed, UrlConfig, UrlRemote
 from opentinker.envs.tool_limits import bounded_tools
 from opentinker.shared.data.jsonl import RowError
 from opentinker.shared.types.core import Image, Message, Text, Tool, ToolCall
@@ -66,27 +66,17 @@ class Ors(UrlRemote):
         prompt = self._content(await self._ask("GET", f"/{self._name}/prompt", list[Block]))
         if config.instruction:
             prompt = [Text(f"{config.instruction}\n"), *prompt]
-        return Opening(messages=[_message(prompt) if prompt else user("Begin.")], tools=tools)
+        return Opening(messages=[Message(role="user", content=_plain(prompt) if prompt else "Begin.")], tools=tools)
 
     async def step(self, action: Action) -> Step:
         if not action.tool_calls and not action.problem and self._terminal is not None:
             return await self._hand_in(self._terminal, action.text)
-        if not action.tool_calls:
-            return self._refuse(Illegal(action.problem or "it calls no tool"))
-        answers: list[Message] = []
-        reward = 0.0
-        for place, call in enumerate(action.tool_calls, start=1):
-            try:
-                output = await self._call(call.name, call.arguments)
-            except Illegal as error:
-                answers += [_message([Text(refusal(error, ""))], call), *unplayed(action.tool_calls[place:])]
-                return self._refuse(error, answers, reward)
-            reward += output.reward or 0.0
-            if output.finished:
-                return self._step([], reward, done=True)
-            parts = self._content(output.blocks)
-            answers.append(_message(parts, call))
-        return self._step(answers, reward)
+        return await self._play_calls(action, self._play)
+
+    async def _play(self, call: ToolCall) -> CallResult:
+        output = await self._call(call.name, call.arguments)
+        content = "" if output.finished else _plain(self._content(output.blocks))
+        return CallResult(content=content, reward=output.reward or 0.0, done=output.finished)
 
     async def close(self) -> None:
         session, self._session = self._session, None
@@ -169,15 +159,8 @@ class Ors(UrlRemote):
                 parts.append(Text(block.text))
         return parts
 
-    def _step(self, messages: list[Message], reward: float, *, done: bool = False) -> Step:
-        self._return += reward
-        return Step(messages=messages, reward=reward, components={"reward": reward}, done=done, metrics=self._metrics())
 
-
-def _message(parts: list[Text | Image], call: ToolCall | None = None) -> Message:
-    """Return a message of the user, or the result of a call; text alone is not in parts, as most templates want it."""
+def _plain(parts: list[Text | Image]) -> str | list[Text | Image]:
+    """Return the content of a message; text alone is not in parts, as most templates want it."""
     texts = [part.text for part in parts if isinstance(part, Text)]
-    content = "\n".join(texts) if len(texts) == len(parts) else parts
-    if call is None:
-        return Message(role="user", content=content)
-    return Message(role="tool", content=content, tool_call_id=call.id, name=call.name)
+    return "\n".join(texts) if len(texts) == len(parts) else parts
