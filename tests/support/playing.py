@@ -7,8 +7,9 @@ from typing import Any
 from opentinker.envs.base import Action, Environment, Opening, Step
 from opentinker.envs.registry import make
 from opentinker.envs.rounds import prompts_of
+from opentinker.envs.runtime.env_runner import LocalEnvRunner
 from opentinker.shared.types.core import StopReason
-from opentinker.shared.types.env_protocol import OpenSession, StepSession
+from opentinker.shared.types.env_protocol import OpenSession, SessionReply, StepSession
 
 
 def opening(
@@ -27,6 +28,12 @@ def opening(
         job=job, session=session, environment=environment, config=config, row=row, seed=seed, deadline_s=deadline_s,
         answer_within_s=max(60.0, deadline_s), bots=bots or {},
     )  # fmt: skip
+
+
+async def local_episode(request: OpenSession) -> tuple[LocalEnvRunner, SessionReply]:
+    """Open it in this process and event loop. Return its player and the answer."""
+    player = LocalEnvRunner("w", modules=True)
+    return player, await player.open(request)
 
 
 def step(turn: int = 0, text: str = "x", session: str = "s", **more: Any) -> StepSession:

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Any, ClassVar
 
 import msgspec
 import pytest
 
 from opentinker.envs.base import Action, Bot, Environment, Opening, Step, play_gold, user
-from opentinker.envs.bots import BOT_TURNS, check_bots, resolve_bots
+from opentinker.envs.bots import BOT_TURNS, check_bots, resolve_bots, with_bots
 from opentinker.envs.builtin.tictactoe import TicTacToe
 from opentinker.envs.registry import make
 from opentinker.envs.runtime.child_pool import ChildPool
-from opentinker.envs.runtime.env_runner import LocalEnvRunner
 from opentinker.envs.runtime.in_process_server import InProcessServer
 from opentinker.envs.runtime.resolver import Resolver
 from opentinker.envs.tools import tool
 from opentinker.services.env_worker.service import check_environment
 from opentinker.shared.types.core import Ending, Message, StopReason, ToolCall
-from opentinker.shared.types.env_protocol import EnvCheck, SeatAction, SessionReply
+from opentinker.shared.types.env_protocol import EnvCheck, EnvCheckReply, SeatAction, SessionReply
 from opentinker.shared.types.errors import SpecError
-from tests.support.playing import opening, step
+from tests.support.playing import local_episode, opening, step
 
 ROUND = "tests.unit.envs.test_bots:Round"
 
@@ -92,13 +91,19 @@ class Cut(Endless):
         return Step(messages=[user("what the bot would see")], seat="bot", done=True, truncated=True, reward=0.5)
 
 
+@pytest.fixture
+async def host() -> AsyncIterator[ChildPool]:
+    host = ChildPool(children=1, per_child=1, modules=True)
+    yield host
+    await host.close()
+
+
 def named(name: str) -> str:
     return f"tests.unit.envs.test_bots:{name}"
 
 
 async def test_turns_of_bots_are_played_between_those_of_models() -> None:
-    player = LocalEnvRunner("w", modules=True)
-    opened = await player.open(opening(ROUND, bots={"a": "parrot", "c": "parrot"}))
+    player, opened = await local_episode(opening(ROUND, bots={"a": "parrot", "c": "parrot"}))
     assert (opened.seat, opened.stream, opened.messages[0].text) == ("b", "b0", "a said first!")
     assert [one.name for one in opened.tools] == ["note"]
     first = await player.step(step(0, "x", seat="b"))
@@ -116,8 +121,7 @@ async def test_turns_of_bots_are_played_between_those_of_models() -> None:
 
 
 async def test_rewards_that_bots_bring_to_a_model_belong_to_its_turn_before() -> None:
-    player = LocalEnvRunner("w", modules=True)
-    await player.open(opening(ROUND, bots={"b": "parrot", "c": "parrot"}))
+    player, _ = await local_episode(opening(ROUND, bots={"b": "parrot", "c": "parrot"}))
     bots = {"b": {"spoke": 1.0, "heard": 10.0}, "c": {"spoke": 1.0}}
     first = await player.step(step(0, "x", seat="a"))
     assert (first.seat, first.reward, first.components) == ("d", 11.0, {"spoke": 1.0, "heard": 10.0})
@@ -138,8 +142,6 @@ async def test_a_reward_from_before_a_seats_first_turn_comes_with_the_first_turn
 
     game = Gift(Gift.Config())
     game.bot_seats = {"a": "parrot"}
-    from opentinker.envs.bots import with_bots
-
     wrapped = with_bots(game, game)
     await wrapped.open(0, 0)
     step = await wrapped.step(Action(text="x", stop=StopReason.EOS, turn=0, seat="b"))
@@ -148,9 +150,7 @@ async def test_a_reward_from_before_a_seats_first_turn_comes_with_the_first_turn
 
 
 async def test_bots_may_call_tools() -> None:
-    player = LocalEnvRunner("w", modules=True)
-    request = msgspec.structs.replace(opening(ROUND, bots={"a": "caller"}), tool_turns=3)
-    opened = await player.open(request)
+    player, opened = await local_episode(msgspec.structs.replace(opening(ROUND, bots={"a": "caller"}), tool_turns=3))
     environment: Any = player.environment
     assert (opened.seat, environment._inner.notes) == ("b", 3), "a bot that only calls tools has their limit"
 
@@ -167,8 +167,7 @@ async def test_bots_may_call_tools() -> None:
     ],
 )
 async def test_what_cannot_be_played_fails_its_own_episode(name: str, bots: dict[str, str], problem: str) -> None:
-    player = LocalEnvRunner("w", modules=True)
-    reply = await player.open(opening(named(name), bots=bots))
+    player, reply = await local_episode(opening(named(name), bots=bots))
     assert reply.failure in (Ending.ENV_BAD_REPLY, Ending.ENV_ERROR) and problem in reply.error
     await player.close()
 
@@ -188,8 +187,7 @@ class Unowned(Environment):
 
 @pytest.mark.parametrize("bots", [{"a": "quiet", "b": "quiet"}, {"a": "quiet"}])
 async def test_a_rounds_reward_without_a_seat_is_refused_also_if_bots_played_it(bots: dict[str, str]) -> None:
-    player = LocalEnvRunner("w", modules=True)
-    reply = await player.open(opening(named("Unowned"), bots=bots))
+    player, reply = await local_episode(opening(named("Unowned"), bots=bots))
     if reply.failure is None:
         action = SeatAction(seat="b", text="x", stop=StopReason.EOS)
         reply = await player.step(reply.step("s", 0, [action]))
@@ -197,8 +195,7 @@ async def test_a_rounds_reward_without_a_seat_is_refused_also_if_bots_played_it(
 
 
 async def test_a_limit_may_end_the_episode_in_a_bots_turn() -> None:
-    player = LocalEnvRunner("w", modules=True)
-    await player.open(opening(named("Cut"), bots={"bot": "mute"}))
+    player, _ = await local_episode(opening(named("Cut"), bots={"bot": "mute"}))
     last = await player.step(step(0, "x", seat="model"))
     assert (last.done, last.truncated, last.reward, last.messages) == (True, True, 0.5, [])
 
@@ -224,45 +221,34 @@ def test_every_mistake_is_reported_and_sizes_are_bounded() -> None:
         check_bots(type(make("copy_digits", {})), {"": "x"})
 
 
-async def test_an_env_worker_refuses_bots_before_a_job_starts() -> None:
-    resolver, host = Resolver(modules=True), ChildPool(children=1, per_child=1, modules=True)
-
-    async def problems(name: str, bots: dict[str, str], **config: Any) -> list[str]:
-        reply = await check_environment(EnvCheck(name=name, config=config, bots=bots), resolver, host)
-        return [f"{mistake['field']}: {mistake['problem']}" for mistake in reply.errors]
-
-    try:
-        assert await problems("tictactoe", {"first": "perfect"}) == []
-        assert await problems("gomoku", {"white": "expert"}, opponent="self") == []
-        (seatless,) = await problems("gomoku", {"white": "expert"})
-        assert seatless.startswith("seats.white: Gomoku has no such seat with this config; its seats are: ''")
-        (unknown,) = await problems("tictactoe", {"second": "stockfish"})
-        assert unknown == "seats.second.bot: TicTacToe has no bot 'stockfish'; its bots are: perfect, random"
-        (blocked,) = await problems("tests.unit.envs.test_bots:Blocked", {"e": "parrot"})
-        assert blocked.startswith("seats.e: Blocked has no such seat")
-        assert await problems("tests.unit.envs.test_bots:Blocked", {"*": "parrot", "a": ""}) == []
-    finally:
-        await host.close()
-
-
-async def test_an_env_worker_says_which_seats_an_environment_has() -> None:
-    resolver, host = Resolver(modules=True), ChildPool(children=1, per_child=1, modules=True)
-
-    async def seats(name: str, bots: dict[str, str] | None = None, **config: Any) -> list[str]:
+async def test_an_env_worker_refuses_bots_and_says_which_seats_there_are_before_a_job_starts(host: ChildPool) -> None:
+    async def check(name: str, bots: dict[str, str] | None = None, **config: Any) -> EnvCheckReply:
         asked = EnvCheck(name=name, config=config, bots=bots or {})
-        return (await check_environment(asked, resolver, host)).seats
+        return await check_environment(asked, Resolver(modules=True), host)
 
-    try:
-        assert await seats("tictactoe") == await seats("tictactoe", {"second": "random"}) == ["first", "second"]
-        assert await seats("gomoku", opponent="self") == ["black", "white"] and await seats("copy_digits") == [""]
-        assert await seats("tests.unit.envs.test_bots:Blocked") == list(Blocked.seats)
-        assert await seats("tictactoe", {"third": "random"}) == []
-        crowd = [f"s{number}" for number in range(60)]
-        assert await seats("tests.unit.envs.test_bots:Crowd") == crowd, "all of them, or those left out look absent"
-        assert await seats("tests.unit.envs.test_bots:BlockedCrowd") == crowd
-        assert await seats("tests.unit.envs.test_bots:Masses") == [], "too many to compare with a spec"
-    finally:
-        await host.close()
+    blocked, crowd = named("Blocked"), [f"s{number}" for number in range(60)]
+    for name, bots, config, seats in (
+        ("tictactoe", {}, {}, ["first", "second"]),
+        ("tictactoe", {"first": "perfect"}, {}, ["first", "second"]),
+        ("gomoku", {"white": "expert"}, {"opponent": "self"}, ["black", "white"]),
+        ("copy_digits", {}, {}, [""]),
+        (blocked, {"*": "parrot", "a": ""}, {}, list(Blocked.seats)),
+        (named("Crowd"), {}, {}, crowd),  # all of them, or those left out look absent
+        (named("BlockedCrowd"), {}, {}, crowd),
+        (named("Masses"), {}, {}, []),  # too many to compare with a spec
+    ):
+        reply = await check(name, bots, **config)
+        assert (reply.seats, reply.errors) == (seats, []), name
+    for name, bots, problem in (
+        ("gomoku", {"white": "expert"}, "seats.white: Gomoku has no such seat with this config; its seats are: ''"),
+        ("tictactoe", {"third": "random"}, "seats.third: TicTacToe has no such seat"),
+        ("tictactoe", {"second": "stockfish"},
+         "seats.second.bot: TicTacToe has no bot 'stockfish'; its bots are: perfect, random"),
+        (blocked, {"e": "parrot"}, "seats.e: Blocked has no such seat"),
+    ):  # fmt: skip
+        reply = await check(name, bots)
+        (mistake,) = reply.errors
+        assert f"{mistake['field']}: {mistake['problem']}".startswith(problem) and reply.seats == []
 
 
 class Blocked(Round):
@@ -281,17 +267,13 @@ class Masses(Round):
     seats = tuple(f"s{number}" for number in range(257))
 
 
-async def test_bots_play_in_child_processes() -> None:
-    host = ChildPool(children=1, per_child=1, modules=True)
-    try:
-        request = opening(named("Blocked"), bots={"a": "parrot"})
-        player = host.runner("w", request)
-        assert player is not None
-        opened = await player.open(request)
-        assert (opened.seat, opened.messages[0].text) == ("b", "a said first!")
-        await player.close()
-    finally:
-        await host.close()
+async def test_bots_play_in_child_processes(host: ChildPool) -> None:
+    request = opening(named("Blocked"), bots={"a": "parrot"})
+    player = host.runner("w", request)
+    assert player is not None
+    opened = await player.open(request)
+    assert (opened.seat, opened.messages[0].text) == ("b", "a said first!")
+    await player.close()
 
 
 async def test_bots_play_where_the_user_serves_the_environment() -> None:

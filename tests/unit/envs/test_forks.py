@@ -31,7 +31,7 @@ from opentinker.shared.types.env_protocol import (
 )
 from tests.conftest import until
 from tests.samples.tree_samples import Climb
-from tests.support.playing import opening
+from tests.support.playing import local_episode, opening
 
 SAMPLES = "tests.samples.tree_samples"
 CLIMB = f"{SAMPLES}:Climb"
@@ -130,8 +130,7 @@ async def test_copies_before_one_that_fails_are_closed(sessions: Sessions) -> No
 
 async def test_what_cannot_be_is_refused() -> None:
     async def step(request: StepSession, environment: str = CLIMB) -> SessionReply:
-        player = LocalEnvRunner("w", modules=True)
-        opened = await player.open(opening(environment))
+        player, opened = await local_episode(opening(environment))
         assert opened.failure is None, opened.error
         reply = await player.step(request)
         await player.close()
@@ -153,8 +152,7 @@ async def test_what_cannot_be_is_refused() -> None:
 
 
 async def test_after_candidates_one_must_be_chosen() -> None:
-    player = LocalEnvRunner("w", modules=True)
-    await player.open(opening(CLIMB))
+    player, _ = await local_episode(opening(CLIMB))
     await player.step(tree(0, "1", "2", seat="left"))
     plain = StepSession(session="s", turn=1, seat="right", text="1", stop=StopReason.EOS)
     assert "chooses none of them" in (await player.step(plain)).error
@@ -166,8 +164,7 @@ class SimpleArms(type(make("bandit", {}))):  # type: ignore[misc]
 
 
 async def test_bots_answer_on_the_copy() -> None:
-    player = LocalEnvRunner("w", modules=True)
-    opened = await player.open(opening("tictactoe", bots={"second": "random"}))
+    player, opened = await local_episode(opening("tictactoe", bots={"second": "random"}))
     assert opened.seat == "first"
     first = await player.step(tree(0, "1", "1", "5", seat="first"))
     boards = [outcome.messages[0].text for outcome in first.outcomes]

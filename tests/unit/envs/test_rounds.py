@@ -11,7 +11,6 @@ import pytest
 from opentinker.envs.base import play_gold
 from opentinker.envs.registry import make
 from opentinker.envs.runtime.child_pool import ChildPool
-from opentinker.envs.runtime.env_runner import LocalEnvRunner
 from opentinker.envs.runtime.resolver import Resolver
 from opentinker.envs.runtime.sessions import Sessions
 from opentinker.shared.messaging.reply_validation import sound
@@ -45,8 +44,7 @@ def seen(reply: SessionReply) -> dict[str, list[str]]:
 
 
 async def test_every_seat_of_a_round_sees_its_own_prompt_and_the_actions_arrive_together_in_seat_order() -> None:
-    player = LocalEnvRunner("w", modules=True)
-    opened = await player.open(opening())
+    player, opened = await playing.local_episode(opening())
     assert seen(opened) == {seat: [f"row 3: {seat}?"] for seat in ALL}
     assert (opened.seat, opened.messages, {prompt.stream for prompt in opened.round}) == ("", [], {"s"})
     reply = await player.step(votes(0, voter_3="a", voter_1="b", voter_0="out", voter_2="a"))
@@ -65,24 +63,21 @@ async def test_every_seat_of_a_round_sees_its_own_prompt_and_the_actions_arrive_
     [{"voter_0": "a"}, {"voter_0": "a", "voter_1": "a", "voter_2": "a", "stranger": "a"}, {}],
 )
 async def test_a_round_takes_an_action_of_every_seat_once_and_of_nobody_else(texts: dict[str, str]) -> None:
-    player = LocalEnvRunner("w", modules=True)
-    await player.open(opening())
+    player, _ = await playing.local_episode(opening())
     refused = await player.step(votes(0, **texts))
     assert refused.failure == Ending.ENV_ERROR
     assert "turn 0 is a round of the seats 'voter_0', 'voter_1', 'voter_2', 'voter_3', not" in refused.error
 
 
 async def test_a_seat_cannot_act_twice_in_a_round() -> None:
-    player = LocalEnvRunner("w", modules=True)
-    await player.open(opening(seats=2))
+    player, _ = await playing.local_episode(opening(seats=2))
     both = votes(0, voter_0="a", voter_1="b")
     twice = await player.step(msgspec.structs.replace(both, round=[both.round[0], both.round[1], both.round[0]]))
     assert twice.failure == Ending.ENV_ERROR and "'voter_0', 'voter_1', 'voter_0'" in twice.error
 
 
 async def test_turns_and_rounds_may_follow_each_other() -> None:
-    player = LocalEnvRunner("w", modules=True)
-    opened = await player.open(opening(f"{SAMPLES}:Deal"))
+    player, opened = await playing.local_episode(opening(f"{SAMPLES}:Deal"))
     assert (opened.seat, opened.round) == ("dealer", [])
     dealt = await player.step(playing.step(0, "0", seat="dealer"))
     assert seen(dealt) == {"left": ["left, guess"], "right": ["right, guess"]} and dealt.reward == 0.25
@@ -105,7 +100,7 @@ async def test_turns_and_rounds_may_follow_each_other() -> None:
     ],
 )
 async def test_a_wrong_set_of_seats_is_a_bad_reply_that_names_the_environment(how: str, said: str) -> None:
-    reply = await LocalEnvRunner("w", modules=True).open(opening(f"{SAMPLES}:Wrong", how=how))
+    _, reply = await playing.local_episode(opening(f"{SAMPLES}:Wrong", how=how))
     assert reply.failure == Ending.ENV_BAD_REPLY and said in reply.error
 
 
@@ -114,21 +109,19 @@ async def test_wrong_answers_to_a_round_are_bad_replies_too() -> None:
         ("reward", "Wrong.step_all() gives reward 1.0, which no seat of the round owns"),
         ("next", "Wrong.step_all() names seat 'nobody' in acting; the seats are: 'a', 'b'"),
     ):
-        player = LocalEnvRunner("w", modules=True)
-        await player.open(opening(f"{SAMPLES}:Wrong", how=how))
+        player, _ = await playing.local_episode(opening(f"{SAMPLES}:Wrong", how=how))
         reply = await player.step(votes(0, a="x", b="y"))
         assert reply.failure == Ending.ENV_BAD_REPLY and said in reply.error
 
 
 async def test_the_seats_of_a_round_are_bounded() -> None:
-    reply = await LocalEnvRunner("w", modules=True).open(opening(f"{SAMPLES}:Many", how=""))
+    _, reply = await playing.local_episode(opening(f"{SAMPLES}:Many", how=""))
     assert reply.failure == Ending.ENV_BAD_REPLY
     assert "Many.open() names 129 seats in acting; at most 128 may act at the same time" in reply.error
 
 
 async def test_an_environment_that_names_a_round_must_define_step_all() -> None:
-    player = LocalEnvRunner("w", modules=True)
-    await player.open(opening(f"{SAMPLES}:Unfinished"))
+    player, _ = await playing.local_episode(opening(f"{SAMPLES}:Unfinished"))
     reply = await player.step(votes(0, a="x", b="y"))
     assert reply.failure == Ending.ENV_ERROR
     assert "Unfinished names seats in `acting` and does not define step_all" in reply.error
@@ -161,8 +154,7 @@ async def test_a_child_process_plays_rounds() -> None:
 
 
 async def test_bots_of_a_round_are_answered_in_the_environment() -> None:
-    player = LocalEnvRunner("w", modules=True)
-    opened = await player.open(opening(bots={"voter_0": "named", "voter_2": "fixed"}))
+    player, opened = await playing.local_episode(opening(bots={"voter_0": "named", "voter_2": "fixed"}))
     assert list(seen(opened)) == ["voter_1", "voter_3"]
     reply = await player.step(votes(0, voter_3="b", voter_1="out"))
     environment: Any = player.environment
@@ -177,8 +169,7 @@ async def test_bots_of_a_round_are_answered_in_the_environment() -> None:
 
 
 async def test_a_round_of_bots_alone_is_played_at_once() -> None:
-    player = LocalEnvRunner("w", modules=True)
-    await player.open(opening(f"{SAMPLES}:Deal", bots={"left": "seven", "right": "seven"}))
+    player, _ = await playing.local_episode(opening(f"{SAMPLES}:Deal", bots={"left": "seven", "right": "seven"}))
     reply = await player.step(playing.step(0, "7", seat="dealer"))
     assert (reply.seat, reply.round, reply.reward) == ("dealer", [], 0.25)
     assert reply.rewards == {"left": {"guess": 1.0}, "right": {"guess": 1.0}}
@@ -186,8 +177,7 @@ async def test_a_round_of_bots_alone_is_played_at_once() -> None:
 
 
 async def test_a_bot_that_deals_alone_leaves_the_round_to_the_models() -> None:
-    player = LocalEnvRunner("w", modules=True)
-    opened = await player.open(opening(f"{SAMPLES}:Deal", bots={"dealer": "seven", "left": "seven"}))
+    player, opened = await playing.local_episode(opening(f"{SAMPLES}:Deal", bots={"dealer": "seven", "left": "seven"}))
     assert seen(opened) == {"right": ["right, guess"]}
     reply = await player.step(votes(0, right="7"))
     assert seen(reply) == {"right": ["right, guess"]}
@@ -197,8 +187,7 @@ async def test_a_bot_that_deals_alone_leaves_the_round_to_the_models() -> None:
 async def test_random_bots_of_a_round_draw_the_same_whatever_the_order_of_the_actions() -> None:
     drawn = []
     for order in ((2, 3), (3, 2)):
-        player = LocalEnvRunner("w", modules=True)
-        await player.open(opening(bots={"voter_[01]": "random"}))
+        player, _ = await playing.local_episode(opening(bots={"voter_[01]": "random"}))
         await player.step(votes(0, **{f"voter_{n}": "a" for n in order}))
         environment: Any = player.environment
         drawn.append([(one.seat, one.text) for one in environment._inner.played[0]])
@@ -206,8 +195,7 @@ async def test_random_bots_of_a_round_draw_the_same_whatever_the_order_of_the_ac
 
 
 async def test_a_tool_of_one_seat_is_answered_while_the_actions_of_the_others_are_held() -> None:
-    player = LocalEnvRunner("w", modules=True)
-    opened = await player.open(opening(f"{SAMPLES}:ToolVote", seats=3))
+    player, opened = await playing.local_episode(opening(f"{SAMPLES}:ToolVote", seats=3))
     assert [[one.name for one in prompt.tools] for prompt in opened.round] == [["rounds"]] * 3
     again = await player.step(votes(0, ("voter_1", "voter_2"), voter_0="a", voter_1="?", voter_2="?"))
     assert seen(again) == {"voter_1": ["0"], "voter_2": ["0"]}

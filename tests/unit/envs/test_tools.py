@@ -11,7 +11,6 @@ import pytest
 from opentinker.envs.base import Action, Environment, Opening, Step, call, play_gold, user
 from opentinker.envs.builtin.tool_calc import ToolCalc, value_of
 from opentinker.envs.registry import make
-from opentinker.envs.runtime.env_runner import LocalEnvRunner
 from opentinker.envs.tools import (
     LAST_TURN_NOTE,
     RESULT_BYTES,
@@ -243,8 +242,7 @@ def test_two_tools_of_one_name_are_refused() -> None:
 
 
 async def test_an_env_worker_offers_the_environment_s_tools_and_answers_them() -> None:
-    player = LocalEnvRunner("w", modules=True)
-    opened = await player.open(opening(environment="tests.unit.envs.test_tools:Shop"))
+    player, opened = await playing.local_episode(opening(environment="tests.unit.envs.test_tools:Shop"))
     assert [one.name for one in opened.tools] == ["names", "price"]
     asked = ToolCall(id="c", name="price", arguments={"item": "nuts"})
     step = playing.step(0, "?", seat="buyer", tool_calls=[asked])
@@ -262,7 +260,7 @@ class Undescribed(Shop):
 
 
 async def test_a_method_that_cannot_be_a_tool_is_the_environment_s_fault() -> None:
-    opened = await LocalEnvRunner("w", modules=True).open(opening(environment="tests.unit.envs.test_tools:Undescribed"))
+    _, opened = await playing.local_episode(opening(environment="tests.unit.envs.test_tools:Undescribed"))
     assert opened.failure == Ending.ENV_ERROR
     assert "tool worth: parameter item needs a type hint" in opened.error
 

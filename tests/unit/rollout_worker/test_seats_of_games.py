@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from opentinker.envs.runtime.env_runner import LocalEnvRunner
 from opentinker.shared.types.core import Ending, Message, StopReason
 from opentinker.shared.types.env_protocol import StepSession
+from tests.support.playing import local_episode
 from tests.unit.envs.test_env_worker import opening
 
 RACE = "tests.samples.env_samples:Race"
@@ -18,8 +18,7 @@ def say(text: str, turn: int, seat: str) -> StepSession:
 
 
 async def test_replies_name_the_seat_the_stream_and_what_limits_the_turn() -> None:
-    player = LocalEnvRunner("w", modules=True)
-    opened = await player.open(opening(environment=RACE))
+    player, opened = await local_episode(opening(environment=RACE))
     assert (opened.seat, opened.stream, opened.max_tokens, opened.stop) == ("first", "s", 3, ["."])
     moved = await player.step(say("a", 0, "first"))
     assert (moved.seat, moved.messages) == ("second", [Message(role="user", content="first said a")])
@@ -28,8 +27,7 @@ async def test_replies_name_the_seat_the_stream_and_what_limits_the_turn() -> No
 
 
 async def test_a_seat_that_is_not_asked_may_not_act() -> None:
-    player = LocalEnvRunner("w", modules=True)
-    await player.open(opening(environment=RACE))
+    player, _ = await local_episode(opening(environment=RACE))
     refused = await player.step(say("a", 0, "second"))
     assert refused.failure == Ending.ENV_ERROR and "turn 0 is for seat 'first'" in refused.error
 
@@ -42,8 +40,7 @@ async def test_a_seat_that_is_not_asked_may_not_act() -> None:
     ],
 )
 async def test_seats_that_are_not_there_are_a_bad_reply(option: str, text: str, said: str) -> None:
-    player = LocalEnvRunner("w", modules=True)
-    await player.open(opening("s", RACE, 30.0, **{option: "third"}))
+    player, _ = await local_episode(opening("s", RACE, 30.0, **{option: "third"}))
     reply = await player.step(say(text, 0, "first"))
     assert reply.failure == Ending.ENV_BAD_REPLY and said in reply.error
 
