@@ -1,11 +1,19 @@
-"""Processes of an episode are known as its own from the moment they exist."""
+"""What an environment has started ends with its episode, and with its child process even if the keeper was stopped."""
 
 from __future__ import annotations
 
+import asyncio
 import os
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
+import pytest
+
+from opentinker.envs.runtime import child_process
+from opentinker.shared.runtime.reexec import below
+from tests.conftest import soon, until
 from tests.support.cluster import PYTHONPATH
 
 FORKS = """
@@ -27,3 +35,17 @@ def test_a_forked_process_that_has_not_run_yet_ends_with_its_episode() -> None:
     environ = {**os.environ, "PYTHONPATH": PYTHONPATH}
     done = subprocess.run([sys.executable, "-c", FORKS], env=environ, capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
+
+
+async def test_what_a_stopped_keeper_keeps_is_killed_by_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child_process, "KILL_S", 0.2)
+    process = await asyncio.create_subprocess_exec("sh", "-c", "setsid sleep 60 & wait", start_new_session=True)
+    await until(lambda: any(os.getsid(pid) == pid for pid in below(process.pid)))
+    kept = below(process.pid)
+    process.send_signal(signal.SIGSTOP)
+    stat = Path(f"/proc/{process.pid}/stat")
+    await until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T")
+    plain = child_process.Plain(process)
+    plain.kill("it is over")
+    assert await soon(plain.wait()) == -signal.SIGKILL
+    await until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in kept))

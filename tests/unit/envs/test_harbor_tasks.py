@@ -1,4 +1,5 @@
-"""A Harbor task's folder is read whole, or refused in words that name every mistake."""
+"""A Harbor task's folder is read whole, or refused in words that name every mistake; what ended processes left of
+their sandboxes is recognized."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import contextlib
 import io
 import os
 import re
+import subprocess
 import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +18,7 @@ from opentinker.envs.harbor.dockerfile import parse
 from opentinker.envs.harbor.library import opened, set_name
 from opentinker.envs.harbor.task import MAX_BYTES, MAX_FILES, read_task
 from opentinker.envs.harbor.verifier import REWARD_READERS
-from opentinker.envs.harbor.workspace import check_size
+from opentinker.envs.harbor.workspace import HOST, check_size, is_stale, new_place
 from opentinker.shared.config import Settings
 from opentinker.shared.types.errors import SpecError
 from tests.support.harbor_tasks import write_task
@@ -214,3 +216,17 @@ def test_a_reward_is_a_number_or_the_verifier_has_failed(name: str, text: str, r
             read(text)
     else:
         assert read(text)[0] == reward
+
+
+def test_places_of_dead_processes_are_stale_even_if_another_one_has_their_number(tmp_path: Path) -> None:
+    place = new_place(tmp_path).name
+    host, _, rest = place.partition("~")
+    pid, ticks, random = rest.split("-")
+    assert (host, int(pid)) == (HOST, os.getpid())
+    assert not is_stale(place)
+    assert is_stale(f"{host}~{pid}-{int(ticks) - 1}-{random}"), "as after a restart in a container"
+    assert is_stale(f"{host}~{pid}-{random}"), "a name of an earlier release"
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    assert is_stale(f"{host}~{ended.pid}-{ticks}-{random}")
+    assert not is_stale(f"other-host~{ended.pid}-{ticks}-{random}"), "its machine looks for itself"
