@@ -78,6 +78,13 @@ async def sessions(host: ChildPool, monkeypatch: pytest.MonkeyPatch) -> AsyncIte
     await sessions.drain(0.01)
 
 
+@pytest.fixture
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory whose modules can be imported."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
 def called(tag: str = "") -> list[str]:
     return [call.removeprefix(tag).strip() for call in env_samples.Counting.calls if call.split(" ")[0] == tag]
 
@@ -161,8 +168,7 @@ async def test_close_ends_a_turn_in_play(sessions: Sessions) -> None:
 
 
 async def test_full_worker_says_busy_and_takes_sessions_again_later(sessions: Sessions) -> None:
-    for number in range(8):
-        assert not (await sessions.open(opening(session=str(number)))).busy
+    await fill(sessions)
     assert (await sessions.open(opening(session="ninth"))).busy
     assert not (await sessions.open(opening(session="0"))).busy, "a repeated open needs no room"
     await sessions.close(CloseSession(session="0"))
@@ -171,7 +177,7 @@ async def test_full_worker_says_busy_and_takes_sessions_again_later(sessions: Se
 
 async def fill(sessions: Sessions) -> None:
     for number in range(8):
-        await sessions.open(opening(session=str(number)))
+        assert not (await sessions.open(opening(session=str(number)))).busy
 
 
 async def in_line(sessions: Sessions, count: int) -> None:
@@ -323,15 +329,12 @@ def test_the_same_holds_for_replies_of_strangers(reply: SessionReply) -> None:
     assert sound(SessionReply(worker="w", prompt_ids=[1] * PROMPT_IDS), "here").failure is None
 
 
-async def test_scalars_of_numpy_are_taken_for_flags_and_numbers(sessions: Sessions) -> None:
-    await sessions.open(opening(environment=BLOCKWISE))
-    reply = await sessions.step(step(0))
+async def test_scalars_of_numpy_are_taken_for_flags_and_numbers_and_no_coroutine_for_an_answer() -> None:
+    player, _ = await playing.local_episode(opening(environment=BLOCKWISE))
+    reply = await player.step(step(0))
     assert (reply.reward, reply.done, reply.metrics) == (1.0, True, {"won": 1.0})
-
-
-async def test_a_method_that_is_no_coroutine_is_named(sessions: Sessions) -> None:
-    await sessions.open(opening(environment=BLOCKWISE, forgets="step"))
-    reply = await sessions.step(step(0))
+    player, _ = await playing.local_episode(opening(environment=BLOCKWISE, forgets="step"))
+    reply = await player.step(step(0))
     assert reply.failure == Ending.ENV_BAD_REPLY
     assert reply.error == "Blockwise.step must be declared `async def`: it returned Step"
 
@@ -395,9 +398,9 @@ async def start_children(sessions: Sessions, number: int) -> None:
 
 
 async def test_an_import_that_takes_long_blocks_nobody_and_runs_once(
-    host: ChildPool, sessions: Sessions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    host: ChildPool, sessions: Sessions, modules: Path
 ) -> None:
-    began, gate = tmp_path / "began", tmp_path / "gate"
+    began, gate = modules / "began", modules / "gate"
     code = f"""
 import time
 from pathlib import Path
@@ -407,8 +410,7 @@ with Path({str(began)!r}).open("a") as file:
 while not Path({str(gate)!r}).exists():
     time.sleep(0.01)
 """
-    write_module(tmp_path, "slow_module", code)
-    monkeypatch.syspath_prepend(str(tmp_path))
+    write_module(modules, "slow_module", code)
     await sessions.open(opening(session="other", turns=1000))
     threads = threading.active_count()
     slow = "slow_module:Counting"
@@ -426,11 +428,10 @@ while not Path({str(gate)!r}).exists():
     assert [error["field"] for error in (await checked).errors] == ["environment.config.x"]
 
 
-async def test_an_endless_import_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_endless_import_times_out(modules: Path) -> None:
     sessions = Sessions("w", limit=8, resolver=Resolver(modules=True), import_timeout_s=0.3)
     code = "import threading\nEND = threading.Event()\nEND.wait(30)\n"
-    write_module(tmp_path, "endless_module", code)
-    monkeypatch.syspath_prepend(str(tmp_path))
+    write_module(modules, "endless_module", code)
     endless = opening(session="endless", environment="endless_module:X")
     reply, other = await asyncio.gather(sessions.open(endless), sessions.open(opening(session="other")))
     assert (reply.failure, other.failure) == (Ending.ENV_TIMEOUT, None)
@@ -438,10 +439,9 @@ async def test_an_endless_import_times_out(tmp_path: Path, monkeypatch: pytest.M
 
 
 async def test_a_check_has_a_time_limit_and_says_so(
-    host: ChildPool, sessions: Sessions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    host: ChildPool, sessions: Sessions, modules: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_module(tmp_path, "stuck_module", "import threading\nEND = threading.Event()\nEND.wait(30)\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
+    write_module(modules, "stuck_module", "import threading\nEND = threading.Event()\nEND.wait(30)\n")
     monkeypatch.setattr("opentinker.envs.runtime.resolver.CHECK_S", 0.2)
     check = EnvCheck(name="stuck_module:X", config={})
     (mistake,) = (await soon(check_environment(check, sessions._resolver, host))).errors
@@ -469,16 +469,15 @@ async def test_settings_are_read_in_a_thread_before_the_event_loop_needs_them(se
 
 @pytest.mark.parametrize("code", ["import sys\nsys.exit(3)", "raise StopIteration", "1 / 0"])
 async def test_a_module_that_raises_is_explained_and_tried_again(
-    host: ChildPool, sessions: Sessions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str
+    host: ChildPool, sessions: Sessions, modules: Path, code: str
 ) -> None:
     name = f"raising_{abs(hash(code))}"
-    write_module(tmp_path, name, code)
-    monkeypatch.syspath_prepend(str(tmp_path))
+    write_module(modules, name, code)
     reply = await sessions.open(opening(environment=f"{name}:Counting"))
     assert reply.failure == Ending.ENV_ERROR and name in reply.error
     errors = (await check_environment(EnvCheck(name=f"{name}:Counting", config={}), sessions._resolver, host)).errors
     assert [error["field"] for error in errors] == ["environment.name"]
-    write_module(tmp_path, name, "from tests.samples.env_samples import Counting")
+    write_module(modules, name, "from tests.samples.env_samples import Counting")
     assert (await sessions.open(opening(session="again", environment=f"{name}:Counting"))).failure is None
 
 
@@ -486,11 +485,8 @@ async def test_a_module_that_raises_is_explained_and_tried_again(
 
 
 @pytest.mark.parametrize("blocking", [False, True])
-async def test_import_does_not_count_as_time_of_the_episode(
-    sessions: Sessions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blocking: bool
-) -> None:
-    monkeypatch.syspath_prepend(str(tmp_path))
-    gate = Gate(tmp_path, blocking=blocking)
+async def test_import_does_not_count_as_time_of_the_episode(sessions: Sessions, modules: Path, blocking: bool) -> None:
+    gate = Gate(modules, blocking=blocking)
     began, deadline_s = time.monotonic(), 1.0
     request = msgspec.structs.replace(opening(environment=gate.environment, deadline_s=deadline_s), answer_within_s=0.0)
     told = await sessions.open(request)
@@ -505,10 +501,9 @@ async def test_import_does_not_count_as_time_of_the_episode(
     assert hung.failure == Ending.ENV_TIMEOUT and "the episode's 0.3 s were over (last request: open)" in hung.error
 
 
-async def test_a_hung_child_import_ends(host: ChildPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(tmp_path))
+async def test_a_hung_child_import_ends(host: ChildPool, modules: Path) -> None:
     sessions = Sessions("w", limit=8, resolver=Resolver(modules=True), host=host, import_timeout_s=2.0)
-    gate = Gate(tmp_path, blocking=True, waits=f"os.getpid() != {os.getpid()}")
+    gate = Gate(modules, blocking=True, waits=f"os.getpid() != {os.getpid()}")
     late = await sessions.open(opening(environment=gate.environment, deadline_s=0.1))
     assert late.failure == Ending.ENV_TIMEOUT
     assert "was not imported within 2 s (operator setting env_import_timeout_s)" in late.error
@@ -518,9 +513,8 @@ async def test_a_hung_child_import_ends(host: ChildPool, tmp_path: Path, monkeyp
     await sessions.drain(0.01)
 
 
-async def test_an_abandoned_import_ends(sessions: Sessions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(tmp_path))
-    gate = Gate(tmp_path, blocking=True, waits=f"os.getpid() != {os.getpid()}")
+async def test_an_abandoned_import_ends(sessions: Sessions, modules: Path) -> None:
+    gate = Gate(modules, blocking=True, waits=f"os.getpid() != {os.getpid()}")
     opened = asyncio.create_task(sessions.open(opening(environment=gate.environment)))
     await until(lambda: len(gate.importers()) == 2)
     await sessions.close(CloseSession(session="s"))
