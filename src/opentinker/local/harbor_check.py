@@ -159,7 +159,7 @@ async def _resets(boxes: Boxes, task: Task, image: Image, report: TaskReport) ->
             report.start_ms, report.command_ms = _median_ms(starts), _median_ms(commands)
             report.equal_resets = digests.count(digests[0]) if digests else None
             if number == RESETS - 1:
-                report.nothing = (await verify(workspace, task)).reward
+                report.nothing, _ = await verify(workspace, task)
         finally:
             report.leaked += await _close(workspace)
 
@@ -196,12 +196,13 @@ async def _solution(boxes: Boxes, task: Task, image: Image, report: TaskReport) 
         report.written_kb = round(await asyncio.to_thread(workspace.written) / KIB, 1)
         for _ in range(VERIFICATIONS):
             fork = await asyncio.to_thread(workspace.fork)
+            began = time.perf_counter()
             try:
-                verdict = await verify(fork, task)
+                reward, _ = await verify(fork, task)
+                seconds.append(time.perf_counter() - began)
             finally:
                 report.leaked += await _close(fork)
-            seconds.append(verdict.seconds)
-            report.verifier_rewards.append(verdict.reward)
+            report.verifier_rewards.append(reward)
         report.solution, report.verify_ms = report.verifier_rewards[0], _median_ms(seconds)
     finally:
         report.leaked += await _close(workspace)
