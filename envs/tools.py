@@ -35,6 +35,7 @@ from pydantic_core import to_json
 from opentinker.envs.base import Action, Environment
 from opentinker.shared.types.core import Message, Tool, ToolCall
 from opentinker.shared.types.env_protocol import SeatAction
+from opentinker.shared.types.errors import OpenTinkerError
 
 RESULT_BYTES = 20_000
 """Limit on the result of one call; the middle of a longer one is left out."""
@@ -58,6 +59,11 @@ class ToolError(Exception):
 
 class ToolFailed(ToolError):
     """A failed call whose text is the whole result, e.g. a program's output with its traceback."""
+
+
+class NoTools(OpenTinkerError):
+    """The tools of a job are unavailable here; the text says what to do. The episode fails, because without them it
+    would be a different one."""
 
 
 class OfferedTool(msgspec.Struct, frozen=True, kw_only=True):

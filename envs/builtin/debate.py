@@ -12,6 +12,7 @@ from pydantic import Field
 from opentinker.envs.base import Action, Bot, Environment, EnvironmentConfig, Opening, Prompt, Step, user
 
 DEBATERS = FIRST, SECOND = "first", "second"
+OPPONENT = {FIRST: SECOND, SECOND: FIRST}
 JUDGE = "judge"
 SPEECH_CHARACTERS = 600
 """What others hear of a speech."""
@@ -62,7 +63,7 @@ class Debate(Environment):
             self.said[action.seat].append(action.text.strip()[:SPEECH_CHARACTERS])
         unpaid = {seat: {"verdict": 0.0} for seat in DEBATERS}
         if len(self.said[FIRST]) < self.config.rounds:
-            heard = {seat: f"Your opponent says: {self.said[_other(seat)][-1]}\nAnswer briefly." for seat in DEBATERS}
+            heard = {seat: f"Your opponent says: {self.said[OPPONENT[seat]][-1]}\nAnswer briefly." for seat in DEBATERS}
             return Step(acting={seat: self._ask(text) for seat, text in heard.items()}, rewards=unpaid)
         return Step(messages=[user(self.case())], seat=JUDGE, max_tokens=self.config.verdict_tokens, rewards=unpaid)
 
@@ -90,15 +91,11 @@ class Debate(Environment):
         probability."""
         if seat != JUDGE:
             return self.draw.choice(_SPEECHES).format(self.claims[seat])
-        return str(self.claims[self.honest if self.draw.random() < right else _other(self.honest)])
+        return str(self.claims[self.honest if self.draw.random() < right else OPPONENT[self.honest]])
 
     def _task(self, seat: str) -> str:
-        claims = f"You say {self.claims[seat]}, your opponent says {self.claims[_other(seat)]}."
+        claims = f"You say {self.claims[seat]}, your opponent says {self.claims[OPPONENT[seat]]}."
         return f"{self.question} {claims} Convince the judge in one sentence."
 
     def _ask(self, text: str) -> Prompt:
         return Prompt(messages=[user(text)], max_tokens=self.config.speech_tokens)
-
-
-def _other(seat: str) -> str:
-    return SECOND if seat == FIRST else FIRST

@@ -15,6 +15,7 @@ from opentinker.envs.builtin.gomoku_board import BLACK, STONES, WHITE, Board, li
 
 SIDE = 3
 FIRST, SECOND = "first", "second"
+RIVAL = {FIRST: SECOND, SECOND: FIRST}
 MOST_RANDOM_STONES = 4
 """At the start: they end no game."""
 _NUMBER = re.compile(r"(?<!\d)[1-9](?!\d)")
@@ -106,7 +107,7 @@ class TicTacToe(Environment):
         return f"{rules if self.config.rules else ''}{rows}\n{stone}:"
 
     def _end(self, mover: str, outcome: int, progress: int, *, forfeit: bool = False) -> Step:
-        won = mover if outcome > 0 else _rival(mover) if outcome < 0 else ""
+        won = mover if outcome > 0 else RIVAL[mover] if outcome < 0 else ""
         last = {"forfeit": float(forfeit), "draw": float(not won), "first_won": float(won == FIRST)}
         return self._pay(Step(done=True, metrics=self._metrics() | last), mover, outcome, progress)
 
@@ -114,15 +115,11 @@ class TicTacToe(Environment):
         """Return the step with what the mover earns, and the opposite for the other seat."""
         part, earned = ("progress", progress) if self.config.progress else ("outcome", outcome)
         step.reward, step.components = float(earned), {part: float(earned)}
-        step.rewards = {_rival(mover): {part: float(-earned)}}
+        step.rewards = {RIVAL[mover]: {part: float(-earned)}}
         return step
 
     def _metrics(self) -> dict[str, float]:
         return {"moves": float(self.board.played), "forfeit": 0.0, "draw": 0.0, "first_won": 0.0}
-
-
-def _rival(seat: str) -> str:
-    return SECOND if seat == FIRST else FIRST
 
 
 def _name(field: int) -> str:

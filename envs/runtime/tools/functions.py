@@ -10,9 +10,8 @@ from typing import Any
 
 import msgspec
 
-from opentinker.envs.runtime.tools.errors import NoTools
 from opentinker.envs.threads import in_daemon_thread
-from opentinker.envs.tools import OfferedTool, ToolError, as_text, offer, truncate
+from opentinker.envs.tools import NoTools, OfferedTool, ToolError, as_text, offer, truncate
 from opentinker.shared.spec.tools import ToolSpec
 
 MAX_RUNNING = 16

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, TextIO
 import structlog
 
 from opentinker.envs.runtime.child_process import KEPT_VARIABLES
-from opentinker.envs.runtime.tools.errors import NoTools
 from opentinker.envs.runtime.tools.mcp_limits import (
     BLOCKS,
     CURSOR_CHARACTERS,
@@ -25,7 +24,7 @@ from opentinker.envs.runtime.tools.mcp_limits import (
     MESSAGE_BYTES,
 )
 from opentinker.envs.tool_limits import MAX_TOOLS, bounded_tools
-from opentinker.envs.tools import OfferedTool, ToolError
+from opentinker.envs.tools import NoTools, OfferedTool, ToolError
 from opentinker.shared.spec.tools import ToolSpec
 from opentinker.shared.types.core import Tool
 

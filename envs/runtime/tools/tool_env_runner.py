@@ -13,9 +13,8 @@ from collections.abc import Callable
 import msgspec
 
 from opentinker.envs.runtime.env_runner import EnvRunner, actions_in_turn, guard_user_code
-from opentinker.envs.runtime.tools.errors import NoTools
 from opentinker.envs.runtime.tools.tool_factory import ToolFactory, Tools
-from opentinker.envs.tools import Outcome, ToolTurns
+from opentinker.envs.tools import NoTools, Outcome, ToolTurns
 from opentinker.shared.messaging.reply_validation import failure
 from opentinker.shared.runtime.telemetry import JobMeter
 from opentinker.shared.sandbox.sandbox import Unavailable

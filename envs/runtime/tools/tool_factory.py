@@ -19,13 +19,12 @@ from typing import Any
 import msgspec
 from pydantic import ValidationError
 
-from opentinker.envs.runtime.tools.errors import NoTools
 from opentinker.envs.runtime.tools.functions import Functions
 from opentinker.envs.runtime.tools.mcp_client import McpConnection
 from opentinker.envs.runtime.tools.python_monty import MontyInterpreters, MontySession
 from opentinker.envs.runtime.tools.python_sandbox import Programs
 from opentinker.envs.runtime.tools.refcounted_pool import RefcountedPool
-from opentinker.envs.tools import OfferedTool
+from opentinker.envs.tools import NoTools, OfferedTool
 from opentinker.shared.config import Settings
 from opentinker.shared.sandbox.sandbox import Sandbox, Unavailable
 from opentinker.shared.security.egress import Egress, EgressRefused

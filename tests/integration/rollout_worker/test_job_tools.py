@@ -16,11 +16,10 @@ from opentinker.envs.runtime.child_pool import ChildPool
 from opentinker.envs.runtime.resolver import Resolver
 from opentinker.envs.runtime.sessions import Sessions
 from opentinker.envs.runtime.tools import functions
-from opentinker.envs.runtime.tools.errors import NoTools
 from opentinker.envs.runtime.tools.python_monty import MontyInterpreters
 from opentinker.envs.runtime.tools.refcounted_pool import RefcountedPool
 from opentinker.envs.runtime.tools.tool_factory import ToolFactory, Tools
-from opentinker.envs.tools import RESULT_BYTES, OfferedTool, Outcome, run_tool
+from opentinker.envs.tools import RESULT_BYTES, NoTools, OfferedTool, Outcome, run_tool
 from opentinker.shared.config import Settings
 from opentinker.shared.types.core import Ending, Message, StopReason, ToolCall
 from opentinker.shared.types.env_protocol import OpenSession, StepSession

@@ -16,11 +16,10 @@ import pytest
 from aiohttp import web
 
 from opentinker.envs.runtime.tools import mcp_http
-from opentinker.envs.runtime.tools.errors import NoTools
 from opentinker.envs.runtime.tools.mcp_client import McpConnection
 from opentinker.envs.runtime.tools.mcp_limits import MESSAGE_BYTES, UNASKED_BYTES, UNASKED_MESSAGES, Allowance, TooMuch
 from opentinker.envs.tool_limits import bounded_tools, depth_beyond
-from opentinker.envs.tools import RESULT_BYTES, run_tool
+from opentinker.envs.tools import RESULT_BYTES, NoTools, run_tool
 from opentinker.shared.spec.tools import ToolSpec
 from opentinker.shared.types.core import Tool, ToolCall
 from tests.conftest import soon
