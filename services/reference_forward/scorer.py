@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,19 +17,33 @@ from torch import Tensor
 
 from opentinker.services.reference_forward.required_models import ModelKey
 from opentinker.services.reference_forward.rewards import RewardModel
-from opentinker.services.reference_forward.tokenizer_check import check_same_tokens
-from opentinker.services.reference_forward.values import ValueModel
-from opentinker.shared.nn.forward import token_scores
+from opentinker.shared.nn.forward import token_scores, token_values
 from opentinker.shared.nn.layers import float32_head
 from opentinker.shared.nn.layout import Layout, layout, with_ends
 from opentinker.shared.nn.lora import adapter_bytes, causal_lm, with_adapter
-from opentinker.shared.nn.models import load_model, model_bytes, torch_dtype
+from opentinker.shared.nn.models import load_model, load_tokenizer, load_value_model, model_bytes, torch_dtype
 from opentinker.shared.nn.packing import pack
 from opentinker.shared.nn.vision import mark_image_tokens
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.types.core import F32
 from opentinker.shared.types.errors import JobFailed
 from opentinker.shared.types.trajectories import Group
+
+
+class ValueModel(NamedTuple):
+    """A frozen critic: a language model with a scalar head in place of the vocabulary."""
+
+    model: Any
+    """The whole model, with `config` and `parameters`."""
+    decoder: Any
+    head: Any
+
+    def values(self, plan: Layout) -> Tensor:
+        """Return float32 [M]. Raises JobFailed if a value is not finite."""
+        values_M = token_values(self.decoder, self.head, plan)
+        if not bool(torch.isfinite(values_M).all()):
+            raise JobFailed("it got a value that is no finite number")
+        return values_M
 
 
 class Scorer:
@@ -64,7 +78,7 @@ class Scorer:
         if key.head == "sequence":
             return RewardModel.load(key.base, torch_dtype(key.dtype), self.device, key.label)
         if key.head == "token":
-            return ValueModel.load(key.base, torch_dtype(key.dtype), self.device)
+            return ValueModel(*load_value_model(key.base, torch_dtype(key.dtype), self.device))
         model = load_model(key.base, torch_dtype(key.dtype), self.device)
         causal = causal_lm(with_adapter(model, Path(key.adapter))) if key.adapter else model
         if key.fp32_head:
@@ -137,6 +151,19 @@ class Scorer:
                 found_S[s][masks_S[s]] = part_M
         each = iter(found_S)
         return [[next(each) for _ in group.trajectories] for group in groups]
+
+
+def check_same_tokens(policy: str, other: str, role: str) -> None:
+    """Raise JobFailed, with the first difference, unless every token of the policy has the same id in the other model,
+    which may have additional ones: it receives the ids that the policy sampled. `role`: its name in errors."""
+    ours, theirs = ({id: token for token, id in load_tokenizer(base).get_vocab().items()} for base in (policy, other))
+    for number in sorted(ours):
+        if ours[number] != theirs.get(number):
+            said = f"{theirs[number]!r}" if number in theirs else "no token"
+            raise JobFailed(
+                f"{role} {other!r} does not share the tokenizer of model {policy!r}: id {number} is "
+                f"{ours[number]!r} for the model and {said} for the {role}. Take a {role} of the same family"
+            )
 
 
 def _check_vocabulary(model: Any, group: Group) -> None:

@@ -18,12 +18,12 @@ import numpy as np
 from opentinker.services.rollout_worker.episode import Episode, Sampled
 from opentinker.services.rollout_worker.episode_protocol import EpisodeFailed
 from opentinker.services.rollout_worker.seat_map import LoadedPolicy
-from opentinker.services.rollout_worker.token_stream import Stream, merge
+from opentinker.services.rollout_worker.token_stream import Stream
 from opentinker.shared.asyncio_tools import gather_all
 from opentinker.shared.spec.tree_sampling import turn_rewards
 from opentinker.shared.types.core import Ending, StopReason
 from opentinker.shared.types.env_protocol import SeatAction, SeatPrompt, SessionReply, StepSession
-from opentinker.shared.types.trajectories import Span, Trajectory, Turn
+from opentinker.shared.types.trajectories import Trajectory, Turn
 
 
 class Candidate(NamedTuple):
@@ -119,39 +119,25 @@ class TreeEpisode(Episode):
         env_s: float,
     ) -> Trajectory:
         """Return a candidate that was not chosen: the context that it followed, and its tokens with mask 1."""
-        completion, start = candidate.sampled.completion, len(stream.ids)
-        count = len(completion.ids)
-        reward = paid.get(stream.seat, 0.0)
-        components = dict(outcome.components) | outcome.rewards.get(stream.seat, {})
+        other = Stream(stream.seat, stream.name, stream.tools, stream.player)
+        other.observe(stream.ids, [], [])
+        other.sample(candidate.sampled.completion, candidate.action.text)
+        other.pictures, other.images = list(stream.pictures), dict(stream.images)
         turn = Turn(
-            start=start,
-            end=start + count,
-            stop=completion.stop,
-            reward=reward,
+            start=len(stream.ids),
+            end=len(other.ids),
+            stop=candidate.sampled.completion.stop,
+            reward=paid.get(stream.seat, 0.0),
             number=self.turn,
-            components=components,
+            components=dict(outcome.components) | outcome.rewards.get(stream.seat, {}),
             paid=paid,
             generate_s=candidate.sampled.seconds,
             env_s=env_s,
         )
-        return Trajectory(
-            index=index,
-            attempt=self.attempt,
-            seat=stream.seat,
-            stream=stream.name,
-            policy=stream.player.name,
-            ids_T=np.asarray([*stream.ids, *completion.ids], dtype="<i4").tobytes(),
-            mask_T=np.asarray([0] * start + [1] * count, dtype="u1").tobytes(),
-            logprobs_T=np.asarray([0.0] * start + completion.logprobs, dtype="<f4").tobytes(),
-            spans=merge([Span(start + s.start, start + s.end, s.version) for s in completion.spans]),
-            turns=[turn],
-            ending=Ending.ENV_DONE,  # the episode's, once it is known
-            truncated=outcome.truncated,
-            reward=reward,
-            metrics=outcome.metrics,
-            pictures=list(stream.pictures),
-            images=dict(stream.images),
-        )
+        other.turns.append(turn)
+        ending = Ending.ENV_DONE  # the episode's, once it is known
+        trajectory = other.trajectory(index, self.attempt, ending, is_kept=False)
+        return msgspec.structs.replace(trajectory, truncated=outcome.truncated, metrics=outcome.metrics, messages=None)
 
 
 def _learner(stream: Stream) -> LoadedPolicy | None:

@@ -18,7 +18,7 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -37,12 +37,8 @@ ADVICE = "If the disk is full, free some space or lower keep_checkpoints."
 log = structlog.get_logger(__name__)
 
 
-def _continue(point: str) -> None:
-    """Default of `crash`."""
-
-
-def _ignore_damage(directory: Path, problem: str) -> None:
-    """Default of `damaged`: the problem is only logged."""
+Damaged = Callable[[Path, str], None]
+"""Called with the directory and the problem of each damaged checkpoint."""
 
 
 def fence(root: Path, epoch: int) -> None:
@@ -61,7 +57,7 @@ def commit(
     root: Path,
     manifest: Manifest,
     write: Callable[[Path], None],
-    crash: Callable[[str], None] = _continue,
+    crash: Callable[[str], None] = lambda _: None,
     name: str = "",
 ) -> Path:
     """Write a checkpoint through `write(directory)` and make it exist in one rename. Returns its directory, which has
@@ -116,10 +112,10 @@ def _writing(epoch: int) -> str:
 
 
 def find_newest(
-    root: Path, damaged: Callable[[Path, str], None] = _ignore_damage, *, position: int | None = None
+    root: Path, damaged: Damaged = lambda *_: None, *, position: int | None = None
 ) -> tuple[Path, Manifest] | None:
     """Return the newest checkpoint whose files all have their recorded hashes; damaged ones are skipped, logged as
-    errors, and passed to `damaged(directory, problem)`. `position`: only one with this `Manifest.position`.
+    errors, and passed to `damaged`. `position`: only one with this `Manifest.position`.
 
     If a crash interrupted the replacement of a checkpoint, the one that was to be replaced still counts.
     """
@@ -137,7 +133,7 @@ def find_newest(
     return None
 
 
-def positions(root: Path, damaged: Callable[[Path, str], None] = _ignore_damage) -> set[int]:
+def positions(root: Path, damaged: Damaged) -> set[int]:
     """Return the positions of a deterministic job's checkpoints, see `Manifest.position`; files are not verified."""
     return {manifest.position for _, manifest in _with_replaced(root, damaged) if manifest.position is not None}
 
@@ -154,17 +150,15 @@ def read_intact(directory: Path) -> Manifest:
 
 def list_checkpoints(root: Path) -> list[tuple[Path, Manifest]]:
     """Return committed checkpoints with a readable manifest, oldest first; files are not verified."""
-    return _readable(list(root.glob("step-*")))
+    return _readable(root.glob("step-*"))
 
 
-def _with_replaced(root: Path, damaged: Callable[[Path, str], None] = _ignore_damage) -> list[tuple[Path, Manifest]]:
+def _with_replaced(root: Path, damaged: Damaged) -> list[tuple[Path, Manifest]]:
     """Return committed checkpoints and those that were being replaced, oldest first; files are not verified."""
     return _readable([*root.glob(f"{REMOVING}step-*"), *root.glob("step-*")], damaged)
 
 
-def _readable(
-    directories: list[Path], damaged: Callable[[Path, str], None] = _ignore_damage
-) -> list[tuple[Path, Manifest]]:
+def _readable(directories: Iterable[Path], damaged: Damaged = lambda *_: None) -> list[tuple[Path, Manifest]]:
     """Return the directories that have a readable manifest, oldest first."""
     found = []
     for directory in directories:

@@ -110,10 +110,7 @@ class Intake:
             else:
                 await self._reject(delivery.seq, number, delivery.error)
             return
-        if group.seq in self.assembler.known:
-            self.assembler.ignore(delivery.seq, self._step() + 1)
-            return
-        if await self._is_consumed(group.seq):
+        if group.seq in self.assembler.known or await self._is_consumed(group.seq):
             self.assembler.ignore(delivery.seq, self._step() + 1)
             return
         try:

@@ -12,6 +12,7 @@ import asyncio
 import shutil
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import structlog
@@ -30,6 +31,7 @@ from opentinker.shared.types.pools import NO_GAMES, Members, Outcomes, PoolMembe
 
 log = structlog.get_logger()
 
+N = TypeVar("N", int, float)
 GamesByPlayer = Mapping[str, Outcomes]
 """See `Group.outcomes`."""
 
@@ -84,12 +86,12 @@ class OpponentPools:
         """Add the outcomes of one step. Those against versions that are no members any longer do not count."""
         total: dict[str, Outcomes] = {}
         for player, outcomes in (pair for group in games for pair in group.items()):
-            total[player] = _sum(total.get(player, NO_GAMES), outcomes)
+            total[player] = _add(total.get(player, NO_GAMES), outcomes)
         for name, members in self.members.items():
             found = [total.get(pool_player(name, str(member.version)), NO_GAMES) for member in members]
             self._games[name] = sum(map(sum, found))
             self.members[name] = [
-                msgspec.structs.replace(member, outcomes=_sum(member.outcomes, new), recent=_add(member.recent, new))
+                msgspec.structs.replace(member, outcomes=_add(member.outcomes, new), recent=_add(member.recent, new))
                 for member, new in zip(members, found, strict=True)
             ]
 
@@ -189,11 +191,7 @@ class OpponentPools:
         return [name for name in there if name not in named]
 
 
-def _sum(one: Outcomes, other: Outcomes) -> Outcomes:
-    return one[0] + other[0], one[1] + other[1], one[2] + other[2]
-
-
-def _add(one: WeightedOutcomes, other: Outcomes | WeightedOutcomes) -> WeightedOutcomes:
+def _add(one: tuple[N, N, N], other: tuple[N, N, N]) -> tuple[N, N, N]:
     return one[0] + other[0], one[1] + other[1], one[2] + other[2]
 
 

@@ -7,7 +7,6 @@ them could only be played again with weights that some policies have moved on fr
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from opentinker.services.trainer import checkpoint
@@ -66,6 +65,6 @@ def newest_common(roots: list[Path]) -> CommonPosition:
     return found
 
 
-def _into(problems: dict[str, str]) -> Callable[[Path, str], None]:
+def _into(problems: dict[str, str]) -> checkpoint.Damaged:
     """Return a callback of `checkpoint.find_newest` that notes the problem of each damaged checkpoint."""
     return lambda directory, problem: problems.update({directory.name: problem})

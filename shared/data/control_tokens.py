@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import orjson
@@ -197,15 +197,9 @@ def _any_of(texts: list[str]) -> str:
 def _strings(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
-    elif isinstance(value, dict):
-        yield from _of_all([*value, *value.values()])
-    elif isinstance(value, list | tuple):
-        yield from _of_all(value)
-
-
-def _of_all(values: Iterable[Any]) -> Iterator[str]:
-    for value in values:
-        yield from _strings(value)
+    elif isinstance(value, dict | list | tuple):
+        for inner in [*value, *value.values()] if isinstance(value, dict) else value:
+            yield from _strings(inner)
 
 
 def _mapped(value: Any, change: Callable[[str], str]) -> Any:

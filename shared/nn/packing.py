@@ -1,4 +1,4 @@
-"""Which rank computes which trajectories, and which share a forward pass under a token budget. Pure Python."""
+"""Which rank computes which sequences, and which share a forward pass under a token budget. Pure Python."""
 
 from __future__ import annotations
 
@@ -37,3 +37,11 @@ def share(lengths: Sequence[int], ranks: int) -> list[range]:
         low, high = (low, middle) if len(pack(lengths, max(1, middle))) <= ranks else (middle + 1, high)
     runs = [range(run[0], run[-1] + 1) for run in pack(lengths, max(1, low))]
     return runs + [range(len(lengths), len(lengths))] * (ranks - len(runs))
+
+
+def passes_by_rank(lengths: Sequence[int], tokens_per_micro_batch: int, ranks: int) -> list[list[list[int]]]:
+    """Indices into `lengths`, by rank and forward pass: those of `share`, packed."""
+    return [
+        [[own[n] for n in places] for places in pack([lengths[n] for n in own], tokens_per_micro_batch)]
+        for own in share(lengths, ranks)
+    ]

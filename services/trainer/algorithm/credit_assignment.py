@@ -20,6 +20,7 @@ from opentinker.services.trainer.algorithm.seats import SeatPlay, credit_groups
 from opentinker.services.trainer.algorithm.tree_credit import credit_candidates
 from opentinker.shared.spec import AlgorithmSpec
 from opentinker.shared.spec.seat_lists import list_of
+from opentinker.shared.types.core import F32
 from opentinker.shared.types.errors import JobFailed
 from opentinker.shared.types.manifest import SeatBaselines
 from opentinker.shared.types.trajectories import Group, Trajectory
@@ -83,7 +84,8 @@ def assign(
         metrics["reward/kl"] = float(np.concatenate(kl_S).mean())
     frozen = None
     if algorithm.advantage == "gae" and values is None:
-        values = frozen = Values([_value(t) for t in trajectories], [t.end_value for t in trajectories])
+        before_S = [_sampled(t, t.values, "values", "advantage = 'gae'") for t in trajectories]
+        values = frozen = Values(before_S, [t.end_value for t in trajectories])
     claims = [
         Claim(play, float(penalty), play.join(costs_S), algorithm.team_weight or 0.0)
         for play, penalty in zip(plays, penalty_P, strict=True)
@@ -103,7 +105,8 @@ def assign(
     advantages_S = _by_trajectory(plays, advantages_P)
     returns_S = None if returns_P is None else _by_trajectory(plays, returns_P)
     if frozen is not None and returns_S is not None:
-        metrics |= _value_metrics(np.concatenate(frozen.before_S), np.concatenate(returns_S))
+        values_N, returns_N = np.concatenate(frozen.before_S), np.concatenate(returns_S)
+        metrics |= {"value/mean": float(values_N.mean()), **explained_variance("value", values_N, returns_N)}
         returns_S = None
     if algorithm.distill_coef:
         advice_S, said = _teacher_advantages(trajectories)
@@ -277,14 +280,8 @@ def _by_trajectory(plays: list[SeatPlay], values_P: list[F64]) -> list[F64]:
 def _teacher_advantages(trajectories: list[Trajectory]) -> tuple[list[F64], dict[str, float]]:
     """Return distillation advantages of each sampled token, and the metrics teacher/kl and teacher/k3 (estimates of
     KL(mu || teacher), k1 and k3), teacher/logprob."""
-    behaviour_S, teacher_S = [], []
-    for trajectory in trajectories:
-        teacher = trajectory.teacher_logprobs
-        if teacher is None:
-            raise JobFailed(f"distill_coef > 0 but trajectory {trajectory.attempt} came without teacher logprobs")
-        sampled = trajectory.mask.astype(bool)
-        behaviour_S.append(trajectory.logprobs[sampled].astype(np.float64))
-        teacher_S.append(teacher[sampled].astype(np.float64))
+    behaviour_S = [_sampled(t, t.logprobs) for t in trajectories]
+    teacher_S = [_sampled(t, t.teacher_logprobs, "teacher logprobs", "distill_coef > 0") for t in trajectories]
     behaviour, teachers = np.concatenate(behaviour_S), np.concatenate(teacher_S)
     metrics = {
         "teacher/kl": float(advantages.kl_estimate(behaviour, teachers, "k1").mean()),
@@ -294,28 +291,20 @@ def _teacher_advantages(trajectories: list[Trajectory]) -> tuple[list[F64], dict
     return [advantages.distillation(b, t) for b, t in zip(behaviour_S, teacher_S, strict=True)], metrics
 
 
-def _value(trajectory: Trajectory) -> F64:
-    values = trajectory.values
-    if values is None:
-        raise JobFailed(f"advantage = 'gae' but trajectory {trajectory.attempt} came without values")
-    found: F64 = values[trajectory.mask.astype(bool)].astype(np.float64)
-    return found
-
-
-def _value_metrics(values: F64, returns: F64) -> dict[str, float]:
-    """Return metrics of a frozen value model: value/mean and value/explained_variance = 1 - Var(R - V) / Var(R), absent
-    if all returns are equal."""
-    metrics, spread = {"value/mean": float(values.mean())}, float(returns.var())
-    if spread > 0:
-        metrics["value/explained_variance"] = 1.0 - float((returns - values).var()) / spread
-    return metrics
+def explained_variance(prefix: str, values: F64, returns: F64) -> dict[str, float]:
+    """Return the metric PREFIX/explained_variance = 1 - Var(R - V) / Var(R): 1 for perfect values, 0 for ones that know
+    nothing; absent if all returns are equal."""
+    spread = float(returns.var())
+    return {f"{prefix}/explained_variance": 1.0 - float((returns - values).var()) / spread} if spread > 0 else {}
 
 
 def _kl(trajectory: Trajectory, estimator: str) -> F64:
-    reference = trajectory.ref_logprobs
-    if reference is None:
-        raise JobFailed(f"kl_coef > 0 but trajectory {trajectory.attempt} came without reference logprobs")
-    sampled = trajectory.mask.astype(bool)
-    return advantages.kl_estimate(
-        trajectory.logprobs[sampled].astype(np.float64), reference[sampled].astype(np.float64), estimator
-    )
+    reference = _sampled(trajectory, trajectory.ref_logprobs, "reference logprobs", "kl_coef > 0")
+    return advantages.kl_estimate(_sampled(trajectory, trajectory.logprobs), reference, estimator)
+
+
+def _sampled(trajectory: Trajectory, values: F32 | None, what: str = "", setting: str = "") -> F64:
+    """Return [T] of the sampled tokens alone. Raises JobFailed if there are no such values, which `setting` needs."""
+    if values is None:
+        raise JobFailed(f"{setting} but trajectory {trajectory.attempt} came without {what}")
+    return np.asarray(values[trajectory.mask.astype(bool)], dtype=np.float64)

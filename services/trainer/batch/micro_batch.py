@@ -18,7 +18,7 @@ from opentinker.services.trainer.algorithm.credit_assignment import Credit
 from opentinker.services.trainer.algorithm.seats import seat_plays
 from opentinker.services.trainer.distributed.process_group import ProcessGroup
 from opentinker.shared.nn.layout import I64, Layout, layout, with_ends
-from opentinker.shared.nn.packing import pack, share
+from opentinker.shared.nn.packing import passes_by_rank
 from opentinker.shared.nn.vision import mark_image_tokens
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.types.core import WeightVersion
@@ -115,20 +115,18 @@ def _update(
     if not sampled:
         raise JobFailed("a whole batch came without one sampled token: do the prompts fill the context window?")
     tokens = sum(int(np.count_nonzero(part[i].mask)) for i in sampled)
-    own = share([len(part[i].mask_T) for i in sampled], process_group.world)[process_group.rank]
-    packed = pack([len(part[sampled[place]].mask_T) for place in own], spec.train.tokens_per_micro_batch)
+    lengths = [len(part[i].mask_T) for i in sampled]
+    passes_R = passes_by_rank(lengths, spec.train.tokens_per_micro_batch, process_group.world)
     micros = []
-    for places in packed:
-        members = [sampled[own[place]] for place in places]
+    for places in passes_R[process_group.rank]:
+        members = [sampled[place] for place in places]
         micro = _micro_batch([part[i] for i in members], version, spec, device, tokens, images)
         micro.scale_M = _scale(micro, [wholes[i] for i in members], len(plays), spec)
         micro.members = [first + i for i in members]
         micros.append(micro)
     if spec.train.parallel != "data":
-        shares = share([len(part[i].mask_T) for i in sampled], process_group.world)
-        lengths_R = [[len(part[sampled[place]].mask_T) for place in places] for places in shares]
-        passes = max(len(pack(lengths, spec.train.tokens_per_micro_batch)) for lengths in lengths_R)
-        micros += [_idle(part[sampled[0]], version, spec, device) for _ in range(passes - len(micros))]
+        missing = max(map(len, passes_R)) - len(micros)
+        micros += [_idle(part[sampled[0]], version, spec, device) for _ in range(missing)]
     return micros
 
 

@@ -13,7 +13,7 @@ from opentinker.services.trainer.data.chat import Tokens
 from opentinker.services.trainer.data.examples import Example
 from opentinker.services.trainer.distributed.process_group import ProcessGroup
 from opentinker.shared.nn.layout import Layout, layout
-from opentinker.shared.nn.packing import pack, share
+from opentinker.shared.nn.packing import passes_by_rank
 
 
 @dataclass
@@ -49,11 +49,7 @@ def row_batches(
     same number of passes, because they may share weights; a rank with fewer micro-batches adds smallest passes.
     """
     process_group = process_group or ProcessGroup()
-    lengths = [len(example) for example in examples]
-    passes_R = [
-        [[own[n] for n in places] for places in pack([lengths[n] for n in own], tokens_per_micro_batch)]
-        for own in share(lengths, process_group.world)
-    ]
+    passes_R = passes_by_rank([len(example) for example in examples], tokens_per_micro_batch, process_group.world)
     own_passes = passes_R[process_group.rank]
     count = max(map(len, passes_R))
     for number in range(count):

@@ -9,7 +9,6 @@ it is an adapter too. It is saved in `trainer/critic.safetensors`: `weight/NAME`
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from opentinker.services.trainer.algorithm.advantages import F64
+from opentinker.services.trainer.algorithm.credit_assignment import explained_variance
 from opentinker.services.trainer.algorithm.losses import value_loss
 from opentinker.services.trainer.batch.micro_batch import MicroBatch
 from opentinker.services.trainer.learners import optimizer_state
@@ -110,8 +110,7 @@ class Critic:
 
     def rollback_point(self) -> Callable[[], None]:
         """Return a function that undoes all later steps."""
-        memory = optimizer_state.copy_state(self.parameters, self.optimizer)
-        return partial(optimizer_state.restore, memory, self.parameters, self.optimizer)
+        return optimizer_state.rollback_point(self.parameters, self.optimizer)
 
     def save(self, directory: Path) -> None:
         tensors = {f"weight/{name}": p.detach() for name, p in self.parameters.items()}
@@ -144,14 +143,9 @@ def critic_columns(micros: list[MicroBatch]) -> dict[str, Tensor]:
 
 
 def critic_metrics(columns: Mapping[str, F64], results: list[dict[str, float]]) -> dict[str, float]:
-    """loss/value, critic/grad_norm, and critic/explained_variance = 1 - Var(R - V) / Var(R) of the values before the
-    batch: 1 is a perfect critic, 0 one that knows nothing; absent if all returns are equal."""
-    values, returns = columns["values"], columns["returns"]
-    metrics = {
+    """loss/value, critic/grad_norm, and critic/explained_variance of the values before the batch."""
+    return {
         "loss/value": sum(r["value"] for r in results) / len(results),
         "critic/grad_norm": max(r["critic_norm"] for r in results),
+        **explained_variance("critic", columns["values"], columns["returns"]),
     }
-    spread = float(returns.var())
-    if spread > 0:
-        metrics["critic/explained_variance"] = 1.0 - float((returns - values).var()) / spread
-    return metrics

@@ -6,8 +6,7 @@ in every step. Otherwise its log-probabilities are computed once, before the fir
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -69,18 +68,13 @@ class DpoLearner(SupervisedLearner):
         if self.needs_preparation:
             known = [value for example in micro.examples for value in example.reference]
             return torch.tensor(known, dtype=torch.float32, device=self.device)
-        with torch.no_grad(), self._adapter_off():
+        adapted: Any = self.model
+        with torch.no_grad(), adapted.disable_adapter():
             return micro.sums_S(self.forward(micro.plan)[0])
 
     @property
     def needs_preparation(self) -> bool:
         return self.spec.model.lora is None or self.spec.start is not None
-
-    @contextmanager
-    def _adapter_off(self) -> Iterator[None]:
-        model: Any = self.model
-        with model.disable_adapter():
-            yield
 
     def prepare(self, examples: list[Example], home: Path) -> None:
         """Read the reference's log-probabilities, or compute them with the current or the initial weights."""

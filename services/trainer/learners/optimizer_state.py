@@ -7,9 +7,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import orjson
 import torch
@@ -118,25 +117,21 @@ def _check_fits(directory: Path, tensors: dict[str, Tensor], parameters: Paramet
         raise JobFailed(f"checkpoint {directory} does not fit the job's model: trained tensors: {odd}")
 
 
-StateCopy = tuple[list[Tensor], list[dict[str, Any]]]
+def rollback_point(parameters: Parameters, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """Copy weights and moments. Returns a function that undoes all later steps: the first of a batch, if a later one is
+    refused."""
+    copies = [
+        (p, p.detach().clone(), {k: v.clone() for k, v in optimizer.state[p].items()} if p in optimizer.state else {})
+        for p in parameters.values()
+    ]
 
+    def undo() -> None:
+        with torch.no_grad():
+            for parameter, weights, moments in copies:
+                parameter.copy_(weights)
+                if moments:
+                    optimizer.state[parameter] = moments
+                else:
+                    optimizer.state.pop(parameter, None)
 
-def copy_state(parameters: Parameters, optimizer: torch.optim.Optimizer) -> StateCopy:
-    """Copy weights and moments, to undo the first updates of a batch if a later one is refused."""
-    return (
-        [p.detach().clone() for p in parameters.values()],
-        [
-            {k: v.clone() for k, v in optimizer.state[p].items()} if p in optimizer.state else {}
-            for p in parameters.values()
-        ],
-    )
-
-
-def restore(memory: StateCopy, parameters: Parameters, optimizer: torch.optim.Optimizer) -> None:
-    with torch.no_grad():
-        for parameter, weights, moments in zip(parameters.values(), *memory, strict=True):
-            parameter.copy_(weights)
-            if moments:
-                optimizer.state[parameter] = moments
-            else:
-                optimizer.state.pop(parameter, None)
+    return undo

@@ -14,7 +14,6 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -205,8 +204,7 @@ class PolicyModel:
 
     def rollback_point(self) -> Callable[[], None]:
         """Return a function that undoes all later steps."""
-        memory = optimizer_state.copy_state(self.parameters, self.optimizer)
-        return partial(optimizer_state.restore, memory, self.parameters, self.optimizer)
+        return optimizer_state.rollback_point(self.parameters, self.optimizer)
 
     @property
     def has_dropout(self) -> bool:

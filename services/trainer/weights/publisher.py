@@ -27,7 +27,7 @@ from opentinker.shared.messaging.subjects import WAKE
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.types.core import Lease, WeightVersion, WorkerInfo
 from opentinker.shared.types.errors import JobFailed, TransportError
-from opentinker.shared.types.swap import SIMULATED, SwapCommand, SwapReply
+from opentinker.shared.types.swap import SIMULATED, SwapReply
 
 if TYPE_CHECKING:
     from opentinker.shared.nn.transport import WeightGroup
@@ -53,7 +53,7 @@ class Publisher:
         served: Callable[[WeightVersion, dict[str, float]], Awaitable[None]],
         policy: str = "",
     ) -> None:
-        self.ctx, self.lease, self.device, self._served, self.policy = ctx, lease, device, served, policy
+        self.ctx, self.lease, self.device, self._served = ctx, lease, device, served
         self._calls = SwapCalls(ctx, lease, policy)
         self._snapshot: SnapshotLike | None = None
         self._wake = asyncio.Event()
@@ -159,10 +159,7 @@ class Publisher:
             return
         world, port = 1 + len(members), self._open_store(1 + len(members))
         commands = [
-            SwapCommand(
-                job=self.lease.job,
-                policy=self.policy,
-                epoch=self.lease.epoch,
+            self._calls.command(
                 action="join",
                 generation=self._generation,
                 address=self.ctx.settings.advertise_host,
@@ -224,10 +221,7 @@ class Publisher:
         snapshot, members = self._snapshot, self._members
         assert snapshot is not None
         started = time.monotonic()
-        command = SwapCommand(
-            job=self.lease.job,
-            policy=self.policy,
-            epoch=self.lease.epoch,
+        command = self._calls.command(
             action="receive",
             generation=self._generation,
             device=self.device,

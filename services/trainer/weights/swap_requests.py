@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 from opentinker.shared.asyncio_tools import cancel_and_wait
@@ -52,7 +53,9 @@ class SwapFailure:
 
 class SwapCalls:
     def __init__(self, ctx: Context, lease: Lease, policy: str = "") -> None:
-        self.ctx, self.lease, self.policy = ctx, lease, policy
+        self.ctx = ctx
+        self.command = partial(SwapCommand, job=lease.job, policy=policy, epoch=lease.epoch)
+        """A command to the workers of the policy."""
         self._beating: set[str] = set()
         self._pulses = Pulses()
         self._polled_at = 0.0
@@ -123,9 +126,7 @@ class SwapCalls:
             return self._beating
 
     async def _ping(self, worker: WorkerInfo) -> SwapReply | SwapFailure:
-        command = SwapCommand(
-            job=self.lease.job, policy=self.policy, epoch=self.lease.epoch, action="ping", generation=0
-        )
+        command = self.command(action="ping", generation=0)
         try:
             reply = await self.ctx.bus.request(SWAP, command, PING_S, worker=worker.address)
         except NoReply as error:

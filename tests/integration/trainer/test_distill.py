@@ -16,8 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from examples.models.make_tiny import make_tiny
 from opentinker.services.reference_forward.required_models import TEACHER, ModelKey
 from opentinker.services.reference_forward.results import add_results
-from opentinker.services.reference_forward.scorer import Scorer
-from opentinker.services.reference_forward.tokenizer_check import check_same_tokens
+from opentinker.services.reference_forward.scorer import Scorer, check_same_tokens
 from opentinker.services.trainer.algorithm import losses
 from opentinker.services.trainer.algorithm.advantages import distillation, grpo
 from opentinker.services.trainer.algorithm.credit_assignment import assign

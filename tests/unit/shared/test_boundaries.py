@@ -24,8 +24,6 @@ HEAVY = {
     "opentinker.sdk.merge_adapter",
     "opentinker.services.reference_forward.rewards",
     "opentinker.services.reference_forward.scorer",
-    "opentinker.services.reference_forward.values",
-    "opentinker.services.reference_forward.tokenizer_check",
     "opentinker.services.rollout_worker.engines.vllm",
     "opentinker.services.rollout_worker.engines.vllm_worker_extension",
     "opentinker.services.rollout_worker.engines.vllm_images",
