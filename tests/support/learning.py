@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 
 from opentinker.services.trainer.learners.dpo import DpoLearner
+from opentinker.services.trainer.learners.policy_model import PolicyModel
 from opentinker.services.trainer.learners.rl import RlLearner
 from opentinker.services.trainer.learners.sft import SftLearner
 from opentinker.shared.nn.attention import PACKED
@@ -42,6 +44,18 @@ def loaded(learner: L, checkpoint: Path | None = None) -> L:
 
 def torch_learner(base: object, checkpoint: Path | None = None, **parts: Any) -> RlLearner:
     return loaded(RlLearner(torch_spec(base, **parts)), checkpoint)
+
+
+def digest(learner: PolicyModel) -> str:
+    """Of weights and optimizer state, bit by bit; with the critic's, if there is one."""
+    hashed = hashlib.sha256()
+    critic = getattr(learner, "critic", None)
+    for owner in (learner, *([critic] if critic else [])):
+        for name, parameter in owner.parameters.items():
+            hashed.update(name.encode() + parameter.detach().numpy().tobytes())
+            for key, value in sorted(owner.optimizer.state.get(parameter, {}).items()):
+                hashed.update(key.encode() + value.numpy().tobytes())
+    return hashed.hexdigest()
 
 
 def resumed_and_unbroken(

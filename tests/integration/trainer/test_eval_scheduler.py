@@ -213,8 +213,16 @@ class Trial:
         return next(e for e in await self.ctx.store.events(self.job) if e["event"] == kind)
 
 
-async def trial(ctx: Context, **plan: Any) -> Trial:
-    spec = make_spec(validation={"every": 4, "episodes": 2, "transcripts": 1, **plan})
+SURE: dict[str, Any] = {
+    **{"algorithm__max_staleness": 0, "rollout__seed": 1, "train__deterministic": True, "train__learner": "torch"},
+    "train__target": {"val/exact": 0.9},
+}
+"""Of a deterministic job that an evaluation may end."""
+
+
+async def trial(ctx: Context, parts: dict[str, Any] | None = None, **plan: Any) -> Trial:
+    """Of a job with these `parts` of its spec and this plan."""
+    spec = make_spec(**(parts or {}), validation={"every": 4, "episodes": 2, "transcripts": 1, **plan})
     made = Trial(ctx, spec)
     await ctx.store.create_job(id=made.job, spec=spec.model_dump(mode="json"), tenant="default")
     return made
@@ -297,16 +305,9 @@ async def test_evaluation_that_takes_too_long_ends_and_says_so(ctx: Context) -> 
     ids=["timed out", "failed by luck", "fails always"],
 )
 async def test_deterministic_jobs_ignore_targets_of_timing(ctx: Context, answers: list[EvalResult], why: str) -> None:
-    sure: dict[str, Any] = {"algorithm__max_staleness": 0, "rollout__seed": 1, "train__deterministic": True}
-    spec = make_spec(
-        **sure, train__learner="torch", train__target={"val/exact": 0.9}, validation={"every": 4, "episodes": 2}
-    )
-    t = Trial(ctx, spec)
-    await ctx.store.create_job(id=t.job, spec=spec.model_dump(mode="json"), tenant="default")
+    t = await trial(ctx, SURE)
     evaluating = asyncio.create_task(t.it.run())
-    await t.offer(0)
-    t.it.served(V(1, 0))
-    await t.asked(2)
+    await t.begin(2)
     await t.answer(*answers)
     assert t.it.plan is not None
     if len(answers) < 2:
@@ -320,20 +321,10 @@ async def test_deterministic_jobs_ignore_targets_of_timing(ctx: Context, answers
     await asyncio.wait([evaluating])
 
 
-async def test_last_evaluation_of_a_deterministic_job_may_be_incomplete(ctx: Context) -> None:
-    """Nothing depends on it any more."""
-    sure: dict[str, Any] = {"algorithm__max_staleness": 0, "rollout__seed": 1, "train__deterministic": True}
-    plan = {"every": 4, "episodes": 2, "at_start": False, "timeout_s": 0.2}
-    t = Trial(ctx, make_spec(**sure, train__learner="torch", train__target={"val/exact": 0.9}, validation=plan))
-    await ctx.store.create_job(id=t.job, spec=t.record.spec.model_dump(mode="json"), tenant="default")
-    async with running(t.it.run()):
-        await t.offer(3)
-        assert await soon(t.it.finish(3))
-    assert (await t.event("validation_incomplete"))["missing"] == 2
-
-
-async def test_last_evaluation_comes_to_an_end_without_any_rollout_worker(ctx: Context) -> None:
-    t = await trial(ctx, at_start=False, timeout_s=0.2)
+@pytest.mark.parametrize("parts", [{}, SURE], ids=["", "deterministic"])
+async def test_last_evaluation_ends_without_any_rollout_worker(ctx: Context, parts: dict[str, Any]) -> None:
+    """Of a deterministic job it may be incomplete too: nothing depends on it any more."""
+    t = await trial(ctx, parts, at_start=False, timeout_s=0.2)
     async with running(t.it.run()):
         await t.offer(3)
         assert await soon(t.it.finish(3))

@@ -154,13 +154,18 @@ def of_job(job: str, count: int) -> list[Group]:
     return [msgspec.structs.replace(group, job=job) for group in random_groups(0, groups=count)]
 
 
+async def send(bus: Bus, *groups: Group) -> None:
+    for group in groups:
+        await bus.publish(SCORE, group, group.key, job=group.job)
+
+
 async def test_what_a_frozen_checkpoint_said_passes_through_unscored(bus: Bus, store: Store, tiny: Path) -> None:
     """Its tokens may be those of another model, which this one does not know."""
     job = await add_job(store, str(tiny))
     (group,) = of_job(job, 1)
     theirs = make_trajectory(index=0, seat="b", policy="j-0123456789@5", prompt=(10**6,), output=(10**6, 1))
     whole = msgspec.structs.replace(group, trajectories=[group.trajectories[0], theirs, *group.trajectories[1:]])
-    await bus.publish(SCORE, whole, f"{group.key}:a", job=job)
+    await send(bus, whole)
     consumer = await bus.consume(GROUP, f"trainer-{job}", batch=1, job=job)
     async with running(bus, store):
         delivery = await consumer.next(WAIT_S)
@@ -172,8 +177,7 @@ async def test_what_a_frozen_checkpoint_said_passes_through_unscored(bus: Bus, s
 
 async def test_an_unusable_reference_fails_the_job_with_the_reason(bus: Bus, store: Store, tmp_path: Path) -> None:
     job = await add_job(store, str(tmp_path / "nothing"))
-    for group in of_job(job, 2):
-        await bus.publish(SCORE, group, f"{group.key}:a", job=job)
+    await send(bus, *of_job(job, 2))
     async with running(bus, store):
         await until(lambda: bus.count("SCORES", SCORE.at(job=job)), lambda found: found == 0)
     record = await store.job(job)
@@ -190,8 +194,7 @@ async def test_a_changed_link_to_a_reference_is_refused(bus: Bus, store: Store, 
     (tmp_path / "mine").unlink()
     (tmp_path / "mine").symlink_to(tmp_path / "data" / "jobs" / victim)
     await store.redis.hset(f"job:{victim}", "tenant", "another")
-    for group in of_job(job, 1):
-        await bus.publish(SCORE, group, f"{group.key}:a", job=job)
+    await send(bus, *of_job(job, 1))
     async with running(bus, store, data_dir=tmp_path / "data") as service:
         assert "model.base: " in (reason := await failed(store, job)) and "kept by the server" in reason
         assert not service.cache.loads
@@ -211,9 +214,7 @@ async def test_a_job_of_another_release_fails_and_others_go_on(bus: Bus, store: 
     good = await add_job(store, str(tiny))
     spec = {**torch_spec(str(tiny), algorithm={"kl_coef": 0.1}).model_dump(mode="json"), "gone": 1}
     foreign = await store.create_job(id=f"j-{uuid.uuid4().hex[:8]}", spec=spec, tenant="t")
-    for job in (foreign, good):
-        group = of_job(job, 1)[0]
-        await bus.publish(SCORE, group, f"{group.key}:a", job=job)
+    await send(bus, *of_job(foreign, 1), *of_job(good, 1))
     async with running(bus, store):
         await passed(bus, good, 1)
         assert "gone" in await failed(store, foreign)
@@ -225,8 +226,7 @@ async def test_an_invalid_group_is_left_to_the_trainers_check(bus: Bus, store: S
     job = await add_job(store, str(tiny))
     group = of_job(job, 1)[0]
     broken = [] if empty else [msgspec.structs.replace(t, spans=[]) for t in group.trajectories]
-    group = msgspec.structs.replace(group, trajectories=broken)
-    await bus.publish(SCORE, group, f"{group.key}:a", job=job)
+    await send(bus, msgspec.structs.replace(group, trajectories=broken))
     async with running(bus, store):
         await passed(bus, job, 1)
     assert (await store.job(job)).state is JobState.QUEUED
@@ -255,9 +255,7 @@ async def test_what_cannot_be_decoded_reaches_the_trainer_under_its_number(bus: 
 async def test_a_full_stream_loses_nothing(bus: Bus, store: Store, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     full, other = await add_job(store, str(tiny)), await add_job(store, str(tiny))
     monkeypatch.setattr("opentinker.services.reference_forward.service.FULL_PAUSE_S", 0.3)
-    for job in (full, other):
-        for group in of_job(job, 5):
-            await bus.publish(SCORE, group, f"{group.key}:a", job=job)
+    await send(bus, *of_job(full, 5), *of_job(other, 5))
     refused = 0
     publish = bus.publish
 

@@ -25,39 +25,37 @@ from opentinker.shared.types.core import F32, JobState, Pool
 from opentinker.shared.types.errors import JobFailed
 from opentinker.shared.types.trajectories import Group
 from tests.conftest import WAIT_S, Server, start_nats, until
-from tests.integration.trainer.test_reference_forward import add_job, failed, launch, of_job, passed, running
+from tests.integration.trainer.test_reference_forward import add_job, failed, launch, of_job, passed, running, send
 from tests.support.factories import group_of, make_group, make_trajectory
 
 A, B, C = (ModelKey(name, "float32") for name in ("a", "b", "c"))
 
 
-async def send(bus: Bus, *groups: Group) -> None:
-    for group in groups:
-        await bus.publish(SCORE, group, group.key, job=group.job)
+def queued(group: Group, **needs: list[str]) -> QueuedGroup:
+    """`needs`: roles by the name of a model."""
+    return QueuedGroup(cast(Any, None), group, 1.0, {ModelKey(name, "float32"): roles for name, roles in needs.items()})
 
 
 def work(job: str, key: ModelKey, seq: int = 0) -> QueuedGroup:
     """Of 12 tokens."""
-    return QueuedGroup(cast(Any, None), make_group(job=job, seq=seq), 1.0, {key: [REFERENCE]})
+    return queued(make_group(job=job, seq=seq), **{key.base: [REFERENCE]})
 
 
 def test_trajectories_of_frozen_checkpoints_are_not_scored_and_keep_their_places() -> None:
     own, theirs = make_trajectory(index=0, seat="a"), make_trajectory(index=0, seat="b", policy="j-0123456789@5")
     alone = make_trajectory(index=1, seat="b", policy="j-0123456789@5")
     last = make_trajectory(index=1, seat="a")
-    whole = group_of([own, theirs, alone, last])
-    queued = QueuedGroup(cast(Any, None), whole, 1.0, {A: [REFERENCE]})
-    queued.select_own()
-    assert queued.group.trajectories == [own, last]
-    scored = add_results(queued.group, {REFERENCE: [np.zeros(6), np.zeros(6)]}, {})
-    found = queued.put_back(scored)
+    some = queued(group_of([own, theirs, alone, last]), a=[REFERENCE])
+    some.select_own()
+    assert some.group.trajectories == [own, last]
+    found = some.put_back(add_results(some.group, {REFERENCE: [np.zeros(6), np.zeros(6)]}, {}))
     assert [(t.index, t.seat, t.ref_logprobs_T is not None) for t in found.trajectories] == [
         (0, "a", True),
         (0, "b", False),
         (1, "b", False),
         (1, "a", True),
     ]
-    usual = QueuedGroup(cast(Any, None), make_group(), 1.0, {})
+    usual = queued(make_group())
     usual.select_own()
     assert usual.whole is None and usual.put_back(usual.group) is usual.group
 
@@ -110,7 +108,7 @@ def test_every_job_may_have_one_group_in_hand_and_more_only_while_its_model_is_l
 
 def test_a_group_that_needs_two_models_is_done_when_both_are() -> None:
     queue = GroupQueue(100)
-    both = QueuedGroup(cast(Any, None), make_group(), 1.0, {A: ["x"], B: ["y", "z"]})
+    both = queued(make_group(), a=["x"], b=["y", "z"])
     queue.add(both)
     assert queue.take([B]) == (B, [both]) and queue.drop({"j-test"}) == [], "it is with a forward pass"
     assert not queue.complete(B, both, [1])
@@ -172,36 +170,36 @@ async def test_a_model_too_large_fails_its_job_and_others_go_on(bus: Bus, store:
         assert 0 < service.cache.used_bytes <= 5_000_000
 
 
-class Held(Scorer):
-    """Loads the first model when it may."""
+class SlowLoad(Scorer):
+    """Takes models of one dtype as long as the test likes."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: str) -> None:
         super().__init__()
-        self.may = threading.Event()
-        self.loaded: list[str] = []
+        self.dtype, self.release = dtype, threading.Event()
+        self.loads: list[str] = []
 
     def load(self, key: ModelKey) -> Any:
-        self.loaded.append(key.dtype)
-        assert self.may.wait(WAIT_S)
+        self.loads.append(key.dtype)
+        assert key.dtype != self.dtype or self.release.wait(WAIT_S)
         return super().load(key)
 
 
 async def test_no_model_is_loaded_for_a_job_that_ended_while_it_waited(bus: Bus, store: Store, tiny: Path) -> None:
-    scorer = Held()
+    scorer = SlowLoad("float32")
     first = await add_job(store, str(tiny))
     ended = await add_job(store, str(tiny), dtype="bfloat16")
     async with running(bus, store, make_scorer=lambda: scorer) as service:
         try:
             await send(bus, *of_job(first, 1))
-            await until(lambda: scorer.loaded)
+            await until(lambda: scorer.loads)
             await send(bus, *of_job(ended, 1))
             await until(lambda: len(service.queue.queues) == 2)
             await store.transition(ended, JobState.CANCELLED)
         finally:
-            scorer.may.set()
+            scorer.release.set()
         await passed(bus, first, 1)
         await until(lambda: not service.queue.in_flight)
-        assert scorer.loaded == ["float32"] and service.cache.loads == 1
+        assert scorer.loads == ["float32"] and service.cache.loads == 1
         await until(lambda: bus.count("SCORES", SCORE.at(job=ended)), lambda waiting: not waiting)
         again = await add_job(store, str(tiny), dtype="bfloat16")
         await send(bus, *of_job(again, 1))
@@ -293,29 +291,15 @@ async def test_one_bad_group_in_a_shared_pass_fails_its_job_alone(bus: Bus, stor
     assert (await store.job(good)).state is not JobState.FAILED
 
 
-class SlowLoad(Recording):
-    """Takes bfloat16 models as long as the test likes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.loading, self.release = threading.Event(), threading.Event()
-
-    def load(self, key: ModelKey) -> Any:
-        if key.dtype == "bfloat16":
-            self.loading.set()
-            assert self.release.wait(WAIT_S)
-        return super().load(key)
-
-
 async def test_a_load_holds_up_nobody_whose_model_is_there(bus: Bus, store: Store, tiny: Path) -> None:
-    scorer = SlowLoad()
+    scorer = SlowLoad("bfloat16")
     quick, slow = await add_job(store, str(tiny)), await add_job(store, str(tiny), dtype="bfloat16")
     groups = of_job(quick, 3)
     async with running(bus, store, make_scorer=lambda: scorer) as service:
         await send(bus, groups[0])
         await passed(bus, quick, 1)
         await send(bus, *of_job(slow, 3))
-        await until(scorer.loading.is_set)
+        await until(lambda: "bfloat16" in scorer.loads)
         await send(bus, *groups[1:])
         await passed(bus, quick, 3)
         await until(

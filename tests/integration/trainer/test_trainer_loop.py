@@ -6,8 +6,9 @@ import asyncio
 import errno
 import resource
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -72,12 +73,8 @@ async def prepare(
     await ctx.store.create_job(id=JOB, spec=spec.model_dump(mode="json"), tenant="default")
     await ctx.store.transition(JOB, JobState.STARTING, epoch=1)
     await ctx.bus.purge("GROUPS", GROUP.at(job=JOB))
-    return lease_of(ctx, spec, 1, **faults)
-
-
-def lease_of(ctx: Context, spec: JobSpec, epoch: int, **faults: Any) -> TrainerJob:
     worker = LeasedWorker(ctx, Pool.TRAINER, not_called)
-    lease = Lease(job=JOB, worker=ctx.worker, incarnation=worker.info.incarnation, epoch=epoch, pool=Pool.TRAINER)
+    lease = Lease(job=JOB, worker=ctx.worker, incarnation=worker.info.incarnation, epoch=1, pool=Pool.TRAINER)
     return TrainerJob(worker, lease, spec, Clumsy(spec, **faults))
 
 
@@ -126,6 +123,14 @@ def newest(job: TrainerJob) -> Manifest:
     return found[1]
 
 
+def saved_steps(job: TrainerJob) -> list[int]:
+    return [manifest.step for _, manifest in checkpoint.list_checkpoints(job.reporter.root)]
+
+
+async def events(ctx: Context, kind: str) -> list[dict[str, Any]]:
+    return [event for event in await ctx.store.events(JOB) if event["event"] == kind]
+
+
 def steps_of(path: Path) -> list[int]:
     return [orjson.loads(line)["step"] for line in path.read_bytes().splitlines()]
 
@@ -134,16 +139,16 @@ async def test_checkpoint_that_cannot_be_written_is_said_and_the_job_goes_on(ctx
     job = await prepare(ctx, full_at=(2, 4))
     await train(job)
     assert (await ctx.store.job(JOB)).state == JobState.SUCCEEDED
-    failed = [event for event in await ctx.store.events(JOB) if event["event"] == "checkpoint_failed"]
+    failed = await events(ctx, "checkpoint_failed")
     assert [event["step"] for event in failed] == [2, 4]
     assert all("No space left" in event["error"] and "keep_checkpoints" in event["error"] for event in failed)
-    assert [manifest.step for _, manifest in checkpoint.list_checkpoints(job.reporter.root)] == [6]
+    assert saved_steps(job) == [6]
 
 
 async def test_job_fails_when_its_last_checkpoint_cannot_be_written(ctx: Context) -> None:
     job = await prepare(ctx, full_at=(6,))
     await fails(job, r"step 6 .*No space left")
-    assert [manifest.step for _, manifest in checkpoint.list_checkpoints(job.reporter.root)] == [2, 4]
+    assert saved_steps(job) == [2, 4]
 
 
 async def test_target_needs_a_last_checkpoint(ctx: Context, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +163,7 @@ async def test_a_job_whose_groups_all_had_equal_rewards_succeeds_with_a_warning(
     job = await prepare(ctx, steps=4)
     await train(job, **({"reward": 0.5} if equal else {}))
     record = await ctx.store.job(JOB)
-    warned = [event for event in await ctx.store.events(JOB) if event["event"] == "nothing_learned"]
+    warned = await events(ctx, "nothing_learned")
     assert record.state == JobState.SUCCEEDED
     assert [event["steps"] for event in warned] == ([4] if equal else [])
     why = "nothing was learned: in each group of all steps"
@@ -194,7 +199,7 @@ async def test_metrics_that_a_full_disk_refuses_are_written_later_in_order(ctx: 
     await train(job)
     assert (await ctx.store.job(JOB)).state == JobState.SUCCEEDED
     assert steps_of(path) == [1, 2, 3, 4, 5, 6]
-    (refused,) = [event for event in await ctx.store.events(JOB) if event["event"] == "metrics_log_failed"]
+    (refused,) = await events(ctx, "metrics_log_failed")
     assert refused["step"] == 1 and "No space left" in refused["error"]
 
 
@@ -228,20 +233,28 @@ async def test_a_long_stream_brings_checkpoints_forward(ctx: Context, monkeypatc
     monkeypatch.setattr(rl_loop, "UNSAVED_BYTES", 1)
     job = await prepare(ctx)
     await train(job)
-    made = [event["step"] for event in await ctx.store.events(JOB) if event["event"] == "checkpoint"]
-    assert set(made) > {2, 4, 6}
+    assert {event["step"] for event in await events(ctx, "checkpoint")} > {2, 4, 6}
 
 
-async def test_starved_trainer_makes_a_checkpoint_to_make_room(ctx: Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rl_loop, "STARVED_S", 0.0)
-    monkeypatch.setattr(rl_loop, "STARVED_BYTES", 0)
+@asynccontextmanager
+async def starving(job: TrainerJob, groups: int, after_s: float) -> AsyncIterator[None]:
+    """The job at work, with these groups alone: after so many seconds of waiting it makes room."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rl_loop, "STARVED_S", after_s)
+        patch.setattr(rl_loop, "STARVED_BYTES", 0)
+        async with running(job.run()):
+            await until(lambda: job.stepped_at > 0)  # it waits for two groups now
+            version, seqs = await Admission(job.ctx.store.redis, JOB).issue(groups)
+            for seq in seqs:
+                await deliver(job, seq, version)
+            yield
+
+
+async def test_starved_trainer_makes_a_checkpoint_to_make_room(ctx: Context) -> None:
     job = await prepare(ctx)
-    async with running(job.run()):
-        await until(lambda: job.stepped_at > 0)  # it waits for two groups now
-        version, (seq,) = await Admission(ctx.store.redis, JOB).issue(1)
-        await deliver(job, seq, version)
-        await until(lambda: checkpoint.list_checkpoints(job.reporter.root))
-    (saved,) = [manifest for _, manifest in checkpoint.list_checkpoints(job.reporter.root)]
+    async with starving(job, groups=1, after_s=0.0):
+        await until(lambda: saved_steps(job))
+    ((_, saved),) = checkpoint.list_checkpoints(job.reporter.root)
     assert (saved.step, saved.consumed) == (0, [])
 
 
@@ -251,36 +264,23 @@ async def stored(ctx: Context) -> int:
     return int((info.state.subjects or {}).get(GROUP.at(job=JOB), 0))
 
 
-async def test_starved_trainer_removes_all_that_it_trained_on(ctx: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_starved_trainer_removes_all_that_it_trained_on(ctx: Context) -> None:
     """Also before its first checkpoint: the stream may be full."""
-    monkeypatch.setattr(rl_loop, "STARVED_S", 0.2)
-    monkeypatch.setattr(rl_loop, "STARVED_BYTES", 0)
     job = await prepare(ctx)
-    async with running(job.run()):
-        await until(lambda: job.stepped_at > 0)
-        version, seqs = await Admission(ctx.store.redis, JOB).issue(3)
-        for seq in seqs:
-            await deliver(job, seq, version)
+    async with starving(job, groups=3, after_s=0.2):
         await until(lambda: stored(ctx), lambda found: job.step == 1 and found == 1)
-    *_, saved = [
-        manifest for _, manifest in checkpoint.list_checkpoints(job.reporter.root)
-    ]  # it may have been starved before too
+    *_, (_, saved) = checkpoint.list_checkpoints(job.reporter.root)  # it may have been starved before too
     assert (saved.step, saved.consumed) == (1, [])
 
 
-async def test_a_starved_trainer_retries_its_checkpoint(ctx: Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rl_loop, "STARVED_S", 0.05)
-    monkeypatch.setattr(rl_loop, "STARVED_BYTES", 0)
+async def test_a_starved_trainer_retries_its_checkpoint(ctx: Context) -> None:
     job = await prepare(ctx, full_at=(0,))
     learner = job.learner
     assert isinstance(learner, Clumsy)
-    async with running(job.run()):
-        await until(lambda: job.stepped_at > 0)
-        version, (seq,) = await Admission(ctx.store.redis, JOB).issue(1)
-        await deliver(job, seq, version)
-        await until(lambda: kinds(ctx.store, JOB), lambda found: found.count("checkpoint_failed") >= 2)
+    async with starving(job, groups=1, after_s=0.05):
+        await until(lambda: events(ctx, "checkpoint_failed"), lambda found: len(found) >= 2)
         learner.full_at = ()
-        await until(lambda: checkpoint.list_checkpoints(job.reporter.root))
+        await until(lambda: saved_steps(job))
 
 
 async def test_cancel_keeps_a_computed_step(ctx: Context, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,7 +332,7 @@ async def test_cancel_gives_up_a_long_step(ctx: Context, monkeypatch: pytest.Mon
 async def goes_on(ctx: Context, job: TrainerJob) -> None:
     """The next trainer makes the steps that are left, and each once."""
     await ctx.store.transition(JOB, JobState.STARTING, epoch=2)
-    await train(lease_of(ctx, job.spec, 2))
+    await train(after(job))
     assert (await ctx.store.job(JOB)).state == JobState.SUCCEEDED
     assert steps_of(job.reporter.root.parent / "metrics.jsonl") == [1, 2, 3, 4, 5, 6]
     ledger = await Admission(ctx.store.redis, JOB).ledger()
@@ -399,7 +399,7 @@ def fails_once(ready: Callable[[], bool]) -> Callable[[], Coroutine[Any, Any, No
 
 async def test_target_that_the_job_does_not_report_is_said_at_once(ctx: Context) -> None:
     await train(await prepare(ctx, target="exactt"))
-    (said,) = [event for event in await ctx.store.events(JOB) if event["event"] == "target_metric_absent"]
+    (said,) = await events(ctx, "target_metric_absent")
     assert said["metrics"] == ["exactt"] and "reward/mean" in said["there_are"]
 
 
@@ -427,20 +427,24 @@ async def test_a_policy_that_says_one_thing_only_is_an_event_once_and_a_metric(c
     resumed = after(job)
     resumed.reporter.learner = resumed.learner = Stuck(job.spec)
     await train(resumed)
-    (event,) = [event for event in await ctx.store.events(JOB) if event["event"] == "collapse_alarm"]
+    (event,) = await events(ctx, "collapse_alarm")
     assert (event["step"], event["metric"]) == (20, "entropy") and "algorithm.entropy_coef" in event["hint"]
     lines = map(orjson.loads, (job.reporter.root.parent / "metrics.jsonl").read_bytes().splitlines())
     assert [line["collapse/alarm"] for line in lines] == [0.0] * 19 + [1.0] * 7
 
 
+def keep_start(job: TrainerJob) -> Path:
+    """Put the checkpoint there that the job starts from, and return its directory."""
+    kept = start_of(job.ctx.settings.data_dir, JOB)
+    elsewhere = Manifest(job="j-other00000", epoch=3, step=7, version=WeightVersion(3, 7))
+    kept.parent.mkdir(parents=True)
+    return checkpoint.commit(job.ctx.settings.data_dir / "x", elsewhere, job.learner.save).rename(kept)
+
+
 async def test_job_starts_from_the_checkpoint_kept_for_it_and_only_at_first(ctx: Context) -> None:
     other = "j-other00000@7"
     job = await prepare(ctx, start={"from": other}, nan_at=4)
-    kept = start_of(ctx.settings.data_dir, JOB)
-    elsewhere = Manifest(job="j-other00000", epoch=3, step=7, version=WeightVersion(3, 7))
-    written = checkpoint.commit(ctx.settings.data_dir / "x", elsewhere, job.learner.save)
-    kept.parent.mkdir(parents=True)
-    written.rename(kept)
+    keep_start(job)
     await fails(job, "last good checkpoint is step 2")
     await train(after(job))
     events = [e for e in await ctx.store.events(JOB) if e["event"] in ("model_loaded", "resumed")]
@@ -453,12 +457,8 @@ async def test_job_starts_from_the_checkpoint_kept_for_it_and_only_at_first(ctx:
 @pytest.mark.parametrize("how", ["gone", "damaged"])
 async def test_checkpoint_to_start_from_that_is_damaged_fails_the_job_by_name(ctx: Context, how: str) -> None:
     job = await prepare(ctx, start={"from": "j-other00000@7"})
-    kept = start_of(ctx.settings.data_dir, JOB)
     if how == "damaged":
-        elsewhere = Manifest(job="j-other00000", epoch=3, step=7, version=WeightVersion(3, 7))
-        kept.parent.mkdir(parents=True)
-        checkpoint.commit(ctx.settings.data_dir / "x", elsewhere, job.learner.save).rename(kept)
-        (kept / "trainer" / "state.json").write_bytes(b'{"steps":9}')
+        (keep_start(job) / "trainer" / "state.json").write_bytes(b'{"steps":9}')
     said = "state.json does not have its recorded sha256" if how == "damaged" else "No such file"
     await fails(job, rf"cannot start from j-other00000@7: .*{said}.*checkpoints j-other00000")
 
@@ -469,10 +469,9 @@ async def test_a_damaged_checkpoint_is_told_of_and_the_one_before_is_taken(ctx: 
     root = job.reporter.root
     (root / "step-000004" / "trainer" / "state.json").write_bytes(b"{}")
     await train(after(job))
-    (told,) = [e for e in await ctx.store.events(JOB) if e["event"] == "checkpoint_damaged"]
+    (told,) = await events(ctx, "checkpoint_damaged")
     assert told["checkpoint"] == "step-000004" and "instead of" in told["problem"]
-    resumed = [e["step"] for e in await ctx.store.events(JOB) if e["event"] == "resumed"]
-    assert resumed == [2]
+    assert [event["step"] for event in await events(ctx, "resumed")] == [2]
 
 
 async def test_a_job_whose_checkpoints_are_all_damaged_does_not_begin_anew(ctx: Context) -> None:

@@ -16,8 +16,7 @@ from opentinker.services.trainer.data.examples import Example, load_examples
 from opentinker.services.trainer.learners import dpo as dpo_learner
 from opentinker.services.trainer.learners.dpo import DpoLearner
 from tests.samples.row_samples import chat_model, preferences, random_pairs, row_spec, write_rows
-from tests.support.learning import loaded, resumed_and_unbroken
-from tests.unit.trainer.test_rl_learner import digest
+from tests.support.learning import digest, loaded, resumed_and_unbroken
 
 LORA = {"lora": {"rank": 4, "alpha": 8.0}}
 BETA = 0.3

@@ -12,8 +12,7 @@ from opentinker.services.trainer.learners.rl import RlLearner
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.spec.policies import spec_of
 from tests.support.factories import version
-from tests.support.learning import loaded, random_groups, torch_spec
-from tests.unit.trainer.test_rl_learner import digest
+from tests.support.learning import digest, loaded, random_groups, torch_spec
 
 STEPS = 3
 

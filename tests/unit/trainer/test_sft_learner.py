@@ -15,8 +15,7 @@ from opentinker.services.trainer.learners.base import NonFinite
 from opentinker.services.trainer.learners.sft import SftLearner
 from opentinker.shared.nn.models import longest_context
 from tests.samples.row_samples import chat_model, copies, random_rows, row_spec, write_rows
-from tests.support.learning import loaded, resumed_and_unbroken
-from tests.unit.trainer.test_rl_learner import digest
+from tests.support.learning import digest, loaded, resumed_and_unbroken
 
 LORA = {"rank": 4, "alpha": 8.0}
 

@@ -27,7 +27,7 @@ from opentinker.shared.spec.algorithm_parts import (
 from opentinker.shared.types.errors import JobFailed
 from opentinker.shared.types.manifest import Manifest, read_manifest
 from tests.support.factories import SMALLEST, group_of, refusals, trajectory_of, version
-from tests.support.learning import as_trees, random_groups, resumed_and_unbroken, torch_learner, torch_spec
+from tests.support.learning import as_trees, digest, random_groups, torch_learner, torch_spec
 
 
 def resolved(**fields: Any) -> AlgorithmSpec:
@@ -185,16 +185,6 @@ def test_overlong_lengths_must_fit() -> None:
 # --- on the learner -------------------------------------------------------------------------------------------------
 
 
-def state(learner: RlLearner) -> list[torch.Tensor]:
-    owners: list[Any] = [learner, *([learner.critic] if learner.critic else [])]
-    tensors = []
-    for owner in owners:
-        for parameter in owner.parameters.values():
-            moments = owner.optimizer.state[parameter]
-            tensors += [parameter.detach().clone(), *(moments[key].clone() for key in sorted(moments))]
-    return tensors
-
-
 def everything_masked(metrics: dict[str, float]) -> bool:
     """Steps on the same groups take the policy ever further from the one that sampled them."""
     return all(metrics[f"masked/{sign}"] == 1.0 for sign in ("positive", "negative"))
@@ -261,20 +251,12 @@ def test_masked_share_is_told_by_the_sign_of_the_advantage(small: Path) -> None:
 PPO = {"name": "ppo", "critic_lr": 1e-3}
 
 
-@pytest.mark.parametrize(
-    "parts", [{}, {"model": {"lora": {"rank": 4}}}, {"model": {"dtype": "bfloat16"}}], ids=["full", "lora", "bfloat16"]
-)
-def test_a_critic_resumes_to_the_bit(small: Path, tmp_path: Path, parts: dict[str, Any]) -> None:
-    second, unbroken = resumed_and_unbroken(
-        lambda checkpoint: torch_learner(small, checkpoint, algorithm=PPO, **parts),
-        lambda learner, step: learner.step(random_groups(step), version(step)),
-        tmp_path / "c",
-        half=2,
-    )
-    assert all(torch.equal(a, b) for a, b in zip(state(second), state(unbroken), strict=True))
-    assert {info.name for info in second.snapshot(version(4)).manifest} == {
-        info.name for info in torch_learner(small, **parts).snapshot(version(4)).manifest
-    }, "the critic does not travel"
+@pytest.mark.parametrize("parts", [{}, {"model": {"lora": {"rank": 4}}}], ids=["full", "lora"])
+def test_a_critic_does_not_travel(small: Path, parts: dict[str, Any]) -> None:
+    sent, plain = torch_learner(small, algorithm=PPO, **parts), torch_learner(small, **parts)
+    assert {info.name for info in sent.snapshot(version(4)).manifest} == {
+        info.name for info in plain.snapshot(version(4)).manifest
+    }
 
 
 def committed(root: Path, learner: RlLearner, step: int) -> Path:
@@ -295,8 +277,7 @@ def test_running_baselines_resume_to_the_bit(small: Path, tmp_path: Path) -> Non
     second = torch_learner(small, saved, algorithm=spiral)
     for step in range(2, 4):
         second.step(random_groups(step), version(step))
-    assert second.baselines == unbroken.baselines
-    assert all(torch.equal(a, b) for a, b in zip(state(second), state(unbroken), strict=True))
+    assert second.baselines == unbroken.baselines and digest(second) == digest(unbroken)
     another = RlLearner(torch_spec(small, algorithm=spiral))
     another.start(saved, optimizer=True)
     assert another.baselines == {}, "another job has other opponents"
@@ -350,14 +331,14 @@ def test_values_before_the_batch_have_no_dropout_and_its_gradient_has(small: Pat
 def test_a_refused_step_leaves_the_critic_alone(small: Path) -> None:
     learner = torch_learner(small, algorithm={**PPO, "updates_per_batch": 2})
     learner.step(random_groups(0), version(0))
-    before = state(learner)
+    before = digest(learner)
     groups = random_groups(1)
     logprobs = [float("nan") * m for m in groups[3].trajectories[0].mask.tolist()]
     t = groups[3].trajectories[0]
     broken = trajectory_of(t.ids.tolist(), t.mask.tolist(), logprobs=logprobs)
     with pytest.raises(NonFinite, match="refused"):
         learner.step([*groups[:3], group_of([broken, *groups[3].trajectories[1:]], 3)], version(1))
-    assert all(torch.equal(a, b) for a, b in zip(state(learner), before, strict=True))
+    assert digest(learner) == before
 
 
 def test_a_checkpoint_without_a_critic_cannot_resume_ppo(small: Path, tmp_path: Path) -> None:
