@@ -62,7 +62,7 @@ log = structlog.get_logger()
 REPORT_S = 1.0
 TOKEN_BYTES = 64
 """A prompt with more bytes for each token of the context is refused unread: tokens of text have about four."""
-LOST = "the rollout worker that was answering is gone"
+LOST = GenerateError(message="the rollout worker that was answering is gone", status=503, elsewhere=True)
 
 
 class InferenceJob:
@@ -158,7 +158,7 @@ class InferenceJob:
         await cancel_and_wait(*(task for _, task in waiting))
         for talk, task in waiting:
             if task.cancelled() and not talk.abandoned:
-                await talk.say(refusal=GenerateError(message=LOST, status=503, elsewhere=True))
+                await talk.say(refusal=LOST)
         if self.closing:
             await asyncio.wait(self.closing)
 
@@ -170,7 +170,7 @@ class InferenceJob:
         room = self.spec.serving.max_concurrent + self.spec.serving.max_waiting
         refusal = None
         if self.over or self.worker.ending:
-            refusal = GenerateError(message=LOST, status=503, elsewhere=True)
+            refusal = LOST
         elif len(self.tasks) >= room:
             self.meter.counts["serving/overloaded"] += 1
             refusal = GenerateError(
@@ -221,7 +221,7 @@ class InferenceJob:
             late = f"no answer within {within:g} s (serving.request_timeout_s), its waiting included"
             await self._refuse(talk, late, 504, code="timeout")
         except EngineLost:
-            await talk.say(refusal=GenerateError(message=LOST, status=503, elsewhere=True))
+            await talk.say(refusal=LOST)
             raise
         except EngineError as error:
             await self._refuse(talk, str(error), 400 if isinstance(error, GuideRefused) else 500)

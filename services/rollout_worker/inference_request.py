@@ -6,6 +6,8 @@ import asyncio
 import time
 from typing import NamedTuple
 
+import msgspec
+
 from opentinker.services.rollout_worker.engines.base import Completion, Likely, Sampling
 from opentinker.shared.messaging.streaming import Send
 from opentinker.shared.openai.inference import GenerateChunk, GenerateRequest
@@ -14,16 +16,9 @@ from opentinker.shared.openai.inference import GenerateChunk, GenerateRequest
 def sampling_of(ask: GenerateRequest, room: int, adapter: str, structure: str) -> Sampling:
     """`room`: tokens that the prompt leaves of the context; `adapter` and `structure` as in Sampling."""
     return Sampling(
-        temperature=ask.manner.temperature,
-        top_p=ask.manner.top_p,
-        top_k=ask.manner.top_k,
+        **msgspec.structs.asdict(ask.manner),
         max_tokens=room if ask.max_tokens is None else min(ask.max_tokens, room),
         stop=ask.stop,
-        seed=ask.manner.seed,
-        min_p=ask.manner.min_p,
-        presence_penalty=ask.manner.presence_penalty,
-        frequency_penalty=ask.manner.frequency_penalty,
-        repetition_penalty=ask.manner.repetition_penalty,
         adapter=adapter,
         structure=structure,
         likely=ask.likely,

@@ -109,13 +109,12 @@ class Renderer:
     def _template(self, chat: Chat, offered: Chat, generate: bool) -> str:
         tools = {"tools": offered} if offered else {}
         try:
-            text: str = self._tokenizer.apply_chat_template(
-                chat, tokenize=False, add_generation_prompt=generate, **tools
+            return str(
+                self._tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=generate, **tools)
             )
         except Exception as error:  # noqa: BLE001 - a template is the model's code: whatever it raises fails the job
             roles = [message["role"] for message in chat]
             raise JobFailed(f"the model's chat template refused {roles}: {error}") from None
-        return text
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
         """`rendered`, of episodes: siblings of a group share the work."""
@@ -161,8 +160,7 @@ class Renderer:
     def plain(self, text: str, *, first: bool) -> list[int]:
         """Ids of a text that no template has written. A stream that begins with it (`first`) begins with the special
         tokens of the tokenizer's own, as servers of `/v1/completions` have it."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=first)
-        return ids
+        return list(self._tokenizer.encode(text, add_special_tokens=first))
 
     def extend(self, ended_with_eos: bool, messages: Sequence[Message]) -> list[int]:
         """Ids between the model's last sampled token and its next turn."""
@@ -310,8 +308,7 @@ class Renderer:
 
     def piece(self, id: int) -> str:
         """One token alone, special ones too."""
-        text: str = self._tokenizer.decode([id], skip_special_tokens=False)
-        return text
+        return str(self._tokenizer.decode([id], skip_special_tokens=False))
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """The text of each token, special ones too. Where several make one sign, the last of them has it."""
@@ -329,8 +326,7 @@ class Renderer:
 
     def text(self, ids: Sequence[int]) -> str:
         """Decode the model's output without end-of-turn and other special tokens."""
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
-        return text
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
 
 def images_of(messages: Sequence[Message]) -> dict[str, bytes]:

@@ -70,8 +70,7 @@ class ControlTokens:
     def encode(self, text: str, word: str = "") -> list[int]:
         """Ids of a rendering. `word`: that of `defuse`."""
         if not word:
-            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
-            return ids
+            return list(self._tokenizer.encode(text, add_special_tokens=False))
         assert self._renamed is not None
         if self._renamed.prefix in text:
             self._renamed = _renamed(self._tokenizer, self._texts)
@@ -129,10 +128,9 @@ def _is_markup(text: str) -> bool:
 def _written_around(tokenizer: Any) -> str:
     """Return the text that the chat template writes around messages; empty if it rejects such a chat."""
     try:
-        text: str = tokenizer.apply_chat_template(NEUTRAL, tokenize=False, add_generation_prompt=False)
+        return str(tokenizer.apply_chat_template(NEUTRAL, tokenize=False, add_generation_prompt=False))
     except Exception:  # noqa: BLE001 - a template is the model's code: whatever it raises, there is nothing to learn
         return ""
-    return text
 
 
 def _renamed(tokenizer: Any, texts: list[str]) -> Renamed:

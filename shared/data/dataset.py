@@ -16,6 +16,7 @@ import orjson
 
 from opentinker.shared.data.jsonl import RowError, lines, row_of, rows_path
 from opentinker.shared.spec.data import JSON, JSONL, PARQUET, DataSpec
+from opentinker.shared.types.error_text import first_line
 
 SAVED = ("state.json", "dataset_dict.json")
 """In a directory that was saved by Hugging Face datasets."""
@@ -203,10 +204,9 @@ def _hub(id: str, subset: str | None, split: str) -> Rows:
     except RowError:
         raise
     except (OSError, ValueError, KeyError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise RowError(
             f"{id!r} is no path on this machine, and as a data set of the hub it could not be loaded "
-            f"(split {split!r}): {said}"
+            f"(split {split!r}): {first_line(error)}"
         ) from error
     return TableRows(f"{id}, split {split}", found.with_format("arrow")[:])
 

@@ -3,13 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-VISION_FAMILIES = ("idefics3", "llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-"""`model_type` of models that images can be shown to: the rows of `shared/nn/vision_families.py`."""
+
+@dataclass(frozen=True)
+class VisionFamily:
+    """How a family of vision models differs from others; `vllm_images.py` knows how vLLM takes their inputs."""
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of its image processor other than pixels."""
+    has_grids: bool = False
+    """An image is a grid of tokens of any height and width, and positions have three dimensions (M-RoPE, see
+    `grid_positions.py`). Its Hugging Face processor cannot be loaded without torchvision, because of videos; the image
+    processor can."""
+    around: tuple[str, str] = ("", "")
+    """Control tokens that stand around an image's placeholder in the family's chat templates."""
+
+
+QWEN = VisionFamily(has_grids=True, around=("<|vision_start|>", "<|vision_end|>"))
+VISION_FAMILIES = {
+    "idefics3": VisionFamily(options={"return_row_col_info": True}),
+    "llava": VisionFamily(),
+    "qwen2_vl": QWEN,
+    "qwen2_5_vl": QWEN,
+    "qwen3_vl": QWEN,
+}
+"""Models that images can be shown to, by `model_type`."""
+VISION_MODULES = r".*\b(vision_model|vision_tower|visual|connector|multi_modal_projector)\b.*"
+"""Names of modules that are not part of the language model: vision towers and connectors. They get no adapters."""
 LLAVA_TOWER = "clip_vision_model"
 """Vision tower of `llava` models that are supported. Pixtral's gives an image any number of tokens, row by row."""
 TEXT_OF_VISION = (*("gemma3", "gemma3n", "gemma4", "llama4", "mllama", "qwen3_5", "qwen3_5_moe"), *VISION_FAMILIES)

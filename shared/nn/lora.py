@@ -11,12 +11,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
+from opentinker.shared.data.model_families import VISION_MODULES
 from opentinker.shared.data.model_files import code_in, unsafe_weights_in
 from opentinker.shared.data.safetensors_header import difference, shapes_in
 from opentinker.shared.nn.forward import VISION_ATTENTION
-from opentinker.shared.nn.models import first_line
-from opentinker.shared.nn.vision_families import VISION_MODULES
 from opentinker.shared.spec import LoraSpec
+from opentinker.shared.types.error_text import first_line
 from opentinker.shared.types.errors import JobFailed
 from opentinker.shared.types.manifest import ADAPTER
 

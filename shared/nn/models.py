@@ -25,14 +25,14 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from opentinker.shared.data.model_families import unsupported_family
+from opentinker.shared.data.model_families import VISION_FAMILIES, unsupported_family
 from opentinker.shared.data.model_files import code_in, unsafe_weights_in
 from opentinker.shared.data.safetensors_header import difference
 from opentinker.shared.nn.attention import PACKED
 from opentinker.shared.nn.forward import VISION_ATTENTION, token_scores, token_values
 from opentinker.shared.nn.layout import Layout, layout
 from opentinker.shared.nn.vision import VisionProcessor
-from opentinker.shared.nn.vision_families import FAMILIES
+from opentinker.shared.types.error_text import first_line
 from opentinker.shared.types.errors import JobFailed
 
 transformers_logging.disable_progress_bar()
@@ -97,7 +97,7 @@ def load_model(
 def _language_auto(config: Any) -> Any:
     """Return the class that loads the model. Vision models of unknown families are loaded as text models
     (`TEXT_OF_VISION`)."""
-    return AutoModelForImageTextToText if config.model_type in FAMILIES else AutoModelForCausalLM
+    return AutoModelForImageTextToText if config.model_type in VISION_FAMILIES else AutoModelForCausalLM
 
 
 def _freeze_vision(model: Any) -> None:
@@ -312,7 +312,3 @@ def _packed_difference(
                 f"model {base!r} ({type(model).__name__}) cannot be trained here: {first_line(error)}"
             ) from error
     return (found_M - expected_M).abs().max().item(), expected_M.abs().max().item()
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -21,6 +21,7 @@ import structlog
 import torch
 import torch.distributed as dist
 
+from opentinker.shared.types.error_text import first_line
 from opentinker.shared.types.errors import TransportError
 
 log = structlog.get_logger()
@@ -52,7 +53,7 @@ def host_store(address: str, world: int, timeout_s: float) -> tuple[dist.TCPStor
             master_listen_fd=listener.detach(),
         )  # fmt: skip
     except (RuntimeError, OSError) as error:
-        raise TransportError(f"cannot listen for rollout workers on {address}: {_first_line(error)}") from error
+        raise TransportError(f"cannot listen for rollout workers on {address}: {first_line(error)}") from error
     return store, port
 
 
@@ -128,7 +129,7 @@ class WeightGroup:
             else:
                 group = dist.ProcessGroupGloo(prefixed, rank, world, gloo_options(own_address, timeout_s))
         except (RuntimeError, OSError) as error:
-            raise TransportError(f"{failed} within {timeout_s:g} s: {_first_line(error)}") from error
+            raise TransportError(f"{failed} within {timeout_s:g} s: {first_line(error)}") from error
         return cls(store, group, rank, where, timeout_s)
 
     def send(self, buckets: Sequence[torch.Tensor]) -> None:
@@ -196,7 +197,7 @@ class WeightGroup:
                 if self.rank:  # bytes may still arrive in the memory that the work holds
                     bucket.set_(torch.empty_like(bucket))
         except RuntimeError as error:
-            why = _first_line(error)
+            why = first_line(error)
         if why:
             give_up(store, f"rank {self.rank}: {why}")
         return why
@@ -242,7 +243,7 @@ def _given_up(store: dist.TCPStore) -> str:
     try:
         return f"given up, {store.get(GIVEN_UP).decode()}" if store.check([GIVEN_UP]) else ""
     except RuntimeError as error:
-        return f"the trainer is gone: {_first_line(error)}"
+        return f"the trainer is gone: {first_line(error)}"
 
 
 def _over(work: dist.Work, on_gloo: bool) -> bool:
@@ -274,7 +275,3 @@ def _outlive(group: dist.ProcessGroup, work: dist.Work) -> None:
 
 def _delta(seconds: float) -> datetime.timedelta:
     return datetime.timedelta(seconds=seconds)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]

@@ -5,7 +5,7 @@ trainer          `mark_image_tokens` gives placeholder tokens ids of their own; 
 places
 
 While the vision tower and the connector are frozen, the same image has the same features as long as the model is
-loaded, and they are computed once. `vision_families.py` lists the families.
+loaded, and they are computed once. `shared/data/model_families.py` lists the families.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoImageProcessor, AutoProcessor, AutoTokenizer
 from transformers.utils import cached_file
 
+from opentinker.shared.data.model_families import VISION_FAMILIES, VisionFamily
 from opentinker.shared.nn.grid_positions import Grid
 from opentinker.shared.nn.layout import I64, SEEN, Seen
-from opentinker.shared.nn.vision_families import FAMILIES, Family
+from opentinker.shared.types.error_text import first_line
 from opentinker.shared.types.errors import BadImage, JobFailed
 from opentinker.shared.types.trajectories import Trajectory
 
@@ -82,11 +83,11 @@ def digest_of(data: bytes) -> str:
 
 def unsupported_reason(base: str, config: Mapping[str, Any]) -> str:
     """Why images cannot be shown to the model with this config.json; empty if they can."""
-    kind, supported = config.get("model_type"), ", ".join(sorted(FAMILIES))
+    kind, supported = config.get("model_type"), ", ".join(sorted(VISION_FAMILIES))
     supported = f"images can be shown to models of type {supported} (SmolVLM-256M-Instruct is one)"
     if config.get("vision_config") is None:
         return f"model {base!r} ({kind}) has no eyes; {supported}"
-    return "" if kind in FAMILIES else f"of models that see, {kind} ({base!r}) is not supported; {supported}"
+    return "" if kind in VISION_FAMILIES else f"of models that see, {kind} ({base!r}) is not supported; {supported}"
 
 
 class VisionProcessor:
@@ -94,7 +95,7 @@ class VisionProcessor:
     equal everywhere."""
 
     def __init__(
-        self, family: Family, images: Any, token: tuple[str, int], replacement: Callable[[Any], str], base: str
+        self, family: VisionFamily, images: Any, token: tuple[str, int], replacement: Callable[[Any], str], base: str
     ) -> None:
         """`images`: the Hugging Face image processor. `token`: the placeholder. `replacement`: from the output of
         `images` for one image to the text that stands for it."""
@@ -112,7 +113,7 @@ class VisionProcessor:
         config = AutoConfig.from_pretrained(base, trust_remote_code=False)
         if why := unsupported_reason(base, config.to_dict()):
             raise JobFailed(why)
-        family, expected = FAMILIES[config.model_type], config.image_token_id
+        family, expected = VISION_FAMILIES[config.model_type], config.image_token_id
         try:
             images = AutoImageProcessor.from_pretrained(base, backend="pil", trust_remote_code=False)
             if family.has_grids:
@@ -126,8 +127,7 @@ class VisionProcessor:
                 token, found = processor.image_token, processor.image_token_id
                 replacement = partial(processor.replace_image_token, image_idx=0)
         except (OSError, ValueError, TypeError, AttributeError, ImportError) as error:
-            said = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise JobFailed(f"model {base!r} has no usable image processor: {said}") from error
+            raise JobFailed(f"model {base!r} has no usable image processor: {first_line(error)}") from error
         if found != expected:
             raise JobFailed(f"model {base!r}: its processor's image token is {found}, and its config says {expected}")
         return cls(family, images, (token, found), replacement, base)

@@ -34,3 +34,8 @@ def error_tail(error: str, characters: int) -> str:
         return error
     said, end = error_sentence(error), error[-characters:]
     return end if said in end else f"{said}\n...{error[len(said) + 4 - characters :]}"
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's text, or its type where it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

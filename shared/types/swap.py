@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from opentinker.shared.types.core import WeightVersion
@@ -50,6 +52,11 @@ class SwapCommand(msgspec.Struct, frozen=True, kw_only=True):
     bucket_bytes: int = 0
     probe: Probe | None = None
     """With a version: what its weights say of some tokens."""
+
+    @property
+    def member(self) -> dict[str, Any]:
+        """Of a join: the place in the group, as `WeightGroup.join` takes it."""
+        return {name: getattr(self, name) for name in ("address", "port", "rank", "world", "device")}
 
 
 class SwapReply(msgspec.Struct, frozen=True, kw_only=True):

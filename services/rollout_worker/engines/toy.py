@@ -148,13 +148,7 @@ class ToyEngine:
 
             try:
                 self._group = await asyncio.to_thread(
-                    WeightGroup.join,
-                    address=command.address,
-                    port=command.port,
-                    rank=command.rank,
-                    world=command.world,
-                    device=command.device,
-                    timeout_s=self._group_timeout_s,
+                    WeightGroup.join, **command.member, timeout_s=self._group_timeout_s
                 )
             except TransportError as error:
                 raise SwapError(str(error)) from error

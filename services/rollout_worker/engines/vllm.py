@@ -159,14 +159,7 @@ class VllmEngine:
             if self._simulated:
                 await self._process.call("weights_leave", self._policy)
             else:
-                info = {
-                    "address": command.address,
-                    "port": command.port,
-                    "rank": command.rank,
-                    "world": command.world,
-                    "device": command.device,
-                    "timeout_s": self._group_timeout_s,
-                }
+                info = {**command.member, "timeout_s": self._group_timeout_s}
                 await self._process.in_background("weights_join", self._policy, info)
             self._generation = command.generation
 

@@ -143,8 +143,7 @@ class ChatEncoder:
         return words if words.endswith(self._special) else turn
 
     def _render(self, chat: Chat, **options: Any) -> str:
-        text: str = self._call_template(self._tokenizer.apply_chat_template, chat, tokenize=False, **options)
-        return text
+        return str(self._call_template(self._tokenizer.apply_chat_template, chat, tokenize=False, **options))
 
     def _call_template(self, render: Any, *values: Any, **options: Any) -> Any:
         try:

@@ -20,6 +20,7 @@ from opentinker.services.trainer.batch.batch_metrics import batch_metrics
 from opentinker.services.trainer.data.examples import Example
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.types.core import WeightVersion
+from opentinker.shared.types.error_text import first_line
 from opentinker.shared.types.errors import JobFailed, OpenTinkerError
 from opentinker.shared.types.manifest import SeatBaselines
 from opentinker.shared.types.swap import SIMULATED, Probe, TensorInfo
@@ -91,10 +92,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def describe_out_of_memory(error: BaseException) -> str:
     """Return an error message for the job's owner."""
-    said = (str(error).strip() or type(error).__name__).splitlines()[0]
     return (
-        f"it does not fit into memory: {said} Lower train.tokens_per_micro_batch or the length of trajectories, or set "
-        "train.gradient_checkpointing, model.lora, or train.parallel with more ranks"
+        f"it does not fit into memory: {first_line(error)} Lower train.tokens_per_micro_batch or the length of "
+        "trajectories, or set train.gradient_checkpointing, model.lora, or train.parallel with more ranks"
     )
 
 

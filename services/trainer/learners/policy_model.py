@@ -92,7 +92,8 @@ class PolicyModel:
         spec = self.spec
         if self.device == "cuda" and not torch.cuda.is_available():
             raise JobFailed("resources.trainer_gpus > 0, but this trainer has no GPU; set it to 0 to train on the CPU")
-        self._set_determinism()
+        # For the whole process, which trains one job at a time. Operations without a deterministic kernel raise.
+        torch.use_deterministic_algorithms(spec.train.deterministic)
         self.tokenizer = load_tokenizer(spec.model.base)
         torch.manual_seed(spec.train.seed)
         if spec.model.lora is None:
@@ -116,11 +117,6 @@ class PolicyModel:
         self.steps = 0
         if checkpoint is not None:
             self.steps = optimizer_state.load(checkpoint, self.model, self.parameters, self.optimizer)
-
-    def _set_determinism(self) -> None:
-        """Set determinism for the whole process, which trains one job at a time. Operations without a deterministic
-        kernel raise."""
-        torch.use_deterministic_algorithms(self.spec.train.deterministic)
 
     def _load_start(self, checkpoint: Path, *, moments: bool) -> None:
         """Restore from another job's checkpoint: as `_resume`, without random state and step count."""

@@ -21,10 +21,10 @@ from opentinker.services.reference_forward.required_models import ModelKey
 from opentinker.services.reference_forward.scorer import Scorer
 from opentinker.services.rollout_worker.renderer import Renderer, images_of
 from opentinker.services.trainer.learners.rl import RlLearner
+from opentinker.shared.data.model_families import VISION_MODULES
 from opentinker.shared.nn.layout import layout
 from opentinker.shared.nn.models import load_model, model_bytes
 from opentinker.shared.nn.vision import LruCache, VisionProcessor, mark_image_tokens
-from opentinker.shared.nn.vision_families import VISION_MODULES
 from opentinker.shared.types import codec
 from opentinker.shared.types.core import Image, Message, Text, WeightVersion
 from opentinker.shared.types.errors import BadImage, JobFailed
