@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 import torch
+from torch import Tensor
 
 from opentinker.services.trainer.learners.dpo import DpoLearner
 from opentinker.services.trainer.learners.policy_model import PolicyModel
@@ -75,6 +76,16 @@ def resumed_and_unbroken(
     for number in range(half, 2 * half):
         step(second, number)
     return second, unbroken
+
+
+def relative_gap(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> float:
+    """How far weights are from those expected, as a share of the way that these have moved since the start."""
+    gap, way = (
+        torch.cat([(other[name].double() - expected[name].double()).flatten() for name in expected]).norm()
+        for other in (found, start)
+    )
+    assert way > 0
+    return float(gap / way)
 
 
 def random_groups(

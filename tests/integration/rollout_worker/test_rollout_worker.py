@@ -38,8 +38,9 @@ from opentinker.shared.types.core import Ending, JobState, Lease, Message, Pool,
 from opentinker.shared.types.env_protocol import SeatPrompt, SessionReply, StepSession
 from opentinker.shared.types.swap import SwapCommand
 from tests.conftest import WAIT_S, Server, soon, until
-from tests.support.factories import make_spec, make_ticket
-from tests.unit.rollout_worker.test_episode import Chars
+from tests.support.factories import make_spec, make_ticket, not_called
+from tests.support.scheduling import running
+from tests.unit.rollout_worker.test_episode import Chars, renderer
 
 EOS = 1
 
@@ -106,19 +107,21 @@ class Bench:
 
     def live(self, engine: Mortal) -> asyncio.Task[None]:
         """A new process: claims tickets until it is cancelled or fails."""
-        job = self.job_of([LoadedPolicy("", self.spec, engine, Renderer(Chars(), "model", frozenset({EOS})))])
-        job.weights.set()
-        return asyncio.create_task(job.run())
+        return asyncio.create_task(self.job_of([LoadedPolicy("", self.spec, engine, renderer())]).run())
+
+    async def play(self, engine: Mortal) -> None:
+        """Live until no ticket is left."""
+        async with running(self.job_of([LoadedPolicy("", self.spec, engine, renderer())]).run()):
+            await until(self.tickets, lambda found: found == 0)
 
     def job_of(self, policies: list[LoadedPolicy]) -> RolloutJob:
-        async def unused(*_: object) -> None:
-            raise AssertionError
-
         log = structlog.get_logger()
         ctx = Context("rollout-worker", "rollout-0", Settings(), self.bus, self.store, log)
-        worker = LeasedWorker(ctx, Pool.ROLLOUT, unused)
+        worker = LeasedWorker(ctx, Pool.ROLLOUT, not_called)
         lease = Lease(job=self.job, worker="rollout-0", incarnation=worker.info.incarnation, epoch=1, pool=Pool.ROLLOUT)
-        return RolloutJob(worker, lease, self.spec, policies, self.sessions)
+        job = RolloutJob(worker, lease, self.spec, policies, self.sessions)
+        job.weights.set()
+        return job
 
 
 @pytest.fixture
@@ -193,9 +196,7 @@ async def test_a_policy_that_breaks_its_environment_opens_no_circuit(bench: Benc
     key = circuit_key("t", bench.spec.environment.model_dump(mode="json"))
     await circuits.succeeded(key)
     bench.sessions = Broken(in_open=in_open)
-    life = bench.live(Mortal())
-    await until(bench.tickets, lambda found: found == 0)
-    await cancel_and_wait(life)
+    await bench.play(Mortal())
     assert (await circuits.find(key)).is_open == in_open
     failed = (await bench.admission.ledger()).failed
     assert sum(failed.values()) == JUDGED_FROM and (DOWN in failed) == in_open
@@ -217,8 +218,7 @@ async def test_a_worker_that_is_taken_back_ends_its_groups_and_begins_no_other(b
     bench.spec = make_spec(rollout__engine="toy", rollout__max_concurrent_groups=2)
     await bench.issue(5)
     engine = Gated()
-    job = bench.job_of([LoadedPolicy("", bench.spec, engine, Renderer(Chars(), "model", frozenset({EOS})))])
-    job.weights.set()
+    job = bench.job_of([LoadedPolicy("", bench.spec, engine, renderer())])
     life = asyncio.create_task(job.run())
     await until(lambda: len(job.groups) == 2)
     job.worker._leaving.set()  # as when its lease says by when it must leave
@@ -255,27 +255,20 @@ async def test_an_oversampled_group_is_closed_when_enough_episodes_have_ended(be
     bench.spec = make_spec(rollout__engine="toy", rollout__oversample=3, rollout__retries=0)
     await bench.issue(1)
     engine = Uneven(hanging={0}, failing={2})
-    life = bench.live(engine)
-    await until(bench.tickets, lambda found: found == 0)
-    consumer = await bench.bus.consume(GROUP, "look", batch=1, start_seq=1, job=bench.job)
-    delivery = await consumer.next(WAIT_S)
-    assert delivery is not None and delivery.noun is not None
-    assert [t.index for t in delivery.noun.trajectories] == [0, 1]
-    delivery.noun.check()
-    await consumer.close(delete=True)
+    await bench.play(engine)
+    (group,) = await bench.bus.stored(GROUP, job=bench.job)
+    assert [t.index for t in group.trajectories] == [0, 1]
+    group.check()
     assert engine.freed == [0], "what is cut off is cancelled"
     ledger = await bench.admission.ledger()
     assert (ledger.accepted, ledger.failed) == (1, {})
-    await cancel_and_wait(life)
 
 
 async def test_an_oversampled_group_fails_when_too_few_are_left(bench: Bench) -> None:
     bench.spec = make_spec(rollout__engine="toy", rollout__oversample=1, rollout__retries=0)
     await bench.issue(1)
-    life = bench.live(Uneven(hanging={1}, failing={0, 2}))
-    await until(bench.tickets, lambda found: found == 0)
+    await bench.play(Uneven(hanging={1}, failing={0, 2}))
     assert (await bench.admission.ledger()).failed == {"engine_error": 1}
-    await cancel_and_wait(life)
 
 
 class Unseeded(Asking):
@@ -294,13 +287,11 @@ async def test_siblings_with_other_starts_are_trained_by_choice(bench: Bench, ch
     bench.spec = make_spec(rollout__engine="toy", rollout__opening_mismatch=choice, rollout__retries=0)
     bench.sessions = Unseeded()
     await bench.issue(2)
-    life = bench.live(Mortal())
-    await until(bench.tickets, lambda found: found == 0)
+    await bench.play(Mortal())
     ledger = await bench.admission.ledger()
     assert (ledger.accepted, ledger.failed) == ((2, {}) if choice == "warn" else (0, {"env_bad_reply": 2}))
     (event,) = (e for e in await bench.store.events(bench.job) if e["event"] == "opening_mismatch")
     assert "samples 0 and 1 began differently: from token 3 on it is '1=" in event["differs"]
-    await cancel_and_wait(life)
 
 
 class Rotating(Asking):

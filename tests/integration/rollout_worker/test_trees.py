@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 
-from opentinker.shared.asyncio_tools import cancel_and_wait
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.messaging.env_client import EnvClient
 from opentinker.shared.messaging.subjects import GROUP
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.trajectories import Group
-from tests.conftest import WAIT_S, Server, until
+from tests.conftest import Server
 from tests.integration.rollout_worker.test_env_service import Workers
 from tests.integration.rollout_worker.test_rollout_worker import Bench, Mortal
 from tests.support.factories import make_spec
@@ -42,18 +41,9 @@ async def groups_of(bus: Bus, store: Store, count: int, environment: dict[str, A
     await bench.issue(count)
     engine = Mortal()
     engine.context_length = 512
-    life = bench.live(engine)
-    await until(bench.tickets, lambda found: found == 0)
-    consumer = await bus.consume(GROUP, "look", batch=count, start_seq=1, job=bench.job)
-    found = []
-    for _ in range(count):
-        delivery = await consumer.next(WAIT_S)
-        assert delivery is not None and delivery.noun is not None
-        found.append(delivery.noun)
-    await consumer.close(delete=True)
-    await cancel_and_wait(life)
+    await bench.play(engine)
     assert (await bench.admission.ledger()).accepted == count
-    return found
+    return await bus.stored(GROUP, job=bench.job)
 
 
 @pytest.mark.parametrize("name", ["Climb", "BlockingClimb"])

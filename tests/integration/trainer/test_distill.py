@@ -22,13 +22,13 @@ from opentinker.services.trainer.algorithm.advantages import distillation, grpo
 from opentinker.services.trainer.algorithm.credit_assignment import assign
 from opentinker.services.trainer.learners.rl import RlLearner
 from opentinker.shared.messaging.bus import Bus
-from opentinker.shared.messaging.subjects import GROUP, SCORE
+from opentinker.shared.messaging.subjects import GROUP
 from opentinker.shared.spec import AlgorithmSpec
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import WeightVersion
 from opentinker.shared.types.errors import JobFailed
 from opentinker.shared.types.trajectories import Group
-from tests.integration.trainer.test_reference_forward import add_job, failed, of_job, passed, running
+from tests.integration.trainer.test_reference_forward import add_job, failed, of_job, passed, running, send
 from tests.support.factories import group_of, trajectory_of
 from tests.support.learning import Sampler, loaded, torch_spec
 
@@ -192,9 +192,7 @@ async def test_groups_have_their_logprobs(bus: Bus, store: Store, student: Path,
     job = await add_job(store, str(student), parts=both)
     other = other_tokenizer(teacher, tmp_path / "other")
     foreign = await add_job(store, str(student), parts={"algorithm": DISTILL, "teacher": {"base": str(other)}})
-    for name in (foreign, job):
-        for group in of_job(name, 2):
-            await bus.publish(SCORE, group, group.key, job=name)
+    await send(bus, *of_job(foreign, 2), *of_job(job, 2))
     async with running(bus, store) as service:
         await passed(bus, job, 2)
         assert "does not share the tokenizer" in await failed(store, foreign)

@@ -26,12 +26,6 @@ from tests.support.learning import plain_logprobs, random_groups, torch_learner,
 IDS = [5, 6, 7, 8, 9, 10, 11, 3, 4, 1]
 
 
-def learner_of(base: Path, checkpoint: Path | None = None, **model: Any) -> RlLearner:
-    learner = RlLearner(torch_spec(base, model=model))
-    learner.load(checkpoint)
-    return learner
-
-
 def logprobs(learner: RlLearner) -> torch.Tensor:
     learner.causal.set_attn_implementation("sdpa")
     return plain_logprobs(learner.causal, IDS)
@@ -44,7 +38,8 @@ def logprobs(learner: RlLearner) -> torch.Tensor:
 def test_adapter_begins_as_nothing_on_an_unchanged_base(tiny: Path, tmp_path: Path, init: str) -> None:
     base = AutoModelForCausalLM.from_pretrained(tiny)
     weights = dict(base.named_parameters())
-    learner = learner_of(tiny, lora={"rank": 4, "alpha": 8.0, "init": init})
+    model = {"lora": {"rank": 4, "alpha": 8.0, "init": init}}
+    learner = torch_learner(tiny, model=model)
     frozen = {n: p for n, p in learner.model.named_parameters() if "lora_" not in n}
     assert all(
         torch.equal(p, weights[n.removeprefix("base_model.model.").replace(".base_layer", "")])
@@ -60,9 +55,7 @@ def test_adapter_begins_as_nothing_on_an_unchanged_base(tiny: Path, tmp_path: Pa
     learner.save(tmp_path)
     plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny), tmp_path)
     torch.testing.assert_close(plain_logprobs(plain, IDS), logprobs(learner), atol=1e-5, rtol=0)
-    assert torch.equal(
-        logprobs(learner_of(tiny, tmp_path, lora={"rank": 4, "alpha": 8.0, "init": init})), logprobs(learner)
-    )
+    assert torch.equal(logprobs(torch_learner(tiny, tmp_path, model=model)), logprobs(learner))
 
 
 def test_each_way_to_begin_is_another_one_and_follows_the_seed(tiny: Path) -> None:
@@ -94,7 +87,7 @@ def test_orthogonal_needs_an_even_rank() -> None:
 
 async def trained(client: AsyncClient, ctx: Context, base: Path, directory: Path, **model: Any) -> str:
     """A job with one checkpoint, which lies in `directory` too."""
-    learner = learner_of(base, **model)
+    learner = torch_learner(base, model=model)
     for step in range(3):
         learner.step(random_groups(step), V0)
     learner.save(directory)

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
@@ -33,7 +32,7 @@ from opentinker.shared.types.errors import JobFailed, OpenTinkerError
 from opentinker.shared.types.trajectories import Group, Span
 from tests.conftest import until
 from tests.support.factories import V0, group_of, trajectory_of, version
-from tests.support.learning import random_groups, torch_spec
+from tests.support.learning import random_groups, relative_gap, torch_spec
 
 LORA = {"rank": 4, "alpha": 8.0}
 OF_TIME_OR_PLACE = {"step_seconds", "tokens/computed", "trainer/rank_imbalance"}
@@ -89,12 +88,8 @@ class Pair:
         found = dict(unpack(snapshot.manifest, snapshot.buckets))
         expected = dict(alone.named_weights())
         assert found.keys() == expected.keys()
-        gap, way = (
-            torch.cat([(other[name].double() - expected[name].double()).flatten() for name in expected]).norm()
-            for other in (found, self.start)
-        )
         _, largest = GAPS[alone.spec.model.dtype]
-        assert way > 0 and gap < largest * way, gap / way
+        assert relative_gap(found, expected, self.start) < largest
 
 
 @pytest.fixture(scope="module")

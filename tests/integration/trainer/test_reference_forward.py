@@ -166,13 +166,10 @@ async def test_what_a_frozen_checkpoint_said_passes_through_unscored(bus: Bus, s
     theirs = make_trajectory(index=0, seat="b", policy="j-0123456789@5", prompt=(10**6,), output=(10**6, 1))
     whole = msgspec.structs.replace(group, trajectories=[group.trajectories[0], theirs, *group.trajectories[1:]])
     await send(bus, whole)
-    consumer = await bus.consume(GROUP, f"trainer-{job}", batch=1, job=job)
     async with running(bus, store):
-        delivery = await consumer.next(WAIT_S)
-    assert delivery is not None and delivery.noun is not None, await store.job(job)
-    found = delivery.noun.trajectories
+        await passed(bus, job, 1)
+    found = (await bus.stored(GROUP, job=job))[0].trajectories
     assert found[1] == theirs and all((t.ref_logprobs is None) == (t is found[1]) for t in found)
-    await consumer.close(delete=True)
 
 
 async def test_an_unusable_reference_fails_the_job_with_the_reason(bus: Bus, store: Store, tmp_path: Path) -> None:

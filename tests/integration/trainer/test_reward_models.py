@@ -26,12 +26,12 @@ from opentinker.services.reference_forward.results import add_results
 from opentinker.services.reference_forward.scorer import Scorer
 from opentinker.services.trainer.batch.batch_metrics import batch_metrics
 from opentinker.shared.messaging.bus import Bus
-from opentinker.shared.messaging.subjects import GROUP, SCORE
+from opentinker.shared.messaging.subjects import GROUP
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import JobState, Message
 from opentinker.shared.types.errors import JobFailed
 from opentinker.shared.types.trajectories import Group
-from tests.integration.trainer.test_reference_forward import add_job, failed, of_job, passed, running
+from tests.integration.trainer.test_reference_forward import add_job, failed, of_job, passed, running, send
 from tests.support.factories import V0, group_of, trajectory_of
 from tests.unit.rollout_worker.test_episode import Env, Script, episode, reply, say
 
@@ -122,18 +122,15 @@ def test_its_size_is_known_before_it_is_loaded(judge: Path) -> None:
 
 def test_what_is_no_reward_model_is_refused_with_advice(small: Path, judge: Path, tmp_path: Path) -> None:
     scorer = Scorer()
-    causal = tmp_path / "causal"
-    shutil.copytree(small, causal)
+    causal = shutil.copytree(small, tmp_path / "causal")
     for step in (scorer.size, scorer.load):
         with pytest.raises(JobFailed, match=r"is no sequence classifier .*Qwen3ForCausalLM"):
             step(key(causal))
-    headless = tmp_path / "headless"
-    shutil.copytree(small, headless)
+    headless = shutil.copytree(small, tmp_path / "headless")
     shutil.copy(judge / "config.json", headless / "config.json")
     with pytest.raises(JobFailed, match=r"lacks 1 tensors .* score\.weight"):
         scorer.load(key(headless))
-    mute = tmp_path / "mute"
-    shutil.copytree(judge, mute)
+    mute = shutil.copytree(judge, tmp_path / "mute")
     (mute / "chat_template.jinja").unlink()
     with pytest.raises(JobFailed, match=r"has no chat template.*chat_template\.jinja"):
         scorer.load(key(mute))
@@ -151,8 +148,7 @@ def test_unreadable_conversations_are_refused(small: Path, judge: Path, tmp_path
         scorer.score(model, [spoken(7, said("x" * 5000, "y"))], [1.0])
     with pytest.raises(JobFailed, match="group 7 came without its conversations"):
         scorer.score(model, [group_of([trajectory_of([5, 6], [0, 1])], 7)], [1.0])
-    (strict := tmp_path / "strict").mkdir()
-    shutil.copytree(judge, strict, dirs_exist_ok=True)
+    strict = shutil.copytree(judge, tmp_path / "strict")
     (strict / "chat_template.jinja").write_text(STRICT)
     turned = [Message(role="assistant", content="hi")]
     with pytest.raises(JobFailed, match=r"refused the roles \['assistant'\]: begin with a user"):
@@ -205,7 +201,7 @@ async def test_a_bad_judge_fails_its_job_alone(bus: Bus, store: Store, small: Pa
     for name in (bad, job):
         for group in of_job(name, 2):
             chats = [msgspec.structs.replace(t, messages=said("1 + 1?", f"{t.index}")) for t in group.trajectories]
-            await bus.publish(SCORE, msgspec.structs.replace(group, trajectories=chats), group.key, job=name)
+            await send(bus, msgspec.structs.replace(group, trajectories=chats))
     async with running(bus, store) as service:
         await passed(bus, job, 2)
         assert "is no sequence classifier" in await failed(store, bad)

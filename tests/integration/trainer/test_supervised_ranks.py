@@ -17,6 +17,7 @@ from opentinker.services.trainer.distributed.rank_main import LEARNERS
 from opentinker.services.trainer.distributed.rank_protocol import examples_of, rows_of
 from opentinker.services.trainer.learners.base import Interrupted, NonFinite
 from tests.samples.row_samples import chat_model, random_pairs, random_rows, row_spec
+from tests.support.learning import relative_gap
 
 LORA = {"rank": 4, "alpha": 8.0}
 OF_TIME_OR_PLACE = {"step_seconds", "tokens/computed", "trainer/rank_imbalance"}
@@ -94,11 +95,7 @@ def test_two_ranks_learn_what_one_does(multi_rank: MultiRankRowLearner, base: Pa
         assert_alike(multi_rank.step(batch), alone.step(batch))
         assert_alike(multi_rank.evaluate(validation), alone.evaluate(validation))
     expected, found = (weights_of(learner, tmp_path / type(learner).__name__) for learner in (alone, multi_rank))
-    gap, way = (
-        torch.cat([(other[name].double() - expected[name].double()).flatten() for name in expected]).norm()
-        for other in (found, start)
-    )
-    assert way > 0 and gap < 1e-3 * way, gap / way
+    assert relative_gap(found, expected, start) < 1e-3
 
 
 @pytest.mark.parametrize("parallel", ["data", "zero3"])

@@ -100,8 +100,7 @@ async def job(store: Store) -> Store:
 
 @pytest.fixture
 def learner(tiny: Path) -> RlLearner:
-    learner = torch_learner(tiny, algorithm={"groups_per_batch": 2})
-    return learner
+    return torch_learner(tiny, algorithm={"groups_per_batch": 2})
 
 
 async def test_a_wrong_swap_rings_the_alarm_with_the_next_version(job: Store, tiny: Path, learner: RlLearner) -> None:
@@ -160,14 +159,13 @@ def test_a_snapshot_says_what_its_weights_compute(tiny: Path, lora: dict[str, An
     probe = learner.snapshot(WeightVersion(1, 1)).probe
     assert torch.equal(torch.get_rng_state(), state)
     assert probe is not None and probe.ids == groups[0].trajectories[0].ids[:-1].tolist()
-    reference = AutoModelForCausalLM.from_pretrained(tiny) if lora is None else None
-    if reference is not None:
+    if lora is None:
+        reference = AutoModelForCausalLM.from_pretrained(tiny)
         reference.load_state_dict(dict(learner.named_weights()), strict=False)
         torch.testing.assert_close(
             torch.tensor(probe.logprobs), plain_logprobs(reference, probe.ids), atol=1e-4, rtol=0
         )
-    again = learner.snapshot(WeightVersion(1, 1)).probe
-    assert again == probe
+    assert learner.snapshot(WeightVersion(1, 1)).probe == probe
 
 
 def test_every_version_is_compared(tiny: Path) -> None:

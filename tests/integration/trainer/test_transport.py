@@ -13,12 +13,14 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import structlog
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from torch.distributed import TCPStore
 
 from opentinker.shared.nn import transport
 from opentinker.shared.nn.buckets import Snapshot, bucket_sizes, fingerprint, snapshot, unpack
@@ -64,22 +66,17 @@ def form(
 ) -> list[WeightGroup]:
     """Ranks 0..members-1 of a group of `world`, in this process; `late` starts the others, given the port."""
     store, port = host_store(LOOPBACK, world, timeout_s)
-    joining: list[Future[WeightGroup]] = [
-        pool.submit(
-            WeightGroup.join,
-            address=LOOPBACK,
-            port=port,
-            rank=rank,
-            world=world,
-            device="cpu",
-            timeout_s=timeout_s,
-            store=store if rank == 0 else None,
-        )
-        for rank in range(members)
-    ]
+    joining = join(pool, members, world, store, port, timeout_s)
     if late is not None:
         late(port)
     return [future.result() for future in joining]
+
+
+def join(
+    pool: ThreadPoolExecutor, members: int, world: int, store: TCPStore, port: int, timeout_s: float = 2 * WAIT_S
+) -> list[Future[WeightGroup]]:
+    where: dict[str, Any] = {"address": LOOPBACK, "port": port, "world": world, "device": "cpu", "timeout_s": timeout_s}
+    return [pool.submit(WeightGroup.join, **where, rank=rank, store=None if rank else store) for rank in range(members)]
 
 
 @settings(max_examples=50, deadline=None)
@@ -209,19 +206,7 @@ def test_a_closed_group_says_so() -> None:
 
 def test_nobody_waits_for_a_group_that_is_given_up(pool: ThreadPoolExecutor) -> None:
     store, port = host_store(LOOPBACK, 3, 2 * WAIT_S)
-    joining = [
-        pool.submit(
-            WeightGroup.join,
-            address=LOOPBACK,
-            port=port,
-            rank=rank,
-            world=3,
-            device="cpu",
-            timeout_s=2 * WAIT_S,
-            store=None if rank else store,
-        )
-        for rank in (0, 1)
-    ]
+    joining = join(pool, 2, 3, store, port)
     while not store.check(["here/0", "here/1"]):
         time.sleep(0.01)
     give_up(store, "rank 2 is dead")

@@ -120,6 +120,12 @@ def episode(engine: Script, env: Env, mode: str = "model", **spec: Any) -> Episo
     return Episode(job, make_ticket(), 0, SeatMap.single(job, engine, renderer(mode)), env)  # type: ignore[arg-type]
 
 
+async def failure_of(played: Episode) -> EpisodeFailed:
+    with pytest.raises(EpisodeFailed) as failed:
+        await played.run()
+    return failed.value
+
+
 def read_with(played: Episode, other: Renderer) -> None:
     played.seats = SeatMap.single(played.spec, played.seats.first.engine, other)
 
@@ -248,9 +254,7 @@ async def test_output_cut_by_the_context_says_so() -> None:
 async def test_failures_close_the_session(replies: list[SessionReply], answers: list[str], ending: Ending) -> None:
     env = Env(list(replies))
     opened = not replies[0].failure
-    with pytest.raises(EpisodeFailed) as failure:
-        await episode(Script([say(a) for a in answers]), env).run()
-    assert failure.value.ending == ending
+    assert (await failure_of(episode(Script([say(a) for a in answers]), env))).ending == ending
     assert env.closed == int(opened)
 
 
@@ -261,9 +265,8 @@ async def test_import_of_the_environment_does_not_count_as_time_of_the_episode()
 
 async def test_hanging_environment_ends_at_the_deadline() -> None:
     env = Env([reply("q")], hang=True)
-    with pytest.raises(EpisodeFailed) as failure:
-        await episode(Script([say("a$")]), env, rollout__episode_timeout_s=0.05).run()
-    assert (failure.value.ending, env.closed) == (Ending.ENV_TIMEOUT, 1)
+    failed = await failure_of(episode(Script([say("a$")]), env, rollout__episode_timeout_s=0.05))
+    assert (failed.ending, env.closed) == (Ending.ENV_TIMEOUT, 1)
 
 
 async def test_spans_are_shifted_to_the_trajectory_and_cover_every_sampled_token() -> None:
@@ -420,9 +423,7 @@ async def test_what_does_not_continue_the_stream_is_the_environment_s_fault(seco
     empty.apply_chat_template = lambda chat, **_: "".join(m["content"] for m in chat)  # type: ignore[method-assign]
     played = episode(Script([say("a$")]), Env([reply("hi"), second]))
     read_with(played, Renderer(empty, "model", frozenset({EOS})))
-    with pytest.raises(EpisodeFailed) as failed:
-        await played.run()
-    assert failed.value.ending == Ending.ENV_BAD_REPLY
+    assert (await failure_of(played)).ending == Ending.ENV_BAD_REPLY
 
 
 def test_what_tools_said_and_what_may_be_called_reach_the_template() -> None:
@@ -467,9 +468,8 @@ async def test_a_later_observation_that_the_template_refuses_costs_its_own_episo
     env = Env([reply("go"), reply("one", "two")])
     played = episode(Script([say("a$")]), env)
     read_with(played, Renderer(Strict(), "model", frozenset({EOS})))
-    with pytest.raises(EpisodeFailed, match="roles must alternate") as failed:
-        await played.run()
-    assert failed.value.ending == Ending.ENV_BAD_REPLY
+    failed = await failure_of(played)
+    assert failed.ending == Ending.ENV_BAD_REPLY and "roles must alternate" in failed.error
     first = episode(Script([]), Env([reply("one", "two")]))
     read_with(first, Renderer(Strict(), "model", frozenset({EOS})))
     with pytest.raises(JobFailed, match="roles must alternate"):

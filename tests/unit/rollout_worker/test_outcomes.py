@@ -33,6 +33,11 @@ def loaded(spec: JobSpec) -> list[LoadedPolicy]:
     return [LoadedPolicy(name, spec, None, None) for name in spec.policies or ("",)]  # type: ignore[arg-type]
 
 
+def runner_of(spec: JobSpec, policy: str) -> EvalRunner:
+    nothing: Any = None
+    return EvalRunner(nothing, "w", "j", spec, loaded(spec), nothing, Counter(), nothing, Counter(), policy=policy)
+
+
 @pytest.mark.parametrize(
     ("rewards", "outcome"),
     [
@@ -58,8 +63,7 @@ def test_a_policy_that_plays_alone_has_no_outcome() -> None:
 def test_kept_episodes_are_shared_among_opponents() -> None:
     against = [{"bot": "random"}, {"bot": "equilibrium"}]
     spec = parse_spec({**GAME, "validation": {"every": 5, "episodes": 100, "transcripts": 8, "against": against}})
-    nothing: Any = None
-    runner = EvalRunner(nothing, "w", "j", spec, loaded(spec), nothing, Counter(), nothing, Counter(), policy="a")
+    runner = runner_of(spec, "a")
     exams = [EvalEpisode(job="j", version=V0, index=index, seed=0) for index in range(200)]
     assert [exam.index for exam in exams if runner._is_among(exam, 8)] == [*range(4), *range(100, 104)]
     assert [exam.index for exam in exams if runner._is_among(exam, 3)] == [0, 1, 100], "no more than were asked for"
@@ -76,8 +80,7 @@ def test_a_bot_that_earned_nothing_has_0() -> None:
 async def test_a_match_that_ends_before_the_policy_acts_counts() -> None:
     """The opponent's first move was illegal."""
     spec = parse_spec(GAME)
-    nothing: Any = None
-    runner = EvalRunner(nothing, "w", "j", spec, loaded(spec), nothing, Counter(), nothing, Counter(), policy="b")
+    runner = runner_of(spec, "b")
 
     async def run() -> list[Any]:
         return [trajectory_of([1, 2], [0, 1], policy="a", seat="first", reward=-2.0)]

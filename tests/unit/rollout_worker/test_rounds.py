@@ -15,7 +15,7 @@ from opentinker.shared.types.core import Ending, Message
 from opentinker.shared.types.env_protocol import SeatPrompt, SessionReply
 from opentinker.shared.types.trajectories import Trajectory
 from tests.conftest import until
-from tests.unit.rollout_worker.test_episode import Chars, Env, Script, episode, reply, say
+from tests.unit.rollout_worker.test_episode import Chars, Env, Script, episode, failure_of, reply, say
 
 SEATS = ("a", "b", "c", "d")
 
@@ -129,9 +129,7 @@ async def test_one_seat_whose_engine_fails_voids_the_match_and_ends_the_others()
             return await super().generate(request, prompt_ids, sampling)
 
     engine, env = Fails(), Env([ask("a", "b", "c")])
-    with pytest.raises(EpisodeFailed) as failed:
-        await episode(engine, env).run()
-    assert failed.value.ending == Ending.ENGINE_ERROR
+    assert (await failure_of(episode(engine, env))).ending == Ending.ENGINE_ERROR
     assert (engine.open, env.requests, env.closed) == ({}, [], 1)
 
 

@@ -13,12 +13,15 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from opentinker.services.rollout_worker.engines.base import Completion
 from opentinker.services.rollout_worker.renderer import Renderer
 from opentinker.services.rollout_worker.tool_calls import FORMATS, MAX_CALLS, ParsedReply, parse, recognise
 from opentinker.shared.data.light_tokenizer import LightTokenizer
 from opentinker.shared.types import codec
 from opentinker.shared.types.core import Message, StopReason, Tool, ToolCall
 from opentinker.shared.types.errors import JobFailed
+from opentinker.shared.types.trajectories import Span
+from tests.support.factories import V0
 
 ADD = Tool(
     name="add",
@@ -250,6 +253,14 @@ def tokenizer_of(template: str, end: str) -> PreTrainedTokenizerFast:
 def renderer_of(form: str) -> tuple[Renderer, PreTrainedTokenizerFast]:
     tokenizer = tokenizer_of(*TEMPLATES[form])
     return Renderer(tokenizer, "model", frozenset([tokenizer.eos_token_id])), tokenizer
+
+
+def spoken(text: str, last_logprob: float = -0.5) -> Completion:
+    """A turn in the hermes tokenizer's tokens, which an end of turn closes."""
+    _, tokenizer = renderer_of("hermes")
+    ids = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+    logprobs = [-0.5] * (len(ids) - 1) + [last_logprob]
+    return Completion(ids=ids, logprobs=logprobs, spans=[Span(0, len(ids), V0)], stop=StopReason.EOS)
 
 
 def result(place: int, text: str) -> Message:

@@ -12,16 +12,15 @@ import pytest
 from opentinker.envs.runtime.resolver import Resolver
 from opentinker.envs.runtime.sessions import Sessions
 from opentinker.envs.runtime.tools.tool_factory import ToolFactory
-from opentinker.services.rollout_worker.engines.base import Completion
 from opentinker.services.rollout_worker.episode import Episode
 from opentinker.services.rollout_worker.seat_map import SeatMap
 from opentinker.shared.config import Settings
-from opentinker.shared.types.core import Ending, StopReason
+from opentinker.shared.types.core import Ending
 from opentinker.shared.types.env_protocol import CloseSession, OpenSession, SessionReply, StepSession
-from opentinker.shared.types.trajectories import Span, Trajectory
-from tests.support.factories import V0, make_spec, make_ticket
+from opentinker.shared.types.trajectories import Trajectory
+from tests.support.factories import make_spec, make_ticket
 from tests.unit.rollout_worker.test_episode import Script
-from tests.unit.rollout_worker.test_tool_calls import renderer_of
+from tests.unit.rollout_worker.test_tool_calls import renderer_of, spoken
 
 
 class Near:
@@ -52,12 +51,6 @@ async def near() -> AsyncIterator[Near]:
 async def play(near: Near, answers: list[str], **spec: Any) -> tuple[Trajectory, str, list[str]]:
     """The trajectory, all of it as text, and what was sampled."""
     renderer, tokenizer = renderer_of("hermes")
-
-    def spoken(text: str) -> Completion:
-        ids = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
-        spans = [Span(0, len(ids), V0)]
-        return Completion(ids=ids, logprobs=[-0.5] * len(ids), spans=spans, stop=StopReason.EOS)
-
     engine: Any = Script([spoken(text) for text in answers], context_length=100_000)
     job = make_spec(rollout__max_tokens=10_000, rollout__max_turns=8, **spec)
     (trajectory,) = await Episode(job, make_ticket(), 0, SeatMap.single(job, engine, renderer), near).run()

@@ -15,7 +15,7 @@ from opentinker.shared.types.core import Ending, WeightVersion
 from opentinker.shared.types.env_protocol import SessionReply
 from opentinker.shared.types.trajectories import Group, Span, Trajectory
 from tests.support.factories import make_spec, make_ticket
-from tests.unit.rollout_worker.test_episode import Chars, Env, Script, renderer, reply, say
+from tests.unit.rollout_worker.test_episode import Chars, Env, Script, failure_of, renderer, reply, say
 from tests.unit.rollout_worker.test_rounds import ask, over
 
 V2 = WeightVersion(1, 2)
@@ -183,9 +183,8 @@ async def test_a_seat_that_does_not_learn_has_one_candidate(other: dict[str, Any
 
 async def test_a_wrong_number_of_outcomes_is_a_bad_reply() -> None:
     env = Env([reply("go"), outcomes(reply("A"))])
-    with pytest.raises(EpisodeFailed, match="1 outcomes of 3 candidates") as failed:
-        await tree_episode(Script([say(f"{n}$") for n in range(3)]), env).run()
-    assert failed.value.ending == Ending.ENV_BAD_REPLY and env.closed == 1
+    failed = await failure_of(tree_episode(Script([say(f"{n}$") for n in range(3)]), env))
+    assert (failed.ending, failed.error) == (Ending.ENV_BAD_REPLY, "1 outcomes of 3 candidates") and env.closed == 1
 
 
 async def test_limits_count_the_candidates_that_were_chosen() -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI
 
-from opentinker.services.rollout_worker.engines.base import Completion
 from opentinker.services.rollout_worker.episode import Episode
 from opentinker.services.rollout_worker.episode_protocol import EpisodeFailed
 from opentinker.services.rollout_worker.seat_map import SeatMap
@@ -18,14 +17,14 @@ from opentinker.services.trainer.algorithm.credit_assignment import assign
 from opentinker.services.trainer.batch.batch_metrics import batch_metrics
 from opentinker.services.trainer.rollout_log import _view
 from opentinker.shared.spec import AlgorithmSpec
-from opentinker.shared.types.core import Ending, StopReason
+from opentinker.shared.types.core import Ending
 from opentinker.shared.types.env_protocol import Policy
-from opentinker.shared.types.trajectories import Group, Span, Trajectory
+from opentinker.shared.types.trajectories import Group, Trajectory
 from tests.support.agent_loops import SCHEMA, TOOL
 from tests.support.agent_talk import Direct, Scripted
 from tests.support.factories import V0, make_spec, make_ticket
 from tests.unit.rollout_worker.test_episode import Script
-from tests.unit.rollout_worker.test_tool_calls import renderer_of
+from tests.unit.rollout_worker.test_tool_calls import renderer_of, spoken
 
 TOOLS: Any = [{"type": "function", "function": {**TOOL, "parameters": SCHEMA}}]
 FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "sum", "schema": SCHEMA}}
@@ -34,14 +33,8 @@ NO_SCHEMA = "it was sampled under a JSON schema, which the trainer does not know
 
 def turns_of(*texts: str, bad: Sequence[int] = ()) -> Script:
     """An engine that says these texts; those in `bad` with a token without a finite logprob."""
-    _, tokenizer = renderer_of("hermes")
-
-    def say(place: int, text: str) -> Completion:
-        ids = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
-        logprobs = [-0.5] * (len(ids) - 1) + [-math.inf if place in bad else -0.25]
-        return Completion(ids=ids, logprobs=logprobs, spans=[Span(0, len(ids), V0)], stop=StopReason.EOS)
-
-    return Script([say(*turn) for turn in enumerate(texts)], context_length=4000)
+    said = [spoken(text, -math.inf if place in bad else -0.25) for place, text in enumerate(texts)]
+    return Script(said, context_length=4000)
 
 
 async def played(talk: Any, engine: Any, index: int = 0, *, is_trained: bool = True) -> list[Trajectory]:
