@@ -6,6 +6,7 @@ always there is NotRequired; one that may be null says so.
 """
 
 from opentinker.shared.api_types.artifacts import *
+from opentinker.shared.api_types.data_rows import *
 from opentinker.shared.api_types.environments import *
 from opentinker.shared.api_types.episodes import *
 from opentinker.shared.api_types.errors import *

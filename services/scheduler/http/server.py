@@ -15,6 +15,7 @@ import structlog
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+from opentinker.services.scheduler.data_rows.rows_api import RowsApi
 from opentinker.services.scheduler.diagnosis.diagnosis_api import DiagnosisApi
 from opentinker.services.scheduler.environments.check_reports_api import CheckReportsApi
 from opentinker.services.scheduler.environments.served_gateway import Gateway
@@ -70,6 +71,7 @@ class Api:
             StreamCredentialsApi(jobs),
             ObservabilityApi(jobs),
             DiagnosisApi(jobs),
+            RowsApi(jobs),
             ArtifactsApi(jobs),
             publishing,
             SweepsApi(jobs, publishing),

@@ -117,6 +117,7 @@ class Client:
     rollouts = blocking(AsyncClient.rollouts)
     transcripts = blocking(AsyncClient.transcripts)
     distributions = blocking(AsyncClient.distributions)
+    rows = blocking(AsyncClient.rows)
     timeline = blocking(AsyncClient.timeline)
     why = blocking(AsyncClient.why)
     stream_credentials = blocking(AsyncClient.stream_credentials)

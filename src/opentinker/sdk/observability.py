@@ -11,6 +11,7 @@ from opentinker.sdk.artifacts import path_of, query_of
 from opentinker.sdk.http import Http
 from opentinker.sdk.inputs import Spec, prepared
 from opentinker.shared.api_types import (
+    DataRows,
     Diagnosis,
     Distribution,
     Distributions,
@@ -66,6 +67,27 @@ class ObservabilityCalls:
         query = {"after": str(after), "limit": str(limit)} if step is None else {"step": str(step)}
         asked = query_of(id, **query)
         return cast(Distributions, await self._http.json("GET", path_of(id, "/distributions"), asked))["distributions"]
+
+    async def rows(
+        self,
+        id: str,
+        *,
+        text: str = "",
+        least_solved: int | None = None,
+        most_solved: int | None = None,
+        sort: str = "row",
+        offset: int = 0,
+        limit: int = 50,
+    ) -> DataRows:
+        """Return rows of the data set that a job plays or learns from: the rendered prompt, its tokens, and how often
+        each was played and solved, also over steps. `total` counts the rows that pass the filters.
+
+        `text`: only rows that contain it. `least_solved`, `most_solved`: bounds of the solved share in percent. `sort`:
+        row, solved, played or reward; a leading - reverses it. `id`: JOB~POLICY for a job with several policies."""
+        query = {"text": text, "least_solved": least_solved, "most_solved": most_solved, "sort": sort}
+        asked = {name: str(value) for name, value in query.items() if value not in (None, "")}
+        asked |= {"offset": str(offset), "limit": str(limit)}
+        return cast(DataRows, await self._http.json("GET", path_of(id, "/rows"), query_of(id, **asked)))
 
     async def timeline(self, id: str, after: int = 0, *, last_s: int = 0) -> list[TimelinePart]:
         """Return the activity of the job's workers: a part per worker and second, oldest first, with its `segments`

@@ -1,0 +1,253 @@
+"""Handler of GET /v1/jobs/{id}/rows: the rows of a job's data set as its policy gets them, and how each was played.
+
+rows   consumes files of the job, and of a job that plays ENV_ROWS of an env worker, which has the data; renders in a
+       process of its own; stores nothing
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from opentinker.services.scheduler.data_rows import row_table
+from opentinker.services.scheduler.data_rows.row_table import ORDERS, PlayedRows, RowCounts, chosen
+from opentinker.services.scheduler.http.errors import json_response
+from opentinker.services.scheduler.http.jobs import POLICY, JobsApi
+from opentinker.services.scheduler.http.route_decorator import Choice, Integer, Parameter, Route
+from opentinker.services.scheduler.jobs.eval_coordinator import RESULTS
+from opentinker.shared import api_types
+from opentinker.shared.data.readable_paths import opening, readable_by
+from opentinker.shared.data.rendered_rows import FileRows, RenderedRow, RenderedRows, RowsToRender, render
+from opentinker.shared.messaging.bus import NoResponders
+from opentinker.shared.messaging.subjects import ENV_ROWS, SANDBOX_ROWS
+from opentinker.shared.security.authorization import Action
+from opentinker.shared.spec import JobSpec, parse_spec
+from opentinker.shared.spec.policies import spec_of
+from opentinker.shared.types.core import JobRecord
+from opentinker.shared.types.env_protocol import SERVED, EnvRows, EnvRowsReply, is_url
+from opentinker.shared.types.errors import Conflict, JobFailed, NotFound, SpecError
+
+ANSWER_S = 40.0
+"""An env worker may have to read the data, in a process that it starts first."""
+RENDERS = 2
+"""Processes that render at the same time; more requests wait."""
+TEXT_CHARACTERS = 200
+ENDLESS = (
+    "makes up its episodes, or does not list its rows: gsm8k, math, skyrl_gym and harbor list theirs, and so does a class"
+    " that defines `rows`"
+)
+ELSEWHERE = "is played elsewhere, and cannot list its rows: only environments that env workers play can"
+OFFSET = Integer("offset", "Rows that are skipped.", high=2**40)
+LIMIT = Integer("limit", "Rows per response.", default=50, low=1, high=100)
+TEXT = Parameter(
+    "text", f"Only rows with this text, at most {TEXT_CHARACTERS} characters; letter case does not matter."
+)
+LEAST = Integer("least_solved", "Only rows solved in at least this percentage of their episodes.", default=-1, high=100)
+MOST = Integer("most_solved", "Only rows solved in at most this percentage of their episodes.", default=-1, high=100)
+SORT = Choice(
+    "sort",
+    f"Order: {', '.join(ORDERS)}; a leading - reverses it. Rows that were not played are last.",
+    among=("row", *(f"{sign}{name}" for name in ORDERS for sign in ("", "-") if f"{sign}{name}" != "row")),
+)
+
+
+class RowsQuery(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request asks for."""
+
+    offset: int
+    limit: int
+    text: str
+    low: float | None
+    high: float | None
+    sort: str
+
+    @classmethod
+    def of(cls, request: web.Request) -> RowsQuery:
+        """Raises SpecError."""
+        text = request.query.get("text", "")
+        if len(text) > TEXT_CHARACTERS:
+            raise SpecError.of("text", text[:100], f"has {len(text)} characters, and {TEXT_CHARACTERS} are allowed")
+        low, high = (None if (share := one.read(request)) < 0 else share / 100 for one in (LEAST, MOST))
+        return cls(
+            offset=OFFSET.read(request),
+            limit=LIMIT.read(request),
+            text=text,
+            low=low,
+            high=high,
+            sort=SORT.read(request),
+        )
+
+    @property
+    def is_of_counts(self) -> bool:
+        """Whether it needs to know how rows were played."""
+        return self.low is not None or self.high is not None or self.sort.removeprefix("-") != "row"
+
+
+class RowsApi:
+    def __init__(self, jobs: JobsApi) -> None:
+        self.jobs, self.ctx, self.store, self.bus = jobs, jobs.ctx, jobs.store, jobs.bus
+        self._renders = asyncio.Semaphore(RENDERS)
+
+    @Route(
+        "GET",
+        "/v1/jobs/{id}/rows",
+        Action.JOBS_READ,
+        parameters=(OFFSET, LIMIT, TEXT, LEAST, MOST, SORT, POLICY),
+        answer=api_types.DataRows,
+    )
+    async def rows(self, request: web.Request) -> web.Response:
+        """List the rows of a job's data set: prompt, tokens, and how often each was solved.
+
+        Of rl and eval jobs whose environment has a data set, and of sft and dpo jobs, which play no row."""
+        whole = await self.jobs.undeleted(request)
+        part, wanted = self.jobs.part(request, whole), RowsQuery.of(request)
+        spec = parse_spec(whole.spec)
+        if spec.kind not in ("rl", "eval", "sft", "dpo"):
+            raise NotFound(f"job {whole.id} is of kind {spec.kind}, and has no rows: it answers what it is asked")
+        own = spec_of(spec, policy) if (policy := request.query.get("policy", "")) else spec
+        try:
+            async with opening(self.store, self.ctx.settings, whole.id):
+                if spec.data is not None:
+                    return json_response(await self._of_file(own, wanted))
+                return json_response(await self._of_environment(whole, part, own, wanted))
+        except JobFailed as error:
+            raise Conflict(f"the rows of job {whole.id} cannot be read: {error}") from None
+
+    # --- rows of an environment ----------------------------------------------------------------------------------
+
+    async def _of_environment(
+        self, job: JobRecord, part: JobRecord, spec: JobSpec, wanted: RowsQuery
+    ) -> dict[str, Any]:
+        """`part`: the job or the policy that is asked for, and `spec` its settings.
+
+        Raises NotFound if the environment has no rows, Conflict if an env worker cannot list them."""
+        name = spec.environment.name
+        if name.startswith(SERVED) or is_url(name):
+            raise NotFound(f"the environment of job {job.id}, {name}, {ELSEWHERE}")
+        solved_at, played = await asyncio.to_thread(self._played, part, spec)
+        readable = await readable_by(self.store, self.ctx.settings, job.tenant, job.spec)
+        first = list(range(wanted.offset, wanted.offset + wanted.limit))
+        ask = EnvRows(
+            name=name,
+            config=spec.environment.config,
+            isolation=spec.environment.isolation or "process",
+            tools=[tool.model_dump() for tool in spec.environment.tools],
+            own_jobs=sorted(readable.own),
+            job=job.id,
+            text=wanted.text,
+            numbers=[] if wanted.text or wanted.is_of_counts or wanted.sort != "row" else first,
+        )
+        reply = await self._asked(job.id, ask)
+        assert reply.count is not None
+        passed = reply.found if wanted.text else range(reply.count)
+        matching = chosen(passed, played.rows, wanted.sort, wanted.low, wanted.high)
+        page = list(matching[wanted.offset : wanted.offset + wanted.limit])
+        rows = await self._prompts(job.id, msgspec.structs.replace(ask, text=""), page, reply)
+        asked = RowsToRender(
+            base=spec.model.base,
+            chat_template=spec.model.chat_template,
+            special_tokens=spec.model.special_tokens_in_content,
+            tools=reply.tools,
+            rows=rows,
+        )
+        found = await self._rendered(asked)
+        return {
+            "rows": _shown(found.rows, played.rows),
+            "total": len(matching),
+            "count": reply.count,
+            "searched": reply.searched if wanted.text else reply.count,
+            "played": len(played.rows),
+            "source": name,
+            "solved_at": solved_at,
+            "first_step": played.first_step,
+            "note": found.note,
+        }
+
+    def _played(self, part: JobRecord, spec: JobSpec) -> tuple[float, PlayedRows]:
+        """Return with which reward an episode is solved, and the counts. Blocking."""
+        home = self.jobs.home(part)
+        if spec.kind == "eval":
+            plan = spec.evaluation
+            return plan.solved_at, row_table.of_evaluation(home / RESULTS, plan.solved_at, plan.transcripts)
+        solved_at = spec.validation.solved_at if spec.validation is not None else 1.0
+        return solved_at, row_table.of_training(home)
+
+    async def _asked(self, job: str, ask: EnvRows) -> EnvRowsReply:
+        """Raises NotFound, Conflict, NoReply."""
+        call = SANDBOX_ROWS if ask.isolation == "sandbox" else ENV_ROWS
+        try:
+            reply = await self.bus.request(call, ask, ANSWER_S)
+        except NoResponders:
+            kind = "env worker with sandboxes" if ask.isolation == "sandbox" else "env worker"
+            raise Conflict(f"no {kind} is running, which would list the rows of {ask.name}: start one") from None
+        if reply.problem:
+            raise Conflict(f"the rows of {ask.name} cannot be listed: {reply.problem}")
+        if reply.count is None:
+            raise NotFound(f"the environment of job {job}, {ask.name}, {ENDLESS}")
+        return reply
+
+    async def _prompts(self, job: str, ask: EnvRows, page: Sequence[int], first: EnvRowsReply) -> list[Any]:
+        """Return the rows of a page with their prompts, of which a reply may have a part only."""
+        found = {row.number: row for row in first.rows}
+        while missing := [number for number in page if number not in found]:
+            reply = await self._asked(job, msgspec.structs.replace(ask, tools=[], numbers=missing))
+            if not reply.rows:
+                raise Conflict(f"the rows of {ask.name} have changed: ask again")
+            found |= {row.number: row for row in reply.rows}
+        return [found[number] for number in page]
+
+    # --- rows of a file, and both --------------------------------------------------------------------------------
+
+    async def _of_file(self, spec: JobSpec, wanted: RowsQuery) -> dict[str, Any]:
+        """Raises SpecError for orders and filters by how rows were played, Conflict if they cannot be read."""
+        assert spec.data is not None
+        if wanted.is_of_counts or wanted.sort != "row":
+            field = "sort" if wanted.sort != "row" else "least_solved" if wanted.low is not None else "most_solved"
+            raise SpecError.of(field, None, f"does not apply to a job of kind {spec.kind}: it plays no row")
+        file = FileRows(
+            kind=spec.kind,
+            data=spec.data.model_dump(mode="json"),
+            text=wanted.text,
+            offset=wanted.offset,
+            limit=wanted.limit,
+        )
+        asked = RowsToRender(
+            base=spec.model.base,
+            chat_template=spec.model.chat_template,
+            special_tokens=spec.model.special_tokens_in_content,
+            file=file,
+        )
+        found = await self._rendered(asked)
+        return {
+            "rows": _shown(found.rows, {}),
+            "total": found.found,
+            "count": found.count,
+            "searched": found.searched if wanted.text else found.count,
+            "played": 0,
+            "source": spec.data.path,
+            "solved_at": None,
+            "first_step": 0,
+            "note": found.note,
+        }
+
+    async def _rendered(self, asked: RowsToRender) -> RenderedRows:
+        """Raises Conflict."""
+        if not asked.rows and asked.file is None:
+            return RenderedRows()
+        async with self._renders:
+            found = await asyncio.to_thread(render, asked)
+        if found.problem:
+            raise Conflict(found.problem)
+        return found
+
+
+def _shown(rows: Sequence[RenderedRow], played: dict[int, RowCounts]) -> list[dict[str, Any]]:
+    found = []
+    for row in rows:
+        shown = msgspec.to_builtins(row)
+        found.append({"row": shown.pop("number"), **shown, **played.get(row.number, RowCounts()).shown()})
+    return found
