@@ -75,14 +75,14 @@ function takeShared(): void {
 }
 
 function View({ shared }: { shared: string[] }): JSX.Element {
-  const [view, id, part] = useAddress();
+  const [view, id, part, at] = useAddress();
   if (shared.length && view !== "compare" && !(view === "jobs" && id)) return <Shared jobs={shared} />;
   if (view === "cluster") return <Cluster />;
   if (view === "compare") return <Compare ids={(id ?? "").split(",").filter(Boolean)} view={part ?? ""} />;
   if (view === "environments") return id ? <CheckView key={id} id={id} /> : <Environments />;
   if (view === "sweeps") return id ? <SweepView key={id} id={id} /> : <Sweeps />;
   if (view === "submit") return <Submit from={id ?? ""} step={part ?? ""} />;
-  if (view === "jobs" && id) return <JobView key={id} id={id} part={part ?? "curves"} />;
+  if (view === "jobs" && id) return <JobView key={id} id={id} part={part ?? "curves"} at={at ?? ""} />;
   if (view === undefined || view === "jobs") return <Jobs />;
   return (
     <p class="empty">

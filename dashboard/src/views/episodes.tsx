@@ -15,6 +15,8 @@ import { Legend, TokenText, versionColour, type Colour } from "../tokens.tsx";
 interface Episode {
   group: number;
   sample: number;
+  /** Of the data set. */
+  row?: number;
   worker: string;
   versions: string[];
   reward: number;
@@ -41,6 +43,8 @@ export interface Exam {
   /** Which beginning it has, and which time it is played. */
   state?: number;
   sample?: number;
+  /** Of the data set. */
+  row?: number;
   /** Who played the other seats, where the evaluation has several opponents. */
   opponent?: string;
   /** 1: won, 0.5: drawn, 0: lost; where others have seats. */
@@ -73,9 +77,10 @@ const COLOURS: Record<Kind, Colour[]> = {
 /** Of seats, in an order that keeps them apart for people who see fewer colours. */
 const SEAT_COLOURS = ["--c1", "--c5", "--c4", "--c8", "--c7"];
 
-export function Episodes({ job, follow }: { job: JobDetail; follow: Follow | null }): JSX.Element {
+/** `at`: the step that is shown first; empty: the newest. */
+export function Episodes({ job, follow, at: first = "" }: { job: JobDetail; follow: Follow | null; at?: string }): JSX.Element {
   const [kind, setKind] = useState<Kind>(job.kind === "eval" ? "transcripts" : "rollouts");
-  const [step, setStep] = useState<number | null>(null);
+  const [step, setStep] = useState<number | null>(/^\d+$/.test(first) ? Number(first) : null);
   const [colour, setColour] = useState<Colour>("text");
   const policies = policiesOf(job);
   const [policy, setPolicy] = useState(policies[0] ?? "");
@@ -183,6 +188,7 @@ function EpisodeCard({ episode, colour }: { episode: Episode; colour: Colour }):
       <Facts
         of={[
           ["Sample", String(episode.sample)],
+          ...(episode.row === undefined ? [] : ([["Row", String(episode.row)]] as [string, string][])),
           ["Reward", <b key="r">{short(episode.reward)}</b>],
           ["Ending", episode.ending],
           ["Stops", [...new Set(episode.stops)].join(", ")],
@@ -275,6 +281,7 @@ function ExamCard({ exam, colour }: { exam: Exam; colour: Colour }): JSX.Element
         <Facts
           of={[
             ["Episode", String(exam.index)],
+            ...(exam.row === undefined ? [] : ([["Row", String(exam.row)]] as [string, string][])),
             ...(exam.opponent ? ([["Against", exam.opponent]] as [string, string][]) : []),
             ...(exam.outcome === undefined ? [] : ([["Outcome", exam.outcome === 1 ? "won" : exam.outcome === 0 ? "lost" : "drawn"]] as [string, string][])),
             ["Reward", <b key="r">{short(exam.reward)}</b>],

@@ -16,6 +16,7 @@ import { Chat } from "./chat.tsx";
 import { Checkpoints } from "./checkpoints.tsx";
 import { Config } from "./config.tsx";
 import { Curves } from "./curves.tsx";
+import { Data } from "./data.tsx";
 import { Episodes } from "./episodes.tsx";
 import { Log } from "./log.tsx";
 import { Results } from "./results.tsx";
@@ -27,7 +28,8 @@ const PACE = 20;
 const HEAD_S = 5;
 const TELLS: Beside[] = ["events"];
 
-export function JobView({ id, part }: { id: string; part: string }): JSX.Element {
+/** `at`: the step that a part begins with, if it has steps. */
+export function JobView({ id, part, at }: { id: string; part: string; at: string }): JSX.Element {
   const { value: job, problem, again } = useAsked<JobDetail>(path(id), HEAD_S);
   const follow = useFollow(job ? id : null);
   useHeard(follow, TELLS, again);
@@ -44,6 +46,7 @@ export function JobView({ id, part }: { id: string; part: string }): JSX.Element
     ["curves", "Curves"],
     ["timeline", "Timeline"],
     ...(["rl", "eval"].includes(job.kind) ? ([["episodes", "Episodes"]] as [string, string][]) : []),
+    ...(job.kind === "inference" ? [] : ([["data", "Data"]] as [string, string][])),
     ["log", "Log"],
     ["config", "Config"],
     ...(job.kind === "inference" ? ([["chat", "Chat"]] as [string, string][]) : []),
@@ -64,7 +67,8 @@ export function JobView({ id, part }: { id: string; part: string }): JSX.Element
       {part === "curves" && follow && <Curves job={job} follow={follow} />}
       {part === "timeline" && <Why job={job} />}
       {part === "timeline" && follow && <Timeline job={job} follow={follow} />}
-      {part === "episodes" && <Episodes job={job} follow={follow} />}
+      {part === "episodes" && <Episodes key={at} job={job} follow={follow} at={at} />}
+      {part === "data" && <Data job={job} />}
       {part === "log" && <Log job={job} follow={follow} />}
       {part === "config" && <Config job={job} />}
       {part === "checkpoints" && <Checkpoints job={job} />}
