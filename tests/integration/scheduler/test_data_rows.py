@@ -202,7 +202,7 @@ async def test_the_command_line_shows_a_table_prompts_and_json(
     async def said(*arguments: str) -> str:
         ended = await asyncio.to_thread(CliRunner().invoke, app, ["rows", job, "--url", url, *arguments])
         assert ended.exit_code == 0, ended.output
-        return ended.output
+        return ended.stdout
 
     heading, columns, *lines = (await said("--sort", "-solved", "-n", "4")).splitlines()
     assert heading.startswith("rows 1 to 4 of 7,473 of gsm8k; 3 were played; solved: reward at least 1")
