@@ -169,7 +169,7 @@ class RowsApi:
 
     def _played(self, part: JobRecord, spec: JobSpec) -> tuple[float, PlayedRows]:
         """Return with which reward an episode is solved, and the counts. Blocking."""
-        home = self.jobs.home(part)
+        home = self.jobs.artifacts.home(part)
         if spec.kind == "eval":
             plan = spec.evaluation
             return plan.solved_at, row_table.of_evaluation(home / RESULTS, plan.solved_at, plan.transcripts)
