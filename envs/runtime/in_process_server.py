@@ -59,12 +59,10 @@ class InProcessServer:
         if self.kind.blocking and isinstance(environment, str):
             children = min(capacity, os.cpu_count() or 1)
             self._host = ChildPool(children=children, per_child=-(-capacity // children), modules=True)
-        self.sessions = _Served(self._runner, capacity, self._resolver)
-
-    def _runner(self, request: OpenSession) -> EnvRunner | None:
-        if self._host is not None:
-            return self._host.runner("", request)
-        return ThreadEnvRunner() if self.kind.blocking else LocalEnvRunner("", modules=True)
+        # the env worker enforces the operator's env_import_timeout_s and closes late sessions
+        self.sessions = _Served(
+            "", limit=capacity, resolver=self._resolver, host=self._host, import_timeout_s=MAX_IMPORT_S
+        )
 
     async def play(self, verb: str, noun: Any) -> Any:
         """Answer one call (shared/messaging/websocket_frames.py)."""
@@ -118,15 +116,10 @@ def _playable(given: type[Environment] | type[AbstractGame]) -> type[Environment
 
 
 class _Served(Sessions):
-    """Sessions of one class, whose runners come from the server."""
-
-    def __init__(self, runner: Callable[[OpenSession], EnvRunner | None], limit: int, resolver: Resolver) -> None:
-        # the env worker enforces the operator's env_import_timeout_s and closes late sessions
-        super().__init__("", limit=limit, resolver=resolver, import_timeout_s=MAX_IMPORT_S)
-        self._new_runner = runner
+    """Sessions that play what blocks in threads where there are no child processes."""
 
     def _runner(self, request: OpenSession, blocking: bool) -> EnvRunner | None:
-        return self._new_runner(request)
+        return ThreadEnvRunner() if blocking and self._host is None else super()._runner(request, blocking)
 
 
 class ThreadEnvRunner:
