@@ -68,10 +68,6 @@ def exploitability(policy: Policy) -> float:
     return (best_response_value(policy, FIRST) + best_response_value(policy, SECOND)) / 2
 
 
-def uniform() -> dict[InformationSet, float]:
-    return dict.fromkeys(INFORMATION_SETS, 0.5)
-
-
 def equilibrium(alpha: float) -> dict[InformationSet, float]:
     """Return one of Kuhn's equilibria, whose value for `first` is -1/18. `alpha`: how often `first` bluffs with j,
     between 0 and 1/3."""

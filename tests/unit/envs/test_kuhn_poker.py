@@ -25,11 +25,12 @@ from opentinker.envs.builtin.kuhn_rules import (
     exploitability,
     game_value,
     payoff,
-    uniform,
 )
 from opentinker.envs.registry import make
 from opentinker.shared.types.core import StopReason
 from tests.support.playing import say
+
+UNIFORM = dict.fromkeys(INFORMATION_SETS, 0.5)
 
 
 def by_openspiel(policy: dict[tuple[str, str], float]) -> tuple[float, float]:
@@ -45,8 +46,8 @@ def by_openspiel(policy: dict[tuple[str, str], float]) -> tuple[float, float]:
 
 
 def test_uniform_play_can_be_exploited_by_eleven_twentyfourths() -> None:
-    assert exploitability(uniform()) == pytest.approx(11 / 24, abs=1e-15)
-    assert game_value(uniform()) == pytest.approx(1 / 8, abs=1e-15)
+    assert exploitability(UNIFORM) == pytest.approx(11 / 24, abs=1e-15)
+    assert game_value(UNIFORM) == pytest.approx(1 / 8, abs=1e-15)
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.1, 0.2, 1 / 3])
@@ -81,7 +82,7 @@ def test_an_average_plays_like_a_draw_of_one_policy_per_hand() -> None:
             values = [game_value({**rival, **_part(policy, own)}) for policy in several]
             mean = game_value({**rival, **_part(average_policy(several), own)})
             assert mean == pytest.approx(sum(values) / 3, abs=1e-12), seat
-    assert average_policy([uniform()]) == uniform()
+    assert average_policy([UNIFORM]) == UNIFORM
     with pytest.raises(ValueError, match="no average of no policies"):
         average_policy([])
 
@@ -95,7 +96,7 @@ def test_what_is_no_policy_is_refused() -> None:
     with pytest.raises(ValueError, match="has no entry for card 'k' after 'cb'"):
         game_value({one: 0.5 for one in INFORMATION_SETS if one != ("k", "cb")})
     with pytest.raises(ValueError, match=r"is 1\.5, not a probability for card 'j' after ''"):
-        exploitability(uniform() | {("j", ""): 1.5})
+        exploitability(UNIFORM | {("j", ""): 1.5})
     with pytest.raises(ValueError, match="alpha must be between 0 and 1/3"):
         equilibrium(0.5)
 
