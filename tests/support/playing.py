@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 from opentinker.envs.base import Action, Environment, Opening, Step
 from opentinker.envs.registry import make
@@ -10,6 +10,8 @@ from opentinker.envs.rounds import prompts_of
 from opentinker.envs.runtime.env_runner import LocalEnvRunner
 from opentinker.shared.types.core import StopReason
 from opentinker.shared.types.env_protocol import OpenSession, SessionReply, StepSession
+
+E = TypeVar("E", bound=Environment)
 
 
 def opening(
@@ -104,6 +106,14 @@ async def sit(name: str, row: int = 0, seed: int = 0, /, **config: Any) -> Table
     if not isinstance(opened, Opening):
         opened = Opening(messages=opened, seat=environment.seats[0])
     return Table(environment, opened)
+
+
+async def opened(kind: type[E], row: int = 0, seed: int = 0, /, **config: Any) -> tuple[E, Opening]:
+    """An environment of one of our classes that names a seat in its opening, and the opening."""
+    environment = kind(kind.Config.model_validate(config))
+    opening = await environment.open(row, seed)
+    assert isinstance(opening, Opening)
+    return environment, opening
 
 
 async def transcript(name: str, texts: list[str], row: int = 0, seed: int = 0, /, **config: Any) -> list[Any]:

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from examples.debate_verdicts import write_verdicts
-from opentinker.envs.base import Action, Opening, Step
+from opentinker.envs.base import Action, Step
 from opentinker.envs.bots import with_bots
 from opentinker.envs.builtin.debate import SPEECH_CHARACTERS, Debate
-from opentinker.envs.registry import make
 from opentinker.envs.rounds import prompts_of
 from opentinker.shared.types.core import StopReason
+from tests.support import playing
 
 ROWS = Path(__file__).parents[3] / "examples" / "data" / "verdicts.jsonl"
 SEATS = ("first", "second")
 
 
-async def opened(row: int = 0, **config: object) -> tuple[Debate, Opening]:
-    debate = make("debate", config)
-    assert isinstance(debate, Debate)
-    return debate, await debate.open(row, 0)
+opened = partial(playing.opened, Debate)
 
 
 async def speak(debate: Debate, first: str = "Trust me.", second: str = "Trust me more.") -> Step:

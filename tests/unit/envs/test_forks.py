@@ -52,13 +52,18 @@ def shown(reply: SessionReply) -> list[str]:
 
 
 @pytest.fixture
-async def sessions() -> AsyncIterator[Sessions]:
-    Climb.closed.clear()
+async def host() -> AsyncIterator[ChildPool]:
     host = ChildPool(children=1, per_child=4, modules=True)
+    yield host
+    await host.close()
+
+
+@pytest.fixture
+async def sessions(host: ChildPool) -> AsyncIterator[Sessions]:
+    Climb.closed.clear()
     sessions = Sessions("w", limit=8, resolver=Resolver(modules=True), host=host)
     yield sessions
     await sessions.drain(0.01)
-    await host.close()
 
 
 async def test_a_slow_copy_holds_nobody_up(sessions: Sessions) -> None:
@@ -239,20 +244,16 @@ async def test_a_copy_of_an_environment_with_tools_calls_its_own() -> None:
     )
 
 
-async def test_an_env_worker_says_at_submission_that_an_environment_cannot_fork() -> None:
-    resolver, host = Resolver(modules=True), ChildPool(children=1, per_child=1, modules=True)
-
-    async def problems(name: str, *, forks: bool = True, **config: Any) -> list[str]:
-        reply = await check_environment(EnvCheck(name=name, config=config, forks=forks), resolver, host)
+async def test_an_env_worker_says_at_submission_that_an_environment_cannot_fork(host: ChildPool) -> None:
+    async def problems(name: str, *, forks: bool = True) -> list[str]:
+        asked = EnvCheck(name=name, config={}, forks=forks)
+        reply = await check_environment(asked, Resolver(modules=True), host)
         return [f"{mistake['field']}: {mistake['problem']}" for mistake in reply.errors]
 
-    try:
-        assert await problems("gomoku") == await problems(f"{SAMPLES}:BlockingClimb") == []
-        (refused,) = await problems("tool_calc")
-        assert refused.startswith("environment.name: cannot fork: ToolCalc does not set can_fork = True")
-        assert await problems("tool_calc", forks=False) == []
-    finally:
-        await host.close()
+    assert await problems("gomoku") == await problems(f"{SAMPLES}:BlockingClimb") == []
+    (refused,) = await problems("tool_calc")
+    assert refused.startswith("environment.name: cannot fork: ToolCalc does not set can_fork = True")
+    assert await problems("tool_calc", forks=False) == []
 
 
 def test_outcomes_from_a_sandbox_are_checked() -> None:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from functools import partial
 
 import pyspiel
 import pytest
 
 from opentinker.envs.base import Opening, Step, play_gold
 from opentinker.envs.builtin.gomoku import Gomoku
-from opentinker.envs.builtin.gomoku_board import BLACK, WHITE, Board, bot, expert, other
+from opentinker.envs.builtin.gomoku_board import BLACK, WHITE, Board, bot, expert
 from opentinker.envs.registry import check, make
 from opentinker.shared.types.errors import SpecError
+from tests.support import playing
 from tests.support.playing import say
 
 WON = {BLACK: [1.0, -1.0], WHITE: [-1.0, 1.0], "": [0.0, 0.0]}
@@ -105,11 +106,7 @@ def test_the_bot_wins_blocks_and_follows_its_random_generator() -> None:
     assert {bot(empty, random.Random(seed), 0.0) for seed in range(20)} == {40}
 
 
-async def opened(**config: Any) -> tuple[Gomoku, Opening]:
-    environment = make("gomoku", {"size": 3, "win": 3, "random_stones": 0, **config})
-    assert isinstance(environment, Gomoku)
-    opening = await environment.open(0, 0)
-    return environment, opening
+opened = partial(playing.opened, Gomoku, 0, 0, size=3, win=3, random_stones=0)
 
 
 async def test_each_seat_sees_the_board_and_what_the_other_played() -> None:
@@ -200,7 +197,3 @@ async def test_a_context_per_turn_begins_with_rules_and_board_each_time() -> Non
 def test_settings_that_contradict_each_other_are_refused(config: dict[str, object], problem: str) -> None:
     with pytest.raises(SpecError, match=problem):
         check("gomoku", config)
-
-
-def test_colours_take_turns() -> None:
-    assert (other(BLACK), other(WHITE)) == (WHITE, BLACK)

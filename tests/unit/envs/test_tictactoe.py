@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import pytest
 
@@ -10,13 +11,10 @@ from opentinker.envs.base import Opening, Step, play_gold
 from opentinker.envs.builtin.tictactoe import TicTacToe
 from opentinker.envs.registry import check, make
 from opentinker.shared.types.errors import SpecError
+from tests.support import playing
 from tests.support.playing import say
 
-
-async def opened(row: int = 0, seed: int = 0, **config: object) -> tuple[TicTacToe, Opening]:
-    environment = make("tictactoe", config)
-    assert isinstance(environment, TicTacToe)
-    return environment, await environment.open(row, seed)
+opened = partial(playing.opened, TicTacToe)
 
 
 def sums_to_zero(step: Step) -> bool:
