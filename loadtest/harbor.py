@@ -25,7 +25,7 @@ import uvloop
 
 from loadtest._machine import QUIET_CORES, Others, own_s
 from opentinker.envs.harbor.boxes import Boxes
-from opentinker.envs.harbor.image import LAYERS, Image
+from opentinker.envs.harbor.image import LAYERS, TaskImage
 from opentinker.envs.harbor.library import add, load_task
 from opentinker.envs.harbor.task import Task
 from opentinker.envs.harbor.workspace import Workspace
@@ -56,7 +56,7 @@ async def run_bare() -> None:
     assert await process.wait() == 0
 
 
-async def after_pauses(boxes: Boxes, task: Task, image: Image) -> list[float]:
+async def after_pauses(boxes: Boxes, task: Task, image: TaskImage) -> list[float]:
     """Milliseconds of single commands with pauses between, as policies make them, in a sandbox with many written files
     (whose disk is looked at meanwhile)."""
     workspace = await boxes.start(image, task.config.environment)
@@ -71,7 +71,7 @@ async def after_pauses(boxes: Boxes, task: Task, image: Image) -> list[float]:
         await workspace.close()
 
 
-async def together(boxes: Boxes, loaded: list[tuple[Task, Image]], at_once: int, count: int) -> list[float]:
+async def together(boxes: Boxes, loaded: list[tuple[Task, TaskImage]], at_once: int, count: int) -> list[float]:
     """Milliseconds of each command of sandboxes that are open at the same time."""
     chosen = [loaded[number % len(loaded)] for number in range(at_once)]
     held = await asyncio.gather(*(boxes.start(image, task.config.environment) for task, image in chosen))

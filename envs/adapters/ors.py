@@ -13,7 +13,7 @@ import aiohttp
 from pydantic import BaseModel, Field
 
 from opentinker.envs.adapters.library import Illegal, shortened
-from opentinker.envs.adapters.ors_client import Block, OrsSession, TerminalTool, ToolOutput, Tools
+from opentinker.envs.adapters.ors_client import Block, OrsSession, OrsTools, TerminalTool, ToolOutput
 from opentinker.envs.base import Action, BadReply, Opening, Step
 from opentinker.envs.data import images_of
 from opentinker.envs.remote_server import CallResult, Missing, RemoteFailed, UrlConfig, UrlRemote
@@ -108,9 +108,9 @@ class Ors(UrlRemote):
     async def _tools(self) -> list[Tool]:
         """Return the tools of the task, or of the environment where the server has none by task."""
         try:
-            listed = await self._ask("GET", f"/{self._name}/task_tools", Tools)
+            listed = await self._ask("GET", f"/{self._name}/task_tools", OrsTools)
         except Missing:
-            listed = await self._ask("GET", f"/{self._name}/tools", Tools)
+            listed = await self._ask("GET", f"/{self._name}/tools", OrsTools)
         self._terminal = listed.terminal_tool
         if not listed.tools and self._terminal is not None:
             return []

@@ -37,7 +37,7 @@ class Block(msgspec.Struct):
     """Base64 of an image."""
 
 
-class ToolSpec(msgspec.Struct):
+class OrsTool(msgspec.Struct):
     name: str
     description: str = ""
     input_schema: dict[str, Any] | None = None
@@ -51,8 +51,8 @@ class TerminalTool(msgspec.Struct):
     """Field that takes the turn's text; None: the tool takes nothing."""
 
 
-class Tools(msgspec.Struct):
-    tools: list[ToolSpec]
+class OrsTools(msgspec.Struct):
+    tools: list[OrsTool]
     terminal_tool: TerminalTool | None = None
 
 

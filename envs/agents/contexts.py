@@ -17,7 +17,7 @@ from opentinker.shared.types.core import Message, StopReason, Tool
 
 
 @dataclass(eq=False)
-class Context:
+class AgentContext:
     name: str
     session: str
     tools: list[Tool]
@@ -51,8 +51,8 @@ class Contexts:
     """The contexts of one episode. Calls of `place` and `add_answer` alternate."""
 
     def __init__(self) -> None:
-        self._contexts: list[Context] = []
-        self._current: Context
+        self._contexts: list[AgentContext] = []
+        self._current: AgentContext
 
     def place(self, asked: ParsedRequest) -> Opening:
         """Return the stream that a request belongs to and the part of it that is new there."""
@@ -61,7 +61,7 @@ class Contexts:
         if found is None or not known:
             name = str(len(self._contexts)) if self._contexts else ""
             spoken = asked.token_ids is None and asked.text is None
-            found = Context(name, asked.session, asked.tools, [] if spoken else None, text=asked.text)
+            found = AgentContext(name, asked.session, asked.tools, [] if spoken else None, text=asked.text)
         self._current = found
         return Opening(
             stream=found.name,

@@ -29,7 +29,7 @@ FIRST_V1 = (0, 2)
 Json = dict[str, Any]
 
 
-class EpisodeFailed(Exception):
+class RunFailed(Exception):
     """An episode that failed, with the message of verifiers."""
 
 
@@ -59,7 +59,7 @@ class LegacyEnv:
         finally:
             await client.close()
         if output.get("error") is not None:
-            raise EpisodeFailed(str(output["error"]))
+            raise RunFailed(str(output["error"]))
         return {"reward": output["reward"], "metrics": output.get("metrics") or {}}
 
     @contextlib.asynccontextmanager
@@ -110,12 +110,10 @@ class V1Env:
         episode = await self.env.run_episode(self.rows[asked["row"] % len(self.rows)], context)
         if not episode.ok:
             errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
-            raise EpisodeFailed(
-                "; ".join(f"{error.type}: {error.message}" for error in errors) or "the episode is not ok"
-            )
+            raise RunFailed("; ".join(f"{error.type}: {error.message}" for error in errors) or "the episode is not ok")
         traces = [trace for trace in episode.traces if trace.agent.trainable]
         if not traces:
-            raise EpisodeFailed("none of its agents is trainable")
+            raise RunFailed("none of its agents is trainable")
         metrics: dict[str, list[float]] = {}
         for trace in traces:
             for name, value in [*trace.metrics.items(), *((n, r and r.value) for n, r in trace.rewards.items())]:
@@ -144,7 +142,7 @@ async def play(env: Any, asked: Json) -> Json:
         return {"run": asked["run"], **(await env.run(asked))}
     except asyncio.CancelledError:
         raise
-    except EpisodeFailed as error:
+    except RunFailed as error:
         return {"run": asked["run"], "error": str(error)[-ERROR_CHARACTERS:]}
     except Exception as error:  # noqa: BLE001 - user code
         return {"run": asked["run"], "error": "".join(traceback.format_exception(error, limit=-4))[-ERROR_CHARACTERS:]}

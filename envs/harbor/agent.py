@@ -22,7 +22,7 @@ from opentinker.envs.agents.endpoint import Endpoint
 from opentinker.envs.agents.program import model_variables
 from opentinker.envs.base import ELSEWHERE, MODULES, Opening, Unreachable
 from opentinker.envs.harbor.box import SHARED, Answer, BoxError, BoxLost
-from opentinker.envs.harbor.episode import Episode, TasksConfig, check_set
+from opentinker.envs.harbor.episode import HarborEpisode, TasksConfig, check_set
 from opentinker.envs.harbor.image import Shell
 from opentinker.envs.harbor.workspace import check_size, copy_readable
 from opentinker.shared.sandbox.sandbox import Unavailable
@@ -70,7 +70,7 @@ class HarborAgent(AgentEnvironment):
 
     config: Config
     cost = 16.0
-    episode: Episode | None = None
+    episode: HarborEpisode | None = None
 
     @classmethod
     def rehearse(cls, config: BaseModel) -> None:
@@ -78,7 +78,7 @@ class HarborAgent(AgentEnvironment):
         check_set(config.tasks)
 
     async def open(self, row: int, seed: int) -> Opening:
-        self.episode = await Episode.start(self.config.tasks, row)
+        self.episode = await HarborEpisode.start(self.config.tasks, row)
         try:
             return await super().open(row, seed)
         except (Unavailable, OSError) as error:

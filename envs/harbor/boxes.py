@@ -15,9 +15,9 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 from opentinker.envs.harbor.docker import DockerRuntime
-from opentinker.envs.harbor.image import Image
+from opentinker.envs.harbor.image import TaskImage
 from opentinker.envs.harbor.overlays import OverlayRuntime
-from opentinker.envs.harbor.task import Machine, Task
+from opentinker.envs.harbor.task import Task, TaskMachine
 from opentinker.envs.harbor.workspace import EPISODES, Runtime, Workspace
 from opentinker.shared.asyncio_tools import cancel_and_wait, sleep
 from opentinker.shared.config import Settings
@@ -47,7 +47,7 @@ class Boxes:
         """Sandboxes that are being started, by image and limits."""
         self._is_expiring = False
         self._tasks: set[asyncio.Task[None]] = set()
-        self.loaded: dict[tuple[str, str], tuple[Task, Image]] = {}
+        self.loaded: dict[tuple[str, str], tuple[Task, TaskImage]] = {}
         """Tasks and images that have been read, by their digests."""
 
     @classmethod
@@ -62,7 +62,7 @@ class Boxes:
         self.episodes.mkdir(parents=True, exist_ok=True)
         self.runtime.remove_stale()
 
-    async def take(self, image: Image, machine: Machine) -> Workspace:
+    async def take(self, image: TaskImage, machine: TaskMachine) -> Workspace:
         """Return a started workspace, a warm one if there is one. Raises Unavailable, OSError."""
         key = _key(image, machine)
         while (found := next((one for one in self._warm if one.key == key), None)) is not None:
@@ -75,11 +75,11 @@ class Boxes:
         self._refill(key, image, machine)
         return workspace
 
-    def has_warm(self, image: Image, machine: Machine) -> bool:
+    def has_warm(self, image: TaskImage, machine: TaskMachine) -> bool:
         """Whether one waits to be taken."""
         return any(one.key == _key(image, machine) for one in self._warm)
 
-    async def start(self, image: Image, machine: Machine) -> Workspace:
+    async def start(self, image: TaskImage, machine: TaskMachine) -> Workspace:
         """Return a started workspace, never a warm one. Raises Unavailable, OSError."""
         making = asyncio.ensure_future(asyncio.to_thread(self.runtime.make, image, machine))
         try:
@@ -95,7 +95,7 @@ class Boxes:
             raise
         return workspace
 
-    def _refill(self, key: Hashable, image: Image, machine: Machine) -> None:
+    def _refill(self, key: Hashable, image: TaskImage, machine: TaskMachine) -> None:
         """Have one more sandbox started in the background than there are, up to half of all."""
         most = self._settings.harbor_warm
         there = sum(one.key == key for one in self._warm) + self._starting.get(key, 0)
@@ -109,7 +109,7 @@ class Boxes:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _add(self, key: Hashable, image: Image, machine: Machine) -> None:
+    async def _add(self, key: Hashable, image: TaskImage, machine: TaskMachine) -> None:
         try:
             workspace = await self.start(image, machine)
         except (Unavailable, OSError):  # the next episode starts its own, and tells why it cannot
@@ -147,7 +147,7 @@ async def _close(workspace: Workspace) -> None:
         await workspace.close()
 
 
-def _key(image: Image, machine: Machine) -> Hashable:
+def _key(image: TaskImage, machine: TaskMachine) -> Hashable:
     return image.key, machine.model_dump_json()
 
 

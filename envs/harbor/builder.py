@@ -13,8 +13,8 @@ import os
 
 from opentinker.envs.harbor.box import SHARED, BoxError, BoxLost
 from opentinker.envs.harbor.docker import DockerRuntime
-from opentinker.envs.harbor.dockerfile import Dockerfile, Step
-from opentinker.envs.harbor.image import FILE, LAYERS, Image, Shell, key_of
+from opentinker.envs.harbor.dockerfile import Dockerfile, Instruction
+from opentinker.envs.harbor.image import FILE, LAYERS, Shell, TaskImage, key_of
 from opentinker.envs.harbor.overlays import OverlayRuntime, OverlayWorkspace
 from opentinker.envs.harbor.roots import give, made_once, root_of
 from opentinker.envs.harbor.task import ENVIRONMENT, Task
@@ -27,7 +27,7 @@ SHOWN = 1500
 """Characters of a failed command's output."""
 
 
-async def build(runtime: Runtime, task: Task) -> tuple[Image, bool]:
+async def build(runtime: Runtime, task: Task) -> tuple[TaskImage, bool]:
     """Return the task's image, and whether it was built now. Raises SpecError if an instruction fails, Unavailable,
     OSError."""
     if isinstance(runtime, DockerRuntime):
@@ -38,14 +38,14 @@ async def build(runtime: Runtime, task: Task) -> tuple[Image, bool]:
     copies = any(step.kind == "copy" for step in task.dockerfile.steps)
     key = key_of(task.dockerfile, root, task.environment_digest if copies else "", machine.env)
     with contextlib.suppress(OSError):
-        return await asyncio.to_thread(Image.load, runtime.home, key), False
-    bare = Image(key="", places=root, shell=Shell(variables={**Shell().variables, **machine.env}))
+        return await asyncio.to_thread(TaskImage.load, runtime.home, key), False
+    bare = TaskImage(key="", places=root, shell=Shell(variables={**Shell().variables, **machine.env}))
     workspace = await asyncio.to_thread(runtime.make, bare, machine)
     try:
         async with asyncio.timeout(machine.build_timeout_sec):
             shell = await _play(workspace, task, task.dockerfile)
         await workspace.stop()
-        image = Image(key=key, places={place: [*lowers, f"{LAYERS}/{key}/{number}"] for number, (place, lowers)
+        image = TaskImage(key=key, places={place: [*lowers, f"{LAYERS}/{key}/{number}"] for number, (place, lowers)
                                        in enumerate(root.items())}, shell=shell)  # fmt: skip
         await asyncio.to_thread(_keep, runtime, workspace, image)
     except TimeoutError:
@@ -76,13 +76,13 @@ async def _play(workspace: OverlayWorkspace, task: Task, dockerfile: Dockerfile)
     return Shell(cwd, {**variables, **task.config.environment.env})
 
 
-async def _copy(workspace: OverlayWorkspace, step: Step) -> None:
+async def _copy(workspace: OverlayWorkspace, step: Instruction) -> None:
     await workspace.ask(
         "copy", base=f"{SHARED}/{CONTEXT}", sources=step.sources, target=step.target, directory=step.directory
     )
 
 
-async def _run(workspace: OverlayWorkspace, task: Task, step: Step, shell: Shell) -> None:
+async def _run(workspace: OverlayWorkspace, task: Task, step: Instruction, shell: Shell) -> None:
     answer = await workspace.run(step.command, task.config.environment.build_timeout_sec, shell)
     if answer.status:
         said = answer.output.strip()[-SHOWN:]
@@ -94,7 +94,7 @@ def _failed(task: Task, line: int, problem: str) -> SpecError:
     return SpecError.of(field, None, problem)
 
 
-def _keep(runtime: OverlayRuntime, workspace: OverlayWorkspace, image: Image) -> None:
+def _keep(runtime: OverlayRuntime, workspace: OverlayWorkspace, image: TaskImage) -> None:
     """Make the layer of what a build wrote."""
     with made_once(runtime.home / LAYERS / image.key) as work:
         for number in range(len(image.places)):

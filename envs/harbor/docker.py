@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from opentinker.envs.harbor.box import READ_BYTES, RUNNER, SHARED, Box, Interpreter
-from opentinker.envs.harbor.image import FILE, FIRST, LAYERS, VERSION, Image, Shell
+from opentinker.envs.harbor.image import FILE, FIRST, LAYERS, VERSION, Shell, TaskImage
 from opentinker.envs.harbor.roots import made_once
-from opentinker.envs.harbor.task import DOCKERFILE, ENVIRONMENT, Machine, Task
+from opentinker.envs.harbor.task import DOCKERFILE, ENVIRONMENT, Task, TaskMachine
 from opentinker.envs.harbor.workspace import EPISODES, HOME, Workspace, is_abandoned, is_stale, limits_of, new_place
 from opentinker.shared.config import Settings
 from opentinker.shared.runtime.reexec import below
@@ -69,7 +69,7 @@ class DockerRuntime:
             raise Unavailable("the Docker engine cannot limit memory, processes and processors here (docker info)")
         return cls(settings)
 
-    def make(self, image: Image, machine: Machine) -> DockerWorkspace:
+    def make(self, image: TaskImage, machine: TaskMachine) -> DockerWorkspace:
         if not image.docker:
             raise OSError("the set was added with another harbor_sandbox: opentinker env add harbor:PATH")
         cpus = min(machine.cpus, os.cpu_count() or 1)
@@ -91,7 +91,7 @@ class DockerRuntime:
         with self._dropping:
             self._forks = {one for one in (*self._forks, fork) if not _removed("rmi", one)}
 
-    async def build(self, task: Task) -> tuple[Image, bool]:
+    async def build(self, task: Task) -> tuple[TaskImage, bool]:
         """Return the task's image, and whether it was built now. Raises SpecError if it cannot be, OSError."""
         id = await asyncio.to_thread(_built, task)
         variables = task.config.environment.env
@@ -99,7 +99,7 @@ class DockerRuntime:
         name = f"{IMAGES}:{key}"
         await asyncio.to_thread(docker, "tag", id, name)  # each time: somebody may have removed it
         with contextlib.suppress(OSError):
-            return await asyncio.to_thread(Image.load, self.home, key), False
+            return await asyncio.to_thread(TaskImage.load, self.home, key), False
         given: dict[str, Any] = json.loads(
             await asyncio.to_thread(docker, "image", "inspect", "--format", "{{json .Config}}", id)
         )
@@ -108,7 +108,7 @@ class DockerRuntime:
             raise SpecError.of(f"{task.name}/environment", sorted(given["Volumes"]), why)
         own = dict(pair.split("=", 1) for pair in given.get("Env") or [] if "=" in pair)
         shell = Shell(given.get("WorkingDir") or "/", {**FIRST, **own, **variables})
-        image = Image(key=key, places={}, shell=shell, docker=name)
+        image = TaskImage(key=key, places={}, shell=shell, docker=name)
         with made_once(self.home / LAYERS / key) as work:
             (work / FILE).write_bytes(codec.to_json(image))
         return image, True
@@ -116,7 +116,7 @@ class DockerRuntime:
 
 class DockerWorkspace(Workspace):
     def __init__(
-        self, runtime: DockerRuntime, image: Image, limits: Limits, cpus: int, base: str, inherited: int = 0
+        self, runtime: DockerRuntime, image: TaskImage, limits: Limits, cpus: int, base: str, inherited: int = 0
     ) -> None:
         """`base`: the image with its files, of which `inherited` bytes count as written. Blocking. Raises OSError."""
         super().__init__(image, limits, new_place(runtime.home))

@@ -30,7 +30,7 @@ _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
 _NAME = re.compile(r"[A-Za-z_]\w*")
 
 
-class Step(msgspec.Struct, frozen=True, kw_only=True):
+class Instruction(msgspec.Struct, frozen=True, kw_only=True):
     """One instruction, with its variables replaced."""
 
     kind: str
@@ -50,7 +50,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 
 class Dockerfile(msgspec.Struct, frozen=True, kw_only=True):
     image: str
-    steps: list[Step]
+    steps: list[Instruction]
 
 
 def parse(text: str) -> Dockerfile:
@@ -92,7 +92,7 @@ def _instructions(text: str) -> list[tuple[int, str]]:
 class _Reading:
     def __init__(self) -> None:
         self.image = ""
-        self.steps: list[Step] = []
+        self.steps: list[Instruction] = []
         self.mistakes: list[dict[str, Any]] = []
         self._variables: dict[str, str] = {}
         self._cwd = "/"
@@ -127,14 +127,14 @@ class _Reading:
             raise ValueError("must name one image, without AS, --platform and variables")
         self.image = words[0]
 
-    def _run(self, rest: str, line: int) -> Step:
+    def _run(self, rest: str, line: int) -> Instruction:
         if rest.startswith("--"):
             raise ValueError(f"{rest.split(maxsplit=1)[0]} is not supported")
         if re.search(r"<<-?['\"]?[A-Za-z_]", rest):
             raise ValueError("here-documents are not supported: COPY a file")
-        return Step(kind="run", line=line, command=shlex.join(_words(rest)) if rest.startswith("[") else rest)
+        return Instruction(kind="run", line=line, command=shlex.join(_words(rest)) if rest.startswith("[") else rest)
 
-    def _copy(self, rest: str, line: int) -> Step:
+    def _copy(self, rest: str, line: int) -> Instruction:
         while rest.startswith("--"):
             flag, _, rest = rest.partition(" ")
             if flag not in ("--chown=root", "--chown=root:root", "--chown=0:0"):
@@ -147,12 +147,12 @@ class _Reading:
             if ".." in source.split("/"):
                 raise ValueError(f"{source} leaves the environment folder")
         whole = target.endswith("/") or target in (".", "..") or len(sources) > 1
-        return Step(
+        return Instruction(
             kind="copy", line=line, sources=[source.lstrip("/") or "." for source in sources],
             target=self._absolute(target), directory=whole,
         )  # fmt: skip
 
-    def _env(self, rest: str, line: int) -> Step:
+    def _env(self, rest: str, line: int) -> Instruction:
         words = shlex.split(rest)
         if "=" not in words[0]:  # the older form: ENV NAME the value
             name, _, value = rest.partition(" ")
@@ -164,11 +164,11 @@ class _Reading:
             if not _NAME.fullmatch(name):
                 raise ValueError(f"{name!r:.50} is no name of a variable")
         self._variables |= added
-        return Step(kind="env", line=line, variables=added)
+        return Instruction(kind="env", line=line, variables=added)
 
-    def _workdir(self, rest: str, line: int) -> Step:
+    def _workdir(self, rest: str, line: int) -> Instruction:
         self._cwd = self._absolute(self._replaced(rest.strip("\"'")))
-        return Step(kind="workdir", line=line, target=self._cwd)
+        return Instruction(kind="workdir", line=line, target=self._cwd)
 
     def _absolute(self, path: str) -> str:
         parts: list[str] = []

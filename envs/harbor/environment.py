@@ -1,7 +1,7 @@
 """Harbor tasks as an environment: the policy works in a sandbox with a terminal and file tools, and the task's tests
 grade what it leaves.
 
-    env worker: open --> Episode.start (a warm sandbox or a new one) --> tools --> step: Episode.grade --> reward
+    env worker: open --> HarborEpisode.start (a warm sandbox or a new one) --> tools --> step: its grade --> reward
 
 Every row is a task of the set. An episode whose sandbox or verifier fails is void: it has no reward, least of all 0.
 """
@@ -16,7 +16,7 @@ from pydantic import BaseModel, Field
 
 from opentinker.envs.base import Action, Environment, Opening, Step, Unreachable, call
 from opentinker.envs.harbor.box import Answer, BoxError, BoxLost
-from opentinker.envs.harbor.episode import Episode, TaskRows, TasksConfig, check_set
+from opentinker.envs.harbor.episode import HarborEpisode, TaskRows, TasksConfig, check_set
 from opentinker.envs.harbor.task import SOLUTION, SOLVE_SCRIPT
 from opentinker.envs.tools import ToolError, ToolFailed, tool
 from opentinker.shared.sandbox.sandbox import Unavailable
@@ -62,8 +62,8 @@ class Harbor(Environment):
         """Why the episode can have no reward."""
         self.tool_s = 0.0
         self.first_turn = True
-        self.episode: Episode | None = None
-        self.episode = await Episode.start(self.config.tasks, row)
+        self.episode: HarborEpisode | None = None
+        self.episode = await HarborEpisode.start(self.config.tasks, row)
         task = self.episode.task
         self.due = time.monotonic() + task.config.agent.timeout_sec
         told = [Message(role="system", content=self.config.instruction)] if self.config.instruction else []

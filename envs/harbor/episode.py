@@ -11,7 +11,7 @@ from pydantic import Field, ValidationInfo, model_validator
 
 from opentinker.envs.base import ELSEWHERE, DataRows, EnvironmentConfig, Unreachable, user
 from opentinker.envs.harbor.boxes import boxes
-from opentinker.envs.harbor.image import Image
+from opentinker.envs.harbor.image import TaskImage
 from opentinker.envs.harbor.library import MAX_TASKS, load_set, load_task
 from opentinker.envs.harbor.task import Task
 from opentinker.envs.harbor.verifier import verify
@@ -55,13 +55,13 @@ class TaskRows(DataRows):
 
 
 @dataclass
-class Episode:
+class HarborEpisode:
     task: Task
     workspace: Workspace
     start_s: float
 
     @classmethod
-    async def start(cls, tasks: str, row: int) -> Episode:
+    async def start(cls, tasks: str, row: int) -> HarborEpisode:
         """Start the task of this row in a sandbox. Raises Unreachable."""
         began = time.perf_counter()
         try:
@@ -96,7 +96,7 @@ def check_set(tasks: str) -> None:
     home = settings.data_dir.resolve() / HOME
     entries = load_set(home, tasks).tasks
     for entry in entries:
-        image = Image.load(home, entry.image)
+        image = TaskImage.load(home, entry.image)
         if bool(image.docker) != (settings.harbor_sandbox == "docker"):
             raise ValueError(f"{tasks} was added with another harbor_sandbox: opentinker env add harbor:PATH")
     load_task(home, settings, entries[0])

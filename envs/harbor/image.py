@@ -1,7 +1,7 @@
 """A task's image: its root file system with the layer that its Dockerfile adds, and the state its shell begins with.
 
 data_dir/harbor/layers/KEY/NUMBER/       what the instructions wrote, for each file system of the root
-data_dir/harbor/layers/KEY/image.json    the Image; of one that Docker holds, this file is all
+data_dir/harbor/layers/KEY/image.json    the TaskImage; of one that Docker holds, this file is all
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Shell(msgspec.Struct, frozen=True):
     variables: dict[str, str] = msgspec.field(default_factory=lambda: dict(FIRST))
 
 
-class Image(msgspec.Struct, frozen=True, kw_only=True):
+class TaskImage(msgspec.Struct, frozen=True, kw_only=True):
     key: str
     places: Places
     """Empty for an image of Docker."""
@@ -39,7 +39,7 @@ class Image(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the image in Docker, if it is one."""
 
     @classmethod
-    def load(cls, home: Path, key: str) -> Image:
+    def load(cls, home: Path, key: str) -> TaskImage:
         """Blocking. Raises OSError if it has not been built."""
         return codec.from_json(cls, (home / LAYERS / key / FILE).read_bytes())
 

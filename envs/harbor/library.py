@@ -22,7 +22,7 @@ import msgspec
 
 from opentinker.envs.harbor.boxes import Boxes
 from opentinker.envs.harbor.builder import build
-from opentinker.envs.harbor.image import Image
+from opentinker.envs.harbor.image import TaskImage
 from opentinker.envs.harbor.roots import made_once
 from opentinker.envs.harbor.task import CONFIG, MAX_FILES, Task, read_task
 from opentinker.envs.harbor.workspace import copy_readable
@@ -105,9 +105,9 @@ def load_set(home: Path, name: str) -> TaskSet:
         ) from None
 
 
-def load_task(home: Path, settings: Settings, entry: Entry) -> tuple[Task, Image]:
+def load_task(home: Path, settings: Settings, entry: Entry) -> tuple[Task, TaskImage]:
     """Blocking. Raises SpecError if it can no longer be played with these settings, OSError if it is not there."""
-    return read_task(home / "tasks" / entry.digest, entry.name, settings), Image.load(home, entry.image)
+    return read_task(home / "tasks" / entry.digest, entry.name, settings), TaskImage.load(home, entry.image)
 
 
 def set_name(source: Path) -> str:

@@ -15,8 +15,8 @@ import subprocess
 from pathlib import Path
 
 from opentinker.envs.harbor.box import RUNNER, SHARED, Box, Interpreter, connected
-from opentinker.envs.harbor.image import Image
-from opentinker.envs.harbor.task import Machine
+from opentinker.envs.harbor.image import TaskImage
+from opentinker.envs.harbor.task import TaskMachine
 from opentinker.envs.harbor.workspace import EPISODES, HOME, Workspace, is_abandoned, limits_of, new_place
 from opentinker.shared.config import Settings
 from opentinker.shared.runtime.reexec import below
@@ -38,7 +38,7 @@ class OverlayRuntime:
         """Raises Unavailable."""
         return cls(await Sandbox.open(settings), settings)
 
-    def make(self, image: Image, machine: Machine) -> OverlayWorkspace:
+    def make(self, image: TaskImage, machine: TaskMachine) -> OverlayWorkspace:
         return OverlayWorkspace(self, image, limits_of(self.settings, machine), machine.cpus)
 
     def remove_stale(self) -> None:
@@ -54,7 +54,7 @@ class OverlayRuntime:
 
 
 class OverlayWorkspace(Workspace):
-    def __init__(self, runtime: OverlayRuntime, image: Image, limits: Limits, cpus: int) -> None:
+    def __init__(self, runtime: OverlayRuntime, image: TaskImage, limits: Limits, cpus: int) -> None:
         """Blocking. Raises OSError."""
         super().__init__(image, limits, new_place(runtime.home))
         self._runtime, self._cpus = runtime, cpus

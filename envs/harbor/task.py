@@ -37,7 +37,7 @@ Seconds = Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)]
 Variables = Annotated[dict[str, Annotated[str, Field(max_length=4096)]], Field(max_length=100)]
 
 
-class Table(BaseModel):
+class TaskTable(BaseModel):
     """Refuses unknown keys: what is not read might be what the task depends on."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -57,18 +57,18 @@ class Table(BaseModel):
         return user
 
 
-class Verifier(Table):
+class Verifier(TaskTable):
     timeout_sec: Seconds = 600.0
     env: Variables = {}
     user: str | int | None = None
 
 
-class Agent(Table):
+class Agent(TaskTable):
     timeout_sec: Seconds = 600.0
     user: str | int | None = None
 
 
-class Machine(Table):
+class TaskMachine(TaskTable):
     """The table `environment`."""
 
     build_timeout_sec: Seconds = 600.0
@@ -105,11 +105,11 @@ class Machine(Table):
         return allowed
 
 
-class Solution(Table):
+class Solution(TaskTable):
     env: Variables = {}
 
 
-class TaskConfig(Table):
+class TaskConfig(TaskTable):
     version: Literal["1.0", "1.1"] = "1.0"
     schema_version: Literal["1.0", "1.1"] = "1.0"
     source: Annotated[str, Field(max_length=1000)] = ""
@@ -118,7 +118,7 @@ class TaskConfig(Table):
     metadata: dict[str, Any] = {}
     verifier: Verifier = Verifier()
     agent: Agent = Agent()
-    environment: Machine = Machine()
+    environment: TaskMachine = TaskMachine()
     solution: Solution = Solution()
 
 

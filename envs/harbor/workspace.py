@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 from opentinker.envs.harbor.box import Answer, Box, BoxLost
-from opentinker.envs.harbor.image import Image, Shell
-from opentinker.envs.harbor.task import MAX_BYTES, MAX_FILES, Machine
+from opentinker.envs.harbor.image import Shell, TaskImage
+from opentinker.envs.harbor.task import MAX_BYTES, MAX_FILES, TaskMachine
 from opentinker.shared.asyncio_tools import cancel_and_wait, sleep
 from opentinker.shared.config import Settings
 from opentinker.shared.runtime.launched_processes import ticks_of
@@ -48,7 +48,7 @@ class Runtime(Protocol):
     home: Path
     """data_dir/harbor"""
 
-    def make(self, image: Image, machine: Machine) -> Workspace:
+    def make(self, image: TaskImage, machine: TaskMachine) -> Workspace:
         """Return one whose sandbox is not started. Blocking. Raises OSError."""
         ...
 
@@ -60,7 +60,7 @@ class Runtime(Protocol):
 class Workspace(ABC):
     """Make it with `Boxes.take`, which has one ready if it can."""
 
-    def __init__(self, image: Image, limits: Limits, place: Path) -> None:
+    def __init__(self, image: TaskImage, limits: Limits, place: Path) -> None:
         self.image, self.shell = image, image.shell
         self._limits, self._place = limits, place
         self._box: Box | None = None
@@ -214,7 +214,7 @@ def is_abandoned(place: Path) -> bool:
     )
 
 
-def limits_of(settings: Settings, machine: Machine) -> Limits:
+def limits_of(settings: Settings, machine: TaskMachine) -> Limits:
     return replace(
         Limits.of(settings),
         memory_mb=machine.memory_mb,

@@ -80,7 +80,7 @@ class AndroidWorld(ImportClock, Phone):
 
     def __init__(self, config: BaseModel) -> None:
         super().__init__(config)
-        self._lease: leases.Lease | None = None
+        self._lease: leases.PhoneLease | None = None
         self._http: aiohttp.ClientSession | None = None
         self._name = ""
         """The task, once the phone is set up for it."""
@@ -107,7 +107,7 @@ class AndroidWorld(ImportClock, Phone):
                 self._name = name
                 return goal
 
-    async def _take(self, lost: dict[str, str]) -> leases.Lease:
+    async def _take(self, lost: dict[str, str]) -> leases.PhoneLease:
         """Return a phone that nobody plays on and that is not lost, waiting for one as long as it takes. The episode's
         clock stands still meanwhile."""
         place = leases.home()

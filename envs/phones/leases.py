@@ -16,7 +16,7 @@ from opentinker.shared.settings_sources import load_settings
 HOME = "phones"
 
 
-class Lease:
+class PhoneLease:
     """The phone `url`, until `release`."""
 
     def __init__(self, url: str, file: int) -> None:
@@ -34,7 +34,7 @@ def home() -> Path:
     return load_settings().data_dir.resolve() / HOME
 
 
-def take(url: str, place: Path) -> Lease | None:
+def take(url: str, place: Path) -> PhoneLease | None:
     """Return a lease, or None if the phone is taken. `place`: the directory of the locks. Raise OSError."""
     place.mkdir(parents=True, exist_ok=True)
     name = hashlib.sha256(url.rstrip("/").encode()).hexdigest()[:32]
@@ -47,4 +47,4 @@ def take(url: str, place: Path) -> Lease | None:
     except BaseException:
         os.close(file)
         raise
-    return Lease(url, file)
+    return PhoneLease(url, file)

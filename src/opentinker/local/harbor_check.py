@@ -17,7 +17,7 @@ import msgspec
 
 from opentinker.envs.harbor.box import BoxError, BoxLost
 from opentinker.envs.harbor.boxes import Boxes
-from opentinker.envs.harbor.image import Image
+from opentinker.envs.harbor.image import TaskImage
 from opentinker.envs.harbor.library import Added, add, load_set, load_task, set_name
 from opentinker.envs.harbor.task import Task
 from opentinker.envs.harbor.verifier import VerifierFailed, solve, verify
@@ -129,7 +129,7 @@ async def _opened() -> AsyncIterator[Boxes]:
         await boxes.close()
 
 
-async def check_task(boxes: Boxes, task: Task, image: Image) -> TaskReport:
+async def check_task(boxes: Boxes, task: Task, image: TaskImage) -> TaskReport:
     """Play a task in all these ways. What goes wrong is in the report."""
     report = TaskReport(task=task.name)
     for part in (_resets, _warm_start, _solution):
@@ -141,7 +141,7 @@ async def check_task(boxes: Boxes, task: Task, image: Image) -> TaskReport:
     return report
 
 
-async def _resets(boxes: Boxes, task: Task, image: Image, report: TaskReport) -> None:
+async def _resets(boxes: Boxes, task: Task, image: TaskImage, report: TaskReport) -> None:
     """Cold starts, one after the other; the last one does nothing and is graded."""
     starts, digests, commands = [], [], []
     for number in range(RESETS):
@@ -164,7 +164,7 @@ async def _resets(boxes: Boxes, task: Task, image: Image, report: TaskReport) ->
             report.leaked += await _close(workspace)
 
 
-async def _warm_start(boxes: Boxes, task: Task, image: Image, report: TaskReport) -> None:
+async def _warm_start(boxes: Boxes, task: Task, image: TaskImage, report: TaskReport) -> None:
     """Start one, which has another one started in advance; take that."""
     machine = task.config.environment
     report.leaked += await _close(await boxes.take(image, machine))
@@ -180,7 +180,7 @@ async def _warm_start(boxes: Boxes, task: Task, image: Image, report: TaskReport
     report.leaked += await _close(workspace)
 
 
-async def _solution(boxes: Boxes, task: Task, image: Image, report: TaskReport) -> None:
+async def _solution(boxes: Boxes, task: Task, image: TaskImage, report: TaskReport) -> None:
     """Run the solution and grade what it leaves several times, each time on a copy of it."""
     if not task.has_solution:
         return

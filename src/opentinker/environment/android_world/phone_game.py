@@ -58,7 +58,7 @@ class AndroidWorldGame(AbstractGame):
         self.max_steps, self.task_types = max_steps, list(task_types or self.ALL_TASK_TYPES)
         console = emulator_console_port or int(os.environ.get("ANDROID_CONSOLE_PORT", CONSOLE_PORT))
         self._ports = console, emulator_grpc_port or int(os.environ.get("ANDROID_GRPC_PORT", GRPC_PORT))
-        self._lease: leases.Lease | None = None
+        self._lease: leases.PhoneLease | None = None
         self._task = self._goal = ""
         self._steps = 0
 
