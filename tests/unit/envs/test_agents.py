@@ -18,6 +18,8 @@ from opentinker.shared.types.core import Image, StopReason, ToolCall
 from tests.conftest import until
 from tests.support.agent_talk import Scripted, action, chat, generate, play, root, texts
 
+ADD: Any = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}]
+
 # --- conversations --------------------------------------------------------------------------------------------------
 
 
@@ -38,16 +40,14 @@ async def test_a_request_that_goes_on_from_an_earlier_one_stays_in_its_stream() 
     [chat("A", "one", "b"), chat("a", "One", "b"), chat("a"), chat("a", "one"), chat("a", "one", "b", tools=[])],
 )
 async def test_a_request_with_a_rewritten_history_begins_a_new_stream(rewritten: dict[str, Any]) -> None:
-    tool: Any = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-
     async def talk(model: AsyncOpenAI) -> None:
-        await model.chat.completions.create(**chat("a", tools=[tool]))
+        await model.chat.completions.create(**chat("a", tools=ADD))
         await model.chat.completions.create(**rewritten)
 
     _, asked = await play(talk, "one", "two")
     assert [step.stream for step in asked] == ["", "1"]
     assert [text for _, text in texts(asked[1])] == [m["content"] for m in rewritten["messages"]]
-    assert ([tool.name for tool in asked[0].tools], asked[1].tools) == (["f"], [])
+    assert ([tool.name for tool in asked[0].tools], asked[1].tools) == (["add"], [])
 
 
 async def test_two_conversations_are_told_apart_and_the_longest_one_is_continued() -> None:
@@ -61,15 +61,12 @@ async def test_two_conversations_are_told_apart_and_the_longest_one_is_continued
 
 
 async def test_tool_calls_go_out_and_come_back_as_openai_has_them() -> None:
-    function = {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}}
-    tools: Any = [{"type": "function", "function": function}]
-
     async def talk(model: AsyncOpenAI) -> Any:
         said: list[Any] = [{"role": "developer", "content": "be exact"}, {"role": "user", "content": "1+2"}]
-        first = await model.chat.completions.create(model="m", messages=said, tools=tools)
+        first = await model.chat.completions.create(model="m", messages=said, tools=ADD)
         said.append(first.choices[0].message)
         said.append({"role": "tool", "tool_call_id": "t0", "content": [{"type": "text", "text": "3"}]})
-        await model.chat.completions.create(model="m", messages=said, tools=tools)
+        await model.chat.completions.create(model="m", messages=said, tools=ADD)
         return first
 
     call = ToolCall(id="t0", name="add", arguments={"b": 2, "a": 1})
@@ -223,11 +220,10 @@ async def test_completions_take_plain_text_which_goes_on_unless_a_turn_has_ended
 
 async def test_words_before_tool_calls_are_said_and_stay_in_the_stream() -> None:
     call = ToolCall(id="t0", name="add", arguments={"a": 1})
-    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 
     async def talk(model: AsyncOpenAI) -> Any:
         question: Any = {"role": "user", "content": "q"}
-        options: dict[str, Any] = {"model": "m", "tools": tools}
+        options: dict[str, Any] = {"model": "m", "tools": ADD}
         first = await model.chat.completions.create(messages=[question], **options)
         said = first.choices[0].message
         result = {"role": "tool", "content": "3", "tool_call_id": "t0"}

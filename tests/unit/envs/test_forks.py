@@ -119,17 +119,16 @@ async def test_every_copy_is_closed_once(sessions: Sessions) -> None:
     await until(lambda: sorted(Climb.closed) == [1, 3, 6, 7])
 
 
-async def test_an_environment_that_fails_in_one_candidate_fails_the_episode(sessions: Sessions) -> None:
-    await sessions.open(opening(CLIMB))
-    reply = await sessions.step(tree(0, "1", "raise", seat="left"))
-    assert reply.failure == Ending.ENV_ERROR and "the rope broke" in reply.error
-    await until(lambda: len(Climb.closed) == 2)
-
-
-async def test_copies_before_one_that_fails_are_closed(sessions: Sessions) -> None:
-    await sessions.open(opening(f"{SAMPLES}:Brittle"))
-    reply = await sessions.step(tree(0, "1", "2", "3", seat="left"))
-    assert reply.failure == Ending.ENV_ERROR and "no second copy" in reply.error
+@pytest.mark.parametrize(
+    ("name", "texts", "said"),
+    [("Climb", ["1", "raise"], "the rope broke"), ("Brittle", ["1", "2", "3"], "no second copy")],
+)
+async def test_a_candidate_or_a_copy_that_fails_ends_the_episode_and_closes_all_copies(
+    sessions: Sessions, name: str, texts: list[str], said: str
+) -> None:
+    await sessions.open(opening(f"{SAMPLES}:{name}"))
+    reply = await sessions.step(tree(0, *texts, seat="left"))
+    assert reply.failure == Ending.ENV_ERROR and said in reply.error
     await until(lambda: len(Climb.closed) == 2)
 
 

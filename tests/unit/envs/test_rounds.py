@@ -90,6 +90,7 @@ async def test_turns_and_rounds_may_follow_each_other() -> None:
 @pytest.mark.parametrize(
     ("how", "said"),
     [
+        ("", "Many.open() names 129 seats in acting; at most 128 may act at the same time"),
         ("unknown", "Wrong.open() names seat 'c' in acting; the seats are: 'a', 'b'"),
         ("empty", "Wrong.open() names no seat in acting"),
         ("list", "Wrong.open(): acting must be a dict by seat, not list"),
@@ -100,31 +101,26 @@ async def test_turns_and_rounds_may_follow_each_other() -> None:
     ],
 )
 async def test_a_wrong_set_of_seats_is_a_bad_reply_that_names_the_environment(how: str, said: str) -> None:
-    _, reply = await playing.local_episode(opening(f"{SAMPLES}:Wrong", how=how))
+    _, reply = await playing.local_episode(opening(f"{SAMPLES}:{'Wrong' if how else 'Many'}", how=how))
     assert reply.failure == Ending.ENV_BAD_REPLY and said in reply.error
 
 
-async def test_wrong_answers_to_a_round_are_bad_replies_too() -> None:
-    for how, said in (
-        ("reward", "Wrong.step_all() gives reward 1.0, which no seat of the round owns"),
-        ("next", "Wrong.step_all() names seat 'nobody' in acting; the seats are: 'a', 'b'"),
-    ):
-        player, _ = await playing.local_episode(opening(f"{SAMPLES}:Wrong", how=how))
-        reply = await player.step(votes(0, a="x", b="y"))
-        assert reply.failure == Ending.ENV_BAD_REPLY and said in reply.error
-
-
-async def test_the_seats_of_a_round_are_bounded() -> None:
-    _, reply = await playing.local_episode(opening(f"{SAMPLES}:Many", how=""))
-    assert reply.failure == Ending.ENV_BAD_REPLY
-    assert "Many.open() names 129 seats in acting; at most 128 may act at the same time" in reply.error
-
-
-async def test_an_environment_that_names_a_round_must_define_step_all() -> None:
-    player, _ = await playing.local_episode(opening(f"{SAMPLES}:Unfinished"))
+@pytest.mark.parametrize(
+    ("config", "failure", "said"),
+    [
+        ({"how": "reward"}, Ending.ENV_BAD_REPLY, "Wrong.step_all() gives reward 1.0, which no seat of the round owns"),
+        (
+            {"how": "next"},
+            Ending.ENV_BAD_REPLY,
+            "Wrong.step_all() names seat 'nobody' in acting; the seats are: 'a', 'b'",
+        ),
+        ({}, Ending.ENV_ERROR, "Unfinished names seats in `acting` and does not define step_all"),
+    ],
+)
+async def test_wrong_answers_to_a_round_are_told_too(config: dict[str, str], failure: Ending, said: str) -> None:
+    player, _ = await playing.local_episode(opening(f"{SAMPLES}:{'Wrong' if config else 'Unfinished'}", **config))
     reply = await player.step(votes(0, a="x", b="y"))
-    assert reply.failure == Ending.ENV_ERROR
-    assert "Unfinished names seats in `acting` and does not define step_all" in reply.error
+    assert reply.failure == failure and said in reply.error
 
 
 async def test_a_redelivered_round_is_answered_from_memory() -> None:
