@@ -59,7 +59,7 @@ class Gsm8k(Environment):
         return Questions(config, read(config.split))
 
     async def open(self, row: int, seed: int) -> list[Message]:
-        rows = Questions(self.config, await load(self.config.split))
+        rows = Questions(self.config, await asyncio.to_thread(read, self.config.split))
         number = rows.number(row)
         self.row = rows.rows[number]
         return rows.prompt(number)
@@ -91,12 +91,8 @@ class Questions(DataRows):
         return [user("\n\n".join(part for part in parts if part))]
 
 
-async def load(split: str) -> list[Row]:
-    """Return the rows of a split, read once per process in a thread."""
-    return await asyncio.to_thread(read, split)
-
-
 def read(split: str) -> list[Row]:
+    """Return the rows of a split, read once per process. Blocking."""
     with _one_reader:
         return _read(split)
 

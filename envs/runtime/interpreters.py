@@ -24,9 +24,9 @@ class Interpreters:
             if not os.access(path, os.X_OK) or path.is_dir():
                 problem = f"{path} is not a program on this machine; name the python of a virtual environment"
                 raise SpecError.of(f"env_interpreters.{name}", str(path), problem)
-        self._beside = tempfile.TemporaryDirectory(prefix="opentinker-") if paths else None
-        if self._beside is not None:
-            Path(self._beside.name, "opentinker").symlink_to(package_dir())
+        self._linked = tempfile.TemporaryDirectory(prefix="opentinker-") if paths else None
+        if self._linked is not None:
+            Path(self._linked.name, "opentinker").symlink_to(package_dir())
 
     def of(self, environment: str) -> str:
         """Return the path of an environment's interpreter; empty: this one."""
@@ -35,8 +35,8 @@ class Interpreters:
 
     @property
     def python_path(self) -> str:
-        return "" if self._beside is None else self._beside.name
+        return "" if self._linked is None else self._linked.name
 
     def close(self) -> None:
-        if self._beside is not None:
-            self._beside.cleanup()
+        if self._linked is not None:
+            self._linked.cleanup()

@@ -22,16 +22,14 @@ class Functions:
     """Tool functions of one env worker. Calls that have not returned are counted over all episodes of all jobs."""
 
     def __init__(self) -> None:
-        self._import_tools: dict[str, list[OfferedTool]] = {}
+        self._by_module: dict[str, list[OfferedTool]] = {}
         """Functions by `module` of the spec."""
 
     def load(self, spec: ToolSpec) -> list[OfferedTool]:
         """Return the tools of a spec, importing its module. Blocking. Raise NoTools."""
         assert spec.module is not None
-        if (found := self._import_tools.get(spec.module)) is None:
-            found = self._import_tools.setdefault(
-                spec.module, _import_tools(spec.module)
-            )  # of two concurrent loads the first counts
+        if (found := self._by_module.get(spec.module)) is None:  # of two concurrent loads the first counts
+            found = self._by_module.setdefault(spec.module, _import_tools(spec.module))
         return [msgspec.structs.replace(one, timeout_s=spec.timeout_s) for one in found]
 
 

@@ -52,8 +52,7 @@ class McpConnection:
         self._lost = False
         """The server has gone while the library still waits for it."""
         self._task = asyncio.create_task(self._run(), name=f"mcp {self.name}")
-        self.tools: list[Tool] = []
-        self._complaint = b""
+        self._complaint = _OutputEnd()
         self._excess = ""
         """The limit that the server violated."""
 
@@ -67,7 +66,7 @@ class McpConnection:
         one = cls(spec)
         try:
             async with asyncio.timeout(spec.timeout_s):
-                one.tools = await asyncio.shield(one._opened)
+                await asyncio.shield(one._opened)
         except TimeoutError:
             await one.close()
             raise NoTools(f"MCP server {one.name!r} did not answer within {spec.timeout_s:g} s") from None
@@ -84,7 +83,7 @@ class McpConnection:
     def offered(self) -> list[OfferedTool]:
         return [
             OfferedTool(tool=tool, run=partial(self._call, tool.name), timeout_s=self._spec.timeout_s)
-            for tool in self.tools
+            for tool in self._opened.result()
         ]
 
     async def close(self) -> None:
@@ -106,7 +105,7 @@ class McpConnection:
                 self._opened.set_result(await _list_tools(client))
                 await self._over.wait()
         except Exception as error:  # noqa: BLE001 - the server's doing, or of the library on its behalf
-            said = f" ({self._complaint.decode(errors='replace')})" if self._complaint else ""
+            said = f" ({self._complaint.kept.decode(errors='replace')})" if self._complaint.kept else ""
             why = self._excess or _why(error) + said
             if self._opened.done():
                 log.warning("mcp_server_lost", server=self.name, error=why)
@@ -143,15 +142,12 @@ class McpConnection:
         """The server's stderr, of which the end is kept."""
         reading, writing = os.pipe()
         loop = asyncio.get_running_loop()
-        transport, _ = await loop.connect_read_pipe(lambda: _Listener(self), os.fdopen(reading, "rb", 0))
+        transport, _ = await loop.connect_read_pipe(lambda: self._complaint, os.fdopen(reading, "rb", 0))
         try:
             with os.fdopen(writing, "w") as stderr:
                 yield stderr
         finally:
             transport.close()
-
-    def hear(self, data: bytes) -> None:
-        self._complaint = (self._complaint + data)[-COMPLAINT_BYTES:]
 
     async def _call(self, name: str, arguments: dict[str, Any]) -> str:
         """Call a tool. Raise ToolError with the server's error, or if it is gone."""
@@ -181,12 +177,11 @@ class McpConnection:
         return text
 
 
-class _Listener(asyncio.Protocol):
-    def __init__(self, connection: McpConnection) -> None:
-        self._connection = connection
+class _OutputEnd(asyncio.Protocol):
+    kept = b""
 
     def data_received(self, data: bytes) -> None:
-        self._connection.hear(data)
+        self.kept = (self.kept + data)[-COMPLAINT_BYTES:]
 
 
 def _text(block: Any) -> str:

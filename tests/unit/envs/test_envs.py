@@ -163,9 +163,9 @@ async def test_guess_number_shaped_pays_for_closeness_but_less_than_for_a_hit() 
     assert rewards[0] == 1.0 > rewards[1] > rewards[2] > 0.0
 
 
-async def test_every_gsm8k_row_scores_its_own_answer() -> None:
+def test_every_gsm8k_row_scores_its_own_answer() -> None:
     for split, rows in (("train", 7473), ("test", 1319)):
-        loaded = await gsm8k.load(split)
+        loaded = gsm8k.read(split)
         assert len(loaded) == rows
         for row in loaded:
             assert gsm8k.answer_of(row.answer) == Decimal(row.answer.split("####")[1].strip().replace(",", ""))
