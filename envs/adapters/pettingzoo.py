@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, Field
 
 from opentinker.envs.adapters import card_games, env_notes
-from opentinker.envs.adapters.library import ActionConfig, Illegal, Randomness, episode_seed, refusal
+from opentinker.envs.adapters.library import ActionConfig, Illegal, Randomness, episode_seed
 from opentinker.envs.base import Action, Environment, Opening, Step, user
 from opentinker.shared.types.core import Message
 
@@ -191,16 +191,12 @@ class PettingZoo(Environment):
 
     def _refuse(self, seat: str, why: Exception) -> Step:
         self._illegal[seat] += 1
-        over = self._illegal[seat] >= self.config.max_illegal
-        components = {"illegal": -self.config.penalty} | ({"forfeit": -self.config.forfeit} if over else {})
-        return Step(
-            messages=[user(refusal(why, self._allowed_actions(seat)))],
-            reward=sum(components.values()),
-            components=components,
-            done=over,
-            seat=seat,
-            metrics=self._metrics(),
-        )
+        step = self.config.refuse(why, self._allowed_actions(seat), self._illegal[seat], self._metrics())
+        step.seat = seat
+        if step.done:
+            step.components["forfeit"] = -self.config.forfeit
+            step.reward -= self.config.forfeit
+        return step
 
     def _metrics(self) -> dict[str, float]:
         returns = {f"return/{seat}": value for seat, value in self._returns.items()}

@@ -149,12 +149,6 @@ class PhoneHandler(BaseHTTPRequestHandler):
     server: PhoneHttpServer
 
     def do_GET(self) -> None:
-        self._serve()
-
-    def do_POST(self) -> None:
-        self._serve()
-
-    def _serve(self) -> None:
         try:
             status, answer = 200, self._answer()
         except WrongRequest as error:
@@ -167,6 +161,8 @@ class PhoneHandler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
+
+    do_POST = do_GET
 
     def _answer(self) -> Answer:
         parts = urlsplit(self.path)

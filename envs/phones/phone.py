@@ -107,9 +107,7 @@ class Phone(Environment):
 
     def _refuse(self, why: Illegal) -> Step:
         self._illegal += 1
-        over = self._illegal >= self.config.max_illegal
-        cost = -self.config.penalty
-        return self._next(Step(reward=cost, components={"illegal": cost}, done=over), refusal(why, ""))
+        return self._next(self.config.refuse(why, "", self._illegal, {}), refusal(why, ""))
 
     def _next(self, step: Step, words: str) -> Step:
         """Add what the policy sees next: the screen, or only words about an action that changed nothing."""
