@@ -43,7 +43,7 @@ from opentinker.shared.asyncio_tools import sleep
 from opentinker.shared.backoff import exponential_delay_s
 from opentinker.shared.config import Settings
 from opentinker.shared.runtime.service import Context
-from opentinker.shared.types.core import JobRecord, JobState, Pool, WorkerInfo
+from opentinker.shared.types.core import JobState, Pool, WorkerInfo
 
 log = structlog.get_logger()
 
@@ -136,7 +136,8 @@ class Autoscaler:
         cluster = Cluster(workers, leases, self._overdue.find(workers, leases))
         active = await self.ctx.store.active_jobs()
         held = {job.id for job in active if job.state.held}
-        jobs = [job for job in active if _wants_workers(job) and not waits_for_source(job, held)]
+        awake = [job for job in active if (job.id in held or job.state == JobState.QUEUED) and not job.asleep]
+        jobs = [job for job in awake if not waits_for_source(job, held)]
         view = await view_of(self.ctx, cluster, jobs, self.starting)
         here, taken = Counter(one.pool for one in launched), beating | {one.name for one in launched}
         room: dict[str, Slot] = {}
@@ -200,7 +201,3 @@ class Autoscaler:
         self._fresh.add(name)
         await self.launcher.start(slot.pool, name)
         self.starting[name] = slot
-
-
-def _wants_workers(job: JobRecord) -> bool:
-    return (job.state.held or job.state == JobState.QUEUED) and not job.asleep

@@ -33,17 +33,8 @@ LINES = Counter("opentinker_audit_lines", "Lines of the audit log", ["written"],
 for _written in ("yes", "no"):
     LINES.labels(_written)  # from zero on: Prometheus sees no rate in a series that begins with its first event
 
-WATCHED = frozenset(
-    (
-        Action.JOBS_WRITE,
-        Action.CHECKPOINTS_READ,
-        Action.ENVIRONMENTS_WRITE,
-        Action.ENVIRONMENTS_SERVE,
-        Action.KEYS_WRITE,
-        Action.CHECKPOINTS_WRITE,
-        Action.SERVER_WRITE,
-    )
-)
+WATCHED = {action for action in Action if action.endswith(":write")}
+WATCHED |= {Action.CHECKPOINTS_READ, Action.ENVIRONMENTS_SERVE}
 REFUSED = (401, 403)
 REFUSALS_PER_S, REFUSALS_BURST = 5.0, 100.0
 """Beyond, refused requests are counted, and the count stands in the next line of one."""

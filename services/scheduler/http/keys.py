@@ -1,4 +1,5 @@
-"""Handlers of /v1/keys, /v1/shares and /v1/tenants. A key's secret is in one answer alone: the one that makes it.
+"""Handlers of /v1/keys, /v1/shares, /v1/tenants and /v1/webhook-secret. A key's secret
+is in one answer alone: the one that makes it.
 
 No one grants more than they have: creating, rotating or revoking a key requires all rights of that key.
 """
@@ -21,6 +22,7 @@ from opentinker.shared.runtime.service import Context
 from opentinker.shared.security.authorization import DEFAULT_TENANT, MAY, Action, Role, outranks
 from opentinker.shared.security.key_text import KEY_ID, new_key
 from opentinker.shared.state.keys import TENANT, Key, KeyStore
+from opentinker.shared.state.notifications import Notifications
 from opentinker.shared.types.errors import Conflict, NotFound, SpecError
 from opentinker.shared.types.mistakes import Mistakes
 
@@ -88,7 +90,7 @@ class KeysApi:
     def __init__(self, ctx: Context) -> None:
         self._jobs = ctx.store
         self._env, self._asks = ctx.settings.key_env, ctx.settings.auth
-        self._keys = KeyStore(ctx.store.redis)
+        self._keys, self._notifications = KeyStore(ctx.store.redis), Notifications(ctx.store.redis)
 
     @Route("POST", "/v1/keys", Action.KEYS_WRITE, status=201, body=NewKey, answer=api_types.MadeKey)
     async def create(self, request: web.Request) -> web.Response:
@@ -186,6 +188,17 @@ class KeysApi:
         """List tenants."""
         found = await self._keys.tenants()
         return json_response({"tenants": [{"name": name, "since": since} for name, since in found.items()]})
+
+    @Route("GET", "/v1/webhook-secret", Action.JOBS_WRITE, answer=api_types.WebhookSecret)
+    async def webhook_secret(self, request: web.Request) -> web.Response:
+        """Show the secret that your tenant's webhooks are signed with."""
+        return json_response({"secret": await self._notifications.secret(tenant_of(request))}, headers=NO_STORE)
+
+    @Route("POST", "/v1/webhook-secret", Action.JOBS_WRITE, answer=api_types.WebhookSecret)
+    async def renew_webhook_secret(self, request: web.Request) -> web.Response:
+        """Replace the secret that your tenant's webhooks are signed with; the old one is used no more."""
+        secret = await self._notifications.secret(tenant_of(request), renew=True)
+        return json_response({"secret": secret}, headers=NO_STORE)
 
     async def _found(self, request: web.Request) -> Key:
         """Raises NotFound, HTTPForbidden; a key of another tenant looks like one that does not exist."""

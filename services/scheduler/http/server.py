@@ -47,7 +47,6 @@ from opentinker.services.scheduler.http.usage import UsageApi
 from opentinker.services.scheduler.http.validate import ValidateApi
 from opentinker.services.scheduler.inference.inference_api import InferenceApi
 from opentinker.services.scheduler.inference.router import InferenceRouter
-from opentinker.services.scheduler.notifications.secret_api import WebhookSecretApi
 from opentinker.shared import api_types
 from opentinker.shared.messaging.subjects import STREAMS, WAKE
 from opentinker.shared.runtime.service import Context
@@ -80,7 +79,6 @@ class Api:
             gateway,
             KeysApi(ctx),
             UsageApi(jobs),
-            WebhookSecretApi(ctx),
             ValidateApi(ctx),
             self,
             Page(ctx.settings.nats_websocket_url),

@@ -130,13 +130,10 @@ def _jobs(trials: list[Trial]) -> list[str]:
 
 
 def _summary(sweep: SweepSummary) -> dict[str, Any]:
-    names = ("id", "name", "kind", "tenant", "key", "reason", "planned", "method", "metric", "goal")
+    names = ("id", "name", "kind", "tenant", "state", "created", "updated", "key", "reason", "planned")
     done = sweep.progress
     return {
-        **{name: getattr(sweep, name) for name in names},
-        "state": sweep.state.value,
-        "created": sweep.created,
-        "updated": sweep.updated,
+        **{name: getattr(sweep, name) for name in (*names, "method", "metric", "goal")},
         "finished": sweep.finished or None,
         "trials": done.states,
         "jobs": done.jobs,

@@ -143,28 +143,19 @@ async def _without_sandboxes(ctx: Context) -> EnvCheckReply | None:
 
 
 def _named(data: Any, spec: JobSpec | None, own_jobs: list[str]) -> EnvCheck | None:
-    if spec is not None:
-        if not spec.environment.name:
-            return None
-        return _check(spec.environment, own_jobs, bots_of(spec.seats), forks=is_tree(spec))
+    if spec is not None and not spec.environment.name:
+        return None
     raw = data.get("environment") if isinstance(data, dict) else None
     try:
-        return _check(EnvironmentSpec.model_validate(raw), own_jobs)
+        part = EnvironmentSpec.model_validate(raw) if spec is None else spec.environment
     except ValueError:
         return None
-
-
-def _check(
-    part: EnvironmentSpec, own_jobs: list[str], bots: dict[str, str] | None = None, *, forks: bool = False
-) -> EnvCheck:
-    tools = [tool.model_dump() for tool in part.tools]
-    isolation = part.isolation or "process"
     return EnvCheck(
         name=part.name,
         config=part.config,
-        isolation=isolation,
-        tools=tools,
+        isolation=part.isolation or "process",
+        tools=[tool.model_dump() for tool in part.tools],
         own_jobs=own_jobs,
-        bots=bots or {},
-        forks=forks,
+        bots={} if spec is None else bots_of(spec.seats),
+        forks=spec is not None and is_tree(spec),
     )

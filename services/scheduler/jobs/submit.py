@@ -24,7 +24,7 @@ from opentinker.services.scheduler.jobs import (
 from opentinker.services.scheduler.jobs import check_start_checkpoint as starting
 from opentinker.services.scheduler.jobs.check_dataset import absolute, check_data
 from opentinker.services.scheduler.jobs.disk_threads import ReferencesAway, on_disk
-from opentinker.services.scheduler.notifications.check_notify import check_notify
+from opentinker.services.scheduler.notifications.delivery import check_notify
 from opentinker.shared.config import Settings
 from opentinker.shared.data.dry_run import loads_weights
 from opentinker.shared.data.readable_paths import readable_by

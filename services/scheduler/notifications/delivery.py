@@ -1,4 +1,5 @@
-"""Delivers one notification: a signed webhook, a text for Slack, or an e-mail by the operator's server.
+"""Checks a job's [[notify]], and delivers one notification: a signed webhook, a text for Slack, or an e-mail by the
+operator's server.
 
 A webhook is signed as https://www.standardwebhooks.com has it: `webhook-signature: v1,BASE64` is the HMAC-SHA256 of
 `webhook-id.webhook-timestamp.body` with the tenant's secret (`opentinker webhook-secret`), without its prefix and
@@ -17,6 +18,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from email.headerregistry import Address
 from email.message import EmailMessage
+from typing import Any
 
 import aiohttp
 import orjson
@@ -24,6 +26,7 @@ import orjson
 from opentinker.shared.config import Settings
 from opentinker.shared.security.egress import Egress
 from opentinker.shared.security.secrets import read_secret
+from opentinker.shared.spec import JobSpec
 from opentinker.shared.spec.notify import NotifySpec
 from opentinker.shared.state.notifications import PREFIX, Message
 from opentinker.shared.types.errors import OpenTinkerError
@@ -36,7 +39,7 @@ WORDS = {"alarm": "needs a look", "target": "has reached its target"}
 
 
 _MAILERS = ThreadPoolExecutor(4, thread_name_prefix="mail")
-"""A mail server that hangs holds these threads, and nobody else's."""
+"""Own threads: a mail server that hangs holds up no other work."""
 
 
 class NotDelivered(OpenTinkerError):
@@ -114,3 +117,26 @@ def _mail(message: Message, address: str, settings: Settings) -> None:
         if settings.smtp_user and settings.smtp_password_file is not None:
             server.login(settings.smtp_user, read_secret(settings.smtp_password_file, "smtp_password_file"))
         server.send_message(mail)
+
+
+async def check_notify(settings: Settings, spec: JobSpec | None) -> list[dict[str, Any]]:
+    """Check at submission that webhooks may be reached from here and mail may go to its addresses. Nothing is sent."""
+    egress = Egress(tuple(settings.env_egress_allow))
+    mistakes: list[dict[str, Any]] = []
+    for place, entry in enumerate(spec.notify if spec is not None else ()):
+        if entry.url is not None:
+            if problem := await egress.refusal(entry.url):
+                mistakes.append({"field": f"notify.{place}.url", "value": entry.url, "problem": problem})
+        elif problem := _mail_problem(settings, str(entry.email)):
+            mistakes.append({"field": f"notify.{place}.email", "value": entry.email, "problem": problem})
+    return mistakes
+
+
+def _mail_problem(settings: Settings, address: str) -> str:
+    if not settings.smtp_host:
+        return "this server sends no mail: its operator sets smtp_host, or use a webhook (url)"
+    domain = address.rpartition("@")[2].lower()
+    if domain in settings.smtp_domains or "*" in settings.smtp_domains:
+        return ""
+    allowed = ", ".join(settings.smtp_domains) or "none"
+    return f"this server sends no mail to {domain}; to: {allowed} (operator setting smtp_domains)"
