@@ -1,6 +1,6 @@
 """Lists a job's artifacts: files in its directory and in the artifact store. Read only.
 
-    {data_dir}/jobs/{job}           the workshop: what trainers and others write while the job goes on
+    {data_dir}/jobs/{job}           the workshop: what trainers and others write while the job runs
     artifact store {tenant}/{job}   what `archiver.py` has put there, by the job's rules; the index is in Redis
 
 If both have a checkpoint of the same step, the workshop's wins: a resumed trainer may have written it again.

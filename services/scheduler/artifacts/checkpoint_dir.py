@@ -1,7 +1,7 @@
 """Checkpoints as the API shows them: those in a job's directory, and one tar stream made on the fly. Read only.
 
 The trainer writes `{data_dir}/jobs/{job}/checkpoints/step-NNNNNN` with `manifest.json`; only what a manifest names
-leaves the machine. The tar is the same to the byte whenever it is made, so that a download can go on where it broke
+leaves the machine. The tar is the same to the byte whenever it is made, so that a download can resume where it broke
 off.
 
 On its way into the artifact store a checkpoint is staged: its files get second names, which no trainer sweeps.

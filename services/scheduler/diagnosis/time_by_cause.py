@@ -2,7 +2,7 @@
 
 The trainer decides: while it computes, the time is its own. While it waits, the time belongs to what it waits for:
 generation, environments and evaluations side by side, by how many episodes are in each; frozen models, if nothing else
-is busy; and `nothing`, if nobody does anything for the job.
+is busy; and `nothing`, if no worker does anything for the job.
 """
 
 from __future__ import annotations

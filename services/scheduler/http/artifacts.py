@@ -1,6 +1,6 @@
 """Handlers of what jobs leave behind: checkpoints and files, listed and downloaded.
 
-download   consumes Range and If-Range; produces the bytes from there on, with what a client needs to go on later
+download   consumes Range and If-Range; produces the bytes from there on, with what a client needs to resume later
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The dashboard, as browsers get it: one page at `/`, the HTTP API at `/docs`, and what both load below `/page/`.
 
-    dashboard/ --make dashboard--> page/ beside this file --index, part--> a browser, which asks the API as anybody does
+    dashboard/ --make dashboard--> services/scheduler/page/ --index, part--> a browser, a client of the API like others
 
-The page has no rights of its own, and its policy allows it to load from and connect to only this server and the message
-server: no foreign script can run in it, regardless of the contents of names and transcripts.
+The page has only the rights of its user's key, and its policy allows it to load from and connect to only this server
+and the message server: no foreign script can run in it, regardless of the contents of names and transcripts.
 """
 
 from __future__ import annotations

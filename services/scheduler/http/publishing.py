@@ -177,7 +177,7 @@ class PublishingApi:
         return steps, size
 
     async def _delete_files(self, prefix: str, what: str) -> None:
-        """Delete what the job's directory has. Raises Conflict: another call goes on with it."""
+        """Delete what the job's directory has. Raises Conflict if some of it is left, which another call removes."""
         try:
             await self.artifacts.workshop.delete(prefix)
         except StoreUnavailable as error:

@@ -174,7 +174,7 @@ class InferenceRouter:
         tries, begun = RoutingAttempts(job.spec["serving"].get("wake_s") or WORKER_TIMEOUT_S), False
         while True:
             replica = await self._choose(job, ask, tries)
-            asked = msgspec.structs.replace(ask, id=f"{ask.id}-{uuid.uuid4().hex[:6]}")  # one that is lost may go on
+            asked = msgspec.structs.replace(ask, id=f"{ask.id}-{uuid.uuid4().hex[:6]}")  # a lost one may answer yet
             try:
                 async with aclosing(self._ask(replica.address, asked)) as pieces:
                     async for piece in pieces:

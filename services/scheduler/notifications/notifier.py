@@ -2,7 +2,7 @@
 
     look   consumes events and metrics of jobs that notify; produces messages in Redis; waits LOOK_S
     send   consumes messages that are due; produces webhooks and e-mails, AT_ONCE of each tenant at the same time, so
-           that a receiver who hangs keeps up nobody else's; waits SEND_S
+           that a receiver who hangs delays no other tenant's; waits SEND_S
 
 A message is kept in Redis before what it tells of counts as seen, so a killed scheduler loses none; one may be sent
 twice, with the same id. It is tried TRIES times, over about an hour.
@@ -35,20 +35,20 @@ log = structlog.get_logger()
 
 LOOK_S, SEND_S = 2.0, 0.5
 METRICS_S = 10.0
-"""Metrics of a job of which nothing else has changed are read again after so long."""
+"""Interval at which metrics of a job are read again if nothing else of it has changed."""
 LATE_S = 30.0
-"""After the end of a job, metrics may still come for so long."""
+"""Time after the end of a job within which metrics may still arrive."""
 MAILS = 200
 """Per tenant and hour; further ones wait."""
 TRIES = 9
 FIRST_RETRY_S, MAX_RETRY_S = 10.0, 1200.0
 AT_ONCE = 5
 UNKNOWN_S = 300.0
-"""A job that is not there so long after it was announced was never stored."""
+"""Time after its announcement from which on a missing job counts as never stored."""
 POINTS = 1000
 STATES = ("succeeded", "failed", "cancelled")
 HIDDEN = ("id", "event", "time", "state")
-"""Of an event: what the message has elsewhere, or nobody needs."""
+"""Fields of an event that a message leaves out, or has elsewhere."""
 
 
 class Notifier:

@@ -1,7 +1,7 @@
 """Elects the scheduler that places jobs, issues tickets and cleans up. All schedulers serve HTTP.
 
-    lead loop   renews the lease on `leader` in Redis; waits a fifth of its length; the work of the leader runs beside
-                it, and ends when another one leads
+    lead loop   renews the lease on `leader` in Redis; waits a fifth of its length; the leader's work runs concurrently
+                and ends when another one leads
 
 A leader that dies is followed by another within worker_ttl_s, one that is stopped in good order or started again at
 once. What a leader writes into leases carries the number of its leadership, and Redis refuses that of an earlier one:

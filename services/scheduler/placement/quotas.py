@@ -21,7 +21,7 @@ class Used(msgspec.Struct, frozen=True):
 
 
 def used_up(limits: TenantLimits, used: Used) -> str:
-    """In words, why no job of the tenant may go on today."""
+    """Describe why no job of the tenant may continue today; empty if jobs may."""
     for name, seconds, most in (
         ("worker", used.worker_s, limits.worker_seconds_per_day),
         ("GPU", used.gpu_s, limits.gpu_seconds_per_day),

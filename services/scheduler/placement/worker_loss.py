@@ -2,8 +2,8 @@
 
 A job fails for what it does itself. A trainer's loss counts unless the trainer had made a step since it was loaded, and
 not ended at the very step where the one before it did; nothing counts of a worker that was told to stop, or whose lease
-is older than the leadership of the scheduler: then scheduler and worker have ended together, or one of them while
-nobody looked. Nor does a loss count while the scheduler has no connection to NATS, or soon after that:
+is older than the leadership of the scheduler: then scheduler and worker have ended together, or one of them while no
+scheduler was leading. Nor does a loss count while the scheduler has no connection to NATS, or soon after that:
 the outage may have ended the worker.
 """
 

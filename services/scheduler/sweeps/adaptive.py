@@ -1,4 +1,4 @@
-"""Adaptive search and the importance of settings, by Optuna. Its study is made anew from the trials each time, so
+"""Adaptive search and the importance of settings, by Optuna. Its study is rebuilt from the trials each time, so
 nothing but the trials has to be stored. Blocking: callers use a thread."""
 
 from __future__ import annotations

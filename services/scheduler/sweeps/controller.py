@@ -1,9 +1,9 @@
-"""Sweeps: the leading scheduler submits their jobs, reads what these report, and decides which goes on.
+"""Sweeps: the leading scheduler submits their jobs, reads their reports, and decides which continue.
 
     sweep loop     consumes sweeps that run; starts and stops a task for each; waits for a second
     sweep's task   consumes states and metrics of its jobs; produces jobs, cancellations, trials; waits for two seconds
 
-A trial is in Redis before its jobs are submitted, each under an idempotency key of its own, so another leader goes on
+A trial is in Redis before its jobs are submitted, each under its own idempotency key, so another leader continues
 with the same trials and submits nothing twice.
 """
 

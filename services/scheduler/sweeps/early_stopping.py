@@ -11,7 +11,7 @@ from opentinker.shared.types.sweeps import Trial
 
 
 def judge(trial: Trial, trials: Sequence[Trial], table: SweepTable) -> str:
-    """Return why the trial is stopped; empty if it goes on. Sets `trial.judged`: every step is judged once."""
+    """Return why the trial is stopped; empty if it continues. Sets `trial.judged`: every step is judged once."""
     rule = table.early_stopping
     if rule is None:
         return ""

@@ -34,7 +34,7 @@ T = TypeVar("T")
 PAGE = 1000
 REFUSED_S = 600.0
 """Time for which a refused job is submitted again: what its spec refers to was there when the sweep was submitted, and
-may be away for a moment, like a name that cannot be resolved or an environment that nobody serves."""
+may be away for a moment, like a name that cannot be resolved or an environment that is not served."""
 RETRY_S = 15.0
 LATE_S = 10.0
 """Time after a job's end within which its last metrics are expected."""
@@ -89,7 +89,7 @@ class RunningSweep:
             await self._go_on(trials)
         if self.sweep.state is not SweepState.RUNNING:
             self._give_up(trials)
-        await self._save(trials)  # first: another leader must not go on with a trial whose jobs are cancelled
+        await self._save(trials)  # first: another leader must not continue a trial whose jobs are cancelled
         await self._cancel_rest(trials)
         await self._save(trials)
         over = {job.id for trial in trials if not _runs(trial) for job in trial.jobs if job.over}
@@ -230,7 +230,7 @@ class RunningSweep:
 
         try:
             return suggest(self.table, trials)
-        except Exception as error:  # noqa: BLE001 - whatever Optuna raises ends the search
+        except Exception as error:  # noqa: BLE001 - any error of Optuna ends the search
             log.error("search_failed", error=str(error))
             self._search_error = str(error) or type(error).__name__
             return None
@@ -342,7 +342,7 @@ class RunningSweep:
 
         try:
             return importance(self.table, trials)
-        except Exception as error:  # noqa: BLE001 - whatever Optuna raises: the sweep is shown without
+        except Exception as error:  # noqa: BLE001 - after any error of Optuna the sweep is shown without
             log.error("importance_failed", error=str(error))
             return {}
 

@@ -30,7 +30,7 @@ async def cancel_job(ctx: Context, job: str, reason: str, leader: int) -> None:
 
 
 async def abandon(ctx: Context, store: SweepStore, sweep: str, reason: str, leader: int) -> None:
-    """End a sweep that cannot go on, whatever its record and its trials say, and cancel its jobs. Raises NotFound,
+    """End a sweep that cannot continue, regardless of its record and trials, and cancel its jobs. Raises NotFound,
     Fenced."""
     await store.end(sweep, SweepState.FAILED, reason, leader=leader)
     tenant = await store.tenant(sweep)
