@@ -9,7 +9,7 @@ from pydantic import Field
 from opentinker.envs.adapters.library import LibraryConfig, episode_seed
 from opentinker.envs.base import Action, Environment, Step, user
 from opentinker.envs.builtin.alfworld_games import Split, Task, choose, listing, read
-from opentinker.envs.builtin.alfworld_play import Play, command_of
+from opentinker.envs.builtin.alfworld_play import TextWorldGame, command_of
 from opentinker.envs.data import in_event_loop
 from opentinker.shared.types.core import Message
 
@@ -73,7 +73,7 @@ class AlfWorld(Environment):
         game, self._file, self._task = choose(
             config.path, config.split, config.tasks, row=row, seed=config.seed, shuffle=config.shuffle
         )
-        self._play = Play(game, shuffle_names=config.shuffle_names, seed=episode_seed(row, seed))
+        self._play = TextWorldGame(game, shuffle_names=config.shuffle_names, seed=episode_seed(row, seed))
         self._turns = self._invalid = 0
         start = self._play.start
         told = "\n\n".join(part for part in (config.instruction, self._shown(start.text, start.commands)) if part)

@@ -39,7 +39,7 @@ class CommandResult(NamedTuple):
     """Whether the command was possible."""
 
 
-class Play:
+class TextWorldGame:
     """One game, from its start to `close`."""
 
     def __init__(self, game: GameFile, *, shuffle_names: bool, seed: int) -> None:

@@ -22,7 +22,7 @@ from opentinker.envs.import_clock import ImportClock
 from opentinker.envs.phones import leases
 from opentinker.envs.phones.actions import TYPES, PhoneAction
 from opentinker.envs.phones.android_client import PhoneServer
-from opentinker.envs.phones.android_screen import Seen
+from opentinker.envs.phones.android_screen import ScreenView
 from opentinker.envs.phones.phone import Phone, PhoneConfig
 from opentinker.envs.phones.screen import Screen
 from opentinker.envs.remote_server import RemoteFailed
@@ -122,7 +122,7 @@ class AndroidWorld(ImportClock, Phone):
 
     async def _look(self) -> Screen:
         config = self.config
-        self._seen: Seen = await self._phone.look(
+        self._seen: ScreenView = await self._phone.look(
             elements=config.shows_elements, picture=config.shows_picture, max_side=config.max_side
         )
         return self._seen.screen

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from opentinker.envs.base import BadReply, Unreachable
-from opentinker.envs.phones.android_screen import PhoneState, Seen, seen_of
+from opentinker.envs.phones.android_screen import PhoneState, ScreenView, seen_of
 from opentinker.envs.phones.pixels import PIECE_BYTES, PixelReader, shrink
 from opentinker.envs.phones.screen import Screen
 from opentinker.envs.png import png
@@ -73,7 +73,7 @@ class PhoneServer:
         paths = (await self.get("/openapi.json")).get("paths")
         return isinstance(paths, dict) and STATE in paths
 
-    async def look(self, *, elements: bool, picture: bool, max_side: int) -> Seen:
+    async def look(self, *, elements: bool, picture: bool, max_side: int) -> ScreenView:
         """`max_side`: the longest side of the picture; without one, of the screen that positions refer to."""
         if elements:
             return await self._state(picture, max_side)
@@ -88,7 +88,7 @@ class PhoneServer:
                 await asyncio.sleep(0)  # other episodes go on in between
         return reader.finish()
 
-    async def _state(self, picture: bool, max_side: int) -> Seen:
+    async def _state(self, picture: bool, max_side: int) -> ScreenView:
         asked: Parameters = {"wait_to_stabilize": True, "picture": picture, "max_side": max_side}
         async with self._answer("GET", STATE, asked) as response:
             raw = await read_limited(response, STATE_BYTES)
@@ -129,8 +129,8 @@ class PhoneServer:
             raise ours(f"{url}: {why}") from None
 
 
-def _seen(pixels: np.ndarray, max_side: int) -> Seen:
+def _seen(pixels: np.ndarray, max_side: int) -> ScreenView:
     smaller = shrink(pixels, max_side)
     height, width, _ = smaller.shape
     screen = Screen(width=width, height=height, picture=png(smaller))
-    return Seen(screen=screen, scale=float(pixels.shape[1] // width), numbers=[])
+    return ScreenView(screen=screen, scale=float(pixels.shape[1] // width), numbers=[])

@@ -47,7 +47,7 @@ class PhoneState(msgspec.Struct, frozen=True):
     """PNG in base64."""
 
 
-class Seen(msgspec.Struct, frozen=True, kw_only=True):
+class ScreenView(msgspec.Struct, frozen=True, kw_only=True):
     """A screen as the policy sees it, and how to get back to the phone's own."""
 
     screen: Screen
@@ -70,7 +70,7 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
         return fields
 
 
-def seen_of(state: PhoneState, max_side: int) -> Seen:
+def seen_of(state: PhoneState, max_side: int) -> ScreenView:
     """`max_side`: the longest side of the screen that positions refer to. Raise BadReply."""
     if state.width <= 0 or state.height <= 0:
         raise BadReply(f"a phone's screen cannot be {state.width} x {state.height} pixels")
@@ -84,7 +84,7 @@ def seen_of(state: PhoneState, max_side: int) -> Seen:
             if box is not None and _is_on(box, one, state)]  # fmt: skip
     elements = [element for _, element in kept]
     screen = Screen(width=state.width // factor, height=state.height // factor, picture=picture, elements=elements)
-    return Seen(screen=screen, scale=float(factor), numbers=[number for number, _ in kept])
+    return ScreenView(screen=screen, scale=float(factor), numbers=[number for number, _ in kept])
 
 
 def _is_on(box: _Box, one: _UiElement, state: PhoneState) -> bool:

@@ -25,7 +25,7 @@ from typing import Any
 import structlog
 from packaging.specifiers import SpecifierSet
 
-from opentinker.envs.runtime.venv_overlay import Runtime
+from opentinker.envs.runtime.venv_overlay import RuntimePackages
 from opentinker.shared.asyncio_tools import cancel_and_wait, finish_uncancelled, sleep
 from opentinker.shared.data import uploads
 from opentinker.shared.data.uploads import Package, Pin, Reference
@@ -72,7 +72,7 @@ class Packages:
         self._data_dir = data_dir.resolve()
         self._venv_mb = venv_mb
         self._python = os.path.realpath(sys.executable)
-        self._runtime = Runtime()
+        self._runtime = RuntimePackages()
         self._found: dict[str, asyncio.Task[Installed]] = {}
         """By digest."""
 

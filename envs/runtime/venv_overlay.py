@@ -23,7 +23,7 @@ PATH = (OWN, LENT)
 """Directories for PYTHONPATH."""
 
 
-class Runtime:
+class RuntimePackages:
     def __init__(self) -> None:
         self._asked: list[tuple[str, Requirement]] = []
         """Requirements, with the package that has them; empty: our own modules."""

@@ -19,7 +19,7 @@ from opentinker.environment.alfworld import ALFWorldGame
 from opentinker.envs.adapters import library
 from opentinker.envs.base import play_gold
 from opentinker.envs.builtin.alfworld_games import TASKS, NoGames, Split, choose, listing, read
-from opentinker.envs.builtin.alfworld_play import Play, command_of
+from opentinker.envs.builtin.alfworld_play import TextWorldGame, command_of
 from opentinker.envs.game import StepResult, opening_of
 from opentinker.envs.registry import check, find, make
 from opentinker.envs.runtime.child_pool import ChildPool
@@ -246,7 +246,7 @@ async def test_two_games_in_one_process_do_not_disturb_each_other() -> None:
 async def test_the_planner_wins_every_shipped_game_whatever_its_things_are_called() -> None:
     for split in SHIPPED:
         for file, _ in listing(PATH, split):
-            play = Play(read(file), shuffle_names=True, seed=3)
+            play = TextWorldGame(read(file), shuffle_names=True, seed=3)
             for _ in range(20):
                 if (seen := play.say(play.expert())).won:
                     break

@@ -27,7 +27,7 @@ from opentinker.envs.runtime.packages import Packages
 from opentinker.envs.runtime.resolver import Resolver
 from opentinker.envs.runtime.sandboxes import Sandboxes
 from opentinker.envs.runtime.sessions import Sessions
-from opentinker.envs.runtime.venv_overlay import Runtime
+from opentinker.envs.runtime.venv_overlay import RuntimePackages
 from opentinker.sdk.environments import pack
 from opentinker.services.scheduler.environments.upload import Uploads
 from opentinker.shared.config import Settings
@@ -362,7 +362,7 @@ async def test_a_package_that_is_gone_is_said_to_be(worker: Worker) -> None:
 
 
 def test_a_lock_answers_for_what_it_brings_and_we_for_what_we_lend() -> None:
-    runtime = Runtime()
+    runtime = RuntimePackages()
     assert {"/runtime/lent/pydantic", "/runtime/lent/numpy", "/runtime/src/opentinker"} <= set(runtime.binds([]))
     theirs = [Pin("pydantic", "2.12.5", ""), Pin("pydantic-core", "2.41.5", ""), Pin("numpy", "2.0.0", "")]
     assert runtime.conflicts(theirs) == []

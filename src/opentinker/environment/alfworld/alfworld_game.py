@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from opentinker.envs.adapters.library import is_installed
 from opentinker.envs.builtin.alfworld_games import RELEASE, TASKS, GameFile, NoGames, listing, read
-from opentinker.envs.builtin.alfworld_play import CommandResult, Play, command_of
+from opentinker.envs.builtin.alfworld_play import CommandResult, TextWorldGame, command_of
 from opentinker.envs.game import AbstractGame, StepResult
 
 SPLITS = {
@@ -64,7 +64,7 @@ class ALFWorldGame(AbstractGame):
         self._directory = _directory(config, split)
         self._steps = self._invalid = 0
         self._result = self._said = ""
-        self._play: Play | None = None
+        self._play: TextWorldGame | None = None
         self._seen = CommandResult("", [], False, True)
 
     def generate_initial_state(self) -> dict[str, Any]:
@@ -74,7 +74,7 @@ class ALFWorldGame(AbstractGame):
     def reset(self, task_type: str | None = None, seed: int | None = None, **kwargs: Any) -> str:
         self.close()
         game = self.choose(task_type, random.randrange(2**31) if seed is None else seed)
-        self._play = Play(game, shuffle_names=False, seed=0)
+        self._play = TextWorldGame(game, shuffle_names=False, seed=0)
         self._seen, self._steps, self._invalid, self._result, self._said = self._play.start, 0, 0, "", ""
         return self._shown("")
 
