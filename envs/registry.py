@@ -73,16 +73,16 @@ def find(name: str, *, modules: bool = False) -> type[Environment]:
         found: type[Environment] = remote.environment_at(name)
     elif ":" not in name:
         if name not in BUILT_IN:
-            raise _wrong_name(name, f"no such environment{_near(name)}; there are: {', '.join(sorted(BUILT_IN))}")
+            raise wrong_name(name, f"no such environment{_near(name)}; there are: {', '.join(sorted(BUILT_IN))}")
         if name in OPERATORS and not modules:
-            raise _wrong_name(
+            raise wrong_name(
                 name, "runs programs that its config names, which is off here (operator setting env_modules)"
             )
         found = _load(name, BUILT_IN[name])
     elif not _MODULE_CLASS.match(name):
-        raise _wrong_name(name, "not of the form module:Class, e.g. my_package.games:Chess")
+        raise wrong_name(name, "not of the form module:Class, e.g. my_package.games:Chess")
     elif not modules:
-        raise _wrong_name(name, "module:Class environments are switched off here (operator setting env_modules)")
+        raise wrong_name(name, "module:Class environments are switched off here (operator setting env_modules)")
     else:
         found = _load(name, name)
     _found[name] = found
@@ -130,7 +130,7 @@ def check_fork(name: str, found: type[Environment]) -> None:
         why = (
             f"cannot fork: {found.__name__} does not set can_fork = True, and algorithm.advantage = 'agent_turn' plays "
         )
-        raise _wrong_name(name, f"{why}every candidate of a turn on a copy of the episode")
+        raise wrong_name(name, f"{why}every candidate of a turn on a copy of the episode")
 
 
 def rehearse(
@@ -143,7 +143,7 @@ def rehearse(
         made = found(settings) if found.bots is not None else None
     except Exception as error:  # noqa: BLE001 - a library's or user's code: its exception is the answer
         why = error_sentence("".join(traceback.format_exception_only(error)))
-        raise _wrong_name(name, f"cannot be played by the env workers here: {why}") from None
+        raise wrong_name(name, f"cannot be played by the env workers here: {why}") from None
     if made is None:
         return ()
     resolve_bots(made, bots or {})
@@ -169,19 +169,19 @@ def _load(name: str, path: str) -> type[Environment]:
     try:
         found = getattr(import_module(module_name), class_name)
     except ImportError as error:
-        raise _wrong_name(name, f"cannot be imported: {error}") from None
+        raise wrong_name(name, f"cannot be imported: {error}") from None
     except AttributeError:
-        raise _wrong_name(name, f"module {module_name} has no {class_name}") from None
+        raise wrong_name(name, f"module {module_name} has no {class_name}") from None
     if isinstance(found, type) and issubclass(found, AbstractGame):
         return environment_of(found)
     if not (isinstance(found, type) and issubclass(found, Environment)):
-        raise _wrong_name(name, f"{class_name} is not a subclass of opentinker.Environment, nor of AbstractGame")
+        raise wrong_name(name, f"{class_name} is not a subclass of opentinker.Environment, nor of AbstractGame")
     for field in ("cost", "recycle_after", "memory_mb"):
         value = getattr(found, field)
         if not (isinstance(value, int | float) and value > 0) and (field == "cost" or value is not None):
-            raise _wrong_name(name, f"{class_name}.{field} must be above 0, not {value!r:.60}")
+            raise wrong_name(name, f"{class_name}.{field} must be above 0, not {value!r:.60}")
     if not found.blocking and (found.recycle_after or found.memory_mb):
-        raise _wrong_name(name, f"{class_name}: recycle_after and memory_mb are for processes: set blocking = True")
+        raise wrong_name(name, f"{class_name}: recycle_after and memory_mb are for processes: set blocking = True")
     return found
 
 
@@ -190,5 +190,5 @@ def _near(name: str) -> str:
     return f" (did you mean {' or '.join(near)}?)" if near else ""
 
 
-def _wrong_name(name: str, problem: str) -> SpecError:
+def wrong_name(name: str, problem: str) -> SpecError:
     return SpecError.of("environment.name", name, problem)

@@ -22,12 +22,12 @@ Reader = Callable[[Any, Any, Any], str]
 
 
 def reader(id: str) -> Reader | None:
-    """Return what puts the observations of a game into words; None if the game is none of these."""
+    """Return the reader of a game's observations; None if the game is not one of these."""
     return READERS.get(base_name(id))
 
 
 def actions_of(id: str, environment: Any) -> list[str]:
-    """Return the names of a game's actions, which depend on its settings; empty if the game is none of these."""
+    """Return the names of a game's actions, which depend on its settings; empty for every other game."""
     if base_name(id) != "hanabi":
         return []
     state = _open_spiel(environment)
@@ -48,8 +48,8 @@ def _hanabi_action(verb: str, *rest: str) -> str:
 
 
 def _hanabi(environment: Any, agent: Any, _: Any) -> str:
-    """Say what OpenSpiel's lines tell the player: `XX || X3|RYB3` is a card that has been called a 3 and may be red,
-    yellow or blue."""
+    """Put OpenSpiel's lines for the player into words: `XX || X3|RYB3` is a card that has been called a 3 and may be
+    red, yellow or blue."""
     agents = list(environment.possible_agents)
     me = agents.index(agent)
     table, _, rest = _open_spiel(environment).observation_string(me).partition("Hands:")

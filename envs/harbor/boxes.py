@@ -1,7 +1,7 @@
 """The sandboxes of Harbor tasks in one process: makes workspaces, and keeps some of them started in advance.
 
 After the first episode of an image, the sandboxes of the next ones are started while it is played (`harbor_warm` in
-all, of the images used last). One that nobody has asked for in WARM_S ends.
+all, of the images used last). One that is not taken within WARM_S ends.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Boxes:
 
     @classmethod
     async def open(cls, settings: Settings) -> Boxes:
-        """Raises Unavailable, OSError. Removes what processes that were killed have left."""
+        """Raises Unavailable, OSError. Removes leftovers of killed processes."""
         kind = DockerRuntime if settings.harbor_sandbox == "docker" else OverlayRuntime
         one = cls(await kind.open(settings), settings)
         await asyncio.to_thread(one._prepare)
@@ -142,7 +142,7 @@ class Boxes:
 
 
 async def _close(workspace: Workspace) -> None:
-    """Close one that nobody has used. What an engine that does not answer leaves is removed by the next process."""
+    """Close an unused one. Leftovers of an engine that does not answer are removed by the next process."""
     with contextlib.suppress(Unavailable, OSError):
         await workspace.close()
 
@@ -164,7 +164,7 @@ async def boxes() -> Boxes:
 
 
 async def close_boxes() -> None:
-    """End what `boxes` has opened in the running event loop."""
+    """Close the sandboxes of the running event loop, if `boxes` has opened any."""
     found = _of_loops.pop(asyncio.get_running_loop(), None)
     if found is not None:
         with contextlib.suppress(Unavailable, OSError):

@@ -108,7 +108,7 @@ class AndroidWorld(ImportClock, Phone):
                 return goal
 
     async def _take(self, lost: dict[str, str]) -> leases.PhoneLease:
-        """Return a phone that nobody plays on and that is not lost, waiting for one as long as it takes. The episode's
+        """Return a free phone that is not lost, waiting for one as long as it takes. The episode's
         clock stands still meanwhile."""
         place = leases.home()
         phones = [url for url in self.config.phones if url not in lost]

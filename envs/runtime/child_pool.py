@@ -18,6 +18,7 @@ from weakref import WeakSet
 
 import msgspec
 
+from opentinker.envs.registry import wrong_name
 from opentinker.envs.runtime.child_process import EnvironmentChild, Start, start_plain
 from opentinker.envs.runtime.child_protocol import ChildAnswer
 from opentinker.envs.runtime.data_rows import sound_rows
@@ -120,9 +121,11 @@ class ChildPool:
                 if not answer.errors and answer.reply.failure is None and request.config is not None:
                     answer = await _rehearse(child, request)
             except TimeoutError:
-                return _refusal(request.name, f"importing it and checking its config took more than {CHECK_S:g} s")
+                problem = f"importing it and checking its config took more than {CHECK_S:g} s"
+                return EnvCheckReply(errors=wrong_name(request.name, problem).mistakes)
         if answer.reply.failure is not None:
-            return _refusal(request.name, sound(answer.reply, "", player=False).error)
+            problem = sound(answer.reply, "", player=False).error
+            return EnvCheckReply(errors=wrong_name(request.name, problem).mistakes)
         return sound_check(answer.errors, answer.seats)
 
     async def rows(self, request: EnvRows) -> EnvRowsReply:
@@ -265,7 +268,3 @@ async def _rehearse(child: EnvironmentChild, request: EnvCheck) -> ChildAnswer:
             return await child.call("rehearse", request)
     except TimeoutError:
         return ChildAnswer(0, SessionReply(worker=""))
-
-
-def _refusal(name: str, problem: str) -> EnvCheckReply:
-    return EnvCheckReply(errors=[{"field": "environment.name", "value": name, "problem": problem}])

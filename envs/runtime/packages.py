@@ -25,13 +25,13 @@ from typing import Any
 import structlog
 from packaging.specifiers import SpecifierSet
 
+from opentinker.envs.registry import wrong_name
 from opentinker.envs.runtime.venv_overlay import RuntimePackages
 from opentinker.shared.asyncio_tools import cancel_and_wait, finish_uncancelled, sleep
 from opentinker.shared.data import uploads
 from opentinker.shared.data.uploads import Package, Pin, Reference
 from opentinker.shared.durable_files import make_directories, sync_directory, sync_tree
 from opentinker.shared.types import codec
-from opentinker.shared.types.errors import SpecError
 
 BUILD_TIMEOUT_S = 600.0
 POLL_S = 0.2
@@ -84,7 +84,7 @@ class Packages:
         """
         reference = uploads.parse(name)
         if not reference.digest:
-            raise _mistake(name, "has no version and digest: the scheduler gives both when a job is submitted")
+            raise wrong_name(name, "has no version and digest: the scheduler gives both when a job is submitted")
         making = self._found.get(reference.digest)
         if making is None or (making.done() and not _exists(making)):
             making = self._found[reference.digest] = asyncio.get_running_loop().create_task(self._install(reference))
@@ -101,12 +101,12 @@ class Packages:
             package = await asyncio.to_thread(uploads.intact, self._data_dir, reference.digest)
         except FileNotFoundError:
             why = "it was deleted, or this env worker has another data_dir than the scheduler"
-            raise _mistake(str(reference), f"is not in {uploads.home(self._data_dir)}: {why}") from None
+            raise wrong_name(str(reference), f"is not in {uploads.home(self._data_dir)}: {why}") from None
         except (OSError, codec.WireError) as error:
             again = f"push it again to repair it: `opentinker env push DIR --name {reference.name}`"
-            raise _mistake(str(reference), f"is damaged on the server's disk ({error}); {again}") from None
+            raise wrong_name(str(reference), f"is damaged on the server's disk ({error}); {again}") from None
         if not SpecifierSet(package.python).contains(platform.python_version(), prereleases=True):
-            raise _mistake(
+            raise wrong_name(
                 str(reference), f"is for Python {package.python}; env workers here run {platform.python_version()}"
             )
         files = uploads.package_dir(self._data_dir, reference.digest) / "files"
@@ -118,7 +118,7 @@ class Packages:
             # uv's result for a uv.lock also depends on the project, so projects must not share it
             venv = venvs / _short(f"{built_for} {uploads.normal_of(pins)}")
             if conflicts := self._runtime.conflicts(pins):
-                raise _mistake(str(reference), f"its lock pins {'; '.join(conflicts)}: lock versions of that range")
+                raise wrong_name(str(reference), f"its lock pins {'; '.join(conflicts)}: lock versions of that range")
             if not venv.is_dir():
                 await self._make(str(reference), pins, venv)
         return Installed(package, files, venv, self._runtime.binds(pins))
@@ -172,7 +172,7 @@ class Packages:
         size = await asyncio.to_thread(_bytes_of, work)
         if self._venv_mb is not None and size > self._venv_mb << 20:
             problem = f"its virtual environment takes more than {self._venv_mb} MB (upload_venv_mb): lock less"
-            raise _mistake(name, problem)
+            raise wrong_name(name, problem)
         return size
 
 
@@ -220,14 +220,14 @@ async def _uv(name: str, *arguments: str, cwd: Path) -> str:
         async with asyncio.timeout(BUILD_TIMEOUT_S):
             out, err = await process.communicate()
     except TimeoutError:
-        raise _mistake(name, f"its virtual environment could not be made within {BUILD_TIMEOUT_S:g} s") from None
+        raise wrong_name(name, f"its virtual environment could not be made within {BUILD_TIMEOUT_S:g} s") from None
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
     if process.returncode != 0:
         said = err.decode(errors="replace").strip()[-ERROR_CHARACTERS:]
-        raise _mistake(name, f"its virtual environment cannot be made: `uv {arguments[0]}` says: {said}")
+        raise wrong_name(name, f"its virtual environment cannot be made: `uv {arguments[0]}` says: {said}")
     return out.decode()
 
 
@@ -239,7 +239,7 @@ def _uv_binary(name: str) -> str:
     except (ImportError, FileNotFoundError):
         found = shutil.which("uv")
     if found is None:
-        raise _mistake(name, "uploaded environments need uv where the env worker runs: pip install uv")
+        raise wrong_name(name, "uploaded environments need uv where the env worker runs: pip install uv")
     return found
 
 
@@ -258,7 +258,3 @@ async def _alone(path: Path) -> AsyncIterator[None]:
 
 def _short(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-def _mistake(name: str, problem: str) -> SpecError:
-    return SpecError.of("environment.name", name, problem)

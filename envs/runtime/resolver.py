@@ -13,10 +13,9 @@ from functools import partial
 from opentinker.envs.base import Environment
 from opentinker.envs.bots import check_bots
 from opentinker.envs.game import PlayedGame
-from opentinker.envs.registry import check, check_fork, check_reachable, find, rehearse
+from opentinker.envs.registry import check, check_fork, check_reachable, find, rehearse, wrong_name
 from opentinker.envs.threads import in_daemon_thread
 from opentinker.shared.types import codec
-from opentinker.shared.types.errors import SpecError
 
 CHECK_S = 15.0
 THREAD = "environment-import"
@@ -86,5 +85,5 @@ class Resolver:
                         return rehearse(name, found, settings, bots)  # in the event loop, as episodes do
         except TimeoutError:
             problem = f"importing it and checking its config took more than {CHECK_S:g} s"
-            raise SpecError.of("environment.name", name, problem) from None
+            raise wrong_name(name, problem) from None
         return ()
