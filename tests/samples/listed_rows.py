@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel
 
-from opentinker.envs.base import Action, DataRows, Environment, Step, user
+from opentinker.envs.base import Action, DataRows, Environment, EnvironmentConfig, Step, user
 from opentinker.shared.types.core import Message
 
 
@@ -39,3 +39,45 @@ class Raises(Listed):
     @classmethod
     def rows(cls, config: BaseModel) -> DataRows:
         raise OSError("the shelf is empty")
+
+
+class Digits(DataRows):
+    """Single digits, in another order in every pass."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def number(self, row: int) -> int:
+        epoch, place = divmod(row, self._count)
+        return (place + epoch) % self._count
+
+    def prompt(self, number: int) -> list[Message]:
+        return [user(f"say {number}")]
+
+    def place(self, number: int) -> str:
+        return f"digit {number}"
+
+
+class Said(Environment):
+    """Reward 1 for the digit of the row."""
+
+    class Config(EnvironmentConfig):
+        count: int = 6
+
+    config: Config
+
+    @classmethod
+    def rows(cls, config: BaseModel) -> Digits:
+        assert isinstance(config, cls.Config)
+        return Digits(config.count)
+
+    async def open(self, row: int, seed: int) -> list[Message]:
+        digits = Digits(self.config.count)
+        self._number = digits.number(row)
+        return digits.prompt(self._number)
+
+    async def step(self, action: Action) -> Step:
+        return Step(reward=float(action.text == str(self._number)), done=True)

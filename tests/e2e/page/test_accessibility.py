@@ -13,6 +13,7 @@ from tests.e2e.page.conftest import IN_BROWSER, Open, Tab
 from tests.e2e.page.test_dashboard import PARTS, Trainer, reward
 from tests.support.api import SPEC, Http, write_checkpoint
 from tests.support.cluster import ROOT
+from tests.support.listed_rows import count_rows, rows_listed
 
 AXE = ROOT / "dashboard" / "node_modules" / "axe-core" / "axe.min.js"
 pytestmark = [*IN_BROWSER, pytest.mark.skipif(not AXE.exists(), reason="no axe-core: make dashboard")]
@@ -37,22 +38,27 @@ async def test_every_view_can_be_used_by_everybody(
     opened: Open, http: Http, bus: Bus, ctx: Context, theme: str, size: str
 ) -> None:
     job = await http.job()
+    learned = await http.job({**SPEC, "environment": {"name": "gsm8k"}})
+    count_rows(ctx.settings.data_dir / "jobs" / learned)
     await Trainer(bus, job).says(1, reward(0.5))
     write_checkpoint(ctx, job, 1, {"model.safetensors": b"weights"})
     swept = await http("POST", "/v1/sweeps", json={**SPEC, "sweep": {"parameters": {"rollout.toy.skill": [0.5]}}})
     views: tuple[tuple[str, ...], ...] = (
         (), ("environments",), ("sweeps",), ("sweeps", swept[1]["id"]), ("cluster",), ("submit",), ("submit", job),
-        *(("jobs", job, part) for part in PARTS),
+        *(("jobs", job, part) for part in PARTS), ("jobs", learned, "data"),
     )  # fmt: skip
     tab = await opened(http.url, viewport=SIZES[size], color_scheme=theme)
     await tab.page.evaluate(AXE.read_text())
     found = {}
-    for view in views:
-        await tab.go(*view)
-        await expect(tab.page.locator("h1")).to_have_count(1)
-        await expect(tab.page.locator("main .empty", has_text="…")).to_have_count(0)
-        if "submit" in view:
-            await tab.page.locator(".cm-content").wait_for()
-        if wrong := await findings(tab):
-            found["/".join(view)] = wrong
+    async with rows_listed(bus):
+        for view in views:
+            await tab.go(*view)
+            await expect(tab.page.locator("h1")).to_have_count(1)
+            await expect(tab.page.locator("main .empty", has_text="…")).to_have_count(0)
+            if "submit" in view:
+                await tab.page.locator(".cm-content").wait_for()
+            if learned in view:
+                await tab.page.get_by_role("button", name="Prompt of row 0").click()
+            if wrong := await findings(tab):
+                found["/".join(view)] = wrong
     assert found == {}

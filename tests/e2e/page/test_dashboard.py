@@ -487,7 +487,7 @@ async def test_every_view_fits_a_phone_and_is_reached_by_keys(opened: Open, http
     await expect(value(tab, "Reward")).to_have_text("0.5")
 
 
-PARTS = ("curves", "timeline", "episodes", "log", "config", "checkpoints")
+PARTS = ("curves", "timeline", "episodes", "data", "log", "config", "checkpoints")
 
 
 # --- live, with real services ---------------------------------------------------------------------------------------

@@ -14,20 +14,18 @@ from typer.testing import CliRunner
 
 from opentinker.cli import app
 from opentinker.client import ApiConflict, ApiError, ApiNotFound, AsyncClient, answers
-from opentinker.envs.runtime.data_rows import list_rows
 from opentinker.services.scheduler.data_rows.row_table import of_evaluation, of_training
 from opentinker.services.scheduler.jobs.eval_coordinator import RESULTS
-from opentinker.shared.data.row_log import RowLog, RowPlays, RowStep
 from opentinker.shared.messaging.bus import Bus
-from opentinker.shared.messaging.subjects import ENV_ROWS
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import parse_spec
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import Ending
-from opentinker.shared.types.env_protocol import EnvRows, EnvRowsReply
+from opentinker.shared.types.env_protocol import EnvRows
 from tests.integration.scheduler.test_eval_jobs import eval_spec, result
 from tests.support.api import OPERATOR, Http, bearing, fits, new_key_of
 from tests.support.factories import make_spec
+from tests.support.listed_rows import count_rows, rows_listed
 from tests.support.toys import toy_model
 
 JOB = "j-rows000000"
@@ -35,16 +33,8 @@ JOB = "j-rows000000"
 
 @pytest.fixture
 async def asked(bus: Bus) -> AsyncIterator[list[EnvRows]]:
-    """An env worker's answers, in this process; what it was asked."""
-    requests: list[EnvRows] = []
-
-    async def listed(request: EnvRows) -> EnvRowsReply:
-        requests.append(request)
-        return await asyncio.to_thread(list_rows, request.name, request, modules=True)
-
-    serving = await bus.serve(ENV_ROWS, listed, "env")
-    yield requests
-    await serving.unsubscribe()
+    async with rows_listed(bus) as requests:
+        yield requests
 
 
 async def made(store: Store, id: str = JOB, **changes: Any) -> str:
@@ -52,23 +42,12 @@ async def made(store: Store, id: str = JOB, **changes: Any) -> str:
     return await store.create_job(id=id, spec=spec, tenant="default")
 
 
-def played(home: Path) -> None:
-    log = RowLog(home)
-    for step in range(1, 41):
-        rows = [RowPlays(0, 4, 4, 4.0, True), RowPlays(2, 4, 1 if step > 20 else 0, step / 40)]
-        log.add(RowStep(epoch=1, step=step, rows=rows))
-    log.add(RowStep(epoch=1, step=41, rows=[RowPlays(9, 2, 1, 1.0)]))
-    (home / "rollouts").mkdir()
-    for step in (1, 40):
-        (home / "rollouts" / f"step-{step:06d}.jsonl").touch()
-
-
 async def test_rows_have_their_prompts_and_how_they_were_played(
     client: AsyncClient, ctx: Context, store: Store, asked: list[EnvRows], tmp_path: Path
 ) -> None:
     model = str(toy_model(tmp_path / "model"))
     job = await made(store, model={"base": model})
-    played(ctx.settings.data_dir / "jobs" / job)
+    count_rows(ctx.settings.data_dir / "jobs" / job)
     page = await client.rows(job, limit=3)
     fits(page, answers.DataRows)
     assert (page["count"], page["total"], page["played"], page["source"]) == (7473, 7473, 3, "gsm8k")
@@ -88,7 +67,7 @@ async def test_rows_are_found_sorted_and_paged(
     client: AsyncClient, ctx: Context, store: Store, asked: list[EnvRows]
 ) -> None:
     job = await made(store)
-    played(ctx.settings.data_dir / "jobs" / job)
+    count_rows(ctx.settings.data_dir / "jobs" / job)
 
     async def numbers(**wanted: Any) -> list[int]:
         return [row["row"] for row in (await client.rows(job, **{"limit": 4, **wanted}))["rows"]]
@@ -197,7 +176,7 @@ async def test_the_command_line_shows_a_table_prompts_and_json(
 ) -> None:
     monkeypatch.setenv("OPENTINKER_API_KEY", OPERATOR)
     job = await made(store)
-    played(ctx.settings.data_dir / "jobs" / job)
+    count_rows(ctx.settings.data_dir / "jobs" / job)
 
     async def said(*arguments: str) -> str:
         ended = await asyncio.to_thread(CliRunner().invoke, app, ["rows", job, "--url", url, *arguments])
