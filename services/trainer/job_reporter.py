@@ -210,13 +210,13 @@ class JobReporter:
         self._weights_valid = True
         return values
 
-    async def run_interruptible(self, work: Awaitable[T]) -> T:
-        """Run long work of the learner; when the job is cancelled, interrupt it and wait until it has ended."""
+    async def run_interruptible(self, work: Awaitable[T], interrupt: Callable[[], None] | None = None) -> T:
+        """Run long work, by default the learner's; when the job is cancelled, interrupt it and wait for its end."""
         working = asyncio.ensure_future(work)
         try:
             return await asyncio.shield(working)
         except asyncio.CancelledError:
-            self.learner.interrupt()
+            (interrupt or self.learner.interrupt)()
             with contextlib.suppress(Interrupted):
                 await finish_uncancelled(working)
             raise

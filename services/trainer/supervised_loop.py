@@ -9,7 +9,6 @@ Progress is one number, the rows used so far, stored in the manifest of each che
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -99,14 +98,8 @@ class SupervisedJob:
             if cancelled.is_set():
                 raise Interrupted("the job was cancelled")
 
-        reading = asyncio.ensure_future(asyncio.to_thread(self._load, self.spec, check_interrupt))
-        try:
-            return await asyncio.shield(reading)
-        except asyncio.CancelledError:
-            cancelled.set()
-            with contextlib.suppress(Interrupted):
-                await finish_uncancelled(reading)
-            raise
+        reading = asyncio.to_thread(self._load, self.spec, check_interrupt)
+        return await self.reporter.run_interruptible(reading, interrupt=cancelled.set)
 
     async def _restore(self) -> None:
         manifest = await self.reporter.restore()

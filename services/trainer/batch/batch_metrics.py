@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from opentinker.services.trainer.algorithm.seats import SeatPlay, seat_plays
 from opentinker.shared.types.core import Ending, StopReason, WeightVersion
-from opentinker.shared.types.trajectories import Group, Trajectory
+from opentinker.shared.types.trajectories import Group
 
 LEARNERS = frozenset({"tokens", "entropy", "lr", "ess", "grad_norm", "clip_share", "step_seconds"})
 """Names without a prefix that the learner reports in addition."""
@@ -49,7 +49,7 @@ def batch_metrics(groups: list[Group], version: WeightVersion) -> dict[str, floa
         **_summary("response_length", lengths, "mean", "max"),
         **_summary("staleness", lags, "min", "mean", "max"),
         "turns/mean": float(np.mean([sum(len(t.turns) for t in play.streams) for play in plays])),
-        "spans/mean": float(np.mean([_versions(t) for t in trajectories])),
+        "spans/mean": float(np.mean([len({span.version for span in t.spans}) for t in trajectories])),
         "zero_variance": float(np.mean([group.equal for group in groups])),
         "groups": float(len(groups)),
         "trajectories": float(len(trajectories)),
@@ -93,10 +93,6 @@ def _scores(plays: list[SeatPlay], rewards: npt.NDArray[np.generic]) -> dict[str
         added = sum(value for items in parts for key, value in items if key.startswith("reward_model/"))
         metrics["reward/own"] = float((rewards.sum() - added) / len(plays))
     return metrics
-
-
-def _versions(trajectory: Trajectory) -> int:
-    return len({span.version for span in trajectory.spans})
 
 
 def _summary(name: str, values: npt.NDArray[np.generic], *parts: str) -> dict[str, float]:

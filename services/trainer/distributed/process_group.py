@@ -138,12 +138,8 @@ class ProcessGroup:
         everyone = torch.zeros(sum(map(sum, counts)), dtype=torch.float64, device=self.device)
         before = sum(map(sum, counts[: self.rank]))
         everyone[before : before + len(own)] = own
-        parts = iter(np.split(_numbers(self.sum(everyone)), np.cumsum(np.concatenate(counts))[:-1]))
-        found: dict[str, list[npt.NDArray[np.float64]]] = {name: [] for name in columns}
-        for _ in range(self.world):
-            for name in columns:
-                found[name].append(next(parts))
-        return {name: np.concatenate(pieces) for name, pieces in found.items()}
+        parts = np.split(_numbers(self.sum(everyone)), np.cumsum(np.concatenate(counts))[:-1])  # rank by rank
+        return {name: np.concatenate(parts[place :: len(columns)]) for place, name in enumerate(columns)}
 
 
 def _numbers(column: Tensor) -> npt.NDArray[np.float64]:

@@ -6,7 +6,7 @@ Weights, optimizer and random state are those of `policy_model.PolicyModel`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -77,7 +77,7 @@ class RlLearner(PolicyModel):
             self._measure_start(micros)
         lr = self.set_lr()
         record = StepRecord()
-        undo = self._rollback_points() if len(batches) > 1 else []
+        undo = [part.rollback_point() for part in (self, self.critic) if part is not None and len(batches) > 1]
         try:
             results = [self._update(update, record, lr_share, first=u == 0) for u, update in enumerate(batches)]
         except (NonFinite, Interrupted):
@@ -115,9 +115,6 @@ class RlLearner(PolicyModel):
         self.credited = credit.advantages_S
         give_credit(micros, credit)
         return credit
-
-    def _rollback_points(self) -> list[Callable[[], None]]:
-        return [self.rollback_point(), *([self.critic.rollback_point()] if self.critic else [])]
 
     def _update(
         self, micros: list[MicroBatch], record: StepRecord, lr_share: float, *, first: bool
