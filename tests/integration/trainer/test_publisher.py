@@ -54,7 +54,7 @@ class Trainer:
     """A publisher at work, what it was offered and what it says was served."""
 
     def __init__(self, ctx: Context, job: str, device: str) -> None:
-        self.find_newest = version(0)
+        self.newest = version(0)
         self.served: dict[WeightVersion, float] = {}
         lease = Lease(job=job, worker="trainer-0", incarnation="t", epoch=1, pool=Pool.TRAINER)
         self.publisher = Publisher(ctx, lease, device, self._served)
@@ -64,13 +64,17 @@ class Trainer:
 
     async def offer(self, step: int, values: int = 0) -> None:
         """New weights of so many float32 values."""
-        self.find_newest = version(step)
+        self.newest = version(step)
         made = snapshot(version(step), [("w", torch.randn(values))], BUCKET_BYTES) if values else None
         self.publisher.offer(made or EmptySnapshot(version=version(step)))
 
     async def serves(self) -> None:
         """Until the newest version counts as served."""
-        await until(lambda: self.find_newest in self.served)
+        await until(lambda: self.newest in self.served)
+
+    async def serve(self, step: int, values: int = 0) -> None:
+        await self.offer(step, values)
+        await self.serves()
 
 
 @asynccontextmanager
@@ -215,8 +219,7 @@ async def test_worker_killed_between_swaps_holds_up_nobody_and_its_successor_joi
         await fleet.have(version(2), "a")
         await trainer.serves()
         print(f"killed between swaps: {trainer.served[version(2)] - killed:.2f} s")
-        await trainer.offer(3, 1000)  # its heartbeat has not run out yet
-        await trainer.serves()
+        await trainer.serve(3, 1000)  # its heartbeat has not run out yet
         await fleet.start("b")
         await fleet.have(version(3), "a", "b")
         assert trainer.publisher.workers == 2
@@ -267,12 +270,10 @@ async def test_worker_that_hangs_is_left_out_until_it_goes_on(ctx: Context, flee
         await fleet.have(version(1), "a", "brief")
         fleet.signal("brief", signal.SIGSTOP)
         stopped = time.monotonic()
-        await trainer.offer(2, values)
-        await trainer.serves()
+        await trainer.serve(2, values)
         print(f"hangs: {trainer.served[version(2)] - stopped:.2f} s")
         await fleet.have(version(2), "a")
-        await trainer.offer(3, values)
-        await trainer.serves()
+        await trainer.serve(3, values)
         await fleet.have(version(3), "a")
         fleet.signal("brief", signal.SIGCONT)
         await fleet.have(version(3), "a", "brief")
@@ -336,15 +337,8 @@ class FakeWorker:
         if subscription is not None:
             await subscription.unsubscribe()
 
-    @property
-    def received(self) -> int:
-        return self.asked.count("receive")
-
-    def has_joined_more_than(self, count: int) -> bool:
-        return self.asked.count("join") > count
-
-    def has_received_more_than(self, count: int) -> bool:
-        return self.received > count
+    def has_done(self, action: str, count: int) -> bool:
+        return self.asked.count(action) >= count
 
     async def _answer(self, command: SwapCommand) -> SwapReply:
         error = ""
@@ -406,10 +400,10 @@ async def test_worker_that_always_fails_does_not_fail_the_job_of_the_others(ctx:
     async with running(good.live()), running(bad.live()), training(ctx, FAKE, "none") as trainer:
         for step in range(1, 13):
             await trainer.offer(step)
-            tried = bad.received
+            tried = bad.asked.count("receive")
             await trainer.serves()
             assert good.version == version(step)
-            await until(functools.partial(bad.has_received_more_than, tried))
+            await until(functools.partial(bad.has_done, "receive", tried + 1))
         assert good.version == version(12) and bad.version is None and len(trainer.served) == 12
 
 
@@ -445,13 +439,11 @@ async def test_follower_that_never_joins_does_not_fail_the_job_that_it_follows(c
     own = FakeWorker(ctx, "own", takes)
     follower = FakeWorker(ctx, "follower", never_joins, job="chat", follows=FAKE)
     async with running(own.live()), training(ctx, FAKE, "none") as trainer:
-        await trainer.offer(1)
-        await trainer.serves()
+        await trainer.serve(1)
         async with running(follower.live()):
             # Many steps' time without a new version: nothing else is published meanwhile.
-            await until(functools.partial(follower.has_joined_more_than, 2 * (module.MAX_ATTEMPTS + 2)))
-            await trainer.offer(2)
-            await trainer.serves()
+            await until(lambda: follower.asked.count("join") > 2 * (module.MAX_ATTEMPTS + 2))
+            await trainer.serve(2)
     assert own.version == version(2)
 
 
@@ -474,8 +466,7 @@ async def gets_stuck(command: SwapCommand) -> None:
 async def test_worker_that_comes_back_with_a_new_engine_gets_the_weights_that_its_old_one_had(ctx: Context) -> None:
     worker = FakeWorker(ctx, "w", takes)
     async with running(worker.live()), training(ctx, FAKE, "none") as trainer:
-        await trainer.offer(1)
-        await trainer.serves()
+        await trainer.serve(1)
         await worker.starts_anew()
         await until(lambda: worker.version == version(1))
     assert worker.asked == ["join", "receive"]
@@ -485,11 +476,9 @@ async def test_worker_that_comes_back_with_a_new_engine_gets_the_weights_that_it
 async def test_worker_that_is_stuck_in_a_swap_is_not_waited_for_again(ctx: Context, brief: Context) -> None:
     good, stuck = FakeWorker(ctx, "good", takes), FakeWorker(ctx, "stuck", gets_stuck)
     async with running(good.live()), running(stuck.live()), training(brief, FAKE, "none") as trainer:
-        await trainer.offer(1)
-        await trainer.serves()
+        await trainer.serve(1)
         for step in range(2, 8):
-            await trainer.offer(step)
-            await trainer.serves()
+            await trainer.serve(step)
         assert stuck.asked == ["join", "receive"]
 
 

@@ -30,7 +30,7 @@ from opentinker.shared.types.core import Image, Message, Text, WeightVersion
 from opentinker.shared.types.errors import BadImage, JobFailed
 from opentinker.shared.types.trajectories import Group, Picture
 from tests.support.factories import V0
-from tests.support.learning import loaded, torch_spec
+from tests.support.learning import loaded, torch_learner
 from tests.support.seeing import KINDS, Plain, ask, make, picture, shown, together
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -155,8 +155,7 @@ def test_no_text_can_pass_for_an_image_and_no_crowd_is_looked_at(idefics: Path) 
 
 
 def test_a_template_that_shows_no_images_is_named(idefics: Path, tmp_path: Path) -> None:
-    blind = tmp_path / "m"
-    shutil.copytree(idefics, blind)
+    blind = shutil.copytree(idefics, tmp_path / "m")
     (blind / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
     eyes = renderer(blind)
     assert eyes.prompt([Message(role="user", content="hi")]) == eyes.plain("hi", first=False)
@@ -170,16 +169,15 @@ def test_models_that_cannot_see_are_told_apart(idefics: Path, small: Path, tmp_p
         renderer(small, "plain").prompt(ask(picture(1)))
     with pytest.raises(JobFailed, match="the simulated engine does not see"):
         Renderer.load_light(str(idefics), "plain").prompt(ask(picture(1)))
-    other = tmp_path / "gemma"
-    shutil.copytree(idefics, other)
+    other = shutil.copytree(idefics, tmp_path / "gemma")
     config = {"model_type": "gemma3", "vision_config": {}, "text_config": {}, "architectures": []}
     (other / "config.json").write_text(json.dumps(config))
     with pytest.raises(JobFailed, match=r"of models that see, gemma3 \(.*\) is not supported; images can .* idefics3"):
         renderer(other, "plain").prompt(ask(picture(1)))
-    shutil.copytree(idefics, tmp_path / "bare")
-    (tmp_path / "bare" / "processor_config.json").unlink()
+    bare = shutil.copytree(idefics, tmp_path / "bare")
+    (bare / "processor_config.json").unlink()
     with pytest.raises(JobFailed, match="no usable image processor"):
-        VisionProcessor.of(str(tmp_path / "bare"))
+        VisionProcessor.of(str(bare))
 
 
 # --- trajectories -------------------------------------------------------------------------------------------------
@@ -205,9 +203,7 @@ def test_a_group_holds_each_image_once_and_is_checked(idefics: Path) -> None:
 
 
 def learner_of(base: Path, **parts: Any) -> RlLearner:
-    spec = torch_spec(base, **{"algorithm": {"group_size": 5, "groups_per_batch": 1}, **parts})
-    learner = loaded(RlLearner(spec))
-    return learner
+    return torch_learner(base, **{"algorithm": {"group_size": 5, "groups_per_batch": 1}, **parts})
 
 
 def test_the_packed_forward_pass_is_the_plain_one_and_the_reference_s(base: Path) -> None:
@@ -233,8 +229,7 @@ def test_the_language_model_learns_and_the_tower_neither_moves_nor_travels(base:
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed and changed <= sent
     group = group_at(base, Plain(tmp_path / "c"))  # transformers loads model and processor
-    again = RlLearner(learner.spec)
-    again.load(tmp_path / "c")
+    again = loaded(RlLearner(learner.spec), tmp_path / "c")
     assert again.step([group], V0)["mismatch/max"] < 1e-5
 
 
@@ -309,11 +304,8 @@ def test_a_model_that_sees_is_measured_before_it_is_loaded(idefics: Path) -> Non
 
 
 def test_content_of_text_and_images_keeps_its_order(idefics: Path) -> None:
-    chat = [Message(role="user", content=[Text("a"), picture(1), Text("b")])]
-    ids = renderer(idefics).prompt(chat)
-    (found,) = renderer(idefics).pictures(chat, ids)
-    assert (
-        ids[0] == renderer(idefics).plain("a", first=False)[0]
-        and found.runs[0][0] > 1
-        and found.runs[-1][1] < len(ids) - 1
-    )
+    eyes, chat = renderer(idefics), [Message(role="user", content=[Text("a"), picture(1), Text("b")])]
+    ids = eyes.prompt(chat)
+    (found,) = eyes.pictures(chat, ids)
+    assert ids[0] == eyes.plain("a", first=False)[0]
+    assert found.runs[0][0] > 1 and found.runs[-1][1] < len(ids) - 1

@@ -59,9 +59,7 @@ def test_mismatch_with_a_plain_forward_is_rounding_only(small: Path) -> None:
 def test_one_step_equals_a_step_written_by_hand(small: Path) -> None:
     """Padded-free loop over single trajectories, torch's AdamW, clipping, warm-up: same weights."""
     train = {"lr": 1e-3, "warmup_steps": 2, "weight_decay": 0.1, "tokens_per_micro_batch": 40}
-    spec = torch_spec(small, train=train, algorithm={"proximal": "recomputed"})
-    groups = random_groups(2)
-    learner = loaded(RlLearner(spec))
+    groups, learner = random_groups(2), torch_learner(small, train=train, algorithm={"proximal": "recomputed"})
     metrics = learner.step(groups, V0)
 
     model = AutoModelForCausalLM.from_pretrained(small)
@@ -95,8 +93,8 @@ def test_the_batch_describes_itself(small: Path) -> None:
     ids, mask = [7, 8, 9, 1], [0, 0, 1, 1]
     first = [trajectory_of(ids, mask, reward=r, version=version(3), metrics={"exact": r}) for r in (0.0, 1.0)]
     second = [trajectory_of([7, 8, 9, 9, 1], [0, 0, 1, 1, 1], reward=0.5, version=version(5)) for _ in range(2)]
-    spec = torch_spec(small, algorithm={"group_size": 2, "groups_per_batch": 2})
-    metrics = loaded(RlLearner(spec)).step([group_of(first), group_of(second, 1)], version(5))
+    learner = torch_learner(small, algorithm={"group_size": 2, "groups_per_batch": 2})
+    metrics = learner.step([group_of(first), group_of(second, 1)], version(5))
     assert {key: round(metrics[key], 6) for key in EXPECTED} == EXPECTED
     assert metrics["mismatch/tokens"] == 6 and metrics["tokens"] == 10
 
@@ -266,10 +264,9 @@ def test_a_step_that_is_not_finite_changes_nothing(small: Path, updates: int) ->
 
 
 def test_kl_needs_and_uses_reference_logprobs(small: Path) -> None:
-    spec = torch_spec(small, algorithm={"kl_coef": 0.5})
+    with_kl, without = torch_learner(small, algorithm={"kl_coef": 0.5}), torch_learner(small)
     with pytest.raises(JobFailed, match="without reference"):
-        loaded(RlLearner(spec)).step(random_groups(0), V0)
-    with_kl, without = loaded(RlLearner(spec)), torch_learner(small)
+        with_kl.step(random_groups(0), V0)
     metrics = with_kl.step(random_groups(0, reference=True), V0)
     assert metrics["loss/kl"] > 0
     assert "loss/kl" not in without.step(random_groups(0, reference=True), V0)
@@ -395,10 +392,8 @@ def test_simulated_learner_takes_its_time_and_counts(small: Path, tmp_path: Path
 
 def test_grpo_learns_to_copy_one_digit(small: Path) -> None:
     """The sampler works in this process; 16 samples of each of 8 digits."""
-    spec = torch_spec(
-        small, algorithm={"group_size": 16, "groups_per_batch": 8}, train={"lr": 2e-3, "warmup_steps": 10, "steps": 150}
-    )
-    learner = loaded(RlLearner(spec))
+    train = {"lr": 2e-3, "warmup_steps": 10, "steps": 150}
+    learner = torch_learner(small, train=train, algorithm={"group_size": 16, "groups_per_batch": 8})
     sampler = Sampler(learner.causal, learner.tokenizer, seed=0)
     rewards: list[float] = []
     for step in range(150):
