@@ -24,7 +24,7 @@ class FixedWeights(NamedTuple):
     """Directory of an adapter of model.base."""
 
 
-class Beside(NamedTuple):
+class ServedAdapter(NamedTuple):
     """An adapter of the base, for the requests that name it."""
 
     name: str
@@ -55,7 +55,7 @@ def _kept(place: Path, checkpoint: str) -> FixedWeights:
     return FixedWeights(manifest.version, place, None)
 
 
-def adapters_beside(spec: JobSpec, data_dir: Path, job: str) -> list[Beside]:
+def served_adapters(spec: JobSpec, data_dir: Path, job: str) -> list[ServedAdapter]:
     """In the order of the spec. Raises JobFailed."""
     found = []
     for adapter in spec.serving.adapters:
@@ -65,7 +65,7 @@ def adapters_beside(spec: JobSpec, data_dir: Path, job: str) -> list[Beside]:
             rank = int(orjson.loads((place / "adapter_config.json").read_bytes())["r"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise JobFailed(_unreadable(adapter.checkpoint, f"adapter_config.json: {error!r}")) from None
-        found.append(Beside(adapter.name, version, place, rank))
+        found.append(ServedAdapter(adapter.name, version, place, rank))
     return found
 
 

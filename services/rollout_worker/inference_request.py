@@ -48,7 +48,7 @@ class RequestState:
         self.told += len(piece.ids)
 
 
-class Sampled(NamedTuple):
+class TokenChunk(NamedTuple):
     """Some tokens in a row."""
 
     ids: list[int]
@@ -61,14 +61,14 @@ class TokenQueue:
     """Tokens on their way from the engine to a streaming client."""
 
     def __init__(self) -> None:
-        self._found = Sampled([], [], [])
+        self._found = TokenChunk([], [], [])
         self._there = asyncio.Event()
 
     def add(self, ids: list[int], logprobs: list[float], likely: list[Likely]) -> None:
-        self._found = Sampled(self._found.ids + ids, self._found.logprobs + logprobs, self._found.likely + likely)
+        self._found = TokenChunk(self._found.ids + ids, self._found.logprobs + logprobs, self._found.likely + likely)
         self._there.set()
 
-    async def more(self, generating: asyncio.Task[Completion]) -> Sampled:
+    async def more(self, generating: asyncio.Task[Completion]) -> TokenChunk:
         """Return new tokens; none when generation has ended."""
         waiting = asyncio.ensure_future(self._there.wait())
         try:
@@ -76,5 +76,5 @@ class TokenQueue:
         finally:
             waiting.cancel()
         self._there.clear()
-        found, self._found = self._found, Sampled([], [], [])
+        found, self._found = self._found, TokenChunk([], [], [])
         return found

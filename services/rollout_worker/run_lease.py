@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
 
 from opentinker.services.rollout_worker.checkpoint_weights import (
-    Beside,
     FixedWeights,
-    adapters_beside,
+    ServedAdapter,
     frozen_weights,
+    served_adapters,
     weights_of,
 )
 from opentinker.services.rollout_worker.engines.base import Engine, EngineError
@@ -34,7 +34,7 @@ from opentinker.shared.spec.seats import urls_in
 from opentinker.shared.types.core import Lease
 from opentinker.shared.types.errors import JobFailed, SpecError
 
-MakeEngine = Callable[[JobSpec, Renderer, str, Sequence[Beside], Sequence[EnginePolicy], int], Engine]
+MakeEngine = Callable[[JobSpec, Renderer, str, Sequence[ServedAdapter], Sequence[EnginePolicy], int], Engine]
 """See `service.make_engine`."""
 
 
@@ -75,18 +75,18 @@ class Loader:
         engine: Engine | None = None
         for policy in policies:
             own = self._spec_of(policy)
-            given, beside = await asyncio.to_thread(self._weights, policy)
+            given, adapters = await asyncio.to_thread(self._weights, policy)
             model = own.model.base if given is None or given.full is None else str(given.full)
             renderer = await self._renderer(own)
             if engine is None:
-                engine = view = self._make_engine(own, renderer, model, beside, policies, len(self._engines))
+                engine = view = self._make_engine(own, renderer, model, adapters, policies, len(self._engines))
                 self._held.push_async_callback(_close, engine)
                 await _start(self._worker, self._lease, engine, model)
             else:
                 assert own.model.lora is not None, "only adapters share an engine"
                 view = engine.sibling(renderer.eos_ids, own.model.lora)
             loaded = LoadedPolicy(policy.name, own, view, renderer, policy.is_frozen or bool(policy.pool))
-            await _serve(loaded, model, given, beside)
+            await _serve(loaded, model, given, adapters)
             yield loaded
 
     def _spec_of(self, policy: EnginePolicy) -> JobSpec:
@@ -94,14 +94,14 @@ class Loader:
             return pool_spec_of(self._spec, policy.pool)
         return frozen_spec_of(self._spec, policy.name) if policy.is_frozen else spec_of(self._spec, policy.name)
 
-    def _weights(self, policy: EnginePolicy) -> tuple[FixedWeights | None, Sequence[Beside]]:
+    def _weights(self, policy: EnginePolicy) -> tuple[FixedWeights | None, Sequence[ServedAdapter]]:
         """Return the weights that no trainer sends, and the adapters served with them. Blocking."""
         data_dir, job = self._worker.ctx.settings.data_dir, self._lease.job
         if policy.is_frozen:
             return frozen_weights(data_dir, job, policy.name), ()
         if self._spec.kind == "rl":
             return None, ()
-        return weights_of(self._spec, data_dir, job), adapters_beside(self._spec, data_dir, job)
+        return weights_of(self._spec, data_dir, job), served_adapters(self._spec, data_dir, job)
 
     async def urls(self, first: LoadedPolicy) -> list[UrlPlayer]:
         """Return the models behind URLs that play seats of the job. Raises JobFailed without the key of one."""
@@ -139,13 +139,15 @@ async def _close(engine: Engine) -> None:
     await finish_uncancelled(engine.close())
 
 
-async def _serve(policy: LoadedPolicy, model: str, given: FixedWeights | None, beside: Sequence[Beside] = ()) -> None:
+async def _serve(
+    policy: LoadedPolicy, model: str, given: FixedWeights | None, adapters: Sequence[ServedAdapter]
+) -> None:
     """Give an engine the version of its weights, and its adapters. Raises JobFailed."""
     try:
         if given is not None:
             await policy.engine.serve(given.version, given.adapter)
-        for one in beside:
-            await policy.engine.add(one.name, one.version, one.place)
+        for adapter in adapters:
+            await policy.engine.add(adapter.name, adapter.version, adapter.place)
     except EngineError as error:
         raise JobFailed(f"{model} cannot be served: {error}") from None
 

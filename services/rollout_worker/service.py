@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Sequence
 from functools import partial
 
-from opentinker.services.rollout_worker.checkpoint_weights import Beside
+from opentinker.services.rollout_worker.checkpoint_weights import ServedAdapter
 from opentinker.services.rollout_worker.engines import vllm_startup
 from opentinker.services.rollout_worker.engines.base import Engine
 from opentinker.services.rollout_worker.engines.toy import ToyEngine
@@ -63,13 +63,13 @@ def make_engine(
     spec: JobSpec,
     renderer: Renderer,
     model: str,
-    beside: Sequence[Beside],
+    adapters: Sequence[ServedAdapter],
     policies: Sequence[EnginePolicy],
     sharing: int,
     settings: Settings,
 ) -> Engine:
     """Return an engine for the first of `policies`, with room for all. `spec`: with the first one's settings;
-    `model`: directory or hub id of the initial weights; `beside`: adapters that will be added; `sharing`: engines of
+    `model`: directory or hub id of the initial weights; `adapters`: those that will be added; `sharing`: engines of
     this worker."""
     if spec.rollout.toy is not None:
         return ToyEngine(
@@ -91,12 +91,12 @@ def make_engine(
         at_once = rollout.max_concurrent_groups * len(policies)
     else:
         at_once = rollout.max_concurrent_groups * (spec.algorithm.group_size + rollout.oversample) * len(policies)
-    adapters = None
-    if beside:
-        rank = max(adapter.rank for adapter in beside)
-        adapters = AdapterLimits(rank=rank, at_once=len(beside), beside_base=True)
+    limits = None
+    if adapters:
+        rank = max(adapter.rank for adapter in adapters)
+        limits = AdapterLimits(rank=rank, at_once=len(adapters), beside_base=True)
     elif ranks := [policy.model.lora.rank for policy in policies if policy.model and policy.model.lora]:
-        adapters = AdapterLimits(rank=max(ranks), at_once=adapters_at_once(policies))
+        limits = AdapterLimits(rank=max(ranks), at_once=adapters_at_once(policies))
     process = VllmProcess(
         model,
         dtype=spec.model.dtype,
@@ -104,7 +104,7 @@ def make_engine(
         context_length=rollout.context_length,
         max_concurrent=min(at_once, MAX_SEQUENCES),
         stop_strings=serves or bool(rollout.stop) or may_name_stops(spec.environment.name),
-        adapters=adapters,
+        adapters=limits,
         one_by_one=spec.train.deterministic,
         sharing=sharing,
     )
