@@ -12,6 +12,7 @@ from typing import Annotated, Literal, TypeGuard
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
+from opentinker.shared.login_settings import LoginSettings
 from opentinker.shared.notification_settings import NotificationSettings
 from opentinker.shared.prices import PriceSettings
 from opentinker.shared.security.egress import networks
@@ -27,7 +28,7 @@ LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
 """Addresses to listen on that only this machine reaches."""
 
 
-class Settings(NotificationSettings, PriceSettings, BaseModel):
+class Settings(NotificationSettings, PriceSettings, LoginSettings, BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     nats_url: str = "nats://127.0.0.1:4222"

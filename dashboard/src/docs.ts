@@ -1,14 +1,16 @@
-// The HTTP API as Swagger UI shows it, from this server's /openapi.json; requests carry the key that the page was given.
+// The HTTP API as Swagger UI shows it, from this server's /openapi.json; requests are those of the page's session.
 
 import SwaggerUI from "swagger-ui-dist/swagger-ui-es-bundle.js";
 import "swagger-ui-dist/swagger-ui.css";
-import { key } from "./lib/api.ts";
+import { credentials, login } from "./lib/api.ts";
 
 interface Request {
   url: string;
+  method?: string;
   headers: Record<string, string>;
 }
 
+await login().catch(() => null); // without a session, /openapi.json says how to sign in
 SwaggerUI({
   url: "/openapi.json",
   dom_id: "#api",
@@ -17,7 +19,7 @@ SwaggerUI({
   filter: true,
   validatorUrl: null,
   requestInterceptor: (request: Request): Request => {
-    if (key() && !request.headers["Authorization"]) request.headers["Authorization"] = `Bearer ${key()}`;
+    request.headers = { ...credentials((request.method ?? "GET").toUpperCase()), ...request.headers };
     return request;
   },
 });

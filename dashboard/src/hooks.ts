@@ -6,7 +6,7 @@ import { ask, Problem } from "./lib/api.ts";
 import { Follow, type Beside } from "./lib/follow.ts";
 import type { Me } from "./lib/types.ts";
 
-export const Who = createContext<Me>({ tenant: "", role: "", key: null, scopes: [], jobs: [] });
+export const Who = createContext<Me>({ tenant: "", role: "", key: null, user: null, scopes: [], jobs: [] });
 
 /** Whether whoever looks may do this. */
 export function useMay(action: string): boolean {

@@ -3,7 +3,7 @@
 import { render, type JSX } from "preact";
 import { useEffect, useState } from "preact/hooks";
 import { Who, useAddress } from "./hooks.ts";
-import { ask, keep, key, Problem } from "./lib/api.ts";
+import { ask, keepShareKey, login, Problem, shareKey, signIn, signOut } from "./lib/api.ts";
 import type { Me } from "./lib/types.ts";
 import "./style.css";
 import { apply, toggle, useTheme } from "./theme.ts";
@@ -22,13 +22,14 @@ function App(): JSX.Element {
   const [gate, set] = useState<Gate>({ at: "asking" });
   const enter = async (): Promise<void> => {
     try {
-      const open = (await ask<{ auth: string }>("/healthz")).auth === "off";
-      if (!open && !key()) set({ at: "key", said: "" });
+      const { auth, csrf } = await login();
+      const open = auth === "off";
+      if (!open && !csrf && !shareKey()) set({ at: "key", said: "" });
       else set({ at: "in", me: await ask<Me>("/v1/whoami"), open });
     } catch (error) {
       const said = error instanceof Error ? error.message : String(error);
       const refused = error instanceof Problem && error.status === 401;
-      if (refused) keep("");
+      if (refused) keepShareKey("");
       set(refused ? { at: "key", said } : { at: "away", said });
       if (!refused) setTimeout(() => void enter(), AGAIN_MS);
     }
@@ -41,12 +42,14 @@ function App(): JSX.Element {
     return () => window.removeEventListener("key-refused", refused);
   }, []);
   const use = (text: string): void => {
-    keep(text.trim());
-    void enter();
+    signIn(text.trim())
+      .then(enter)
+      .catch((error: unknown) => set({ at: "key", said: error instanceof Error ? error.message : String(error) }));
   };
+  const leave = (): void => void signOut().catch(() => null).then(enter);
   return (
     <>
-      <Head me={gate.at === "in" ? gate.me : null} leave={() => use("")} />
+      <Head me={gate.at === "in" ? gate.me : null} leave={leave} />
       {gate.at === "in" && gate.open && (
         <p class="loud" role="status">
           This server requires no key: everyone who reaches it from this machine is an operator.
@@ -70,7 +73,7 @@ function App(): JSX.Element {
 function takeShared(): void {
   const [, text, rest] = /^#\/share\/([^/]+)\/(.*)$/.exec(location.hash) ?? [];
   if (!text) return;
-  keep(decodeURIComponent(text));
+  keepShareKey(decodeURIComponent(text));
   history.replaceState(null, "", `#/${rest}`);
 }
 
@@ -139,10 +142,10 @@ function Head({ me, leave }: { me: Me | null; leave: () => void }): JSX.Element 
       <span class="spring" />
       {me && (
         <small class="dim who">
-          {me.jobs.length ? "shared with you" : `${me.role} of ${me.tenant}`}
+          {me.jobs.length ? "shared with you" : `${me.user ? `${me.user}, ` : ""}${me.role} of ${me.tenant}`}
         </small>
       )}
-      {me?.key && (
+      {(me?.key || me?.user) && (
         <button class="plain" onClick={leave}>
           Sign out
         </button>
@@ -182,7 +185,7 @@ function KeyForm({ said, use }: { said: string; use: (text: string) => void }): 
         </p>
       )}
       <p class="dim">
-        The key stays in this tab until you close it. The operator&apos;s key is in <code>DATA_DIR/run/operator-key</code> on the
+        The page does not keep the key: it signs in with it. The operator&apos;s key is in <code>DATA_DIR/run/operator-key</code> on the
         server; create others with <code>opentinker keys create</code>.
       </p>
       <button type="submit">Sign in</button>

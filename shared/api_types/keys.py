@@ -48,8 +48,59 @@ class Keys(TypedDict):
     keys: list[Key]
 
 
+class Login(TypedDict):
+    """How to sign in to the page, and the session of the browser that asks."""
+
+    auth: Literal["on", "off"]
+    """Off: the server requires no key."""
+    csrf: str | None
+    """What requests of the session that change something bear in X-CSRF-Token; null: there is no session."""
+    expires: float | None
+    """When the session ends if it is not used any more."""
+
+
+class Session(TypedDict):
+    """A session of the page."""
+
+    id: str
+    tenant: str
+    role: str
+    key: str | None
+    """Id of the API key that it was made with."""
+    user: str | None
+    """Name of a user who signed in without a key."""
+    created: float
+    last_used: float
+    expires: float
+    """When it ends if it is not used any more."""
+    own: bool
+    """The session by which the request was sent."""
+
+
+class Sessions(TypedDict):
+    """Those that end first come first."""
+
+    sessions: list[Session]
+
+
+class SignedIn(TypedDict):
+    """A session that was made; its cookie is in the same answer."""
+
+    csrf: str
+    """What its requests that change something bear in X-CSRF-Token."""
+    expires: float
+    """When it ends if it is not used any more."""
+
+
+class SignedOut(TypedDict):
+    """The session has ended."""
+
+    session: str
+    """Its id."""
+
+
 class WhoAmI(TypedDict):
-    """Identity of the key in the request."""
+    """Identity of the key or user in the request."""
 
     auth: Literal["on", "off"]
     """Off: the server requires no key."""
@@ -58,6 +109,8 @@ class WhoAmI(TypedDict):
     scopes: list[str]
     key: str | None
     """Its id."""
+    user: str | None
+    """Name of a user who signed in without a key."""
     name: str
     expires: float | None
     jobs: list[str]

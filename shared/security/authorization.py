@@ -9,10 +9,13 @@ included, sees another tenant's jobs: an operator who must makes a key in that t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from enum import StrEnum
 
+TENANT = re.compile(r"[a-z0-9][a-z0-9-]{0,31}")
+"""Names of tenants."""
 DEFAULT_TENANT = "default"
 """Tenant of the first key."""
 
@@ -86,11 +89,20 @@ class Principal:
     tenant: str
     role: Role
     key: str
-    """Id of the key; empty on a server that asks for none."""
+    """Id of the key; empty for users without one, and on a server that asks for none."""
     scopes: frozenset[Action]
     """The key's; what it may is what both its role and these allow."""
     jobs: frozenset[str] = frozenset()
     """Ids of the jobs to which a share link confines it; empty: it is no share link."""
+    user: str = ""
+    """Name of a user who signed in through the operator's identity provider, without a key."""
+    session: str = ""
+    """Id of the session of the page by which it asks; empty: it shows the key itself."""
+
+    @property
+    def name(self) -> str:
+        """Owner of what it makes, in records and logs: id of the key, or name of the user."""
+        return self.user or self.key
 
     @property
     def may(self) -> frozenset[Action]:

@@ -12,7 +12,6 @@ A revoked or expired key is remembered for KEPT_S, so that its users get a preci
 from __future__ import annotations
 
 import hmac
-import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -23,7 +22,6 @@ from opentinker.shared.security.key_text import digest_of, parse
 from opentinker.shared.state.redis_script import Script
 from opentinker.shared.types.errors import Conflict, NotFound
 
-TENANT = re.compile(r"[a-z0-9][a-z0-9-]{0,31}")
 ALL = "*"
 MAX_KEYS = 1000
 """Keys per tenant."""

@@ -47,7 +47,7 @@ class ConnectionGroup(NamedTuple):
     """Connections that live and die together."""
 
     key: str
-    """Id of an API key; empty on a server that asks for none."""
+    """Id of an API key, or `session:` and a session's id; empty on a server that asks for none."""
     secret: str
     """SHA-256 of what was shown as that key."""
     job: str

@@ -2,9 +2,9 @@
 
     ot_stream_<id>_<secret>    id: public, names the inbox; secret: 256 bits
 
-Redis keys (`{digest}` is the SHA-256 of a token, `{key}` the id of an API key):
-    stream:{digest}     hash: id, key (the API key that asked for it), secret (SHA-256 of what was shown as that key),
-                        tenant, job, expires
+Redis keys (`{digest}` is the SHA-256 of a token, `{key}` the id of an API key, or `session:` and a session's id):
+    stream:{digest}     hash: id, key (of who asked for it), secret (SHA-256 of what was shown as that key), tenant,
+                        job, expires
     streams:of:{key}    sorted set of digests by expiry
 
 They are given by `services/scheduler/http/stream_credentials.py` and looked at by
@@ -17,10 +17,13 @@ import secrets
 import msgspec
 from redis.asyncio import Redis
 
+from opentinker.shared.security.authorization import Principal
 from opentinker.shared.security.key_text import digest_of
 from opentinker.shared.state.redis_script import Script
 
 PREFIX = "ot_stream_"
+SESSION = "session:"
+"""Begins the name of a holder that is a session, not an API key."""
 LIFE_S = 900.0
 MAX_CREDENTIALS = 500
 """That one API key has at a time."""
@@ -47,7 +50,7 @@ return 0
 class Credential(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     key: str
-    """Empty on a server that asks for no keys."""
+    """See holder_of; empty on a server that asks for no keys."""
     secret: str = ""
     """SHA-256 of what was shown as that key: a key that is rotated ends what was asked for with the secret before."""
     tenant: str
@@ -58,6 +61,11 @@ class Credential(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def inbox(self) -> str:
         return f"_INBOX.stream.{self.id}"
+
+
+def holder_of(asked: Principal) -> str:
+    """Return how a credential names who asked for it: by the session, which may end before its key."""
+    return f"{SESSION}{asked.session}" if asked.session else asked.key
 
 
 class StreamCredentialStore:

@@ -1,16 +1,46 @@
-// Requests to the scheduler. The key lives in this tab alone (sessionStorage) and travels in a header alone.
+// Requests to the scheduler, with the session of this browser: a cookie that no script can read. What changes something also bears
+// the session's CSRF token. The key of a share link, which its address shows anyway, stays in this tab and goes before the session.
 
 import type { Json } from "./types.ts";
 
-const STORED = "opentinker-key";
+const STORED = "opentinker-share";
+let csrf = "";
 
-export function key(): string {
+export interface Login {
+  auth: string;
+  csrf: string | null;
+}
+
+export function shareKey(): string {
   return sessionStorage.getItem(STORED) ?? "";
 }
 
-export function keep(text: string): void {
+export function keepShareKey(text: string): void {
   if (text) sessionStorage.setItem(STORED, text);
   else sessionStorage.removeItem(STORED);
+}
+
+/** How to sign in, and whether this browser has. */
+export async function login(): Promise<Login> {
+  const found = await ask<Login>("/v1/login");
+  csrf = found.csrf ?? "";
+  return found;
+}
+
+/** Makes a session with a key, which is not kept. */
+export async function signIn(key: string): Promise<void> {
+  await ask("/v1/session", { method: "POST", headers: { Authorization: `Bearer ${key}` } });
+}
+
+export async function signOut(): Promise<void> {
+  if (shareKey()) return keepShareKey("");
+  await ask("/v1/session", { method: "DELETE" });
+}
+
+/** What shows who asks; cookies are added by the browser. */
+export function credentials(method: string): Record<string, string> {
+  if (shareKey()) return { Authorization: `Bearer ${shareKey()}` };
+  return csrf && method !== "GET" ? { "X-CSRF-Token": csrf } : {};
 }
 
 /** What the server refused, with its hint (application/problem+json). `status` 0: it did not answer. */
@@ -40,9 +70,9 @@ export interface Asking {
 }
 
 export async function fetched(path: string, asking: Asking = {}): Promise<Response> {
-  const headers: Record<string, string> = { ...asking.headers };
-  if (key()) headers["Authorization"] = `Bearer ${key()}`;
-  const request: RequestInit = { method: asking.method ?? "GET", headers, cache: "no-store", credentials: "omit" };
+  const method = asking.method ?? "GET";
+  const headers: Record<string, string> = { ...credentials(method), ...asking.headers };
+  const request: RequestInit = { method, headers, cache: "no-store", credentials: "same-origin" };
   if (asking.body !== undefined) {
     headers["Content-Type"] = "application/json";
     request.body = JSON.stringify(asking.body);

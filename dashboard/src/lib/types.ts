@@ -160,8 +160,10 @@ export interface Checkpoint {
 export interface Me {
   tenant: string;
   role: string;
-  /** Its id; null on a server that asks for none. */
+  /** Its id; null for users without one, and on a server that asks for none. */
   key: string | null;
+  /** Name of a user who signed in without a key. */
+  user: string | null;
   /** What it may. */
   scopes: string[];
   /** All that a share link shows; none of ordinary keys. */

@@ -3,15 +3,13 @@
 import type { JSX } from "preact";
 import { useRef, useState } from "preact/hooks";
 import { go, useAsked, useDoing, useMay } from "../hooks.ts";
-import { ask, fetched, job as path, key, onceKey } from "../lib/api.ts";
+import { ask, job as path, onceKey } from "../lib/api.ts";
 import { partOf, policiesOf } from "../lib/policies.ts";
 import { inferenceSpec, savesAdapters } from "../lib/serve.ts";
 import { mainResult } from "../lib/results.ts";
 import type { Checkpoint, Evaluation, Job, JobDetail } from "../lib/types.ts";
-import { bytes, download, moment, save } from "../lib/words.ts";
+import { bytes, download, moment } from "../lib/words.ts";
 import { Choice, Empty, Head, Said } from "../parts.tsx";
-
-const LARGE = 512 * 1024 * 1024;
 
 export function Checkpoints({ job }: { job: JobDetail }): JSX.Element {
   const policies = policiesOf(job);
@@ -35,18 +33,9 @@ function Saved({ job, policy }: { job: JobDetail; policy: string }): JSX.Element
   const serves = useMay("jobs:write") && job.kind !== "inference";
   const downloads = useMay("checkpoints:read");
   const doing = useDoing();
-  const [busy, setBusy] = useState("");
   const once = useRef(new Map<number, string>()); // by step: an answer that was lost makes no second job
   if (!value) return problem ? <Said problem={problem} /> : <Empty>…</Empty>;
   if (!value.checkpoints.length) return <Empty>No checkpoints yet (interval: train.checkpoint_every).</Empty>;
-  const load = (one: Checkpoint): void =>
-    doing.act(async () => {
-      try {
-        await take(job, policy, one, (share) => setBusy(`step ${one.step}: ${share}`));
-      } finally {
-        setBusy("");
-      }
-    });
   const chat = (one: Checkpoint): void =>
     doing.act(async () => {
       const headers = { "Idempotency-Key": once.current.get(one.step) ?? onceKey() };
@@ -57,7 +46,6 @@ function Saved({ job, policy }: { job: JobDetail; policy: string }): JSX.Element
   return (
     <>
       <Said problem={doing.problem} />
-      {busy && <p role="status">{busy}</p>}
       <table class="card">
         <Head of={["Step", "Created", "Model", "With optimizer", "Evaluations", ""]} />
         <tbody>
@@ -71,16 +59,7 @@ function Saved({ job, policy }: { job: JobDetail; policy: string }): JSX.Element
                 <Evaluated of={evaluations.filter((found) => found.step === one.step && found.policy === policy)} />
               </td>
               <td class="actions">
-                {downloads && tooLarge(one) && (
-                  <small>
-                    <code>{`opentinker download ${job.id} DIR${option(policy)} --step ${one.step}`}</code> (too large for this browser's memory)
-                  </small>
-                )}
-                {downloads && !tooLarge(one) && (
-                  <button disabled={doing.doing} onClick={() => load(one)}>
-                    Download
-                  </button>
-                )}
+                {downloads && <button onClick={() => take(job, policy, one)}>Download</button>}
                 {serves && (
                   <button disabled={doing.doing} onClick={() => chat(one)} title="Submit an inference job for this checkpoint">
                     Chat with this
@@ -139,36 +118,8 @@ function option(policy: string): string {
   return policy ? ` --policy ${policy}` : "";
 }
 
-type Picker = (options: { suggestedName: string }) => Promise<{ createWritable: () => Promise<WritableStream<Uint8Array>> }>;
-
-function picker(): Picker | undefined {
-  return (window as unknown as { showSaveFilePicker?: Picker }).showSaveFilePicker;
-}
-
-/** For a browser that cannot write to a file what comes. Without a key it loads it by itself, whatever the size. */
-function tooLarge(one: Checkpoint): boolean {
-  return key() !== "" && one.model_bytes > LARGE && !picker();
-}
-
-/** What is large to a file as it comes, else through memory. Without a key the browser does it alone. */
-async function take(job: JobDetail, policy: string, one: Checkpoint, tell: (share: string) => void): Promise<void> {
-  const from = path(job.id, `/checkpoints/${one.step}/download${query(policy)}`);
+/** The browser's own download: its cookie says who asks. */
+function take(job: JobDetail, policy: string, one: Checkpoint): void {
   const name = `${job.id}${policy && `-${policy}`}-step-${one.step}.tar`;
-  if (!key()) return download(name, from);
-  const pick = one.model_bytes > LARGE && picker();
-  const file = pick && (await (await pick({ suggestedName: name })).createWritable());
-  const coming = (await fetched(from)).body!.pipeThrough(counted(one.model_bytes, tell));
-  if (file) await coming.pipeTo(file);
-  else save(name, await new Response(coming).blob());
-}
-
-function counted(whole: number, tell: (share: string) => void): TransformStream<Uint8Array, Uint8Array> {
-  let count = 0;
-  return new TransformStream({
-    transform(chunk, controller) {
-      count += chunk.byteLength;
-      tell(`${bytes(count)} of ${bytes(whole)}`);
-      controller.enqueue(chunk);
-    },
-  });
+  download(name, path(job.id, `/checkpoints/${one.step}/download${query(policy)}`));
 }

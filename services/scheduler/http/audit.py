@@ -46,12 +46,14 @@ class Audit:
         self._waiting: list[tuple[dict[str, Any], asyncio.Future[None]]] = []
         self._writing: asyncio.Task[None] | None = None
         self._actions: Mapping[tuple[str, str], Action] = {}
+        self._logins: set[tuple[str, str]] = set()
         self._refusals = TokenBuckets(REFUSALS_PER_S, REFUSALS_BURST)
         self._uncounted = 0
 
     def over(self, routes: Sequence[Route]) -> Any:
         """The middleware of an application with these routes."""
         self._actions = {(route.method, route.path): route.action for route in routes}
+        self._logins = {(route.method, route.path) for route in routes if route.audited}
         return self.watch
 
     async def record(self, entry: dict[str, Any]) -> None:
@@ -80,7 +82,7 @@ class Audit:
     async def watch(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         resource = request.match_info.route.resource
         action = None if resource is None else self._actions.get((request.method, resource.canonical))
-        watched = action in WATCHED
+        watched = action in WATCHED or (resource is not None and (request.method, resource.canonical) in self._logins)
         try:
             response = await handler(request)
         except asyncio.CancelledError:
@@ -117,6 +119,7 @@ class Audit:
         entry: dict[str, Any] = {"action": None if action is None else action.value, "result": result}
         if principal is not None:
             entry |= {"tenant": principal.tenant, "role": principal.role.value, "key": principal.key}
+            entry |= {name: text for name in ("user", "session") if (text := getattr(principal, name))}
         else:
             claimed = parse(request.headers.get("Authorization", "").partition(" ")[2].strip())
             entry |= {"claimed_key": "" if claimed is None else claimed[1]}

@@ -1,10 +1,12 @@
 """Who asks, and whether they may: every request passes here, by the row of the route table that it is for.
 
-    key in Authorization --> Principal --> authorize(principal, the route's action) --> handler --> may_see(object)
+    key in Authorization,  --> Principal --> authorize(principal, the route's action) --> handler --> may_see(object)
+    or a session's cookie
 
 A key that no server issued (its form or checksum is wrong, or its env is another) is rejected without a Redis lookup. A
 key's record is cached for CACHE_S, so a key that is revoked or expires stops working within a second with any number of
-schedulers, and its open requests (event streams, answers, WebSockets) are cut off.
+schedulers, and its open requests (event streams, answers, WebSockets) are cut off. So is a session of the page
+(`login/identity.py`), whose requests are refused unless the page itself wrote them (`login/cookies.py`).
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import structlog
@@ -25,6 +28,8 @@ from redis.exceptions import RedisError
 from opentinker.services.scheduler.http.errors import Handler, TooMany
 from opentinker.services.scheduler.http.rate_limit import TokenBuckets
 from opentinker.services.scheduler.http.route_decorator import Route
+from opentinker.services.scheduler.login.cookies import Cookies
+from opentinker.services.scheduler.login.identity import SessionOver, Sessions
 from opentinker.shared.asyncio_tools import sleep
 from opentinker.shared.config import LOOPBACK_HOSTS
 from opentinker.shared.runtime.service import Context
@@ -66,13 +71,26 @@ def tenant_of(request: web.Request) -> str:
 
 
 def secret_of(request: web.Request) -> str:
-    """SHA-256 of the key that was shown; empty on a server that wants none."""
-    return digest_of(_shown(request.headers.get("Authorization", ""))[1]) if principal_of(request).key else ""
+    """SHA-256 of the key or the session's token that was shown; empty on a server that wants none."""
+    shown = request.get(SHOWN)
+    return "" if shown is None else digest_of(shown.session or _shown(shown.header)[1])
 
 
 def may_see(request: web.Request, tenant: str) -> bool:
     """Return whether an object of this tenant is visible for the requester and the requested action."""
     return authorize(request[PRINCIPAL], request[ACTION], tenant) is Verdict.ALLOWED
+
+
+class Shown(NamedTuple):
+    """What somebody shows."""
+
+    header: str
+    """Authorization."""
+    session: str
+    """The token of a session; empty if there is a key, or neither."""
+
+
+SHOWN: web.RequestKey[Shown] = web.RequestKey("shown", Shown)
 
 
 class BadKey(Exception):
@@ -84,7 +102,7 @@ class _Open:
     """A request that is being answered."""
 
     task: asyncio.Task[object]
-    header: str
+    shown: Shown
 
 
 class AuthMiddleware:
@@ -97,6 +115,7 @@ class AuthMiddleware:
         self._asks = ctx.settings.auth
         self._env = ctx.settings.key_env
         self._keys = KeyStore(ctx.store.redis)
+        self.sessions, self.cookies = Sessions(ctx), Cookies(ctx.settings)
         self._cache: dict[str, tuple[Key, float]] = {}
         """By digest: keys that were right, and when."""
         self._unknown_lookups = asyncio.Semaphore(MAX_UNKNOWN_LOOKUPS)
@@ -120,7 +139,8 @@ class AuthMiddleware:
             raise NotFound("the Tinker API is not supported; submit a job instead, see /openapi.json")
         if action is Action.FREE and self._asks:
             return await handler(request)
-        principal = await self._principal(request)
+        shown = Shown(request.headers.get("Authorization", ""), self.cookies.session(request))
+        principal = await self._principal(request, shown)
         if action is None:  # no such path, or not with this method
             return await handler(request)
         if authorize(principal, action) is not Verdict.ALLOWED:
@@ -130,34 +150,51 @@ class AuthMiddleware:
         request[PRINCIPAL], request[ACTION] = principal, action
         if not self._asks:
             return await handler(request)
+        if shown.session:
+            self.cookies.refuse_forged(request, shown.session)
+        request[SHOWN] = shown
         task = asyncio.current_task()
         assert task is not None
-        entry = _Open(task, request.headers.get("Authorization", ""))
+        entry = _Open(task, shown)
         self._open.add(entry)
         try:
             return await handler(request)
         finally:
             self._open.discard(entry)
 
-    async def _principal(self, request: web.Request) -> Principal:
+    async def _principal(self, request: web.Request, shown: Shown) -> Principal:
         if not self._asks:
             _refuse_pages(request)
             return UNAUTHENTICATED
-        header, address = request.headers.get("Authorization", ""), request.remote or ""
-        guess = self._is_guess(header)
-        if guess and (wait_s := self._guesses.take(address, time.monotonic())):
-            raise TooMany("unknown keys", wait_s)
         try:
-            key = await self._key(header)
+            return await self.identified(request, shown)
         except BadKey as error:
             raise web.HTTPUnauthorized(text=str(error)) from None
+
+    async def identified(self, request: web.Request, shown: Shown) -> Principal:
+        """Return who shows this. Raises BadKey, TooMany."""
+        address, guess = request.remote or "", self._is_guess(shown)
+        if guess and (wait_s := self._guesses.take(address, time.monotonic())):
+            raise TooMany("unknown keys", wait_s)
+        principal = await self._shown_by(shown)
         if guess:
             self._guesses.give_back(address)
-        return key.principal
+        return principal
 
-    def _is_guess(self, header: str) -> bool:
+    async def _shown_by(self, shown: Shown) -> Principal:
+        """Raises BadKey."""
+        if not shown.session:
+            return (await self._key(shown.header)).principal
+        try:
+            return (await self.sessions.identify(shown.session)).principal
+        except SessionOver as error:
+            raise BadKey(str(error)) from None
+
+    def _is_guess(self, shown: Shown) -> bool:
         """Return whether the key has to be looked up and was not valid the last time."""
-        text = _shown(header)[1]
+        if shown.session:
+            return not self.sessions.is_known(shown.session, time.time())
+        text = _shown(shown.header)[1]
         if not parse(text):
             return False  # refused without a lookup
         found, _ = self._cache.get(digest_of(text), (None, 0.0))
@@ -199,7 +236,7 @@ class AuthMiddleware:
             await sleep(RECHECK_S)
             for entry in list(self._open):
                 try:
-                    await self._key(entry.header)
+                    await self._shown_by(entry.shown)
                 except BadKey as error:
                     if entry in self._open:  # it has not ended since
                         log.info("request_aborted", reason=str(error))
@@ -260,7 +297,8 @@ def _confine(request: web.Request, principal: Principal) -> None:
 
 
 def _refusal(principal: Principal, action: Action) -> str:
-    return f"this key (role {principal.role}, tenant {principal.tenant}) does not allow {action}"
+    who = f"user {principal.user}" if principal.user else "this key"
+    return f"{who} (role {principal.role}, tenant {principal.tenant}) does not allow {action}"
 
 
 def _refuse_pages(request: web.Request) -> None:

@@ -4,7 +4,7 @@
     allow      a response is about to go out: says so there too
 
 Other pages get no CORS headers, so browsers withhold our answers from them. A page has only the rights of the key that
-a user gave it: this server uses no cookies.
+a user gave it: sessions by cookie are for the page of this server alone (`login/cookies.py`).
 """
 
 from __future__ import annotations

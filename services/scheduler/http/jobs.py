@@ -128,7 +128,7 @@ class JobsApi:
             if is_sweep(body):
                 problem = "makes many jobs, and this makes one: POST the same document to /v1/sweeps (client.sweep)"
                 raise SpecError.of(TABLE, None, problem)
-            id, repeated = await submit(self.ctx, body, asked.tenant, key, key=asked.key, trace=trace)
+            id, repeated = await submit(self.ctx, body, asked.tenant, key, key=asked.name, trace=trace)
         headers = {"Location": f"/v1/jobs/{id}"} | ({"Idempotency-Replayed": "true"} if repeated else {})
         record = await self.store.job(id)
         summary = _summary(record)

@@ -19,9 +19,9 @@ from opentinker.services.scheduler.http.route_decorator import Parameter, Route
 from opentinker.shared import api_types
 from opentinker.shared.durable_files import file_system
 from opentinker.shared.runtime.service import Context
-from opentinker.shared.security.authorization import DEFAULT_TENANT, MAY, Action, Role, outranks
+from opentinker.shared.security.authorization import DEFAULT_TENANT, MAY, TENANT, Action, Role, outranks
 from opentinker.shared.security.key_text import KEY_ID, new_key
-from opentinker.shared.state.keys import TENANT, Key, KeyStore
+from opentinker.shared.state.keys import Key, KeyStore
 from opentinker.shared.state.notifications import Notifications
 from opentinker.shared.types.errors import Conflict, NotFound, SpecError
 from opentinker.shared.types.mistakes import Mistakes
@@ -106,7 +106,7 @@ class KeysApi:
         expires = 0.0 if asked.expires_in_s is None else now + asked.expires_in_s
         key = await self._keys.create(
             text, now=now, tenant=tenant, role=asked.role, scopes=asked.scopes, name=asked.name,
-            by=principal_of(request).key, expires=expires,
+            by=principal_of(request).name, expires=expires,
         )  # fmt: skip
         return json_response({"key": text, **_shown(key, now)}, 201, NO_STORE)
 
@@ -126,7 +126,7 @@ class KeysApi:
         now, text = time.time(), new_key(self._env)
         key = await self._keys.create(
             text, now=now, tenant=tenant, role=Role.VIEWER, scopes=[Action.JOBS_READ], name=asked.name,
-            by=principal_of(request).key, expires=now + asked.expires_in_s, jobs=sorted(found),
+            by=principal_of(request).name, expires=now + asked.expires_in_s, jobs=sorted(found),
         )  # fmt: skip
         at = f"compare/{','.join(asked.jobs)}" if len(asked.jobs) > 1 else f"jobs/{asked.jobs[0]}"
         return json_response({"address": f"/#/share/{text}/{at}", "key": text, **_shown(key, now)}, 201, NO_STORE)
@@ -164,7 +164,7 @@ class KeysApi:
 
     @Route("GET", "/v1/whoami", Action.ABOUT, answer=api_types.WhoAmI)
     async def whoami(self, request: web.Request) -> web.Response:
-        """Show the tenant, role and scopes of the key in use.
+        """Show the tenant, role and scopes of who asks.
 
         Without authentication: an operator, and `auth` explains it."""
         asked = principal_of(request)
@@ -176,6 +176,7 @@ class KeysApi:
                 "role": asked.role,
                 "scopes": sorted(asked.may),
                 "key": asked.key or None,
+                "user": asked.user or None,
                 "name": key.name if key else "",
                 "expires": (key.expires or None) if key else None,
                 "jobs": sorted(asked.jobs),
@@ -219,7 +220,8 @@ class KeysApi:
 def _refuse_more(request: web.Request, role: Role, scopes: Sequence[Action] | None) -> None:
     principal = principal_of(request)
     if not outranks(principal, role, MAY[role] if scopes is None else scopes):
-        raise web.HTTPForbidden(text=f"a {role} key with these scopes has rights that your {principal.role} key lacks")
+        own = f"you lack as a {principal.role}" if principal.user else f"your {principal.role} key lacks"
+        raise web.HTTPForbidden(text=f"a {role} key with these scopes has rights that {own}")
 
 
 def _no_tenant(name: str) -> NotFound:

@@ -76,7 +76,7 @@ class PublishingApi:
         except NotFound as error:
             raise SpecError.of("checkpoint", asked.checkpoint, f"job {id} has {error}") from None
         kept = await self.archiver.archive(job, held)
-        made = await self.index.publish(job.tenant, asked.name, id, kept, principal_of(request).key)
+        made = await self.index.publish(job.tenant, asked.name, id, kept, principal_of(request).name)
         detail = {"name": made.name, "step": made.step, "by": made.key}
         await self.store.update(id, event="checkpoint_published", detail=detail)
         return json_response(_shown(made), 201, {"Location": f"/v1/published/{made.name}"})
@@ -98,7 +98,7 @@ class PublishingApi:
 
         Its job's rules apply again and may remove it."""
         gone = await self.index.unpublish(tenant_of(request), request.match_info["name"])
-        detail = {"name": gone.name, "step": gone.step, "by": principal_of(request).key}
+        detail = {"name": gone.name, "step": gone.step, "by": principal_of(request).name}
         await self.store.update(gone.job, event="checkpoint_unpublished", detail=detail)
         await self.index.open(gone.job)
         return json_response(_shown(gone))
@@ -138,7 +138,7 @@ class PublishingApi:
         return await self._deleted(request, job, step, held.size)
 
     async def _deleted(self, request: web.Request, job: JobRecord, step: int, size: int) -> web.Response:
-        detail = {"steps": [step], "by": principal_of(request).key}
+        detail = {"steps": [step], "by": principal_of(request).name}
         await self.store.update(job.id, event="checkpoints_removed", detail=detail)
         return json_response({"job": job.id, "steps": [step], "bytes": size})
 
@@ -148,7 +148,7 @@ class PublishingApi:
 
         The job's record, the changes of its state and its usage stay."""
         job = await self.jobs.found(request)
-        steps, size = await self.remove_all(job, principal_of(request).key)
+        steps, size = await self.remove_all(job, principal_of(request).name)
         return json_response({"job": job.id, "steps": sorted(steps), "bytes": size})
 
     async def refuse_kept(self, job: JobRecord) -> None:

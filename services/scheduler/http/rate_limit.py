@@ -29,6 +29,7 @@ from aiohttp.typedefs import Middleware
 from prometheus_client import Counter as Total
 
 from opentinker.services.scheduler.http.errors import OPENAI, Handler, TooMany
+from opentinker.services.scheduler.login.cookies import Cookies
 from opentinker.shared.config import Settings
 from opentinker.shared.runtime.telemetry import REGISTRY
 from opentinker.shared.types.errors import SpecError
@@ -101,13 +102,15 @@ class RequestLimiter:
     def __init__(self, settings: Settings, free: Collection[str]) -> None:
         self._requests = TokenBuckets(settings.http_rate, max(1.0, BURST_S * settings.http_rate))
         self._free = frozenset(free)
+        self._cookies = Cookies(settings)
 
     @web.middleware
     async def guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         _refuse_odd(request)
         resource = request.match_info.route.resource
         free = resource is not None and resource.canonical in self._free
-        if not free and (wait_s := self._requests.take(_key(request) or request.remote or "", time.monotonic())):
+        client = _key(request, self._cookies.session(request)) or request.remote or ""
+        if not free and (wait_s := self._requests.take(client, time.monotonic())):
             raise TooMany("requests", wait_s)
         return await handler(request)
 
@@ -180,7 +183,7 @@ def _unknown(name: str, known: Collection[str]) -> str:
     return f"is not a parameter of this route{f'; did you mean {near[0]}?' if near else f', which {takes}'}"
 
 
-def _key(request: web.Request) -> str:
-    """Return the digest of the request's key; empty without one."""
-    borne = request.headers.get("Authorization", "")
+def _key(request: web.Request, session: str) -> str:
+    """Return the digest of the request's key or of its session's token; empty without one."""
+    borne = request.headers.get("Authorization", "") or session
     return hashlib.sha256(borne.encode("utf-8", "surrogateescape")).hexdigest() if borne else ""

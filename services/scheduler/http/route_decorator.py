@@ -97,6 +97,8 @@ class Route:
     """Type of the response: one of `shared/api_types`, which documents its fields."""
     slashes: str = ""
     """Name of the path parameter whose value may contain slashes."""
+    audited: bool = False
+    """The audit log has a line for it, whatever its action is."""
     handler: Handler = _unbound
 
     def __call__(self, handler: H) -> H:

@@ -47,6 +47,7 @@ from opentinker.services.scheduler.http.usage import UsageApi
 from opentinker.services.scheduler.http.validate import ValidateApi
 from opentinker.services.scheduler.inference.inference_api import InferenceApi
 from opentinker.services.scheduler.inference.router import InferenceRouter
+from opentinker.services.scheduler.login.sessions_api import SessionsApi
 from opentinker.shared import api_types
 from opentinker.shared.messaging.subjects import STREAMS, WAKE
 from opentinker.shared.runtime.service import Context
@@ -78,6 +79,7 @@ class Api:
             CheckReportsApi(ctx),
             gateway,
             KeysApi(ctx),
+            SessionsApi(ctx, gate),
             UsageApi(jobs),
             ValidateApi(ctx),
             self,
@@ -87,13 +89,14 @@ class Api:
 
     def app(self) -> web.Application:
         free = {r.path for r in self.routes if r.action is Action.FREE}
+        unlimited = {path for path in free if not path.startswith("/v1/login")}
         known = {
             (r.method, r.path): {p.name for p in r.parameters if p.place == "query"}
             for r in self.routes
             if r.path not in free
         }
         audit = Audit(self.ctx)
-        guard = RequestLimiter(self.ctx.settings, free)
+        guard = RequestLimiter(self.ctx.settings, unlimited)
         pages = CrossOrigin(self.ctx.settings.http_origins, self.routes)
         before = [last_resort, audit.over(self.routes), problems, pages.preflight, guard.guard]
         after = [query_check(known), audit.begins]

@@ -20,7 +20,7 @@ from opentinker.shared import api_types
 from opentinker.shared.messaging.permissions import shown_of
 from opentinker.shared.security.authorization import Action
 from opentinker.shared.state import stream_credentials
-from opentinker.shared.state.stream_credentials import StreamCredentialStore, TooManyCredentials
+from opentinker.shared.state.stream_credentials import StreamCredentialStore, TooManyCredentials, holder_of
 from opentinker.shared.types.errors import Conflict
 
 ANY_HOST = ("0.0.0.0", "::")
@@ -42,7 +42,7 @@ class StreamCredentialsApi:
         asked, now = principal_of(request), time.time()
         try:
             token, given = await self._credentials.give(
-                key=asked.key, secret=secret_of(request), tenant=asked.tenant, job=job.id, now=now,
+                key=holder_of(asked), secret=secret_of(request), tenant=asked.tenant, job=job.id, now=now,
                 life_s=stream_credentials.LIFE_S,
             )  # fmt: skip
         except TooManyCredentials as error:

@@ -58,7 +58,7 @@ class SweepsApi:
         Its jobs are ordinary jobs, with the sweep's id among their tags."""
         key, asked, trace = idempotency_key(request), principal_of(request), incoming(request.headers)
         body = await read_spec(request)
-        id, repeated = await submit_sweep(self.ctx, body, asked.tenant, key, key=asked.key, trace=trace)
+        id, repeated = await submit_sweep(self.ctx, body, asked.tenant, key, key=asked.name, trace=trace)
         headers = {"Location": f"/v1/sweeps/{id}"} | ({"Idempotency-Replayed": "true"} if repeated else {})
         return json_response(_summary(await self.store.sweep(id)), 201, headers)
 
@@ -119,7 +119,7 @@ class SweepsApi:
             await self.publishing.refuse_kept(job)
         size = 0
         for job in jobs:
-            _, freed = await self.publishing.remove_all(job, principal_of(request).key)
+            _, freed = await self.publishing.remove_all(job, principal_of(request).name)
             size += freed
         await self.store.delete(sweep.id, sweep.tenant)
         return json_response({"sweep": sweep.id, "jobs": [job.id for job in jobs], "bytes": size})

@@ -23,7 +23,7 @@ from nats.aio.client import Client
 from prometheus_client import Counter
 from redis.exceptions import RedisError
 
-from opentinker.services.scheduler.streams.nats_auth import ConnectionRefused, standing
+from opentinker.services.scheduler.streams.nats_auth import ConnectionRefused, Holders, standing
 from opentinker.shared.asyncio_tools import await_cancellable, sleep
 from opentinker.shared.config import Settings
 from opentinker.shared.messaging.connection import LOST
@@ -32,7 +32,6 @@ from opentinker.shared.messaging.subjects import KICK
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.runtime.telemetry import REGISTRY
 from opentinker.shared.security.secrets import password_in
-from opentinker.shared.state.keys import KeyStore
 from opentinker.shared.state.stream_connections import ConnectionGroup, StreamConnection, StreamConnections
 
 log = structlog.get_logger()
@@ -52,7 +51,7 @@ CLOSED = Counter(
 class StreamDisconnector:
     def __init__(self, ctx: Context) -> None:
         self.ctx = ctx
-        self._keys, self._connections = KeyStore(ctx.store.redis), StreamConnections(ctx.store.redis)
+        self._holders, self._connections = Holders(ctx), StreamConnections(ctx.store.redis)
 
     async def run(self) -> None:
         """Until it is cancelled."""
@@ -72,13 +71,13 @@ class StreamDisconnector:
         groups = await self._connections.groups(now)
         if not groups:
             return
-        keys = await self._keys.several({group.key for group in groups if group.key})
+        holders = await self._holders.find(group.key for group in groups)
         tenants = await self.ctx.store.tenants_of({group.job for group in groups})
         away: set[str] = set()
         over: list[tuple[ConnectionGroup, str]] = []
         for group in groups:
             try:
-                standing(group, keys.get(group.key), tenants.get(group.job), now, auth=self.ctx.settings.auth)
+                standing(group, holders.get(group.key), tenants.get(group.job), now, auth=self.ctx.settings.auth)
             except ConnectionRefused as error:
                 over.append((group, str(error)))
         room = asyncio.Semaphore(MAX_CONCURRENT_KICKS)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 import msgspec
@@ -21,6 +22,7 @@ from prometheus_client import Counter
 from redis.exceptions import RedisError
 
 from opentinker.services.scheduler.http.auth import UNAUTHENTICATED
+from opentinker.services.scheduler.login.identity import Identity, Sessions
 from opentinker.shared.messaging.nats_tokens import Signer, claims_of
 from opentinker.shared.messaging.permissions import shown_of
 from opentinker.shared.messaging.subjects import LOGINS
@@ -29,7 +31,7 @@ from opentinker.shared.runtime.telemetry import REGISTRY
 from opentinker.shared.security.authorization import Action, Verdict, authorize
 from opentinker.shared.state.keys import Key, KeyStore
 from opentinker.shared.state.stream_connections import ConnectionGroup, StreamConnection, StreamConnections
-from opentinker.shared.state.stream_credentials import Credential, StreamCredentialStore
+from opentinker.shared.state.stream_credentials import SESSION, Credential, StreamCredentialStore
 
 log = structlog.get_logger()
 
@@ -81,7 +83,7 @@ class NatsAuthCallout:
         self.ctx = ctx
         settings = ctx.settings
         self._signer = Signer(settings.password("nats_issuer_file")) if settings.nats_issuer_file else None
-        self._keys, self._credentials = KeyStore(ctx.store.redis), StreamCredentialStore(ctx.store.redis)
+        self._holders, self._credentials = Holders(ctx), StreamCredentialStore(ctx.store.redis)
         self._connections = StreamConnections(ctx.store.redis)
         self._room = asyncio.Semaphore(MAX_CONCURRENT)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -140,25 +142,43 @@ class NatsAuthCallout:
         if credential is None:
             raise ConnectionRefused("no such credential, or not any more")
         group = ConnectionGroup(credential.key, credential.secret, credential.job)
-        key = await self._keys.find(credential.key) if credential.key else None
+        holder = (await self._holders.find([credential.key])).get(credential.key)
         tenant = (await self.ctx.store.tenants_of([credential.job])).get(credential.job)
-        until = min(credential.expires, standing(group, key, tenant, now, auth=self.ctx.settings.auth))
+        until = min(credential.expires, standing(group, holder, tenant, now, auth=self.ctx.settings.auth))
         one = StreamConnection(login.server_id.id, login.client_info.id)
         if not await self._connections.note(group, one, until=until, now=now):
             raise ConnectionRefused("its key has too many connections")
         return msgspec.structs.replace(credential, expires=until)
 
 
-def standing(group: ConnectionGroup, key: Key | None, tenant: str | None, now: float, *, auth: bool) -> float:
-    """Until when, as far as is known now, connections of this group may stay. `key`: the one of that id, `tenant`:
-    whose the job is. Raises ConnectionRefused."""
+class Holders:
+    """Keys and sessions by which credentials were asked for."""
+
+    def __init__(self, ctx: Context) -> None:
+        self._keys, self._sessions = KeyStore(ctx.store.redis), Sessions(ctx)
+
+    async def find(self, names: Iterable[str]) -> dict[str, Key | Identity]:
+        """Those of them that are known, by `Credential.key`."""
+        asked = set(filter(None, names))
+        sessions = {name for name in asked if name.startswith(SESSION)}
+        found = await self._sessions.several(name.removeprefix(SESSION) for name in sessions) if sessions else {}
+        keys = await self._keys.several(asked - sessions) if asked - sessions else {}
+        return {**keys, **{f"{SESSION}{id}": identity for id, identity in found.items()}}
+
+
+def standing(
+    group: ConnectionGroup, holder: Key | Identity | None, tenant: str | None, now: float, *, auth: bool
+) -> float:
+    """Until when, as far as is known now, connections of this group may stay. `holder`: the key or session of that
+    name, `tenant`: whose the job is. Raises ConnectionRefused."""
     if not group.key and not auth:
         principal, until = UNAUTHENTICATED, float("inf")
     else:
-        if key is None or key.state(now) != "live" or not key.fits(group.secret, now):
-            raise ConnectionRefused("the key that asked for it is over")
-        principal, until = key.principal, key.expires or float("inf")
-        until = until if key.digest == group.secret else min(until, key.old_until)
+        if holder is None or holder.state(now) != "live" or not holder.fits(group.secret, now):
+            raise ConnectionRefused("the key or session that asked for it is over")
+        principal, until = holder.principal, holder.expires or float("inf")
+        if isinstance(holder, Key) and holder.digest != group.secret:
+            until = min(until, holder.old_until)
     if tenant is None or authorize(principal, Action.JOBS_READ, tenant) is not Verdict.ALLOWED:
         raise ConnectionRefused("its job is not there for it any more")
     return until

@@ -146,6 +146,35 @@ def revoke(key_id: KeyId, url: Url = None, as_json: AsJson = False) -> None:
 
 
 @keys.command()
+def sessions(
+    tenant: Annotated[str | None, typer.Option(help="For operators: sessions of another tenant.")] = None,
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show who is signed in to the page; `keys sign-out` ends a session."""
+    found = client(url).sessions(tenant)
+    if as_json:
+        print_json(found)
+        return
+    rows = [
+        [one["id"], one["user"] or f"key {one['key']}", one["role"], ago(one["last_used"]), _when(one["expires"])]
+        for one in found
+    ]
+    print_table(["id", "who", "role", "last used", "ends"], rows, empty="no sessions")
+
+
+@keys.command("sign-out")
+def sign_out(
+    session_id: Annotated[str, typer.Argument(metavar="ID", help="See `opentinker keys sessions`.")],
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """End a session of the page and close its open connections, within a second."""
+    client(url).end_session(session_id)
+    print_json({"session": session_id}) if as_json else say(f"{session_id}  ended")
+
+
+@keys.command()
 def init(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A new file, which only you can read.")],
     env: Annotated[str, typer.Option(help="Name of the deployment, its setting key_env.")] = "local",

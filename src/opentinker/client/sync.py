@@ -147,6 +147,8 @@ class Client:
     keys = blocking(AsyncClient.keys)
     rotate_key = blocking(AsyncClient.rotate_key)
     revoke_key = blocking(AsyncClient.revoke_key)
+    sessions = blocking(AsyncClient.sessions)
+    end_session = blocking(AsyncClient.end_session)
     whoami = blocking(AsyncClient.whoami)
     webhook_secret = blocking(AsyncClient.webhook_secret)
     tenants = blocking(AsyncClient.tenants)

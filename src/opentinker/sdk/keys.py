@@ -1,4 +1,4 @@
-"""Administration from Python: API keys (create, list, rotate, revoke) and workers (free)."""
+"""Administration from Python: API keys (create, list, rotate, revoke), sessions of the page and workers (free)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,19 @@ from typing import cast
 from urllib.parse import quote
 
 from opentinker.sdk.http import Http
-from opentinker.shared.api_types import FreedWorker, Key, Keys, MadeKey, Share, Tenant, Tenants, WebhookSecret, WhoAmI
+from opentinker.shared.api_types import (
+    FreedWorker,
+    Key,
+    Keys,
+    MadeKey,
+    Session,
+    Sessions,
+    Share,
+    Tenant,
+    Tenants,
+    WebhookSecret,
+    WhoAmI,
+)
 
 KEYS = "/v1/keys"
 
@@ -51,6 +63,15 @@ class KeyCalls:
     async def revoke_key(self, id: str) -> Key:
         """Make a key invalid within a second; its open connections are closed."""
         return cast(Key, await self._http.json("POST", _of(id, "revoke")))
+
+    async def sessions(self, tenant: str | None = None) -> list[Session]:
+        """The sessions of the page of a tenant (default: yours); those that end first come first."""
+        asked = {"tenant": tenant} if tenant else {}
+        return cast(Sessions, await self._http.json("GET", "/v1/sessions", asked))["sessions"]
+
+    async def end_session(self, id: str) -> None:
+        """Sign somebody out of the page, within a second."""
+        await self._http.json("POST", f"/v1/sessions/{quote(id, safe='')}/revoke")
 
     async def whoami(self) -> WhoAmI:
         """Return the identity of the key that is sent: `tenant`, `role`, `scopes`, `key` (its id), `name`, `expires`;

@@ -10,13 +10,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
-import orjson
 import pytest
 from playwright.async_api import Browser, Page, async_playwright, expect
 
 from opentinker.services.scheduler.http import dashboard
 from tests.conftest import WAIT_S, free_port
-from tests.support.api import OPERATOR
+from tests.support.api import OPERATOR, bearing
 
 expect.set_options(timeout=WAIT_S * 1000)
 
@@ -93,7 +92,8 @@ async def opened(chromium: Browser) -> AsyncIterator[Open]:
             ground = await chromium.new_context(accept_downloads=True, **settings)
             stack.push_async_callback(ground.close)
             if key:
-                await ground.add_init_script(f"sessionStorage.setItem('opentinker-key', {orjson.dumps(key).decode()})")
+                signed = await ground.request.post(f"{url}/v1/session", headers=bearing(key))
+                assert signed.status == 201, await signed.text()
             tab = Tab(await ground.new_page(), url)
             tabs.append(tab)
             await tab.go(*at)

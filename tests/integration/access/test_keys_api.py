@@ -29,6 +29,7 @@ from opentinker.shared.state.keys import KeyStore
 from opentinker.shared.state.store import Store
 from tests.conftest import until
 from tests.support.api import OPERATOR, Http, bearing, new_key_of
+from tests.support.browsing import browser
 from tests.support.http_server import http_server
 from tests.support.scheduling import Workers, new_job, scheduler
 
@@ -202,6 +203,7 @@ async def test_a_key_says_whose_it_is_and_what_it_may(http: Http, store: Store) 
         "role": "member",
         "scopes": ["jobs:read"],
         "key": id_of(key),
+        "user": None,
         "name": "",
     }
     assert (await http("GET", "/v1/whoami"))[0] == 401
@@ -242,6 +244,13 @@ async def test_keys_on_the_command_line(url: str, store: Store, tmp_path: Path) 
     assert (await typed("keys", "revoke", id_of(key), *on))[0] == f"{id_of(key)}  revoked\n"
     found = await KeyStore(store.redis).find(id_of(key))
     assert found is not None and found.revoked
+    async with browser(url, held):
+        (session,) = orjson.loads((await typed("keys", "sessions", "--json", *on))[0])
+        assert session["key"] == id_of(held)
+        assert f"key {id_of(held)}" in (await typed("keys", "sessions", *on))[0]
+        assert (await typed("keys", "sign-out", session["id"], *on))[0] == f"{session['id']}  ended\n"
+        assert (await typed("keys", "sessions", *on))[0] == "no sessions\n"
+        await typed("keys", "sign-out", session["id"], *on, status=1)
     for wrong in (("--expires", "soon"), ("--scopes", "fly"), ("--role", "king")):
         await typed("keys", "create", *wrong, *on, status=2 if wrong[0] == "--expires" else 1)
 

@@ -31,15 +31,17 @@ from opentinker.services.scheduler.http.server import Api
 from opentinker.services.scheduler.inference.router import InferenceRouter
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.security.authorization import DEFAULT_TENANT, SCOPES, Action, Principal, Role, Verdict
-from opentinker.shared.security.key_text import new_key, parse
+from opentinker.shared.security.key_text import digest_of, new_key, parse
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.spec.labels import LabelChanges
 from opentinker.shared.spec.sweeps.children import SweepSpec
 from opentinker.shared.state.keys import KeyStore
+from opentinker.shared.state.sessions import SessionStore, session_id
 from opentinker.shared.state.store import Store
 from tests.conftest import Figure
 from tests.samples.upload_samples import package
 from tests.support.api import SPEC, Http, bearing, fits, new_key_of, write_checkpoint
+from tests.support.browsing import showing
 from tests.support.cluster import ROOT
 from tests.support.scheduling import scheduler
 
@@ -60,6 +62,7 @@ class Things:
     publication: str
     check: str
     sweep: str
+    session: str
 
     def of(self, route: Route) -> dict[str, str]:
         """What stands in the places of the route's path. Raises KeyError for a place that this file does not know."""
@@ -74,6 +77,7 @@ PLACES: dict[str, dict[str, str]] = {
     "published": {"name": "publication"},
     "checks": {"check": "check"},
     "sweeps": {"id": "sweep"},
+    "sessions": {"id": "session"},
 }
 """By the first part of a path below /v1: whose name stands where, or what else does."""
 MAKES = {
@@ -163,6 +167,35 @@ async def nobody(_: Store) -> str:
     return ""
 
 
+async def session_of(store: Store, tenant: str, role: Role = Role.ADMIN, *, life_s: float = 600.0) -> str:
+    """The token of a session that was made with a new key."""
+    key, now = await new_key_of(store, tenant, role), time.time()
+    token, _ = await SessionStore(store.redis).create(
+        now=now, expires=now + life_s, tenant=tenant, key=(parse(key) or ("", ""))[1], secret=digest_of(key)
+    )
+    return token
+
+
+def signed_in(role: Role, tenant: str) -> Callable[[Store], Any]:
+    return lambda store: session_of(store, tenant, role)
+
+
+async def ended_session(store: Store) -> str:
+    return await session_of(store, "red", life_s=-1.0)
+
+
+async def session_of_a_revoked_key(store: Store) -> str:
+    token = await session_of(store, "red")
+    session = await SessionStore(store.redis).found(session_id(token) or "")
+    await KeyStore(store.redis).revoke(session.key, now=time.time())
+    return token
+
+
+async def guessed_session(store: Store) -> str:
+    """A known id, another secret."""
+    return (await session_of(store, "red"))[:-8] + "0" * 8
+
+
 async def malformed(store: Store) -> str:
     return (await new_key_of(store, "red"))[:-1]
 
@@ -211,7 +244,10 @@ def confined(scope: Action) -> Who:
     return Who(f"only_{scope}", known(Role.OPERATOR, DEFAULT_TENANT, only), only, DEFAULT_TENANT)
 
 
-WORTHLESS = (nobody, malformed, never_made, of_another_server, guessed, expired, revoked, rotated)
+WORTHLESS = (
+    *(nobody, malformed, never_made, of_another_server, guessed, expired, revoked, rotated),
+    *(ended_session, session_of_a_revoked_key, guessed_session),
+)
 COLUMNS = [
     *(Who(make.__name__, make, None) for make in WORTHLESS),
     Who("in_grace", in_grace, MAY[Role.ADMIN], "red"),
@@ -224,6 +260,9 @@ COLUMNS = [
         Who(f"{DEFAULT_TENANT}_{role}", known(role, DEFAULT_TENANT), MAY[role], DEFAULT_TENANT)
         for role in (Role.ADMIN, Role.OPERATOR)
     ),
+    Who("red_viewer_session", signed_in(Role.VIEWER, "red"), MAY[Role.VIEWER], "red"),
+    Who("blue_admin_session", signed_in(Role.ADMIN, "blue"), MAY[Role.ADMIN], "blue"),
+    Who("session_of_an_operator", signed_in(Role.OPERATOR, DEFAULT_TENANT), MAY[Role.OPERATOR], DEFAULT_TENANT),
     *(confined(scope) for scope in sorted(SCOPES)),
 ]
 
@@ -240,7 +279,15 @@ class Site:
 
     def names(self, tenant: str) -> list[str]:
         things = self.things[tenant]
-        return [things.job, things.environment, things.key, things.publication, things.check, things.sweep]
+        return [
+            things.job,
+            things.environment,
+            things.key,
+            things.publication,
+            things.check,
+            things.sweep,
+            things.session,
+        ]
 
 
 @pytest.fixture
@@ -269,14 +316,15 @@ async def site(ctx: Context, store: Store, tmp_path: Any, monkeypatch: pytest.Mo
                 publication = (await client.publish(f"{job}@1", f"{tenant}-best"))["name"]
                 sweep = (await client.sweep({**SPEC, "sweep": BODIES[SweepSpec]["sweep"]}))["id"]
             key = (parse(await new_key_of(store, tenant, Role.VIEWER)) or ("", ""))[1]
-            things[tenant] = Things(job, own, key, publication, check, sweep)
+            signed = session_id(await session_of(store, tenant, Role.VIEWER)) or ""
+            things[tenant] = Things(job, own, key, publication, check, sweep, signed)
         yield Site(http, made[0].routes, things)
 
 
 def order(route: Route) -> tuple[int, str]:
     """What ends an object comes last."""
     last = route.method == "DELETE" or route.path.endswith(("/revoke", "/cancel", "/complete"))
-    return (2 if last else 0 if route.method == "GET" else 1), route.path
+    return (3 if route.path == "/v1/session" else 2 if last else 0 if route.method == "GET" else 1), route.path
 
 
 # --- the cells ------------------------------------------------------------------------------------------------------
@@ -298,7 +346,7 @@ async def test_every_route_answers_whom_it_should_and_nobody_else(site: Site, st
 
 async def answers_as_documented(site: Site, store: Store, who: Who) -> None:
     key = await who.key(store)
-    headers = bearing(key) if key else {}
+    headers = {} if not key else showing(site.http.url, key) if session_id(key) else bearing(key)
     wrong: list[str] = []
     cells = 0
     for route in sorted(site.routes, key=order):
@@ -335,14 +383,24 @@ def objects(site: Site, who: Who, route: Route) -> dict[str, Things]:
     if not has_object(route):
         return {OWN: site.things[own]}
     other = "blue" if own == "red" else "red"
-    nothing = Things("j-0000000000", "no-such-thing", "0000000000", "no-such-name", "no-such-check", "s-0000000000")
+    nothing = Things(
+        "j-0000000000", "no-such-thing", "0000000000", "no-such-name", "no-such-check", "s-0000000000", "0000000000"
+    )
     return {UNKNOWN: nothing, FOREIGN: site.things[other], OWN: site.things[own]}
 
 
 def said(body: Any, things: Things) -> str:
     """The answer without the names that were asked for."""
     text = body.decode(errors="replace") if isinstance(body, bytes) else orjson.dumps(body).decode()
-    for name in (things.job, things.sweep, things.environment, things.key, things.publication, things.check):
+    for name in (
+        things.job,
+        things.sweep,
+        things.environment,
+        things.key,
+        things.publication,
+        things.check,
+        things.session,
+    ):
         text = text.replace(name, "X")
     return text
 
@@ -410,4 +468,12 @@ def test_nothing_is_served_that_is_not_in_the_table(ctx: Context) -> None:
     free = [("HEAD", route.path) for route in api.routes if route.action is Action.FREE]
     assert sorted(served) == sorted([*((route.method, route.path) for route in api.routes), *free])
     assert all(isinstance(route.action, Action) for route in api.routes)
-    assert {path for _, path in free} == {"/healthz", "/readyz", "/", "/docs", "/page/{name}", "/v1/schema/job.json"}
+    assert {path for _, path in free} == {
+        "/healthz",
+        "/readyz",
+        "/",
+        "/docs",
+        "/page/{name}",
+        "/v1/schema/job.json",
+        "/v1/login",
+    }

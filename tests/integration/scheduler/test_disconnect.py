@@ -26,6 +26,7 @@ from opentinker.shared.state.stream_connections import ConnectionGroup, StreamCo
 from opentinker.shared.state.stream_credentials import StreamCredentialStore
 from tests.conftest import Server, free_port, nats_conf, until
 from tests.support.api import Http, new_key_of
+from tests.support.browsing import Browser, browser
 from tests.support.scheduling import new_job, running, scheduler
 from tests.support.streams import Guarded, Listener, comes_in, connected, given, guarded_context, guarded_nats, job_of
 
@@ -84,6 +85,24 @@ async def its_job_deleted(store: Store, key: str, job: str) -> None:
 ENDS: tuple[Over, ...] = (
     *(revoked, rotated_away, its_end_brought_forward, demoted, moved_to_another_tenant, its_job_deleted),
 )
+
+
+async def test_connections_end_with_the_session_that_asked_for_them(api: Http, store: Store, guarded: Guarded) -> None:
+    """Another session of the same key, and the key itself, keep theirs."""
+    key = await new_key_of(store, "red")
+    async with browser(api.url, key) as page, browser(api.url, key) as other, AsyncExitStack() as stack:
+        job = await job_of(api, key)
+
+        async def opened(asker: Browser) -> Listener:
+            status, credential = await asker.asks("POST", f"/v1/jobs/{job}/stream-credentials")
+            assert status == 201, credential
+            return await stack.enter_async_context(listening(credential["token"], guarded))
+
+        ends, stays = await opened(page), await opened(other)
+        stays_too = await stack.enter_async_context(listening(str((await given(api, job, key))["token"]), guarded))
+        assert (await page.asks("DELETE", "/v1/session"))[0] == 200
+        await until(lambda: ends.closed)
+        assert not stays.closed and not stays_too.closed
 
 
 async def test_connections_end_with_their_key_or_job(api: Http, store: Store, guarded: Guarded) -> None:
