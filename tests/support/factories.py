@@ -13,6 +13,7 @@ import pytest
 from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.types.core import Ending, StopReason, Ticket, WeightVersion
 from opentinker.shared.types.errors import SpecError
+from opentinker.shared.types.telemetry import MetricPoint
 from opentinker.shared.types.trajectories import Group, Span, Trajectory, Turn
 
 V0 = WeightVersion(1, 0)
@@ -107,6 +108,10 @@ def version(step: int) -> WeightVersion:
 
 async def not_called(*_: object) -> None:
     raise AssertionError
+
+
+def make_point(job: str, step: int, values: dict[str, float], source: str = "trainer") -> MetricPoint:
+    return MetricPoint(job=job, source=source, incarnation="i", seq=step, time=1.0, step=step, values=values)
 
 
 def make_ticket(**changes: Any) -> Ticket:

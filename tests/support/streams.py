@@ -49,8 +49,12 @@ def guarded_nats(directory: Path, origins: tuple[str, ...] = ()) -> Iterator[Gua
         server.kill()
 
 
-def guarded_settings(guarded: Guarded, valkey: Server, data_dir: Path, **more: Any) -> Settings:
-    return Settings(
+@asynccontextmanager
+async def guarded_context(
+    guarded: Guarded, valkey: Server, store: Store, data_dir: Path, *, streams: bool = True, **more: Any
+) -> AsyncIterator[Context]:
+    """The surroundings of a scheduler that is a user of NATS. `streams`: the server has JetStream; `more`: settings."""
+    settings = Settings(
         nats_url=guarded.server.url,
         nats_password_file=guarded.access.password_file("nats", SCHEDULER),
         nats_issuer_file=guarded.access.folder / "nats-issuer",
@@ -61,14 +65,6 @@ def guarded_settings(guarded: Guarded, valkey: Server, data_dir: Path, **more: A
         admin_key_file=OPERATOR_FILE,
         **more,
     )
-
-
-@asynccontextmanager
-async def guarded_context(
-    guarded: Guarded, valkey: Server, store: Store, data_dir: Path, *, streams: bool = True
-) -> AsyncIterator[Context]:
-    """Of a scheduler that is a user of its own on NATS. `streams`: the server has JetStream."""
-    settings = guarded_settings(guarded, valkey, data_dir)
     password = settings.password("nats_password_file")
     async with Bus.connect(settings.nats_url, "s", SCHEDULER, password) as bus:
         if streams:

@@ -9,9 +9,9 @@ from opentinker.shared import api_types
 from opentinker.shared.messaging.subjects import METRIC
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.types.core import JobState
-from opentinker.shared.types.telemetry import MetricPoint
 from tests.conftest import until
 from tests.support.api import SPEC, Http, fits
+from tests.support.factories import make_point
 
 SKILLS = [0.1, 0.4, 0.7]
 SKILL = "rollout.toy.skill"
@@ -45,9 +45,7 @@ async def play(
     if state is JobState.RUNNING:
         await ctx.store.transition(job, state)
     for step, value in enumerate(curve, first):
-        point = MetricPoint(
-            job=job, source="trainer", incarnation="t", seq=step, step=step, time=1.0, values={"reward/mean": value}
-        )
+        point = make_point(job, step, {"reward/mean": value})
         await ctx.bus.publish(METRIC, point, f"{job}/{step}", job=job, source="trainer")
     if state.final:
         await ctx.store.transition(
@@ -56,18 +54,19 @@ async def play(
 
 
 async def ends(http: Http, sweep: str) -> dict[str, Any]:
-    async def read() -> dict[str, Any]:
-        return dict((await http("GET", f"/v1/sweeps/{sweep}"))[1])
-
-    over = await until(read, lambda one: one["state"] != "running")
+    _, over = await until(lambda: http("GET", f"/v1/sweeps/{sweep}"), lambda found: found[1]["state"] != "running")
     fits(over, api_types.Sweep)
     return dict(over)
 
 
 async def play_all(
-    ctx: Context, http: Http, sweep: str, score: Callable[[dict[str, Any]], list[float]]
+    ctx: Context,
+    http: Http,
+    sweep: str,
+    score: Callable[[dict[str, Any]], list[float]],
+    state: JobState = JobState.SUCCEEDED,
 ) -> dict[str, Any]:
-    """Play jobs as they come, until the sweep ends."""
+    """Play jobs as they come, each to this state, until the sweep ends."""
     played: set[str] = set()
 
     async def read() -> dict[str, Any]:
@@ -75,7 +74,7 @@ async def play_all(
             if job["id"] not in played and job["state"] == "queued":
                 played.add(job["id"])
                 spec = (await ctx.store.job(job["id"])).spec
-                await play(ctx, job["id"], score(spec))
+                await play(ctx, job["id"], score(spec), state)
         return dict((await http("GET", f"/v1/sweeps/{sweep}"))[1])
 
     return dict(await until(read, lambda one: one["state"] != "running"))

@@ -6,7 +6,6 @@ import asyncio
 import io
 import sys
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -20,16 +19,13 @@ from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.messaging.subjects import METRIC
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import JobState
-from opentinker.shared.types.telemetry import MetricPoint
 from tests.support.api import OPERATOR, SPEC
+from tests.support.factories import make_point
 
 
 async def told(bus: Bus, job: str, values: list[float]) -> None:
     for step, value in enumerate(values, 1):
-        numbers = {"reward/mean": value, "train/loss": 1.0}
-        point = MetricPoint(
-            job=job, source="trainer", incarnation="i", seq=step, time=time.time(), step=step, values=numbers
-        )
+        point = make_point(job, step, {"reward/mean": value, "train/loss": 1.0})
         await bus.publish(METRIC, point, f"{job}/{step}", job=job, source="trainer")
 
 

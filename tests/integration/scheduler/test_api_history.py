@@ -17,7 +17,7 @@ from opentinker.shared.runtime.service import Context
 from opentinker.shared.runtime.telemetry import MetricSource
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import JobState
-from tests.conftest import Server, soon, start_nats, until
+from tests.conftest import Server, soon, until
 from tests.support.api import Http, bearing, read_events, write_checkpoint
 from tests.support.scheduling import served
 
@@ -83,40 +83,34 @@ async def _points(http: Http, path: str, count: int) -> bool:
     return len((await http("GET", path))[1]["metrics"]) == count
 
 
-async def test_metric_history_survives_restarts(valkey_server: Server, store: Store, tmp_path: Path) -> None:
-    nats = start_nats(tmp_path)
-    try:
-        async with served(nats, valkey_server, tmp_path) as (ctx, http):
-            job = await http.job()
-            source = MetricSource(ctx.bus, job, "trainer")
-            for step in range(3):
-                await source.emit(step, {"reward/mean": 1.0})
-            await ctx.bus.nc.flush()
-            await until(lambda: _points(http, f"/v1/jobs/{job}/metrics", 3))
-        nats.process.terminate()
-        nats.process.wait()
-        nats.start()
-        async with served(nats, valkey_server, tmp_path) as (_, http):
-            assert await _points(http, f"/v1/jobs/{job}/metrics", 3)
-    finally:
-        nats.kill()
+@pytest.mark.usefixtures("store")
+async def test_metric_history_survives_restarts(own_server: Server, valkey_server: Server, tmp_path: Path) -> None:
+    async with served(own_server, valkey_server, tmp_path) as (ctx, http):
+        job = await http.job()
+        source = MetricSource(ctx.bus, job, "trainer")
+        for step in range(3):
+            await source.emit(step, {"reward/mean": 1.0})
+        await ctx.bus.nc.flush()
+        await until(lambda: _points(http, f"/v1/jobs/{job}/metrics", 3))
+    own_server.process.terminate()
+    own_server.process.wait()
+    own_server.start()
+    async with served(own_server, valkey_server, tmp_path) as (_, http):
+        assert await _points(http, f"/v1/jobs/{job}/metrics", 3)
 
 
-async def test_missing_nats_is_503_until_it_is_back(valkey_server: Server, store: Store, tmp_path: Path) -> None:
-    nats = start_nats(tmp_path)
-    try:
-        async with served(nats, valkey_server, tmp_path) as (_, http):
-            job = await http.job()
-            nats.kill()
-            status, body = await http("GET", f"/v1/jobs/{job}/metrics")
-            assert status == 503 and body["hint"]
-            assert (await http("GET", "/v1/jobs"))[0] == 200
-            status, body = await http("GET", f"/v1/jobs/{job}")
-            assert (status, body["state"], body["metrics"]) == (200, "queued", {}), "all but the last metrics"
-            nats.start()
-            await until(lambda: http("GET", f"/v1/jobs/{job}/metrics"), lambda answer: answer[0] == 200)
-    finally:
-        nats.kill()
+@pytest.mark.usefixtures("store")
+async def test_missing_nats_is_503_until_it_is_back(own_server: Server, valkey_server: Server, tmp_path: Path) -> None:
+    async with served(own_server, valkey_server, tmp_path) as (_, http):
+        job = await http.job()
+        own_server.kill()
+        status, body = await http("GET", f"/v1/jobs/{job}/metrics")
+        assert status == 503 and body["hint"]
+        assert (await http("GET", "/v1/jobs"))[0] == 200
+        status, body = await http("GET", f"/v1/jobs/{job}")
+        assert (status, body["state"], body["metrics"]) == (200, "queued", {}), "all but the last metrics"
+        own_server.start()
+        await until(lambda: http("GET", f"/v1/jobs/{job}/metrics"), lambda answer: answer[0] == 200)
 
 
 async def test_transcripts_are_read_by_step(http: Http, ctx: Context) -> None:

@@ -25,9 +25,9 @@ from opentinker.shared.spec import parse_spec
 from opentinker.shared.state.notifications import Message, Notifications
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import JobState
-from opentinker.shared.types.telemetry import MetricPoint
 from tests.conftest import free_port, until
 from tests.support.api import SPEC, Http
+from tests.support.factories import make_point
 from tests.support.scheduling import kinds, new_job
 
 
@@ -75,16 +75,12 @@ async def tells(notifier: Notifier) -> None:
     await notifier.sent()
 
 
-async def ends(store: Store, job: str, state: JobState, reason: str = "") -> None:
-    await store.transition(job, state, reason=reason)
-
-
 async def test_the_end_of_a_job_is_told_once_and_signed(ctx: Context, store: Store, receiver: Receiver) -> None:
     job = await notifying(store, "j-hooked", {"url": receiver.url})
     told = Notifier(allowing(ctx))
     await tells(told)
     assert receiver.got == []
-    await ends(store, job, JobState.FAILED, "the loss is NaN")
+    await store.transition(job, JobState.FAILED, reason="the loss is NaN")
     for other in (told, Notifier(allowing(ctx))):  # a scheduler that takes over tells nothing twice
         await tells(other)
         await tells(other)
@@ -104,7 +100,7 @@ async def test_a_webhook_that_is_away_is_tried_again_and_given_up_in_the_end(
 ) -> None:
     job = await notifying(store, "j-away", {"url": receiver.url, "on": ["succeeded"]})
     receiver.status = 503
-    await ends(store, job, JobState.SUCCEEDED)
+    await store.transition(job, JobState.SUCCEEDED)
     kept, told = Notifications(store.redis), Notifier(allowing(ctx))
     for tries in range(1, TRIES + 1):
         await tells(told)
@@ -129,20 +125,14 @@ async def test_alarms_and_targets_are_told_and_what_nobody_wants_is_not(
     await store.update(job, event="collapse_alarm", detail={"reason": "entropy", "hint": "raise it"})
     told = Notifier(allowing(ctx))
     for step, value in enumerate((0.1, 0.6, 0.7), 1):
-        values = {"val/reward/mean": value}
-        point = MetricPoint(
-            job=job, source="trainer", incarnation="i", seq=step, time=time.time(), step=step, values=values
-        )
+        point = make_point(job, step, {"val/reward/mean": value})
         await ctx.bus.publish(METRIC, point, f"{job}/{step}", job=job, source="trainer")
         await tells(told)
     alarm, reached = receiver.bodies
-    assert (alarm["occasion"], alarm["detail"]["alarm"], alarm["detail"]["hint"]) == (
-        "alarm",
-        "collapse_alarm",
-        "raise it",
-    )
+    assert alarm["occasion"] == "alarm"
+    assert (alarm["detail"]["alarm"], alarm["detail"]["hint"]) == ("collapse_alarm", "raise it")
     assert (reached["occasion"], reached["detail"]["value"], reached["detail"]["step"]) == ("target", 0.6, 2)
-    await ends(store, job, JobState.CANCELLED)
+    await store.transition(job, JobState.CANCELLED)
     await tells(told)
     assert len(receiver.got) == 3 and f"({job}) cancelled" in receiver.bodies[-1]["text"]
     await tells(told)
@@ -156,10 +146,9 @@ async def test_a_target_is_told_however_long_the_history_and_after_the_end(
     target = {"metric": "loss", "below": 0.5}
     job = await notifying(store, "j-long", {"url": receiver.url, "on": ["target"], "target": target})
     for step in range(1, 11):
-        values = {"loss": 0.4 if step == 10 else 1.0}
-        point = MetricPoint(job=job, source="t", incarnation="i", seq=step, time=1.0, step=step, values=values)
-        await ctx.bus.publish(METRIC, point, f"{job}/{step}", job=job, source="t")
-    await ends(store, job, JobState.SUCCEEDED)
+        point = make_point(job, step, {"loss": 0.4 if step == 10 else 1.0})
+        await ctx.bus.publish(METRIC, point, f"{job}/{step}", job=job, source="trainer")
+    await store.transition(job, JobState.SUCCEEDED)
     told = Notifier(allowing(ctx))
     for _ in range(5):
         await tells(told)
@@ -186,7 +175,7 @@ async def test_a_receiver_that_hangs_keeps_up_no_other_tenant(
     for id, tenant in [*((f"j-slow{n}", "slow") for n in range(9)), ("j-quick", "quick"), ("j-odd", "quick")]:
         job = await new_job(store, id, JobState.RUNNING, tenant=tenant, notify=[{"url": receiver.url}])
         await kept.follow(job, time.time())
-        await ends(store, job, JobState.SUCCEEDED)
+        await store.transition(job, JobState.SUCCEEDED)
     await told.look()
 
     async def left() -> dict[str, int]:
@@ -212,7 +201,7 @@ async def test_a_tenant_sends_so_many_mails_an_hour(
     monkeypatch.setattr(notifier_module, "MAILS", 2)
     for number in range(3):
         job = await notifying(store, f"j-mail{number}", {"email": "me@lab.example"})
-        await ends(store, job, JobState.SUCCEEDED)
+        await store.transition(job, JobState.SUCCEEDED)
     await tells(Notifier(allowing(ctx)))
     assert len(sent) == 2
     (waits,) = await Notifications(store.redis).due(time.time() + 1e6, 10)
@@ -238,17 +227,12 @@ async def test_a_mail_is_sent_by_the_operators_server(ctx: Context, store: Store
             return "250 taken"
 
     job = await notifying(store, "j-mail", {"email": "me@lab.example"})
-    await ends(store, job, JobState.SUCCEEDED)
+    await store.transition(job, JobState.SUCCEEDED)
     server = Controller(Taking(), hostname="127.0.0.1", port=free_port())
     server.start()
     try:
-        mail = {
-            "smtp_host": "127.0.0.1",
-            "smtp_port": server.port,
-            "smtp_security": "none",
-            "smtp_from": "bot@lab.example",
-        }
-        await tells(Notifier(allowing(ctx, **mail)))
+        mail = {"smtp_host": "127.0.0.1", "smtp_port": server.port, "smtp_security": "none"}
+        await tells(Notifier(allowing(ctx, **mail, smtp_from="bot@lab.example")))
     finally:
         server.stop()
     (found,) = mails

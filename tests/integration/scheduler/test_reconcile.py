@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import operator
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import orjson
@@ -24,8 +25,10 @@ from opentinker.shared.state.artifacts import ArtifactEntry, ArtifactIndex
 from opentinker.shared.state.store import Store
 from opentinker.shared.state.usage import UsageStore
 from opentinker.shared.types.core import Gpu, JobState, Lease, Pool
-from tests.conftest import NewContext, Server, start_nats, until
+from tests.conftest import NewContext, Server, until
 from tests.support.scheduling import BEAT_S, Workers, context, kinds, new_job, running
+
+T = TypeVar("T")
 
 
 @pytest.fixture
@@ -54,6 +57,20 @@ async def reconciler(ctx: Context) -> AsyncIterator[Reconciler]:
     reconciler = Reconciler(ctx)
     async with looking(reconciler):
         yield reconciler
+
+
+async def reconciled(reconciler: Reconciler, read: Callable[[], Awaitable[T]], holds: Callable[[T], object]) -> T:
+    """Reconcile until what is read afterwards satisfies `holds`, and return it."""
+
+    async def look() -> T:
+        await reconciler.reconcile()
+        return await read()
+
+    return await until(look, holds)
+
+
+async def reaches_epoch(reconciler: Reconciler, job: str, epoch: int) -> None:
+    await reconciled(reconciler, partial(reconciler.ctx.store.job, job), lambda record: record.epoch == epoch)
 
 
 async def state(store: Store, job: str) -> JobState:
@@ -101,7 +118,7 @@ async def placed(ctx: Context, workers: Workers, **changes: Any) -> tuple[Reconc
     """A job that has just got its two workers."""
     reconciler, job = Reconciler(ctx), await new_job(ctx.store, "j-a", **changes)
     await workers.start("trainer-0", "rollout-0")
-    await until(lambda: _reconcile_until(reconciler, ctx.store, job, 1))
+    await reaches_epoch(reconciler, job, 1)
     return reconciler, job
 
 
@@ -150,11 +167,11 @@ async def test_a_stopping_trainer_keeps_its_job_until_it_left(store: Store, work
     for id in ("trainer-0", "rollout-0"):
         workers[id].drains = True
         await until(partial(_drains, store, id))
-    await until(partial(_reconcile_until_leased, reconciler, workers, "rollout-1", job))
+    await leased_now(reconciler, workers, "rollout-1", job)
     await reconciler.reconcile()
     assert (await store.job(job)).epoch == 1 and await workers.holds("trainer-1") is None, "it saves"
     await workers["trainer-0"].die()
-    await until(lambda: _reconcile_until(reconciler, store, job, 2))
+    await reaches_epoch(reconciler, job, 2)
     assert await _leased(workers, "trainer-1", job, 2) and await workers.holds("trainer-0") is None
 
 
@@ -283,10 +300,8 @@ async def test_ids_of_other_tenants_stay_hidden(store: Store, workers: Workers, 
                 await until(lambda: started(store, blue))
                 high = await new_job(store, "j-blue-2", tenant="blue", resources__priority=3)
                 await until(lambda: started(store, high))
-                needs: dict[str, Any] = dict.fromkeys(
-                    ("resources__rollout_workers", "resources__min_rollout_workers"), 2
-                )
-                await new_job(store, "j-blue-3", tenant="blue", resources__priority=2, **needs)
+                needs = {"priority": 2, "rollout_workers": 2, "min_rollout_workers": 2}
+                await new_job(store, "j-blue-3", tenant="blue", resources=needs)
                 await until(lambda: store.job(red), lambda job: "kept for a job of another tenant" in job.waiting_for)
         events = await store.events(red)
         told = {event["event"]: event for event in events}
@@ -323,7 +338,7 @@ async def test_interrupted_job_waits_for_its_workers(store: Store, workers: Work
         await reconciler.reconcile()
         assert await _waits_for(store, job, "its last workers, which save what they have")
         await workers.start("trainer-0")
-        await until(lambda: _reconcile_until(reconciler, store, job, 2))
+        await reaches_epoch(reconciler, job, 2)
 
 
 async def _works(store: Store, id: str, job: str) -> bool:
@@ -341,14 +356,12 @@ async def test_half_started_jobs_do_not_deadlock(store: Store, workers: Workers,
         await until(lambda: time.monotonic() >= reconciler.watch.absence_counts_from)
         await workers[next(w for w, job in held.items() if job == first and "trainer" in w)].die()
         await workers[next(w for w, job in held.items() if job == second and "rollout" in w)].die()
-        await until(partial(_whole, reconciler, store, first))
+        whole = {Pool.TRAINER, Pool.ROLLOUT}
+        await reconciled(
+            reconciler, store.leases, lambda leases: {one.pool for one in leases if one.job == first} == whole
+        )
         assert await state(store, second) == JobState.QUEUED
         assert "requeued" in await kinds(store, second)
-
-
-async def _whole(reconciler: Reconciler, store: Store, job: str) -> bool:
-    await reconciler.reconcile()
-    return {lease.pool for lease in await store.leases() if lease.job == job} == {Pool.TRAINER, Pool.ROLLOUT}
 
 
 async def test_quotas_count_what_workers_hold(store: Store, workers: Workers, new_context: NewContext) -> None:
@@ -357,10 +370,10 @@ async def test_quotas_count_what_workers_hold(store: Store, workers: Workers, ne
         first, second = [await new_job(store, f"j-{name}") for name in ("first", "second")]
         await workers.start("trainer-0", "rollout-0", "trainer-1", "rollout-1")
         reconciler = Reconciler(ctx)
-        await until(lambda: _reconcile_until(reconciler, store, first, 1))
+        await reaches_epoch(reconciler, first, 1)
         await until(lambda: _waits_for(store, second, "its tenant's quota of 1 running jobs"))
         await store.transition(first, JobState.CANCELLED)
-        await until(lambda: _waits_for_after_a_round(reconciler, store, second, "worker seconds a day"))
+        await reconciled(reconciler, partial(store.job, second), lambda job: "worker seconds a day" in job.waiting_for)
         usage = UsageStore(store.redis)
         (spent,) = await usage.of_jobs([first])
         assert spent["worker_s"] > 0.001 and (await usage.today(["default"]))["default"] == spent
@@ -375,15 +388,10 @@ async def test_a_full_store_keeps_jobs_waiting(store: Store, workers: Workers, n
         await workers.start("trainer-0", "rollout-0")
         reconciler = Reconciler(ctx)
         words = "its tenant's quota of 1 GB of artifacts: 1.25 GB are stored; delete some with `opentinker delete"
-        await until(lambda: _waits_for_after_a_round(reconciler, store, job, words))
-        assert "(the largest: j-large 1.25 GB, j-small" in (await store.job(job)).waiting_for
+        record = await reconciled(reconciler, partial(store.job, job), lambda found: words in found.waiting_for)
+        assert "(the largest: j-large 1.25 GB, j-small" in record.waiting_for
         await index.remove("default", "j-large", ["logs.jsonl"])
-        await until(lambda: _reconcile_until(reconciler, store, job, 1))
-
-
-async def _waits_for_after_a_round(reconciler: Reconciler, store: Store, job: str, what: str) -> bool:
-    await reconciler.reconcile()
-    return what in (await store.job(job)).waiting_for
+        await reaches_epoch(reconciler, job, 1)
 
 
 @pytest.mark.parametrize("before", [JobState.QUEUED, JobState.STARTING, JobState.RUNNING])
@@ -406,17 +414,17 @@ async def test_job_fails_when_trainers_are_lost_without_progress(store: Store, w
     for epoch in range(1, MAX_RESTARTS + 1):
         await store.update(job, step=2, epoch=epoch)
         await workers.start("trainer-0")
-        await until(partial(_reconcile_until, reconciler, store, job, epoch + 1))
+        await reaches_epoch(reconciler, job, epoch + 1)
         assert (await store.job(job)).restarts == epoch
-    await store.update(job, resumed_step=2, step=3)  # progress: the count starts anew
+    await store.update(job, resumed_step=2, step=3)  # progress: the count starts again
     await workers.start("trainer-0")
-    await until(lambda: _reconcile_until(reconciler, store, job, MAX_RESTARTS + 2))
+    await reaches_epoch(reconciler, job, MAX_RESTARTS + 2)
     assert (await store.job(job)).restarts == 1
     for restarts in range(1, MAX_RESTARTS + 1):
         await workers.start("trainer-0")
         await reconciler.reconcile()
         if restarts < MAX_RESTARTS:
-            await until(partial(_reconcile_until, reconciler, store, job, MAX_RESTARTS + 2 + restarts))
+            await reaches_epoch(reconciler, job, MAX_RESTARTS + 2 + restarts)
     record = await store.job(job)
     assert record.state == JobState.FAILED
     assert "lost 6 times in a row without a new step (step 3 of 3)" in record.reason
@@ -432,7 +440,7 @@ async def test_trainers_that_make_steps_may_be_killed_without_end(store: Store, 
         await store.update(job, epoch=epoch, resumed_step=10, step=step)
         await workers.start("trainer-0")
         if epoch < len(steps + deadly):
-            await until(partial(_reconcile_until, reconciler, store, job, epoch + 1))
+            await reaches_epoch(reconciler, job, epoch + 1)
             assert (await store.job(job)).restarts == max(1, epoch - len(steps))
     await reconciler.reconcile()
     record = await store.job(job)
@@ -440,62 +448,44 @@ async def test_trainers_that_make_steps_may_be_killed_without_end(store: Store, 
 
 
 async def test_losses_while_nats_is_away_or_just_was_do_not_fail_a_job(
-    store: Store, valkey_server: Server, workers: Workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: Store, own_server: Server, valkey_server: Server, workers: Workers, tmp_path: Path
 ) -> None:
-    nats = start_nats(tmp_path)
-    try:
-        async with context(nats, valkey_server, "scheduler-0", tmp_path) as ctx:
-            reconciler = Reconciler(ctx)
-            job = await new_job(store, "j-a")
-            await workers.start("rollout-0", "trainer-0")
-            await until(lambda: _reconcile_until(reconciler, store, job, 1))
-            nats.kill()
-            await until(lambda: not ctx.bus.nc.is_connected)
-            for epoch in range(1, MAX_RESTARTS + 3):
-                if epoch == MAX_RESTARTS:  # the rest is lost just after the outage
-                    nats.start()
-                    await until(lambda: ctx.bus.nc.is_connected)
-                await store.update(job, step=2, epoch=epoch)
-                await workers.start("trainer-0")
-                await until(partial(_reconcile_until, reconciler, store, job, epoch + 1))
-            record = await store.job(job)
-            assert (record.state, record.restarts) == (JobState.STARTING, 0)
-            events = await store.events(job)
-            why = {event["why"] for event in events if event["event"] == "trainer_lost"}
-            assert why == {"its process was restarted; NATS was away"}
-            reconciler.nats_grace_s = 0.0  # the outage is long ago
+    async with context(own_server, valkey_server, "scheduler-0", tmp_path) as ctx:
+        reconciler, job = await placed(ctx, workers)
+        own_server.kill()
+        await until(lambda: not ctx.bus.nc.is_connected)
+        for epoch in range(1, MAX_RESTARTS + 3):
+            if epoch == MAX_RESTARTS:  # the rest is lost just after the outage
+                own_server.start()
+                await until(lambda: ctx.bus.nc.is_connected)
+            await store.update(job, step=2, epoch=epoch)
             await workers.start("trainer-0")
-            await until(partial(_reconcile_until, reconciler, store, job, MAX_RESTARTS + 4))
-            assert (await store.job(job)).restarts == 1
-    finally:
-        nats.kill()
+            await reaches_epoch(reconciler, job, epoch + 1)
+        record = await store.job(job)
+        assert (record.state, record.restarts) == (JobState.STARTING, 0)
+        events = await store.events(job)
+        why = {event["why"] for event in events if event["event"] == "trainer_lost"}
+        assert why == {"its process was restarted; NATS was away"}
+        reconciler.nats_grace_s = 0.0  # the outage is long ago
+        await workers.start("trainer-0")
+        await reaches_epoch(reconciler, job, MAX_RESTARTS + 4)
+        assert (await store.job(job)).restarts == 1
 
 
 @pytest.mark.parametrize("pool", ["trainer-0", "rollout-0"])
 async def test_stopped_workers_are_no_losses(store: Store, workers: Workers, ctx: Context, pool: str) -> None:
-    job = await new_job(store, "j-a")
-    await workers.start("rollout-0", "trainer-0")
-    reconciler = Reconciler(ctx)
-    await until(lambda: _reconcile_until(reconciler, store, job, 1))
-
-    async def replaced() -> bool:
-        await reconciler.reconcile()
-        lease = await workers[pool].lease()
-        return lease is not None and lease.incarnation == workers[pool].info.incarnation
-
+    reconciler, job = await placed(ctx, workers)
     for _ in range(MAX_RESTARTS + 1):
         reconciler = Reconciler(ctx)  # as after the death of the whole machine
         await workers.start(pool)
-        await until(replaced)
+        await leased_now(reconciler, workers, pool, job)
     for _ in range(MAX_RESTARTS + 1):
         workers[pool].drains = True
-        await until(
-            store.workers, lambda found: any(worker.id == pool and worker.status == "draining" for worker in found)
-        )
+        await until(partial(_drains, store, pool))
         await reconciler.reconcile()
         workers[pool].drains = False
         await workers.start(pool)
-        await until(replaced)
+        await leased_now(reconciler, workers, pool, job)
     record = await store.job(job)
     assert (record.state.held, record.restarts, record.rollout_losses) == (True, 0, 0)
 
@@ -507,10 +497,10 @@ async def test_losses_before_service_fail_a_job(store: Store, workers: Workers, 
     await store.transition(job, state, epoch=1)
     workers["rollout-0"].obeys = False
     for losses in range(1, MAX_RESTARTS + 2):
-        await until(partial(_reconcile_until_leased, reconciler, workers, "rollout-0", job))
+        await leased_now(reconciler, workers, "rollout-0", job)
         await workers.start("rollout-0")
-        await until(partial(_lost, reconciler, store, job, losses))
-    await until(partial(_reconcile_until_leased, reconciler, workers, "rollout-0", job))
+        await reconciled(reconciler, partial(store.job, job), lambda found, n=losses: found.rollout_losses == n)  # type: ignore[misc]
+    await leased_now(reconciler, workers, "rollout-0", job)
     await workers.start("rollout-0")
     await reconciler.reconcile()
     record = await store.job(job)
@@ -519,40 +509,28 @@ async def test_losses_before_service_fail_a_job(store: Store, workers: Workers, 
     assert "rollout-0: its process was restarted" in record.reason and "memory" in record.reason
 
 
-async def _reconcile_until_leased(reconciler: Reconciler, workers: Workers, id: str, job: str) -> bool:
-    """To the very process that beats now."""
-    await reconciler.reconcile()
-    lease = await workers[id].lease()
-    return lease is not None and (lease.job, lease.incarnation) == (job, workers[id].info.incarnation)
-
-
-async def _lost(reconciler: Reconciler, store: Store, job: str, losses: int) -> bool:
-    await reconciler.reconcile()
-    return (await store.job(job)).rollout_losses == losses
+async def leased_now(reconciler: Reconciler, workers: Workers, id: str, job: str) -> None:
+    """Reconcile until the very process that beats now has the lease."""
+    own = (job, workers[id].info.incarnation)
+    await reconciled(reconciler, workers[id].lease, lambda lease: lease and (lease.job, lease.incarnation) == own)
 
 
 async def test_losses_do_not_fail_a_job_while_one_worker_serves(store: Store, workers: Workers, ctx: Context) -> None:
     reconciler = Reconciler(ctx)
     job = await new_job(store, "j-a", resources__rollout_workers=2)
     await workers.start("trainer-0", "rollout-0", "rollout-1")
-    await until(lambda: _reconcile_until(reconciler, store, job, 1))
+    await reaches_epoch(reconciler, job, 1)
     await store.transition(job, JobState.RUNNING, epoch=1)
     await reconciler.reconcile()
-    for losses in range(1, 2 * MAX_RESTARTS + 3):
+
+    async def losses() -> tuple[int, int]:
+        """Noted so far, and not forgiven."""
+        return (await kinds(store, job)).count("rollout_worker_lost"), (await store.job(job)).rollout_losses
+
+    for number in range(1, 2 * MAX_RESTARTS + 3):
         await workers.start("rollout-1")
-        await until(partial(_lost_and_forgiven, reconciler, store, job, losses))
+        await reconciled(reconciler, losses, partial(operator.eq, (number, 0)))
     assert await state(store, job) == JobState.RUNNING
-
-
-async def _lost_and_forgiven(reconciler: Reconciler, store: Store, job: str, losses: int) -> bool:
-    await reconciler.reconcile()
-    lost = [kind for kind in await kinds(store, job) if kind == "rollout_worker_lost"]
-    return len(lost) == losses and (await store.job(job)).rollout_losses == 0
-
-
-async def _reconcile_until(reconciler: Reconciler, store: Store, job: str, epoch: int) -> bool:
-    await reconciler.reconcile()
-    return (await store.job(job)).epoch == epoch
 
 
 async def test_a_scheduler_that_starts_anew_disturbs_nobody(store: Store, workers: Workers, ctx: Context) -> None:
@@ -640,23 +618,13 @@ async def test_a_job_answers_open_requests_before_sleep(store: Store, workers: W
     worker = workers["rollout-0"]
     worker.leaves = False  # a request has come since it said so
     worker.info = msgspec.structs.replace(worker.info, detail={"quiet_s": 60.0})
-
-    async def asleep() -> bool:
-        await reconciler.reconcile()
-        return (await store.job(job)).asleep
-
-    await until(asleep)
+    await reconciled(reconciler, partial(store.job, job), lambda record: record.asleep)
     await reconciler.reconcile()
     lease = await worker.lease()
     assert lease is not None and lease.leaves_by > time.time()
     assert await state(store, job) == JobState.QUEUED
     worker.leaves = True
-
-    async def free() -> bool:
-        await reconciler.reconcile()
-        return await worker.lease() is None
-
-    await until(free)
+    await reconciled(reconciler, worker.lease, lambda lease: lease is None)
     assert (await store.job(job)).asleep
 
 
@@ -666,30 +634,15 @@ async def test_an_idle_inference_job_lends_its_worker(store: Store, workers: Wor
     chat = await endpoint(store, "j-idle000000")
     await workers.start("rollout-0", "trainer-0")
     worker = workers["rollout-0"]
-
-    async def serves() -> bool:
-        await reconciler.reconcile()
-        return await state(store, chat) == JobState.RUNNING
-
-    await until(serves)
+    await reconciled(reconciler, partial(state, store, chat), lambda found: found == JobState.RUNNING)
     worker.info = msgspec.structs.replace(worker.info, detail={"quiet_s": ctx.settings.inference_lend_s - 1.0})
     rl = await new_job(store, "j-rl")
     await store.update(rl, since=time.time() - ctx.settings.queue_preempt_after_s)
     await store.update(chat, since=time.time() - ctx.settings.queue_min_run_s)
-
-    async def waits() -> bool:
-        await reconciler.reconcile()
-        return "held by inference job" in (await store.job(rl)).waiting_for
-
-    await until(waits)
+    await reconciled(reconciler, partial(store.job, rl), lambda job: "held by inference job" in job.waiting_for)
     assert await state(store, chat) == JobState.RUNNING
     worker.info = msgspec.structs.replace(worker.info, detail={"quiet_s": ctx.settings.inference_lend_s})
-
-    async def lent() -> bool:
-        await reconciler.reconcile()
-        return await state(store, rl) in (JobState.STARTING, JobState.RUNNING)
-
-    await until(lent)
+    await reconciled(reconciler, partial(store.job, rl), lambda job: job.state in (JobState.STARTING, JobState.RUNNING))
     asleep = await store.job(chat)
     assert asleep.asleep and asleep.waiting_for == (
         f"a request: idle, it lent its rollout workers to {rl}, and the next request wakes it"

@@ -23,9 +23,9 @@ from opentinker.shared.state import stream_credentials
 from opentinker.shared.state.keys import KeyStore
 from opentinker.shared.state.store import Store
 from opentinker.shared.state.stream_credentials import StreamCredentialStore
-from opentinker.shared.types.telemetry import MetricPoint
 from tests.conftest import Figure, Server, soon, until
 from tests.support.api import Http, bearing, new_key_of
+from tests.support.factories import make_point
 from tests.support.scheduling import scheduler
 from tests.support.streams import Guarded, comes_in, connected, given, guarded_context, guarded_nats, job_of
 
@@ -111,8 +111,7 @@ async def test_only_messages_of_the_job_arrive(api: Http, store: Store, guarded_
             await listener.listen(subject)
         await listener.said()
         for name in (other, job):
-            point = MetricPoint(job=name, source="t", incarnation="i", seq=1, time=1.0, step=1, values={"loss": 1.0})
-            await guarded_ctx.bus.emit(METRIC, point, job=name, source="t")
+            await guarded_ctx.bus.emit(METRIC, make_point(name, 1, {"loss": 1.0}), job=name, source="t")
         await until(lambda: f"metric.{job}.t" in listener.heard)
         assert not any(other in subject for subject in listener.heard) and listener.refused == []
 
@@ -203,16 +202,8 @@ async def a_digest(api: Http, store: Store, job: str, key: str) -> str:
 
 Worthless = Callable[[Http, Store, str, str], Awaitable[str]]
 WORTHLESS: tuple[Worthless, ...] = (
-    *(
-        expired,
-        of_a_revoked_key,
-        of_a_rotated_key,
-        of_an_expired_key,
-        of_no_key,
-        of_a_job_that_is_gone,
-        of_another_tenants_job,
-    ),
-    *(never_given, with_another_secret, an_api_key, a_digest),
+    *(expired, of_a_revoked_key, of_a_rotated_key, of_an_expired_key, of_no_key, of_a_job_that_is_gone),
+    *(of_another_tenants_job, never_given, with_another_secret, an_api_key, a_digest),
 )
 
 
@@ -257,8 +248,7 @@ async def test_who_is_in_stays_while_no_scheduler_runs(guarded_ctx: Context, sto
             listener = await stack.enter_async_context(connected(guarded.websocket, token=credential["token"]))
             await listener.listen(credential["subjects"]["metrics"])
             await listener.said()
-        point = MetricPoint(job=job, source="t", incarnation="i", seq=1, time=1.0, step=1, values={})
-        await guarded_ctx.bus.emit(METRIC, point, job=job, source="t")
+        await guarded_ctx.bus.emit(METRIC, make_point(job, 1, {}), job=job, source="t")
         await until(lambda: listener.heard)
         assert not await comes_in(guarded.websocket, token=credential["token"])
         async with scheduler(guarded_ctx):

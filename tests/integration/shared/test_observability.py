@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import re
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,26 +24,24 @@ import yaml
 from aiohttp import web
 
 from opentinker.envs.runtime import sessions as _env_worker  # noqa: F401 - what they count is in the registry
-from opentinker.local.embedded import nats_binary
-from opentinker.local.server_users import Access, WebSocket
 from opentinker.services.scheduler import service as _scheduler  # noqa: F401
 from opentinker.shared.asyncio_tools import sleep
-from opentinker.shared.config import Settings
 from opentinker.shared.messaging import asyncapi
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.messaging.permissions import TABLE
-from opentinker.shared.messaging.subjects import METRIC, SCHEDULER, Subject
-from opentinker.shared.runtime.service import Context
+from opentinker.shared.messaging.subjects import METRIC, Subject
 from opentinker.shared.runtime.telemetry import LAST, REGISTRY
 from opentinker.shared.state import stream_credentials
 from opentinker.shared.state.store import Store
-from opentinker.shared.types.telemetry import LogLine, MetricPoint, Segment, TimelinePart
-from tests.conftest import Server, free_port, nats_conf, soon, until
+from opentinker.shared.types.telemetry import LogLine, Segment, TimelinePart
+from tests.conftest import Server, soon, until
 from tests.e2e.page.conftest import CHROMIUM
-from tests.support.api import OPERATOR, OPERATOR_FILE, Http, bearing
+from tests.support.api import OPERATOR, Http, bearing
 from tests.support.cluster import ROOT, undocumented
+from tests.support.factories import make_point
 from tests.support.http_server import http_server
-from tests.support.scheduling import scheduler
+from tests.support.scheduling import running, scheduler
+from tests.support.streams import guarded_context, guarded_nats
 
 EXAMPLES = ROOT / "examples" / "subscribers"
 API = "http://127.0.0.1:8080"
@@ -82,7 +81,7 @@ def test_every_subject_is_in_the_document_and_every_reference_leads_somewhere(do
 @pytest.mark.parametrize(
     "message",
     [
-        MetricPoint(job="j", source="s", incarnation="i", seq=0, time=1.0, step=1, values={"loss": 1.0}),
+        make_point("j", 1, {"loss": 1.0}),
         LogLine(job="j", service="s", worker="w", level="info", time=1.0, event="e"),
         TimelinePart(
             job="j", worker="w", incarnation="i", seq=0, segments=[Segment(lane="env", kind="k", start=1.0, end=2.0)]
@@ -100,16 +99,6 @@ def test_messages_are_what_the_document_says(document: dict[str, Any], message: 
 
 
 # --- subscribers ----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def listened(tmp_path: Path) -> Iterator[tuple[Server, Access]]:
-    """A NATS server that lets pages of any site ask."""
-    port = free_port()
-    access = Access(tmp_path / "access", nats_conf(tmp_path, port, sync_interval="2m"), WebSocket(free_port()))
-    server = Server([str(nats_binary()), "-c", str(access.nats_conf)], port, f"nats://127.0.0.1:{port}")
-    yield server, access
-    server.kill()
 
 
 @dataclass
@@ -133,32 +122,14 @@ async def lab() -> AsyncIterator[Lab]:
 
 
 @pytest.fixture
-async def site(
-    listened: tuple[Server, Access], valkey_server: Server, store: Store, tmp_path: Path, lab: Lab
-) -> AsyncIterator[tuple[str, Bus]]:
-    """URL of a scheduler, whom pages of the lab may ask, and its bus."""
-    import structlog
-
-    server, access = listened
-    assert access.websocket is not None
-    settings = Settings(
-        nats_url=server.url,
-        nats_password_file=access.password_file("nats", SCHEDULER),
-        nats_issuer_file=access.folder / "nats-issuer",
-        nats_websocket_url=access.websocket.url,
-        redis_url=valkey_server.url,
-        data_dir=tmp_path / "data",
-        http_port=0,
-        http_origins=[lab.origin],
-        admin_key_file=OPERATOR_FILE,
-    )
-    async with Bus.connect(server.url, "s", SCHEDULER, access.password("nats", SCHEDULER)) as bus:
-        await bus.ensure_streams()
-        log = structlog.get_logger()
-        ctx = Context(service=SCHEDULER, worker="s-0", settings=settings, bus=bus, store=store, log=log)
-        async with scheduler(ctx) as url:
-            lab.api = url
-            yield url, bus
+async def site(valkey_server: Server, store: Store, tmp_path: Path, lab: Lab) -> AsyncIterator[tuple[str, Bus]]:
+    """URL of a scheduler, whom pages of the lab may ask, and its bus. Its NATS server lets pages of any site ask."""
+    with guarded_nats(tmp_path) as guarded:
+        async with (
+            guarded_context(guarded, valkey_server, store, tmp_path / "data", http_origins=[lab.origin]) as ctx,
+            scheduler(ctx) as lab.api,
+        ):
+            yield lab.api, ctx.bus
 
 
 def logins() -> float:
@@ -175,22 +146,13 @@ async def talking(bus: Bus, job: str) -> AsyncIterator[None]:
     """Somebody says a metric again and again."""
 
     async def talk() -> None:
-        seq = 0
-        while True:
-            point = MetricPoint(
-                job=job, source="trainer", incarnation="i", seq=seq, time=1.0, step=seq, values={"loss": 0.25}
-            )
-            await bus.emit(METRIC, point, job=job, source="trainer")
+        for step in itertools.count():
+            await bus.emit(METRIC, make_point(job, step, {"loss": 0.25}), job=job, source="trainer")
             await bus.flush()
-            seq += 1
             await sleep(0.05)  # nats-py may swallow a cancellation on Python 3.11
 
-    task = asyncio.create_task(talk())
-    try:
+    async with running(talk()):
         yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
 
 
 def test_the_subscribers_are_short() -> None:
@@ -253,9 +215,13 @@ async def test_the_subscriber_in_a_browser_shows_what_happens(site: tuple[str, B
 # --- Prometheus and Grafana -----------------------------------------------------------------------------------------
 
 
-def board_queries() -> list[str]:
-    board = orjson.loads((OBSERVABILITY / "grafana" / "dashboards" / "opentinker.json").read_bytes())
-    return [target["expr"] for panel in board["panels"] for target in panel.get("targets", [])]
+def grafana_board() -> dict[str, Any]:
+    found: dict[str, Any] = orjson.loads((OBSERVABILITY / "grafana" / "dashboards" / "opentinker.json").read_bytes())
+    return found
+
+
+def board_targets() -> list[dict[str, Any]]:
+    return [target for panel in grafana_board()["panels"] for target in panel.get("targets", [])]
 
 
 def alerts() -> list[dict[str, Any]]:
@@ -277,8 +243,8 @@ def test_every_alert_says_what_it_is_and_what_to_do() -> None:
 def test_every_metric_of_a_panel_or_an_alert_exists() -> None:
     suffixes = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "gauge": ("",)}
     known = {family.name + suffix for family in REGISTRY.collect() for suffix in suffixes[family.type]}
-    board = orjson.loads((OBSERVABILITY / "grafana" / "dashboards" / "opentinker.json").read_bytes())
-    expressions = board_queries() + [rule["expr"] for rule in alerts()]
+    board = grafana_board()
+    expressions = [rule["expr"] for rule in board_targets() + alerts()]
     assert len(expressions) > 40
     assert {name for text in expressions for name in re.findall(r"opentinker_\w+", text)} <= known
     named = {name for text in expressions for name in re.findall(r'name="([^"]+)"', text)}
@@ -297,8 +263,7 @@ def labels_of(name: str) -> set[str]:
 
 def test_every_label_of_a_panel_exists() -> None:
     """Also its values, where a panel names one: a counter of something rare is there before it has happened."""
-    board = orjson.loads((OBSERVABILITY / "grafana" / "dashboards" / "opentinker.json").read_bytes())
-    for target in [target for panel in board["panels"] for target in panel.get("targets", [])]:
+    for target in board_targets():
         left: set[str] = set()
         for name, asked in re.findall(r"(opentinker_\w+)(?:\{([^}]*)\})?", target["expr"]):
             labels = labels_of(name)
@@ -314,10 +279,9 @@ def test_every_label_of_a_panel_exists() -> None:
 
 
 def test_prometheus_understands_every_query() -> None:
-    board = orjson.loads((OBSERVABILITY / "grafana" / "dashboards" / "opentinker.json").read_bytes())
-    variables = {variable["name"] for variable in board["templating"]["list"]}
-    for text in board_queries():
-        asked = re.sub(r"\$__\w+", "5m", text)  # Grafana's own, of which we use spans of time
+    variables = {variable["name"] for variable in grafana_board()["templating"]["list"]}
+    for target in board_targets():
+        asked = re.sub(r"\$__\w+", "5m", target["expr"])  # Grafana's own, of which we use spans of time
         assert set(re.findall(r"\$(\w+)", asked)) <= variables
         promql_parser.parse(asked)
     with pytest.raises(ValueError, match="parenthesis"):
@@ -332,6 +296,5 @@ def test_what_is_provisioned_fits_together() -> None:
     names = scraped[0]["dns_sd_configs"][0]["names"]
     assert set(names) == {"scheduler", "trainer", "rollout-worker", "reference-forward", "env-worker"}
     assert scraped[0]["honor_labels"] is True  # else a job's id would be the name of the scrape
-    board = orjson.loads((grafana / "dashboards" / "opentinker.json").read_bytes())
-    used = {panel["datasource"]["uid"] for panel in board["panels"] if "datasource" in panel}
+    used = {panel["datasource"]["uid"] for panel in grafana_board()["panels"] if "datasource" in panel}
     assert used == {source["uid"]} and provider["type"] == "file"

@@ -18,8 +18,7 @@ import pytest
 from opentinker.shared.runtime.liveness import Pulses
 from opentinker.shared.runtime.service import first_failure
 from opentinker.shared.state.store import Store
-from opentinker.shared.types.core import WorkerInfo
-from tests.conftest import Server, start_nats, until
+from tests.conftest import Server, until
 from tests.support.cluster import ROOT
 
 MINIMAL = str(ROOT / "tests" / "samples" / "minimal_service.py")
@@ -113,17 +112,15 @@ async def test_failure_ends_the_process_with_its_traceback(start: Start, mode: s
     assert why in line["exception"] and "Traceback" in line["exception"]
 
 
-async def test_service_waits_for_servers_that_come_later(start: Start, tmp_path: Path) -> None:
-    server = start_nats(tmp_path)
-    server.kill()
-    process = start("drains", nats_url=server.url)
+async def test_service_waits_for_servers_that_come_later(start: Start, own_server: Server) -> None:
+    own_server.kill()
+    process = start("drains", nats_url=own_server.url)
     await process.logged("nats_error")
     assert not process.events("ready")
-    server.start()
+    own_server.start()
     await process.logged("ready")
     process.stop()
     assert await process.ended() == 0
-    server.kill()
 
 
 async def test_service_that_waits_for_servers_stops_at_once(start: Start) -> None:
@@ -133,23 +130,21 @@ async def test_service_that_waits_for_servers_stops_at_once(start: Start) -> Non
     assert await process.ended() == 0
 
 
-async def test_service_is_not_ready_while_nats_is_away(start: Start, tmp_path: Path) -> None:
-    server = start_nats(tmp_path)
-    process = start("drains", nats_url=server.url)
+async def test_service_is_not_ready_while_nats_is_away(start: Start, own_server: Server) -> None:
+    process = start("drains", nats_url=own_server.url)
     await process.logged("ready")
-    server.kill()
+    own_server.kill()
 
     async def ready() -> bool:
         return (await process.get("/readyz"))[0] == 200
 
     await until(ready, lambda found: not found)
-    server.start()
+    own_server.start()
     await until(ready)
     assert process.popen.poll() is None
     await process.logged("nats_reconnected")
     said = [line["event"] for name in ("nats_error", "nats_reconnected") for line in process.events(name)]
     assert said == ["nats_error", "nats_reconnected"], "a line for the outage and one for its end"
-    server.kill()
 
 
 async def test_what_the_event_loop_has_to_say_is_in_the_log(start: Start) -> None:
@@ -170,12 +165,9 @@ async def test_wrong_settings_end_with_code_2_and_every_name(start: Start) -> No
 
 
 async def test_heartbeat_of_a_killed_worker_stands_still(start: Start, store: Store) -> None:
-    async def workers() -> list[WorkerInfo]:
-        return await store.workers()
-
     pulses = Pulses()
     process = start("leased", worker_ttl_s="0.5", heartbeat_s="0.1")
-    await until(workers)
+    await until(store.workers)
     process.popen.kill()
     process.popen.wait()
     (before,) = await store.beats()
@@ -185,7 +177,7 @@ async def test_heartbeat_of_a_killed_worker_stands_still(start: Start, store: St
     await until(store.beats, lambda found: found[0].incarnation != before.incarnation)
     process.stop()
     assert await process.ended() == 0
-    assert await workers() == [], "a worker that stops says so"
+    assert await store.workers() == [], "a worker that stops says so"
 
 
 async def test_first_failure_wins_and_the_rest_is_cancelled() -> None:

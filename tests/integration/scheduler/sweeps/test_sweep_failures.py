@@ -124,11 +124,7 @@ async def test_a_sweep_is_not_deleted_while_its_leader_submits_a_job(
     status, body = await http("DELETE", f"/v1/sweeps/{sweep}")
     assert status == 409 and "still being cancelled" in body["detail"]
     gate.opened.set()
-
-    async def deleted() -> Any:
-        return await http("DELETE", f"/v1/sweeps/{sweep}")
-
-    _, body = await until(deleted, lambda answer: answer[0] == 200)
+    _, body = await until(lambda: http("DELETE", f"/v1/sweeps/{sweep}"), lambda answer: answer[0] == 200)
     jobs = await jobs_of(http, sweep)
     assert [job["state"] for job in jobs] == ["cancelled"] * len(jobs) and body["jobs"]
     assert {job["id"] for job in jobs} == set(body["jobs"])

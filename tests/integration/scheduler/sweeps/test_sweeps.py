@@ -61,11 +61,7 @@ async def test_a_cancelled_sweep_cancels_its_jobs_and_a_deleted_one_their_artifa
     assert (status, body["state"]) == (200, "cancelled")
     jobs = await until(lambda: jobs_of(http, sweep), lambda jobs: all(job["state"] == "cancelled" for job in jobs))
     assert jobs[0]["reason"] == f"cancelled by sweep {sweep}: cancelled by request"
-
-    async def deleted() -> Any:
-        return await http("DELETE", f"/v1/sweeps/{sweep}")
-
-    status, body = await until(deleted, lambda answer: answer[0] == 200)
+    _, body = await until(lambda: http("DELETE", f"/v1/sweeps/{sweep}"), lambda answer: answer[0] == 200)
     fits(body, api_types.DeletedSweep)
     assert set(body["jobs"]) == {job["id"] for job in jobs}
     assert all(job["deleted"] for job in await jobs_of(http, sweep))
@@ -137,16 +133,7 @@ async def test_a_job_that_its_user_cancels_ends_its_trial_alone(http: Http, ctx:
 
 async def test_no_more_jobs_are_submitted_after_five_have_failed(http: Http, ctx: Context) -> None:
     sweep = await submitted(http, max_running=1, parameters={SKILL: [n / 10 for n in range(9)]})
-    failed: set[str] = set()
-
-    async def read() -> dict[str, Any]:
-        for job in await jobs_of(http, sweep):
-            if job["id"] not in failed and job["state"] == "queued":
-                failed.add(job["id"])
-                await play(ctx, job["id"], [0.5], JobState.FAILED)
-        return dict((await http("GET", f"/v1/sweeps/{sweep}"))[1])
-
-    over = await until(read, lambda one: one["state"] != "running")
+    over = await play_all(ctx, http, sweep, lambda _: [0.5], JobState.FAILED)
     assert (over["state"], over["jobs"]) == ("failed", 5)
     assert over["reason"] == "none of 5 trials has a value; the last: boom"
 
