@@ -20,7 +20,7 @@ from opentinker.client import ApiError, AsyncClient
 from opentinker.shared import api_types
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.security.authorization import Action, Role
-from opentinker.shared.security.key_text import new_key, write_key
+from opentinker.shared.security.key_text import new_key, parse, write_key
 from opentinker.shared.state.keys import KeyStore
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.manifest import Manifest
@@ -48,6 +48,10 @@ def fits(answer: Any, kind: Any) -> None:
 def bearing(key: str = OPERATOR) -> dict[str, str]:
     """Headers of a request with this key."""
     return {"Authorization": f"Bearer {key}"}
+
+
+def id_of(key: str) -> str:
+    return (parse(key) or ("", ""))[1]
 
 
 async def new_key_of(

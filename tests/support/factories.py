@@ -13,6 +13,7 @@ import pytest
 from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.types.core import Ending, StopReason, Ticket, WeightVersion
 from opentinker.shared.types.errors import SpecError
+from opentinker.shared.types.evaluation import EvalResult
 from opentinker.shared.types.telemetry import MetricPoint
 from opentinker.shared.types.trajectories import Group, Span, Trajectory, Turn
 
@@ -112,6 +113,13 @@ async def not_called(*_: object) -> None:
 
 def make_point(job: str, step: int, values: dict[str, float], source: str = "trainer") -> MetricPoint:
     return MetricPoint(job=job, source=source, incarnation="i", seq=step, time=1.0, step=step, values=values)
+
+
+def make_result(index: int = 0, version: WeightVersion = V0, **changes: Any) -> EvalResult:
+    """An evaluation's episode that was played to its end."""
+    fields: dict[str, Any] = {"job": "j-val", "worker": "rollout-0", "sampled_by": [version], "reward": 1.0}
+    fields |= {"ending": Ending.ENV_DONE, "metrics": {"exact": 1.0}, "tokens": 3, "stops": [StopReason.EOS]}
+    return EvalResult(index=index, version=version, **(fields | changes))
 
 
 def make_ticket(**changes: Any) -> Ticket:

@@ -8,15 +8,17 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
 import structlog
 
+from opentinker.services.scheduler.artifacts.archiver import Archiver
 from opentinker.services.scheduler.service import serve
 from opentinker.shared.config import Settings
 from opentinker.shared.messaging.bus import Bus
+from opentinker.shared.messaging.subjects import Subject
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import Gpu, JobState, Lease, Pool, WorkerInfo
@@ -24,6 +26,7 @@ from tests.conftest import Server, soon, until
 from tests.support.api import OPERATOR_FILE, Http, bearing
 from tests.support.factories import make_spec
 
+T = TypeVar("T")
 BEAT_S = 0.05
 TTL_S = 0.5
 """The scheduler's patience with a worker that ignores its lease, and with everybody when it has just started."""
@@ -166,6 +169,24 @@ async def new_job(store: Store, id: str = "", state: JobState = JobState.QUEUED,
     if state != JobState.QUEUED:
         await store.transition(id, state, epoch=1)
     return id
+
+
+async def archive(archiver: Archiver) -> None:
+    """A round of the archiver."""
+    await archiver.scan()
+    await archiver.put()
+
+
+async def messages(bus: Bus, subject: Subject[T], **keys: str) -> list[T]:
+    """A list to which every message of the subject is added from now on."""
+    found: list[T] = []
+
+    async def hear(message: T) -> None:
+        found.append(message)
+
+    await bus.listen(subject, hear, **keys)
+    await bus.flush()
+    return found
 
 
 async def kinds(store: Store, job: str) -> list[str]:

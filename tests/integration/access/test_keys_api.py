@@ -28,7 +28,7 @@ from opentinker.shared.security.key_text import parse, read_key
 from opentinker.shared.state.keys import KeyStore
 from opentinker.shared.state.store import Store
 from tests.conftest import until
-from tests.support.api import OPERATOR, Http, bearing, new_key_of
+from tests.support.api import OPERATOR, Http, bearing, id_of, new_key_of
 from tests.support.browsing import browser
 from tests.support.http_server import http_server
 from tests.support.scheduling import Workers, new_job, scheduler
@@ -45,10 +45,6 @@ async def http(url: str) -> AsyncIterator[Http]:
 
 async def made(http: Http, by: str, **asked: Any) -> tuple[int, Any]:
     return await http("POST", "/v1/keys", data=orjson.dumps({"role": "viewer", **asked}), headers=bearing(by))
-
-
-def id_of(key: str) -> str:
-    return (parse(key) or ("", ""))[1]
 
 
 # --- HTTP -----------------------------------------------------------------------------------------------------------

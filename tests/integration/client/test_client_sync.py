@@ -18,13 +18,12 @@ from opentinker.shared.runtime.service import Context
 from tests.conftest import WAIT_S
 from tests.support.api import write_checkpoint
 from tests.support.factories import make_spec
-from tests.support.scheduling import scheduler
 
 SPEC = make_spec(model__base="some/model")
 
 
-async def test_sync_client_does_the_same(ctx: Context, tmp_path: Path) -> None:
-    def use(url: str) -> None:
+async def test_sync_client_does_the_same(ctx: Context, url: str, tmp_path: Path) -> None:
+    def use() -> None:
         with Client(url) as client:
             job = client.submit(SPEC)["id"]
             assert [j["id"] for j in client.jobs()] == [job]
@@ -43,12 +42,11 @@ async def test_sync_client_does_the_same(ctx: Context, tmp_path: Path) -> None:
         with pytest.raises(ApiError, match="closed"):
             client.jobs()
 
-    async with scheduler(ctx) as url:
-        await asyncio.to_thread(use, url)
+    await asyncio.to_thread(use)
 
 
-async def test_wait_reports_every_change_in_the_callers_thread(ctx: Context) -> None:
-    def use(url: str) -> None:
+async def test_wait_reports_every_change_in_the_callers_thread(url: str) -> None:
+    def use() -> None:
         with Client(url) as client:
             job = client.submit(SPEC)["id"]
             told: list[str] = []
@@ -60,8 +58,7 @@ async def test_wait_reports_every_change_in_the_callers_thread(ctx: Context) -> 
             assert client.wait(job, WAIT_S, on_change=cancel_at_once)["state"] == "cancelled"
             assert told == ["queued", "cancelled"]
 
-    async with scheduler(ctx) as url:
-        await asyncio.to_thread(use, url)
+    await asyncio.to_thread(use)
 
 
 def test_only_terminals_show_wait_progress(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,36 +72,27 @@ def test_only_terminals_show_wait_progress(capsys: pytest.CaptureFixture[str], m
     assert capsys.readouterr().err == told
 
 
-def test_every_call_of_both_clients_is_documented_and_they_say_where_they_point() -> None:
-    for kind in (Client, AsyncClient):
-        public = [name for name in dir(kind) if not name.startswith("_")]
-        assert not [name for name in public if not getattr(kind, name).__doc__]
+def test_both_clients_offer_the_same_calls_all_of_them_documented() -> None:
+    blocking, asynchronous = ({name for name in dir(kind) if name[0] != "_"} for kind in (Client, AsyncClient))
+    assert blocking - {"start", "handle"} == asynchronous, "a job as an object blocks"
+    assert not [name for name in blocking if not getattr(Client, name).__doc__]
+    assert not [name for name in asynchronous if not getattr(AsyncClient, name).__doc__]
+
+
+def test_a_client_says_where_it_points() -> None:
     with Client("http://127.0.0.1:9", api_key="secret") as client:
         assert repr(client) == "Client('http://127.0.0.1:9')"
     assert repr(client) == "Client('http://127.0.0.1:9', closed)"
 
 
-def test_both_clients_offer_the_same_calls() -> None:
-    def public(kind: type) -> set[str]:
-        return {name for name in dir(kind) if not name.startswith("_")}
-
-    assert public(Client) - {"start", "handle"} == public(AsyncClient), "a job as an object blocks"
-
-
-async def test_forgotten_client_ends_with_the_program_and_loads_nothing_heavy(ctx: Context) -> None:
+async def test_forgotten_client_ends_with_the_program_and_loads_nothing_heavy(url: str) -> None:
     code = (
         "import sys, opentinker; c = opentinker.Client(sys.argv[1]); print(len(c.jobs()))\n"
         "assert not {'torch', 'vllm', 'transformers'} & sys.modules.keys()"
     )
-    async with scheduler(ctx) as url:
-        done = await asyncio.to_thread(
-            subprocess.run,
-            [sys.executable, "-W", "error", "-c", code, url],
-            capture_output=True,
-            timeout=WAIT_S,
-            check=False,
-        )
-        assert (done.returncode, done.stdout, done.stderr) == (0, b"0\n", b"")
+    argv = [sys.executable, "-W", "error", "-c", code, url]
+    done = await asyncio.to_thread(subprocess.run, argv, capture_output=True, timeout=WAIT_S, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"0\n", b"")
 
 
 def test_ctrl_c_in_the_blocking_client_cancels_only_if_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,14 +18,14 @@ from opentinker.services.scheduler.streams.disconnect import StreamDisconnector
 from opentinker.services.scheduler.streams.nats_auth import NatsAuthCallout
 from opentinker.shared.messaging.permissions import SYSTEM
 from opentinker.shared.runtime.service import Context
-from opentinker.shared.security.key_text import digest_of, new_key, parse
+from opentinker.shared.security.key_text import digest_of, new_key
 from opentinker.shared.state import stream_connections
 from opentinker.shared.state.keys import KeyStore
 from opentinker.shared.state.store import Store
 from opentinker.shared.state.stream_connections import ConnectionGroup, StreamConnection, StreamConnections
 from opentinker.shared.state.stream_credentials import StreamCredentialStore
 from tests.conftest import Server, free_port, nats_conf, until
-from tests.support.api import Http, new_key_of
+from tests.support.api import Http, id_of, new_key_of
 from tests.support.browsing import Browser, browser
 from tests.support.scheduling import new_job, running, scheduler
 from tests.support.streams import Guarded, Listener, comes_in, connected, given, guarded_context, guarded_nats, job_of
@@ -48,10 +48,6 @@ async def listening(token: str, guarded: Guarded) -> AsyncIterator[Listener]:
     async with connected(guarded.websocket, token=token) as listener:
         await listener.said()
         yield listener
-
-
-def id_of(key: str) -> str:
-    return (parse(key) or ("", ""))[1]
 
 
 Over = Callable[[Store, str, str], Awaitable[object]]
@@ -160,10 +156,8 @@ async def test_key_revoked_without_a_scheduler_is_cut_off(ctx: Context, store: S
         assert not listener.closed
         async with scheduler(ctx):
             await until(lambda: listener.closed)
-            connections = StreamConnections(store.redis)
-            await until(
-                lambda: connections.groups(time.time()), lambda found: found == []
-            )  # its server says that it has it no more
+            connections = StreamConnections(store.redis)  # its server says that it has it no more
+            await until(lambda: connections.groups(time.time()), lambda found: found == [])
 
 
 async def test_scheduler_and_operator_are_no_users_of_the_servers_account(ctx: Context, guarded: Guarded) -> None:

@@ -23,13 +23,13 @@ from opentinker.shared.messaging.subjects import EXAM, EXAM_RESULT
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.state.redis_script import UNFENCED
-from opentinker.shared.types.core import Ending, JobState, StopReason, WeightVersion
+from opentinker.shared.types.core import Ending, JobState, WeightVersion
 from opentinker.shared.types.errors import Conflict, SpecError
 from opentinker.shared.types.evaluation import EvalEpisode, EvalResult
 from opentinker.shared.types.manifest import MANIFEST, Manifest, start_of
 from tests.conftest import soon, until
 from tests.support.cluster import Cluster, toy_cluster, undocumented
-from tests.support.factories import make_spec, refusals
+from tests.support.factories import make_result, make_spec, refusals
 from tests.support.scheduling import kinds, running
 
 V = WeightVersion(0, 0)
@@ -48,19 +48,8 @@ def eval_spec(base: str = "m", **changes: Any) -> JobSpec:
 
 
 def result(index: int, reward: float = 1.0, job: str = "j", **changes: Any) -> EvalResult:
-    fields: dict[str, Any] = {
-        "job": job,
-        "version": V,
-        "index": index,
-        "worker": "rollout-0",
-        "sampled_by": [V],
-        "ending": Ending.ENV_DONE,
-        "reward": reward,
-        "components": {"form": reward / 2},
-        "tokens": 2,
-        "stops": [StopReason.EOS],
-    }
-    return EvalResult(**(fields | changes))
+    fields: dict[str, Any] = {"version": V, "job": job, "reward": reward, "components": {"form": reward / 2}}
+    return make_result(index, **(fields | changes))
 
 
 # --- numbers --------------------------------------------------------------------------------------------------------
@@ -236,13 +225,9 @@ async def test_an_evaluation_is_reported_once_by_all_leaders(ctx: Context, monke
         with pytest.raises(Conflict):
             await soon(Evaluation(ctx, UNFENCED, record, V).run())
     await soon(Evaluation(ctx, UNFENCED, record, V).run())
-    assert await state_of(ctx, asked.job) == JobState.SUCCEEDED
+    assert (await ctx.store.job(asked.job)).state == JobState.SUCCEEDED
     assert (await kinds(ctx.store, asked.job)).count("validation") == 1
     assert len((path.parent / "validation.jsonl").read_bytes().splitlines()) == 1
-
-
-async def state_of(ctx: Context, job: str) -> JobState:
-    return (await ctx.store.job(job)).state
 
 
 def test_words_say_how_far_it_is() -> None:
@@ -282,14 +267,10 @@ async def test_eval_job_over_real_processes_ends_with_its_result_whoever_dies(tm
             assert said in told.stdout
 
         job = await cluster.submit(eval_spec(str(model), rollout={**slow, "toy": {"seconds_per_token": 30.0}}))
-        await in_state(cluster, job, "running")
+        await until(lambda: cluster.client.job(job), lambda found: found["state"] == "running")
         assert (await cluster.client.cancel(job))["state"] == "cancelled"
         again = await cluster.submit(eval_spec(str(model), resources={"rollout_workers": 2, "min_rollout_workers": 2}))
         assert (await cluster.wait(again))["state"] == "succeeded", "its workers are free"
-
-
-async def in_state(cluster: Cluster, job: str, state: str) -> None:
-    await until(lambda: cluster.client.job(job), lambda found: found["state"] == state)
 
 
 async def played(cluster: Cluster, job: str, episodes: int) -> None:

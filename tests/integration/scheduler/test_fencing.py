@@ -10,6 +10,7 @@ import hashlib
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from opentinker.shared.state.usage import UsageStore
 from opentinker.shared.types.core import JobState
 from opentinker.shared.types.errors import Fenced
 from tests.support.api import write_checkpoint
-from tests.support.scheduling import new_job
+from tests.support.scheduling import archive, new_job
 
 PATH = "checkpoints/step-000010"
 
@@ -91,6 +92,27 @@ class Stopped:
         return False
 
 
+async def stop(
+    ctx: Context, own: Store, at: int, monkeypatch: pytest.MonkeyPatch,
+    work: Callable[[], Awaitable[None]], meanwhile: Callable[[], Awaitable[None]],
+) -> tuple[bool, bool]:  # fmt: skip
+    """Stop this work before its operation number `at`: it changes nothing of what happens meanwhile.
+
+    Return whether it was refused, and whether it has no such operation."""
+    before: list[Any] = []
+
+    async def noted() -> None:
+        await meanwhile()
+        before.extend([await state_of(ctx), files_of(ctx)])
+
+    stopped = Stopped(at, noted)
+    with monkeypatch.context() as patch:
+        stopped.watch(own, patch)
+        refused = await stopped.run(work)
+    assert not before or [await state_of(ctx), files_of(ctx)] == before, f"stopped before operation {at}"
+    return refused, not before
+
+
 async def lead(store: Store) -> int:
     return int(await store.redis.incr("leader:epoch"))
 
@@ -151,10 +173,12 @@ def sweep(ctx: Context, job: str, step: int) -> None:
     directory.rmdir()
 
 
-async def twice(archiver: Archiver) -> None:
-    for _ in range(2):
-        await archiver.scan()
-        await archiver.put()
+async def rounds(archiver: Archiver, count: int) -> None:
+    for _ in range(count):
+        await archive(archiver)
+
+
+twice = partial(rounds, count=2)
 
 
 def weights(text: str) -> dict[str, bytes]:
@@ -164,39 +188,31 @@ def weights(text: str) -> dict[str, bytes]:
 async def test_leader_stops_mid_job(ctx: Context, own: Store, stride: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Meanwhile the trainer resumes, writes step 20 anew and sweeps; the next leader puts and removes."""
     rules = {"keep_last": 1}
-    at, refused, done = 1, 0, False
+    at, refusals, done = 1, 0, False
     while not done:
         job = await new_job(ctx.store, state=JobState.STARTING, artifacts=rules)
         write_checkpoint(ctx, job, 10, weights("ten"))
         old = Archiver(replace(ctx, store=own), await lead(ctx.store))
-        await old.scan()
-        await old.put()
+        await archive(old)
         sweep(ctx, job, 10)
         write_checkpoint(ctx, job, 20, weights("twenty"))
-        before: list[Any] = []
 
-        async def meanwhile(job: str = job, before: list[Any] = before) -> None:
+        async def meanwhile(job: str = job) -> None:
             sweep(ctx, job, 20)
             write_checkpoint(ctx, job, 20, weights("twenty again"), epoch=2)
             write_checkpoint(ctx, job, 30, weights("thirty"), epoch=2)
             await twice(Archiver(ctx, await lead(ctx.store)))
             sweep(ctx, job, 20)
-            before += [await state_of(ctx), files_of(ctx)]
 
-        stopped = Stopped(at, meanwhile)
-        with monkeypatch.context() as patch:
-            stopped.watch(own, patch)
-            refused += await stopped.run(lambda old=old: twice(old))  # type: ignore[misc]
-        done = not before
-        if not done:
-            assert [await state_of(ctx), files_of(ctx)] == before, f"stopped before operation {at}"
+        refused, done = await stop(ctx, own, at, monkeypatch, partial(twice, old), meanwhile)
+        refusals += refused
         await twice(Archiver(ctx, await lead(ctx.store)))
         assert await whole(ctx, job) == ({20: 1} if done else {30: 2}), f"stopped before operation {at}"
         assert list((ctx.settings.data_dir / "staged").iterdir()) == []
         await ctx.store.transition(job, JobState.CANCELLED, epoch=1)
         await ctx.store.redis.srem("artifact:open", job)
         at += stride
-    said(at, stride, refused)
+    said(at, stride, refusals)
 
 
 @pytest.mark.nightly
@@ -205,7 +221,7 @@ async def test_leader_stops_at_the_end(ctx: Context, own: Store, stride: int, mo
     monkeypatch.setattr(DirectoryStore, "apart", True)
     monkeypatch.setattr("opentinker.services.scheduler.artifacts.archiver.LINGER_S", -60.0)
     rules = {"keep_last": 1, "expire_days": 1e-9}
-    at, refused, done = 1, 0, False
+    at, refusals, done = 1, 0, False
     while not done:
         job = await new_job(ctx.store, state=JobState.STARTING, artifacts=rules)
         for step in (10, 20):
@@ -215,32 +231,19 @@ async def test_leader_stops_at_the_end(ctx: Context, own: Store, stride: int, mo
         await ctx.store.ended(job)
         old = Archiver(replace(ctx, store=own), await lead(ctx.store))
         await old.index.open(job)
-        before: list[Any] = []
 
-        async def meanwhile(job: str = job, before: list[Any] = before) -> None:
-            leader = Archiver(ctx, await lead(ctx.store))
-            await twice(leader)
-            await twice(leader)
-            before += [await state_of(ctx), files_of(ctx)]
+        async def meanwhile() -> None:
+            await rounds(Archiver(ctx, await lead(ctx.store)), 4)
 
-        async def work(old: Archiver = old) -> None:
-            await twice(old)
-            await twice(old)
-
-        stopped = Stopped(at, meanwhile)
-        with monkeypatch.context() as patch:
-            stopped.watch(own, patch)
-            refused += await stopped.run(work)
-        done = not before
-        if not done:
-            assert [await state_of(ctx), files_of(ctx)] == before, f"stopped before operation {at}"
+        refused, done = await stop(ctx, own, at, monkeypatch, partial(rounds, old, 4), meanwhile)
+        refusals += refused
         assert await whole(ctx, job) == {}
         told = [event["event"] for event in await ctx.store.events(job)]
         assert told.count("artifacts_expired") <= 1 and told.count("checkpoints_removed") <= 1, (at, told)
         assert not (ctx.settings.data_dir / "jobs" / job).exists()
         assert list((ctx.settings.data_dir / "staged").iterdir()) == []
         at += stride
-    said(at, stride, refused)
+    said(at, stride, refusals)
 
 
 async def test_everything_a_leader_writes_of_artifacts_is_refused_from_an_earlier_one(ctx: Context) -> None:

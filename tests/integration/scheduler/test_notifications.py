@@ -14,7 +14,6 @@ from typing import Any
 import orjson
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import TestServer
 from aiosmtpd.controller import Controller
 
 from opentinker.services.scheduler.notifications import notifier as notifier_module
@@ -28,6 +27,7 @@ from opentinker.shared.types.core import JobState
 from tests.conftest import free_port, until
 from tests.support.api import SPEC, Http
 from tests.support.factories import make_point
+from tests.support.http_server import http_server
 from tests.support.scheduling import kinds, new_job
 
 
@@ -50,10 +50,9 @@ class Receiver:
 
 @pytest.fixture
 async def receiver() -> AsyncIterator[Receiver]:
-    one, app = Receiver(), web.Application()
-    app.router.add_post("/hook", one.take)
-    async with TestServer(app) as server:
-        one.url = str(server.make_url("/hook"))
+    one = Receiver()
+    async with http_server(web.post("/hook", one.take)) as url:
+        one.url = f"{url}/hook"
         yield one
 
 

@@ -102,6 +102,11 @@ def again(base: Path, first: str) -> dict[str, Any]:
     return spec_of(base) | {"start": {"from": f"{first}@10"}}
 
 
+@pytest.fixture
+def homes(ctx: Context) -> Path:
+    return ctx.settings.data_dir / "jobs"
+
+
 # --- what is refused ------------------------------------------------------------------------------------------------
 
 
@@ -321,26 +326,24 @@ def slow_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 
 async def test_copy_may_take_longer_than_a_check(
-    client: AsyncClient, ctx: Context, again: Any, slow_copies: threading.Event, monkeypatch: pytest.MonkeyPatch
+    client: AsyncClient, homes: Path, again: Any, slow_copies: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(disk_threads, "DISK_S", 2.0)
     submission = asyncio.create_task(client.submit(again))
-    homes = ctx.settings.data_dir / "jobs"
     await until(lambda: any(homes.glob("*/start")))
     await asyncio.sleep(2 * disk_threads.DISK_S)
     slow_copies.set()
-    second = (await soon(submission))["id"]
-    checkpoint.read_intact(start_of(ctx.settings.data_dir, second))
+    checkpoint.read_intact(homes / (await soon(submission))["id"] / "start")
 
 
 @pytest.mark.parametrize("ending", ["limit", "cancellation"])
 async def test_copy_that_is_given_up_leaves_nothing(
-    ctx: Context, first: str, again: Any, slow_copies: threading.Event, monkeypatch: pytest.MonkeyPatch, ending: str
-) -> None:
+    ctx: Context, first: str, again: Any, homes: Path, slow_copies: threading.Event, monkeypatch: pytest.MonkeyPatch,
+    ending: str,
+) -> None:  # fmt: skip
     if ending == "limit":
         monkeypatch.setattr(kept_checkpoints, "KEEP_S", 0.01)
     submission = asyncio.create_task(submit(ctx, again, "default"))
-    homes = ctx.settings.data_dir / "jobs"
     await until(lambda: any(homes.glob("*/start")))
     if ending == "cancellation":
         submission.cancel()
@@ -351,10 +354,9 @@ async def test_copy_that_is_given_up_leaves_nothing(
 
 
 async def test_stuck_copies_hold_up_only_copies_of_their_tenant(
-    ctx: Context, first: str, again: Any, slow_copies: threading.Event, monkeypatch: pytest.MonkeyPatch
+    ctx: Context, first: str, again: Any, homes: Path, slow_copies: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stuck = [asyncio.create_task(submit(ctx, again, "default")) for _ in range(TENANT_COPIES)]
-    homes = ctx.settings.data_dir / "jobs"
     await until(lambda: len(list(homes.glob("*/start"))) == TENANT_COPIES)
     await until(lambda: ctx.copies._unfinished["default"] == TENANT_COPIES)
     with pytest.raises(ReferencesAway, match="2 submissions of yours are being copied"):
@@ -370,32 +372,34 @@ async def test_stuck_copies_hold_up_only_copies_of_their_tenant(
     await until(lambda: {home.name for home in homes.iterdir()} == {first, linked, *made})
 
 
-async def test_time_of_a_copy_begins_with_it(ctx: Context, again: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def busy(ctx: Context, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Context, threading.Event]]:
+    """Files cannot be linked, and the one thread that copies them is another tenant's until the event is set."""
     monkeypatch.setattr(os, "link", no_links)
-    monkeypatch.setattr(kept_checkpoints, "KEEP_S", 2.0)
-    finish = threading.Event()
-    busy = Context(**{**vars(ctx), "copies": TenantThreads(1, 2, "copies")})
+    finish, busy = threading.Event(), Context(**{**vars(ctx), "copies": TenantThreads(1, 2, "copies")})
     busy.copies.submit("other", finish.wait)
-    submission = asyncio.create_task(submit(busy, again, "default"))
-    await asyncio.sleep(2 * kept_checkpoints.KEEP_S)
+    yield busy, finish
     finish.set()
+
+
+async def test_time_of_a_copy_begins_with_it(
+    busy: tuple[Context, threading.Event], again: Any, homes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept_checkpoints, "KEEP_S", 2.0)
+    submission = asyncio.create_task(submit(busy[0], again, "default"))
+    await asyncio.sleep(2 * kept_checkpoints.KEEP_S)
+    busy[1].set()
     second, _ = await soon(submission)
-    checkpoint.read_intact(start_of(ctx.settings.data_dir, second))
+    checkpoint.read_intact(homes / second / "start")
 
 
 async def test_submission_does_not_wait_for_ever_for_a_thread(
-    ctx: Context, first: str, again: Any, monkeypatch: pytest.MonkeyPatch
+    busy: tuple[Context, threading.Event], first: str, again: Any, homes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "link", no_links)
     monkeypatch.setattr(kept_checkpoints, "QUEUE_S", 0.01)
-    finish = threading.Event()
-    busy = Context(**{**vars(ctx), "copies": TenantThreads(1, 2, "copies")})
-    busy.copies.submit("other", finish.wait)
     with pytest.raises(ReferencesAway, match="copying other checkpoints"):
-        await soon(submit(busy, again, "default"))
-    homes = ctx.settings.data_dir / "jobs"
+        await soon(submit(busy[0], again, "default"))
     await until(lambda: [home.name for home in homes.iterdir()] == [first])
-    finish.set()
 
 
 def test_copy_that_nobody_awaits_ends_before_its_next_chunk(tmp_path: Path) -> None:
@@ -409,7 +413,9 @@ def test_copy_that_nobody_awaits_ends_before_its_next_chunk(tmp_path: Path) -> N
     assert (tmp_path / "partial").stat().st_size == 0
 
 
-async def test_checkpoint_kept_for_a_refused_submission_is_removed(ctx: Context, first: str, again: Any) -> None:
+async def test_checkpoint_kept_for_a_refused_submission_is_removed(
+    ctx: Context, first: str, again: Any, homes: Path
+) -> None:
     """Its key was used for another job while its files were linked."""
     found = await asyncio.gather(
         submit(ctx, again, "default", "once"),
@@ -419,7 +425,6 @@ async def test_checkpoint_kept_for_a_refused_submission_is_removed(ctx: Context,
     )
     (made,) = {answer[0] for answer in found if isinstance(answer, tuple)}
     assert any(isinstance(answer, Conflict) for answer in found)
-    homes = ctx.settings.data_dir / "jobs"
     await until(lambda: {home.name for home in homes.iterdir()} == {first, made})
 
 

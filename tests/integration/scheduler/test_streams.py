@@ -18,13 +18,13 @@ from opentinker.shared.messaging.permissions import OPERATOR as OPERATOR_USER
 from opentinker.shared.messaging.permissions import TABLE, inbox, wide
 from opentinker.shared.messaging.subjects import METRIC, SCHEDULER, SERVICES, STREAMS, Subject
 from opentinker.shared.runtime.service import Context
-from opentinker.shared.security.key_text import digest_of, new_key, parse
+from opentinker.shared.security.key_text import digest_of, new_key
 from opentinker.shared.state import stream_credentials
 from opentinker.shared.state.keys import KeyStore
 from opentinker.shared.state.store import Store
 from opentinker.shared.state.stream_credentials import StreamCredentialStore
 from tests.conftest import Figure, Server, soon, until
-from tests.support.api import Http, bearing, new_key_of
+from tests.support.api import Http, bearing, id_of, new_key_of
 from tests.support.factories import make_point
 from tests.support.scheduling import scheduler
 from tests.support.streams import Guarded, comes_in, connected, given, guarded_context, guarded_nats, job_of
@@ -137,31 +137,26 @@ async def test_the_answer_says_where_what_and_how_long(api: Http, store: Store, 
 
 
 async def expired(api: Http, store: Store, job: str, key: str) -> str:
-    credentials, id = StreamCredentialStore(store.redis), (parse(key) or ("", ""))[1]
-    token, _ = await credentials.give(
-        key=id, secret=digest_of(key), tenant="red", job=job, now=time.time() - 10.0, life_s=5.0
-    )
-    return token
+    return await token_of(store, job, key, age_s=61.0)
 
 
 async def of_a_revoked_key(api: Http, store: Store, job: str, key: str) -> str:
     credential = await given(api, job, key)
-    await KeyStore(store.redis).revoke((parse(key) or ("", ""))[1], now=time.time())
+    await KeyStore(store.redis).revoke(id_of(key), now=time.time())
     return str(credential["token"])
 
 
 async def of_a_rotated_key(api: Http, store: Store, job: str, key: str) -> str:
     credential = await given(api, job, key)
-    id = (parse(key) or ("", ""))[1]
-    await KeyStore(store.redis).rotate(id, new_key("local", id), now=time.time(), grace_s=0.0)
+    await KeyStore(store.redis).rotate(id_of(key), new_key("local", id_of(key)), now=time.time(), grace_s=0.0)
     return str(credential["token"])
 
 
-async def token_of(store: Store, job: str, key: str) -> str:
-    """A credential that nobody asked for."""
-    id, secret = (parse(key) or ("", ""))[1], digest_of(key) if key else ""
+async def token_of(store: Store, job: str, key: str, age_s: float = 0.0) -> str:
+    """A credential for a minute that nobody asked for."""
+    secret, then = digest_of(key) if key else "", time.time() - age_s
     given = StreamCredentialStore(store.redis).give
-    return (await given(key=id, secret=secret, tenant="red", job=job, now=time.time(), life_s=60.0))[0]
+    return (await given(key=id_of(key), secret=secret, tenant="red", job=job, now=then, life_s=60.0))[0]
 
 
 async def of_an_expired_key(api: Http, store: Store, job: str, key: str) -> str:
@@ -283,7 +278,7 @@ async def test_a_key_has_so_many_at_a_time(api: Http, store: Store, monkeypatch:
     status, body = await api("POST", f"/v1/jobs/{job}/stream-credentials", headers=bearing(key))
     assert status == 429 and "2 credentials" in body["detail"]
     await given(api, job, other)
-    of = f"streams:of:{(parse(key) or ('', ''))[1]}"
+    of = f"streams:of:{id_of(key)}"
     first = (await store.redis.zrange(of, 0, 0))[0]
     await store.redis.zadd(of, {first: time.time() - 1.0})
     await given(api, job, key)

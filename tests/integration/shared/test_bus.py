@@ -22,9 +22,9 @@ from opentinker.shared.types.codec import WireError
 from opentinker.shared.types.core import StopReason, Ticket
 from opentinker.shared.types.env_protocol import SessionReply, StepSession
 from opentinker.shared.types.errors import OpenTinkerError
-from opentinker.shared.types.telemetry import MetricPoint
 from tests.conftest import WAIT_S, Server, soon, until
 from tests.support.factories import make_ticket
+from tests.support.scheduling import messages
 
 
 @pytest.fixture
@@ -82,30 +82,12 @@ def step(text: str = "hello") -> StepSession:
     return StepSession(session="s", turn=0, text=text, stop=StopReason.EOS)
 
 
-async def test_request_is_answered_by_who_serves_it(bus: Bus) -> None:
-    async def handler(noun: StepSession) -> SessionReply:
-        return SessionReply(worker="w", error=noun.text)
-
-    await bus.serve(ENV_STEP, handler, worker="answer")
-    assert (await bus.request(ENV_STEP, step("x"), WAIT_S, worker="answer")).error == "x"
-
-
 async def test_request_that_nobody_serves_fails_at_once(bus: Bus) -> None:
     with pytest.raises(NoResponders):
         await soon(bus.request(ENV_STEP, step(), 10 * WAIT_S, worker="nobody"))
 
 
-async def test_request_without_answer_ends_at_its_time(bus: Bus) -> None:
-    async def handler(noun: StepSession) -> SessionReply:
-        await asyncio.Event().wait()
-        raise AssertionError
-
-    await bus.serve(ENV_STEP, handler, worker="slow")
-    with pytest.raises(NoReply):
-        await bus.request(ENV_STEP, step(), 0.1, worker="slow")
-
-
-async def test_slow_request_does_not_hold_up_others(bus: Bus) -> None:
+async def test_slow_request_does_not_hold_up_others_and_ends_at_its_time(bus: Bus) -> None:
     gate = asyncio.Event()
 
     async def handler(noun: StepSession) -> SessionReply:
@@ -114,6 +96,8 @@ async def test_slow_request_does_not_hold_up_others(bus: Bus) -> None:
         return SessionReply(worker="w", error=noun.text)
 
     await bus.serve(ENV_STEP, handler, worker="both")
+    with pytest.raises(NoReply):
+        await bus.request(ENV_STEP, step("slow"), 0.1, worker="both")
     slow = asyncio.create_task(bus.request(ENV_STEP, step("slow"), WAIT_S, worker="both"))
     assert (await bus.request(ENV_STEP, step("fast"), WAIT_S, worker="both")).error == "fast"
     gate.set()
@@ -127,7 +111,7 @@ async def test_handler_that_raises_or_garbage_leaves_the_server_serving(bus: Bus
         return SessionReply(worker="w")
 
     await bus.serve(ENV_STEP, handler, worker="hardy")
-    with pytest.raises(NoReply):
+    with pytest.raises(NoReply):  # at the end of its time
         await bus.request(ENV_STEP, step("bad"), 0.1, worker="hardy")
     await bus.nc.publish(ENV_STEP.at(worker="hardy"), b"\xc1garbage")
     assert (await bus.request(ENV_STEP, step(), WAIT_S, worker="hardy")).worker == "w"
@@ -159,14 +143,9 @@ async def test_queue_shares_requests(bus: Bus) -> None:
 
 
 async def test_wake_reaches_listeners(bus: Bus) -> None:
-    heard = asyncio.Event()
-
-    async def wake(_: dict[str, object]) -> None:
-        heard.set()
-
-    await bus.listen(WAKE, wake, who="me")
+    heard = await messages(bus, WAKE, who="me")
     await bus.emit(WAKE, {"job": "x"}, who="me")
-    await soon(heard.wait())
+    await until(lambda: heard == [{"job": "x"}])
 
 
 # --- publish ------------------------------------------------------------------------------------------------------
@@ -443,12 +422,7 @@ async def test_metric_points_are_kept_as_history(bus: Bus, job: str) -> None:
 
 
 async def test_metric_that_is_not_a_number_is_left_out(bus: Bus, job: str) -> None:
-    heard: list[MetricPoint] = []
-
-    async def hear(point: MetricPoint) -> None:
-        heard.append(point)
-
-    await bus.listen(METRIC, hear, job=job, source="*")
+    heard = await messages(bus, METRIC, job=job, source="*")
     await MetricSource(bus, job, "trainer").emit(1, {"good": 1.0, "nan": float("nan"), "inf": float("inf")})
     await until(lambda: heard)
     assert heard[0].values == {"good": 1.0}

@@ -23,11 +23,12 @@ from opentinker.local.embedded import (
     valkey_binary,
 )
 from opentinker.local.processes import StartError
-from opentinker.local.supervisor import MISSES, Keeper, Supervisor
+from opentinker.local.supervisor import MISSES, Keeper
 from opentinker.shared.messaging.bus import Bus, StreamFull
 from opentinker.shared.messaging.subjects import GROUP, GROUPS, STREAMS, Subject
 from opentinker.shared.state.store import Store
 from tests.conftest import soon, until
+from tests.integration.shared.test_supervisor import running
 from tests.support.scheduling import new_job
 
 Usage = namedtuple("Usage", "total used free")
@@ -60,13 +61,8 @@ async def supervised(
 ) -> AsyncIterator[tuple[EmbeddedServers, Keeper]]:
     """One embedded server, kept alive."""
     with EmbeddedServers(directory, nats=nats, redis=redis, default_ports=False) as embedded:
-        supervisor = Supervisor([list(embedded.children.values())], directory / "state.json")
-        task = asyncio.create_task(supervisor.run())
-        try:
+        async with running(list(embedded.children.values()), state=directory / "state.json") as supervisor:
             yield embedded, supervisor.keepers[0]
-        finally:
-            supervisor.stopping.set()
-            await task
 
 
 def test_the_disk_that_is_asked_for_has_room_for_what_the_streams_set_aside() -> None:

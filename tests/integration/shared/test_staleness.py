@@ -355,11 +355,14 @@ def test_planted_fault_is_caught(run: Callable[..., None], monkeypatch: pytest.M
         run(Schedule, 400, phases=[Phase.generate], print_blob=False)
 
 
-async def admission(store: Store, job: str, epoch: int = 1, **changes: Any) -> Admission:
-    ours = Admission(store.redis, job, epoch)
+async def restored(ours: Admission, **changes: Any) -> Admission:
     fields: dict[str, Any] = {"step": 0, "max_staleness": 1, "groups_per_batch": 4, "total": 100, "discarded": {}}
     await ours.restore(**(fields | changes))
     return ours
+
+
+async def admission(store: Store, job: str, epoch: int = 1, **changes: Any) -> Admission:
+    return await restored(Admission(store.redis, job, epoch), **changes)
 
 
 async def test_nothing_is_issued_before_the_trainer_has_started(store: Store) -> None:
@@ -458,16 +461,20 @@ async def test_a_job_without_workers_is_issued_nothing(store: Store, state: JobS
 PAIR = ("a", "b")
 
 
+async def policy(store: Store, job: str, name: str, epoch: int = 1, **changes: Any) -> Admission:
+    """The trainer of one of two policies."""
+    return await restored(Admission(store.redis, job, epoch, policies=PAIR, policy=name), **changes)
+
+
 async def pair(
     store: Store, job: str, batches: tuple[int, int] = (4, 2), **changes: Any
 ) -> tuple[Admission, Admission]:
     """Two trainers of one job, which take as many groups a step."""
-    ours = [Admission(store.redis, job, 1, policies=PAIR, policy=name) for name in PAIR]
-    for one, batch in zip(ours, batches, strict=True):
-        fields: dict[str, Any] = {"step": 0, "max_staleness": 1, "groups_per_batch": batch}
-        fields |= {"total": 100, "discarded": {}}
-        await one.restore(**(fields | changes))
-    return ours[0], ours[1]
+    a, b = [
+        await policy(store, job, name, groups_per_batch=batch, **changes)
+        for name, batch in zip(PAIR, batches, strict=True)
+    ]
+    return a, b
 
 
 async def test_a_match_starts_only_while_every_policy_has_room(store: Store) -> None:
@@ -489,8 +496,7 @@ async def test_a_match_starts_only_while_every_policy_has_room(store: Store) -> 
 
 @pytest.mark.parametrize("gate", ["all", "fastest"])
 async def test_no_match_starts_before_the_last_policy_is_restored(store: Store, gate: Any) -> None:
-    a = Admission(store.redis, f"half-{gate}", 1, policies=PAIR, policy="a")
-    await a.restore(step=3, max_staleness=1, groups_per_batch=4, total=100, discarded={}, gate=gate)
+    a = await policy(store, f"half-{gate}", "a", step=3, gate=gate)
     assert (await a.issue(5))[1] == []
 
 
@@ -534,17 +540,14 @@ async def test_a_finished_policy_s_ledger_keeps_its_surplus_when_the_trainer_res
     await b.finish(Discard.SURPLUS)
     before = await b.ledger()
     assert (before.accepted, before.discarded, before.balanced) == (4, {"stale": 1, "surplus": 1}, True)
-    law: dict[str, Any] = {"max_staleness": 1, "groups_per_batch": 2, "total": 4, "discarded": {}}
     for epoch in (2, 3):  # its last checkpoint is of step 1
-        b = Admission(store.redis, "kept", epoch, policies=PAIR, policy="b")
-        await b.restore(step=1, **law)
+        b = await policy(store, "kept", "b", epoch, step=1, groups_per_batch=2, total=4)
         ledger = await b.ledger()
         assert ledger.balanced and ledger.discarded["surplus"] == epoch - 1, "what it had undone, it discards again"
         await b.finish(Discard.SURPLUS)
         ledger = await b.ledger()
         assert (ledger.accepted, sum(ledger.discarded.values()), ledger.balanced) == (4, 2, True)
-    b = Admission(store.redis, "kept", 4, policies=PAIR, policy="b")
-    await b.restore(step=0, **law)  # the checkpoint of step 1 is damaged
+    b = await policy(store, "kept", "b", 4, groups_per_batch=2, total=4)  # the checkpoint of step 1 is damaged
     assert (await b.ledger()).discarded == {} and (await b.ledger()).balanced
 
 
@@ -555,10 +558,7 @@ async def test_policies_go_back_to_checkpoints_of_their_own(store: Store) -> Non
         await a.accept(seq)
     await a.train(1, [0, 1, 2, 3])
     await b.train(1, [0, 1])
-    fields: dict[str, Any] = {"max_staleness": 1, "total": 100, "discarded": {}}
-    second = [Admission(store.redis, "back", 2, policies=PAIR, policy=name) for name in PAIR]
-    await second[0].restore(step=0, groups_per_batch=4, **fields)
-    await second[1].restore(step=1, groups_per_batch=2, **fields)
+    second = await policy(store, "back", "a", 2), await policy(store, "back", "b", 2, step=1, groups_per_batch=2)
     ledgers = [await one.ledger() for one in second]
     assert [(x.trained, x.pending) for x in ledgers] == [(0, 4), (2, 2)] and all(x.balanced for x in ledgers)
     with pytest.raises(Fenced):
@@ -613,9 +613,7 @@ async def test_a_step_of_several_batches_counts_as_one(store: Store) -> None:
     assert (ledger.trained, ledger.pending, ledger.balanced) == (6, 0, True)
     await a.finish(Discard.SURPLUS)
     assert await play(b) == [6, 7], "room for a batch after one step, not after three"
-    again = Admission(store.redis, "grow", 2, policies=PAIR, policy="b")
-    fields: dict[str, Any] = {"max_staleness": 0, "groups_per_batch": 2, "total": 100, "discarded": {}}
-    await again.restore(step=1, trained=6, gate="fastest", **fields)
+    again = await policy(store, "grow", "b", 2, step=1, trained=6, gate="fastest", max_staleness=0, groups_per_batch=2)
     ledger = await again.ledger()
     assert (ledger.trained, ledger.pending, ledger.balanced) == (6, 2, True)
     assert await again.train(2, [6, 7]) == 2
@@ -668,11 +666,8 @@ async def test_in_lockstep_nothing_starts_while_only_one_new_version_is_served(s
 @pytest.mark.parametrize(("gate", "turn"), [("all", 0), ("fastest", 0), ("turn", 1), ("neediest", 0)])
 async def test_a_policy_that_has_trained_all_its_groups_gates_no_longer(store: Store, gate: Any, turn: int) -> None:
     """Its last evaluation may take long; `finish` comes after that."""
-    a = Admission(store.redis, f"last-{gate}", 1, policies=PAIR, policy="a")
-    b = Admission(store.redis, f"last-{gate}", 1, policies=PAIR, policy="b")
-    fields: dict[str, Any] = {"step": 0, "max_staleness": 0, "groups_per_batch": 2, "discarded": {}, "gate": gate}
-    await a.restore(total=2, turn=turn, **fields)
-    await b.restore(total=8, turn=turn, **fields)
+    law: dict[str, Any] = {"max_staleness": 0, "groups_per_batch": 2, "gate": gate, "turn": turn}
+    a, b = [await policy(store, f"last-{gate}", name, total=total, **law) for name, total in (("a", 2), ("b", 8))]
     first = await play(a)
     assert first == [0, 1]
     await a.train(1, first)

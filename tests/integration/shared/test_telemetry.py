@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import io
-from collections.abc import AsyncIterator
 
 import pytest
 import structlog
@@ -18,19 +17,13 @@ from opentinker.shared.runtime import telemetry
 from opentinker.shared.runtime.telemetry import REGISTRY, Meters, MetricSource, Reporter
 from opentinker.shared.types.telemetry import MetricPoint
 from tests.conftest import until
+from tests.support.scheduling import messages
 
 
 @pytest.fixture
-async def heard(bus: Bus) -> AsyncIterator[list[MetricPoint]]:
+async def heard(bus: Bus) -> list[MetricPoint]:
     """Points of every job of source `env-0`."""
-    points: list[MetricPoint] = []
-
-    async def hear(point: MetricPoint) -> None:
-        points.append(point)
-
-    subscription = await bus.listen(METRIC, hear, job="*", source="env-0")
-    yield points
-    await subscription.unsubscribe()
+    return await messages(bus, METRIC, job="*", source="env-0")
 
 
 def prometheus() -> str:

@@ -22,11 +22,12 @@ from opentinker.shared.runtime.timeline import GLUE_S, MAX_SEGMENTS, Lanes, Lane
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import JobState
 from opentinker.shared.types.env_protocol import CloseSession
-from opentinker.shared.types.telemetry import JobEvent, Segment, TimelinePart
+from opentinker.shared.types.telemetry import Segment, TimelinePart
 from tests.conftest import until
 from tests.support.api import SPEC
 from tests.support.playing import opening, step
-from tests.support.scheduling import running
+from tests.support.scheduling import messages, running
+from tests.unit.shared.test_liveness import Clock
 
 
 class Heard:
@@ -48,25 +49,24 @@ class Heard:
         ]
 
 
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def heard() -> Heard:
     return Heard()
 
 
-def lanes_of(heard: Heard, clock: Clock) -> Lanes:
+@pytest.fixture
+def clock() -> Clock:
+    clock = Clock()
+    clock.now = 100.0
+    return clock
+
+
+@pytest.fixture
+def lanes(heard: Heard, clock: Clock) -> Lanes:
     return Lanes(heard, "j", "w", clock)  # type: ignore[arg-type]
 
 
-async def test_many_at_a_time_are_one_segment_with_a_level(heard: Heard) -> None:
-    clock = Clock()
-    lanes = lanes_of(heard, clock)
+async def test_many_at_a_time_are_one_segment_with_a_level(heard: Heard, clock: Clock, lanes: Lanes) -> None:
     with lanes.busy("generation", "rollout"):
         clock.now += 1.0
         with lanes.busy("generation", "rollout"), lanes.busy("env", "rollout"):
@@ -81,9 +81,7 @@ async def test_many_at_a_time_are_one_segment_with_a_level(heard: Heard) -> None
     assert len(heard.parts) == 1  # a silent second has no part
 
 
-async def test_what_goes_on_is_told_part_by_part_without_a_gap(heard: Heard) -> None:
-    clock = Clock()
-    lanes = lanes_of(heard, clock)
+async def test_what_goes_on_is_told_part_by_part_without_a_gap(heard: Heard, clock: Clock, lanes: Lanes) -> None:
     with lanes.busy("training", "step", "1.5"):
         for _ in range(3):
             clock.now += 1.0
@@ -96,9 +94,7 @@ async def test_what_goes_on_is_told_part_by_part_without_a_gap(heard: Heard) -> 
     assert [part.seq for part in heard.parts] == [0, 1, 2, 3]
 
 
-async def test_new_weights_part_what_goes_on(heard: Heard) -> None:
-    clock = Clock()
-    lanes = lanes_of(heard, clock)
+async def test_new_weights_part_what_goes_on(heard: Heard, clock: Clock, lanes: Lanes) -> None:
     lanes.use("1.0")
     with lanes.busy("generation", "rollout"):
         clock.now += 1.0
@@ -113,9 +109,9 @@ async def test_new_weights_part_what_goes_on(heard: Heard) -> None:
     ]
 
 
-async def test_short_gaps_are_none_and_the_shortest_segments_are_left_out_when_there_are_many(heard: Heard) -> None:
-    clock = Clock()
-    lanes = lanes_of(heard, clock)
+async def test_short_gaps_are_glued_and_of_many_segments_the_shortest_are_left_out(
+    heard: Heard, clock: Clock, lanes: Lanes
+) -> None:
     for _ in range(50):
         with lanes.busy("env", "rollout"):
             clock.now += 0.01
@@ -130,8 +126,7 @@ async def test_short_gaps_are_none_and_the_shortest_segments_are_left_out_when_t
     assert len(msgspec.json.encode(part)) < 20_000
 
 
-async def test_turns_with_short_gaps_between_them_are_one_segment_before_anybody_asks(heard: Heard) -> None:
-    clock = Clock()
+async def test_turns_with_short_gaps_are_one_segment_before_anybody_asks(heard: Heard, clock: Clock) -> None:
     lanes = Lanes(heard, "j", "w", clock, glue_s=0.25)  # type: ignore[arg-type]
     for gap in (0.25, 0.125, 0.5, 0.125, 0.0):
         with lanes.busy("env", "turn"), lanes.busy("env", "turn"):
@@ -150,9 +145,7 @@ async def test_turns_with_short_gaps_between_them_are_one_segment_before_anybody
     assert heard.segments[2:] == [("env", "turn", 101.75, 101.875, "", 1.0)]
 
 
-async def test_new_weights_do_not_carry_on_what_is_over(heard: Heard) -> None:
-    clock = Clock()
-    lanes = lanes_of(heard, clock)
+async def test_new_weights_do_not_carry_on_what_is_over(heard: Heard, clock: Clock, lanes: Lanes) -> None:
     with lanes.busy("generation", "rollout"):
         clock.now += 1.0
     lanes.use("1.1")
@@ -181,13 +174,7 @@ def test_gluing_keeps_the_area_under_the_level() -> None:
 
 async def test_a_worker_of_many_jobs_tells_each_its_own(bus: Bus) -> None:
     job, other = (f"j-{uuid.uuid4().hex[:10]}" for _ in range(2))
-    heard: list[TimelinePart] = []
-
-    async def hear(part: TimelinePart) -> None:
-        heard.append(part)
-
-    await bus.listen(TIMELINE, hear, job=job, worker="*")
-    await bus.flush()
+    heard = await messages(bus, TIMELINE, job=job, worker="*")
     lanes = LanesByJob(bus, "reference-0")
     async with running(lanes.run()):
         lanes.of(job).note("reference", "score", 1.0, 2.0, level=3)
@@ -275,13 +262,7 @@ async def test_the_timeline_is_served_page_by_page_and_by_its_last_seconds(clien
 
 
 async def test_events_of_jobs_go_out_live_as_the_log_has_them(client: AsyncClient, ctx: Context, store: Store) -> None:
-    heard: list[JobEvent] = []
-
-    async def hear(event: JobEvent) -> None:
-        heard.append(event)
-
-    await ctx.bus.listen(EVENT, hear, job="*")
-    await ctx.bus.flush()
+    heard = await messages(ctx.bus, EVENT, job="*")
     await until(lambda: ctx.detail.get("leads"))
     job = (await client.submit(SPEC))["id"]
 

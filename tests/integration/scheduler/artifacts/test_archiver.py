@@ -22,8 +22,8 @@ from opentinker.shared.messaging.bus import NoReply
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.types.core import JobRecord, JobState
 from opentinker.shared.types.manifest import read_manifest
-from tests.support.api import SPEC, write_checkpoint
-from tests.support.scheduling import new_job
+from tests.support.api import write_checkpoint
+from tests.support.scheduling import archive, new_job
 
 FILES = {"model.safetensors": b"weights", "trainer/state.json": b"{}"}
 PATH = "checkpoints/step-000010"
@@ -38,9 +38,7 @@ def apart(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def begun(ctx: Context) -> str:
     """A job that has had a trainer, and a checkpoint."""
-    job = f"j-{uuid.uuid4().hex[:10]}"
-    await ctx.store.create_job(id=job, spec=SPEC, tenant="default")
-    await ctx.store.transition(job, JobState.STARTING, epoch=1)
+    job = await new_job(ctx.store, state=JobState.STARTING)
     write_checkpoint(ctx, job, 10, FILES)
     return job
 
@@ -48,10 +46,6 @@ async def begun(ctx: Context) -> str:
 async def over(ctx: Context, job: str) -> None:
     await ctx.store.transition(job, JobState.SUCCEEDED, epoch=1)
     await ctx.store.ended(job)
-
-
-async def record(ctx: Context, job: str) -> JobRecord:
-    return (await ctx.store.jobs([job]))[0]
 
 
 def staged(ctx: Context, job: str) -> Path:
@@ -84,12 +78,10 @@ async def test_a_full_disk_loses_no_checkpoint(ctx: Context, apart: None, monkey
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint_dir, "hard_link", full)
         for _ in range(2):
-            await archiver.scan()
-            await archiver.put()
+            await archive(archiver)
     assert (home / "model.safetensors").read_bytes() == b"weights", "it is the last copy"
     assert job in await archiver.index.opened(), "it is tried again"
-    await archiver.scan()
-    await archiver.put()
+    await archive(archiver)
     assert (await archiver.index.of(job)).keys() == {PATH} and home.exists()
     await archiver.scan()
     assert job not in await archiver.index.opened() and not home.exists()
@@ -115,8 +107,7 @@ async def test_a_checkpoint_that_moves_while_it_is_opened_is_opened_in_the_store
     job, archiver = await begun(ctx), Archiver(ctx)
     await archiver.index.open(job)
     await over(ctx, job)
-    await archiver.scan()
-    await archiver.put()
+    await archive(archiver)
     home, catalog = ctx.settings.data_dir / "jobs" / job / PATH, archiver.artifacts
     assert home.exists() and (await archiver.index.of(job)).keys() == {PATH}, "in both places"
     opens, moved = catalog.workshop.open, []
@@ -128,19 +119,18 @@ async def test_a_checkpoint_that_moves_while_it_is_opened_is_opened_in_the_store
 
     monkeypatch.setattr(catalog.workshop, "open", moves)
     if what == "the checkpoint":
-        opened: Any = await catalog.open_checkpoint(await record(ctx, job), None, True)
+        opened: Any = await catalog.open_checkpoint(await ctx.store.job(job), None, True)
     else:
-        opened, _ = await catalog.open(await record(ctx, job), f"{PATH}/model.safetensors")
+        opened, _ = await catalog.open(await ctx.store.job(job), f"{PATH}/model.safetensors")
     data = b"".join([chunk async for chunk in opened.chunks(0, opened.size)])
     opened.close()
     assert b"weights" in data and not home.exists() and len(moved) == 1
 
 
 async def test_download_goes_on_when_the_checkpoint_has_moved_into_the_store(ctx: Context) -> None:
-    job, archiver = await record(ctx, await begun(ctx)), Archiver(ctx)
+    job, archiver = await ctx.store.job(await begun(ctx)), Archiver(ctx)
     before = await tar_of(archiver, job)
-    await archiver.scan()
-    await archiver.put()
+    await archive(archiver)
     shutil.rmtree(ctx.settings.data_dir / "jobs" / job.id)
     etag, rest = await tar_of(archiver, job, first=1000)
     assert (etag, before[1][:1000] + rest) == before
@@ -156,8 +146,7 @@ async def test_torn_manifest_of_what_is_staged_is_staged_again(ctx: Context, tex
     assert await archiver.index.of(job) == {} and not torn.exists()
     torn.mkdir(parents=True)
     (torn / "manifest.json").write_bytes(text)
-    await archiver.scan()
-    await archiver.put()
+    await archive(archiver)
     assert (await archiver.index.of(job)).keys() == {PATH}
 
 
@@ -180,8 +169,7 @@ async def test_a_failed_upload_or_removal_delays_no_other(ctx: Context, monkeypa
         await archiver.put()
         kept = [(await archiver.index.of(job)).keys() for job in jobs]
         assert kept == [set(), set(), {PATH}] and not places[0].exists() and places[1].exists()
-        await archiver.scan()
-        await archiver.put()
+        await archive(archiver)
         assert (await archiver.index.of(jobs[0])).keys() == {PATH}, "it is staged and put again"
     await archiver.put()
     assert (await archiver.index.of(jobs[1])).keys() == {PATH}
@@ -196,8 +184,7 @@ async def test_a_failed_upload_or_removal_delays_no_other(ctx: Context, monkeypa
 
 async def test_unanswered_history_is_retried(ctx: Context, apart: None, monkeypatch: pytest.MonkeyPatch) -> None:
     job, archiver = await begun(ctx), Archiver(ctx)
-    await archiver.scan()
-    await archiver.put()
+    await archive(archiver)
     await over(ctx, job)
 
     async def away(*args: Any, **keys: Any) -> None:
@@ -212,7 +199,7 @@ async def test_unanswered_history_is_retried(ctx: Context, apart: None, monkeypa
 
 
 async def test_published_while_the_leader_puts_it(ctx: Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    job, leader, publisher = await record(ctx, await begun(ctx)), Archiver(ctx), Archiver(ctx)
+    job, leader, publisher = await ctx.store.job(await begun(ctx)), Archiver(ctx), Archiver(ctx)
     (held,) = await publisher.artifacts.checkpoints(job)
 
     async def late(key: str, file: Path) -> None:
@@ -228,8 +215,7 @@ async def test_published_while_the_leader_puts_it(ctx: Context, monkeypatch: pyt
 
 async def test_what_was_measured_brings_nothing_back(ctx: Context) -> None:
     job, archiver = await begun(ctx), Archiver(ctx)
-    await archiver.scan()
-    await archiver.put()
+    await archive(archiver)
     entry = (await archiver.index.of(job))[PATH]
     await archiver.index.note(job, entry, 0.5)
     measured = (await archiver.index.of(job))[PATH]
@@ -238,16 +224,15 @@ async def test_what_was_measured_brings_nothing_back(ctx: Context) -> None:
     assert (await archiver.index.of(job))[PATH] == measured, "it is another one by now"
     await archiver.index.remove("default", job, [PATH])
     await archiver.index.note(job, measured, 0.9)
-    (held,) = [replace(held, metric=0.9) for held in await archiver.artifacts.checkpoints(await record(ctx, job))]
-    await archiver._note(await record(ctx, job), [held], {10: measured})
+    (held,) = [replace(held, metric=0.9) for held in await archiver.artifacts.checkpoints(await ctx.store.job(job))]
+    await archiver._note(await ctx.store.job(job), [held], {10: measured})
     assert await archiver.index.of(job) == {}
 
 
 async def test_what_killed_schedulers_left_is_swept(ctx: Context, monkeypatch: pytest.MonkeyPatch) -> None:
     job, archiver, data = await begun(ctx), Archiver(ctx), ctx.settings.data_dir
     checkpoint = data / "jobs" / job / PATH
-    await archiver.scan()
-    await archiver.put()
+    await archive(archiver)
     assert list((data / "staged").iterdir()) == [], "no empty directories stay"
     mark = uuid.uuid4().hex
     kept = data / "artifacts" / "default" / job / (await archiver.index.of(job))[PATH].at
@@ -293,11 +278,9 @@ async def after(ctx: Context, archiver: Archiver, job: str, *steps: int, epoch: 
     """Steps that are kept once the trainer has saved these, and swept them."""
     for step in steps:
         directory = write_checkpoint(ctx, job, step, FILES, epoch)
-        await archiver.scan()
-        await archiver.put()
+        await archive(archiver)
         shutil.rmtree(directory)
-    await archiver.scan()
-    await archiver.put()
+    await archive(archiver)
     return sorted(kept.manifest.step for kept in (await archiver.index.of(job)).values() if kept.manifest is not None)
 
 
@@ -334,7 +317,7 @@ async def test_what_was_measured_before_a_rollback_is_of_other_weights(ctx: Cont
     manifest = msgspec.structs.replace(read_manifest(directory), resumed={1: 0, 2: 10})
     (directory / "manifest.json").write_bytes(msgspec.json.encode(manifest))
     held = [CheckpointView(manifest, archiver.artifacts.workshop, "", here=True)]
-    rule = Rule.of((await record(ctx, job)).spec)
+    rule = Rule.of((await ctx.store.job(job)).spec)
     (found,) = CheckpointMetrics().add(evaluated_at, held, rule, over=False)
     assert found.metric is None and found.awaited
     evaluated(ctx, job, 20, 0.1, epoch=2)

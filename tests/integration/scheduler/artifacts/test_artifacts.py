@@ -32,6 +32,7 @@ from tests.conftest import NewContext, until
 from tests.support.api import SPEC, write_checkpoint
 from tests.support.factories import make_spec
 from tests.support.object_store import SECRET, make_bucket, s3_server, s3_settings
+from tests.support.scheduling import archive
 
 WEIGHTS = os.urandom(2_500_000)
 FILES = {"config.json": b"{}", "model.safetensors": WEIGHTS, "trainer/optimizer.safetensors": b"moments"}
@@ -477,8 +478,7 @@ async def test_silent_store_costs_nothing(store: Store, tmp_path: Path, s3: str,
         await store.transition(job, JobState.STARTING, epoch=1)
         directory = write_checkpoint(ctx, job, 10, {"model.safetensors": b"weights"})
         archiver = Archiver(ctx)
-        await archiver.scan()
-        await archiver.put()
+        await archive(archiver)
         assert await kept_steps(ctx, job) == []
         directory.rename(directory.with_name(".removing"))  # its trainer goes on meanwhile
         await make_bucket(s3, bucket)

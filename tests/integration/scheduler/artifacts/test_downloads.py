@@ -16,7 +16,8 @@ from aiohttp import web
 from opentinker import ApiError, AsyncClient
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.store import Store
-from tests.support.api import SPEC, Http, bearing, write_checkpoint
+from tests.support.api import OPERATOR, SPEC, Http, write_checkpoint
+from tests.support.http_server import http_server
 from tests.support.scheduling import scheduler
 
 WEIGHTS = os.urandom(2_500_000)
@@ -93,7 +94,7 @@ class Breaking:
         self.refuses = 0
         """With this status, what goes on with a download."""
 
-    async def __call__(self, request: web.Request) -> web.StreamResponse:
+    async def answer(self, request: web.Request) -> web.StreamResponse:
         headers = {n: request.headers[n] for n in ("Range", "If-Range", "Authorization") if n in request.headers}
         async with (
             aiohttp.ClientSession() as session,
@@ -121,19 +122,13 @@ class Breaking:
 
 @pytest.fixture
 async def breaking(ctx: Context) -> AsyncIterator[tuple[Breaking, AsyncClient]]:
-    async with scheduler(ctx) as url:
-        proxy = Breaking(url, 1_000_000)
-        runner = web.ServerRunner(web.Server(proxy))  # type: ignore[arg-type]
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
-        key = bearing()["Authorization"].removeprefix("Bearer ")
-        try:
-            async with AsyncClient(f"http://127.0.0.1:{port}", api_key=key, wait_s=30.0) as client:
-                yield proxy, client
-        finally:
-            await runner.cleanup()
+    async with scheduler(ctx) as behind:
+        proxy = Breaking(behind, 1_000_000)
+        async with (
+            http_server(web.route("*", "/{any:.*}", proxy.answer)) as url,
+            AsyncClient(url, api_key=OPERATOR, wait_s=30.0) as client,
+        ):
+            yield proxy, client
 
 
 async def test_download_goes_on_where_it_broke_off(

@@ -21,7 +21,7 @@ from opentinker.shared.types.manifest import read_manifest
 from tests.conftest import until
 from tests.support.api import write_checkpoint
 from tests.support.factories import make_spec
-from tests.support.scheduling import new_job
+from tests.support.scheduling import archive, new_job
 
 FILES = {"model.safetensors": b"weights", "trainer/state.json": b"{}"}
 PATH = "checkpoints/step-000010"
@@ -44,11 +44,6 @@ GAME: dict[str, Any] = {
 async def begun(ctx: Context, **changes: Any) -> str:
     """A job with two policies that has had a trainer."""
     return await new_job(ctx.store, state=JobState.STARTING, **{**GAME, **changes})
-
-
-async def archive(archiver: Archiver) -> None:
-    await archiver.scan()
-    await archiver.put()
 
 
 @pytest.fixture
