@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from typing import Any, TypeVar
 
 from opentinker.envs.base import Action, Environment, Opening, Step
@@ -114,6 +116,22 @@ async def opened(kind: type[E], row: int = 0, seed: int = 0, /, **config: Any) -
     opening = await environment.open(row, seed)
     assert isinstance(opening, Opening)
     return environment, opening
+
+
+def deed(action_type: str, **fields: Any) -> str:
+    """An action on a phone, as its policy says it."""
+    return json.dumps({"action_type": action_type, **fields})
+
+
+def named(seen: str, pattern: str) -> int:
+    """The number of the element on the screen that matches."""
+    found = re.search(rf"^\[(\d+)\] {pattern}", seen, re.MULTILINE)
+    assert found is not None, seen
+    return int(found[1])
+
+
+async def tap(table: Table, pattern: str) -> None:
+    await table.say(deed("click", index=named(table.seen, pattern)))
 
 
 async def transcript(name: str, texts: list[str], row: int = 0, seed: int = 0, /, **config: Any) -> list[Any]:

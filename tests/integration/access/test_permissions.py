@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import stat
 from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
-import nats
 import pytest
-from nats.aio.client import Client
 
-from opentinker.local.embedded import nats_binary, valkey_binary
-from opentinker.local.server_users import Access, WebSocket
+from opentinker.local.embedded import valkey_binary
+from opentinker.local.server_users import Access
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.messaging.permissions import (
     HISTORY,
@@ -26,61 +24,40 @@ from opentinker.shared.messaging.permissions import (
     stream_of,
     wide,
 )
-from opentinker.shared.messaging.subjects import ENV, KICK, LOGINS, SCHEDULER, SERVICES, STREAMS, TRAINER, Call
+from opentinker.shared.messaging.subjects import (
+    ENV,
+    ENV_CHECK,
+    KICK,
+    LOGINS,
+    SCHEDULER,
+    SERVICES,
+    STREAMS,
+    TRAINER,
+    Call,
+)
 from opentinker.shared.state.store import Store
+from opentinker.shared.types.env_protocol import EnvCheck, EnvCheckReply
 from tests.conftest import Figure, Server, free_port, nats_conf, soon, until
+from tests.support.streams import Guarded, comes_in, connected, guarded_nats
 
 STREAM_NAMES = [str(stream.name) for stream in STREAMS]
 FILTERS = {str(stream.name): str((stream.subjects or [""])[0]).replace("*", "x") for stream in STREAMS}
 
 
 @pytest.fixture(scope="module")
-def access(tmp_path_factory: pytest.TempPathFactory) -> tuple[Access, int]:
-    directory, port = tmp_path_factory.mktemp("access"), free_port()
-    conf = nats_conf(directory, port, sync_interval="2m")
-    return Access(directory / "access", conf, WebSocket(free_port())), port
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+    with guarded_nats(tmp_path_factory.mktemp("guarded")) as guarded:
+        yield guarded
 
 
 @pytest.fixture(scope="module")
-def guarded_nats(access: tuple[Access, int]) -> Iterator[Server]:
-    users, port = access
-    server = Server([str(nats_binary()), "-c", str(users.nats_conf)], port, f"nats://127.0.0.1:{port}")
-    yield server
-    server.kill()
-
-
-@pytest.fixture(scope="module")
-def guarded_valkey(access: tuple[Access, int], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def guarded_valkey(guarded: Guarded, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     port, directory = free_port(), tmp_path_factory.mktemp("guarded-valkey")
     argv = [str(valkey_binary()), "--port", str(port), "--bind", "127.0.0.1", "--dir", str(directory), "--save", ""]
-    argv += ["--aclfile", str(access[0].valkey_users)]
+    argv += ["--aclfile", str(guarded.access.valkey_users)]
     server = Server(argv, port, f"redis://127.0.0.1:{port}/0")
     yield server
     server.kill()
-
-
-class Asker:
-    """A connection of one user that counts what it is refused."""
-
-    def __init__(self) -> None:
-        self.refused: list[str] = []
-        self.nc: Client
-
-    async def connect(self, url: str, user: str, password: str) -> Asker:
-        async def report(error: Exception) -> None:
-            self.refused.append(str(error))
-
-        self.nc = await nats.connect(url, user=user, password=password, error_cb=report, allow_reconnect=False)
-        return self
-
-    async def all_said(self) -> None:
-        """The server answers in order: what came before a last refusal has been answered."""
-        await self.nc.publish("the.last", b"")
-        await until(lambda: self.was_refused("publish", "the.last"))
-
-    def was_refused(self, kind: str, subject: str) -> bool:
-        """`kind`: publish | subscription."""
-        return any(f'permissions violation for {kind} to "{subject.lower()}"' in text.lower() for text in self.refused)
 
 
 def expected(service: str) -> tuple[dict[str, bool], dict[str, bool]]:
@@ -140,88 +117,69 @@ def expected(service: str) -> tuple[dict[str, bool], dict[str, bool]]:
     return publish, subscribe
 
 
-async def test_nats_users_follow_the_table(guarded_nats: Server, access: tuple[Access, int], figure: Figure) -> None:
+async def test_nats_users_follow_the_table(guarded: Guarded, figure: Figure) -> None:
     cells = allowed = 0
     for service in SERVICES:
         publish, subscribe = expected(service)
-        asker = await Asker().connect(guarded_nats.url, service, access[0].password("nats", service))
-        for subject in publish:
-            await asker.nc.publish(subject, b"x")
-        for subject in subscribe:
-            await asker.nc.subscribe(subject)
-        await asker.all_said()
-        for kind, wanted in (("publish", publish), ("subscription", subscribe)):
-            for subject, may in wanted.items():
-                assert asker.was_refused(kind, subject) is not may, f"{service}: {kind} to {subject}"
+        password = guarded.access.password("nats", service)
+        async with connected(guarded.server.url, user=service, password=password) as asker:
+            for subject in publish:
+                await asker.nc.publish(subject, b"x")
+            for subject in subscribe:
+                await asker.nc.subscribe(subject)
+            await asker.said()
+            for kind, wanted in (("publish", publish), ("subscription", subscribe)):
+                for subject, may in wanted.items():
+                    assert asker.was_refused(kind, subject) is not may, f"{service}: {kind} to {subject}"
         cells += len(publish) + len(subscribe)
         allowed += sum(publish.values()) + sum(subscribe.values())
-        await asker.nc.close()
     figure(f"NATS: {cells} cells, {allowed} allowed, {cells - allowed} refused")
     assert cells > 500 and 0 < allowed < cells / 3
 
 
-async def test_nobody_without_the_password_of_a_user_comes_in(guarded_nats: Server) -> None:
+async def test_nobody_without_the_password_of_a_user_comes_in(guarded: Guarded) -> None:
     """Nor does anybody else as long as no scheduler speaks for them."""
-    logins = ({}, *({"user": u, "pass": "x" * 64} for u in ("scheduler", "root", "")), {"user": OPERATOR, "pass": ""})
-
-    async def comes(login: dict[str, str]) -> None:
-        reader, writer = await asyncio.open_connection("127.0.0.1", guarded_nats.port)
-        writer.write(b"CONNECT " + json.dumps({"verbose": False, **login}).encode() + b"\r\nPING\r\n")
-        answer = await soon(reader.read())
-        assert b"Authorization Violation" in answer or b"Authentication Timeout" in answer, login
-        assert b"PONG" not in answer, login
-        writer.close()
-        await writer.wait_closed()
-
-    await asyncio.gather(*(comes(dict(login)) for login in logins))
+    wrong = [{"user": user, "password": "x" * 64} for user in ("scheduler", "root", "")]
+    logins: list[dict[str, str]] = [{}, *wrong, {"user": OPERATOR, "password": ""}]
+    came = await asyncio.gather(*(comes_in(guarded.server.url, **login) for login in logins))
+    assert came == [False] * len(logins)
 
 
-async def test_services_have_private_inboxes(guarded_nats: Server, access: tuple[Access, int]) -> None:
+def bus_of(guarded: Guarded, service: str) -> AbstractAsyncContextManager[Bus]:
+    return Bus.connect(guarded.server.url, service, service, guarded.access.password("nats", service))
+
+
+async def test_services_have_private_inboxes(guarded: Guarded) -> None:
     """A request of the scheduler to an env worker, while a trainer tries to listen to everything."""
-    from opentinker.shared.messaging.subjects import ENV_CHECK, SCHEDULER
-    from opentinker.shared.types.env_protocol import EnvCheck, EnvCheckReply
 
-    spy = await Asker().connect(guarded_nats.url, TRAINER, access[0].password("nats", TRAINER))
-    heard: list[str] = []
+    async def answer(_: EnvCheck) -> EnvCheckReply:
+        return EnvCheckReply()
 
-    async def hear(message: nats.aio.msg.Msg) -> None:
-        heard.append(message.subject)
-
-    for subject in (">", "_INBOX.>", "_INBOX.scheduler.>", "env.check"):
-        await spy.nc.subscribe(subject, cb=hear)
+    password = guarded.access.password("nats", TRAINER)
     async with (
-        Bus.connect(guarded_nats.url, "e", ENV, access[0].password("nats", ENV)) as env,
-        Bus.connect(guarded_nats.url, "s", SCHEDULER, access[0].password("nats", SCHEDULER)) as scheduler,
+        connected(guarded.server.url, user=TRAINER, password=password) as spy,
+        bus_of(guarded, ENV) as env,
+        bus_of(guarded, SCHEDULER) as scheduler,
     ):
-
-        async def answer(_: EnvCheck) -> EnvCheckReply:
-            return EnvCheckReply()
-
+        for subject in (">", "_INBOX.>", "_INBOX.scheduler.>", "env.check"):
+            await spy.listen(subject)
+        await spy.said()
         await env.serve(ENV_CHECK, answer, "env")
         await env.flush()
         check = EnvCheck(name="gsm8k", config={})
         assert (await soon(scheduler.request(ENV_CHECK, check, 30.0))).errors == []
-    await spy.all_said()
-    assert heard == [] and len(spy.refused) == 5
-    await spy.nc.close()
+        await spy.said()
+        assert spy.heard == [] and len(spy.refused) == 4
 
 
 async def test_streams_are_made_by_the_scheduler_and_awaited_by_the_others(tmp_path: Path) -> None:
-    port = free_port()
-    users = Access(tmp_path / "access", nats_conf(tmp_path, port, sync_interval="2m"))
-    server = Server([str(nats_binary()), "-c", str(users.nats_conf)], port, f"nats://127.0.0.1:{port}")
-    try:
-        async with (
-            Bus.connect(server.url, "t", "trainer", users.password("nats", "trainer")) as trainer,
-            Bus.connect(server.url, "s", "scheduler", users.password("nats", "scheduler")) as scheduler,
-        ):
+    with guarded_nats(tmp_path) as guarded:
+        async with bus_of(guarded, TRAINER) as trainer, bus_of(guarded, SCHEDULER) as scheduler:
             waiting = asyncio.create_task(trainer.await_streams(["GROUPS", "EXAMS"]))
             await until(lambda: trainer.nc.stats["out_msgs"] > 1)
             assert not waiting.done()
             await scheduler.ensure_streams()
             await soon(waiting)
-    finally:
-        server.kill()
 
 
 KEYS = ("job:j", "job:j:events", "job:j:op:1", "jobs:of:t", "jobs:active", "jobs:ending", "worker:w", "workers",
@@ -232,9 +190,10 @@ NEVER = (("flushall",), ("config", "get", "*"), ("keys", "*"), ("acl", "list"), 
          ("publish", "c", "m"))  # fmt: skip
 
 
-async def test_redis_users_have_their_keys(guarded_valkey: Server, access: tuple[Access, int], figure: Figure) -> None:
+async def test_redis_users_have_their_keys(guarded_valkey: Server, guarded: Guarded, figure: Figure) -> None:
     cells = allowed = 0
-    async with Store.connect(guarded_valkey.url, "test", OPERATOR, access[0].password("valkey", OPERATOR)) as store:
+    password = guarded.access.password("valkey", OPERATOR)
+    async with Store.connect(guarded_valkey.url, "test", OPERATOR, password) as store:
 
         async def may(user: str, *command: str) -> bool:
             return bool(await store.redis.execute_command("ACL", "DRYRUN", user, *command) == "OK")

@@ -25,7 +25,7 @@ from opentinker.shared.types.core import Ending, Image, StopReason
 from opentinker.shared.types.env_protocol import CloseSession, OpenSession, StepSession
 from opentinker.shared.types.errors import SpecError
 from tests.conftest import free_port, soon, until
-from tests.support.playing import Table, sit
+from tests.support.playing import deed, named, sit, tap
 from tests.support.simulated_phone import LIBRARY, served_phone, served_phones
 
 WIFI, BLUETOOTH, ADD, ASK = "SystemWifiTurnOff", "SystemBluetoothTurnOn", "ContactsAddContact", "ContactsFindNumber"
@@ -66,20 +66,6 @@ def pixels_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def forget_library() -> None:
     for name in [name for name in sys.modules if name.split(".")[0] == "android_world"]:
         del sys.modules[name]
-
-
-def deed(action_type: str, **fields: Any) -> str:
-    return json.dumps({"action_type": action_type, **fields})
-
-
-def named(seen: str, pattern: str) -> int:
-    found = re.search(rf"^\[(\d+)\] {pattern}", seen, re.MULTILINE)
-    assert found is not None, seen
-    return int(found[1])
-
-
-async def tap(table: Table, pattern: str) -> None:
-    await table.say(deed("click", index=named(table.seen, pattern)))
 
 
 DONE = deed("status", goal_status="complete")

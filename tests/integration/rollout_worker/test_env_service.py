@@ -11,7 +11,6 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +25,11 @@ from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import Ending, Pool, StopReason, ToolCall, WorkerInfo
 from opentinker.shared.types.env_protocol import EnvCheck, OpenSession, SessionReply, StepSession, owner_of
 from opentinker.shared.types.telemetry import TimelinePart
-from tests.conftest import WAIT_S, Server, start_nats, until
+from tests.conftest import WAIT_S, Server, until
 from tests.support.cluster import PYTHONPATH
+from tests.support.scheduling import messages
 
 MISBEHAVING = "tests.samples.env_samples:Misbehaving"
-
-
-def launch(environ: dict[str, str], log: Path | None) -> subprocess.Popen[bytes]:
-    argv = [sys.executable, "-m", "opentinker.services.env_worker"]
-    if log is None:
-        return subprocess.Popen(argv, env=environ, stdout=subprocess.DEVNULL)
-    with log.open("wb") as file:
-        return subprocess.Popen(argv, env=environ, stdout=file, stderr=file)
 
 
 class Workers:
@@ -60,7 +52,11 @@ class Workers:
             "OPENTINKER_WORKER_TTL_S": "3",
             **variables,
         }
-        self.processes[name] = launch(environ, log)
+        argv = [sys.executable, "-m", "opentinker.services.env_worker"]
+        with (log or Path(os.devnull)).open("wb") as file:
+            self.processes[name] = subprocess.Popen(  # noqa: ASYNC220
+                argv, env=environ, stdout=file, stderr=file if log else None
+            )
         await until(lambda: self.beats(name))
 
     async def beats(self, name: str) -> bool:
@@ -120,16 +116,12 @@ async def test_two_workers_share_opens_and_lose_only_their_own(workers: Workers,
     assert again.worker.startswith("env-1")
 
 
-async def gone(workers: Workers, name: str) -> bool:
-    return await workers.info(name) is None
-
-
 async def test_a_stopped_worker_finishes_its_sessions(workers: Workers, client: EnvClient) -> None:
     await workers.start("env-0")
     held = await client.open(opening("held"))
     await workers.start("env-1")
     workers.signal("env-0", signal.SIGTERM)
-    await until(lambda: draining(workers, "env-0"))
+    await until(lambda: workers.info("env-0"), lambda info: info is not None and info.status == "draining")
     others = await asyncio.gather(*(client.open(opening(f"o{i}")) for i in range(10)))
     assert all(other.worker.startswith("env-1") for other in others)
     turn = 0
@@ -137,13 +129,8 @@ async def test_a_stopped_worker_finishes_its_sessions(workers: Workers, client: 
         assert step.failure is None
         turn += 1
     assert await workers.end("env-0") == 0
-    assert await gone(workers, "env-0")
+    assert await workers.info("env-0") is None
     assert (await client.step(*guess(others[0], "o0"))).failure is None
-
-
-async def draining(workers: Workers, name: str) -> bool:
-    info = await workers.info(name)
-    return info is not None and info.status == "draining"
 
 
 async def test_drain_ends_in_time_and_the_session_left_is_lost(workers: Workers, client: EnvClient) -> None:
@@ -292,7 +279,7 @@ async def test_a_blocked_loop_is_named(workers: Workers, client: EnvClient, tmp_
     replies = await asyncio.gather(client.step(*guess(stuck, "stuck")), client.step(*guess(other, "other")))
     assert replies[0].failure == Ending.ENV_LOST
     assert await workers.end("env-0") == 1
-    said = read(log)
+    said = await asyncio.to_thread(log.read_text)
     assert "env_samples.py" in said and "in step" in said
     if how == "sleep":
         assert "event_loop_blocked" in said and "tests.samples.env_samples:Stuck in episode stuck of job j" in said
@@ -301,28 +288,19 @@ async def test_a_blocked_loop_is_named(workers: Workers, client: EnvClient, tmp_
     assert (await client.step(*guess(again, "again"))).failure is None
 
 
-def read(path: Path) -> str:
-    return path.read_text()
-
-
-async def test_a_nats_restart_loses_no_session(tmp_path: Path, valkey_server: Server, store: Store) -> None:
-    nats = start_nats(tmp_path)
-    workers = Workers(nats, valkey_server, store)
-    try:
-        async with Bus.connect(nats.url, "test") as bus:
-            client = EnvClient(bus, ask_s=0.5, gone_s=3.0)
-            await workers.start("env-0")
-            held = await client.open(opening("held", "tests.samples.env_samples:Counting"))
-            assert (await client.step(*guess(held, "held", 0))).reward == 1.0
-            nats.kill()
-            during = asyncio.create_task(client.step(*guess(held, "held", 1)))
-            await until(lambda: not bus.nc.is_connected)
-            nats.start()
-            assert (await during).reward == 1.0
-            assert (await client.step(*guess(held, "held", 2))).done
-    finally:
-        workers.close()
-        nats.kill()
+async def test_a_nats_restart_loses_no_session(own_server: Server, workers: Workers) -> None:
+    workers.nats = own_server
+    async with Bus.connect(own_server.url, "test") as bus:
+        client = EnvClient(bus, ask_s=0.5, gone_s=3.0)
+        await workers.start("env-0")
+        held = await client.open(opening("held", "tests.samples.env_samples:Counting"))
+        assert (await client.step(*guess(held, "held", 0))).reward == 1.0
+        own_server.kill()
+        during = asyncio.create_task(client.step(*guess(held, "held", 1)))
+        await until(lambda: not bus.nc.is_connected)
+        own_server.start()
+        assert (await during).reward == 1.0
+        assert (await client.step(*guess(held, "held", 2))).done
 
 
 async def test_check_reports_every_mistake(workers: Workers, bus: Bus) -> None:
@@ -406,14 +384,7 @@ SHARED = 32
 async def test_timelines_are_published_per_job(workers: Workers, client: EnvClient, bus: Bus) -> None:
     await asyncio.gather(workers.start("env-0"), workers.start("env-1"))
     jobs = [f"j-{uuid.uuid4().hex[:10]}" for _ in range(2)]
-    heard: dict[str, list[TimelinePart]] = {job: [] for job in jobs}
-
-    async def hear(part: TimelinePart, job: str) -> None:
-        heard[job].append(part)
-
-    for job in jobs:
-        await bus.listen(TIMELINE, partial(hear, job=job), job=job, worker="*")
-    await bus.flush()
+    heard = {job: await messages(bus, TIMELINE, job=job, worker="*") for job in jobs}
 
     async def play(job: str, name: str) -> None:
         request = opening(name, "tests.samples.env_samples:Counting", turns=20)

@@ -45,6 +45,20 @@ async def shop(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ToolFactory]:
     await shop.close()
 
 
+@pytest.fixture
+async def monty(shop: ToolFactory) -> AsyncIterator[Tools]:
+    tools = await shop.open("j", [MONTY])
+    yield tools
+    await tools.close()
+
+
+@pytest.fixture
+async def sandbox(shop: ToolFactory) -> AsyncIterator[Tools]:
+    tools = await shop.open("j", [SANDBOX])
+    yield tools
+    await tools.close()
+
+
 async def use(tools: Tools, name: str, **arguments: Any) -> Outcome:
     offered: dict[str, OfferedTool] = {one.tool.name: one for one in tools.offered}
     return await run_tool(offered, ToolCall(id="c", name=name, arguments=arguments))
@@ -57,32 +71,25 @@ async def said(tools: Tools, code: str) -> str:
 # --- programs -----------------------------------------------------------------------------------------------------
 
 
-async def test_monty_says_what_is_printed_and_the_last_value_and_keeps_variables(shop: ToolFactory) -> None:
-    tools, other = await shop.open("j", [MONTY]), await shop.open("j", [MONTY])
-    assert await said(tools, "x = 20\nprint('hello')\nx + 1") == "hello\n21"
-    assert await said(tools, "x *= 2\nx") == "40"
+async def test_monty_says_what_is_printed_and_the_last_value_and_keeps_variables(
+    shop: ToolFactory, monty: Tools
+) -> None:
+    other = await shop.open("j", [MONTY])
+    assert await said(monty, "x = 20\nprint('hello')\nx + 1") == "hello\n21"
+    assert await said(monty, "x *= 2\nx") == "40"
     assert "NameError" in await said(other, "x")
-    assert await said(tools, "x = 3") == "(no output: print what you want to see)"
-    assert "ZeroDivisionError" in await said(tools, "x = 4\n1 / 0")
-    assert await said(tools, "x") == "3"  # a program that fails leaves all as it was
-    await tools.close()
+    assert await said(monty, "x = 3") == "(no output: print what you want to see)"
+    assert "ZeroDivisionError" in await said(monty, "x = 4\n1 / 0")
+    assert await said(monty, "x") == "3"  # a program that fails leaves all as it was
     await other.close()
 
 
-async def test_monty_has_the_modules_that_its_description_names(shop: ToolFactory) -> None:
-    tools = await shop.open("j", [MONTY])
-    named = [
-        *["math", "re", "json", "random", "datetime", "itertools", "functools"],
-        "collections",
-        "decimal",
-        "dataclasses",
-        "typing",
-    ]
-    assert all(module in tools.offered[0].tool.description for module in named)
-    assert await said(tools, "\n".join(f"import {module}" for module in named) + "\nmath.factorial(20)") == str(
-        2432902008176640000
-    )
-    await tools.close()
+async def test_monty_has_the_modules_that_its_description_names(monty: Tools) -> None:
+    named = ["math", "re", "json", "random", "datetime", "itertools", "functools", "collections", "decimal"]
+    named += ["dataclasses", "typing"]
+    assert all(module in monty.offered[0].tool.description for module in named)
+    imports = "\n".join(f"import {module}" for module in named)
+    assert await said(monty, f"{imports}\nmath.factorial(20)") == "2432902008176640000"
 
 
 async def test_episodes_take_turns_at_fewer_interpreters_and_keep_their_variables(shop: ToolFactory) -> None:
@@ -98,14 +105,12 @@ async def test_episodes_take_turns_at_fewer_interpreters_and_keep_their_variable
     back()
 
 
-async def test_a_program_reaches_only_its_own_host_functions(shop: ToolFactory) -> None:
-    tools = await shop.open("j", [MONTY])
+async def test_a_program_reaches_only_its_own_host_functions(monty: Tools) -> None:
     asks = "n = 0\nfor _ in range({}):\n    try: missing\n    except NameError: n += 1\nprint(n)"
     for _ in range(3):
-        assert await said(tools, asks.format(600)) == "600\n"
-    assert "suspension limit 1000 exceeded" in await said(tools, asks.format(1001))
-    assert await said(tools, "n") == "600"
-    await tools.close()
+        assert await said(monty, asks.format(600)) == "600\n"
+    assert "suspension limit 1000 exceeded" in await said(monty, asks.format(1001))
+    assert await said(monty, "n") == "600"
 
 
 async def test_a_call_that_nobody_waits_for_any_more_leaves_the_variables_as_they_were(shop: ToolFactory) -> None:
@@ -138,37 +143,32 @@ ATTACKS = {
 }
 
 
-async def test_what_hostile_programs_try_in_monty_ends_with_them(shop: ToolFactory) -> None:
-    tools = await shop.open("j", [MONTY])
+async def test_what_hostile_programs_try_in_monty_ends_with_them(monty: Tools) -> None:
     for program, error in ATTACKS.items():
-        outcome = await use(tools, "python", code=program)
+        outcome = await use(monty, "python", code=program)
         assert error in outcome.text, program
         assert len(outcome.text.encode()) <= RESULT_BYTES + 100
-    assert await said(tools, "1 + 1") == "2"
-    await tools.close()
+    assert await said(monty, "1 + 1") == "2"
 
 
-async def test_variables_that_take_too_much_are_not_kept(shop: ToolFactory) -> None:
-    tools = await shop.open("j", [MONTY])
-    assert "are forgotten" in await said(tools, "x = 'a' * 3000000\n1")
-    assert "NameError" in await said(tools, "x")
-    assert (await said(tools, "list(range(3000))")).endswith("...]")
-    assert "too long to be shown" in await said(tools, "10 ** 9000")
-    await tools.close()
+async def test_variables_that_take_too_much_are_not_kept(monty: Tools) -> None:
+    assert "are forgotten" in await said(monty, "x = 'a' * 3000000\n1")
+    assert "NameError" in await said(monty, "x")
+    assert (await said(monty, "list(range(3000))")).endswith("...]")
+    assert "too long to be shown" in await said(monty, "10 ** 9000")
 
 
-async def test_the_sandbox_has_numpy_and_sympy_and_forgets_everything(shop: ToolFactory) -> None:
-    tools = await shop.open("j", [SANDBOX])
-    assert await said(tools, "import sympy\nx = sympy.Symbol('x')\nprint(sympy.solve(x**2 - 4))\n3") == "[-2, 2]\n3\n"
-    assert await said(tools, "import numpy\nnumpy.ones(3).sum()") == "np.float64(3.0)\n"
-    assert "NameError: name 'x' is not defined" in await said(tools, "x")
-    assert await said(tools, "open('/tmp/left', 'w').write('secret')") == "6\n"
-    assert await said(tools, "import os\nos.listdir('/tmp')") == "[]\n"
-    failed = await use(tools, "python", code="def f():\n    return 1 / 0\nf()")
+async def test_the_sandbox_has_numpy_and_sympy_and_forgets_everything(sandbox: Tools) -> None:
+    solved = await said(sandbox, "import sympy\nx = sympy.Symbol('x')\nprint(sympy.solve(x**2 - 4))\n3")
+    assert solved == "[-2, 2]\n3\n"
+    assert await said(sandbox, "import numpy\nnumpy.ones(3).sum()") == "np.float64(3.0)\n"
+    assert "NameError: name 'x' is not defined" in await said(sandbox, "x")
+    assert await said(sandbox, "open('/tmp/left', 'w').write('secret')") == "6\n"
+    assert await said(sandbox, "import os\nos.listdir('/tmp')") == "[]\n"
+    failed = await use(sandbox, "python", code="def f():\n    return 1 / 0\nf()")
     assert failed.failed
     assert "line 3, in <module>" in failed.text and "sandbox_runner.py" not in failed.text
-    assert (await use(tools, "python", code="import sys; sys.exit(2)")).failed
-    await tools.close()
+    assert (await use(sandbox, "python", code="import sys; sys.exit(2)")).failed
 
 
 SANDBOX_ATTACKS = {
@@ -182,10 +182,9 @@ SANDBOX_ATTACKS = {
 }
 
 
-async def test_what_hostile_programs_try_in_the_sandbox_ends_with_them(shop: ToolFactory) -> None:
-    tools = await shop.open("j", [SANDBOX])
+async def test_what_hostile_programs_try_in_the_sandbox_ends_with_them(shop: ToolFactory, sandbox: Tools) -> None:
     for program, error in SANDBOX_ATTACKS.items():
-        outcome = await use(tools, "python", code=program)
+        outcome = await use(sandbox, "python", code=program)
         assert error in outcome.text, program
         assert "OPENTINKER" not in outcome.text
         assert len(outcome.text.encode()) <= RESULT_BYTES + 100
@@ -193,33 +192,28 @@ async def test_what_hostile_programs_try_in_the_sandbox_ends_with_them(shop: Too
     assert "ended: it took longer than 0.5 s" in await said(short, "while True: pass")
     await short.close()
     left = "import os\nsum(name.isdigit() for name in os.listdir('/proc'))"
-    assert int(await said(tools, left)) <= 4  # the sandbox's first, the interpreter, this program
-    await tools.close()
+    assert int(await said(sandbox, left)) <= 4  # the sandbox's first, the interpreter, this program
 
 
-async def test_a_program_that_says_it_has_ended_harms_itself_alone(shop: ToolFactory) -> None:
-    tools = await shop.open("j", [SANDBOX])
+async def test_a_program_that_says_it_has_ended_harms_itself_alone(sandbox: Tools) -> None:
     early = "import os, time\nprint('first', flush=True)\nos.write(3, b'\\1')\ntime.sleep(1000)\nprint('second')"
-    outcome = await use(tools, "python", code=early)
+    outcome = await use(sandbox, "python", code=early)
     assert (outcome.failed, outcome.text) == (False, "first\n")
-    odd = await use(tools, "python", code="import os\nos.write(3, b'odd')\nwhile True: pass")
+    odd = await use(sandbox, "python", code="import os\nos.write(3, b'odd')\nwhile True: pass")
     assert odd.failed
     held = "import os, time\nif os.fork() == 0:\n    time.sleep(1000)\nos.kill(os.getpid(), 9)"
-    killed = await use(tools, "python", code=held)
+    killed = await use(sandbox, "python", code=held)
     assert killed.failed and "killed by SIGKILL" in killed.text
-    closed = await use(tools, "python", code="import os\nos.close(3)\nprint('x')")
+    closed = await use(sandbox, "python", code="import os\nos.close(3)\nprint('x')")
     assert (closed.failed, closed.text) == (False, "x\n")
-    assert await said(tools, "1 + 1") == "2\n"
-    await tools.close()
+    assert await said(sandbox, "1 + 1") == "2\n"
 
 
-async def test_a_program_that_kills_its_interpreter_has_failed_and_the_next_one_runs(shop: ToolFactory) -> None:
-    tools = await shop.open("j", [SANDBOX])
+async def test_a_program_that_kills_its_interpreter_has_failed_and_the_next_one_runs(sandbox: Tools) -> None:
     for program in ("import os\nos.kill(os.getppid(), 9)", "import os\nos.kill(-1, 9)"):
-        killed = await use(tools, "python", code=program)
+        killed = await use(sandbox, "python", code=program)
         assert killed.failed and "the program ended the interpreter" in killed.text
-        assert await said(tools, "1 + 1") == "2\n"
-    await tools.close()
+        assert await said(sandbox, "1 + 1") == "2\n"
 
 
 async def test_without_a_sandbox_there_is_no_tool_and_nothing_in_its_place() -> None:

@@ -6,7 +6,7 @@ import asyncio
 import gzip
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +24,22 @@ from opentinker.shared.spec.tools import ToolSpec
 from opentinker.shared.types.core import Tool, ToolCall
 from tests.conftest import soon
 from tests.samples import mcp_hostile
+from tests.support.http_server import http_server
 
 TIMEOUT_S = 60.0
 
 
 @asynccontextmanager
-async def server(how: str) -> AsyncIterator[McpConnection]:
-    command = [sys.executable, "-I", str(Path(mcp_hostile.__file__)), how]
-    spec = ToolSpec.model_validate({"type": "mcp", "command": command, "timeout_s": TIMEOUT_S})
-    connection = await McpConnection.open(spec)
+async def connected(**place: Any) -> AsyncIterator[McpConnection]:
+    connection = await McpConnection.open(ToolSpec.model_validate({"type": "mcp", "timeout_s": TIMEOUT_S, **place}))
     try:
         yield connection
     finally:
         await connection.close()
+
+
+def server(how: str) -> AbstractAsyncContextManager[McpConnection]:
+    return connected(command=[sys.executable, "-I", str(Path(mcp_hostile.__file__)), how])
 
 
 async def asked(connection: McpConnection) -> tuple[bool, str]:
@@ -171,22 +174,11 @@ class Http:
 async def over_http(how: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Http, McpConnection]]:
     monkeypatch.setenv("OPENTINKER_ENV_EGRESS_ALLOW", "127.0.0.0/8")
     one = Http(how)
-    app = web.Application()
-    app.add_routes([web.post("/mcp", one.post), web.get("/mcp", one.get)])
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    url = f"http://127.0.0.1:{runner.addresses[0][1]}/mcp"
-    try:
-        connection = await McpConnection.open(
-            ToolSpec.model_validate({"type": "mcp", "url": url, "timeout_s": TIMEOUT_S})
-        )
-        try:
-            yield one, connection
-        finally:
-            await connection.close()
-    finally:
-        await runner.cleanup()
+    async with (
+        http_server(web.post("/mcp", one.post), web.get("/mcp", one.get)) as url,
+        connected(url=f"{url}/mcp") as connection,
+    ):
+        yield one, connection
 
 
 @pytest.mark.parametrize(

@@ -138,6 +138,19 @@ async def planned(*answers: Any) -> AsyncIterator[tuple[Planned, str]]:
         yield server, url
 
 
+@asynccontextmanager
+async def played(
+    *answers: Any, config: dict[str, Any] | None = None, **server_has: Any
+) -> AsyncIterator[tuple[Planned, Playing]]:
+    """An episode that has begun, on a server that has these instead of what is usual."""
+    async with planned(*answers) as (server, url):
+        vars(server).update(server_has)
+        playing = Playing(url, name="ors", **(config or {}))
+        await playing.open()
+        yield server, playing
+        await playing.close()
+
+
 async def test_an_episode_is_a_session_whose_tool_calls_earn_what_they_say() -> None:
     async with planned(done(0.25, text("go on"), finished=False), done(1.0, text("right"))) as (server, url):
         playing = Playing(url, name="ors", row=7, instruction="Answer by a tool.")
@@ -145,11 +158,8 @@ async def test_an_episode_is_a_session_whose_tool_calls_earn_what_they_say() -> 
         assert [tool.name for tool in playing.opened.tools] == ["submit"]
         first = await playing.say("", ("submit", {"answer": "5"}))
         assert (first.reward, first.done, first.messages[0].text) == (0.25, False, "go on")
-        assert (first.messages[0].role, first.messages[0].tool_call_id, first.messages[0].name) == (
-            "tool",
-            "c0",
-            "submit",
-        )
+        (result,) = first.messages
+        assert (result.role, result.tool_call_id, result.name) == ("tool", "c0", "submit")
         last = await playing.say("", ("submit", {"answer": "4"}))
         assert (last.reward, last.done) == (1.0, True)
         assert last.metrics == {"return": 1.25, "illegal": 0.0}
@@ -160,64 +170,43 @@ async def test_an_episode_is_a_session_whose_tool_calls_earn_what_they_say() -> 
 
 
 async def test_a_refused_call_and_a_turn_without_one_cost_and_say_why() -> None:
-    async with planned({"ok": False, "error": "submit needs an answer"}, done(None)) as (server, url):
-        server.by_task = False
-        playing = Playing(url, name="ors", max_illegal=2)
-        await playing.open()
+    answers = {"ok": False, "error": "submit needs an answer"}, done(None)
+    async with played(*answers, config={"max_illegal": 2}, by_task=False) as (_, playing):
         refused = await playing.say("", ("submit", {}))
         assert (refused.reward, refused.done) == (-0.1, False)
         assert refused.messages[0].role == "tool" and "submit needs an answer" in refused.messages[0].text
         silent = await playing.say("4")
         assert (silent.done, silent.components) == (True, {"illegal": -0.1})
-        await playing.close()
 
 
 async def test_a_turn_without_a_call_goes_to_the_terminal_tool() -> None:
-    async with planned(done(0.5)) as (server, url):
-        server.tools = {"tools": [], "terminal_tool": {"name": "grade", "arg": "answer", "description": ""}}
-        playing = Playing(url, name="ors")
-        await playing.open()
+    tools = {"tools": [], "terminal_tool": {"name": "grade", "arg": "answer", "description": ""}}
+    async with played(done(0.5), tools=tools) as (server, playing):
         last = await playing.say("It is 4.")
         assert (last.reward, last.done, playing.opened.tools) == (0.5, True, [])
         assert server.calls == [{"name": "grade", "input": {"answer": "It is 4."}}]
-        await playing.close()
 
 
 async def test_pictures_are_shown() -> None:
-    async with planned(done(0.0, finished=False)) as (server, url):
-        server.prompt = [
-            text("Look:"),
-            {"type": "image", "mimeType": "image/png", "data": base64.b64encode(PNG).decode()},
-        ]
-        playing = Playing(url, name="ors")
-        await playing.open()
+    picture = {"type": "image", "mimeType": "image/png", "data": base64.b64encode(PNG).decode()}
+    async with played(prompt=[text("Look:"), picture]) as (_, playing):
         assert playing.opened.messages[0].content == [Text("Look:"), Image(PNG)]
-        await playing.close()
 
 
 async def test_a_call_whose_connection_breaks_is_made_once() -> None:
-    async with planned("break off", done(1.0)) as (server, url):
-        playing = Playing(url, name="ors")
-        await playing.open()
+    async with played("break off", done(1.0)) as (server, playing):
         assert (await playing.say("", ("submit", {"answer": "4"}))).reward == 1.0
         assert [call.get("task_id") for call in server.calls] == [None, "t1"]
-        await playing.close()
-    async with planned("hang up") as (server, url):
-        playing = Playing(url, name="ors")
-        await playing.open()
+    async with played("hang up") as (server, playing):
         lost = await playing.say("", ("submit", {"answer": "4"}))
         assert lost.failure == Ending.ENV_LOST and len(server.calls) == 1, "it may have been made"
-        await playing.close()
 
 
 async def test_a_server_that_has_forgotten_a_call_loses_the_episode() -> None:
-    async with planned("restart") as (server, url):
-        playing = Playing(url, name="ors")
-        await playing.open()
+    async with played("restart") as (server, playing):
         lost = await playing.say("", ("submit", {"answer": "4"}))
         assert lost.failure == Ending.ENV_LOST and "unknown task_id" in (lost.error or ""), lost.error
         assert [call.get("task_id") for call in server.calls] == [None, "t1"]
-        await playing.close()
 
 
 async def test_an_episode_that_is_being_set_up_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,24 +224,17 @@ async def test_an_episode_that_is_being_set_up_is_waited_for(monkeypatch: pytest
 
 
 async def test_a_session_that_is_made_again_leaves_none_behind() -> None:
-    async with planned() as (server, url):
-        server.lost_creates = 1
-        playing = Playing(url, name="ors", patience_s=10.0)
-        await playing.open()
+    async with played(config={"patience_s": 10.0}, lost_creates=1) as (server, _):
         assert len(server.made) == 2 and len(server.sessions) == 1
-        await playing.close()
-        await until(lambda: not server.sessions)
+    await until(lambda: not server.sessions)
 
 
 async def test_calls_after_a_refused_one_are_answered_and_not_played() -> None:
-    async with planned(done(0.5, finished=False), {"ok": False, "error": "no " * 100_000}) as (server, url):
-        playing = Playing(url, name="ors")
-        await playing.open()
+    async with played(done(0.5, finished=False), {"ok": False, "error": "no " * 100_000}) as (server, playing):
         reply = await playing.say("", ("submit", {"n": 1}), ("submit", {"n": 2}), ("submit", {"n": 3}))
         assert [message.tool_call_id for message in reply.messages] == ["c0", "c1", "c2"]
         assert len(reply.messages[1].text) < 5000 and reply.messages[2].text.startswith("not played")
         assert len(server.calls) == 2 and reply.components == {"illegal": -0.1, "reward": 0.5}
-        await playing.close()
 
 
 @pytest.mark.parametrize(
@@ -269,12 +251,9 @@ async def test_calls_after_a_refused_one_are_answered_and_not_played() -> None:
     ],
 )
 async def test_answers_that_are_none_end_the_episode(answer: Any, ending: Ending, reason: str) -> None:
-    async with planned(answer) as (_, url):
-        playing = Playing(url, name="ors")
-        await playing.open()
+    async with played(answer) as (_, playing):
         reply = await playing.say("", ("submit", {"answer": "4"}))
         assert reply.failure == ending and reason in (reply.error or ""), reply.error
-        await playing.close()
 
 
 @pytest.mark.parametrize(
@@ -298,9 +277,8 @@ async def test_a_server_that_cannot_be_played_is_said_so(
         vars(server).update(server_has)
         playing = Playing(url, name="ors", **settings)
         opened = await playing.sessions.open(playing.request)
-        assert opened.failure in (Ending.ENV_ERROR, Ending.ENV_BAD_REPLY) and reason in (opened.error or ""), (
-            opened.error
-        )
+        assert opened.failure in (Ending.ENV_ERROR, Ending.ENV_BAD_REPLY)
+        assert reason in (opened.error or ""), opened.error
         await playing.close()
 
 

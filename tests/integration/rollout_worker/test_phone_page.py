@@ -5,13 +5,11 @@ from __future__ import annotations
 import copy
 import json
 import os
-import re
 import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -26,7 +24,7 @@ from opentinker.envs.runtime.sessions import Sessions
 from opentinker.shared.types.core import Image, StopReason
 from opentinker.shared.types.env_protocol import EnvCheck, OpenSession, SeatAction, StepSession
 from tests.conftest import until
-from tests.support.playing import Table, sit
+from tests.support.playing import deed, sit, tap
 
 pytestmark = pytest.mark.skipif(
     not any(map(shutil.which, PROGRAMS)), reason="no Chromium on this machine: make browser (as root, on Debian)"
@@ -39,20 +37,6 @@ def browser() -> Iterator[SharedBrowser]:
     """The browser that all tests of this process share."""
     yield PhonePage.browser
     PhonePage.browser._end()
-
-
-def deed(action_type: str, **fields: Any) -> str:
-    return json.dumps({"action_type": action_type, **fields})
-
-
-def named(seen: str, pattern: str) -> int:
-    found = re.search(rf"^\[(\d+)\] {pattern}", seen, re.MULTILINE)
-    assert found is not None, seen
-    return int(found[1])
-
-
-async def tap(table: Table, pattern: str) -> None:
-    await table.say(deed("click", index=named(table.seen, pattern)))
 
 
 @pytest.mark.parametrize("name", sorted(TASKS))
