@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import subprocess
+import sys
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -204,3 +207,20 @@ async def running(coroutine: Any) -> AsyncIterator[asyncio.Task[Any]]:
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
+
+
+def scheduler_process(
+    nats: Server, valkey: Server, port: int, data_dir: Path, log: Path | None = None
+) -> subprocess.Popen[bytes]:
+    """A scheduler as it is run, which logs to this file."""
+    environ = {
+        **os.environ,
+        "OPENTINKER_NATS_URL": nats.url,
+        "OPENTINKER_REDIS_URL": valkey.url,
+        "OPENTINKER_HTTP_PORT": str(port),
+        "OPENTINKER_DATA_DIR": str(data_dir),
+        "OPENTINKER_LOG_LEVEL": "debug",
+    }
+    with (log or Path(os.devnull)).open("wb") as out:
+        argv = [sys.executable, "-m", "opentinker.services.scheduler"]
+        return subprocess.Popen(argv, env=environ, stdout=out, stderr=out if log else None)

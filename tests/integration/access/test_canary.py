@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import aiohttp
@@ -17,25 +14,12 @@ from opentinker.shared.security.key_text import new_key
 from opentinker.shared.state.store import Store
 from tests.conftest import WAIT_S, Server, free_port, wait_port
 from tests.support.api import OPERATOR, SPEC, Http, bearing
+from tests.support.scheduling import scheduler_process
 
 
 async def test_no_secret_is_logged(nats_server: Server, valkey_server: Server, store: Store, tmp_path: Path) -> None:
     port, log = free_port(), tmp_path / "scheduler.log"
-    environ = {
-        **os.environ,
-        "OPENTINKER_NATS_URL": nats_server.url,
-        "OPENTINKER_REDIS_URL": valkey_server.url,
-        "OPENTINKER_HTTP_PORT": str(port),
-        "OPENTINKER_DATA_DIR": str(tmp_path),
-        "OPENTINKER_LOG_LEVEL": "debug",
-    }
-
-    def launch() -> subprocess.Popen[bytes]:
-        argv = [sys.executable, "-m", "opentinker.services.scheduler"]
-        with log.open("wb") as out:
-            return subprocess.Popen(argv, env=environ, stdout=out, stderr=out)
-
-    process = launch()
+    process = scheduler_process(nats_server, valkey_server, port, tmp_path, log)
     url = f"http://127.0.0.1:{port}"
     try:
         wait_port(port, process)

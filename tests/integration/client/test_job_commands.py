@@ -1,4 +1,4 @@
-"""`jobs`, `job`, `cancel`, `logs` and `events` of the command line against a scheduler."""
+"""`jobs`, `job`, `cancel`, `logs`, `events` and the commands of sweeps against a scheduler."""
 
 from __future__ import annotations
 
@@ -24,12 +24,14 @@ from opentinker.cli.observability import bars
 from opentinker.cli.views.job_summary import doing
 from opentinker.cli.views.job_table import ChangeLines
 from opentinker.cli.views.watch import event_line
+from opentinker.client import ApiConflict, ApiNotFound
 from opentinker.sdk.job_text import state_of
+from opentinker.services.scheduler.sweeps import controller
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.types.manifest import short_list
 from tests.conftest import until
 from tests.integration.client.test_cli import environ, typed
-from tests.support.api import OPERATOR, write_checkpoint
+from tests.support.api import OPERATOR, SPEC, write_checkpoint
 from tests.support.factories import make_spec
 
 WAIT_S = 60.0
@@ -263,3 +265,70 @@ def test_jobs_watched_report_progress_in_forty_parts() -> None:
     assert [line.split("  ")[4] for line in out.getvalue().splitlines()] == [f"{n}/400" for n in range(0, 401, 10)]
     lines.show([{**job, "step": 400, "state": "failed", "reason": "two\nlines \x1b[31min red"}])  # type: ignore[typeddict-item]
     assert out.getvalue().splitlines()[-1].endswith("two lines [31min red")
+
+
+# --- sweeps ---------------------------------------------------------------------------------------------------------
+
+
+SKILL = "rollout.toy.skill"
+
+
+@pytest.fixture
+def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(controller, "POLL_S", 0.05)
+    monkeypatch.setattr(controller, "STEP_S", 0.05)
+    path = tmp_path / "sweep.json"
+    path.write_bytes(orjson.dumps({**SPEC, "sweep": {"parameters": {SKILL: [0.1, 0.2]}}}))
+    return path
+
+
+async def test_a_sweep_is_submitted_shown_cancelled_deleted(sweep: Path, on: list[str], client: AsyncClient) -> None:
+    done = await run("submit", sweep, "--set", "sweep.max_running=1", "--json", *on)
+    made = orjson.loads(done.stdout)
+    id = made["id"]
+    assert (made["state"], made["planned"]) == ("running", 2)
+    await until(lambda: client.jobs(tags=[id]), len)
+    shown = await run("sweep", id, *on)
+    assert "grid, maximize reward/mean" in shown.stdout and "0.1" in shown.stdout, shown.stdout + shown.stderr
+    assert "0 of 2 trials (1 running)" in (await run("sweeps", *on)).stdout
+    refused = await run("sweep", id, "--delete", *on)
+    assert refused.returncode == 1 and "cancel it first" in refused.stderr
+    assert (await run("sweep", id, "--cancel", *on)).stdout.split() == [id, "cancelled"]
+    assert (await run("sweep", id, "--watch", *on)).returncode == 4
+
+    async def deleted() -> str:
+        return (await run("sweep", id, "--delete", *on)).stdout
+
+    assert f"deleted {id} and the artifacts of 1 job" in await until(deleted)
+    missing = await run("sweep", id, *on)
+    assert missing.returncode == 1 and "opentinker sweeps lists yours" in missing.stderr
+
+
+async def test_mistakes_of_a_file_have_lines(tmp_path: Path, on: list[str]) -> None:
+    path = tmp_path / "sweep.toml"
+    path.write_text(
+        'name = "x"\nmodel = { base = "m" }\nenvironment = { name = "bandit" }\ntrain = { steps = 2 }\n'
+        "[sweep.parameters]\ntrain.lr = { low = 2, high = 1 }\n"
+    )
+    for command in (("submit", path, *on), ("validate", path, "--quick")):
+        done = await run(*command)
+        assert done.returncode == 2
+        assert (
+            "sweep.parameters.train.lr.high = 1: must be above low=2" in done.stderr and "(sweep.toml:6)" in done.stderr
+        )
+    done = await run("run", path)
+    assert done.returncode == 2 and "sweep" in done.stderr
+
+
+async def test_the_client_submits_a_table_beside_a_spec_and_waits(client: AsyncClient, sweep: Path) -> None:
+    made = await client.sweep(SPEC, {"parameters": {SKILL: [0.5]}, "max_hours": 1e-5})
+    over = await client.wait_sweep(made["id"], timeout_s=60)
+    assert over["reason"].startswith("its budget is spent") and over["planned"] == 1
+    assert [one["id"] for one in await client.sweeps()] == [made["id"]]
+    with pytest.raises(ApiConflict, match="nothing to cancel"):
+        await client.cancel_sweep(made["id"])
+    with pytest.raises(ApiNotFound, match="you have no sweep"):
+        await client.sweep_state("s-0000000000")
+    running = await client.sweep(sweep)
+    with pytest.raises(TimeoutError):
+        await client.wait_sweep(running["id"], timeout_s=0)

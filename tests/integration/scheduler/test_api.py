@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -29,7 +26,7 @@ from opentinker.shared.types.env_protocol import EnvCheck, EnvCheckReply
 from tests.conftest import WAIT_S, Server, free_port, until, wait_port
 from tests.support.api import SPEC, Http, bearing, mistakes, read_events
 from tests.support.factories import safetensors
-from tests.support.scheduling import new_job
+from tests.support.scheduling import new_job, scheduler_process
 
 
 async def checked_by(bus: Bus, check: Callable[[EnvCheck], Awaitable[EnvCheckReply]]) -> None:
@@ -401,27 +398,15 @@ async def test_openapi_describes_every_route_and_the_spec(http: Http) -> None:
 
 async def test_restart_and_sigterm(nats_server: Server, valkey_server: Server, store: Store, tmp_path: Path) -> None:
     port = free_port()
-    environ = {
-        **os.environ,
-        "OPENTINKER_NATS_URL": nats_server.url,
-        "OPENTINKER_REDIS_URL": valkey_server.url,
-        "OPENTINKER_HTTP_PORT": str(port),
-        "OPENTINKER_DATA_DIR": str(tmp_path),
-    }
-
-    def launch() -> subprocess.Popen[bytes]:
-        argv = [sys.executable, "-m", "opentinker.services.scheduler"]
-        return subprocess.Popen(argv, env=environ, stdout=subprocess.DEVNULL)
-
     async with aiohttp.ClientSession(headers=bearing()) as session:
         http = Http(session, f"http://127.0.0.1:{port}")
-        process = launch()
+        process = scheduler_process(nats_server, valkey_server, port, tmp_path)
         try:
             wait_port(port, process)
             job = await http.job()
             process.kill()
             process.wait()
-            process = launch()
+            process = scheduler_process(nats_server, valkey_server, port, tmp_path)
             wait_port(port, process)
             assert (await http("GET", f"/v1/jobs/{job}"))[1]["state"] == "queued"
             async with session.get(

@@ -45,7 +45,7 @@ from tests.conftest import NewContext, soon, until
 from tests.e2e.test_kills import check, toy_spec
 from tests.support.cluster import toy_cluster
 from tests.support.deploy.kubernetes_api import DEPLOYMENT_UID, TOKEN, KubernetesApi, kubernetes
-from tests.support.scheduling import Workers, new_job
+from tests.support.scheduling import Workers, new_job, running
 from tests.unit.shared.test_gpus import fake_nvml, install
 
 HERE = launched_processes.prefix()
@@ -279,6 +279,13 @@ def alone(tmp_path: Path) -> Iterator[Settings]:
     launched_processes.end_all(tmp_path / "data", 0.0)
 
 
+def the_only_one(settings: Settings) -> launched_processes.Process:
+    (file,) = launched_processes.folder(settings.data_dir).iterdir()
+    process = launched_processes.read(file)
+    assert process is not None
+    return process
+
+
 async def environment_of(pid: int) -> dict[str, str]:
     """It is empty for a moment after the process has begun."""
 
@@ -307,9 +314,8 @@ async def test_a_process_is_known_to_the_next_scheduler(alone: Settings, monkeyp
     launcher = ProcessLauncher(alone)
     await launcher.start(Pool.ROLLOUT, f"{HERE}-rollout-0")
     await launcher.start(Pool.ROLLOUT, f"{HERE}-rollout-0")
-    (file,) = launched_processes.folder(alone.data_dir).iterdir()
-    process = launched_processes.read(file)
-    assert process is not None and process.alive and os.getsid(process.pid) == process.pid
+    process = the_only_one(alone)
+    assert process.alive and os.getsid(process.pid) == process.pid
     told = await environment_of(process.pid)
     assert told["OPENTINKER_WORKER_ID"] == f"{HERE}-rollout-0"
     assert told["OPENTINKER_IDLE_EXIT_S"] == "300.0"
@@ -338,9 +344,8 @@ async def test_each_process_sees_its_own_gpus_alone(alone: Settings, monkeypatch
         0,
     ]
     await launcher.start(Pool.TRAINER, f"{HERE}-trainer-0")
-    (file,) = launched_processes.folder(alone.data_dir).iterdir()
-    process = launched_processes.read(file)
-    assert process is not None and process.gpus == "0,1"
+    process = the_only_one(alone)
+    assert process.gpus == "0,1"
     told = await environment_of(process.pid)
     assert (told["CUDA_VISIBLE_DEVICES"], told["CUDA_DEVICE_ORDER"]) == ("0,1", "PCI_BUS_ID")
 
@@ -351,8 +356,8 @@ async def test_each_process_sees_its_own_gpus_alone(alone: Settings, monkeypatch
     seen = {name: pin_of(after._part(name)) for name in names}
     assert seen == dict(zip(names, ["0,1", "", "2", ""], strict=True)), "what still runs keeps what it has"
     await after.start(Pool.TRAINER, f"{HERE}-trainer-1")
-    process = launched_processes.read(launched_processes.folder(alone.data_dir) / f"{HERE}-trainer-1.json")
-    assert process is not None and (await environment_of(process.pid))["CUDA_VISIBLE_DEVICES"] == ""
+    second = launched_processes.read(launched_processes.folder(alone.data_dir) / f"{HERE}-trainer-1.json")
+    assert second is not None and (await environment_of(second.pid))["CUDA_VISIBLE_DEVICES"] == ""
     for child in (*launcher._children.values(), *after._children.values()):
         child.kill()
         child.wait()
@@ -361,10 +366,7 @@ async def test_each_process_sees_its_own_gpus_alone(alone: Settings, monkeypatch
 async def test_a_process_that_was_killed_has_ended(alone: Settings) -> None:
     launcher = ProcessLauncher(alone)
     await launcher.start(Pool.TRAINER, f"{HERE}-trainer-0")
-    (file,) = launched_processes.folder(alone.data_dir).iterdir()
-    process = launched_processes.read(file)
-    assert process is not None
-    os.kill(process.pid, signal.SIGKILL)
+    os.kill(the_only_one(alone).pid, signal.SIGKILL)
     await until(launcher.running, lambda found: [f"{HERE}-trainer-0.log" in one.ended for one in found] == [True])
     await launcher.end(f"{HERE}-trainer-0")
     assert await launcher.running() == []
@@ -507,8 +509,6 @@ async def test_the_loop_starts_pods_for_a_queue_and_outlives_an_api_that_is_away
     await new_job(store, "job-1")
     cluster.busy = 6
     loop = Autoscaler(ctx, KubernetesLauncher(cluster_settings(tmp_path, url)), poll_s=0.02)
-    from tests.support.scheduling import running
-
     async with running(loop.run()):
         await until(lambda: sorted(cluster.pods) == ["rl-scheduler-rollout-0", "rl-scheduler-trainer-0"])
         await soon(workers.start("rollout-x", "trainer-x"))

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -355,36 +355,37 @@ def test_free_ports_lie_below_those_of_outgoing_connections_and_differ() -> None
     assert all(20000 <= port < 32000 for port in ports) and len(set(ports)) == len(ports)
 
 
+@contextmanager
+def another(code: str) -> Iterator[int]:
+    """Give the number that this code prints in another process, which lives as long."""
+    with subprocess.Popen(
+        [sys.executable, "-u", "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": PYTHONPATH},
+    ) as process:
+        assert process.stdout is not None
+        yield int(process.stdout.readline())
+        process.communicate("\n")
+
+
 def test_two_processes_are_never_told_the_same_free_port(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither has bound it yet: both would find it free."""
-    code = "from opentinker.local.processes import free_port; print(free_port(), flush=True); input()"
-    environ = {**os.environ, "PYTHONPATH": PYTHONPATH}
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ
-    ) as other:
-        assert other.stdout is not None
-        taken, ours = int(other.stdout.readline()), free_port()
+    with another("from opentinker.local.processes import free_port; print(free_port()); input()") as taken:
+        ours = free_port()
         monkeypatch.setattr("random.sample", lambda *_: [taken, ours, ours + 1, ours + 2])
         assert port_free(taken) and free_port() in (ours + 1, ours + 2)
-        other.communicate("\n")
 
 
 def test_the_second_of_two_starts_with_the_same_port_is_refused(tmp_path: Path) -> None:
     """Neither has bound it yet. That the port is reserved, here by this test, refuses nobody."""
     port = free_port()
-    code = "from opentinker.local.up import *; print(api_port(Plan(data_dir=Path(), port=int(sys.argv[1])))); input()"
-    with subprocess.Popen(
-        [sys.executable, "-u", "-c", code, str(port)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": PYTHONPATH},
-    ) as first:
-        assert first.stdout is not None
-        assert int(first.stdout.readline()) == port and port_free(port)
+    code = f"from opentinker.local.up import *; print(api_port(Plan(data_dir=Path(), port={port}))); input()"
+    with another(code) as taken:
+        assert taken == port and port_free(port)
         with pytest.raises(OpenTinkerError, match=f"--port {port} is taken"):
             api_port(Plan(data_dir=tmp_path, port=port))
-        first.communicate("\n")
     assert api_port(Plan(data_dir=tmp_path, port=port)) == port
 
 
