@@ -25,7 +25,7 @@ from opentinker.shared.types.core import StopReason
 from opentinker.shared.types.env_protocol import Policy
 from opentinker.shared.types.errors import SpecError
 from tests.conftest import until
-from tests.support import docker_base
+from tests.support.deploy import docker_base
 from tests.support.harbor_tasks import AGENT, write_task
 
 pytestmark = [pytest.mark.nightly, pytest.mark.skipif(not docker_base.has_engine(), reason="no Docker engine here")]

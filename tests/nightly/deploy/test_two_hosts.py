@@ -54,7 +54,7 @@ def hosts() -> Iterator[tuple[str, str, str]]:
 
 def on_the_first(hosts: tuple[str, str, str], what: str, directory: Path) -> str:
     first, second, link = hosts
-    argv = [sys.executable, "-m", "tests.support.two_hosts", what, str(directory), second, link, FIRST, SECOND]
+    argv = [sys.executable, "-m", "tests.support.deploy.two_hosts", what, str(directory), second, link, FIRST, SECOND]
     environ = {**os.environ, "PYTHONPATH": PYTHONPATH}
     done = subprocess.run(
         ["ip", "netns", "exec", first, *argv], capture_output=True, text=True, env=environ, timeout=500, check=False

@@ -1,7 +1,7 @@
 """What runs on the first of two hosts, which are network namespaces; the second is reached over a veth link.
 
-    python -m tests.support.two_hosts job DIRECTORY SECOND LINK ADDRESS ADDRESS2
-    python -m tests.support.two_hosts weights DIRECTORY SECOND LINK ADDRESS ADDRESS2
+    python -m tests.support.deploy.two_hosts job DIRECTORY SECOND LINK ADDRESS ADDRESS2
+    python -m tests.support.deploy.two_hosts weights DIRECTORY SECOND LINK ADDRESS ADDRESS2
 
 `tests/nightly/deploy/test_two_hosts.py` makes the hosts and calls this. Exits with an error if something does not hold.
 """

@@ -1,6 +1,6 @@
 """A small base image for Docker, made of programs of this machine: nothing is pulled.
 
-python -m tests.support.docker_base [NAME]
+python -m tests.support.deploy.docker_base [NAME]
 """
 
 from __future__ import annotations
