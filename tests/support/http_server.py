@@ -1,10 +1,11 @@
-"""HTTP servers on loopback with a test's own routes."""
+"""HTTP servers on loopback: with a test's own routes, or an OpenAI-compatible one, well-behaved or hostile."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
 
 from aiohttp import web
 
@@ -38,3 +39,47 @@ async def socket_server(
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     finally:
         server.close()
+
+
+# --- chats ----------------------------------------------------------------------------------------------------------
+
+
+Answer = str | int | bytes | Callable[[web.Request], Awaitable[web.StreamResponse]]
+"""Words; a status; a body; or a handler."""
+
+
+class ChatServer:
+    """Answers with the planned answers, oldest first, then with `usual`."""
+
+    def __init__(self, usual: Answer = "7") -> None:
+        self.usual = usual
+        self.planned: list[Answer] = []
+        self.bodies: list[dict[str, Any]] = []
+        self.keys: list[str | None] = []
+        """What each request has in Authorization."""
+        self.url = ""
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        self.bodies.append(await request.json())
+        self.keys.append(request.headers.get("Authorization"))
+        planned = self.planned.pop(0) if self.planned else self.usual
+        match planned:
+            case str():
+                return web.json_response(completion(planned))
+            case int():
+                return web.Response(status=planned, text=f"planned; you sent {self.keys[-1]}")
+            case bytes():
+                return web.Response(body=planned, content_type="application/json")
+        return await planned(request)
+
+
+def completion(words: str | None, finish: str = "stop") -> dict[str, Any]:
+    choice = {"index": 0, "message": {"role": "assistant", "content": words}, "finish_reason": finish}
+    return {"id": "c", "object": "chat.completion", "model": "m", "choices": [choice], "usage": {"total_tokens": 1}}
+
+
+@asynccontextmanager
+async def serving(server: ChatServer) -> AsyncIterator[ChatServer]:
+    async with http_server(web.post("/v1/chat/completions", server.answer)) as url:
+        server.url = f"{url}/v1"
+        yield server

@@ -9,8 +9,8 @@ from typing import Any
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.types.core import part_id
 from tests.e2e.policies.test_trees import GROUPS, SIZE, STEPS, climb
-from tests.support.chat_server import ChatServer, serving
 from tests.support.cluster import Cluster, toy_cluster
+from tests.support.http_server import ChatServer, serving
 
 OWN_TURNS = 2
 """Of the four turns of an episode; the opponent has the others."""

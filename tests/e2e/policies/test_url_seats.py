@@ -8,8 +8,8 @@ from typing import Any
 from opentinker.shared.spec import parse_spec
 from tests.conftest import until
 from tests.e2e.policies.test_frozen_seats import check_counts
-from tests.support.chat_server import ChatServer, serving
 from tests.support.cluster import Cluster, toy_cluster
+from tests.support.http_server import ChatServer, serving
 from tests.support.toys import toy_game
 
 SECRET = "sk-canary-0123456789"

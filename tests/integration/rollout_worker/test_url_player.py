@@ -20,8 +20,8 @@ from opentinker.shared.security.egress import LOOPBACK, Egress
 from opentinker.shared.spec import SeatSpec, parse_spec
 from opentinker.shared.types.core import Ending, Image, Message, StopReason, Text, Tool
 from opentinker.shared.types.env_protocol import SeatPrompt, SessionReply
-from tests.support.chat_server import ChatServer, completion, serving
 from tests.support.factories import make_ticket
+from tests.support.http_server import ChatServer, completion, serving
 from tests.unit.rollout_worker.test_episode import Chars, Env, Script, renderer, say
 
 SECRET = "sk-canary-0123456789"
