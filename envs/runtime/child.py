@@ -84,8 +84,10 @@ class ChildSessions:
                     reply = await self._runners[step.session].step(step)
             case "check" | "rehearse":
                 play = self._check if call.verb == "check" else self._rehearse
-                found = await check_request(play, codec.decode(EnvCheck, body))
-                return ChildAnswer(call.serial, SessionReply(worker=""), found.errors, seats=found.seats)
+                found = await check_request(play, self._find, codec.decode(EnvCheck, body))
+                return ChildAnswer(
+                    call.serial, SessionReply(worker=""), found.errors, seats=found.seats, about=found.about
+                )
             case "rows":
                 asked = codec.decode(EnvRows, body)
                 list_them = partial(list_rows, self._uploaded or asked.name, asked, modules=self._modules)
@@ -124,6 +126,9 @@ class ChildSessions:
         limits = [played.memory_mb for played in self._opened if played.memory_mb is not None]
         enough = [n >= played.recycle_after for played, n in self._opened.items() if played.recycle_after is not None]
         return self._leftovers.threads or any(enough) or bool(limits and resident_mb() > min(limits))
+
+    async def _find(self, name: str) -> type[Environment]:
+        return find(self._uploaded or name, modules=self._modules)
 
     async def _check(
         self, name: str, config: dict[str, object] | None, bots: Mapping[str, str], forks: bool

@@ -126,7 +126,7 @@ class ChildPool:
         if answer.reply.failure is not None:
             problem = sound(answer.reply, "", player=False).error
             return EnvCheckReply(errors=wrong_name(request.name, problem).mistakes)
-        return sound_check(answer.errors, answer.seats)
+        return sound_check(answer.errors, answer.seats, answer.about)
 
     async def rows(self, request: EnvRows) -> EnvRowsReply:
         """List rows in a separate child, sandboxed if sessions are. Raise SpecError if no such child can be started

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from opentinker.shared.types import codec
-from opentinker.shared.types.env_protocol import EnvRowsReply, SessionReply
+from opentinker.shared.types.env_protocol import EnvAbout, EnvRowsReply, SessionReply
 
 HEAD = struct.Struct("<I")
 MAX_MESSAGE_BYTES = 2 * 1024**2
@@ -40,6 +40,8 @@ class ChildAnswer(msgspec.Struct, frozen=True, array_like=True):
     """Answer to `check` and `rehearse`: as in EnvCheckReply."""
     rows: EnvRowsReply | None = None
     """Answer to `rows`."""
+    about: EnvAbout | None = None
+    """Answer to `check`: as in EnvCheckReply."""
 
 
 def frame(noun: Any) -> bytes:

@@ -77,7 +77,7 @@ class InProcessServer:
 
     async def _check(self, request: EnvCheck) -> EnvCheckReply:
         ours = msgspec.structs.replace(request, name=self._name)
-        return await check_request(self._resolver.check, ours)
+        return await check_request(self._resolver.check, self._resolver.find, ours)
 
     async def close(self, drain_s: float) -> int:
         """Let the running sessions finish within the time. Return the number of abandoned ones."""

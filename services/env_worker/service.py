@@ -129,7 +129,8 @@ async def _serve(
         if why := await _why_closed(ctx.settings, request):
             return EnvCheckReply(errors=[{"field": "environment.config", "value": None, "problem": why}])
         reply = await check_environment(request, resolver, host)
-        return EnvCheckReply(errors=[*reply.errors, *await tool_factory.check(request.tools)], seats=reply.seats)
+        mistakes = await tool_factory.check(request.tools)
+        return msgspec.structs.replace(reply, errors=[*reply.errors, *mistakes])
 
     async def listed(request: EnvRows) -> EnvRowsReply:
         if why := await _why_closed(ctx.settings, request):
@@ -223,11 +224,11 @@ async def check_environment(request: EnvCheck, resolver: Resolver, host: ChildPo
     children, whose libraries are never imported here."""
     if _is_played_here(request, host):
         by_name = msgspec.structs.replace(request, config=None)
-        named = await check_request(resolver.check, by_name)
+        named = await check_request(resolver.check, resolver.find, by_name)
         if named.errors or request.config is None:
             return named
         if not (host.has_children and (await resolver.find(request.name)).blocking):
-            return await check_request(resolver.check, request)
+            return await check_request(resolver.check, resolver.find, request)
     try:
         return await host.check(request)
     except SpecError as error:

@@ -1,6 +1,6 @@
 """Environments that were pushed, and those that their users serve."""
 
-from typing import Annotated, TypedDict
+from typing import Annotated, Any, TypedDict
 
 import msgspec
 
@@ -44,6 +44,21 @@ class Environments(TypedDict):
     """All of the tenant."""
 
     environments: list[EnvironmentSummary]
+    built_in: list[str]
+    """Names that the env workers offer to everyone."""
+
+
+class EnvironmentDescription(TypedDict):
+    """What the author of an environment says about it."""
+
+    name: str
+    doc: str
+    """Docstring of its class."""
+    settings: dict[str, Any]
+    """JSON schema of `environment.config`."""
+    bots: list[str]
+    """Names of its scripted players."""
+    can_fork: bool
 
 
 class Environment(TypedDict):
@@ -116,3 +131,57 @@ class EnvironmentCheck(EnvironmentCheckSummary):
     """A saved check with its report."""
 
     report: EnvironmentReport
+
+
+class PlayedMessage(TypedDict):
+    """A message of a prompt."""
+
+    role: str
+    content: str
+    images: list[str]
+    """PNG or JPEG in base64."""
+
+
+class PlayedTool(TypedDict):
+    """A function that a seat may call."""
+
+    name: str
+    description: str
+    parameters: dict[str, Any]
+
+
+class PlayedPrompt(TypedDict):
+    """The messages that one seat sees next."""
+
+    seat: str
+    stream: str
+    messages: list[PlayedMessage]
+    tools: list[PlayedTool]
+
+
+class PlayedEpisode(TypedDict):
+    """An episode that a person plays, after its opening or a turn."""
+
+    id: str
+    environment: str
+    turn: int
+    """Number of the next turn."""
+    prompts: list[PlayedPrompt]
+    """Of the seats that act next: one, or several that act at the same time."""
+    reward: float
+    """Of the seat that has just acted."""
+    components: dict[str, float]
+    rewards: dict[str, dict[str, float]]
+    """Parts of the rewards of other seats."""
+    metrics: dict[str, float]
+    done: bool
+    truncated: bool
+    error: str
+    """Reason of an episode that failed."""
+
+
+class EndedPlay(TypedDict):
+    """An episode that a person has ended."""
+
+    id: str
+    ended: bool

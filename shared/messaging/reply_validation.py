@@ -13,9 +13,11 @@ import msgspec
 
 from opentinker.shared.types.core import Ending, Message
 from opentinker.shared.types.env_protocol import (
+    ABOUT_BYTES,
     MAX_CANDIDATES,
     MAX_ROWS,
     ROUND_SEATS,
+    EnvAbout,
     EnvCheckReply,
     SeatPrompt,
     SessionReply,
@@ -159,7 +161,7 @@ def _parts(message: Message) -> tuple[object, ...]:
     return message.role, message.text, message.tool_calls, message.tool_call_id, message.name
 
 
-def sound_check(errors: list[dict[str, Any]], seats: list[str]) -> EnvCheckReply:
+def sound_check(errors: list[dict[str, Any]], seats: list[str], about: EnvAbout | None = None) -> EnvCheckReply:
     """As `sound`, of the answer to a check."""
     mistakes = [
         {
@@ -169,7 +171,9 @@ def sound_check(errors: list[dict[str, Any]], seats: list[str]) -> EnvCheckReply
         }
         for error in errors[:MISTAKES]
     ]
-    return EnvCheckReply(errors=mistakes, seats=known_seats(seats))
+    return EnvCheckReply(
+        errors=mistakes, seats=known_seats(seats), about=None if about is None else about.within(ABOUT_BYTES)
+    )
 
 
 def known_seats(seats: Sequence[object]) -> list[str]:

@@ -221,6 +221,30 @@ class EnvCheck(msgspec.Struct, frozen=True, kw_only=True):
     """As in OpenSession."""
     forks: bool = False
     """Whether turns have `candidates`, so that the environment must be able to fork."""
+    describe: bool = False
+    """Whether the reply has `about`."""
+
+
+ABOUT_BYTES = 64 << 10
+
+
+class EnvAbout(msgspec.Struct, frozen=True, kw_only=True):
+    """What the author of an environment says about it: ABOUT_BYTES as JSON at most."""
+
+    doc: str = ""
+    """Docstring of its class."""
+    settings: dict[str, Any] = {}
+    """JSON schema of its config, with the docstrings of the settings."""
+    bots: list[str] = []
+    """Names of its scripted players."""
+    can_fork: bool = False
+
+    def within(self, most: int) -> EnvAbout:
+        """Return the part that fits `most` bytes: without the settings, or with a shorter text."""
+        if len(msgspec.json.encode(self)) <= most:
+            return self
+        short = msgspec.structs.replace(self, settings={}, bots=[])
+        return short if len(msgspec.json.encode(short)) <= most else EnvAbout(doc=self.doc[: most // 8])
 
 
 class EnvCheckReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -229,6 +253,7 @@ class EnvCheckReply(msgspec.Struct, frozen=True, kw_only=True):
     seats: list[str] = []
     """Seats of the environment with this config; empty if the worker does not know them without playing it, or if they
     are too many to compare with a spec."""
+    about: EnvAbout | None = None
 
 
 class EnvRows(EnvCheck, frozen=True, kw_only=True):

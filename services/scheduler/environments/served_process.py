@@ -309,7 +309,7 @@ class ServedProcess:
                 raise ConnectionLost("it has just left")
             async with asyncio.timeout(CHECK_S):
                 answer = await self._asker.ask("check", request, EnvCheckReply)
-                return sound_check(answer.errors, answer.seats)
+                return sound_check(answer.errors, answer.seats, answer.about)
         except (ConnectionLost, TimeoutError, WireError) as error:
             why = str(error) or f"no answer within {CHECK_S:g} s"
             problem = f"the process that serves it could not say whether it would start: {why}"

@@ -20,23 +20,26 @@ from opentinker.services.scheduler.environments.upload import Uploads, Version
 from opentinker.services.scheduler.http.auth import tenant_of
 from opentinker.services.scheduler.http.errors import body_read, json_response
 from opentinker.services.scheduler.http.route_decorator import Integer, Parameter, Route
-from opentinker.services.scheduler.jobs.check_environment import ask
+from opentinker.services.scheduler.jobs.check_environment import ask, describe
 from opentinker.shared import api_types
 from opentinker.shared.data import uploads
 from opentinker.shared.data.uploads import Reference
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.security.authorization import Action
+from opentinker.shared.types.core import Pool
 from opentinker.shared.types.env_protocol import EnvCheck
 from opentinker.shared.types.errors import Conflict, SpecError
 
 TAR_OVERHEAD = 4 * MIB
 """Headers and padding of a tar with the most files, and more."""
 
+LONGEST_NAME = 400
 HEARD_OUT = 16
 AT_ONCE = 2
 """Packages that are unpacked at the same time: each takes a process (unpack.py)."""
 
 NAME = Parameter("name", "Name of the environment; default: the name in the package.")
+NAMED = Parameter("name", "As in a job: a name of the system, module:Class, NAME@VERSION, or served:NAME.")
 VERSION = Integer("version", "Only this version; default: all versions.", default=0, low=1, high=10**9 - 1)
 
 
@@ -116,7 +119,25 @@ class EnvironmentsApi:
         """List your environments with their latest versions."""
         names = await asyncio.to_thread(self._uploads.names, tenant_of(request))
         newest = [{"name": name, **_shown(found[-1]), "versions": len(found)} for name, found in names.items()]
-        return json_response({"environments": newest})
+        offers = [w.detail.get("environments", []) for w in await self.ctx.store.workers() if w.pool == Pool.ENV]
+        return json_response({"environments": newest, "built_in": sorted({name for offer in offers for name in offer})})
+
+    @Route(
+        "GET",
+        "/v1/environment",
+        Action.ENVIRONMENTS_READ,
+        parameters=(NAMED,),
+        answer=api_types.EnvironmentDescription,
+    )
+    async def about(self, request: web.Request) -> web.Response:
+        """Get the documentation and the settings of an environment.
+
+        An env worker imports it for this."""
+        name = request.query.get("name", "")
+        if not 0 < len(name) <= LONGEST_NAME:
+            raise SpecError.of("name", name[:100] or None, f"must have 1 to {LONGEST_NAME} characters")
+        found = await describe(self.ctx, name, tenant_of(request))
+        return json_response({"name": name, **msgspec.to_builtins(found)})
 
     @Route("GET", "/v1/environments/{name}", Action.ENVIRONMENTS_READ, answer=api_types.Environment)
     async def get(self, request: web.Request) -> web.Response:

@@ -18,6 +18,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from opentinker.services.scheduler.data_rows.rows_api import RowsApi
 from opentinker.services.scheduler.diagnosis.diagnosis_api import DiagnosisApi
 from opentinker.services.scheduler.environments.check_reports_api import CheckReportsApi
+from opentinker.services.scheduler.environments.plays_api import PlaysApi
 from opentinker.services.scheduler.environments.served_gateway import Gateway
 from opentinker.services.scheduler.http.artifacts import ArtifactsApi
 from opentinker.services.scheduler.http.audit import Audit
@@ -77,6 +78,7 @@ class Api:
             SweepsApi(jobs, publishing),
             EnvironmentsApi(ctx),
             CheckReportsApi(ctx),
+            PlaysApi(ctx),
             gateway,
             KeysApi(ctx),
             SessionsApi(ctx, gate),

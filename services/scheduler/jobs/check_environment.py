@@ -21,8 +21,8 @@ from opentinker.shared.spec.seats import bots_of, mistakes_in_seats, opposed
 from opentinker.shared.spec.tree_sampling import is_tree
 from opentinker.shared.types.codec import WireError
 from opentinker.shared.types.core import Pool
-from opentinker.shared.types.env_protocol import SERVED, EnvCheck, EnvCheckReply, is_url
-from opentinker.shared.types.errors import SpecError
+from opentinker.shared.types.env_protocol import SERVED, EnvAbout, EnvCheck, EnvCheckReply, is_url
+from opentinker.shared.types.errors import Conflict, SpecError
 
 ENV_CHECK_S = 15.0
 """Time limit for an env worker that is busy, or whose libraries take long to import; a missing one is reported
@@ -78,6 +78,20 @@ async def gone(ctx: Context, check: EnvCheck, tenant: str) -> Mistakes:
         except SpecError as error:
             return error.mistakes
     return []
+
+
+async def describe(ctx: Context, name: str, tenant: str) -> EnvAbout:
+    """Return what the author of an environment says about it. Raises SpecError, Conflict if no env worker answers."""
+    check = EnvCheck(name=name, config=None, describe=True)
+    if uploads.is_upload(name):
+        exact = await asyncio.to_thread(Uploads.of(ctx.settings).resolve, name, tenant)
+        check = msgspec.structs.replace(check, name=str(exact), isolation="sandbox")
+    reply = await ask(ctx, check, tenant)
+    if reply is None:
+        raise Conflict(f"no env worker answers for {name[:200]!r}; start one, or try again")
+    if reply.errors:
+        raise SpecError(reply.errors)
+    return reply.about or EnvAbout()
 
 
 async def _of_evaluations(

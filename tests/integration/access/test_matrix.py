@@ -22,6 +22,7 @@ from pydantic import BaseModel
 
 from opentinker.client import AsyncClient
 from opentinker.services.scheduler.environments.check_reports_api import CheckReport
+from opentinker.services.scheduler.environments.plays_api import PlayedTurn, PlayRequest
 from opentinker.services.scheduler.environments.served_gateway import Gateway
 from opentinker.services.scheduler.http import auth
 from opentinker.services.scheduler.http.keys import NewKey, NewShare, Rotation
@@ -36,6 +37,7 @@ from opentinker.shared.spec import JobSpec
 from opentinker.shared.spec.labels import LabelChanges
 from opentinker.shared.spec.sweeps.children import SweepSpec
 from opentinker.shared.state.keys import KeyStore
+from opentinker.shared.state.plays import Play, Plays
 from opentinker.shared.state.sessions import SessionStore, session_id
 from opentinker.shared.state.store import Store
 from tests.conftest import Figure
@@ -63,6 +65,7 @@ class Things:
     check: str
     sweep: str
     session: str
+    play: str
 
     def of(self, route: Route) -> dict[str, str]:
         """What stands in the places of the route's path. Raises KeyError for a place that this file does not know."""
@@ -78,6 +81,7 @@ PLACES: dict[str, dict[str, str]] = {
     "checks": {"check": "check"},
     "sweeps": {"id": "sweep"},
     "sessions": {"id": "session"},
+    "plays": {"play": "play"},
 }
 """By the first part of a path below /v1: whose name stands where, or what else does."""
 MAKES = {
@@ -98,6 +102,8 @@ BODIES: dict[type[BaseModel], Any] = {
     Rotation: {"grace_s": 60},
     LabelChanges: {"notes": "x"},
     SweepSpec: {**SPEC, "sweep": {"parameters": {"rollout.toy.skill": [0.5]}}},
+    PlayRequest: {"environment": {"name": "copy_digits"}},
+    PlayedTurn: {"turn": 9, "actions": [{}]},
     NewPublication: {"name": "x", "checkpoint": "j-0000000000@latest"},
 }
 ANY_BODY: dict[str, Any] = {"application/json": {}, "application/x-tar": None}
@@ -287,6 +293,7 @@ class Site:
             things.check,
             things.sweep,
             things.session,
+            things.play,
         ]
 
 
@@ -315,9 +322,11 @@ async def site(ctx: Context, store: Store, tmp_path: Any, monkeypatch: pytest.Mo
                 check = (await client.save_check(report))["id"]
                 publication = (await client.publish(f"{job}@1", f"{tenant}-best"))["name"]
                 sweep = (await client.sweep({**SPEC, "sweep": BODIES[SweepSpec]["sweep"]}))["id"]
+            play = Play(id=f"{tenant}-play", environment=own, worker="env-gone", together=False, seats=[""])
+            await Plays(store.redis).save(tenant, "", play, time.time())
             key = (parse(await new_key_of(store, tenant, Role.VIEWER)) or ("", ""))[1]
             signed = session_id(await session_of(store, tenant, Role.VIEWER)) or ""
-            things[tenant] = Things(job, own, key, publication, check, sweep, signed)
+            things[tenant] = Things(job, own, key, publication, check, sweep, signed, play.id)
         yield Site(http, made[0].routes, things)
 
 
@@ -384,7 +393,14 @@ def objects(site: Site, who: Who, route: Route) -> dict[str, Things]:
         return {OWN: site.things[own]}
     other = "blue" if own == "red" else "red"
     nothing = Things(
-        "j-0000000000", "no-such-thing", "0000000000", "no-such-name", "no-such-check", "s-0000000000", "0000000000"
+        "j-0000000000",
+        "no-such-thing",
+        "0000000000",
+        "no-such-name",
+        "no-such-check",
+        "s-0000000000",
+        "0000000000",
+        "no-such-play",
     )
     return {UNKNOWN: nothing, FOREIGN: site.things[other], OWN: site.things[own]}
 
@@ -400,6 +416,7 @@ def said(body: Any, things: Things) -> str:
         things.publication,
         things.check,
         things.session,
+        things.play,
     ):
         text = text.replace(name, "X")
     return text

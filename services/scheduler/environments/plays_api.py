@@ -1,0 +1,221 @@
+"""Handlers of /v1/plays: a person plays an episode on the page, in place of the policy.
+
+The environment runs where those of jobs run. The env worker holds the episode; Redis keeps which one (state/plays.py),
+so that any scheduler can send it the next turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import secrets
+import time
+from functools import partial
+from typing import Annotated, Any, cast
+
+import msgspec
+from aiohttp import web
+from pydantic import BaseModel, ConfigDict, Field
+
+from opentinker.services.scheduler.http.auth import principal_of, tenant_of
+from opentinker.services.scheduler.http.errors import json_response, parsed, read_json
+from opentinker.services.scheduler.http.route_decorator import Route
+from opentinker.services.scheduler.jobs.check_environment import check_environment
+from opentinker.shared import api_types
+from opentinker.shared.data.readable_paths import readable_by
+from opentinker.shared.messaging.env_client import EnvClient
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.security.authorization import Action
+from opentinker.shared.spec.rollout import EnvironmentSpec
+from opentinker.shared.state.plays import PLAY_S, Play, Plays
+from opentinker.shared.types.core import Image, Message, StopReason, ToolCall
+from opentinker.shared.types.env_protocol import (
+    MAX_ROWS,
+    ROUND_SEATS,
+    OpenSession,
+    SeatAction,
+    SeatPrompt,
+    SessionReply,
+)
+from opentinker.shared.types.errors import Conflict, NotFound, SpecError
+
+OPEN_S = 25.0
+TURN_S = 60.0
+"""Less than a client waits for an answer."""
+Name = Annotated[str, Field(max_length=200)]
+
+
+class PlayRequest(BaseModel):
+    """The body of POST /v1/plays."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    environment: EnvironmentSpec
+    """As in a job."""
+    row: Annotated[int, Field(ge=0, lt=MAX_ROWS)] = 0
+    """Which task."""
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    bots: Annotated[dict[Name, Name], Field(max_length=ROUND_SEATS)] = {}
+    """Seats that scripted players of the environment take. The person plays the others."""
+
+
+class CalledTool(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: Name
+    arguments: dict[str, Any] = {}
+
+
+class PlayedAction(BaseModel):
+    """What a seat says."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    text: Annotated[str, Field(max_length=50_000)] = ""
+    tool_calls: Annotated[list[CalledTool], Field(max_length=16)] = []
+
+
+class PlayedTurn(BaseModel):
+    """The body of POST /v1/plays/{play}/turns."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    turn: Annotated[int, Field(ge=0, lt=2**31)]
+    """Of the last answer: a repeated turn is played once."""
+    actions: Annotated[list[PlayedAction], Field(min_length=1, max_length=ROUND_SEATS)]
+    """One for each prompt of the last answer, in its order."""
+
+
+class PlaysApi:
+    def __init__(self, ctx: Context) -> None:
+        self._ctx = ctx
+        self._plays = Plays(ctx.store.redis)
+
+    @Route("POST", "/v1/plays", Action.JOBS_WRITE, status=201, body=PlayRequest, answer=api_types.PlayedEpisode)
+    async def begin(self, request: web.Request) -> web.Response:
+        """Play an episode yourself.
+
+        It ends after half an hour at the latest. A key plays four at a time: a fifth ends the oldest."""
+        body = await read_json(request)
+        asked, tenant = parsed(PlayRequest, body), tenant_of(request)
+        named = {"environment": body["environment"]}
+        readable = await readable_by(self._ctx.store, self._ctx.settings, tenant, named)
+        mistakes = await asyncio.to_thread(partial(readable.mistakes_in, named, files=True))
+        checked = await check_environment(self._ctx, named, None, tenant, mistakes, readable.own)
+        if mistakes := mistakes + checked.mistakes:
+            raise SpecError(mistakes)
+        if checked.check is None or not checked.answered:
+            raise Conflict("no env worker answers, so that nothing can be played: start one")
+        play = Play(id=secrets.token_hex(10), environment=checked.check.name, worker="", together=False, seats=[])
+        opening = OpenSession(
+            job=f"play-{tenant}",
+            session=play.session,
+            environment=checked.check.name,
+            isolation=checked.check.isolation,
+            config=asked.environment.config,
+            row=asked.row,
+            seed=asked.seed,
+            deadline_s=PLAY_S,
+            tools=checked.check.tools,
+            tool_turns=asked.environment.tool_turns,
+            bots=asked.bots,
+        )
+        client = EnvClient(self._ctx.bus, tenant=tenant, own_jobs=readable.own)
+        try:
+            async with asyncio.timeout(OPEN_S):
+                reply = await client.open(opening)
+        except TimeoutError:
+            raise Conflict(
+                f"the episode did not open within {OPEN_S:g} s; try again when env workers have room"
+            ) from None
+        if reply.wants_tokens:
+            await client.close(worker=reply.worker, session=play.session)
+            problem = "wants the tokens that a model samples, which a person does not have"
+            raise SpecError.of("environment.name", play.environment, problem)
+        return json_response(await self._answer(request, play, reply), 201)
+
+    @Route("POST", "/v1/plays/{play}/turns", Action.JOBS_WRITE, body=PlayedTurn, answer=api_types.PlayedEpisode)
+    async def turn(self, request: web.Request) -> web.Response:
+        """Answer in an episode that you play."""
+        play, said = await self._found(request), parsed(PlayedTurn, await read_json(request))
+        if said.turn != play.turn:
+            raise Conflict(f"the next turn of this episode is {play.turn}, not {said.turn}: it was answered elsewhere")
+        if len(said.actions) != len(play.seats):
+            problem = f"must have {len(play.seats)}, one for each prompt"
+            raise SpecError.of("actions", len(said.actions), problem)
+        actions = [_action(seat, one) for seat, one in zip(play.seats, said.actions, strict=True)]
+        acting = [SeatPrompt(seat=seat) for seat in play.seats]
+        asked = SessionReply(worker=play.worker).with_prompts(acting, together=play.together)
+        try:
+            async with asyncio.timeout(TURN_S):
+                reply = await self._client(request).step(play.worker, asked.step(play.session, play.turn, actions))
+        except TimeoutError:
+            raise Conflict(f"the environment did not answer within {TURN_S:g} s; send the turn again") from None
+        return json_response(await self._answer(request, msgspec.structs.replace(play, turn=play.turn + 1), reply))
+
+    @Route("DELETE", "/v1/plays/{play}", Action.JOBS_WRITE, answer=api_types.EndedPlay)
+    async def end(self, request: web.Request) -> web.Response:
+        """End an episode that you play."""
+        play = await self._found(request)
+        await self._plays.end(tenant_of(request), principal_of(request).key, play.id)
+        await self._client(request).close(worker=play.worker, session=play.session)
+        return json_response({"id": play.id, "ended": True})
+
+    async def _found(self, request: web.Request) -> Play:
+        """Return the play that the path names. Raises NotFound."""
+        id = request.match_info["play"]
+        play = await self._plays.find(tenant_of(request), id)
+        if play is None:
+            raise NotFound(f"no episode {id[:100]!r} is played: it may have ended; begin another")
+        return play
+
+    def _client(self, request: web.Request) -> EnvClient:
+        return EnvClient(self._ctx.bus, tenant=tenant_of(request))
+
+    async def _answer(self, request: web.Request, play: Play, reply: SessionReply) -> api_types.PlayedEpisode:
+        """Return what the person sees next, and keep where the episode is."""
+        tenant, key = tenant_of(request), principal_of(request).key
+        over = reply.done or reply.failure is not None
+        prompts = [] if over and not reply.truncated else reply.prompts
+        if over:
+            await self._plays.end(tenant, key, play.id)
+        else:
+            seats = [prompt.seat for prompt in prompts]
+            play = msgspec.structs.replace(play, worker=reply.worker, together=bool(reply.round), seats=seats)
+            for old in await self._plays.save(tenant, key, play, time.time()):
+                await self._client(request).close(worker=old.worker, session=old.session)
+        return {
+            "id": play.id,
+            "environment": play.environment,
+            "turn": play.turn,
+            "prompts": [_shown(prompt) for prompt in prompts],
+            "reward": reply.reward,
+            "components": reply.components,
+            "rewards": reply.rewards,
+            "metrics": reply.metrics,
+            "done": over,
+            "truncated": reply.truncated,
+            "error": reply.error,
+        }
+
+
+def _action(seat: str, said: PlayedAction) -> SeatAction:
+    calls = [ToolCall(id=f"call_{n}", name=one.name, arguments=one.arguments) for n, one in enumerate(said.tool_calls)]
+    return SeatAction(seat=seat, text=said.text, words=said.text, stop=StopReason.EOS, tool_calls=calls)
+
+
+def _shown(prompt: SeatPrompt) -> api_types.PlayedPrompt:
+    messages = [_message(one) for one in prompt.messages]
+    if prompt.prompt_text is not None:
+        messages.append({"role": "text", "content": prompt.prompt_text, "images": []})
+    if prompt.prompt_ids is not None:
+        messages.append({"role": "text", "content": f"({len(prompt.prompt_ids)} tokens)", "images": []})
+    tools = cast(list[api_types.PlayedTool], msgspec.to_builtins(prompt.tools))
+    return {"seat": prompt.seat, "stream": prompt.stream, "messages": messages, "tools": tools}
+
+
+def _message(message: Message) -> api_types.PlayedMessage:
+    parts = [] if isinstance(message.content, str) else message.content
+    images = [base64.b64encode(part.data).decode() for part in parts if isinstance(part, Image)]
+    calls = [f"{call.name}({call.arguments})" for call in message.tool_calls]
+    return {"role": message.role, "content": "\n".join([*filter(None, [message.text]), *calls]), "images": images}

@@ -1,0 +1,115 @@
+"""A person plays an episode over HTTP, on a real env worker; environments say what they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from opentinker.shared import api_types
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.state.plays import MAX_PLAYS
+from opentinker.shared.state.store import Store
+from tests.integration.rollout_worker.test_env_service import Workers, workers
+from tests.support.api import Http, bearing, fits, new_key_of
+
+__all__ = ["workers"]
+COUNTING = "tests.samples.env_samples:Counting"
+
+
+def played(name: str = "copy_digits", **config: Any) -> dict[str, Any]:
+    return {"environment": {"name": name, "config": config}}
+
+
+async def asked(http: Http, method: str, path: str, status: int, **request: Any) -> Any:
+    found, body = await http(method, path, **request)
+    assert found == status, body
+    return body
+
+
+async def begun(http: Http, body: dict[str, Any], status: int = 201) -> dict[str, Any]:
+    return dict(await asked(http, "POST", "/v1/plays", status, json=body))
+
+
+async def said(http: Http, episode: dict[str, Any], *texts: str, status: int = 200) -> dict[str, Any]:
+    body = {"turn": episode["turn"], "actions": [{"text": text} for text in texts]}
+    return dict(await asked(http, "POST", f"/v1/plays/{episode['id']}/turns", status, json=body))
+
+
+async def test_a_person_plays_until_the_episode_ends(http: Http, workers: Workers) -> None:
+    await workers.start("env-0")
+    episode = await begun(http, {**played(digits=3), "row": 1, "seed": 4})
+    fits(episode, api_types.PlayedEpisode)
+    (prompt,) = episode["prompts"]
+    (message,) = prompt["messages"]
+    digits = message["content"].removesuffix("=")
+    assert (message["role"], len(digits), episode["turn"], episode["done"]) == ("user", 3, 0, False)
+    ended = await said(http, episode, digits)
+    assert ended["done"] and ended["reward"] == 1.0 and ended["prompts"] == [] and ended["error"] == ""
+    gone = await said(http, ended, "1", status=404)
+    assert "may have ended" in str(gone)
+
+
+async def test_seats_act_in_turn_and_a_bot_takes_the_other(http: Http, workers: Workers) -> None:
+    await workers.start("env-0")
+    both = await begun(http, played("tictactoe"))
+    first = both["prompts"][0]["seat"]
+    second = (await said(http, both, "5"))["prompts"][0]["seat"]
+    assert first and second and first != second
+    alone = await begun(http, {**played("tictactoe"), "bots": {second: "random"}})
+    assert [(await said(http, alone, "5"))["prompts"][0]["seat"]] == [first]
+
+
+async def test_seats_that_act_together_answer_together(http: Http, workers: Workers) -> None:
+    await workers.start("env-0")
+    episode = await begun(http, played("matching_pennies"))
+    assert len(episode["prompts"]) == 2
+    refused = await said(http, episode, "heads", status=422)
+    assert "one for each prompt" in str(refused)
+    after = await said(http, episode, "heads", "heads")
+    assert after["rewards"] and not after["error"]
+
+
+async def test_a_turn_that_is_not_the_next_is_refused(http: Http, workers: Workers) -> None:
+    await workers.start("env-0")
+    episode = await begun(http, played(COUNTING))
+    assert (await said(http, episode, "a"))["turn"] == 1
+    assert "next turn of this episode is 1, not 0" in str(await said(http, episode, "b", status=409))
+
+
+async def test_what_cannot_be_played_says_why(http: Http, workers: Workers, ctx: Context) -> None:
+    none = await begun(http, played(), 409)
+    assert "no env worker answers" in str(none)
+    await workers.start("env-0")
+    wrong = await begun(http, played(digits=-1), 422)
+    assert "environment.config.digits" in str(wrong)
+    kept = await begun(http, played("math", path=f"{ctx.settings.data_dir}/jobs/j-bbbbbbbbbb/rows.jsonl"), 422)
+    assert "kept by the server" in str(kept)
+    unknown = await begun(http, {"environment": {"name": "copy_digits", "colour": 1}}, 422)
+    assert "environment.colour" in str(unknown)
+
+
+async def test_a_key_plays_a_few_at_a_time_and_the_oldest_ends(http: Http, workers: Workers) -> None:
+    await workers.start("env-0")
+    plays = [await begun(http, played(COUNTING)) for _ in range(MAX_PLAYS + 1)]
+    await said(http, plays[0], "a", status=404)
+    for one in plays[1:]:
+        assert (await said(http, one, "a"))["turn"] == 1
+    await asked(http, "DELETE", f"/v1/plays/{plays[1]['id']}", 200)
+    await said(http, plays[1], "a", status=404)
+
+
+async def test_nobody_else_plays_an_episode(http: Http, workers: Workers, store: Store) -> None:
+    await workers.start("env-0")
+    episode = await begun(http, played(COUNTING))
+    request = {"json": {"turn": 0, "actions": [{"text": "a"}]}, "headers": bearing(await new_key_of(store, "red"))}
+    await asked(http, "POST", f"/v1/plays/{episode['id']}/turns", 404, **request)
+
+
+async def test_an_environment_says_what_it_is(http: Http, workers: Workers) -> None:
+    await workers.start("env-0")
+    found = await asked(http, "GET", "/v1/environment?name=kuhn_poker", 200)
+    fits(found, api_types.EnvironmentDescription)
+    assert found["doc"].startswith("One hand.") and found["bots"] == ["equilibrium", "random"] and found["can_fork"]
+    assert found["settings"]["properties"]["rules"]["description"].startswith("Name the game")
+    blocking = await asked(http, "GET", "/v1/environment?name=tests.samples.listed_rows:Listed", 200)
+    assert blocking["settings"]["type"] == "object"
+    assert "no such environment" in str(await asked(http, "GET", "/v1/environment?name=kuhn_pocker", 422))
