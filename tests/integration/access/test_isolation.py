@@ -38,6 +38,7 @@ from opentinker.shared.types.env_protocol import (
     CloseSession,
     EnvCheck,
     EnvCheckReply,
+    EnvRows,
     SessionReply,
 )
 from opentinker.shared.types.errors import SpecError
@@ -279,6 +280,39 @@ async def test_settings_are_checked_by_the_package_in_a_sandbox(worker: Worker, 
 
 
 # --- attacks --------------------------------------------------------------------------------------------------------
+
+
+ROWS = """from opentinker import Environment, Step
+from opentinker.envs.base import DataRows, user
+
+class Few(DataRows):
+    def __len__(self):
+        return 3
+    def number(self, row):
+        return row % 3 if row < 9 else "many"
+    def prompt(self, number):
+        return [user(f"row {number}")] if number else 7
+
+class Small(Environment):
+    @classmethod
+    def rows(cls, config):
+        return Few()
+    async def open(self, row, seed):
+        return [user(f"row {row % 3}")]
+"""
+
+
+async def test_rows_of_an_upload_are_listed_in_its_sandbox(worker: Worker, tmp_path: Path) -> None:
+    name = worker.push(package(tmp_path / "package", small__py=ROWS))
+    asked = EnvRows(name=name, config={}, isolation="sandbox", job="j", text="ROW 2", numbers=[0, 2])
+    reply = await worker.host.rows(asked)
+    assert (reply.problem, reply.count, reply.found) == ("", 3, [2])
+    wrong, right = reply.rows
+    assert right.messages[0].text == "row 2" and "int" in wrong.problem
+    _, opened = await worker.open(name)
+    assert opened.row == 0
+    request = msgspec.structs.replace(opening(name, "many", row=9), isolation="sandbox")
+    assert (await worker.sessions.open(request)).failure is Ending.ENV_BAD_REPLY
 
 
 async def test_attacks_get_errors_and_everybody_goes_on(worker: Worker, tmp_path: Path, listening: str) -> None:
