@@ -251,7 +251,7 @@ class Environment(ABC):
         cls(config)
 
     @classmethod
-    def rows(cls, config: BaseModel) -> DataRows | None:
+    def data_rows(cls, config: BaseModel) -> DataRows | None:
         """Return the rows that episodes with this config begin with; None if there are none, as in a game.
 
         `opentinker rows` and the dashboard list them, with how often each was solved. Called in a thread.

@@ -7,11 +7,11 @@ from functools import lru_cache
 from typing import Annotated, Any, ClassVar
 
 import msgspec
-from pydantic import Field
+from pydantic import BaseModel, Field
 
 from opentinker.envs.adapters.answers import ANSWER_S, harmless, within
 from opentinker.envs.adapters.library import LibraryConfig, Randomness, check_known
-from opentinker.envs.base import Action, Environment, Step, user
+from opentinker.envs.base import Action, DataRows, Environment, Step, user
 from opentinker.shared.types.core import Message
 
 CACHED = 16
@@ -54,14 +54,18 @@ class ReasoningGym(Environment):
     config: Config
     blocking = True
 
+    @classmethod
+    def data_rows(cls, config: BaseModel) -> Questions:
+        assert isinstance(config, cls.Config)
+        return Questions(config)
+
     async def open(self, row: int, seed: int) -> list[Message]:
         config = self.config
         self._randomness = Randomness(config.seed + row % config.rows)
         with self._randomness:
-            encoded = msgspec.json.encode(config.config, order="sorted")
-            self._dataset = _made(config.dataset, config.seed, config.rows, encoded)
+            self._dataset = _dataset_of(config)
             self._entry: dict[str, Any] = self._dataset[row % config.rows]
-        return [user("\n\n".join(filter(None, [self._entry["question"], config.instruction])))]
+        return _prompt_of(config, self._entry)
 
     async def step(self, action: Action) -> Step:
         from reasoning_gym.utils import extract_answer
@@ -100,6 +104,31 @@ class ReasoningGym(Environment):
         except Exception:  # noqa: BLE001 - the library's scoring has met a text that it did not expect: no right answer
             return None
         return score if 0.0 <= score <= 1.0 else None
+
+
+class Questions(DataRows):
+    """Questions that are generated when they are looked at."""
+
+    def __init__(self, config: ReasoningGym.Config) -> None:
+        self._config = config
+
+    def __len__(self) -> int:
+        return self._config.rows
+
+    def number(self, row: int) -> int:
+        return row % self._config.rows
+
+    def prompt(self, number: int) -> list[Message]:
+        with Randomness(self._config.seed + number):
+            return _prompt_of(self._config, _dataset_of(self._config)[number])
+
+
+def _dataset_of(config: ReasoningGym.Config) -> Any:
+    return _made(config.dataset, config.seed, config.rows, msgspec.json.encode(config.config, order="sorted"))
+
+
+def _prompt_of(config: ReasoningGym.Config, entry: dict[str, Any]) -> list[Message]:
+    return [user("\n\n".join(filter(None, [entry["question"], config.instruction])))]
 
 
 @lru_cache(CACHED)

@@ -52,7 +52,7 @@ class SkyRLGym(Environment):
         _made(config, read(config).rows[0])
 
     @classmethod
-    def rows(cls, config: BaseModel) -> TableRows:
+    def data_rows(cls, config: BaseModel) -> TableRows:
         assert isinstance(config, cls.Config)
         column = config.prompt
         return TableRows(read(config), config, lambda row: _messages(_prompt_of(row, column)))

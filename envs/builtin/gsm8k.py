@@ -54,7 +54,7 @@ class Gsm8k(Environment):
     config: Config
 
     @classmethod
-    def rows(cls, config: BaseModel) -> Questions:
+    def data_rows(cls, config: BaseModel) -> Questions:
         assert isinstance(config, cls.Config)
         return Questions(config, read(config.split))
 

@@ -55,7 +55,7 @@ class Math(Environment):
     config: Config
 
     @classmethod
-    def rows(cls, config: BaseModel) -> TableRows:
+    def data_rows(cls, config: BaseModel) -> TableRows:
         assert isinstance(config, cls.Config)
         return TableRows(read(config), config, partial(prompt_of, config))
 

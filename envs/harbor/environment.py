@@ -53,7 +53,7 @@ class Harbor(Environment):
         check_set(config.tasks)
 
     @classmethod
-    def rows(cls, config: BaseModel) -> TaskRows:
+    def data_rows(cls, config: BaseModel) -> TaskRows:
         assert isinstance(config, cls.Config)
         return TaskRows(config.tasks, config.instruction)
 

@@ -34,7 +34,7 @@ def list_rows(name: str, request: EnvRows, *, modules: bool) -> EnvRowsReply:
     """Answer a request. `name`: of the environment in this process. Blocking."""
     try:
         found, settings = check(name, request.config or {}, modules=modules)
-        rows = found.rows(settings)
+        rows = found.data_rows(settings)
         if rows is None:
             return EnvRowsReply()
         count = min(len(rows), MAX_ROWS)

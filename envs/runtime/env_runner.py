@@ -40,7 +40,7 @@ from opentinker.shared.types.env_protocol import (
 from opentinker.shared.types.error_text import error_tail
 from opentinker.shared.types.errors import OpenTinkerError
 
-DEFAULT_ROWS = Environment.__dict__["rows"].__func__
+DEFAULT_ROWS = Environment.__dict__["data_rows"].__func__
 """Of environments that list no rows: they need no thread to say so."""
 
 
@@ -170,9 +170,9 @@ class LocalEnvRunner:
 
 async def _number_of(made: Environment, row: int) -> int | None:
     """Return which row of its data set the environment plays; None if it has none. Raise any exception of user code."""
-    if getattr(type(made).rows, "__func__", None) is DEFAULT_ROWS:
+    if getattr(type(made).data_rows, "__func__", None) is DEFAULT_ROWS:
         return None
-    rows = await asyncio.to_thread(made.rows, made.config)
+    rows = await asyncio.to_thread(made.data_rows, made.config)
     number = None if rows is None else rows.number(row)
     if number is not None and not (type(number) is int and 0 <= number < MAX_ROWS):
         raise BadReply(f"number() must return an int from 0 to {MAX_ROWS:,}, not {kind_of(number)}")

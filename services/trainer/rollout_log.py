@@ -66,8 +66,10 @@ class RolloutLog:
         of_groups = [(group, [next(advantages) for _ in group.trajectories]) for group in batch]
         found = [episode for group, own in of_groups for episode in episodes_of(group, own, self._kept)]
         episodes = found[: self._kept]
+        shown = {one.get("row") for one in episodes}
+        rows = [msgspec.structs.replace(play, kept=row in shown) for row, play in by_row(plays).items()]
         try:
-            await asyncio.to_thread(self._write, version, line, episodes, list(by_row(plays).values()))
+            await asyncio.to_thread(self._write, version, line, episodes, rows)
             self._refused = False
         except OSError as error:
             if not self._refused:

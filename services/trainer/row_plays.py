@@ -20,10 +20,5 @@ def plays_of(group: Group, solved_at: float) -> RowPlays | None:
             seats = rewards.setdefault(one.index, {})
             seats[one.seat] = seats.get(one.seat, 0.0) + one.reward
     means = [math.fsum(seats.values()) / len(seats) for seats in rewards.values()]
-    return RowPlays(
-        row=row,
-        played=len(means),
-        solved=sum(mean >= solved_at for mean in means),
-        reward=math.fsum(means),
-        kept=any(one.transcript is not None for one in group.trajectories),
-    )
+    solved = sum(mean >= solved_at for mean in means)
+    return RowPlays(row=row, played=len(means), solved=solved, reward=math.fsum(means))

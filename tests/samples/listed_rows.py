@@ -25,7 +25,7 @@ class Listed(Environment):
     blocking = True
 
     @classmethod
-    def rows(cls, config: BaseModel) -> DataRows:
+    def data_rows(cls, config: BaseModel) -> DataRows:
         return Few()
 
     async def open(self, row: int, seed: int) -> list[Message]:
@@ -37,7 +37,7 @@ class Listed(Environment):
 
 class Raises(Listed):
     @classmethod
-    def rows(cls, config: BaseModel) -> DataRows:
+    def data_rows(cls, config: BaseModel) -> DataRows:
         raise OSError("the shelf is empty")
 
 
@@ -70,7 +70,7 @@ class Said(Environment):
     config: Config
 
     @classmethod
-    def rows(cls, config: BaseModel) -> Digits:
+    def data_rows(cls, config: BaseModel) -> Digits:
         assert isinstance(config, cls.Config)
         return Digits(config.count)
 

@@ -37,8 +37,8 @@ RENDERS = 2
 """Processes that render at the same time; more requests wait."""
 TEXT_CHARACTERS = 200
 ENDLESS = (
-    "makes up its episodes, or does not list its rows: gsm8k, math, skyrl_gym and harbor list theirs, and so does a"
-    " class that defines `rows`"
+    "makes up its episodes, or does not list its rows: gsm8k, math, reasoning_gym, skyrl_gym and harbor list"
+    " theirs, and so does a class that defines `data_rows`"
 )
 ELSEWHERE = "is played elsewhere, and cannot list its rows: only environments that env workers play can"
 OFFSET = Integer("offset", "Rows that are skipped.", high=2**40)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from opentinker.services.trainer.row_plays import plays_of
-from opentinker.shared.data.row_log import RowPlays
+from opentinker.shared.data.row_log import RowPlays, added
 from opentinker.shared.types.core import Discard, WeightVersion
 from opentinker.shared.types.pools import Outcomes
 from opentinker.shared.types.trajectories import Group
@@ -72,8 +72,8 @@ class Assembler:
     """Groups without a turn of the policy discarded since the last batch was taken."""
     uncounted: list[dict[str, Outcomes]] = field(default_factory=list)
     """Outcomes of groups of equal rewards discarded since the last step: they are results nevertheless."""
-    unlogged: list[RowPlays] = field(default_factory=list)
-    """Rows of groups discarded since the last step: they were played nevertheless."""
+    unlogged: dict[int, RowPlays] = field(default_factory=dict)
+    """By row, episodes of groups discarded since the last step: they were played nevertheless."""
     overtaken: int = 0
     """Groups discarded because an opponent had moved, since the trainer began to wait for a batch."""
 
@@ -144,16 +144,17 @@ class Assembler:
                     self.barren += 1
                     self.uncounted.append(group.outcomes)
                 if reason is not Discard.FROM_FUTURE and (plays := plays_of(group, self.solved_at)) is not None:
-                    self.unlogged.append(plays)
+                    had = self.unlogged.get(plays.row)
+                    self.unlogged[plays.row] = plays if had is None else added(had, plays)
                 self.absent += reason == Discard.ABSENT
                 self.overtaken += reason == Discard.OPPONENT_MOVED
                 dropped.setdefault(reason, []).append(group.seq)
         return dropped
 
     def pop_unlogged(self) -> list[RowPlays]:
-        """Return the rows of groups discarded since the last step; each once."""
-        found, self.unlogged = self.unlogged, []
-        return found
+        """Return the episodes of groups discarded since the last step, by row; each once."""
+        found, self.unlogged = self.unlogged, {}
+        return list(found.values())
 
     def pop_uncounted(self) -> list[dict[str, Outcomes]]:
         """Return the outcomes of groups discarded for the batch that was just trained; each once."""

@@ -295,7 +295,7 @@ class Few(DataRows):
 
 class Small(Environment):
     @classmethod
-    def rows(cls, config):
+    def data_rows(cls, config):
         return Few()
     async def open(self, row, seed):
         return [user(f"row {row % 3}")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -11,9 +12,10 @@ from opentinker.envs.base import user
 from opentinker.envs.registry import make
 from opentinker.envs.runtime.env_runner import LocalEnvRunner
 from opentinker.services.trainer.batch.assembler import Assembler
+from opentinker.services.trainer.rollout_log import RolloutLog
 from opentinker.services.trainer.row_plays import plays_of
 from opentinker.shared.data.row_log import NAME, Point, RowLog, RowPlays, RowStep, by_row, read, series
-from opentinker.shared.types.core import Ending, WeightVersion
+from opentinker.shared.types.core import Ending, Message, WeightVersion
 from opentinker.shared.types.env_protocol import OpenSession
 from opentinker.shared.types.trajectories import Group
 from tests.support.factories import group_of, make_trajectory
@@ -92,13 +94,21 @@ def test_discarded_groups_were_played_nevertheless() -> None:
     assert assembler.pop_unlogged() == [], "tokens of rolled-back weights are not of this lineage"
 
 
+async def test_rows_are_marked_whose_episodes_can_be_read(tmp_path: Path) -> None:
+    said = [Message(role="user", content="?")]
+    groups = [of_row(row, 1.0, 0.0, seq=row, transcript=said) for row in (3, 4)]
+    plays = [found for group in groups if (found := plays_of(group, 1.0)) is not None]
+    await RolloutLog(tmp_path, 2, MagicMock()).step(WeightVersion(1, 1), 0.0, groups, {}, plays=[*plays, played(3)])
+    assert read(tmp_path) == [step(1, RowPlays(3, 6, 2, 2.0, True), RowPlays(4, 2, 1, 1.0))]
+
+
 @pytest.mark.parametrize(("environment", "row"), [("gsm8k", 7473 + 5), ("copy_digits", 3)])
 async def test_an_open_says_which_row_is_played(environment: str, row: int) -> None:
     player = LocalEnvRunner("w", modules=False)
     request = OpenSession(job="j", session="s", environment=environment, config={}, row=row, seed=1, deadline_s=9.0)
     reply = await player.open(request)
     await player.close()
-    rows = type(made := make(environment, {})).rows(made.config)
+    rows = type(made := make(environment, {})).data_rows(made.config)
     if environment == "copy_digits":
         assert reply.row is None and rows is None
         return
