@@ -4,8 +4,9 @@ files of the job, which blocks."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -112,19 +113,50 @@ def of_evaluation(results: Path, solved_at: float, kept: int) -> PlayedRows:
     return found
 
 
-def chosen(
-    rows: Sequence[int] | range, played: dict[int, RowCounts], order: str, low: float | None, high: float | None
-) -> Sequence[int]:
-    """Return the rows whose solved share is from `low` to `high`, in order. With a bound, and last in every order but
-    that of rows, are those that were not played."""
-    if low is not None or high is not None:
-        least, most = low or 0.0, 1.0 if high is None else high
-        rows = [row for row in rows if row in played and least <= played[row].share <= most]
-    name, falls = order.removeprefix("-"), order.startswith("-")
+class RowChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """Which rows are wanted, and in which order."""
+
+    order: str
+    low: float | None = None
+    """Smallest solved share."""
+    high: float | None = None
+    """Largest solved share. With a bound, rows that were not played are not wanted."""
+
+    def passes(self, one: RowCounts) -> bool:
+        return (self.low is None or one.share >= self.low) and (self.high is None or one.share <= self.high)
+
+
+def page_of(
+    rows: Sequence[int], played: dict[int, RowCounts], choice: RowChoice, offset: int, limit: int
+) -> tuple[int, list[int]]:
+    """Return the number of wanted rows, and a page of them. `rows`: all, as a range from 0, or some in order. Rows that
+    were not played are last in every order but that of rows. Takes no longer for a longer range."""
+    name, falls = choice.order.removeprefix("-"), choice.order.startswith("-")
+    among = rows if isinstance(rows, range) else set(rows)
+    known = sorted(row for row in played if row in among)
+    is_bounded = choice.low is not None or choice.high is not None
+    wanted = [row for row in known if choice.passes(played[row])] if is_bounded else rows
     if name == "row":
-        return rows[::-1] if falls else rows
-    return [*_sorted((row for row in rows if row in played), played, name, falls=falls),
-            *(row for row in rows if row not in played)]  # fmt: skip
+        ordered = wanted[::-1] if falls else wanted
+        return len(wanted), list(ordered[offset : offset + limit])
+    first = _sorted(wanted if is_bounded else known, played, name, falls=falls)
+    page = first[offset : offset + limit]
+    skipped = max(0, offset - len(first))
+    if is_bounded or len(page) == limit or skipped >= len(rows) - len(known):
+        return len(wanted), page
+    return len(wanted), [*page, *islice(_unplayed(rows, known, skipped), limit - len(page))]
+
+
+def _unplayed(rows: Sequence[int], known: Sequence[int], skipped: int) -> Iterator[int]:
+    """Yield the rows that are not among `known`, after the first `skipped` of them."""
+    others = set(known)
+    if not isinstance(rows, range):
+        yield from islice((row for row in rows if row not in others), skipped, None)
+        return
+    first = skipped
+    for row in known:  # each one up to there moves it by one
+        first += row <= first
+    yield from (row for row in range(first, len(rows)) if row not in others)
 
 
 def _sorted(rows: Iterable[int], played: dict[int, RowCounts], name: str, *, falls: bool) -> list[int]:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
 from opentinker.services.scheduler.data_rows import row_table
-from opentinker.services.scheduler.data_rows.row_table import ORDERS, PlayedRows, RowCounts, chosen
+from opentinker.services.scheduler.data_rows.row_table import ORDERS, PlayedRows, RowCounts
 from opentinker.services.scheduler.http.errors import json_response
 from opentinker.services.scheduler.http.jobs import POLICY, JobsApi
 from opentinker.services.scheduler.http.route_decorator import Choice, Integer, Parameter, Route
@@ -144,8 +145,9 @@ class RowsApi:
         reply = await self._asked(job.id, ask)
         assert reply.count is not None
         passed = reply.found if wanted.text else range(reply.count)
-        matching = chosen(passed, played.rows, wanted.sort, wanted.low, wanted.high)
-        page = list(matching[wanted.offset : wanted.offset + wanted.limit])
+        choice = row_table.RowChoice(order=wanted.sort, low=wanted.low, high=wanted.high)
+        pick = partial(row_table.page_of, passed, played.rows, choice, wanted.offset, wanted.limit)
+        total, page = await asyncio.to_thread(pick)
         rows = await self._prompts(job.id, msgspec.structs.replace(ask, text=""), page, reply)
         asked = RowsToRender(
             base=spec.model.base,
@@ -157,7 +159,7 @@ class RowsApi:
         found = await self._rendered(asked)
         return {
             "rows": _shown(found.rows, played.rows),
-            "total": len(matching),
+            "total": total,
             "count": reply.count,
             "searched": reply.searched if wanted.text else reply.count,
             "played": len(played.rows),
