@@ -9,6 +9,7 @@ import "./style.css";
 import { apply, toggle, useTheme } from "./theme.ts";
 import { Cluster } from "./views/cluster.tsx";
 import { Compare } from "./views/compare.tsx";
+import { EnvironmentView, JobPlay } from "./views/environment.tsx";
 import { CheckView, Environments } from "./views/environments.tsx";
 import { JobView } from "./views/job.tsx";
 import { Jobs } from "./views/jobs.tsx";
@@ -83,6 +84,8 @@ function View({ shared }: { shared: string[] }): JSX.Element {
   if (view === "cluster") return <Cluster />;
   if (view === "compare") return <Compare ids={(id ?? "").split(",").filter(Boolean)} view={part ?? ""} />;
   if (view === "environments") return id ? <CheckView key={id} id={id} /> : <Environments />;
+  if (view === "environment" && id) return <EnvironmentView key={id} name={id} />;
+  if (view === "play" && id) return <JobPlay key={`${id} ${part}`} id={id} row={part ?? "0"} />;
   if (view === "sweeps") return id ? <SweepView key={id} id={id} /> : <Sweeps />;
   if (view === "submit") return <Submit from={id ?? ""} step={part ?? ""} />;
   if (view === "jobs" && id) return <JobView key={id} id={id} part={part ?? "curves"} at={at ?? ""} />;
@@ -131,7 +134,7 @@ function Head({ me, leave }: { me: Me | null; leave: () => void }): JSX.Element 
       {me && !me.jobs.length && (
         <nav>
           {link("", "Jobs", view === undefined || view === "jobs" || view === "sweeps")}
-          {me.scopes.includes("environments:read") && link("environments", "Environments", view === "environments")}
+          {me.scopes.includes("environments:read") && link("environments", "Environments", view === "environments" || view === "environment")}
           {link("cluster", "Cluster", view === "cluster")}
           {me.scopes.includes("jobs:write") && link("submit", "Submit", view === "submit")}
           <a class="wide" href="/docs">

@@ -94,6 +94,37 @@ export interface Pushed {
   pushed: number;
 }
 
+/** What the author of an environment says about it. */
+export interface About {
+  name: string;
+  doc: string;
+  settings: { properties?: Record<string, Json>; required?: string[] };
+  bots: string[];
+  can_fork: boolean;
+}
+
+/** What one seat sees next in an episode that a person plays. */
+export interface PlayedPrompt {
+  seat: string;
+  stream: string;
+  messages: { role: string; content: string; images: string[] }[];
+  tools: { name: string; description: string; parameters: Json }[];
+}
+
+export interface PlayedEpisode {
+  id: string;
+  environment: string;
+  turn: number;
+  prompts: PlayedPrompt[];
+  reward: number;
+  components: Record<string, number>;
+  rewards: Record<string, Record<string, number>>;
+  metrics: Record<string, number>;
+  done: boolean;
+  truncated: boolean;
+  error: string;
+}
+
 /** A report of `opentinker env check --save`. */
 export interface CheckSummary {
   id: string;

@@ -2,7 +2,7 @@
 
 import type { JSX } from "preact";
 import { useState } from "preact/hooks";
-import { useAsked, useSettled } from "../hooks.ts";
+import { useAsked, useMay, useSettled } from "../hooks.ts";
 import { job as path } from "../lib/api.ts";
 import { PAGE, percent, queryOf, shareLine, SHARES, summary, type DataRow, type DataRows } from "../lib/data.ts";
 import { policiesOf } from "../lib/policies.ts";
@@ -149,6 +149,7 @@ function Curve({ row, width, height }: { row: DataRow; width: number; height: nu
 function Opened({ job, row, plays }: { job: JobDetail; row: DataRow; plays: boolean }): JSX.Element {
   const images = row.images ? ` and ${row.images} ${row.images === 1 ? "image" : "images"}` : "";
   const kept = row.kept.slice(-LINKED);
+  const may = useMay("jobs:write");
   return (
     <>
       <Facts
@@ -174,6 +175,11 @@ function Opened({ job, row, plays }: { job: JobDetail; row: DataRow; plays: bool
         ]}
       />
       {plays && <Curve row={row} {...LARGE} />}
+      {plays && may && (
+        <p>
+          <a href={`#/play/${job.id}/${row.row}`}>Play it yourself</a>
+        </p>
+      )}
       {row.problem && <p class="problem">{row.problem}</p>}
       {row.prompt && (
         <p class="message">

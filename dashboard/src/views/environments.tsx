@@ -9,12 +9,16 @@ import { Empty, Facts, Head, Said } from "../parts.tsx";
 const LOOK_S = 10;
 
 export function Environments(): JSX.Element {
-  const pushed = useAsked<{ environments: Pushed[] }>("/v1/environments", LOOK_S);
+  const pushed = useAsked<{ environments: Pushed[]; built_in: string[] }>("/v1/environments", LOOK_S);
   const checks = useAsked<{ checks: CheckSummary[] }>("/v1/checks", LOOK_S);
   return (
     <>
       <h1 class="unseen">Environments</h1>
       <Said problem={pushed.problem ?? checks.problem} />
+      <section class="card">
+        <h2>Built in</h2>
+        {pushed.value && <BuiltIn names={pushed.value.built_in} />}
+      </section>
       <section class="card">
         <h2>Checks</h2>
         {checks.value && <Checks checks={checks.value.checks} />}
@@ -24,6 +28,19 @@ export function Environments(): JSX.Element {
         {pushed.value && <PushedTable pushed={pushed.value.environments} />}
       </section>
     </>
+  );
+}
+
+function BuiltIn({ names }: { names: string[] }): JSX.Element {
+  if (!names.length) return <Empty>No env worker is running; they offer environments.</Empty>;
+  return (
+    <ul class="names">
+      {names.map((name) => (
+        <li key={name}>
+          <a href={`#/environment/${encodeURIComponent(name)}`}>{name}</a>
+        </li>
+      ))}
+    </ul>
   );
 }
 
@@ -72,7 +89,9 @@ function PushedTable({ pushed }: { pushed: Pushed[] }): JSX.Element {
       <tbody>
         {pushed.map((one) => (
           <tr key={one.name}>
-            <td data-label="Name">{one.name}</td>
+            <td data-label="Name">
+              <a href={`#/environment/${encodeURIComponent(`upload:${one.name}`)}`}>{one.name}</a>
+            </td>
             <td data-label="Class">
               <code>{one.class}</code>
             </td>

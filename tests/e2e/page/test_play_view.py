@@ -1,0 +1,59 @@
+"""Environments in the page: what they are, and an episode that a person plays."""
+
+from __future__ import annotations
+
+from playwright.async_api import expect
+
+from tests.e2e.page.conftest import IN_BROWSER, Open
+from tests.integration.rollout_worker.test_env_service import Workers, workers
+from tests.support.api import SPEC, Http
+
+__all__ = ["workers"]
+pytestmark = IN_BROWSER
+
+
+async def test_an_environment_is_read_and_played(opened: Open, http: Http, workers: Workers) -> None:
+    await workers.start("env-0")
+    tab = await opened(http.url, "environments")
+    await tab.page.get_by_role("link", name="copy_digits").click()
+    await expect(tab.page.locator("h1")).to_have_text("copy_digits")
+    digits = tab.page.locator("tr", has_text="digits").first
+    await expect(digits).to_contain_text("integer")
+    await tab.shows("opentinker env check copy_digits --save")
+    config = tab.page.get_by_label("Config, as JSON")
+    await config.fill("[3]")
+    await tab.page.get_by_role("button", name="Begin").click()
+    await tab.shows("The config is not an object")
+    await config.fill('{"digits": 4}')
+    await tab.page.get_by_label("Row").fill("2")
+    await tab.page.get_by_role("button", name="Begin").click()
+    prompt = tab.page.locator(".message.user .words")
+    await expect(prompt).to_contain_text("=")
+    asked = (await prompt.inner_text()).removesuffix("=")
+    assert len(asked) == 4 and asked.isdigit()
+    await tab.page.get_by_label("Your answer").fill(asked)
+    await tab.page.get_by_role("button", name="Answer").click()
+    await tab.shows("It has ended. Reward 1.")
+    await tab.page.get_by_role("button", name="Play again").click()
+    await expect(tab.page.get_by_role("button", name="Begin")).to_be_visible()
+    assert tab.complaints == []
+
+
+async def test_a_wrong_config_is_refused_in_words(opened: Open, http: Http, workers: Workers) -> None:
+    await workers.start("env-0")
+    tab = await opened(http.url, "environment", "copy_digits")
+    await tab.page.get_by_label("Config, as JSON").fill('{"digit": 4}')
+    await tab.page.get_by_role("button", name="Begin").click()
+    await tab.shows("did you mean digits?")
+
+
+async def test_a_row_of_a_job_is_played_with_both_seats(opened: Open, http: Http, workers: Workers) -> None:
+    job = await http.job({**SPEC, "environment": {"name": "matching_pennies"}, "seats": {}})
+    await workers.start("env-0")
+    tab = await opened(http.url, "play", job, "0")
+    fields = tab.page.locator("textarea")
+    await expect(fields).to_have_count(2)
+    for at in range(2):
+        await fields.nth(at).fill("heads")
+    await tab.page.get_by_role("button", name="Answer").click()
+    await expect(tab.page.get_by_role("status")).to_contain_text(": ")
