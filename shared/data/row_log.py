@@ -13,7 +13,7 @@ import contextlib
 from collections.abc import Iterable, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -36,8 +36,8 @@ class RowPlays(msgspec.Struct, frozen=True, array_like=True):
     """Whether people can read one of them."""
 
 
-class RowStep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A line: a step, or several that were merged."""
+class StepLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The step of a line, or several that were merged."""
 
     epoch: int
     step: int
@@ -46,7 +46,22 @@ class RowStep(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The first of several; 0: one step."""
     cut: bool = False
     """Whether steps before this line were left out."""
+
+
+class RowStep(StepLine, frozen=True, kw_only=True, omit_defaults=True):
+    """A line."""
+
     rows: list[RowPlays]
+
+
+class FlatStep(StepLine, frozen=True, kw_only=True, omit_defaults=True):
+    """A line, for those who read hundreds of thousands of rows."""
+
+    rows: list[tuple[int, int, int, float, bool]]
+    """Fields of RowPlays."""
+
+
+L = TypeVar("L", bound=StepLine)
 
 
 class RowLog:
@@ -66,7 +81,7 @@ class RowLog:
             file.write(msgspec.json.encode(step) + b"\n")
             size = file.tell()
         if size > self._max_bytes:
-            lines = shortened(read(self._path.parent), self._max_bytes // 2)
+            lines = shortened(read(self._path.parent, RowStep), self._max_bytes // 2)
             replace_durably(self._path, b"".join(lines))
 
     def _ends_whole(self) -> bool:
@@ -75,13 +90,14 @@ class RowLog:
             return file.read(1) == b"\n"
 
 
-def read(home: Path) -> list[RowStep]:
+def read(home: Path, kind: type[L]) -> list[L]:
     """Return the steps of the lineage, oldest first: a line replaces earlier ones from its step on. Blocking."""
-    found: list[RowStep] = []
+    found: list[L] = []
+    decoder = msgspec.json.Decoder(kind)
     with contextlib.suppress(FileNotFoundError), (home / NAME).open("rb") as lines:
         for line in lines:
             with contextlib.suppress(msgspec.MsgspecError):  # half a line, of a process that was killed
-                step = msgspec.json.decode(line, type=RowStep)
+                step = decoder.decode(line)
                 while found and found[-1].step >= (step.first or step.step):
                     found.pop()
                 found.append(step)

@@ -4,18 +4,23 @@ files of the job, which blocks."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
-from opentinker.shared.data.row_log import Point, read, series
+from opentinker.shared.data.row_log import FlatStep, Point, RowPlays, read, series
 from opentinker.shared.types.core import Ending, WeightVersion
 from opentinker.shared.types.manifest import name_of
 
+FIELDS = len(RowPlays.__struct_fields__)
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 ORDERS = ("row", "solved", "played", "reward")
 MAX_POINTS = 32
 """Points of a row's series."""
@@ -23,65 +28,47 @@ MAX_KEPT = 20
 """Steps with kept episodes that are named with a row, the newest."""
 
 
-@dataclass
-class RowCounts:
-    """Of one row."""
-
-    played: int = 0
-    solved: int = 0
-    reward: float = 0.0
-    """Sum over its episodes."""
-    points: list[Point] = field(default_factory=list)
-    """By step, oldest first."""
-    kept: list[int] = field(default_factory=list)
-    """Steps with episodes of it that can be read."""
-
-    @property
-    def share(self) -> float:
-        return self.solved / self.played
-
-    def add(self, point: Point, reward: float, kept: bool) -> None:
-        self.played += point.played
-        self.solved += point.solved
-        self.reward += reward
-        self.points.append(point)
-        if kept:
-            self.kept.append(point.step)
-
-    def shown(self) -> dict[str, Any]:
-        return {
-            "played": self.played,
-            "reward": self.reward / self.played if self.played else None,
-            "solved": self.share if self.played else None,
-            "series": [
-                {"step": one.step, "played": one.played, "solved": one.solved / one.played}
-                for one in series(self.points, MAX_POINTS)
-            ],
-            "kept": self.kept[-MAX_KEPT:],
-        }
-
-
-@dataclass
 class PlayedRows:
-    rows: dict[int, RowCounts] = field(default_factory=dict)
-    first_step: int = 0
-    """Earlier steps were left out of the job's file; 0: none were."""
+    """How rows were played. Entry E is a row in a step; row R is one of `rows`, which are in ascending order."""
+
+    def __init__(self, steps_E: Sequence[int] | Ints, table: Floats, first_step: int = 0) -> None:
+        """`table`: the fields of RowPlays of each entry. `first_step`: earlier steps were left out of the file; 0: none
+        were."""
+        rows_E, self._played_E, self._solved_E, rewards_E, self._kept_E = table.T
+        self._steps_E, self.first_step = np.asarray(steps_E), first_step
+        self.rows, self._place_E = np.unique(rows_E.astype(np.int64), return_inverse=True)
+        total = partial(np.bincount, self._place_E, minlength=len(self.rows))
+        self.played_R, solved_R, reward_R = total(self._played_E), total(self._solved_E), total(rewards_E)
+        self.solved_R, self.reward_R = solved_R / self.played_R, reward_R / self.played_R
+
+    def shown(self, row: int) -> dict[str, Any]:
+        """Return the counts of a row, as the API has them."""
+        place = int(np.searchsorted(self.rows, row))
+        if place == len(self.rows) or self.rows[place] != row:
+            return {"played": 0, "reward": None, "solved": None, "series": [], "kept": []}
+        own_E = np.flatnonzero(self._place_E == place)
+        columns = (self._steps_E[own_E], self._played_E[own_E], self._solved_E[own_E])
+        points = series([Point(int(s), int(p), int(w)) for s, p, w in zip(*columns, strict=True)], MAX_POINTS)
+        return {
+            "played": int(self.played_R[place]),
+            "reward": float(self.reward_R[place]),
+            "solved": float(self.solved_R[place]),
+            "series": [{"step": one.step, "played": one.played, "solved": one.solved / one.played} for one in points],
+            "kept": [int(step) for step in self._steps_E[own_E[self._kept_E[own_E] > 0]][-MAX_KEPT:]],
+        }
 
 
 def of_training(home: Path) -> PlayedRows:
     """Return the counts of a job that trains, or of one of its policies."""
-    found = PlayedRows()
-    steps, files = read(home), set[str]()
+    steps, files = read(home, FlatStep), set[str]()
     with contextlib.suppress(FileNotFoundError):
         files = {path.stem for path in (home / "rollouts").iterdir()}
-    if steps and steps[0].cut:
-        found.first_step = steps[0].first or steps[0].step
-    for step in steps:
-        for one in step.rows:
-            kept = one.kept and not step.first and name_of(step.step) in files
-            point = Point(step.step, one.played, one.solved)
-            found.rows.setdefault(one.row, RowCounts()).add(point, one.reward, kept)
-    return found
+    sizes = [len(step.rows) for step in steps]
+    table = np.array([row for step in steps for row in step.rows], dtype=np.float64).reshape(-1, FIELDS)
+    is_there = [not step.first and name_of(step.step) in files for step in steps]
+    table[:, -1] *= np.repeat(is_there, sizes)
+    numbers_E = np.repeat([step.step for step in steps], sizes)
+    return PlayedRows(numbers_E, table, (steps[0].first or steps[0].step) if steps and steps[0].cut else 0)
 
 
 class EvaluatedRow(msgspec.Struct):
@@ -96,7 +83,7 @@ class EvaluatedRow(msgspec.Struct):
 
 def of_evaluation(results: Path, solved_at: float, kept: int) -> PlayedRows:
     """Return the counts of an eval job. `kept`: number of episodes, from the first, that can be read."""
-    found, seen = PlayedRows(), set[int]()
+    seen = set[int]()
     totals: dict[int, list[EvaluatedRow]] = {}
     with contextlib.suppress(FileNotFoundError), results.open("rb") as lines:
         for line in lines:
@@ -105,12 +92,18 @@ def of_evaluation(results: Path, solved_at: float, kept: int) -> PlayedRows:
                 if one.row is not None and not one.ending.failed and one.index not in seen:
                     seen.add(one.index)
                     totals.setdefault(one.row, []).append(one)
-    for row, episodes in totals.items():
-        solved = sum(one.reward >= solved_at for one in episodes)
-        point = Point(episodes[0].version.step, len(episodes), solved)
-        is_kept = any(one.index < kept for one in episodes)
-        found.rows.setdefault(row, RowCounts()).add(point, sum(one.reward for one in episodes), is_kept)
-    return found
+    steps = [episodes[0].version.step for episodes in totals.values()]
+    entries = [
+        (
+            row,
+            len(episodes),
+            sum(one.reward >= solved_at for one in episodes),
+            sum(one.reward for one in episodes),
+            any(one.index < kept for one in episodes),
+        )
+        for row, episodes in totals.items()
+    ]
+    return PlayedRows(steps, np.array(entries, dtype=np.float64).reshape(-1, FIELDS))
 
 
 class RowChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,29 +115,35 @@ class RowChoice(msgspec.Struct, frozen=True, kw_only=True):
     high: float | None = None
     """Largest solved share. With a bound, rows that were not played are not wanted."""
 
-    def passes(self, one: RowCounts) -> bool:
-        return (self.low is None or one.share >= self.low) and (self.high is None or one.share <= self.high)
+    @property
+    def is_bounded(self) -> bool:
+        return self.low is not None or self.high is not None
 
 
 def page_of(
-    rows: Sequence[int], played: dict[int, RowCounts], choice: RowChoice, offset: int, limit: int
+    rows: Sequence[int], played: PlayedRows, choice: RowChoice, offset: int, limit: int
 ) -> tuple[int, list[int]]:
     """Return the number of wanted rows, and a page of them. `rows`: all, as a range from 0, or some in order. Rows that
     were not played are last in every order but that of rows. Takes no longer for a longer range."""
     name, falls = choice.order.removeprefix("-"), choice.order.startswith("-")
-    among = rows if isinstance(rows, range) else set(rows)
-    known = sorted(row for row in played if row in among)
-    is_bounded = choice.low is not None or choice.high is not None
-    wanted = [row for row in known if choice.passes(played[row])] if is_bounded else rows
+    among = played.rows < len(rows) if isinstance(rows, range) else np.isin(played.rows, np.array(rows, dtype=np.int64))
+    known = np.flatnonzero(among)
+    least, most = choice.low or 0.0, 1.0 if choice.high is None else choice.high
+    if choice.is_bounded:
+        share = played.solved_R[known]
+        known = known[(share >= least) & (share <= most)]
     if name == "row":
+        wanted: Sequence[int] = played.rows[known].tolist() if choice.is_bounded else rows
         ordered = wanted[::-1] if falls else wanted
         return len(wanted), list(ordered[offset : offset + limit])
-    first = _sorted(wanted if is_bounded else known, played, name, falls=falls)
+    values = {"solved": played.solved_R, "played": played.played_R, "reward": played.reward_R}[name][known]
+    first: list[int] = played.rows[known[np.argsort(-values if falls else values, kind="stable")]].tolist()
     page = first[offset : offset + limit]
+    if choice.is_bounded:
+        return len(first), page
     skipped = max(0, offset - len(first))
-    if is_bounded or len(page) == limit or skipped >= len(rows) - len(known):
-        return len(wanted), page
-    return len(wanted), [*page, *islice(_unplayed(rows, known, skipped), limit - len(page))]
+    others = _unplayed(rows, sorted(first), skipped) if skipped < len(rows) - len(first) else iter(())
+    return len(rows), [*page, *islice(others, limit - len(page))]
 
 
 def _unplayed(rows: Sequence[int], known: Sequence[int], skipped: int) -> Iterator[int]:
@@ -157,11 +156,3 @@ def _unplayed(rows: Sequence[int], known: Sequence[int], skipped: int) -> Iterat
     for row in known:  # each one up to there moves it by one
         first += row <= first
     yield from (row for row in range(first, len(rows)) if row not in others)
-
-
-def _sorted(rows: Iterable[int], played: dict[int, RowCounts], name: str, *, falls: bool) -> list[int]:
-    def key(row: int) -> float:
-        one = played[row]
-        return {"solved": one.share, "played": float(one.played), "reward": one.reward / one.played}[name]
-
-    return sorted(rows, key=key, reverse=falls)

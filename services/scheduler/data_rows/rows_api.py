@@ -12,10 +12,11 @@ from functools import partial
 from typing import Any
 
 import msgspec
+import numpy as np
 from aiohttp import web
 
 from opentinker.services.scheduler.data_rows import row_table
-from opentinker.services.scheduler.data_rows.row_table import ORDERS, PlayedRows, RowCounts
+from opentinker.services.scheduler.data_rows.row_table import FIELDS, ORDERS, PlayedRows
 from opentinker.services.scheduler.http.errors import json_response
 from opentinker.services.scheduler.http.jobs import POLICY, JobsApi
 from opentinker.services.scheduler.http.route_decorator import Choice, Integer, Parameter, Route
@@ -146,7 +147,7 @@ class RowsApi:
         assert reply.count is not None
         passed = reply.found if wanted.text else range(reply.count)
         choice = row_table.RowChoice(order=wanted.sort, low=wanted.low, high=wanted.high)
-        pick = partial(row_table.page_of, passed, played.rows, choice, wanted.offset, wanted.limit)
+        pick = partial(row_table.page_of, passed, played, choice, wanted.offset, wanted.limit)
         total, page = await asyncio.to_thread(pick)
         rows = await self._prompts(job.id, msgspec.structs.replace(ask, text=""), page, reply)
         asked = RowsToRender(
@@ -158,7 +159,7 @@ class RowsApi:
         )
         found = await self._rendered(asked)
         return {
-            "rows": _shown(found.rows, played.rows),
+            "rows": _shown(found.rows, played),
             "total": total,
             "count": reply.count,
             "searched": reply.searched if wanted.text else reply.count,
@@ -225,7 +226,7 @@ class RowsApi:
         )
         found = await self._rendered(asked)
         return {
-            "rows": _shown(found.rows, {}),
+            "rows": _shown(found.rows, PlayedRows([], np.empty((0, FIELDS)))),
             "total": found.found,
             "count": found.count,
             "searched": found.searched if wanted.text else found.count,
@@ -247,9 +248,9 @@ class RowsApi:
         return found
 
 
-def _shown(rows: Sequence[RenderedRow], played: dict[int, RowCounts]) -> list[dict[str, Any]]:
+def _shown(rows: Sequence[RenderedRow], played: PlayedRows) -> list[dict[str, Any]]:
     found = []
     for row in rows:
         shown = msgspec.to_builtins(row)
-        found.append({"row": shown.pop("number"), **shown, **played.get(row.number, RowCounts()).shown()})
+        found.append({"row": shown.pop("number"), **shown, **played.shown(row.number)})
     return found

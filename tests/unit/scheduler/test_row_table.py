@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 
-from opentinker.services.scheduler.data_rows.row_table import ORDERS, RowChoice, RowCounts, page_of
-from opentinker.shared.data.row_log import Point
+from opentinker.services.scheduler.data_rows.row_table import ORDERS, PlayedRows, RowChoice, page_of
 
 
-def counts(played: int, solved: int, reward: float) -> RowCounts:
-    found = RowCounts()
-    found.add(Point(1, played, solved), reward, kept=False)
-    return found
+def counted(played: dict[int, tuple[int, int, float]]) -> PlayedRows:
+    entries = [(row, *counts, False) for row, counts in played.items()]
+    return PlayedRows([1] * len(entries), np.array(entries, dtype=np.float64).reshape(-1, 5))
 
 
 @pytest.mark.parametrize("order", [f"{sign}{name}" for name in ORDERS for sign in ("", "-")])
@@ -21,7 +20,8 @@ def test_pages_are_parts_of_the_whole_order(order: str) -> None:
     draw = random.Random(order)
     for _ in range(50):
         count = draw.randint(1, 12)
-        played = {row: counts(4, draw.randint(0, 4), draw.random()) for row in range(14) if draw.random() < 0.5}
+        solved = {row: draw.randint(0, 4) for row in range(14) if draw.random() < 0.5}
+        played = counted({row: (4, won, draw.random()) for row, won in solved.items()})
         rows = draw.choice([range(count), sorted(draw.sample(range(count), draw.randint(0, count)))])
         choice = RowChoice(order=order, low=draw.choice([None, 0.25]), high=draw.choice([None, 0.75]))
         total, whole = page_of(rows, played, choice, 0, 100)
@@ -31,14 +31,14 @@ def test_pages_are_parts_of_the_whole_order(order: str) -> None:
         size = draw.randint(1, 5)
         pages = [page_of(rows, played, choice, at, size)[1] for at in range(0, count + size, size)]
         assert [row for page in pages for row in page] == whole
-        shares = [played[row].share for row in whole if row in played]
+        shares = [solved[row] for row in whole if row in solved]
         if order.endswith("solved"):
             assert shares == sorted(shares, reverse=order.startswith("-"))
-            assert [row in played for row in whole] == sorted((row in played for row in whole), reverse=True)
+            assert [row in solved for row in whole] == sorted((row in solved for row in whole), reverse=True)
 
 
 def test_a_huge_data_set_takes_no_longer() -> None:
-    played = {0: counts(4, 4, 4.0), 2**39: counts(4, 1, 1.0), 7: counts(4, 0, 0.0)}
+    played = counted({0: (4, 4, 4.0), 2**39: (4, 1, 1.0), 7: (4, 0, 0.0)})
     rows = range(2**40)
     assert page_of(rows, played, RowChoice(order="solved"), 0, 5) == (2**40, [7, 2**39, 0, 1, 2])
     assert page_of(rows, played, RowChoice(order="-solved"), 2**39, 3)[1] == [2**39 - 1, 2**39 + 1, 2**39 + 2]

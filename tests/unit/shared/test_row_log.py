@@ -40,7 +40,7 @@ def of_row(row: int | None, *rewards: float, seq: int = 0, seats: tuple[str, ...
 
 def test_a_resumed_trainer_replaces_the_steps_that_were_rolled_back(tmp_path: Path) -> None:
     log = RowLog(tmp_path)
-    assert read(tmp_path) == []
+    assert read(tmp_path, RowStep) == []
     log.add(step(1))
     assert not (tmp_path / NAME).exists(), "a job without rows has no file"
     for number in (1, 2, 3):
@@ -49,7 +49,7 @@ def test_a_resumed_trainer_replaces_the_steps_that_were_rolled_back(tmp_path: Pa
         file.write(b'{"epoch":1,"st')  # killed
     again = step(2, played(9), epoch=2)
     RowLog(tmp_path).add(again)
-    assert read(tmp_path) == [step(1, played(1)), again]
+    assert read(tmp_path, RowStep) == [step(1, played(1)), again]
 
 
 def test_the_file_stays_bounded_and_the_newest_steps_stay_single(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_the_file_stays_bounded_and_the_newest_steps_stay_single(tmp_path: Path)
     for number in range(1, 2001):
         log.add(step(number, *(played(row % 50) for row in range(number, number + 4))))
         assert (tmp_path / NAME).stat().st_size <= bound
-    found = read(tmp_path)
+    found = read(tmp_path, RowStep)
     assert found[-1].step == 2000 and found[-1].first == 0
     covered = sum(one.played for line in found for one in line.rows)
     first = found[0].first or found[0].step
@@ -99,7 +99,7 @@ async def test_rows_are_marked_whose_episodes_can_be_read(tmp_path: Path) -> Non
     groups = [of_row(row, 1.0, 0.0, seq=row, transcript=said) for row in (3, 4)]
     plays = [found for group in groups if (found := plays_of(group, 1.0)) is not None]
     await RolloutLog(tmp_path, 2, MagicMock()).step(WeightVersion(1, 1), 0.0, groups, {}, plays=[*plays, played(3)])
-    assert read(tmp_path) == [step(1, RowPlays(3, 6, 2, 2.0, True), RowPlays(4, 2, 1, 1.0))]
+    assert read(tmp_path, RowStep) == [step(1, RowPlays(3, 6, 2, 2.0, True), RowPlays(4, 2, 1, 1.0))]
 
 
 @pytest.mark.parametrize(("environment", "row"), [("gsm8k", 7473 + 5), ("copy_digits", 3)])
