@@ -2,8 +2,8 @@
 
 import { strict as assert } from "node:assert";
 import { test } from "node:test";
-import { happenedSince, lastLook } from "../src/lib/away.ts";
-import type { Job, SweepSummary } from "../src/lib/types.ts";
+import { alarmsSince, happenedSince, lastLook } from "../src/lib/away.ts";
+import type { Event, Job, SweepSummary } from "../src/lib/types.ts";
 
 function job(id: string, finished: number | null, tags: string[] = []): Job {
   return { id, name: id, state: "succeeded", reason: "", finished, tags } as unknown as Job;
@@ -24,4 +24,13 @@ test("a first look, and one after a moment, have nothing before them", () => {
   assert.equal(lastLook(1000, "900"), null);
   assert.equal(lastLook(1000, "600"), 600);
   assert.equal(lastLook(1000, "nonsense"), null);
+});
+
+test("of each alarm since then the newest is told", () => {
+  const event = (name: string, time: number, value = 0): Event => ({ id: "1-0", event: name, time, ...(value && { metric: "entropy", value, hint: "lower train.lr" }) });
+  const events = [event("collapse_alarm", 90), event("collapse_alarm", 110, 0.5), event("collapse_alarm", 120, 0.25), event("checkpoint", 130), event("environment_down", 125)];
+  assert.deepEqual(
+    alarmsSince(100, job("j", null), events).map((one) => [one.at, one.state, one.reason, one.time]),
+    [["#/jobs/j/log", "alarm", "collapse alarm: entropy is 0.25; lower train.lr", 120], ["#/jobs/j/log", "alarm", "environment down", 125]],
+  );
 });

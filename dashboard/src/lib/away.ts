@@ -1,6 +1,7 @@
 // What has happened since somebody last looked at this page, in this browser.
 
-import type { Job, SweepSummary } from "./types.ts";
+import type { Event, Job, SweepSummary } from "./types.ts";
+import { short } from "./words.ts";
 
 const KEPT = "opentinker-seen";
 /** A shorter absence is none: a reload, a look at another tab. */
@@ -26,6 +27,29 @@ export function happenedSince(since: number, jobs: Job[], sweeps: SweepSummary[]
   return ended
     .flatMap(({ at, name, state, reason, finished }) => (finished && finished > since ? [{ at, name, state, reason, time: finished }] : []))
     .sort((a, b) => b.time - a.time);
+}
+
+/** Jobs whose alarms are asked for. */
+export const LOOKED_AT = 20;
+const ALARM = /_alarm$|^environment_down$/;
+
+/** Alarms of a job since then: the newest of each kind. */
+export function alarmsSince(since: number, job: Job, events: Event[]): Happened[] {
+  const newest = new Map(events.filter((one) => one.time > since && ALARM.test(one.event)).map((one) => [one.event, one]));
+  return [...newest.values()].map((one) => ({
+    at: `#/jobs/${job.id}/log`,
+    name: job.name,
+    state: "alarm",
+    reason: alarmText(one),
+    time: one.time,
+  }));
+}
+
+function alarmText(event: Event): string {
+  const name = event.event.replaceAll("_", " ");
+  const [metric, value, hint] = [event["metric"], event["value"], event["hint"]];
+  if (typeof metric !== "string" || typeof value !== "number") return name;
+  return `${name}: ${metric} is ${short(value)}${typeof hint === "string" ? `; ${hint}` : ""}`;
 }
 
 /** Unix seconds of the last look before this one; null: there was none, or it was a moment ago. */

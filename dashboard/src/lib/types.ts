@@ -94,6 +94,14 @@ export interface Pushed {
   pushed: number;
 }
 
+/** An entry of a job's event log. */
+export interface Event {
+  id: string;
+  event: string;
+  time: number;
+  [name: string]: Json;
+}
+
 /** What the author of an environment says about it. */
 export interface About {
   name: string;

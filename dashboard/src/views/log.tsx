@@ -5,7 +5,7 @@ import { useCallback, useEffect, useRef, useState } from "preact/hooks";
 import { useHeard } from "../hooks.ts";
 import { ask, job as path } from "../lib/api.ts";
 import type { Beside, Follow } from "../lib/follow.ts";
-import type { Json, JobDetail } from "../lib/types.ts";
+import type { Event, Json, JobDetail } from "../lib/types.ts";
 import { clock, moment } from "../lib/words.ts";
 import { Empty, Select } from "../parts.tsx";
 
@@ -66,13 +66,6 @@ export function Log({ job, follow }: { job: JobDetail; follow: Follow | null }):
       </ol>
     </>
   );
-}
-
-interface Event {
-  id: string;
-  event: string;
-  time: number;
-  [name: string]: Json;
 }
 
 interface Said {
