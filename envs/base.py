@@ -199,7 +199,7 @@ class DataRows(ABC):
 
     @abstractmethod
     def prompt(self, number: int) -> list[Message]:
-        """Return what the policy sees first in the episodes of a row."""
+        """Return the first messages of the episodes of a row."""
 
     def place(self, number: int) -> str:
         """Return where the row stands, e.g. its file and line; empty: nowhere else."""

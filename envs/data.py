@@ -89,7 +89,7 @@ class Table:
 
 
 class TableRows(DataRows):
-    """The rows of a table. `prompt_of`: what the policy sees first of one."""
+    """The rows of a table. `prompt_of`: returns the first messages of one."""
 
     def __init__(self, table: Table, config: DataConfig, prompt_of: Callable[[Row], list[Message]]) -> None:
         self._table, self._shuffle, self._prompt_of = table, config.shuffle, prompt_of

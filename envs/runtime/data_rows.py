@@ -22,7 +22,7 @@ from opentinker.shared.types.errors import SpecError
 MAX_SEARCHED = 100_000
 """Rows that one request searches."""
 SEARCH_S = 8.0
-"""A search ends after this time, with what was found."""
+"""A search ends after this time with the rows found so far."""
 PROMPT_BYTES = 128 * 1024
 """Longer prompts are not sent."""
 REPLY_BYTES = 1 << 20
@@ -106,7 +106,7 @@ def _sentence(error: BaseException) -> str:
 
 
 def sound_rows(reply: EnvRowsReply | None, request: EnvRows) -> EnvRowsReply:
-    """Return what an untrusted process may have answered, within bounds. Its types are checked by decoding."""
+    """Return the answer of an untrusted process within bounds. Decoding has checked its types."""
     if reply is None:
         return EnvRowsReply(problem="the environment's process gave no answer")
     if reply.problem or reply.count is None:

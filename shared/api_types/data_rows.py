@@ -30,7 +30,7 @@ class DataRow(TypedDict):
     images: int
     """Images in it, each with a text in its place."""
     answers: dict[str, str]
-    """What an sft or dpo job learns from it, by column."""
+    """Turns that an sft or dpo job learns, by column."""
     problem: str
     """Why there is no prompt, or why it is not rendered; empty: it is."""
     played: int

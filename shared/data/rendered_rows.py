@@ -90,7 +90,7 @@ class RenderedRow(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int | None = None
     images: int = 0
     answers: dict[str, str] = {}
-    """What is learned from the prompt, by column."""
+    """Turns that are learned, by column."""
     problem: str = ""
 
 
@@ -108,7 +108,7 @@ class RenderedRows(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def render(asked: RowsToRender) -> RenderedRows:
-    """Render in a separate process. Blocking; never raises for what the model or the rows are."""
+    """Render in a separate process. Blocking; never raises because of the model or the rows."""
     # -P: nothing in the working directory is taken for a package of ours
     argv = [sys.executable, "-P", "-m", __name__]
     env = {name: os.environ[name] for name in PASSED if name in os.environ} | ONE_THREAD
@@ -242,7 +242,7 @@ def _texts(value: Any) -> Iterable[str]:
 
 
 def _of_row(number: int, place: str, row: dict[str, Any], format: Format, prompts: PromptText | None) -> RenderedRow:
-    """Return the prompt of a row, and what is learned from it: of `messages` the last turn."""
+    """Return the prompt of a row, and the turns that are learned: of `messages` the last one."""
     shown = RenderedRow(number=number, place=place, prompt="")
     try:
         chats = {name: _chat(row.get(name), "assistant") for name in ANSWERS[format]}

@@ -1,4 +1,4 @@
-"""Counts of rows through the whole system, of jobs that train and evaluate, beside their episodes."""
+"""Counts of rows through the whole system, of jobs that train and evaluate, compared with their episodes."""
 
 from __future__ import annotations
 

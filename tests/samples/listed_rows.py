@@ -1,4 +1,4 @@
-"""Environments with rows of their own, loaded by the tests as `tests.samples.listed_rows:Name`."""
+"""Environments with rows, loaded by the tests as `tests.samples.listed_rows:Name`."""
 
 from __future__ import annotations
 

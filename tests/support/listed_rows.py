@@ -1,4 +1,4 @@
-"""Rows of a data set for tests of the API and the page: an env worker's answers, and what a trainer has counted."""
+"""Rows of a data set for tests of the API and the page: an env worker's answers, and a trainer's counts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from opentinker.shared.types.env_protocol import EnvRows, EnvRowsReply
 
 @asynccontextmanager
 async def rows_listed(bus: Bus) -> AsyncIterator[list[EnvRows]]:
-    """Answer as an env worker does, in this process. Gives what was asked."""
+    """Answer as an env worker does, in this process. Gives the requests."""
     requests: list[EnvRows] = []
 
     async def listed(request: EnvRows) -> EnvRowsReply:
@@ -29,7 +29,7 @@ async def rows_listed(bus: Bus) -> AsyncIterator[list[EnvRows]]:
 
 
 def count_rows(home: Path) -> None:
-    """Write what a trainer counts in 41 steps: row 0 is always solved, row 2 at times in the second half, row 9 was
+    """Write the counts of a trainer after 41 steps: row 0 is always solved, row 2 at times in the second half, row 9 was
     played once. Episodes of the steps 1 and 40 can be read."""
     log = RowLog(home)
     for step in range(1, 41):

@@ -1,4 +1,4 @@
-// Rows of a job's data set: what is asked for, and how their solved share went.
+// Rows of a job's data set: queries for them, and the curve of their solved share.
 
 export interface RowPoint {
   /** The last step of those that the point stands for. */
@@ -17,7 +17,7 @@ export interface DataRow {
   left_out: number;
   tokens: number | null;
   images: number;
-  /** What is learned from it, by column. */
+  /** Turns that are learned, by column. */
   answers: Record<string, string>;
   problem: string;
   played: number;
@@ -84,7 +84,7 @@ export function percent(share: number | null): string {
   return `${value > 0 && value < 1 ? value.toFixed(1) : Math.round(value)} %`;
 }
 
-/** What is said above the table. */
+/** The line above the table. */
 export function summary(of: DataRows): string {
   const said = [`${of.total.toLocaleString("en")} of ${of.count.toLocaleString("en")} rows of ${of.source}`];
   if (of.solved_at !== null) said.push(`${of.played.toLocaleString("en")} were played`, `solved: reward at least ${of.solved_at}`);

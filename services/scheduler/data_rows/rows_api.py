@@ -1,7 +1,7 @@
 """Handler of GET /v1/jobs/{id}/rows: the rows of a job's data set as its policy gets them, and how each was played.
 
 rows   consumes files of the job, and of a job that plays ENV_ROWS of an env worker, which has the data; renders in a
-       process of its own; stores nothing
+       separate process; stores nothing
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ SORT = Choice(
 
 
 class RowsQuery(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request asks for."""
+    """Parameters of a request."""
 
     offset: int
     limit: int
@@ -109,7 +109,9 @@ class RowsApi:
         part, wanted = self.jobs.part(request, whole), RowsQuery.of(request)
         spec = parse_spec(whole.spec)
         if spec.kind not in ("rl", "eval", "sft", "dpo"):
-            raise NotFound(f"job {whole.id} is of kind {spec.kind}, and has no rows: it answers what it is asked")
+            raise NotFound(
+                f"job {whole.id} is of kind {spec.kind}, and has no rows: only rl, eval, sft and dpo jobs have"
+            )
         own = spec_of(spec, policy) if (policy := request.query.get("policy", "")) else spec
         try:
             async with opening(self.store, self.ctx.settings, whole.id):

@@ -9,6 +9,8 @@ from playwright.async_api import expect
 
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.runtime.service import Context
+from opentinker.shared.spec import parse_spec
+from opentinker.shared.state.store import Store
 from tests.e2e.page.conftest import IN_BROWSER, Open
 from tests.support.api import SPEC, Http
 from tests.support.listed_rows import count_rows, rows_listed
@@ -72,6 +74,25 @@ async def test_a_game_has_no_rows_and_says_so(opened: Open, http: Http, bus: Bus
     async with rows_listed(bus):
         tab = await opened(http.url, "jobs", job, "data")
         await expect(tab.page.locator("main .problem")).to_contain_text("makes up its episodes")
+
+
+async def test_rows_of_an_sft_job_are_shown_with_the_turns_that_it_learns(
+    opened: Open, http: Http, store: Store, tmp_path: Path
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b"".join(orjson.dumps({"prompt": f"q{n}", "completion": f"a{n}"}) + b"\n" for n in range(60)))
+    model = {"base": str(toy_model(tmp_path / "model"))}
+    spec = {"name": "s", "kind": "sft", "model": model, "data": {"path": str(path)}}
+    stored = parse_spec({**spec, "train": {"steps": 1}}).model_dump(mode="json")
+    job = await store.create_job(id="j-sft0000000", spec=stored, tenant="default")
+    tab = await opened(http.url, "jobs", job, "data")
+    await tab.shows(f"60 of 60 rows of {path}")
+    await expect(tab.page.locator("th")).to_have_text(["Row", "Tokens", "Prompt"])
+    await expect(tab.page.get_by_label("Order")).to_have_count(0)
+    await tab.page.get_by_role("button", name="Prompt of row 7").click()
+    await expect(tab.page.locator(".opened .words")).to_have_text(["q7", "a7"])
+    await tab.page.get_by_label("Search rows").fill("none of them")
+    await tab.shows("No row passes the filters.")
 
 
 EPISODE = {

@@ -100,7 +100,7 @@ async def test_a_job_without_rows_is_told_so(client: AsyncClient, store: Store, 
         await client.rows(games)
     chat = {"name": "chat", "kind": "inference", "model": {"base": "m"}}
     await store.create_job(id="j-chat000000", spec=parse_spec(chat).model_dump(mode="json"), tenant="default")
-    with pytest.raises(ApiNotFound, match="of kind inference, and has no rows"):
+    with pytest.raises(ApiNotFound, match="of kind inference, and has no rows: only rl"):
         await client.rows("j-chat000000")
     served = await made(store, "j-served0000", environment={"name": "https://games.example/x"})
     with pytest.raises(ApiNotFound, match="is played elsewhere"):
