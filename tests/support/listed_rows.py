@@ -29,8 +29,8 @@ async def rows_listed(bus: Bus) -> AsyncIterator[list[EnvRows]]:
 
 
 def count_rows(home: Path) -> None:
-    """Write the counts of a trainer after 41 steps: row 0 is always solved, row 2 at times in the second half, row 9 was
-    played once. Episodes of the steps 1 and 40 can be read."""
+    """Write the counts of a trainer after 41 steps: row 0 is always solved, row 2 at times in the second half, row 9
+    was played once. Episodes of the steps 1 and 40 can be read."""
     log = RowLog(home)
     for step in range(1, 41):
         rows = [RowPlays(0, 4, 4, 4.0, True), RowPlays(2, 4, 1 if step > 20 else 0, step / 40)]
