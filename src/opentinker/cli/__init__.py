@@ -20,16 +20,15 @@ from opentinker.cli import (
     jobs,
     keys,
     logs,
-    machine,
     observability,
     rows,
     run,
     script,
     sink,
     specs,
-    status,
     sweeps,
 )
+from opentinker.cli.machine import commands, status
 from opentinker.cli.planning import plan, validate
 from opentinker.shared.types.errors import OpenTinkerError
 
@@ -42,7 +41,7 @@ app = typer.Typer(
 )
 app.callback(cls=help_format.CommandGroup)(help_format.root)
 PARTS = (
-    machine,
+    commands,
     jobs,
     sweeps,
     artifacts,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import orjson
 
-from opentinker.cli import doctor_servers
-from opentinker.cli.doctor_servers import Place, look, secrets
+from opentinker.cli.machine import doctor_servers
+from opentinker.cli.machine.doctor_servers import Place, look, secrets
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.messaging.subjects import STREAMS
 from tests.conftest import Server, free_port

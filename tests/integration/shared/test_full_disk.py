@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from opentinker.cli import doctor
+from opentinker.cli.machine import doctor
 from opentinker.local import supervisor as supervision
 from opentinker.local.embedded import (
     DISK_FLOOR_BYTES,

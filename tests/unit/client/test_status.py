@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from opentinker.cli import status
+from opentinker.cli.machine import status
 from opentinker.local.processes import free_port
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.store import Store

@@ -186,7 +186,7 @@ def doctor(data_dir: DataDir = DATA_DIR, as_json: AsJson = False) -> None:
 
     Binaries, ports, disk, memory, packages. Exit status 1 if something needed is missing.
     """
-    from opentinker.cli.doctor import examine
+    from opentinker.cli.machine.doctor import examine
 
     quiet()
     checks = examine(data_dir)

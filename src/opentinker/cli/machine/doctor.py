@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from opentinker.cli.doctor_servers import Check, check, servers
+from opentinker.cli.machine.doctor_servers import Check, check, servers
 from opentinker.local.discovery import is_running
 from opentinker.local.embedded import DEFAULT_PORTS, STORE_BYTES, nats_binary, valkey_binary
 from opentinker.local.processes import StartError, port_free
