@@ -36,13 +36,19 @@ from opentinker.shared.spec.policies import (
     with_job_settings,
 )
 from opentinker.shared.spec.pools import MAX_POOLS, PoolName, PoolSpec, unknown_pools
-from opentinker.shared.spec.ranks import policy_ranks, settle_parallel, unused_gpus
 from opentinker.shared.spec.rollout import MAX_OPEN_GROUPS, NO_ENVIRONMENT, EnvironmentSpec, RolloutSpec, ToySpec
 from opentinker.shared.spec.seats import MAX_POLICIES, MAX_SEATS, PolicyName, SeatName, SeatSpec, unknown_policies
 from opentinker.shared.spec.serving import AdapterSpec, ServingSpec, settle_serving
 from opentinker.shared.spec.start import StartSpec
 from opentinker.shared.spec.tools import ToolSpec
-from opentinker.shared.spec.train import SIMULATED, ResourceSpec, TrainSpec
+from opentinker.shared.spec.train import (
+    SIMULATED,
+    ResourceSpec,
+    TrainSpec,
+    policy_ranks,
+    settle_parallel,
+    unused_gpus,
+)
 from opentinker.shared.spec.tree_sampling import settle_tree
 from opentinker.shared.types.errors import SpecError
 from opentinker.shared.types.mistakes import IS_NEEDED, NO_TABLE, WHOLE, fill, mistake, mistakes_of, unused
@@ -98,6 +104,7 @@ PARTS_OF = {
     "eval": {"environment", "rollout", "evaluation", "seats"},
 }
 """By kind: the parts that not every kind has. The others are refused where they are written, and are not stored."""
+KIND_PARTS: set[str] = set().union(*PARTS_OF.values())
 NEEDED: dict[str, tuple[str, ...]] = {
     "rl": ("environment", "train"),
     "sft": ("data", "train"),
@@ -201,8 +208,8 @@ class JobSpec(SpecPart):
         if not isinstance(kind, str) or kind not in PARTS_OF:
             return []
         there = {name for name, value in data.items() if value is not None}
-        others = {part for parts in PARTS_OF.values() for part in parts} - PARTS_OF[kind]
-        found = [mistake(part, data[part], f"does not apply to kind = {kind!r}") for part in sorted(others & there)]
+        others = sorted((KIND_PARTS - PARTS_OF[kind]) & there)
+        found = [mistake(part, data[part], f"does not apply to kind = {kind!r}") for part in others]
         found += [mistake(part, None, f"{IS_NEEDED} for kind = {kind!r}") for part in NEEDED[kind] if part not in there]
         found += misplaced_critic(data) + unknown_policies(data) + unknown_pools(data) + too_many_policies(data)
         return found + _length(kind, data.get("train"), data.get("data"))
@@ -210,7 +217,7 @@ class JobSpec(SpecPart):
     @model_serializer(mode="wrap")
     def _own_parts(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Without the parts of other kinds."""
-        others = {part for parts in PARTS_OF.values() for part in parts} - PARTS_OF[self.kind]
+        others = KIND_PARTS - PARTS_OF[self.kind]
         return {name: value for name, value in handler(self).items() if name not in others}
 
     def resolve(self) -> list[dict[str, Any]]:
@@ -221,8 +228,7 @@ class JobSpec(SpecPart):
             return [mistake("start.from", self.start.checkpoint, f"does not apply to kind = {self.kind!r}: {why}")]
         if self.kind == "eval":
             found = self._untaught_tools() + settle_evaluation(self) + settle_policies(self)
-            found += settle_kept(self.kind, self.artifacts)
-            return found + unused_gpus(self)
+            return found + settle_kept(self.kind, self.artifacts) + unused_gpus(self)
         if self.kind != "rl":
             return self._settle_supervised()
         found = self._settle_learning() + ([] if self.policies else settle_parallel(self))
@@ -288,12 +294,12 @@ class JobSpec(SpecPart):
             found.append(("train.learner", self.train.learner, by))
         if self.model.train_vision:
             found.append(("model.train_vision", True, f"{by}: rows show no images"))
-        if self.resources.rollout_workers != 1:
-            found.append(("resources.rollout_workers", self.resources.rollout_workers, f"{by}: nothing is generated"))
-        if self.resources.rollout_gpus:
-            found.append(("resources.rollout_gpus", self.resources.rollout_gpus, f"{by}: nothing is generated"))
+        for name, usual in (("rollout_workers", 1), ("rollout_gpus", 0)):
+            if (value := getattr(self.resources, name)) != usual:
+                found.append((f"resources.{name}", value, f"{by}: nothing is generated"))
         targets = set(TARGETS[self.kind])
-        if self.data is not None and self.data.validation is not None:
+        evaluated = self.data is not None and self.data.validation is not None
+        if evaluated:
             targets |= {f"{PREFIX}{name}" for name in targets}
         if odd := sorted(self.train.target.keys() - targets):
             may = ", ".join(sorted(targets))
@@ -306,9 +312,8 @@ class JobSpec(SpecPart):
                 found.append(("data.mask", self.data.mask, f"{by}: completions are compared"))
         if self.kind == "dpo" and not found:
             fill(self, {"dpo": self.dpo or DpoSpec()})
-        rows = self.data is not None and self.data.validation is not None
         mistakes = [mistake(*one) for one in found]
-        return mistakes + settle_best(self.artifacts, evaluated=rows) + settle_parallel(self)
+        return mistakes + settle_best(self.artifacts, evaluated=evaluated) + settle_parallel(self)
 
     def _settle_overlong(self) -> list[dict[str, Any]]:
         """Overlong shaping takes its lengths from `rollout.max_tokens`."""
@@ -372,8 +377,7 @@ def parse_spec(data: Any) -> JobSpec:
         elif (one["field"], one["value"]) == ("kind", "sweep"):
             one["problem"] += f"; {NO_KIND}"
     kind = data.get("kind", "rl") if isinstance(data, dict) else "rl"
-    own = PARTS_OF.get(kind if isinstance(kind, str) else "", set())
-    absent = {part for parts in PARTS_OF.values() for part in parts} - own if own else set()
+    absent = KIND_PARTS - PARTS_OF[kind] if isinstance(kind, str) and kind in PARTS_OF else set()
     raise SpecError(with_suggestions(map(_with_example, found), JobSpec, absent))
 
 

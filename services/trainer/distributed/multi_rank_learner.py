@@ -43,7 +43,7 @@ from opentinker.services.trainer.learners.supervised import SupervisedLearner
 from opentinker.shared.nn import buckets, transport
 from opentinker.shared.runtime.gpus import ORDER, VISIBLE, nearest, visible
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.spec.ranks import all_ranks
+from opentinker.shared.spec.train import all_ranks
 from opentinker.shared.types.core import WeightVersion
 from opentinker.shared.types.errors import JobFailed, OpenTinkerError
 from opentinker.shared.types.manifest import SeatBaselines
