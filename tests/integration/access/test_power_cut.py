@@ -31,7 +31,7 @@ from opentinker.shared.types.core import WeightVersion
 from opentinker.shared.types.errors import SpecError
 from opentinker.shared.types.manifest import Manifest
 from tests.samples.upload_samples import package, receive
-from tests.support.unsynced_disk import Cut, UnsyncedDisk
+from tests.support.deploy.unsynced_disk import Cut, UnsyncedDisk
 
 SECRETS = [(server, user) for server in ("nats", "valkey") for user in (*SERVICES, OPERATOR)]
 both = pytest.mark.parametrize("how", Cut, ids=lambda how: how.value)

@@ -31,7 +31,7 @@ from opentinker.shared.security import audit_log
 from tests.conftest import WAIT_S, Figure, free_port
 from tests.e2e.test_kills import GROUPS_PER_BATCH, toy_spec
 from tests.samples.upload_samples import package
-from tests.support.cut_disk import OPTIONS, CutDisk, unavailable
+from tests.support.deploy.cut_disk import OPTIONS, CutDisk, unavailable
 from tests.support.lineage import faults
 from tests.support.toys import toy_model
 

@@ -30,7 +30,7 @@ from opentinker.services.scheduler.placement.types import (
 )
 from opentinker.shared.tenant_limits import TenantLimits
 from opentinker.shared.types.core import Pool
-from tests.support.placement_model import Model
+from tests.support.placement.model import Model
 
 TRAINER, ROLLOUT = Pool.TRAINER, Pool.ROLLOUT
 NOW = 1e6

@@ -10,8 +10,8 @@ import pytest
 
 from opentinker.shared.tenant_limits import TenantLimits
 from opentinker.shared.types.core import Pool
-from tests.support.placement_cluster import ROLLOUT, TRAINER
-from tests.support.placement_model import Model
+from tests.support.placement.cluster import ROLLOUT, TRAINER
+from tests.support.placement.model import Model
 
 RUN_S = 100.0
 """Of a job, in the mean; whose it is makes no difference."""

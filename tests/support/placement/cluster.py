@@ -1,4 +1,4 @@
-"""A cluster on a fake clock: jobs and workers that do what random events say. What must hold then: placement_model.py.
+"""A cluster on a fake clock: jobs and workers that do what random events say. What must hold then: placement/model.py.
 
 What a job and a tenant hold is kept as it changes; `recount` counts it anew, from the leases.
 """

@@ -1,4 +1,4 @@
-"""What must hold of `placement.plan` whatever happens to a cluster (placement_cluster.py), checked after every event:
+"""What must hold of `placement.plan` whatever happens to a cluster (placement/cluster.py), checked after every event:
 written down a second time and independently of the planner."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from opentinker.services.scheduler.placement.types import (
     Start,
 )
 from opentinker.shared.types.core import Pool
-from tests.support.placement_cluster import DAY_S, POOLS, ROLLOUT, RULES, Cluster, Tenant
+from tests.support.placement.cluster import DAY_S, POOLS, ROLLOUT, RULES, Cluster, Tenant
 
 RECOUNT_EVERY = 50
 """Looks."""
