@@ -311,7 +311,8 @@ class Settings(NotificationSettings, PriceSettings, LoginSettings, BaseModel):
         """Files with keys and passwords, and directories of such."""
         files = (self.nats_password_file, self.redis_password_file, self.nats_issuer_file, self.admin_key_file)
         places = (self.artifacts_s3_credentials_file, self.model_keys_file, self.launcher_access, self.launcher_account)
-        return [place for place in (*files, *places, self.smtp_password_file) if place is not None]
+        logins = (self.smtp_password_file, self.oidc_client_secret_file)
+        return [place for place in (*files, *places, *logins) if place is not None]
 
     def password(self, field: Literal["nats_password_file", "redis_password_file", "nats_issuer_file"]) -> str:
         """Empty if there is no such file. Raises SpecError."""
@@ -331,6 +332,8 @@ class Settings(NotificationSettings, PriceSettings, LoginSettings, BaseModel):
             found += [key.key for key in read_model_keys(self.model_keys_file).values()]
         if service == "scheduler" and self.smtp_password_file is not None:
             found.append(read_secret(self.smtp_password_file, "smtp_password_file"))
+        if service == "scheduler" and self.oidc_issuer:
+            found.append(self.client_secret())
         if self.artifacts_url.startswith("s3://"):
             found += [os.environ.get(name, "") for name in AWS[1:]]  # only the scheduler's process must have them
         return [secret for secret in found if secret]

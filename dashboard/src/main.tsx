@@ -3,7 +3,7 @@
 import { render, type JSX } from "preact";
 import { useEffect, useState } from "preact/hooks";
 import { Who, useAddress } from "./hooks.ts";
-import { ask, keepShareKey, login, Problem, shareKey, signIn, signOut } from "./lib/api.ts";
+import { ask, keepShareKey, login, Problem, shareKey, signIn, signOut, type Login } from "./lib/api.ts";
 import type { Me } from "./lib/types.ts";
 import "./style.css";
 import { apply, toggle, useTheme } from "./theme.ts";
@@ -16,23 +16,24 @@ import { Jobs } from "./views/jobs.tsx";
 import { Submit } from "./views/submit.tsx";
 import { Sweeps, SweepView } from "./views/sweeps.tsx";
 
-type Gate = { at: "asking" } | { at: "key"; said: string } | { at: "in"; me: Me; open: boolean } | { at: "away"; said: string };
+type Gate = { at: "asking" } | { at: "out"; said: string; provider: Login["provider"] } | { at: "in"; me: Me; open: boolean } | { at: "away"; said: string };
 const AGAIN_MS = 1500;
 
 function App(): JSX.Element {
   const [gate, set] = useState<Gate>({ at: "asking" });
-  const enter = async (): Promise<void> => {
+  const enter = async (said = ""): Promise<void> => {
     try {
-      const { auth, csrf } = await login();
+      const { auth, csrf, provider, problem } = await login();
       const open = auth === "off";
-      if (!open && !csrf && !shareKey()) set({ at: "key", said: "" });
+      if (!open && !csrf && !shareKey()) set({ at: "out", said: said || (problem ?? ""), provider });
       else set({ at: "in", me: await ask<Me>("/v1/whoami"), open });
     } catch (error) {
-      const said = error instanceof Error ? error.message : String(error);
-      const refused = error instanceof Problem && error.status === 401;
-      if (refused) keepShareKey("");
-      set(refused ? { at: "key", said } : { at: "away", said });
-      if (!refused) setTimeout(() => void enter(), AGAIN_MS);
+      if (error instanceof Problem && error.status === 401) {
+        keepShareKey("");
+        return void enter(error.message);
+      }
+      set({ at: "away", said: messageOf(error) });
+      setTimeout(() => void enter(), AGAIN_MS);
     }
   };
   useEffect(() => {
@@ -44,10 +45,10 @@ function App(): JSX.Element {
   }, []);
   const use = (text: string): void => {
     signIn(text.trim())
-      .then(enter)
-      .catch((error: unknown) => set({ at: "key", said: error instanceof Error ? error.message : String(error) }));
+      .then(() => enter())
+      .catch((error: unknown) => enter(messageOf(error)));
   };
-  const leave = (): void => void signOut().catch(() => null).then(enter);
+  const leave = (): void => void signOut().catch(() => null).then(() => enter());
   return (
     <>
       <Head me={gate.at === "in" ? gate.me : null} leave={leave} />
@@ -59,7 +60,7 @@ function App(): JSX.Element {
       <main>
         {gate.at === "asking" && <p class="empty">…</p>}
         {gate.at === "away" && <p class="empty">{gate.said}; asking again.</p>}
-        {gate.at === "key" && <KeyForm said={gate.said} use={use} />}
+        {gate.at === "out" && <SignIn said={gate.said} provider={gate.provider} use={use} />}
         {gate.at === "in" && (
           <Who.Provider value={gate.me}>
             <View shared={gate.me.jobs} />
@@ -68,6 +69,10 @@ function App(): JSX.Element {
       </main>
     </>
   );
+}
+
+function messageOf(error: unknown): string {
+  return error instanceof Error ? error.message : String(error);
 }
 
 /** An address #/share/KEY/... : take its key for this tab, and go on to the rest. */
@@ -160,15 +165,35 @@ function Head({ me, leave }: { me: Me | null; leave: () => void }): JSX.Element 
   );
 }
 
-function KeyForm({ said, use }: { said: string; use: (text: string) => void }): JSX.Element {
+interface SignInProps {
+  said: string;
+  provider: Login["provider"];
+  use: (key: string) => void;
+}
+
+function SignIn({ said, provider, use }: SignInProps): JSX.Element {
   const [text, set] = useState("");
+  const view = useAddress().map(encodeURIComponent).join("/");
   const submit = (event: Event): void => {
     event.preventDefault();
     if (text.trim()) use(text);
   };
   return (
     <form class="card key-form" onSubmit={submit}>
-      <h1>API key required</h1>
+      <h1>{provider ? "Sign in" : "API key required"}</h1>
+      {said && (
+        <p class="problem" role="alert">
+          {said}
+        </p>
+      )}
+      {provider && (
+        <>
+          <a class="button" href={`${provider.address}?to=${encodeURIComponent(view)}`}>
+            Sign in with {provider.name}
+          </a>
+          <p class="dim">or with a key:</p>
+        </>
+      )}
       <label>
         API key
         <input
@@ -176,22 +201,17 @@ function KeyForm({ said, use }: { said: string; use: (text: string) => void }): 
           name="key"
           autoComplete="off"
           spellcheck={false}
-          autofocus
+          autofocus={!provider}
           placeholder="ot_…"
           value={text}
           onInput={(event) => set(event.currentTarget.value)}
         />
       </label>
-      {said && (
-        <p class="problem" role="alert">
-          {said}
-        </p>
-      )}
       <p class="dim">
         The page does not keep the key: it signs in with it. The operator&apos;s key is in <code>DATA_DIR/run/operator-key</code> on the
         server; create others with <code>opentinker keys create</code>.
       </p>
-      <button type="submit">Sign in</button>
+      <button type="submit">{provider ? "Sign in with the key" : "Sign in"}</button>
     </form>
   );
 }

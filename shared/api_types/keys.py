@@ -48,6 +48,14 @@ class Keys(TypedDict):
     keys: list[Key]
 
 
+class LoginProvider(TypedDict):
+    """Where people sign in without a key."""
+
+    name: str
+    address: str
+    """To be opened by the browser; with `?to=VIEW` it comes back to that view of the page."""
+
+
 class Login(TypedDict):
     """How to sign in to the page, and the session of the browser that asks."""
 
@@ -57,6 +65,10 @@ class Login(TypedDict):
     """What requests of the session that change something bear in X-CSRF-Token; null: there is no session."""
     expires: float | None
     """When the session ends if it is not used any more."""
+    provider: LoginProvider | None
+    """Null: only keys are accepted."""
+    problem: str | None
+    """Why this browser's last sign-in at the provider has failed; said once."""
 
 
 class Session(TypedDict):

@@ -34,6 +34,9 @@ def read_password(path: Path, field: str) -> str:
 AWS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 """Variables of the environment that open an object store; the scheduler's alone."""
 
+CLIENT_SECRET = "OPENTINKER_OIDC_CLIENT_SECRET"
+"""Variable of the scheduler's environment with its client secret at the identity provider."""
+
 
 def read_access(path: Path | None) -> tuple[str, str]:
     """Access key id and secret of an object store: the two lines of a file, or what the environment says. Raises

@@ -75,6 +75,8 @@ class Session(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the user, for owners of jobs and the audit log."""
     subject: str = ""
     """The provider's own, stable name of the user."""
+    issuer: str = ""
+    """The provider."""
     groups: list[str] = []
     """Those of the user's groups that had a role when the session began."""
     created: float
@@ -120,6 +122,7 @@ class SessionStore:
         secret: str = "",
         user: str = "",
         subject: str = "",
+        issuer: str = "",
         groups: Iterable[str] = (),
     ) -> tuple[str, Session]:
         """Return the token, which is not stored, and its session."""
@@ -127,7 +130,7 @@ class SessionStore:
         token = f"ot_session_{id}_{secrets.token_hex(32)}"
         made = Session(
             id=id, digest=digest_of(token), tenant=tenant, key=key, secret=secret, user=user, subject=subject,
-            groups=sorted(groups), created=now, used=now, expires=expires,
+            issuer=issuer, groups=sorted(groups), created=now, used=now, expires=expires,
         )  # fmt: skip
         fields = {**msgspec.structs.asdict(made), "groups": msgspec.json.encode(made.groups).decode()}
         del fields["id"]

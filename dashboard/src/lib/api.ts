@@ -9,6 +9,10 @@ let csrf = "";
 export interface Login {
   auth: string;
   csrf: string | null;
+  /** Where people sign in without a key. */
+  provider: { name: string; address: string } | null;
+  /** Why the last sign-in there failed. */
+  problem: string | null;
 }
 
 export function shareKey(): string {

@@ -18,7 +18,7 @@ import structlog
 from aiohttp import web
 from prometheus_client import Counter
 
-from opentinker.services.scheduler.http.auth import ACTION, PRINCIPAL, TOUCHED
+from opentinker.services.scheduler.http.auth import ACTION, FAILED, PRINCIPAL, TOUCHED
 from opentinker.services.scheduler.http.errors import Handler
 from opentinker.services.scheduler.http.rate_limit import TokenBuckets
 from opentinker.services.scheduler.http.route_decorator import Route
@@ -89,13 +89,18 @@ class Audit:
             if watched:
                 await self.record(self._line(request, action, "cut off"))
             raise
-        if watched or (response.status in REFUSED and self._counts()):
+        if action is Action.FREE and (FAILED in request or response.status >= 400):  # anyone can send as many
+            watched = False
+        refused = response.status in REFUSED or FAILED in request
+        if watched or (refused and self._counts()):
             entry = self._line(request, action, response.status)
             if made := response.headers.get("Location"):
                 entry["made"] = made
             if job := request.get(TOUCHED):
                 entry["job"] = job
-            if self._uncounted and response.status in REFUSED:
+            if failed := request.get(FAILED):
+                entry["failed"] = failed
+            if self._uncounted and refused:
                 entry["more_refused"], self._uncounted = self._uncounted, 0
             await self.record(entry)
         return response

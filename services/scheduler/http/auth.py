@@ -58,6 +58,8 @@ PRINCIPAL: web.RequestKey[Principal] = web.RequestKey("principal", Principal)
 ACTION: web.RequestKey[Action] = web.RequestKey("action", Action)
 TOUCHED: web.RequestKey[str] = web.RequestKey("touched", str)
 """The job that a request was about, where its path does not say so: for the audit log."""
+FAILED: web.RequestKey[str] = web.RequestKey("failed", str)
+"""Why a sign-in through the identity provider has failed: for the audit log."""
 
 
 def principal_of(request: web.Request) -> Principal:

@@ -48,6 +48,7 @@ from opentinker.services.scheduler.http.usage import UsageApi
 from opentinker.services.scheduler.http.validate import ValidateApi
 from opentinker.services.scheduler.inference.inference_api import InferenceApi
 from opentinker.services.scheduler.inference.router import InferenceRouter
+from opentinker.services.scheduler.login.oidc_api import OidcApi
 from opentinker.services.scheduler.login.sessions_api import SessionsApi
 from opentinker.shared import api_types
 from opentinker.shared.messaging.subjects import STREAMS, WAKE
@@ -64,6 +65,7 @@ class Api:
     def __init__(self, ctx: Context, gate: AuthMiddleware, gateway: Gateway, replicas: InferenceRouter) -> None:
         self.ctx, self.gate, self.gateway = ctx, gate, gateway
         jobs = JobsApi(ctx)
+        oidc = OidcApi(ctx, gate)
         publishing = PublishingApi(jobs)
         self.routes = routes_of(
             jobs,
@@ -81,7 +83,8 @@ class Api:
             PlaysApi(ctx),
             gateway,
             KeysApi(ctx),
-            SessionsApi(ctx, gate),
+            SessionsApi(ctx, gate, oidc),
+            oidc,
             UsageApi(jobs),
             ValidateApi(ctx),
             self,

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from opentinker.shared.runtime.service import Context
-from opentinker.shared.security.authorization import Principal
+from opentinker.shared.security.authorization import SCOPES, Principal
 from opentinker.shared.security.key_text import digest_of
 from opentinker.shared.state.keys import Key, KeyStore
 from opentinker.shared.state.sessions import Session, SessionStore, session_id
@@ -103,6 +103,12 @@ class Sessions:
         ends = session.ends(self._settings.session_idle_s)
         if now >= ends:
             raise SessionOver(ENDED)
+        if not session.key:
+            granted = self._settings.role_of(session.groups)
+            if session.issuer != self._settings.oidc_issuer or granted is None or granted[0] != session.tenant:
+                raise SessionOver("the groups of this session have no role here any more; sign in again")
+            principal = Principal(*granted, "", SCOPES, user=session.user, session=session.id)
+            return Identity(principal, session.digest, ends)
         if key is None or key.state(now) != "live" or not key.fits(session.secret, now):
             raise SessionOver("the API key of this session is not valid any more; sign in with another one")
         ends = min(ends, key.expires or ends, ends if key.digest == session.secret else key.old_until)

@@ -26,6 +26,7 @@ from opentinker.services.scheduler.http.keys import NO_STORE, OF_TENANT
 from opentinker.services.scheduler.http.route_decorator import Route
 from opentinker.services.scheduler.login.cookies import SESSION
 from opentinker.services.scheduler.login.identity import Identity, SessionOver
+from opentinker.services.scheduler.login.oidc_api import OidcApi
 from opentinker.shared import api_types
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.security.authorization import Action, outranks
@@ -34,8 +35,8 @@ from opentinker.shared.types.errors import Conflict, NotFound
 
 
 class SessionsApi:
-    def __init__(self, ctx: Context, gate: AuthMiddleware) -> None:
-        self._settings, self._gate = ctx.settings, gate
+    def __init__(self, ctx: Context, gate: AuthMiddleware, oidc: OidcApi) -> None:
+        self._settings, self._gate, self._oidc = ctx.settings, gate, oidc
 
     @Route("GET", "/v1/login", Action.FREE, answer=api_types.Login)
     async def login(self, request: web.Request) -> web.Response:
@@ -52,6 +53,8 @@ class SessionsApi:
             "auth": "on" if self._settings.auth else "off",
             "csrf": csrf_token(token) if ends else None,
             "expires": ends or None,
+            "provider": self._oidc.shown,
+            "problem": None if ends else await self._oidc.problem(request),
         }
         return json_response(answer, headers=NO_STORE)
 

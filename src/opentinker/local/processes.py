@@ -14,12 +14,13 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from opentinker.shared.runtime.parent_death import guard_command, hold_command
+from opentinker.shared.security.secrets import CLIENT_SECRET
 from opentinker.shared.types.errors import OpenTinkerError
 
 LOG_BYTES = 20 * 1024 * 1024
@@ -74,9 +75,16 @@ class Guard:
             self._process.stdin.flush()
 
 
-def _handed_on() -> dict[str, str]:
-    """Return our environment variables without the user's API key, which services do not need."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("OPENTINKER_API_KEY")}
+SCHEDULER = "opentinker.services.scheduler"
+
+
+def _handed_on(argv: Sequence[str]) -> dict[str, str]:
+    """Return our environment variables without the user's API key, which services do not need, and but for the
+    scheduler without the client secret at the identity provider."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("OPENTINKER_API_KEY")}
+    if argv[-1] != SCHEDULER:
+        kept.pop(CLIENT_SECRET, None)
+    return kept
 
 
 class ServiceProcess:
@@ -105,7 +113,7 @@ class ServiceProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**_handed_on(), **self.spec.env},
+                env={**_handed_on(self.spec.argv), **self.spec.env},
                 start_new_session=True,
             )
         self._guard.watch(self._process.pid)

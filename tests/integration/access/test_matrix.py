@@ -30,9 +30,11 @@ from opentinker.services.scheduler.http.publishing import NewPublication
 from opentinker.services.scheduler.http.route_decorator import Route
 from opentinker.services.scheduler.http.server import Api
 from opentinker.services.scheduler.inference.router import InferenceRouter
+from opentinker.shared.config import Settings
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.security.authorization import DEFAULT_TENANT, SCOPES, Action, Principal, Role, Verdict
 from opentinker.shared.security.key_text import digest_of, new_key, parse
+from opentinker.shared.security.secrets import CLIENT_SECRET
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.spec.labels import LabelChanges
 from opentinker.shared.spec.sweeps.children import SweepSpec
@@ -122,7 +124,7 @@ def called(route: Route, things: Things) -> tuple[str, dict[str, Any]]:
     """Path and request."""
     names = MAKES.get((route.method, route.path)) or (things.of(route) if places(route) else {})
     assert places(route) <= names.keys(), f"tell PLACES what stands in {route.path}"
-    request: dict[str, Any] = {}
+    request: dict[str, Any] = {"allow_redirects": False}
     if any(p.name == "format" for p in route.parameters):
         request["params"] = {"format": "json"}  # not the stream, which has no end
     if route.body is not None:
@@ -180,6 +182,32 @@ async def session_of(store: Store, tenant: str, role: Role = Role.ADMIN, *, life
         now=now, expires=now + life_s, tenant=tenant, key=(parse(key) or ("", ""))[1], secret=digest_of(key)
     )
     return token
+
+
+PROVIDER: dict[str, Any] = {
+    "public_url": "http://127.0.0.1:9",
+    "oidc_issuer": "http://127.0.0.1:9",
+    "oidc_client_id": "opentinker",
+    "oidc_groups": {"team": {"tenant": "red", "role": "member"}, "left": {"tenant": "blue", "role": "admin"}},
+}
+"""Nobody listens there: users have signed in already."""
+
+
+def user_of(tenant: str, group: str, issuer: str = PROVIDER["oidc_issuer"]) -> Callable[[Store], Any]:
+    async def signed(store: Store) -> str:
+        now = time.time()
+        token, _ = await SessionStore(store.redis).create(
+            now=now,
+            expires=now + 600.0,
+            tenant=tenant,
+            user="ada@lab.example",
+            subject="1",
+            issuer=issuer,
+            groups=[group],
+        )
+        return token
+
+    return signed
 
 
 def signed_in(role: Role, tenant: str) -> Callable[[Store], Any]:
@@ -267,6 +295,10 @@ COLUMNS = [
         for role in (Role.ADMIN, Role.OPERATOR)
     ),
     Who("red_viewer_session", signed_in(Role.VIEWER, "red"), MAY[Role.VIEWER], "red"),
+    Who("red_user", user_of("red", "team"), MAY[Role.MEMBER], "red"),
+    Who("user_of_another_tenant_now", user_of("red", "left"), None),
+    Who("user_without_a_group_now", user_of("red", "gone"), None),
+    Who("user_of_another_provider", user_of("red", "team", "https://elsewhere.example"), None),
     Who("blue_admin_session", signed_in(Role.ADMIN, "blue"), MAY[Role.ADMIN], "blue"),
     Who("session_of_an_operator", signed_in(Role.OPERATOR, DEFAULT_TENANT), MAY[Role.OPERATOR], DEFAULT_TENANT),
     *(confined(scope) for scope in sorted(SCOPES)),
@@ -308,6 +340,8 @@ async def site(ctx: Context, store: Store, tmp_path: Any, monkeypatch: pytest.Mo
 
     monkeypatch.setattr("opentinker.services.scheduler.http.server.Api", Noted)
     monkeypatch.setattr(auth, "GUESSES_PER_S", 1e6)  # thousands of unknown keys of one address are asked with
+    monkeypatch.setenv(CLIENT_SECRET, "a-client-secret")
+    ctx.settings = Settings.model_validate({**dict(ctx.settings), **PROVIDER})
     async with scheduler(ctx) as url, aiohttp.ClientSession() as session:
         http = Http(session, url)
         things = {}
@@ -493,4 +527,6 @@ def test_nothing_is_served_that_is_not_in_the_table(ctx: Context) -> None:
         "/page/{name}",
         "/v1/schema/job.json",
         "/v1/login",
+        "/v1/login/oidc",
+        "/v1/login/oidc/callback",
     }

@@ -1,0 +1,504 @@
+"""Signing in through an OpenID provider: the whole way, every lie of a provider, and what groups allow."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hmac
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import orjson
+import pytest
+from aiohttp import web
+
+from opentinker.services.scheduler.login import oidc_api
+from opentinker.services.scheduler.login import provider as provider_module
+from opentinker.services.scheduler.login.cookies import LOGIN, SESSION
+from opentinker.shared import api_types
+from opentinker.shared.config import Settings
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.state.logins import ATTEMPT_S
+from opentinker.shared.state.sessions import session_id
+from tests.conftest import NewContext, free_port
+from tests.integration.access.test_sessions import audit
+from tests.support.api import SPEC, fits, new_key_of
+from tests.support.browsing import Browser, browser
+from tests.support.oidc_provider import ADA, CLIENT, SECRET, Provider, new_signing_key, oidc_provider
+from tests.support.scheduling import scheduler
+
+GROUPS = {
+    "ml-leads": {"tenant": "ml", "role": "admin"},
+    "ml-team": {"tenant": "ml", "role": "member"},
+    "guests": {"tenant": "visitors", "role": "viewer"},
+    "ops": {"tenant": "default", "role": "operator"},
+}
+Open = Callable[..., Any]
+
+
+@pytest.fixture
+async def provider() -> AsyncIterator[Provider]:
+    async with oidc_provider() as provider:
+        yield provider
+
+
+def with_provider(ctx: Context, provider: Provider, secret: Path, **more: Any) -> None:
+    """The settings of a server whose users sign in at this provider."""
+    secret.write_text(SECRET)
+    port = free_port()
+    ctx.settings = Settings.model_validate(
+        {
+            **dict(ctx.settings), "http_port": port, "public_url": f"http://127.0.0.1:{port}",
+            "oidc_issuer": provider.issuer, "oidc_client_id": CLIENT, "oidc_client_secret_file": secret,
+            "oidc_groups": GROUPS, "oidc_name": "Lab ID", "oidc_contact": "help@lab.example", **more,
+        }
+    )  # fmt: skip
+
+
+@pytest.fixture
+async def served(new_context: NewContext, provider: Provider, tmp_path: Path) -> AsyncIterator[Open]:
+    """Opens servers whose users sign in at the provider."""
+
+    @asynccontextmanager
+    async def open(**more: Any) -> AsyncIterator[tuple[Context, str]]:
+        async with new_context() as ctx:
+            with_provider(ctx, provider, tmp_path / "secret", **more)
+            async with scheduler(ctx) as url:
+                yield ctx, url
+
+    yield open
+
+
+async def signs_in(page: Browser, to: str = "") -> str:
+    """Go the way of a browser; return why it was refused, or nothing."""
+    async with page.session.get(f"{page.url}/v1/login/oidc", params={"to": to}) as response:
+        assert response.status == 200, "the page, at last"
+        page.landed = str(response.real_url)
+    status, found = await page("GET", "/v1/login")
+    fits(found, api_types.Login)
+    assert status == 200 and (found["csrf"] is None) == bool(found["problem"])
+    page.csrf = found["csrf"] or ""
+    return found["problem"] or ""
+
+
+# --- the whole way --------------------------------------------------------------------------------------------------
+
+
+async def test_a_user_signs_in_makes_a_job_and_signs_out(served: Open, provider: Provider) -> None:
+    async with served() as (ctx, url), browser(url) as page:
+        _, found = await page("GET", "/v1/login")
+        assert found["provider"] == {"name": "Lab ID", "address": f"{url}/v1/login/oidc"}
+        assert await signs_in(page, "jobs/j-0123456789/curves") == ""
+        assert page.landed == f"{url}/#/jobs/j-0123456789/curves"
+        status, who = await page.asks("GET", "/v1/whoami")
+        fits(who, api_types.WhoAmI)
+        assert (who["user"], who["tenant"], who["role"], who["key"]) == ("ada@lab.example", "ml", "member", None)
+        status, job = await page.asks("POST", "/v1/jobs", data=orjson.dumps(SPEC))
+        assert (status, job["key"], job["tenant"]) == (201, "ada@lab.example", "ml")
+        _, listed = await page.asks("GET", "/v1/jobs", params={"owner": "ada@lab.example"})
+        assert [one["id"] for one in listed["jobs"]] == [job["id"]]
+        assert (await page.asks("POST", "/v1/keys", data=orjson.dumps({"role": "member"})))[0] == 403
+        assert (await page.asks("DELETE", "/v1/session"))[0] == 200
+        assert (await page("GET", "/v1/whoami"))[0] == 401
+        lines = [(line["path"], line["result"], line.get("user")) for line in audit(ctx.settings.data_dir)]
+    ada = "ada@lab.example"
+    assert lines[:2] == [("/v1/login/oidc/callback", 303, ada), ("/v1/jobs", 201, ada)]
+    assert lines[3] == ("/v1/session", 200, ada)
+
+
+async def test_each_sign_in_has_its_own_secrets_and_shows_none(served: Open, provider: Provider) -> None:
+    async with served() as (ctx, url), browser(url) as page:
+        async with page.session.get(f"{url}/v1/login/oidc", allow_redirects=False) as begun:
+            (cookie,) = begun.headers.getall("Set-Cookie")
+            assert cookie.startswith(LOGIN) and "HttpOnly" in cookie and "SameSite=Lax" in cookie
+        (name,) = await ctx.store.redis.keys("login:*")
+        assert 0 < await ctx.store.redis.ttl(name) <= ATTEMPT_S
+        attempt = orjson.loads(await ctx.store.redis.get(name))
+        assert attempt["verifier"] not in begun.headers["Location"]
+        async with page.session.get(begun.headers["Location"], allow_redirects=False) as back:
+            pass
+        async with page.session.get(back.headers["Location"], allow_redirects=False) as done:
+            cookies = "\n".join(done.headers.getall("Set-Cookie"))
+        assert SESSION in cookies and "HttpOnly" in cookies and done.headers["Location"] == f"{url}/#/"
+        assert await ctx.store.redis.keys("login*") == [], "used once"
+        await signs_in(page)
+        for secret in ("state", "nonce", "code_challenge"):
+            first, second = (asked[secret] for asked in provider.asked)
+            assert first != second and len(first) >= 43
+        kept = [await ctx.store.redis.hgetall(name) for name in await ctx.store.redis.keys("session:*")]
+        assert len(kept) == 2 and page.token not in str(kept)
+
+
+async def test_the_client_secret_may_stand_in_the_environment(
+    served: Open, provider: Provider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENTINKER_OIDC_CLIENT_SECRET", SECRET)
+    async with served(oidc_client_secret_file=None) as (_, url), browser(url) as page:
+        assert await signs_in(page) == ""
+
+
+# --- what is not believed -------------------------------------------------------------------------------------------
+
+
+def _set(**claims: Any) -> Callable[[Provider], None]:
+    def lie(provider: Provider) -> None:
+        provider.lie = lambda told: told.update({k: v() if callable(v) else v for k, v in claims.items()})
+
+    return lie
+
+
+def _without(claim: str) -> Callable[[Provider], None]:
+    def lie(provider: Provider) -> None:
+        provider.lie = lambda told: told.pop(claim)
+
+    return lie
+
+
+def signed_by_somebody_else(provider: Provider) -> None:
+    provider.signed_with = new_signing_key()
+
+
+def _unsigned(provider: Provider, header: dict[str, str], signature: Callable[[bytes], str]) -> None:
+    """An id token that is not the work of the private key."""
+
+    def signed(asked: dict[str, str]) -> str:
+        now = int(time.time())
+        claims = {"iss": provider.issuer, "aud": CLIENT, "iat": now, "exp": now + 300, "nonce": asked["nonce"], **ADA}
+        parts = [base64.urlsafe_b64encode(orjson.dumps(part)).decode().rstrip("=") for part in (header, claims)]
+        return ".".join([*parts, signature(".".join(parts).encode())])
+
+    provider.signed = signed  # type: ignore[method-assign]
+
+
+def not_signed_at_all(provider: Provider) -> None:
+    _unsigned(provider, {"alg": "none"}, lambda _: "")
+
+
+def _hashed(secret: bytes) -> Callable[[bytes], str]:
+    def sign(data: bytes) -> str:
+        return base64.urlsafe_b64encode(hmac.digest(secret, data, "sha256")).decode().rstrip("=")
+
+    return sign
+
+
+def signed_with_the_public_key_as_a_password(provider: Provider) -> None:
+    key = provider.keys[0]
+    _unsigned(provider, {"alg": "HS256", "kid": key.kid}, _hashed(key.as_pem(private=False)))
+
+
+def signed_with_the_client_secret(provider: Provider) -> None:
+    _unsigned(provider, {"alg": "HS256"}, _hashed(SECRET.encode()))
+
+
+def about_somebody_else(provider: Provider) -> None:
+    provider.user.pop("groups")
+    provider.userinfo = {"sub": "another", "groups": ["ops"]}
+
+
+def without_an_id_token(provider: Provider) -> None:
+    provider.answer = web.json_response({"access_token": "x", "token_type": "Bearer"})
+
+
+def not_json(provider: Provider) -> None:
+    provider.answer = web.Response(text="<html>")
+
+
+def broken(provider: Provider) -> None:
+    provider.answer = web.json_response({"error": "server_error", "error_description": "no luck"}, status=500)
+
+
+def too_much(provider: Provider) -> None:
+    provider.answer = web.Response(body=b'{"id_token":"' + b"x" * provider_module.MAX_BYTES + b'"}')
+
+
+def another_place(provider: Provider) -> None:
+    provider.answer = web.Response(status=307, headers={"Location": f"{provider.issuer}/jwks"})
+
+
+def refused_by_the_user(provider: Provider) -> None:
+    provider.refuse = "access_denied"
+
+
+LIES: list[tuple[str, Callable[[Provider], None], str]] = [
+    ("another nonce", _set(nonce="x"), "nonce"),
+    ("no nonce", _without("nonce"), "nonce"),
+    ("another audience", _set(aud="somebody-else"), "aud"),
+    ("no audience", _without("aud"), "aud"),
+    ("another party", _set(aud=[CLIENT, "other"], azp="other"), "azp"),
+    ("another issuer", _set(iss="https://elsewhere.example"), "iss"),
+    ("expired", _set(exp=lambda: int(time.time()) - 120), "expired"),
+    ("without an end", _without("exp"), "exp"),
+    ("not yet valid", _set(nbf=lambda: int(time.time()) + 600), "not yet valid"),
+    ("no subject", _without("sub"), "sub"),
+    ("a strange subject", _set(sub=["x"]), "sub"),
+    ("another hash of the access token", _set(at_hash="AAAAAAAAAAAAAAAAAAAAAA"), "at_hash"),
+    ("signature", signed_by_somebody_else, "signature"),
+    ("no signature", not_signed_at_all, "id token is not valid"),
+    ("public key as a password", signed_with_the_public_key_as_a_password, "id token is not valid"),
+    ("client secret", signed_with_the_client_secret, "id token is not valid"),
+    ("userinfo of another", about_somebody_else, "about another one"),
+    ("no id token", without_an_id_token, "no id token"),
+    ("no JSON", not_json, "no JSON object"),
+    ("an error", broken, "answered 500, server_error, no luck"),
+    ("too much", too_much, "more than"),
+    ("a redirect", another_place, "answered 307"),
+    ("a refusal", refused_by_the_user, "access_denied"),
+]
+
+
+async def test_no_lie_of_a_provider_makes_a_session(
+    served: Open, provider: Provider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(oidc_api, "LOGINS_PER_S", 1e6)
+    monkeypatch.setattr(oidc_api, "LOGINS_BURST", 1e6)
+    async with served() as (ctx, url):
+        truth = dict(vars(provider)) | {"user": dict(ADA)}
+        for name, lie, told in LIES:
+            lie(provider)
+            async with browser(url) as page:
+                problem = await signs_in(page)
+                assert told in problem and SECRET not in problem, (name, problem)
+                assert page.token == "" and (await page("GET", "/v1/login"))[1]["problem"] is None, "said once"
+            vars(provider).clear()
+            vars(provider).update({**truth, "user": dict(ADA)})
+        assert await ctx.store.redis.keys("session:*") == []
+        async with browser(url) as page:
+            assert await signs_in(page) == "", "the truth is believed"
+        failed = [line for line in audit(ctx.settings.data_dir) if "failed" in line]
+    assert len(failed) == len(LIES) and {line["path"] for line in failed} == {"/v1/login/oidc/callback"}
+
+
+async def test_what_was_begun_in_one_browser_does_not_end_in_another(served: Open) -> None:
+    async with served() as (ctx, url), browser(url) as attacker, browser(url) as victim:
+
+        async def back(page: Browser) -> str:
+            """As far as the provider's answer, which has not been used."""
+            async with page.session.get(f"{url}/v1/login/oidc", allow_redirects=False) as begun:
+                pass
+            async with page.session.get(begun.headers["Location"], allow_redirects=False) as answered:
+                return answered.headers["Location"]
+
+        async def refused(page: Browser, address: str) -> None:
+            async with page.session.get(address):
+                pass
+            assert "not begun in this browser" in (await page("GET", "/v1/login"))[1]["problem"]
+            assert page.token == ""
+
+        theirs = await back(attacker)
+        await refused(victim, theirs)  # no attempt
+        own = await back(victim)
+        await refused(victim, theirs)  # another state
+        await refused(victim, own)  # an attempt is for one answer
+        own = await back(victim)
+        await refused(victim, own.replace("state=", "state=x"))
+        own = await back(victim)
+        await refused(victim, own.partition("&state=")[0])
+        own = await back(victim)
+        async with victim.session.get(own):
+            pass
+        assert victim.token
+        async with victim.session.get(own):  # again
+            pass
+        assert len(await ctx.store.redis.keys("session:*")) == 1
+
+
+async def test_an_answer_that_names_another_issuer_is_refused(served: Open) -> None:
+    async with served() as (_, url), browser(url) as page:
+        async with page.session.get(f"{url}/v1/login/oidc", allow_redirects=False) as begun:
+            pass
+        async with page.session.get(begun.headers["Location"], allow_redirects=False) as back:
+            pass
+        async with page.session.get(back.headers["Location"] + "&iss=https://elsewhere.example"):
+            pass
+        assert "another provider" in (await page("GET", "/v1/login"))[1]["problem"]
+
+
+async def test_a_provider_that_is_away_slow_or_another_says_so(
+    served: Open, provider: Provider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with served(oidc_issuer=f"{provider.issuer}/") as (_, url), browser(url) as page:
+        problem = await signs_in(page)
+        assert "calls itself" in problem and "oidc_issuer" in problem and "help@lab.example" in problem
+    async with served(oidc_issuer=f"http://127.0.0.1:{free_port()}") as (_, url), browser(url) as page:
+        assert "does not answer" in await signs_in(page)
+    async with served() as (_, url), browser(url) as page:
+        monkeypatch.setattr(provider_module, "FETCH_S", 0.5)
+        monkeypatch.setattr(provider_module.Provider, "_endpoint", functools.partialmethod(_slow, provider.issuer))
+        assert "does not answer: TimeoutError" in await signs_in(page)
+
+
+async def _slow(_: Any, issuer: str, name: str) -> str:
+    return f"{issuer}/slow" if name == "token_endpoint" else f"{issuer}/{name.partition('_')[0]}"
+
+
+# --- keys of the provider -------------------------------------------------------------------------------------------
+
+
+async def test_keys_are_cached_and_fetched_again_for_a_new_one(
+    served: Open, provider: Provider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(provider_module, "REFETCH_S", 600.0)
+    async with served() as (_, url):
+
+        async def problem() -> str:
+            async with browser(url) as page:
+                return await signs_in(page)
+
+        for _ in range(2):
+            assert await problem() == ""
+        assert [provider.fetched.count(path) for path in ("/jwks", "/.well-known/openid-configuration")] == [1, 1]
+        provider.rotate()
+        assert "id token is not valid" in await problem(), "they have just been fetched"
+        monkeypatch.setattr(provider_module, "REFETCH_S", 0.0)
+        assert await problem() == "" and provider.fetched.count("/jwks") == 2
+        monkeypatch.setattr(provider_module, "REFETCH_S", 600.0)
+        signed_by_somebody_else(provider)
+        for _ in range(3):
+            assert "id token is not valid" in await problem()
+        assert provider.fetched.count("/jwks") == 2, "wrong tokens do not make us ask"
+
+
+async def test_keys_that_are_not_for_signatures_are_passed_over(served: Open, provider: Provider) -> None:
+    class Other:
+        def as_dict(self, private: bool) -> dict[str, str]:
+            return {"kty": "strange", "kid": "x"}
+
+    provider.keys.append(Other())
+    async with served() as (_, url), browser(url) as page:
+        assert await signs_in(page) == ""
+
+
+# --- groups ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("groups", "granted"),
+    [
+        (["ml-team"], ("ml", "member")),
+        (["ml-team", "ml-leads"], ("ml", "admin")),
+        (["guests", "ml-team"], ("ml", "member")),
+        (["ops", "guests"], ("visitors", "viewer")),
+        ("ops", ("default", "operator")),
+    ],
+)
+async def test_the_first_group_decides_the_tenant_and_the_highest_role_counts(
+    served: Open, provider: Provider, groups: Any, granted: tuple[str, str]
+) -> None:
+    provider.user["groups"] = groups
+    async with served() as (_, url), browser(url) as page:
+        assert await signs_in(page) == ""
+        _, who = await page("GET", "/v1/whoami")
+        assert (who["tenant"], who["role"]) == granted
+
+
+async def test_a_user_without_a_role_hears_which_groups_were_seen_and_whom_to_ask(
+    served: Open, provider: Provider
+) -> None:
+    async with served() as (_, url), browser(url) as page:
+        for groups, seen in (
+            (["staff", "Ml-team"], "your groups are staff, Ml-team."),
+            ([f"g{n}" for n in range(30)], "g19 and 10 more."),
+            ([7, {"x": 1}, None], "named none of your groups."),
+            ([], "named none of your groups."),
+            (["a\x1b[31m\nb"], "your groups are a\ufffd[31m\ufffdb."),
+        ):
+            provider.user["groups"] = groups
+            problem = await signs_in(page)
+            assert problem.startswith("ada@lab.example is in no group that has a role here") and seen in problem
+            assert problem.endswith("Ask help@lab.example.")
+
+
+async def test_groups_may_stand_deep_in_the_token_or_in_the_answer_about_the_user(
+    served: Open, provider: Provider
+) -> None:
+    provider.user = {"sub": "1", "realm_access": {"roles": ["ml-team"]}}
+    async with served(oidc_groups_claim="realm_access.roles") as (_, url), browser(url) as page:
+        assert await signs_in(page) == ""
+    provider.user, provider.userinfo = {"sub": "1"}, {"sub": "1", "groups": ["guests"], "email": "ada@lab.example"}
+    async with served() as (_, url), browser(url) as page:
+        assert await signs_in(page) == ""
+        _, who = await page("GET", "/v1/whoami")
+        assert (who["user"], who["tenant"]) == ("ada@lab.example", "visitors")
+
+
+@pytest.mark.parametrize(
+    ("told", "name"),
+    [
+        ({"email_verified": False}, ADA["sub"]),
+        ({"email": None}, ADA["sub"]),
+        ({"email": "", "sub": "abcdefghij"}, "user:abcdefghij"),
+        ({"email": "a\nb@x"}, "a\ufffdb@x"),
+    ],
+)
+async def test_a_name_is_verified_printable_and_no_keys_id(
+    served: Open, provider: Provider, told: dict[str, Any], name: str
+) -> None:
+    provider.user |= told
+    async with served() as (_, url), browser(url) as page:
+        assert await signs_in(page) == ""
+        assert (await page("GET", "/v1/whoami"))[1]["user"] == name
+
+
+async def test_a_session_ends_when_its_group_has_no_role_any_more(served: Open, provider: Provider) -> None:
+    async with served() as (_, url), browser(url) as page:
+        assert await signs_in(page) == ""
+        token = page.token
+        assert session_id(token)
+    changes: list[tuple[dict[str, Any], int, str]] = [
+        ({"oidc_groups": {"ml-team": {"tenant": "ml", "role": "viewer"}}}, 200, "viewer"),
+        ({"oidc_groups": {"ml-team": {"tenant": "other", "role": "admin"}}}, 401, ""),
+        ({"oidc_groups": {"guests": {"tenant": "ml", "role": "admin"}}}, 401, ""),
+        ({"oidc_issuer": "http://127.0.0.1:9"}, 401, ""),
+    ]
+    for more, status, role in changes:
+        async with served(**more) as (_, url), aiohttp.ClientSession() as session:
+            headers = {"Cookie": f"{SESSION}-{url.rpartition(':')[2]}={token}"}
+            async with session.get(f"{url}/v1/whoami", headers=headers) as response:
+                assert response.status == status, more
+                if role:
+                    assert (await response.json())["role"] == role
+
+
+async def test_users_of_one_tenant_see_nothing_of_another(served: Open, provider: Provider) -> None:
+    async with served() as (ctx, url), browser(url) as ada, browser(url) as guest:
+        assert await signs_in(ada) == ""
+        provider.user = {"sub": "2", "email": "bob@lab.example", "email_verified": True, "groups": ["guests"]}
+        assert await signs_in(guest) == ""
+        _, job = await ada.asks("POST", "/v1/jobs", data=orjson.dumps(SPEC))
+        for path in ("", "/metrics", "/transcripts", "/checkpoints"):
+            assert (await guest.asks("GET", f"/v1/jobs/{job['id']}{path}"))[0] == 404, path
+        assert (await guest.asks("GET", "/v1/jobs"))[1]["jobs"] == []
+        assert (await guest.asks("POST", "/v1/jobs", data=orjson.dumps(SPEC)))[0] == 403
+        admin = await new_key_of(ctx.store, "ml")
+        async with browser(url, admin) as page:
+            _, listed = await page.asks("GET", "/v1/sessions")
+            assert {one["user"] for one in listed["sessions"]} == {"ada@lab.example", None}
+            (theirs,) = [one["id"] for one in listed["sessions"] if one["user"]]
+            assert (await page.asks("POST", f"/v1/sessions/{theirs}/revoke"))[0] == 200
+
+
+# --- bounds ---------------------------------------------------------------------------------------------------------
+
+
+async def test_a_server_without_a_provider_says_so(url: str) -> None:
+    async with browser(url) as page:
+        assert (await page("GET", "/v1/login"))[1]["provider"] is None
+        for path in ("/v1/login/oidc", "/v1/login/oidc/callback"):
+            status, answer = await page("GET", path)
+            assert status == 409 and "oidc_issuer" in answer["detail"]
+
+
+async def test_one_address_begins_only_so_many_sign_ins(served: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(oidc_api, "LOGINS_PER_S", 0.001)
+    monkeypatch.setattr(oidc_api, "LOGINS_BURST", 3.0)
+    async with served() as (ctx, url), browser(url) as page:
+        answers = []
+        for _ in range(5):
+            async with page.session.get(f"{url}/v1/login/oidc", allow_redirects=False) as response:
+                answers.append(response.status)
+        assert answers == [303, 303, 303, 429, 429]
+        assert len(await ctx.store.redis.keys("login:*")) == 3
