@@ -130,6 +130,11 @@ export function useSettled<T>(value: T, afterMs: number): T {
   return settled;
 }
 
+/** Whether an owner is an API key, not a user. */
+export function isKey(owner: string): boolean {
+  return /^[a-z0-9]{10}$/.test(owner);
+}
+
 /** Says a key as people know it: by its name, where whoever looks may see the tenant's keys. */
 export function useKeyNames(): (id: string) => string {
   const { value } = useAsked<{ keys: { id: string; name: string }[] }>(useMay("keys:read") ? "/v1/keys" : null, KEYS_S);

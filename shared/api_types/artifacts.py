@@ -96,7 +96,7 @@ class Publication(TypedDict):
     bytes: int
     created: float
     key: str
-    """Id of the API key that published it."""
+    """Id of the API key, or name of the user, that published it."""
 
 
 class Publications(TypedDict):

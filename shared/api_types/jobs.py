@@ -20,7 +20,7 @@ class JobSummary(TypedDict):
     """rl, sft, dpo, inference or eval."""
     tenant: str
     key: str
-    """Id of the API key that it was submitted with; empty where the server asks for none."""
+    """Id of the API key, or name of the user, that submitted it; empty where the server asks for neither."""
     state: State
     reason: str
     """Why it is in this state, where there is more to say."""

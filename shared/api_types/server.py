@@ -91,7 +91,7 @@ class UsageRow(Spent):
     kind: NotRequired[str]
     state: NotRequired[State]
     key: NotRequired[str]
-    """Id of the API key; also with the job."""
+    """Id of the API key, or name of the user; also with the job."""
     jobs: NotRequired[int]
     """For a key: number of jobs."""
     day: NotRequired[str]

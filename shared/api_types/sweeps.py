@@ -53,7 +53,7 @@ class SweepSummary(TypedDict):
     """Of its jobs."""
     tenant: str
     key: str
-    """Id of the API key that it was submitted with."""
+    """Id of the API key, or name of the user, that submitted it."""
     state: Literal["running", "succeeded", "failed", "cancelled"]
     reason: str
     method: Literal["grid", "random", "tpe"]

@@ -358,7 +358,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     curve: str = ""
     """Its main metric over the steps, as a JSON list of some dozens of values."""
     key: str = ""
-    """Id of the API key that it was submitted with; empty where the server asks for none."""
+    """Id of the API key, or name of the user, that submitted it; empty where the server asks for neither."""
     trace: str = ""
     """`traceparent` of the request that submitted it, see tracing.py."""
     result: str = ""

@@ -107,7 +107,7 @@ class SweepSummary(msgspec.Struct, frozen=True, kw_only=True):
     updated: float
     finished: float = 0.0
     key: str = ""
-    """Id of the API key that it was submitted with."""
+    """Id of the API key, or name of the user, that submitted it."""
     method: str
     metric: str
     goal: str

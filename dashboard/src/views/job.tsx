@@ -2,7 +2,7 @@
 
 import type { JSX } from "preact";
 import { useEffect } from "preact/hooks";
-import { go, useAsked, useDoing, useFollow, useHeard, useKeyNames, useMay, useNow } from "../hooks.ts";
+import { go, isKey, useAsked, useDoing, useFollow, useHeard, useKeyNames, useMay, useNow } from "../hooks.ts";
 import { ask, job as path } from "../lib/api.ts";
 import type { Beside, Follow } from "../lib/follow.ts";
 import { sizeOf } from "../lib/join.ts";
@@ -112,7 +112,7 @@ function Top({ job, follow, again }: { job: JobDetail; follow: Follow | null; ag
           ["Model", <code key="model">{job.model}</code>],
           ...(job.environment ? ([["Environment", job.environment]] as [string, string][]) : []),
           ["Workers", job.workers.length ? job.workers.map((w) => `${w.id} (${w.status})`).join(", ") : "none"],
-          ["Owner", `${job.tenant}${job.key ? ` · key ${keyName(job.key)}` : ""}`],
+          ["Owner", `${job.tenant}${job.key ? ` · ${isKey(job.key) ? "key " : ""}${keyName(job.key)}` : ""}`],
           ["Submitted", `${moment(job.created)}${over && job.finished ? ` · ended ${ago(job.finished, now)}` : ""}`],
           ...(job.restarts ? ([["Restarts", String(job.restarts)]] as [string, string][]) : []),
         ]}

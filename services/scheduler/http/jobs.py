@@ -64,7 +64,10 @@ FILTERS = (
     Parameter("state", f"Only jobs in one of these states, separated by commas: {', '.join(STATES)}."),
     Parameter("kind", f"Only jobs of one of these kinds, separated by commas: {', '.join(KINDS)}."),
     Parameter("name", "Only jobs with this text in their name."),
-    *(Parameter(name, f"Only jobs with this {name}{' (id of the key)' * (name == 'owner')}.") for name in EQUAL),
+    *(
+        Parameter(name, f"Only jobs with this {name}{' (id of the key, or name of the user)' * (name == 'owner')}.")
+        for name in EQUAL
+    ),
     Parameter("tag", "Only jobs with this tag; with all of several, separated by commas."),
     Parameter(
         "search",

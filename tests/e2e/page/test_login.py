@@ -10,8 +10,8 @@ from playwright.async_api import Browser, expect
 from opentinker.services.scheduler.login.cookies import SESSION
 from tests.conftest import NewContext
 from tests.e2e.page.conftest import IN_BROWSER, Open, Tab
-from tests.integration.access.test_oidc import with_provider
 from tests.support.api import OPERATOR, Http
+from tests.support.oidc_login import with_provider
 from tests.support.oidc_provider import oidc_provider
 from tests.support.scheduling import new_job, scheduler
 

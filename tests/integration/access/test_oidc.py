@@ -1,89 +1,24 @@
-"""Signing in through an OpenID provider: the whole way, every lie of a provider, and what groups allow."""
+"""Signing in through an OpenID provider: the whole way, its keys, and what groups allow."""
 
 from __future__ import annotations
 
-import base64
-import functools
-import hmac
-import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 import orjson
 import pytest
-from aiohttp import web
 
 from opentinker.services.scheduler.login import oidc_api
 from opentinker.services.scheduler.login import provider as provider_module
 from opentinker.services.scheduler.login.cookies import LOGIN, SESSION
 from opentinker.shared import api_types
-from opentinker.shared.config import Settings
-from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.logins import ATTEMPT_S
 from opentinker.shared.state.sessions import session_id
-from tests.conftest import NewContext, free_port
 from tests.integration.access.test_sessions import audit
 from tests.support.api import SPEC, fits, new_key_of
-from tests.support.browsing import Browser, browser
-from tests.support.oidc_provider import ADA, CLIENT, SECRET, Provider, new_signing_key, oidc_provider
-from tests.support.scheduling import scheduler
-
-GROUPS = {
-    "ml-leads": {"tenant": "ml", "role": "admin"},
-    "ml-team": {"tenant": "ml", "role": "member"},
-    "guests": {"tenant": "visitors", "role": "viewer"},
-    "ops": {"tenant": "default", "role": "operator"},
-}
-Open = Callable[..., Any]
-
-
-@pytest.fixture
-async def provider() -> AsyncIterator[Provider]:
-    async with oidc_provider() as provider:
-        yield provider
-
-
-def with_provider(ctx: Context, provider: Provider, secret: Path, **more: Any) -> None:
-    """The settings of a server whose users sign in at this provider."""
-    secret.write_text(SECRET)
-    port = free_port()
-    ctx.settings = Settings.model_validate(
-        {
-            **dict(ctx.settings), "http_port": port, "public_url": f"http://127.0.0.1:{port}",
-            "oidc_issuer": provider.issuer, "oidc_client_id": CLIENT, "oidc_client_secret_file": secret,
-            "oidc_groups": GROUPS, "oidc_name": "Lab ID", "oidc_contact": "help@lab.example", **more,
-        }
-    )  # fmt: skip
-
-
-@pytest.fixture
-async def served(new_context: NewContext, provider: Provider, tmp_path: Path) -> AsyncIterator[Open]:
-    """Opens servers whose users sign in at the provider."""
-
-    @asynccontextmanager
-    async def open(**more: Any) -> AsyncIterator[tuple[Context, str]]:
-        async with new_context() as ctx:
-            with_provider(ctx, provider, tmp_path / "secret", **more)
-            async with scheduler(ctx) as url:
-                yield ctx, url
-
-    yield open
-
-
-async def signs_in(page: Browser, to: str = "") -> str:
-    """Go the way of a browser; return why it was refused, or nothing."""
-    async with page.session.get(f"{page.url}/v1/login/oidc", params={"to": to}) as response:
-        assert response.status == 200, "the page, at last"
-        page.landed = str(response.real_url)
-    status, found = await page("GET", "/v1/login")
-    fits(found, api_types.Login)
-    assert status == 200 and (found["csrf"] is None) == bool(found["problem"])
-    page.csrf = found["csrf"] or ""
-    return found["problem"] or ""
-
+from tests.support.browsing import browser
+from tests.support.oidc_login import Open, signs_in
+from tests.support.oidc_provider import ADA, SECRET, Provider, new_signing_key
 
 # --- the whole way --------------------------------------------------------------------------------------------------
 
@@ -141,200 +76,6 @@ async def test_the_client_secret_may_stand_in_the_environment(
         assert await signs_in(page) == ""
 
 
-# --- what is not believed -------------------------------------------------------------------------------------------
-
-
-def _set(**claims: Any) -> Callable[[Provider], None]:
-    def lie(provider: Provider) -> None:
-        provider.lie = lambda told: told.update({k: v() if callable(v) else v for k, v in claims.items()})
-
-    return lie
-
-
-def _without(claim: str) -> Callable[[Provider], None]:
-    def lie(provider: Provider) -> None:
-        provider.lie = lambda told: told.pop(claim)
-
-    return lie
-
-
-def signed_by_somebody_else(provider: Provider) -> None:
-    provider.signed_with = new_signing_key()
-
-
-def _unsigned(provider: Provider, header: dict[str, str], signature: Callable[[bytes], str]) -> None:
-    """An id token that is not the work of the private key."""
-
-    def signed(asked: dict[str, str]) -> str:
-        now = int(time.time())
-        claims = {"iss": provider.issuer, "aud": CLIENT, "iat": now, "exp": now + 300, "nonce": asked["nonce"], **ADA}
-        parts = [base64.urlsafe_b64encode(orjson.dumps(part)).decode().rstrip("=") for part in (header, claims)]
-        return ".".join([*parts, signature(".".join(parts).encode())])
-
-    provider.signed = signed  # type: ignore[method-assign]
-
-
-def not_signed_at_all(provider: Provider) -> None:
-    _unsigned(provider, {"alg": "none"}, lambda _: "")
-
-
-def _hashed(secret: bytes) -> Callable[[bytes], str]:
-    def sign(data: bytes) -> str:
-        return base64.urlsafe_b64encode(hmac.digest(secret, data, "sha256")).decode().rstrip("=")
-
-    return sign
-
-
-def signed_with_the_public_key_as_a_password(provider: Provider) -> None:
-    key = provider.keys[0]
-    _unsigned(provider, {"alg": "HS256", "kid": key.kid}, _hashed(key.as_pem(private=False)))
-
-
-def signed_with_the_client_secret(provider: Provider) -> None:
-    _unsigned(provider, {"alg": "HS256"}, _hashed(SECRET.encode()))
-
-
-def about_somebody_else(provider: Provider) -> None:
-    provider.user.pop("groups")
-    provider.userinfo = {"sub": "another", "groups": ["ops"]}
-
-
-def without_an_id_token(provider: Provider) -> None:
-    provider.answer = web.json_response({"access_token": "x", "token_type": "Bearer"})
-
-
-def not_json(provider: Provider) -> None:
-    provider.answer = web.Response(text="<html>")
-
-
-def broken(provider: Provider) -> None:
-    provider.answer = web.json_response({"error": "server_error", "error_description": "no luck"}, status=500)
-
-
-def too_much(provider: Provider) -> None:
-    provider.answer = web.Response(body=b'{"id_token":"' + b"x" * provider_module.MAX_BYTES + b'"}')
-
-
-def another_place(provider: Provider) -> None:
-    provider.answer = web.Response(status=307, headers={"Location": f"{provider.issuer}/jwks"})
-
-
-def refused_by_the_user(provider: Provider) -> None:
-    provider.refuse = "access_denied"
-
-
-LIES: list[tuple[str, Callable[[Provider], None], str]] = [
-    ("another nonce", _set(nonce="x"), "nonce"),
-    ("no nonce", _without("nonce"), "nonce"),
-    ("another audience", _set(aud="somebody-else"), "aud"),
-    ("no audience", _without("aud"), "aud"),
-    ("another party", _set(aud=[CLIENT, "other"], azp="other"), "azp"),
-    ("another issuer", _set(iss="https://elsewhere.example"), "iss"),
-    ("expired", _set(exp=lambda: int(time.time()) - 120), "expired"),
-    ("without an end", _without("exp"), "exp"),
-    ("not yet valid", _set(nbf=lambda: int(time.time()) + 600), "not yet valid"),
-    ("no subject", _without("sub"), "sub"),
-    ("a strange subject", _set(sub=["x"]), "sub"),
-    ("another hash of the access token", _set(at_hash="AAAAAAAAAAAAAAAAAAAAAA"), "at_hash"),
-    ("signature", signed_by_somebody_else, "signature"),
-    ("no signature", not_signed_at_all, "id token is not valid"),
-    ("public key as a password", signed_with_the_public_key_as_a_password, "id token is not valid"),
-    ("client secret", signed_with_the_client_secret, "id token is not valid"),
-    ("userinfo of another", about_somebody_else, "about another one"),
-    ("no id token", without_an_id_token, "no id token"),
-    ("no JSON", not_json, "no JSON object"),
-    ("an error", broken, "answered 500, server_error, no luck"),
-    ("too much", too_much, "more than"),
-    ("a redirect", another_place, "answered 307"),
-    ("a refusal", refused_by_the_user, "access_denied"),
-]
-
-
-async def test_no_lie_of_a_provider_makes_a_session(
-    served: Open, provider: Provider, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(oidc_api, "LOGINS_PER_S", 1e6)
-    monkeypatch.setattr(oidc_api, "LOGINS_BURST", 1e6)
-    async with served() as (ctx, url):
-        truth = dict(vars(provider)) | {"user": dict(ADA)}
-        for name, lie, told in LIES:
-            lie(provider)
-            async with browser(url) as page:
-                problem = await signs_in(page)
-                assert told in problem and SECRET not in problem, (name, problem)
-                assert page.token == "" and (await page("GET", "/v1/login"))[1]["problem"] is None, "said once"
-            vars(provider).clear()
-            vars(provider).update({**truth, "user": dict(ADA)})
-        assert await ctx.store.redis.keys("session:*") == []
-        async with browser(url) as page:
-            assert await signs_in(page) == "", "the truth is believed"
-        failed = [line for line in audit(ctx.settings.data_dir) if "failed" in line]
-    assert len(failed) == len(LIES) and {line["path"] for line in failed} == {"/v1/login/oidc/callback"}
-
-
-async def test_what_was_begun_in_one_browser_does_not_end_in_another(served: Open) -> None:
-    async with served() as (ctx, url), browser(url) as attacker, browser(url) as victim:
-
-        async def back(page: Browser) -> str:
-            """As far as the provider's answer, which has not been used."""
-            async with page.session.get(f"{url}/v1/login/oidc", allow_redirects=False) as begun:
-                pass
-            async with page.session.get(begun.headers["Location"], allow_redirects=False) as answered:
-                return answered.headers["Location"]
-
-        async def refused(page: Browser, address: str) -> None:
-            async with page.session.get(address):
-                pass
-            assert "not begun in this browser" in (await page("GET", "/v1/login"))[1]["problem"]
-            assert page.token == ""
-
-        theirs = await back(attacker)
-        await refused(victim, theirs)  # no attempt
-        own = await back(victim)
-        await refused(victim, theirs)  # another state
-        await refused(victim, own)  # an attempt is for one answer
-        own = await back(victim)
-        await refused(victim, own.replace("state=", "state=x"))
-        own = await back(victim)
-        await refused(victim, own.partition("&state=")[0])
-        own = await back(victim)
-        async with victim.session.get(own):
-            pass
-        assert victim.token
-        async with victim.session.get(own):  # again
-            pass
-        assert len(await ctx.store.redis.keys("session:*")) == 1
-
-
-async def test_an_answer_that_names_another_issuer_is_refused(served: Open) -> None:
-    async with served() as (_, url), browser(url) as page:
-        async with page.session.get(f"{url}/v1/login/oidc", allow_redirects=False) as begun:
-            pass
-        async with page.session.get(begun.headers["Location"], allow_redirects=False) as back:
-            pass
-        async with page.session.get(back.headers["Location"] + "&iss=https://elsewhere.example"):
-            pass
-        assert "another provider" in (await page("GET", "/v1/login"))[1]["problem"]
-
-
-async def test_a_provider_that_is_away_slow_or_another_says_so(
-    served: Open, provider: Provider, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with served(oidc_issuer=f"{provider.issuer}/") as (_, url), browser(url) as page:
-        problem = await signs_in(page)
-        assert "calls itself" in problem and "oidc_issuer" in problem and "help@lab.example" in problem
-    async with served(oidc_issuer=f"http://127.0.0.1:{free_port()}") as (_, url), browser(url) as page:
-        assert "does not answer" in await signs_in(page)
-    async with served() as (_, url), browser(url) as page:
-        monkeypatch.setattr(provider_module, "FETCH_S", 0.5)
-        monkeypatch.setattr(provider_module.Provider, "_endpoint", functools.partialmethod(_slow, provider.issuer))
-        assert "does not answer: TimeoutError" in await signs_in(page)
-
-
-async def _slow(_: Any, issuer: str, name: str) -> str:
-    return f"{issuer}/slow" if name == "token_endpoint" else f"{issuer}/{name.partition('_')[0]}"
-
-
 # --- keys of the provider -------------------------------------------------------------------------------------------
 
 
@@ -356,7 +97,7 @@ async def test_keys_are_cached_and_fetched_again_for_a_new_one(
         monkeypatch.setattr(provider_module, "REFETCH_S", 0.0)
         assert await problem() == "" and provider.fetched.count("/jwks") == 2
         monkeypatch.setattr(provider_module, "REFETCH_S", 600.0)
-        signed_by_somebody_else(provider)
+        provider.signed_with = new_signing_key()
         for _ in range(3):
             assert "id token is not valid" in await problem()
         assert provider.fetched.count("/jwks") == 2, "wrong tokens do not make us ask"
