@@ -163,7 +163,7 @@ class Step(Prompt, kw_only=True):
     summed."""
     metrics: dict[str, float] = {}
     """Metrics of the episode so far, e.g. `exact`; those of the last step are recorded. A metric named `task/NAME` with
-    value 1 names the task of this episode: validation reports by task. Of the phases that take long, `time/start_s`
+    value 1 names the category of this episode: evaluations report by it. Of the phases that take long, `time/start_s`
     (until the first observation) and `time/verify_s` (grading) appear in the job's time by phase."""
 
 

@@ -23,6 +23,8 @@ from pydantic import Field
 from opentinker.envs.base import DataRows, EnvironmentConfig
 from opentinker.shared.data.dataset import open_rows
 from opentinker.shared.data.jsonl import RowError, rows_path
+from opentinker.shared.evaluation.validation_metrics import TASK
+from opentinker.shared.messaging.reply_validation import NAME_CHARACTERS
 from opentinker.shared.types.core import Image, Message, Text
 
 Row = tuple[str, dict[str, Any]]
@@ -30,6 +32,8 @@ Row = tuple[str, dict[str, Any]]
 Stamp = tuple[tuple[str, int, int], ...]
 CACHE_BYTES = 1 << 30
 """Approximate limit on the rows cached in memory."""
+MAX_CATEGORIES = 50
+"""Different values of a column of categories."""
 MAX_TABLES = 16
 """Tables over the same rows."""
 SAMPLE_ROWS = 200
@@ -228,6 +232,30 @@ def text_of(row: Row, column: str) -> str:
         found = "is missing" if value is None else f"must be a text, it is {type(value).__name__} {value!r:.40}"
         raise RowError(f"{where}: {column} {found}; the columns are: {', '.join(values)}")
     return str(value)
+
+
+def category_of(row: Row, column: str | None) -> dict[str, float]:
+    """Return the metric `task/NAME` of a row's category, for `Step.metrics`; nothing if it has none. A number follows
+    the column's name, as in `level 5`. Raise RowError with the row's location for anything but a text or a number."""
+    where, values = row
+    value = None if column is None else values.get(column)
+    if value is None or value == "":
+        return {}
+    if not isinstance(value, str | int | float):
+        raise RowError(f"{where}: {column} must be a text or a number, it is {type(value).__name__} {value!r:.40}")
+    name = value if isinstance(value, str) else f"{column} {value}"
+    return {f"{TASK}{name.encode('ascii', 'replace').decode()}"[:NAME_CHARACTERS]: 1.0}
+
+
+def check_categories(rows: Sequence[Row], column: str | None) -> None:
+    """Raise RowError if the column has a value that is no category, no value at all, or more than MAX_CATEGORIES."""
+    found = {name for row in rows for name in category_of(row, column)}
+    if column is not None and not found:
+        raise RowError(f"{rows[0][0]}: {column} is in no row; the columns are: {', '.join(rows[0][1])}")
+    if len(found) > MAX_CATEGORIES:
+        raise RowError(
+            f"{column} has {len(found)} different values; a column of categories has at most {MAX_CATEGORIES}"
+        )
 
 
 def content_of(text: str, row: Row, column: str | None) -> str | list[Text | Image]:

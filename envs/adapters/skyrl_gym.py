@@ -9,7 +9,16 @@ from pydantic import BaseModel, Field
 
 from opentinker.envs.adapters.library import LibraryConfig, Randomness, check_known, episode_seed
 from opentinker.envs.base import Action, Environment, Step
-from opentinker.envs.data import DataConfig, Row, TableRows, in_event_loop, read, table
+from opentinker.envs.data import (
+    DataConfig,
+    Row,
+    TableRows,
+    category_of,
+    check_categories,
+    in_event_loop,
+    read,
+    table,
+)
 from opentinker.shared.data.jsonl import RowError
 from opentinker.shared.types.core import Message
 
@@ -31,6 +40,9 @@ class SkyRLGym(Environment):
         """As in skyrl-gym's registry, e.g. gsm8k or text2sql."""
         prompt: str = "prompt"
         """The column that holds the prompt: a text, or messages with `role` and `content`."""
+        category: str | None = None
+        """The column that holds the row's category, e.g. its subject or level, 50 different ones at most: evaluations
+        report by it."""
         env_config: dict[str, Any] = {}
         """The environment's own settings."""
 
@@ -41,7 +53,9 @@ class SkyRLGym(Environment):
                 raise ValueError(f"id = {self.id!r} runs what the policy writes, unprotected: it is not played")
             check_known("environment as id", self.id, registry.keys() - UNGUARDED)
             if not in_event_loop():
-                _prompt_of(read(self).rows[0], self.prompt)
+                rows = read(self).rows
+                _prompt_of(rows[0], self.prompt)
+                check_categories(rows, self.category)
 
     config: Config
     blocking = True
@@ -59,7 +73,7 @@ class SkyRLGym(Environment):
 
     async def open(self, row: int, seed: int) -> list[Message]:
         config = self.config
-        found = (await table(config)).at(row, shuffle=config.shuffle)
+        self._row = found = (await table(config)).at(row, shuffle=config.shuffle)
         self._randomness = Randomness(episode_seed(row, seed))
         with self._randomness:
             self._environment = _made(config, found)
@@ -75,7 +89,10 @@ class SkyRLGym(Environment):
             reward=float(out["reward"]),
             components={"reward": float(out["reward"])},
             done=bool(out["done"]),
-            metrics={str(name): float(value) for name, value in found.items() if isinstance(value, numbers.Real)},
+            metrics={
+                **{str(name): float(value) for name, value in found.items() if isinstance(value, numbers.Real)},
+                **category_of(self._row, self.config.category),
+            },
         )
 
     async def close(self) -> None:

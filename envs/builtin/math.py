@@ -9,7 +9,18 @@ from pydantic import BaseModel, Field, model_validator
 
 from opentinker.envs.base import Action, Environment
 from opentinker.envs.base import Step as Answer
-from opentinker.envs.data import DataConfig, Row, TableRows, content_of, in_event_loop, read, table, text_of
+from opentinker.envs.data import (
+    DataConfig,
+    Row,
+    TableRows,
+    category_of,
+    check_categories,
+    content_of,
+    in_event_loop,
+    read,
+    table,
+    text_of,
+)
 from opentinker.envs.grading import graders, is_installed
 from opentinker.shared.types.core import Message
 
@@ -28,6 +39,9 @@ class Math(Environment):
         """Column with the answer alone, as LaTeX or plain."""
         images: str | None = None
         """Column with a PNG or JPEG image, or a list of them."""
+        category: str | None = None
+        """Column with the problem's category, e.g. its subject or level, 50 different ones at most: evaluations report
+        by it."""
         instruction: str = INSTRUCTION
         """Added below every problem; may be empty."""
         system: str = ""
@@ -50,6 +64,7 @@ class Math(Environment):
             for column in (self.problem, self.answer):
                 text_of(rows.rows[0], column)
             content_of("", rows.rows[0], self.images)
+            check_categories(rows.rows, self.category)
             return self
 
     config: Config
@@ -82,6 +97,7 @@ class Math(Environment):
                 "format": float(boxed),
                 "ungraded": float(grade.late),
                 **({"tries": float(self.tries)} if config.tries > 1 else {}),
+                **category_of(self.row, config.category),
             },
         )
 

@@ -22,8 +22,10 @@ OWN = frozenset(
 """First parts of names of ours below val/, which an environment's metric must not take."""
 OUTCOMES = {"wins": 1.0, "draws": 0.5, "losses": 0.0}
 """By name of the metric that counts them, see `EvalResult.outcome`."""
-TASKS_OWN = frozenset({"episodes", "reward", "env"})
+TASKS_OWN = frozenset({"episodes", "reward", "pass", "env"})
 """The same below val/task/NAME/."""
+MAX_TASKS = 50
+"""Tasks of one evaluation that are reported: those with most episodes."""
 
 
 def validation_metrics(
@@ -42,7 +44,8 @@ def validation_metrics(
     are several seats (with its bounds; an episode's reward is the mean of the policy's seats); val/component/NAME (mean
     part of the reward), val/pass/K as `pass_at` says, val/signal (share of the start states with several episodes in
     which these earned different rewards), val/response_length/{mean,max}, val/turns/mean, val/ending/REASON
-    (share, failed ones included), val/task/NAME/{episodes,reward,METRIC} by task, val/{episodes,failed,missing,tokens}.
+    (share, failed ones included), val/task/NAME/{episodes,reward,pass/K,METRIC} of the MAX_TASKS tasks with most
+    episodes, val/{episodes,failed,missing,tokens}.
     Where other seats play: val/winrate, a draw being half a win, and its counts val/{wins,draws,losses}; with
     `opponents` val/winrate/OPPONENT and so on, and val/reward/against/OPPONENT.
     Failed episodes are in none of the means. A mean with bounds is one over start states, of the mean of each.
@@ -66,7 +69,8 @@ def validation_metrics(
     rewards = [r.reward for r in played]
     values |= _mean("val/reward/mean", "val/reward", states, rewards) | {"val/reward/std": float(np.std(rewards))}
     apart = [r.index // samples for r in played]  # by opponent too
-    values |= pass_at([_solved(r, solved_at) for r in played], apart, samples) | _signal(apart, rewards)
+    solved = [r.reward >= solved_at for r in played]
+    values |= pass_at(solved, apart, samples) | _signal(apart, rewards)
     by_seat = _by_name(states, [r.seats for r in played])
     for seat, found in by_seat.items() if len(by_seat) > 1 else ():
         values |= _mean(f"val/reward/seat/{seat}", f"val/reward/seat/{seat}", *found)
@@ -79,7 +83,7 @@ def validation_metrics(
         values |= _mean(place, place, *found)
     for name, (_, parts) in _by_name(states, [r.components for r in played]).items():
         values[f"val/component/{name}"] = float(np.mean(parts))
-    return values | _by_task(states, played, values)
+    return values | _by_task(states, apart, solved, played, samples, values)
 
 
 def _results_of_games(
@@ -101,14 +105,26 @@ def _results_of_games(
     return values
 
 
-def _by_task(states: list[int], played: list[EvalResult], ours: Mapping[str, float]) -> dict[str, float]:
+def _by_task(
+    states: list[int],
+    apart: list[int],
+    solved: list[bool],
+    played: list[EvalResult],
+    samples: int,
+    ours: Mapping[str, float],
+) -> dict[str, float]:
     values: dict[str, float] = {}
-    tasks = sorted({task for r in played for task in _tasks(r)})
-    by_task = {task: [i for i, r in enumerate(played) if task in _tasks(r)] for task in tasks}
+    episodes: dict[str, list[int]] = {}
+    for i, one in enumerate(played):
+        for task in _tasks(one):
+            episodes.setdefault(task, []).append(i)
+    most = sorted(episodes, key=lambda task: (-len(episodes[task]), task))[:MAX_TASKS]
+    by_task = {task: episodes[task] for task in sorted(most)}
     for task, own in by_task.items():
         values[f"val/{task}/episodes"] = float(len(own))
         rewards = [played[i].reward for i in own]
         values |= _mean(f"val/{task}/reward", f"val/{task}/reward", [states[i] for i in own], rewards)
+        values |= pass_at([solved[i] for i in own], [apart[i] for i in own], samples, f"val/{task}")
     for task, own in by_task.items():
         for name, found in _by_name([states[i] for i in own], [played[i].metrics for i in own]).items():
             place = _place(f"val/{task}", name, {**ours, **values}, TASKS_OWN)
@@ -116,19 +132,20 @@ def _by_task(states: list[int], played: list[EvalResult], ours: Mapping[str, flo
     return values
 
 
-def pass_at(solved: Sequence[bool], states: Sequence[int], samples: int) -> dict[str, float]:
-    """val/pass/K for K = 1, 2, 4... and `samples`: the chance that one of K episodes from a start state solves it.
+def pass_at(solved: Sequence[bool], states: Sequence[int], samples: int, below: str = "val") -> dict[str, float]:
+    """BELOW/pass/K for K = 1, 2, 4... and `samples`: the chance that one of K episodes from a start state solves it.
 
     1 - C(n - c, K) / C(n, K) where c of n episodes did (Chen et al., arXiv 2107.03374, eq. 1), averaged over the start
-    states that have K episodes or more.
+    states that have K episodes or more; `low` and `high` are the bounds of that mean, as `interval` says.
     """
     played, passed = Counter(states), Counter(state for state, won in zip(states, solved, strict=True) if won)
     wanted = sorted({samples, *(2**power for power in range(samples.bit_length()) if 2**power < samples)})
-    values = {}
+    values: dict[str, float] = {}
     for k in wanted:
-        chances = [1.0 - math.comb(n - passed[s], k) / math.comb(n, k) for s, n in played.items() if n >= k]
+        chances = {s: 1.0 - math.comb(n - passed[s], k) / math.comb(n, k) for s, n in played.items() if n >= k}
         if chances:
-            values[f"val/pass/{k}"] = float(np.mean(chances))
+            place = f"{below}/pass/{k}"
+            values |= _mean(place, place, list(chances), list(chances.values()))
     return values
 
 
@@ -138,10 +155,6 @@ def _signal(states: Sequence[int], rewards: Sequence[float]) -> dict[str, float]
         by_state.setdefault(state, []).append(reward)
     groups = [group for group in by_state.values() if len(group) > 1]
     return {"val/signal": float(np.mean([not alike(group) for group in groups]))} if groups else {}
-
-
-def _solved(result: EvalResult, solved_at: float) -> bool:
-    return result.reward >= solved_at
 
 
 def interval(values: Sequence[float]) -> tuple[float, float] | None:

@@ -62,9 +62,15 @@ def test_pass_at_k_is_the_share_of_choices_of_k_samples_in_which_one_solves_it()
     for k in (1, 2, 4):
         tries = [any(choice) for s in (0, 4, 8) for choice in combinations(solved[s : s + 4], k)]
         assert found[f"val/pass/{k}"] == pytest.approx(sum(tries) / len(tries))
-    assert sorted(found) == ["val/pass/1", "val/pass/2", "val/pass/4"]
-    assert sorted(pass_at([True] * 3, [0] * 3, 3)) == ["val/pass/1", "val/pass/2", "val/pass/3"]
-    assert pass_at([True], [0], samples=4) == {"val/pass/1": 1.0}, "the others failed: there are no four to choose"
+    assert means(found) == ["val/pass/1", "val/pass/2", "val/pass/4"]
+    assert means(pass_at([True] * 3, [0] * 3, 3)) == ["val/pass/1", "val/pass/2", "val/pass/3"]
+    short = pass_at([True], [0], samples=4)
+    assert means(short) == ["val/pass/1"], "the others failed: there are no four to choose"
+    assert short["val/pass/1"] == 1.0
+
+
+def means(found: dict[str, float]) -> list[str]:
+    return sorted(name for name in found if not name.endswith(("/low", "/high")))
 
 
 def test_intervals_are_of_start_states_however_often_each_was_played() -> None:

@@ -201,6 +201,34 @@ def test_rows_that_are_wrong_are_found_at_submission(tmp_path: Path, rows: list[
     assert said in str(refused.value)
 
 
+async def test_an_episode_has_the_category_of_its_row(tmp_path: Path) -> None:
+    kinds = [{"level": 5}, {"level": "Größe/2"}, {"level": None}, {}]
+    path = write(tmp_path / "rows.jsonl", [{**one, **kind} for one, kind in zip(PROBLEMS, kinds, strict=True)])
+    environment = make("math", {"path": str(path), "shuffle": False, "category": "level"})
+    played = [await play_gold(environment, row, 0) for row in range(4)]
+    assert [[name for name in one.metrics if name.startswith("task/")] for one in played] == [
+        ["task/level 5"],
+        ["task/Gr??e/2"],
+        [],
+        [],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ([None, None], "rows.jsonl:1: level is in no row; the columns are: problem, answer, level"),
+        (["a", ["b"]], "rows.jsonl:2: level must be a text or a number, it is list ['b']"),
+        (list(range(51)), "level has 51 different values; a column of categories has at most 50"),
+    ],
+)
+def test_columns_that_hold_no_categories_are_refused(tmp_path: Path, values: list[Any], said: str) -> None:
+    path = write(tmp_path / "rows.jsonl", [{**PROBLEMS[0], "level": value} for value in values])
+    with pytest.raises(SpecError) as refused:
+        check("math", {"path": str(path), "category": "level"})
+    assert said in str(refused.value.mistakes)
+
+
 def test_images_that_are_none_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "p.jsonl", [{"problem": "p", "answer": "1", "image": "cat.png"}])
     with pytest.raises(SpecError, match="line 1: image must hold PNG or JPEG images, as bytes"):

@@ -40,6 +40,11 @@ async def test_gsm8k_is_scored_by_its_own_rule(tmp_path: Path) -> None:
     assert (await (await play(tmp_path, "gsm8k", GSM8K)).say("#### 7")).reward == 0.0
 
 
+async def test_an_episode_has_the_category_of_its_row(tmp_path: Path) -> None:
+    rows = [{**row, "level": "easy"} for row in GSM8K]
+    assert "task/easy" in (await (await play(tmp_path, "gsm8k", rows, category="level")).say("#### 2")).metrics
+
+
 async def test_gsm8k_in_several_turns_answers_in_between(tmp_path: Path) -> None:
     table = await play(tmp_path, "gsm8k_multi_turn", [row | {"max_turns": 3} for row in GSM8K])
     step = await table.say("let me think")
