@@ -202,7 +202,7 @@ def test_rows_that_are_wrong_are_found_at_submission(tmp_path: Path, rows: list[
 
 
 async def test_an_episode_has_the_category_of_its_row(tmp_path: Path) -> None:
-    kinds = [{"level": 5}, {"level": "Größe/2"}, {"level": None}, {}]
+    kinds: list[dict[str, Any]] = [{"level": 5}, {"level": "Größe/2"}, {"level": None}, {}]
     path = write(tmp_path / "rows.jsonl", [{**one, **kind} for one, kind in zip(PROBLEMS, kinds, strict=True)])
     environment = make("math", {"path": str(path), "shuffle": False, "category": "level"})
     played = [await play_gold(environment, row, 0) for row in range(4)]
@@ -217,8 +217,8 @@ async def test_an_episode_has_the_category_of_its_row(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ([None, None], "rows.jsonl:1: level is in no row; the columns are: problem, answer, level"),
-        (["a", ["b"]], "rows.jsonl:2: level must be a text or a number, it is list ['b']"),
+        ([None, None], "rows.jsonl, line 1: level is in no row; the columns are: problem, answer, level"),
+        (["a", ["b"]], "rows.jsonl, line 2: level must be a text or a number, it is list ['b']"),
         (list(range(51)), "level has 51 different values; a column of categories has at most 50"),
     ],
 )
