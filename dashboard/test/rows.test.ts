@@ -4,8 +4,8 @@ import type { Job } from "../src/lib/types.ts";
 import { columnsOf, deedOf, matches, picked, sparkline, windowed } from "../src/lib/rows.ts";
 
 test("of five thousand rows those in sight are drawn", () => {
-  assert.deepEqual(windowed(5000, 36, 0, 720), { from: 0, to: 32 });
-  assert.deepEqual(windowed(5000, 36, 36_000, 720), { from: 988, to: 1032 });
+  assert.deepEqual(windowed(5000, 36, 0, 720), { from: 0, to: 40 });
+  assert.deepEqual(windowed(5000, 36, 36_000, 720), { from: 980, to: 1040 });
   assert.deepEqual(windowed(10, 36, -500, 720), { from: 0, to: 10 });
   assert.deepEqual(windowed(10, 36, 90_000, 720), { from: 10, to: 10 });
   assert.deepEqual(windowed(0, 36, 0, 720), { from: 0, to: 0 });

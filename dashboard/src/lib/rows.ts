@@ -7,10 +7,13 @@ export interface Span {
   to: number;
 }
 
+/** The span moves by so many rows at a time, so that few scroll events draw anything. */
+const BLOCK = 10;
+
 /** The rows that are seen, and some around them. `top`: pixels of the table above the window's upper edge. */
 export function windowed(count: number, rowPx: number, top: number, heightPx: number, around = 12): Span {
-  const first = Math.floor(top / rowPx) - around;
-  const last = Math.ceil((top + heightPx) / rowPx) + around;
+  const first = BLOCK * Math.floor((Math.floor(top / rowPx) - around) / BLOCK);
+  const last = BLOCK * Math.ceil((Math.ceil((top + heightPx) / rowPx) + around) / BLOCK);
   const from = Math.max(0, Math.min(first, count));
   return { from, to: Math.max(from, Math.min(last, count)) };
 }

@@ -1,6 +1,6 @@
 // One job in the list: a row of one line.
 
-import type { JSX } from "preact";
+import { Component, type JSX } from "preact";
 import { go } from "../hooks.ts";
 import { secondsLeft } from "../lib/pace.ts";
 import { reported } from "../lib/policies.ts";
@@ -15,7 +15,6 @@ export const ROW_PX = 36;
 export const COLUMNS = ["State", "Progress", "Last", "Curve", "Time", "Environment", "Model", "Project", "Owner"];
 const CURVE = { width: 90, height: 20 };
 
-/** A project or a tag that listed jobs have. */
 /** A property by which jobs are filtered and grouped, and its value. */
 export type Label = [(typeof PROPERTIES)[number], string];
 export const PROPERTIES = ["project", "tag", "kind", "environment", "model", "owner", "state"] as const;
@@ -27,29 +26,36 @@ interface RowProps {
   columns: string[];
   isChosen: boolean;
   isAt: boolean;
-  pick: (shift: boolean) => void;
-  choose: (label: Label) => void;
+  deeds: { current: { pick: (id: string, shift: boolean) => void; choose: (label: Label) => void } };
 }
 
-export function JobRow({ job, now, owner, columns, isChosen, isAt, pick, choose }: RowProps): JSX.Element {
-  const opens = (event: MouseEvent): void => {
-    if (!(event.target instanceof HTMLElement && event.target.closest("a, button, input"))) go("jobs", job.id);
-  };
-  return (
-    <tr class={isAt ? "at" : undefined} aria-selected={isChosen} onClick={opens}>
-      <td data-label="">
-        <input type="checkbox" aria-label={`Pick ${job.name}`} checked={isChosen} onClick={(event) => pick(event.shiftKey)} />
-      </td>
-      <td data-label="Job">
-        <Named job={job} choose={choose} />
-      </td>
-      {columns.map((name) => (
-        <td key={name} data-label={name}>
-          {CELLS[name]!({ job, now, owner, choose })}
+/** Drawn again only if something that it shows has changed: scrolling moves hundreds of rows. */
+export class JobRow extends Component<RowProps> {
+  override shouldComponentUpdate(next: RowProps): boolean {
+    return Object.keys(next).some((name) => next[name as keyof RowProps] !== this.props[name as keyof RowProps]);
+  }
+
+  override render({ job, now, owner, columns, isChosen, isAt, deeds }: RowProps): JSX.Element {
+    const choose = (label: Label): void => deeds.current.choose(label);
+    const opens = (event: MouseEvent): void => {
+      if (!(event.target instanceof HTMLElement && event.target.closest("a, button, input"))) go("jobs", job.id);
+    };
+    return (
+      <tr class={isAt ? "at" : undefined} aria-selected={isChosen} onClick={opens}>
+        <td data-label="">
+          <input type="checkbox" aria-label={`Pick ${job.name}`} checked={isChosen} onClick={(event) => deeds.current.pick(job.id, event.shiftKey)} />
         </td>
-      ))}
-    </tr>
-  );
+        <td data-label="Job">
+          <Named job={job} choose={choose} />
+        </td>
+        {columns.map((name) => (
+          <td key={name} data-label={name}>
+            {CELLS[name]!({ job, now, owner, choose })}
+          </td>
+        ))}
+      </tr>
+    );
+  }
 }
 
 function Named({ job, choose }: { job: Job; choose: (label: Label) => void }): JSX.Element {

@@ -208,6 +208,8 @@ function Table({ jobs, columns, choose, again }: TableProps): JSX.Element {
     setChosen(picked(chosen, ids, id, last, shift));
     setLast(id);
   };
+  const deeds = useRef({ pick, choose });
+  deeds.current = { pick, choose }; // rows that have not changed are not drawn again, and ask for the newest
   const compare = (): void => {
     if (chosen.size) go("compare", ids.filter((id) => chosen.has(id)).join());
   };
@@ -274,8 +276,7 @@ function Table({ jobs, columns, choose, again }: TableProps): JSX.Element {
               columns={columns}
               isChosen={chosen.has(job.id)}
               isAt={span.from + place === at}
-              pick={(shift) => pick(job.id, shift)}
-              choose={choose}
+              deeds={deeds}
             />
           ))}
           <Space px={(jobs.length - span.to) * ROW_PX} />

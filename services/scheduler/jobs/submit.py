@@ -108,12 +108,9 @@ async def submit(
         raise
     if id != new:
         kept_checkpoints.forget(ctx, new)
-    if id == new and asked.check is not None and not asked.answered:
-        await ctx.store.update(
-            id,
-            event="environment_unchecked",
-            detail={"why": "no env worker answered; it is checked at the first episode"},
-        )
+    elif asked.check is not None and not asked.answered:
+        detail = {"why": "no env worker answered; it is checked at the first episode"}
+        await ctx.store.update(id, event="environment_unchecked", detail=detail)
     await ctx.bus.emit(WAKE, {"job": id}, who="scheduler")
     return id, id != new
 
