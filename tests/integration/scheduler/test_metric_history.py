@@ -18,7 +18,7 @@ from opentinker.shared.runtime.telemetry import MetricSource
 from opentinker.shared.state.artifacts import ArtifactEntry
 from opentinker.shared.types.core import JobState, part_id
 from opentinker.shared.types.telemetry import MetricPoint
-from tests.conftest import Server
+from tests.conftest import Server, until
 from tests.support.api import Http
 from tests.support.scheduling import new_job, served
 
@@ -54,6 +54,12 @@ class Writer:
         self.step += 1
         await self._trainer.emit(self.step, {"loss": 1.0 / self.step})
         await self.ctx.bus.settle()
+        await until(self._is_stored)
+
+    async def _is_stored(self) -> bool:
+        """Whether the stream has the last point: it stores what has reached the server a moment later."""
+        found = await self.ctx.bus.history(METRIC, 0, 1000, job=self.job, source="trainer")
+        return bool(found) and found[-1][1].step == self.step
 
 
 async def fill(ctx: Context, points: int) -> None:
