@@ -128,6 +128,9 @@ async def test_other_tenants_rows_look_unknown_and_wrong_bounds_are_named(
         status, body = await http("GET", f"/v1/jobs/{job}/rows?{query}")
         assert status == 422 and [mistake["field"] for mistake in body["errors"]] == [field]
     assert asked == []
+    for text in ("%ff", "%ED%A0%80", "%00", "%F0%9F%98%80", "a%26b"):
+        status, body = await http("GET", f"/v1/jobs/{job}/rows?text={text}&offset={2**40}")
+        assert status == 200 and body["rows"] == [], (text, body)
 
 
 async def test_an_eval_job_counts_its_results(
