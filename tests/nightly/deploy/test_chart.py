@@ -59,9 +59,19 @@ EVERYTHING = {
         "credentials": {"secret": "store", "key": "both-lines"},
     },
     "modelKeys": {"secret": "keys", "key": "lab.toml"},
+    "oidc": {"secret": "login", "key": "its-secret"},
+    "scheduler": {
+        "settings": {
+            "public_url": "https://tinker.infra",
+            "oidc_issuer": "https://id.infra",
+            "oidc_client_id": "tinker",
+            "oidc_groups": '{"ml": {"tenant": "ml", "role": "member"}}',
+        }
+    },
     "networkPolicy": {
         "serversTo": [{"namespaceSelector": {"matchLabels": {"name": "infra"}}}],
         "artifactsTo": [{"ipBlock": {"cidr": "10.9.0.0/16"}}],
+        "oidcTo": [{"ipBlock": {"cidr": "10.7.0.0/16"}}],
         "hubTo": [{"ipBlock": {"cidr": "10.8.0.0/16"}}],
     },
     "podMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
@@ -191,6 +201,7 @@ def test_the_schema_refuses_what_the_chart_gives_itself() -> None:
         ({"artifacts": {"url": "gs://bucket"}}, "/artifacts/url"),
         ({"artifacts": {"endpoint": "http://minio:9000"}}, "are for artifacts.url"),
         ({"artifacts": {"url": "s3://b-1", "credentials": {"secret": "s"}}}, "networkPolicy.artifactsTo"),
+        ({"oidc": {"secret": "login"}}, "networkPolicy.oidcTo"),
         (
             {"artifacts": {"url": "s3://b-1"}, "networkPolicy": {"artifactsTo": [{"podSelector": {}}]}},
             "artifacts.credentials.secret is needed",
@@ -281,6 +292,19 @@ def test_model_keys_are_for_scheduler_and_rollout_workers(whole: Objects, plain:
         assert environment(pod).get("OPENTINKER_MODEL_KEYS_FILE") == (file if reads else None), name
         assert (mount in pod["containers"][0]["volumeMounts"]) == reads, name
     assert not any("OPENTINKER_MODEL_KEYS_FILE" in environment(pod) for pod in pods(plain).values())
+
+
+def test_the_client_secret_of_sign_in_is_for_schedulers_alone(whole: Objects, plain: Objects) -> None:
+    file, variable = "/run/opentinker/oidc/client-secret", "OPENTINKER_OIDC_CLIENT_SECRET_FILE"
+    mount = {"name": "oidc", "mountPath": file.rpartition("/")[0], "readOnly": True}
+    for name, pod in pods(whole).items():
+        reads = name == "rl-scheduler"
+        mounted = [v["secret"]["items"] for v in pod["volumes"] if v.get("secret", {}).get("secretName") == "login"]
+        assert mounted == ([[{"key": "its-secret", "path": "client-secret"}]] if reads else []), name
+        assert environment(pod).get(variable) == (file if reads else None), name
+        assert (mount in pod["containers"][0]["volumeMounts"]) == reads, name
+    assert {"to": [{"ipBlock": {"cidr": "10.7.0.0/16"}}]} in whole["NetworkPolicy", "rl-api"]["spec"]["egress"]
+    assert not any(variable in environment(pod) for pod in pods(plain).values())
 
 
 def test_the_servers_read_what_the_secrets_hold(plain: Objects, tmp_path: Path) -> None:

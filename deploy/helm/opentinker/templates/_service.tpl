@@ -84,6 +84,10 @@ spec:
           value: "8080"
         - name: OPENTINKER_ADMIN_KEY_FILE
           value: /run/opentinker/operator/key
+        {{- if $root.Values.oidc.secret }}
+        - name: OPENTINKER_OIDC_CLIENT_SECRET_FILE
+          value: /run/opentinker/oidc/client-secret
+        {{- end }}
         {{- with $root.Values.artifacts }}
         {{- if .url }}
         - name: OPENTINKER_ARTIFACTS_URL
@@ -172,6 +176,9 @@ spec:
         {{- if $root.Values.artifacts.url }}
         - {name: artifacts, mountPath: /run/opentinker/artifacts, readOnly: true}
         {{- end }}
+        {{- if $root.Values.oidc.secret }}
+        - {name: oidc, mountPath: /run/opentinker/oidc, readOnly: true}
+        {{- end }}
         {{- if $root.Values.launcher.enabled }}
         - {name: pods, mountPath: /etc/opentinker/pods, readOnly: true}
         {{- end }}
@@ -223,6 +230,14 @@ spec:
         defaultMode: 0440
         items:
           - {key: {{ $root.Values.artifacts.credentials.key }}, path: credentials}
+    {{- end }}
+    {{- if $root.Values.oidc.secret }}
+    - name: oidc
+      secret:
+        secretName: {{ $root.Values.oidc.secret }}
+        defaultMode: 0440
+        items:
+          - {key: {{ $root.Values.oidc.key }}, path: client-secret}
     {{- end }}
     {{- if $root.Values.launcher.enabled }}
     - name: pods
