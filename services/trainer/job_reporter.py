@@ -19,7 +19,7 @@ import structlog
 from redis.exceptions import RedisError
 
 from opentinker.services.trainer import checkpoint
-from opentinker.services.trainer.collapse_alarm import HINTS, CollapseAlarm
+from opentinker.services.trainer.collapse_alarm import CollapseAlarm
 from opentinker.services.trainer.joint_progress import JointProgress
 from opentinker.services.trainer.learners.base import (
     Interrupted,
@@ -43,6 +43,7 @@ from opentinker.shared.runtime.timeline import Lanes
 from opentinker.shared.runtime.tracing import trace_id
 from opentinker.shared.spec import JobSpec, StartSpec
 from opentinker.shared.spec.evaluation import PREFIX
+from opentinker.shared.spec.train import ALARMS
 from opentinker.shared.state.usage import UsageStore
 from opentinker.shared.types.core import JobState, Lease, WeightVersion, part_id
 from opentinker.shared.types.errors import Conflict, Fenced, JobFailed, OpenTinkerError
@@ -124,7 +125,7 @@ class JobReporter:
                 self._alarm.update(line)
             await self._resend_missing(lines[-SENT_AGAIN:])
             for line in lines:
-                self._collapse.update(line)
+                self._collapse.update(line, line["step"])
                 self._learning_check.update(line)
                 self._curve.add(line)
         step = manifest.step if manifest else 0
@@ -290,18 +291,18 @@ class JobReporter:
 
     async def _update_alarms(self, step: int, values: dict[str, float]) -> None:
         """Update the alarms, and add their state to `values`."""
-        grown, collapsed = self._alarm.update(values), self._collapse.update(values)
+        grown, collapsed = self._alarm.update(values), self._collapse.update(values, step)
         if any(name in values for name in WATCHED):
             values["mismatch/alarm"] = float(bool(self._alarm.active))
         if "reward/mean" in values:
             values["collapse/alarm"] = float(bool(self._collapse.active))
+            values |= {f"alarm/{name}": float(name in self._collapse.active) for name in ALARMS}
         for name in grown:
             log.warning("mismatch_alarm", metric=name, value=values[name])
             await self.event("mismatch_alarm", {"step": step, "metric": name, "value": values[name]})
-        for why, name in collapsed.items():
-            detail = {"step": step, "metric": name, "value": values[name], "hint": HINTS[why]}
-            log.warning("collapse_alarm", **detail)
-            await self.event("collapse_alarm", detail)
+        for ring in collapsed:
+            log.warning("collapse_alarm", step=step, **ring.detail)
+            await self.event("collapse_alarm", {"step": step, **ring.detail})
 
     def _step_time(self) -> dict[str, float]:
         """Return the mean seconds per step over the last steps, for the progress record."""

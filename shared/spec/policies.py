@@ -26,8 +26,8 @@ INHERITED: dict[str, type[SpecPart]] = dict(zip(POLICY_TABLES, (ModelSpec, Algor
 """Tables of the job that a policy completes its own with."""
 # fmt: off
 OWN_METRICS = frozenset({
-    "collapse", "critic", "drift", "dropped", "ending", "env", "failed", "histogram", "jobs", "logprobs", "loss",
-    "masked", "mismatch", "opponent_lag", "pool", "queue", "ratio", "reference", "response_length", "reward",
+    "alarm", "collapse", "critic", "drift", "dropped", "ending", "env", "failed", "histogram", "jobs", "logprobs",
+    "loss", "masked", "mismatch", "opponent_lag", "pool", "queue", "ratio", "reference", "response_length", "reward",
     "reward_model", "rewards", "rollout", "scheduler", "serving", "spans", "staleness", "stop", "swap", "teacher",
     "tokens", "trainer", "turns", "val", "value", "workers",
 })

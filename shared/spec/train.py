@@ -24,6 +24,25 @@ if TYPE_CHECKING:
     from opentinker.shared.spec import JobSpec
 
 SIMULATED = "learner = 'simulated'"
+ALARMS = ("entropy", "reward_cliff", "zero_variance", "length_drift", "kl", "ratio_tails")
+"""Names of the alarms, as in the metrics `alarm/NAME`."""
+
+
+class AlarmBounds(SpecPart):
+    """Bounds of the alarms of `services/trainer/collapse_alarm.py` that have no other setting."""
+
+    zero_variance: Fraction = 0.95
+    """rl: `zero_variance` rings if over 20 steps the median share of groups with equal rewards is at least this and
+    `target` (or 0.9 of the way from the worst reward to the best) is not reached. 0: never."""
+    length_drift: Annotated[float, Field(ge=0.0, le=1e6)] = 2.0
+    """rl: `length_drift` rings if answers are this many times longer or shorter than 20 steps before and the reward has
+    not risen. 0: never."""
+    kl: Annotated[float, Field(ge=0.0, le=1e6)] = 0.1
+    """rl: `kl` rings if over 20 steps the median KL divergence of sampler and trainer (`ratio/k3`, nats) is above this.
+    0: never."""
+    ratio_tails: Fraction = 0.3
+    """rl: `ratio_tails` rings if over 20 steps the median effective sample size of the importance ratios (`ess`) is
+    below this. 0: never."""
 
 
 class TrainSpec(SpecPart):
@@ -69,8 +88,10 @@ class TrainSpec(SpecPart):
     """rl: event `collapse_alarm` if over 20 steps the entropy is below this (nats), nine groups of ten have equal
     rewards, and `target` (or 0.9 of the way from the worst reward to the best) is not reached. 0: never."""
     collapse_alarm: Annotated[float, Field(ge=0.0, le=1.0)] = 0.5
-    """rl: the same event if over 20 steps `exact`, or `reward/mean` without it, has lost this share of its best gain.
-    0: never."""
+    """rl: the same event (`reward_cliff`) if over 20 steps `exact`, or `reward/mean` without it, has lost this share of
+    its best gain, or of its distance from the worst reward. 0: never."""
+    alarms: AlarmBounds = AlarmBounds()
+    """rl: bounds of the other alarms; docs/metrics.md lists them."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of the trainer: adapter initialisation, dropout, the order of [data]."""
     deterministic: bool = False

@@ -31,6 +31,45 @@ SLOW = {
 }
 """What to change, by the cause that takes most of the time."""
 
+EARLIER = "continue from an earlier checkpoint (`--from-checkpoint`) with"
+ALARMS = {
+    "entropy": (
+        "entropy",
+        "the policy has collapsed: it says the same each time",
+        f"{EARLIER} algorithm.entropy_coef or a lower train.lr; bound: train.entropy_alarm",
+    ),
+    "reward_cliff": (
+        "reward/mean",
+        "the reward has fallen off a cliff",
+        f"{EARLIER} a lower train.lr or a tighter clip; bound: train.collapse_alarm",
+    ),
+    "zero_variance": (
+        "zero_variance",
+        "in nearly all groups all rewards are equal: nothing is learned from them",
+        "an easier start, shaped rewards, a larger algorithm.group_size, or an SFT start ([start]); bound: "
+        "train.alarms.zero_variance",
+    ),
+    "length_drift": (
+        "response_length/mean",
+        "answers change their length without a better reward",
+        "a lower train.lr, another algorithm.aggregation, or a rollout.max_tokens that bounds them; bound: "
+        "train.alarms.length_drift",
+    ),
+    "kl": (
+        "ratio/k3",
+        "the trainer is far from the policy that samples",
+        "a lower algorithm.max_staleness or train.lr, the same precision for both (rollout.vllm); bound: "
+        "train.alarms.kl",
+    ),
+    "ratio_tails": (
+        "ess",
+        "few tokens carry the whole loss: the importance ratios have long tails",
+        "a lower algorithm.max_staleness, algorithm.updates_per_batch or train.lr, or algorithm.correction; bound: "
+        "train.alarms.ratio_tails",
+    ),
+}
+"""By alarm: its metric, what it means, and which setting answers it."""
+
 
 class Finding(msgspec.Struct, frozen=True):
     what: str
@@ -65,14 +104,12 @@ def findings_on_learning(point: Mapping[str, float], policy: str = "") -> Iterat
 
 def _findings_on_learning(values: Mapping[str, float]) -> Iterator[Finding]:
     get = values.get
-    if get("collapse/alarm"):
-        advice = "continue from an earlier checkpoint with algorithm.entropy_coef or a lower train.lr"
-        yield Finding("the policy has collapsed (collapse/alarm)", advice)
+    yield from _findings_on_alarms(values)
     if get("mismatch/alarm") or get("mismatch/mean", 0.0) > 1e-2:
         what = f"trainer and engine compute different logprobs (mismatch/mean {get('mismatch/mean', 0.0):.2g})"
         yield Finding(what, "the same precision for both (rollout.vllm), then the chat template")
     is_solved = get("exact", get("reward/mean", 0.0)) >= 0.9
-    if get("zero_variance", 0.0) >= 0.9:
+    if get("zero_variance", 0.0) >= 0.9 and not get("alarm/zero_variance"):
         if is_solved:
             yield Finding("nearly all groups are solved", "the task is learned: end the job, or set train.target")
         else:
@@ -80,12 +117,12 @@ def _findings_on_learning(values: Mapping[str, float]) -> Iterator[Finding]:
             yield Finding(
                 what, "an easier start, shaped rewards, a larger algorithm.group_size, or an SFT start ([start])"
             )
-    elif get("entropy", 1.0) < 0.01 and not is_solved:
+    elif get("entropy", 1.0) < 0.01 and not is_solved and not get("alarm/entropy"):
         what = f"the policy says the same each time (entropy {values['entropy']:.2g})"
         yield Finding(what, "algorithm.entropy_coef, a lower train.lr, or a higher algorithm.clip_high")
     if get("stop/length", 0.0) > 0.8:
         yield Finding("most answers are cut off (stop/length)", "a larger rollout.max_tokens")
-    if get("clip_share", 0.0) > 0.3 or get("ess", 1.0) < 0.5:
+    if (get("clip_share", 0.0) > 0.3 or get("ess", 1.0) < 0.5) and not get("alarm/ratio_tails"):
         what = f"the data is too stale (clip_share {get('clip_share', 0.0):.2g}, ess {get('ess', 1.0):.2g})"
         yield Finding(what, "a lower algorithm.max_staleness or train.lr")
     failed = {name.removeprefix("failed/"): count for name, count in values.items() if name.startswith("failed/")}
@@ -93,6 +130,18 @@ def _findings_on_learning(values: Mapping[str, float]) -> Iterator[Finding]:
         most = max(failed, key=lambda name: failed[name])
         what = f"{sum(failed.values()):.0f} groups have failed, most by {most}"
         yield Finding(what, "`opentinker failures JOB` shows their errors")
+
+
+def _findings_on_alarms(values: Mapping[str, float]) -> Iterator[Finding]:
+    """Yield the active alarms of collapse, see docs/metrics.md."""
+    rang = [name for name in ALARMS if values.get(f"alarm/{name}")]
+    for name in rang:
+        metric, what, advice = ALARMS[name]
+        shown = f", {metric} {values[metric]:.2g}" if metric in values else ""
+        yield Finding(f"{what} (alarm/{name}{shown})", advice)
+    if values.get("collapse/alarm") and not rang:
+        advice = "continue from an earlier checkpoint with algorithm.entropy_coef or a lower train.lr"
+        yield Finding("the policy has collapsed (collapse/alarm)", advice)
 
 
 def findings_on_waiting(reason: str) -> Iterator[Finding]:

@@ -17,7 +17,7 @@ LEARNERS = frozenset({"tokens", "entropy", "lr", "ess", "grad_norm", "clip_share
 FAMILIES = frozenset(
     {"reward", "reward_model", "response_length", "staleness", "turns", "spans", "stop", "ending", "env"}
     | {"loss", "teacher", "critic", "masked", "ratio", "mismatch", "drift", "tokens"}
-    | {"trainer", "queue", "dropped", "failed", "swap", "collapse", "val"}
+    | {"trainer", "queue", "dropped", "failed", "swap", "collapse", "alarm", "val"}
 )
 """Prefixes of built-in metrics: an environment's metric must not begin with them."""
 

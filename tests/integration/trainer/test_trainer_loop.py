@@ -429,8 +429,11 @@ async def test_a_policy_that_says_one_thing_only_is_an_event_once_and_a_metric(c
     await train(resumed)
     (event,) = await events(ctx, "collapse_alarm")
     assert (event["step"], event["metric"]) == (20, "entropy") and "algorithm.entropy_coef" in event["hint"]
-    lines = map(orjson.loads, (job.reporter.root.parent / "metrics.jsonl").read_bytes().splitlines())
+    assert (event["alarm"], event["bound"], event["setting"]) == ("entropy", 0.01, "train.entropy_alarm")
+    lines = [*map(orjson.loads, (job.reporter.root.parent / "metrics.jsonl").read_bytes().splitlines())]
     assert [line["collapse/alarm"] for line in lines] == [0.0] * 19 + [1.0] * 7
+    assert [line["alarm/entropy"] for line in lines] == [0.0] * 19 + [1.0] * 7
+    assert {line["alarm/zero_variance"] for line in lines} == {0.0}, "one collapse is one event"
 
 
 def keep_start(job: TrainerJob) -> Path:

@@ -73,8 +73,9 @@ def heard(lines: list[dict[str, float]], **train: object) -> dict[str, int]:
     alarm = CollapseAlarm(TrainSpec.model_validate(train))
     began: dict[str, int] = {}
     for step, line in enumerate(lines, 1):
-        for why in alarm.update(line):
-            began.setdefault(why, step)
+        for ring in alarm.update(line, step):
+            assert ring.alarm not in began, "one collapse is one event"
+            began[ring.alarm] = step
     return began
 
 
@@ -91,7 +92,7 @@ def test_a_policy_that_says_one_thing_below_its_goal_is_heard() -> None:
     assert 150 < heard(stuck)["entropy"] < 200
     assert 150 < heard(stuck, target={"reward/mean": 0.9})["entropy"] < 200
     assert 150 < heard(stuck, target={"val/exact": 0.9})["entropy"] < 200
-    assert heard(stuck, entropy_alarm=0.0) == {}
+    assert "entropy" not in heard(stuck, entropy_alarm=0.0)
 
 
 def test_a_policy_that_has_learned_its_task_and_one_that_is_rewarded_by_chance_are_not() -> None:
@@ -100,7 +101,7 @@ def test_a_policy_that_has_learned_its_task_and_one_that_is_rewarded_by_chance_a
     lucky = learner(entropy=FALLING, zero_variance=np.full(300, 0.1), reward=0.6 + 0.05 * JITTER)
     assert heard(lucky) == {}
     unsure = learner(entropy=np.full(300, 0.3), zero_variance=ALIKE, reward=np.full(300, 0.27))
-    assert heard(unsure) == {}
+    assert "entropy" not in heard(unsure)
     same = [line | {"reward/max": 0.0} for line in learner(entropy=FALLING, zero_variance=ALIKE, reward=[0.0] * 300)]
     assert heard(same) == {}, "no reward was ever better than another"
 
@@ -108,9 +109,70 @@ def test_a_policy_that_has_learned_its_task_and_one_that_is_rewarded_by_chance_a
 def test_what_was_learned_and_lost_again_is_heard_once() -> None:
     rise = np.clip(STEPS / 100, 0.0, 0.8)
     lost = np.where(STEPS < 200, rise, 0.1) + 0.03 * JITTER
-    assert 200 < heard(learner(exact=lost, reward=rise))["quality"] < 215, "exact says it, whatever the reward does"
-    assert 200 < heard(learner(reward=lost))["quality"] < 215
+    assert 200 < heard(learner(exact=lost, reward=rise))["reward_cliff"] < 215, (
+        "exact says it, whatever the reward does"
+    )
+    assert 200 < heard(learner(reward=lost))["reward_cliff"] < 215
     assert heard(learner(reward=lost), collapse_alarm=0.0) == {}
     assert heard(learner(reward=np.where(STEPS < 200, rise, 0.6) + 0.03 * JITTER)) == {}, "a dip"
     assert heard(learner(reward=0.3 + 0.1 * JITTER)) == {}, "noise alone"
     assert heard([{"loss": 1.0}] * 50) == {}
+
+
+def test_a_reward_that_falls_from_where_it_began_is_heard_once() -> None:
+    fallen = np.where(STEPS < 150, 0.8, 0.1) + 0.05 * JITTER
+    assert 150 < heard(learner(reward=fallen))["reward_cliff"] < 170
+    assert heard(learner(reward=np.where(STEPS < 150, 0.8, 0.5) + 0.05 * JITTER)) == {}
+    assert heard(learner(reward=np.clip(0.5 + 0.3 * JITTER, 0.0, 1.0))) == {}, "small batches"
+
+
+def test_equal_groups_are_heard_also_where_they_are_discarded() -> None:
+    equal = np.where(STEPS < 100, 0.4, 0.97)
+    assert 105 < heard(learner(reward=0.3 + 0.02 * JITTER, zero_variance=equal))["zero_variance"] < 125
+    discarded = np.cumsum(np.where(STEPS < 100, 4.0, 200.0))
+    kept = {"zero_variance": np.zeros(300), "groups": np.full(300, 8.0), "dropped/zero_variance": discarded}
+    assert 105 < heard(learner(reward=0.3 + 0.02 * JITTER, **kept))["zero_variance"] < 125
+    assert heard(learner(reward=0.3 + 0.02 * JITTER, zero_variance=0.7 + 0.1 * JITTER)) == {}
+    assert heard(learner(reward=np.full(300, 0.97), zero_variance=equal)) == {}, "it has learned its task"
+    never = {"alarms": {"zero_variance": 0.0}}
+    assert heard(learner(reward=0.3 + 0.02 * JITTER, zero_variance=equal), **never) == {}
+
+
+@pytest.mark.parametrize("factor", [3.0, 1 / 3])
+def test_lengths_that_drift_are_heard_unless_the_reward_rises(factor: float) -> None:
+    lengths = 100.0 * np.where(STEPS < 150, 1.0, factor) * (1 + 0.2 * np.tanh(JITTER))
+    flat = 0.4 + 0.05 * JITTER
+    assert 155 < heard(learner(reward=flat, **{"response_length/mean": lengths}))["length_drift"] < 175
+    better = flat + np.where(STEPS < 150, 0.0, 0.3)
+    assert heard(learner(reward=better, **{"response_length/mean": lengths})) == {}
+    assert heard(learner(reward=flat, **{"response_length/mean": 100.0 * (1 + STEPS / 300)})) == {}, "slow growth"
+    assert heard(learner(reward=flat, **{"response_length/mean": 100.0 * np.exp(0.3 * JITTER)})) == {}, "noise"
+
+
+@pytest.mark.parametrize(
+    ("alarm", "metric", "usual", "bad"), [("kl", "ratio/k3", 0.01, 0.3), ("ratio_tails", "ess", 0.8, 0.1)]
+)
+def test_ratios_are_heard_by_their_median(alarm: str, metric: str, usual: float, bad: float) -> None:
+    noise = np.exp(0.1 * JITTER)
+    late = np.where(STEPS < 150, usual, bad) * noise
+    assert 155 < heard(learner(reward=np.full(300, 0.5), **{metric: late}))[alarm] < 170
+    spiky = np.where(STEPS % 5 == 0, bad, usual) * noise
+    assert heard(learner(reward=np.full(300, 0.5), **{metric: spiky})) == {}
+    assert heard(learner(reward=np.full(300, 0.5), **{metric: late}), alarms={alarm: 0.0}) == {}
+
+
+def test_an_alarm_that_flickers_is_one_event_which_names_figure_bound_and_setting() -> None:
+    alarm = CollapseAlarm(TrainSpec())
+    flicker = np.where(STEPS < 30, 0.01, np.where((STEPS // 12) % 2, 0.3, 0.01))
+    rings = [
+        ring
+        for step, line in enumerate(learner(reward=np.full(300, 0.5), **{"ratio/k3": flicker}), 1)
+        for ring in alarm.update(line, step)
+    ]
+    (ring,) = rings
+    assert alarm.active == {"kl": ring}
+    assert ring.detail["metric"] == "ratio/k3" and ring.value > ring.bound == 0.1
+    assert ring.detail["setting"] == "train.alarms.kl" and "algorithm.max_staleness" in str(ring.detail["hint"])
+    for step, line in enumerate(learner(reward=np.full(60, 0.5), **{"ratio/k3": np.full(60, 0.01)}), 301):
+        assert alarm.update(line, step) == []
+    assert not alarm.active
