@@ -143,31 +143,36 @@ function Found({ filter, isFiltered, columns, choose, seen, known }: FoundProps)
     if (problem) return <Said problem={problem} />;
     return jobs.length ? <Table jobs={jobs} columns={columns} choose={choose} again={again} /> : <Empty>…</Empty>;
   }
-  const fresh = new Set(value.jobs.map((job) => job.id));
-  const behind = [...older, ...(page.value?.jobs ?? [])].filter((job) => !fresh.has(job.id));
+  const behind = once([...older, ...(page.value?.jobs ?? [])], value.jobs);
   const shown = [...value.jobs, ...behind];
-  const last = page.value ?? value;
+  const last = before ? page.value : value; // null while it is read: only its end says what comes next
   for (const job of shown) seen.set(job.id, job);
   const next = (): void => {
     setOlder(behind);
-    setBefore(last.cursor);
+    setBefore(last?.cursor ?? before);
   };
   const anew = (): void => {
     setOlder([]);
     setBefore(null);
     again();
   };
-  const nothing = !isFiltered ? "No jobs yet. Submit one: opentinker submit examples/copy_digits.toml" : last.more ? "None of the newest jobs matches." : "No job matches.";
+  const nothing = !isFiltered ? "No jobs yet. Submit one: opentinker submit examples/copy_digits.toml" : last?.more ? "None of the newest jobs matches." : "No job matches.";
   return (
     <>
       <Said problem={problem ?? page.problem} />
       {shown.length === 0 ? <Empty>{nothing}</Empty> : <Table jobs={shown} columns={columns} choose={choose} again={anew} />}
       <p class="dim count">
-        {last.more ? `the first ${counted(shown.length, "job")}` : counted(shown.length, "job")} <span title={HELP}>keys: ?</span>
+        {!last || last.more ? `the first ${counted(shown.length, "job")}` : counted(shown.length, "job")} <span title={HELP}>keys: ?</span>
       </p>
-      {last.more && <More key={last.cursor} isSearch={isFiltered} byItself={shown.length > 0} next={next} />}
+      {last?.more && <More key={last.cursor} isSearch={isFiltered} byItself={shown.length > 0} next={next} />}
     </>
   );
+}
+
+/** The jobs without those of `before`, each once: a list may have moved between two pages. */
+function once(jobs: Job[], before: Job[]): Job[] {
+  const seen = new Set(before.map((job) => job.id));
+  return jobs.filter((job) => !seen.has(job.id) && seen.add(job.id));
 }
 
 /** Asks for more: by a click, or as soon as the end of the list comes near. */

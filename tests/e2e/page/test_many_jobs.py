@@ -9,6 +9,7 @@ from playwright.async_api import expect
 
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.runtime.service import Context
+from opentinker.shared.state.store import Store
 from tests.e2e.page.conftest import IN_BROWSER, Open
 from tests.e2e.page.test_dashboard import Trainer, reward
 from tests.support.api import SPEC, Http
@@ -77,3 +78,15 @@ async def test_episodes_of_two_runs_on_the_same_rows_stand_side_by_side(opened: 
     await expect(rows.first).to_contain_text("eight 0")
     await tab.page.get_by_label("only where the rewards differ").check()
     await expect(rows).to_have_count(1)
+
+
+async def test_a_long_list_has_every_job_once(opened: Open, http: Http, store: Store) -> None:
+    for number in range(450):
+        await store.create_job(id=f"j-{number:010}", spec=spec(name=f"run {number}"), tenant="default")
+    tab = await opened(http.url)
+    count = tab.page.locator("p.count")
+    for seen in (200, 400):
+        await expect(count).to_contain_text(f"the first {seen} jobs")
+        await tab.page.evaluate("window.scrollTo(0, document.body.scrollHeight)")
+    await expect(count).to_contain_text("450 jobs")
+    await expect(count).not_to_contain_text("the first")
