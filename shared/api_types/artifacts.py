@@ -2,6 +2,8 @@
 
 from typing import Literal, TypedDict
 
+from opentinker.shared.api_types.episodes import Category
+
 
 class CheckpointFile(TypedDict):
     """A file of a checkpoint."""
@@ -45,6 +47,8 @@ class Evaluation(TypedDict):
     finished: float | None
     values: dict[str, float]
     """val/* metrics; NAME/low and NAME/high are the 95% interval of NAME. Empty until it has succeeded."""
+    categories: list[Category]
+    """By name; empty where the environment names none."""
 
 
 class Evaluations(TypedDict):

@@ -57,6 +57,25 @@ class SeenTokens(TypedDict):
     """Who played the seat, as in View."""
 
 
+class Estimate(TypedDict):
+    """A mean over start states."""
+
+    value: float
+    low: float | None
+    """Its 95% interval, Wilson's for shares; null where one episode says nothing of the spread."""
+    high: float | None
+
+
+class Category(TypedDict):
+    """The episodes of an evaluation that have the metric `task/NAME`."""
+
+    name: str
+    episodes: int
+    reward: Estimate
+    solved: Estimate
+    """Share of the episodes with a reward of at least `solved_at`."""
+
+
 class Transcript(TypedDict):
     """An episode of an evaluation."""
 
@@ -68,10 +87,13 @@ class Transcript(TypedDict):
     row: NotRequired[int]
     """Number of its row in the data set, as `GET /v1/jobs/{id}/rows` has it."""
     opponent: NotRequired[str]
-    """Name of the opponent, from `against` of [validation]."""
+    """Name of the opponent from `against` of [validation], otherwise the players of the other seats from [seats]; where
+    other players have seats."""
     outcome: NotRequired[float]
     """1 for a win, 0.5 for a draw, 0 for a loss; where other players have seats."""
     reward: float
+    solved: bool
+    """Whether the reward is at least `solved_at`."""
     seats: NotRequired[dict[str, float]]
     """Rewards, where several play."""
     metrics: dict[str, float]
@@ -88,6 +110,11 @@ class Transcripts(TypedDict):
 
     steps: list[int]
     step: int | None
+    outcomes: dict[str, int]
+    """Transcripts of the step, whatever the filter: solved and unsolved; won, drawn and lost where other players have
+    seats."""
+    opponents: dict[str, dict[str, int]]
+    """Transcripts won, drawn and lost, by opponent."""
     transcripts: list[Transcript]
 
 

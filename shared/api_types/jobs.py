@@ -2,7 +2,7 @@
 
 from typing import Any, Literal, NotRequired, TypedDict
 
-from opentinker.shared.api_types.episodes import Said
+from opentinker.shared.api_types.episodes import Category, Said
 
 State = Literal["queued", "starting", "running", "paused", "succeeded", "failed", "cancelled"]
 
@@ -124,6 +124,8 @@ class EvalResult(TypedDict):
     step: int
     values: dict[str, float]
     """val/* metrics; NAME/low and NAME/high are the 95% interval of NAME."""
+    categories: list[Category]
+    """By name; empty where the environment names none."""
 
 
 class Job(JobSummary):

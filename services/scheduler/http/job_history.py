@@ -21,6 +21,7 @@ from opentinker.services.scheduler.http.jobs import POLICY, JobsApi
 from opentinker.services.scheduler.http.route_decorator import Choice, Integer, Parameter, Route
 from opentinker.services.scheduler.jobs.metric_history import MetricHistory
 from opentinker.shared import api_types
+from opentinker.shared.evaluation.categories import categories_of
 from opentinker.shared.security.authorization import Action
 from opentinker.shared.state.admission import admission_of
 from opentinker.shared.types.core import Discard, JobRecord, JobState, split_part
@@ -41,7 +42,12 @@ LIMIT_POINTS = Integer("limit", "Points per response.", default=1000, low=1, hig
 SOURCE = Parameter("source", "Only points of this source, for example `trainer`.")
 NAMES = Parameter("names", "Only these values, separated by commas.")
 STEP = Integer("step", "Step of the evaluation; default: the latest.", default=-1, high=10**12)
-
+OUTCOME = Choice(
+    "outcome",
+    "Only episodes that ended so. `won`, `drawn` and `lost`: where other players have seats.",
+    among=("all", *transcripts.OUTCOMES),
+)
+OPPONENT = Parameter("opponent", "Only episodes against this opponent.")
 
 LOOKED_AT = 1000
 """Newest jobs of the tenant among which evaluations of a job are looked for."""
@@ -127,16 +133,22 @@ class JobHistoryApi:
     # --- episodes and failures -----------------------------------------------------------------------------------
 
     @Route(
-        "GET", "/v1/jobs/{id}/transcripts", Action.JOBS_READ, parameters=(STEP, POLICY), answer=api_types.Transcripts
+        "GET",
+        "/v1/jobs/{id}/transcripts",
+        Action.JOBS_READ,
+        parameters=(STEP, OUTCOME, OPPONENT, POLICY),
+        answer=api_types.Transcripts,
     )
     async def transcripts(self, request: web.Request) -> web.Response:
         """List stored validation episodes.
 
-        Of one step, by default the newest that has any."""
+        Of one step, by default the newest that has any; all, or those with an outcome."""
         job = await self.jobs.undeleted(request)
-        step = STEP.read(request)
+        step, outcome, opponent = STEP.read(request), OUTCOME.read(request), request.query.get("opponent", "")
         home = self.jobs.artifacts.home(self.jobs.part(request, job))
-        return json_response(await asyncio.to_thread(transcripts.read, home, None if step < 0 else step))
+        found = await asyncio.to_thread(transcripts.read, home, None if step < 0 else step)
+        policy = request.query.get("policy", "")
+        return json_response(transcripts.by_outcome(found, job.spec, policy, outcome, opponent))
 
     @Route("GET", "/v1/jobs/{id}/failures", Action.JOBS_READ, parameters=(LIMIT_FAILURES,), answer=api_types.Failures)
     async def failures(self, request: web.Request) -> web.Response:
@@ -159,6 +171,7 @@ def _evaluation(one: JobRecord, of: str) -> dict[str, Any] | None:
     job, policy = split_part(part)
     if job != of or not step.isdigit():
         return None
+    values = orjson.loads(one.result)["values"] if one.result else {}
     return {
         "job": one.id,
         "name": one.name,
@@ -167,5 +180,6 @@ def _evaluation(one: JobRecord, of: str) -> dict[str, Any] | None:
         "state": one.state,
         "environment": one.spec["environment"]["name"],
         "finished": one.finished or None,
-        "values": orjson.loads(one.result)["values"] if one.result else {},
+        "values": values,
+        "categories": categories_of(values),
     }

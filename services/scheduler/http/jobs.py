@@ -26,6 +26,7 @@ from opentinker.services.scheduler.jobs.outages import outage_text
 from opentinker.services.scheduler.jobs.submit import submit
 from opentinker.services.scheduler.placement.cluster_view import Cluster
 from opentinker.shared import api_types
+from opentinker.shared.evaluation.categories import categories_of
 from opentinker.shared.messaging.stored_messages import required_stream
 from opentinker.shared.messaging.subjects import METRIC, WAKE
 from opentinker.shared.runtime.service import Context
@@ -194,7 +195,7 @@ class JobsApi:
                 ),
                 "workers": workers,
                 "metrics": await self.newest_points(job),
-                **({"result": orjson.loads(job.result)} if job.result else {}),
+                **({"result": _result(job.result)} if job.result else {}),
                 "artifacts": await self._kept(job),
             }
         )
@@ -315,6 +316,11 @@ def idempotency_key(request: web.Request) -> str:
     if key is not None and not re.fullmatch(r"[\x21-\x7e]{1,200}", key):
         raise SpecError.of("Idempotency-Key", key[:200], "must be 1 to 200 printable characters")
     return key or ""
+
+
+def _result(stored: str) -> dict[str, Any]:
+    result = orjson.loads(stored)
+    return {**result, "categories": categories_of(result["values"])}
 
 
 def _summary(job: JobRecord) -> dict[str, Any]:

@@ -11,15 +11,19 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import orjson
 
+from opentinker.shared.spec.seats import PLAYERS
 from opentinker.shared.types.errors import NotFound
 from opentinker.shared.types.manifest import name_of, short_list
 
+OUTCOMES = ("solved", "unsolved", "won", "drawn", "lost")
+GAMES = {1.0: "won", 0.5: "drawn", 0.0: "lost"}
+"""By `EvalResult.outcome`."""
 _FILE = re.compile(r"^step-(\d{1,12})\.jsonl$")
 
 
@@ -44,6 +48,43 @@ def _whole(lines: list[bytes]) -> Iterator[Any]:
     for line in lines:
         with contextlib.suppress(orjson.JSONDecodeError):
             yield orjson.loads(line)
+
+
+def by_outcome(
+    found: dict[str, Any], spec: Mapping[str, Any], policy: str, outcome: str, opponent: str
+) -> dict[str, Any]:
+    """Return the transcripts that `read` has found, each with its outcome and opponent: those with this `outcome` (or
+    `all`) and this opponent (empty: any); and how many there are of each outcome, whatever the filter. `policy`: the
+    evaluated one, of a job with several."""
+    solved_at = (spec.get("evaluation") or spec.get("validation") or {}).get("solved_at", 1.0)
+    others = _other_players(spec.get("seats") or {}, policy)
+    counts = dict.fromkeys(OUTCOMES[:2], 0)
+    opponents: dict[str, dict[str, int]] = {}
+    kept = []
+    for one in found["transcripts"]:
+        one["solved"] = one["reward"] >= solved_at
+        ended = [OUTCOMES[0] if one["solved"] else OUTCOMES[1]]
+        if "outcome" in one:
+            if others:
+                one.setdefault("opponent", others)
+            ended.append(GAMES[one["outcome"]])
+            games = opponents.setdefault(one.get("opponent", ""), dict.fromkeys(GAMES.values(), 0))
+            games[ended[1]] += 1
+            counts = {**counts, **{name: counts.get(name, 0) for name in GAMES.values()}}
+        for name in ended:
+            counts[name] += 1
+        if outcome in ("all", *ended) and opponent in ("", one.get("opponent")):
+            kept.append(one)
+    return {**found, "outcomes": counts, "opponents": opponents, "transcripts": kept}
+
+
+def _other_players(seats: Mapping[str, Mapping[str, Any]], policy: str) -> str:
+    """Return who plays the seats that the evaluated policy does not: policies, bots, checkpoints, models, pools."""
+    names = {
+        str(player["model"] if player.get("url") else next(filter(None, map(player.get, PLAYERS)), ""))
+        for player in seats.values()
+    }
+    return ", ".join(sorted(names - {"", policy}))
 
 
 def distributions(home: Path, step: int | None, after: int, limit: int) -> list[dict[str, Any]]:

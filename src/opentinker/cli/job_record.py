@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,6 +19,9 @@ from opentinker.cli.common import (
     say,
     when,
 )
+
+if TYPE_CHECKING:
+    from opentinker.shared.api_types import Category, Estimate
 
 SHORT = ("name", "kind", "model", "environment", "data", "endpoint", "asleep", "priority")
 TIMES = ("created", "since", "updated", "finished", "deleted")
@@ -48,12 +51,28 @@ def job(
     print_table(["field", "value"], _fields(record, full), empty="")
     if record.get("result"):
         say(f"\nresult of weights {record['result']['version']}")
+        print_categories(record["result"]["categories"])
         values = record["result"]["values"]
         print_table(["metric", "value"], [[name, f"{values[name]:.6g}"] for name in sorted(values)], empty="")
     for part in ("ledger", "workers", "artifacts", "spec") if full else ():
         if record.get(part):
             say(f"\n{part}")
             print_json(record[part])
+
+
+def print_categories(categories: Sequence[Category]) -> None:
+    """Print a row for each category of an evaluation; nothing without any."""
+    if categories:
+        rows = [
+            [one["name"], one["episodes"], _estimate(one["reward"]), _estimate(one["solved"])] for one in categories
+        ]
+        print_table(["category", "episodes", "reward", "solved"], rows, empty="")
+
+
+def _estimate(one: Estimate) -> str:
+    """`0.75 (0.41 to 0.93)`"""
+    bounds = "" if one["low"] is None or one["high"] is None else f" ({one['low']:.3g} to {one['high']:.3g})"
+    return f"{one['value']:.3g}{bounds}"
 
 
 def _fields(record: Mapping[str, Any], full: bool) -> list[list[Any]]:

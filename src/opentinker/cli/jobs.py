@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -24,7 +25,7 @@ from opentinker.cli.common import (
     say,
 )
 from opentinker.cli.job_list import cancel, jobs, label
-from opentinker.cli.job_record import job
+from opentinker.cli.job_record import job, print_categories
 from opentinker.cli.observability import role_of
 from opentinker.cli.specs import Changes, FromCheckpoint, SpecFile, Steps, WithOptimizer, changed, read_spec, read_sweep
 from opentinker.cli.sweeps import show_begun, submit_file
@@ -37,6 +38,7 @@ EvaluationChanges = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="SETTING=VALUE", help="Change its spec: evaluation.episodes=200. Repeatable."),
 ]
+Outcome = Literal["solved", "unsolved", "won", "drawn", "lost"]
 STATE_EXIT = {"succeeded": 0, "failed": 1, "cancelled": 4}
 """Exit status of `watch` and `run` by the state in which the job ended."""
 
@@ -138,6 +140,8 @@ def show(api: Any, job_id: str, *, as_json: bool = False) -> int:
     last = watch_job(api, job_id, as_json=as_json)
     if not as_json:
         say(state_of(last.job))
+        if last.job["kind"] == "eval" and (result := api.job(job_id).get("result")):
+            print_categories(result["categories"])
     return STATE_EXIT[last.job["state"]]
 
 
@@ -209,22 +213,35 @@ def transcripts(
     step: Annotated[
         int | None, typer.Option(help="The evaluation after this step; default: the newest.", min=0)
     ] = None,
+    outcome: Annotated[
+        Outcome | None, typer.Option(help="Only those; won, drawn and lost where others play too.")
+    ] = None,
+    opponent: Annotated[str, typer.Option("--against", metavar="OPPONENT", help="Only those against it.")] = "",
     policy: Policy = "",
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
     """Show the validation episodes that were kept, in full."""
-    found = client(url).transcripts(part_id(job_id, policy), step)
+    found = client(url).transcripts(part_id(job_id, policy), step, outcome=outcome or "", opponent=opponent)
     if as_json:
         print_json(found)
         return
-    if not found["transcripts"]:
+    if found["step"] is None:
         say("no transcripts yet: they come with the first evaluation of a job that has [validation]")
         return
     say(f"step {found['step']}; kept steps: {short_list(found['steps'])}")
+    say(f"kept episodes: {_counts(found['outcomes'])}")
+    for name, games in found["opponents"].items():
+        say(f"  against {name or 'others'}: {_counts(games)}")
     for one in found["transcripts"]:
         measured = " ".join(f"{name} {value:g}" for name, value in one["metrics"].items())
+        result = {1.0: ", won", 0.5: ", drawn", 0.0: ", lost"}.get(one.get("outcome", -1.0), "")
         against = f" against {one['opponent']}" if "opponent" in one else ""
-        say(f"\n--- episode {one['index']}{against}: reward {one['reward']:g} {measured} ({one['ending']})")
+        say(f"\n--- episode {one['index']}{result}{against}: reward {one['reward']:g} {measured} ({one['ending']})")
         for message in one["messages"]:
             say(f"[{role_of(message)}] {message['content']}")
+
+
+def _counts(outcomes: Mapping[str, int]) -> str:
+    """`3 solved, 5 unsolved`"""
+    return ", ".join(f"{count} {name}" for name, count in outcomes.items())

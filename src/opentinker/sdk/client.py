@@ -280,10 +280,14 @@ class AsyncClient(EnvironmentCalls, ArtifactCalls, KeyCalls, InferenceCalls, Obs
                 return
             await asyncio.sleep(poll_s)
 
-    async def transcripts(self, id: str, step: int | None = None) -> Transcripts:
+    async def transcripts(
+        self, id: str, step: int | None = None, *, outcome: str = "", opponent: str = ""
+    ) -> Transcripts:
         """Kept validation episodes of an evaluation (default: the newest): `step`, `transcripts`, and all `steps`.
-        `id`: JOB~POLICY for a job with several policies."""
+        `id`: JOB~POLICY for a job with several policies. `outcome`: only those that were `solved`, `unsolved`, `won`,
+        `drawn` or `lost`; `opponent`: only those against it."""
         query = {} if step is None else {"step": str(step)}
+        query |= {name: value for name, value in (("outcome", outcome), ("opponent", opponent)) if value}
         return cast(Transcripts, await self._http.json("GET", path_of(id, "/transcripts"), query_of(id, **query)))
 
     async def workers(self) -> list[Worker]:

@@ -8,6 +8,7 @@ import io
 import os
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import orjson
@@ -116,7 +117,14 @@ async def test_missing_nats_is_503_until_it_is_back(own_server: Server, valkey_s
 async def test_transcripts_are_read_by_step(http: Http, ctx: Context) -> None:
     job = await http.job()
     path = f"/v1/jobs/{job}/transcripts"
-    assert await http("GET", path) == (200, {"steps": [], "step": None, "transcripts": []})
+    none: Any = {
+        "steps": [],
+        "step": None,
+        "outcomes": {"solved": 0, "unsolved": 0},
+        "opponents": {},
+        "transcripts": [],
+    }
+    assert await http("GET", path) == (200, none)
     folder = ctx.settings.data_dir / "jobs" / job / "transcripts"
     folder.mkdir(parents=True)
     for step in (0, 20):
@@ -125,7 +133,7 @@ async def test_transcripts_are_read_by_step(http: Http, ctx: Context) -> None:
     for query, shown in (("", 20), ("?step=0", 0)):
         status, body = await http("GET", path + query)
         assert status == 200 and body["steps"] == [0, 20]
-        assert (body["step"], body["transcripts"]) == (shown, [{"index": 0, "reward": shown}])
+        assert (body["step"], body["transcripts"]) == (shown, [{"index": 0, "reward": shown, "solved": shown >= 1}])
     status, body = await http("GET", f"{path}?step=7")
     assert status == 404 and "there are: 0, 20" in body["detail"]
     assert (await http("GET", f"{path}?step=latest"))[0] == 422

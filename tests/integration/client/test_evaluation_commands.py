@@ -1,0 +1,127 @@
+"""Evaluations over HTTP and on the command line: results by category, transcripts by outcome and opponent."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from opentinker import AsyncClient
+from opentinker.client import ApiError
+from opentinker.services.scheduler.http.transcripts import by_outcome
+from opentinker.shared.api_types import Category
+from opentinker.shared.runtime.service import Context
+from opentinker.shared.spec import parse_spec
+from opentinker.shared.state.store import Store
+from tests.integration.client.test_job_commands import on, run
+from tests.support.factories import make_spec
+
+__all__ = ["on"]
+VALUES = {
+    "val/reward/mean": 0.5,
+    "val/task/number theory/episodes": 4.0,
+    "val/task/number theory/reward": 0.75,
+    "val/task/number theory/reward/low": 0.5,
+    "val/task/number theory/reward/high": 1.0,
+    "val/task/number theory/pass/1": 0.25,
+    "val/task/number theory/pass/1/low": 0.0456,
+    "val/task/number theory/pass/1/high": 0.699,
+    "val/task/a/b/episodes": 1.0,
+    "val/task/a/b/reward": 0.0,
+    "val/task/a/b/pass/1": 0.0,
+    "val/task/old/episodes": 3.0,
+    "val/task/old/reward": 1.0,
+}
+
+
+def line(index: int, reward: float, **more: Any) -> dict[str, Any]:
+    said = [{"role": "user", "content": f"episode {index}"}]
+    return {"index": index, "reward": reward, "metrics": {}, "ending": "env_done", "messages": said, **more}
+
+
+async def test_a_result_has_its_categories(client: AsyncClient, store: Store, on: list[str]) -> None:
+    spec = {"name": "look", "kind": "eval", "model": {"base": "m"}, "environment": {"name": "bandit"}}
+    trained = (await client.submit(make_spec()))["id"]
+    evaluated = {**parse_spec(spec).model_dump(mode="json"), "start": {"from": f"{trained}@4"}}
+    job = "j-0123456789"
+    await store.create_job(id=job, spec=evaluated, tenant="default")
+    result = {"version": "1.4", "step": 4, "values": VALUES}
+    await store.update(job, result=orjson.dumps(result).decode())
+    theory: Category = {
+        "name": "number theory",
+        "episodes": 4,
+        "reward": {"value": 0.75, "low": 0.5, "high": 1.0},
+        "solved": {"value": 0.25, "low": 0.0456, "high": 0.699},
+    }
+    found = (await client.job(job))["result"]["categories"]
+    assert [one["name"] for one in found] == ["a/b", "number theory"], "old results have no solved share"
+    assert found[1] == theory and found[0]["solved"] == {"value": 0.0, "low": None, "high": None}
+    (evaluation,) = await client.evaluations(trained)
+    assert evaluation["categories"] == found
+    assert orjson.loads((await run("job", job, "--json", *on)).stdout)["result"]["categories"] == found
+    shown = (await run("job", job, *on)).stdout
+    assert "number theory  4         0.75 (0.5 to 1)  0.25 (0.0456 to 0.699)" in shown
+
+
+async def test_transcripts_are_read_by_outcome_and_opponent(client: AsyncClient, ctx: Context, on: list[str]) -> None:
+    job = (await client.submit(make_spec(validation={"every": 5, "solved_at": 0.5})))["id"]
+    won, drawn, lost = ({"outcome": outcome} for outcome in (1.0, 0.5, 0.0))
+    lines = [
+        line(0, 1.0, opponent="weak", **won),
+        line(1, 0.5, opponent="weak", **drawn),
+        line(2, 0.0, opponent="weak", **lost),
+        line(3, -1.0, opponent="strong", **lost),
+    ]
+    write(ctx.settings.data_dir / "jobs" / job, lines)
+    every = await client.transcripts(job)
+    assert every["outcomes"] == {"solved": 2, "unsolved": 2, "won": 1, "drawn": 1, "lost": 2}
+    assert every["opponents"] == {
+        "weak": {"won": 1, "drawn": 1, "lost": 1},
+        "strong": {"won": 0, "drawn": 0, "lost": 1},
+    }
+    wanted = {"solved": [0, 1], "unsolved": [2, 3], "won": [0], "drawn": [1], "lost": [2, 3]}
+    for outcome, indices in wanted.items():
+        found = await client.transcripts(job, outcome=outcome)
+        assert [one["index"] for one in found["transcripts"]] == indices, outcome
+        assert found["outcomes"] == every["outcomes"], "counts are of all"
+    both = await client.transcripts(job, outcome="lost", opponent="strong")
+    assert [(one["index"], one["solved"]) for one in both["transcripts"]] == [(3, False)]
+    with pytest.raises(ApiError, match="outcome"):
+        await client.transcripts(job, outcome="broken")
+
+    shown = (await run("transcripts", job, "--outcome", "lost", "--against", "weak", *on)).stdout
+    assert "kept episodes: 2 solved, 2 unsolved, 1 won, 1 drawn, 2 lost" in shown
+    assert "against strong: 0 won, 0 drawn, 1 lost" in shown
+    assert "--- episode 2, lost against weak" in shown and "episode 3" not in shown
+    printed = orjson.loads((await run("transcripts", job, "--outcome", "drawn", "--json", *on)).stdout)
+    assert [one["index"] for one in printed["transcripts"]] == [1]
+    assert (await run("transcripts", job, "--outcome", "broken", *on)).returncode == 2
+
+
+def write(home: Path, lines: list[dict[str, Any]]) -> None:
+    (home / "transcripts").mkdir(parents=True)
+    (home / "transcripts" / "step-000004.jsonl").write_bytes(b"".join(orjson.dumps(one) + b"\n" for one in lines))
+
+
+@pytest.mark.parametrize(
+    ("seats", "policy", "opponent"),
+    [
+        ({"O": {"bot": "perfect"}}, "", "perfect"),
+        ({"a": {"policy": "alice"}, "b": {"policy": "bob"}}, "bob", "alice"),
+        ({"a": {"frozen": "j-0123456789@4"}, "b": {"url": "https://x/v1", "model": "big"}}, "", "big, j-0123456789@4"),
+        ({"a": {"pool": "past"}, "b": {"policy": None, "bot": None, "frozen": "best"}}, "", "best, past"),
+        ({}, "", ""),
+    ],
+)
+def test_opponents_are_those_who_play_the_other_seats(seats: dict[str, Any], policy: str, opponent: str) -> None:
+    found = {"transcripts": [line(0, 1.0, outcome=1.0), line(1, 0.0)]}
+    judged = by_outcome(found, {"evaluation": {"solved_at": 1.0}, "seats": seats}, policy, "all", "")
+    assert list(judged["opponents"]) == [opponent]
+    assert [one.get("opponent", "") for one in judged["transcripts"]] == [opponent, ""], "the second is no game"
+
+
+def test_episodes_without_other_players_are_solved_or_not() -> None:
+    judged = by_outcome({"transcripts": [line(0, 1.0), line(1, 0.5)]}, {"validation": None}, "", "all", "")
+    assert (judged["outcomes"], judged["opponents"]) == ({"solved": 1, "unsolved": 1}, {})
