@@ -20,11 +20,13 @@ export function mainResult(values: Record<string, number>): string | undefined {
 
 const FIRST = /^(reward\/mean|pass\/|exact$)/;
 
-/** One row a metric: rewards, pass@k and exact matches first, then the others by name. */
-export function resultRows(values: Record<string, number>): ResultRow[] {
+/** One row a metric: rewards, pass@k and exact matches first, then the others by name; none for what a table of these
+ * categories shows. */
+export function resultRows(values: Record<string, number>, categories: string[] = []): ResultRow[] {
   const rows: ResultRow[] = [];
+  const elsewhere = new Set(categories.flatMap((name) => ["episodes", "reward", "pass/1"].map((what) => `val/task/${name}/${what}`)));
   for (const [name, value] of Object.entries(values)) {
-    if (/\/(low|high)$/.test(name)) continue;
+    if (/\/(low|high)$/.test(name) || elsewhere.has(name)) continue;
     const base = name.replace(/\/mean$/, "");
     const low = values[`${base}/low`];
     const high = values[`${base}/high`];

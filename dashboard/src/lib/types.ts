@@ -82,6 +82,23 @@ export interface EvalResult {
   step: number;
   /** val/* metrics; NAME/low and NAME/high are the interval of NAME. */
   values: Record<string, number>;
+  categories: Category[];
+}
+
+/** A mean over start states with its interval. */
+export interface Estimate {
+  value: number;
+  low: number | null;
+  high: number | null;
+}
+
+/** Episodes of an evaluation with the metric task/NAME. */
+export interface Category {
+  name: string;
+  episodes: number;
+  reward: Estimate;
+  /** Share of the episodes. */
+  solved: Estimate;
 }
 
 /** The newest version of an environment that was pushed. */
@@ -222,4 +239,5 @@ export interface Evaluation {
   state: string;
   environment: string;
   values: Record<string, number>;
+  categories: Category[];
 }

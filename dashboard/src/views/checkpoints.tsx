@@ -10,6 +10,7 @@ import { mainResult } from "../lib/results.ts";
 import type { Checkpoint, Evaluation, Job, JobDetail } from "../lib/types.ts";
 import { bytes, download, moment } from "../lib/words.ts";
 import { Choice, Empty, Head, Said } from "../parts.tsx";
+import { Evaluations } from "./evaluations.tsx";
 
 export function Checkpoints({ job }: { job: JobDetail }): JSX.Element {
   const policies = policiesOf(job);
@@ -35,7 +36,14 @@ function Saved({ job, policy }: { job: JobDetail; policy: string }): JSX.Element
   const doing = useDoing();
   const once = useRef(new Map<number, string>()); // by step: an answer that was lost makes no second job
   if (!value) return problem ? <Said problem={problem} /> : <Empty>…</Empty>;
-  if (!value.checkpoints.length) return <Empty>No checkpoints yet (interval: train.checkpoint_every).</Empty>;
+  const bySteps = <Evaluations job={job} policy={policy} evaluations={evaluations} />;
+  if (!value.checkpoints.length)
+    return (
+      <>
+        <Empty>No checkpoints yet (interval: train.checkpoint_every).</Empty>
+        {bySteps}
+      </>
+    );
   const chat = (one: Checkpoint): void =>
     doing.act(async () => {
       const headers = { "Idempotency-Key": once.current.get(one.step) ?? onceKey() };
@@ -71,6 +79,7 @@ function Saved({ job, policy }: { job: JobDetail; policy: string }): JSX.Element
           ))}
         </tbody>
       </table>
+      {bySteps}
       {downloads && <OnTheCommandLine job={job} policy={policy} />}
     </>
   );

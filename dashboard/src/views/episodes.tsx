@@ -49,6 +49,7 @@ export interface Exam {
   opponent?: string;
   /** 1: won, 0.5: drawn, 0: lost; where others have seats. */
   outcome?: number;
+  solved: boolean;
   reward: number;
   metrics: Record<string, number>;
   ending: string;
@@ -61,6 +62,10 @@ export interface Exam {
 interface Answer {
   steps: number[];
   step: number | null;
+  /** Numbers of kept evaluation episodes, by outcome. */
+  outcomes?: Record<string, number>;
+  /** Of those with other players, by opponent and outcome. */
+  opponents?: Record<string, Record<string, number>>;
   rollouts?: Episode[];
   transcripts?: Exam[];
 }
@@ -84,18 +89,22 @@ export function Episodes({ job, follow, at: first = "" }: { job: JobDetail; foll
   const [colour, setColour] = useState<Colour>("text");
   const policies = policiesOf(job);
   const [policy, setPolicy] = useState(policies[0] ?? "");
-  const asked = new URLSearchParams([...(step === null ? [] : [["step", String(step)]]), ...(policy ? [["policy", policy]] : [])]);
+  const [outcome, setOutcome] = useState("all");
+  const [opponent, setOpponent] = useState("");
+  const filter = kind === "transcripts" ? { outcome: outcome === "all" ? "" : outcome, opponent } : {};
+  const asked = new URLSearchParams(Object.entries({ step: step === null ? "" : String(step), policy, ...filter }).filter(([, value]) => value));
   const query = asked.size ? `?${asked}` : "";
   const { value, problem, again } = useAsked<Answer>(path(job.id, `/${kind}${query}`), step === null ? 4 : 0);
   useHeard(step === null ? follow : null, HEARD, again);
   const shown = COLOURS[kind].includes(colour) ? colour : "text";
   const steps = value?.steps ?? [];
+  const opponents = Object.keys(value?.opponents ?? {}).filter(Boolean);
   const at = steps.indexOf(value?.step ?? -1);
   return (
     <>
       <div class="bar">
         <Choice<Kind> quiet label="Of" value={kind} of={["rollouts", "transcripts"]} say={(one) => KINDS[one]} choose={(one) => (setKind(one), setStep(null))} />
-        {policies.length > 0 && <Choice label="policy" value={policy} of={policies} choose={(name) => (setPolicy(name), setStep(null))} />}
+        {policies.length > 0 && <Choice label="policy" value={policy} of={policies} choose={(name) => (setPolicy(name), setOpponent(""), setStep(null))} />}
         <button aria-label="Earlier step" disabled={at <= 0} onClick={() => setStep(steps[at - 1]!)}>
           ‹
         </button>
@@ -119,8 +128,29 @@ export function Episodes({ job, follow, at: first = "" }: { job: JobDetail; foll
         <Choice quiet label="Colour tokens by" value={shown} of={COLOURS[kind]} choose={setColour} />
         <Legend colour={shown} />
       </div>
+      {value?.outcomes && value.step !== null && (
+        <div class="bar outcomes">
+          <Choice
+            label="outcome"
+            value={outcome}
+            of={["all", ...Object.keys(value.outcomes)]}
+            say={(one) => (one === "all" ? one : `${one} ${value.outcomes?.[one] ?? 0}`)}
+            choose={setOutcome}
+          />
+          {opponents.length > 0 && (
+            <Choice
+              label="against"
+              value={opponent}
+              of={["", ...opponents]}
+              say={(one) => (one ? `${one} (${games(value.opponents?.[one] ?? {})})` : "all")}
+              choose={setOpponent}
+            />
+          )}
+        </div>
+      )}
       <Said problem={problem} />
       {!value && !problem && <Empty>…</Empty>}
+      {value?.outcomes && value.step !== null && !value.transcripts?.length && <Empty>No kept episode of this step ended so.</Empty>}
       {value?.step === null && (
         <Empty>{kind === "rollouts" ? "No episodes yet (number per step: rollout.transcripts)." : "No evaluations yet ([validation] in the spec)."}</Empty>
       )}
@@ -132,6 +162,13 @@ export function Episodes({ job, follow, at: first = "" }: { job: JobDetail; foll
       ))}
     </>
   );
+}
+
+/** `3 won, 0 drawn, 1 lost` */
+function games(counts: Record<string, number>): string {
+  return Object.entries(counts)
+    .map(([name, count]) => `${count} ${name}`)
+    .join(", ");
 }
 
 function groups(episodes: Episode[]): [number, Episode[]][] {
@@ -285,6 +322,7 @@ function ExamCard({ exam, colour }: { exam: Exam; colour: Colour }): JSX.Element
             ...(exam.opponent ? ([["Against", exam.opponent]] as [string, string][]) : []),
             ...(exam.outcome === undefined ? [] : ([["Outcome", exam.outcome === 1 ? "won" : exam.outcome === 0 ? "lost" : "drawn"]] as [string, string][])),
             ["Reward", <b key="r">{short(exam.reward)}</b>],
+            ["Solved", exam.solved ? "yes" : "no"],
             ["Ending", exam.ending],
             ...pairs(exam.metrics),
           ]}
