@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
 from opentinker.shared.types.core import JobState, WorkerInfo
 from tests.conftest import until
 from tests.samples.row_samples import chat_model, copies, row_spec, write_rows
-from tests.support.cluster import ROOT, Cluster, toy_model
+from tests.support.cluster import ROOT, Cluster, shared_fixture, toy_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
-    directory = tmp_path_factory.mktemp("cancelling")
-    # Libraries are imported while a lease is held, and hold the interpreter: that is not to count as silence here.
-    async with Cluster(directory, trainers=0, rollout_workers=0, env_workers=0, worker_ttl_s=60) as cluster:
-        yield cluster
+cluster = shared_fixture(Cluster, trainers=0, rollout_workers=0, env_workers=0, worker_ttl_s=60)
+"""Libraries are imported while a lease is held, and hold the interpreter: that is not to count as silence here."""
 
 
 async def seen(cluster: Cluster, name: str) -> WorkerInfo | None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 import resource
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import orjson
 import pytest
-import pytest_asyncio
 
 from opentinker.client import ApiError
 from opentinker.services.trainer import checkpoint
@@ -24,7 +23,7 @@ from tests.conftest import WAIT_S, until
 from tests.samples import canaries
 from tests.samples.upload_samples import PARITY
 from tests.support.api import OPERATOR, bearing
-from tests.support.cluster import SERVERS, Cluster, toy_cluster, toy_model, undocumented
+from tests.support.cluster import SERVERS, Cluster, Toys, shared_fixture, toy_cluster, toy_model, undocumented
 from tests.support.factories import make_spec
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -51,16 +50,6 @@ PER_SERVICE = {
 }
 
 
-class System:
-    """A cluster shared by the tests of this module: every job finds the processes that the one before has left."""
-
-    def __init__(self, cluster: Cluster, model: Path) -> None:
-        self.cluster, self.model = cluster, model
-
-    def spec(self, **changes: Any) -> JobSpec:
-        return job_spec(self.model, **changes)
-
-
 def job_spec(model: Path, **changes: Any) -> JobSpec:
     """10 quick steps of 4 groups of 4."""
     quick: dict[str, Any] = {
@@ -70,20 +59,19 @@ def job_spec(model: Path, **changes: Any) -> JobSpec:
     return make_spec(model={"base": str(model)}, **{**quick, **changes})
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def system(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[System]:
-    async with toy_cluster(tmp_path_factory.mktemp("system")) as (cluster, model):
-        yield System(cluster, model)
+toys = shared_fixture(toy_cluster)
 
 
 @pytest.fixture
-def shared(request: pytest.FixtureRequest, system: System) -> Iterator[System]:
-    """The shared system; its logs are shown if the test fails, and no process may have ended by itself."""
+def shared(request: pytest.FixtureRequest, toys: Toys) -> Iterator[Toys]:
+    """The module's cluster: every job finds the processes that the one before has left. Its logs are shown if the test
+    fails, and no process may have ended by itself."""
     failed = request.session.testsfailed
-    yield system
-    ended = {name: p.exits for name, p in system.cluster.processes.items() if p.exits}
+    yield toys
+    cluster, _ = toys
+    ended = {name: p.exits for name, p in cluster.processes.items() if p.exits}
     if ended or request.session.testsfailed > failed:
-        system.cluster.show()
+        cluster.show()
     assert ended == {}
 
 
@@ -100,8 +88,9 @@ async def free(cluster: Cluster) -> None:
 # --- a job's whole life ---------------------------------------------------------------------------------------------
 
 
-async def test_job_runs_from_submission_to_download(shared: System, tmp_path: Path) -> None:
-    cluster, spec = shared.cluster, shared.spec()
+async def test_job_runs_from_submission_to_download(shared: Toys, tmp_path: Path) -> None:
+    cluster, model = shared
+    spec = job_spec(model)
     job = await cluster.submit(spec)
     events = [event async for event in cluster.client.events(job)]
     record = await cluster.wait(job)
@@ -160,10 +149,10 @@ async def test_job_runs_from_submission_to_download(shared: System, tmp_path: Pa
     assert (target / "manifest.json").exists()
 
 
-async def test_no_secret_is_anywhere_but_in_its_file(shared: System) -> None:
+async def test_no_secret_is_anywhere_but_in_its_file(shared: Toys) -> None:
     """Passwords of all users and the operator's key, over a whole job and what a wrong key is told."""
-    cluster = shared.cluster
-    job = await cluster.submit(shared.spec())
+    cluster, model = shared
+    job = await cluster.submit(job_spec(model))
     record = await cluster.wait(job)
     events = [event async for event in cluster.client.events(job)]
     passwords = [cluster.access.password(server, user) for server in SERVERS for user in (*SERVICES, "operator")]
@@ -182,23 +171,24 @@ async def test_no_secret_is_anywhere_but_in_its_file(shared: System) -> None:
     assert places == ["planted"], "the test finds what is there"
 
 
-async def test_an_uploaded_environment_is_trained_on_in_a_sandbox(shared: System) -> None:
-    cluster = shared.cluster
+async def test_an_uploaded_environment_is_trained_on_in_a_sandbox(shared: Toys) -> None:
+    cluster, model = shared
     pushed = await cluster.client.push_environment(PARITY)
     assert pushed["checked"]
-    spec = shared.spec(environment={"name": "upload:parity", "config": {"largest": 9}})
+    spec = job_spec(model, environment={"name": "upload:parity", "config": {"largest": 9}})
     job = await cluster.submit(spec)
-    record = await cluster.wait(job)
-    assert (record["state"], record["environment"]) == ("succeeded", pushed["environment"]), record["reason"]
+    record = await cluster.succeeds(job)
+    assert record["environment"] == pushed["environment"]
     assert cluster.faults(job, spec) == []
     points = await cluster.client.metrics(job, source="trainer")
     assert undocumented({name for point in points for name in point["values"]}) == []
 
 
 @pytest.mark.parametrize("forgets", [False, True], ids=["one stream", "a stream per request"])
-async def test_what_agents_ask_over_http_is_trained_on(shared: System, forgets: bool) -> None:
-    cluster = shared.cluster
-    spec = shared.spec(
+async def test_what_agents_ask_over_http_is_trained_on(shared: Toys, forgets: bool) -> None:
+    cluster, model = shared
+    spec = job_spec(
+        model,
         environment={"name": "tests.samples.agent_samples:Echo", "config": {"asks": 3, "forgets": forgets}},
         rollout={"engine": "toy", "max_turns": 3, "max_tokens": 24, "max_tokens_per_turn": 8},
         train={"learner": "simulated", "steps": 3, "simulated_step_s": 0.0},
@@ -209,20 +199,20 @@ async def test_what_agents_ask_over_http_is_trained_on(shared: System, forgets: 
     assert {point["values"]["turns/mean"] for point in points} == {3.0}
 
 
-async def test_job_starts_from_another_jobs_checkpoint_which_is_swept_meanwhile(shared: System) -> None:
+async def test_job_starts_from_another_jobs_checkpoint_which_is_swept_meanwhile(shared: Toys) -> None:
     """The only trainer is busy with the first job, which sweeps the checkpoint before the second one can begin."""
-    cluster = shared.cluster
+    cluster, model = shared
     train = {"learner": "simulated", "simulated_step_s": 0.02, "checkpoint_every": 2, "keep_checkpoints": 2}
-    first = await cluster.submit(shared.spec(train={**train, "steps": 40}))
+    first = await cluster.submit(job_spec(model, train={**train, "steps": 40}))
     await until(lambda: steps_of(cluster, first))
     chosen = steps_of(cluster, first)[-1]
-    second = (await cluster.client.submit(shared.spec(), from_checkpoint=f"{first}@{chosen}"))["id"]
+    second = (await cluster.client.submit(job_spec(model), from_checkpoint=f"{first}@{chosen}"))["id"]
     await cluster.succeeds(first)
     assert chosen not in steps_of(cluster, first)
     await cluster.succeeds(second)
     loaded = [event for event in await cluster.client.event_log(second) if event["event"] == "model_loaded"]
     assert [dict(event)["from"] for event in loaded] == [f"{first}@{chosen}"]
-    assert cluster.faults(second, shared.spec()) == []
+    assert cluster.faults(second, job_spec(model)) == []
     await until(lambda: not (cluster.data / "jobs" / second / "start").exists())
 
 
@@ -231,9 +221,9 @@ def steps_of(cluster: Cluster, job: str) -> list[int]:
     return [manifest.step for _, manifest in checkpoint.list_checkpoints(cluster.data / "jobs" / job / "checkpoints")]
 
 
-async def test_every_service_reports_while_the_job_runs(shared: System) -> None:
-    cluster = shared.cluster
-    spec = shared.spec(rollout={"engine": "toy", "max_tokens": 8, "toy": {"seconds_per_token": 0.05}})
+async def test_every_service_reports_while_the_job_runs(shared: Toys) -> None:
+    cluster, model = shared
+    spec = job_spec(model, rollout={"engine": "toy", "max_tokens": 8, "toy": {"seconds_per_token": 0.05}})
     job = await cluster.submit(spec)
     await until(
         lambda: cluster.client.metrics(job),
@@ -250,10 +240,12 @@ async def test_every_service_reports_while_the_job_runs(shared: System) -> None:
     assert max(point["values"]["queue/groups"] for point in points) > 0
 
 
-async def test_cancelled_job_lets_go_of_its_workers_and_the_next_one_runs(shared: System) -> None:
-    cluster = shared.cluster
-    job = await cluster.submit(shared.spec(train={"learner": "simulated", "steps": 10_000, "simulated_step_s": 0.02}))
-    waiting = await cluster.submit(shared.spec())
+async def test_cancelled_job_lets_go_of_its_workers_and_the_next_one_runs(shared: Toys) -> None:
+    cluster, model = shared
+    job = await cluster.submit(
+        job_spec(model, train={"learner": "simulated", "steps": 10_000, "simulated_step_s": 0.02})
+    )
+    waiting = await cluster.submit(job_spec(model))
 
     async def stored() -> bool:
         streams = [queue for queue in await cluster.client.queues() if queue["stream"] not in HISTORY]
@@ -272,9 +264,10 @@ async def test_cancelled_job_lets_go_of_its_workers_and_the_next_one_runs(shared
     await until(stored, lambda found: not found)
 
 
-async def test_two_seats_are_rewarded_each_for_itself_and_their_streams_count_once(shared: System) -> None:
-    cluster = shared.cluster
-    spec = shared.spec(
+async def test_two_seats_are_rewarded_each_for_itself_and_their_streams_count_once(shared: Toys) -> None:
+    cluster, model = shared
+    spec = job_spec(
+        model,
         environment={"name": "tests.samples.env_samples:Duel", "config": {"rounds": 2}},
         rollout={"engine": "toy", "max_tokens": 16, "max_turns": 2, "max_tokens_per_turn": 8},
         validation={"every": 10, "episodes": 8},
@@ -305,17 +298,17 @@ async def test_two_seats_are_rewarded_each_for_itself_and_their_streams_count_on
         ("nan", "env_bad_reply", "must be finite, not nan"),
     ],
 )
-async def test_job_fails_when_its_environment_always_does(shared: System, how: str, ending: str, words: str) -> None:
-    cluster = shared.cluster
-    spec = shared.spec(
+async def test_job_fails_when_its_environment_always_does(shared: Toys, how: str, ending: str, words: str) -> None:
+    cluster, model = shared
+    spec = job_spec(
+        model,
         environment={"name": "tests.samples.env_samples:Misbehaving", "config": {"how": how}},
         rollout={"engine": "toy", "max_tokens": 8, "retries": 1, "episode_timeout_s": 0.5 if how == "hang" else 20.0},
     )
     job = await cluster.submit(spec)
-    record = await cluster.wait(job)
-    assert record["state"] == "failed"
-    assert "groups failed (rollout.max_failed_share is 0.5)" in record["reason"]
-    assert ending in record["reason"] and re.search(words, record["reason"]), record["reason"]
+    reason = await cluster.fails(job)
+    assert "groups failed (rollout.max_failed_share is 0.5)" in reason
+    assert ending in reason and re.search(words, reason), reason
     ledger = await cluster.ledger(job)
     assert set(ledger.failed) == {ending} and ledger.failed[ending] >= 20 and ledger.accepted == 0
     lines = cluster.logs("rollout_worker-0").splitlines()
@@ -325,9 +318,10 @@ async def test_job_fails_when_its_environment_always_does(shared: System, how: s
     await free(cluster)
 
 
-async def test_job_goes_on_past_groups_that_fail(shared: System) -> None:
-    cluster = shared.cluster
-    spec = shared.spec(
+async def test_job_goes_on_past_groups_that_fail(shared: Toys) -> None:
+    cluster, model = shared
+    spec = job_spec(
+        model,
         environment={"name": "tests.samples.env_samples:Moody", "config": {"how": "raise", "every": 4}},
         rollout={"engine": "toy", "max_tokens": 8, "retries": 1},
     )
@@ -346,35 +340,32 @@ async def test_job_goes_on_past_groups_that_fail(shared: System) -> None:
     )
 
 
-async def test_a_missing_chat_template_is_refused_unless_allowed(shared: System, tmp_path: Path) -> None:
+async def test_a_missing_chat_template_is_refused_unless_allowed(shared: Toys, tmp_path: Path) -> None:
+    cluster, _ = shared
     model = toy_model(tmp_path / "bare")
     (model / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}')
     spec = job_spec(model)
     with pytest.raises(ApiError, match="has no chat template") as refused:
-        await shared.cluster.client.submit(spec)
+        await cluster.client.submit(spec)
     assert [m["field"] for m in refused.value.mistakes] == ["model.chat_template"]
     data = spec.model_dump(mode="json")
     data["model"]["chat_template"] = "plain"
-    job = str((await shared.cluster.client.submit(data))["id"])
-    await shared.cluster.succeeds(job)
+    await cluster.succeeds((await cluster.client.submit(data))["id"])
 
 
-async def test_model_that_cannot_be_read_fails_the_job_with_its_reason(shared: System, tmp_path: Path) -> None:
+async def test_model_that_cannot_be_read_fails_the_job_with_its_reason(shared: Toys, tmp_path: Path) -> None:
+    cluster, _ = shared
     (tmp_path / "config.json").write_text("{}")
-    job = await shared.cluster.submit(job_spec(tmp_path))
-    record = await shared.cluster.wait(job)
-    assert record["state"] == "failed"
-    assert "no tokenizer in model" in record["reason"]
-    await free(shared.cluster)
+    assert "no tokenizer in model" in await cluster.fails(await cluster.submit(job_spec(tmp_path)))
+    await free(cluster)
 
 
 async def test_group_too_large_for_a_message_fails_the_job_with_the_numbers(tmp_path: Path) -> None:
     async with toy_cluster(tmp_path, nats={"max_payload": "16KB"}) as (cluster, model):
         job = await cluster.submit(job_spec(model, algorithm={"group_size": 100, "groups_per_batch": 4}))
-        record = await cluster.wait(job)
-        assert record["state"] == "failed"
+        reason = await cluster.fails(job)
         for words in ("algorithm.group_size is 100", "rollout.context_length is 4096", "limit 16384", "max_payload"):
-            assert words in record["reason"], record["reason"]
+            assert words in reason, reason
         await free(cluster)
         assert cluster.processes["rollout_worker-0"].exits == []
 

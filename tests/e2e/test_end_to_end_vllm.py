@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import AsyncIterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import openai
 import pytest
-import pytest_asyncio
 import torch
 from openai import AsyncOpenAI
 
@@ -26,7 +23,7 @@ from tests.conftest import until
 from tests.integration.trainer.test_reward_models import make_judge
 from tests.integration.trainer.test_value_models import make_value_model
 from tests.support.api import OPERATOR as KEY
-from tests.support.cluster import BESIDE_METRICS, Cluster, undocumented
+from tests.support.cluster import BESIDE_METRICS, Cluster, shared_fixture, undocumented
 from tests.support.factories import make_spec
 from tests.support.lineage import faults
 from tests.support.listening import listening
@@ -36,10 +33,7 @@ REFERENCE = ("groups", "groups_per_s", "tokens", "tokens_per_s")
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
-    async with Cluster(tmp_path_factory.mktemp("vllm"), references=1, heavy=True) as cluster:
-        yield cluster
+cluster = shared_fixture(Cluster, references=1, heavy=True)
 
 
 def one_digit(tiny: Path, **changes: Any) -> JobSpec:
@@ -218,7 +212,7 @@ async def test_the_live_policy_is_asked_while_it_learns(system: Cluster, tiny: P
     live = str((await system.client.submit(serving))["id"])
     said: dict[WeightVersion, float] = {}
     async with AsyncOpenAI(base_url=f"{system.client.url}/v1/jobs/{live}/v1", api_key=KEY, max_retries=8) as client:
-        await until(partial(_is_running, system, live))
+        await system.runs(live)
 
         async def answered() -> bool:
             answer: Any = await client.completions.create(
@@ -313,7 +307,7 @@ async def test_a_vision_model_learns_colours_and_answers_with_them(
     serving = {"name": "eyes", "kind": "inference", "start": {"from": f"{job}@latest"}, "model": {"base": str(base)}}
     eyes = str((await system.client.submit(serving))["id"])
     try:
-        await until(partial(_is_running, system, eyes))
+        await system.runs(eyes)
         async with AsyncOpenAI(base_url=f"{system.client.url}/v1/jobs/{eyes}/v1", api_key=KEY) as client:
             right = 0
             for letter in "rgb":
@@ -331,12 +325,6 @@ def _about(image: bytes) -> dict[str, Any]:
     url = f"data:image/png;base64,{base64.b64encode(image).decode()}"
     parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "colour? "}]
     return {"model": "eyes", "messages": [{"role": "user", "content": parts}], "max_tokens": 1, "temperature": 0}
-
-
-async def _is_running(system: Cluster, job: str) -> bool:
-    record = await system.client.job(job)
-    assert record["state"] in ("queued", "starting", "running"), record["reason"]
-    return bool(record["state"] == "running")
 
 
 async def test_processes_end_well_and_the_trainer_saves_what_it_has(system: Cluster, tiny: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +18,7 @@ from openai import AsyncOpenAI
 from opentinker.shared.types.core import JobState
 from tests.conftest import WAIT_S, until
 from tests.support.api import OPERATOR, write_checkpoint
-from tests.support.cluster import Cluster, undocumented
+from tests.support.cluster import Cluster, shared_fixture, undocumented
 from tests.support.scheduling import new_job
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
@@ -27,10 +26,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope
 ASKED: Any = [{"role": "user", "content": "12="}]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
-    async with Cluster(tmp_path_factory.mktemp("serving"), trainers=0, env_workers=0, heavy=True) as cluster:
-        yield cluster
+cluster = shared_fixture(Cluster, trainers=0, env_workers=0, heavy=True)
 
 
 def serves(model: Path, **parts: Any) -> dict[str, Any]:
@@ -39,13 +35,7 @@ def serves(model: Path, **parts: Any) -> dict[str, Any]:
 
 async def served(cluster: Cluster, model: Path, **parts: Any) -> str:
     job = str((await cluster.client.submit(serves(model, **parts)))["id"])
-
-    async def running() -> bool:
-        record = await cluster.client.job(job)
-        assert record["state"] in ("queued", "starting", "running"), record["reason"]
-        return bool(record["state"] == "running")
-
-    await until(running)
+    await cluster.runs(job)
     return job
 
 

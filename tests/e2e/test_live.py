@@ -9,14 +9,13 @@ import pytest
 from openai import AsyncOpenAI
 
 from opentinker.client import AsyncClient
-from opentinker.sdk.http import ApiError
 from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.spec.engines import versions_at_once
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import JobState, WeightVersion
 from opentinker.shared.types.errors import SpecError
 from tests.conftest import WAIT_S, until
-from tests.support.api import OPERATOR
+from tests.support.api import OPERATOR, refused
 from tests.support.cluster import toy_cluster, undocumented
 from tests.support.factories import make_spec
 from tests.support.scheduling import kinds, new_job
@@ -34,11 +33,7 @@ async def test_the_live_policy_is_served_version_by_version_and_training_does_no
         await cluster.reaches(source, 2)
         job = await cluster.submit(live(str(model), source))
         url = f"{cluster.client.url}/v1/jobs/{job}/v1"
-
-        async def state() -> str:
-            return str((await cluster.client.job(job))["state"])
-
-        await until(state, lambda found: found == "running")
+        await cluster.runs(job)
         async with AsyncOpenAI(base_url=url, api_key=OPERATOR, timeout=WAIT_S) as openai:
             names = [card.id async for card in await openai.models.list()]
             assert names == [f"{source}@live", "talk", job]
@@ -78,14 +73,9 @@ async def test_what_has_no_live_policy_says_what_can_be_served(client: AsyncClie
     over = await new_job(store, "j-over000000", JobState.SUCCEEDED)
     foreign = await new_job(store, tenant="others")
 
-    async def refused(source: str, **changes: Any) -> dict[str, str]:
-        with pytest.raises(ApiError) as caught:
-            await client.submit(live("m", source, **changes))
-        return {mistake["field"]: mistake["problem"] for mistake in caught.value.problem["errors"]}
-
-    assert "has succeeded: take a checkpoint of it" in (await refused(over))["start.from"]
-    assert "you have no job" in (await refused(foreign))["start.from"]
-    wrong = await refused(rows, rollout={"engine": "vllm"}, model={"base": "other", "lora": {}})
+    assert "has succeeded: take a checkpoint of it" in (await refused(client, live("m", over)))["start.from"]
+    assert "you have no job" in (await refused(client, live("m", foreign)))["start.from"]
+    wrong = await refused(client, live("m", rows, rollout={"engine": "vllm"}, model={"base": "other", "lora": {}}))
     assert set(wrong) == {"rollout.engine", "model.base", "model.lora"}
     with pytest.raises(SpecError, match="follows a live policy"):
         make_spec(start={"from": f"{rows}@live"})

@@ -1,42 +1,27 @@
-"""Real services: jobs that are paused, interrupted and resumed, workers that are lent, schedulers that die."""
+"""Real services: jobs that are paused, interrupted and resumed, workers that are lent, schedulers that die. Each test
+ends its jobs."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
 from opentinker.client import ApiConflict
 from opentinker.shared.types.core import JobState
 from tests.conftest import until
 from tests.e2e.test_kills import check, toy_spec
-from tests.support.cluster import Cluster, toy_cluster
+from tests.support.cluster import Cluster, Toys, shared_fixture, toy_cluster
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-
-Toy = tuple[Cluster, Path]
-"""A cluster and its model. Each test ends its jobs."""
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def one_each(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Toy]:
-    """One worker per pool; a waiting job of higher priority interrupts the running one."""
-    directory = tmp_path_factory.mktemp("one")
-    async with toy_cluster(directory, queue_preempt_after_s=0.2, queue_min_run_s=0.5) as running:
-        yield running
+one_each = shared_fixture(toy_cluster, queue_preempt_after_s=0.2, queue_min_run_s=0.5)
+"""One worker per pool; a waiting job of higher priority interrupts the running one."""
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def two_each(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Toy]:
-    """Two trainers and rollout workers."""
-    workers = {"trainers": 2, "rollout_workers": 2}
-    async with toy_cluster(tmp_path_factory.mktemp("two"), **workers, worker_ttl_s=4, heartbeat_s=0.4) as running:
-        yield running
+two_each = shared_fixture(toy_cluster, trainers=2, rollout_workers=2, worker_ttl_s=4, heartbeat_s=0.4)
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +41,7 @@ async def has_let_go(cluster: Cluster, job: str) -> bool:
     return job not in busy
 
 
-async def test_paused_job_has_saved_what_it_trained_and_goes_on_from_there(one_each: Toy) -> None:
+async def test_paused_job_has_saved_what_it_trained_and_goes_on_from_there(one_each: Toys) -> None:
     cluster, model = one_each
     train = {"learner": "simulated", "steps": 40, "simulated_step_s": 0.05, "checkpoint_every": 1000}
     spec = toy_spec(model, steps=40, train=train)
@@ -81,7 +66,7 @@ async def test_paused_job_has_saved_what_it_trained_and_goes_on_from_there(one_e
 
 
 @pytest.mark.slow
-async def test_interrupted_job_goes_on_where_it_was(one_each: Toy) -> None:
+async def test_interrupted_job_goes_on_where_it_was(one_each: Toys) -> None:
     cluster, model = one_each
     train = {"learner": "simulated", "steps": 60, "simulated_step_s": 0.05, "checkpoint_every": 1000}
     spec = toy_spec(model, steps=60, train=train)
@@ -102,7 +87,7 @@ async def leads(cluster: Cluster) -> str:
 
 
 @pytest.mark.slow
-async def test_a_second_scheduler_takes_over_and_the_first_grants_nothing_later(two_each: Toy) -> None:
+async def test_a_second_scheduler_takes_over_and_the_first_grants_nothing_later(two_each: Toys) -> None:
     """SIGSTOP for longer than its leadership lasts, jobs placed meanwhile, SIGCONT: everything that it then tries to
     write is refused, and counted by the leases that are as they were."""
     cluster, model = two_each
@@ -126,7 +111,7 @@ async def test_a_second_scheduler_takes_over_and_the_first_grants_nothing_later(
 
 
 @pytest.mark.slow
-async def test_scheduler_that_is_killed_answers_soon_and_freed_workers_are_used(one_each: Toy) -> None:
+async def test_scheduler_that_is_killed_answers_soon_and_freed_workers_are_used(one_each: Toys) -> None:
     cluster, model = one_each
     job = await cluster.submit(toy_spec(model, steps=10_000))
     await cluster.reaches(job, 3)

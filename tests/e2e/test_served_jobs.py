@@ -7,19 +7,16 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Any
 
 import pytest
-import pytest_asyncio
 from aiohttp import web
 
 from opentinker.shared.security.egress import LOOPBACK
 from opentinker.shared.spec import JobSpec
 from tests.conftest import until
-from tests.support.cluster import PYTHONPATH, Cluster, toy_cluster
+from tests.support.cluster import PYTHONPATH, Toys, shared_fixture, toy_cluster
 from tests.support.factories import make_spec
 from tests.support.http_server import http_server
 
@@ -27,29 +24,16 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 DIGITS = "opentinker.envs.builtin.copy_digits:CopyDigits"
 
 
-class System:
-    def __init__(self, cluster: Cluster, model: Path) -> None:
-        self.cluster, self.model = cluster, model
-
-    def spec(self, environment: str, steps: int = 5, **changes: Any) -> JobSpec:
-        return make_spec(
-            model={"base": str(self.model)},
-            environment={"name": environment, "config": {"digits": 2}},
-            algorithm={"group_size": 2, "groups_per_batch": 2, "max_staleness": 2},
-            train={"learner": "simulated", "steps": steps, "simulated_step_s": 0.05, "checkpoint_every": 10},
-            **changes,
-        )
-
-    @property
-    def url(self) -> str:
-        return self.cluster.client.url
+toys = shared_fixture(toy_cluster, env_egress_allow=",".join(LOOPBACK))
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def system(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[System]:
-    allow = ",".join(LOOPBACK)
-    async with toy_cluster(tmp_path_factory.mktemp("served"), env_egress_allow=allow) as (cluster, model):
-        yield System(cluster, model)
+def spec_of(model: Path, environment: str, steps: int = 5) -> JobSpec:
+    return make_spec(
+        model={"base": str(model)},
+        environment={"name": environment, "config": {"digits": 2}},
+        algorithm={"group_size": 2, "groups_per_batch": 2, "max_staleness": 2},
+        train={"learner": "simulated", "steps": steps, "simulated_step_s": 0.05, "checkpoint_every": 10},
+    )
 
 
 def command(*arguments: str, log: Path) -> subprocess.Popen[bytes]:
@@ -65,22 +49,20 @@ async def ended(process: subprocess.Popen[bytes]) -> int:
     return process.returncode
 
 
-async def test_serve_with_a_job_plays_it_to_its_end(system: System, tmp_path: Path) -> None:
-    job = tmp_path / "job.json"
-    job.write_text(system.spec("served:whatever").model_dump_json())
-    log = tmp_path / "serve.log"
-    process = command(DIGITS, "--name", "digits", "--job", str(job), "--url", system.url, log=log)
+async def test_serve_with_a_job_plays_it_to_its_end(toys: Toys, tmp_path: Path) -> None:
+    cluster, model = toys
+    job, log = tmp_path / "job.json", tmp_path / "serve.log"
+    job.write_text(spec_of(model, "served:whatever").model_dump_json())
+    process = command(DIGITS, "--name", "digits", "--job", str(job), "--url", cluster.client.url, log=log)
     assert await ended(process) == 0, log.read_text()
-    record = (await system.cluster.client.jobs())[0]
-    assert record["state"] == "succeeded"
-    whole = await system.cluster.client.job(record["id"])
+    whole = await cluster.succeeds((await cluster.client.jobs())[0]["id"])
     assert whole["spec"]["environment"]["name"] == "served:digits" and whole["ledger"]["failed"] == {}
 
 
 @pytest.mark.nightly
-async def test_a_job_survives_kills_of_scheduler_and_server(system: System, tmp_path: Path) -> None:
-    cluster = system.cluster
-    serve = [DIGITS, "--name", "killed", "--concurrency", "4", "--url", system.url]
+async def test_a_job_survives_kills_of_scheduler_and_server(toys: Toys, tmp_path: Path) -> None:
+    cluster, model = toys
+    serve = [DIGITS, "--name", "killed", "--concurrency", "4", "--url", cluster.client.url]
     processes = [command(*serve, log=tmp_path / f"{n}.log") for n in range(2)]
     try:
 
@@ -88,7 +70,7 @@ async def test_a_job_survives_kills_of_scheduler_and_server(system: System, tmp_
             return {w.incarnation for w in await cluster.store.workers() if w.detail.get("served") == "served:killed"}
 
         await until(serving, lambda found: len(found) == 2)
-        job = await cluster.submit(system.spec("served:killed", steps=20))
+        job = await cluster.submit(spec_of(model, "served:killed", steps=20))
         await cluster.reaches(job, 3)
         cluster.kill("scheduler")
         await cluster.reaches(job, 7)
@@ -106,7 +88,8 @@ async def test_a_job_survives_kills_of_scheduler_and_server(system: System, tmp_
     assert [await ended(process) for process in processes] == [0, 0]
 
 
-async def test_jobs_play_environments_behind_urls(system: System, tmp_path: Path) -> None:
+async def test_jobs_play_environments_behind_urls(toys: Toys, tmp_path: Path) -> None:
+    cluster, model = toys
     log = tmp_path / "listen.log"
     process = command(DIGITS, "--listen", "127.0.0.1:0", log=log)
     try:
@@ -115,10 +98,9 @@ async def test_jobs_play_environments_behind_urls(system: System, tmp_path: Path
             found = re.search(r"ws://[\d.]+:\d+", log.read_text())
             assert found is not None
             for url in (found[0], http):
-                spec = system.spec(url).model_dump(mode="json")
+                spec = spec_of(model, url).model_dump(mode="json")
                 spec["environment"]["config"] = {"config": {"digits": 2}}
-                record = await system.cluster.wait((await system.cluster.client.submit(spec))["id"])
-                assert record["state"] == "succeeded", record["reason"]
+                await cluster.succeeds((await cluster.client.submit(spec))["id"])
     finally:
         process.send_signal(signal.SIGTERM)
     assert await ended(process) == 0

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -22,7 +20,7 @@ from opentinker.shared.types.core import JobState
 from opentinker.shared.types.errors import SpecError
 from tests.conftest import until
 from tests.samples.row_samples import chat_model, copies, preferences, row_spec, turns, write_rows
-from tests.support.cluster import Cluster, undocumented
+from tests.support.cluster import Cluster, shared_fixture, undocumented
 from tests.support.factories import refusals
 from tests.support.scheduling import Workers, kinds, running
 
@@ -156,11 +154,8 @@ def long_spec(model: Path, rows: Path, **parts: Any) -> JobSpec:
     return row_spec(model, rows, **{"model": {"chat_template": "plain"}, "data": data, "train": train, **parts})
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
-    """Nothing that generates."""
-    async with Cluster(tmp_path_factory.mktemp("cluster"), rollout_workers=0, env_workers=0) as cluster:
-        yield cluster
+cluster = shared_fixture(Cluster, rollout_workers=0, env_workers=0)
+"""Nothing that generates."""
 
 
 def weights(cluster: Cluster, job: str, step: int) -> dict[str, Tensor]:

@@ -120,7 +120,7 @@ def make_talker(directory: Path) -> str:
 async def test_each_library_takes_a_training_step_with_exact_logprobs(program: dict[str, Any], tmp_path: Path) -> None:
     names = [name for name in agent_libraries.AGENTS if name != "claude_code"]  # whose prompt has 50,000 characters
     async with Cluster(tmp_path, heavy=True) as cluster:
-        job = await cluster.submit(
+        job = await cluster.run(
             make_spec(
                 model={"base": make_talker(tmp_path / "model")},
                 environment={"name": "agent_program", "config": program},
@@ -130,10 +130,9 @@ async def test_each_library_takes_a_training_step_with_exact_logprobs(program: d
                     "episode_timeout_s": 900.0,
                 },
                 train={"steps": len(names), "lr": 1e-4},
-            )
+            ),
+            2800.0,
         )  # fmt: skip
-        record = await cluster.wait(job, 2800.0)
-        assert record["state"] == "succeeded", record["reason"]
         points = [point["values"] for point in await cluster.client.metrics(job, source="trainer")]
     assert {name for point in points for name in names if point.get(f"task/{name}")} == set(names)
     assert len(points) == len(names)

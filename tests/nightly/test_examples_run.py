@@ -6,16 +6,14 @@ import os
 import subprocess
 import sys
 import tomllib
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
 from opentinker.shared.spec import parse_spec
 from opentinker.shared.spec.sweeps.children import first_job
-from tests.support.cluster import PYTHONPATH, ROOT, Cluster, toy_cluster
+from tests.support.cluster import PYTHONPATH, ROOT, Toys, shared_fixture, toy_cluster
 from tests.unit.client.test_docs_toml import OTHER_MACHINES
 
 EXAMPLES = {path.stem: path for path in sorted((ROOT / "examples").glob("*.toml"))}
@@ -79,19 +77,15 @@ def simulated(told: dict[str, Any], model: Path) -> dict[str, Any]:
     return {**changed, "algorithm": size, "train": {"learner": "simulated", "steps": 2 if "pools" in told else 1}}
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def system(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[Cluster, Path]]:
-    async with toy_cluster(tmp_path_factory.mktemp("examples")) as made:
-        yield made
+toys = shared_fixture(toy_cluster)
 
 
 @pytest.mark.slow
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("name", [name for name in EXAMPLES if plays(name)])
-async def test_an_example_s_environment_is_played(name: str, system: tuple[Cluster, Path]) -> None:
-    cluster, model = system
-    job = await cluster.wait(await cluster.submit(parse_spec(simulated(read(name), model))))
-    assert job["state"] == "succeeded", job["reason"]
+async def test_an_example_s_environment_is_played(name: str, toys: Toys) -> None:
+    cluster, model = toys
+    await cluster.run(parse_spec(simulated(read(name), model)))
 
 
 @pytest.fixture(scope="session")

@@ -35,17 +35,16 @@ async def test_jobs_train_on_tasks_in_sandboxes(tmp_path: Path, monkeypatch: pyt
         await asyncio.to_thread(add_tasks, tmp_path / "tasks", None, lambda _: None)
         model = make_talker(tmp_path / "model")
         for name, config in (("harbor", {}), ("harbor_agent", {"command": "bash /agent.sh"})):
-            job = await cluster.submit(
+            job = await cluster.run(
                 make_spec(
                     model={"base": model},
                     environment={"name": name, "config": {"tasks": "tasks", **config}},
                     algorithm={"group_size": 4, "groups_per_batch": 2, "max_staleness": 0},
                     rollout={"context_length": 4096, "max_turns": 2, "max_tokens": 32, "max_tokens_per_turn": 16},
                     train={"steps": STEPS, "lr": 1e-3},
-                )
+                ),
+                500.0,
             )
-            record = await cluster.wait(job, 500.0)
-            assert record["state"] == "succeeded", record["reason"]
             points = [point["values"] for point in await cluster.client.metrics(job, source="trainer")]
             assert len(points) == STEPS and any(point["grad_norm"] > 0 for point in points), points
             assert all(0.0 <= point["reward/mean"] <= 1.0 for point in points)

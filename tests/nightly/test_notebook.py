@@ -29,9 +29,6 @@ async def test_the_first_job_of_the_notebook_learns(tmp_path: Path, monkeypatch:
     async with Cluster(tmp_path / "cluster", heavy=True) as cluster:
         monkeypatch.setenv("OPENTINKER_URL", cluster.client.url)
         monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
-        key = cluster.env.get("OPENTINKER_API_KEY", "")
-        if key:
-            monkeypatch.setenv("OPENTINKER_API_KEY", key)
         player = NotebookClient(notebook, timeout=800, resources={"metadata": {"path": str(tmp_path)}})
         await player.async_execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]

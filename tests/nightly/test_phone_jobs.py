@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
 from opentinker.envs.phones.chromium import PROGRAMS
-from tests.support.cluster import Toys, toy_cluster, undocumented
+from tests.support.cluster import Toys, shared_fixture, toy_cluster, undocumented
 from tests.support.factories import make_spec
 from tests.support.simulated_phone import served_phones
 
@@ -21,10 +19,7 @@ OWN = {"solved", "actions", "illegal"}
 """Metrics of the environments."""
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def toys(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Toys]:
-    async with toy_cluster(tmp_path_factory.mktemp("phones"), env_egress_allow="127.0.0.0/8") as made:
-        yield made
+toys = shared_fixture(toy_cluster, env_egress_allow="127.0.0.0/8")
 
 
 async def trained(toys: Toys, algorithm: dict[str, Any], **environment: Any) -> list[dict[str, Any]]:

@@ -14,11 +14,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
 import orjson
+import pytest
+import pytest_asyncio
 
 from opentinker.client import AsyncClient
 from opentinker.local.embedded import nats_binary, valkey_binary
@@ -293,6 +296,22 @@ class Cluster:
         await self.succeeds(job, timeout_s)
         return job
 
+    async def fails(self, job: str) -> str:
+        """Why it has."""
+        record = await self.wait(job)
+        assert record["state"] == "failed", record["state"]
+        return str(record["reason"])
+
+    async def runs(self, job: str) -> None:
+        """Wait until it does."""
+
+        async def running() -> bool:
+            record = await self.client.job(job)
+            assert record["state"] in ("queued", "starting", "running"), record["reason"]
+            return record["state"] == "running"
+
+        await until(running)
+
     async def step(self, job: str) -> int:
         return (await self.store.job(job)).step
 
@@ -329,6 +348,11 @@ class Cluster:
         path = self.data / "jobs" / job / log
         return [orjson.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
 
+    def episodes(self, job: str) -> list[dict[str, Any]]:
+        """Those that are kept of its training, by step."""
+        files = sorted((self.data / "jobs" / job / "rollouts").glob("step-*.jsonl"))
+        return [orjson.loads(line) for path in files for line in path.read_bytes().splitlines()]
+
     def manifest(self, job: str) -> Manifest:
         """Of the newest good checkpoint."""
         found = checkpoint.find_newest(self.data / "jobs" / job / "checkpoints")
@@ -363,3 +387,14 @@ async def toy_cluster(directory: Path, **options: Any) -> AsyncIterator[Toys]:
     model = toy_model(directory / "model")
     async with Cluster(directory, **options) as cluster:
         yield cluster, model
+
+
+def shared_fixture(opens: Callable[..., AbstractAsyncContextManager[Any]], **options: Any) -> Any:
+    """A fixture for all tests of a module: `opens(directory, **options)` is `Cluster` or `toy_cluster`."""
+
+    @pytest_asyncio.fixture(scope="module", loop_scope="module")
+    async def opened(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Any]:
+        async with opens(tmp_path_factory.mktemp("cluster"), **options) as found:
+            yield found
+
+    return opened

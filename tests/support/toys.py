@@ -39,3 +39,17 @@ def toy_game(model: Path, **changes: Any) -> JobSpec:
         "train": {"learner": "simulated", "steps": 6, "simulated_step_s": 0.02, "checkpoint_every": 3},
     }
     return parse_spec({**spec, **changes})
+
+
+def toy_evaluation(game: JobSpec, **changes: Any) -> JobSpec:
+    """Six episodes of what such a job plays, all of them kept."""
+    told = game.model_dump(mode="json")
+    spec: dict[str, Any] = {
+        "name": "evaluation",
+        "kind": "eval",
+        "model": told["model"],
+        "environment": told["environment"],
+        "rollout": {"engine": "toy", "max_tokens": 4},
+        "evaluation": {"episodes": 6, "transcripts": 6},
+    }
+    return parse_spec({**spec, **changes})

@@ -10,7 +10,6 @@ import base64
 import re
 import signal as signal_of
 import time
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +29,7 @@ from opentinker.shared.spec import parse_spec
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import JobState
 from opentinker.shared.types.telemetry import LogLine, MetricPoint, Segment, TimelinePart
-from tests.conftest import WAIT_S, NewContext, until
+from tests.conftest import WAIT_S, NewContext
 from tests.e2e.page.conftest import IN_BROWSER, Open, Tab
 from tests.support.api import OPERATOR, SPEC, Http, new_key_of, write_checkpoint
 from tests.support.cluster import Cluster, toy_cluster
@@ -69,10 +68,10 @@ def reward(mean: float) -> dict[str, float]:
     return {"reward/mean": mean, "reward/std": 0.1, "step_seconds": 0.5, "exact": mean / 2}
 
 
-async def saved(tab: Tab, button: str) -> bytes:
+async def saved(tab: Tab, button: str, *, exact: bool = False) -> bytes:
     """The file that it gives."""
     async with tab.page.expect_download() as download:
-        await tab.page.get_by_role("button", name=button).click()
+        await tab.page.get_by_role("button", name=button, exact=exact).click()
     path = await (await download.value).path()
     return await asyncio.to_thread(path.read_bytes)
 
@@ -601,7 +600,7 @@ async def its_adapter_is_asked(tab: Tab, cluster: Cluster, base: Path) -> None:
     serving = {"adapters": [{"name": "maths", "from": f"{trained}@1"}]}
     spec = {"name": "talk", "kind": "inference", "model": {"base": str(base)}, "rollout": {"engine": "toy"}}
     job = (await cluster.client.submit({**spec, "serving": serving}))["id"]
-    await until(partial(_is_running, cluster, job))
+    await cluster.runs(job)
     await tab.go("jobs", job, "chat")
     await tab.page.get_by_label("Model").select_option("maths")
     await tab.page.get_by_label("Message").fill("123=")
@@ -611,10 +610,6 @@ async def its_adapter_is_asked(tab: Tab, cluster: Cluster, base: Path) -> None:
     assert said["model"] == "maths"
     answer = tab.page.locator(".chat .message.assistant .words")
     await expect(answer).to_have_text(re.compile("[a-z0-9]+"))
-
-
-async def _is_running(cluster: Cluster, job: str) -> bool:
-    return bool((await cluster.client.job(job))["state"] == "running")
 
 
 async def of_its_pipeline(tab: Tab, job: str) -> None:
@@ -730,13 +725,9 @@ async def test_jobs_are_picked_by_mouse_and_keys_and_done_with_together(opened: 
     other = await opened(http.url)
     await other.page.goto(tab.page.url)
     await expect(other.page.locator('[data-chart="reward/mean"] .legend')).to_contain_text("7 (2)")
-    async with tab.page.expect_download() as told:
-        await tab.page.get_by_role("button", name="CSV", exact=True).click()
-    text = (await (await told.value).path()).read_text()
+    text = (await saved(tab, "CSV", exact=True)).decode()
     assert text.splitlines()[0].startswith("id,name,train.steps,reward/mean best") and len(text.splitlines()) == 4
-    async with tab.page.expect_download() as told:
-        await tab.page.get_by_role("button", name="HTML").click()
-    text = (await (await told.value).path()).read_text()
+    text = (await saved(tab, "HTML")).decode()
     assert "data:image/png" in text and "7 (2)" in text and "<script" not in text
     await tab.go("compare", f"{jobs[0]},j-missing")
     await tab.shows("no job 'j-missing'")

@@ -3,18 +3,13 @@ back."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 
 import pytest
-import pytest_asyncio
 
-from tests.support.cluster import Toys, toy_cluster
+from tests.support.cluster import Toys, shared_fixture, toy_cluster
 
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def toy_services(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Toys]:
-    async with toy_cluster(tmp_path_factory.mktemp("policies")) as running:
-        yield running
+toy_services = shared_fixture(toy_cluster)
 
 
 @pytest.fixture

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from typing import Any
 
-import orjson
 import pytest
 
 from opentinker.sdk.evaluation_spec import evaluation_of
@@ -14,7 +12,7 @@ from opentinker.shared.types.core import part_id
 from opentinker.shared.types.manifest import frozen_of, start_of
 from tests.conftest import until
 from tests.support.cluster import Cluster, Toys
-from tests.support.toys import toy_game
+from tests.support.toys import toy_evaluation, toy_game
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -39,16 +37,8 @@ async def test_a_policy_learns_against_a_checkpoint_that_stays_as_it_is(toys: To
     assert kept.is_dir()
     named = toy_game(model, policies={"speaker": {}}, seats={"speaker": "speaker", **frozen})
     among = await cluster.submit(named)
-    evaluation: dict[str, Any] = {
-        **{name: alone.model_dump(mode="json")[name] for name in ("model", "environment")},
-        "name": "together again",
-        "kind": "eval",
-        "rollout": {"engine": "toy", "max_tokens": 4},
-        "start": {"from": f"{part_id(first, 'speaker')}@latest"},
-        "seats": frozen,
-        "evaluation": {"episodes": 6, "transcripts": 6},
-    }
-    played = await cluster.submit(parse_spec(evaluation))
+    start = {"from": f"{part_id(first, 'speaker')}@latest"}
+    played = await cluster.submit(toy_evaluation(alone, start=start, seats=frozen))
     shutil.rmtree(cluster.data / "jobs" / old)
 
     await cluster.succeeds(job)
@@ -84,14 +74,9 @@ async def test_a_policy_that_moves_between_seats_meets_the_checkpoint_in_each_th
         await cluster.reaches(job, min(6 * number, steps))
         cluster.kill(name)
     await cluster.succeeds(job)
-    part = part_id(job, "mover")
     await cluster.trained(job, spec, "mover")
-    steps_kept = sorted((cluster.data / "jobs" / part / "rollouts").glob("step-*.jsonl"))
-    kept = [orjson.loads(line) for path in steps_kept for line in path.read_bytes().splitlines()]
-    assert {view["seat"] for one in kept for view in one["views"] if view["policy"] == "mover"} == {
-        "first",
-        "second",
-    }
+    views = [view for one in cluster.episodes(part_id(job, "mover")) for view in one["views"]]
+    assert {view["seat"] for view in views if view["policy"] == "mover"} == {"first", "second"}
 
 
 async def test_evaluations_of_a_training_job_are_played_against_the_checkpoint_too(toys: Toys) -> None:

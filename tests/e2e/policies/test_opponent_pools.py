@@ -7,7 +7,6 @@ import random
 from pathlib import Path
 from typing import Any
 
-import orjson
 import pytest
 
 from opentinker.shared.evaluation.pool_draws import choose_opponent
@@ -36,10 +35,8 @@ def game(model: Path, **changes: Any) -> JobSpec:
 
 def met(cluster: Cluster, part: str) -> dict[int, str]:
     """Return whom the policy met in each group, by the kept episodes of the surviving steps."""
-    steps = sorted((cluster.data / "jobs" / part / "rollouts").glob("step-*.jsonl"))
-    kept = [orjson.loads(line) for path in steps for line in path.read_bytes().splitlines()]
     found: dict[int, set[str]] = {}
-    for one in kept:
+    for one in cluster.episodes(part):
         assert len(one["views"]) == 2, "the words of both seats"
         (opponent,) = (view for view in one["views"] if "@" in view["policy"])
         version = opponent["policy"].removeprefix("past@")

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from opentinker.client import ApiError
-from opentinker.shared.spec import JobSpec, parse_spec
+from opentinker.shared.spec import JobSpec
 from opentinker.shared.spec.policies import spec_of
 from opentinker.shared.types.core import part_id
 from opentinker.shared.types.manifest import read_manifest
 from tests.conftest import until
 from tests.support.cluster import Cluster, Toys
-from tests.support.toys import toy_game
+from tests.support.toys import toy_evaluation, toy_game
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -122,16 +122,7 @@ async def test_bots_play_the_seats_that_the_job_gives_them(toys: Toys) -> None:
     job = await cluster.run(spec)
     found = await cluster.client.rollouts(job)
     assert {view["seat"] for one in found["rollouts"] for view in one["views"]} == {"first"}
-    evaluation: dict[str, Any] = {
-        "name": "against the random player",
-        "kind": "eval",
-        "model": {"base": str(model), "chat_template": "plain"},
-        "environment": {"name": "tictactoe"},
-        "seats": {"second": {"bot": "random"}},
-        "rollout": {"engine": "toy", "max_tokens": 4},
-        "evaluation": {"episodes": 6, "transcripts": 6},
-    }
-    played = await cluster.run(parse_spec(evaluation))
+    played = await cluster.run(toy_evaluation(spec, seats={"second": {"bot": "random"}}))
     kept = (await cluster.client.transcripts(played))["transcripts"]
     assert len(kept) == 6 and all({view["seat"] for view in one["views"]} == {"first"} for one in kept)
     with pytest.raises(ApiError, match=r"seats\.third"):
@@ -173,9 +164,7 @@ async def test_two_policies_learn_from_rounds_that_they_play_together(toys: Toys
     cluster, model = toys
     seats = {"even": "speaker", "odd": "listener"}
     spec = game(model, steps=ROUNDS_STEPS, environment=PENNIES, policies={name: {} for name in POLICIES}, seats=seats)
-    job = await cluster.submit(spec)
-    record = await cluster.wait(job)
-    assert record["state"] == "succeeded", record["reason"]
+    job = await cluster.run(spec)
     await check(cluster, job, spec)
     totals = [math.fsum(line["reward/mean"] for line in cluster.lines(part_id(job, name))) for name in POLICIES]
     assert math.isclose(sum(totals), 0.0, abs_tol=1e-9), "what one wins the other loses, in every match"

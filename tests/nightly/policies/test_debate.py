@@ -8,7 +8,6 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-import orjson
 import pytest
 
 from examples.debate_verdicts import write_verdicts
@@ -44,10 +43,7 @@ async def test_two_policies_argue_before_a_published_judge(tmp_path: Path) -> No
         told = example("debate", tiny, environment={"config": {"largest": LARGEST}}, train={"steps": STEPS})
         job = await cluster.run(parse_spec(told), JOB_S)
         alice, bob = (cluster.lines(part_id(job, name)) for name in ("alice", "bob"))
-        folder = cluster.data / "jobs" / part_id(job, "alice") / "rollouts"
-        kept = [
-            orjson.loads(line) for path in sorted(folder.glob("*.jsonl")) for line in path.read_bytes().splitlines()
-        ]
+        kept = cluster.episodes(part_id(job, "alice"))
         assert {view["seat"]: view["policy"] for one in kept for view in one["views"]} == {
             "first": "alice", "second": "bob", "judge": f"{judge}@{JUDGE_STEPS}",
         }  # fmt: skip

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import orjson
 import pytest
 import torch
 
@@ -64,9 +63,7 @@ async def test_a_member_speaks_with_the_weights_of_its_checkpoint(tmp_path: Path
         manifest = cluster.manifest(part)
         await cluster.trained(job, spec, "player")
     assert [member.version.step for member in manifest.pools["past"]] == [0, 3, 6, 9]
-    files = sorted((root / "rollouts").glob("step-*.jsonl"))
-    kept = [orjson.loads(line) for path in files for line in path.read_bytes().splitlines()]
-    views = [view for one in kept for view in one["views"] if view["policy"].startswith("past@")]
+    views = [view for one in cluster.episodes(part) for view in one["views"] if view["policy"].startswith("past@")]
     loaded: dict[int, Any] = {}
     worst: dict[int, float] = {}
     for view in views:

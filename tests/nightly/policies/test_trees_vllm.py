@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from opentinker.shared.spec import parse_spec
-from opentinker.shared.state.admission import admission_of
 from opentinker.shared.types.core import part_id
 from tests.conftest import Figure
 from tests.support.cluster import Cluster
@@ -38,11 +37,10 @@ async def test_two_policies_climb_by_the_candidates_of_each_turn(
         "train": {"steps": STEPS, "lr": 1e-2 if lora else 1e-3, "warmup_steps": 5},
     }  # fmt: skip
     async with Cluster(tmp_path, heavy=True) as cluster:
-        job = await cluster.submit(parse_spec(spec))
-        await cluster.succeeds(job, JOB_S)
+        job = await cluster.run(parse_spec(spec), JOB_S)
         for name in "ab":
             lines = cluster.lines(part_id(job, name))
-            ledger = await admission_of(cluster.store.redis, await cluster.store.job(job), name).ledger()
+            ledger = await cluster.ledger(job, name)
             assert ledger.balanced and ledger.trained == GROUPS * STEPS == len(lines) * GROUPS
             assert {line["trajectories"] for line in lines} == {GROUPS * (1 + OWN_TURNS * (SIZE - 1))}
             assert max(line["staleness/max"] for line in lines) <= 1
