@@ -21,43 +21,18 @@ ROOT = Path(__file__).resolve().parents[3]
 FOLDERS = {"services": ROOT / "services", "shared": ROOT / "shared", "envs": ROOT / "envs"}
 TOO_HEAVY = ("torch", "vllm", "transformers", "peft", "deepspeed", "pyarrow", "datasets")
 HEAVY = {
-    "opentinker.sdk.merge_adapter",
-    "opentinker.services.reference_forward.rewards",
-    "opentinker.services.reference_forward.scorer",
-    "opentinker.services.rollout_worker.engines.vllm",
-    "opentinker.services.rollout_worker.engines.vllm_worker_extension",
-    "opentinker.services.rollout_worker.engines.vllm_images",
-    "opentinker.services.rollout_worker.engines.vllm_config",
-    "opentinker.services.rollout_worker.engines.vllm_process",
-    "opentinker.services.trainer.algorithm.corrections",
-    "opentinker.services.trainer.learners.critic",
-    "opentinker.services.trainer.learners.random_state",
-    "opentinker.services.trainer.distributed.process_group",
-    "opentinker.services.trainer.learners.dpo",
-    "opentinker.services.trainer.algorithm.losses",
-    "opentinker.services.trainer.batch.micro_batch",
-    "opentinker.services.trainer.algorithm.objective",
-    "opentinker.services.trainer.learners.policy_model",
-    "opentinker.services.trainer.distributed.rank_main",
-    "opentinker.services.trainer.distributed.multi_rank_learner",
-    "opentinker.services.trainer.algorithm.preference",
-    "opentinker.services.trainer.batch.row_batch",
-    "opentinker.services.trainer.learners.supervised",
-    "opentinker.services.trainer.learners.sft",
-    "opentinker.services.trainer.batch.token_metrics",
-    "opentinker.services.trainer.learners.rl",
-    "opentinker.services.trainer.learners.optimizer_state",
-    "opentinker.services.trainer.distributed.zero",
-    "opentinker.shared.nn.attention",
-    "opentinker.shared.nn.buckets",
-    "opentinker.shared.nn.forward",
-    "opentinker.shared.nn.grid_positions",
-    "opentinker.shared.nn.layout",
-    "opentinker.shared.nn.layers",
-    "opentinker.shared.nn.lora",
-    "opentinker.shared.nn.models",
-    "opentinker.shared.nn.vision",
-    "opentinker.shared.nn.transport",
+    f"opentinker.{package}.{name}"
+    for package, names in {
+        "sdk": "merge_adapter",
+        "services.reference_forward": "rewards scorer",
+        "services.rollout_worker.engines": "vllm vllm_config vllm_images vllm_process vllm_worker_extension",
+        "services.trainer.algorithm": "corrections losses objective preference",
+        "services.trainer.batch": "micro_batch row_batch token_metrics",
+        "services.trainer.distributed": "multi_rank_learner process_group rank_main zero",
+        "services.trainer.learners": "critic dpo optimizer_state policy_model random_state rl sft supervised",
+        "shared.nn": "attention buckets forward grid_positions layers layout lora models transport vision",
+    }.items()
+    for name in names.split()
 }
 """The modules that may load what is too heavy for the others. They hold all of the heavy imports."""
 

@@ -12,7 +12,7 @@ from opentinker.shared.spec import JobSpec, SeatSpec, parse_spec
 from opentinker.shared.spec.algorithm_parts import GROUP_BASELINES
 from opentinker.shared.spec.policies import OWN_METRICS, frozen_spec_of, spec_of, with_job_settings
 from opentinker.shared.spec.schedules import Rule, kept_groups, max_opponent_lag, rule_of
-from opentinker.shared.spec.seat_lists import MAX_ENTRIES
+from opentinker.shared.spec.seat_lists import MAX_ENTRIES, list_of
 from opentinker.shared.spec.seats import (
     MAX_MISTAKES,
     MAX_POLICIES,
@@ -259,10 +259,6 @@ def test_policies_are_judged_as_the_job_is() -> None:
     assert parse_spec(spec.model_dump(mode="json")) == spec
 
 
-def test_a_mistake_of_the_job_is_not_repeated_for_each_policy() -> None:
-    assert refused(train={"steps": 10, "lr": -1}).keys() == {"train.lr"}
-
-
 def seats(**players: str) -> dict[str, SeatSpec]:
     return {seat: SeatSpec(policy=player) for seat, player in players.items()}
 
@@ -273,6 +269,12 @@ def test_a_seat_s_own_name_counts_before_patterns() -> None:
     assert [(p.policy or p.bot) if p else None for p in found] == ["a", "b", "random"]
     assert player_at(seats(x="a"), "y") is None
     assert bots_of(entries) == {"player_*": "", "player_1": "", "*": "random"} and bots_of(seats(x="a")) == {}
+
+
+def test_a_seat_is_in_the_list_with_its_own_name_or_else_in_the_first_pattern() -> None:
+    lists = {"red": ["r*"], "captains": ["r1", "b1"], "rest": ["*"]}
+    assert [list_of(lists, seat) for seat in ("r1", "r2", "b1", "b2")] == ["captains", "red", "captains", "rest"]
+    assert list_of({"red": ["r*"]}, "b1") is None and list_of({}, "") is None
 
 
 def test_rotation_gives_every_policy_every_seat_equally_often() -> None:
@@ -328,17 +330,18 @@ def test_seats_are_compared_with_the_environment_s(
     assert {mistake["field"] for mistake in mistakes_in_seats(with_seats(entries), there)} == fields
 
 
-def test_an_evaluation_may_give_seats_to_bots() -> None:
-    data = {name: BASE[name] for name in ("name", "model", "environment", "rollout")}
-    spec = parse_spec({**data, "kind": "eval", "seats": {"listener": {"bot": "echo"}}})
-    assert bots_of(spec.seats) == {"listener": "echo"}
-    with pytest.raises(SpecError, match="has no"):
-        parse_spec({**data, "kind": "eval", "seats": {"listener": "speaker"}})
+EVALUATION = {**{name: BASE[name] for name in ("name", "model", "environment", "rollout")}, "kind": "eval"}
 
 
-def test_a_job_with_one_policy_may_give_seats_to_bots() -> None:
-    spec = parse_spec({**BASE, "policies": {}, "seats": {"listener": {"bot": "echo"}}})
+@pytest.mark.parametrize("data", [EVALUATION, {**BASE, "policies": {}}], ids=["evaluation", "one policy"])
+def test_a_job_with_one_policy_or_none_may_give_seats_to_bots(data: dict[str, Any]) -> None:
+    spec = parse_spec({**data, "seats": {"listener": {"bot": "echo"}}})
     assert bots_of(spec.seats) == {"listener": "echo"} and not spec.policies
+
+
+def test_an_evaluation_has_no_policies_that_could_play() -> None:
+    with pytest.raises(SpecError, match="has no"):
+        parse_spec({**EVALUATION, "seats": {"listener": "speaker"}})
 
 
 OLD = "j-0123456789~listener@5"
@@ -351,9 +354,7 @@ def test_a_checkpoint_may_play_seats() -> None:
     entries = {"a": {"frozen": OLD}, "b": {"frozen": OLD}, "c": {"frozen": "j-0123456789@7"}, "speaker": "speaker"}
     spec = parse_spec({**BASE, "policies": {"speaker": {}}, "seats": entries})
     assert frozen_in(spec.seats) == [OLD, "j-0123456789@7"]
-    data = {name: BASE[name] for name in ("name", "model", "environment", "rollout")}
-    spec = parse_spec({**data, "kind": "eval", "seats": {"listener": {"frozen": OLD}}})
-    assert frozen_in(spec.seats) == [OLD]
+    assert frozen_in(parse_spec({**EVALUATION, "seats": {"listener": {"frozen": OLD}}}).seats) == [OLD]
     with pytest.raises(SpecError, match="does not apply"):
         parse_spec({"name": "x", "kind": "inference", "model": {"base": "m"}, "seats": {"listener": {"frozen": OLD}}})
 
@@ -443,10 +444,9 @@ URL = {"url": "https://models.example/v1", "model": "big"}
 
 
 def test_a_model_behind_a_url_plays_a_seat_of_any_job_with_an_environment() -> None:
-    alone = {**BASE, "policies": {}, "seats": {"listener": URL}}
-    evaluation = {**{name: BASE[name] for name in ("name", "model", "environment", "rollout")}, "kind": "eval"}
-    for data in (alone, {**evaluation, "seats": {"listener": URL}}):
-        spec = parse_spec(data)
+    alone = {**BASE, "policies": {}}
+    for data in (alone, EVALUATION):
+        spec = parse_spec({**data, "seats": {"listener": URL}})
         seat = spec.seats["listener"]
         assert (seat.player, seat.timeout_s, seat.answer_tokens) == ("big@https://models.example/v1", 60.0, 1024)
         assert urls_in(spec.seats) == [seat] and bots_of(spec.seats) == {}

@@ -9,8 +9,7 @@ import pytest
 
 from opentinker.services.scheduler.http.openapi import job_schema
 from opentinker.shared.spec.sweeps.children import child_of, named, parse_sweep
-from opentinker.shared.types.errors import SpecError
-from tests.support.factories import SMALLEST
+from tests.support.factories import SMALLEST, refusals
 
 
 def sweep(parameters: Any, spec: dict[str, Any] | None = None, **table: Any) -> dict[str, Any]:
@@ -22,9 +21,7 @@ def settings(parameters: Any, **table: Any) -> list[dict[str, Any]]:
 
 
 def wrong(data: dict[str, Any]) -> dict[str, str]:
-    with pytest.raises(SpecError) as error:
-        parse_sweep(data)
-    return {one["field"]: one["problem"] for one in error.value.mistakes}
+    return refusals(parse_sweep, data)
 
 
 def test_a_grid_has_every_combination_the_last_parameter_first() -> None:
