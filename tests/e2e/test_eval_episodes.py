@@ -6,8 +6,6 @@ import asyncio
 import re
 import subprocess
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -58,14 +56,6 @@ class Exams(Bench):
         self.results.append(noun)
         return EvalAck(wanted=True)
 
-    @asynccontextmanager
-    async def played(self, engine: Mortal) -> AsyncIterator[None]:
-        """By a worker with this engine; the results are heard."""
-        serving = await self.bus.serve(EXAM_RESULT, self.hear, job=self.job)
-        async with running(self.live(engine)):
-            yield
-        await serving.unsubscribe()
-
     async def left(self) -> int:
         return await self.bus.count("EXAMS", EXAM.at(job=self.job))
 
@@ -80,7 +70,8 @@ async def test_exam_waits_for_its_version_and_is_dropped_when_it_is_past(exams: 
     await exams.ask(V(1, 0), V(1, 1))
     engine = Mortal()
     engine.version = None
-    async with exams.played(engine):
+    serving = await exams.bus.serve(EXAM_RESULT, exams.hear, job=exams.job)
+    async with running(_forever(exams, engine)):
         await asyncio.sleep(0)
         engine.version = V(1, 0)
         await until(lambda: len(exams.results) == 1)
@@ -89,6 +80,7 @@ async def test_exam_waits_for_its_version_and_is_dropped_when_it_is_past(exams: 
         past = EvalEpisode(job=exams.job, version=V(1, 0), index=9, seed=0)
         await exams.bus.publish(EXAM, past, f"{exams.job}/9", job=exams.job)
         await until(exams.left, lambda found: found == 0)
+    await serving.unsubscribe()
     assert [(r.index, r.sampled_by, r.ending) for r in exams.results] == [
         (0, [V(1, 0)], Ending.ENV_DONE),
         (1, [V(1, 1)], Ending.ENV_DONE),
@@ -119,7 +111,8 @@ async def test_exams_of_a_missing_version_go_to_others(exams: Exams, monkeypatch
             return None
         return None if info.num_waiting or info.delivered is None else info.delivered.consumer_seq
 
-    async with exams.played(engine):
+    serving = await exams.bus.serve(EXAM_RESULT, exams.hear, job=exams.job)
+    async with running(_forever(exams, engine)):
         await until(delivered, lambda found: found == 1)
         exam = EvalEpisode(job=exams.job, version=V(1, 0), index=1, seed=1)
         await exams.bus.publish(EXAM, exam, f"{exams.job}/1", job=exams.job)
@@ -127,23 +120,32 @@ async def test_exams_of_a_missing_version_go_to_others(exams: Exams, monkeypatch
         engine.version = V(1, 0)
         await until(lambda: len(exams.results) == 2)
         assert (await exams.bus.js.consumer_info("EXAMS", f"exam-{exams.job}")).delivered.consumer_seq == 3
+    await serving.unsubscribe()
+
+
+async def _forever(exams: Exams, engine: Mortal) -> None:
+    await exams.live(engine)
 
 
 async def test_exam_of_a_lost_engine_is_played_by_the_next(exams: Exams) -> None:
     await exams.ask(V(1, 0))
+    serving = await exams.bus.serve(EXAM_RESULT, exams.hear, job=exams.job)
     engine = Mortal()
     engine.poisoned = True
     with pytest.raises(EngineLost):
         await soon(exams.live(engine))
-    async with exams.played(Mortal()):
+    async with running(_forever(exams, Mortal())):
         await until(lambda: len(exams.results) == 1)
+    await serving.unsubscribe()
     assert not exams.results[0].ending.failed
 
 
 async def test_episode_that_always_fails_is_a_result_with_its_reason(exams: Exams) -> None:
     await exams.ask(V(1, 0))
-    async with exams.played(Failing()):
+    serving = await exams.bus.serve(EXAM_RESULT, exams.hear, job=exams.job)
+    async with running(_forever(exams, Failing())):
         await until(lambda: len(exams.results) == 1)
+    await serving.unsubscribe()
     assert (exams.results[0].ending, exams.results[0].error) == (Ending.ENGINE_ERROR, "out of luck")
 
 
