@@ -12,7 +12,7 @@ import orjson
 
 from opentinker.shared.spec.schedules import Gate
 from opentinker.shared.state.group_ledger import ENTRIES, Ledger
-from opentinker.shared.state.redis_script import Script
+from opentinker.shared.state.redis_script import Script, read_field, read_hashes
 from opentinker.shared.state.staleness import ISSUE, MAX_OPEN
 from opentinker.shared.types.core import Discard, Ending, JobRecord, WeightVersion, parts_of
 from opentinker.shared.types.errors import Fenced
@@ -143,10 +143,8 @@ class Admission:
 
     async def pools(self) -> PoolRecords:
         """Return the opponent pools of all policies."""
-        pipe = self._redis.pipeline(transaction=False)
-        for adm in self._keys[::2]:
-            pipe.hget(adm, "pools")
-        told = [msgspec.json.decode(text, type=PoolRecords) for text in await pipe.execute() if text]
+        texts = await read_field(self._redis, self._keys[::2], "pools")
+        told = [msgspec.json.decode(text, type=PoolRecords) for text in texts if text]
         return {name: pool for pools in told for name, pool in pools.items()}
 
     async def accept(self, seq: int) -> str:
@@ -184,17 +182,12 @@ class Admission:
 
     async def is_running(self, seq: int) -> bool:
         """False if the group was stored, failed or forgotten: its ticket came a second time."""
-        pipe = self._redis.pipeline(transaction=False)
-        for groups in self._keys[1::2]:
-            pipe.hget(groups, str(seq))
-        return "r" in await pipe.execute()
+        return "r" in await read_field(self._redis, self._keys[1::2], str(seq))
 
     async def running(self) -> list[int]:
         """Groups whose ticket is out."""
-        pipe = self._redis.pipeline(transaction=False)
-        for groups in self._keys[1::2]:
-            pipe.hgetall(groups)
-        return sorted({int(seq) for entries in await pipe.execute() for seq, state in entries.items() if state == "r"})
+        found = await read_hashes(self._redis, self._keys[1::2])
+        return sorted({int(seq) for entries in found for seq, state in entries.items() if state == "r"})
 
     async def ledger(self) -> Ledger:
         fields = await self._redis.hgetall(self._adm)

@@ -12,7 +12,7 @@ import hashlib
 import msgspec
 from redis.asyncio import Redis
 
-from opentinker.shared.state.redis_script import Script
+from opentinker.shared.state.redis_script import Script, read_field
 from opentinker.shared.types import codec
 
 MAX_REPORTS = 100
@@ -59,10 +59,7 @@ class CheckReports:
     async def of(self, tenant: str) -> list[CheckSummary]:
         """Newest first."""
         ids = await self._redis.zrange(f"checks:{tenant}", 0, -1, desc=True)
-        async with self._redis.pipeline(transaction=False) as pipe:
-            for id in map(str, ids):
-                pipe.hget(f"check:{tenant}:{id}", "summary")
-            found = await pipe.execute()
+        found = await read_field(self._redis, [f"check:{tenant}:{id}" for id in map(str, ids)], "summary")
         return [codec.from_json(CheckSummary, text) for text in found if text]
 
     async def find(self, tenant: str, id: str) -> tuple[CheckSummary, str] | None:

@@ -1,9 +1,8 @@
-"""Lua scripts that write the records and events of jobs (`store.py`)."""
+"""Lua scripts that write records and events of jobs. `store.py` puts LED before PLACE, UPDATE and CREATE."""
 
 from __future__ import annotations
 
 from opentinker.shared.state.lease_table import CHARGE
-from opentinker.shared.state.redis_script import LED
 
 # A client that lost the connection sends its command again: `op` keys remember for a while what was done, so that a
 # change is made, and an event logged, once.
@@ -46,9 +45,7 @@ PLACE = CHARGE + TRANSITION.replace("\nlocal version", _LEASES, 1)
 
 # KEYS job, events, op, failures (optional). ARGV: epoch, now, fields (JSON object), event ('' = none),
 # '1' = only if the job is not over, leader's epoch
-UPDATE = (
-    LED
-    + """
+UPDATE = """
 if led_by_another(ARGV[6]) then return {'led'} end
 if redis.call('EXISTS', KEYS[3]) == 1 then return {'ok'} end
 local epoch, state = unpack(redis.call('HMGET', KEYS[1], 'epoch', 'state'))
@@ -66,13 +63,10 @@ if ARGV[4] ~= '' then
 end
 return {'ok'}
 """
-)
 
 # KEYS job, events, jobs, active, idempotency, states. ARGV: id, now, fields, event, body hash, ttl seconds,
 # leader's epoch
-CREATE = (
-    LED
-    + """
+CREATE = """
 if led_by_another(ARGV[7]) then return {'led'} end
 if redis.call('EXISTS', KEYS[1]) == 1 then return {'ok', ARGV[1]} end
 if ARGV[5] ~= '' then
@@ -91,7 +85,6 @@ local entry = redis.call('XADD', KEYS[2], 'MAXLEN', '~', '5000', '*', 'event', A
 redis.call('XADD', KEYS[6], entry, 'event', ARGV[4], 'version', 0)
 return {'ok', ARGV[1]}
 """
-)
 
 # KEYS job. ARGV: now, fields to replace, tags to add, tags to remove, most tags. The last four are JSON.
 LABEL = """

@@ -19,7 +19,7 @@ import msgspec
 
 from opentinker.shared.security.authorization import SCOPES, Action, Principal, Role
 from opentinker.shared.security.key_text import digest_of, parse
-from opentinker.shared.state.redis_script import Script
+from opentinker.shared.state.redis_script import Script, read_hashes
 from opentinker.shared.types.errors import Conflict, NotFound
 
 ALL = "*"
@@ -173,10 +173,7 @@ class KeyStore:
     async def several(self, ids: Iterable[str]) -> dict[str, Key]:
         """Those of them that are known, by id."""
         asked = sorted(ids)
-        pipe = self._redis.pipeline(transaction=False)
-        for id in asked:
-            pipe.hgetall(_of(id))
-        found = zip(asked, await pipe.execute(), strict=True)
+        found = zip(asked, await read_hashes(self._redis, map(_of, asked)), strict=True)
         return {id: msgspec.convert({**fields, "id": id}, Key, strict=False) for id, fields in found if fields}
 
     async def of(self, tenant: str) -> list[Key]:

@@ -18,12 +18,11 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from opentinker.shared.state.redis_script import LED, UNFENCED, Script
+from opentinker.shared.state.redis_script import LED_BY_ANOTHER, UNFENCED, LeadersScript, Script
 from opentinker.shared.state.usage import DAY_S, DAYS
 from opentinker.shared.types import codec
 from opentinker.shared.types.core import Heartbeat, Lease, WorkerInfo
@@ -32,9 +31,7 @@ from opentinker.shared.types.errors import Conflict, Fenced
 CHARGED_AT_MOST_S = 10.0
 """Seconds charged per count: the leading scheduler counts every two seconds. A longer interval, because no scheduler
 led or the clock jumped, is free beyond this."""
-CHARGE = (
-    LED
-    + f"""
+CHARGE = f"""
 local clock = redis.call('TIME')
 local now = tonumber(clock[1]) + tonumber(clock[2]) / 1000000
 local function charge(slot)
@@ -63,45 +60,29 @@ local function taken(slot, job)
   return before and cjson.decode(before).job ~= job
 end
 """
-)
-"""Common beginning of scripts that write leases."""
+"""Common beginning of scripts that count what leases have held."""
 
-# KEYS leases, leases:held, leader:epoch. ARGV: leader's epoch, slot, job, lease, account
-_GRANT = (
-    CHARGE
-    + """
-if led_by_another(ARGV[1]) then return {'fenced'} end
-if taken(ARGV[2], ARGV[3]) then return {'taken'} end
+# KEYS leases, leases:held. ARGV: leader's epoch, slot, job, lease, account
+_GRANT = """
+if taken(ARGV[2], ARGV[3]) then return 'taken' end
 grant(ARGV[2], ARGV[4], ARGV[5])
-return {'ok'}
 """
-)
 
-# KEYS leases, leases:held, leader:epoch. ARGV: leader's epoch, slot
-_REVOKE = (
-    CHARGE
-    + """
-if led_by_another(ARGV[1]) then return {'fenced'} end
+# KEYS leases, leases:held. ARGV: leader's epoch, slot
+_REVOKE = """
 charge(ARGV[2])
 redis.call('HDEL', 'leases:held', ARGV[2])
 redis.call('HDEL', 'leases', ARGV[2])
-return {'ok'}
 """
-)
 
-# KEYS leases, leader:epoch. ARGV: leader's epoch, slot, job, incarnation, lease
-_LEAVE_LEASE = (
-    CHARGE
-    + """
-if led_by_another(ARGV[1]) then return {'fenced'} end
+# KEYS leases. ARGV: leader's epoch, slot, job, incarnation, lease
+_LEAVE_LEASE = """
 local before = redis.call('HGET', 'leases', ARGV[2])
-if not before then return {'gone'} end
+if not before then return 'gone' end
 local lease = cjson.decode(before)
-if lease.job ~= ARGV[3] or lease.incarnation ~= ARGV[4] then return {'gone'} end
+if lease.job ~= ARGV[3] or lease.incarnation ~= ARGV[4] then return 'gone' end
 redis.call('HSET', 'leases', ARGV[2], ARGV[5])
-return {'ok'}
 """
-)
 
 # KEYS leases, leases:held
 _CHARGE_ALL = CHARGE + "for _, slot in ipairs(redis.call('HKEYS', 'leases:held')) do charge(slot) end"
@@ -137,11 +118,8 @@ redis.call('SET', KEYS[1], ARGV[2])
 redis.call('SADD', KEYS[2], ARGV[1])
 """
 
-# KEYS worker, workers, leader:epoch. ARGV: leader's epoch, id, incarnation, number of its last beat
-_LOSE = (
-    LED
-    + """
-if led_by_another(ARGV[1]) then return 'fenced' end
+# KEYS worker, workers. ARGV: leader's epoch, id, incarnation, number of its last beat
+_LOSE = """
 local text = redis.call('GET', KEYS[1])
 if text then
   local beat = cjson.decode(text)
@@ -151,7 +129,6 @@ end
 redis.call('SREM', KEYS[2], ARGV[2])
 return 'ok'
 """
-)
 
 # KEYS worker. ARGV: incarnation
 _LEAVE = """
@@ -187,12 +164,12 @@ class LeaseTable:
         self._looked_at = float("-inf")
         """At who leads."""
         self._beat = Script(redis, _BEAT)
-        self._lose = Script(redis, _LOSE)
+        self._lose = LeadersScript(redis, _LOSE)
         self._leave = Script(redis, _LEAVE)
         self._workers = Script(redis, _WORKERS)
-        self._grant = Script(redis, _GRANT)
-        self._revoke = Script(redis, _REVOKE)
-        self._leave_lease = Script(redis, _LEAVE_LEASE)
+        self._grant = LeadersScript(redis, CHARGE + _GRANT)
+        self._revoke = LeadersScript(redis, CHARGE + _REVOKE)
+        self._leave_lease = LeadersScript(redis, _LEAVE_LEASE)
         self._charge_all = Script(redis, _CHARGE_ALL)
         self._lead = Script(redis, _LEAD)
         self._resign = Script(redis, _RESIGN)
@@ -208,12 +185,8 @@ class LeaseTable:
 
     async def remove_dead(self, silent: Heartbeat, *, leader: int = UNFENCED) -> bool:
         """The worker is gone for everybody, unless it has beaten since: then False. Raises Fenced."""
-        answer = await self._lose(
-            keys=[f"worker:{silent.id}", "workers", "leader:epoch"],
-            args=[leader, silent.id, silent.incarnation, silent.number],
-        )
-        raise_unless_granted(answer, [silent.id])
-        return bool(answer == "ok")
+        keys, args = [f"worker:{silent.id}", "workers"], [silent.id, silent.incarnation, silent.number]
+        return bool(await self._lose(leader=leader, keys=keys, args=args) == "ok")
 
     async def workers(self) -> list[WorkerInfo]:
         """Those that beat, by id."""
@@ -243,25 +216,18 @@ class LeaseTable:
         """Also to change a lease that its job holds. Raises Fenced if another scheduler leads now, Conflict if another
         job holds the worker."""
         slot, text, account = granted(lease, tenant, gpus)
-        answer = await self._grant(
-            keys=["leases", "leases:held", "leader:epoch"], args=[leader, slot, lease.job, text, account]
-        )
-        raise_unless_granted(answer[0], [slot])
+        if await self._grant(leader=leader, keys=["leases", "leases:held"], args=[slot, lease.job, text, account]):
+            raise held_by_another(slot)
 
     async def start_drain(self, leaving: Lease, *, leader: int = UNFENCED) -> None:
         """The same lease, with a time at which it ends. Raises Fenced, and Conflict if it is gone."""
-        answer = await self._leave_lease(
-            keys=["leases", "leader:epoch"],
-            args=[leader, leaving.worker, leaving.job, leaving.incarnation, codec.to_json(leaving)],
-        )
-        if answer[0] == "gone":
+        args = [leaving.worker, leaving.job, leaving.incarnation, codec.to_json(leaving)]
+        if await self._leave_lease(leader=leader, keys=["leases"], args=args):
             raise Conflict(f"{leaving.worker} does not work for job {leaving.job} any more")
-        raise_unless_granted(answer[0], [leaving.worker])
 
     async def revoke(self, worker: str, *, leader: int = UNFENCED) -> None:
         """Raises Fenced."""
-        answer = await self._revoke(keys=["leases", "leases:held", "leader:epoch"], args=[leader, worker])
-        raise_unless_granted(answer[0], [worker])
+        await self._revoke(leader=leader, keys=["leases", "leases:held"], args=[worker])
 
     # --- what is held is counted ---------------------------------------------------------------------------------
 
@@ -272,12 +238,9 @@ class LeaseTable:
     # --- who leads -----------------------------------------------------------------------------------------------
 
     async def lead(self, slot: str, incarnation: str, ttl_s: float) -> int | None:
-        """Become the scheduler that leads, or stay it: its epoch. None while another one does.
-
-        Acquire or keep leadership; return its epoch, or None if another scheduler leads. A leader without a new
+        """Acquire or keep leadership; return its epoch, or None if another scheduler leads. A leader without a new
         announcement for `ttl_s` loses leadership, by our clock and not that of Redis: call this at least twice as
-        often.
-        """
+        often."""
         now = time.monotonic()
         said, since = self._rival
         if now - self._looked_at > ttl_s / 2:
@@ -292,7 +255,7 @@ class LeaseTable:
     async def require_leadership(self, leader: int) -> None:
         """Raises Fenced if another scheduler leads. Before what no script writes."""
         if leader not in (UNFENCED, int(await self.redis.get("leader:epoch") or 0)):
-            raise Fenced("another scheduler leads now")
+            raise Fenced(LED_BY_ANOTHER)
 
     async def resign(self, incarnation: str) -> None:
         """Release leadership, so that the next scheduler can lead immediately."""
@@ -305,9 +268,5 @@ def granted(lease: Lease, tenant: str, gpus: int) -> tuple[str, bytes, bytes]:
     return lease.worker, codec.to_json(lease), codec.to_json(account)
 
 
-def raise_unless_granted(answer: str, slots: Sequence[str]) -> None:
-    match answer:
-        case "fenced":
-            raise Fenced("another scheduler leads now")
-        case "taken":
-            raise Conflict(f"another job holds one of {', '.join(slots)}")
+def held_by_another(slot: str) -> Conflict:
+    return Conflict(f"another job holds one of {slot}")

@@ -20,6 +20,7 @@ from typing import Any, cast
 import msgspec
 from redis.asyncio import Redis
 
+from opentinker.shared.state.redis_script import read_hashes
 from opentinker.shared.types import codec
 
 PREFIX = "whsec_"
@@ -60,10 +61,7 @@ class Notifications:
 
     async def seen(self, jobs: Sequence[str]) -> list[dict[str, str]]:
         """Return what of each job was looked at."""
-        pipe = self._redis.pipeline(transaction=False)
-        for job in jobs:
-            pipe.hgetall(f"notify:seen:{job}")
-        return cast(list[dict[str, str]], await pipe.execute())
+        return await read_hashes(self._redis, [f"notify:seen:{job}" for job in jobs])
 
     async def add(self, job: str, messages: Sequence[Message], seen: Mapping[str, str], now: float) -> None:
         """Keep messages, and what of the job was looked at for them, at once. One that is kept already stays."""

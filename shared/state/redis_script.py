@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from redis.client import NEVER_DECODE
@@ -19,6 +19,7 @@ local function led_by_another(epoch)
 end
 """
 """Common beginning of the leading scheduler's scripts (see lease_table.py)."""
+LED_BY_ANOTHER = "another scheduler leads now"
 
 
 class Script:
@@ -37,6 +38,22 @@ class Script:
             return await self._redis.execute_command("EVAL", self._text, len(keys), *keys, *args, **self._options)
 
 
+async def read_hashes(redis: Any, keys: Iterable[str]) -> list[dict[str, str]]:
+    """Return the hashes under these keys, in their order; an absent one is empty."""
+    pipe = redis.pipeline(transaction=False)
+    for key in keys:
+        pipe.hgetall(key)
+    return list(await pipe.execute())
+
+
+async def read_field(redis: Any, keys: Iterable[str], field: str) -> list[str | None]:
+    """Return one field of the hashes under these keys, in their order."""
+    pipe = redis.pipeline(transaction=False)
+    for key in keys:
+        pipe.hget(key, field)
+    return list(await pipe.execute())
+
+
 class LeadersScript:
     """A script of the leading scheduler, executed atomically. ARGV[1] in its text is the number of its leadership."""
 
@@ -47,7 +64,7 @@ class LeadersScript:
         """Raises Fenced: another scheduler leads by now, and nothing was changed."""
         answer = await self._script(keys=keys, args=[leader, *args])
         if answer == _LED:
-            raise Fenced("another scheduler leads now")
+            raise Fenced(LED_BY_ANOTHER)
         return answer
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from opentinker.shared.security.key_text import digest_of
-from opentinker.shared.state.redis_script import Script
+from opentinker.shared.state.redis_script import Script, read_hashes
 from opentinker.shared.types.errors import NotFound
 
 MAX_SESSIONS = 50
@@ -149,10 +149,7 @@ class SessionStore:
     async def several(self, ids: Iterable[str]) -> dict[str, Session]:
         """Those of them that are known, by id."""
         asked = sorted(ids)
-        pipe = self._redis.pipeline(transaction=False)
-        for id in asked:
-            pipe.hgetall(_of(id))
-        found = zip(asked, await pipe.execute() if asked else (), strict=True)
+        found = zip(asked, await read_hashes(self._redis, map(_of, asked)), strict=True)
         return {id: _read(id, fields) for id, fields in found if "digest" in fields}
 
     async def of(self, tenant: str) -> list[Session]:

@@ -41,8 +41,16 @@ from redis.maint_notifications import MaintNotificationsConfig
 from opentinker.shared.asyncio_tools import await_cancellable
 from opentinker.shared.state.job_rows import jobs_key, label_fields
 from opentinker.shared.state.job_scripts import CREATE, PLACE, TRANSITION, UPDATE
-from opentinker.shared.state.lease_table import LeaseTable, granted, raise_unless_granted
-from opentinker.shared.state.redis_script import UNFENCED, LeadersScript, Script
+from opentinker.shared.state.lease_table import LeaseTable, granted, held_by_another
+from opentinker.shared.state.redis_script import (
+    LED,
+    LED_BY_ANOTHER,
+    UNFENCED,
+    LeadersScript,
+    Script,
+    read_field,
+    read_hashes,
+)
 from opentinker.shared.types.core import LABELS, JobRecord, JobState, Lease, split_part
 from opentinker.shared.types.errors import Conflict, Fenced, NotFound
 
@@ -69,19 +77,17 @@ class Store(LeaseTable):
         # redis-py types every reply as bytes or str; ours are str (decode_responses).
         super().__init__(redis)
         self._transition = Script(redis, TRANSITION)
-        self._place = Script(redis, PLACE)
-        self._update = Script(redis, UPDATE)
-        self._create = Script(redis, CREATE)
+        self._place = Script(redis, LED + PLACE)
+        self._update = Script(redis, LED + UPDATE)
+        self._create = Script(redis, LED + CREATE)
         self._ended = LeadersScript(redis, "redis.call('SREM', KEYS[1], ARGV[2])")
         self._forget = LeadersScript(redis, "redis.call('DEL', unpack(KEYS))")
 
     @classmethod
     @asynccontextmanager
     async def connect(cls, url: str, name: str, user: str = "", password: str = "") -> AsyncIterator[Store]:
-        """Waits for the server as long as it takes; later, commands retry for half a minute before they raise.
-
-        Connect to Redis. User and password of the URL take precedence over the arguments.
-        """
+        """Wait for the server as long as it takes; later, commands retry for half a minute before they raise. User and
+        password of the URL take precedence over the arguments."""
         login = {"username": user or None, "password": password} if password else {}
         client = aioredis.from_url(
             url,
@@ -187,23 +193,15 @@ class Store(LeaseTable):
         """Those of the given ones that exist. JOB~POLICY is the record of a policy (`JobRecord.part`). A text with a
         colon would name another of a job's keys, and is no job."""
         named = [split_part(id) for id in ids if ":" not in id]
-        pipe = self.redis.pipeline(transaction=False)
-        for job, _ in named:
-            pipe.hgetall(f"job:{job}")
-        found = [
-            (_record(job, fields), policy)
-            for (job, policy), fields in zip(named, await pipe.execute(), strict=True)
-            if fields
-        ]
+        hashes = await read_hashes(self.redis, [f"job:{job}" for job, _ in named])
+        found = [(_record(job, fields), policy) for (job, policy), fields in zip(named, hashes, strict=True) if fields]
         return [job.part(policy) for job, policy in found if policy in ("", *job.policies)]
 
     async def tenants_of(self, ids: Iterable[str]) -> dict[str, str]:
         """By id, of those jobs that exist."""
         asked = sorted(ids)
-        pipe = self.redis.pipeline(transaction=False)
-        for id in asked:
-            pipe.hget(f"job:{id}", "tenant")
-        return {id: tenant for id, tenant in zip(asked, await pipe.execute(), strict=True) if tenant}
+        tenants = await read_field(self.redis, [f"job:{id}" for id in asked], "tenant")
+        return {id: tenant for id, tenant in zip(asked, tenants, strict=True) if tenant}
 
     async def jobs_of(self, tenant: str, limit: int, before: str = "") -> list[JobRecord]:
         """The tenant's newest jobs, newest first; of those made before job `before` if it is given.
@@ -314,10 +312,8 @@ class Store(LeaseTable):
             raise Fenced(f"job {id} belongs to epoch {newest} now")
 
     async def events(self, id: str, after: str = "0", block_ms: int | None = None) -> list[dict[str, Any]]:
-        """Events after the given id, oldest first; waits up to `block_ms` (at most 5 s) for one.
-
-        Return the events of a job. A trimmed log still contains every state change.
-        """
+        """Return the events after the given id, oldest first; wait up to `block_ms` (at most 5 s) for one. A trimmed
+        log still contains every state change."""
         if block_ms is not None:
             block_ms = min(block_ms, 5000)
         reply = await self.redis.xread({f"job:{id}:events": after}, count=500, block=block_ms)
@@ -384,7 +380,9 @@ def _raise(id: str, answer: list[str], wanted: str) -> None:
             raise NotFound(f"no job {id!r}")
         case "fenced":
             raise Fenced(f"job {id} belongs to epoch {answer[1]} now")
-        case "led" | "taken":
-            raise_unless_granted({"led": "fenced"}.get(answer[0], answer[0]), answer[1:])
+        case "led":
+            raise Fenced(LED_BY_ANOTHER)
+        case "taken":
+            raise held_by_another(answer[1])
         case "conflict":
             raise Conflict(f"job {id} is {answer[1]}: it cannot become {wanted}")

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import msgspec
 import orjson
 
-from opentinker.shared.state.redis_script import UNFENCED, LeadersScript, Script
+from opentinker.shared.state.redis_script import UNFENCED, LeadersScript, Script, read_field, read_hashes
 from opentinker.shared.types.errors import Conflict, NotFound
 from opentinker.shared.types.sweeps import SweepProgress, SweepRecord, SweepState, SweepSummary, Trial
 
@@ -111,12 +111,8 @@ class SweepStore:
 
     async def sweeps(self, ids: Sequence[str]) -> list[SweepRecord]:
         """Return those of the given ones that exist."""
-        pipe = self._redis.pipeline(transaction=False)
-        for id in ids:
-            pipe.hgetall(f"sweep:{id}")
-        return [
-            _record(id, fields, SweepRecord) for id, fields in zip(ids, await pipe.execute(), strict=True) if fields
-        ]
+        found = await read_hashes(self._redis, [f"sweep:{id}" for id in ids])
+        return [_record(id, fields, SweepRecord) for id, fields in zip(ids, found, strict=True) if fields]
 
     async def sweep(self, id: str) -> SweepRecord:
         """Raises NotFound."""
@@ -156,10 +152,7 @@ class SweepStore:
 
     async def count_active(self, tenant: str) -> int:
         """Return how many of these are the tenant's."""
-        pipe = self._redis.pipeline(transaction=False)
-        for id in await self.active():
-            pipe.hget(f"sweep:{id}", "tenant")
-        return list(await pipe.execute()).count(tenant)
+        return (await read_field(self._redis, [f"sweep:{id}" for id in await self.active()], "tenant")).count(tenant)
 
     async def trials(self, id: str) -> list[Trial]:
         """Return its trials, by number."""

@@ -27,7 +27,7 @@ import structlog
 from redis.exceptions import RedisError
 
 from opentinker.shared.asyncio_tools import cancel_and_wait, sleep
-from opentinker.shared.state.redis_script import UNFENCED, LeadersScript, Script
+from opentinker.shared.state.redis_script import UNFENCED, LeadersScript, Script, read_hashes
 from opentinker.shared.types.core import part_id
 
 log = structlog.get_logger()
@@ -54,9 +54,7 @@ end
 """
 
 # KEYS job, usage of the job, seen. ARGV: now, kind, total, kind, total ...
-_COUNT = (
-    _ADD
-    + f"""
+_COUNT = f"""
 for i = 2, #ARGV, 2 do
   local before = tonumber(redis.call('HGET', KEYS[3], ARGV[i]) or '0')
   local total = tonumber(ARGV[i + 1])
@@ -67,18 +65,14 @@ for i = 2, #ARGV, 2 do
 end
 redis.call('EXPIRE', KEYS[3], {SEEN_S})
 """
-)
 
 # KEYS job, usage of the job, step. ARGV: now, step, tokens
-_TRAINED = (
-    _ADD
-    + """
+_TRAINED = """
 if tonumber(ARGV[2]) > tonumber(redis.call('GET', KEYS[3]) or '0') then
   redis.call('SET', KEYS[3], ARGV[2])
   add('tokens_trained', tonumber(ARGV[3]))
 end
 """
-)
 
 # KEYS day. ARGV: leader, field, bytes, seconds
 _STORE = """
@@ -92,7 +86,7 @@ end
 class UsageStore:
     def __init__(self, redis: Any) -> None:
         self._redis = redis
-        self._count, self._trained = Script(redis, _COUNT), Script(redis, _TRAINED)
+        self._count, self._trained = Script(redis, _ADD + _COUNT), Script(redis, _ADD + _TRAINED)
         self._store = LeadersScript(redis, _STORE)
 
     async def count(self, job: str, source: str, totals: Mapping[str, float]) -> None:
@@ -127,10 +121,8 @@ class UsageStore:
         await self._store(leader=leader, keys=[day], args=[STORED, size, DAYS * DAY_S])
 
     async def _read(self, keys: Sequence[str], kinds: Sequence[str] = KINDS) -> list[dict[str, float]]:
-        pipe = self._redis.pipeline(transaction=False)
-        for key in keys:
-            pipe.hgetall(key)
-        return [{kind: float(hash.get(kind, 0)) for kind in kinds} for hash in await pipe.execute()]
+        found = await read_hashes(self._redis, keys)
+        return [{kind: float(hash.get(kind, 0)) for kind in kinds} for hash in found]
 
 
 @asynccontextmanager
