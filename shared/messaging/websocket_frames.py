@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import re
+import socket
+import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, TypeVar
 
@@ -59,6 +61,12 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
     environment: str
     """For people: what is played."""
     host: str = ""
+
+
+def hello_of(title: str, capacity: int) -> Hello:
+    """Return what a player in this process says first. `title`: of its environment."""
+    host = socket.gethostname()[:TITLE_CHARACTERS]
+    return Hello(process=uuid.uuid4().hex, capacity=capacity, environment=title[:TITLE_CHARACTERS], host=host)
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True):

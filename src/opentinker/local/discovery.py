@@ -50,15 +50,12 @@ def usual_data_dir() -> Path:
 
 def key_for(url: str) -> str:
     """The key of the server with this URL, if it runs in one of our directories; else empty."""
-    return next((key_in(state) for state in _running() if _same_place(str(state.get("url", "")), url)), "")
+    return next((key_in(state) for state in _running(url)), "")
 
 
 def key_file_for(url: str) -> Path | None:
     """Where that key is, if it is one."""
-    for state in _running():
-        if _same_place(str(state.get("url", "")), url) and key_in(state):
-            return Path(state[KEY_FILE])
-    return None
+    return next((Path(state[KEY_FILE]) for state in _running(url) if key_in(state)), None)
 
 
 def finds(data_dir: Path) -> bool:
@@ -70,13 +67,14 @@ def _places() -> list[Path]:
     return [usual_data_dir(), *sorted(RUNS.glob("*"))]
 
 
-def _running() -> Iterator[dict[str, Any]]:
+def _running(url: str) -> Iterator[dict[str, Any]]:
     for place in _places():
         try:
-            if _is_ours(place / "run" / "state.json") and is_running(place):
-                yield read_state(place)
+            state = read_state(place) if _is_ours(place / "run" / "state.json") and is_running(place) else {}
         except OSError:  # none, or none that we may read
             continue
+        if state and _same_place(str(state.get("url", "")), url):
+            yield state
 
 
 def _is_ours(file: Path) -> bool:

@@ -21,10 +21,8 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from contextlib import aclosing
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 from urllib.parse import quote
-
-import orjson
 
 from opentinker.sdk.artifacts import ArtifactCalls, path_of, query_of
 from opentinker.sdk.environments import EnvironmentCalls
@@ -42,7 +40,6 @@ from opentinker.shared.api_types import (
     Job,
     JobGroup,
     JobGroups,
-    Jobs,
     JobSummary,
     MetricPoint,
     Queue,
@@ -59,7 +56,6 @@ SUBMIT_S = 720.0
 """Least time limit of a submission for which the server may copy checkpoints."""
 POLL_S = 0.5
 PAGE = 5000
-JOBS_PAGE = 500
 
 
 OnChange = Callable[[Job], object]
@@ -140,15 +136,7 @@ class AsyncClient(EnvironmentCalls, ArtifactCalls, KeyCalls, InferenceCalls, Obs
         texts = {"name": name, "project": project, "environment": environment, "model": model, "owner": owner}
         query = {key: ",".join(values) for key, values in lists.items() if values}
         query |= {key: text for key, text in {**texts, "search": search, "sort": sort}.items() if text}
-        found: list[JobSummary] = []
-        while len(found) < limit:
-            query["limit"] = str(min(JOBS_PAGE, limit - len(found)))
-            page = cast(Jobs, await self._http.json("GET", "/v1/jobs", query))
-            found += page["jobs"]
-            if not page["more"]:
-                break
-            query["before"] = page["cursor"]
-        return found
+        return await self._http.newest("/v1/jobs", "jobs", limit, query)
 
     async def job_groups(self, by: str = "project", filters: Mapping[str, str] | None = None) -> list[JobGroup]:
         """How many jobs there are of each project, tag, state, kind, environment, model or owner, by state. `filters`:
@@ -171,10 +159,9 @@ class AsyncClient(EnvironmentCalls, ArtifactCalls, KeyCalls, InferenceCalls, Obs
         all tags, `add_tags` and `remove_tags` change some. Raises ApiConflict for more than 20 tags."""
         lists = {"tags": tags, "add_tags": add_tags, "remove_tags": remove_tags}
         texts = {"name": name, "project": project, "notes": notes}
-        changes = {key: list(values) for key, values in lists.items() if values is not None}
-        body = orjson.dumps(changes | {key: text for key, text in texts.items() if text is not None})
-        headers = {"Content-Type": "application/json"}
-        return cast(JobSummary, await self._http.json("PATCH", _of(id), body=body, headers=headers))
+        changes: dict[str, Any] = {key: list(values) for key, values in lists.items() if values is not None}
+        changes |= {key: text for key, text in texts.items() if text is not None}
+        return cast(JobSummary, await self._http.json("PATCH", _of(id), noun=changes))
 
     async def job(self, id: str) -> Job:
         """Everything the server knows of a job: state, progress, spec, workers, last metrics. Raises ApiNotFound."""

@@ -36,6 +36,8 @@ READ_S = 30.0
 """A stream that sends nothing for this time, not even a keep-alive, is broken."""
 AGAIN_S = 0.2
 """Mean delay before a stream is reopened."""
+PAGE = 500
+"""Jobs or sweeps in an answer."""
 AWAY = (502, 503, 504)
 WHAT_TO_DO = {
     401: "; set OPENTINKER_API_KEY, or OPENTINKER_API_KEY_FILE to a file, or be in the directory of `opentinker up`",
@@ -309,6 +311,19 @@ class Http:
             after, once = page["cursor"], {}
             if not page["more"]:
                 return found
+
+    async def newest(self, path: str, items: str, limit: int, query: dict[str, str] | None = None) -> list[Any]:
+        """Return the first `limit` of a list that comes in pages, newest first, PAGE at a time."""
+        found: list[Any] = []
+        asked = dict(query or {})
+        while len(found) < limit:
+            asked["limit"] = str(min(PAGE, limit - len(found)))
+            page = await self.json("GET", path, asked)
+            found += page[items]
+            if not page["more"]:
+                break
+            asked["before"] = page["cursor"]
+        return found
 
     async def websocket(
         self, path: str, waiting: Waiting, *, heartbeat: float, max_msg_size: int

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import quote
 
 from opentinker.sdk.inputs import Spec, prepared
-from opentinker.shared.api_types import DeletedSweep, Sweep, Sweeps, SweepSummary
+from opentinker.shared.api_types import DeletedSweep, Sweep, SweepSummary
 
 if TYPE_CHECKING:
     from opentinker.sdk.http import Http
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 SUBMIT_S = 720.0
 """Least time limit of a submission: the server checks every value that refers to something."""
 POLL_S = 1.0
-PAGE = 500
 
 
 class SweepCalls:
@@ -50,16 +49,7 @@ class SweepCalls:
 
     async def sweeps(self, limit: int = 100) -> list[SweepSummary]:
         """The newest sweeps, newest first."""
-        found: list[SweepSummary] = []
-        query: dict[str, str] = {}
-        while len(found) < limit:
-            query["limit"] = str(min(PAGE, limit - len(found)))
-            page = cast(Sweeps, await self._http.json("GET", "/v1/sweeps", query))
-            found += page["sweeps"]
-            if not page["more"]:
-                break
-            query["before"] = page["cursor"]
-        return found
+        return await self._http.newest("/v1/sweeps", "sweeps", limit)
 
     async def sweep_state(self, id: str) -> Sweep:
         """A sweep with its trials, the best so far, and the importance of its settings. Raises ApiNotFound."""

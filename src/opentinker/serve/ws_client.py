@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import socket
-import uuid
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 from urllib.parse import quote
@@ -37,8 +35,8 @@ from opentinker.shared.messaging.websocket_frames import (
     HEARTBEAT_S,
     BadFrame,
     ConnectionLost,
-    Hello,
     answer_calls,
+    hello_of,
     introduce,
 )
 from opentinker.shared.types.env_protocol import SERVED
@@ -88,12 +86,7 @@ class AsyncServing:
         self._http = Http(url, 0.0, 0.0, on_wait)
         self.url = self._http.url
         self._drain_s = drain_s
-        self._hello = Hello(
-            process=uuid.uuid4().hex,
-            capacity=concurrency,
-            environment=self._stage.title[:200],
-            host=socket.gethostname()[:200],
-        )
+        self._hello = hello_of(self._stage.title, concurrency)
         self._socket: aiohttp.ClientWebSocketResponse | None = None
         self._stopping = False
         self._running: asyncio.Task[None] | None = None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -17,8 +15,8 @@ from opentinker.shared.messaging.websocket_frames import (
     HEARTBEAT_S,
     BadFrame,
     ConnectionLost,
-    Hello,
     answer_calls,
+    hello_of,
     introduce,
 )
 from opentinker.shared.types.errors import OpenTinkerError
@@ -32,12 +30,7 @@ async def listening(environment: type[Environment] | str, host: str, port: int, 
     """Serve while the block runs; gives the URL. Port 0 takes a free one. Whoever reaches the address may play."""
     stage = InProcessServer(environment, concurrency)
     sockets: set[web.WebSocketResponse] = set()
-    hello = Hello(
-        process=uuid.uuid4().hex,
-        capacity=concurrency,
-        environment=stage.title[:200],
-        host=socket.gethostname()[:200],
-    )
+    hello = hello_of(stage.title, concurrency)
 
     async def connect(request: web.Request) -> web.StreamResponse:
         if "Origin" in request.headers:

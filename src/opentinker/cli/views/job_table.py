@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import count, islice
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
-import orjson
-
 from opentinker.cli.common import ago, table_lines
-from opentinker.cli.views.watch import PLAIN_LINES
+from opentinker.cli.views.watch import PLAIN_LINES, LineView
 from opentinker.sdk.job_text import reason_of
 from opentinker.shared.types.errors import plural
 
@@ -128,38 +126,29 @@ def _shown(job: JobSummary) -> tuple[object, ...]:
     return job["name"], job["state"], reason_of(job), part
 
 
-class ChangeLines:
+class ChangeLines(LineView):
     """`14:03:22  j-1  my job  running  12/400`, a line per change."""
 
     def __init__(self, out: TextIO) -> None:
-        self._out, self._changes = out, Changes()
+        super().__init__(out)
+        self._changes = Changes()
 
     def show(self, jobs: Sequence[JobSummary]) -> None:
         changed, gone = self._changes.of(jobs)
         stamp = time.strftime("%H:%M:%S")
         for job in changed:
             parts = (stamp, job["id"], job["name"], job["state"], step_of(job), reason_of(job))
-            self._out.write("  ".join(map(str, parts)).rstrip() + "\n")
+            self.write("  ".join(map(str, parts)).rstrip())
         for id in gone:
-            self._out.write(f"{stamp}  {id}  no longer listed\n")
-        self._out.flush()
-
-    def close(self) -> None:
-        self._out.flush()
+            self.write(f"{stamp}  {id}  no longer listed")
 
 
-class JsonLines:
+class JsonLines(ChangeLines):
     """A line of JSON per change: the job, or {id, listed: false} for one that is no longer listed."""
-
-    def __init__(self, out: TextIO) -> None:
-        self._out, self._changes = out, Changes()
 
     def show(self, jobs: Sequence[JobSummary]) -> None:
         changed, gone = self._changes.of(jobs)
-        lines: list[Mapping[str, Any]] = [*changed, *({"id": id, "listed": False} for id in gone)]
-        for line in lines:
-            self._out.write(orjson.dumps(line, default=str).decode() + "\n")
-        self._out.flush()
-
-    def close(self) -> None:
-        self._out.flush()
+        for job in changed:
+            self.write_json(job)
+        for id in gone:
+            self.write_json({"id": id, "listed": False})

@@ -124,17 +124,34 @@ def _view_of(as_json: bool) -> WatchView:
     return LiveView(console) if console.is_terminal and not console.is_dumb_terminal else PlainView(sys.stdout)
 
 
-class PlainView:
-    """`step 40/400 reward 0.31 exact 0.12 staleness 1.0 tok/s 1530 wait 12%`, and a line per event."""
+class LineView:
+    """Writes lines, each of them at once."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
+
+    def close(self) -> None:
+        self._out.flush()
+
+    def write(self, line: str) -> None:
+        self._out.write(line + "\n")
+        self._out.flush()
+
+    def write_json(self, value: Mapping[str, Any]) -> None:
+        self.write(orjson.dumps(value, default=str).decode())
+
+
+class PlainView(LineView):
+    """`step 40/400 reward 0.31 exact 0.12 staleness 1.0 tok/s 1530 wait 12%`, and a line per event."""
+
+    def __init__(self, out: TextIO) -> None:
+        super().__init__(out)
         self._since = 0
         """Steps up to this one have been written."""
 
     def show(self, update: Update) -> None:
         for event in update.events:
-            self._write(event_line(event))
+            self.write(event_line(event))
         steps = int(update.job["steps"])
         every = max(1, steps // PLAIN_LINES)
         last = update.curves.last_step
@@ -142,36 +159,20 @@ class PlainView:
         if update.final and last > self._since:
             due = sorted({*due, last})
         for step in due:
-            self._write(step_line(update, range(self._since + 1, step + 1), step))
+            self.write(step_line(update, range(self._since + 1, step + 1), step))
             self._since = step
 
-    def close(self) -> None:
-        self._out.flush()
 
-    def _write(self, line: str) -> None:
-        self._out.write(line + "\n")
-        self._out.flush()
-
-
-class JsonView:
+class JsonView(LineView):
     """A line of JSON for each event, each step with its metrics, and at last for the job."""
 
-    def __init__(self, out: TextIO) -> None:
-        self._out = out
-
     def show(self, update: Update) -> None:
-        lines: list[Mapping[str, Any]] = list(update.events)
-        lines += [
-            {"step": step, "values": update.curves.steps[step]}
-            for step in sorted(set(update.changed) & update.curves.steps.keys())
-        ]
-        lines += [{"job": update.job}] if update.final else []
-        for line in lines:
-            self._out.write(orjson.dumps(line).decode() + "\n")
-        self._out.flush()
-
-    def close(self) -> None:
-        self._out.flush()
+        for event in update.events:
+            self.write_json(event)
+        for step in sorted(set(update.changed) & update.curves.steps.keys()):
+            self.write_json({"step": step, "values": update.curves.steps[step]})
+        if update.final:
+            self.write_json({"job": update.job})
 
 
 class LiveView:

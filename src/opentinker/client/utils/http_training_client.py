@@ -152,9 +152,9 @@ class ServiceClient:
         game_stats_client: Any = None,
         game_stats_log_freq: int = 1,
     ) -> dict[str, float]:
-        """Trains, and returns the last metrics. `num_steps` wins over `num_epochs` (default: one pass over the data).
+        """Train and return the last metrics. `num_steps` wins over `num_epochs` (default: one pass over the data).
 
-        Train and return the last metrics. Raises RuntimeError when the job fails or is cancelled, ApiError when the
+        Raises RuntimeError when the job fails or is cancelled, ApiError when the
         service refuses it, with every mistake. Ctrl-C leaves the job running; it waits while its environment is not
         served.
         """
