@@ -12,7 +12,6 @@ import typer
 
 from opentinker.cli import (
     artifacts,
-    audit,
     chat,
     environments,
     help_format,
@@ -58,7 +57,6 @@ PARTS = (
     script,
     environments,
     keys,
-    audit,
     chat,
 )
 for part in PARTS:

@@ -1,4 +1,4 @@
-"""Commands about this machine: up, down, doctor, access."""
+"""Commands about this machine: up, down, doctor, access, audit."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ from typing import Annotated, Any, TextIO
 import typer
 
 from opentinker.cli.common import DATA_DIR, AsJson, DataDir, as_typed, print_json, print_table, quiet, say
+from opentinker.shared.security import audit_log
 from opentinker.shared.types.errors import OpenTinkerError
 
 DOWN_S = 90.0
+audit = typer.Typer(help="The audit log: who did what.", no_args_is_help=True, rich_markup_mode=None)
 
 
 def register(app: typer.Typer) -> None:
     for command in (up, down, doctor, access):
         app.command()(command)
+    app.add_typer(audit, name="audit")
 
 
 def up(
@@ -198,3 +201,33 @@ def doctor(data_dir: DataDir = DATA_DIR, as_json: AsJson = False) -> None:
         print_table(["", "what", "found", "what to do"], rows, empty="")
     if any(check["result"] == "bad" for check in checks):
         raise typer.Exit(1)
+
+
+@audit.command()
+def verify(
+    data_dir: DataDir = DATA_DIR,
+    first: Annotated[int, typer.Option(help="Lines before this number were removed on purpose.", min=1)] = 1,
+    as_json: AsJson = False,
+) -> None:
+    """Check that every line can be read and that none is missing, doubled or moved. If one is: exit status 1."""
+    found, broken = [], []
+    for current in audit_log.writers(audit_log.folder(data_dir)):
+        try:
+            verified = audit_log.verify(current, first)
+            found.append({"log": current.stem, "lines": verified.lines, "last": verified.last})
+        except audit_log.AuditBroken as error:
+            broken.append(str(error))
+    if as_json:
+        print_json({"logs": found, "broken": broken})
+    else:
+        rows = [[log["log"], log["lines"], log["last"]] for log in found]
+        print_table(["log", "lines", "last"], rows, empty=f"no audit log in {audit_log.folder(data_dir)}")
+        for problem in broken:
+            say(f"BROKEN {problem}")
+    if broken:
+        raise typer.Exit(1)
+
+
+@audit.callback()
+def main() -> None:
+    """The audit log: who did what."""
