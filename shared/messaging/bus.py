@@ -224,9 +224,9 @@ class Bus(StoredMessages):
     async def emit(self, subject: Subject[T], noun: T, msg_id: str = "", **keys: str) -> None:
         """Publish a live message without an ack. It is lost without subscribers, unless a stream covers the subject,
         which then stores it once per `msg_id`."""
-        payload = codec.to_json(noun) if subject.json else codec.encode(noun)
+        headers = {"Nats-Msg-Id": msg_id} if msg_id else None
         try:
-            await self.nc.publish(subject.at(**keys), payload, headers={"Nats-Msg-Id": msg_id} if msg_id else None)
+            await self.nc.publish(subject.at(**keys), subject.encode(noun), headers=headers)
         except (*AWAY, *CLOSED) as error:
             log.warning("emit_dropped", subject=subject.at(**keys), error=type(error).__name__)
 
@@ -246,7 +246,7 @@ class Bus(StoredMessages):
     async def listen(self, subject: Subject[T], handler: Callable[[T], Awaitable[None]], **keys: str) -> Subscription:
         async def receive(msg: Msg) -> None:
             try:
-                noun = codec.from_json(subject.kind, msg.data) if subject.json else codec.decode(subject.kind, msg.data)
+                noun = subject.decode(msg.data)
             except codec.WireError as error:
                 log.warning("bad_message", subject=msg.subject, error=str(error))
                 return
@@ -275,7 +275,7 @@ class Bus(StoredMessages):
 
         Raises StreamFull when the server has no room for it now, TooLarge when the server never takes it.
         """
-        payload = codec.to_json(noun) if subject.json else codec.encode(noun)
+        payload = subject.encode(noun)
         to, headers, backoff = subject.at(**keys), {"Nats-Msg-Id": msg_id}, Backoff(0.05, 0.5)
         size = len(payload) + len(f"NATS/1.0\r\nNats-Msg-Id: {msg_id}\r\n\r\n")
         say_at: float | None = time.monotonic() + self.reconnect_timeout_s

@@ -312,9 +312,7 @@ class Consumer(Generic[T]):
 
     def _deliver(self, msg: Msg) -> Delivery[T]:
         try:
-            if self._subject.json:
-                return Delivery(msg, codec.from_json(self._subject.kind, msg.data), "")
-            return Delivery(msg, codec.decode(self._subject.kind, msg.data), "")
+            return Delivery(msg, self._subject.decode(msg.data), "")
         except codec.WireError as error:
             return Delivery(msg, None, str(error))
 

@@ -118,12 +118,7 @@ def outcomes_problem(outcomes: Sequence[SessionReply]) -> str:
     """Describe the first problem that the outcomes of a turn's candidates have together; empty if there is none."""
     if len(outcomes) > MAX_CANDIDATES:
         return f"{len(outcomes)} outcomes; a turn has at most {MAX_CANDIDATES} candidates"
-    prompts = [prompt for outcome in outcomes for prompt in outcome.prompts]
-    if (size := sum(map(_size, prompts))) > ROUND_BYTES:
-        return f"{size:,} bytes of messages, tools and stops for all candidates; at most {ROUND_BYTES:,} are allowed"
-    if (ids := sum(len(prompt.prompt_ids or ()) for prompt in prompts)) > PROMPT_IDS:
-        return f"{ids:,} prompt_ids for all candidates; at most {PROMPT_IDS:,} are allowed"
-    return ""
+    return _too_large([prompt for outcome in outcomes for prompt in outcome.prompts], "all candidates")
 
 
 def round_problem(prompts: Sequence[SeatPrompt]) -> str:
@@ -134,10 +129,14 @@ def round_problem(prompts: Sequence[SeatPrompt]) -> str:
         return f"seat {twice!r:.{NAME_CHARACTERS}} is named twice in a round"
     if len(prompts) > ROUND_SEATS:
         return f"a round of {len(prompts)} seats; at most {ROUND_SEATS} may act at the same time"
+    return _too_large(prompts, "a round")
+
+
+def _too_large(prompts: Sequence[SeatPrompt], whose: str) -> str:
     if (size := sum(map(_size, prompts))) > ROUND_BYTES:
-        return f"{size:,} bytes of messages, tools and stops for a round; at most {ROUND_BYTES:,} are allowed"
+        return f"{size:,} bytes of messages, tools and stops for {whose}; at most {ROUND_BYTES:,} are allowed"
     if (ids := sum(len(prompt.prompt_ids or ()) for prompt in prompts)) > PROMPT_IDS:
-        return f"{ids:,} prompt_ids for a round; at most {PROMPT_IDS:,} are allowed"
+        return f"{ids:,} prompt_ids for {whose}; at most {PROMPT_IDS:,} are allowed"
     return ""
 
 

@@ -85,8 +85,7 @@ class StoredMessages:
                 if not msg.reply:  # a status: the server has no more
                     break
                 with contextlib.suppress(codec.WireError):
-                    decode = codec.from_json if subject.json else codec.decode
-                    found.append((msg.metadata.sequence.stream, decode(subject.kind, msg.data)))
+                    found.append((msg.metadata.sequence.stream, subject.decode(msg.data)))
             await self.delete_consumer(stream, info.name)
         except (TimeoutError, *AWAY, *CLOSED) as error:
             raise NoReply(f"{subject.at(**keys)}: history: {type(error).__name__}") from None
@@ -109,7 +108,7 @@ class StoredMessages:
             assert raw.seq is not None
             seq = raw.seq + 1
             with contextlib.suppress(codec.WireError):
-                found.append(codec.decode(subject.kind, raw.data or b""))
+                found.append(subject.decode(raw.data or b""))
 
     async def last(self, subject: Subject[T], **keys: str) -> T | None:
         """The newest message stored for the subject. Raises WireError if it is no T."""
@@ -117,7 +116,7 @@ class StoredMessages:
             raw = await patiently(lambda: self.js.get_last_msg(required_stream(subject), subject.at(**keys)))
         except NotFoundError:
             return None
-        return (codec.from_json if subject.json else codec.decode)(subject.kind, raw.data or b"")
+        return subject.decode(raw.data or b"")
 
     async def counts(self, stream: str, subject: str) -> dict[str, int]:
         """Messages stored for each subject that the given one, with wildcards, stands for; none is left out as 0."""

@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 from nats.js.api import DiscardPolicy, PersistMode, RetentionPolicy, StorageType, StreamConfig
 
 from opentinker.shared.openai import inference
-from opentinker.shared.types import core, env_protocol, evaluation, swap, telemetry, trajectories
+from opentinker.shared.types import codec, core, env_protocol, evaluation, swap, telemetry, trajectories
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -53,6 +53,13 @@ class Subject(Generic[T]):
     shown: str = ""
     """For data that dashboards may receive with a stream credential (`stream_credentials.py`): its name there, and the
     last part of the route that returns its history."""
+
+    def encode(self, noun: T) -> bytes:
+        return codec.to_json(noun) if self.json else codec.encode(noun)
+
+    def decode(self, data: bytes) -> T:
+        """Raises WireError."""
+        return codec.from_json(self.kind, data) if self.json else codec.decode(self.kind, data)
 
     def at(self, **keys: str) -> str:
         return self.pattern.format(

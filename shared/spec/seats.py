@@ -14,7 +14,7 @@ from opentinker.shared.security.egress import Egress, EgressRefused
 from opentinker.shared.spec.base import Count, SpecPart
 from opentinker.shared.spec.model import ModelSpec
 from opentinker.shared.spec.pools import PoolName, pool_player, pools_in
-from opentinker.shared.spec.start import PUBLISHED, SAVED
+from opentinker.shared.spec.start import SavedCheckpoint
 from opentinker.shared.types.mistakes import Mistake, Mistakes, fill, mistake, mistakes_of
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class SeatSpec(UrlSettings):
     """One of [policies]; `seat = "NAME"` is short for `seat = { policy = "NAME" }`."""
     bot: Annotated[str, Field(min_length=1, max_length=100)] | None = None
     """A scripted player that the environment has."""
-    frozen: str | None = None
+    frozen: SavedCheckpoint | None = None
     """`JOB@STEP`, `JOB@latest`, `JOB~POLICY@STEP` or a published name: a checkpoint of your jobs, which plays and does
     not learn. The job keeps a copy of it."""
     url: Annotated[str, Field(max_length=2000)] | None = None
@@ -112,16 +112,6 @@ class SeatSpec(UrlSettings):
     @classmethod
     def _reachable(cls, value: str | None) -> str | None:
         return None if value is None else checked_url(value)
-
-    @field_validator("frozen")
-    @classmethod
-    def _saved(cls, value: str | None) -> str | None:
-        if value is not None and not SAVED.fullmatch(value) and not PUBLISHED.fullmatch(value):
-            raise ValueError(
-                "must be JOB@STEP or JOB@latest (of one policy JOB~POLICY@STEP), as in j-0123456789@50, or a published "
-                "name"
-            )
-        return value
 
     def resolve(self) -> list[Mistake]:
         if found := one_player(self, PLAYERS) or settle_url(self):

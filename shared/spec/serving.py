@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field, field_validator
 
 from opentinker.shared.spec.base import Seconds, SpecPart
-from opentinker.shared.spec.start import PUBLISHED, SAVED, Origin
+from opentinker.shared.spec.start import PUBLISHED, Origin, SavedCheckpoint
 from opentinker.shared.types.mistakes import fill, mistake, unused
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ MAX_LORA_RANK = 512
 class AdapterSpec(Origin):
     name: Annotated[str, Field(max_length=63)]
     """Name in requests (`model`): lower-case letters, digits, dots, dashes and underscores."""
-    checkpoint: str = Field(alias="from")
+    checkpoint: SavedCheckpoint = Field(alias="from")
     """`JOB@STEP`, `JOB@latest` or a published name: a checkpoint of your jobs with an adapter of model.base, trained
     with the same model.chat_template."""
 
@@ -36,13 +36,6 @@ class AdapterSpec(Origin):
                 "must begin with a letter or digit, go on with letters, digits, dots, dashes or underscores, all in "
                 "lower case, 63 at most, and be no job's id"
             )
-        return value
-
-    @field_validator("checkpoint")
-    @classmethod
-    def _saved(cls, value: str) -> str:
-        if not SAVED.fullmatch(value) and not PUBLISHED.fullmatch(value):
-            raise ValueError("must be JOB@STEP or JOB@latest, as in j-0123456789@50, or a published name")
         return value
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from typing import Annotated
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field, field_validator
 
 from opentinker.shared.spec.base import SpecPart
 
@@ -15,6 +16,18 @@ SAVED = re.compile(rf"{PART}@([0-9]{{1,12}}|latest)")
 """Those of them that are on a disk."""
 PUBLISHED = re.compile(r"(?!j-[a-z0-9]{10}$)[a-z0-9][a-z0-9._-]{0,62}")
 """Names that checkpoints may be published under; no job's id."""
+
+
+def _is_saved(value: str) -> str:
+    if not SAVED.fullmatch(value) and not PUBLISHED.fullmatch(value):
+        raise ValueError(
+            "must be JOB@STEP or JOB@latest (of one policy JOB~POLICY@STEP), as in j-0123456789@50, or a published name"
+        )
+    return value
+
+
+SavedCheckpoint = Annotated[str, AfterValidator(_is_saved)]
+"""A checkpoint on a disk, or its published name."""
 
 
 class Origin(SpecPart):
