@@ -73,7 +73,7 @@ def configure_logging(settings: Settings, service: str, worker: str, logs: JobLo
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[settings.log_level.upper()]),
-        logger_factory=structlog.PrintLoggerFactory(cast(TextIO, _Tolerant(sys.stdout))),
+        logger_factory=structlog.PrintLoggerFactory(cast(TextIO, Tolerant(sys.stdout))),
         cache_logger_on_first_use=False,
     )
     structlog.contextvars.bind_contextvars(service=service, worker=worker)
@@ -85,7 +85,7 @@ def _redact(
     return {name: without_secrets(value, name, known) for name, value in line.items()}
 
 
-class _Tolerant(io.TextIOBase):
+class Tolerant(io.TextIOBase):
     """Drops what a full disk or a closed pipe refuses: no service ends because it cannot say what it does."""
 
     def __init__(self, stream: TextIO) -> None:

@@ -93,9 +93,7 @@ local function is_published(kept, published) return type(kept.manifest) == 'tabl
 """
 
 # KEYS artifact, stored, published, removing, tenants. ARGV: leader, job, tenant, path, entry, place of the one before
-_ADD = (
-    _PUBLISHED
-    + """
+_ADD = """
 local text = redis.call('HGET', KEYS[1], ARGV[4])
 if text == ARGV[5] then return 'ok' end
 local more = cjson.decode(ARGV[5]).bytes
@@ -111,12 +109,9 @@ redis.call('ZINCRBY', KEYS[2], more, ARGV[2])
 redis.call('SADD', KEYS[5], ARGV[3])
 return 'ok'
 """
-)
 
 # KEYS artifact, stored, published, removing. ARGV: leader, job, tenant, path ...
-_REMOVE = (
-    _PUBLISHED
-    + """
+_REMOVE = """
 local published, gone = published_of(KEYS[3], ARGV[2]), {}
 for i = 4, #ARGV do
   local text = redis.call('HGET', KEYS[1], ARGV[i])
@@ -131,17 +126,13 @@ end
 if redis.call('EXISTS', KEYS[1]) == 0 then redis.call('ZREM', KEYS[2], ARGV[2]) end
 return gone
 """
-)
 
 # KEYS artifact, removing. ARGV: leader, path, key in the store, place. Nothing, if it is what the index means.
-_DISCARD = (
-    _PUBLISHED
-    + """
+_DISCARD = """
 local text = redis.call('HGET', KEYS[1], ARGV[2])
 if text and at(cjson.decode(text)) == ARGV[4] then return 0 end
 return redis.call('SADD', KEYS[2], ARGV[3])
 """
-)
 
 # KEYS removing, removed. ARGV: leader, key in the store, now, forgotten since
 _REMOVED = """
@@ -151,9 +142,7 @@ redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', ARGV[4])
 """
 
 # KEYS sweeping, published, artifact. ARGV: leader, job, '1' = only what is in the index too, path, step ...
-_SWEEP = (
-    _PUBLISHED
-    + """
+_SWEEP = """
 local published, new = published_of(KEYS[2], ARGV[2]), {}
 for i = 4, #ARGV, 2 do
   local name = ARGV[i] == '' and ARGV[2] or ARGV[2] .. '/' .. ARGV[i]
@@ -163,7 +152,6 @@ for i = 4, #ARGV, 2 do
 end
 return new
 """
-)
 
 # KEYS artifact. ARGV: leader, path, entry, entry as it shall be
 _NOTE = """
@@ -203,9 +191,9 @@ class ArtifactIndex:
 
     def __init__(self, redis: Any) -> None:
         self._redis = redis
-        self._add, self._remove = LeadersScript(redis, _ADD), LeadersScript(redis, _REMOVE)
-        self._discard, self._removed = LeadersScript(redis, _DISCARD), LeadersScript(redis, _REMOVED)
-        self._sweep, self._swept = LeadersScript(redis, _SWEEP), LeadersScript(redis, _SREM)
+        self._add, self._remove = LeadersScript(redis, _PUBLISHED + _ADD), LeadersScript(redis, _PUBLISHED + _REMOVE)
+        self._discard, self._removed = LeadersScript(redis, _PUBLISHED + _DISCARD), LeadersScript(redis, _REMOVED)
+        self._sweep, self._swept = LeadersScript(redis, _PUBLISHED + _SWEEP), LeadersScript(redis, _SREM)
         self._note, self._open = LeadersScript(redis, _NOTE), LeadersScript(redis, _OPEN)
         self._close, self._over = LeadersScript(redis, _CLOSE), LeadersScript(redis, _ZREM)
         self._publish = Script(redis, _PUBLISH)
@@ -320,7 +308,7 @@ class ArtifactIndex:
         pipe = self._redis.pipeline(transaction=False)
         for tenant in tenants:
             pipe.zrevrange(f"stored:{tenant}", 0, -1, withscores=True)
-        found = await pipe.execute() if tenants else []
+        found = await pipe.execute()
         return {tenant: {job: int(size) for job, size in rows} for tenant, rows in zip(tenants, found, strict=True)}
 
     async def tenants(self) -> list[str]:

@@ -6,9 +6,8 @@ import os
 import signal
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import Annotated, Any, TextIO, cast
 
 import typer
 
@@ -72,26 +71,13 @@ def up(
     asyncio.run(serve(plan, show) if on_terminal else serve(plan))
 
 
-class Unbreakable:
-    """A log that is lost, on a full disk or a closed terminal, must not end what it reports on."""
-
-    def __init__(self, file: TextIO) -> None:
-        self._file = file
-
-    def write(self, text: str) -> None:
-        with suppress(OSError):
-            self._file.write(text)
-
-    def flush(self) -> None:
-        with suppress(OSError):
-            self._file.flush()
-
-
 def configure_logging(*, as_json: bool = False) -> None:
     """A terminal gets warnings alone: the rest is for files."""
     import logging
 
     import structlog
+
+    from opentinker.shared.runtime.telemetry import Tolerant
 
     on_terminal = sys.stderr.isatty() and sys.stdout.isatty() and not as_json
     structlog.configure(
@@ -103,9 +89,7 @@ def configure_logging(*, as_json: bool = False) -> None:
             if as_json
             else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), pad_event_to=14),
         ],
-        logger_factory=structlog.PrintLoggerFactory(
-            Unbreakable(sys.stdout if as_json else sys.stderr)  # type: ignore[arg-type]
-        ),
+        logger_factory=structlog.PrintLoggerFactory(cast(TextIO, Tolerant(sys.stdout if as_json else sys.stderr))),
     )
 
 
