@@ -24,6 +24,16 @@ SHARED_OPTIONS = ("group_size", "groups_per_batch", "max_staleness")
 """Settings of the job's [algorithm] that a policy inherits even if it names a preset."""
 INHERITED: dict[str, type[SpecPart]] = dict(zip(POLICY_TABLES, (ModelSpec, AlgorithmSpec, TrainSpec), strict=True))
 """Tables of the job that a policy completes its own with."""
+SAME_FOR_ALL = (
+    ("algorithm", "group_size", ": all policies play the same matches"),
+    ("train", "learner", ""),
+    ("train", "deterministic", ": policies play the same matches"),
+)
+"""Table, setting and reason of what a policy must have as the job has it."""
+NEEDS_ONE_POLICY = (
+    ("kl_coef", "reference-forward serves one reference model per job"),
+    ("distill_coef", "there is no teacher"),
+)
 # fmt: off
 OWN_METRICS = frozenset({
     "alarm", "collapse", "critic", "drift", "dropped", "ending", "env", "failed", "histogram", "jobs", "logprobs",
@@ -175,49 +185,24 @@ def settle_policies(spec: JobSpec) -> list[Mistake]:
 
 
 def _policy_mistakes(spec: JobSpec, name: str, policy: PolicySpec) -> list[Mistake]:
-    at, algorithm, train = f"policies.{name}", policy.algorithm, policy.train
-    checks = [
-        (
-            f"{at}.algorithm.group_size",
-            algorithm.group_size,
-            algorithm.group_size == spec.algorithm.group_size,
-            f"must be the job's, {spec.algorithm.group_size}: all policies play the same matches",
-        ),
-        (
-            f"{at}.train.learner",
-            train.learner,
-            train.learner == spec.train.learner,
-            f"must be the job's, {spec.train.learner!r}",
-        ),
-        (
-            f"{at}.train.steps",
-            train.steps,
-            steps_may_differ(spec)
-            or train.steps * algorithm.groups_per_batch == spec.train.steps * spec.algorithm.groups_per_batch,
-            f"times groups_per_batch = {algorithm.groups_per_batch} must be "
-            f"{spec.train.steps * spec.algorithm.groups_per_batch}, as for the job: a match is for all policies "
-            f"(not with match.schedule = 'drop', 'grow' or 'alternate')",
-        ),
-        (
-            f"{at}.train.deterministic",
-            train.deterministic,
-            train.deterministic == spec.train.deterministic,
-            f"must be the job's, {str(spec.train.deterministic).lower()}: policies play the same matches",
-        ),
-        (
-            f"{at}.algorithm.kl_coef",
-            algorithm.kl_coef,
-            not algorithm.kl_coef,
-            "must be 0 in a job with several policies: reference-forward serves one reference model per job",
-        ),
-        (
-            f"{at}.algorithm.distill_coef",
-            algorithm.distill_coef,
-            not algorithm.distill_coef,
-            "must be 0 in a job with several policies: there is no teacher",
-        ),
-    ]
-    return [mistake(field, value, problem) for field, value, holds, problem in checks if not holds]
+    at, batch = f"policies.{name}", policy.algorithm.groups_per_batch
+    found = []
+    for table, field, why in SAME_FOR_ALL:
+        own, job = (getattr(getattr(part, table), field) for part in (policy, spec))
+        if own != job:
+            found.append(mistake(f"{at}.{table}.{field}", own, f"must be the job's, {repr(job).lower()}{why}"))
+    groups = spec.train.steps * spec.algorithm.groups_per_batch
+    if not steps_may_differ(spec) and policy.train.steps * batch != groups:
+        problem = (
+            f"times groups_per_batch = {batch} must be {groups}, as for the job: a match is for all policies "
+            f"(not with match.schedule = 'drop', 'grow' or 'alternate')"
+        )
+        found.append(mistake(f"{at}.train.steps", policy.train.steps, problem))
+    for field, why in NEEDS_ONE_POLICY:
+        if value := getattr(policy.algorithm, field):
+            problem = f"must be 0 in a job with several policies: {why}"
+            found.append(mistake(f"{at}.algorithm.{field}", value, problem))
+    return found
 
 
 def _absent_parts(spec: JobSpec) -> list[Mistake]:

@@ -87,11 +87,11 @@ class Key(msgspec.Struct, frozen=True, kw_only=True):
     """Id of the key that made it; `file`: it stood in `admin_key_file`."""
     expires: float
     """Unix seconds; 0: never."""
-    used: float
+    used: float = 0.0
     """When it was last used, to the minute; 0: never."""
-    revoked: float
-    old: str
-    old_until: float
+    revoked: float = 0.0
+    old: str = ""
+    old_until: float = 0.0
     jobs: str = ""
     """Comma separated ids of the jobs that a share link shows; empty: it is an ordinary key."""
 
@@ -139,21 +139,13 @@ class KeyStore:
         parsed = parse(text)
         assert parsed is not None
         id, digest = parsed[1], digest_of(text)
-        fields = {
-            "tenant": tenant,
-            "role": role.value,
-            "scopes": ALL if scopes is None else ",".join(sorted(scope.value for scope in scopes)),
-            "name": name,
-            "digest": digest,
-            "created": now,
-            "by": by,
-            "expires": expires,
-            "used": 0.0,
-            "revoked": 0.0,
-            "old": "",
-            "old_until": 0.0,
-            "jobs": ",".join(jobs),
-        }
+        named = ALL if scopes is None else ",".join(sorted(scope.value for scope in scopes))
+        made = Key(
+            id=id, tenant=tenant, role=role, scopes=named, name=name, digest=digest, created=now, by=by,
+            expires=expires, jobs=",".join(jobs),
+        )  # fmt: skip
+        fields = msgspec.to_builtins(made)
+        del fields["id"]
         gone = int(expires + KEPT_S) if expires else 0
         answer = await self._create(
             keys=[_of(id), _all_of(tenant), "tenants"],

@@ -9,7 +9,7 @@ from typing import Any
 from redis.client import NEVER_DECODE
 from redis.exceptions import NoScriptError
 
-from opentinker.shared.types.errors import Fenced
+from opentinker.shared.types.errors import Fenced, NotFound
 
 UNFENCED = -1
 """Stands for a leadership number where no leadership is required."""
@@ -52,6 +52,18 @@ async def read_field(redis: Any, keys: Iterable[str], field: str) -> list[str | 
     for key in keys:
         pipe.hget(key, field)
     return list(await pipe.execute())
+
+
+async def newest(redis: Any, key: str, limit: int, before: str, what: str) -> list[str]:
+    """Return ids of a sorted set, the highest first; those that follow `before` if it is given. Raises NotFound if that
+    is none of them. `what`: job | sweep."""
+    start = 0
+    if before:
+        rank = await redis.zrevrank(key, before)
+        if rank is None:
+            raise NotFound(f"no {what} {before!r}")
+        start = int(rank) + 1
+    return list(await redis.zrevrange(key, start, start + limit - 1))
 
 
 class LeadersScript:

@@ -48,6 +48,7 @@ from opentinker.shared.state.redis_script import (
     UNFENCED,
     LeadersScript,
     Script,
+    newest,
     read_field,
     read_hashes,
 )
@@ -208,13 +209,7 @@ class Store(LeaseTable):
 
         Raises NotFound if the tenant has no such job.
         """
-        start = 0
-        if before:
-            rank = await self.redis.zrevrank(jobs_key(tenant), before)
-            if rank is None:
-                raise NotFound(f"no job {before!r}")
-            start = int(rank) + 1
-        return await self.jobs(await self.redis.zrevrange(jobs_key(tenant), start, start + limit - 1))
+        return await self.jobs(await newest(self.redis, jobs_key(tenant), limit, before, "job"))
 
     async def active_jobs(self) -> list[JobRecord]:
         """Jobs not in a final state, oldest first."""

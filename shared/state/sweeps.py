@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import msgspec
 import orjson
 
-from opentinker.shared.state.redis_script import UNFENCED, LeadersScript, Script, read_field, read_hashes
+from opentinker.shared.state.redis_script import UNFENCED, LeadersScript, Script, newest, read_field, read_hashes
 from opentinker.shared.types.errors import Conflict, NotFound
 from opentinker.shared.types.sweeps import SweepProgress, SweepRecord, SweepState, SweepSummary, Trial
 
@@ -129,13 +129,7 @@ class SweepStore:
     async def of(self, tenant: str, limit: int, before: str = "") -> list[SweepSummary]:
         """Return the tenant's newest sweeps, newest first; of those made before `before` if it is given. Raises
         NotFound if the tenant has no such sweep."""
-        start = 0
-        if before:
-            rank = await self._redis.zrevrank(_of(tenant), before)
-            if rank is None:
-                raise NotFound(f"no sweep {before!r}")
-            start = int(rank) + 1
-        ids = await self._redis.zrevrange(_of(tenant), start, start + limit - 1)
+        ids = await newest(self._redis, _of(tenant), limit, before, "sweep")
         pipe = self._redis.pipeline(transaction=False)
         for id in ids:
             pipe.hmget(f"sweep:{id}", SUMMARY_FIELDS)
