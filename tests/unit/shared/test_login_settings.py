@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
+from opentinker.local.processes import ChildSpec, Guard, ServiceProcess
 from opentinker.shared.config import Settings
+from opentinker.shared.security.secrets import CLIENT_SECRET
 from opentinker.shared.settings_sources import load_settings
 from opentinker.shared.types.errors import SpecError
 
@@ -77,6 +81,23 @@ def test_the_secret_is_in_a_file_or_the_environment_and_among_what_logs_hide(
     (tmp_path / "secret").write_text("short")
     with pytest.raises(SpecError, match="8 to 512"):
         named.client_secret()
+
+
+def test_up_gives_the_secret_to_the_scheduler_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CLIENT_SECRET, "from-the-environment")
+    guard = Guard()
+    try:
+        for service, told in (("scheduler", "from-the-environment"), ("trainer", "")):
+            seen = tmp_path / service
+            write = f"import os; open({str(seen)!r}, 'w').write(os.environ.get({CLIENT_SECRET!r}, ''))"
+            argv = (sys.executable, "-c", write, f"opentinker.services.{service}")
+            process = ServiceProcess(ChildSpec(name="x", argv=argv, log=tmp_path / "log", healthy=lambda: True), guard)
+            process.start()
+            while process.ended() is None:
+                time.sleep(0.01)
+            assert seen.read_text() == told
+    finally:
+        guard.close()
 
 
 def test_everyone_may_be_a_group() -> None:
