@@ -3,6 +3,7 @@
     {root}/step-000050/manifest.json + files        committed
     {root}/.writing-EPOCH-HOST-PID-000050-XXXX/     being written; an orphan after a crash
     {root}/.removing-...                            being removed; an orphan after a crash
+    {root}/.rewind                                  go on from an older checkpoint, see rewinder.py
     {root}/.epoch                                   lower epochs may not write here
 
 The manifest names every file with its size and sha256; it is written last inside the temporary directory, and the
@@ -27,7 +28,16 @@ import structlog
 
 from opentinker.shared.durable_files import make_directories, replace_durably, sync_directory, write_durably
 from opentinker.shared.types.errors import Fenced, JobFailed
-from opentinker.shared.types.manifest import EPOCH, MANIFEST, FileEntry, Manifest, fenced_epoch, name_of, read_manifest
+from opentinker.shared.types.manifest import (
+    EPOCH,
+    MANIFEST,
+    REWIND,
+    FileEntry,
+    Manifest,
+    fenced_epoch,
+    name_of,
+    read_manifest,
+)
 
 WRITING, REMOVING = ".writing-", ".removing-"
 RUST_OS_ERROR = "(os error "
@@ -131,6 +141,44 @@ def find_newest(
             continue
         return directory, manifest
     return None
+
+
+def write_rewind(root: Path, record: Manifest) -> None:
+    """Make the next trainer resume from the checkpoint of `record.step`, as this manifest says. Raises Fenced,
+    JobFailed."""
+    try:
+        with _locked(root):
+            _refuse_old_epoch(root, record)
+            replace_durably(root / REWIND, msgspec.json.encode(record))
+    except OSError as error:
+        raise JobFailed(f"the job cannot go back to step {record.step}: {error}. {ADVICE}") from error
+
+
+def after_rewind(root: Path, newest: tuple[Path, Manifest] | None) -> tuple[Path, Manifest] | None:
+    """Return the checkpoint that the job has gone back to, with its new manifest, unless `newest`, which is intact, was
+    written since then. Raises JobFailed if it is damaged."""
+    try:
+        record = msgspec.json.decode((root / REWIND).read_bytes(), type=Manifest)
+    except FileNotFoundError:
+        return newest
+    if newest is not None and newest[1].epoch > record.epoch:
+        return newest
+    directory = root / name_of(record.step)
+    read_intact(directory)
+    return directory, record
+
+
+def remove_after(root: Path, record: Manifest, epoch: int) -> list[int]:
+    """Remove the checkpoints that a job has gone back from. Returns their steps. Raises Fenced if a newer epoch owns
+    the job."""
+    with _locked(root):
+        _refuse_epoch_below(fenced_epoch(root), epoch, root)
+        found = _with_replaced(root, lambda *_: None)
+        gone = [(path, one.step) for path, one in found if one.epoch <= record.epoch and one.step > record.step]
+        for path, _ in gone:
+            shutil.rmtree(path if path.name.startswith(REMOVING) else _set_aside(path), ignore_errors=True)
+        sync_directory(root)
+    return sorted({step for _, step in gone})
 
 
 def positions(root: Path, damaged: Damaged) -> set[int]:

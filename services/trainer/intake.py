@@ -172,5 +172,16 @@ class Intake:
         async with self._discarding:
             return self.assembler.account(self._step(), settled)
 
+    async def close_books(self) -> tuple[int, list[int], dict[str, int]]:
+        """Return what `account` does, of all groups consumed so far, also below the floor and for the step under way.
+        Nothing is discarded afterwards: this trainer is about to end."""
+        floor, _, _ = await self.account()
+        await self._discarding.acquire()
+        _, _, discarded = self.assembler.account(self._step() + 1, floor)
+        waiting = {group.seq for group in self.assembler.pending.values()}
+        seen = {one.seq for one in self.assembler.consumed.values() if one.seq is not None}
+        seen |= self.assembler.known - waiting | set(await self.admission.consumed())
+        return floor, sorted(seen), discarded
+
     async def wake_admission(self) -> None:
         await self.ctx.bus.emit(WAKE, {"job": self.lease.job}, who="admission")

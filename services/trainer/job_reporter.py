@@ -19,7 +19,6 @@ import structlog
 from redis.exceptions import RedisError
 
 from opentinker.services.trainer import checkpoint
-from opentinker.services.trainer.collapse_alarm import CollapseAlarm
 from opentinker.services.trainer.joint_progress import JointProgress
 from opentinker.services.trainer.learners.base import (
     Interrupted,
@@ -29,9 +28,9 @@ from opentinker.services.trainer.learners.base import (
     is_out_of_memory,
 )
 from opentinker.services.trainer.learning_check import LearningCheck
-from opentinker.services.trainer.mismatch_alarm import WATCHED, WINDOW, MismatchAlarm
 from opentinker.services.trainer.policy_checkpoints import PolicyCheckpoints
 from opentinker.services.trainer.progress_curve import ProgressCurve
+from opentinker.services.trainer.training_alarms import TrainingAlarms
 from opentinker.shared.asyncio_tools import cancel_and_wait, finish_uncancelled
 from opentinker.shared.data.readable_paths import opening
 from opentinker.shared.data.step_log import StepLog, lineage, metric_prefix, point_of, trainer_source
@@ -43,7 +42,6 @@ from opentinker.shared.runtime.timeline import Lanes
 from opentinker.shared.runtime.tracing import trace_id
 from opentinker.shared.spec import JobSpec, StartSpec
 from opentinker.shared.spec.evaluation import PREFIX
-from opentinker.shared.spec.train import ALARMS
 from opentinker.shared.state.usage import UsageStore
 from opentinker.shared.types.core import JobState, Lease, WeightVersion, part_id
 from opentinker.shared.types.errors import Conflict, Fenced, JobFailed, OpenTinkerError
@@ -82,8 +80,7 @@ class JobReporter:
         self._trace = trace
         self.usage = UsageStore(ctx.store.redis)
         self.evaluations = Evaluations(ctx.bus, lease.job, self.root.parent, self.event, self.guard, policy)
-        self._alarm = MismatchAlarm()
-        self._collapse = CollapseAlarm(spec.train)
+        self.alarms = TrainingAlarms(spec.train, self.event)
         self._learning_check = LearningCheck(spec.algorithm)
         self._curve = ProgressCurve()
         self._window: deque[dict[str, float]] = deque(maxlen=TARGET_WINDOW)
@@ -121,11 +118,9 @@ class JobReporter:
                 lineage, self.root.parent / "metrics.jsonl", manifest.resumed, manifest.step
             )
             self._window.extend(lines[-TARGET_WINDOW:])
-            for line in lines[-WINDOW:]:
-                self._alarm.update(line)
+            self.alarms.restore(lines)
             await self._resend_missing(lines[-SENT_AGAIN:])
             for line in lines:
-                self._collapse.update(line, line["step"])
                 self._learning_check.update(line)
                 self._curve.add(line)
         step = manifest.step if manifest else 0
@@ -201,7 +196,7 @@ class JobReporter:
             self._weights_valid = before
             raise
         except NonFinite as error:
-            raise JobFailed(f"step {step} was refused: {error}; {self.describe_last_checkpoint()}") from None
+            raise NonFinite(f"step {step} was refused: {error}; {self.describe_last_checkpoint()}") from None
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -257,7 +252,7 @@ class JobReporter:
             await self.event("target_metric_absent", {"metrics": absent, "there_are": sorted(values)})
         self._learning_check.update(values)
         self._curve.add(values)
-        await self._update_alarms(step, values)
+        await self.alarms.update(step, values)
         self._window.append(values)
         point = await self.metrics.emit(step, values)
         await self.write_log(
@@ -288,21 +283,6 @@ class JobReporter:
         is_first = self.policy == next(iter(self.spec.policies), "")
         values = [float(f"{value:.4g}") for value in self._curve.values]
         return {"curve": orjson.dumps(values).decode()} if is_first else {}
-
-    async def _update_alarms(self, step: int, values: dict[str, float]) -> None:
-        """Update the alarms, and add their state to `values`."""
-        grown, collapsed = self._alarm.update(values), self._collapse.update(values, step)
-        if any(name in values for name in WATCHED):
-            values["mismatch/alarm"] = float(bool(self._alarm.active))
-        if "reward/mean" in values:
-            values["collapse/alarm"] = float(bool(self._collapse.active))
-            values |= {f"alarm/{name}": float(name in self._collapse.active) for name in ALARMS}
-        for name in grown:
-            log.warning("mismatch_alarm", metric=name, value=values[name])
-            await self.event("mismatch_alarm", {"step": step, "metric": name, "value": values[name]})
-        for ring in collapsed:
-            log.warning("collapse_alarm", step=step, **ring.detail)
-            await self.event("collapse_alarm", {"step": step, **ring.detail})
 
     def _step_time(self) -> dict[str, float]:
         """Return the mean seconds per step over the last steps, for the progress record."""

@@ -33,7 +33,7 @@ class PolicyCheckpoints:
     def find(self, damaged: dict[str, str]) -> tuple[Path, Manifest] | None:
         """Return the checkpoint to resume from. Adds the problem of each damaged one of this policy to `damaged`."""
         if not self._together:
-            return checkpoint.find_newest(self._root, _into(damaged))
+            return checkpoint.after_rewind(self._root, checkpoint.find_newest(self._root, _into(damaged)))
         common = self._joint.common = self._joint.common or newest_common(self._together)
         damaged.update(common.damaged[self._root])
         if common.position is None:

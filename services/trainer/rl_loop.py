@@ -26,8 +26,9 @@ from opentinker.services.trainer.eval_scheduler import EvalScheduler
 from opentinker.services.trainer.intake import Intake
 from opentinker.services.trainer.job_reporter import JobReporter
 from opentinker.services.trainer.joint_progress import JointProgress
-from opentinker.services.trainer.learners.base import Learner, SnapshotLike
+from opentinker.services.trainer.learners.base import Learner, NonFinite, SnapshotLike
 from opentinker.services.trainer.opponent_pools import OpponentPools
+from opentinker.services.trainer.rewinder import Rewinder
 from opentinker.services.trainer.rollout_log import RolloutLog
 from opentinker.services.trainer.row_plays import plays_of
 from opentinker.services.trainer.weights.publisher import Publisher
@@ -105,6 +106,7 @@ class TrainerJob:
             solved_at=solved_at,
         )
         self.intake = Intake(self.reporter, self.admission, self.assembler, self.joint, lambda: self.step)
+        self.rewinder = Rewinder(self.reporter, self.intake)
         self.step = 0
         self.saved: list[SavedStep] = []
         """Oldest first."""
@@ -161,6 +163,7 @@ class TrainerJob:
             self.saved = [SavedStep(manifest.step, manifest.stream_floor, 0)]
             self.position = manifest.position
             await self.validation.resumed(self.step)
+        await self.rewinder.restored(manifest)
         self.assembler.resumed = resumed
         self.assembler.discarded.update({Discard(reason): n for reason, n in discarded.items()})
         algorithm, rule = self.spec.algorithm, self.joint.rule
@@ -175,6 +178,7 @@ class TrainerJob:
             next_seq=next_seq,
             position=self.position,
             trained=self.assembler.trained,
+            settled=manifest.consumed if manifest is not None and manifest.rewound else (),
             gate=rule.gate,
             turn=rule.turn,
         )
@@ -186,6 +190,7 @@ class TrainerJob:
         """Consume pending groups. Returns when all steps are done, the target is met or the service stops."""
         steps = self.spec.train.steps
         self.stepped_at = time.monotonic()
+        await finish_uncancelled(self.rewinder.check(self.step))
         while True:
             if not await self._until_visible():
                 await finish_uncancelled(self._save())
@@ -201,7 +206,11 @@ class TrainerJob:
                 await finish_uncancelled(self._save())
                 return
             waited = time.monotonic() - began
-            await self.reporter.run_interruptible(self._advance(batch, waited))
+            try:
+                await self.reporter.run_interruptible(self._advance(batch, waited))
+            except NonFinite as error:
+                await finish_uncancelled(self.rewinder.refused(self.step, error))
+            await finish_uncancelled(self.rewinder.check(self.step))
             due = (
                 self.step % self.spec.train.checkpoint_every == 0
                 or self.intake.received - self.received_at_save > UNSAVED_BYTES
@@ -345,6 +354,7 @@ class TrainerJob:
             position=self.position,
             baselines=self.learner.baselines,
             pools=dict(self.pools.members),
+            rewinds=self.rewinder.count,
         )
         if not await self.reporter.commit(manifest, last=last):
             return

@@ -27,7 +27,15 @@ from opentinker.shared.runtime.worker_info import worker_info
 from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.state.usage import metered
 from opentinker.shared.types.core import JobState, Lease, Pool
-from opentinker.shared.types.errors import Conflict, Fenced, JobFailed, NotFound, OpenTinkerError, SpecError
+from opentinker.shared.types.errors import (
+    Conflict,
+    Fenced,
+    JobFailed,
+    NotFound,
+    OpenTinkerError,
+    RestartNeeded,
+    SpecError,
+)
 
 log = structlog.get_logger()
 
@@ -48,7 +56,8 @@ Work = Callable[["LeasedWorker", Lease, JobSpec], Awaitable[None]]
 class LeasedWorker:
     """`work(worker, lease, spec)` runs while the lease holds; it is cancelled when the lease goes away.
 
-    If it raises JobFailed the job fails with that text; Fenced ends it quietly; anything else ends the process. So does
+    If it raises JobFailed the job fails with that text; Fenced ends it quietly; RestartNeeded makes the process execute
+    itself again, and the job gets the next lease; anything else ends the process. So does
     JobFailed of a rollout worker that cannot even load what others of the job generate with.
     """
 
@@ -233,9 +242,9 @@ class LeasedWorker:
             return self._close_s
         return self._release_timeout_s if state.final else math.inf
 
-    async def _begin_anew(self, lease: Lease, waited_s: float) -> None:
+    async def _begin_anew(self, lease: Lease, waited_s: float, why: str = "its work cannot be interrupted") -> None:
         with structlog.contextvars.bound_contextvars(job=lease.job, epoch=lease.epoch):
-            log.warning("process_restarts", why="its work cannot be interrupted", waited_s=round(waited_s, 1))
+            log.warning("process_restarts", why=why, waited_s=round(waited_s, 1))
         self._silent = True
         try:
             async with asyncio.timeout(LEAVE_S):
@@ -259,6 +268,9 @@ class LeasedWorker:
                 await self._fail(lease, str(error))
             except SpecError as error:  # stored by another release
                 await self._fail(lease, f"its stored spec is not valid here: {error}")
+            except RestartNeeded as error:
+                await self.status("draining", job=lease.job, epoch=lease.epoch)  # no loss that counts
+                await self._begin_anew(lease, 0.0, str(error))
             except (Fenced, NotFound) as error:
                 log.warning("fenced", error=str(error))
             finally:

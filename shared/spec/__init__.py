@@ -14,7 +14,7 @@ from opentinker.shared.spec.algorithm import AlgorithmSpec
 from opentinker.shared.spec.artifacts import ArtifactSpec, settle_best, settle_kept
 from opentinker.shared.spec.base import SpecPart
 from opentinker.shared.spec.data import FORMATS, DataSpec, DpoSpec
-from opentinker.shared.spec.deterministic import broken_promises
+from opentinker.shared.spec.deterministic import broken_promises, cannot_rewind
 from opentinker.shared.spec.evaluation import PREFIX, EvaluationSpec, ValidationSpec, contradictions, settle_evaluation
 from opentinker.shared.spec.frozen_models import (
     RewardModelSpec,
@@ -238,7 +238,7 @@ class JobSpec(SpecPart):
         found += settle_tree(self)
         found += settle_best(self.artifacts, evaluated=self.validation is not None)
         found += unused_gpus(self) + policy_ranks(self)
-        return found + broken_promises(self) + contradictions(self)
+        return found + broken_promises(self) + cannot_rewind(self) + contradictions(self)
 
     def _settle_learning(self) -> list[dict[str, Any]]:
         """Return mistakes between [model], [algorithm] and [train], of the job or of a policy."""
@@ -312,7 +312,7 @@ class JobSpec(SpecPart):
                 found.append(("data.mask", self.data.mask, f"{by}: completions are compared"))
         if self.kind == "dpo" and not found:
             fill(self, {"dpo": self.dpo or DpoSpec()})
-        mistakes = [mistake(*one) for one in found]
+        mistakes = [mistake(*one) for one in found] + cannot_rewind(self)
         return mistakes + settle_best(self.artifacts, evaluated=evaluated) + settle_parallel(self)
 
     def _settle_overlong(self) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Settings with which `train.deterministic` cannot hold, each with the reason."""
+"""Settings with which `train.deterministic` or `train.rewind_on` cannot hold, each with the reason."""
 
 from __future__ import annotations
 
@@ -38,6 +38,22 @@ def broken_promises(spec: JobSpec) -> list[dict[str, Any]]:
         if TIMED.fullmatch(name)
     ]
     return [mistake(field, value, f"{problem} (train.deterministic)") for field, value, problem in found]
+
+
+def cannot_rewind(spec: JobSpec) -> list[dict[str, Any]]:
+    """Return why the job cannot go back to a checkpoint by itself, if it asks for that."""
+    if not (spec.train.rewind_on or any(policy.train.rewind_on for policy in spec.policies.values())):
+        return []
+    why = ""
+    if spec.kind != "rl":
+        why = f"does not apply to kind = {spec.kind!r}: its alarms look at rewards"
+    elif spec.train.deterministic:
+        why = "cannot be exact: new episodes after a rewind depend on when the alarm rang (train.deterministic)"
+    elif spec.policies:
+        why = "cannot work with [policies]: matches of the others were played against the discarded weights"
+    elif spec.pools:
+        why = "cannot work with [pools]: members made of discarded steps have been met by others"
+    return [mistake("train.rewind_on", spec.train.rewind_on, why)] if why else []
 
 
 def _in_sampling(spec: JobSpec) -> Broken:

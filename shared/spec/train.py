@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from opentinker.shared.spec import JobSpec
 
 SIMULATED = "learner = 'simulated'"
+RewindCause = Literal["entropy", "reward_cliff", "zero_variance", "length_drift", "kl", "ratio_tails", "non_finite"]
 ALARMS = ("entropy", "reward_cliff", "zero_variance", "length_drift", "kl", "ratio_tails")
 """Names of the alarms, as in the metrics `alarm/NAME`."""
 
@@ -92,6 +93,11 @@ class TrainSpec(SpecPart):
     its best gain, or of its distance from the worst reward. 0: never."""
     alarms: AlarmBounds = AlarmBounds()
     """rl: bounds of the other alarms; docs/metrics.md lists them."""
+    rewind_on: Annotated[list[RewindCause], Field(max_length=10)] = []
+    """rl: alarms that make the job go back to the last checkpoint from before the alarm's window, with new episodes;
+    `non_finite` is a step refused for a loss or gradient that is NaN or infinite. See docs/metrics.md."""
+    rewinds: Annotated[int, Field(ge=1, le=1000)] = 3
+    """Times that the job goes back; the next alarm of `rewind_on` fails it."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of the trainer: adapter initialisation, dropout, the order of [data]."""
     deterministic: bool = False

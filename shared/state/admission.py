@@ -103,6 +103,7 @@ class Admission:
         next_seq: int = 0,
         position: int | None = None,
         trained: int | None = None,
+        settled: Sequence[int] = (),
         gate: Gate = "all",
         turn: int = 0,
     ) -> None:
@@ -111,6 +112,7 @@ class Admission:
         `discarded` counts what was discarded for batches up to `step`; group numbers below `next_seq` were used, also
         if Redis lost them. `position` is of a deterministic job: groups after the checkpoint are forgotten instead, and
         the next one stands at this position of the submission order and starts when the checkpoint's version is served.
+        `settled`: groups consumed after the step that `discarded` counts nevertheless, because the job went back to it.
         `trained`: groups in the steps up to `step`, by default a batch each. `gate`: which policies of the job must
         have room, the same for all of them; `turn`: steps per turn, where policies take turns.
         """
@@ -120,7 +122,7 @@ class Admission:
         place = -1 if position is None else position
         law = (step, max_staleness, groups_per_batch, total)
         done = step * groups_per_batch if trained is None else trained
-        await self._call("restore", *law, reasons, next_seq, place, done, gate, turn)
+        await self._call("restore", *law, reasons, next_seq, place, done, gate, turn, *settled)
 
     async def issue(self, want: int) -> tuple[WeightVersion, list[int]]:
         """Take up to `want` new group numbers, as many as the law allows every policy now; none for a job that holds no
@@ -183,6 +185,11 @@ class Admission:
     async def is_running(self, seq: int) -> bool:
         """False if the group was stored, failed or forgotten: its ticket came a second time."""
         return "r" in await read_field(self._redis, self._keys[1::2], str(seq))
+
+    async def consumed(self) -> list[int]:
+        """Return the groups that were trained or discarded, of those that could still be rolled back."""
+        entries = await self._redis.hgetall(self._groups)
+        return [int(seq) for seq, state in entries.items() if state.startswith(("t:", "d:"))]
 
     async def running(self) -> list[int]:
         """Groups whose ticket is out."""

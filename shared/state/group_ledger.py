@@ -38,17 +38,19 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
 ENTRIES = """
 local function restore()
   -- step, max_staleness, groups_per_batch, total, discarded by reason (JSON), next_seq, position (-1: none), trained,
-  -- gate, turn (in steps)
+  -- gate, turn (in steps), groups that count as discarded already...
   local step, batch, position = tonumber(ARGV[4]), tonumber(ARGV[6]), tonumber(ARGV[10])
   local trained = tonumber(ARGV[11])
   local pending, running, discarded, undone = 0, 0, 0, {}
-  local entries = redis.call('HGETALL', me.G)
+  local entries, settled = redis.call('HGETALL', me.G), {}
+  for i = 14, #ARGV do settled[ARGV[i]] = true end
   for i = 1, #entries, 2 do
     local seq, state = entries[i], entries[i + 1]
     local open = tag_of(state) > step or state == 'p' or state == 'r'
     local reason = tag_of(state) > step and string.match(state, '^d:%d+:(.*)')
     if reason then undone[reason] = (undone[reason] or 0) + 1 end
-    if position >= 0 and open then redis.call('HDEL', me.G, seq)
+    if open and settled[seq] then redis.call('HSET', me.G, seq, 'd:' .. step .. ':rewound')
+    elseif position >= 0 and open then redis.call('HDEL', me.G, seq)
     elseif tag_of(state) > step then redis.call('HSET', me.G, seq, 'p'); pending = pending + 1
     elseif state == 'p' then pending = pending + 1
     elseif state == 'r' then running = running + 1 end

@@ -170,6 +170,8 @@ class Discard(StrEnum):
     """It was played for other policies: after this one's last step, or faster than this one takes matches."""
     RESTING = "resting"
     """It was played while another policy had its turn."""
+    REWOUND = "rewound"
+    """It was trained in steps that the job has gone back from (`train.rewind_on`)."""
 
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,6 +2,7 @@
 
 {data_dir}/jobs/{job}/checkpoints/step-000050/manifest.json    a committed checkpoint; jobs/{job}~{policy}/ of a policy
 {data_dir}/jobs/{job}/checkpoints/.epoch                       trainers of a lower epoch may not write here
+{data_dir}/jobs/{job}/checkpoints/.rewind                      the manifest with which a job goes back to a checkpoint
 {data_dir}/jobs/{job}/start/manifest.json                      the checkpoint of another job that this one starts from
 {data_dir}/jobs/{job}/start/adapters/{name}/manifest.json      an adapter that an inference job serves with its base
 {data_dir}/jobs/{job}/start/seats/{checkpoint}/manifest.json   one that plays seats of the job
@@ -19,6 +20,7 @@ from opentinker.shared.types.pools import Members
 
 MANIFEST = "manifest.json"
 EPOCH = ".epoch"
+REWIND = ".rewind"
 START = "start"
 ADAPTER = "adapter_model.safetensors"
 ENDS = 3
@@ -46,6 +48,14 @@ class DataCursor(msgspec.Struct, frozen=True, kw_only=True):
     """Number of rows."""
     fingerprint: str
     """Fingerprint of the tokenized rows: the data order is meaningless for other rows."""
+
+
+class Rewind(msgspec.Struct, frozen=True, kw_only=True):
+    """The job went back, see `services/trainer/rewinder.py`."""
+
+    step: int
+    """The step that it went back from."""
+    alarm: str
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,6 +86,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """rl with advantage = rae: running means that the next rewards are compared with."""
     pools: Members = {}
     """Opponent pools that hold versions of this policy."""
+    rewinds: int = 0
+    """Times that the job has gone back to a checkpoint because of an alarm."""
+    rewound: Rewind | None = None
+    """Only in the file .rewind: why the job goes on from this step with the accounting of a later one."""
     files: dict[str, FileEntry] = {}
     """By path inside the directory. Filled in when the checkpoint is committed."""
     created: float = 0.0

@@ -45,6 +45,24 @@ class Counting(Environment):
         self.calls.append(f"{self.config.tag} close")
 
 
+class Cliff(Environment):
+    """Rewards nearly nothing in the rows from `first` to `until`."""
+
+    class Config(EnvironmentConfig):
+        first: int = 0
+        until: int = 0
+
+    config: Config
+
+    async def open(self, row: int, seed: int) -> list[Message]:
+        self.row = row
+        return [user("1")]
+
+    async def step(self, action: Action) -> Step:
+        best = 0.1 if self.config.first <= self.row < self.config.until else 0.8
+        return Step(reward=best - 0.1 * ("1" in action.text), done=True)
+
+
 class Switched(CopyDigits):
     """Cannot be reached while a file is there."""
 

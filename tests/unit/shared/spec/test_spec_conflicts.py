@@ -83,3 +83,35 @@ def test_a_value_model_takes_the_critic_s_place_and_puts_reference_forward_in_th
 )
 def test_what_is_missing_or_would_be_ignored_is_refused(changes: dict[str, Any], named: set[str]) -> None:
     assert refusals(parse_spec, {**SMALLEST, **changes}).keys() == named
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (
+            {"rollout": {"seed": 1}, "train": {"steps": 1, "deterministic": True, "rewind_on": ["kl"]}},
+            "cannot be exact",
+        ),
+        ({"train": {"steps": 1, "rewind_on": ["reward_clif"]}}, "did you mean 'reward_cliff'"),
+        ({"train": {"steps": 1, "rewind_on": ["nonfinite"]}}, "did you mean 'non_finite'"),
+        ({"train": {"steps": 1, "rewind_on": ["kl"], "rewinds": 0}}, "1"),
+    ],
+)
+def test_a_job_that_cannot_go_back_is_refused_with_the_reason(changes: dict[str, Any], reason: str) -> None:
+    assert any(reason in problem for problem in refusals(parse_spec, {**SMALLEST, **changes}).values())
+
+
+def test_jobs_of_rows_and_of_several_policies_cannot_go_back() -> None:
+    rows = {"kind": "sft", "model": {"base": "x"}, "data": {"train": "rows.jsonl"}}
+    rows = {"name": "x", "kind": "sft", "model": {"base": "m"}, "data": {"path": "rows.jsonl"}}
+    two = {
+        "environment": {"name": "signalling"},
+        "rollout": {"engine": "toy"},
+        "policies": {"speaker": {}, "listener": {}},
+        "seats": {"speaker": "speaker", "listener": "listener"},
+    }
+    train = {"steps": 1, "rewind_on": ["non_finite"]}
+    assert "'sft'" in refusals(parse_spec, {**rows, "train": train})["train.rewind_on"]
+    assert "policies" in refusals(parse_spec, {**SMALLEST, **two, "train": train})["train.rewind_on"]
+    spec = parse_spec({**SMALLEST, "train": {"steps": 1, "rewind_on": ["kl", "non_finite"]}})
+    assert spec.train.rewinds == 3 and parse_spec(spec.model_dump(mode="json")) == spec
