@@ -57,6 +57,45 @@ class Evaluations(TypedDict):
     evaluations: list[Evaluation]
 
 
+class RegisteredCheckpoint(TypedDict):
+    """A checkpoint of the tenant, with its origin and its evaluations."""
+
+    checkpoint: str
+    """JOB@STEP, or JOB~POLICY@STEP."""
+    job: str
+    job_name: str
+    kind: str
+    """Of the job: rl, sft or dpo."""
+    policy: str
+    """Of a job with several policies; otherwise empty."""
+    step: int
+    created: float
+    bytes: int
+    model_bytes: int
+    """Without the trainer's state."""
+    project: str
+    tags: list[str]
+    base_model: str
+    weights: Literal["whole", "lora", "none"]
+    """`none`: of a simulated learner."""
+    lora_rank: int | None
+    published: list[str]
+    """Names under which it is published."""
+    lineage: list[str]
+    """The base model, then JOB@STEP of each checkpoint from which training continued; without the checkpoint itself."""
+    evaluations: list[Evaluation]
+    """The newest first."""
+
+
+class CheckpointRegistry(TypedDict):
+    """A page of the tenant's checkpoints."""
+
+    checkpoints: list[RegisteredCheckpoint]
+    cursor: str
+    """The `before` of the next page."""
+    more: bool
+
+
 Kind = Literal["checkpoint", "adapter", "state", "metrics", "transcripts", "log"]
 
 

@@ -181,6 +181,21 @@ redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
 return {'ok', ARGV[2]}
 """
 
+# KEYS artifact ... ARGV: most entries of a job. The entries of checkpoints, the highest step first, by job.
+_CHECKPOINTS = """
+local found = {}
+for at, key in ipairs(KEYS) do
+  local paths, own = {}, {}
+  for _, path in ipairs(redis.call('HKEYS', key)) do
+    if string.sub(path, 1, 12) == 'checkpoints/' then paths[#paths + 1] = path end
+  end
+  table.sort(paths, function(a, b) return #a > #b or (#a == #b and a > b) end)
+  for i = 1, math.min(#paths, tonumber(ARGV[1])) do own[i] = redis.call('HGET', key, paths[i]) end
+  found[at] = own
+end
+return found
+"""
+
 
 REMEMBERED_S = 86_400.0
 """Time for which removed artifacts are remembered."""
@@ -196,7 +211,7 @@ class ArtifactIndex:
         self._sweep, self._swept = LeadersScript(redis, _PUBLISHED + _SWEEP), LeadersScript(redis, _SREM)
         self._note, self._open = LeadersScript(redis, _NOTE), LeadersScript(redis, _OPEN)
         self._close, self._over = LeadersScript(redis, _CLOSE), LeadersScript(redis, _ZREM)
-        self._publish = Script(redis, _PUBLISH)
+        self._publish, self._checkpoints = Script(redis, _PUBLISH), Script(redis, _CHECKPOINTS)
 
     # --- what is kept --------------------------------------------------------------------------------------------
 
@@ -204,6 +219,11 @@ class ArtifactIndex:
         """By path."""
         found = await self._redis.hgetall(f"artifact:{job}")
         return {path: codec.from_json(ArtifactEntry, text) for path, text in found.items()}
+
+    async def checkpoints_of(self, jobs: Sequence[str], limit: int) -> list[list[ArtifactEntry]]:
+        """Return the checkpoints of each job, the highest steps first, `limit` of a job at most."""
+        found = await self._checkpoints(keys=[f"artifact:{job}" for job in jobs], args=[limit]) if jobs else []
+        return [[codec.from_json(ArtifactEntry, text) for text in texts] for texts in found]
 
     async def add(
         self, tenant: str, job: str, kept: ArtifactEntry, *, before: ArtifactEntry | None = None, leader: int = UNFENCED

@@ -115,13 +115,22 @@ async def read_events(response: aiohttp.ClientResponse, count: int | None = None
     return found
 
 
-def write_checkpoint(ctx: Context, job: str, step: int, files: dict[str, bytes], epoch: int = 1) -> Path:
+def write_checkpoint(
+    ctx: Context, job: str, step: int, files: dict[str, bytes], epoch: int = 1, *, created: float = 1e9
+) -> Path:
     directory = ctx.settings.data_dir / "jobs" / job / "checkpoints" / f"step-{step:06d}"
     for name, data in files.items():
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
         (directory / name).write_bytes(data)
     entries = {n: {"bytes": len(d), "sha256": hashlib.sha256(d).hexdigest()} for n, d in files.items()}
-    manifest = {"job": job, "epoch": epoch, "step": step, "version": [epoch, step], "created": 1e9, "files": entries}
+    manifest = {
+        "job": job,
+        "epoch": epoch,
+        "step": step,
+        "version": [epoch, step],
+        "created": created,
+        "files": entries,
+    }
     text = msgspec.json.encode(msgspec.convert(manifest, Manifest))
     (directory / "manifest.json").write_bytes(msgspec.json.format(text))
     return directory

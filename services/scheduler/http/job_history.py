@@ -14,6 +14,7 @@ import msgspec
 import orjson
 from aiohttp import web
 
+from opentinker.services.scheduler.artifacts.registry import evaluation_of, origin_of
 from opentinker.services.scheduler.http import transcripts
 from opentinker.services.scheduler.http.errors import json_response
 from opentinker.services.scheduler.http.event_stream import send_events
@@ -21,10 +22,9 @@ from opentinker.services.scheduler.http.jobs import POLICY, JobsApi
 from opentinker.services.scheduler.http.route_decorator import Choice, Integer, Parameter, Route
 from opentinker.services.scheduler.jobs.metric_history import MetricHistory
 from opentinker.shared import api_types
-from opentinker.shared.evaluation.categories import categories_of
 from opentinker.shared.security.authorization import Action
 from opentinker.shared.state.admission import admission_of
-from opentinker.shared.types.core import Discard, JobRecord, JobState, split_part
+from opentinker.shared.types.core import Discard, JobState, split_part
 from opentinker.shared.types.errors import SpecError
 
 EVENT_ID = re.compile(r"[0-9]{1,15}(-[0-9]{1,15})?")
@@ -65,7 +65,8 @@ class JobHistoryApi:
         Those in which they only play against the evaluated one are not listed."""
         job = await self.jobs.found(request)
         newest = await self.store.jobs_of(job.tenant, LOOKED_AT)
-        listed = [found for one in newest if one.kind == "eval" and (found := _evaluation(one, job.id)) is not None]
+        evaluated = [(split_part(origin_of(one)[0])[0], one) for one in newest if one.kind == "eval"]
+        listed = [evaluation_of(one) for source, one in evaluated if source == job.id]
         return json_response({"evaluations": sorted(listed, key=lambda one: (one["policy"], one["step"]))})
 
     # --- events -------------------------------------------------------------------------------------------------
@@ -163,23 +164,3 @@ class JobHistoryApi:
         if invalid := max(ledger.discarded.get(Discard.INVALID, 0) for ledger in ledgers):
             counts = {**counts, Discard.INVALID.value: invalid}
         return json_response({"failures": found, "counts": counts})
-
-
-def _evaluation(one: JobRecord, of: str) -> dict[str, Any] | None:
-    """Return an eval job as the list has it; None if it evaluates no checkpoint of the job `of`."""
-    part, _, step = ((one.spec.get("start") or {}).get("from") or "").partition("@")
-    job, policy = split_part(part)
-    if job != of or not step.isdigit():
-        return None
-    values = orjson.loads(one.result)["values"] if one.result else {}
-    return {
-        "job": one.id,
-        "name": one.name,
-        "policy": policy,
-        "step": int(step),
-        "state": one.state,
-        "environment": one.spec["environment"]["name"],
-        "finished": one.finished or None,
-        "values": values,
-        "categories": categories_of(values),
-    }

@@ -23,6 +23,7 @@ from opentinker.services.scheduler.environments.served_gateway import Gateway
 from opentinker.services.scheduler.http.artifacts import ArtifactsApi
 from opentinker.services.scheduler.http.audit import Audit
 from opentinker.services.scheduler.http.auth import TOUCHED, AuthMiddleware, mark_unauthenticated
+from opentinker.services.scheduler.http.checkpoint_registry import CheckpointRegistryApi
 from opentinker.services.scheduler.http.cors import CrossOrigin
 from opentinker.services.scheduler.http.dashboard import Page
 from opentinker.services.scheduler.http.environments import EnvironmentsApi
@@ -76,6 +77,7 @@ class Api:
             DiagnosisApi(jobs),
             RowsApi(jobs),
             ArtifactsApi(jobs),
+            CheckpointRegistryApi(jobs),
             publishing,
             SweepsApi(jobs, publishing),
             EnvironmentsApi(ctx),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -13,6 +13,7 @@ from opentinker.shared.types.core import part_id
 from opentinker.shared.types.errors import plural
 
 if TYPE_CHECKING:
+    from opentinker.client import Client
     from opentinker.shared.api_types import Artifact, Evaluation
 
 MAIN = ("val/exact", "val/pass/1", "val/reward/mean")
@@ -27,9 +28,67 @@ def register(app: typer.Typer) -> None:
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Lower-case letters, digits, `.`, `_`, `-`.")]
 
 
-def checkpoints(job_id: JobId, policy: Policy = "", url: Url = None, as_json: AsJson = False) -> None:
-    """List a job's checkpoints, and how they were evaluated."""
-    api = client(url)
+def checkpoints(
+    job_id: Annotated[
+        str | None, typer.Argument(metavar="[JOB]", help="Job id; without one, checkpoints of all jobs.")
+    ] = None,
+    policy: Policy = "",
+    sort: Annotated[
+        str | None,
+        typer.Option("--sort", metavar="METRIC", help="exact, reward/mean ..., created, step, bytes; -loss reverses."),
+    ] = None,
+    model: Annotated[str | None, typer.Option("--model", help="Only checkpoints of this base model.")] = None,
+    project: Annotated[str | None, typer.Option("--project", help="Only checkpoints of jobs in this project.")] = None,
+    tags: Annotated[list[str] | None, typer.Option("--tag", help="Only of jobs with this tag. Repeatable.")] = None,
+    published: Annotated[
+        bool | None, typer.Option("--published/--unpublished", help="Only checkpoints with, or without, a name.")
+    ] = None,
+    lora: Annotated[bool | None, typer.Option("--lora/--whole", help="Only adapters, or only whole models.")] = None,
+    limit: Annotated[int | None, typer.Option("--limit", "-n", min=1, help="List this many; default 100.")] = None,
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the checkpoints of a job or of all jobs, with their evaluations and, of all jobs, their lineage."""
+    options: dict[str, object] = {
+        "--sort": sort,
+        "--model": model,
+        "--project": project,
+        "--tag": tags,
+        "--published": published,
+    }
+    options |= {"--lora": lora, "--limit": limit}
+    if job_id is not None:
+        if given := [name for name, value in options.items() if value not in (None, [])]:
+            raise UsageError(f"{given[0]} is for the list of all jobs' checkpoints: leave JOB out")
+        _print_checkpoints_of(client(url), job_id, policy, as_json)
+        return
+    if policy:
+        raise UsageError("--policy needs a JOB")
+    weights: Literal["lora", "whole"] | None = None if lora is None else "lora" if lora else "whole"
+    found = client(url).all_checkpoints(
+        limit or 100, model=model, project=project, tags=tags, published=published, weights=weights, sort=sort
+    )
+    if as_json:
+        print_json(found)
+        return
+    rows = [
+        [
+            one["checkpoint"],
+            one["job_name"],
+            ago(one["created"]),
+            _size(one["bytes"]),
+            one["weights"] if one["lora_rank"] is None else f"lora, rank {one['lora_rank']}",
+            ", ".join(one["published"]) or "-",
+            "\n".join(_evaluated(evaluation, sort or "") for evaluation in one["evaluations"]) or "-",
+            " > ".join(one["lineage"]),
+        ]
+        for one in found
+    ]
+    columns = ["checkpoint", "job", "created", "size", "weights", "names", "evaluations", "lineage"]
+    print_table(columns, rows, empty="no such checkpoint" if any(options.values()) else "no checkpoint yet")
+
+
+def _print_checkpoints_of(api: Client, job_id: str, policy: str, as_json: bool) -> None:
     found = api.checkpoints(part_id(job_id, policy))
     evaluations = [one for one in api.evaluations(job_id) if one["policy"] == policy]
     if as_json:
@@ -47,10 +106,11 @@ def checkpoints(job_id: JobId, policy: Policy = "", url: Url = None, as_json: As
     print_table(["step", "size", "created", "evaluations"], rows, empty="no checkpoint yet")
 
 
-def _evaluated(one: Evaluation) -> str:
-    """`exact 0.91 (0.88 to 0.94) on gsm8k, j-...`, or its state."""
+def _evaluated(one: Evaluation, metric: str = "") -> str:
+    """`exact 0.91 (0.88 to 0.94) on gsm8k, j-...`, or its state. `metric`: shown in the place of the main one."""
     values = one["values"]
-    name = next((name for name in MAIN if name in values), None)
+    wanted = f"val/{metric.removeprefix('-').removeprefix('val/')}"
+    name = next((name for name in (wanted, *MAIN) if name in values), None)
     if name is None:
         return f"{one['state']}, {one['job']}"
     low, high = (values.get(f"{name.removesuffix('/mean')}/{end}") for end in ("low", "high"))

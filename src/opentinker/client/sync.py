@@ -124,6 +124,7 @@ class Client:
     usage = blocking(AsyncClient.usage)
 
     checkpoints = blocking(AsyncClient.checkpoints)
+    all_checkpoints = blocking(AsyncClient.all_checkpoints)
     evaluations = blocking(AsyncClient.evaluations)
     artifacts = blocking(AsyncClient.artifacts)
     download = blocking(AsyncClient.download)

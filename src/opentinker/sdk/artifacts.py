@@ -11,9 +11,9 @@ import base64
 import hashlib
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import cast
+from typing import Literal, cast
 from urllib.parse import quote
 
 import aiohttp
@@ -25,17 +25,21 @@ from opentinker.shared.api_types import (
     Artifact,
     Artifacts,
     Checkpoint,
+    CheckpointRegistry,
     Checkpoints,
     DeletedArtifacts,
     Evaluation,
     Evaluations,
     Publication,
     Publications,
+    RegisteredCheckpoint,
 )
 from opentinker.shared.types.core import split_part
 from opentinker.shared.types.manifest import ADAPTER, instead
 
 CHUNK = 1 << 20
+PAGE = 500
+"""Checkpoints per request."""
 _JOB = re.compile(r"j-[a-z0-9]{10}")
 
 
@@ -79,6 +83,36 @@ class ArtifactCalls:
     async def checkpoints(self, id: str) -> list[Checkpoint]:
         """The checkpoints of a job, oldest first."""
         return cast(Checkpoints, await self._http.json("GET", path_of(id, "/checkpoints"), query_of(id)))["checkpoints"]
+
+    async def all_checkpoints(
+        self,
+        limit: int = 100,
+        *,
+        job: str | None = None,
+        model: str | None = None,
+        project: str | None = None,
+        tags: Collection[str] | None = None,
+        published: bool | None = None,
+        weights: Literal["whole", "lora", "none"] | None = None,
+        sort: str | None = None,
+    ) -> list[RegisteredCheckpoint]:
+        """The first `limit` checkpoints of all jobs of the tenant, newest first or by `sort` (`bytes`, `-step`, or a
+        metric of evaluations such as `exact`, the largest first), each with its lineage, its published names and its
+        evaluations: those of a job, of this base model, in `project`, with all `tags`, published or not, and with these
+        `weights`. The newest 1,000 and all published ones are listed."""
+        names = {None: None, True: "yes", False: "no"}
+        texts = {"job": job, "model": model, "project": project, "weights": weights, "sort": sort}
+        texts |= {"tag": ",".join(tags or ()), "published": names[published]}
+        query = {key: text for key, text in texts.items() if text}
+        found: list[RegisteredCheckpoint] = []
+        while len(found) < limit:
+            query["limit"] = str(min(PAGE, limit - len(found)))
+            page = cast(CheckpointRegistry, await self._http.json("GET", "/v1/checkpoints", query))
+            found += page["checkpoints"]
+            if not page["more"]:
+                break
+            query["before"] = page["cursor"]
+        return found
 
     async def artifacts(self, id: str) -> list[Artifact]:
         """Every file that a job has left so far: `path`, `kind`, `bytes`, `created`, and `sha256` where it is known."""

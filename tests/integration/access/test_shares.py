@@ -14,7 +14,7 @@ from tests.support.api import SPEC, Http, bearing, fits, new_key_of
 
 FOREIGN = (
     *("/v1/jobs", "/v1/sweeps", "/v1/keys", "/v1/workers", "/v1/usage", "/v1/published", "/v1/environments"),
-    "/v1/checks",
+    *("/v1/checks", "/v1/checkpoints"),
 )
 
 
