@@ -12,6 +12,7 @@ import { Compare } from "./views/compare.tsx";
 import { EnvironmentView, JobPlay } from "./views/environment.tsx";
 import { CheckView, Environments } from "./views/environments.tsx";
 import { JobView } from "./views/job.tsx";
+import { Models } from "./views/models.tsx";
 import { Jobs } from "./views/jobs.tsx";
 import { Submit } from "./views/submit.tsx";
 import { Sweeps, SweepView } from "./views/sweeps.tsx";
@@ -92,6 +93,7 @@ function View({ shared }: { shared: string[] }): JSX.Element {
   if (view === "environment" && id) return <EnvironmentView key={id} name={id} />;
   if (view === "play" && id) return <JobPlay key={`${id} ${part}`} id={id} row={part ?? "0"} />;
   if (view === "sweeps") return id ? <SweepView key={id} id={id} /> : <Sweeps />;
+  if (view === "checkpoints") return <Models />;
   if (view === "submit") return <Submit from={id ?? ""} step={part ?? ""} />;
   if (view === "jobs" && id) return <JobView key={id} id={id} part={part ?? "curves"} at={at ?? ""} />;
   if (view === undefined || view === "jobs") return <Jobs />;
@@ -139,6 +141,7 @@ function Head({ me, leave }: { me: Me | null; leave: () => void }): JSX.Element 
       {me && !me.jobs.length && (
         <nav>
           {link("", "Jobs", view === undefined || view === "jobs" || view === "sweeps")}
+          {link("checkpoints", "Models", view === "checkpoints")}
           {me.scopes.includes("environments:read") && link("environments", "Environments", view === "environments" || view === "environment")}
           {link("cluster", "Cluster", view === "cluster")}
           {me.scopes.includes("jobs:write") && link("submit", "Submit", view === "submit")}

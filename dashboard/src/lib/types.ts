@@ -241,3 +241,25 @@ export interface Evaluation {
   values: Record<string, number>;
   categories: Category[];
 }
+
+/** A checkpoint in the list of all jobs'. */
+export interface RegisteredCheckpoint {
+  /** JOB@STEP. */
+  checkpoint: string;
+  job: string;
+  job_name: string;
+  kind: string;
+  policy: string;
+  step: number;
+  created: number;
+  bytes: number;
+  model_bytes: number;
+  project: string;
+  tags: string[];
+  base_model: string;
+  weights: "whole" | "lora" | "none";
+  lora_rank: number | null;
+  published: string[];
+  lineage: string[];
+  evaluations: Evaluation[];
+}

@@ -44,8 +44,9 @@ async def test_every_view_can_be_used_by_everybody(
     write_checkpoint(ctx, job, 1, {"model.safetensors": b"weights"})
     swept = await http("POST", "/v1/sweeps", json={**SPEC, "sweep": {"parameters": {"rollout.toy.skill": [0.5]}}})
     views: tuple[tuple[str, ...], ...] = (
-        (), ("environments",), ("sweeps",), ("sweeps", swept[1]["id"]), ("cluster",), ("submit",), ("submit", job),
-        ("environment", "copy_digits"), *(("jobs", job, part) for part in PARTS), ("jobs", learned, "data"),
+        (), ("checkpoints",), ("environments",), ("sweeps",), ("sweeps", swept[1]["id"]), ("cluster",), ("submit",),
+        ("submit", job), ("environment", "copy_digits"), *(("jobs", job, part) for part in PARTS),
+        ("jobs", learned, "data"),
     )  # fmt: skip
     tab = await opened(http.url, viewport=SIZES[size], color_scheme=theme)
     await tab.page.evaluate(AXE.read_text())

@@ -1,0 +1,223 @@
+// The checkpoints of all jobs: lineage, names and evaluations; some of them compared by metric.
+
+import type { JSX } from "preact";
+import { useState } from "preact/hooks";
+import { useAsked, useDoing, useMay, useNow } from "../hooks.ts";
+import { ask } from "../lib/api.ts";
+import { environmentsOf, lineageLinks, metricRows } from "../lib/registry.ts";
+import { mainResult } from "../lib/results.ts";
+import type { RegisteredCheckpoint } from "../lib/types.ts";
+import { ago, bytes, counted, moment, short } from "../lib/words.ts";
+import { Empty, Head, Said, Select } from "../parts.tsx";
+
+const LOOK_S = 5;
+const PAGE = 100;
+/** As many as are listed at all. */
+const MOST = 1000;
+const SORTS: [string, string][] = [
+  ["created", "newest first"],
+  ["bytes", "largest first"],
+  ["exact", "by exact"],
+  ["reward/mean", "by mean reward"],
+  ["pass/1", "by pass@1"],
+  ["-loss", "by loss, lowest first"],
+];
+const WEIGHTS: [string, string][] = [
+  ["any", "any weights"],
+  ["whole", "whole models"],
+  ["lora", "adapters"],
+];
+const PUBLISHED: [string, string][] = [
+  ["any", "with or without a name"],
+  ["yes", "published"],
+  ["no", "not published"],
+];
+const TEXTS = ["model", "project", "tag", "job"] as const;
+
+interface Answer {
+  checkpoints: RegisteredCheckpoint[];
+  more: boolean;
+}
+
+export function Models(): JSX.Element {
+  const [filter, setFilter] = useState<Record<string, string>>({});
+  const [limit, setLimit] = useState(PAGE);
+  const [picked, setPicked] = useState<RegisteredCheckpoint[]>([]);
+  const query = new URLSearchParams({ ...filter, limit: String(limit) });
+  const { value, problem, again } = useAsked<Answer>(`/v1/checkpoints?${query}`, LOOK_S);
+  const change = (name: string, text: string): void => {
+    const { [name]: _, ...others } = filter;
+    setLimit(PAGE);
+    setFilter(text && text !== "any" ? { ...others, [name]: text } : others);
+  };
+  const pick = (one: RegisteredCheckpoint): void => {
+    const others = picked.filter((other) => other.checkpoint !== one.checkpoint);
+    setPicked(others.length < picked.length ? others : [...picked, one]);
+  };
+  const listed = new Map(value?.checkpoints.map((one) => [one.checkpoint, one]));
+  return (
+    <>
+      <h1>Models</h1>
+      <div class="bar">
+        {TEXTS.map((name) => (
+          <input key={name} aria-label={name} placeholder={`${name}…`} maxLength={200} onChange={(event) => change(name, event.currentTarget.value.trim())} />
+        ))}
+        <Select label="Weights" value={filter["weights"] ?? "any"} of={WEIGHTS} choose={(one) => change("weights", one)} />
+        <Select label="Published" value={filter["published"] ?? "any"} of={PUBLISHED} choose={(one) => change("published", one)} />
+        <Select label="Order" value={filter["sort"] ?? "created"} of={SORTS} choose={(one) => change("sort", one)} />
+      </div>
+      <Said problem={problem} />
+      {picked.length > 0 && (
+        <Comparison of={picked.map((one) => listed.get(one.checkpoint) ?? one)} clear={() => setPicked([])} />
+      )}
+      {!value && !problem && <Empty>…</Empty>}
+      {value && !value.checkpoints.length && (
+        <Empty>{Object.keys(filter).length ? "No such checkpoint." : "No checkpoint yet (interval: train.checkpoint_every)."}</Empty>
+      )}
+      {value && value.checkpoints.length > 0 && (
+        <Listed of={value.checkpoints} isPicked={(one) => picked.some((other) => other.checkpoint === one.checkpoint)} pick={pick} again={again} />
+      )}
+      {value?.more && limit < MOST && <button onClick={() => setLimit(Math.min(MOST, limit + PAGE))}>More</button>}
+    </>
+  );
+}
+
+interface ListProps {
+  of: RegisteredCheckpoint[];
+  isPicked: (one: RegisteredCheckpoint) => boolean;
+  pick: (one: RegisteredCheckpoint) => void;
+  again: () => void;
+}
+
+function Listed({ of, isPicked, pick, again }: ListProps): JSX.Element {
+  const now = useNow(5);
+  const publishes = useMay("checkpoints:write");
+  return (
+    <table class="card models">
+      <Head of={["Pick", "Checkpoint", "Lineage", "Weights", "Size", "Created", "Evaluations", "Published as"]} />
+      <tbody>
+        {of.map((one) => (
+          <tr key={one.checkpoint} aria-selected={isPicked(one)}>
+            <td data-label="Pick">
+              <input type="checkbox" aria-label={`Pick ${one.checkpoint}`} checked={isPicked(one)} onClick={() => pick(one)} />
+            </td>
+            <td data-label="Checkpoint">
+              <a href={`#/jobs/${one.job}/checkpoints`}>{one.job_name}</a>{" "}
+              <small class="dim">
+                {one.checkpoint} · {one.kind}
+                {one.project && ` · ${one.project}`}
+              </small>
+            </td>
+            <td data-label="Lineage">
+              <Lineage of={one.lineage} />
+            </td>
+            <td data-label="Weights">{one.lora_rank === null ? one.weights : `lora, rank ${one.lora_rank}`}</td>
+            <td data-label="Size" title={`${bytes(one.bytes)} with the trainer's state`}>
+              {bytes(one.model_bytes)}
+            </td>
+            <td data-label="Created" class="dim" title={moment(one.created)}>
+              {ago(one.created, now)}
+            </td>
+            <td data-label="Evaluations">
+              {one.evaluations.map((found) => (
+                <div key={found.job}>
+                  <a href={`#/jobs/${found.job}`}>{mainResult(found.values) ?? found.state}</a> <small class="dim">{found.environment}</small>
+                </div>
+              ))}
+            </td>
+            <td data-label="Published as">
+              {one.published.join(", ")} {publishes && <Publish checkpoint={one.checkpoint} again={again} />}
+            </td>
+          </tr>
+        ))}
+      </tbody>
+    </table>
+  );
+}
+
+function Lineage({ of }: { of: string[] }): JSX.Element {
+  return (
+    <span class="lineage">
+      {lineageLinks(of).map(({ text, to }, place) => (
+        <span key={text}>
+          {place > 0 && " → "}
+          {to === null ? text : <a href={`#${to}`}>{text}</a>}
+        </span>
+      ))}
+    </span>
+  );
+}
+
+function Publish({ checkpoint, again }: { checkpoint: string; again: () => void }): JSX.Element {
+  const [isOpen, setOpen] = useState(false);
+  const { doing, problem, act } = useDoing();
+  const [name, setName] = useState("");
+  const submit = (event: Event): void => {
+    event.preventDefault();
+    act(async () => {
+      await ask("/v1/published", { method: "POST", body: { name: name.trim(), checkpoint } });
+      setOpen(false);
+      setName("");
+      again();
+    });
+  };
+  if (!isOpen) {
+    return (
+      <button aria-label={`Publish ${checkpoint}`} onClick={() => setOpen(true)}>
+        Publish
+      </button>
+    );
+  }
+  return (
+    <form onSubmit={submit}>
+      <input aria-label="Name" placeholder="name.v1" maxLength={63} autofocus value={name} onInput={(event) => setName(event.currentTarget.value)} />{" "}
+      <button type="submit" disabled={doing || !name.trim()}>
+        Publish
+      </button>{" "}
+      <button type="button" onClick={() => setOpen(false)}>
+        Cancel
+      </button>
+      <Said problem={problem} />
+    </form>
+  );
+}
+
+function Comparison({ of, clear }: { of: RegisteredCheckpoint[]; clear: () => void }): JSX.Element {
+  const environments = environmentsOf(of);
+  const [chosen, setChosen] = useState("");
+  const environment = environments.includes(chosen) ? chosen : environments.length > 1 ? environments[0]! : "";
+  const rows = metricRows(of, environment);
+  return (
+    <section class="card compared">
+      <h2>{counted(of.length, "checkpoint")} compared by evaluation</h2>
+      <p>
+        {environments.length > 1 && (
+          <Select label="Environment" value={environment} of={environments.map((one) => [one, one])} choose={setChosen} />
+        )}{" "}
+        <button onClick={clear}>Pick none</button>
+      </p>
+      {rows.length === 0 ? (
+        <Empty>
+          None of them was evaluated: <code>opentinker eval JOB --at STEP</code> does it.
+        </Empty>
+      ) : (
+        <table>
+          <Head of={["Metric", ...of.map((one) => one.published[0] ?? one.checkpoint)]} />
+          <tbody>
+            {rows.map(({ name, cells, best }) => (
+              <tr key={name}>
+                <td data-label="Metric">{name}</td>
+                {cells.map((cell, place) => (
+                  <td key={of[place]!.checkpoint} data-label={of[place]!.checkpoint}>
+                    {cell && (best.includes(place) ? <b title="best">{short(cell.value)} ★</b> : short(cell.value))}
+                    {cell?.interval && <small class="dim"> {cell.interval.map(short).join(" to ")}</small>}
+                  </td>
+                ))}
+              </tr>
+            ))}
+          </tbody>
+        </table>
+      )}
+    </section>
+  );
+}

@@ -1,0 +1,53 @@
+"""The checkpoints of all jobs in the page: lineage, filters, publishing, and a comparison by evaluation."""
+
+from __future__ import annotations
+
+from playwright.async_api import expect
+
+from opentinker.shared.state.store import Store
+from tests.e2e.page.conftest import IN_BROWSER, Open
+from tests.support.api import Http
+from tests.support.registry import BASE, LORA, evaluated, kept, trained
+
+pytestmark = IN_BROWSER
+
+
+async def test_models_are_filtered_published_and_compared(opened: Open, http: Http, store: Store) -> None:
+    first = await kept(store, await trained(store, id="j-aaaaaaaaaa"), 10, 1000.0)
+    second = await kept(store, await trained(store, id="j-bbbbbbbbbb", start=first), 20, 2000.0)
+    labels = {"project": "maths", "model": {"base": BASE, "lora": LORA}}
+    third = await kept(store, await trained(store, id="j-cccccccccc", start=second, **labels), 5, 3000.0, lora=True)
+    await evaluated(store, first, 0.25)
+    await evaluated(store, second, 0.75)
+    tab = await opened(http.url, "checkpoints")
+    rows = tab.page.locator(".models tbody tr")
+    await expect(rows).to_have_count(3)
+    newest = rows.first
+    await expect(newest).to_contain_text("lora, rank 8")
+    await expect(newest.locator(".lineage")).to_have_text(f"{BASE} → {first} → {second}")
+    link = newest.get_by_role("link", name=second)
+    assert await link.get_attribute("href") == "#/jobs/j-bbbbbbbbbb/checkpoints"
+
+    await tab.page.get_by_label("Order").select_option("exact")
+    await expect(rows.first).to_contain_text(second)
+    await tab.page.get_by_role("button", name=f"Publish {second}").click()
+    await tab.page.get_by_label("Name").fill("best.v1")
+    await tab.page.get_by_label("Name").press("Enter")
+    await tab.page.get_by_label("Published").select_option("yes")
+    await expect(rows).to_have_count(1)
+    await expect(rows).to_contain_text("best.v1")
+    await tab.page.get_by_label("Published").select_option("any")
+
+    await expect(rows).to_have_count(3)
+    for name in (first, second, third):
+        await tab.page.get_by_label(f"Pick {name}").check()
+    exact = tab.page.locator(".compared tbody tr", has_text="exact")
+    await expect(exact.locator("b")).to_contain_text("0.75")
+    await expect(exact.locator("td").nth(1)).to_contain_text("0.15 to 0.35")
+    await expect(exact.locator("td").nth(3)).to_be_empty()
+    await expect(tab.page.locator(".compared th").nth(2)).to_have_text("best.v1")
+
+    await tab.page.get_by_label("project").fill("maths")
+    await tab.page.get_by_label("project").press("Enter")
+    await expect(rows).to_have_count(1)
+    await expect(tab.page.locator(".compared b")).to_have_count(1)
