@@ -25,7 +25,6 @@ from opentinker.shared.api_types import (
     Artifact,
     Artifacts,
     Checkpoint,
-    CheckpointRegistry,
     Checkpoints,
     DeletedArtifacts,
     Evaluation,
@@ -38,8 +37,6 @@ from opentinker.shared.types.core import split_part
 from opentinker.shared.types.manifest import ADAPTER, instead
 
 CHUNK = 1 << 20
-PAGE = 500
-"""Checkpoints per request."""
 _JOB = re.compile(r"j-[a-z0-9]{10}")
 
 
@@ -104,15 +101,7 @@ class ArtifactCalls:
         texts = {"job": job, "model": model, "project": project, "weights": weights, "sort": sort}
         texts |= {"tag": ",".join(tags or ()), "published": names[published]}
         query = {key: text for key, text in texts.items() if text}
-        found: list[RegisteredCheckpoint] = []
-        while len(found) < limit:
-            query["limit"] = str(min(PAGE, limit - len(found)))
-            page = cast(CheckpointRegistry, await self._http.json("GET", "/v1/checkpoints", query))
-            found += page["checkpoints"]
-            if not page["more"]:
-                break
-            query["before"] = page["cursor"]
-        return found
+        return await self._http.newest("/v1/checkpoints", "checkpoints", limit, query)
 
     async def artifacts(self, id: str) -> list[Artifact]:
         """Every file that a job has left so far: `path`, `kind`, `bytes`, `created`, and `sha256` where it is known."""

@@ -88,7 +88,7 @@ async def test_evaluations_stand_with_their_checkpoint_the_newest_first(
 async def test_checkpoints_are_filtered_and_sorted_page_by_page(
     client: AsyncClient, store: Store, family: list[str], query: dict[str, Any], steps: list[int], monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr("opentinker.sdk.artifacts.PAGE", 1)
+    monkeypatch.setattr("opentinker.sdk.http.PAGE", 1)
     await evaluated(store, family[0], 0.75)
     await evaluated(store, family[1], 0.5)
     index = ArtifactIndex(store.redis)
