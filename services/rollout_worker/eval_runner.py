@@ -21,6 +21,7 @@ from opentinker.services.rollout_worker.seat_map import LoadedPolicy, SeatMap
 from opentinker.services.rollout_worker.transcripts import TOKENS, shortened
 from opentinker.services.rollout_worker.url_player import UrlPlayer
 from opentinker.shared.asyncio_tools import cancel_and_wait, forward_exception, sleep, wait_event
+from opentinker.shared.evaluation.outcomes import OUTCOME_TRANSCRIPTS, Outcome, is_among_first, outcomes_of
 from opentinker.shared.messaging.bus import Bus, Delivery, NoReply
 from opentinker.shared.messaging.subjects import EXAM, EXAM_RESULT
 from opentinker.shared.spec import JobSpec, ValidationSpec
@@ -71,7 +72,10 @@ class EvalRunner:
         self.bus, self.worker, self.job, self.counts, self._broken = bus, worker, job, counts, broken
         self.spent, self._busy = spent, busy
         self.spec = validation_episodes(spec)
-        self.kept, self.samples = exam.transcripts, exam.samples
+        self.kept, self.samples, self.solved_at = exam.transcripts, exam.samples, exam.solved_at
+        self._counted: WeightVersion | None = None
+        self._ended: Counter[Outcome] = Counter()
+        """Episodes of the version `_counted`."""
         self.policy, self.part = policy, part_id(job, policy)
         self.opponents = exam.opponents_of(policy) if isinstance(exam, ValidationSpec) else []
         self.total = exam.total
@@ -180,7 +184,9 @@ class EvalRunner:
         if not rewards:  # an opponent ended it before the policy had a turn
             own, _ = episode.seats.split_seats(self.policy, episode.rewards)
             rewards = {seat: episode.rewards[seat] for seat in own} or {"": 0.0}
-        messages = shortened(episode.said, TRANSCRIPT_CHARACTERS) if self._is_among(exam, self.kept) else []
+        reward, outcome = sum(rewards.values()) / len(rewards), outcome_of(episode, self.policy)
+        is_read = self._is_rare(exam, reward, outcome) or self._is_among(exam, self.kept)
+        messages = shortened(episode.said, TRANSCRIPT_CHARACTERS) if is_read else []
         return EvalResult(
             job=exam.job,
             version=exam.version,
@@ -188,9 +194,9 @@ class EvalRunner:
             worker=self.worker,
             sampled_by=sorted({span.version for t in trajectories for span in t.spans}),
             ending=played[0].ending,
-            reward=sum(rewards.values()) / len(rewards),
+            reward=reward,
             seats=episode.rewards,
-            outcome=outcome_of(episode, self.policy),
+            outcome=outcome,
             components={name: value / len(rewards) for name, value in components.items()},
             metrics=played[0].metrics,
             row=played[0].row,
@@ -203,9 +209,16 @@ class EvalRunner:
         )
 
     def _is_among(self, exam: EvalEpisode, first: int) -> bool:
-        """Return whether it is one of the `first` episodes, taken in turn from each opponent."""
-        opponent, place = divmod(exam.index, self.total)
-        return place * max(1, len(self.opponents)) + opponent < first
+        return is_among_first(exam.index, self.total, len(self.opponents), first)
+
+    def _is_rare(self, exam: EvalEpisode, reward: float, outcome: float | None) -> bool:
+        """Count an episode, and return whether it is one of this worker's first with its outcome: it is sent word by
+        word, since whoever asked may have no other."""
+        if exam.version != self._counted:
+            self._counted, self._ended = exam.version, Counter()
+        keys = [(exam.index // self.total, name) for name in outcomes_of(reward, outcome, self.solved_at)]
+        self._ended.update(keys)
+        return self.kept > 0 and any(self._ended[key] <= OUTCOME_TRANSCRIPTS for key in keys)
 
     def _failed(self, exam: EvalEpisode, ending: Ending, error: str) -> EvalResult:
         return EvalResult(

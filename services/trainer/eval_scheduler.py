@@ -19,6 +19,7 @@ import structlog
 from opentinker.services.trainer.job_reporter import JobReporter
 from opentinker.services.trainer.learners.base import SnapshotLike
 from opentinker.shared.asyncio_tools import wait_event
+from opentinker.shared.evaluation.outcomes import choose_kept
 from opentinker.shared.evaluation.records import exam_at, metrics_of, transcript_of
 from opentinker.shared.messaging.bus import NoReply, StreamFull
 from opentinker.shared.messaging.subjects import EXAM, EXAM_RESULT, EXAMS
@@ -164,7 +165,7 @@ class EvalScheduler:
         values |= await asyncio.to_thread(self.reporter.evaluations.rate, version.step, values, bots)
         if self.reporter.spec.train.deterministic and self.reporter.target_uses_evaluation:
             self._require_complete(version, results)  # before any result is stored
-        kept = [transcript_of(result, self.plan, names) for result in results if result.messages]
+        kept = [transcript_of(result, self.plan, names) for result in choose_kept(results, self.plan, names)]
         await self.reporter.evaluations.keep(version.step, kept)
         await self.reporter.evaluations.add(version, values, self.reporter.spec.train.target)
 

@@ -52,7 +52,8 @@ class EvaluationSpec(SpecPart):
     """Sampled tokens per episode; default: rollout.max_tokens."""
     transcripts: Annotated[int, Field(ge=0, le=1000)] = 8
     """Number of episodes, from the first, whose transcripts are kept for every evaluation, up to 100,000 characters
-    each (`opentinker transcripts`)."""
+    each (`opentinker transcripts`); above 0, also two of each outcome (solved, unsolved, won, drawn, lost) against each
+    opponent."""
 
     def resolve(self) -> list[dict[str, Any]]:
         found = []

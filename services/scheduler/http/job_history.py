@@ -22,6 +22,7 @@ from opentinker.services.scheduler.http.jobs import POLICY, JobsApi
 from opentinker.services.scheduler.http.route_decorator import Choice, Integer, Parameter, Route
 from opentinker.services.scheduler.jobs.metric_history import MetricHistory
 from opentinker.shared import api_types
+from opentinker.shared.evaluation.outcomes import OUTCOME_NAMES
 from opentinker.shared.security.authorization import Action
 from opentinker.shared.state.admission import admission_of
 from opentinker.shared.types.core import Discard, JobState, split_part
@@ -45,7 +46,7 @@ STEP = Integer("step", "Step of the evaluation; default: the latest.", default=-
 OUTCOME = Choice(
     "outcome",
     "Only episodes that ended so. `won`, `drawn` and `lost`: where other players have seats.",
-    among=("all", *transcripts.OUTCOMES),
+    among=("all", *OUTCOME_NAMES),
 )
 OPPONENT = Parameter("opponent", "Only episodes against this opponent.")
 

@@ -17,13 +17,11 @@ from typing import Any
 
 import orjson
 
+from opentinker.shared.evaluation.outcomes import GAMES, OUTCOME_NAMES, outcomes_of
 from opentinker.shared.spec.seats import PLAYERS
 from opentinker.shared.types.errors import NotFound
 from opentinker.shared.types.manifest import name_of, short_list
 
-OUTCOMES = ("solved", "unsolved", "won", "drawn", "lost")
-GAMES = {1.0: "won", 0.5: "drawn", 0.0: "lost"}
-"""By `EvalResult.outcome`."""
 _FILE = re.compile(r"^step-(\d{1,12})\.jsonl$")
 
 
@@ -58,16 +56,15 @@ def by_outcome(
     evaluated one, of a job with several."""
     solved_at = (spec.get("evaluation") or spec.get("validation") or {}).get("solved_at", 1.0)
     others = _other_players(spec.get("seats") or {}, policy)
-    counts = dict.fromkeys(OUTCOMES[:2], 0)
+    counts = dict.fromkeys(OUTCOME_NAMES[:2], 0)
     opponents: dict[str, dict[str, int]] = {}
     kept = []
     for one in found["transcripts"]:
-        one["solved"] = one["reward"] >= solved_at
-        ended = [OUTCOMES[0] if one["solved"] else OUTCOMES[1]]
+        ended = outcomes_of(one["reward"], one.get("outcome"), solved_at)
+        one["solved"] = ended[0] == OUTCOME_NAMES[0]
         if "outcome" in one:
             if others:
                 one.setdefault("opponent", others)
-            ended.append(GAMES[one["outcome"]])
             games = opponents.setdefault(one.get("opponent", ""), dict.fromkeys(GAMES.values(), 0))
             games[ended[1]] += 1
             counts = {**counts, **{name: counts.get(name, 0) for name in GAMES.values()}}

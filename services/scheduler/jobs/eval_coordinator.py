@@ -25,6 +25,7 @@ import structlog
 from opentinker.services.scheduler.jobs.kept_checkpoints import read_start
 from opentinker.shared.asyncio_tools import cancel_and_wait, sleep, wait_event
 from opentinker.shared.data.step_log import StepLog
+from opentinker.shared.evaluation.outcomes import choose_kept
 from opentinker.shared.evaluation.records import Evaluations, exam_at, metrics_of, transcript_of
 from opentinker.shared.messaging.bus import NoReply, StreamFull
 from opentinker.shared.messaging.stored_messages import required_stream
@@ -252,7 +253,7 @@ class Evaluation:
 
         kept = Evaluations(self.ctx.bus, self.job.id, self.home, event, guard)
         try:
-            await kept.keep(self.version.step, [transcript_of(r, self.plan) for r in results if r.messages])
+            await kept.keep(self.version.step, [transcript_of(r, self.plan) for r in choose_kept(results, self.plan)])
             await asyncio.to_thread(kept.restore, {self.version.epoch: self.version.step}, self.version.step)
             if self.version.step not in kept.steps:  # otherwise an earlier leader has reported it
                 await kept.add(self.version, values, {})
