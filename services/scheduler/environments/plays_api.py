@@ -95,7 +95,7 @@ class PlaysApi:
     async def begin(self, request: web.Request) -> web.Response:
         """Play an episode yourself.
 
-        It ends after half an hour at the latest. A key plays four at a time: a fifth ends the oldest."""
+        It ends after half an hour at the latest. A key or a user plays four at a time: a fifth ends the oldest."""
         body = await read_json(request)
         asked, tenant = parsed(PlayRequest, body), tenant_of(request)
         named = {"environment": body["environment"]}
@@ -128,11 +128,14 @@ class PlaysApi:
             raise Conflict(
                 f"the episode did not open within {OPEN_S:g} s; try again when env workers have room"
             ) from None
-        if reply.wants_tokens:
+        try:
+            if reply.wants_tokens:
+                problem = "wants the tokens that a model samples, which a person does not have"
+                raise SpecError.of("environment.name", play.environment, problem)
+            return json_response(await self._answer(request, play, reply), 201)
+        except BaseException:  # no one can play it: its place is free now, and not after PLAY_S
             await client.close(worker=reply.worker, session=play.session)
-            problem = "wants the tokens that a model samples, which a person does not have"
-            raise SpecError.of("environment.name", play.environment, problem)
-        return json_response(await self._answer(request, play, reply), 201)
+            raise
 
     @Route("POST", "/v1/plays/{play}/turns", Action.JOBS_WRITE, body=PlayedTurn, answer=api_types.PlayedEpisode)
     async def turn(self, request: web.Request) -> web.Response:
@@ -157,7 +160,7 @@ class PlaysApi:
     async def end(self, request: web.Request) -> web.Response:
         """End an episode that you play."""
         play = await self._found(request)
-        await self._plays.end(tenant_of(request), principal_of(request).key, play.id)
+        await self._plays.end(tenant_of(request), principal_of(request).name, play.id)
         await self._client(request).close(worker=play.worker, session=play.session)
         return json_response({"id": play.id, "ended": True})
 
@@ -174,15 +177,17 @@ class PlaysApi:
 
     async def _answer(self, request: web.Request, play: Play, reply: SessionReply) -> api_types.PlayedEpisode:
         """Return what the person sees next, and keep where the episode is."""
-        tenant, key = tenant_of(request), principal_of(request).key
+        tenant, owner = tenant_of(request), principal_of(request).name
         over = reply.done or reply.failure is not None
         prompts = [] if over and not reply.truncated else reply.prompts
         if over:
-            await self._plays.end(tenant, key, play.id)
+            await self._plays.end(tenant, owner, play.id)
+            if reply.failure is not None:  # an answer that cannot be read leaves the session open
+                await self._client(request).close(worker=reply.worker, session=play.session)
         else:
             seats = [prompt.seat for prompt in prompts]
             play = msgspec.structs.replace(play, worker=reply.worker, together=bool(reply.round), seats=seats)
-            for old in await self._plays.save(tenant, key, play, time.time()):
+            for old in await self._plays.save(tenant, owner, play, time.time()):
                 await self._client(request).close(worker=old.worker, session=old.session)
         return {
             "id": play.id,
