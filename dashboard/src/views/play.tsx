@@ -28,8 +28,14 @@ export function Play({ start, leave }: { start: Start; leave: () => void }): JSX
   const [total, setTotal] = useState<Record<string, number>>({});
   const { doing, problem, act } = useDoing();
   const open = useRef<string | null>(null); // what has to be ended when the view goes away
+  const gone = useRef(false);
+  const end = (): void => {
+    if (open.current) void ask(`/v1/plays/${open.current}`, { method: "DELETE" }).catch(() => undefined); // it ends by itself
+    open.current = null;
+  };
   const take = (next: PlayedEpisode, said: Line[], actor: string): void => {
     open.current = next.done ? null : next.id;
+    if (gone.current) return end(); // it has opened after the reader left
     const seen = next.prompts.flatMap((prompt) => prompt.messages.map((one) => ({ seat: prompt.seat, ...one })));
     setTalk((before) => [...before, ...said, ...seen]);
     setTotal((before) => rewarded(before, next, actor));
@@ -38,7 +44,8 @@ export function Play({ start, leave }: { start: Start; leave: () => void }): JSX
   useEffect(() => {
     act(async () => take(await ask<PlayedEpisode>("/v1/plays", { method: "POST", body: { ...start } as Json }), [], ""));
     return () => {
-      if (open.current) void ask(`/v1/plays/${open.current}`, { method: "DELETE" }).catch(() => undefined); // it ends by itself
+      gone.current = true;
+      end();
     };
   }, []);
   const answer = (texts: string[], calls: Call[]): void => {

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from playwright.async_api import expect
+import asyncio
 
-from tests.e2e.page.conftest import IN_BROWSER, Open
+from playwright.async_api import Route, expect
+
+from tests.e2e.page.conftest import IN_BROWSER, WAIT_S, Open
 from tests.integration.rollout_worker.test_env_service import Workers, workers
 from tests.support.api import SPEC, Http
 
@@ -57,3 +59,23 @@ async def test_a_row_of_a_job_is_played_with_both_seats(opened: Open, http: Http
         await fields.nth(at).fill("heads")
     await tab.page.get_by_role("button", name="Answer").click()
     await expect(tab.page.get_by_role("status")).to_contain_text(": ")
+
+
+async def test_an_episode_that_opens_after_the_reader_left_is_ended(opened: Open, http: Http, workers: Workers) -> None:
+    await workers.start("env-0")
+    tab = await opened(http.url, "environment", "copy_digits")
+    begun, left, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def late(route: Route) -> None:
+        begun.set()
+        await left.wait()
+        await route.continue_()
+
+    await tab.page.route("**/v1/plays", late)
+    tab.page.on("response", lambda said: ended.set() if said.request.method == "DELETE" and said.ok else None)
+    await tab.page.get_by_role("button", name="Begin").click()
+    await begun.wait()
+    await tab.page.get_by_role("button", name="End").click()
+    await expect(tab.page.get_by_role("button", name="Begin")).to_be_visible()
+    left.set()
+    await asyncio.wait_for(ended.wait(), WAIT_S)
