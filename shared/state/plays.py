@@ -1,8 +1,7 @@
 """Episodes that people play on the page, by tenant: which env worker holds each, until it ends.
 
 Redis keys:
-    plays:{tenant}:{owner}      sorted set of the ids that a key, or a user without one, plays, by the time at which they
-                                began
+    plays:{tenant}:{owner}      sorted set of the ids that a key or a user plays, by the time at which they began
     play:{tenant}:{id}          the Play as JSON; expires with its episode
 """
 

@@ -27,9 +27,7 @@ async def begun(page: Browser) -> dict[str, Any]:
     return dict(episode)
 
 
-async def test_a_users_plays_do_not_end_those_of_colleagues(
-    served: Open, provider: Provider, workers: Workers
-) -> None:
+async def test_a_users_plays_do_not_end_those_of_colleagues(served: Open, provider: Provider, workers: Workers) -> None:
     await workers.start("env-0")
     async with served() as (_, url), browser(url) as ada, browser(url) as bob:
         assert await signs_in(ada) == ""
