@@ -22,7 +22,16 @@ export function useAddress(): string[] {
     changed(); // it may have changed since this was drawn
     return () => window.removeEventListener("hashchange", changed);
   }, []);
-  return address.replace(/^#\/?/, "").split("/").filter(Boolean).map(decodeURIComponent);
+  return address.replace(/^#\/?/, "").split("/").filter(Boolean).map(decoded);
+}
+
+/** A part of an address that somebody typed may be no encoded text. */
+function decoded(part: string): string {
+  try {
+    return decodeURIComponent(part);
+  } catch {
+    return part;
+  }
 }
 
 export function go(...parts: string[]): void {

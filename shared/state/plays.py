@@ -10,12 +10,20 @@ from __future__ import annotations
 import msgspec
 from redis.asyncio import Redis
 
+from opentinker.shared.state.redis_script import Script
 from opentinker.shared.types import codec
 
 PLAY_S = 1800
 """Seconds that an episode may take. Its place on an env worker is taken so long at most."""
 MAX_PLAYS = 4
 """Of a key, or a user without one, at the same time."""
+
+# KEYS play. ARGV: before, after
+_MOVE = """
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
+redis.call('SET', KEYS[1], ARGV[2], 'KEEPTTL')
+return 1
+"""
 
 
 class Play(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,14 +46,14 @@ class Play(msgspec.Struct, frozen=True, kw_only=True):
 class Plays:
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
+        self._move = Script(redis, _MOVE)
 
-    async def save(self, tenant: str, owner: str, play: Play, now: float) -> list[Play]:
-        """Save a play after each of its turns. Return those of the owner that are too many, the oldest, which are
-        forgotten."""
+    async def begin(self, tenant: str, owner: str, play: Play, now: float) -> list[Play]:
+        """Save a play. Return those of the owner that are too many, the oldest, which are forgotten."""
         own = f"plays:{tenant}:{owner}"
         async with self._redis.pipeline(transaction=True) as pipe:
             pipe.zremrangebyscore(own, 0, now - PLAY_S)
-            pipe.zadd(own, {play.id: now}, nx=True)
+            pipe.zadd(own, {play.id: now})
             pipe.expire(own, PLAY_S)
             pipe.set(f"play:{tenant}:{play.id}", codec.to_json(play), ex=PLAY_S)
             pipe.zrange(own, 0, -MAX_PLAYS - 1)
@@ -54,6 +62,11 @@ class Plays:
         for one in ended:
             await self.end(tenant, owner, one.id)
         return ended
+
+    async def move(self, tenant: str, before: Play, after: Play) -> bool:
+        """Save a play after a turn. Return False, and change nothing, if it has moved or ended meanwhile."""
+        texts = [codec.to_json(before), codec.to_json(after)]
+        return bool(await self._move(keys=[f"play:{tenant}:{before.id}"], args=texts))
 
     async def find(self, tenant: str, id: str) -> Play | None:
         text = await self._redis.get(f"play:{tenant}:{id}")

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 import msgspec
 import numpy as np
@@ -93,6 +94,8 @@ class RowsApi:
     def __init__(self, jobs: JobsApi) -> None:
         self.jobs, self.ctx, self.store, self.bus = jobs, jobs.ctx, jobs.store, jobs.bus
         self._renders = asyncio.Semaphore(RENDERS)
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """By tenant, which renders one page at a time, so that none keeps all processes from the others."""
 
     @Route(
         "GET",
@@ -116,7 +119,7 @@ class RowsApi:
         try:
             async with opening(self.store, self.ctx.settings, whole.id):
                 if spec.data is not None:
-                    return json_response(await self._of_file(own, wanted))
+                    return json_response(await self._of_file(whole.tenant, own, wanted))
                 return json_response(await self._of_environment(whole, part, own, wanted))
         except JobFailed as error:
             raise Conflict(f"the rows of job {whole.id} cannot be read: {error}") from None
@@ -159,7 +162,7 @@ class RowsApi:
             tools=reply.tools,
             rows=rows,
         )
-        found = await self._rendered(asked)
+        found = await self._rendered(job.tenant, asked)
         return {
             "rows": _shown(found.rows, played),
             "total": total,
@@ -207,7 +210,7 @@ class RowsApi:
 
     # --- rows of a file, and both --------------------------------------------------------------------------------
 
-    async def _of_file(self, spec: JobSpec, wanted: RowsQuery) -> dict[str, Any]:
+    async def _of_file(self, tenant: str, spec: JobSpec, wanted: RowsQuery) -> dict[str, Any]:
         """Raises SpecError for orders and filters by how rows were played, Conflict if they cannot be read."""
         assert spec.data is not None
         if wanted.is_of_counts or wanted.sort != "row":
@@ -226,7 +229,7 @@ class RowsApi:
             special_tokens=spec.model.special_tokens_in_content,
             file=file,
         )
-        found = await self._rendered(asked)
+        found = await self._rendered(tenant, asked)
         return {
             "rows": _shown(found.rows, PlayedRows([], np.empty((0, FIELDS)))),
             "total": found.found,
@@ -239,11 +242,12 @@ class RowsApi:
             "note": found.note,
         }
 
-    async def _rendered(self, asked: RowsToRender) -> RenderedRows:
+    async def _rendered(self, tenant: str, asked: RowsToRender) -> RenderedRows:
         """Raises Conflict."""
         if not asked.rows and asked.file is None:
             return RenderedRows()
-        async with self._renders:
+        turn = self._turns.setdefault(tenant, asyncio.Lock())
+        async with turn, self._renders:
             found = await asyncio.to_thread(render, asked)
         if found.problem:
             raise Conflict(found.problem)

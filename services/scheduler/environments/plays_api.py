@@ -154,7 +154,8 @@ class PlaysApi:
                 reply = await self._client(request).step(play.worker, asked.step(play.session, play.turn, actions))
         except TimeoutError:
             raise Conflict(f"the environment did not answer within {TURN_S:g} s; send the turn again") from None
-        return json_response(await self._answer(request, msgspec.structs.replace(play, turn=play.turn + 1), reply))
+        after = msgspec.structs.replace(play, turn=play.turn + 1)
+        return json_response(await self._answer(request, after, reply, before=play))
 
     @Route("DELETE", "/v1/plays/{play}", Action.JOBS_WRITE, answer=api_types.EndedPlay)
     async def end(self, request: web.Request) -> web.Response:
@@ -175,8 +176,12 @@ class PlaysApi:
     def _client(self, request: web.Request) -> EnvClient:
         return EnvClient(self._ctx.bus, tenant=tenant_of(request))
 
-    async def _answer(self, request: web.Request, play: Play, reply: SessionReply) -> api_types.PlayedEpisode:
-        """Return what the person sees next, and keep where the episode is."""
+    async def _answer(
+        self, request: web.Request, play: Play, reply: SessionReply, before: Play | None = None
+    ) -> api_types.PlayedEpisode:
+        """Return what the person sees next, and keep where the episode is. `before`: as it was before the turn.
+
+        Raises Conflict if it has moved or ended since then."""
         tenant, owner = tenant_of(request), principal_of(request).name
         over = reply.done or reply.failure is not None
         prompts = [] if over and not reply.truncated else reply.prompts
@@ -187,8 +192,11 @@ class PlaysApi:
         else:
             seats = [prompt.seat for prompt in prompts]
             play = msgspec.structs.replace(play, worker=reply.worker, together=bool(reply.round), seats=seats)
-            for old in await self._plays.save(tenant, owner, play, time.time()):
-                await self._client(request).close(worker=old.worker, session=old.session)
+            if before is None:
+                for old in await self._plays.begin(tenant, owner, play, time.time()):
+                    await self._client(request).close(worker=old.worker, session=old.session)
+            elif not await self._plays.move(tenant, before, play):
+                raise Conflict("this turn was answered twice at the same time, or the episode was ended: begin another")
         return {
             "id": play.id,
             "environment": play.environment,

@@ -17,7 +17,7 @@ from aiohttp import web
 
 from opentinker.services.scheduler.environments.unpack import MIB
 from opentinker.services.scheduler.environments.upload import Uploads, Version
-from opentinker.services.scheduler.http.auth import tenant_of
+from opentinker.services.scheduler.http.auth import principal_of, tenant_of
 from opentinker.services.scheduler.http.errors import body_read, json_response
 from opentinker.services.scheduler.http.route_decorator import Integer, Parameter, Route
 from opentinker.services.scheduler.jobs.check_environment import ask, describe
@@ -27,13 +27,14 @@ from opentinker.shared.data.uploads import Reference
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.security.authorization import Action
 from opentinker.shared.types.core import Pool
-from opentinker.shared.types.env_protocol import EnvCheck
+from opentinker.shared.types.env_protocol import SERVED, EnvCheck
 from opentinker.shared.types.errors import Conflict, SpecError
 
 TAR_OVERHEAD = 4 * MIB
 """Headers and padding of a tar with the most files, and more."""
 
 LONGEST_NAME = 400
+NOT_MODULES = (uploads.PREFIX, SERVED)
 HEARD_OUT = 16
 AT_ONCE = 2
 """Packages that are unpacked at the same time: each takes a process (unpack.py)."""
@@ -136,6 +137,8 @@ class EnvironmentsApi:
         name = request.query.get("name", "")
         if not 0 < len(name) <= LONGEST_NAME:
             raise SpecError.of("name", name[:100] or None, f"must have 1 to {LONGEST_NAME} characters")
+        if ":" in name and not name.startswith(NOT_MODULES) and Action.JOBS_WRITE not in principal_of(request).may:
+            raise web.HTTPForbidden(text=f"{name!r} is imported to be described, which takes {Action.JOBS_WRITE}")
         found = await describe(self.ctx, name, tenant_of(request))
         return json_response({"name": name, **msgspec.to_builtins(found)})
 

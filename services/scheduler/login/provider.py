@@ -89,7 +89,7 @@ class Provider:
 
     async def _tokens(self, code: str, verifier: str) -> dict[str, Any]:
         body = prepare_token_request("authorization_code", "", self._redirect, code=code, code_verifier=verifier)
-        listed = (await self._discovered()).get("token_endpoint_auth_methods_supported", ())
+        listed = (await self._discovered()).get("token_endpoint_auth_methods_supported") or ()
         method = "client_secret_post" if "client_secret_post" in listed else "client_secret_basic"
         auth = ClientAuth(self._settings.oidc_client_id, self._secret, method)
         headers = {"Content-Type": "application/x-www-form-urlencoded"}

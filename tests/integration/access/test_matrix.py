@@ -357,7 +357,7 @@ async def site(ctx: Context, store: Store, tmp_path: Any, monkeypatch: pytest.Mo
                 publication = (await client.publish(f"{job}@1", f"{tenant}-best"))["name"]
                 sweep = (await client.sweep({**SPEC, "sweep": BODIES[SweepSpec]["sweep"]}))["id"]
             play = Play(id=f"{tenant}-play", environment=own, worker="env-gone", together=False, seats=[""])
-            await Plays(store.redis).save(tenant, "", play, time.time())
+            await Plays(store.redis).begin(tenant, "", play, time.time())
             key = (parse(await new_key_of(store, tenant, Role.VIEWER)) or ("", ""))[1]
             signed = session_id(await session_of(store, tenant, Role.VIEWER)) or ""
             things[tenant] = Things(job, own, key, publication, check, sweep, signed, play.id)

@@ -50,7 +50,7 @@ async def test_an_episode_that_cannot_be_kept_leaves_no_session_behind(
         opened.append(play)
         raise RedisError("away")
 
-    monkeypatch.setattr(Plays, "save", away)
+    monkeypatch.setattr(Plays, "begin", away)
     await workers.start("env-0")
     async with served() as (_, url), browser(url) as ada:
         await signs_in(ada)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
+
+import msgspec
 
 from opentinker.shared import api_types
 from opentinker.shared.runtime.service import Context
-from opentinker.shared.state.plays import MAX_PLAYS
+from opentinker.shared.security.authorization import Role
+from opentinker.shared.state.plays import MAX_PLAYS, PLAY_S, Play, Plays
 from opentinker.shared.state.store import Store
 from tests.integration.rollout_worker.test_env_service import Workers, workers
 from tests.support.api import Http, bearing, fits, new_key_of
@@ -113,3 +117,21 @@ async def test_an_environment_says_what_it_is(http: Http, workers: Workers) -> N
     blocking = await asked(http, "GET", "/v1/environment?name=tests.samples.listed_rows:Listed", 200)
     assert blocking["settings"]["type"] == "object"
     assert "no such environment" in str(await asked(http, "GET", "/v1/environment?name=kuhn_pocker", 422))
+
+
+async def test_a_viewer_has_no_module_imported(http: Http, store: Store) -> None:
+    headers = bearing(await new_key_of(store, role=Role.VIEWER))
+    refused = await asked(http, "GET", f"/v1/environment?name={COUNTING}", 403, headers=headers)
+    assert "jobs:write" in str(refused)
+
+
+async def test_a_play_moves_from_where_it_stands_and_no_other_way(store: Store) -> None:
+    plays = Plays(store.redis)
+    before = Play(id="p", environment="e", worker="w", together=False, seats=[""])
+    assert await plays.begin("red", "ada", before, time.time()) == []
+    after = msgspec.structs.replace(before, turn=1)
+    assert await plays.move("red", before, after) and await plays.find("red", "p") == after
+    assert 0 < await store.redis.ttl("play:red:p") <= PLAY_S
+    assert not await plays.move("red", before, msgspec.structs.replace(before, turn=1, seats=["x"]))
+    await plays.end("red", "ada", "p")
+    assert not await plays.move("red", after, before) and await plays.find("red", "p") is None
