@@ -89,9 +89,8 @@ async def broken(cluster: Cluster, spec: JobSpec, behind: str) -> dict[str, list
     return hashes(cluster, job, spec)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "behind"), [("wait", "second"), pytest.param("lockstep", "first", marks=pytest.mark.nightly)]
-)
+@pytest.mark.nightly  # of one policy: tests/e2e/test_deterministic.py, with every merge
+@pytest.mark.parametrize(("schedule", "behind"), [("wait", "second"), ("lockstep", "first")])
 async def test_weights_of_both_are_bit_identical_after_a_kill(
     tmp_path: Path, tiny: Path, schedule: str, behind: str
 ) -> None:
