@@ -52,8 +52,8 @@ async def test_a_job_is_cloned_looked_at_submitted_paused_and_cancelled(opened: 
     await expect(rows).to_contain_text("test-again")
     await tab.page.get_by_label("State", exact=True).select_option("")
     await tab.page.get_by_label("Search jobs").fill(f"{job} rl")
+    await expect(rows.filter(has_text=job)).to_have_count(1)
     await expect(rows).to_have_count(1)
-    await expect(rows).to_contain_text(job)
 
 
 async def test_toml_is_a_spec_too(opened: Open, http: Http) -> None:
