@@ -85,7 +85,7 @@ class AgentEnvironment(Environment):
         self._endpoint = Endpoint(self.policy)
         base_url = await self.serve(self._endpoint)
         agent = _without_exit(self.run(base_url, row, seed))
-        self._agent = (  # in a thread it has an event loop of its own, which it may block
+        self._agent = (  # in a thread it has its own event loop, which it may block
             in_daemon_thread(partial(asyncio.run, agent), "agent") if self.blocking else asyncio.ensure_future(agent)
         )
         opening = await self._next()

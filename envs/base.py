@@ -105,7 +105,7 @@ class Action(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Prompt(msgspec.Struct, kw_only=True):
-    """What a seat sees before it acts."""
+    """The messages and tools that a seat sees before it acts."""
 
     messages: list[Message] = []
     """Messages that the policy sees next."""
@@ -120,8 +120,8 @@ class Prompt(msgspec.Struct, kw_only=True):
     prompt_text: str | None = None
     """In place of messages: plain text that continues the stream; no chat template is applied."""
     guide: Guide | None = None
-    """What the next turn must be: a call of a tool, which is begun for the policy, or text in a JSON schema, which is
-    not trained."""
+    """Constraint on the next turn: a tool call, whose beginning is given to the policy, or text in a JSON schema, which
+    is not trained."""
     max_tokens: int | None = None
     """Token limit of the next turn, if lower than the job's."""
     stop: list[str] = []
@@ -222,7 +222,7 @@ class Environment(ABC):
     """Whether `copy.deepcopy` of an open episode is another one in the same state."""
     slow_fork: ClassVar[bool] = False
     """With `can_fork`: copy in a thread, because a copy takes longer than a few milliseconds (files, a snapshot). Other
-    sessions are played meanwhile."""
+    sessions continue during the copy."""
     bots: ClassVar[Mapping[str, Bot] | None] = {}
     """Scripted players by name, which a job may give seats to (envs/bots.py). None: those of the server that plays the
     environment."""

@@ -21,9 +21,9 @@ def as_opening(environment: Environment, opened: Opening | list[Message]) -> Ope
 
 def prompts_of(environment: Environment, said: Opening | Step, method: str) -> dict[str, Prompt]:
     """Return the seats that act next and what each sees, in the order of the environment's seats. A single seat sees
-    `said` itself. Raise BadReply.
+    the opening or step itself. Raise BadReply.
 
-    `method`: which one of the environment's gave `said`.
+    `said`: the return value of the environment's `method`.
     """
     if said.acting is None:
         if type(said.seat) is not str or said.seat not in environment.seats:

@@ -1,4 +1,4 @@
-"""Calls of user code in threads of their own."""
+"""Runs user code in separate threads."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ T = TypeVar("T")
 
 
 def in_daemon_thread(call: Callable[[], T], name: str) -> asyncio.Future[T]:
-    """Run in a daemon thread of its own: a call that never ends neither fills a pool nor delays process exit. Whatever
-    it raises, SystemExit included, is raised where the future is awaited."""
+    """Run a call in a new daemon thread: a call that never ends neither fills a pool nor delays process exit. Every
+    exception, SystemExit included, is raised where the future is awaited."""
     loop = asyncio.get_running_loop()
     coming: asyncio.Future[T] = loop.create_future()
 

@@ -125,7 +125,7 @@ def forward_exception(task: asyncio.Task[Any], broken: asyncio.Future[None]) -> 
 
 
 async def cancel_and_wait(*tasks: asyncio.Task[Any] | None) -> None:
-    """Cancel tasks and wait until they have ended, whatever they raise; cancel again while one keeps running.
+    """Cancel tasks and wait until they have ended, with any exception; cancel again while one keeps running.
     Exceptions of tasks that had ended before are left to their owner.
 
     A cancellation of the caller takes effect after they have ended, so no task is left behind.

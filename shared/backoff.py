@@ -7,7 +7,7 @@ import random
 
 
 def exponential_delay_s(failures: int, first_s: float, max_s: float) -> float:
-    """Return the delay after so many failures in a row, without jitter: `first_s` after one, doubled with each."""
+    """Return the delay after consecutive failures, without jitter: `first_s` after one, doubled with each."""
     return min(max_s, first_s * 2.0 ** min(failures - 1, 64))
 
 

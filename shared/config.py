@@ -107,8 +107,8 @@ class Settings(NotificationSettings, PriceSettings, LoginSettings, BaseModel):
     """How long a service may finish its work after SIGTERM."""
     cancel_grace_s: Annotated[float, Field(ge=0)] = 3.0
     """Time that a trainer or rollout worker has to release a job that was cancelled or lost while its model was
-    loading; then its process re-executes itself, whatever it is doing. A checkpoint being written at that moment is
-    lost, the one before it is not. See docs/operating.md."""
+    loading; then its process re-executes itself unconditionally. A checkpoint being written at that moment is lost, the
+    one before it is not. See docs/operating.md."""
     tenants: dict[str, TenantLimits] = {}
     """By tenant, its weight and quotas; `*` is for those that are not named. In a file `[tenants.acme]` with
     `weight = 2.0`, `running_jobs = 4`...; in an environment variable the same as JSON. See docs/scheduling.md."""

@@ -26,7 +26,7 @@ _SECRET = re.compile(r"[!-~]{8,512}")
 
 
 class GroupRole(BaseModel):
-    """What a group of the provider is here."""
+    """Tenant and role of a group of the provider."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -60,7 +60,7 @@ class LoginSettings(BaseModel):
     oidc_name: Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]{0,60}$")] = ""
     """The provider on the button: Sign in with NAME. Default: host of the issuer."""
     oidc_scopes: Annotated[list[_SCOPE], Field(max_length=20)] = ["openid", "profile", "email"]
-    """What is asked of the provider; some need another scope for groups. In an environment variable, with commas."""
+    """Scopes to request from the provider; some need another for groups. In an environment variable, with commas."""
     oidc_user_claim: _CLAIM = "email"
     """Claim of the id token that names a user in records and logs; `sub` stands in if it is missing, or an e-mail
     address that the provider calls unverified."""

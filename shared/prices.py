@@ -21,7 +21,7 @@ class PriceSettings(BaseModel):
     """Currency of both, by its three letters."""
 
     def cost(self, worker_s: float, gpu_s: float) -> float | None:
-        """Return the price of so many seconds of workers and GPUs; None where the operator has set none."""
+        """Return the price of these seconds of workers and GPUs; None if the operator has set no price."""
         if not self.price_worker_hour and not self.price_gpu_hour:
             return None
         return (worker_s * self.price_worker_hour + gpu_s * self.price_gpu_hour) / 3600

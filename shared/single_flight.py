@@ -22,7 +22,7 @@ class SingleFlight(Generic[T]):
         if not self._is_fresh(key):
             self._calls = {name: made for name, made in self._calls.items() if self._is_fresh(name)}
             task = asyncio.get_running_loop().create_task(call())
-            task.add_done_callback(_failed)  # whoever waited may be gone
+            task.add_done_callback(_failed)  # the waiting callers may be gone
             self._calls[key] = time.monotonic(), task
         return await asyncio.shield(self._calls[key][1])
 

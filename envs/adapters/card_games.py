@@ -1,4 +1,4 @@
-"""PettingZoo's card games in words: their observations are arrays of zeros, ones and chips."""
+"""Describes the observations of PettingZoo's card games, which are arrays of zeros, ones and chips, as text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LEDUC_CHIPS = 15
 
 COLOURS = {"R": "red", "Y": "yellow", "G": "green", "W": "white", "B": "blue"}
 Reader = Callable[[Any, Any, Any], str]
-"""Of the environment, an agent and what it observes."""
+"""Turns an agent's observation into text. Arguments: the environment, the agent and its observation."""
 
 
 def reader(id: str) -> Reader | None:

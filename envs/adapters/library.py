@@ -51,7 +51,7 @@ class LibraryConfig(EnvironmentConfig):
 
 
 class IllegalConfig(EnvironmentConfig):
-    """What it costs to say something that is no action."""
+    """Configuration of environments that penalize illegal actions."""
 
     penalty: Annotated[float, Field(ge=0.0)] = 0.1
     """Deducted from the reward for an invalid or masked action (component `illegal`)."""

@@ -91,7 +91,7 @@ class MiniWob(Environment):
         self._illegal = self._steps = 0
         self._done = False
         self._made: list[tuple[dict[str, Any], str]] = []
-        """What was done on the page, from the first on, and what it showed then."""
+        """Actions on the page since the start of the episode, each with the page it led to."""
         self._begin()
         told = page.introduction(config.positions) if config.instruction is None else config.instruction
         return [self._message(told)]
@@ -113,8 +113,8 @@ class MiniWob(Environment):
         self._sound = True
 
     def __deepcopy__(self, _: dict[int, Any]) -> MiniWob:
-        """An episode in the same state, in a browser of its own where everything is done again. Raise Diverged if that
-        leads to another page."""
+        """Return an episode in the same state: a new browser repeats every action. Raise Diverged if that leads to
+        another page."""
         other = MiniWob(self.config)
         other.__dict__.update(self.__dict__, _made=[])
         del other._browser

@@ -108,7 +108,7 @@ class OrsSession:
     async def call(self, environment: str, body: dict[str, Any]) -> ToolReply:
         """Call a tool. The server first says which `task_id` the call has, which is put into `body`: a repeated request
         then waits for the same call. Without it the call might be made twice, so a lost connection is Unreachable; so
-        is a server that does not know the call any more. Raise RemoteFailed if it takes longer than the timeout."""
+        is a server that has forgotten the call. Raise RemoteFailed if it takes longer than the timeout."""
         is_known = "task_id" in body
         try:
             return await self._once_set_up(lambda: self._call(f"/{environment}/call", body))

@@ -33,7 +33,7 @@ class PettingZoo(Environment):
         """Form of the environment: its agents act in turn (`aec`) or at the same time (`parallel`)."""
         view: Literal["auto", "ansi", "observation"] = "auto"
         """Form of the observation. `ansi`: the game drawn in letters; `observation`: what the agent observes, by its
-        space. `auto`: the first of these that the environment has, and the observations of poker in words."""
+        space. `auto`: the first of these that the environment has, and poker's observations as text."""
         kwargs: dict[str, Any] = {}
         """Passed to the environment."""
         forfeit: Annotated[float, Field(ge=0.0)] = 1.0
@@ -167,8 +167,8 @@ class PettingZoo(Environment):
         self._environment.close()
 
     def _advance(self) -> tuple[str | None, dict[str, float]]:
-        """Advance to the next seat that can act. Return the seat, None if there is none, and the reward of each agent
-        whose turn came up; set `_truncated` if all remaining agents were truncated."""
+        """Advance to the next seat that can act. Return that seat, or None, and the reward of each agent whose turn
+        came up; set `_truncated` if all remaining agents were truncated."""
         environment = self._environment
         credit: dict[str, float] = {}
         endings: list[bool] = []

@@ -15,7 +15,7 @@ DEBATERS = FIRST, SECOND = "first", "second"
 OPPONENT = {FIRST: SECOND, SECOND: FIRST}
 JUDGE = "judge"
 SPEECH_CHARACTERS = 600
-"""What others hear of a speech."""
+"""Length at which a speech is cut for the other seats."""
 ERRORS = (-10, -1, 1, 10)
 _NUMBER = re.compile(r"(?<!\d)\d{1,7}(?!\d)")
 _SPEECHES = ("It is {}.", "The sum is {}.", "I added both numbers and got {}.", "Count again and you will find {}.")

@@ -82,7 +82,7 @@ def equilibrium(alpha: float) -> dict[InformationSet, float]:
 
 
 def average_policy(policies: Sequence[Policy]) -> dict[InformationSet, float]:
-    """Return the policy that plays like one of these, drawn anew for each hand, against any opponent.
+    """Return the policy that plays each hand like one of these, drawn at random, against any opponent.
 
     In an information set each counts by the probability that its own moves lead there (the average strategy of
     fictitious play: Heinrich, Lanctot, Silver 2015, "Fictitious self-play in extensive-form games"). Raise ValueError

@@ -59,6 +59,6 @@ class MatchingPennies(Environment):
 
 
 def _side(text: str) -> str:
-    """Return the last side that the answer names, `h` or `t`; empty if there is none."""
+    """Return the last side that the answer names, `h` or `t`; empty if it names neither."""
     named = [_SIDES[word] for word in _WORD.findall(text.lower()) if word in _SIDES]
     return named[-1] if named else ""

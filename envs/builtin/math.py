@@ -49,7 +49,7 @@ class Math(Environment):
         format_reward: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
         """Reward of a wrong boxed answer, of the last one if there are several tries."""
         tries: Annotated[int, Field(ge=1, le=64)] = 1
-        """Answers that an episode allows: a wrong one is told, and the right one is never shown."""
+        """Answers that an episode allows. The policy learns that an answer was wrong, never what the right one is."""
         retry_penalty: Annotated[float, Field(ge=0.0, le=1.0)] = 0.05
         """Subtracted from the reward of every wrong answer after the first."""
 

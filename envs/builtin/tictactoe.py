@@ -35,13 +35,13 @@ class TicTacToe(Environment):
         rules: bool = True
         """Begin every turn with the rules in a sentence; false for models that learn from random weights."""
         progress: bool = False
-        """Pay every move at once, instead of the outcome: what perfect play would lead to after it, less what it would
-        lead to before. That is 0 for the best moves and below 0 for mistakes; the other seat gets the opposite. An
-        answer that names no free field costs one more than the loss of the game. For tree sampling, which compares the
-        candidates of a turn by what they earn there and then."""
+        """Reward every move immediately, instead of the outcome: the value of perfect play after the move, less its
+        value before. That is 0 for the best moves and below 0 for mistakes; the other seat gets the opposite. An answer
+        that names no free field costs one more than the loss of the game. For tree sampling, which compares the
+        candidates of a turn by their immediate rewards."""
         random_moves: Annotated[float, Field(ge=0.0, le=0.9)] = 0.0
         """Probability that the next move, of either seat, is made at random by the environment. Policies then meet
-        many more positions than their own play leads to. `progress` pays nobody for it."""
+        many more positions than their own play leads to. `progress` gives no reward for such a move."""
 
     config: Config
     can_fork = True

@@ -36,7 +36,7 @@ MAX_QUOTED = 1500
 
 @contextlib.contextmanager
 def losses() -> Iterator[None]:
-    """What the sandbox itself fails at is no fault of the agent: raise Unreachable for it."""
+    """Turn failures of the sandbox itself, which are no fault of the agent, into Unreachable."""
     try:
         yield
     except (BoxLost, BoxError, Unavailable, OSError) as error:

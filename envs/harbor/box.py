@@ -3,7 +3,7 @@
     Workspace.started --> overlays.py or docker.py --> box_runner.py --> commands of the agent, a build, the verifier
 
 The runner is this machine's Python, mounted with its libraries below TOOLS and started through its own loader, so it
-needs nothing of the root file system. What it answers is checked: the programs beside it may have replaced it.
+needs nothing of the root file system. Its answers are validated: other programs in the sandbox may have replaced it.
 """
 
 from __future__ import annotations

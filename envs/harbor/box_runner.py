@@ -4,7 +4,8 @@
 
 Consumes frames from descriptor IN (four bytes of length, then JSON), produces a JSON frame on OUT for each; waits for
 the next one; ends with the connection. LIMITS and CPUS are JSON: resource limits by name, processor numbers. An answer
-with `error` says why a request failed. Commands run in sessions of their own, so nothing of them reaches this process.
+with `error` says why a request failed. Each command runs in a separate session, whose signals do not reach this
+process.
 """
 
 from __future__ import annotations

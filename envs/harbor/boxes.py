@@ -84,7 +84,7 @@ class Boxes:
         making = asyncio.ensure_future(asyncio.to_thread(self.runtime.make, image, machine))
         try:
             workspace = await asyncio.shield(making)
-        except asyncio.CancelledError:  # its thread goes on
+        except asyncio.CancelledError:  # its thread keeps running
             with contextlib.suppress(OSError):
                 await (await making).close()
             raise
@@ -155,7 +155,7 @@ _of_loops: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task[Box
 
 
 async def boxes() -> Boxes:
-    """Return the sandboxes of the running event loop, opened by the first who asks. Raises Unavailable, OSError."""
+    """Return the sandboxes of the running event loop, opened by the first call. Raises Unavailable, OSError."""
     loop = asyncio.get_running_loop()
     found = _of_loops.get(loop)
     if found is None or (found.done() and (found.cancelled() or found.exception() is not None)):

@@ -1,7 +1,7 @@
 """Sandboxes of the user's Docker engine, through the `docker` command: a container per episode, without network.
 
     image        opentinker-harbor:KEY           what `docker build` makes of the task's environment folder
-    container    harbor-HOST__PID-TICKS-RANDOM     its files are the episode's; started anew for each set of processes
+    container    harbor-HOST__PID-TICKS-RANDOM     its files are the episode's; restarted for each set of processes
     fork         opentinker-harbor-fork:...      `docker commit` of a container, removed with what was made of it
 
 The engine must run on this machine: containers see files of data_dir. Their processes are root with the capabilities
@@ -43,7 +43,7 @@ RETRY_S = 0.5
 SHOWN = 1500
 """Characters of a failed build's output."""
 GONE = "no such "
-"""What the engine says, in small letters, of a container or an image that does not exist."""
+"""The engine's error, in lower case, for a container or an image that does not exist."""
 OUT_OF_MEMORY = "its processes held more memory than environment.memory_mb of the task"
 LIMITED = "{{.MemoryLimit}} {{.PidsLimit}} {{.CPUCfsQuota}}"
 

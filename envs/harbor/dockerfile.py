@@ -37,15 +37,15 @@ class Instruction(msgspec.Struct, frozen=True, kw_only=True):
     """`run`, `copy`, `env` or `workdir`."""
     line: int
     command: str = ""
-    """Of `run`."""
+    """The command of a `run` step."""
     sources: list[str] = []
-    """Of `copy`: patterns below the environment folder."""
+    """Patterns below the environment folder; for `copy`."""
     target: str = ""
-    """Of `copy` and `workdir`, absolute."""
+    """Absolute path; for `copy` and `workdir`."""
     directory: bool = False
     """The target of `copy` is a directory."""
     variables: dict[str, str] = {}
-    """Of `env`."""
+    """Variables that an `env` step sets."""
 
 
 class Dockerfile(msgspec.Struct, frozen=True, kw_only=True):

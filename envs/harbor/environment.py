@@ -27,9 +27,9 @@ INSTRUCTION = (
     " sentence and without a tool call: the task is graded then."
 )
 SHOWN_CHARACTERS = 18_000
-"""Of a file, that the policy sees at a time."""
+"""Characters of a file that the policy sees at a time."""
 FILE_BYTES = 1 << 20
-"""Of a file, that are read for it."""
+"""Bytes of a file that are read for the policy."""
 MAX_COMMAND = 100_000
 """Characters of a command, or of a file that is written."""
 

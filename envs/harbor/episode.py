@@ -1,4 +1,5 @@
-"""An episode of a Harbor task, whoever plays it: a sandbox is taken at the beginning, and the tests run at the end."""
+"""An episode of a Harbor task, for policies and agents alike: it takes a sandbox at the beginning and runs the tests at
+the end."""
 
 from __future__ import annotations
 

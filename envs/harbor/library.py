@@ -56,7 +56,7 @@ class TaskSet(msgspec.Struct, frozen=True):
 
 
 class Added(msgspec.Struct, frozen=True):
-    """What `add` has done."""
+    """Result of `add`."""
 
     set: TaskSet
     built: int

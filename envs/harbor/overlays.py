@@ -66,7 +66,7 @@ class OverlayWorkspace(Workspace):
                     os.chown(path, runtime.sandbox.root_uid, runtime.sandbox.root_uid)
 
     def layer(self, number: int) -> Path:
-        """What was written to the image's file system of that number."""
+        """Return the directory with the changes to the image's file system of that number."""
         return self._place / str(number) / "upper"
 
     async def _start(self) -> Box:

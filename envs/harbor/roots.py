@@ -46,7 +46,7 @@ PUBLIC = (
     "alternatives", "bash.bashrc", "debian_version", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "localtime",
     "mime.types", "os-release", "profile", "ssl/certs/ca-certificates.crt", "ssl/openssl.cnf", "terminfo",
 )  # fmt: skip
-"""Of this machine's /etc, all that sandboxes see."""
+"""The files of this machine's /etc that sandboxes see."""
 FILES = {
     "passwd": "root:x:0:0:root:/root:/bin/bash\nnobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\n",
     "group": "root:x:0:\nnogroup:x:65534:\n",

@@ -1,7 +1,7 @@
 """A Harbor task: a folder with `task.toml`, `instruction.md`, `environment/`, `tests/` and perhaps `solution/`.
 
 Reading one runs nothing of it. What a task asks for and sandboxes cannot give (network, several containers, other
-users, GPUs) is refused here, with every mistake at once.
+users, GPUs) is refused here, with all mistakes together.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def read_task(folder: Path, name: str, settings: Settings) -> Task:
 
 
 def _strange(folder: Path) -> list[str]:
-    """What the folder lacks, and what does not belong into it."""
+    """Return what the folder lacks, and what does not belong in it."""
     there = {entry.name for entry in os.scandir(folder)}
     needed = [CONFIG, INSTRUCTION, f"{TESTS}/{TEST_SCRIPT}"]
     found = [f"has no {part}" for part in needed if not (folder / part).is_file()]

@@ -1,9 +1,9 @@
-"""Grades an episode: the task's tests run in processes of their own on the agent's files, after its last process ended.
+"""Grades an episode: the task's tests run in new processes on the agent's files, after its last process ended.
 
-`tests/` is not in the sandbox before that. What the agent has left at its place, and in /logs/verifier, is removed
-first. The reward is what `tests/test.sh` writes to /logs/verifier/reward.txt, a number, or to reward.json, a table of
-numbers, of which `reward` counts, or the only one. Its exit status says nothing. A verifier that runs too long, or
-writes no reward, has failed: the episode is void and has no reward.
+`tests/` is not in the sandbox before that. Files that the agent has left at its place, and in /logs/verifier, are
+removed first. The reward is what `tests/test.sh` writes to /logs/verifier/reward.txt, a number, or to reward.json, a
+table of numbers, of which `reward` counts, or the only one. Its exit status does not matter. A verifier that runs too
+long, or writes no reward, has failed: the episode is void and has no reward.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 
     data_dir/harbor/boxes/HOST~PID-TICKS-RANDOM/shared/    what its sandbox sees, read-only, as SHARED
 
-A fork is a copy of what was written; its processes start anew. So does a sandbox that the kernel or a limit has ended.
+A fork is a copy of the written files with new processes. A sandbox that the kernel or a limit has ended starts again.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ def is_stale(name: str) -> bool:
 
 
 def is_abandoned(place: Path) -> bool:
-    """Whether nobody uses a place: it is stale, or older than episodes get and another machine's. Blocking."""
+    """Return whether a place is unused: it is stale, or another machine's and older than episodes get. Blocking."""
     return is_stale(place.name) or (
         not place.name.startswith(f"{HOST}~") and time.time() - place.stat().st_mtime > LONGEST_S
     )

@@ -1,4 +1,4 @@
-"""What a policy does on a phone: one JSON object a turn, in AndroidWorld's form, or only an element's number."""
+"""Actions of a policy on a phone: one JSON object a turn, in AndroidWorld's form, or only an element's number."""
 
 from __future__ import annotations
 

@@ -108,8 +108,8 @@ class AndroidWorld(ImportClock, Phone):
                 return goal
 
     async def _take(self, lost: dict[str, str]) -> leases.PhoneLease:
-        """Return a free phone that is not lost, waiting for one as long as it takes. The episode's
-        clock stands still meanwhile."""
+        """Return a free phone that is not lost, waiting for one as long as it takes. The wait does not count towards
+        the episode's time."""
         place = leases.home()
         phones = [url for url in self.config.phones if url not in lost]
         Random().shuffle(phones)  # which one it is makes no difference to the episode
@@ -144,7 +144,7 @@ class AndroidWorld(ImportClock, Phone):
             if self._name:
                 await self._phone.post("/task/tear_down", task_type=self._name, task_idx=0)
         except FAILURES:
-            pass  # the next episode sets the phone up anew, or finds that it is gone
+            pass  # the next episode sets the phone up again, or finds that it is gone
         finally:
             if self._lease is not None:
                 self._lease.release()
@@ -153,8 +153,8 @@ class AndroidWorld(ImportClock, Phone):
 
 
 async def _probe(config: AndroidWorld.Config) -> None:
-    """Ask every phone at once what it has. Raise ValueError if one lacks what the job needs, or if none answers; one
-    that is down may come back."""
+    """Ask all phones concurrently for their features. Raise ValueError if one lacks something that the job needs, or if
+    none answers; a phone that is down may come back."""
     async with Egress.of_process().session(limit=0) as http:
         phones = [PhoneServer(http, url, PROBE_S) for url in config.phones]
         found = await asyncio.gather(*(_lacks(phone, config) for phone in phones), return_exceptions=True)

@@ -1,4 +1,4 @@
-"""Client of one phone's server: the HTTP routes of AndroidWorld's own server, and those that ours has beside them.
+"""Client of one phone's server: the HTTP routes of AndroidWorld's own server, and those that ours adds.
 
 AndroidWorld's server shows pixels alone. `opentinker.envs.phones.android_server` also tells the elements of a screen
 (`GET /state`), for models that do not see.
@@ -30,8 +30,8 @@ Parameters = dict[str, str | int | bool]
 
 
 class PhoneServer:
-    """The phone behind `url`. Every method raises Unreachable if nobody is there, RemoteFailed if the server refuses,
-    fails or is late, and BadReply if it answers nonsense."""
+    """The phone behind `url`. Every method raises Unreachable if no server answers, RemoteFailed if the server refuses,
+    fails or is late, and BadReply if its answer is invalid."""
 
     def __init__(self, http: aiohttp.ClientSession, url: str, timeout_s: float) -> None:
         self._http = http

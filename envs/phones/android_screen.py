@@ -57,8 +57,8 @@ class ScreenView(msgspec.Struct, frozen=True, kw_only=True):
     """The phone's own number of each element."""
 
     def fields(self, action: PhoneAction) -> dict[str, Any]:
-        """Return an action as the phone takes it: places are points of its own screen, for the numbers of elements
-        change under way. Raise Illegal."""
+        """Return an action as the phone takes it: places are points on its screen, because the numbers of elements may
+        change in the meantime. Raise Illegal."""
         fields = {name: value for name, value in action.fields().items() if name not in ("index", "x", "y")}
         if action.action_type == "scroll":
             if action.x is not None:

@@ -153,7 +153,7 @@ class PhoneHandler(BaseHTTPRequestHandler):
             status, answer = 200, self._answer()
         except WrongRequest as error:
             status, answer = error.status, {"detail": str(error)}
-        except Exception as error:  # noqa: BLE001 - the library's and the emulator's: the client is told
+        except Exception as error:  # noqa: BLE001 - the library's and the emulator's: the client gets it as the answer
             status, answer = 500, {"detail": f"{type(error).__name__}: {error}"}
         body = json.dumps(answer).encode()
         self.send_response(status)

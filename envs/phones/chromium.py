@@ -108,7 +108,7 @@ class Chromium:
         try:
             self._process.stdin.write(orjson.dumps(message) + b"\0")
             while (answer := self._receive(time.monotonic() + within_s)).get("id") != self._serial:
-                pass  # events, which nobody waits for
+                pass  # events, which have no reader
         except OSError as error:
             raise BrowserGone(f"the browser has ended: {error}") from None
         if "error" in answer:
@@ -160,8 +160,8 @@ class SharedBrowser:
         self._sweeping = False
 
     def use(self, play: Callable[[Chromium], T]) -> T:
-        """Return `play(browser)`. It is called again, with a new browser, if the browser ends meanwhile: it must depend
-        on nothing that an earlier call left there. Raise BrowserGone if that one ends too."""
+        """Return `play(browser)`. It is called again, with a new browser, if the browser ends during the call: it must
+        not depend on anything that an earlier call left there. Raise BrowserGone if that one ends too."""
         with self._lock:
             try:
                 return play(self._started())

@@ -1,7 +1,7 @@
-"""Leases of phones: a phone plays one episode at a time, whatever process of this machine opens it.
+"""Leases of phones: a phone plays one episode at a time, among all processes of this machine.
 
-A lease is a lock on a file named after the phone. The kernel releases it when its process dies, so nothing is left
-behind, and nobody has to clean up.
+A lease is a lock on a file named after the phone. The kernel releases it when its process dies, so nothing is left to
+clean up.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is on the phone of `phone_page` when an episode begins, drawn from its row and seed."""
+"""Draws the initial data of the phone of `phone_page` from an episode's row and seed."""
 
 from __future__ import annotations
 

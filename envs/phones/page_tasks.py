@@ -1,5 +1,5 @@
-"""Tasks of `phone_page`. Each says what the phone's data must be at the end, so whatever else a policy changes counts
-against it; and an expert's way there, for self-tests."""
+"""Tasks of `phone_page`. Each has the data that the phone must hold at the end, so any other change by a policy counts
+against it; and an expert's actions, for self-tests."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class PhoneTask(msgspec.Struct, frozen=True, kw_only=True):
     goal: str
     way: Way
     data: Data
-    """What is on the phone at the end."""
+    """The phone's data when the task is done."""
     shown: list[str] | None = None
     """The screen that must be open at the end."""
     answer: str | None = None
-    """What the policy must answer."""
+    """The answer that the policy must give; None: no answer."""
 
     def is_done(self, state: dict[str, Any], said: str | None) -> bool:
-        """Return whether the task is done. `said`: the policy's answer."""
+        """Return whether the task is done, given the phone's state and the policy's answer."""
         if self.shown is not None and state["view"]["stack"][-1]["at"] != self.shown:
             return False
         if self.answer is not None and (said is None or _plain(said) != _plain(self.answer)):

@@ -73,7 +73,7 @@ class Phone(Environment):
         """Return the name of the task, for the metrics; empty if there is only one."""
 
     async def _is_over(self) -> bool:
-        """Return whether the episode ends although the policy has not said so."""
+        """Return whether the episode ends although the policy has not ended it."""
         return False
 
     async def open(self, row: int, seed: int) -> Opening:

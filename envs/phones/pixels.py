@@ -16,7 +16,7 @@ CHANNELS = 3
 
 class PixelReader:
     """Reads `{"pixels": [[[r, g, b], ...], ...]}` piece by piece, in a byte per number instead of the thirty that
-    parsed JSON takes. A piece costs about a millisecond, so an event loop goes on between two."""
+    parsed JSON takes. A piece costs about a millisecond, so an event loop stays responsive."""
 
     def __init__(self) -> None:
         self._numbers: list[np.ndarray] = []

@@ -1,4 +1,4 @@
-"""What a phone shows: its elements, and a picture for models that see."""
+"""A phone's screen: its elements, and a picture for models that take images."""
 
 from __future__ import annotations
 

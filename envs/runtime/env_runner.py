@@ -41,7 +41,7 @@ from opentinker.shared.types.error_text import error_tail
 from opentinker.shared.types.errors import OpenTinkerError
 
 DEFAULT_ROWS = Environment.__dict__["data_rows"].__func__
-"""Of environments that list no rows: they need no thread to say so."""
+"""The default of environments that list no rows; it needs no thread."""
 
 
 class EnvRunner(Protocol):
@@ -149,7 +149,7 @@ class LocalEnvRunner:
         copying = asyncio.ensure_future(asyncio.to_thread(copy.deepcopy, environment))
         try:
             return await asyncio.shield(copying)
-        except asyncio.CancelledError:  # its thread goes on
+        except asyncio.CancelledError:  # its thread keeps running
             with suppress(Exception):
                 await (await copying).close()
             raise

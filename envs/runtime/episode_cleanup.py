@@ -25,7 +25,7 @@ from opentinker.shared.runtime.reexec import TIDIES, below
 
 PR_SET_NAME, PR_GET_NAME = 15, 16
 NAME_BYTES = 16
-"""Of a thread's name, with the zero at its end."""
+"""Size of a thread's name, including the final zero."""
 DEAD_S = 0.5
 """A killed process ends within this time, or hangs in the kernel and is left to it."""
 POLL_S = 0.002

@@ -157,7 +157,7 @@ class Packages:
         log.info("virtual_environment_created", environment=name, place=str(venv))
 
     async def _within_limit(self, name: str, installing: Coroutine[Any, Any, str], work: Path) -> None:
-        """Run the installation and check its size meanwhile. Raise SpecError if it is too large."""
+        """Run the installation and monitor its size. Raise SpecError if it grows too large."""
         task = asyncio.get_running_loop().create_task(installing)
         try:
             while not task.done():

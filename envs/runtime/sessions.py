@@ -104,7 +104,7 @@ class Sessions:
         return SessionReply(worker=self.worker, opening=True, importing_s=max(0.0, left_s))
 
     async def _find_place(self, request: OpenSession) -> Session | None:
-        """Begin the session as soon as there is room for it; return None if there is none in time."""
+        """Begin the session as soon as there is room for it; return None if that takes too long."""
         if self.draining:
             return None
         if not self._queue and self.load < self.limit:

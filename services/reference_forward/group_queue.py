@@ -30,7 +30,7 @@ class QueuedGroup:
 
     delivery: Delivery[Group]
     group: Group
-    """What is scored: the trajectories of the job's policy."""
+    """The group to score: the trajectories of the job's policy."""
     temperature: float
     needs: dict[ModelKey, list[str]]
     """The remaining work: roles by model."""

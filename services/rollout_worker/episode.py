@@ -300,8 +300,8 @@ class Episode:
                     raise EpisodeFailed(Ending.ENV_BAD_REPLY, str(error)) from None
 
     def _observe(self, reply: SessionReply) -> list[Stream] | None:
-        """Show the seats that act next what they see, and return their streams; None, and nobody is shown anything, if
-        it does not fit into the context of one."""
+        """Add their observations to the streams of the seats that act next, and return these streams. Return None, and
+        add nothing, if an observation does not fit into the context of one."""
         seen = [(prompt, *self._seen(prompt)) for prompt in reply.prompts]
         if any(len(stream.ids) + len(ids) >= stream.player.context for _, stream, ids, _ in seen):
             return None

@@ -212,8 +212,8 @@ class EvalRunner:
         return is_among_first(exam.index, self.total, len(self.opponents), first)
 
     def _is_rare(self, exam: EvalEpisode, reward: float, outcome: float | None) -> bool:
-        """Count an episode, and return whether it is one of this worker's first with its outcome: it is sent word by
-        word, since whoever asked may have no other."""
+        """Count an episode, and return whether it is one of this worker's first with its outcome. Its transcript is
+        then sent, since the requester may have no other."""
         if exam.version != self._counted:
             self._counted, self._ended = exam.version, Counter()
         keys = [(exam.index // self.total, name) for name in outcomes_of(reward, outcome, self.solved_at)]

@@ -2,8 +2,8 @@
 
 asks         consumes ASK by this worker's address, starts a task for each; more than may wait are refused
 ask task     renders in a thread, one request at a time, waits for a place in the engine, generates, produces PIECEs
-beat loop    produces empty PIECEs for requests that have nothing to say, and asks whether they are still wanted
-report loop  produces METRIC, and tells with the heartbeat how long nobody has asked anything
+beat loop    produces empty PIECEs for requests without new text, and asks whether they are still wanted
+report loop  produces METRIC, and reports the time since the last request in the heartbeat
 
 Rendering, tokenisation, stops and the reading of tool calls are those of episodes: the same renderer and engine.
 """

@@ -42,7 +42,7 @@ class RequestState:
         self.spoke_at = time.monotonic()
         try:
             await self._send(piece)
-        except Exception:  # whatever failed: the chunk was not sent, and the next one must not leave a gap
+        except Exception:  # the chunk was not sent, and the next one must not leave a gap
             self._seq -= 1
             raise
         self.told += len(piece.ids)

@@ -1,4 +1,4 @@
-"""What a seat sees next, as tokens of its stream."""
+"""Turns a seat's next observation into tokens of its stream."""
 
 from __future__ import annotations
 

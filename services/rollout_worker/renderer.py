@@ -112,7 +112,7 @@ class Renderer:
             return str(
                 self._tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=generate, **tools)
             )
-        except Exception as error:  # noqa: BLE001 - a template is the model's code: whatever it raises fails the job
+        except Exception as error:  # noqa: BLE001 - a template is the model's code: any exception of it fails the job
             roles = [message["role"] for message in chat]
             raise JobFailed(f"the model's chat template refused {roles}: {error}") from None
 
@@ -269,7 +269,7 @@ class Renderer:
         parts = [{"type": "image"}, {"type": "text", "text": marker}]
         try:
             text = self._tokenizer.apply_chat_template([{"role": "user", "content": parts}], tokenize=False)
-        except Exception:  # noqa: BLE001 - a template is the model's code: whatever it raises, it knows no parts
+        except Exception:  # noqa: BLE001 - a template is the model's code: with any exception it supports no parts
             return False
         return marker in text and text.count(token) == 1
 

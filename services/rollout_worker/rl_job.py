@@ -96,7 +96,7 @@ class RolloutJob:
         self.groups: set[asyncio.Task[None]] = set()
         self.slot = asyncio.Event()
         self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """What a group task or an exam raised: that is a failure of this service, not of an episode."""
+        """Exception of a group task or an exam: a failure of this service, not of an episode."""
         self.weights = asyncio.Event()
         self.receivers = {
             policy.name: WeightReceiver(
@@ -110,7 +110,7 @@ class RolloutJob:
         self.counts: Counter[str] = Counter(dict.fromkeys(RATES, 0))
         self.gauges: dict[str, float] = {}
         self.seconds: defaultdict[str, float] = defaultdict(float)
-        """Of finished episodes, by phase."""
+        """Seconds of finished episodes, by phase."""
 
     async def run(self) -> None:
         """Until the lease is taken away, or it is taken back or the service stops: then running groups may finish."""

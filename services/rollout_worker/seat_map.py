@@ -35,7 +35,7 @@ class LoadedPolicy:
 
 
 Player = LoadedPolicy | UrlPlayer
-"""Who may play a seat, beside bots. Only a policy of the job learns; all others are left out by their names."""
+"""Players of a seat other than bots. Only a policy of the job learns; all others are left out by name."""
 
 
 class SeatMap:
@@ -85,7 +85,7 @@ class SeatMap:
         return self._players[name]
 
     def at(self, seat: str) -> Player | None:
-        """Return who plays a seat; None: nobody does, or a bot."""
+        """Return the player of a seat; None: a bot, or no player."""
         player = player_at(self._seats, seat)
         if player is None:
             return self._players.get("")

@@ -1,6 +1,6 @@
 """One episode with tree sampling, which is a whole group: at every turn each seat that learns samples group_size
-candidates from the same state. The env worker plays each on a copy of the environment, the best one goes on, and all of
-them are trained.
+candidates from the same state. The env worker plays each on a copy of the environment, the episode continues with the
+best one, and all of them are trained.
 
 The streams hold the candidates that were chosen: sample 0 of the group, an episode like any other. Each of the others
 is a trajectory of the samples 1..G-1. Seats that do not learn have one candidate.
@@ -37,7 +37,7 @@ class TreeEpisode(Episode):
     _others: Sequence[Trajectory] = ()
     """Candidates that were not chosen."""
     _chosen = 0
-    """Place of the candidate whose state goes on among those of its turn."""
+    """Index of the candidate with which the episode continued, among those of its turn."""
     _all_done = False
 
     @property

@@ -3,8 +3,8 @@
     ask      consumes the conversation      produces words      waits for the server, and for a free connection
 
 The server is not trusted: the connection is guarded (`shared/security/egress.py`), redirects are not followed, and
-bytes, time and tries are bounded. A key is sent to its URL alone, and what the server says is never shown with it. Its
-words are counted in tokens of the job's first policy, so that a match has the same form whoever plays: they are not
+bytes, time and tries are bounded. A key is sent to its URL alone, and removed from the server's answers. The answers
+are counted in tokens of the job's first policy, so that matches have the same form for all players: they are not
 trained on.
 """
 
@@ -39,7 +39,7 @@ MAX_QUOTED = 200
 """Characters of an answer that an error quotes."""
 CONNECT_S = 10.0
 BUSY = (408, 409, 425, 429)
-"""Statuses of requests that may succeed later, beside those of 500 and above."""
+"""Statuses below 500 of requests that may succeed later."""
 NO_VERSION = WeightVersion(0, 0)
 """Nothing is known of the weights behind a URL."""
 ROLES = ("system", "user", "assistant")

@@ -20,7 +20,7 @@ class ProgressCurve:
         self._every = 1
         """Steps that a value is the mean of."""
         self._name = ""
-        """Of the metric; empty: no step has had one yet."""
+        """Name of the metric; empty: no step has had one yet."""
         self._pending: list[float] = []
 
     def add(self, step: Mapping[str, Any]) -> None:

@@ -39,7 +39,7 @@ class Rewinder:
         self._reporter, self._intake = reporter, intake
         self._train = reporter.spec.train
         self._answered: set[str] = set()
-        """Active alarms that need no answer any more."""
+        """Active alarms that have been answered."""
         self.count = 0
         """Times that the job went back, in this lineage."""
 

@@ -281,7 +281,7 @@ class TrainerJob:
         published = not self.joint.rule.together and self.validation.takes(snapshot)
         self.withheld = None if published else snapshot
         values |= self.pools.metrics()
-        if self.step < self.spec.train.steps:  # a version that nobody will meet is no opponent
+        if self.step < self.spec.train.steps:  # after the last step no episode needs an opponent
             await self.pools.grow(self._version)
         ledger = await self.admission.ledger()
         now = time.monotonic()

@@ -56,7 +56,7 @@ def _format(body: Json) -> Any:
 
 
 def _said(given: Any, where: str) -> list[Message]:
-    """The messages that one of Anthropic's is; a user's may hold results of tools, which are messages of their own."""
+    """Convert one message of Anthropic's into ours; a user's may hold tool results, which become separate messages."""
     if not isinstance(given, dict) or given.get("role") not in ("user", "assistant", "system"):
         raise InvalidField("must be an object with one of the roles user, assistant, system", param=where)
     content, role = given.get("content"), given["role"]

@@ -41,7 +41,7 @@ class Evaluation(TypedDict):
     policy: str
     """Whose checkpoint, of a job with several policies; otherwise empty."""
     step: int
-    """Of the checkpoint."""
+    """Step of the checkpoint."""
     state: str
     environment: str
     finished: float | None
@@ -65,9 +65,9 @@ class RegisteredCheckpoint(TypedDict):
     job: str
     job_name: str
     kind: str
-    """Of the job: rl, sft or dpo."""
+    """Kind of the job: rl, sft or dpo."""
     policy: str
-    """Of a job with several policies; otherwise empty."""
+    """Policy, in a job with several; otherwise empty."""
     step: int
     created: float
     bytes: int

@@ -26,7 +26,7 @@ class DataRow(TypedDict):
     left_out: int
     """Characters after those."""
     tokens: int | None
-    """Of the whole prompt, without those of images; null if the server does not have the tokenizer."""
+    """Tokens of the whole prompt, without those of images; null if the server does not have the tokenizer."""
     images: int
     """Images in it, each with a text in its place."""
     answers: dict[str, str]

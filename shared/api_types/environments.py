@@ -49,7 +49,7 @@ class Environments(TypedDict):
 
 
 class EnvironmentDescription(TypedDict):
-    """What the author of an environment says about it."""
+    """The author's description of an environment."""
 
     name: str
     doc: str
@@ -114,7 +114,7 @@ class EnvironmentChecks(TypedDict):
 
 
 class EnvironmentReport(TypedDict):
-    """What a check found."""
+    """Findings of a check."""
 
     environment: str
     verdict: str
@@ -167,9 +167,9 @@ class PlayedEpisode(TypedDict):
     turn: int
     """Number of the next turn."""
     prompts: list[PlayedPrompt]
-    """Of the seats that act next: one, or several that act at the same time."""
+    """Prompts of the seats that act next: one, or several that act at the same time."""
     reward: float
-    """Of the seat that has just acted."""
+    """Reward of the seat that has just acted."""
     components: dict[str, float]
     rewards: dict[str, dict[str, float]]
     """Parts of the rewards of other seats."""

@@ -111,7 +111,7 @@ class Transcripts(TypedDict):
     steps: list[int]
     step: int | None
     outcomes: dict[str, int]
-    """Transcripts of the step, whatever the filter: solved and unsolved; won, drawn and lost where other players have
+    """Transcripts of the step without the filter: solved and unsolved; won, drawn and lost where other players have
     seats."""
     opponents: dict[str, dict[str, int]]
     """Transcripts won, drawn and lost, by opponent."""

@@ -13,7 +13,7 @@ class Problem(TypedDict):
     status: int
     detail: str
     hint: str
-    """What to do about it."""
+    """The next step for the user."""
     errors: NotRequired[list[Mistake]]
     """Every mistake, of a request that was invalid."""
 

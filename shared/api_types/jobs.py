@@ -133,7 +133,7 @@ class Job(JobSummary):
 
     spec: dict[str, Any]
     ledger: Ledger
-    """Of a job with several policies: that of the first."""
+    """In a job with several policies, that of the first."""
     policies: NotRequired[dict[str, PolicyState]]
     """By name, of a job with several."""
     workers: list[JobWorker]
@@ -191,14 +191,14 @@ class Check(TypedDict):
 
 
 class JobEstimate(TypedDict):
-    """What a job, or a sweep, would take, by an earlier job like it."""
+    """Time and cost of a job or a sweep, estimated from an earlier job like it."""
 
     jobs: int
     """More than one of a sweep."""
     steps: int
-    """Of each job; eval jobs: episodes."""
+    """Steps of each job; eval jobs: episodes."""
     seconds: float
-    """Of each job, from when it runs."""
+    """Duration of each job, from when it runs."""
     worker_s: float
     """Seconds of leased workers, of all jobs together."""
     gpu_s: float

@@ -37,7 +37,7 @@ class Share(MadeKey):
 
 
 class WebhookSecret(TypedDict):
-    """What the webhooks of a tenant are signed with."""
+    """The key that signs the webhooks of a tenant."""
 
     secret: str
 
@@ -62,13 +62,13 @@ class Login(TypedDict):
     auth: Literal["on", "off"]
     """Off: the server requires no key."""
     csrf: str | None
-    """What requests of the session that change something bear in X-CSRF-Token; null: there is no session."""
+    """CSRF token, which requests of the session that change something send in X-CSRF-Token; null: no session."""
     expires: float | None
-    """When the session ends if it is not used any more."""
+    """Time at which the session ends unless it is used again."""
     provider: LoginProvider | None
     """Null: only keys are accepted."""
     problem: str | None
-    """Why this browser's last sign-in at the provider has failed; said once."""
+    """Why this browser's last sign-in at the provider has failed; reported once."""
 
 
 class Session(TypedDict):
@@ -84,7 +84,7 @@ class Session(TypedDict):
     created: float
     last_used: float
     expires: float
-    """When it ends if it is not used any more."""
+    """Time at which it ends unless it is used again."""
     own: bool
     """The session by which the request was sent."""
 
@@ -99,9 +99,9 @@ class SignedIn(TypedDict):
     """A session that was made; its cookie is in the same answer."""
 
     csrf: str
-    """What its requests that change something bear in X-CSRF-Token."""
+    """CSRF token, which its requests that change something send in X-CSRF-Token."""
     expires: float
-    """When it ends if it is not used any more."""
+    """Time at which it ends unless it is used again."""
 
 
 class SignedOut(TypedDict):

@@ -159,7 +159,7 @@ class Distribution(TypedDict):
     step: int
     time: float
     reward: Histogram
-    """Of seats, as length and turns are."""
+    """Rewards of seats; length and turns are of seats too."""
     length: Histogram
     """In tokens."""
     turns: Histogram
@@ -196,7 +196,7 @@ class CauseOfTime(TypedDict):
 
     cause: str
     """training, checkpoint, swap; while the trainer waits: generation, evaluation, reference, environment starts or
-    turns, waiting for env workers; nothing: nobody worked for the job."""
+    turns, waiting for env workers; nothing: no process worked for the job."""
     seconds: float
 
 
@@ -209,7 +209,7 @@ class SilentWorker(TypedDict):
 
 
 class Finding(TypedDict):
-    """What holds a job up or spoils its learning, and what to change."""
+    """A cause that holds a job up or spoils its learning, and the change that helps."""
 
     what: str
     advice: str
@@ -228,6 +228,6 @@ class Diagnosis(TypedDict):
     causes: list[CauseOfTime]
     """The largest first."""
     silent: list[SilentWorker]
-    """Of each worker that holds the job."""
+    """Silent workers among those that hold the job."""
     findings: list[Finding]
     """The most urgent first."""

@@ -15,7 +15,7 @@ class SweepTrialJob(TypedDict):
     step: int
     """Newest step with the sweep's metric."""
     value: float | None
-    """Summary of the metric so far; null while there is none."""
+    """Summary of the metric so far; null before the first value."""
 
 
 class SweepTrial(TypedDict):
@@ -50,7 +50,7 @@ class SweepSummary(TypedDict):
     """Also a tag of its jobs."""
     name: str
     kind: str
-    """Of its jobs."""
+    """Kind of its jobs."""
     tenant: str
     key: str
     """Id of the API key, or name of the user, that submitted it."""

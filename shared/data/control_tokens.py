@@ -129,7 +129,7 @@ def _written_around(tokenizer: Any) -> str:
     """Return the text that the chat template writes around messages; empty if it rejects such a chat."""
     try:
         return str(tokenizer.apply_chat_template(NEUTRAL, tokenize=False, add_generation_prompt=False))
-    except Exception:  # noqa: BLE001 - a template is the model's code: whatever it raises, there is nothing to learn
+    except Exception:  # noqa: BLE001 - a template is the model's code: with any exception, it reveals nothing
         return ""
 
 

@@ -125,7 +125,7 @@ def _rendered(spec: JobSpec, loaded: LightTokenizer, control: ControlTokens, mes
             return check("chat template", f"cannot be read: {error}", "bad", "the simulated engine needs a plainer one")
         found = f"{NOT_LOOKED_AT}the chat template says what is not known here: {error}"
         return check("prompt", found, "note", "the worker that loads the model looks at it")
-    except Exception as error:  # noqa: BLE001 - a template is the model's code: whatever it raises is its answer
+    except Exception as error:  # noqa: BLE001 - a template is the model's code: any exception is its answer
         roles = ", ".join(said["role"] for said in chat)
         return check("chat template", f"refuses messages of {roles}: {error}", "bad", "take one for these roles")
     count, room = len(control.encode(text, word)), spec.rollout.context_length

@@ -65,7 +65,7 @@ def row_of(path: Path, number: int, line: bytes) -> dict[str, Any]:
 
 
 def first_row(path: Path) -> dict[str, Any]:
-    """Return the first row. Raises RowError, also if there is none."""
+    """Return the first row. Raises RowError, also for an empty file."""
     for number, line in lines(path):
         return row_of(path, number, line)
     raise RowError(f"{path} has no rows")

@@ -74,8 +74,8 @@ class Readable:
         return RESERVED if self._kept_place(path) is not None else ""
 
     def mistakes_in(self, data: Any, *, files: bool = False) -> Mistakes:
-        """Return a mistake for every text of a spec that may be understood as a path to an unreadable place; if there
-        is none, and with `files`, mistakes in the files that it names."""
+        """Return a mistake for every text of a spec that may be understood as a path to an unreadable place; without
+        such a text, and with `files`, mistakes in the files that the spec names."""
         found = []
         for field, text in texts_in(data):
             for path in self._meanings(text):

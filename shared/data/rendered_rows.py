@@ -200,7 +200,7 @@ def _with_prompt(
     if prompts is not None:
         try:
             text, tokens = prompts.render(messages, tools)
-        except Exception as error:  # noqa: BLE001 - a template is the model's code: whatever it raises is its answer
+        except Exception as error:  # noqa: BLE001 - a template is the model's code: any exception is its answer
             problem = f"the model's chat template refused it: {error}"[:STDERR_CHARACTERS]
     return msgspec.structs.replace(
         row, prompt=text[:CHARACTERS], left_out=max(0, len(text) - CHARACTERS), tokens=tokens, problem=problem

@@ -21,7 +21,7 @@ from opentinker.shared.durable_files import replace_durably
 
 NAME = "rows.jsonl"
 MAX_BYTES = 16 << 20
-"""Of the file; about a million groups."""
+"""Limit of the file; about a million groups."""
 
 
 class RowPlays(msgspec.Struct, frozen=True, array_like=True):

@@ -30,7 +30,7 @@ class Unpacking:
     ) -> None:
         self._files, self._most, self._most_files = files, most_bytes, most_files
         self._setting = f" ({setting})" if setting else ""
-        """Of the operator, for the size."""
+        """Name of the operator's setting for the size, in parentheses."""
         self._programs = programs
         self._made: set[PurePosixPath] = set()
         """Directories."""

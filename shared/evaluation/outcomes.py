@@ -1,4 +1,5 @@
-"""What an episode of an evaluation came to, and which episodes are kept word by word. Pure functions."""
+"""Classifies the outcome of an episode of an evaluation, and chooses the episodes whose transcripts are kept. Pure
+functions."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ OUTCOME_NAMES = ("solved", "unsolved", "won", "drawn", "lost")
 GAMES = {1.0: "won", 0.5: "drawn", 0.0: "lost"}
 """By `EvalResult.outcome`."""
 OUTCOME_TRANSCRIPTS = 2
-"""Kept episodes of each outcome, against each opponent, where so many ended so."""
+"""Maximal number of kept episodes of each outcome against each opponent."""
 Outcome = tuple[int, str]
 """Number of the opponent, and one of OUTCOME_NAMES."""
 

@@ -37,7 +37,7 @@ def validation_metrics(
     opponents: Sequence[str] = (),
 ) -> dict[str, float]:
     """Metrics of an evaluation of `episodes` episodes, `samples` from each start state, of which these have a result;
-    with `opponents`, of so many against each.
+    with `opponents`, the number of episodes against each.
 
     val/reward/{mean,std}, and val/NAME for every metric that the environment reported (`val/env/NAME` where the name is
     taken, or begins with a part of ours), each with `low` and `high` of `interval`; val/reward/seat/NAME where there

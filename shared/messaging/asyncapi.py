@@ -2,7 +2,7 @@
 
     python -m opentinker.shared.messaging.asyncapi > asyncapi.json
 
-Descriptions are the docstrings below subjects and fields. `make docs` puts the document beside the pages.
+Descriptions are the docstrings below subjects and fields. `make docs` adds the document to the pages.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     subjects.py  who sends and who eats   --> `nats_rights`: publish and subscribe, JetStream's API, acks, inboxes
     STREAM_USES  who reads a stream, or purges it --'
-    subjects.py  what of a job is shown  --> `shown_of`: what whoever has a credential for its streams may hear
+    subjects.py  the public subjects of a job --> `shown_of`: subscriptions of a credential for the job's streams
     REDIS_KEYS   who reads and writes which keys --> `redis_rules`
 
 A service's replies arrive below its own inbox prefix, to which no other service may subscribe. Replies go to the

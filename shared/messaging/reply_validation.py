@@ -115,7 +115,7 @@ def _problem_of_outcomes(reply: SessionReply) -> str:
 
 
 def outcomes_problem(outcomes: Sequence[SessionReply]) -> str:
-    """Describe the first problem that the outcomes of a turn's candidates have together; empty if there is none."""
+    """Describe the first problem in the combined outcomes of a turn's candidates; empty: no problem."""
     if len(outcomes) > MAX_CANDIDATES:
         return f"{len(outcomes)} outcomes; a turn has at most {MAX_CANDIDATES} candidates"
     return _too_large([prompt for outcome in outcomes for prompt in outcome.prompts], "all candidates")

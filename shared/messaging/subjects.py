@@ -1,11 +1,11 @@
-"""Every subject and stream: what it carries, who sends, who eats. Nobody writes a subject string elsewhere.
+"""Every subject and stream: what it carries, who sends, who eats. No other module contains a subject string.
 
 scheduler --TICKET--> rollout worker --ENV_OPEN/ENV_SESSION--> env worker
 rollout worker --GROUP--> trainer            (or --SCORE--> reference-forward --GROUP--> trainer)
 trainer --SWAP--> rollout worker             (the tensors travel by torch.distributed)
 trainer --EXAM--> rollout worker --EXAM_RESULT--> trainer    (validation; of eval jobs it is the scheduler that asks)
 scheduler --GENERATE--> rollout worker       (inference jobs)
-everybody --METRIC, LOG, TIMELINE, EVENT, ROLLOUTS--> whoever subscribes; anybody --WAKE--> a sleeping loop
+every service --METRIC, LOG, TIMELINE, EVENT, ROLLOUTS--> subscribers; every service --WAKE--> a sleeping loop
 """
 
 from __future__ import annotations

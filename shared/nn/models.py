@@ -225,7 +225,7 @@ _NO_PART_OF_THE_MODEL = {"_name_or_path", "architectures", "dtype", "initializer
 
 
 def load_tokenizer(base: str) -> Any:
-    """Load the model's fast tokenizer. Raises JobFailed if there is none."""
+    """Load the model's fast tokenizer. Raises JobFailed for a model without one."""
     try:
         if why := code_in(Path(base).expanduser()):
             raise JobFailed(f"model {base!r} {why}")

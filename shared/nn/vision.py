@@ -1,8 +1,7 @@
 """Images -> tokens and pixels -> embeddings: one code for rollout workers, the trainer and reference-forward.
 
 rollout worker   look(image) -> the text that stands for it in a prompt, and the pixels that vLLM is given
-trainer          `mark_image_tokens` gives placeholder tokens ids of their own; `features` are what stands in their
-places
+trainer          `mark_image_tokens` gives placeholder tokens distinct ids; `features` take their places
 
 While the vision tower and the connector are frozen, the same image has the same features as long as the model is
 loaded, and they are computed once. `shared/data/model_families.py` lists the families.
@@ -65,12 +64,12 @@ class ImageInputs(ImagePlaceholder):
     inputs: dict[str, Tensor]
     """Inputs of the vision tower, by the names of the Hugging Face model."""
     grid: Grid
-    """Of its tokens, in families that have grids; else one row."""
+    """Grid of its tokens, in families that have grids; else one row."""
 
 
 class ImageFeatures(NamedTuple):
-    """What the vision tower and the connector make of images. D: 1, and with DeepStack one per decoder layer that gets
-    more."""
+    """Output of the vision tower and the connector. D: 1, plus, with DeepStack, one per decoder layer that gets more
+    features."""
 
     layers_DFH: Tensor
     """Embeddings of the placeholder tokens first, then what is added to their hidden states after each layer."""
@@ -109,7 +108,7 @@ class VisionProcessor:
 
     @classmethod
     def of(cls, base: str) -> VisionProcessor:
-        """Load the processor. Raises JobFailed if there is none."""
+        """Load the processor. Raises JobFailed for a model without one."""
         config = AutoConfig.from_pretrained(base, trust_remote_code=False)
         if why := unsupported_reason(base, config.to_dict()):
             raise JobFailed(why)

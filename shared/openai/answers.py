@@ -45,7 +45,7 @@ class ReplyText(Protocol):
 
 
 class Details(NamedTuple):
-    """What may be known of an answer beyond its text."""
+    """Optional facts about an answer beyond its text."""
 
     mark: str = ""
     """Names the weights."""

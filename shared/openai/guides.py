@@ -1,4 +1,4 @@
-"""What a request forces of the answer: `tool_choice` and the format of the text, in OpenAI's forms and Anthropic's."""
+"""Reads a request's constraints on the answer: `tool_choice` and text format, in OpenAI's and Anthropic's forms."""
 
 from __future__ import annotations
 

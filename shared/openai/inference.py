@@ -32,7 +32,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     messages: list[Message] = []
     tools: list[Tool] = []
     guide: Guide | None = None
-    """What the answer must be."""
+    """Constraint on the answer."""
     text: str | None = None
     token_ids: list[int] | None = None
     max_tokens: int | None = None

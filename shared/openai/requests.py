@@ -24,7 +24,7 @@ IMAGE_TYPES = ("image/png", "image/jpeg")
 MAX_LIKELY_CHAT, MAX_LIKELY = 20, 5
 """Tokens at each place whose logprobs a chat and a completion can ask for: OpenAI's limits."""
 MAX_ANSWERS = 64
-"""Of one request, to all its prompts."""
+"""Limit of the answers of one request, to all its prompts."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -34,7 +34,7 @@ class ParsedRequest:
     messages: list[Message] = field(default_factory=list)
     tools: list[Tool] = field(default_factory=list)
     guide: Guide | None = None
-    """What the answer must be; None: anything."""
+    """Constraint on the answer; None: anything."""
     token_ids: list[int] | None = None
     """In place of messages: the whole prompt."""
     text: str | None = None
@@ -52,7 +52,7 @@ class ParsedRequest:
     likely: int = 0
     """Number of likeliest tokens to return at each place."""
     prompts: list[str | list[int]] = field(default_factory=list)
-    """Of a completion: all prompts, of which the first is `text` or `token_ids`."""
+    """All prompts of a completion, of which the first is `text` or `token_ids`."""
     count: int = 1
     """Number of answers to each prompt."""
     repeated: Json = field(default_factory=dict)
@@ -189,7 +189,7 @@ def refuse_set(body: Json, *names: str) -> None:
 
 
 def tools_of(body: Json, tool: Callable[[Any, str], Tool]) -> list[Tool]:
-    """Return the tools that the model is told of. `tool` parses one of them, by its place."""
+    """Return the tools that the model sees. `tool` parses one of them, by its place."""
     tools = [tool(given, f"tools[{n}]") for n, given in enumerate(items(body, "tools"))]
     return tools if is_told_of_tools(body) else []
 

@@ -1,7 +1,7 @@
 """Ships log lines that belong to a job from every service to readers of the job's log.
 
 ship   a structlog processor: consumes every line that is written, keeps those bound to a job, never waits
-send   consumes what was kept; produces LOG; polls four times a second. What found no room is counted and said
+send   consumes the kept lines; produces LOG; polls four times a second; counts and reports lines that found no room
 
 Lines are sent without an ack: lines written while NATS is away are lost here, and remain in the service's own log.
 """

@@ -20,7 +20,7 @@ class TooManyCalls(OpenTinkerError):
 
 class TenantThreads:
     """Runs calls in up to `threads` threads, at most `per_tenant` for one tenant. Calls that wait for a thread count,
-    and so do those that nobody awaits any more: a running thread cannot be stopped from outside."""
+    and so do abandoned ones: a running thread cannot be stopped from outside."""
 
     def __init__(self, threads: int, per_tenant: int, name: str) -> None:
         self.per_tenant = per_tenant

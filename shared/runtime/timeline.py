@@ -1,6 +1,6 @@
 """Records a worker's activity as segments on the lanes of a job's timeline, so that pipeline bubbles become visible.
 
-    with lanes.busy("generation", "rollout"): ...   --once a second--> TIMELINE: a few segments, whatever happened
+    with lanes.busy("generation", "rollout"): ...   --once a second--> TIMELINE: a few segments
 
 Lanes: `generation`, `env`, `reference`, `training`, `swap`. Many may be busy on one lane at a time (episodes of a
 rollout worker, sessions of an env worker): together they are one segment, and `level` says how many they were on

@@ -2,14 +2,14 @@
 
     sandbox = await Sandbox.open(settings)          raises Unavailable, which says what to do
     process = await sandbox.start([sandbox.python, "-c", "print(1)"], stdout=PIPE)
-    ... process.kill("why"); await process.wait()
+    ... process.kill("reason"); await process.wait()
 
     service --start--> launch.py outside --> bubblewrap --> launch.py inside --> program
               |           own unprivileged uid if root, cgroup         rlimits
               +-- looks twice a second at what the processes hold together, and kills them all beyond the limits
 
 A program sees the system's libraries, an interpreter and what the caller binds, all of it read-only; an empty /tmp,
-which is its home and the only writable place; the variables that the caller names; processes of its own sandbox. It
+which is its home and the only writable place; the variables that the caller names; processes of the same sandbox. It
 ends with the process that started it. A service that is root gives every sandbox a separate uid, so no two count each
 other's processes; an ordinary user's sandboxes run as that user, without privileges inside or outside.
 """
@@ -122,7 +122,7 @@ class Sandbox:
     async def start_on(
         self, root: OverlayRoot, argv: Sequence[str], variables: Mapping[str, str], limits: Limits, descriptor: int
     ) -> Sandboxed:
-        """Start a program on a root file system of its own, which it may write to as user 0 without any capability. It
+        """Start a program on a separate root file system, which it may write to as user 0 without any capability. It
         sees nothing else of this machine, sets its own limits first (`limits.of_a_process`), and inherits `descriptor`.
 
         Raises OSError if no process can be started.

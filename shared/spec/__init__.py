@@ -183,7 +183,7 @@ class JobSpec(SpecPart):
     """Start from the checkpoint of another job instead of the weights in model.base; inference: serve it; eval: play
     with it."""
     notify: Annotated[list[NotifySpec], Field(max_length=MAX_NOTIFY)] = []
-    """Who is told when the job ends, raises an alarm or reaches a target; see docs/notifications.md."""
+    """Recipients of a message when the job ends, raises an alarm or reaches a target; see docs/notifications.md."""
     resources: ResourceSpec = ResourceSpec()
     artifacts: ArtifactSpec = ArtifactSpec()
     """Which artifacts are kept, and for how long."""

@@ -52,7 +52,7 @@ class AlgorithmSpec(SpecPart):
     """Optimizer steps per batch, each on an equal share of its groups."""
     advantage: AdvantageName | None = None
     """How rewards become advantages. `agent_turn` samples trees: every turn has group_size candidates, each of which is
-    played on a copy of the episode (the environment must be able to fork) and trained; the best one goes on."""
+    played on a copy of the episode (the environment must be able to fork) and trained; play continues from the best."""
     loss: Literal["decoupled_ppo", "ppo", "importance_sampling", "cispo", "gspo", "dppo", "sapo"] | None = None
     """The policy loss. mu is the policy that sampled, pi the one that is trained."""
     correction: Literal["none", "tis", "icepop", "geometric"] | None = None

@@ -1,5 +1,5 @@
-"""What people call a job and note about it: display name, project, tags and notes. Jobs are told apart by their ids:
-all of this can be changed later."""
+"""A job's labels for people: display name, project, tags and notes. All of them can be changed later, since a job is
+identified by its id."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table [[notify]]: who is told what becomes of a job, and when."""
+"""The table [[notify]]: recipients of messages about a job, and the occasions."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ class NotifySpec(SpecPart):
     url: Annotated[str, Field(pattern=r"^https?://[^\s#@]+$", max_length=2000)] | None = None
     """Webhook: gets a signed POST with JSON. Whoever may read the job reads the URL."""
     format: Literal["json", "slack"] = "json"
-    """Of the webhook: `json`, see docs/notifications.md; `slack`: a text for Slack, and whatever takes the same."""
+    """Format of the webhook's body: `json`, see docs/notifications.md; `slack`: a text for Slack and compatible
+    services."""
     email: Annotated[str, Field(pattern=EMAIL, max_length=254)] | None = None
     """Address; the operator's mail server must be set, and its domain allowed."""
     on: Annotated[list[Occasion], Field(min_length=1, max_length=5)] = ["succeeded", "failed", "alarm"]

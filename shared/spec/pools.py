@@ -45,8 +45,8 @@ class PoolSpec(SpecPart):
     the policy loses to, with probability proportional to (1 - win rate)^2. `pfsp_even`: those as strong as it is,
     proportional to win rate * (1 - win rate)."""
     stretch: Annotated[int, Field(ge=1, le=MAX_STRETCH)] = 1
-    """Consecutive groups of matches that meet the same member. A rollout worker loads the weights of the member that is
-    to play; where that takes long, it is done so many times more rarely."""
+    """Consecutive groups of matches that meet the same member. A rollout worker loads the weights of the next member;
+    where that takes long, a higher value makes it rarer."""
 
 
 def pool_player(pool: str, version: str = "") -> str:

@@ -131,13 +131,13 @@ class ResourceSpec(SpecPart):
     trainer_gpus: Annotated[int, Field(ge=0, le=64)] = 0
     """GPUs of the job's trainer, one rank each, on one machine; 0: trains on the CPU."""
     rollout_gpus: Annotated[int, Field(ge=0, le=1)] = 0
-    """1: rollout workers must have a GPU. 0: workers without one are preferred, and vLLM uses whatever device its
-    worker has."""
+    """1: rollout workers must have a GPU. 0: workers without one are preferred, and vLLM uses the device of its
+    worker."""
     gpu_memory_gb: Annotated[float, Field(gt=0, le=10_000)] | None = None
     """Minimum memory of each of these GPUs (10^9 bytes)."""
     trainer_ranks: Ranks | None = None
     """Processes on the trainer's machine that share each batch; default: one per GPU, or one. See train.parallel. With
-    [policies], of each policy that has no number of its own."""
+    [policies], the default of each policy."""
 
     def resolve(self) -> list[dict[str, Any]]:
         ranks = self.trainer_ranks or max(1, self.trainer_gpus)

@@ -1,4 +1,5 @@
-"""Tree sampling: group_size candidates of every turn are played from one state, and the best one goes on (AT-GRPO)."""
+"""Tree sampling: group_size candidates of every turn are played from one state, and play continues from the best one
+(AT-GRPO)."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from opentinker.shared.state.redis_script import Script, read_field
 from opentinker.shared.types import codec
 
 MAX_REPORTS = 100
-"""Of a tenant; the oldest go."""
+"""Limit of a tenant; the oldest reports are removed."""
 
 # KEYS checks, check. ARGV: id, time, most, prefix of the others, summary, report
 _SAVE = """
@@ -63,7 +63,7 @@ class CheckReports:
         return [codec.from_json(CheckSummary, text) for text in found if text]
 
     async def find(self, tenant: str, id: str) -> tuple[CheckSummary, str] | None:
-        """Return summary and report, which is JSON; None if there is none."""
+        """Return summary and report, which is JSON, or None."""
         summary, report = await self._redis.hmget(f"check:{tenant}:{id}", "summary", "report")
         return (codec.from_json(CheckSummary, summary), str(report)) if summary else None
 

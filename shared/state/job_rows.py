@@ -36,7 +36,7 @@ return cmsgpack.pack(rows)
 
 
 class JobRow(msgspec.Struct, frozen=True, array_like=True):
-    """What lists of jobs are filtered and sorted by."""
+    """The fields by which lists of jobs are filtered and sorted."""
 
     name: str
     kind: str

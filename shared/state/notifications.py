@@ -64,7 +64,8 @@ class Notifications:
         return await read_hashes(self._redis, [f"notify:seen:{job}" for job in jobs])
 
     async def add(self, job: str, messages: Sequence[Message], seen: Mapping[str, str], now: float) -> None:
-        """Keep messages, and what of the job was looked at for them, at once. One that is kept already stays."""
+        """Store messages, and the values of the job that caused them, in one transaction. A message that is stored
+        already stays."""
         async with self._redis.pipeline(transaction=True) as pipe:
             for message in messages:
                 pipe.hsetnx("notify:messages", message.id, codec.to_json(message))
@@ -105,7 +106,7 @@ class Notifications:
             return int((await pipe.execute())[0])
 
     async def secret(self, tenant: str, *, renew: bool = False) -> str:
-        """Return what the tenant's webhooks are signed with; made at the first call, and anew if `renew`."""
+        """Return the key that signs the tenant's webhooks. The first call creates it; `renew` replaces it."""
         fresh = PREFIX + base64.b64encode(secrets.token_bytes(SECRET_BYTES)).decode()
         await self._redis.set(f"notify:secret:{tenant}", fresh, nx=not renew)
         return str(await self._redis.get(f"notify:secret:{tenant}"))

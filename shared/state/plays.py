@@ -14,9 +14,9 @@ from opentinker.shared.state.redis_script import Script
 from opentinker.shared.types import codec
 
 PLAY_S = 1800
-"""Seconds that an episode may take. Its place on an env worker is taken so long at most."""
+"""Seconds that an episode may take, and occupy a place on an env worker."""
 MAX_PLAYS = 4
-"""Of a key, or a user without one, at the same time."""
+"""Concurrent plays of a key, or of a user without one."""
 
 # KEYS play. ARGV: before, after
 _MOVE = """
@@ -64,7 +64,7 @@ class Plays:
         return ended
 
     async def move(self, tenant: str, before: Play, after: Play) -> bool:
-        """Save a play after a turn. Return False, and change nothing, if it has moved or ended meanwhile."""
+        """Save a play after a turn. Return False, and change nothing, if the stored one has moved or ended."""
         texts = [codec.to_json(before), codec.to_json(after)]
         return bool(await self._move(keys=[f"play:{tenant}:{before.id}"], args=texts))
 

@@ -55,8 +55,8 @@ async def read_field(redis: Any, keys: Iterable[str], field: str) -> list[str | 
 
 
 async def newest(redis: Any, key: str, limit: int, before: str, what: str) -> list[str]:
-    """Return ids of a sorted set, the highest first; those that follow `before` if it is given. Raises NotFound if that
-    is none of them. `what`: job | sweep."""
+    """Return ids of a sorted set, the highest first; those that follow `before` if it is given. Raises NotFound if the
+    set does not contain `before`. `what`: job | sweep."""
     start = 0
     if before:
         rank = await redis.zrevrank(key, before)

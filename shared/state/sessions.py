@@ -86,7 +86,7 @@ class Session(msgspec.Struct, frozen=True, kw_only=True):
     """Unix seconds; the latest time at which it ends."""
 
     def ends(self, idle_s: float) -> float:
-        """Return when it ends if nobody uses it any more."""
+        """Return when the session ends unless it is used again."""
         return min(self.expires, self.used + idle_s)
 
     def fits(self, digest: str) -> bool:

@@ -179,7 +179,7 @@ class Store(LeaseTable):
         return None if job is None else str(job)
 
     async def job_of_key(self, tenant: str, idempotency: str) -> str | None:
-        """Return the job that was made under an idempotency key, whatever its body was."""
+        """Return the job that was made under an idempotency key, with any body."""
         job = await self.redis.hget(f"idem:{tenant}:{idempotency}", "job")
         return None if job is None else str(job)
 

@@ -1,5 +1,5 @@
-"""Sweeps in Redis. Trials are written by the leading scheduler before their jobs are submitted, so that another one
-goes on with the same trials.
+"""Sweeps in Redis. The leading scheduler writes trials before it submits their jobs, so that another one continues with
+the same trials.
 
 Keys:
     sweep:{id}           hash: name, tenant, state, table, base ...

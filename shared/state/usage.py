@@ -3,7 +3,7 @@
 Keys (`day` counts from 1970, UTC):
     spent:job:{id}           hash: worker_s, gpu_s, cpu_s, tokens_generated, tokens_trained of a job
     spent:{tenant}:{day}     hash: the same of a tenant's day, and the most bytes that it stored; kept for 400 days
-    spent:seen:{id}:{source} hash: what a source has said so far, so that a repetition adds nothing; kept for a week
+    spent:seen:{id}:{source} hash: totals reported by a source, so that a repetition adds nothing; kept for a week
     spent:step:{id}          the last optimizer step whose tokens are counted: one that is trained again is not
 
 Worker and GPU seconds are those of leases, counted by the scripts that write leases (lease_table.py), and need no

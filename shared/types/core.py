@@ -200,7 +200,7 @@ class Image(msgspec.Struct, frozen=True, tag_field="type", tag="image"):
     """PNG or JPEG; of a transcript: none."""
     media_type: str = "image/png"
     digest: str = ""
-    """Of a transcript: the image's key among those of its group or evaluation, as of `Picture`."""
+    """In a transcript, the image's key among those of its group or evaluation, as of `Picture`."""
 
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True):

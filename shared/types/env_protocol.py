@@ -118,7 +118,7 @@ class StepSession(SeatAction, frozen=True, kw_only=True):
     """Tree sampling: in place of the action or round, MAX_CANDIDATES alternatives of it at most. Each is played on a
     copy of the environment."""
     chosen: int = 0
-    """With `candidates`: which of those of the turn before goes on."""
+    """With `candidates`: the candidate of the turn before from which play continues."""
 
     @property
     def actions(self) -> list[SeatAction]:
@@ -145,7 +145,8 @@ class SeatPrompt(msgspec.Struct, frozen=True, kw_only=True):
     tools: list[Tool] = []
     """In the first reply to a stream: what the seat may call in it."""
     guide: Guide | None = None
-    """What the next turn must be: a call, which is begun for the policy, or text in a schema, which is not trained."""
+    """Constraint on the next turn: a call, whose beginning the policy gets, or text in a schema, which is not
+    trained."""
     max_tokens: int | None = None
     """Limit of the next turn, where the environment allows less than the job."""
     stop: list[str] = []
@@ -182,8 +183,8 @@ class SessionReply(SeatPrompt, frozen=True, kw_only=True):
     importing_s: float = 0.0
     """With `opening`, while the environment is being imported: seconds after which the worker gives that up."""
     outcomes: list[SessionReply] = []
-    """What each of the `candidates` came to, in their order; `done` then says that all of them ended the episode, and
-    everything else stands in the outcomes."""
+    """Outcome of each of the `candidates`, in their order; `done` then says that all of them ended the episode, and the
+    other fields of this reply are unused."""
 
     @property
     def prompts(self) -> list[SeatPrompt]:
@@ -229,7 +230,7 @@ ABOUT_BYTES = 64 << 10
 
 
 class EnvAbout(msgspec.Struct, frozen=True, kw_only=True):
-    """What the author of an environment says about it: ABOUT_BYTES as JSON at most."""
+    """The author's description of an environment: ABOUT_BYTES as JSON at most."""
 
     doc: str = ""
     """Docstring of its class."""
@@ -281,7 +282,7 @@ class EnvRow(msgspec.Struct, frozen=True, kw_only=True):
 
 class EnvRowsReply(msgspec.Struct, frozen=True, kw_only=True):
     problem: str = ""
-    """Why nothing can be said."""
+    """Why the rows cannot be listed."""
     count: int | None = None
     """Number of rows; None: the environment lists none."""
     found: list[int] = []
@@ -291,7 +292,7 @@ class EnvRowsReply(msgspec.Struct, frozen=True, kw_only=True):
     rows: list[EnvRow] = []
     """Answer to `numbers`; those that are not below `count` are missing."""
     tools: list[Tool] = []
-    """What the prompts offer."""
+    """Tools that the prompts offer."""
 
 
 class ServedBack(msgspec.Struct, frozen=True):

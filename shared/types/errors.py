@@ -4,9 +4,9 @@ OpenTinkerError
  |- SpecError        the user's input is wrong: HTTP 422 with every mistake, never retried
  |- NotFound         HTTP 404
  |- Conflict         HTTP 409: the object's state does not allow it
- |- Fenced           a newer epoch owns the job: stop acting for it at once, write nothing
+ |- Fenced           a newer epoch owns the job: stop acting for it immediately, write nothing
  |- JobFailed        the job cannot go on: state `failed` with this text, leases released
- |- TransportError   weights did not arrive: their swap fails, generation goes on with the old ones
+ |- TransportError   weights did not arrive: their swap fails, generation continues with the old ones
  |- RestartNeeded    the trainer has written down from where the next one goes on: its process starts again, no failure
  |- BadImage         an image cannot be shown: its episode fails, or the request with it
 """

@@ -1,4 +1,4 @@
-"""What a request forces of an answer."""
+"""A request's constraint on the answer."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     rewinds: int = 0
     """Times that the job has gone back to a checkpoint because of an alarm."""
     rewound: Rewind | None = None
-    """Only in the file .rewind: why the job goes on from this step with the accounting of a later one."""
+    """Only in the file .rewind: why the job continues from this step with the accounting of a later one."""
     files: dict[str, FileEntry] = {}
     """By path inside the directory. Filled in when the checkpoint is committed."""
     created: float = 0.0

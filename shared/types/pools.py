@@ -34,7 +34,7 @@ Members = dict[str, list[PoolMember]]
 
 
 class PoolRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What draws need to know of a pool: trainer -> scheduler, through Redis."""
+    """State of a pool from which the scheduler draws members: trainer -> scheduler, through Redis."""
 
     members: list[str]
     """Versions, oldest first."""

@@ -55,7 +55,7 @@ class SwapCommand(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def member(self) -> dict[str, Any]:
-        """Of a join: the place in the group, as `WeightGroup.join` takes it."""
+        """Return the place in the group that a join takes, as arguments of `WeightGroup.join`."""
         return {name: getattr(self, name) for name in ("address", "port", "rank", "world", "device")}
 
 

@@ -100,7 +100,7 @@ class SweepSummary(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str
     name: str
     kind: str
-    """Of its jobs."""
+    """Kind of its jobs."""
     state: SweepState
     reason: str = ""
     created: float

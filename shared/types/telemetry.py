@@ -50,7 +50,7 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True):
     """Unix seconds, by the clock of the worker's machine."""
     end: float
     version: str = ""
-    """Version of the weights used or produced; empty where there is none."""
+    """Version of the weights used or produced; empty for activity without weights."""
     level: float = 1.0
     """How many at a time on average: episodes, groups."""
 

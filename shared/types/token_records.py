@@ -63,7 +63,7 @@ def as_said(message: Message) -> dict[str, Any]:
 
 
 def images_within(messages: Iterable[Message], images: Mapping[str, bytes], episodes: int) -> dict[str, bytes]:
-    """Return the first images that messages of a transcript refer to, as many as one of so many kept episodes may have.
+    """Return the first images that messages of a transcript refer to, up to its share with `episodes` kept episodes.
     `images`: by digest."""
     left = min(EPISODE_IMAGES, STEP_IMAGES // max(1, episodes))
     kept: dict[str, bytes] = {}

@@ -235,7 +235,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     outcomes: dict[str, Outcomes] = {}
     """By name, of a part that one policy played (`of`): games of the policy against each other player."""
     others: list[Trajectory] = []
-    """Of a part that one policy played (`of`): what the others played in the episodes that people may read."""
+    """In a part that one policy played (`of`), trajectories of the others in the episodes that people may read."""
 
     @property
     def oldest(self) -> WeightVersion:

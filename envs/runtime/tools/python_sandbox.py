@@ -36,7 +36,7 @@ log = structlog.get_logger()
 def python(code: str) -> str:
     """Run a Python program. The answer is what it prints, and the value of its last expression.
 
-    It is a full Python with numpy and sympy, without network. Every call starts anew: variables and files of earlier
+    It is a full Python with numpy and sympy, without network. Every call starts fresh: variables and files of earlier
     calls are gone.
 
     Args:

@@ -27,7 +27,7 @@ class EngineLost(EngineError):
 
 
 class GuideRefused(EngineError):
-    """What was to be forced cannot be: the asker's mistake."""
+    """A guide that the engine cannot enforce: a mistake in the request."""
 
 
 class SwapError(OpenTinkerError):
@@ -104,8 +104,8 @@ class Engine(Protocol):
 
     def sibling(self, eos_ids: Collection[int], lora: LoraSpec) -> Engine:
         """Return the engine of another policy, which is an adapter of the same base, in the same process and batch. It
-        is started, has versions and a weight group of its own, and ends with this one. The caller has given the first
-        room for the adapters of all."""
+        is started, has its own versions and weight group, and ends with this one. The caller has given the first engine
+        room for all adapters."""
 
     async def generate(
         self,

@@ -111,7 +111,7 @@ class VllmProcess:
         self.users: Counter[int] = Counter()
         """Running requests by the number of their adapter; 0: none."""
         self.numbers = count(1)
-        """Of adapters: vLLM knows one by its number, and gives the old one for a number that it has."""
+        """Numbers for adapters: vLLM caches adapters by number, so a number is never used twice."""
         self.policies = count()
         """Numbers of the engines that share this process."""
         self.scored = count(1)

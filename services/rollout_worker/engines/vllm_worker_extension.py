@@ -158,7 +158,7 @@ def _eyes(model: Any) -> tuple[str, ...]:
 class WeightsExtension:
     """Mixed into vLLM's worker class; `collective_rpc` calls these by name. Answers are plain, errors included.
 
-    `policy`: number of one of the policies in this process. Each receives through a weight group of its own."""
+    `policy`: number of one of the policies in this process. Each receives through its own weight group."""
 
     weight_transfer_engine: BucketEngine
     vllm_config: Any
@@ -227,7 +227,7 @@ def _answer(call: Callable[..., None], *arguments: Any) -> dict[str, Any]:
     started = time.perf_counter()
     try:
         call(*arguments)
-    except Exception as error:  # noqa: BLE001 - whatever a model's loader raises is the caller's answer
+    except Exception as error:  # noqa: BLE001 - any exception of a model's loader is the caller's answer
         return {"error": f"{type(error).__name__}: {error}"}
     return {"seconds": time.perf_counter() - started}
 

@@ -113,7 +113,7 @@ class ArtifactCatalog:
         raise NotFound(f"job {job.id} has no {path[:200]!r}; `opentinker artifacts {job.id}` lists what there is")
 
     async def open_metrics(self, job: JobRecord) -> Opened | None:
-        """Open the job's metrics.jsonl, without its SHA-256. None: there is none. Raises StoreUnavailable."""
+        """Open the job's metrics.jsonl, without its SHA-256. None: the file is missing. Raises StoreUnavailable."""
         name = METRICS[0]
         kept = (await self.index.of(job.id)).get(name)
         try:

@@ -165,7 +165,7 @@ def drop_staged(place: Path) -> None:
 
 
 def newest_epoch(root: Path) -> int:
-    """Return the newest epoch that may have written here; 0 if there is none. Blocking."""
+    """Return the newest epoch that may have written here, or 0. Blocking."""
     return max([fenced_epoch(root), *(manifest.epoch for _, manifest in committed(root))])
 
 

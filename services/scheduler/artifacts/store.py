@@ -151,7 +151,7 @@ class DirectoryStore:
         found = {}
         for folder, _, names in os.walk(place, onerror=_ignore_missing):
             for path in (Path(folder, name) for name in names):
-                with contextlib.suppress(*MISSING):  # removed meanwhile
+                with contextlib.suppress(*MISSING):  # removed in the meantime
                     status = path.lstat()
                     if stat.S_ISREG(status.st_mode):
                         found[path.relative_to(self.root).as_posix()] = status.st_size

@@ -107,7 +107,7 @@ class RowsApi:
     async def rows(self, request: web.Request) -> web.Response:
         """List the rows of a job's data set: prompt, tokens, and how often each was solved.
 
-        Of rl and eval jobs whose environment has a data set, and of sft and dpo jobs, which play no row."""
+        For rl and eval jobs whose environment has a data set, and for sft and dpo jobs, which play no row."""
         whole = await self.jobs.undeleted(request)
         part, wanted = self.jobs.part(request, whole), RowsQuery.of(request)
         spec = parse_spec(whole.spec)

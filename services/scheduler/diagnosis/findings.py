@@ -1,4 +1,4 @@
-"""Says in words what holds a job up or spoils its learning, and which setting answers it."""
+"""Describes what holds a job up or spoils its learning, and which setting to change."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LARGE = 0.4
 """Share of the time from which on a cause is worth a word."""
 IDLE = 0.15
 SILENT_S = 10.0
-"""A worker that has done nothing for the job for so long is named."""
+"""A worker that has done nothing for the job for this time is named."""
 SLOW = {
     "training": "the trainer is the limit: fewer tokens, LoRA, larger train.tokens_per_micro_batch, or more ranks "
     "(resources.trainer_ranks)",
@@ -29,7 +29,7 @@ SLOW = {
     "waiting for env workers": "episodes wait for a place at an env worker: more env workers "
     "(`opentinker plan job.toml --like JOB` computes how many)",
 }
-"""What to change, by the cause that takes most of the time."""
+"""Advice by the cause that takes most of the time."""
 
 EARLIER = "continue from an earlier checkpoint (`--from-checkpoint`) with"
 ALARMS = {

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from opentinker.shared.types.telemetry import Segment
 
 OWN = {"checkpoint": "checkpoint", "wait": ""}
-"""What the kinds of the lane `training` count as; others are training."""
+"""Cause for kinds of segments on the lane `training`; other kinds count as training."""
 PLAYED = ("rollout", "evaluation")
 """Kinds of a rollout worker. On the lane `env` its episodes wait for env workers, whose own kinds are calls."""
 CALLS = {"open": "environment starts", "turn": "environment turns"}
@@ -70,8 +70,8 @@ def _shares(busy: dict[str, float]) -> dict[str, float]:
 
 
 def _split(found: dict[str, float], calls: dict[str, float], episodes_s: float) -> dict[str, float]:
-    """Replace `environment` by what env workers did meanwhile and, for the rest, by the wait for them. `calls`: seconds
-    of their calls by kind; `episodes_s`: seconds of episodes in environments."""
+    """Divide `environment` into the calls of env workers during that time and, for the rest, the wait for them.
+    `calls`: seconds of their calls by kind; `episodes_s`: seconds of episodes in environments."""
     seconds = found.pop("environment", 0.0)
     left = seconds
     for kind, name in CALLS.items():

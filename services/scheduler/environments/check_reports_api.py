@@ -34,7 +34,7 @@ class CheckReport(BaseModel):
     verdict: Annotated[str, Field(min_length=1, max_length=300)]
     """In a sentence."""
     errors: Annotated[list[Line], Field(max_length=1000)] = []
-    """What would fail episodes or spoil training."""
+    """Findings that would fail episodes or spoil training."""
     advice: Annotated[list[Line], Field(max_length=1000)] = []
     facts: Annotated[dict[Annotated[str, Field(max_length=50)], Line], Field(max_length=50)] = {}
     """Figures by name."""

@@ -67,7 +67,7 @@ class CalledTool(BaseModel):
 
 
 class PlayedAction(BaseModel):
-    """What a seat says."""
+    """Action of a seat."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -81,7 +81,7 @@ class PlayedTurn(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     turn: Annotated[int, Field(ge=0, lt=2**31)]
-    """Of the last answer: a repeated turn is played once."""
+    """Turn of the last answer, so that a repeated request is played once."""
     actions: Annotated[list[PlayedAction], Field(min_length=1, max_length=ROUND_SEATS)]
     """One for each prompt of the last answer, in its order."""
 

@@ -178,7 +178,7 @@ class Gateway:
     async def list(self, request: web.Request) -> web.Response:
         """List environments served by users.
 
-        Of all schedulers."""
+        The list covers all schedulers."""
         found: dict[str, dict[str, Any]] = {}
         for worker in await self.ctx.store.workers():
             environment = worker.detail.get("served")

@@ -1,7 +1,7 @@
 """One process that serves an environment, as the scheduler that holds its connection sees it.
 
 (new) --a Hello comes--> expected --Welcome--> there     expected --its connection breaks first--> away
-there --connection breaks--> away --it connects again--> there      (turns wait meanwhile)
+there --connection breaks--> away --it connects again--> there      (turns wait until then)
 away --AWAY_S--> gone        there --it says goodbye--> gone        (turns are answered: lost)
 any --another scheduler has it--> gone                              (turns are left to that one)
 
@@ -72,7 +72,7 @@ class ServedProcess:
         self._ctx, self._forget = ctx, forget
         self._holder = uuid.uuid4().hex
         self._coming = 0
-        """Connections that have said Hello and are neither established nor closed."""
+        """Connections that have sent Hello and are neither established nor closed."""
         self._asker: Asker | None = None
         self._socket: web.WebSocketResponse | None = None
         self._next_asker: asyncio.Future[Asker] = asyncio.get_running_loop().create_future()
@@ -242,7 +242,7 @@ class ServedProcess:
     def _import(self, session: str, reply: SessionReply) -> SessionReply:
         """The reply, with the operator's deadline for the import; the episode's own begins after it."""
         within_s = min(reply.importing_s, self._ctx.settings.env_import_timeout_s)
-        if session in self._deadlines:  # else it was closed meanwhile
+        if session in self._deadlines:  # else it was closed in the meantime
             self._imports[session] = asyncio.get_running_loop().time() + within_s
             self._deadlines[session] += within_s
         return msgspec.structs.replace(reply, importing_s=within_s)

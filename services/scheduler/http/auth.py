@@ -84,7 +84,7 @@ def may_see(request: web.Request, tenant: str) -> bool:
 
 
 class Shown(NamedTuple):
-    """What somebody shows."""
+    """Credentials of a request."""
 
     header: str
     """Authorization."""

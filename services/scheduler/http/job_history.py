@@ -144,7 +144,7 @@ class JobHistoryApi:
     async def transcripts(self, request: web.Request) -> web.Response:
         """List stored validation episodes.
 
-        Of one step, by default the newest that has any; all, or those with an outcome."""
+        Those of one step, by default the newest that has any; all, or only those with an outcome."""
         job = await self.jobs.undeleted(request)
         step, outcome, opponent = STEP.read(request), OUTCOME.read(request), request.query.get("opponent", "")
         home = self.jobs.artifacts.home(self.jobs.part(request, job))

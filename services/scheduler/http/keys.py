@@ -112,7 +112,7 @@ class KeysApi:
 
     @Route("POST", "/v1/shares", Action.JOBS_WRITE, status=201, body=NewShare, answer=api_types.Share)
     async def share(self, request: web.Request) -> web.Response:
-        """Make a link that shows jobs to whoever has it: read-only, and for a time.
+        """Make a link that gives read access to jobs, for a limited time, to everyone who has the link.
 
         Its key is listed and revoked like others."""
         asked, tenant = parsed(NewShare, await read_json(request)), tenant_of(request)
@@ -164,7 +164,7 @@ class KeysApi:
 
     @Route("GET", "/v1/whoami", Action.ABOUT, answer=api_types.WhoAmI)
     async def whoami(self, request: web.Request) -> web.Response:
-        """Show the tenant, role and scopes of who asks.
+        """Show the caller's tenant, role and scopes.
 
         Without authentication: an operator, and `auth` explains it."""
         asked = principal_of(request)

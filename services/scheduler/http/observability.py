@@ -51,7 +51,7 @@ class ObservabilityApi:
     async def rollouts(self, request: web.Request) -> web.Response:
         """List stored training episodes.
 
-        Of one step's batch, by default the newest step that has any."""
+        Those of one step's batch, by default the newest step that has any."""
         job = await self.jobs.undeleted(request)
         step = TRAINED.read(request)
         home = self.jobs.artifacts.home(self.jobs.part(request, job))
@@ -67,7 +67,7 @@ class ObservabilityApi:
     async def distributions(self, request: web.Request) -> web.Response:
         """Histograms of a step's rewards, lengths, turns, staleness and importance ratios.
 
-        Of one step, or of the newest `limit` above `after`, oldest first."""
+        For one step, or for the newest `limit` steps above `after`, oldest first."""
         job = await self.jobs.undeleted(request)
         step = TRAINED.read(request)
         after, limit = AFTER_STEP.read(request), LIMIT_STEPS.read(request)

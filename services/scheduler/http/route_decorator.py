@@ -98,7 +98,7 @@ class Route:
     slashes: str = ""
     """Name of the path parameter whose value may contain slashes."""
     audited: bool = False
-    """The audit log has a line for it, whatever its action is."""
+    """The audit log has a line for each request, for every action."""
     handler: Handler = _unbound
 
     def __call__(self, handler: H) -> H:

@@ -52,8 +52,8 @@ def by_outcome(
     found: dict[str, Any], spec: Mapping[str, Any], policy: str, outcome: str, opponent: str
 ) -> dict[str, Any]:
     """Return the transcripts that `read` has found, each with its outcome and opponent: those with this `outcome` (or
-    `all`) and this opponent (empty: any); and how many there are of each outcome, whatever the filter. `policy`: the
-    evaluated one, of a job with several."""
+    `all`) and this opponent (empty: any); and the number of each outcome, without the filter. `policy`: the evaluated
+    one, of a job with several."""
     solved_at = (spec.get("evaluation") or spec.get("validation") or {}).get("solved_at", 1.0)
     others = _other_players(spec.get("seats") or {}, policy)
     counts = dict.fromkeys(OUTCOME_NAMES[:2], 0)

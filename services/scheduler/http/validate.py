@@ -65,7 +65,7 @@ class ValidateApi:
     async def validate(self, request: web.Request) -> web.Response:
         """Validate a spec without submitting it: check it, play one episode, and estimate what it takes.
 
-        Of a sweep, its table and all its values are checked; an episode is played of its first job."""
+        For a sweep, the table and all values are checked, and an episode of the first job is played."""
         scope = SCOPE.read(request)
         return json_response(await report_on(self.ctx, await read_spec(request), tenant_of(request), scope))
 

@@ -36,7 +36,7 @@ class SourceCheckpoint:
 
 
 async def find(ctx: Context, start: Origin, tenant: str) -> SourceCheckpoint | str:
-    """Return the checkpoint, or the reason why there is none. A job of another tenant looks like one that does not
+    """Return the checkpoint, or the reason why it cannot be used. A job of another tenant looks like one that does not
     exist."""
     artifacts = ArtifactCatalog(ctx)
     source, step = start.job, start.step

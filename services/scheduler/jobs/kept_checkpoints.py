@@ -52,7 +52,7 @@ class LinksRefused(Exception):
 
 
 class GivenUp(Exception):
-    """Nobody awaits the copies any more."""
+    """The caller no longer waits for the copies."""
 
 
 async def keep(ctx: Context, references: Sequence[Reference], job: str, tenant: str) -> list[dict[str, Any]]:

@@ -124,7 +124,7 @@ class MetricHistory:
         """Return up to `limit` points of lines before the horizons, without the first `skip` lines, and whether a line
         is withheld because its point is expected in the stream, which has none of its source.
 
-        Of several policies, lines beyond the horizon of one that come before a dropped line of another are returned
+        With several policies, lines beyond the horizon of one that come before a dropped line of another are returned
         too: the cursor passes them, and the stream may drop them before the reader is there."""
         page: Page = []
         beyond: Page = []

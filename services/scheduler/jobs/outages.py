@@ -57,7 +57,7 @@ class Outages:
         await self._circuits.tried(circuit_key(job.tenant, job.spec["environment"]), time.time())
 
     async def _told_before(self, id: str) -> float:
-        """What another scheduler has told."""
+        """Return when an outage began that another scheduler has reported; 0.0: no outage."""
         began, ended = [await self._store.latest_event(id, event) for event in (BEGINS, ENDS)]
         if began is None or (ended is not None and ended["time"] >= began["time"]):
             return 0.0

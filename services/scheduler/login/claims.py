@@ -1,4 +1,4 @@
-"""What an OpenID provider says of a user, as a name and groups."""
+"""Reads a user's name and groups from the claims of an OpenID provider."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_NAME = 200
 
 
 def claim_of(claims: Mapping[str, Any], name: str) -> Any:
-    """Return a claim by its name, or by a path with dots; None: there is none."""
+    """Return a claim by its name, or by a path with dots; None if it is missing."""
     if name in claims:
         return claims[name]
     found: Any = claims

@@ -1,8 +1,8 @@
 """Cookies of the page, and the proofs that a request with one was written by the page and by no other site's.
 
-A browser adds cookies to requests whoever caused them, so a request that is authenticated by a cookie must come from a
-page of this server (`Origin`, `Sec-Fetch-Site`), and one that changes something must bear the session's CSRF token too,
-which only such a page can read. Requests with an API key need neither: no browser adds a key by itself.
+A browser adds cookies to requests that any site has caused, so a request that is authenticated by a cookie must come
+from a page of this server (`Origin`, `Sec-Fetch-Site`), and one that changes something must also bear the session's
+CSRF token, which only such a page can read. Requests with an API key need neither: no browser adds a key by itself.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Cookies:
         self._public = _without_port(f"{parts.scheme}://{parts.netloc}") if settings.public_url else ""
 
     def session(self, request: web.Request) -> str:
-        """Return the session's token in a request; empty if there is none, or the request shows a key."""
+        """Return the session's token in a request; empty without one, or if the request has a key."""
         token = "" if "Authorization" in request.headers else self.read(request, SESSION)
         return token if session_id(token) else ""
 

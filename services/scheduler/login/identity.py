@@ -2,7 +2,7 @@
 
     token in the cookie --Redis--> Session --its key's record, or the roles of its groups--> Identity
 
-What a session allows is looked up each time and never stored: it ends with its key, and with a group's role in the
+The rights of a session are looked up each time and never stored: they end with its key, and with a group's role in the
 settings. Lookups are cached for CACHE_S, as those of keys.
 """
 
@@ -31,9 +31,9 @@ class SessionOver(Exception):
 class Identity:
     principal: Principal
     digest: str
-    """Of the session's token."""
+    """Digest of the session's token."""
     expires: float
-    """Unix seconds: when it ends if the session is not used any more."""
+    """Unix time at which the session ends unless it is used again."""
 
     def state(self, now: float) -> str:
         """live | expired"""
@@ -59,7 +59,7 @@ class Sessions:
         return found is not None and found.state(now) == "live"
 
     async def identify(self, token: str) -> Identity:
-        """Return who asks with this token. Raises SessionOver."""
+        """Return the identity behind this token. Raises SessionOver."""
         id, digest, now, at = session_id(token), digest_of(token), time.time(), time.monotonic()
         if id is None:
             raise SessionOver(ENDED)

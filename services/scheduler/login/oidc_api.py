@@ -3,8 +3,8 @@
     GET /v1/login/oidc            state, nonce and verifier --> Redis; a browser --> the provider
     GET /v1/login/oidc/callback   code --provider.py--> claims --groups--> tenant and role --> a session
 
-What was begun in a browser ends in the same one: its cookie names the attempt, which is used once. What goes wrong is
-told by `GET /v1/login` to that browser alone, so no address can put words into the page.
+A sign-in ends in the browser in which it began: the browser's cookie names the attempt, which is used once. Only
+`GET /v1/login` reports a failure, and only to that browser, so no link can put text into the page.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ log = structlog.get_logger()
 
 BEGIN = "/v1/login/oidc"
 LOGINS_PER_S, LOGINS_BURST = 5.0, 50.0
-"""Of one address, which is a proxy's for all behind it."""
+"""Limits for one address, which may be a proxy's for all clients behind it."""
 SHOWN_GROUPS = 20
 """Groups named to a user without a role."""
 VIEW = re.compile(r"[A-Za-z0-9_@=~,.:/%-]{0,300}")
@@ -66,7 +66,7 @@ class OidcApi:
         return {"name": self._name, "address": self._settings.public_url.rstrip("/") + BEGIN}
 
     async def problem(self, request: web.Request) -> str | None:
-        """Why the last sign-in of this browser has failed; said once."""
+        """Return why the last sign-in of this browser has failed; only once."""
         cookie = self._gate.cookies.read(request, LOGIN) if self._provider is not None else ""
         return await self._logins.problem(cookie) if cookie else None
 

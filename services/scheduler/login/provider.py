@@ -33,7 +33,7 @@ CALLBACK = "/v1/login/oidc/callback"
 FETCH_S = 10.0
 """Time limit of a request to the provider."""
 MAX_BYTES = 1 << 18
-"""Of an answer."""
+"""Limit of an answer."""
 DOCUMENT_S, KEYS_S = 3600.0, 600.0
 """Time for which the discovery document and the keys are used."""
 REFETCH_S = 5.0
@@ -56,7 +56,7 @@ class Provider:
         self._redirect = settings.public_url.rstrip("/") + CALLBACK
         self._document: tuple[dict[str, Any], float] | None = None
         self._keys: tuple[KeySet, float] | None = None
-        """What was fetched, and when."""
+        """The keys and the time of their fetch."""
         self._fetching = asyncio.Lock()
 
     async def address(self, *, state: str, nonce: str, verifier: str) -> str:

@@ -1,4 +1,4 @@
-"""What a spec would take, by a job like it that ran here: time, worker-seconds, GPU-seconds, and their price."""
+"""Estimates the time, worker-seconds, GPU-seconds and price of a spec from a similar job that ran here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who gets which worker: a view of jobs, workers and leases and the time -> a list of decisions. No I/O, no clock.
+"""Assigns workers to jobs: a view of jobs, workers and leases and the time -> a list of decisions. No I/O, no clock.
 `reconciler.py` carries the decisions out.
 
 `plan` is called in every round of the reconcile loop and remembers nothing. In this order:
@@ -13,8 +13,8 @@
    - what it lacks is lent to others: that much is taken back (`Reclaim`) and kept for it;
    - jobs of lower priority hold what it lacks: they are interrupted (`Preempt`), lowest priority and shortest run
      first, as few as do, and only after it waited for `preempt_after_s` and they ran for `min_run_s`. A job is never
-     interrupted for one of its own priority, so no two interrupt each other in turns; but inference jobs of its own
-     priority that are idle lend it their workers before anybody is interrupted (`Sleep`);
+     interrupted for one of the same priority, so no two interrupt each other in turns; but idle inference jobs of the
+     same priority lend it their workers before another job is interrupted (`Sleep`);
    - it waited for `reserve_after_s`: the first such job in the order above has what is free and what becomes free kept
      for it, up to its need. Small jobs that keep coming cannot starve a large one; until then they fill the gaps. One
      behind it that may interrupt others has of this what it could interrupt them for, as far as who waits longer can

@@ -4,7 +4,7 @@ starting -> running     a rollout worker is ready
 running -> queued       inference: idle for `serving.sleep_s`, or for `inference_lend_s` while another job waits for its
                         workers (planner.py); it sleeps, and placement leaves it alone until a request has woken it
                         (router.py); its workers answer what they have begun
-starting -> queued      inference: the job whose live policy it would serve has no workers any more
+starting -> queued      inference: the job whose live policy it would serve has lost its workers
 any -> succeeded        inference: idle for `serving.idle_s`
 """
 

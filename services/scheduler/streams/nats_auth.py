@@ -75,7 +75,7 @@ class _Question(msgspec.Struct):
 
 
 class ConnectionRefused(Exception):
-    """`str(error)` is for the server's log; the client is told nothing."""
+    """`str(error)` is for the server's log; the client gets no reason."""
 
 
 class NatsAuthCallout:

@@ -34,7 +34,7 @@ log = structlog.get_logger()
 POLL_S = 1.0
 STEP_S = 2.0
 AWAY = (TimeoutError, nats.errors.Error, NoReply, StoreUnavailable, ReferencesAway)
-"""What a sweep waits for."""
+"""Errors after which a sweep waits and tries again."""
 
 
 class SweepController:

@@ -1,4 +1,4 @@
-"""What a trial's value is: the history of one metric of a job, and its summary."""
+"""Computes a trial's value: the history of one metric of a job, and its summary."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LARGEST = 1e300
 
 
 class History:
-    """One metric of one job. A step that is trained again replaces what was said of it before."""
+    """One metric of one job. A step that is trained again replaces its earlier value."""
 
     def __init__(self, table: SweepTable) -> None:
         assert table.metric is not None and table.window is not None

@@ -46,7 +46,7 @@ def _eliminated(rule: EarlyStoppingSpec, own: float, others: Sequence[float]) ->
 
 
 def last_rung(rule: EarlyStoppingSpec, step: int) -> int:
-    """Return the last step, up to `step`, at which trials are judged; 0 if there is none."""
+    """Return the last step, up to `step`, at which trials are judged; 0 before the first."""
     if step < rule.min_steps:
         return 0
     if rule.rule == "median":

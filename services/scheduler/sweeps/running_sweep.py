@@ -62,7 +62,7 @@ class RunningSweep:
         self._trials: list[Trial] | None = None
         self._saved: dict[int, bytes] = {}
         self._closed: set[int] = set()
-        """Trials that were saved and do not change any more."""
+        """Trials that were saved in their final state."""
         self._histories: dict[str, History] = {}
         self._cursors: dict[str, int] = {}
         self._importance: dict[str, float] = {}
@@ -205,7 +205,7 @@ class RunningSweep:
             room -= 1
 
     async def _new_trial(self, trials: list[Trial]) -> Trial | None:
-        """Store the next trial; None if there is none."""
+        """Store the next trial and return it, or None after the last."""
         if self._search_error:
             return None
         number = len(trials)
@@ -293,7 +293,7 @@ class RunningSweep:
         return "" if state == "live" else f"its API key {self.sweep.key} is {state}"
 
     async def _job_of(self, trial: Trial, job: TrialJob) -> str:
-        """Return the job that another leader submitted just before it was killed; empty if there is none."""
+        """Return the job that another leader submitted just before it was killed, or an empty text."""
         return await submitted_job(self.ctx, self.id, self.sweep.tenant, trial.number, trial.jobs.index(job))
 
     def _give_up(self, trials: list[Trial]) -> None:

@@ -18,7 +18,7 @@ def job_key(sweep: str, trial: int, job: int) -> str:
 
 
 async def submitted_job(ctx: Context, sweep: str, tenant: str, trial: int, job: int) -> str:
-    """Return the job that was submitted under its key; empty if there is none."""
+    """Return the job that was submitted under its key, or an empty text."""
     return await ctx.store.job_of_key(tenant, job_key(sweep, trial, job)) or ""
 
 

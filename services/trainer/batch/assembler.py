@@ -121,8 +121,8 @@ class Assembler:
 
     @staticmethod
     def discard_batch(reason: Discard, step: int) -> int:
-        """Return the number of the step that a discard at version `step` belongs to: the next one. A policy that rests
-        makes none for long; its discards are final at once, so that the stream need not hold them."""
+        """Return the number of the step that a discard at version `step` belongs to: the next one. A resting policy
+        makes no step for long; its discards are final immediately, so that the stream need not hold them."""
         return step if reason is Discard.RESTING else step + 1
 
     def drop(self, step: int) -> dict[Discard, list[int]]:

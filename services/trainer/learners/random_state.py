@@ -1,7 +1,7 @@
 """torch's random state, which all learners of a process share.
 
-In a deterministic job with several policies each has its own: whatever draws, or saves the state, has the generators
-for itself meanwhile and finds them as it left them.
+In a deterministic job with several policies each has its own state: code that draws numbers or saves the state has
+exclusive use of the generators, in the state in which its policy left them.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from opentinker.shared.types.mistakes import WHOLE, fill, mistake, mistakes_of, 
 TABLE = "sweep"
 """Name of the table in a spec."""
 FIXED = {"name", "project", "tags", "notes", "kind", TABLE}
-"""What of a spec is the same for all jobs of a sweep, or says what they are called."""
+"""Fields of a spec that are the same for all jobs of a sweep, or name them."""
 MAX_BYTES = 1 << 16
 """Size of a sweep's spec: it is made and validated once for each of up to 1,000 jobs."""
 SAMPLED = 64
@@ -194,7 +194,7 @@ def combinations(table: SweepTable) -> Iterator[Settings]:
 
 
 def _draws(table: SweepTable, count: int) -> list[Settings]:
-    """Draw so many trials. One that was there before is drawn again, unless there are no others."""
+    """Draw `count` trials, without repetitions unless there are no others."""
     chances = random.Random(table.seed)
     found: list[Settings] = []
     seen: set[bytes] = set()

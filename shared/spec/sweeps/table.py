@@ -119,7 +119,7 @@ class SweepParameter(SpecPart):
         return int((self.high - self.low) / (self.step or 1) + 1e-9)
 
     def at(self, place: int) -> int | float:
-        """Return the value after so many steps."""
+        """Return the value `place` steps above the low end."""
         assert self.low is not None
         return self.number(self.low + place * (self.step or 1))
 
@@ -142,13 +142,13 @@ class EarlyStoppingSpec(SpecPart):
     rule: Literal["median", "halving"] = "median"
     """`median`: a trial is stopped at a multiple of min_steps where it is worse than the median of the other trials at
     that step. `halving`: successive halving; at steps min_steps, min_steps * factor, min_steps * factor^2... only the
-    best 1/factor of the trials that got there go on (asynchronous: nobody waits for the others)."""
+    best 1/factor of the trials that got there continue (asynchronous: no trial waits for the others)."""
     min_steps: Steps
     """Steps that every trial makes before it is judged."""
     min_trials: Annotated[int, Field(ge=1, le=MAX_JOBS)] = 4
     """median: other trials that must have reached the step."""
     factor: Annotated[int, Field(ge=2, le=100)] = 3
-    """halving: one of so many trials goes on."""
+    """halving: one of `factor` trials continues."""
 
 
 class SweepTable(SpecPart):
@@ -166,7 +166,7 @@ class SweepTable(SpecPart):
     goal: Literal["maximize", "minimize"] | None = None
     """Whether larger or smaller values are better; default: `minimize` for the metric `loss`, else `maximize`."""
     summary: Literal["last", "best", "mean"] = "last"
-    """What of a metric's history counts as the trial's value: its end, its best moving mean, or its mean."""
+    """Part of a metric's history that counts as the trial's value: its end, its best moving mean, or its mean."""
     window: Annotated[int, Field(ge=1, le=10_000)] | None = None
     """last, best: points that a moving mean is over; default: 10, and 1 for evaluations (`val/...`)."""
     trials: Annotated[int, Field(ge=1, le=MAX_JOBS)] | None = None
@@ -177,7 +177,7 @@ class SweepTable(SpecPart):
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of `random` and `tpe`."""
     max_running: Annotated[int, Field(ge=1, le=64)] = 4
-    """Jobs of the sweep that are in the queue or running at once. They wait there as all others do."""
+    """Jobs of the sweep that are queued or running at the same time. They wait in the queue like all others."""
     max_jobs: Annotated[int, Field(ge=1, le=MAX_JOBS)] | None = None
     """Budget: jobs that are submitted, of all trials and seeds together; of a grid those of its first combinations."""
     max_hours: Annotated[float, Field(gt=0.0, le=8760.0)] | None = None
@@ -292,7 +292,7 @@ class SweepTable(SpecPart):
 
 
 def _in(value: Any, others: list[Any]) -> bool:
-    """Return whether a value is among others of its own type: 1 is neither 1.0 nor true."""
+    """Return whether a value is among others of the same type: 1 is neither 1.0 nor true."""
     return any(type(value) is type(other) and value == other for other in others)
 
 

@@ -21,7 +21,7 @@ GROUPS = 16
 LINE, LINES, CELL, TRANSCRIPT = 3000, 1000, 200, 50_000
 """Characters and lines of a report that the server takes."""
 REPORT_BYTES = 250_000
-"""Of a report as JSON; the server takes 256 KiB."""
+"""Limit of a report as JSON; the server takes 256 KiB."""
 FEW = 0.1
 """Share of groups that carry signal below which training is slow to begin."""
 Name = Annotated[
@@ -100,7 +100,7 @@ def _bounded(found: EnvironmentReport) -> EnvironmentReport:
 
 
 def _cut(found: EnvironmentReport, most: int) -> EnvironmentReport:
-    """Return it with so many lines of each kind."""
+    """Return it with at most `most` lines of each kind."""
 
     def cut(lines: list[str]) -> list[str]:
         return [line[:LINE] for line in lines[:most]]

@@ -61,7 +61,8 @@ def share(
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make a link that shows jobs, and nothing else, to whoever has it. `keys list` shows it, `keys revoke` ends it."""
+    """Make a link that shows jobs, and nothing else, to everyone who has it. `keys list` shows it, `keys revoke` ends
+    it."""
     link = client(url).share(*job_ids, expires_in_s=seconds(expires, "--expires"), name=name)
     print_json({"url": link}) if as_json else say(link)
 

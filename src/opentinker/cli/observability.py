@@ -44,7 +44,7 @@ def rollouts(job_id: JobId, step: Step = None, policy: Policy = "", url: Url = N
 
 
 def words_of(one: Rollout) -> Iterator[str]:
-    """Yield the messages of an episode: of several seats with who said or saw each, in the order of play."""
+    """Yield the messages of an episode; with several seats in the order of play, each with its speaker or viewer."""
     views = one["views"]
     if len(views) == 1:
         yield from (

@@ -139,7 +139,7 @@ def demands(environment: str) -> tuple[float, bool, str]:
         found = find(environment, modules=True)
     except SpecError as error:
         return 1.0, False, "; ".join(str(mistake["problem"]) for mistake in error.mistakes)
-    except Exception as error:  # noqa: BLE001 - a module is its author's code: whatever it raises is the answer
+    except Exception as error:  # noqa: BLE001 - a module is its author's code: any exception is the answer
         return 1.0, False, f"its module raised {type(error).__name__}: {error}"
     return found.cost, found.blocking, ""
 

@@ -51,7 +51,7 @@ class JobHandle:
 
     @property
     def info(self) -> Job:
-        """The job as the server said it last; asked for if it has not said anything yet."""
+        """The server's latest record of the job; requested if there has been none yet."""
         return self._last or self.refresh()
 
     @property
@@ -139,7 +139,7 @@ class JobHandle:
                 yield field, self._last[field]
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """Return the job as HTML for a notebook."""
         with contextlib.suppress(ApiError):  # as it was known last
             self.refresh()
         return card(self.id, self._last)

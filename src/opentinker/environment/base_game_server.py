@@ -146,7 +146,7 @@ class GameRoutes:
         self.stats.of(job).register_game_end(instance, job)
         try:
             await self._call(played.game.close)
-        except Exception:  # noqa: BLE001 - the game's own code, and whoever asks has nothing to do with it
+        except Exception:  # noqa: BLE001 - the game's own code, and no concern of the client
             _log.exception("a game could not be closed")
 
     async def _call(self, function: Callable[[], T]) -> T:

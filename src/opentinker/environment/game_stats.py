@@ -117,7 +117,7 @@ class BaseGameStats:
         return ended
 
     def reset_all(self) -> None:
-        self.__init__()  # type: ignore[misc]  # whatever a subclass counts begins anew too
+        self.__init__()  # type: ignore[misc]  # counters of a subclass restart too
 
 
 class GameStats(BaseGameStats):

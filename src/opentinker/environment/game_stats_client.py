@@ -11,7 +11,7 @@ import orjson
 
 
 class GameStatsClient:
-    """Every method returns None, or False, when the server is not reached, or there is none (`game_server_url` None):
+    """Every method returns None, or False, without a server (`game_server_url` None) or when it is not reached:
     training does not depend on it."""
 
     def __init__(self, game_server_url: str | None, job_id: str = "default", timeout: float = 5.0) -> None:

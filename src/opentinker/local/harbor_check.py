@@ -31,7 +31,7 @@ from opentinker.shared.types.errors import OpenTinkerError, SpecError
 RESETS = 5
 COMMANDS = 5
 VERIFICATIONS = 3
-"""Of the same files, after the solution."""
+"""Runs of the tests on the same files, after the solution."""
 GONE_S = 2.0
 WARM_WAIT_S = 30.0
 POLL_S = 0.02
@@ -40,7 +40,7 @@ KIB = 1024
 
 
 class TaskReport(msgspec.Struct, kw_only=True):
-    """What was seen of one task; None: it did not come to that."""
+    """Findings about one task; None: the check did not get that far."""
 
     task: str
     errors: list[str] = []

@@ -226,7 +226,7 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 def choose_port(port: int, host: str = "127.0.0.1") -> bool:
     """Whether the port is free and no other process has chosen it too. Unlike for `reserve_port`, it may be reserved: a
-    program that reserves a port may tell a child of its own to use it. Raises StartError as `port_free` does."""
+    program that reserves a port may pass it to its child. Raises StartError as `port_free` does."""
     return port_free(port, host) and _claim(f"opentinker-chosen-{host:.64}-{port}")
 
 

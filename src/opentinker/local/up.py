@@ -174,7 +174,7 @@ def api_port(plan: Plan) -> int:
     if plan.port:
         if not choose_port(plan.port, plan.host):
             raise OpenTinkerError(f"--port {plan.port} is taken on {plan.host}; leave it out to get a free one")
-        reserve_port(plan.port, plan.host)  # where nobody has: no other `up` chooses it for itself
+        reserve_port(plan.port, plan.host)  # unless it is reserved: no other `up` may choose it
         return plan.port
     if plan.port is not None:
         return free_port(plan.host)

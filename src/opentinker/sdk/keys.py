@@ -45,7 +45,7 @@ class KeyCalls:
         return cast(MadeKey, made)
 
     async def share(self, *jobs: str, expires_in_s: float | None = None, name: str = "") -> str:
-        """Return a link that shows these jobs, and nothing else, to whoever has it; by default for a week."""
+        """Return a link that shows these jobs, and nothing else, to everyone who has it; by default for a week."""
         body = {"jobs": list(jobs), "name": name} | ({} if expires_in_s is None else {"expires_in_s": expires_in_s})
         made = cast(Share, await self._http.json("POST", "/v1/shares", noun=body, again=False))
         return self._http.url + made["address"]

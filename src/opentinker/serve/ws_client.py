@@ -2,7 +2,7 @@
 
     import opentinker
 
-    with opentinker.serve_environment(Parity, name="parity") as served:          # in a thread of its own
+    with opentinker.serve_environment(Parity, name="parity") as served:          # in a separate thread
         client.submit({..., "environment": {"name": served.environment}})        # served:parity
 
     async with opentinker.AsyncServing(Parity, name="parity") as served:         # in this event loop

@@ -37,7 +37,7 @@ class Curves:
         self._span: tuple[float, float] | None = None
         """Times of the first and the last report."""
         self.by_policy: dict[str, Curves] = {}
-        """Of a job with several policies: of each. `steps` then holds the values of all, named POLICY/METRIC."""
+        """Curves of each policy, in a job with several. `steps` then holds the values of all, named POLICY/METRIC."""
 
     def add(self, points: Iterable[Mapping[str, Any]]) -> list[int]:
         """Returns the steps that are new or changed."""

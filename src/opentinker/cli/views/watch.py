@@ -1,7 +1,7 @@
 """`opentinker watch`: a job's progress, curves and events, live in the terminal or as plain lines in a pipe.
 
 Follower   consumes the API's job record, metric points and events; produces updates; woken by a short poll
-LiveView   draws each update (rich);  PlainView  writes one line per so many steps
+LiveView   draws each update (rich);  PlainView  writes a line every few steps
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def _view_of(as_json: bool) -> WatchView:
 
 
 class LineView:
-    """Writes lines, each of them at once."""
+    """Writes lines without buffering."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
@@ -252,8 +252,7 @@ def step_line(update: Update, window: range, step: int) -> str:
 
 
 def event_line(event: Mapping[str, Any]) -> str:
-    """Return a line such as `12:03:44 checkpoint step=50 seconds=0.2`; times as times of day, and no epoch where there
-    is none."""
+    """Return a line such as `12:03:44 checkpoint step=50 seconds=0.2`; times as times of day, and no empty epoch."""
     stamp = time.strftime("%H:%M:%S", time.localtime(float(event.get("time", 0.0))))
     known = ("id", "event", "time", "state", "finished")
     told = {k: v for k, v in event.items() if k not in known and v not in ("", None) and (k, v) != ("epoch", NO_EPOCH)}
