@@ -13,13 +13,12 @@ import re
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Literal, cast
-from urllib.parse import quote
+from typing import Literal
 
 import aiohttp
 
 from opentinker.sdk.archive import unpack
-from opentinker.sdk.http import ApiError, Http
+from opentinker.sdk.http import ApiError, Http, resource
 from opentinker.sdk.inputs import empty_place
 from opentinker.shared.api_types import (
     Artifact,
@@ -50,36 +49,35 @@ class ArtifactCalls:
         checkpoint of the tenant has it. `latest` is asked once: it may be another step the second time."""
         named = {"name": name, "checkpoint": checkpoint}
         again = not checkpoint.endswith("@latest")
-        made = await self._http.json("POST", "/v1/published", noun=named, again=again)
-        return cast(Publication, made)
+        return await self._http.json(Publication, "POST", "/v1/published", noun=named, again=again)
 
     async def unpublish(self, name: str) -> Publication:
         """Take the name from a checkpoint; its job's retention rules apply to it again."""
-        return cast(Publication, await self._http.json("DELETE", _publication(name), again=False))
+        return await self._http.json(Publication, "DELETE", resource("published", name), again=False)
 
     async def published(self) -> list[Publication]:
         """`name`, `checkpoint`, `bytes`, `created`, `key`; by name."""
-        return cast(Publications, await self._http.json("GET", "/v1/published"))["published"]
+        return (await self._http.json(Publications, "GET", "/v1/published"))["published"]
 
     async def delete_artifacts(self, id: str, step: int | None = None) -> DeletedArtifacts:
         """One checkpoint, or all that a job left which is over. Raises ApiConflict for what is published or in use."""
         path = "/artifacts" if step is None else f"/checkpoints/{step}"
-        return cast(DeletedArtifacts, await self._http.json("DELETE", path_of(id, path), query_of(id), again=False))
+        return await self._http.json(DeletedArtifacts, "DELETE", path_of(id, path), query_of(id), again=False)
 
     async def _named(self, id: str, step: int | None) -> tuple[str, int | None]:
         """A published name in the place of a job's id."""
         if _JOB.fullmatch(split_part(id)[0]) or step is not None:
             return id, step
-        found = cast(Publication, await self._http.json("GET", _publication(id)))
+        found = await self._http.json(Publication, "GET", resource("published", id))
         return found["job"], found["step"]
 
     async def evaluations(self, id: str) -> list[Evaluation]:
         """The eval jobs that played checkpoints of a job, by policy and step, each with its `values`."""
-        return cast(Evaluations, await self._http.json("GET", path_of(id, "/evaluations")))["evaluations"]
+        return (await self._http.json(Evaluations, "GET", path_of(id, "/evaluations")))["evaluations"]
 
     async def checkpoints(self, id: str) -> list[Checkpoint]:
         """The checkpoints of a job, oldest first."""
-        return cast(Checkpoints, await self._http.json("GET", path_of(id, "/checkpoints"), query_of(id)))["checkpoints"]
+        return (await self._http.json(Checkpoints, "GET", path_of(id, "/checkpoints"), query_of(id)))["checkpoints"]
 
     async def all_checkpoints(
         self,
@@ -105,7 +103,7 @@ class ArtifactCalls:
 
     async def artifacts(self, id: str) -> list[Artifact]:
         """Every file that a job has left so far: `path`, `kind`, `bytes`, `created`, and `sha256` where it is known."""
-        return cast(Artifacts, await self._http.json("GET", path_of(id, "/artifacts"), query_of(id)))["artifacts"]
+        return (await self._http.json(Artifacts, "GET", path_of(id, "/artifacts"), query_of(id)))["artifacts"]
 
     async def download_artifacts(
         self, id: str, directory: str | Path, paths: Sequence[str] | None = None
@@ -291,13 +289,9 @@ def _place(directory: str | Path, path: str) -> Path:
     return target
 
 
-def _publication(name: str) -> str:
-    return f"/v1/published/{quote(name, safe='')}"
-
-
 def path_of(id: str, rest: str = "") -> str:
     """Return the path of a job's resource; JOB~POLICY has that of its job."""
-    return f"/v1/jobs/{quote(split_part(id)[0], safe='')}{rest}"
+    return resource("jobs", split_part(id)[0], rest)
 
 
 def query_of(id: str, **query: str) -> dict[str, str]:

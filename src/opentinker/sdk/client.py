@@ -21,12 +21,11 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any, cast
-from urllib.parse import quote
+from typing import Any
 
 from opentinker.sdk.artifacts import ArtifactCalls, path_of, query_of
 from opentinker.sdk.environments import EnvironmentCalls
-from opentinker.sdk.http import ApiConflict, ApiError, ApiNotFound, Http
+from opentinker.sdk.http import ApiConflict, ApiError, ApiNotFound, Http, resource
 from opentinker.sdk.inference import InferenceCalls
 from opentinker.sdk.inputs import Spec, prepared, refers_to_checkpoints, started
 from opentinker.sdk.job_text import state_of
@@ -111,8 +110,7 @@ class AsyncClient(EnvironmentCalls, ArtifactCalls, KeyCalls, InferenceCalls, Obs
         data = started(await prepared(self._http, spec, beside), from_checkpoint, with_optimizer)
         headers = {"Idempotency-Key": idempotency_key or uuid.uuid4().hex}
         limit_s = max(self._http.timeout_s, SUBMIT_S) if refers_to_checkpoints(data) else self._http.timeout_s
-        made = await self._http.json("POST", "/v1/jobs", noun=data, headers=headers, timeout_s=limit_s)
-        return cast(JobSummary, made)
+        return await self._http.json(JobSummary, "POST", "/v1/jobs", noun=data, headers=headers, timeout_s=limit_s)
 
     async def jobs(
         self,
@@ -141,8 +139,7 @@ class AsyncClient(EnvironmentCalls, ArtifactCalls, KeyCalls, InferenceCalls, Obs
     async def job_groups(self, by: str = "project", filters: Mapping[str, str] | None = None) -> list[JobGroup]:
         """How many jobs there are of each project, tag, state, kind, environment, model or owner, by state. `filters`:
         those of GET /v1/jobs."""
-        answer = await self._http.json("GET", "/v1/jobs/groups", {"by": by, **(filters or {})})
-        return cast(JobGroups, answer)["groups"]
+        return (await self._http.json(JobGroups, "GET", "/v1/jobs/groups", {"by": by, **(filters or {})}))["groups"]
 
     async def label(
         self,
@@ -161,27 +158,27 @@ class AsyncClient(EnvironmentCalls, ArtifactCalls, KeyCalls, InferenceCalls, Obs
         texts = {"name": name, "project": project, "notes": notes}
         changes: dict[str, Any] = {key: list(values) for key, values in lists.items() if values is not None}
         changes |= {key: text for key, text in texts.items() if text is not None}
-        return cast(JobSummary, await self._http.json("PATCH", _of(id), noun=changes))
+        return await self._http.json(JobSummary, "PATCH", resource("jobs", id), noun=changes)
 
     async def job(self, id: str) -> Job:
         """Everything the server knows of a job: state, progress, spec, workers, last metrics. Raises ApiNotFound."""
-        return cast(Job, await self._http.json("GET", _of(id)))
+        return await self._http.json(Job, "GET", resource("jobs", id))
 
     async def cancel(self, id: str) -> JobSummary:
         """End a job; its checkpoints stay. Raises ApiConflict if it has ended otherwise."""
-        return cast(JobSummary, await self._http.json("POST", _of(id, "/cancel")))
+        return await self._http.json(JobSummary, "POST", resource("jobs", id, "/cancel"))
 
     async def pause(self, id: str) -> JobSummary:
         """Save what a job has trained and free its workers."""
-        return cast(JobSummary, await self._http.json("POST", _of(id, "/pause")))
+        return await self._http.json(JobSummary, "POST", resource("jobs", id, "/pause"))
 
     async def resume(self, id: str) -> JobSummary:
         """Queue a paused job again; it continues from its newest checkpoint."""
-        return cast(JobSummary, await self._http.json("POST", _of(id, "/resume")))
+        return await self._http.json(JobSummary, "POST", resource("jobs", id, "/resume"))
 
     async def failures(self, id: str, limit: int = 100) -> Failures:
         """`failures`: the newest groups that failed for good, newest first; `counts`: of all of them, by reason."""
-        return cast(Failures, await self._http.json("GET", _of(id, "/failures"), {"limit": str(limit)}))
+        return await self._http.json(Failures, "GET", resource("jobs", id, "/failures"), {"limit": str(limit)})
 
     async def wait(
         self,
@@ -226,7 +223,7 @@ class AsyncClient(EnvironmentCalls, ArtifactCalls, KeyCalls, InferenceCalls, Obs
     async def event_log(self, id: str, after: str = "0") -> list[Event]:
         """Return the current events, oldest first."""
         asked = {"format": "json", "after": after}
-        return cast(Events, await self._http.json("GET", _of(id, "/events"), asked))["events"]
+        return (await self._http.json(Events, "GET", resource("jobs", id, "/events"), asked))["events"]
 
     async def events(self, id: str, after: str = "0") -> AsyncGenerator[Event, None]:
         """Yield events as they happen, until the job's final state. Reconnects and continues where it was."""
@@ -236,7 +233,7 @@ class AsyncClient(EnvironmentCalls, ArtifactCalls, KeyCalls, InferenceCalls, Obs
             return not news and JobState((await self.job(id))["state"]).final
 
         news = self._http.follow(
-            _of(id, "/events"), query, lambda event: _place(event["id"]) > _place(query["after"]), is_over
+            resource("jobs", id, "/events"), query, lambda event: _place(event["id"]) > _place(query["after"]), is_over
         )
         async with aclosing(news):
             async for event in news:
@@ -252,7 +249,7 @@ class AsyncClient(EnvironmentCalls, ArtifactCalls, KeyCalls, InferenceCalls, Obs
         query = {"limit": str(PAGE)} | ({"source": source} if source else {})
         if names:
             query["names"] = ",".join(names)
-        return await self._http.pages(_of(id, "/metrics"), "metrics", after, query)
+        return await self._http.pages(resource("jobs", id, "/metrics"), "metrics", after, query)
 
     async def watch_metrics(
         self, id: str, after: int = 0, *, poll_s: float = POLL_S
@@ -275,15 +272,15 @@ class AsyncClient(EnvironmentCalls, ArtifactCalls, KeyCalls, InferenceCalls, Obs
         `drawn` or `lost`; `opponent`: only those against it."""
         query = {} if step is None else {"step": str(step)}
         query |= {name: value for name, value in (("outcome", outcome), ("opponent", opponent)) if value}
-        return cast(Transcripts, await self._http.json("GET", path_of(id, "/transcripts"), query_of(id, **query)))
+        return await self._http.json(Transcripts, "GET", path_of(id, "/transcripts"), query_of(id, **query))
 
     async def workers(self) -> list[Worker]:
         """The workers of the cluster and what they do. For operators."""
-        return cast(Workers, await self._http.json("GET", "/v1/workers"))["workers"]
+        return (await self._http.json(Workers, "GET", "/v1/workers"))["workers"]
 
     async def queues(self) -> list[Queue]:
         """The streams of NATS and how many messages wait in each. For operators."""
-        return cast(Queues, await self._http.json("GET", "/v1/queues"))["queues"]
+        return (await self._http.json(Queues, "GET", "/v1/queues"))["queues"]
 
 
 def print_change(job: Job) -> None:
@@ -295,10 +292,6 @@ def print_change(job: Job) -> None:
 
 
 _FINAL = {state.value for state in JobState if state.final}
-
-
-def _of(id: str, rest: str = "") -> str:
-    return f"/v1/jobs/{quote(id, safe='')}{rest}"
 
 
 def _place(event: str) -> tuple[int, ...]:

@@ -11,10 +11,8 @@ import os
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import cast
-from urllib.parse import quote
 
-from opentinker.sdk.http import ApiError, Http
+from opentinker.sdk.http import ApiError, Http, resource
 from opentinker.shared.api_types import (
     DeletedEnvironment,
     Environment,
@@ -46,39 +44,39 @@ class EnvironmentCalls:
         digest = base64.b64encode(hashlib.sha256(body).digest()).decode()
         headers = {"Content-Type": "application/x-tar", "Content-Digest": f"sha-256=:{digest}:"}
         query = {"name": name} if name else {}
-        made = await self._http.json("POST", ENVIRONMENTS, query, body=body, headers=headers, timeout_s=PUSH_S)
-        return cast(PushedEnvironment, made)
+        return await self._http.json(
+            PushedEnvironment, "POST", ENVIRONMENTS, query, body=body, headers=headers, timeout_s=PUSH_S
+        )
 
     async def environments(self) -> list[EnvironmentSummary]:
         """The environments that were pushed to your tenant, with their newest versions."""
-        return cast(Environments, await self._http.json("GET", ENVIRONMENTS))["environments"]
+        return (await self._http.json(Environments, "GET", ENVIRONMENTS))["environments"]
 
     async def environment(self, name: str) -> Environment:
         """A pushed environment with all its versions. Raises ApiNotFound."""
-        return cast(Environment, await self._http.json("GET", f"{ENVIRONMENTS}/{quote(name, safe='')}"))
+        return await self._http.json(Environment, "GET", resource("environments", name))
 
     async def delete_environment(self, name: str, version: int | None = None) -> list[int]:
         """The versions that are gone: one, or all of them. Asked once: the second time there would be none."""
         query = {} if version is None else {"version": str(version)}
-        answer = await self._http.json("DELETE", f"{ENVIRONMENTS}/{quote(name, safe='')}", query, again=False)
-        return cast(DeletedEnvironment, answer)["deleted"]
+        path = resource("environments", name)
+        return (await self._http.json(DeletedEnvironment, "DELETE", path, query, again=False))["deleted"]
 
     async def save_check(self, report: EnvironmentReport) -> EnvironmentCheckSummary:
         """Save the report of a check for the page, in place of the last one on the same environment."""
-        return cast(EnvironmentCheckSummary, await self._http.json("POST", CHECKS, noun=report))
+        return await self._http.json(EnvironmentCheckSummary, "POST", CHECKS, noun=report)
 
     async def environment_checks(self) -> list[EnvironmentCheckSummary]:
         """The saved checks of environments, newest first."""
-        return cast(EnvironmentChecks, await self._http.json("GET", CHECKS))["checks"]
+        return (await self._http.json(EnvironmentChecks, "GET", CHECKS))["checks"]
 
     async def environment_check(self, id: str) -> EnvironmentCheck:
         """A saved check with its report. Raises ApiNotFound."""
-        return cast(EnvironmentCheck, await self._http.json("GET", f"{CHECKS}/{quote(id, safe='')}"))
+        return await self._http.json(EnvironmentCheck, "GET", resource("checks", id))
 
     async def delete_environment_check(self, id: str) -> EnvironmentCheckSummary:
         """Delete a saved check. Raises ApiNotFound."""
-        answer = await self._http.json("DELETE", f"{CHECKS}/{quote(id, safe='')}", again=False)
-        return cast(EnvironmentCheckSummary, answer)
+        return await self._http.json(EnvironmentCheckSummary, "DELETE", resource("checks", id), again=False)
 
 
 def pack(place: str | Path) -> bytes:

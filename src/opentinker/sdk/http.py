@@ -15,7 +15,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
+from urllib.parse import quote
 
 import aiohttp
 import orjson
@@ -105,6 +106,11 @@ def _error(status: int, raw: bytes, url: str) -> ApiError:
     return kind(text, status, problem)
 
 
+def resource(kind: str, id: str, rest: str = "") -> str:
+    """Return the path of an object of the API, or of a part of it."""
+    return f"/v1/{kind}/{quote(id, safe='')}{rest}"
+
+
 def api_key(url: str) -> str:
     """Return the key for a server: OPENTINKER_API_KEY, or the content of the file OPENTINKER_API_KEY_FILE, otherwise
     the operator's key of the server, if it was started in this directory. Raises OpenTinkerError."""
@@ -177,6 +183,7 @@ class Http:
 
     async def json(
         self,
+        answer: type[T],
         method: str,
         path: str,
         query: dict[str, str] | None = None,
@@ -186,15 +193,15 @@ class Http:
         headers: dict[str, str] | None = None,
         timeout_s: float | None = None,
         again: bool = True,
-    ) -> Json:
-        """Make a request and return its JSON answer. `noun`: sent as JSON in the place of `body`. `again` False: send
-        it once, even if the connection breaks, because it must not take effect twice."""
+    ) -> T:
+        """Make a request and return its JSON answer, which is not checked further. `noun`: sent as JSON in the place of
+        `body`. `again` False: send it once, even if the connection breaks, because it must not take effect twice."""
         if noun is not ...:  # None is JSON too
             body, headers = orjson.dumps(noun), {**(headers or {}), "Content-Type": "application/json"}
 
         waiting = self.waiting()
 
-        async def once() -> Json:
+        async def once() -> T:
             timeout = aiohttp.ClientTimeout(total=timeout_s or self.timeout_s, sock_connect=CONNECT_S)
             data = None if body is None else io.BytesIO(body)
             with waiting.for_answer():
@@ -215,7 +222,7 @@ class Http:
                 found = None
             if not isinstance(found, dict):
                 raise ApiError(f"{self.url} does not answer as an OpenTinker server does", response.status)
-            return found
+            return cast(T, found)
 
         if again:
             return await self.patiently(once, waiting)
@@ -306,7 +313,7 @@ class Http:
         found: list[Any] = []
         once = only_first or {}
         while True:
-            page = await self.json("GET", path, {**(query or {}), **once, "after": str(after)})
+            page = await self.json(Json, "GET", path, {**(query or {}), **once, "after": str(after)})
             found += page[items]
             after, once = page["cursor"], {}
             if not page["more"]:
@@ -318,7 +325,7 @@ class Http:
         asked = dict(query or {})
         while len(found) < limit:
             asked["limit"] = str(min(PAGE, limit - len(found)))
-            page = await self.json("GET", path, asked)
+            page = await self.json(Json, "GET", path, asked)
             found += page[items]
             if not page["more"]:
                 break

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Any, cast
-from urllib.parse import quote
+from typing import Any
 
 import aiohttp
 import orjson
 
-from opentinker.sdk.http import ApiError, Http, Json
+from opentinker.sdk.http import ApiError, Http, Json, resource
 from opentinker.shared.api_types import JobSummary
 
 SILENCE_S = 900.0
@@ -23,7 +22,7 @@ class InferenceCalls:
 
     async def complete(self, id: str) -> JobSummary:
         """End an inference job; its state is succeeded then."""
-        return cast(JobSummary, await self._http.json("POST", f"/v1/jobs/{quote(id, safe='')}/complete"))
+        return await self._http.json(JobSummary, "POST", resource("jobs", id, "/complete"))
 
     async def chat(
         self, /, id: str, messages: Sequence[Mapping[str, Any]], **options: Any
@@ -33,7 +32,7 @@ class InferenceCalls:
         Raises ApiError, also where the answer breaks off. It is not asked again by itself.
         """
         body = orjson.dumps({"messages": list(messages), **options, "stream": True})
-        path = f"/v1/jobs/{quote(id, safe='')}/v1/chat/completions"
+        path = resource("jobs", id, "/v1/chat/completions")
         whole = False
         try:
             async with self._http.open(path, {}, read_s=SILENCE_S, body=body) as response:

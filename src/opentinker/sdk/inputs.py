@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union
 
 from opentinker.sdk.http import ApiError, Http
+from opentinker.shared.api_types import WhoAmI
 from opentinker.shared.durable_files import file_system
 from opentinker.shared.types.spec_text import load_spec
 
@@ -38,7 +39,7 @@ async def prepared(http: Http, spec: Spec, beside: str | Path | None = None) -> 
     if beside is None and isinstance(spec, str | Path):
         beside = Path(spec).parent
     here = await asyncio.to_thread(with_whole_paths, data, beside)
-    if here == data or (await http.json("GET", "/v1/whoami")).get("files") != file_system():
+    if here == data or (await http.json(WhoAmI, "GET", "/v1/whoami")).get("files") != file_system():
         return data
     return here
 

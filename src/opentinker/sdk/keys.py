@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
-from urllib.parse import quote
 
-from opentinker.sdk.http import Http
+from opentinker.sdk.http import Http, resource
 from opentinker.shared.api_types import (
     FreedWorker,
     Key,
@@ -15,6 +13,7 @@ from opentinker.shared.api_types import (
     Session,
     Sessions,
     Share,
+    SignedOut,
     Tenant,
     Tenants,
     WebhookSecret,
@@ -41,56 +40,50 @@ class KeyCalls:
         """The answer's `key` is the whole of it, seen nowhere else. `tenant` defaults to that of the key that asks."""
         asked = {"tenant": tenant, "scopes": scopes and list(scopes), "expires_in_s": expires_in_s}
         body = {"role": role, "name": name} | {field: value for field, value in asked.items() if value is not None}
-        made = await self._http.json("POST", KEYS, noun=body, again=False)
-        return cast(MadeKey, made)
+        return await self._http.json(MadeKey, "POST", KEYS, noun=body, again=False)
 
     async def share(self, *jobs: str, expires_in_s: float | None = None, name: str = "") -> str:
         """Return a link that shows these jobs, and nothing else, to everyone who has it; by default for a week."""
         body = {"jobs": list(jobs), "name": name} | ({} if expires_in_s is None else {"expires_in_s": expires_in_s})
-        made = cast(Share, await self._http.json("POST", "/v1/shares", noun=body, again=False))
+        made = await self._http.json(Share, "POST", "/v1/shares", noun=body, again=False)
         return self._http.url + made["address"]
 
     async def keys(self, tenant: str | None = None) -> list[Key]:
         """The keys of a tenant (default: yours), oldest first, without secrets."""
-        return cast(Keys, await self._http.json("GET", KEYS, {"tenant": tenant} if tenant else {}))["keys"]
+        return (await self._http.json(Keys, "GET", KEYS, {"tenant": tenant} if tenant else {}))["keys"]
 
     async def rotate_key(self, id: str, *, grace_s: float | None = None) -> MadeKey:
         """The answer's `key` is the new one; the one before stays valid for `grace_s`, by default a day."""
         body = {} if grace_s is None else {"grace_s": grace_s}
-        made = await self._http.json("POST", _of(id, "rotate"), noun=body, again=False)
-        return cast(MadeKey, made)
+        return await self._http.json(MadeKey, "POST", resource("keys", id, "/rotate"), noun=body, again=False)
 
     async def revoke_key(self, id: str) -> Key:
         """Make a key invalid within a second; its open connections are closed."""
-        return cast(Key, await self._http.json("POST", _of(id, "revoke")))
+        return await self._http.json(Key, "POST", resource("keys", id, "/revoke"))
 
     async def sessions(self, tenant: str | None = None) -> list[Session]:
         """The sessions of the page of a tenant (default: yours); those that end first come first."""
         asked = {"tenant": tenant} if tenant else {}
-        return cast(Sessions, await self._http.json("GET", "/v1/sessions", asked))["sessions"]
+        return (await self._http.json(Sessions, "GET", "/v1/sessions", asked))["sessions"]
 
     async def end_session(self, id: str) -> None:
         """Sign somebody out of the page, within a second."""
-        await self._http.json("POST", f"/v1/sessions/{quote(id, safe='')}/revoke")
+        await self._http.json(SignedOut, "POST", resource("sessions", id, "/revoke"))
 
     async def whoami(self) -> WhoAmI:
         """Return the identity of the key that is sent: `tenant`, `role`, `scopes`, `key` (its id), `name`, `expires`;
         and `auth`, which is `off` if the server requires no key."""
-        return cast(WhoAmI, await self._http.json("GET", "/v1/whoami"))
+        return await self._http.json(WhoAmI, "GET", "/v1/whoami")
 
     async def webhook_secret(self, *, renew: bool = False) -> str:
         """Return what your tenant's webhooks (`notify.url` of a spec) are signed with; `renew` replaces it."""
-        answer = await self._http.json("POST" if renew else "GET", "/v1/webhook-secret", again=not renew)
-        return cast(WebhookSecret, answer)["secret"]
+        method = "POST" if renew else "GET"
+        return (await self._http.json(WebhookSecret, method, "/v1/webhook-secret", again=not renew))["secret"]
 
     async def tenants(self) -> list[Tenant]:
         """The tenants that have had a key. For operators."""
-        return cast(Tenants, await self._http.json("GET", "/v1/tenants"))["tenants"]
+        return (await self._http.json(Tenants, "GET", "/v1/tenants"))["tenants"]
 
     async def free_worker(self, id: str) -> FreedWorker:
         """Cancel the job that holds this worker, whosever it is. For operators."""
-        return cast(FreedWorker, await self._http.json("POST", f"/v1/workers/{quote(id, safe='')}/free"))
-
-
-def _of(id: str, verb: str) -> str:
-    return f"{KEYS}/{quote(id, safe='')}/{verb}"
+        return await self._http.json(FreedWorker, "POST", resource("workers", id, "/free"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal
 
 from opentinker.sdk.artifacts import path_of, query_of
 from opentinker.sdk.http import Http
@@ -15,6 +15,7 @@ from opentinker.shared.api_types import (
     Diagnosis,
     Distribution,
     Distributions,
+    Job,
     LogLine,
     Rollouts,
     StreamCredentials,
@@ -43,7 +44,7 @@ class ObservabilityCalls:
 
         async def is_over(_: bool) -> bool:
             """Else the stream has ended because the server stops."""
-            return bool((await self._http.json("GET", path_of(id)))["finished"])
+            return bool((await self._http.json(Job, "GET", path_of(id)))["finished"])
 
         news = self._http.follow(
             path_of(id, "/logs"), query, lambda line: line["cursor"] > int(query["after"]), is_over
@@ -57,7 +58,7 @@ class ObservabilityCalls:
         """Kept training episodes of a step's batch (default: the newest): `step`, `rollouts`, and all `steps`. `id`:
         JOB~POLICY for a job with several policies."""
         query = {} if step is None else {"step": str(step)}
-        return cast(Rollouts, await self._http.json("GET", path_of(id, "/rollouts"), query_of(id, **query)))
+        return await self._http.json(Rollouts, "GET", path_of(id, "/rollouts"), query_of(id, **query))
 
     async def distributions(
         self, id: str, step: int | None = None, *, after: int = 0, limit: int = 1
@@ -66,7 +67,7 @@ class ObservabilityCalls:
         and `counts`, of which there is one more (below the first edge, ..., from the last one on)."""
         query = {"after": str(after), "limit": str(limit)} if step is None else {"step": str(step)}
         asked = query_of(id, **query)
-        return cast(Distributions, await self._http.json("GET", path_of(id, "/distributions"), asked))["distributions"]
+        return (await self._http.json(Distributions, "GET", path_of(id, "/distributions"), asked))["distributions"]
 
     async def rows(
         self,
@@ -87,7 +88,7 @@ class ObservabilityCalls:
         query = {"text": text, "least_solved": least_solved, "most_solved": most_solved, "sort": sort}
         asked = {name: str(value) for name, value in query.items() if value not in (None, "")}
         asked |= {"offset": str(offset), "limit": str(limit)}
-        return cast(DataRows, await self._http.json("GET", path_of(id, "/rows"), query_of(id, **asked)))
+        return await self._http.json(DataRows, "GET", path_of(id, "/rows"), query_of(id, **asked))
 
     async def timeline(self, id: str, after: int = 0, *, last_s: int = 0) -> list[TimelinePart]:
         """Return the activity of the job's workers: a part per worker and second, oldest first, with its `segments`
@@ -97,11 +98,11 @@ class ObservabilityCalls:
 
     async def why(self, id: str, *, last_s: int = 120) -> Diagnosis:
         """Return where the job's last seconds went by cause, which workers are silent, and what to change."""
-        return cast(Diagnosis, await self._http.json("GET", path_of(id, "/why"), {"last_s": str(last_s)}))
+        return await self._http.json(Diagnosis, "GET", path_of(id, "/why"), {"last_s": str(last_s)})
 
     async def stream_credentials(self, id: str) -> StreamCredentials:
         """Where and how the job is heard live on NATS, for a while: `servers`, `token`, `subjects`, `expires_at`..."""
-        return cast(StreamCredentials, await self._http.json("POST", path_of(id, "/stream-credentials"), again=False))
+        return await self._http.json(StreamCredentials, "POST", path_of(id, "/stream-credentials"), again=False)
 
     async def validate(
         self, spec: Spec, *, beside: str | Path | None = None, scope: Literal["all", "queue", "spec"] = "all"
@@ -111,9 +112,7 @@ class ObservabilityCalls:
         by an earlier job like it. Mistakes raise nothing. `beside`: as in `submit`; `scope`: "queue" plays
         no episode, and "spec" looks at nothing but the text."""
         data = await prepared(self._http, spec, beside)
-        return cast(
-            Validation, await self._http.json("POST", "/v1/validate", {"scope": scope}, noun=data, timeout_s=90.0)
-        )
+        return await self._http.json(Validation, "POST", "/v1/validate", {"scope": scope}, noun=data, timeout_s=90.0)
 
     async def usage(
         self,
@@ -128,4 +127,4 @@ class ObservabilityCalls:
         of each day from `first` to `last` (`by="day"`, as 2026-11-22); and the `total` of these rows."""
         given = {"job": job, "from": first, "to": last, "limit": str(limit)}
         query = {name: value for name, value in given.items() if value is not None}
-        return cast(Usage, await self._http.json("GET", "/v1/usage", {"by": by, **query}))
+        return await self._http.json(Usage, "GET", "/v1/usage", {"by": by, **query})

@@ -7,14 +7,11 @@ import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
-from urllib.parse import quote
+from typing import Any
 
+from opentinker.sdk.http import Http, resource
 from opentinker.sdk.inputs import Spec, prepared
 from opentinker.shared.api_types import DeletedSweep, Sweep, SweepSummary
-
-if TYPE_CHECKING:
-    from opentinker.sdk.http import Http
 
 SUBMIT_S = 720.0
 """Least time limit of a submission: the server checks every value that refers to something."""
@@ -44,8 +41,7 @@ class SweepCalls:
             data = {**data, "sweep": {**(data.get("sweep") or {}), **table}}
         headers = {"Idempotency-Key": idempotency_key or uuid.uuid4().hex}
         limit_s = max(self._http.timeout_s, SUBMIT_S)
-        made = await self._http.json("POST", "/v1/sweeps", noun=data, headers=headers, timeout_s=limit_s)
-        return cast(SweepSummary, made)
+        return await self._http.json(SweepSummary, "POST", "/v1/sweeps", noun=data, headers=headers, timeout_s=limit_s)
 
     async def sweeps(self, limit: int = 100) -> list[SweepSummary]:
         """The newest sweeps, newest first."""
@@ -53,15 +49,15 @@ class SweepCalls:
 
     async def sweep_state(self, id: str) -> Sweep:
         """A sweep with its trials, the best so far, and the importance of its settings. Raises ApiNotFound."""
-        return cast(Sweep, await self._http.json("GET", _of(id)))
+        return await self._http.json(Sweep, "GET", resource("sweeps", id))
 
     async def cancel_sweep(self, id: str) -> SweepSummary:
         """Cancel a sweep and its jobs. Raises ApiConflict if it has ended otherwise."""
-        return cast(SweepSummary, await self._http.json("POST", _of(id, "/cancel")))
+        return await self._http.json(SweepSummary, "POST", resource("sweeps", id, "/cancel"))
 
     async def delete_sweep(self, id: str) -> DeletedSweep:
         """Delete a sweep that has ended, and the artifacts of its jobs. Raises ApiConflict."""
-        return cast(DeletedSweep, await self._http.json("DELETE", _of(id)))
+        return await self._http.json(DeletedSweep, "DELETE", resource("sweeps", id))
 
     async def wait_sweep(self, id: str, timeout_s: float | None = None) -> Sweep:
         """Wait until a sweep has ended and return it. Raises TimeoutError; the sweep continues."""
@@ -71,7 +67,3 @@ class SweepCalls:
                 raise TimeoutError(f"sweep {id} is still running after {timeout_s} s")
             await asyncio.sleep(POLL_S)
         return found
-
-
-def _of(id: str, rest: str = "") -> str:
-    return f"/v1/sweeps/{quote(id, safe='')}{rest}"

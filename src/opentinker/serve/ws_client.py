@@ -18,14 +18,13 @@ import asyncio
 import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING
-from urllib.parse import quote
 
 import aiohttp
 
 from opentinker.envs.base import Environment
 from opentinker.envs.game import AbstractGame
 from opentinker.envs.runtime.in_process_server import InProcessServer
-from opentinker.sdk.http import ApiError, Http
+from opentinker.sdk.http import ApiError, Http, resource
 from opentinker.sdk.loop_thread import LoopThread
 from opentinker.sdk.wait_notice import Waiting, why
 from opentinker.shared.backoff import Backoff
@@ -156,7 +155,7 @@ class AsyncServing:
 
     async def _connection(self, waiting: Waiting) -> tuple[str, bool]:
         """One, from its beginning to its end: why it ended, and whether it was one. Raises ApiError if refused."""
-        path = f"/v1/served/{quote(self.name, safe='')}"
+        path = resource("served", self.name)
         try:
             made = await self._http.websocket(path, waiting, heartbeat=HEARTBEAT_S, max_msg_size=FRAME_BYTES)
         except aiohttp.WSServerHandshakeError as error:

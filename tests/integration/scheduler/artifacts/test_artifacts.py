@@ -403,7 +403,7 @@ async def test_what_is_deleted_is_gone_and_counts_no_more(client: AsyncClient, c
     assert (await client.job(job))["deleted"] is not None
     for what in ("metrics", "logs?format=json", "timeline", "transcripts", "rollouts", "distributions", "failures"):
         with pytest.raises(ApiError, match="deleted") as gone:
-            await client._http.json("GET", f"/v1/jobs/{job}/{what}")
+            await client._http.json(dict, "GET", f"/v1/jobs/{job}/{what}")
         assert gone.value.status == 410
     keys = {key async for key in ctx.store.redis.scan_iter(match=f"*{job}*") if ":op:" not in key}
     assert keys <= {f"job:{job}", f"job:{job}:states", f"job:{job}:events", f"spent:job:{job}"}
