@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from opentinker.cli.common import AsJson, JobId, Policy, Url, UsageError, ago, client, print_json, print_table, say
+from opentinker.cli.common import AsJson, JobId, Policy, Url, UsageError, ago, client, print_found, print_json, say
 from opentinker.shared.types.core import part_id
 from opentinker.shared.types.errors import plural
 
@@ -68,9 +68,6 @@ def checkpoints(
     found = client(url).all_checkpoints(
         limit or 100, model=model, project=project, tags=tags, published=published, weights=weights, sort=sort
     )
-    if as_json:
-        print_json(found)
-        return
     rows = [
         [
             one["checkpoint"],
@@ -85,25 +82,22 @@ def checkpoints(
         for one in found
     ]
     columns = ["checkpoint", "job", "created", "size", "weights", "names", "evaluations", "lineage"]
-    print_table(columns, rows, empty="no such checkpoint" if any(options.values()) else "no checkpoint yet")
+    empty = "no such checkpoint" if any(options.values()) else "no checkpoint yet"
+    print_found(found, as_json, columns, rows, empty=empty)
 
 
 def _print_checkpoints_of(api: Client, job_id: str, policy: str, as_json: bool) -> None:
     found = api.checkpoints(part_id(job_id, policy))
     evaluations = [one for one in api.evaluations(job_id) if one["policy"] == policy]
-    if as_json:
-        print_json([{**c, "evaluations": [one for one in evaluations if one["step"] == c["step"]]} for c in found])
-        return
-    rows = [
-        [
-            c["step"],
-            _size(c["bytes"]),
-            ago(c["created"]),
-            "\n".join(_evaluated(one) for one in evaluations if one["step"] == c["step"]),
-        ]
-        for c in found
+    whole: list[dict[str, Any]] = [
+        {**c, "evaluations": [one for one in evaluations if one["step"] == c["step"]]} for c in found
     ]
-    print_table(["step", "size", "created", "evaluations"], rows, empty="no checkpoint yet")
+    rows = [
+        [c["step"], _size(c["bytes"]), ago(c["created"]), "\n".join(_evaluated(one) for one in c["evaluations"])]
+        for c in whole
+    ]
+    columns = ["step", "size", "created", "evaluations"]
+    print_found(whole, as_json, columns, rows, empty="no checkpoint yet")
 
 
 def _evaluated(one: Evaluation, metric: str = "") -> str:
@@ -171,12 +165,9 @@ def artifacts(
         print_json({"files": [str(path) for path in paths]}) if as_json else say("\n".join(map(str, paths)))
         return
     found = api.artifacts(part_id(job_id, policy))
-    if as_json:
-        print_json(found)
-        return
     rows = [[entry["path"], entry["kind"], _size(entry["bytes"]), ago(entry["created"])] for entry in found]
-    print_table(["path", "kind", "size", "created"], rows, empty="no files yet")
-    if found:
+    print_found(found, as_json, ["path", "kind", "size", "created"], rows, empty="no files yet")
+    if found and not as_json:
         say(f"{plural(len(found), 'file')}, {_size(sum(entry['bytes'] for entry in found))}: {_kinds(found)}")
 
 
@@ -219,11 +210,9 @@ def unpublish(name: Name, url: Url = None, as_json: AsJson = False) -> None:
 def published(url: Url = None, as_json: AsJson = False) -> None:
     """List the published checkpoints of your tenant."""
     found = client(url).published()
-    if as_json:
-        print_json(found)
-        return
     rows = [[one["name"], one["checkpoint"], _size(one["bytes"]), ago(one["created"])] for one in found]
-    print_table(["name", "checkpoint", "size", "published"], rows, empty="no published checkpoints")
+    columns = ["name", "checkpoint", "size", "published"]
+    print_found(found, as_json, columns, rows, empty="no published checkpoints")
 
 
 def _kinds(found: Sequence[Artifact]) -> str:

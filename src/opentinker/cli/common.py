@@ -127,6 +127,13 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], *, empty:
         say(line)
 
 
+def print_found(
+    found: Any, as_json: bool, columns: Sequence[str], rows: Sequence[Sequence[Any]], *, empty: str
+) -> None:
+    """Print what the server has answered, or the `rows` that are made of it."""
+    print_json(found) if as_json else print_table(columns, rows, empty=empty)
+
+
 def table_lines(
     columns: Sequence[str], rows: Sequence[Sequence[Any]], width: int | None, *, last_below: bool = False
 ) -> Iterator[str]:

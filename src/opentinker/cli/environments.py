@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from opentinker.cli import env_trials, harbor_tasks
-from opentinker.cli.common import AsJson, Url, ago, client, print_json, print_table, say
+from opentinker.cli.common import AsJson, Url, ago, client, print_found, print_json, say
 from opentinker.cli.serve import serve
 from opentinker.shared.types.errors import plural
 
@@ -55,23 +55,18 @@ def list_all(url: Url = None, as_json: AsJson = False) -> None:
     """Your environments with their newest versions."""
     with client(url) as api:
         found = api.environments()
-    if as_json:
-        print_json(found)
-        return
     rows = [[e["name"], e["version"], e["class"], f"{e['bytes'] / 1024:.0f} KB", ago(e["pushed"])] for e in found]
     columns = ("name", "version", "class", "size", "pushed")
-    print_table(columns, rows, empty="no environments yet: opentinker env push DIR")
+    print_found(found, as_json, columns, rows, empty="no environments yet: opentinker env push DIR")
 
 
 def show(name: Name, url: Url = None, as_json: AsJson = False) -> None:
     """The versions of an environment, oldest first."""
     with client(url) as api:
         found = api.environment(name)
-    if as_json:
-        print_json(found)
-        return
     rows = [[v["version"], v["class"], v["lock"], v["files"], v["digest"], ago(v["pushed"])] for v in found["versions"]]
-    print_table(("version", "class", "lock", "files", "digest", "pushed"), rows, empty="no versions")
+    columns = ("version", "class", "lock", "files", "digest", "pushed")
+    print_found(found, as_json, columns, rows, empty="no versions")
 
 
 def delete(

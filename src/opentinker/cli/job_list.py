@@ -16,6 +16,7 @@ from opentinker.cli.common import (
     as_typed,
     client,
     complain,
+    print_found,
     print_json,
     print_table,
     same_server,
@@ -98,11 +99,8 @@ def jobs(
 
 def _print_groups(api: Client, by: str, filters: dict[str, str], as_json: bool) -> None:
     groups = api.job_groups(by, filters)
-    if as_json:
-        print_json(groups)
-        return
     rows = [[group["name"] or "-", group["jobs"], _counted(group["states"])] for group in groups]
-    print_table([by, "jobs", "states"], rows, empty="no such job")
+    print_found(groups, as_json, [by, "jobs", "states"], rows, empty="no such job")
 
 
 def _counted(states: dict[str, int]) -> str:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from opentinker.cli.common import AsJson, Url, ago, client, complain, print_json, print_table, say, server_url
+from opentinker.cli.common import AsJson, Url, ago, client, complain, print_found, print_json, say, server_url
 from opentinker.shared.types.errors import OpenTinkerError
 
 UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
@@ -98,9 +98,6 @@ def list_(
 ) -> None:
     """Show keys, oldest first, without their secrets."""
     found = client(url).keys(tenant)
-    if as_json:
-        print_json(found)
-        return
     rows = [
         [
             *(key["id"], key["name"] or "-", key["tenant"], "link" if key["jobs"] else key["role"], key["state"]),
@@ -109,7 +106,8 @@ def list_(
         ]
         for key in found
     ]
-    print_table(["id", "name", "tenant", "role", "state", "expires", "last used"], rows, empty="no keys")
+    columns = ["id", "name", "tenant", "role", "state", "expires", "last used"]
+    print_found(found, as_json, columns, rows, empty="no keys")
 
 
 @keys.command()
@@ -140,10 +138,7 @@ def rotate(
 def revoke(key_id: KeyId, url: Url = None, as_json: AsJson = False) -> None:
     """Revoke a key and close its open connections, within a second."""
     gone = client(url).revoke_key(key_id)
-    if as_json:
-        print_json(gone)
-    else:
-        say(f"{gone['id']}  {gone['state']}")
+    print_json(gone) if as_json else say(f"{gone['id']}  {gone['state']}")
 
 
 @keys.command()
@@ -154,14 +149,11 @@ def sessions(
 ) -> None:
     """Show who is signed in to the page; `keys sign-out` ends a session."""
     found = client(url).sessions(tenant)
-    if as_json:
-        print_json(found)
-        return
     rows = [
         [one["id"], one["user"] or f"key {one['key']}", one["role"], ago(one["last_used"]), _when(one["expires"])]
         for one in found
     ]
-    print_table(["id", "who", "role", "last used", "ends"], rows, empty="no sessions")
+    print_found(found, as_json, ["id", "who", "role", "last used", "ends"], rows, empty="no sessions")
 
 
 @keys.command("sign-out")

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from opentinker.cli.common import AsJson, JobId, Policy, Url, client, print_json, print_table, say
+from opentinker.cli.common import AsJson, JobId, Policy, Url, client, print_found, print_json, print_table, say
 from opentinker.shared.api_types import Rollout, Said, Shown, View
 from opentinker.shared.types.core import part_id
 from opentinker.shared.types.errors import plural
@@ -185,16 +185,14 @@ def usage(
     if by == "day" and job:
         raise typer.BadParameter("--job does not go with --by day: days are those of all jobs")
     found = client(url).usage(by, job=job, first=first, last=last, limit=limit)
-    if as_json:
-        print_json(found)
-        return
     named = {"job": ["job", "name", "state"], "day": ["day"], "key": ["key", "jobs"]}[by]
     kinds = [kind for kind in COLUMNS if kind in found["total"]]
     spent: list[dict[str, Any]] = [{**row} for row in found["usage"]]
     rows = [[*(row[name] for name in named), *(_amount(row[kind]) for kind in kinds)] for row in spent]
     total: dict[str, Any] = {**found["total"]}
     rows += [["total", *[""] * (len(named) - 1), *(_amount(total[kind]) for kind in kinds)]] if rows else []
-    print_table([*named, *(COLUMNS[kind] for kind in kinds)], rows, empty="no usage yet")
+    columns = [*named, *(COLUMNS[kind] for kind in kinds)]
+    print_found(found, as_json, columns, rows, empty="no usage yet")
 
 
 COLUMNS = {

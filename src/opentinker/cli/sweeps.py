@@ -17,6 +17,7 @@ from opentinker.cli.common import (
     as_typed,
     client,
     complain,
+    print_found,
     print_json,
     print_table,
     rough,
@@ -81,23 +82,16 @@ def sweeps(
 ) -> None:
     """List your sweeps, the newest first."""
     found = client(url).sweeps(limit)
-    if as_json:
-        print_json({"sweeps": found})
-        return
     rows = [
         [
-            one["id"],
-            on_one_line(one["name"]),
-            one["state"],
-            _progress(one),
-            one["metric"],
-            _best(one),
+            *(one["id"], on_one_line(one["name"]), one["state"], _progress(one), one["metric"], _best(one)),
             ago(one["created"]),
         ]
         for one in found
     ]
     empty = "no sweeps yet: `opentinker submit` makes one of a file with [sweep]"
-    print_table(["sweep", "name", "state", "trials", "metric", "best", "created"], rows, empty=empty)
+    columns = ["sweep", "name", "state", "trials", "metric", "best", "created"]
+    print_found({"sweeps": found}, as_json, columns, rows, empty=empty)
 
 
 def submit_file(path: Path, spec: dict[str, Any], url: str | None, follow: bool, as_json: bool) -> None:
