@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from opentinker.services.rollout_worker import tool_calls
 from opentinker.services.rollout_worker.engines.base import Shown
-from opentinker.services.rollout_worker.generation_config import end_tokens
 from opentinker.services.rollout_worker.tool_calls import ParsedReply
 from opentinker.shared.data.chat_format import Chat, as_chat, as_function
 from opentinker.shared.data.control_tokens import ControlTokens, Mode, absent_from
@@ -363,3 +362,18 @@ def _sight_of(base: str) -> tuple[VisionProcessor | None, str]:
 
     why = unsupported_reason(base, config)
     return (None, why) if why else (VisionProcessor.of(base), "")
+
+
+def end_tokens(base: str) -> list[int]:
+    """Return the tokens with which a model ends its output: from generation_config.json, which knows about end-of-turn
+    tokens, else from config.json."""
+    from transformers import GenerationConfig, PretrainedConfig
+
+    try:
+        ids = GenerationConfig.from_pretrained(base).eos_token_id
+    except OSError:  # the model has no such file
+        ids = None
+    if ids is None:
+        config, _ = PretrainedConfig.get_config_dict(base)
+        ids = config.get("eos_token_id", config.get("text_config", {}).get("eos_token_id"))
+    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)

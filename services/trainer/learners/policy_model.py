@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -26,7 +26,6 @@ from transformers.core_model_loading import revert_weight_conversion
 from opentinker.services.trainer.distributed.process_group import ProcessGroup
 from opentinker.services.trainer.learners import optimizer_state
 from opentinker.services.trainer.learners.base import BUCKET_BYTES, Interrupted, NonFinite
-from opentinker.services.trainer.learners.random_state import RandomState
 from opentinker.shared.nn import buckets
 from opentinker.shared.nn.forward import VISION_ATTENTION, token_scores
 from opentinker.shared.nn.layers import float32_head, recompute_layers
@@ -37,6 +36,36 @@ from opentinker.shared.spec import JobSpec
 from opentinker.shared.types.core import WeightVersion
 from opentinker.shared.types.errors import JobFailed
 from opentinker.shared.types.swap import Probe
+
+
+class RandomState:
+    """torch's random state, which all learners of a process share.
+
+    In a deterministic job with several policies each has its own state: code that draws numbers or saves the state has
+    exclusive use of the generators, in the state in which its policy left them."""
+
+    _generators: ClassVar[threading.Lock] = threading.Lock()
+    """Lock of torch's generators, which the whole process shares; held by the learner whose state they have."""
+
+    def __init__(self, *, is_own: bool, cuda: bool) -> None:
+        """`is_own` False: the learner is alone in its process, or need not draw the same again."""
+        self._is_own, self._cuda = is_own, cuda
+        self._state: dict[str, Tensor] | None = None
+        """Where the learner's draws go on; None before the first."""
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Run the body with the learner's random state, after the bodies of other learners."""
+        if not self._is_own:
+            yield
+            return
+        with self._generators:
+            if self._state is not None:
+                optimizer_state.set_rng_state(self._state)
+            try:
+                yield
+            finally:
+                self._state = optimizer_state.rng_state(cuda=self._cuda)
 
 
 class CheckpointTensors(NamedTuple):

@@ -29,7 +29,7 @@ HEAVY = {
         "services.trainer.algorithm": "corrections losses objective preference",
         "services.trainer.batch": "micro_batch row_batch token_metrics",
         "services.trainer.distributed": "multi_rank_learner process_group rank_main zero",
-        "services.trainer.learners": "critic dpo optimizer_state policy_model random_state rl sft supervised",
+        "services.trainer.learners": "critic dpo optimizer_state policy_model rl sft supervised",
         "shared.nn": "attention buckets forward grid_positions layers layout lora models transport vision",
     }.items()
     for name in names.split()
