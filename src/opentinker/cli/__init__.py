@@ -16,6 +16,8 @@ from opentinker.cli import (
     environments,
     help_format,
     init_job,
+    job_list,
+    job_record,
     jobs,
     keys,
     logs,
@@ -39,29 +41,26 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.callback(cls=help_format.CommandGroup)(help_format.root)
-PARTS = (
-    commands,
-    jobs,
-    sweeps,
-    artifacts,
-    observability,
-    rows,
-    status,
-    sink,
-    logs,
-    init_job,
-    specs,
-    plan,
-    validate,
-    run,
-    script,
-    environments,
-    keys,
-    chat,
-)
-for part in PARTS:
-    part.register(app)
+for command in (
+    *(commands.up, commands.down, commands.doctor, commands.access, status.status, status.free),
+    *(jobs.submit, jobs.watch, jobs.pause, jobs.resume, jobs.failures, jobs.events, jobs.transcripts, logs.logs),
+    *(job_list.jobs, job_list.label, job_list.cancel, job_record.job, sweeps.sweep, sweeps.sweeps),
+    *(plan.plan, validate.validate, run.run),
+    *(artifacts.checkpoints, artifacts.download, artifacts.artifacts, artifacts.delete, artifacts.publish),
+    *(artifacts.unpublish, artifacts.published, rows.rows, sink.sink, chat.chat),
+    *(observability.rollouts, observability.distributions, observability.usage, observability.why),
+    *(keys.whoami, keys.webhook_secret, keys.share),
+):
+    app.command()(command)
+app.command("eval")(jobs.evaluate)
+app.command("init")(init_job.init)
+app.command("spec")(specs.show_spec)
+app.command("algorithms")(specs.show_algorithms)
 app.command("help")(help_format.help_)
+app.command(context_settings=script.PASSED_ON, options_metavar="")(script.script)
+app.add_typer(environments.env)
+app.add_typer(keys.keys, name="keys")
+app.add_typer(commands.audit, name="audit")
 help_format.present(app)
 
 

@@ -20,11 +20,6 @@ MAIN = ("val/exact", "val/pass/1", "val/reward/mean")
 """Values of an evaluation of which the first one that it has stands for it in lists."""
 
 
-def register(app: typer.Typer) -> None:
-    for command in (checkpoints, download, artifacts, delete, publish, unpublish, published):
-        app.command()(command)
-
-
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Lower-case letters, digits, `.`, `_`, `-`.")]
 
 

@@ -14,10 +14,6 @@ from opentinker.shared.types.errors import OpenTinkerError
 Chat = list[dict[str, Any]]
 
 
-def register(app: typer.Typer) -> None:
-    app.command()(chat)
-
-
 def chat(
     job_id: JobId,
     message: Annotated[

@@ -42,11 +42,6 @@ Seed = Annotated[int, typer.Option(help="Seed of the first episode; each later e
 Turns = Annotated[int, typer.Option(min=1, help="Stop an episode after this many turns.")]
 
 
-def register(env: typer.Typer) -> None:
-    env.command()(check)
-    env.command()(play)
-
-
 def check(
     name: Checked,
     settings: Setting = None,

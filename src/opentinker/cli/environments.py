@@ -14,22 +14,12 @@ from opentinker.cli.serve import serve
 from opentinker.shared.types.errors import plural
 
 PUSH_S = 60.0
+env = typer.Typer(name="env", help="Environments of your own.", no_args_is_help=True)
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="See `opentinker env list`.")]
 
 
-def register(app: typer.Typer) -> None:
-    env = typer.Typer(name="env", help="Environments of your own.", no_args_is_help=True)
-    app.add_typer(env)
-    env.command()(push)
-    env.command("list")(list_all)
-    env.command()(show)
-    env.command()(delete)
-    env.command()(harbor_tasks.add)
-    env_trials.register(env)
-    env.command()(serve)
-
-
+@env.command()
 def push(
     directory: Annotated[
         Path, typer.Argument(metavar="DIR", help="With environment.toml (or pyproject.toml), the code and a lock file.")
@@ -51,6 +41,7 @@ def push(
     say(f'to play it: [environment] name = "upload:{pushed["name"]}"')
 
 
+@env.command("list")
 def list_all(url: Url = None, as_json: AsJson = False) -> None:
     """Your environments with their newest versions."""
     with client(url) as api:
@@ -60,6 +51,7 @@ def list_all(url: Url = None, as_json: AsJson = False) -> None:
     print_found(found, as_json, columns, rows, empty="no environments yet: opentinker env push DIR")
 
 
+@env.command()
 def show(name: Name, url: Url = None, as_json: AsJson = False) -> None:
     """The versions of an environment, oldest first."""
     with client(url) as api:
@@ -69,6 +61,7 @@ def show(name: Name, url: Url = None, as_json: AsJson = False) -> None:
     print_found(found, as_json, columns, rows, empty="no versions")
 
 
+@env.command()
 def delete(
     name: Annotated[str, typer.Argument(metavar="NAME[@VERSION]", help="Without a version: all of them.")],
     url: Url = None,
@@ -84,3 +77,7 @@ def delete(
         print_json({"name": name, "versions": gone})
         return
     say(f"deleted: {name} version{'s' if len(gone) > 1 else ''} {', '.join(map(str, gone))}")
+
+
+for command in (harbor_tasks.add, env_trials.check, env_trials.play, serve):
+    env.command()(command)

@@ -29,10 +29,6 @@ class Kind(StrEnum):
     dpo = "dpo"
 
 
-def register(app: typer.Typer) -> None:
-    app.command("init")(init)
-
-
 def init(
     path: Annotated[Path, typer.Argument(metavar="JOB.toml", help="The file to write.")] = Path("job.toml"),
     kind: Annotated[Kind | None, typer.Option(help="Kind of job.")] = None,

@@ -1,4 +1,4 @@
-"""Commands about jobs: submit, eval, jobs, job, watch, cancel, pause, resume, failures, events, transcripts."""
+"""Commands about jobs: submit, eval, watch, pause, resume, failures, events, transcripts."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ from opentinker.cli.common import (
     same_server,
     say,
 )
-from opentinker.cli.job_list import cancel, jobs, label
-from opentinker.cli.job_record import job, print_categories
+from opentinker.cli.job_record import print_categories
 from opentinker.cli.observability import role_of
 from opentinker.cli.specs import Changes, FromCheckpoint, SpecFile, Steps, WithOptimizer, changed, read_spec, read_sweep
 from opentinker.cli.sweeps import show_begun, submit_file
@@ -41,12 +40,6 @@ EvaluationChanges = Annotated[
 Outcome = Literal["solved", "unsolved", "won", "drawn", "lost"]
 STATE_EXIT = {"succeeded": 0, "failed": 1, "cancelled": 4}
 """Exit status of `watch` and `run` by the state in which the job ended."""
-
-
-def register(app: typer.Typer) -> None:
-    for command in (submit, jobs, job, label, watch, cancel, pause, resume, failures, events, transcripts):
-        app.command()(command)
-    app.command("eval")(evaluate)
 
 
 def submit(

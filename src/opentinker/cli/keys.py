@@ -22,13 +22,6 @@ Out = Annotated[
 ]
 
 
-def register(app: typer.Typer) -> None:
-    app.add_typer(keys, name="keys")
-    app.command()(whoami)
-    app.command()(webhook_secret)
-    app.command()(share)
-
-
 def whoami(url: Url = None, as_json: AsJson = False) -> None:
     """Show which key is used here: its tenant, role and scopes."""
     found = client(url).whoami()

@@ -23,10 +23,6 @@ TERMINAL_CODES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 """`docker compose logs` writes them into pipes too."""
 
 
-def register(app: typer.Typer) -> None:
-    app.command()(logs)
-
-
 def logs(
     of: Annotated[
         str | None,

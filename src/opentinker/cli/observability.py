@@ -19,11 +19,6 @@ WHOLE = {"turns": 1, "length": 0, "staleness": 0}
 """Distributions of whole numbers, and the smallest."""
 
 
-def register(app: typer.Typer) -> None:
-    for command in (rollouts, distributions, usage, why):
-        app.command()(command)
-
-
 Step = Annotated[int | None, typer.Option(help="The optimizer step that trained on it; default: the newest.", min=0)]
 
 

@@ -19,10 +19,6 @@ POINTS = 16
 """Newest points of a row's series in the table."""
 
 
-def register(app: typer.Typer) -> None:
-    app.command()(rows)
-
-
 def rows(
     job_id: JobId,
     text: Annotated[str, typer.Option("--text", "-t", help="Only rows with this text, in any letter case.")] = "",

@@ -33,10 +33,6 @@ RESTART_S = 30.0
 """How long the HTTP API may be away, while its supervisor starts it again."""
 
 
-def register(app: typer.Typer) -> None:
-    app.command()(run)
-
-
 def run(
     path: SpecFile,
     data_dir: Annotated[

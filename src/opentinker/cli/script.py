@@ -6,10 +6,8 @@ from typing import Annotated
 
 import typer
 
-
-def register(app: typer.Typer) -> None:
-    everything = {"ignore_unknown_options": True, "allow_interspersed_args": False}
-    app.command(context_settings=everything, options_metavar="")(script)
+PASSED_ON = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+"""Settings of the command: options after the script are the script's."""
 
 
 def script(

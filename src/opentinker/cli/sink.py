@@ -15,10 +15,6 @@ if TYPE_CHECKING:
     from opentinker.sinks import Sink
 
 
-def register(app: typer.Typer) -> None:
-    app.command()(sink)
-
-
 def sink(
     job_id: JobId,
     to: Annotated[

@@ -35,11 +35,6 @@ WithOptimizer = Annotated[bool, typer.Option("--with-optimizer", help="Also take
 Steps = Annotated[int | None, typer.Option("--steps", help="Train this many steps instead of train.steps.", min=1)]
 
 
-def register(app: typer.Typer) -> None:
-    app.command("spec")(show_spec)
-    app.command("algorithms")(show_algorithms)
-
-
 def read_spec(
     path: Path,
     from_checkpoint: str | None = None,

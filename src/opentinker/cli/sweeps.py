@@ -38,11 +38,6 @@ BAR = 20
 SweepId = Annotated[str, typer.Argument(metavar="SWEEP", help="Sweep id, see `opentinker sweeps`.")]
 
 
-def register(app: typer.Typer) -> None:
-    for command in (sweep, sweeps):
-        app.command()(command)
-
-
 def sweep(
     sweep_id: SweepId,
     follow: Annotated[bool, typer.Option("--watch", "-w", help="Print news until it ends.")] = False,

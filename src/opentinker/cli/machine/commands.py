@@ -19,12 +19,6 @@ DOWN_S = 90.0
 audit = typer.Typer(help="The audit log: who did what.", no_args_is_help=True, rich_markup_mode=None)
 
 
-def register(app: typer.Typer) -> None:
-    for command in (up, down, doctor, access):
-        app.command()(command)
-    app.add_typer(audit, name="audit")
-
-
 def up(
     data_dir: DataDir = DATA_DIR,
     port: Annotated[

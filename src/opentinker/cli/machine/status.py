@@ -16,11 +16,6 @@ JOBS = 500
 ORDER = ("running", "starting", "queued", "paused", "succeeded", "failed", "cancelled")
 
 
-def register(app: typer.Typer) -> None:
-    app.command()(status)
-    app.command()(free)
-
-
 def status(data_dir: DataDir = DATA_DIR, url: Url = None, as_json: AsJson = False) -> None:
     """Show what runs here, and the cluster at a glance. Exit status 3 if nothing runs.
 

@@ -25,10 +25,6 @@ ENOUGH = 1.1
 """Workers that shorten a step by less than this factor are not worth having."""
 
 
-def register(app: typer.Typer) -> None:
-    app.command()(plan)
-
-
 def plan(
     path: SpecFile,
     like: Annotated[

@@ -16,10 +16,6 @@ if TYPE_CHECKING:
     from opentinker.shared.spec import JobSpec
 
 
-def register(app: typer.Typer) -> None:
-    app.command()(validate)
-
-
 def validate(
     path: SpecFile,
     quick: Annotated[bool, typer.Option("--quick", help="Check the file alone: ask no server, play nothing.")] = False,
