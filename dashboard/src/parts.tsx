@@ -1,8 +1,9 @@
 // Small things that every view is made of.
 
-import type { ComponentChildren, JSX } from "preact";
+import type { ComponentChildren, HTMLAttributes, JSX } from "preact";
 import type { Problem } from "./lib/api.ts";
 import { FINAL } from "./lib/types.ts";
+import { short } from "./lib/words.ts";
 
 export function State({ state }: { state: string }): JSX.Element {
   return <span class={`state ${state}`}>{state}</span>;
@@ -44,6 +45,56 @@ export function Head({ of }: { of: string[] }): JSX.Element {
   );
 }
 
+/** A column of a table: its name, its cell of a row, and the class of its cells. */
+export type Column<T> = [name: string, cell: (row: T) => ComponentChildren, look?: string];
+
+/** A value with its interval, where it has one. */
+export interface Measured {
+  value: number;
+  interval: [number, number] | null;
+}
+
+/** `isBest`: of several that are compared, which alone is bold then. */
+export function Bounded({ of, isBest }: { of: Measured | null | undefined; isBest?: boolean }): JSX.Element | null {
+  if (!of) return null;
+  return (
+    <>
+      {isBest ? <b title="best">{short(of.value)} ★</b> : isBest === undefined ? <b>{short(of.value)}</b> : short(of.value)}{" "}
+      {of.interval && <small class="dim">{of.interval.map(short).join(" to ")}</small>}
+    </>
+  );
+}
+
+interface TableProps<T> {
+  of: Column<T>[];
+  rows: readonly T[];
+  /** Tells a row from the others. */
+  by: (row: T) => string | number;
+  look?: string;
+  label?: string;
+  /** Attributes of a row. */
+  row?: (row: T) => HTMLAttributes<HTMLTableRowElement>;
+}
+
+export function Table<T>({ of, rows, by, look, label, row }: TableProps<T>): JSX.Element {
+  return (
+    <table class={look} aria-label={label}>
+      <Head of={of.map(([name]) => name)} />
+      <tbody>
+        {rows.map((one) => (
+          <tr key={by(one)} {...row?.(one)}>
+            {of.map(([name, cell, looks]) => (
+              <td key={name} data-label={name} class={looks}>
+                {cell(one)}
+              </td>
+            ))}
+          </tr>
+        ))}
+      </tbody>
+    </table>
+  );
+}
+
 interface ProgressProps {
   step: number;
   steps: number;
@@ -67,15 +118,21 @@ export function Progress({ step, steps, state = "", policy }: ProgressProps): JS
   );
 }
 
-export function Facts({ of }: { of: [string, ComponentChildren][] }): JSX.Element {
+type Fact = [name: string, value: ComponentChildren];
+
+/** Names with their values; what is falsy is left out. */
+export function Facts({ of }: { of: (Fact | false | "" | 0 | null | undefined)[] }): JSX.Element {
   return (
     <dl class="facts">
-      {of.map(([name, value]) => (
-        <div key={name}>
-          <dt>{name}</dt>
-          <dd>{value}</dd>
-        </div>
-      ))}
+      {of.map(
+        (one) =>
+          one && (
+            <div key={one[0]}>
+              <dt>{one[0]}</dt>
+              <dd>{one[1]}</dd>
+            </div>
+          ),
+      )}
     </dl>
   );
 }

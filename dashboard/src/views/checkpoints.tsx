@@ -9,7 +9,7 @@ import { inferenceSpec, savesAdapters } from "../lib/serve.ts";
 import { mainResult } from "../lib/results.ts";
 import type { Checkpoint, Evaluation, Job, JobDetail } from "../lib/types.ts";
 import { bytes, download, moment } from "../lib/words.ts";
-import { Choice, Empty, Head, Said } from "../parts.tsx";
+import { Choice, Empty, Said, Table, type Column } from "../parts.tsx";
 import { Evaluations } from "./evaluations.tsx";
 
 export function Checkpoints({ job }: { job: JobDetail }): JSX.Element {
@@ -51,41 +51,40 @@ function Saved({ job, policy }: { job: JobDetail; policy: string }): JSX.Element
       const made = await ask<Job>("/v1/jobs", { method: "POST", body: inferenceSpec(job, one.step, policy), headers });
       go("jobs", made.id, "chat");
     });
+  const columns: Column<Checkpoint>[] = [
+    ["Step", (one) => one.step],
+    ["Created", (one) => moment(one.created)],
+    ["Model", (one) => bytes(one.model_bytes)],
+    ["With optimizer", (one) => bytes(one.bytes)],
+    ["Evaluations", (one) => <Evaluated of={evaluations.filter((found) => found.step === one.step && found.policy === policy)} />],
+    [
+      "",
+      (one) => (
+        <>
+          {downloads && <button onClick={() => take(job, policy, one)}>Download</button>}
+          {serves && (
+            <button disabled={doing.doing} onClick={() => chat(one)} title="Submit an inference job for this checkpoint">
+              Chat with this
+            </button>
+          )}
+          {serves && !policy && <button onClick={() => go("submit", job.id, String(one.step))}>Continue training</button>}
+        </>
+      ),
+      "actions",
+    ],
+  ];
   return (
     <>
       <Said problem={doing.problem} />
-      <table class="card">
-        <Head of={["Step", "Created", "Model", "With optimizer", "Evaluations", ""]} />
-        <tbody>
-          {[...value.checkpoints].reverse().map((one) => (
-            <tr key={`${one.epoch}.${one.step}`}>
-              <td data-label="Step">{one.step}</td>
-              <td data-label="Created">{moment(one.created)}</td>
-              <td data-label="Model">{bytes(one.model_bytes)}</td>
-              <td data-label="With optimizer">{bytes(one.bytes)}</td>
-              <td data-label="Evaluations">
-                <Evaluated of={evaluations.filter((found) => found.step === one.step && found.policy === policy)} />
-              </td>
-              <td class="actions">
-                {downloads && <button onClick={() => take(job, policy, one)}>Download</button>}
-                {serves && (
-                  <button disabled={doing.doing} onClick={() => chat(one)} title="Submit an inference job for this checkpoint">
-                    Chat with this
-                  </button>
-                )}
-                {serves && !policy && <button onClick={() => go("submit", job.id, String(one.step))}>Continue training</button>}
-              </td>
-            </tr>
-          ))}
-        </tbody>
-      </table>
+      <Table of={columns} rows={[...value.checkpoints].reverse()} by={(one) => `${one.epoch}.${one.step}`} look="card" />
       {bySteps}
       {downloads && <OnTheCommandLine job={job} policy={policy} />}
     </>
   );
 }
 
-function Evaluated({ of }: { of: Evaluation[] }): JSX.Element {
+/** What eval jobs say of a checkpoint. */
+export function Evaluated({ of }: { of: Evaluation[] }): JSX.Element {
   return (
     <>
       {of.map((one) => (

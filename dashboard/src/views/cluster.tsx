@@ -5,7 +5,7 @@ import { go, useAsked, useMay, useNow } from "../hooks.ts";
 import { FINAL, type Job, type Queue, type Worker } from "../lib/types.ts";
 import { machinesOf } from "../lib/machines.ts";
 import { bytes, counted, duration } from "../lib/words.ts";
-import { Empty, Head, Said } from "../parts.tsx";
+import { Empty, Said, Table, type Column } from "../parts.tsx";
 
 const POOLS: [string, string][] = [
   ["trainer", "Trainers"],
@@ -148,34 +148,33 @@ function WorkerLine({ worker }: { worker: Worker }): JSX.Element {
   );
 }
 
+const QUEUE_COLUMNS: Column<Queue>[] = [
+  [
+    "Stream",
+    ({ stream }) => (
+      <>
+        <code>{stream}</code> <small class="dim">{QUEUES[stream] ?? ""}</small>
+      </>
+    ),
+  ],
+  ["Messages", (queue) => queue.messages.toLocaleString()],
+  ["Size", (queue) => bytes(queue.bytes)],
+  ["Largest part", ({ subjects }) => Object.entries(subjects).sort((a, b) => b[1] - a[1]).slice(0, 2).map(largest)],
+];
+
+function largest([subject, count]: [string, number]): JSX.Element {
+  return (
+    <small key={subject} class="pair">
+      <code>{subject}</code> {count}
+    </small>
+  );
+}
+
 function Queues({ queues }: { queues: Queue[] }): JSX.Element {
   return (
     <section class="card">
       <h2>Queues</h2>
-      <table>
-        <Head of={["Stream", "Messages", "Size", "Largest part"]} />
-        <tbody>
-          {queues.map((queue) => {
-            const most = Object.entries(queue.subjects).sort((a, b) => b[1] - a[1]).slice(0, 2);
-            return (
-              <tr key={queue.stream}>
-                <td data-label="Stream">
-                  <code>{queue.stream}</code> <small class="dim">{QUEUES[queue.stream] ?? ""}</small>
-                </td>
-                <td data-label="Messages">{queue.messages.toLocaleString()}</td>
-                <td data-label="Size">{bytes(queue.bytes)}</td>
-                <td data-label="Largest part">
-                  {most.map(([subject, count]) => (
-                    <small key={subject} class="pair">
-                      <code>{subject}</code> {count}
-                    </small>
-                  ))}
-                </td>
-              </tr>
-            );
-          })}
-        </tbody>
-      </table>
+      <Table of={QUEUE_COLUMNS} rows={queues} by={(queue) => queue.stream} />
     </section>
   );
 }

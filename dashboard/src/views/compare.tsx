@@ -1,6 +1,6 @@
 // Runs beside each other: curves, the settings that differ, how they ended. The address holds the view.
 
-import type { JSX } from "preact";
+import type { ComponentChildren, JSX } from "preact";
 import { useEffect, useMemo, useState } from "preact/hooks";
 import { Chart, type Look } from "../chart.tsx";
 import { go } from "../hooks.ts";
@@ -8,7 +8,7 @@ import { ask, job as pathOf, Problem } from "../lib/api.ts";
 import { csv, curve, differences, ending, grouped, groupsOf, isFalling, metricNames, scatter, type Run } from "../lib/compare.ts";
 import { FINAL, type JobDetail, type Point } from "../lib/types.ts";
 import { save, short } from "../lib/words.ts";
-import { Choice, Empty, Said, Select } from "../parts.tsx";
+import { Choice, Empty, Said, Select, Table, type Column } from "../parts.tsx";
 import { Pairs } from "./pairs.tsx";
 import { Parallel } from "./parallel.tsx";
 import { Share } from "./share.tsx";
@@ -89,7 +89,7 @@ export function Compare({ ids, view }: { ids: string[]; view: string }): JSX.Ele
           return <Chart key={name} title={name} about="" lines={by ? grouped(lines, groups) : lines} look={look} positive={false} />;
         })}
       </div>
-      <Table runs={runs} differing={differing} metrics={shown} remove={(id) => go("compare", ids.filter((one) => one !== id).join(), `${query}`)} />
+      <RunTable runs={runs} differing={differing} metrics={shown} remove={(id) => go("compare", ids.filter((one) => one !== id).join(), `${query}`)} />
       {metric && <Parallel runs={runs} metric={metric} falls={isFalling(metric)} />}
       <div class="charts">
         {metric && differing.map(({ path }) => <Scatter key={path} path={path} metric={metric} runs={runs} />)}
@@ -114,37 +114,25 @@ function tableOf(runs: Run[], differing: Differing, metrics: string[]): string[]
   return [heads, ...rows];
 }
 
-function Table({ runs, differing, metrics, remove }: { runs: Run[]; differing: Differing; metrics: string[]; remove: (id: string) => void }): JSX.Element {
+function RunTable({ runs, differing, metrics, remove }: { runs: Run[]; differing: Differing; metrics: string[]; remove: (id: string) => void }): JSX.Element {
   const [heads, ...rows] = tableOf(runs, differing, metrics);
   const texts = 2 + differing.length;
+  const shown = (cell: string, at: number): ComponentChildren => (at < texts ? <code>{cell}</code> : cell && short(Number(cell)));
+  const columns: Column<string[]>[] = [
+    [heads![1]!, (row) => <a href={`#/jobs/${row[0]}`}>{row[1]}</a>],
+    ...heads!.slice(2).map((head, at): Column<string[]> => [head, (row) => shown(row[at + 2]!, at + 2)]),
+    [
+      "",
+      (row) => (
+        <button class="plain" aria-label={`Remove ${row[1]}`} onClick={() => remove(row[0]!)}>
+          ×
+        </button>
+      ),
+    ],
+  ];
   return (
     <div class="scrolls">
-      <table class="card compared">
-        <thead>
-          <tr>
-            {heads!.slice(1).map((head) => (
-              <th key={head}>{head}</th>
-            ))}
-            <th />
-          </tr>
-        </thead>
-        <tbody>
-          {rows.map((row) => (
-            <tr key={row[0]}>
-              {row.slice(1).map((cell, at) => (
-                <td key={heads![at + 1]} data-label={heads![at + 1]}>
-                  {at === 0 ? <a href={`#/jobs/${row[0]}`}>{cell}</a> : at + 1 < texts ? <code>{cell}</code> : cell && short(Number(cell))}
-                </td>
-              ))}
-              <td>
-                <button class="plain" aria-label={`Remove ${row[1]}`} onClick={() => remove(row[0]!)}>
-                  ×
-                </button>
-              </td>
-            </tr>
-          ))}
-        </tbody>
-      </table>
+      <Table of={columns} rows={rows} by={(row) => row[0]!} look="card compared" />
     </div>
   );
 }

@@ -3,10 +3,29 @@
 import type { JSX } from "preact";
 import { useMemo, useState } from "preact/hooks";
 import { useAsked } from "../hooks.ts";
-import { settings, type Schema } from "../lib/spec.ts";
+import { settings, type Schema, type Setting } from "../lib/spec.ts";
 import type { Json, JobDetail } from "../lib/types.ts";
 import { save } from "../lib/words.ts";
-import { Empty, Head, Said } from "../parts.tsx";
+import { Empty, Said, Table, type Column } from "../parts.tsx";
+
+const COLUMNS: Column<Setting>[] = [
+  [
+    "Setting",
+    ({ path, meaning }) =>
+      meaning ? (
+        <details>
+          <summary>
+            <code>{path}</code>
+          </summary>
+          <small class="dim">{meaning}</small>
+        </details>
+      ) : (
+        <code>{path}</code>
+      ),
+  ],
+  ["Value", (one) => <code>{written(one.value)}</code>],
+  ["Default", ({ usual }) => (usual === undefined ? "–" : <code>{written(usual)}</code>), "dim"],
+];
 
 export function Config({ job }: { job: JobDetail }): JSX.Element {
   const { value, problem } = useAsked<{ components: { schemas: Record<string, Schema> } }>("/openapi.json");
@@ -28,33 +47,7 @@ export function Config({ job }: { job: JobDetail }): JSX.Element {
         <button onClick={() => save(`${job.name}.json`, new Blob([text], { type: "application/json" }))}>Save as JSON</button>
       </div>
       {!value && !problem && <Empty>…</Empty>}
-      <table class="card config">
-        <Head of={["Setting", "Value", "Default"]} />
-        <tbody>
-          {shown.map((one) => (
-            <tr key={one.path} class={one.differs ? "differs" : ""}>
-              <td data-label="Setting">
-                {one.meaning ? (
-                  <details>
-                    <summary>
-                      <code>{one.path}</code>
-                    </summary>
-                    <small class="dim">{one.meaning}</small>
-                  </details>
-                ) : (
-                  <code>{one.path}</code>
-                )}
-              </td>
-              <td data-label="Value">
-                <code>{written(one.value)}</code>
-              </td>
-              <td data-label="Default" class="dim">
-                {one.usual === undefined ? "–" : <code>{written(one.usual)}</code>}
-              </td>
-            </tr>
-          ))}
-        </tbody>
-      </table>
+      <Table of={COLUMNS} rows={shown} by={(one) => one.path} look="card config" row={(one) => ({ class: one.differs ? "differs" : "" })} />
     </>
   );
 }

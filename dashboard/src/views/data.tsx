@@ -154,24 +154,21 @@ function Opened({ job, row, plays }: { job: JobDetail; row: DataRow; plays: bool
     <>
       <Facts
         of={[
-          ["Row", String(row.row)],
-          ...(row.place ? ([["Place", row.place]] as [string, string][]) : []),
+          ["Row", row.row],
+          row.place && ["Place", row.place],
           ["Prompt", row.tokens === null ? "tokens unknown" : `${row.tokens} tokens${images}`],
-          ...(plays ? ([["Played", `${row.played} times`], ["Solved", percent(row.solved)]] as [string, string][]) : []),
-          ...(kept.length
-            ? ([
-                [
-                  "Episodes",
-                  <span key="kept" class="steps">
-                    {kept.map((step) => (
-                      <a key={step} href={`#/jobs/${job.id}/episodes/${step}`}>
-                        step {step}
-                      </a>
-                    ))}
-                  </span>,
-                ],
-              ] as [string, JSX.Element][])
-            : []),
+          plays && ["Played", `${row.played} times`],
+          plays && ["Solved", percent(row.solved)],
+          kept.length && [
+            "Episodes",
+            <span key="kept" class="steps">
+              {kept.map((step) => (
+                <a key={step} href={`#/jobs/${job.id}/episodes/${step}`}>
+                  step {step}
+                </a>
+              ))}
+            </span>,
+          ],
         ]}
       />
       {plays && <Curve row={row} {...LARGE} />}

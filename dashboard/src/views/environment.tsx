@@ -3,10 +3,10 @@
 import type { JSX } from "preact";
 import { useState } from "preact/hooks";
 import { useAsked, useMay } from "../hooks.ts";
-import { configOf, settingsOf } from "../lib/settings.ts";
+import { configOf, settingsOf, type Setting } from "../lib/settings.ts";
 import { job as path } from "../lib/api.ts";
 import type { About, Check, CheckSummary, JobDetail, Json } from "../lib/types.ts";
-import { Empty, Facts, Head, Said } from "../parts.tsx";
+import { Empty, Facts, Said, Table, type Column } from "../parts.tsx";
 import { Play, type Start } from "./play.tsx";
 
 export function EnvironmentView({ name }: { name: string }): JSX.Element {
@@ -26,7 +26,7 @@ export function EnvironmentView({ name }: { name: string }): JSX.Element {
             <p class="prose">{about.doc || "Its class has no docstring."}</p>
             <Facts
               of={[
-                ...(versions.value ? ([["versions", String(versions.value.versions.length)]] as [string, string][]) : []),
+                versions.value && ["versions", versions.value.versions.length],
                 ["scripted players", about.bots.join(", ") || "none"],
                 ["forks", about.can_fork ? "yes: trees of turns can be sampled" : "no"],
               ]}
@@ -46,31 +46,20 @@ function uploadOf(name: string): string | null {
   return /^upload:([^@]+)/.exec(name)?.[1] ?? null;
 }
 
+const COLUMNS: Column<Setting>[] = [
+  ["environment.config", (one) => <code>{one.name}</code>],
+  ["Type", (one) => one.kind],
+  ["Default", (one) => (one.standard ? <code>{one.standard}</code> : "required")],
+  ["Meaning", (one) => one.meaning, "prose"],
+];
+
 function Settings({ about }: { about: About }): JSX.Element {
   const settings = settingsOf(about);
   return (
     <section class="card">
       <h2>Settings</h2>
       {!settings.length && <Empty>It has none.</Empty>}
-      {settings.length > 0 && (
-        <table>
-          <Head of={["environment.config", "Type", "Default", "Meaning"]} />
-          <tbody>
-            {settings.map((one) => (
-              <tr key={one.name}>
-                <td data-label="Setting">
-                  <code>{one.name}</code>
-                </td>
-                <td data-label="Type">{one.kind}</td>
-                <td data-label="Default">{one.standard ? <code>{one.standard}</code> : "required"}</td>
-                <td data-label="Meaning" class="prose">
-                  {one.meaning}
-                </td>
-              </tr>
-            ))}
-          </tbody>
-        </table>
-      )}
+      {settings.length > 0 && <Table of={COLUMNS} rows={settings} by={(one) => one.name} />}
     </section>
   );
 }

@@ -3,8 +3,8 @@
 import type { JSX } from "preact";
 import { go, useAsked, useNow } from "../hooks.ts";
 import type { Check, CheckSummary, Pushed } from "../lib/types.ts";
-import { bytes, counted, duration } from "../lib/words.ts";
-import { Empty, Facts, Head, Said } from "../parts.tsx";
+import { ago, bytes, counted } from "../lib/words.ts";
+import { Empty, Facts, Said, Table, type Column } from "../parts.tsx";
 
 const LOOK_S = 10;
 
@@ -53,25 +53,13 @@ function Checks({ checks }: { checks: CheckSummary[] }): JSX.Element {
       </Empty>
     );
   }
-  return (
-    <table>
-      <Head of={["Environment", "Verdict", "Errors", "Checked"]} />
-      <tbody>
-        {checks.map((check) => (
-          <tr key={check.id} onClick={() => go("environments", check.id)}>
-            <td data-label="Environment">
-              <a href={`#/environments/${check.id}`}>{check.environment}</a>
-            </td>
-            <td data-label="Verdict">{check.verdict}</td>
-            <td data-label="Errors">{check.errors}</td>
-            <td data-label="Checked" class="dim">
-              {duration(now - check.at)} ago
-            </td>
-          </tr>
-        ))}
-      </tbody>
-    </table>
-  );
+  const columns: Column<CheckSummary>[] = [
+    ["Environment", (check) => <a href={`#/environments/${check.id}`}>{check.environment}</a>],
+    ["Verdict", (check) => check.verdict],
+    ["Errors", (check) => check.errors],
+    ["Checked", (check) => ago(check.at, now), "dim"],
+  ];
+  return <Table of={columns} rows={checks} by={(check) => check.id} row={(check) => ({ onClick: () => go("environments", check.id) })} />;
 }
 
 function PushedTable({ pushed }: { pushed: Pushed[] }): JSX.Element {
@@ -83,30 +71,14 @@ function PushedTable({ pushed }: { pushed: Pushed[] }): JSX.Element {
       </Empty>
     );
   }
-  return (
-    <table>
-      <Head of={["Name", "Class", "Versions", "Size", "Pushed"]} />
-      <tbody>
-        {pushed.map((one) => (
-          <tr key={one.name}>
-            <td data-label="Name">
-              <a href={`#/environment/${encodeURIComponent(`upload:${one.name}`)}`}>{one.name}</a>
-            </td>
-            <td data-label="Class">
-              <code>{one.class}</code>
-            </td>
-            <td data-label="Versions">{one.versions}</td>
-            <td data-label="Size">
-              {bytes(one.bytes)} in {counted(one.files, "file")}
-            </td>
-            <td data-label="Pushed" class="dim">
-              {duration(now - one.pushed)} ago
-            </td>
-          </tr>
-        ))}
-      </tbody>
-    </table>
-  );
+  const columns: Column<Pushed>[] = [
+    ["Name", (one) => <a href={`#/environment/${encodeURIComponent(`upload:${one.name}`)}`}>{one.name}</a>],
+    ["Class", (one) => <code>{one.class}</code>],
+    ["Versions", (one) => one.versions],
+    ["Size", (one) => `${bytes(one.bytes)} in ${counted(one.files, "file")}`],
+    ["Pushed", (one) => ago(one.pushed, now), "dim"],
+  ];
+  return <Table of={columns} rows={pushed} by={(one) => one.name} />;
 }
 
 export function CheckView({ id }: { id: string }): JSX.Element {
@@ -122,7 +94,7 @@ export function CheckView({ id }: { id: string }): JSX.Element {
       <section class="card">
         <h1>{check.environment}</h1>
         <p>
-          {check.verdict} <small class="dim">checked {duration(now - check.at)} ago</small>
+          {check.verdict} <small class="dim">checked {ago(check.at, now)}</small>
         </p>
         <Facts of={Object.entries(report.facts)} />
         <Lines title="Errors" lines={report.errors} />
@@ -132,20 +104,7 @@ export function CheckView({ id }: { id: string }): JSX.Element {
         <section class="card">
           <h2>{counted(report.rows.length, "row")}</h2>
           <div class="scrolls">
-            <table>
-              <Head of={report.columns} />
-              <tbody>
-                {report.rows.map((row) => (
-                  <tr key={row[0]}>
-                    {row.map((cell, at) => (
-                      <td key={report.columns[at]} data-label={report.columns[at]}>
-                        {cell}
-                      </td>
-                    ))}
-                  </tr>
-                ))}
-              </tbody>
-            </table>
+            <Table of={report.columns.map((name, at): Column<string[]> => [name, (row) => row[at]])} rows={report.rows} by={(row) => row[0]!} />
           </div>
         </section>
       )}

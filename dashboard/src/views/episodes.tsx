@@ -224,13 +224,13 @@ function EpisodeCard({ episode, colour }: { episode: Episode; colour: Colour }):
     <article>
       <Facts
         of={[
-          ["Sample", String(episode.sample)],
-          ...(episode.row === undefined ? [] : ([["Row", String(episode.row)]] as [string, string][])),
+          ["Sample", episode.sample],
+          episode.row !== undefined && ["Row", episode.row],
           ["Reward", <b key="r">{short(episode.reward)}</b>],
           ["Ending", episode.ending],
           ["Stops", [...new Set(episode.stops)].join(", ")],
-          ["Turns", String(episode.turns)],
-          ["Tokens", String(episode.tokens)],
+          ["Turns", episode.turns],
+          ["Tokens", episode.tokens],
           ["Weights", episode.versions.join(", ")],
           ["Time", duration(episode.seconds)],
           ["Worker", episode.worker],
@@ -317,10 +317,10 @@ function ExamCard({ exam, colour }: { exam: Exam; colour: Colour }): JSX.Element
       <article>
         <Facts
           of={[
-            ["Episode", String(exam.index)],
-            ...(exam.row === undefined ? [] : ([["Row", String(exam.row)]] as [string, string][])),
-            ...(exam.opponent ? ([["Against", exam.opponent]] as [string, string][]) : []),
-            ...(exam.outcome === undefined ? [] : ([["Outcome", exam.outcome === 1 ? "won" : exam.outcome === 0 ? "lost" : "drawn"]] as [string, string][])),
+            ["Episode", exam.index],
+            exam.row !== undefined && ["Row", exam.row],
+            exam.opponent && ["Against", exam.opponent],
+            exam.outcome !== undefined && ["Outcome", exam.outcome === 1 ? "won" : exam.outcome === 0 ? "lost" : "drawn"],
             ["Reward", <b key="r">{short(exam.reward)}</b>],
             ["Solved", exam.solved ? "yes" : "no"],
             ["Ending", exam.ending],

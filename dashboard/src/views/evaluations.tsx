@@ -4,10 +4,9 @@ import type { JSX } from "preact";
 import { useState } from "preact/hooks";
 import { useAsked } from "../hooks.ts";
 import { job as path } from "../lib/api.ts";
-import { evaluationTable, type Columns } from "../lib/evaluations.ts";
+import { evaluationTable, type Columns, type EvaluatedStep } from "../lib/evaluations.ts";
 import type { Evaluation, JobDetail, Point } from "../lib/types.ts";
-import { short } from "../lib/words.ts";
-import { Choice, Head } from "../parts.tsx";
+import { Bounded, Choice, Table, type Column } from "../parts.tsx";
 
 const MOST = 10_000;
 
@@ -24,6 +23,11 @@ export function Evaluations({ job, policy, evaluations }: EvaluationsProps): JSX
   const { value } = useAsked<{ metrics: Point[] }>(path(job.id, `/metrics?source=${encodeURIComponent(source)}&limit=${MOST}`), 20);
   const table = evaluationTable(evaluations, value?.metrics ?? [], policy, shown);
   if (!table.rows.length) return null;
+  const columns: Column<EvaluatedStep>[] = [
+    ["Step", (row) => row.step],
+    ["By", (row) => (row.job ? <a href={`#/jobs/${row.job}`}>{row.environment}</a> : "schedule")],
+    ...table.columns.map((name, at): Column<EvaluatedStep> => [name, ({ cells }) => <Bounded of={cells[at]} />]),
+  ];
   return (
     <section class="card evaluations" aria-label="Evaluations by step">
       <div class="bar">
@@ -32,22 +36,7 @@ export function Evaluations({ job, policy, evaluations }: EvaluationsProps): JSX
         {shown === "categories" && <small class="dim">share of episodes solved</small>}
       </div>
       <div class="scrolls" tabIndex={0} role="group" aria-label="Table of evaluations">
-        <table>
-          <Head of={["Step", "By", ...table.columns]} />
-          <tbody>
-            {table.rows.map((row) => (
-              <tr key={`${row.step}/${row.job}`}>
-                <td data-label="Step">{row.step}</td>
-                <td data-label="By">{row.job ? <a href={`#/jobs/${row.job}`}>{row.environment}</a> : "schedule"}</td>
-                {row.cells.map((cell, i) => (
-                  <td key={table.columns[i]} data-label={table.columns[i]}>
-                    {cell && <b>{short(cell.value)}</b>} {cell?.interval && <small class="dim">{cell.interval.map(short).join(" to ")}</small>}
-                  </td>
-                ))}
-              </tr>
-            ))}
-          </tbody>
-        </table>
+        <Table of={columns} rows={table.rows} by={(row) => `${row.step}/${row.job}`} />
       </div>
     </section>
   );

@@ -3,7 +3,7 @@
 import type { JSX } from "preact";
 import { useAsked, useKeyNames } from "../hooks.ts";
 import { counted } from "../lib/words.ts";
-import { Empty, Head, Said } from "../parts.tsx";
+import { Empty, Said, Table, type Column } from "../parts.tsx";
 import type { Label } from "./job-row.tsx";
 
 const LOOK_S = 5;
@@ -19,31 +19,25 @@ export function Groups({ by, filter, choose }: { by: Label[0]; filter: string; c
   const keyName = useKeyNames();
   if (!value) return problem ? <Said problem={problem} /> : <Empty>…</Empty>;
   if (!value.groups.length) return <Empty>No job matches.</Empty>;
+  const columns: Column<Group>[] = [
+    [
+      by,
+      ({ name }) =>
+        name ? (
+          <button class="chip" onClick={() => choose([by, name])}>
+            {by === "owner" ? keyName(name) : name}
+          </button>
+        ) : (
+          <span class="dim">none</span>
+        ),
+    ],
+    ["Jobs", (one) => one.jobs],
+    ["States", ({ states }) => Object.entries(states).map(([state, count]) => `${count} ${state}`).join(", ")],
+  ];
   return (
     <>
       <Said problem={problem} />
-      <table class="card groups">
-        <Head of={[by, "Jobs", "States"]} />
-        <tbody>
-          {value.groups.map((one) => (
-            <tr key={one.name}>
-              <td data-label={by}>
-                {one.name ? (
-                  <button class="chip" onClick={() => choose([by, one.name])}>
-                    {by === "owner" ? keyName(one.name) : one.name}
-                  </button>
-                ) : (
-                  <span class="dim">none</span>
-                )}
-              </td>
-              <td data-label="Jobs">{one.jobs}</td>
-              <td data-label="States">
-                {Object.entries(one.states).map(([state, count]) => `${count} ${state}`).join(", ")}
-              </td>
-            </tr>
-          ))}
-        </tbody>
-      </table>
+      <Table of={columns} rows={value.groups} by={(one) => one.name} look="card groups" />
       <p class="dim count">{counted(value.groups.length, "group")}</p>
     </>
   );

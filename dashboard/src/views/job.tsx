@@ -110,11 +110,11 @@ function Top({ job, follow, again }: { job: JobDetail; follow: Follow | null; ag
           ["Job", <code key="id">{job.id}</code>],
           ["Kind", job.kind],
           ["Model", <code key="model">{job.model}</code>],
-          ...(job.environment ? ([["Environment", job.environment]] as [string, string][]) : []),
+          job.environment && ["Environment", job.environment],
           ["Workers", job.workers.length ? job.workers.map((w) => `${w.id} (${w.status})`).join(", ") : "none"],
           ["Owner", `${job.tenant}${job.key ? ` · ${isKey(job.key) ? "key " : ""}${keyName(job.key)}` : ""}`],
           ["Submitted", `${moment(job.created)}${over && job.finished ? ` · ended ${ago(job.finished, now)}` : ""}`],
-          ...(job.restarts ? ([["Restarts", String(job.restarts)]] as [string, string][]) : []),
+          job.restarts && ["Restarts", job.restarts],
         ]}
       />
     </section>

@@ -4,11 +4,11 @@ import type { JSX } from "preact";
 import { useState } from "preact/hooks";
 import { useAsked, useDoing, useMay, useNow } from "../hooks.ts";
 import { ask } from "../lib/api.ts";
-import { environmentsOf, lineageLinks, metricRows } from "../lib/registry.ts";
-import { mainResult } from "../lib/results.ts";
+import { environmentsOf, lineageLinks, metricRows, type MetricRow } from "../lib/registry.ts";
 import type { RegisteredCheckpoint } from "../lib/types.ts";
-import { ago, bytes, counted, moment, short } from "../lib/words.ts";
-import { Empty, Head, Said, Select } from "../parts.tsx";
+import { ago, bytes, counted, moment } from "../lib/words.ts";
+import { Bounded, Empty, Said, Select, Table, type Column } from "../parts.tsx";
+import { Evaluated } from "./checkpoints.tsx";
 
 const LOOK_S = 5;
 const PAGE = 100;
@@ -92,47 +92,35 @@ interface ListProps {
 function Listed({ of, isPicked, pick, again }: ListProps): JSX.Element {
   const now = useNow(5);
   const publishes = useMay("checkpoints:write");
-  return (
-    <table class="card models">
-      <Head of={["Pick", "Checkpoint", "Lineage", "Weights", "Size", "Created", "Evaluations", "Published as"]} />
-      <tbody>
-        {of.map((one) => (
-          <tr key={one.checkpoint} aria-selected={isPicked(one)}>
-            <td data-label="Pick">
-              <input type="checkbox" aria-label={`Pick ${one.checkpoint}`} checked={isPicked(one)} onClick={() => pick(one)} />
-            </td>
-            <td data-label="Checkpoint">
-              <a href={`#/jobs/${one.job}/checkpoints`}>{one.job_name}</a>{" "}
-              <small class="dim">
-                {one.checkpoint} · {one.kind}
-                {one.project && ` · ${one.project}`}
-              </small>
-            </td>
-            <td data-label="Lineage">
-              <Lineage of={one.lineage} />
-            </td>
-            <td data-label="Weights">{one.lora_rank === null ? one.weights : `lora, rank ${one.lora_rank}`}</td>
-            <td data-label="Size" title={`${bytes(one.bytes)} with the trainer's state`}>
-              {bytes(one.model_bytes)}
-            </td>
-            <td data-label="Created" class="dim" title={moment(one.created)}>
-              {ago(one.created, now)}
-            </td>
-            <td data-label="Evaluations">
-              {one.evaluations.map((found) => (
-                <div key={found.job}>
-                  <a href={`#/jobs/${found.job}`}>{mainResult(found.values) ?? found.state}</a> <small class="dim">{found.environment}</small>
-                </div>
-              ))}
-            </td>
-            <td data-label="Published as">
-              {one.published.join(", ")} {publishes && <Publish checkpoint={one.checkpoint} again={again} />}
-            </td>
-          </tr>
-        ))}
-      </tbody>
-    </table>
-  );
+  const columns: Column<RegisteredCheckpoint>[] = [
+    ["Pick", (one) => <input type="checkbox" aria-label={`Pick ${one.checkpoint}`} checked={isPicked(one)} onClick={() => pick(one)} />],
+    [
+      "Checkpoint",
+      (one) => (
+        <>
+          <a href={`#/jobs/${one.job}/checkpoints`}>{one.job_name}</a>{" "}
+          <small class="dim">
+            {one.checkpoint} · {one.kind}
+            {one.project && ` · ${one.project}`}
+          </small>
+        </>
+      ),
+    ],
+    ["Lineage", (one) => <Lineage of={one.lineage} />],
+    ["Weights", (one) => (one.lora_rank === null ? one.weights : `lora, rank ${one.lora_rank}`)],
+    ["Size", (one) => <span title={`${bytes(one.bytes)} with the trainer's state`}>{bytes(one.model_bytes)}</span>],
+    ["Created", (one) => <span title={moment(one.created)}>{ago(one.created, now)}</span>, "dim"],
+    ["Evaluations", (one) => <Evaluated of={one.evaluations} />],
+    [
+      "Published as",
+      (one) => (
+        <>
+          {one.published.join(", ")} {publishes && <Publish checkpoint={one.checkpoint} again={again} />}
+        </>
+      ),
+    ],
+  ];
+  return <Table of={columns} rows={of} by={(one) => one.checkpoint} look="card models" row={(one) => ({ "aria-selected": isPicked(one) })} />;
 }
 
 function Lineage({ of }: { of: string[] }): JSX.Element {
@@ -187,6 +175,13 @@ function Comparison({ of, clear }: { of: RegisteredCheckpoint[]; clear: () => vo
   const [chosen, setChosen] = useState("");
   const environment = environments.includes(chosen) ? chosen : environments.length > 1 ? environments[0]! : "";
   const rows = metricRows(of, environment);
+  const columns: Column<MetricRow>[] = [
+    ["Metric", (row) => row.name],
+    ...of.map((one, place): Column<MetricRow> => [
+      one.published[0] ?? one.checkpoint,
+      ({ cells, best }) => <Bounded of={cells[place]} isBest={best.includes(place)} />,
+    ]),
+  ];
   return (
     <section class="card compared">
       <h2>{counted(of.length, "checkpoint")} compared by evaluation</h2>
@@ -201,22 +196,7 @@ function Comparison({ of, clear }: { of: RegisteredCheckpoint[]; clear: () => vo
           None of them was evaluated: <code>opentinker eval JOB --at STEP</code> does it.
         </Empty>
       ) : (
-        <table>
-          <Head of={["Metric", ...of.map((one) => one.published[0] ?? one.checkpoint)]} />
-          <tbody>
-            {rows.map(({ name, cells, best }) => (
-              <tr key={name}>
-                <td data-label="Metric">{name}</td>
-                {cells.map((cell, place) => (
-                  <td key={of[place]!.checkpoint} data-label={of[place]!.checkpoint}>
-                    {cell && (best.includes(place) ? <b title="best">{short(cell.value)} ★</b> : short(cell.value))}
-                    {cell?.interval && <small class="dim"> {cell.interval.map(short).join(" to ")}</small>}
-                  </td>
-                ))}
-              </tr>
-            ))}
-          </tbody>
-        </table>
+        <Table of={columns} rows={rows} by={(row) => row.name} />
       )}
     </section>
   );

@@ -1,10 +1,10 @@
 // The result of an eval job: categories, and every metric, with their intervals.
 
 import type { JSX } from "preact";
-import { resultRows } from "../lib/results.ts";
+import { resultRows, type ResultRow } from "../lib/results.ts";
 import type { Category, EvalResult, Estimate } from "../lib/types.ts";
 import { short } from "../lib/words.ts";
-import { Head } from "../parts.tsx";
+import { Bounded, Table, type Column, type Measured } from "../parts.tsx";
 
 export function Results({ result }: { result: EvalResult }): JSX.Element {
   const rows = resultRows(result.values, result.categories.map((one) => one.name));
@@ -14,51 +14,24 @@ export function Results({ result }: { result: EvalResult }): JSX.Element {
       <h2>
         Result <small class="dim">weights {result.version}</small>
       </h2>
-      {result.categories.length > 0 && <Categories of={result.categories} />}
-      <table>
-        <Head of={["Metric", "Value", ...(intervals ? ["95 % interval"] : [])]} />
-        <tbody>
-          {rows.map((row) => (
-            <tr key={row.name}>
-              <td data-label="Metric">{row.name}</td>
-              <td data-label="Value">
-                <b>{short(row.value)}</b>
-              </td>
-              {intervals && <td data-label="95 % interval">{row.interval ? `${short(row.interval[0])} to ${short(row.interval[1])}` : ""}</td>}
-            </tr>
-          ))}
-        </tbody>
-      </table>
+      {result.categories.length > 0 && <Table label="By category" of={CATEGORIES} rows={result.categories} by={(one) => one.name} />}
+      <Table of={intervals ? [...VALUES, INTERVAL] : VALUES} rows={rows} by={(row) => row.name} />
     </section>
   );
 }
 
-function Categories({ of }: { of: Category[] }): JSX.Element {
-  return (
-    <table aria-label="By category">
-      <Head of={["Category", "Episodes", "Reward", "Solved"]} />
-      <tbody>
-        {of.map((one) => (
-          <tr key={one.name}>
-            <td data-label="Category">{one.name}</td>
-            <td data-label="Episodes">{one.episodes}</td>
-            <td data-label="Reward">
-              <Bounded of={one.reward} />
-            </td>
-            <td data-label="Solved">
-              <Bounded of={one.solved} />
-            </td>
-          </tr>
-        ))}
-      </tbody>
-    </table>
-  );
-}
+const VALUES: Column<ResultRow>[] = [
+  ["Metric", (row) => row.name],
+  ["Value", (row) => <b>{short(row.value)}</b>],
+];
+const INTERVAL: Column<ResultRow> = ["95 % interval", ({ interval }) => interval?.map(short).join(" to ")];
+const CATEGORIES: Column<Category>[] = [
+  ["Category", (one) => one.name],
+  ["Episodes", (one) => one.episodes],
+  ["Reward", (one) => <Bounded of={bounded(one.reward)} />],
+  ["Solved", (one) => <Bounded of={bounded(one.solved)} />],
+];
 
-function Bounded({ of: { value, low, high } }: { of: Estimate }): JSX.Element {
-  return (
-    <>
-      <b>{short(value)}</b> {low !== null && high !== null && <small class="dim">{`${short(low)} to ${short(high)}`}</small>}
-    </>
-  );
+function bounded({ value, low, high }: Estimate): Measured {
+  return { value, interval: low === null || high === null ? null : [low, high] };
 }
