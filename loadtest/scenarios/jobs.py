@@ -72,11 +72,7 @@ async def training(at: Target, spec: dict[str, Any], steps: int) -> AsyncIterato
 
 async def steps_of(client: AsyncClient, job: str) -> list[MetricPoint]:
     """The trainer's points so far, in order."""
-    points, after = [], 0
-    while page := await client.metrics(job, after):
-        points += [point for point in page if "train_seconds" in point["values"]]
-        after = page[-1]["cursor"]
-    return points
+    return [point for point in await client.metrics(job) if "train_seconds" in point["values"]]
 
 
 async def until(

@@ -123,9 +123,7 @@ def _read_reference(file: Path, count: int) -> F32 | None:
     except (OSError, ValueError) as error:
         log.warning("reference_unreadable", file=str(file), error=str(error))
         return None
-    if found.shape != (count, 2):
-        return None
-    return found
+    return found if found.shape == (count, 2) else None
 
 
 def _write_reference(file: Path, values: F32) -> None:
