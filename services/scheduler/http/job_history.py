@@ -10,7 +10,6 @@ import re
 from collections.abc import AsyncGenerator
 from typing import Any
 
-import msgspec
 import orjson
 from aiohttp import web
 
@@ -27,6 +26,7 @@ from opentinker.shared.security.authorization import Action
 from opentinker.shared.state.admission import admission_of
 from opentinker.shared.types.core import Discard, JobState, split_part
 from opentinker.shared.types.errors import SpecError
+from opentinker.shared.types.telemetry import MetricPoint
 
 EVENT_ID = re.compile(r"[0-9]{1,15}(-[0-9]{1,15})?")
 LOOK_S = 1.0
@@ -124,11 +124,9 @@ class JobHistoryApi:
         source, names = request.query.get("source", "*"), request.query.get("names", "")
         wanted = set(names.split(",")) if names else None
         found, more = await self._history.page(job, after, limit, "*" if source == ">" else source)
-        points = [{"cursor": at, **msgspec.to_builtins(point)} for at, point in found]
-        for point in points:
-            del point["job"]
-            point["values"] = {k: v for k, v in point["values"].items() if wanted is None or k in wanted}
-        points = [point for point in points if wanted is None or point["values"]]
+        points = [_point_of(at, point, wanted) for at, point in found]
+        if wanted is not None:
+            points = [point for point in points if point["values"]]
         cursor = found[-1][0] if found else after
         return json_response({"metrics": points, "cursor": cursor, "more": more})
 
@@ -165,3 +163,17 @@ class JobHistoryApi:
         if invalid := max(ledger.discarded.get(Discard.INVALID, 0) for ledger in ledgers):
             counts = {**counts, Discard.INVALID.value: invalid}
         return json_response({"failures": found, "counts": counts})
+
+
+def _point_of(cursor: int, point: MetricPoint, wanted: set[str] | None) -> dict[str, Any]:
+    """Return a point as responses have it, with the `wanted` values; None: all."""
+    values = point.values
+    return {
+        "cursor": cursor,
+        "source": point.source,
+        "incarnation": point.incarnation,
+        "seq": point.seq,
+        "time": point.time,
+        "step": point.step,
+        "values": values if wanted is None else {name: value for name, value in values.items() if name in wanted},
+    }
