@@ -4,7 +4,7 @@ import { environmentsOf, lineageLinks, metricRows } from "../src/lib/registry.ts
 import type { RegisteredCheckpoint } from "../src/lib/types.ts";
 
 function evaluated(...evaluations: [string, Record<string, number>][]): RegisteredCheckpoint {
-  const list = evaluations.map(([environment, values]) => ({ job: "j", name: "", policy: "", step: 1, state: "succeeded", environment, values }));
+  const list = evaluations.map(([environment, values]) => ({ job: "j", name: "", policy: "", step: 1, state: "succeeded", environment, values, during_training: false }));
   return { evaluations: list } as unknown as RegisteredCheckpoint;
 }
 

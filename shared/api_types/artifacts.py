@@ -33,10 +33,10 @@ class Checkpoints(TypedDict):
 
 
 class Evaluation(TypedDict):
-    """An eval job that played a checkpoint."""
+    """An eval job that played a checkpoint, or the evaluation that its own job made while it trained."""
 
     job: str
-    """The eval job."""
+    """The eval job; during training, the job itself."""
     name: str
     policy: str
     """Whose checkpoint, of a job with several policies; otherwise empty."""
@@ -44,11 +44,14 @@ class Evaluation(TypedDict):
     """Step of the checkpoint."""
     state: str
     environment: str
+    """Empty for sft and dpo, which are evaluated on rows."""
     finished: float | None
     values: dict[str, float]
     """val/* metrics; NAME/low and NAME/high are the 95% interval of NAME. Empty until it has succeeded."""
     categories: list[Category]
     """By name; empty where the environment names none."""
+    during_training: bool
+    """Whether the job itself made it while it trained, by `[validation]` or `[data]`."""
 
 
 class Evaluations(TypedDict):

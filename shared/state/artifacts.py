@@ -36,6 +36,15 @@ NONE = "artifact:none"
 """Placeholder key for arguments that a script does not use."""
 
 
+class TrainingEvaluation(msgspec.Struct, frozen=True, kw_only=True):
+    """An evaluation of a checkpoint's weights that its own job made while it trained."""
+
+    finished: float
+    """Unix seconds."""
+    values: dict[str, float]
+    """val/* metrics."""
+
+
 class ArtifactEntry(msgspec.Struct, frozen=True, kw_only=True):
     """A checkpoint or a file in the artifact store."""
 
@@ -51,6 +60,8 @@ class ArtifactEntry(msgspec.Struct, frozen=True, kw_only=True):
     """Manifest of a checkpoint; None for files."""
     metric: float | None = None
     """Value of the job's `artifacts.best_metric` at the checkpoint's step."""
+    evaluation: TrainingEvaluation | None = None
+    """Of a checkpoint, once it has been evaluated."""
 
     @property
     def at(self) -> str:
@@ -239,12 +250,11 @@ class ArtifactIndex:
         keys = [f"artifact:{job}", f"stored:{tenant}", f"published:{tenant}", REMOVING]
         return list(await self._remove(leader=leader, keys=keys, args=[job, tenant, *paths])) if paths else []
 
-    async def note(self, job: str, kept: ArtifactEntry, metric: float | None, *, leader: int = UNFENCED) -> None:
-        """Store the measured metric, if the artifact still exists unchanged."""
+    async def note(self, job: str, kept: ArtifactEntry, new: ArtifactEntry, *, leader: int = UNFENCED) -> None:
+        """Replace the entry by what has been measured since, if the artifact still exists unchanged."""
         key = f"artifact:{job}"
         text = await self._redis.hget(key, kept.path)
         if text is not None and codec.from_json(ArtifactEntry, text) == kept:
-            new = msgspec.structs.replace(kept, metric=metric)
             await self._note(leader=leader, keys=[key], args=[kept.path, text, codec.to_json(new)])
 
     async def removing(self) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 
 from opentinker.shared.spec import parse_spec
-from opentinker.shared.state.artifacts import ArtifactEntry, ArtifactIndex, checkpoint_path
+from opentinker.shared.state.artifacts import ArtifactEntry, ArtifactIndex, TrainingEvaluation, checkpoint_path
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import JobState, WeightVersion
 from opentinker.shared.types.manifest import FileEntry, Manifest
@@ -18,14 +18,18 @@ LORA = {"rank": 8, "alpha": 16.0, "target_modules": ["q_proj"]}
 
 
 async def kept(
-    store: Store, job: str, step: int, created: float, *, tenant: str = "default", lora: bool = False
-) -> str:
-    """Put a checkpoint into the index; return JOB@STEP."""
+    store: Store, job: str, step: int, created: float, *, tenant: str = "default", lora: bool = False,
+    exact: float | None = None,
+) -> str:  # fmt: skip
+    """Put a checkpoint into the index, evaluated by its job a second later if `exact` is given; return JOB@STEP."""
     weights = "adapter_model.safetensors" if lora else "model.safetensors"
     files = {weights: FileEntry(bytes=100 + step, sha256=""), "trainer/state.json": FileEntry(bytes=7, sha256="")}
     version = WeightVersion(1, step)
     manifest = Manifest(job=job, epoch=1, step=step, version=version, files=files, created=created)
-    entry = ArtifactEntry(path=checkpoint_path(step), bytes=107 + step, created=created, manifest=manifest)
+    evaluation = None if exact is None else TrainingEvaluation(finished=created + 1.0, values={"val/exact": exact})
+    entry = ArtifactEntry(
+        path=checkpoint_path(step), bytes=107 + step, created=created, manifest=manifest, evaluation=evaluation
+    )
     assert await ArtifactIndex(store.redis).add(tenant, job, entry) == "ok"
     return f"{job}@{step}"
 

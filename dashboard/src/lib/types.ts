@@ -230,7 +230,7 @@ export type Json = null | boolean | number | string | Json[] | { [name: string]:
 
 export const FINAL = ["succeeded", "failed", "cancelled"];
 
-/** An eval job that played a checkpoint. */
+/** An eval job that played a checkpoint, or the evaluation that its own job made while it trained. */
 export interface Evaluation {
   job: string;
   name: string;
@@ -240,6 +240,7 @@ export interface Evaluation {
   environment: string;
   values: Record<string, number>;
   categories: Category[];
+  during_training: boolean;
 }
 
 /** A checkpoint in the list of all jobs'. */

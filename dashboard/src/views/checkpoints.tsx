@@ -89,7 +89,8 @@ export function Evaluated({ of }: { of: Evaluation[] }): JSX.Element {
     <>
       {of.map((one) => (
         <div key={one.job}>
-          <a href={`#/jobs/${one.job}`}>{mainResult(one.values) ?? one.state}</a> <small class="dim">{one.environment}</small>
+          <a href={`#/jobs/${one.job}${one.during_training ? "/checkpoints" : ""}`}>{mainResult(one.values) ?? one.state}</a>{" "}
+          <small class="dim">{[one.environment, one.during_training && "during training"].filter(Boolean).join(", ")}</small>
         </div>
       ))}
     </>

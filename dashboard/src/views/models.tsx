@@ -187,7 +187,7 @@ function Comparison({ of, clear }: { of: RegisteredCheckpoint[]; clear: () => vo
       <h2>{counted(of.length, "checkpoint")} compared by evaluation</h2>
       <p>
         {environments.length > 1 && (
-          <Select label="Environment" value={environment} of={environments.map((one) => [one, one])} choose={setChosen} />
+          <Select label="Environment" value={environment} of={environments.map((one) => [one, one || "rows of [data]"])} choose={setChosen} />
         )}{" "}
         <button onClick={clear}>Pick none</button>
       </p>

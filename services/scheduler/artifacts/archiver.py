@@ -144,7 +144,7 @@ class Archiver:
         found = await self.artifacts.checkpoints(job)
         if rule.best:
             found = await asyncio.to_thread(self._metrics.add, home, found, rule, over=job.state.final)
-            await self._note(job, found, kept)
+        await self._note(job, found, kept)
         stay = rule.stay(found) | used
         published = {p.step for p in (await self.index.published(job.tenant)).values() if p.job == job.id}
         new = {
@@ -165,11 +165,14 @@ class Archiver:
             await self._close(job, rule)
 
     async def _note(self, job: JobRecord, found: list[CheckpointView], kept: dict[int, ArtifactEntry]) -> None:
-        """Store measured metrics, which stay known after the files are removed."""
+        """Store metrics and evaluations, which stay known after the files are removed."""
+        evaluated = await asyncio.to_thread(self._metrics.evaluations, self.artifacts.home(job), kept.values())
         for held in found:
             entry = kept.get(held.manifest.step)
-            if entry is not None and entry.manifest == held.manifest and entry.metric != held.metric:
-                await self.index.note(job.id, entry, held.metric, leader=self.leader)
+            if entry is not None and entry.manifest == held.manifest:
+                evaluation = evaluated.get(held.manifest.step, entry.evaluation)
+                if (new := msgspec.structs.replace(entry, metric=held.metric, evaluation=evaluation)) != entry:
+                    await self.index.note(job.id, entry, new, leader=self.leader)
 
     def stage(self, job: JobRecord, manifest: Manifest) -> Path | None:
         """Stage a checkpoint; None: it is damaged, or the trainer has deleted it since. Blocking. Raises OSError if the

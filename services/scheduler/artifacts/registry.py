@@ -1,4 +1,5 @@
-"""The checkpoints of a tenant as one list: where each comes from, what it is called, how it was evaluated. Read only.
+"""The checkpoints of a tenant as one list: where each comes from, what it is called, how it was evaluated, by eval jobs
+and while its own job trained. Read only.
 
 Everything is read from the index of the artifact store, the records of jobs and the published names. A checkpoint is
 listed once it is in the store.
@@ -7,6 +8,7 @@ listed once it is in the store.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -19,7 +21,7 @@ from opentinker.shared.single_flight import SingleFlight
 from opentinker.shared.state.artifacts import ArtifactEntry, ArtifactIndex
 from opentinker.shared.state.job_rows import JobRow, JobRows
 from opentinker.shared.state.store import Store
-from opentinker.shared.types.core import JobRecord, split_part
+from opentinker.shared.types.core import JobRecord, JobState, split_part
 from opentinker.shared.types.manifest import ADAPTER, TRAINER_STATE
 
 MOST = 1000
@@ -139,7 +141,30 @@ def evaluation_of(job: JobRecord) -> Evaluation:
         "finished": job.finished or None,
         "values": values,
         "categories": categories_of(values),
+        "during_training": False,
     }
+
+
+def _evaluations_of(part: JobRecord, entry: ArtifactEntry, by_jobs: list[Evaluation]) -> list[Evaluation]:
+    """Return all evaluations of a checkpoint, newest first, those that are not over before all others."""
+    found = [*by_jobs]
+    if entry.evaluation is not None:
+        values = entry.evaluation.values
+        found.append(
+            {
+                "job": split_part(part.id)[0],
+                "name": part.name,
+                "policy": split_part(part.id)[1],
+                "step": _step(entry),
+                "state": JobState.SUCCEEDED,
+                "environment": (part.spec.get("environment") or {}).get("name", ""),
+                "finished": entry.evaluation.finished,
+                "values": values,
+                "categories": categories_of(values),
+                "during_training": True,
+            }
+        )
+    return sorted(found, key=lambda one: one["finished"] or math.inf, reverse=True)
 
 
 def lineage_of(part: JobRecord, records: Mapping[str, JobRecord]) -> list[str]:
@@ -181,7 +206,7 @@ def _registered(
         "lora_rank": lora["rank"] if ADAPTER in files and lora else None,
         "published": [],
         "lineage": lineage_of(part, records),
-        "evaluations": evaluations,
+        "evaluations": _evaluations_of(part, entry, evaluations),
     }
 
 

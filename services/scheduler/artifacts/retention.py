@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import orjson
 
 from opentinker.services.scheduler.artifacts.checkpoint_dir import CheckpointView
+from opentinker.shared.state.artifacts import ArtifactEntry, TrainingEvaluation
 from opentinker.shared.types.manifest import Manifest
 
 DAY_S = 86_400.0
 EVALUATION = "val/"
 """Prefix of the metrics of evaluations."""
+EVALUATIONS = "validation.jsonl"
+MAX_VALUES = 300
+"""Metrics of an evaluation that are stored with its checkpoint, the first ones."""
+MAX_FILES = 10_000
+"""Files of evaluations whose state is remembered."""
 
 
 @dataclass(frozen=True)
@@ -87,28 +94,46 @@ class CheckpointMetrics:
 
     def __init__(self) -> None:
         self._read: dict[tuple[Path, str], tuple[int, Values]] = {}
+        self._seen: dict[Path, tuple[int, frozenset[tuple[int, int]]]] = {}
+        """Size of each file of evaluations, and the checkpoints without one, when it was read."""
 
     def add(self, home: Path, found: Sequence[CheckpointView], rule: Rule, *, over: bool) -> list[CheckpointView]:
         """Return the checkpoints with what is known of the metric. Blocking. `over`: the job has ended."""
         if all(held.metric is not None for held in found):
             return list(found)
         values = self._values(
-            home / ("validation.jsonl" if rule.metric.startswith(EVALUATION) else "metrics.jsonl"), rule.metric
+            home / (EVALUATIONS if rule.metric.startswith(EVALUATION) else "metrics.jsonl"), rule.metric
         )
         return [held if held.metric is not None else _with_metric(held, values, rule, over=over) for held in found]
 
+    def evaluations(self, home: Path, kept: Iterable[ArtifactEntry]) -> dict[int, TrainingEvaluation]:
+        """Return the evaluations of these checkpoints by step; none if nothing is new since the last call. Blocking."""
+        file, entries = home / EVALUATIONS, list(kept)
+        missing = [one.manifest.age for one in entries if one.manifest is not None and one.evaluation is None]
+        state = (_size_of(file), frozenset(missing))
+        if not state[0] or self._seen.get(file) == state:
+            return {}
+        if len(self._seen) >= MAX_FILES:
+            self._seen.clear()
+        self._seen[file] = state
+        lines = {(line["epoch"], line["step"]): line for line in _lines(file)}
+        found: dict[int, TrainingEvaluation] = {}
+        for manifest in [entry.manifest for entry in entries if entry.manifest is not None]:
+            if (age := _newest(manifest, lines)) is not None:
+                values = {n: float(v) for n, v in lines[age].items() if n.startswith(EVALUATION) and _is_finite(v)}
+                first = dict(itertools.islice(values.items(), MAX_VALUES))
+                found[manifest.step] = TrainingEvaluation(finished=lines[age].get("time", 0.0), values=first)
+        return found
+
     def _values(self, file: Path, metric: str) -> Values:
-        size = file.stat().st_size if file.exists() else 0
+        size = _size_of(file)
         before = self._read.get((file, metric))
         if before is not None and before[0] == size:
             return before[1]
         values: Values = {}
-        for raw in file.read_bytes().splitlines() if size else ():
-            with contextlib.suppress(orjson.JSONDecodeError):  # half a line, of a process that was killed
-                line = orjson.loads(raw)
-                value = line.get(metric)
-                known = isinstance(value, int | float) and math.isfinite(value)
-                values[line["epoch"], line["step"]] = float(value) if known else None
+        for line in _lines(file) if size else ():
+            value = line.get(metric)
+            values[line["epoch"], line["step"]] = float(value) if _is_finite(value) else None
         self._read[file, metric] = (size, values)
         return values
 
@@ -116,10 +141,17 @@ class CheckpointMetrics:
 def _with_metric(held: CheckpointView, values: Values, rule: Rule, *, over: bool) -> CheckpointView:
     """Evaluations arrive in the order of their steps: one of a later step means that this one will not arrive."""
     epoch, step = held.manifest.age
-    own = [(e, step) for e in range(epoch, -1, -1) if (e, step) in values and _is_ancestor(held.manifest, e, step)]
+    own = _newest(held.manifest, values)
     later = any(e >= epoch and s >= step for e, s in values)
     awaited = rule.is_due(step) and not (over or own or later)
-    return replace(held, metric=values[own[0]] if own else None, awaited=awaited)
+    return replace(held, metric=values[own] if own else None, awaited=awaited)
+
+
+def _newest(manifest: Manifest, lines: Collection[tuple[int, int]]) -> tuple[int, int] | None:
+    """Return epoch and step of the newest of these lines that is about the weights; None without one."""
+    epoch, step = manifest.age
+    own = ((e, step) for e in range(epoch, -1, -1) if (e, step) in lines and _is_ancestor(manifest, e, step))
+    return next(own, None)
 
 
 def _is_ancestor(manifest: Manifest, epoch: int, step: int) -> bool:
@@ -128,3 +160,17 @@ def _is_ancestor(manifest: Manifest, epoch: int, step: int) -> bool:
     if epoch == manifest.epoch:
         return True
     return epoch in manifest.resumed and all(step <= at for e, at in manifest.resumed.items() if e > epoch)
+
+
+def _size_of(file: Path) -> int:
+    return file.stat().st_size if file.exists() else 0
+
+
+def _lines(file: Path) -> Iterator[dict[str, Any]]:
+    for raw in file.read_bytes().splitlines():
+        with contextlib.suppress(orjson.JSONDecodeError):  # half a line, of a process that was killed
+            yield orjson.loads(raw)
+
+
+def _is_finite(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and math.isfinite(value)

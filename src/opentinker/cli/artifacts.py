@@ -96,15 +96,18 @@ def _print_checkpoints_of(api: Client, job_id: str, policy: str, as_json: bool) 
 
 
 def _evaluated(one: Evaluation, metric: str = "") -> str:
-    """`exact 0.91 (0.88 to 0.94) on gsm8k, j-...`, or its state. `metric`: shown in the place of the main one."""
+    """`exact 0.91 (0.88 to 0.94) on gsm8k, j-...`, or its state; `during training` in the place of the job that made it
+    itself. `metric`: shown in the place of the main one."""
+    by = "during training" if one["during_training"] else one["job"]
     values = one["values"]
     wanted = f"val/{metric.removeprefix('-').removeprefix('val/')}"
     name = next((name for name in (wanted, *MAIN) if name in values), None)
     if name is None:
-        return f"{one['state']}, {one['job']}"
+        return f"{one['state']}, {by}"
     low, high = (values.get(f"{name.removesuffix('/mean')}/{end}") for end in ("low", "high"))
     interval = "" if low is None or high is None else f" ({low:.3g} to {high:.3g})"
-    return f"{name.removeprefix('val/')} {values[name]:.3g}{interval} on {one['environment']}, {one['job']}"
+    on = f" on {one['environment']}" if one["environment"] else ""
+    return f"{name.removeprefix('val/')} {values[name]:.3g}{interval}{on}, {by}"
 
 
 def download(

@@ -13,7 +13,7 @@ pytestmark = IN_BROWSER
 
 
 async def test_models_are_filtered_published_and_compared(opened: Open, http: Http, store: Store) -> None:
-    first = await kept(store, await trained(store, id="j-aaaaaaaaaa"), 10, 1000.0)
+    first = await kept(store, await trained(store, id="j-aaaaaaaaaa"), 10, 1000.0, exact=0.125)
     second = await kept(store, await trained(store, id="j-bbbbbbbbbb", start=first), 20, 2000.0)
     labels = {"project": "maths", "model": {"base": BASE, "lora": LORA}}
     third = await kept(store, await trained(store, id="j-cccccccccc", start=second, **labels), 5, 3000.0, lora=True)
@@ -25,6 +25,9 @@ async def test_models_are_filtered_published_and_compared(opened: Open, http: Ht
     newest = rows.first
     await expect(newest).to_contain_text("lora, rank 8")
     await expect(newest.locator(".lineage")).to_have_text(f"{BASE} → {first} → {second}")
+    await expect(rows.last).to_contain_text("exact 0.25")
+    await expect(rows.last).to_contain_text("exact 0.125")
+    await expect(rows.last).to_contain_text("during training")
     link = newest.get_by_role("link", name=second)
     assert await link.get_attribute("href") == "#/jobs/j-bbbbbbbbbb/checkpoints"
 

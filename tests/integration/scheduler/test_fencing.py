@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import msgspec
 import pytest
 
 from opentinker.services.scheduler.artifacts.archiver import Archiver
@@ -252,10 +253,11 @@ async def test_everything_a_leader_writes_of_artifacts_is_refused_from_an_earlie
     await store.redis.sadd("jobs:ending", job)
     earlier, now = await lead(store), await lead(store)
     index, kept = ArtifactIndex(store.redis), ArtifactEntry(path="logs.jsonl", bytes=3, created=0.0)
+    measured = msgspec.structs.replace(kept, metric=0.5)
     other = ArtifactEntry(path=PATH, place=f"{PATH}.x", bytes=3, created=0.0)
     writes: dict[str, Callable[[int], Awaitable[object]]] = {
         "add": lambda leader: index.add("default", job, kept, leader=leader),
-        "note": lambda leader: index.note(job, kept, 0.5, leader=leader),
+        "note": lambda leader: index.note(job, kept, measured, leader=leader),
         "discard": lambda leader: index.discard("default", job, other.path, other.place, leader=leader),
         "remove": lambda leader: index.remove("default", job, [kept.path], leader=leader),
         "removed": lambda leader: index.removed(f"default/{job}/{kept.at}", leader=leader),

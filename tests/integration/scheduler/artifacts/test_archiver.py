@@ -13,13 +13,14 @@ import msgspec
 import orjson
 import pytest
 
-from opentinker.services.scheduler.artifacts import checkpoint_dir
+from opentinker.services.scheduler.artifacts import checkpoint_dir, retention
 from opentinker.services.scheduler.artifacts.archiver import Archiver
 from opentinker.services.scheduler.artifacts.checkpoint_dir import CheckpointView
 from opentinker.services.scheduler.artifacts.retention import CheckpointMetrics, Rule
 from opentinker.services.scheduler.artifacts.store import DirectoryStore, StoreUnavailable
 from opentinker.shared.messaging.bus import NoReply
 from opentinker.shared.runtime.service import Context
+from opentinker.shared.state.artifacts import TrainingEvaluation
 from opentinker.shared.types.core import JobRecord, JobState
 from opentinker.shared.types.manifest import read_manifest
 from tests.support.api import write_checkpoint
@@ -217,13 +218,14 @@ async def test_what_was_measured_brings_nothing_back(ctx: Context) -> None:
     job, archiver = await begun(ctx), Archiver(ctx)
     await archive(archiver)
     entry = (await archiver.index.of(job))[PATH]
-    await archiver.index.note(job, entry, 0.5)
-    measured = (await archiver.index.of(job))[PATH]
-    assert measured == msgspec.structs.replace(entry, metric=0.5)
-    await archiver.index.note(job, entry, 0.9)
+    measured = msgspec.structs.replace(entry, metric=0.5)
+    await archiver.index.note(job, entry, measured)
+    assert (await archiver.index.of(job))[PATH] == measured
+    better = msgspec.structs.replace(entry, metric=0.9)
+    await archiver.index.note(job, entry, better)
     assert (await archiver.index.of(job))[PATH] == measured, "it is another one by now"
     await archiver.index.remove("default", job, [PATH])
-    await archiver.index.note(job, measured, 0.9)
+    await archiver.index.note(job, measured, better)
     (held,) = [replace(held, metric=0.9) for held in await archiver.artifacts.checkpoints(await ctx.store.job(job))]
     await archiver._note(await ctx.store.job(job), [held], {10: measured})
     assert await archiver.index.of(job) == {}
@@ -293,6 +295,36 @@ async def test_checkpoint_whose_evaluation_is_still_to_come_stays(ctx: Context) 
     assert await after(ctx, archiver, job) == [10, 30]
     evaluated(ctx, job, 30, 0.95)
     assert await after(ctx, archiver, job, 40) == [30, 40], "a better one"
+
+
+async def test_evaluations_of_a_job_are_stored_with_its_checkpoints(
+    ctx: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retention, "MAX_VALUES", 2)
+    job, archiver = await new_job(ctx.store, state=JobState.STARTING, artifacts={"keep_all": True}), Archiver(ctx)
+    home = ctx.settings.data_dir / "jobs" / job
+
+    async def stored() -> dict[int, TrainingEvaluation | None]:
+        await after(ctx, archiver, job)
+        return {
+            e.manifest.step: e.evaluation for e in (await archiver.index.of(job)).values() if e.manifest is not None
+        }
+
+    assert await after(ctx, archiver, job, 10, 15, 20) == [10, 15, 20]
+    line = {"epoch": 1, "step": 10, "time": 5.0, "loss": 1.0, "val/a": None, "val/b": 1, "val/c": 2.0, "val/d": 3.0}
+    (home / "validation.jsonl").write_bytes(orjson.dumps(line) + b'\n{"epoch": 1, "st')
+    first = TrainingEvaluation(finished=5.0, values={"val/b": 1.0, "val/c": 2.0})
+    assert await stored() == {10: first, 15: None, 20: None}
+    (home / "validation.jsonl").write_bytes(orjson.dumps(line) + b"\n")
+    for step, exact in ((10, 0.25), (20, 0.5)):
+        evaluated(ctx, job, step, exact)
+    evaluated(ctx, job, 15, 0.75, epoch=2)
+    again, last = (TrainingEvaluation(finished=0.0, values={"val/exact": exact}) for exact in (0.25, 0.5))
+    assert await stored() == {10: again, 15: None, 20: last}, "epoch 2 had other weights"
+    (home / "validation.jsonl").unlink()
+    assert await stored() == {10: again, 15: None, 20: last}
+    assert await after(ctx, Archiver(ctx), job) == [10, 15, 20]
+    assert (await archiver.index.of(job))[PATH].evaluation == again
 
 
 async def test_checkpoint_that_will_not_be_evaluated_any_more_goes(ctx: Context) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from typing import Any
 
+import orjson
 import pytest
 
 from opentinker import ApiError, AsyncClient
@@ -61,6 +62,22 @@ async def test_evaluations_stand_with_their_checkpoint_the_newest_first(
     assert [one["job"] for one in by_name[family[1]]] == [newer, older]
     assert by_name[family[1]][1]["values"] == {"val/exact": 0.5, "val/exact/low": 0.4, "val/exact/high": 0.6}
     assert by_name[family[0]] == by_name[family[2]] == []
+
+
+async def test_evaluations_during_training_stand_with_those_of_eval_jobs(client: AsyncClient, store: Store) -> None:
+    job = await trained(store, id="j-aaaaaaaaaa")
+    best = await kept(store, job, 20, 2000.0, exact=0.75)
+    other = await kept(store, job, 10, 1000.0, exact=0.5)
+    later = await evaluated(store, other, 0.625)
+    found = await client.all_checkpoints(sort="exact")
+    fits(found, list[api_types.RegisteredCheckpoint])
+    assert [one["checkpoint"] for one in found] == [best, other]
+    (own,), (newest, oldest) = (one["evaluations"] for one in found)
+    assert (own["during_training"], own["job"], own["step"], own["values"]) == (True, job, 20, {"val/exact": 0.75})
+    assert (own["state"], own["finished"], own["policy"]) == ("succeeded", 2001.0, "")
+    assert own["environment"] == (await store.job(job)).spec["environment"]["name"]
+    assert [(one["during_training"], one["job"]) for one in (newest, oldest)] == [(False, later), (True, job)]
+    assert [one["checkpoint"] for one in await client.all_checkpoints(sort="-exact")] == [other, best]
 
 
 @pytest.mark.parametrize(
@@ -188,6 +205,9 @@ async def test_what_a_trainer_commits_is_listed_until_it_is_deleted(ctx: Context
     job = await new_job(ctx.store, state=JobState.STARTING, model={"base": BASE}, artifacts={"keep_all": True})
     directory = write_checkpoint(ctx, job, 10, {"model.safetensors": b"weights"})
     await until(client.all_checkpoints, lambda found: [one["checkpoint"] for one in found] == [f"{job}@10"])
+    evaluated_at = {"epoch": 1, "step": 10, "time": 5.0, "val/exact": 0.5}
+    (ctx.settings.data_dir / "jobs" / job / "validation.jsonl").write_bytes(orjson.dumps(evaluated_at) + b"\n")
+    await until(client.all_checkpoints, lambda found: bool(found[0]["evaluations"]))
     await client.publish(f"{job}@10", "best")
     assert (await client.all_checkpoints(published=True))[0]["published"] == ["best"]
     await client.unpublish("best")
