@@ -13,6 +13,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from opentinker.shared.security.authorization import DEFAULT_TENANT, MAY, TENANT, Role
+from opentinker.shared.security.egress import networks
 from opentinker.shared.security.secrets import CLIENT_SECRET, read_secret
 from opentinker.shared.types.errors import SpecError
 
@@ -49,6 +50,10 @@ class LoginSettings(BaseModel):
     """A session of the page ends after this time without a request; an open page asks every few seconds."""
     session_max_s: Annotated[float, Field(ge=60, le=90 * DAY_S)] = DAY_S
     """A session of the page ends after this time in any case, and its user signs in again."""
+    http_proxies: Annotated[list[str], Field(max_length=64)] = []
+    """Proxies in front of the API, as addresses or networks (`10.0.0.0/8`), in an environment variable with commas. A
+    request from one of them counts for the client that X-Forwarded-For names, in rates and in the audit log. Name only
+    proxies that set this header or add to it."""
     oidc_issuer: Annotated[str, Field(max_length=500)] = ""
     """Issuer of an OpenID provider, `https://...` exactly as it names itself: people sign in to the page there, without
     a key. Needs public_url, oidc_client_id, a client secret and oidc_groups. Empty: by key alone. See docs/login.md."""
@@ -75,6 +80,13 @@ class LoginSettings(BaseModel):
     highest role of the user's groups there counts. `*` is everyone whom the provider lets in."""
     oidc_contact: Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]{0,200}$")] = ""
     """Whom a user without a role may ask, e.g. an e-mail address. Default: the operator of this server."""
+
+    @field_validator("http_proxies", mode="before")
+    @classmethod
+    def _proxies(cls, given: object) -> object:
+        if isinstance(given, list) and not all(isinstance(part, str) for part in given):
+            return given
+        return networks(given) if isinstance(given, str | list) else given
 
     @field_validator("oidc_issuer")
     @classmethod

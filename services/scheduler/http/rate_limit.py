@@ -1,6 +1,8 @@
 """Limits clients of the HTTP server: connections, requests a second, lookups of unknown keys a second; and rejects
 requests that no honest client sends.
 
+    behind_proxies  middleware in front of all others: the client's address in requests that the operator's proxies pass
+                    on (`http_proxies`)
     RequestLimiter  middleware in front of authentication: a token bucket per key, or per address without one (429),
                     odd paths (404), compressed bodies (415)
     TokenBuckets    used by `auth.py` too: lookups of keys that were not valid before, per address (429)
@@ -19,6 +21,7 @@ import re
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Mapping
+from ipaddress import ip_address, ip_network
 from typing import Any
 from urllib.parse import unquote
 
@@ -43,6 +46,9 @@ MAX_CLIENTS = 20_000
 """Buckets; the least recently used is dropped."""
 HEADERS: dict[str, Any] = {"max_line_size": 8190, "max_field_size": 8190, "max_headers": 64}
 """Limits of a request: its first line, each header, their number."""
+FORWARDED = "X-Forwarded-For"
+MAX_PROXIES = 16
+"""Addresses of FORWARDED that are looked at, the last ones."""
 IDLE_S = 75.0
 """A connection without a request, or without a complete one, is closed after this time."""
 SAY_EVERY_S = 10.0
@@ -96,21 +102,51 @@ class TokenBuckets:
             self._levels[client] = level + 1.0, at
 
 
-class RequestLimiter:
-    """`free`: paths that are answered at any rate."""
+def behind_proxies(proxies: Collection[str]) -> Middleware:
+    """Return the middleware that gives requests from these networks the address of their client: the last one in
+    X-Forwarded-For that is not a proxy's, because a client can write whatever it likes before it."""
+    trusted = [ip_network(proxy) for proxy in proxies]
 
-    def __init__(self, settings: Settings, free: Collection[str]) -> None:
+    def is_proxy(address: str) -> bool:
+        return any(ip_address(address) in network for network in trusted)
+
+    def client(request: web.Request) -> str:
+        address = request.remote or ""
+        passed = ",".join(request.headers.getall(FORWARDED, ())).split(",")
+        try:
+            for before in reversed(passed[-MAX_PROXIES:]):
+                if not is_proxy(address):
+                    break
+                address = str(ip_address(before.strip()))
+        except ValueError:  # not an address: the one so far has sent it
+            pass
+        return address
+
+    @web.middleware
+    async def named(request: web.Request, handler: Handler) -> web.StreamResponse:
+        address = client(request) if trusted else ""
+        return await handler(request.clone(remote=address) if address and address != request.remote else request)
+
+    return named
+
+
+class RequestLimiter:
+    """`free`: paths that are answered at any rate. `without_key`: paths that look at no key, so that one in a request
+    proves nothing and the address counts."""
+
+    def __init__(self, settings: Settings, free: Collection[str], without_key: Collection[str] = ()) -> None:
         self._requests = TokenBuckets(settings.http_rate, max(1.0, BURST_S * settings.http_rate))
-        self._free = frozenset(free)
+        self._free, self._without_key = frozenset(free), frozenset(without_key)
         self._cookies = Cookies(settings)
 
     @web.middleware
     async def guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         _refuse_odd(request)
         resource = request.match_info.route.resource
-        free = resource is not None and resource.canonical in self._free
-        client = _key(request, self._cookies.session(request)) or request.remote or ""
-        if not free and (wait_s := self._requests.take(client, time.monotonic())):
+        path = "" if resource is None else resource.canonical
+        key = "" if path in self._without_key else _key(request, self._cookies.session(request))
+        client = key or request.remote or ""
+        if path not in self._free and (wait_s := self._requests.take(client, time.monotonic())):
             raise TooMany("requests", wait_s)
         return await handler(request)
 

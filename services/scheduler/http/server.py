@@ -38,6 +38,7 @@ from opentinker.services.scheduler.http.rate_limit import (
     HEADERS,
     IDLE_S,
     RequestLimiter,
+    behind_proxies,
     bound,
     query_check,
     server_log,
@@ -103,9 +104,10 @@ class Api:
             if r.path not in free
         }
         audit = Audit(self.ctx)
-        guard = RequestLimiter(self.ctx.settings, unlimited)
+        guard = RequestLimiter(self.ctx.settings, unlimited, free - unlimited if self.ctx.settings.auth else ())
         pages = CrossOrigin(self.ctx.settings.http_origins, self.routes)
-        before = [last_resort, audit.over(self.routes), problems, pages.preflight, guard.guard]
+        named = behind_proxies(self.ctx.settings.http_proxies)
+        before = [last_resort, named, audit.over(self.routes), problems, pages.preflight, guard.guard]
         after = [query_check(known), audit.begins]
         app = web.Application(middlewares=[*before, self.gate.before(self.routes), *after], client_max_size=BODY_LIMIT)
         app.on_response_prepare.extend((begins, pages.allow))

@@ -95,6 +95,13 @@ class Sessions:
         await self.store.end(session)
         self._cache.pop(session.digest, None)
 
+    async def end_of(self, token: str) -> None:
+        """End the session of this token, if it has one: its browser gets another."""
+        id = session_id(token)
+        session = await self.store.find(id) if id else None
+        if session is not None and session.fits(digest_of(token)):
+            await self.end(session)
+
     async def _identity(self, session: Session, now: float) -> Identity:
         return self._judged(session, await self._keys.find(session.key) if session.key else None, now)
 

@@ -40,7 +40,7 @@ log = structlog.get_logger()
 
 BEGIN = "/v1/login/oidc"
 LOGINS_PER_S, LOGINS_BURST = 5.0, 50.0
-"""Limits for one address, which may be a proxy's for all clients behind it."""
+"""Limits for one address."""
 SHOWN_GROUPS = 20
 """Groups named to a user without a role."""
 VIEW = re.compile(r"[A-Za-z0-9_@=~,.:/%-]{0,300}")
@@ -106,6 +106,7 @@ class OidcApi:
             response = _sent_to(await self._failed(request, cookie, str(error), attempt))
             self._gate.cookies.write(request, response, LOGIN, cookie, ATTEMPT_S)
             return response
+        await self._gate.sessions.end_of(self._gate.cookies.read(request, SESSION))
         response = _sent_to(self._view(attempt))
         self._gate.cookies.write(request, response, SESSION, token, settings.session_max_s)
         self._gate.cookies.remove(request, response, LOGIN)

@@ -60,7 +60,9 @@ class SessionsApi:
 
     @Route("POST", "/v1/session", Action.ABOUT, status=201, answer=api_types.SignedIn, audited=True)
     async def sign_in(self, request: web.Request) -> web.Response:
-        """Make a session of the page with the API key in `Authorization`."""
+        """Make a session of the page with the API key in `Authorization`.
+
+        It replaces the session that the browser had."""
         asked = principal_of(request)
         if not asked.key or asked.session:
             raise Conflict("a session is made with an API key in `Authorization: Bearer KEY`")
@@ -70,6 +72,7 @@ class SessionsApi:
             now=now, expires=now + self._settings.session_max_s, tenant=asked.tenant, key=asked.key,
             secret=secret_of(request),
         )  # fmt: skip
+        await self._gate.sessions.end_of(self._gate.cookies.read(request, SESSION))
         ends = made.ends(self._settings.session_idle_s)
         response = json_response({"csrf": csrf_token(token), "expires": ends}, 201, NO_STORE)
         self._gate.cookies.write(request, response, SESSION, token, self._settings.session_max_s)

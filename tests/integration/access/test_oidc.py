@@ -45,6 +45,14 @@ async def test_a_user_signs_in_makes_a_job_and_signs_out(served: Open, provider:
     assert lines[3] == ("/v1/session", 200, ada)
 
 
+async def test_signing_in_again_ends_the_session_that_the_browser_had(served: Open, provider: Provider) -> None:
+    async with served() as (ctx, url), browser(url) as page, browser(url) as other:
+        for browsing in (page, other, page):
+            assert await signs_in(browsing) == ""
+        assert len(await ctx.store.redis.keys("session:*")) == 2
+        assert [(await one("GET", "/v1/whoami"))[0] for one in (page, other)] == [200, 200]
+
+
 async def test_each_sign_in_has_its_own_secrets_and_shows_none(served: Open, provider: Provider) -> None:
     async with served() as (ctx, url), browser(url) as page:
         async with page.session.get(f"{url}/v1/login/oidc", allow_redirects=False) as begun:
@@ -243,3 +251,15 @@ async def test_one_address_begins_only_so_many_sign_ins(served: Open, monkeypatc
                 answers.append(response.status)
         assert answers == [303, 303, 303, 429, 429]
         assert len(await ctx.store.redis.keys("login:*")) == 3
+
+
+async def test_behind_a_proxy_each_client_has_its_own_sign_ins(served: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(oidc_api, "LOGINS_PER_S", 0.001)
+    monkeypatch.setattr(oidc_api, "LOGINS_BURST", 1.0)
+    async with served(http_proxies=["127.0.0.1"]) as (_, url), browser(url) as page:
+        answers = []
+        for client in ("203.0.113.1", "203.0.113.1", "203.0.113.2"):
+            headers = {"X-Forwarded-For": client}
+            async with page.session.get(f"{url}/v1/login/oidc", headers=headers, allow_redirects=False) as response:
+                answers.append(response.status)
+        assert answers == [303, 429, 303]

@@ -21,7 +21,7 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from opentinker.services.scheduler.http import errors
 from opentinker.services.scheduler.http.auth import AuthMiddleware
-from opentinker.services.scheduler.http.rate_limit import HEADERS, TokenBuckets
+from opentinker.services.scheduler.http.rate_limit import HEADERS, TokenBuckets, behind_proxies
 from opentinker.services.scheduler.http.route_decorator import Route
 from opentinker.shared.config import Settings
 from opentinker.shared.runtime.service import Context
@@ -102,6 +102,46 @@ async def test_too_many_requests_of_one_asker_wait_and_others_do_not(ctx: Contex
         assert (await session.get(f"{url}/healthz")).status == 200, "whoever watches it is answered"
         other = await session.get(f"{url}/v1/jobs", headers=bearing(await new_key_of(ctx.store)))
         assert other.status == 200
+
+
+async def test_a_key_that_is_not_looked_at_gives_no_rate(ctx: Context, change: Callable[..., None]) -> None:
+    change(http_rate=0.001)  # two of one address at once
+    async with served(ctx) as (session, url, _):
+        answers = []
+        for _ in range(3):
+            async with session.get(f"{url}/v1/login", headers=bearing(new_key("test"))) as response:
+                answers.append(response.status)
+        assert answers[0] == 200 and answers[-1] == 429, "a new key for every request would have a new bucket"
+
+
+@pytest.mark.parametrize(
+    ("proxies", "forwarded", "client"),
+    [
+        ([], ["203.0.113.9"], "127.0.0.1"),
+        (["10.0.0.0/8"], ["203.0.113.9"], "127.0.0.1"),
+        (["127.0.0.1"], [], "127.0.0.1"),
+        (["127.0.0.1"], ["203.0.113.9"], "203.0.113.9"),
+        (["127.0.0.1"], ["192.0.2.1, 203.0.113.9"], "203.0.113.9"),
+        (["127.0.0.1"], ["192.0.2.1", "2001:db8::1"], "2001:db8::1"),
+        (["127.0.0.1", "10.0.0.0/8"], ["192.0.2.1, 203.0.113.9, 10.1.2.3"], "203.0.113.9"),
+        (["127.0.0.1", "10.0.0.0/8"], ["10.1.2.3"], "10.1.2.3"),
+        (["127.0.0.1"], ["nonsense"], "127.0.0.1"),
+        (["127.0.0.1"], ["203.0.113.9,"], "127.0.0.1"),
+        (["127.0.0.0/8"], [", ".join(["203.0.113.9", *["127.0.0.2"] * 16])], "127.0.0.2"),
+    ],
+)
+async def test_the_client_of_a_proxys_request_is_the_last_address_that_is_none(
+    proxies: list[str], forwarded: list[str], client: str
+) -> None:
+    async def address(request: web.Request) -> web.Response:
+        return web.Response(text=f"{request.remote} {await request.text()}")
+
+    app = web.Application(middlewares=[behind_proxies(proxies)])
+    app.router.add_post("/", address)
+    async with TestClient(TestServer(app)) as asking:
+        headers = [("X-Forwarded-For", each) for each in forwarded]
+        async with asking.post("/", data=b"body", headers=headers) as response:
+            assert await response.text() == f"{client} body"
 
 
 @asynccontextmanager

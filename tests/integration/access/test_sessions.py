@@ -247,6 +247,25 @@ async def test_one_key_has_so_many_sessions_and_a_further_one_ends_the_oldest(
     assert len(await SessionStore(store.redis).of("red")) == 4
 
 
+async def test_signing_in_again_ends_the_session_that_the_browser_had(url: str, store: Store) -> None:
+    async with browser(url, await new_key_of(store, "red")) as page, browser(url, OPERATOR) as other:
+        before = page.token
+        await page.sign_in(OPERATOR)
+        assert before != page.token
+        async with aiohttp.ClientSession() as session:
+            answers = []
+            for token in (before, page.token, other.token):
+                async with session.get(f"{url}/v1/whoami", headers=showing(url, token)) as response:
+                    answers.append(response.status)
+        assert answers == [401, 200, 200]
+        forged = f"ot_session_{session_id(other.token)}_{'0' * 64}"
+        async with aiohttp.ClientSession() as session:
+            shown = bearing(OPERATOR) | {"Cookie": showing(url, forged)["Cookie"]}
+            async with session.post(f"{url}/v1/session", headers=shown) as response:
+                assert response.status == 201
+        assert (await other("GET", "/v1/whoami"))[0] == 200, "an id is no proof of a session"
+
+
 # --- whose they are -------------------------------------------------------------------------------------------------
 
 
