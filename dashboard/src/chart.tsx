@@ -4,6 +4,7 @@ import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import type { JSX } from "preact";
 import uPlot from "uplot";
 import "uplot/dist/uPlot.min.css";
+import type { Mark } from "./lib/rewinds.ts";
 import { aligned, clamped, smoothed, type Axis, type Line } from "./lib/series.ts";
 import { duration, save, short } from "./lib/words.ts";
 import { COLOURS, coloured, useTheme } from "./theme.ts";
@@ -22,7 +23,11 @@ interface Props {
   lines: Line[];
   look: Look;
   positive?: boolean | undefined;
+  /** Vertical lines. */
+  marks?: readonly Mark[];
 }
+
+const NONE: readonly Mark[] = [];
 
 /** A line as the plot has it: itself, the edges of its band, and beneath a smoothed one what it was made of. */
 interface Drawn {
@@ -34,10 +39,12 @@ interface Drawn {
   raw: boolean;
 }
 
-export function Chart({ title, about, lines, look, positive }: Props): JSX.Element | null {
+export function Chart({ title, about, lines, look, positive, marks = NONE }: Props): JSX.Element | null {
   const place = useRef<HTMLDivElement>(null);
   const plot = useRef<uPlot | null>(null);
   const zoomed = useRef(false);
+  const marked = useRef(marks);
+  marked.current = marks;
   const [wide, setWide] = useState(false);
   const [at, setAt] = useState<number | null>(null);
   const theme = useTheme();
@@ -52,7 +59,7 @@ export function Chart({ title, about, lines, look, positive }: Props): JSX.Eleme
     if (!box || !drawn.length) return;
     const hover = (u: uPlot): void => setAt(u.cursor.idx ?? null);
     const zoom = (u: uPlot): void => void (zoomed.current = u.select.width > 0 || zoomed.current);
-    const hooks = { setCursor: [hover], setSelect: [zoom] };
+    const hooks = { setCursor: [hover], setSelect: [zoom], draw: [(u: uPlot): void => mark(u, marked.current)] };
     const made = new uPlot({ ...options(drawn, look, box.clientWidth, wide, Boolean(positive)), hooks }, data, box);
     made.over.addEventListener("dblclick", () => (zoomed.current = false));
     zoomed.current = false;
@@ -71,6 +78,7 @@ export function Chart({ title, about, lines, look, positive }: Props): JSX.Eleme
     now.setData(data, !zoomed.current); // whoever looks at a part of it goes on looking there
     if (zoomed.current) now.redraw();
   }, [data]);
+  useEffect(() => plot.current?.redraw(), [marks]);
 
   if (!drawn.length) return null;
   const last = data[0]!.length - 1;
@@ -100,9 +108,28 @@ export function Chart({ title, about, lines, look, positive }: Props): JSX.Eleme
           </span>
         ))}
       </p>
-      <div ref={place} class="plot" role="img" aria-label={`${title}: ${about}`} />
+      <div ref={place} class="plot" role="img" aria-label={[`${title}: ${about}`, ...marks.map(({ text }) => text)].join("; ")} />
     </section>
   );
+}
+
+/** Draw vertical lines. */
+function mark(plot: uPlot, marks: readonly Mark[]): void {
+  const { left, top, width, height } = plot.bbox;
+  const pen = plot.ctx;
+  pen.save();
+  pen.strokeStyle = coloured()("--dim");
+  pen.lineWidth = window.devicePixelRatio || 1;
+  pen.setLineDash([2 * pen.lineWidth, 3 * pen.lineWidth]);
+  for (const { x } of marks) {
+    const at = Math.round(plot.valToPos(x, "x", true));
+    if (at < left || at > left + width) continue;
+    pen.beginPath();
+    pen.moveTo(at, top);
+    pen.lineTo(at, top + height);
+    pen.stroke();
+  }
+  pen.restore();
 }
 
 /** Drawn and blank pixels, in turn. */

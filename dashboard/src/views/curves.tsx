@@ -4,11 +4,13 @@ import type { JSX } from "preact";
 import { useEffect, useMemo, useReducer, useState } from "preact/hooks";
 import { Chart, type Look } from "../chart.tsx";
 import { useAsked } from "../hooks.ts";
+import { job as path } from "../lib/api.ts";
 import { Follow } from "../lib/follow.ts";
 import { PANELS, single, type Panel } from "../lib/panels.ts";
 import { ALL, linesOf, namesOf, partsOf } from "../lib/policies.ts";
-import type { Axis, Line } from "../lib/series.ts";
-import { FINAL, type Job } from "../lib/types.ts";
+import { rewinds, REWOUND, type Mark } from "../lib/rewinds.ts";
+import { began, type Axis, type Line } from "../lib/series.ts";
+import { FINAL, type Event, type Job } from "../lib/types.ts";
 import { Choice, Empty, Select } from "../parts.tsx";
 import { PayoffMatrix } from "./payoffs.tsx";
 
@@ -26,6 +28,7 @@ export function Curves({ job, follow }: { job: Job; follow: Follow }): JSX.Eleme
   const version = follow.joined.version;
   const all = useMemo(() => namesOf(follow.joined), [version === 0, Math.floor(version / 200), follow]);
   const policies = [...partsOf(follow.joined).own.keys()];
+  const marks = useRewinds(job, follow, look.axis);
   return (
     <>
       <div class="bar">
@@ -55,10 +58,11 @@ export function Curves({ job, follow }: { job: Job; follow: Follow }): JSX.Eleme
         </datalist>
       </div>
       {version === 0 && <Empty>{follow.way === "loading" ? "Loading…" : noMetrics(job)}</Empty>}
+      {marks.length > 0 && <p class="dim">The job went back (dotted lines): {marks.map(({ text }) => text).join(", ")}.</p>}
       <PayoffMatrix follow={follow} />
       <div class="charts">
         {panels.map((panel) => (
-          <PanelChart key={panel.title} panel={panel} look={look} policy={policy} follow={follow} others={others} compared={compared} />
+          <PanelChart key={panel.title} panel={panel} look={look} policy={policy} follow={follow} others={others} compared={compared} marks={marks} />
         ))}
       </div>
     </>
@@ -78,9 +82,10 @@ interface PanelProps {
   follow: Follow;
   others: Follow[];
   compared: Job[];
+  marks: Mark[];
 }
 
-function PanelChart({ panel, look, policy, follow, others, compared }: PanelProps): JSX.Element {
+function PanelChart({ panel, look, policy, follow, others, compared, marks }: PanelProps): JSX.Element {
   const versions = [follow, ...others].map((one) => `${one.job}:${one.joined.version}`).join();
   const lines = useMemo(() => {
     const own = linesOf(panel, follow.joined, look.axis, policy);
@@ -93,7 +98,15 @@ function PanelChart({ panel, look, policy, follow, others, compared }: PanelProp
     });
     return [...own, ...beside];
   }, [versions, look.axis, policy, panel]);
-  return <Chart title={panel.title} about={panel.about} lines={lines} look={look} positive={panel.positive} />;
+  return <Chart title={panel.title} about={panel.about} lines={lines} look={look} positive={panel.positive} marks={marks} />;
+}
+
+/** Where the job went back to a checkpoint, as its log of events says. */
+function useRewinds(job: Job, follow: Follow, axis: Axis): Mark[] {
+  const { value, again } = useAsked<{ events: Event[] }>(path(job.id, "/events?format=json"));
+  useEffect(() => follow.hear("events", (noun) => (noun as { event: Event }).event.event === REWOUND && again()), [follow, again]);
+  const begun = began(follow.joined);
+  return useMemo(() => rewinds(value?.events ?? [], axis, begun), [value, axis, begun]);
 }
 
 function Compare({ job, compared, set }: { job: Job; compared: Job[]; set: (jobs: Job[]) => void }): JSX.Element {

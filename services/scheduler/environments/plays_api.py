@@ -42,6 +42,10 @@ from opentinker.shared.types.errors import Conflict, NotFound, SpecError
 OPEN_S = 25.0
 TURN_S = 60.0
 """Less than a client waits for an answer."""
+_TOKENS = (
+    "(A prompt of {:,} token ids. It cannot be shown as text: only a model's tokenizer can read it, and an episode "
+    "that a person plays has no model.)"
+)
 Name = Annotated[str, Field(max_length=200)]
 
 
@@ -222,7 +226,7 @@ def _shown(prompt: SeatPrompt) -> api_types.PlayedPrompt:
     if prompt.prompt_text is not None:
         messages.append({"role": "text", "content": prompt.prompt_text, "images": []})
     if prompt.prompt_ids is not None:
-        messages.append({"role": "text", "content": f"({len(prompt.prompt_ids)} tokens)", "images": []})
+        messages.append({"role": "text", "content": _TOKENS.format(len(prompt.prompt_ids)), "images": []})
     tools = cast(list[api_types.PlayedTool], msgspec.to_builtins(prompt.tools))
     return {"seat": prompt.seat, "stream": prompt.stream, "messages": messages, "tools": tools}
 

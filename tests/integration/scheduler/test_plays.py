@@ -7,11 +7,13 @@ from typing import Any
 
 import msgspec
 
+from opentinker.services.scheduler.environments import plays_api
 from opentinker.shared import api_types
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.security.authorization import Role
 from opentinker.shared.state.plays import MAX_PLAYS, PLAY_S, Play, Plays
 from opentinker.shared.state.store import Store
+from opentinker.shared.types.env_protocol import SeatPrompt
 from tests.integration.rollout_worker.test_env_service import Workers, workers
 from tests.support.api import Http, bearing, fits, new_key_of
 
@@ -135,3 +137,8 @@ async def test_a_play_moves_from_where_it_stands_and_no_other_way(store: Store) 
     assert not await plays.move("red", before, msgspec.structs.replace(before, turn=1, seats=["x"]))
     await plays.end("red", "ada", "p")
     assert not await plays.move("red", after, before) and await plays.find("red", "p") is None
+
+
+def test_a_prompt_in_tokens_is_shown_with_the_reason_why_it_is_no_text() -> None:
+    (message,) = plays_api._shown(SeatPrompt(prompt_ids=list(range(1234))))["messages"]
+    assert "1,234 token ids" in message["content"] and "no model" in message["content"]
