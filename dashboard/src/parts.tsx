@@ -124,14 +124,13 @@ type Fact = [name: string, value: ComponentChildren];
 export function Facts({ of }: { of: (Fact | false | "" | 0 | null | undefined)[] }): JSX.Element {
   return (
     <dl class="facts">
-      {of.map(
-        (one) =>
-          one && (
-            <div key={one[0]}>
-              <dt>{one[0]}</dt>
-              <dd>{one[1]}</dd>
-            </div>
-          ),
+      {of.map((one) =>
+        one ? (
+          <div key={one[0]}>
+            <dt>{one[0]}</dt>
+            <dd>{one[1]}</dd>
+          </div>
+        ) : null,
       )}
     </dl>
   );
