@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import structlog
@@ -21,7 +20,7 @@ from prometheus_client import Counter
 from opentinker.services.scheduler.http.auth import ACTION, FAILED, PRINCIPAL, TOUCHED
 from opentinker.services.scheduler.http.errors import Handler
 from opentinker.services.scheduler.http.rate_limit import TokenBuckets
-from opentinker.services.scheduler.http.route_decorator import Route
+from opentinker.services.scheduler.http.route_decorator import route_of
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.runtime.telemetry import REGISTRY
 from opentinker.shared.security.audit_log import AuditFile, folder
@@ -45,16 +44,8 @@ class Audit:
         self._file = AuditFile(folder(ctx.settings.data_dir), ctx.worker)
         self._waiting: list[tuple[dict[str, Any], asyncio.Future[None]]] = []
         self._writing: asyncio.Task[None] | None = None
-        self._actions: Mapping[tuple[str, str], Action] = {}
-        self._logins: set[tuple[str, str]] = set()
         self._refusals = TokenBuckets(REFUSALS_PER_S, REFUSALS_BURST)
         self._uncounted = 0
-
-    def over(self, routes: Sequence[Route]) -> Any:
-        """The middleware of an application with these routes."""
-        self._actions = {(route.method, route.path): route.action for route in routes}
-        self._logins = {(route.method, route.path) for route in routes if route.audited}
-        return self.watch
 
     async def record(self, entry: dict[str, Any]) -> None:
         """Returns when the line is on the disk, or could not be brought there."""
@@ -80,9 +71,9 @@ class Audit:
 
     @web.middleware
     async def watch(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        resource = request.match_info.route.resource
-        action = None if resource is None else self._actions.get((request.method, resource.canonical))
-        watched = action in WATCHED or (resource is not None and (request.method, resource.canonical) in self._logins)
+        route = route_of(request)
+        action = None if route is None else route.action
+        watched = route is not None and (action in WATCHED or route.audited)
         try:
             response = await handler(request)
         except asyncio.CancelledError:

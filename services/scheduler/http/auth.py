@@ -15,19 +15,17 @@ import asyncio
 import contextlib
 import re
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import structlog
 from aiohttp import web
-from aiohttp.typedefs import Middleware
 from redis.exceptions import RedisError
 
 from opentinker.services.scheduler.http.errors import Handler, TooMany
 from opentinker.services.scheduler.http.rate_limit import TokenBuckets
-from opentinker.services.scheduler.http.route_decorator import Route
+from opentinker.services.scheduler.http.route_decorator import route_of
 from opentinker.services.scheduler.login.cookies import Cookies
 from opentinker.services.scheduler.login.identity import SessionOver, Sessions
 from opentinker.shared.asyncio_tools import sleep
@@ -113,7 +111,6 @@ class AuthMiddleware:
     def __init__(self, ctx: Context, guesses: TokenBuckets | None = None) -> None:
         """`guesses`: lookups of unknown keys, by address."""
         self._guesses = guesses or TokenBuckets(GUESSES_PER_S, GUESSES_PER_S)
-        self._actions: dict[tuple[str, str], Action] = {}
         self._asks = ctx.settings.auth
         self._env = ctx.settings.key_env
         self._keys = KeyStore(ctx.store.redis)
@@ -123,20 +120,12 @@ class AuthMiddleware:
         self._unknown_lookups = asyncio.Semaphore(MAX_UNKNOWN_LOOKUPS)
         self._open: set[_Open] = set()
 
-    def before(self, routes: Sequence[Route]) -> Middleware:
-        """The middleware of an application with these routes."""
-        self._actions = {(route.method, route.path): route.action for route in routes}
-        self._actions |= {
-            ("HEAD", path): action for (_, path), action in self._actions.items() if action is Action.FREE
-        }
-        return self._authenticate
-
     @web.middleware
-    async def _authenticate(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def authenticate(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Authenticate and authorize a request. Raises HTTPUnauthorized, also for paths that do not exist,
         HTTPForbidden, and NotFound for Tinker's paths, whose clients send their key in another header."""
-        resource = request.match_info.route.resource
-        action = None if resource is None else self._actions[request.method, resource.canonical]
+        route = route_of(request)
+        action = None if route is None else route.action
         if action is None and request.path.startswith(TINKER):
             raise NotFound("the Tinker API is not supported; submit a job instead, see /openapi.json")
         if action is Action.FREE and self._asks:
@@ -290,10 +279,9 @@ def _shown(header: str) -> tuple[str, str]:
 
 def _confine(request: web.Request, principal: Principal) -> None:
     """Raise HTTPForbidden if a share link is used for anything but its jobs."""
-    resource = request.match_info.route.resource
-    path = "" if resource is None else resource.canonical
+    route = route_of(request)
     job, _ = split_part(request.match_info.get("id", ""))
-    if not re.match(r"/v1/jobs/\{id\}(/|$)", path) or job not in principal.jobs:
+    if route is None or not re.match(r"/v1/jobs/\{id\}(/|$)", route.path) or job not in principal.jobs:
         shown = ", ".join(sorted(principal.jobs))
         raise web.HTTPForbidden(text=f"this link shows {shown} and nothing else")
 

@@ -20,7 +20,7 @@ import math
 import re
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from ipaddress import ip_address, ip_network
 from typing import Any
 from urllib.parse import unquote
@@ -32,9 +32,11 @@ from aiohttp.typedefs import Middleware
 from prometheus_client import Counter as Total
 
 from opentinker.services.scheduler.http.errors import OPENAI, Handler, TooMany
+from opentinker.services.scheduler.http.route_decorator import route_of
 from opentinker.services.scheduler.login.cookies import Cookies
 from opentinker.shared.config import Settings
 from opentinker.shared.runtime.telemetry import REGISTRY
+from opentinker.shared.security.authorization import Action
 from opentinker.shared.types.errors import SpecError
 from opentinker.shared.types.mistakes import mistake
 
@@ -131,41 +133,36 @@ def behind_proxies(proxies: Collection[str]) -> Middleware:
 
 
 class RequestLimiter:
-    """`free`: paths that are answered at any rate. `without_key`: paths that look at no key, so that one in a request
-    proves nothing and the address counts."""
-
-    def __init__(self, settings: Settings, free: Collection[str], without_key: Collection[str] = ()) -> None:
+    def __init__(self, settings: Settings) -> None:
         self._requests = TokenBuckets(settings.http_rate, max(1.0, BURST_S * settings.http_rate))
-        self._free, self._without_key = frozenset(free), frozenset(without_key)
+        self._asks = settings.auth
         self._cookies = Cookies(settings)
 
     @web.middleware
     async def guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         _refuse_odd(request)
-        resource = request.match_info.route.resource
-        path = "" if resource is None else resource.canonical
-        key = "" if path in self._without_key else _key(request, self._cookies.session(request))
+        route = route_of(request)
+        free = route is not None and route.action is Action.FREE
+        login = route is not None and free and route.path.startswith("/v1/login")
+        # Logins look at no key, so that one in the request proves nothing and the address counts.
+        key = "" if login and self._asks else _key(request, self._cookies.session(request))
         client = key or request.remote or ""
-        if path not in self._free and (wait_s := self._requests.take(client, time.monotonic())):
+        if (login or not free) and (wait_s := self._requests.take(client, time.monotonic())):
             raise TooMany("requests", wait_s)
         return await handler(request)
 
 
-def query_check(known: Mapping[tuple[str, str], set[str]]) -> Middleware:
-    """Return the middleware that raises SpecError for query parameters that a route would ignore; `known`: those of
-    each (method, path)."""
-
-    @web.middleware
-    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        resource = request.match_info.route.resource
-        names = None if resource is None else known.get((request.method, resource.canonical))
-        if names is not None and not OPENAI.match(request.path) and (odd := sorted(request.query.keys() - names)):
+@web.middleware
+async def query_check(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Raise SpecError for query parameters that the route would ignore."""
+    route = route_of(request)
+    if route is not None and route.action is not Action.FREE and not OPENAI.match(request.path):
+        names = {parameter.name for parameter in route.parameters if parameter.place == "query"}
+        if odd := sorted(request.query.keys() - names):
             raise SpecError(
                 [mistake(name[:100], request.query[name][:100], _unknown(name, names)) for name in odd[:10]]
             )
-        return await handler(request)
-
-    return check
+    return await handler(request)
 
 
 def bound(server: web.Server, most: int, most_per_address: int) -> None:

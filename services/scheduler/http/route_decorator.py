@@ -116,6 +116,12 @@ class Route:
         return self.path.replace(f"{{{self.slashes}}}", f"{{{self.slashes}:.+}}") if self.slashes else self.path
 
 
+def route_of(request: web.Request) -> Route | None:
+    """Return the route that a request is for; None: there is no such path, or not with this method."""
+    found: Route | None = getattr(request.match_info.handler, "route", None)
+    return found
+
+
 def routes_of(*objects: object) -> list[Route]:
     """Return the routes of these objects' methods, in the order in which their classes define them."""
     return [

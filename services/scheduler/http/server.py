@@ -96,20 +96,12 @@ class Api:
         self._document: asyncio.Task[dict[str, Any]] | None = None
 
     def app(self) -> web.Application:
-        free = {r.path for r in self.routes if r.action is Action.FREE}
-        unlimited = {path for path in free if not path.startswith("/v1/login")}
-        known = {
-            (r.method, r.path): {p.name for p in r.parameters if p.place == "query"}
-            for r in self.routes
-            if r.path not in free
-        }
-        audit = Audit(self.ctx)
-        guard = RequestLimiter(self.ctx.settings, unlimited, free - unlimited if self.ctx.settings.auth else ())
+        audit, limiter = Audit(self.ctx), RequestLimiter(self.ctx.settings)
         pages = CrossOrigin(self.ctx.settings.http_origins, self.routes)
         named = behind_proxies(self.ctx.settings.http_proxies)
-        before = [last_resort, named, audit.over(self.routes), problems, pages.preflight, guard.guard]
-        after = [query_check(known), audit.begins]
-        app = web.Application(middlewares=[*before, self.gate.before(self.routes), *after], client_max_size=BODY_LIMIT)
+        before = [last_resort, named, audit.watch, problems, pages.preflight, limiter.guard]
+        after = [query_check, audit.begins]
+        app = web.Application(middlewares=[*before, self.gate.authenticate, *after], client_max_size=BODY_LIMIT)
         app.on_response_prepare.extend((begins, pages.allow))
         if not self.ctx.settings.auth:
             app.on_response_prepare.append(mark_unauthenticated)

@@ -148,16 +148,17 @@ async def test_the_client_of_a_proxys_request_is_the_last_address_that_is_none(
 async def throttled(ctx: Context, burst: float) -> AsyncIterator[Callable[..., Any]]:
     """A server whose /v1/jobs requires a key and /page none; gives requests to it, which return a status."""
 
-    async def empty(_: web.Request) -> web.Response:
+    @Route("GET", "/v1/jobs", Action.JOBS_READ)
+    async def jobs(_: web.Request) -> web.Response:
         return web.Response()
 
-    routes = [
-        Route("GET", "/v1/jobs", Action.JOBS_READ, handler=empty),
-        Route("GET", "/page", Action.FREE, handler=empty),
-    ]
-    auth = AuthMiddleware(ctx, TokenBuckets(0.001, burst)).before(routes)
+    @Route("GET", "/page", Action.FREE)
+    async def page(_: web.Request) -> web.Response:
+        return web.Response()
+
+    auth = AuthMiddleware(ctx, TokenBuckets(0.001, burst)).authenticate
     app = web.Application(middlewares=[errors.problems, auth])
-    app.add_routes([web.get(route.path, route.handler) for route in routes])
+    app.add_routes([web.get("/v1/jobs", jobs), web.get("/page", page)])
     async with TestClient(TestServer(app)) as client:
 
         async def ask(key: str, path: str = "/v1/jobs") -> int:
