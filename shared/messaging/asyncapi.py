@@ -20,7 +20,7 @@ import msgspec
 import orjson
 
 from opentinker.shared.messaging import subjects
-from opentinker.shared.messaging.subjects import Call, Subject
+from opentinker.shared.messaging.subjects import Call, Pattern, Subject
 
 VERSION = "3.0.0"
 SCHEMAS = "#/components/schemas/"
@@ -42,7 +42,7 @@ Those channels carry JSON; services exchange msgpack, in which fields shown here
 
 
 def document() -> dict[str, Any]:
-    named = {name: one for name, one in vars(subjects).items() if isinstance(one, Subject | Call)}
+    named = {name: one for name, one in vars(subjects).items() if isinstance(one, Pattern)}
     meanings = documented(inspect.getsource(subjects))
     kinds = [kind for one in named.values() for kind in _kinds(one)]
     schemas, components = msgspec.json.schema_components(kinds, ref_template=SCHEMAS + "{name}")
@@ -91,11 +91,11 @@ def document() -> dict[str, Any]:
     }
 
 
-def _kinds(one: Subject[Any] | Call[Any, Any]) -> list[type[Any]]:
+def _kinds(one: Pattern[Any]) -> list[type[Any]]:
     return [one.kind, one.reply] if isinstance(one, Call) else [one.kind]
 
 
-def _channels(name: str, one: Subject[Any] | Call[Any, Any], meaning: str) -> dict[str, Any]:
+def _channels(name: str, one: Pattern[Any], meaning: str) -> dict[str, Any]:
     """And of answers, whose address is in the request."""
     shown = isinstance(one, Subject) and bool(one.shown)
     whole = {
@@ -113,7 +113,7 @@ def _channels(name: str, one: Subject[Any] | Call[Any, Any], meaning: str) -> di
     return found
 
 
-def _operations(name: str, one: Subject[Any] | Call[Any, Any]) -> dict[str, Any]:
+def _operations(name: str, one: Pattern[Any]) -> dict[str, Any]:
     listeners = [*one.to, *([DASHBOARD] if isinstance(one, Subject) and one.shown else [])]
     found: dict[str, Any] = {}
     for who, action in [*((service, "send") for service in one.by), *((other, "receive") for other in listeners)]:

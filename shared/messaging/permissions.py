@@ -36,6 +36,7 @@ from opentinker.shared.messaging.subjects import (
     TIMELINES,
     TRAINER,
     Call,
+    Pattern,
     Subject,
 )
 
@@ -44,9 +45,7 @@ OPERATOR = "operator"
 SYSTEM = "scheduler-system"
 """The scheduler again, with its password, in the servers' own account: to close connections of others, and to ask
 whether a server is healthy, which the supervisor does."""
-TABLE: tuple[Subject[Any] | Call[Any, Any], ...] = tuple(
-    value for value in vars(subjects).values() if isinstance(value, Subject | Call)
-)
+TABLE: tuple[Pattern[Any], ...] = tuple(value for value in vars(subjects).values() if isinstance(value, Pattern))
 
 
 class Use(Enum):
@@ -149,7 +148,7 @@ def streams_of(service: str) -> list[str]:
     return sorted(used | STREAM_USES.get(service, {}).keys())
 
 
-def stream_of(subject: Subject[Any] | Call[Any, Any]) -> str | None:
+def stream_of(subject: Pattern[Any]) -> str | None:
     """The stream that keeps what is sent there."""
     first = subject.pattern.split(".")[0]
     return next((s.name for s in STREAMS if s.subjects and s.subjects[0].split(".")[0] == first), None)

@@ -12,13 +12,29 @@ from __future__ import annotations
 
 import hashlib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from nats.js.api import DiscardPolicy, PersistMode, RetentionPolicy, StorageType, StreamConfig
 
-from opentinker.shared.openai import inference
-from opentinker.shared.types import codec, core, env_protocol, evaluation, swap, telemetry, trajectories
+from opentinker.shared.openai.inference import CancelGenerate, GenerateChunk, GenerateRequest, InFlight
+from opentinker.shared.types import codec
+from opentinker.shared.types.core import Ticket
+from opentinker.shared.types.env_protocol import (
+    CloseSession,
+    EnvCheck,
+    EnvCheckReply,
+    EnvRows,
+    EnvRowsReply,
+    OpenSession,
+    ServedBack,
+    SessionReply,
+    StepSession,
+)
+from opentinker.shared.types.evaluation import EvalAck, EvalEpisode, EvalResult
+from opentinker.shared.types.swap import SwapCommand, SwapReply
+from opentinker.shared.types.telemetry import JobEvent, KeptStep, LogLine, MetricPoint, TimelinePart
+from opentinker.shared.types.trajectories import Group
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -39,17 +55,24 @@ table below (permissions.py): a service that is not named at a subject is refuse
 
 
 @dataclass(frozen=True)
-class Subject(Generic[T]):
+class Pattern(Generic[T]):
     """A subject pattern with the type it carries. `at(job=...)` fills the pattern."""
 
     pattern: str
     kind: type[T]
+    by: tuple[str, ...] = field(default=(), kw_only=True)
+    """Services that send it, or ask."""
+    to: tuple[str, ...] = field(default=(), kw_only=True)
+    """Services that eat it, or answer."""
+
+    def at(self, **keys: str) -> str:
+        return self.pattern.format(**{key: value if value == "*" else token(value) for key, value in keys.items()})
+
+
+@dataclass(frozen=True)
+class Subject(Pattern[T]):
     json: bool = False
     """JSON instead of msgpack: for what dashboards read."""
-    by: tuple[str, ...] = ()
-    """Services that send it."""
-    to: tuple[str, ...] = ()
-    """Services that eat it."""
     shown: str = ""
     """For data that dashboards may receive with a stream credential (`stream_credentials.py`): its name there, and the
     last part of the route that returns its history."""
@@ -61,122 +84,76 @@ class Subject(Generic[T]):
         """Raises WireError."""
         return codec.from_json(self.kind, data) if self.json else codec.decode(self.kind, data)
 
-    def at(self, **keys: str) -> str:
-        return self.pattern.format(
-            **{key: value if value in ("*", ">") else token(value) for key, value in keys.items()}
-        )
-
 
 @dataclass(frozen=True)
-class Call(Generic[T, R]):
+class Call(Pattern[T], Generic[T, R]):
     """A request/reply subject: carries T, answered by R."""
 
-    pattern: str
-    kind: type[T]
     reply: type[R]
-    by: tuple[str, ...] = ()
-    """Services that ask."""
-    to: tuple[str, ...] = ()
-    """Services that answer."""
-
-    def at(self, **keys: str) -> str:
-        return self.pattern.format(**{key: value if value == "*" else token(value) for key, value in keys.items()})
 
 
-TICKET = Subject("ticket.{job}", core.Ticket, by=(SCHEDULER,), to=(ROLLOUT,))
+TICKET = Subject("ticket.{job}", Ticket, by=(SCHEDULER,), to=(ROLLOUT,))
 """Scheduler (admission loop) -> one rollout worker of the job. Acknowledged when the group is stored."""
-SCORE = Subject("score.{job}", trajectories.Group, by=(ROLLOUT,), to=(REFERENCE,))
+SCORE = Subject("score.{job}", Group, by=(ROLLOUT,), to=(REFERENCE,))
 """Rollout worker -> one reference-forward, for jobs that need reference logprobs. Acknowledged when passed on."""
-GROUP = Subject("group.{job}", trajectories.Group, by=(ROLLOUT, REFERENCE), to=(TRAINER,))
+GROUP = Subject("group.{job}", Group, by=(ROLLOUT, REFERENCE), to=(TRAINER,))
 """Rollout worker or reference-forward -> the job's trainer. Kept until a checkpoint covers it."""
-EXAM = Subject("exam.{job}", evaluation.EvalEpisode, by=(TRAINER, SCHEDULER), to=(ROLLOUT,))
+EXAM = Subject("exam.{job}", EvalEpisode, by=(TRAINER, SCHEDULER), to=(ROLLOUT,))
 """Trainer, or the scheduler for an eval job -> one rollout worker of the job: play a validation episode. Acknowledged
 when who asked has its result."""
-METRIC = Subject("metric.{job}.{source}", telemetry.MetricPoint, json=True, by=SERVICES, shown="metrics")
+METRIC = Subject("metric.{job}.{source}", MetricPoint, json=True, by=SERVICES, shown="metrics")
 """Every service -> dashboards, CLI. Live and as history."""
-LOG = Subject("log.{job}.{level}", telemetry.LogLine, json=True, by=SERVICES, to=(SCHEDULER,), shown="logs")
+LOG = Subject("log.{job}.{level}", LogLine, json=True, by=SERVICES, to=(SCHEDULER,), shown="logs")
 """Every service -> the job's log. Live and as history, by level: many small words cannot push out a grave one."""
-EVENT = Subject("event.{job}", telemetry.JobEvent, json=True, by=(SCHEDULER,), shown="events")
+EVENT = Subject("event.{job}", JobEvent, json=True, by=(SCHEDULER,), shown="events")
 """The leading scheduler -> dashboards: what has come into a job's log of events, in order, once or (when another one
 leads) twice; ids are those of the log."""
-ROLLOUTS = Subject("rollouts.{job}", telemetry.KeptStep, json=True, by=(TRAINER,), shown="rollouts")
+ROLLOUTS = Subject("rollouts.{job}", KeptStep, json=True, by=(TRAINER,), shown="rollouts")
 """Trainer -> dashboards: episodes that a step was trained on can be read now. Live alone; the words are in files."""
 TIMELINE = Subject(
-    "timeline.{job}.{worker}",
-    telemetry.TimelinePart,
-    json=True,
-    by=(TRAINER, ROLLOUT, REFERENCE, ENV),
-    shown="timeline",
+    "timeline.{job}.{worker}", TimelinePart, json=True, by=(TRAINER, ROLLOUT, REFERENCE, ENV), shown="timeline"
 )
 """Who works for a job -> dashboards: what it was busy with, at most once a second. Live and as history."""
 WAKE = Subject("wake.{who}", dict, json=True, by=(SCHEDULER, TRAINER, ROLLOUT), to=(SCHEDULER, TRAINER, ROLLOUT))
 """Any process -> a loop that sleeps: run a round now. A hint; every loop also polls."""
 
-ENV_OPEN = Call(
-    "env.open.{environment}", env_protocol.OpenSession, env_protocol.SessionReply, by=(ROLLOUT, SCHEDULER), to=(ENV,)
-)
+ENV_OPEN = Call("env.open.{environment}", OpenSession, SessionReply, by=(ROLLOUT, SCHEDULER), to=(ENV,))
 """Rollout worker -> any env worker that serves the environment (queue group)."""
-ENV_STEP = Call(
-    "env.step.{worker}",
-    env_protocol.StepSession,
-    env_protocol.SessionReply,
-    by=(ROLLOUT, SCHEDULER),
-    to=(ENV, SCHEDULER),
-)
+ENV_STEP = Call("env.step.{worker}", StepSession, SessionReply, by=(ROLLOUT, SCHEDULER), to=(ENV, SCHEDULER))
 """Rollout worker -> the env worker that holds the session."""
-ENV_CLOSE = Call(
-    "env.close.{worker}",
-    env_protocol.CloseSession,
-    env_protocol.SessionReply,
-    by=(ROLLOUT, SCHEDULER),
-    to=(ENV, SCHEDULER),
-)
+ENV_CLOSE = Call("env.close.{worker}", CloseSession, SessionReply, by=(ROLLOUT, SCHEDULER), to=(ENV, SCHEDULER))
 """Rollout worker -> the env worker that holds the session: it is given up."""
-ENV_CHECK = Call("env.check", env_protocol.EnvCheck, env_protocol.EnvCheckReply, by=(SCHEDULER,), to=(ENV,))
+ENV_CHECK = Call("env.check", EnvCheck, EnvCheckReply, by=(SCHEDULER,), to=(ENV,))
 """Scheduler -> any env worker (queue group "env"), when a job is submitted."""
-SANDBOX_OPEN = Call(
-    "env.sandboxed.open", env_protocol.OpenSession, env_protocol.SessionReply, by=(ROLLOUT, SCHEDULER), to=(ENV,)
-)
+SANDBOX_OPEN = Call("env.sandboxed.open", OpenSession, SessionReply, by=(ROLLOUT, SCHEDULER), to=(ENV,))
 """Rollout worker -> any env worker that has sandboxes (queue group): ENV_OPEN of sessions that need one."""
-SANDBOX_CHECK = Call(
-    "env.sandboxed.check", env_protocol.EnvCheck, env_protocol.EnvCheckReply, by=(SCHEDULER,), to=(ENV,)
-)
+SANDBOX_CHECK = Call("env.sandboxed.check", EnvCheck, EnvCheckReply, by=(SCHEDULER,), to=(ENV,))
 """Scheduler -> any env worker that has sandboxes: ENV_CHECK of what is played in one."""
-ENV_ROWS = Call("env.rows", env_protocol.EnvRows, env_protocol.EnvRowsReply, by=(SCHEDULER,), to=(ENV,))
+ENV_ROWS = Call("env.rows", EnvRows, EnvRowsReply, by=(SCHEDULER,), to=(ENV,))
 """Scheduler -> any env worker (queue group "env"), when someone looks at the rows of a job."""
-SANDBOX_ROWS = Call("env.sandboxed.rows", env_protocol.EnvRows, env_protocol.EnvRowsReply, by=(SCHEDULER,), to=(ENV,))
+SANDBOX_ROWS = Call("env.sandboxed.rows", EnvRows, EnvRowsReply, by=(SCHEDULER,), to=(ENV,))
 """Scheduler -> any env worker that has sandboxes: ENV_ROWS of what is played in one."""
 SERVED_OPEN = Call(
-    "env.served.open.{tenant}.{environment}",
-    env_protocol.OpenSession,
-    env_protocol.SessionReply,
-    by=(ROLLOUT, SCHEDULER),
-    to=(SCHEDULER,),
+    "env.served.open.{tenant}.{environment}", OpenSession, SessionReply, by=(ROLLOUT, SCHEDULER), to=(SCHEDULER,)
 )
 """Rollout worker -> the scheduler that holds a connection of a process that serves it (queue group): ENV_OPEN of
 environments that their users serve, whose names are a tenant's own. Steps and closes go to the scheduler too, under the
 address of that process."""
 SERVED_CHECK = Call(
-    "env.served.check.{tenant}.{environment}",
-    env_protocol.EnvCheck,
-    env_protocol.EnvCheckReply,
-    by=(SCHEDULER,),
-    to=(SCHEDULER,),
+    "env.served.check.{tenant}.{environment}", EnvCheck, EnvCheckReply, by=(SCHEDULER,), to=(SCHEDULER,)
 )
 """Scheduler -> a scheduler that holds such a connection: ENV_CHECK of such an environment."""
-SERVED_BACK = Subject("env.served.back.{worker}", env_protocol.ServedBack, by=(SCHEDULER,), to=(SCHEDULER,))
+SERVED_BACK = Subject("env.served.back.{worker}", ServedBack, by=(SCHEDULER,), to=(SCHEDULER,))
 """Scheduler -> the one that held the connection of this process before: it is here now."""
-EXAM_RESULT = Call("examined.{job}", evaluation.EvalResult, evaluation.EvalAck, by=(ROLLOUT,), to=(TRAINER, SCHEDULER))
+EXAM_RESULT = Call("examined.{job}", EvalResult, EvalAck, by=(ROLLOUT,), to=(TRAINER, SCHEDULER))
 """Rollout worker -> who asked: the job's trainer, or the scheduler that leads."""
-SWAP = Call("swap.{worker}", swap.SwapCommand, swap.SwapReply, by=(TRAINER,), to=(ROLLOUT,))
+SWAP = Call("swap.{worker}", SwapCommand, SwapReply, by=(TRAINER,), to=(ROLLOUT,))
 """Trainer -> one rollout worker: join the weight group, or receive a version through it."""
-GENERATE = Call(
-    "generate.ask.{worker}", inference.GenerateRequest, inference.GenerateChunk, by=(SCHEDULER,), to=(ROLLOUT,)
-)
+GENERATE = Call("generate.ask.{worker}", GenerateRequest, GenerateChunk, by=(SCHEDULER,), to=(ROLLOUT,))
 """Scheduler -> one rollout worker of an inference job, by its address. Answered in pieces (streaming.py)."""
-ABANDON = Subject("generate.abandon.{worker}", inference.CancelGenerate, by=(SCHEDULER,), to=(ROLLOUT,))
+ABANDON = Subject("generate.abandon.{worker}", CancelGenerate, by=(SCHEDULER,), to=(ROLLOUT,))
 """Scheduler -> the rollout worker that it has asked."""
-WANTED = Call("generate.wanted.{asker}", inference.InFlight, inference.InFlight, by=(ROLLOUT,), to=(SCHEDULER,))
+WANTED = Call("generate.wanted.{asker}", InFlight, InFlight, by=(ROLLOUT,), to=(SCHEDULER,))
 """Rollout worker -> the scheduler that has asked it: schedulers die, and messages get lost."""
 
 LOGINS, LOGINS_ANSWERED = "$SYS.REQ.USER.AUTH", "$SYS._INBOX.>"
