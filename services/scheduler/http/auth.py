@@ -15,7 +15,6 @@ import asyncio
 import contextlib
 import re
 import time
-from dataclasses import dataclass
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -27,7 +26,7 @@ from opentinker.services.scheduler.http.errors import Handler, TooMany
 from opentinker.services.scheduler.http.rate_limit import TokenBuckets
 from opentinker.services.scheduler.http.route_decorator import route_of
 from opentinker.services.scheduler.login.cookies import Cookies
-from opentinker.services.scheduler.login.identity import SessionOver, Sessions
+from opentinker.services.scheduler.login.identity import NotIdentified, Sessions
 from opentinker.shared.asyncio_tools import sleep
 from opentinker.shared.config import LOOPBACK_HOSTS
 from opentinker.shared.runtime.service import Context
@@ -93,18 +92,6 @@ class Shown(NamedTuple):
 SHOWN: web.RequestKey[Shown] = web.RequestKey("shown", Shown)
 
 
-class BadKey(Exception):
-    """`str(error)`: why, to be told."""
-
-
-@dataclass(slots=True, eq=False)
-class _Open:
-    """A request that is being answered."""
-
-    task: asyncio.Task[object]
-    shown: Shown
-
-
 class AuthMiddleware:
     """In front of all routes."""
 
@@ -118,7 +105,8 @@ class AuthMiddleware:
         self._cache: dict[str, tuple[Key, float]] = {}
         """By digest: keys that were right, and when."""
         self._unknown_lookups = asyncio.Semaphore(MAX_UNKNOWN_LOOKUPS)
-        self._open: set[_Open] = set()
+        self._open: dict[asyncio.Task[object], Shown] = {}
+        """By the task that answers it: what a request showed."""
 
     @web.middleware
     async def authenticate(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -146,12 +134,11 @@ class AuthMiddleware:
         request[SHOWN] = shown
         task = asyncio.current_task()
         assert task is not None
-        entry = _Open(task, shown)
-        self._open.add(entry)
+        self._open[task] = shown
         try:
             return await handler(request)
         finally:
-            self._open.discard(entry)
+            self._open.pop(task, None)
 
     async def _principal(self, request: web.Request, shown: Shown) -> Principal:
         if not self._asks:
@@ -159,11 +146,11 @@ class AuthMiddleware:
             return UNAUTHENTICATED
         try:
             return await self.identified(request, shown)
-        except BadKey as error:
+        except NotIdentified as error:
             raise web.HTTPUnauthorized(text=str(error)) from None
 
     async def identified(self, request: web.Request, shown: Shown) -> Principal:
-        """Return who shows this. Raises BadKey, TooMany."""
+        """Return who shows this. Raises NotIdentified, TooMany."""
         address, guess = request.remote or "", self._is_guess(shown)
         if guess and (wait_s := self._guesses.take(address, time.monotonic())):
             raise TooMany("unknown keys", wait_s)
@@ -173,13 +160,10 @@ class AuthMiddleware:
         return principal
 
     async def _shown_by(self, shown: Shown) -> Principal:
-        """Raises BadKey."""
-        if not shown.session:
-            return (await self._key(shown.header)).principal
-        try:
+        """Raises NotIdentified."""
+        if shown.session:
             return (await self.sessions.identify(shown.session)).principal
-        except SessionOver as error:
-            raise BadKey(str(error)) from None
+        return (await self._key(shown.header)).principal
 
     def _is_guess(self, shown: Shown) -> bool:
         """Return whether the key has to be looked up and was not valid the last time."""
@@ -192,16 +176,16 @@ class AuthMiddleware:
         return found is None or found.state(time.time()) != "live"
 
     async def _key(self, header: str) -> Key:
-        """Raises BadKey."""
+        """Raises NotIdentified."""
         scheme, text = _shown(header)
         if scheme != "bearer" or not text:
-            raise BadKey("API key required")
+            raise NotIdentified("API key required")
         parsed = parse(text)
         if parsed is None:
-            raise BadKey("malformed API key")
+            raise NotIdentified("malformed API key")
         env, id = parsed
         if env != self._env:
-            raise BadKey(f"this key belongs to deployment {env!r}, and this server is {self._env!r}")
+            raise NotIdentified(f"this key belongs to deployment {env!r}, and this server is {self._env!r}")
         digest, now, at = digest_of(text), time.time(), time.monotonic()
         found, seen = self._cache.get(digest, (None, 0.0))
         if found is None or at - seen > CACHE_S:
@@ -209,30 +193,30 @@ class AuthMiddleware:
                 found = await self._keys.find(id)
             self._cache.pop(digest, None)
             if found is None or not found.fits(digest, now):
-                raise BadKey("unknown API key")
+                raise NotIdentified("unknown API key")
             if found.state(now) == "live":
                 await self._keys.note_use(found, now)
             while len(self._cache) >= MAX_CACHED:
                 del self._cache[next(iter(self._cache))]
             self._cache[digest] = (found, at)
         if not found.fits(digest, now):  # its time of grace is over
-            raise BadKey("this key was rotated; use the new one")
+            raise NotIdentified("this key was rotated; use the new one")
         if (state := found.state(now)) != "live":
-            raise BadKey("this key was revoked" if state == "revoked" else "this key has expired")
+            raise NotIdentified("this key was revoked" if state == "revoked" else "this key has expired")
         return found
 
     async def run(self) -> None:
         """Cut off what keys that are over have open."""
         while True:
             await sleep(RECHECK_S)
-            for entry in list(self._open):
+            for task, shown in list(self._open.items()):
                 try:
-                    await self._shown_by(entry.shown)
-                except BadKey as error:
-                    if entry in self._open:  # it has not ended since
+                    await self._shown_by(shown)
+                except NotIdentified as error:
+                    if self._open.get(task) is shown:  # it has not ended since
                         log.info("request_aborted", reason=str(error))
-                        self._open.discard(entry)
-                        entry.task.cancel()
+                        del self._open[task]
+                        task.cancel()
                 except (RedisError, OSError, TimeoutError) as error:  # looked at again in a moment
                     log.warning("keys_unavailable", error=str(error) or type(error).__name__)
                     break

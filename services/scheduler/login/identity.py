@@ -23,8 +23,8 @@ MAX_CACHED = 10_000
 ENDED = "this session has ended; sign in again"
 
 
-class SessionOver(Exception):
-    """`str(error)`: why, to be told."""
+class NotIdentified(Exception):
+    """A key or a session is not valid. `str(error)`: why, to be told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,23 +59,23 @@ class Sessions:
         return found is not None and found.state(now) == "live"
 
     async def identify(self, token: str) -> Identity:
-        """Return the identity behind this token. Raises SessionOver."""
+        """Return the identity behind this token. Raises NotIdentified."""
         id, digest, now, at = session_id(token), digest_of(token), time.time(), time.monotonic()
         if id is None:
-            raise SessionOver(ENDED)
+            raise NotIdentified(ENDED)
         found, seen = self._cache.get(digest, (None, 0.0))
         if found is None or at - seen > CACHE_S:
             self._cache.pop(digest, None)
             session = await self.store.find(id)
             if session is None or not session.fits(digest):
-                raise SessionOver(ENDED)
+                raise NotIdentified(ENDED)
             found = await self._identity(session, now)
             await self.store.note_use(session, now)
             while len(self._cache) >= MAX_CACHED:
                 del self._cache[next(iter(self._cache))]
             self._cache[digest] = (found, at)
         if found.state(now) != "live":
-            raise SessionOver(ENDED)
+            raise NotIdentified(ENDED)
         return found
 
     async def several(self, ids: Iterable[str]) -> dict[str, Identity]:
@@ -86,7 +86,7 @@ class Sessions:
         for id, session in found.items():
             try:
                 known[id] = self._judged(session, keys.get(session.key), now)
-            except SessionOver:
+            except NotIdentified:
                 continue
         return known
 
@@ -106,17 +106,17 @@ class Sessions:
         return self._judged(session, await self._keys.find(session.key) if session.key else None, now)
 
     def _judged(self, session: Session, key: Key | None, now: float) -> Identity:
-        """Raises SessionOver. `key`: the one that it was made with."""
+        """Raises NotIdentified. `key`: the one that it was made with."""
         ends = session.ends(self._settings.session_idle_s)
         if now >= ends:
-            raise SessionOver(ENDED)
+            raise NotIdentified(ENDED)
         if not session.key:
             granted = self._settings.role_of(session.groups)
             if session.issuer != self._settings.oidc_issuer or granted is None or granted[0] != session.tenant:
-                raise SessionOver("the groups of this session have no role here any more; sign in again")
+                raise NotIdentified("the groups of this session have no role here any more; sign in again")
             principal = Principal(*granted, "", SCOPES, user=session.user, session=session.id)
             return Identity(principal, session.digest, ends)
         if key is None or key.state(now) != "live" or not key.fits(session.secret, now):
-            raise SessionOver("the API key of this session is not valid any more; sign in with another one")
+            raise NotIdentified("the API key of this session is not valid any more; sign in with another one")
         ends = min(ends, key.expires or ends, ends if key.digest == session.secret else key.old_until)
         return Identity(replace(key.principal, session=session.id), session.digest, ends)

@@ -12,20 +12,12 @@ from typing import Any
 
 from aiohttp import web
 
-from opentinker.services.scheduler.http.auth import (
-    AuthMiddleware,
-    BadKey,
-    Shown,
-    may_see,
-    principal_of,
-    secret_of,
-    tenant_of,
-)
+from opentinker.services.scheduler.http.auth import AuthMiddleware, Shown, may_see, principal_of, secret_of, tenant_of
 from opentinker.services.scheduler.http.errors import json_response
 from opentinker.services.scheduler.http.keys import NO_STORE, OF_TENANT
 from opentinker.services.scheduler.http.route_decorator import Route
 from opentinker.services.scheduler.login.cookies import SESSION
-from opentinker.services.scheduler.login.identity import Identity, SessionOver
+from opentinker.services.scheduler.login.identity import Identity, NotIdentified
 from opentinker.services.scheduler.login.oidc_api import OidcApi
 from opentinker.shared import api_types
 from opentinker.shared.runtime.service import Context
@@ -47,7 +39,7 @@ class SessionsApi:
             try:
                 await self._gate.identified(request, Shown("", token))
                 ends = (await self._gate.sessions.identify(token)).expires
-            except (BadKey, SessionOver):
+            except NotIdentified:
                 ends = 0.0
         answer = {
             "auth": "on" if self._settings.auth else "off",
