@@ -8,10 +8,10 @@ from typing import Annotated, Self
 import msgspec
 import orjson
 from aiohttp import web
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from opentinker.services.scheduler.http.auth import tenant_of
-from opentinker.services.scheduler.http.errors import json_response, parsed, read_json
+from opentinker.services.scheduler.http.errors import Body, json_response, parsed, read_json
 from opentinker.services.scheduler.http.route_decorator import Route
 from opentinker.shared import api_types
 from opentinker.shared.runtime.service import Context
@@ -24,10 +24,8 @@ Line = Annotated[str, Field(max_length=3000)]
 Cell = Annotated[str, Field(max_length=200)]
 
 
-class CheckReport(BaseModel):
+class CheckReport(Body):
     """The body of POST /v1/checks."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     environment: Annotated[str, Field(min_length=1, max_length=200)]
     """As it was checked: `module:Class`, a name, `harbor:SET`. The newest report of each is kept."""

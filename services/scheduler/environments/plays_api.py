@@ -15,10 +15,10 @@ from typing import Annotated, Any, cast
 
 import msgspec
 from aiohttp import web
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from opentinker.services.scheduler.http.auth import principal_of, tenant_of
-from opentinker.services.scheduler.http.errors import json_response, parsed, read_json
+from opentinker.services.scheduler.http.errors import Body, json_response, parsed, read_json
 from opentinker.services.scheduler.http.route_decorator import Route
 from opentinker.services.scheduler.jobs.check_environment import check_environment
 from opentinker.shared import api_types
@@ -49,10 +49,8 @@ _TOKENS = (
 Name = Annotated[str, Field(max_length=200)]
 
 
-class PlayRequest(BaseModel):
+class PlayRequest(Body):
     """The body of POST /v1/plays."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     environment: EnvironmentSpec
     """As in a job."""
@@ -63,26 +61,20 @@ class PlayRequest(BaseModel):
     """Seats that scripted players of the environment take. The person plays the others."""
 
 
-class CalledTool(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
+class CalledTool(Body):
     name: Name
     arguments: dict[str, Any] = {}
 
 
-class PlayedAction(BaseModel):
+class PlayedAction(Body):
     """Action of a seat."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     text: Annotated[str, Field(max_length=50_000)] = ""
     tool_calls: Annotated[list[CalledTool], Field(max_length=16)] = []
 
 
-class PlayedTurn(BaseModel):
+class PlayedTurn(Body):
     """The body of POST /v1/plays/{play}/turns."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     turn: Annotated[int, Field(ge=0, lt=2**31)]
     """Turn of the last answer, so that a repeated request is played once."""

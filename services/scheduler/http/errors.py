@@ -23,7 +23,7 @@ import structlog
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from prometheus_client import Counter, Histogram
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 from redis.exceptions import RedisError
 
 from opentinker.services.scheduler.artifacts.store import StoreUnavailable
@@ -67,16 +67,6 @@ HINTS = {
     500: "report the id to the operator of the server",
     503: "a part of the service is restarting; retry in a few seconds",
 }
-
-
-TITLES = {
-    400: "Bad request",
-    404: "Not found",
-    408: "Request timeout",
-    409: "Conflict",
-    429: "Overloaded",
-    503: "Unavailable",
-}
 STARTED: web.RequestKey[float] = web.RequestKey("started", float)
 """Arrival time of a request."""
 OPENAI = re.compile(r"/v1/jobs/[^/]+/v1(/|$)")
@@ -99,6 +89,16 @@ class SlowBody(OpenTinkerError):
 
 class BrokenBody(OpenTinkerError):
     """It ended before its end, or is framed as no body is."""
+
+
+PLAIN: dict[type[OpenTinkerError], tuple[int, str]] = {
+    NotFound: (404, "Not found"),
+    Conflict: (409, "Conflict"),
+    TooMany: (429, "Too many requests"),
+    SlowBody: (408, "Request timeout"),
+    BrokenBody: (400, "Bad request"),
+}
+"""Status and title of errors whose text is all that the client needs."""
 
 
 @contextlib.asynccontextmanager
@@ -162,8 +162,8 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
         detail = f"{count} mistake{'s' if count != 1 else ''}: {error}"
         return problem(422, detail, title=title, errors=error.mistakes)
     except InvalidField as error:
-        return problem(error.status, error.message, title=TITLES.get(error.status, "Refused"), openai=error.body)
-    except (NotFound, Conflict, TooMany, SlowBody, BrokenBody) as error:
+        return problem(error.status, error.message, title="Refused", openai=error.body)
+    except tuple(PLAIN) as error:
         return _plain_problem(error)
     except (RedisError, NoReply, TimeoutError, nats.errors.Error, StoreUnavailable, ReferencesAway) as error:
         log.warning("request_unavailable", path=request.path, error=str(error) or type(error).__name__)
@@ -181,10 +181,8 @@ def _silent(error: Exception) -> str:
     return f"the {silent} does not answer"
 
 
-def _plain_problem(error: NotFound | Conflict | TooMany | SlowBody | BrokenBody) -> web.Response:
-    kinds = {NotFound: 404, Conflict: 409, TooMany: 429, SlowBody: 408, BrokenBody: 400}
-    status = next(status for kind, status in kinds.items() if isinstance(error, kind))
-    title = "Too many requests" if status == 429 else TITLES[status]
+def _plain_problem(error: OpenTinkerError) -> web.Response:
+    status, title = next(found for kind, found in PLAIN.items() if isinstance(error, kind))
     response = problem(status, str(error), title=title)
     if isinstance(error, TooMany):
         response.headers["Retry-After"] = str(error.wait_s)
@@ -194,22 +192,18 @@ def _plain_problem(error: NotFound | Conflict | TooMany | SlowBody | BrokenBody)
 
 
 def _http_problem(request: web.Request, error: web.HTTPException) -> web.Response:
-    match error:
-        case web.HTTPMethodNotAllowed():
-            allowed = sorted(error.allowed_methods)
-            response = problem(405, f"{request.path} does not support {request.method}", title="Method not allowed")
-            response.headers["Allow"] = ", ".join(allowed)
-            return response
-        case web.HTTPUnauthorized():
-            response = problem(401, error.text or error.reason, title="Unauthorized")
-            response.headers["WWW-Authenticate"] = "Bearer"
-            return response
-        case web.HTTPNotFound():
-            return problem(404, f"there is no {request.path}", title="Not found")
-        case web.HTTPRequestEntityTooLarge():
-            return problem(413, "the body is too large", title="Body too large")
-        case _:
-            return problem(error.status, error.text or error.reason, title=error.reason)
+    ours = {
+        404: ("Not found", f"there is no {request.path}"),
+        405: ("Method not allowed", f"{request.path} does not support {request.method}"),
+        413: ("Body too large", "the body is too large"),
+    }
+    title, detail = ours.get(error.status, (error.reason, error.text or error.reason))
+    response = problem(error.status, detail, title=title)
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        response.headers["Allow"] = ", ".join(sorted(error.allowed_methods))
+    if error.status == 401:
+        response.headers["WWW-Authenticate"] = "Bearer"
+    return response
 
 
 def _unforeseen(request: web.Request, error: Exception) -> web.Response:
@@ -307,6 +301,12 @@ def _measure(data: Any) -> None:
             if isinstance(value, (dict, list))
             for child in (value.values() if isinstance(value, dict) else value)
         ]
+
+
+class Body(BaseModel):
+    """A JSON body: unknown fields are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 def parsed(kind: type[M], data: Any) -> M:

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 from aiohttp import web
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from opentinker.services.scheduler.http.auth import may_see, principal_of, tenant_of
-from opentinker.services.scheduler.http.errors import json_response, parsed, read_json
+from opentinker.services.scheduler.http.errors import Body, json_response, parsed, read_json
 from opentinker.services.scheduler.http.route_decorator import Parameter, Route
 from opentinker.shared import api_types
 from opentinker.shared.durable_files import file_system
@@ -38,10 +38,8 @@ JobName = Annotated[str, Field(pattern=r"^j-[a-z0-9]{1,40}$")]
 OF_TENANT = Parameter("tenant", "For operators: another tenant; default: your own.")
 
 
-class NewKey(BaseModel):
+class NewKey(Body):
     """The body of POST /v1/keys."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     role: Role
     tenant: Annotated[str, Field(pattern=f"^{TENANT.pattern}$")] | None = None
@@ -64,19 +62,15 @@ class NewKey(BaseModel):
         return self
 
 
-class Rotation(BaseModel):
+class Rotation(Body):
     """The body of POST /v1/keys/{id}/rotate."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     grace_s: Annotated[float, Field(ge=0, le=30 * DAY_S)] = GRACE_S
     """How long the secret before it stays valid."""
 
 
-class NewShare(BaseModel):
+class NewShare(Body):
     """The body of POST /v1/shares."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     jobs: Annotated[list[JobName], Field(min_length=1, max_length=MAX_SHARED)]
     """Ids of the jobs that the link shows."""

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import msgspec
 from aiohttp import web
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
 from opentinker.services.scheduler.artifacts import checkpoint_dir
 from opentinker.services.scheduler.artifacts.archiver import Archiver, used_by
@@ -20,7 +20,7 @@ from opentinker.services.scheduler.artifacts.history import delete_history
 from opentinker.services.scheduler.artifacts.store import StoreUnavailable
 from opentinker.services.scheduler.http.artifacts import step_of
 from opentinker.services.scheduler.http.auth import may_see, principal_of, tenant_of
-from opentinker.services.scheduler.http.errors import json_response, parsed, read_json
+from opentinker.services.scheduler.http.errors import Body, json_response, parsed, read_json
 from opentinker.services.scheduler.http.jobs import POLICY, JobsApi
 from opentinker.services.scheduler.http.route_decorator import Route
 from opentinker.services.scheduler.jobs.check_start_checkpoint import lacks_policy
@@ -32,10 +32,8 @@ from opentinker.shared.types.core import JobRecord, split_part
 from opentinker.shared.types.errors import Conflict, NotFound, SpecError
 
 
-class NewPublication(BaseModel):
+class NewPublication(Body):
     """The body of POST /v1/published."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     name: Annotated[str, Field(max_length=63, pattern="^[a-z0-9][a-z0-9._-]*$")]
     """For [start], inference jobs and downloads: none of another checkpoint of the tenant, and no job's id."""
