@@ -24,7 +24,7 @@ from opentinker.services.scheduler.http.route_decorator import Choice, Integer, 
 from opentinker.services.scheduler.jobs.eval_coordinator import RESULTS
 from opentinker.shared import api_types
 from opentinker.shared.data.readable_paths import opening, readable_by
-from opentinker.shared.data.rendered_rows import FileRows, RenderedRow, RenderedRows, RowsToRender, render
+from opentinker.shared.data.rendered_rows import FileRows, RenderedRows, RowsToRender, render
 from opentinker.shared.messaging.bus import NoResponders
 from opentinker.shared.messaging.subjects import ENV_ROWS, SANDBOX_ROWS
 from opentinker.shared.security.authorization import Action
@@ -155,25 +155,9 @@ class RowsApi:
         pick = partial(row_table.page_of, passed, played, choice, wanted.offset, wanted.limit)
         total, page = await asyncio.to_thread(pick)
         rows = await self._prompts(job.id, msgspec.structs.replace(ask, text=""), page, reply)
-        asked = RowsToRender(
-            base=spec.model.base,
-            chat_template=spec.model.chat_template,
-            special_tokens=spec.model.special_tokens_in_content,
-            tools=reply.tools,
-            rows=rows,
-        )
-        found = await self._rendered(job.tenant, asked)
-        return {
-            "rows": _shown(found.rows, played),
-            "total": total,
-            "count": reply.count,
-            "searched": reply.searched if wanted.text else reply.count,
-            "played": len(played.rows),
-            "source": name,
-            "solved_at": solved_at,
-            "first_step": played.first_step,
-            "note": found.note,
-        }
+        found = await self._rendered(job.tenant, spec, tools=reply.tools, rows=rows) if rows else RenderedRows()
+        searched = reply.searched if wanted.text else reply.count
+        return _answer(found, played, total, reply.count, searched) | {"source": name, "solved_at": solved_at}
 
     def _played(self, part: JobRecord, spec: JobSpec) -> tuple[float, PlayedRows]:
         """Return with which reward an episode is solved, and the counts. Blocking."""
@@ -223,29 +207,19 @@ class RowsApi:
             offset=wanted.offset,
             limit=wanted.limit,
         )
+        found = await self._rendered(tenant, spec, file=file)
+        searched = found.searched if wanted.text else found.count
+        answer = _answer(found, PlayedRows([], np.empty((0, FIELDS))), found.found, found.count, searched)
+        return answer | {"source": spec.data.path, "solved_at": None}
+
+    async def _rendered(self, tenant: str, spec: JobSpec, **what: Any) -> RenderedRows:
+        """`what`: fields of RowsToRender that say which rows. Raises Conflict."""
         asked = RowsToRender(
             base=spec.model.base,
             chat_template=spec.model.chat_template,
             special_tokens=spec.model.special_tokens_in_content,
-            file=file,
+            **what,
         )
-        found = await self._rendered(tenant, asked)
-        return {
-            "rows": _shown(found.rows, PlayedRows([], np.empty((0, FIELDS)))),
-            "total": found.found,
-            "count": found.count,
-            "searched": found.searched if wanted.text else found.count,
-            "played": 0,
-            "source": spec.data.path,
-            "solved_at": None,
-            "first_step": 0,
-            "note": found.note,
-        }
-
-    async def _rendered(self, tenant: str, asked: RowsToRender) -> RenderedRows:
-        """Raises Conflict."""
-        if not asked.rows and asked.file is None:
-            return RenderedRows()
         turn = self._turns.setdefault(tenant, asyncio.Lock())
         async with turn, self._renders:
             found = await asyncio.to_thread(render, asked)
@@ -254,9 +228,14 @@ class RowsApi:
         return found
 
 
-def _shown(rows: Sequence[RenderedRow], played: PlayedRows) -> list[dict[str, Any]]:
-    found = []
-    for row in rows:
-        shown = msgspec.to_builtins(row)
-        found.append({"row": shown.pop("number"), **shown, **played.shown(row.number)})
-    return found
+def _answer(found: RenderedRows, played: PlayedRows, total: int, count: int, searched: int) -> dict[str, Any]:
+    shown = [(row.number, msgspec.to_builtins(row)) for row in found.rows]
+    return {
+        "rows": [{"row": row.pop("number"), **row, **played.shown(number)} for number, row in shown],
+        "total": total,
+        "count": count,
+        "searched": searched,
+        "played": len(played.rows),
+        "first_step": played.first_step,
+        "note": found.note,
+    }
