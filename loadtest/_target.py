@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from opentinker.client import AsyncClient
 from opentinker.local.discovery import key_in, read_state
-from opentinker.shared.config import LOOPBACK_HOSTS
+from opentinker.shared.login_settings import LOOPBACK_HOSTS
 from tests.support.toys import toy_model
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -9,10 +9,9 @@ import uuid
 from pathlib import Path
 from typing import Annotated, Literal, TypeGuard
 
-import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-from opentinker.shared.login_settings import LoginSettings
+from opentinker.shared.login_settings import LOOPBACK_HOSTS, LoginSettings, from_json, split_commas
 from opentinker.shared.notification_settings import NotificationSettings
 from opentinker.shared.prices import PriceSettings
 from opentinker.shared.security.egress import networks
@@ -24,8 +23,6 @@ _STORE = re.compile(r"(file://)?/[^\0]+|s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[
 _ENDPOINT = re.compile(r"https?://[^/@\s?#]+/?")
 ORIGIN = re.compile(r"https?://(\[[0-9a-f:]+\]|[a-z0-9.-]+)(:[0-9]{1,5})?")
 """Origin of a page, as browsers write it."""
-LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
-"""Addresses to listen on that only this machine reaches."""
 
 
 class Settings(NotificationSettings, PriceSettings, LoginSettings, BaseModel):
@@ -341,7 +338,7 @@ class Settings(NotificationSettings, PriceSettings, LoginSettings, BaseModel):
     @field_validator("nats_websocket_origins", "http_origins", mode="before")
     @classmethod
     def _origins(cls, given: object) -> object:
-        texts = [part.strip() for part in given.split(",") if part.strip()] if isinstance(given, str) else given
+        texts = split_commas(given)
         if _is_texts(texts) and (wrong := [text for text in texts if not ORIGIN.fullmatch(text)]):
             raise ValueError(f"{wrong[0]} is no https://HOST[:PORT]")
         return texts
@@ -353,21 +350,15 @@ class Settings(NotificationSettings, PriceSettings, LoginSettings, BaseModel):
 
     @field_validator("tenants", mode="before")
     @classmethod
-    def _from_json(cls, given: object) -> object:
-        if not isinstance(given, str):
-            return given
-        try:
-            return orjson.loads(given)
-        except orjson.JSONDecodeError:
-            example = '{"*": {"running_jobs": 4}}'
-            raise ValueError(f"must be JSON, e.g. {example}") from None
+    def _tenants(cls, given: object) -> object:
+        return from_json(given, example='{"*": {"running_jobs": 4}}')
 
     @field_validator("env_interpreters", "harbor_roots", mode="before")
     @classmethod
     def _pairs(cls, given: object) -> object:
         if not isinstance(given, str):
             return given
-        pairs = [part.strip().partition("=") for part in given.split(",") if part.strip()]
+        pairs = [part.partition("=") for part in split_commas(given)]
         if not all(name and path for name, _, path in pairs):
             raise ValueError("must be NAME=PATH, several with commas")
         return {name.strip(): path.strip() for name, _, path in pairs}

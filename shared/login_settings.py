@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Collection
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 from urllib.parse import urlsplit
 
 import orjson
@@ -20,7 +20,8 @@ from opentinker.shared.types.errors import SpecError
 DAY_S = 86400.0
 EVERYONE = "*"
 """Stands for a group of everyone whom the provider lets in."""
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
+LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
+"""Addresses that only this machine reaches."""
 _CLAIM = Annotated[str, Field(pattern=r"^[!-~]{1,200}$")]
 _SCOPE = Annotated[str, Field(pattern=r"^[!#-\[\]-~]{1,100}$")]
 _SECRET = re.compile(r"[!-~]{8,512}")
@@ -98,7 +99,7 @@ class LoginSettings(BaseModel):
     @field_validator("oidc_scopes", mode="before")
     @classmethod
     def _scopes(cls, given: object) -> object:
-        return [part.strip() for part in given.split(",") if part.strip()] if isinstance(given, str) else given
+        return split_commas(given)
 
     @field_validator("oidc_scopes")
     @classmethod
@@ -110,13 +111,7 @@ class LoginSettings(BaseModel):
     @field_validator("oidc_groups", mode="before")
     @classmethod
     def _groups(cls, given: object) -> object:
-        if not isinstance(given, str):
-            return given
-        try:
-            return orjson.loads(given)
-        except orjson.JSONDecodeError:
-            example = '{"ml-team": {"tenant": "ml", "role": "member"}}'
-            raise ValueError(f"must be JSON, e.g. {example}") from None
+        return from_json(given, example='{"ml-team": {"tenant": "ml", "role": "member"}}')
 
     @model_validator(mode="after")
     def _login_is_whole(self) -> Self:
@@ -155,12 +150,25 @@ class LoginSettings(BaseModel):
         )
 
 
+def split_commas(given: Any) -> Any:
+    """Return the parts of a text, as environment variables have lists; anything else as it is."""
+    return [part.strip() for part in given.split(",") if part.strip()] if isinstance(given, str) else given
+
+
+def from_json(given: object, example: str) -> object:
+    """Return what a text in JSON says; anything else as it is. Raises ValueError."""
+    try:
+        return orjson.loads(given) if isinstance(given, str) else given
+    except orjson.JSONDecodeError:
+        raise ValueError(f"must be JSON, e.g. {example}") from None
+
+
 def is_provider_url(url: str, issuer: str) -> bool:
     """Return whether a provider of this issuer may have such an address: https, but on loopback."""
     try:
         parts, at = urlsplit(url), urlsplit(issuer)
     except ValueError:
         return False
-    plain = parts.scheme == "http" and parts.hostname in LOOPBACK and at.hostname in LOOPBACK
+    plain = parts.scheme == "http" and {parts.hostname, at.hostname} <= {*LOOPBACK_HOSTS}
     whole = bool(parts.hostname) and not parts.username and not parts.query and not parts.fragment
     return whole and (parts.scheme == "https" or plain) and not re.search(r"[\s\\]", url)

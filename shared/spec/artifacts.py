@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from opentinker.shared.spec.base import SpecPart
-from opentinker.shared.types.mistakes import mistake
+from opentinker.shared.types.mistakes import mistake, unused
 
 
 class ArtifactSpec(SpecPart):
@@ -58,11 +58,6 @@ def settle_kept(kind: str, artifacts: ArtifactSpec) -> list[dict[str, Any]]:
     """A job that trains nothing has no checkpoints."""
     if kind not in ("inference", "eval"):
         return []
-    usual = ArtifactSpec()
-    problem = f"does not apply to kind = {kind!r}: nothing is trained"
-    names = ("keep_last", "keep_all", "keep_best")
-    return [
-        mistake(f"artifacts.{name}", getattr(artifacts, name), problem)
-        for name in names
-        if getattr(artifacts, name) != getattr(usual, name)
-    ]
+    by = f"kind = {kind!r}: nothing is trained"
+    ignored = unused(artifacts, ArtifactSpec(), {"keep_last", "keep_all", "keep_best"}, by)
+    return [{**one, "field": f"artifacts.{one['field']}"} for one in ignored]

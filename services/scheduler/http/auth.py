@@ -28,7 +28,7 @@ from opentinker.services.scheduler.http.route_decorator import route_of
 from opentinker.services.scheduler.login.cookies import Cookies
 from opentinker.services.scheduler.login.identity import NotIdentified, Sessions
 from opentinker.shared.asyncio_tools import sleep
-from opentinker.shared.config import LOOPBACK_HOSTS
+from opentinker.shared.login_settings import LOOPBACK_HOSTS
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.security.authorization import DEFAULT_TENANT, SCOPES, Action, Principal, Role, Verdict, authorize
 from opentinker.shared.security.key_text import digest_of, parse, read_key

@@ -35,8 +35,8 @@ from opentinker.local.processes import (
     reserve_port,
 )
 from opentinker.local.supervisor import Supervisor
-from opentinker.shared.config import LOOPBACK_HOSTS
 from opentinker.shared.durable_files import is_blank, make_directories, replace_durably
+from opentinker.shared.login_settings import LOOPBACK_HOSTS
 from opentinker.shared.messaging.subjects import ENV, REFERENCE, ROLLOUT
 from opentinker.shared.runtime import gpus, launched_processes
 from opentinker.shared.security import egress
