@@ -9,9 +9,9 @@ waiting point.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import structlog
 
@@ -147,6 +147,35 @@ async def cancel_and_wait(*tasks: asyncio.Task[Any] | None) -> None:
             log.info("task_failed_after_cancellation", task=ended.get_name(), error=f"{type(error).__name__}: {error}")
     if cancelled:
         raise asyncio.CancelledError
+
+
+class TasksByName:
+    """Background tasks of which each works for one thing that there is."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    async def keep(self, wanted: Iterable[str], start: Callable[[str], Coroutine[Any, Any, None]]) -> None:
+        """Cancel the tasks of others than these names, and start those that are missing. Raises what a task raised."""
+        names = list(wanted)
+        for name in [name for name, task in self._tasks.items() if name not in names or task.done()]:
+            task = self._tasks.pop(name)
+            await cancel_and_wait(task)
+            if not task.cancelled():
+                task.result()
+        for name in names:
+            if name not in self._tasks:
+                self._tasks[name] = asyncio.create_task(start(name), name=name)
+
+    async def cancel(self) -> None:
+        await cancel_and_wait(*self._tasks.values())
+
+
+async def every(seconds: float, call: Callable[[], Awaitable[object]]) -> NoReturn:
+    """Sleep, then call, again and again."""
+    while True:
+        await sleep(seconds)
+        await call()
 
 
 @contextmanager

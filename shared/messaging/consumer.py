@@ -27,7 +27,7 @@ from nats.js.api import ConsumerConfig
 from nats.js.client import JetStreamContext
 from nats.js.errors import NoStreamResponseError, NotFoundError, ServiceUnavailableError
 
-from opentinker.shared.asyncio_tools import await_cancellable, check_cancelled, sleep
+from opentinker.shared.asyncio_tools import await_cancellable, check_cancelled, every
 from opentinker.shared.backoff import Backoff
 from opentinker.shared.messaging.subjects import Subject
 from opentinker.shared.types import codec
@@ -137,7 +137,7 @@ class Delivery(Generic[T]):
     async def held(self, ack_wait_s: float) -> AsyncIterator[None]:
         """Keep the message while the block runs, and ack it at its end. A block that is cancelled hands it back; one
         that raises leaves it to its redelivery. `ack_wait_s`: that of the consumer."""
-        alive = asyncio.create_task(self._keep_alive(ack_wait_s / 3))
+        alive = asyncio.create_task(every(ack_wait_s / 3, self.in_progress))
         try:
             yield
             await self.ack_sync()
@@ -146,11 +146,6 @@ class Delivery(Generic[T]):
             raise
         finally:
             alive.cancel()
-
-    async def _keep_alive(self, every_s: float) -> None:
-        while True:
-            await sleep(every_s)
-            await self.in_progress()
 
     async def _say(self, message: Awaitable[None]) -> None:
         """If the report is lost, redelivery of the message repeats it."""

@@ -12,11 +12,12 @@ import re
 import time
 from collections import deque
 from collections.abc import Mapping, MutableMapping
+from functools import partial
 from typing import Any
 
 import msgspec
 
-from opentinker.shared.asyncio_tools import sleep
+from opentinker.shared.asyncio_tools import every
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.messaging.subjects import LOG
 from opentinker.shared.security.redact import without_secrets
@@ -52,9 +53,7 @@ class JobLogs:
         return line
 
     async def run(self, bus: Bus) -> None:
-        while True:
-            await sleep(SEND_S)
-            await self.send(bus)
+        await every(SEND_S, partial(self.send, bus))
 
     async def send(self, bus: Bus) -> None:
         """All that waits."""

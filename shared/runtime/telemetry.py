@@ -13,7 +13,7 @@ import math
 import sys
 import time
 import uuid
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +24,7 @@ import structlog
 from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client import Counter as Total
 
-from opentinker.shared.asyncio_tools import sleep
+from opentinker.shared.asyncio_tools import every
 from opentinker.shared.config import Settings
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.messaging.subjects import METRIC
@@ -179,13 +179,10 @@ class Meters:
     """By job; `CLUSTER` for what belongs to none."""
 
     def __init__(self) -> None:
-        self.jobs: dict[str, JobMeter] = {}
+        self.jobs: dict[str, JobMeter] = defaultdict(JobMeter)
 
     def of(self, job: str) -> JobMeter:
-        meter = self.jobs.get(job)
-        if meter is None:
-            meter = self.jobs[job] = JobMeter()
-        return meter
+        return self.jobs[job]
 
 
 @dataclass
@@ -206,9 +203,7 @@ class Reporter:
         self._sent: dict[str, _Sent] = {}
 
     async def run(self) -> None:
-        while True:
-            await sleep(REPORT_S)
-            await self.report()
+        await every(REPORT_S, self.report)
 
     async def report(self) -> None:
         for job, meter in list(self._meters.jobs.items()):

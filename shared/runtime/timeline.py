@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from opentinker.shared.asyncio_tools import sleep
+from opentinker.shared.asyncio_tools import every
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.messaging.subjects import TIMELINE
 from opentinker.shared.types.telemetry import Segment, TimelinePart
@@ -111,9 +111,7 @@ class Lanes:
                 self._open[key[0], key[1], version] = _OpenSegment(now, now, lane.count)
 
     async def run(self) -> None:
-        while True:
-            await sleep(REPORT_S)
-            await self.report()
+        await every(REPORT_S, self.report)
 
     async def report(self) -> None:
         """Publish segments since the last call, including the running ones up to now."""
@@ -163,9 +161,7 @@ class LanesByJob:
         return lanes
 
     async def run(self) -> None:
-        while True:
-            await sleep(REPORT_S)
-            await self.report()
+        await every(REPORT_S, self.report)
 
     async def report(self) -> None:
         """Each job its own."""

@@ -26,7 +26,7 @@ from typing import Any
 import structlog
 from redis.exceptions import RedisError
 
-from opentinker.shared.asyncio_tools import cancel_and_wait, sleep
+from opentinker.shared.asyncio_tools import cancel_and_wait, every
 from opentinker.shared.state.redis_script import UNFENCED, LeadersScript, Script, read_hashes
 from opentinker.shared.types.core import part_id
 
@@ -140,12 +140,7 @@ async def metered(redis: Any, job: str, spent: Counter[str], report_s: float = R
         except RedisError as error:
             log.warning("usage_deferred", error=str(error))  # the next report includes it
 
-    async def again_and_again() -> None:
-        while True:
-            await sleep(report_s)
-            await report()
-
-    task = asyncio.create_task(again_and_again())
+    task = asyncio.create_task(every(report_s, report))
     try:
         yield
     finally:

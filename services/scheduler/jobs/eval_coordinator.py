@@ -23,7 +23,7 @@ import orjson
 import structlog
 
 from opentinker.services.scheduler.jobs.kept_checkpoints import read_start
-from opentinker.shared.asyncio_tools import cancel_and_wait, sleep, wait_event
+from opentinker.shared.asyncio_tools import TasksByName, sleep, wait_event
 from opentinker.shared.data.step_log import StepLog
 from opentinker.shared.evaluation.outcomes import choose_kept
 from opentinker.shared.evaluation.records import Evaluations, exam_at, metrics_of, transcript_of
@@ -55,7 +55,7 @@ class EvalCoordinator:
     def __init__(self, ctx: Context, leadership: int, lost_s: float = LOST_S) -> None:
         self._lost_s = lost_s
         self.ctx, self.leader = ctx, leadership
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._tasks = TasksByName()
 
     async def run(self) -> None:
         """Until it is cancelled. Raises what a job's task raises that is no fault of the job."""
@@ -64,17 +64,11 @@ class EvalCoordinator:
                 await self.reconcile()
                 await sleep(POLL_S)
         finally:
-            await cancel_and_wait(*self._tasks.values())
+            await self._tasks.cancel()
 
     async def reconcile(self) -> None:
         held = {job.id: job for job in await self.ctx.store.active_jobs() if job.state.held and job.kind == "eval"}
-        for id in [id for id, task in self._tasks.items() if id not in held or task.done()]:
-            task = self._tasks.pop(id)
-            await cancel_and_wait(task)
-            if not task.cancelled():
-                task.result()
-        for id in held.keys() - self._tasks.keys():
-            self._tasks[id] = asyncio.create_task(self._evaluate(held[id]), name=f"eval-{id}")
+        await self._tasks.keep(held, lambda id: self._evaluate(held[id]))
 
     async def _evaluate(self, job: JobRecord) -> None:
         with structlog.contextvars.bound_contextvars(job=job.id):

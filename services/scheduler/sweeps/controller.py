@@ -9,7 +9,6 @@ with the same trials and submits nothing twice.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from concurrent.futures import ThreadPoolExecutor
 
@@ -23,7 +22,7 @@ from opentinker.services.scheduler.jobs.disk_threads import ReferencesAway
 from opentinker.services.scheduler.jobs.metric_history import MetricHistory
 from opentinker.services.scheduler.sweeps.running_sweep import RunningSweep
 from opentinker.services.scheduler.sweeps.trial_jobs import abandon
-from opentinker.shared.asyncio_tools import cancel_and_wait, sleep
+from opentinker.shared.asyncio_tools import TasksByName, sleep
 from opentinker.shared.messaging.bus import NoReply
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.sweeps import SweepStore
@@ -44,27 +43,17 @@ class SweepController:
         self._history = MetricHistory(ctx.bus, ArtifactCatalog(ctx))
         self._search = ThreadPoolExecutor(1, "search")
         """One thread for all sweeps: a search takes the interpreter's lock from everything else in this process."""
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._tasks = TasksByName()
 
     async def run(self) -> None:
         """Until it is cancelled. Raises what a sweep's task raises."""
         try:
             while True:
-                await self.reconcile()
+                await self._tasks.keep(await self._store.active(), self._lead)
                 await sleep(POLL_S)
         finally:
-            await cancel_and_wait(*self._tasks.values())
+            await self._tasks.cancel()
             self._search.shutdown(wait=False, cancel_futures=True)
-
-    async def reconcile(self) -> None:
-        active = set(await self._store.active())
-        for id in [id for id, task in self._tasks.items() if id not in active or task.done()]:
-            task = self._tasks.pop(id)
-            await cancel_and_wait(task)
-            if not task.cancelled():
-                task.result()
-        for id in sorted(active - self._tasks.keys()):
-            self._tasks[id] = asyncio.create_task(self._lead(id), name=f"sweep-{id}")
 
     async def _lead(self, id: str) -> None:
         running: RunningSweep | None = None
