@@ -46,7 +46,7 @@ def details_of(reply: GenerateResult) -> Details:
 
 
 async def chunks_of(
-    answer: Pieces, stream: ReplyStream, asked: ParsedRequest, ended: Callable[[GenerateResult], None] = lambda _: None
+    answer: Pieces, stream: ReplyStream, asked: ParsedRequest, ended: Callable[[GenerateResult], None]
 ) -> AsyncGenerator[list[Json], None]:
     """Yield the chunks of a stream as the answer comes. `ended` is given the whole answer. Raises InvalidField."""
     begun, sent, counted = False, 0, 0
@@ -91,42 +91,39 @@ def each_answer(ask: GenerateRequest, asked: ParsedRequest) -> list[GenerateRequ
     return found
 
 
-class SeveralAnswers:
+class Answers:
     """Answers of one request, sampled side by side. If one fails, so does the request, and the others are cancelled."""
 
     def __init__(
-        self,
-        answer: Callable[[GenerateRequest], Pieces],
-        asked: ParsedRequest,
-        asks: Sequence[GenerateRequest],
-        dialect: Dialect,
+        self, answer: Callable[[GenerateRequest], Pieces], asked: ParsedRequest, ask: GenerateRequest, dialect: Dialect
     ) -> None:
-        self._answer, self._asked, self._asks, self._dialect = answer, asked, asks, dialect
+        self._answer, self._asked, self._asks, self._dialect = answer, asked, each_answer(ask, asked), dialect
 
     async def whole(self) -> web.StreamResponse:
         """Raises InvalidField."""
         replies = await gather_all([reply_of(self._answer(ask)) for ask in self._asks])
         found = [self._dialect.answer(self._asked, reply, details_of(reply)) for reply in replies]
-        return json_response(joined(found, self._asked.count))
+        return json_response(joined(found, self._asked.count) if len(found) > 1 else found[0])
 
     async def streamed(self, request: web.Request) -> web.StreamResponse:
-        """Write chunks of all answers as they come. Errors as with one answer."""
-        response, preparing = event_stream(), asyncio.Lock()
-        alone = replace(self._asked, usage=False)
+        """Write chunks as they come. Errors before the first are a status; later ones are an event, the last one."""
+        response, preparing, several = event_stream(), asyncio.Lock(), len(self._asks) > 1
+        alone = replace(self._asked, usage=self._asked.usage and not several)
+        streams = [self._dialect.stream(alone) for _ in self._asks]
         head: Json = {"id": f"cmpl-{uuid.uuid4().hex}", "created": int(time.time())}
 
         async def send(index: int, ask: GenerateRequest) -> GenerateResult:
             ends: list[GenerateResult] = []
-            async for chunks in chunks_of(self._answer(ask), self._dialect.stream(alone), alone, ends.append):
+            async for chunks in chunks_of(self._answer(ask), streams[index], alone, ends.append):
                 async with preparing:
                     if not response.prepared:
                         await response.prepare(request)
-                await write(response, renumbered(chunks, index, head))
+                await write(response, renumbered(chunks, index, head) if several else chunks)
             return ends[0]
 
         try:
             replies = await gather_all([send(index, ask) for index, ask in enumerate(self._asks)])
-            if self._asked.usage:
+            if several and self._asked.usage:
                 (last,) = self._dialect.stream(self._asked).end(replies[0])[1:]
                 usage = total([usage_of(reply) for reply in replies], self._asked.count)
                 await write(response, [{**last, **head, "usage": usage}])
@@ -134,6 +131,6 @@ class SeveralAnswers:
         except InvalidField as refused:
             if not response.prepared:
                 raise
-            await write(response, [refused.body])
+            await write(response, streams[0].failed(refused))
         await response.write_eof()
         return response

@@ -14,17 +14,9 @@ import structlog
 from aiohttp import web
 
 from opentinker.services.scheduler.http.errors import json_response, read_json
-from opentinker.services.scheduler.http.event_stream import event_stream
 from opentinker.services.scheduler.http.jobs import JobsApi
 from opentinker.services.scheduler.http.route_decorator import Route
-from opentinker.services.scheduler.inference.answers import (
-    SeveralAnswers,
-    chunks_of,
-    details_of,
-    each_answer,
-    reply_of,
-    write,
-)
+from opentinker.services.scheduler.inference.answers import Answers
 from opentinker.services.scheduler.inference.router import InferenceRouter, refuse_unless_served
 from opentinker.shared import dialects
 from opentinker.shared.asyncio_tools import cancel_and_wait
@@ -32,7 +24,6 @@ from opentinker.shared.dialects import Dialect
 from opentinker.shared.openai.answers import card_of, models
 from opentinker.shared.openai.fields import InvalidField, Json, unknown_model
 from opentinker.shared.openai.inference import GenerateRequest, adapters_in, models_of, names_of
-from opentinker.shared.openai.requests import ParsedRequest
 from opentinker.shared.openai.sampling import parse_manner
 from opentinker.shared.security.authorization import Action
 from opentinker.shared.types.core import JobRecord
@@ -117,38 +108,9 @@ class InferenceApi:
             offsets=asked.logprobs and dialect is dialects.COMPLETIONS,
             likely=asked.likely,
         )
-        asks = each_answer(ask, asked)
-        if len(asks) == 1:
-            respond = self._streamed if asked.stream else self._whole
-            answering = respond(request, job, asked, ask, dialect)
-        else:
-            several = SeveralAnswers(lambda ask: self.replicas.answer(job, ask), asked, asks, dialect)
-            answering = several.streamed(request) if asked.stream else several.whole()
+        answers = Answers(lambda ask: self.replicas.answer(job, ask), asked, ask, dialect)
+        answering = answers.streamed(request) if asked.stream else answers.whole()
         return await _while_there(request, asyncio.create_task(answering))
-
-    async def _whole(
-        self, request: web.Request, job: JobRecord, asked: ParsedRequest, ask: GenerateRequest, dialect: Dialect
-    ) -> web.StreamResponse:
-        reply = await reply_of(self.replicas.answer(job, ask))
-        return json_response(dialect.answer(asked, reply, details_of(reply)))
-
-    async def _streamed(
-        self, request: web.Request, job: JobRecord, asked: ParsedRequest, ask: GenerateRequest, dialect: Dialect
-    ) -> web.StreamResponse:
-        """Errors before the first chunk are a status; later ones are an event, the last one."""
-        response, stream = event_stream(), dialect.stream(asked)
-        try:
-            async for chunks in chunks_of(self.replicas.answer(job, ask), stream, asked):
-                if not response.prepared:
-                    await response.prepare(request)
-                await write(response, chunks)
-            await response.write(dialect.last)
-        except InvalidField as refused:
-            if not response.prepared:
-                raise
-            await write(response, stream.failed(refused))
-        await response.write_eof()
-        return response
 
 
 async def _while_there(request: web.Request, answering: asyncio.Task[web.StreamResponse]) -> web.StreamResponse:
