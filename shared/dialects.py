@@ -18,7 +18,6 @@ from opentinker.shared.anthropic.answers import MessagesStream, messages_answer,
 from opentinker.shared.anthropic.requests import parse_messages
 from opentinker.shared.openai.answers import (
     AnswerStream,
-    Details,
     ReplyStream,
     ReplyText,
     chat_answer,
@@ -43,7 +42,8 @@ class Dialect:
     route: str
     """Below the base URL, which ends in v1."""
     parse: Parse
-    answer: Callable[[ParsedRequest, ReplyText, Details], Json]
+    answer: Callable[[ParsedRequest, ReplyText, str], Json]
+    """The text names the weights, if it is not empty."""
     stream: Callable[[ParsedRequest], ReplyStream]
     error: Callable[[InvalidField], Json] = _openai_error
     last: bytes = b""

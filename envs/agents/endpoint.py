@@ -24,7 +24,7 @@ from aiohttp import web
 
 from opentinker.envs.base import Action
 from opentinker.shared.dialects import DIALECTS, Dialect, event
-from opentinker.shared.openai.answers import NO_DETAILS, card_of, generate_answer, models, whole_stream
+from opentinker.shared.openai.answers import card_of, generate_answer, models, whole_stream
 from opentinker.shared.openai.fields import InvalidField, Json, too_long
 from opentinker.shared.openai.requests import ParsedRequest, parse_generate
 from opentinker.shared.types.env_protocol import Policy
@@ -128,7 +128,7 @@ class Endpoint:
             return web.json_response(generate_answer(asked, action))
         if asked.stream:
             return await _stream(request, dialect, asked, action)
-        return web.json_response(dialect.answer(asked, action, NO_DETAILS))
+        return web.json_response(dialect.answer(asked, action, ""))
 
     def _check_length(self, asked: ParsedRequest) -> None:
         limit = self._policy.context_length

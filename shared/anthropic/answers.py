@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import uuid
 
-from opentinker.shared.openai.answers import NO_DETAILS, Details, Piece, ReplyText, said
+from opentinker.shared.openai.answers import Piece, ReplyText, said
 from opentinker.shared.openai.fields import InvalidField, Json
 from opentinker.shared.openai.requests import ParsedRequest
 from opentinker.shared.types.core import Message, StopReason
@@ -28,10 +28,10 @@ ERRORS = {
 """By status; other mistakes are `invalid_request_error`, other faults `api_error`."""
 
 
-def messages_answer(asked: ParsedRequest, answer: ReplyText, details: Details = NO_DETAILS) -> Json:
+def messages_answer(asked: ParsedRequest, answer: ReplyText, mark: str = "") -> Json:
     usage = _usage(answer.prompt_tokens, len(answer.ids))
     return {
-        **_begun(asked, details.mark),
+        **_begun(asked, mark),
         "content": _blocks(said(asked, answer)),
         **_end(asked, answer),
         "usage": usage,
@@ -62,7 +62,7 @@ class MessagesStream:
         self._open = True
         return [*begun, _delta(0, {"type": "text_delta", "text": piece.text})]
 
-    def calls(self, answer: ReplyText, details: Details) -> list[Json]:
+    def calls(self, answer: ReplyText) -> list[Json]:
         events = []
         for n, block in enumerate(_blocks(said(self._asked, answer))):
             if block["type"] == "text":
@@ -74,7 +74,7 @@ class MessagesStream:
         return events
 
     def end(self, answer: ReplyText) -> list[Json]:
-        text = [] if answer.tool_calls else [*([] if self._open else self.more(Piece(""))), _block_stop(0)]
+        text = [] if answer.tool_calls else [*([] if self._open else self.more(Piece())), _block_stop(0)]
         usage = _usage(answer.prompt_tokens, len(answer.ids))
         last = {"type": "message_delta", "delta": _end(self._asked, answer), "usage": usage}
         return [*text, last, {"type": "message_stop"}]

@@ -6,7 +6,9 @@ import json
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
+
+import msgspec
 
 from opentinker.shared.openai.fields import InvalidField, Json, unknown_model
 from opentinker.shared.openai.requests import ParsedRequest
@@ -44,31 +46,18 @@ class ReplyText(Protocol):
     def prompt_tokens(self) -> int: ...
 
 
-class Details(NamedTuple):
-    """Optional facts about an answer beyond its text."""
-
-    mark: str = ""
-    """Names the weights."""
-    tokens: Sequence[str] = ()
-    """The sampled ones as text."""
-    offsets: Sequence[int] = ()
-    """Where in the text each of the tokens begins."""
-    likely: Sequence[TopLogprobs] = ()
-    """At the place of each token."""
-
-
-NO_DETAILS = Details()
-
-
-class Piece(NamedTuple):
+class Piece(msgspec.Struct, frozen=True):
     """New text of an answer, and the tokens that it came from."""
 
-    text: str
-    ids: Sequence[int] = ()
-    logprobs: Sequence[float] = ()
-    tokens: Sequence[str] = ()
-    offsets: Sequence[int] = ()
-    likely: Sequence[TopLogprobs] = ()
+    text: str = ""
+    ids: list[int] = []
+    logprobs: list[float] = []
+    tokens: list[str] = []
+    """`ids` as text, if that was asked for."""
+    offsets: list[int] = []
+    """Where each of them begins in the answer, in characters, if that was asked for."""
+    likely: list[TopLogprobs] = []
+    """At the place of each of them, if that was asked for."""
 
 
 class ReplyStream(Protocol):
@@ -80,7 +69,7 @@ class ReplyStream(Protocol):
 
     def more(self, piece: Piece) -> list[Json]: ...
 
-    def calls(self, answer: ReplyText, details: Details) -> list[Json]:
+    def calls(self, answer: ReplyText) -> list[Json]:
         """And the words before them, if there are any."""
 
     def end(self, answer: ReplyText) -> list[Json]: ...
@@ -91,9 +80,16 @@ class ReplyStream(Protocol):
 def whole_stream(stream: ReplyStream, asked: ParsedRequest, answer: ReplyText) -> list[Json]:
     """Return the chunks of a stream in one piece, where the answer is there as a whole."""
     if answer.tool_calls:
-        return [*stream.begin(answer), *stream.calls(answer, Details()), *stream.end(answer)]
-    piece = Piece(said(asked, answer).text, answer.ids, answer.logprobs)
-    return [*stream.begin(answer), *stream.more(piece), *stream.end(answer)]
+        return [*stream.begin(answer), *stream.calls(answer), *stream.end(answer)]
+    return [*stream.begin(answer), *stream.more(whole_piece(asked, answer)), *stream.end(answer)]
+
+
+def whole_piece(asked: ParsedRequest, answer: ReplyText) -> Piece:
+    """The answer as the asker gets it; of the turn of an environment's agent the tokens are known as ids alone."""
+    text = said(asked, answer).text
+    if isinstance(answer, Piece):
+        return msgspec.structs.replace(answer, text=text)
+    return Piece(text, answer.ids, answer.logprobs)
 
 
 def said(asked: ParsedRequest, answer: ReplyText) -> Message:
@@ -123,20 +119,19 @@ class AnswerStream:
     def more(self, piece: Piece) -> list[Json]:
         if not self._chat:
             return [{**self._head, "choices": [_completion(self._asked, piece, None)]}]
-        listed = token_logprobs(piece.ids, piece.logprobs, piece.tokens, piece.likely)
-        logprobs = {"content": listed, "refusal": None} if self._asked.logprobs else None
-        return [self._chunk({"content": piece.text}, logprobs)]
+        return [self._chunk({"content": piece.text}, _chat_logprobs(self._asked, piece))]
 
-    def calls(self, answer: ReplyText, details: Details) -> list[Json]:
+    def calls(self, answer: ReplyText) -> list[Json]:
         words = {"content": answer.words} if answer.words else {}
         listed = [{"index": n, **call} for n, call in enumerate(_calls(answer.tool_calls))]
-        return [self._chunk({**words, "tool_calls": listed}, _chat_logprobs(self._asked, answer, details))]
+        logprobs = _chat_logprobs(self._asked, whole_piece(self._asked, answer))
+        return [self._chunk({**words, "tool_calls": listed}, logprobs)]
 
     def end(self, answer: ReplyText) -> list[Json]:
         if self._chat:
             last = self._chunk({}, None, _finish(answer))
         else:
-            last = {**self._head, "choices": [_completion(self._asked, Piece(""), FINISH[answer.stop])]}
+            last = {**self._head, "choices": [_completion(self._asked, Piece(), FINISH[answer.stop])]}
         usage = [{**self._head, "choices": [], "usage": usage_of(answer)}] if self._asked.usage else []
         return [last, *usage]
 
@@ -148,16 +143,17 @@ class AnswerStream:
         return {**self._head, "choices": [choice]}
 
 
-def chat_answer(asked: ParsedRequest, answer: ReplyText, details: Details = NO_DETAILS) -> Json:
+def chat_answer(asked: ParsedRequest, answer: ReplyText, mark: str = "") -> Json:
+    """`mark` names the weights."""
     message = said(asked, answer)
     choice = {
         "index": 0,
         "message": {"role": "assistant", "content": _words(message), "refusal": None}
         | ({"tool_calls": _calls(message.tool_calls)} if message.tool_calls else {}),
-        "logprobs": _chat_logprobs(asked, answer, details),
+        "logprobs": _chat_logprobs(asked, whole_piece(asked, answer)),
         "finish_reason": _finish(answer),
     }
-    return {**_head(asked, "chat.completion", details.mark), "choices": [choice], "usage": usage_of(answer)}
+    return {**_head(asked, "chat.completion", mark), "choices": [choice], "usage": usage_of(answer)}
 
 
 def _words(message: Message) -> str | None:
@@ -165,11 +161,9 @@ def _words(message: Message) -> str | None:
     return message.text or (None if message.tool_calls else "")
 
 
-def completion_answer(asked: ParsedRequest, answer: ReplyText, details: Details = NO_DETAILS) -> Json:
-    text = said(asked, answer).text
-    piece = Piece(text, answer.ids, answer.logprobs, details.tokens, details.offsets, details.likely)
-    choice = _completion(asked, piece, FINISH[answer.stop])
-    return {**_head(asked, "text_completion", details.mark), "choices": [choice], "usage": usage_of(answer)}
+def completion_answer(asked: ParsedRequest, answer: ReplyText, mark: str = "") -> Json:
+    choice = _completion(asked, whole_piece(asked, answer), FINISH[answer.stop])
+    return {**_head(asked, "text_completion", mark), "choices": [choice], "usage": usage_of(answer)}
 
 
 def generate_answer(asked: ParsedRequest, answer: ReplyText) -> Json:
@@ -178,7 +172,7 @@ def generate_answer(asked: ParsedRequest, answer: ReplyText) -> Json:
     choice = {
         "index": 0,
         "token_ids": answer.ids,
-        "logprobs": {"content": token_logprobs(answer.ids, answer.logprobs, ())},
+        "logprobs": {"content": token_logprobs(whole_piece(asked, answer))},
         "finish_reason": FINISH[answer.stop],
     }
     return {"request_id": f"gen-{uuid.uuid4().hex}", "choices": [choice], "usage": usage_of(answer)}
@@ -228,24 +222,26 @@ def _calls(calls: Sequence[ToolCall]) -> list[Json]:
     ]
 
 
-def _chat_logprobs(asked: ParsedRequest, answer: ReplyText, details: Details) -> Json | None:
-    listed = token_logprobs(answer.ids, answer.logprobs, details.tokens, details.likely)
-    return {"content": listed, "refusal": None} if asked.logprobs else None
+def _chat_logprobs(asked: ParsedRequest, piece: Piece) -> Json | None:
+    return {"content": token_logprobs(piece), "refusal": None} if asked.logprobs else None
 
 
-def token_logprobs(
-    ids: Sequence[int], logprobs: Sequence[float], tokens: Sequence[str], likely: Sequence[TopLogprobs] = ()
-) -> list[Json]:
+def _names(piece: Piece) -> list[str]:
     """A token whose text is not known is named by its id."""
-    names = tokens or [f"token_id:{id}" for id in ids]
+    return piece.tokens or [f"token_id:{id}" for id in piece.ids]
+
+
+def token_logprobs(piece: Piece) -> list[Json]:
     return [
         {
             "token": name,
             "logprob": logprob,
-            "bytes": _bytes(name) if tokens else None,
+            "bytes": _bytes(name) if piece.tokens else None,
             "top_logprobs": [{"token": text, "logprob": of, "bytes": _bytes(text)} for text, of in there],
         }
-        for name, logprob, there in zip(names, logprobs, likely or [[]] * len(ids), strict=True)
+        for name, logprob, there in zip(
+            _names(piece), piece.logprobs, piece.likely or [[]] * len(piece.ids), strict=True
+        )
     ]
 
 
@@ -264,16 +260,15 @@ def _bytes(token: str) -> list[int] | None:
 
 def _completion(asked: ParsedRequest, piece: Piece, finish: str | None) -> Json:
     """Offsets that are not known are null. Among the likely tokens of each place is the sampled one, as with OpenAI."""
-    names = list(piece.tokens) or [f"token_id:{id}" for id in piece.ids]
-    places = list(piece.offsets) if len(piece.offsets) == len(piece.ids) else None
+    names = _names(piece)
+    places = piece.offsets if len(piece.offsets) == len(piece.ids) else None
     sampled = zip(piece.likely, names, piece.logprobs, strict=True) if piece.likely else []
     tops = [_by_text([*there, (name, logprob)]) for there, name, logprob in sampled]
-    logprobs = list(piece.logprobs)
-    named = {"tokens": names, "token_logprobs": logprobs, "top_logprobs": tops or None, "text_offset": places}
+    named = {"tokens": names, "token_logprobs": piece.logprobs, "top_logprobs": tops or None, "text_offset": places}
     return {
         "index": 0,
         "text": piece.text,
-        "token_ids": list(piece.ids),
+        "token_ids": piece.ids,
         "logprobs": named if asked.logprobs else None,
         "finish_reason": finish,
     }

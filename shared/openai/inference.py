@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from opentinker.shared.openai.answers import TopLogprobs
+from opentinker.shared.openai.answers import Piece
 from opentinker.shared.openai.sampling import SamplingParams
 from opentinker.shared.types.core import Message, StopReason, Tool, ToolCall, WeightVersion
 from opentinker.shared.types.guide import Guide
@@ -49,27 +49,16 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Number of likeliest tokens returned at each place."""
 
 
-class GenerateResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole answer."""
+class GenerateResult(Piece, frozen=True, kw_only=True):
+    """The whole answer, without the stop string that ended it. `likely`: at the places that came with no piece."""
 
-    text: str
-    """Without the stop string that ended it."""
     stop: StopReason
-    ids: list[int]
-    """Every sampled token, the end-of-turn token included."""
-    logprobs: list[float]
     prompt_tokens: int
     version: WeightVersion
     """Version of the weights that sampled the last token."""
-    tool_calls: list[ToolCall] = []
+    tool_calls: list[ToolCall]
     words: str = ""
     """Text before the tool calls."""
-    tokens: list[str] = []
-    """`ids` as text, if that was asked for."""
-    offsets: list[int] = []
-    """Where each of them begins, in characters, if that was asked for."""
-    likely: list[TopLogprobs] = []
-    """At the place of each of `ids` that came with no piece, if that was asked for."""
 
 
 class GenerateError(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,19 +72,12 @@ class GenerateError(msgspec.Struct, frozen=True, kw_only=True):
     """Another rollout worker of the job may answer."""
 
 
-class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True):
-    """Rollout worker -> the scheduler that asked. One with nothing in it says that the worker is at it."""
+class GenerateChunk(Piece, frozen=True, kw_only=True):
+    """Rollout worker -> the scheduler that asked. One with nothing in it says that the worker is at it. The chunks'
+    texts are a prefix of the result's text."""
 
     seq: int
     """0, 1, 2...: a gap means that something was lost on the way."""
-    text: str = ""
-    """New text; the chunks' texts are a prefix of the result's text."""
-    ids: list[int] = []
-    """The tokens that the text came from."""
-    logprobs: list[float] = []
-    tokens: list[str] = []
-    offsets: list[int] = []
-    likely: list[TopLogprobs] = []
     reply: GenerateResult | None = None
     """The last piece has this or `refusal`."""
     refusal: GenerateError | None = None

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from opentinker.shared.openai.answers import NO_DETAILS, Details, Piece, ReplyText, said, token_logprobs
+from opentinker.shared.openai.answers import Piece, ReplyText, said, token_logprobs, whole_piece
 from opentinker.shared.openai.fields import InvalidField, Json
 from opentinker.shared.openai.requests import ParsedRequest
 from opentinker.shared.types.core import StopReason, ToolCall
@@ -17,8 +17,8 @@ from opentinker.shared.types.core import StopReason, ToolCall
 CUT = (StopReason.LENGTH, StopReason.CONTEXT)
 
 
-def responses_answer(asked: ParsedRequest, answer: ReplyText, details: Details = NO_DETAILS) -> Json:
-    return _done(_begun(asked, details.mark), asked, answer, _items(asked, answer, details))
+def responses_answer(asked: ParsedRequest, answer: ReplyText, mark: str = "") -> Json:
+    return _done(_begun(asked, mark), asked, answer, _items(asked, answer))
 
 
 class ResponsesStream:
@@ -38,12 +38,12 @@ class ResponsesStream:
         return [self._event(f"response.{kind}", response=self._response) for kind in ("created", "in_progress")]
 
     def more(self, piece: Piece) -> list[Json]:
-        listed = token_logprobs(piece.ids, piece.logprobs, piece.tokens, piece.likely) if self._asked.logprobs else []
+        listed = token_logprobs(piece) if self._asked.logprobs else []
         self._logprobs += listed
         return [*self._text_begun(), self._text("response.output_text.delta", delta=piece.text, logprobs=listed)]
 
-    def calls(self, answer: ReplyText, details: Details) -> list[Json]:
-        items = _items(self._asked, answer, details)
+    def calls(self, answer: ReplyText) -> list[Json]:
+        items = _items(self._asked, answer)
         if not answer.words:
             return [event for item in items for event in self._call(item)]
         self._logprobs = items[0]["content"][0]["logprobs"]
@@ -155,12 +155,12 @@ def _done(begun: Json, asked: ParsedRequest, answer: ReplyText, items: Sequence[
     }
 
 
-def _items(asked: ParsedRequest, answer: ReplyText, details: Details) -> list[Json]:
+def _items(asked: ParsedRequest, answer: ReplyText) -> list[Json]:
     message = said(asked, answer)
     calls = [_call_item(call) for call in message.tool_calls]
     if calls and not message.text:
         return calls
-    listed = token_logprobs(answer.ids, answer.logprobs, details.tokens, details.likely) if asked.logprobs else []
+    listed = token_logprobs(whole_piece(asked, answer)) if asked.logprobs else []
     status = "incomplete" if answer.stop in CUT and not calls else "completed"
     item = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "status": status, "role": "assistant"}
     return [{**item, "content": [_part(message.text, listed)]}, *calls]

@@ -17,7 +17,7 @@ from opentinker.services.scheduler.http.event_stream import event_stream
 from opentinker.shared import dialects
 from opentinker.shared.asyncio_tools import gather_all
 from opentinker.shared.dialects import Dialect
-from opentinker.shared.openai.answers import Details, Piece, ReplyStream, said, usage_of
+from opentinker.shared.openai.answers import Piece, ReplyStream, said, usage_of
 from opentinker.shared.openai.choices import joined, renumbered, total
 from opentinker.shared.openai.fields import InvalidField, Json
 from opentinker.shared.openai.inference import GenerateChunk, GenerateRequest, GenerateResult
@@ -41,10 +41,6 @@ async def reply_of(answer: Pieces) -> GenerateResult:
     raise AssertionError("an answer ends with a reply")
 
 
-def details_of(reply: GenerateResult) -> Details:
-    return Details(f"weights-{reply.version}", reply.tokens, reply.offsets, reply.likely)
-
-
 async def chunks_of(
     answer: Pieces, stream: ReplyStream, asked: ParsedRequest, ended: Callable[[GenerateResult], None]
 ) -> AsyncGenerator[list[Json], None]:
@@ -59,15 +55,14 @@ async def chunks_of(
                 ended(piece.reply)
                 yield _rest(stream, asked, piece.reply, sent, counted)
             else:
-                numbers = piece.logprobs, piece.tokens, piece.offsets, piece.likely
-                yield stream.more(Piece(piece.text, piece.ids, *numbers))
+                yield stream.more(piece)
                 sent, counted = sent + len(piece.text), counted + len(piece.ids)
 
 
 def _rest(stream: ReplyStream, asked: ParsedRequest, reply: GenerateResult, sent: int, counted: int) -> list[Json]:
     """Return chunks for the unsent part of the result: characters from `sent`, tokens from `counted`."""
     if reply.tool_calls:
-        return [*stream.calls(reply, details_of(reply)), *stream.end(reply)]
+        return [*stream.calls(reply), *stream.end(reply)]
     text, ids = said(asked, reply).text[sent:], reply.ids[counted:]
     if not text and not ids:
         return stream.end(reply)
@@ -102,7 +97,7 @@ class Answers:
     async def whole(self) -> web.StreamResponse:
         """Raises InvalidField."""
         replies = await gather_all([reply_of(self._answer(ask)) for ask in self._asks])
-        found = [self._dialect.answer(self._asked, reply, details_of(reply)) for reply in replies]
+        found = [self._dialect.answer(self._asked, reply, f"weights-{reply.version}") for reply in replies]
         return json_response(joined(found, self._asked.count) if len(found) > 1 else found[0])
 
     async def streamed(self, request: web.Request) -> web.StreamResponse:
