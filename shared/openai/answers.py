@@ -85,7 +85,7 @@ def whole_stream(stream: ReplyStream, asked: ParsedRequest, answer: ReplyText) -
 
 
 def whole_piece(asked: ParsedRequest, answer: ReplyText) -> Piece:
-    """The answer as the asker gets it; of the turn of an environment's agent the tokens are known as ids alone."""
+    """The answer as the asker gets it; for the turn of an environment's agent only the token ids are known."""
     text = said(asked, answer).text
     if isinstance(answer, Piece):
         return msgspec.structs.replace(answer, text=text)

@@ -3,12 +3,16 @@ setting's name, a value or a line of TOML. Found by pydantic or by validators of
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import re
-from collections.abc import Sequence, Set
-from typing import Any
+from collections.abc import Mapping, Sequence, Set
+from typing import Any, TypeVar
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
+
+K = TypeVar("K")
+P = TypeVar("P", bound=BaseModel)
 
 WHOLE = "(whole spec)"
 """Stands for the field where a mistake is about all of them."""
@@ -41,6 +45,22 @@ def unused(part: BaseModel, usual: BaseModel, ignored: Set[str], by: str) -> lis
         for name in type(part).model_fields
         if name in ignored and getattr(part, name) != getattr(usual, name)
     ]
+
+
+def written(data: Any, *names: str) -> Any:
+    """The value in nested tables of a spec as it was sent; None if it or a table is missing."""
+    for name in names:
+        data = data.get(name) if isinstance(data, dict) else None
+    return data
+
+
+def right_parts(model: type[P], parts: Mapping[K, Any]) -> dict[K, P]:
+    """The parts of a spec as it was sent that are right in themselves; the others are among the mistakes already."""
+    found = {}
+    for key, part in parts.items():
+        with contextlib.suppress(ValidationError):
+            found[key] = model.model_validate(part)
+    return found
 
 
 def fill(model: BaseModel, values: dict[str, Any]) -> None:

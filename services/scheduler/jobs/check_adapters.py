@@ -4,12 +4,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import orjson
-from pydantic import ValidationError
 
 from opentinker.services.scheduler.jobs.check_start_checkpoint import Mistakes, SourceCheckpoint, find
 from opentinker.services.scheduler.jobs.disk_threads import on_disk
@@ -18,6 +17,7 @@ from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import AdapterSpec, JobSpec
 from opentinker.shared.spec.serving import MAX_ADAPTERS, MAX_LORA_RANK
 from opentinker.shared.types.manifest import ADAPTER
+from opentinker.shared.types.mistakes import right_parts, written
 
 CONFIG = "adapter_config.json"
 TOKENIZER = "tokenizer.json"
@@ -31,7 +31,7 @@ async def check_adapters(
     """`data`: the spec as it was sent. `base`: model.base, an absolute path if it is a directory."""
     mistakes: Mistakes = []
     found: list[tuple[str, SourceCheckpoint]] = []
-    for place, adapter in _written(data, spec):
+    for place, adapter in _adapters(data, spec):
         chosen = await find(ctx, adapter, tenant)
         if isinstance(chosen, str):
             problems = [chosen]
@@ -43,20 +43,13 @@ async def check_adapters(
     return mistakes, found
 
 
-def _written(data: Any, spec: JobSpec | None) -> list[tuple[int, AdapterSpec]]:
+def _adapters(data: Any, spec: JobSpec | None) -> Iterable[tuple[int, AdapterSpec]]:
     """By place; of a spec that is wrong somewhere, those of the first MAX_ADAPTERS that are right in
     themselves."""
     if spec is not None:
-        return list(enumerate(spec.serving.adapters))
-    serving = data.get("serving") if isinstance(data, dict) else None
-    listed = serving.get("adapters") if isinstance(serving, dict) else None
-    found = []
-    for place, one in enumerate(listed[:MAX_ADAPTERS] if isinstance(listed, list) else []):
-        try:
-            found.append((place, AdapterSpec.model_validate(one)))
-        except ValidationError:
-            continue  # among the mistakes already
-    return found
+        return enumerate(spec.serving.adapters)
+    listed = written(data, "serving", "adapters")
+    return right_parts(AdapterSpec, dict(enumerate(listed[:MAX_ADAPTERS] if isinstance(listed, list) else []))).items()
 
 
 def _misfits(chosen: SourceCheckpoint, spec: JobSpec, base: str) -> list[str]:

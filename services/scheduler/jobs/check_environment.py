@@ -23,6 +23,7 @@ from opentinker.shared.types.codec import WireError
 from opentinker.shared.types.core import Pool
 from opentinker.shared.types.env_protocol import SERVED, EnvAbout, EnvCheck, EnvCheckReply, is_url
 from opentinker.shared.types.errors import Conflict, SpecError
+from opentinker.shared.types.mistakes import right_parts, written
 
 ENV_CHECK_S = 15.0
 """Time limit for an env worker that is busy, or whose libraries take long to import; a missing one is reported
@@ -159,10 +160,9 @@ async def _without_sandboxes(ctx: Context) -> EnvCheckReply | None:
 def _named(data: Any, spec: JobSpec | None, own_jobs: list[str]) -> EnvCheck | None:
     if spec is not None and not spec.environment.name:
         return None
-    raw = data.get("environment") if isinstance(data, dict) else None
-    try:
-        part = EnvironmentSpec.model_validate(raw) if spec is None else spec.environment
-    except ValueError:
+    raw = {0: written(data, "environment")}
+    part = right_parts(EnvironmentSpec, raw).get(0) if spec is None else spec.environment
+    if part is None:
         return None
     return EnvCheck(
         name=part.name,

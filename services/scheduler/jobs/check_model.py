@@ -20,6 +20,7 @@ from opentinker.shared.durable_files import local_path, not_on_hub
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import JobSpec, ModelSpec
 from opentinker.shared.types.core import Pool
+from opentinker.shared.types.mistakes import written
 
 Mistakes = list[dict[str, Any]]
 
@@ -85,46 +86,32 @@ def mistakes_in_model(base: str, model: ModelSpec | None, weights: bool) -> Mist
 
 def mistakes_in_frozen_models(data: Any) -> Mistakes:
     """Blocking. Of the models that reference-forward will load, even if other parts of the spec are wrong."""
-    if not isinstance(data, dict):
-        return []
-    found = [
-        {**mistake, "field": "teacher.base"} for mistake in mistakes_in_model(_name_in(data.get("teacher")), None, True)
-    ]
-    base = _name_in(data.get("value_model"))
-    wrong = mistakes_in_model(base, None, True) or _check_classifier(base, "token")
-    found += [{**mistake, "field": "value_model.base"} for mistake in wrong]
-    judges = data.get("reward_models")
-    for i, judge in enumerate(judges if isinstance(judges, list) else []):
-        base = _name_in(judge)
-        wrong = mistakes_in_model(base, None, True) or _check_classifier(base, "sequence") or _check_template(base)
-        found += [{**mistake, "field": f"reward_models.{i}.base"} for mistake in wrong]
+    judges = written(data, "reward_models")
+    parts = {name: written(data, name) for name in ("teacher", "value_model")}
+    parts |= {f"reward_models.{i}": judge for i, judge in enumerate(judges if isinstance(judges, list) else [])}
+    found: Mistakes = []
+    for name, part in parts.items():
+        base = written(part, "base")
+        if isinstance(base, str):
+            wrong = mistakes_in_model(base, None, True) or _check_head(base, name)
+            found += [{**mistake, "field": f"{name}.base"} for mistake in wrong]
     return found
 
 
-def _name_in(part: Any) -> str:
-    base = part.get("base") if isinstance(part, dict) else None
-    return base if isinstance(base, str) else ""
-
-
-def _check_classifier(base: str, kind: str) -> Mistakes:
-    """Check a local directory with a config.json. `kind`: what the model classifies."""
+def _check_head(base: str, name: str) -> Mistakes:
+    """Check a local directory: which classifier it is, and that a reward model's has a chat template."""
     path = local_path(base) if base else None
-    if path is None:
+    if path is None or name == "teacher":
         return []
+    kind = "token" if name == "value_model" else "sequence"
     try:
         architectures = orjson.loads((path / "config.json").read_bytes()).get("architectures") or []
         if not any(str(name).endswith(f"For{kind.title()}Classification") for name in architectures):
             said = ", ".join(map(str, architectures)) or "no architecture"
             return [_mistake(base, f"is no {kind} classifier: its config.json says {said}")]
     except (OSError, AttributeError, TypeError, orjson.JSONDecodeError):
-        return []  # reference-forward has more to say about such a file than we
-    return []
-
-
-def _check_template(base: str) -> Mistakes:
-    """Check the chat template of a local directory."""
-    path = local_path(base) if base else None
-    if path is None or not _lacks_template(path):
+        pass  # reference-forward has more to say about such a file than we
+    if name == "value_model" or not _lacks_template(path):
         return []
     return [_mistake(base, "has no chat template: add the one that it was trained with as chat_template.jinja")]
 

@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from itertools import islice
 from typing import Any, NamedTuple
 
-from pydantic import ValidationError
-
 from opentinker.services.scheduler.jobs.check_model import mistakes_in_model
 from opentinker.services.scheduler.jobs.check_start_checkpoint import Mistakes, SourceCheckpoint, adapter_in, find
 from opentinker.services.scheduler.jobs.disk_threads import on_disk
@@ -23,7 +21,7 @@ from opentinker.shared.spec import JobSpec, ModelSpec, SeatSpec
 from opentinker.shared.spec.seats import MAX_SEATS
 from opentinker.shared.spec.serving import MAX_LORA_RANK
 from opentinker.shared.spec.start import Origin
-from opentinker.shared.types.mistakes import short
+from opentinker.shared.types.mistakes import right_parts, short, written
 
 
 class FrozenSeat(NamedTuple):
@@ -87,14 +85,8 @@ def _written_seats(data: Any, spec: JobSpec | None) -> Mapping[str, SeatSpec]:
     MAX_SEATS."""
     if spec is not None:
         return spec.seats
-    listed = data.get("seats") if isinstance(data, dict) else None
-    found = {}
-    for seat, player in islice((listed if isinstance(listed, dict) else {}).items(), MAX_SEATS):
-        try:
-            found[str(seat)] = SeatSpec.model_validate(player)
-        except ValidationError:
-            continue  # named by a policy, or among the mistakes already
-    return found
+    listed = written(data, "seats")
+    return right_parts(SeatSpec, dict(islice((listed if isinstance(listed, dict) else {}).items(), MAX_SEATS)))
 
 
 def _judge(chosen: SourceCheckpoint, player: SeatSpec, spec: JobSpec | None) -> tuple[dict[str, Any] | None, Mistakes]:

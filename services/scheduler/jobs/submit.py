@@ -12,7 +12,6 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import orjson
-from pydantic import ValidationError
 
 from opentinker.services.scheduler.jobs import (
     check_adapters,
@@ -35,7 +34,7 @@ from opentinker.shared.state.notifications import Notifications
 from opentinker.shared.state.redis_script import UNFENCED
 from opentinker.shared.types.errors import Conflict, SpecError
 from opentinker.shared.types.manifest import adapter_of, frozen_of, start_of
-from opentinker.shared.types.mistakes import mistake
+from opentinker.shared.types.mistakes import mistake, right_parts, written
 
 _ALPHABET = string.ascii_lowercase + string.digits
 Mistakes = list[dict[str, Any]]
@@ -264,12 +263,7 @@ def _make_absolute(plain: dict[str, Any], spec: JobSpec) -> None:
 
 
 def _start(data: Any, spec: JobSpec | None) -> StartSpec | None:
-    if spec is not None:
-        return spec.start
-    try:
-        return StartSpec.model_validate(data.get("start")) if isinstance(data, dict) else None
-    except ValidationError:
-        return None  # not given, or among the mistakes already
+    return right_parts(StartSpec, {0: written(data, "start")}).get(0) if spec is None else spec.start
 
 
 async def _check_start(
@@ -293,8 +287,5 @@ async def _check_start(
 
 
 def _base(data: Any, spec: JobSpec | None) -> str | None:
-    if spec is not None:
-        return spec.model.base
-    part = data.get("model") if isinstance(data, dict) else None
-    base = part.get("base") if isinstance(part, dict) else None
+    base = written(data, "model", "base") if spec is None else spec.model.base
     return base if isinstance(base, str) and base else None
