@@ -20,6 +20,7 @@ import os
 import secrets
 from pathlib import Path
 
+import msgspec
 from aiohttp import web
 
 from opentinker.envs.base import Action
@@ -121,7 +122,7 @@ class Endpoint:
             raise InvalidField(f"{path} takes POST", status=405)
         parse = parse_generate if dialect is None else dialect.parse
         asked = parse(await _body(request), request.headers.get(SESSION, ""))
-        asked.model = asked.model or self._policy.model
+        asked = msgspec.structs.replace(asked, model=asked.model or self._policy.model)
         self._check_length(asked)
         action = await self._answer(asked)
         if dialect is None:

@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 
 from opentinker.shared.openai.answers import Piece
+from opentinker.shared.openai.requests import Question
 from opentinker.shared.openai.sampling import SamplingParams
-from opentinker.shared.types.core import Message, StopReason, Tool, ToolCall, WeightVersion
-from opentinker.shared.types.guide import Guide
+from opentinker.shared.types.core import StopReason, ToolCall, WeightVersion
 
 BEAT_S = 2.0
 """A rollout worker that has nothing new to say of a request says so this often."""
@@ -20,8 +20,8 @@ SILENCE_S = 12.0
 """A worker that sends nothing for this time is lost."""
 
 
-class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Scheduler -> one rollout worker of an inference job. The prompt is one of messages, text and token ids."""
+class GenerateRequest(Question, frozen=True, kw_only=True):
+    """Scheduler -> one rollout worker of an inference job."""
 
     id: str
     asker: str
@@ -29,24 +29,11 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     job: str
     model: str
     """Which of the job's models: the first of `names_of`, or the name of one of its adapters."""
-    messages: list[Message] = []
-    tools: list[Tool] = []
-    guide: Guide | None = None
-    """Constraint on the answer."""
-    text: str | None = None
-    token_ids: list[int] | None = None
-    max_tokens: int | None = None
-    """None: what the context has room for."""
-    stop: list[str] = []
     manner: SamplingParams = SamplingParams()
-    stream: bool = False
-    """The answer is wanted while it is sampled; one that may call tools comes as a whole all the same."""
     tokens: bool = False
     """The sampled tokens are wanted as text, one by one."""
     offsets: bool = False
     """And where each of them begins in the answer."""
-    likely: int = 0
-    """Number of likeliest tokens returned at each place."""
 
 
 class GenerateResult(Piece, frozen=True, kw_only=True):

@@ -10,8 +10,9 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from opentinker.shared.openai.fields import InvalidField, Json, flag, items, stops, table, text, token_ids, whole
 from opentinker.shared.openai.guides import guide_of, is_told_of_tools, schema_of
@@ -27,35 +28,41 @@ MAX_ANSWERS = 64
 """Limit of the answers of one request, to all its prompts."""
 
 
-@dataclass(eq=False, kw_only=True)
-class ParsedRequest:
-    """A parsed request to a model."""
+class Question(msgspec.Struct, frozen=True, kw_only=True):
+    """The prompt of a request, as messages, text or token ids, and its limits."""
 
-    messages: list[Message] = field(default_factory=list)
-    tools: list[Tool] = field(default_factory=list)
+    messages: list[Message] = []
+    tools: list[Tool] = []
     guide: Guide | None = None
     """Constraint on the answer; None: anything."""
     token_ids: list[int] | None = None
     """In place of messages: the whole prompt."""
     text: str | None = None
     """In place of messages: the whole prompt, tokenised as it is."""
+    max_tokens: int | None = None
+    """None: the room in the context."""
+    stop: list[str] = []
+    stream: bool = False
+    """The answer is wanted while it is sampled; one that may call tools comes as a whole all the same."""
+    likely: int = 0
+    """Number of likeliest tokens to return at each place."""
+
+
+class ParsedRequest(Question, frozen=True, kw_only=True, eq=False):
+    """A parsed request to a model."""
+
     session: str = ""
     """X-Session-ID: prompts of different sessions never continue each other."""
-    max_tokens: int | None = None
-    stop: list[str] = field(default_factory=list)
     model: str = ""
-    stream: bool = False
     usage: bool = False
     """A stream ends with the usage."""
     logprobs: bool = False
     """Return log-probabilities of the sampled tokens."""
-    likely: int = 0
-    """Number of likeliest tokens to return at each place."""
-    prompts: list[str | list[int]] = field(default_factory=list)
+    prompts: list[str | list[int]] = []
     """All prompts of a completion, of which the first is `text` or `token_ids`."""
     count: int = 1
     """Number of answers to each prompt."""
-    repeated: Json = field(default_factory=dict)
+    repeated: Json = {}
     """Fields of the request that its answer repeats."""
 
 

@@ -7,7 +7,6 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 
 import msgspec
 from aiohttp import web
@@ -103,7 +102,7 @@ class Answers:
     async def streamed(self, request: web.Request) -> web.StreamResponse:
         """Write chunks as they come. Errors before the first are a status; later ones are an event, the last one."""
         response, preparing, several = event_stream(), asyncio.Lock(), len(self._asks) > 1
-        alone = replace(self._asked, usage=self._asked.usage and not several)
+        alone = msgspec.structs.replace(self._asked, usage=self._asked.usage and not several)
         streams = [self._dialect.stream(alone) for _ in self._asks]
         head: Json = {"id": f"cmpl-{uuid.uuid4().hex}", "created": int(time.time())}
 

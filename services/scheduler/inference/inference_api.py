@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 
+import msgspec
 import structlog
 from aiohttp import web
 
@@ -24,6 +25,7 @@ from opentinker.shared.dialects import Dialect
 from opentinker.shared.openai.answers import card_of, models
 from opentinker.shared.openai.fields import InvalidField, Json, unknown_model
 from opentinker.shared.openai.inference import GenerateRequest, adapters_in, models_of, names_of
+from opentinker.shared.openai.requests import Question
 from opentinker.shared.openai.sampling import parse_manner
 from opentinker.shared.security.authorization import Action
 from opentinker.shared.types.core import JobRecord
@@ -89,24 +91,16 @@ class InferenceApi:
         models = models_of(job.id, job.spec)
         if asked.model and asked.model not in models:
             raise unknown_model(asked.model, models)
-        asked.model = asked.model or next(iter(models))
+        asked = msgspec.structs.replace(asked, model=asked.model or next(iter(models)))
         ask = GenerateRequest(
             id=f"q-{uuid.uuid4().hex}",
             asker=self.replicas.name,
             job=job.id,
             model=models[asked.model],
-            messages=asked.messages,
-            tools=asked.tools,
-            guide=asked.guide,
-            text=asked.text,
-            token_ids=asked.token_ids,
-            max_tokens=asked.max_tokens,
-            stop=asked.stop,
             manner=manner,
-            stream=asked.stream,
             tokens=asked.logprobs,
             offsets=asked.logprobs and dialect is dialects.COMPLETIONS,
-            likely=asked.likely,
+            **{name: getattr(asked, name) for name in Question.__struct_fields__},
         )
         answers = Answers(lambda ask: self.replicas.answer(job, ask), asked, ask, dialect)
         answering = answers.streamed(request) if asked.stream else answers.whole()
