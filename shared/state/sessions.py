@@ -62,10 +62,9 @@ end
 _USED = "if redis.call('EXISTS', KEYS[1]) == 1 then redis.call('HSET', KEYS[1], 'used', ARGV[1]) end"
 
 
-class Session(msgspec.Struct, frozen=True, kw_only=True):
-    id: str
-    digest: str
-    """SHA-256 of the token in the cookie."""
+class SignIn(msgspec.Struct, frozen=True, kw_only=True):
+    """A person who signs in, with an API key or as a user of the provider."""
+
     tenant: str
     key: str = ""
     """Id of the API key that it was made with; empty: a user whom the provider vouches for."""
@@ -80,10 +79,16 @@ class Session(msgspec.Struct, frozen=True, kw_only=True):
     groups: list[str] = []
     """Those of the user's groups that had a role when the session began."""
     created: float
+    expires: float
+    """Unix seconds; the latest time at which the session ends."""
+
+
+class Session(SignIn, frozen=True, kw_only=True):
+    id: str
+    digest: str
+    """SHA-256 of the token in the cookie."""
     used: float
     """When it was last used, to USED_EVERY_S."""
-    expires: float
-    """Unix seconds; the latest time at which it ends."""
 
     def ends(self, idle_s: float) -> float:
         """Return when the session ends unless it is used again."""
@@ -112,32 +117,17 @@ class SessionStore:
         self._redis = redis
         self._create, self._used = Script(redis, _CREATE), Script(redis, _USED)
 
-    async def create(
-        self,
-        *,
-        now: float,
-        expires: float,
-        tenant: str,
-        key: str = "",
-        secret: str = "",
-        user: str = "",
-        subject: str = "",
-        issuer: str = "",
-        groups: Iterable[str] = (),
-    ) -> tuple[str, Session]:
+    async def create(self, login: SignIn) -> tuple[str, Session]:
         """Return the token, which is not stored, and its session."""
         id = "".join(secrets.choice(string.digits + string.ascii_lowercase) for _ in range(10))
         token = f"ot_session_{id}_{secrets.token_hex(32)}"
-        made = Session(
-            id=id, digest=digest_of(token), tenant=tenant, key=key, secret=secret, user=user, subject=subject,
-            issuer=issuer, groups=sorted(groups), created=now, used=now, expires=expires,
-        )  # fmt: skip
-        fields = {**msgspec.structs.asdict(made), "groups": msgspec.json.encode(made.groups).decode()}
+        made = Session(id=id, digest=digest_of(token), used=login.created, **msgspec.structs.asdict(login))
+        fields = {**msgspec.structs.asdict(made), "groups": msgspec.json.encode(sorted(made.groups)).decode()}
         del fields["id"]
         await self._create(
-            keys=[_of(id), _all_of(tenant), _all_by(made)],
+            keys=[_of(id), _all_of(made.tenant), _all_by(made)],
             args=[
-                *(id, now, expires, MAX_SESSIONS, int(expires) + SLACK_S),
+                *(id, made.created, made.expires, MAX_SESSIONS, int(made.expires) + SLACK_S),
                 *(part for pair in fields.items() for part in pair),
             ],
         )

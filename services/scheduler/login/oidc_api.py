@@ -31,6 +31,7 @@ from opentinker.shared.api_types import LoginProvider
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.security.authorization import SCOPES, Action, Principal
 from opentinker.shared.state.logins import ATTEMPT_S, Attempt, LoginStore
+from opentinker.shared.state.sessions import SignIn
 from opentinker.shared.types.errors import Conflict, OpenTinkerError
 
 if TYPE_CHECKING:
@@ -156,10 +157,11 @@ class OidcApi:
         if granted is None:
             raise LoginRefused(self._without_role(user, groups))
         now, own = time.time(), [group for group in groups if group in settings.oidc_groups]
-        token, made = await self._gate.sessions.store.create(
-            now=now, expires=now + settings.session_max_s, tenant=granted[0], user=user, subject=claims["sub"],
+        login = SignIn(
+            created=now, expires=now + settings.session_max_s, tenant=granted[0], user=user, subject=claims["sub"],
             issuer=settings.oidc_issuer, groups=own,
         )  # fmt: skip
+        token, made = await self._gate.sessions.store.create(login)
         request[PRINCIPAL] = Principal(*granted, "", SCOPES, user=user, session=made.id)
         log.info("signed_in", user=user, subject=claims["sub"], tenant=granted[0], role=granted[1].value)
         return token

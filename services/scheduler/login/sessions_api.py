@@ -22,7 +22,7 @@ from opentinker.services.scheduler.login.oidc_api import OidcApi
 from opentinker.shared import api_types
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.security.authorization import Action, outranks
-from opentinker.shared.state.sessions import Session, csrf_token
+from opentinker.shared.state.sessions import Session, SignIn, csrf_token
 from opentinker.shared.types.errors import Conflict, NotFound
 
 
@@ -60,10 +60,9 @@ class SessionsApi:
             raise Conflict("a session is made with an API key in `Authorization: Bearer KEY`")
         self._gate.cookies.refuse_other_sites(request)
         now = time.time()
-        token, made = await self._gate.sessions.store.create(
-            now=now, expires=now + self._settings.session_max_s, tenant=asked.tenant, key=asked.key,
-            secret=secret_of(request),
-        )  # fmt: skip
+        expires, secret = now + self._settings.session_max_s, secret_of(request)
+        login = SignIn(created=now, expires=expires, tenant=asked.tenant, key=asked.key, secret=secret)
+        token, made = await self._gate.sessions.store.create(login)
         await self._gate.sessions.end_of(self._gate.cookies.read(request, SESSION))
         ends = made.ends(self._settings.session_idle_s)
         response = json_response({"csrf": csrf_token(token), "expires": ends}, 201, NO_STORE)

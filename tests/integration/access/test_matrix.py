@@ -40,7 +40,7 @@ from opentinker.shared.spec.labels import LabelChanges
 from opentinker.shared.spec.sweeps.children import SweepSpec
 from opentinker.shared.state.keys import KeyStore
 from opentinker.shared.state.plays import Play, Plays
-from opentinker.shared.state.sessions import SessionStore, session_id
+from opentinker.shared.state.sessions import SessionStore, SignIn, session_id
 from opentinker.shared.state.store import Store
 from tests.conftest import Figure
 from tests.samples.upload_samples import package
@@ -178,10 +178,9 @@ async def nobody(_: Store) -> str:
 async def session_of(store: Store, tenant: str, role: Role = Role.ADMIN, *, life_s: float = 600.0) -> str:
     """The token of a session that was made with a new key."""
     key, now = await new_key_of(store, tenant, role), time.time()
-    token, _ = await SessionStore(store.redis).create(
-        now=now, expires=now + life_s, tenant=tenant, key=(parse(key) or ("", ""))[1], secret=digest_of(key)
-    )
-    return token
+    made_with: dict[str, Any] = {"key": (parse(key) or ("", ""))[1], "secret": digest_of(key)}
+    login = SignIn(created=now, expires=now + life_s, tenant=tenant, **made_with)
+    return (await SessionStore(store.redis).create(login))[0]
 
 
 PROVIDER: dict[str, Any] = {
@@ -196,16 +195,9 @@ PROVIDER: dict[str, Any] = {
 def user_of(tenant: str, group: str, issuer: str = PROVIDER["oidc_issuer"]) -> Callable[[Store], Any]:
     async def signed(store: Store) -> str:
         now = time.time()
-        token, _ = await SessionStore(store.redis).create(
-            now=now,
-            expires=now + 600.0,
-            tenant=tenant,
-            user="ada@lab.example",
-            subject="1",
-            issuer=issuer,
-            groups=[group],
-        )
-        return token
+        who: dict[str, Any] = {"user": "ada@lab.example", "subject": "1", "issuer": issuer}
+        login = SignIn(created=now, expires=now + 600.0, tenant=tenant, groups=[group], **who)
+        return (await SessionStore(store.redis).create(login))[0]
 
     return signed
 
