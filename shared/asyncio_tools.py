@@ -178,6 +178,18 @@ async def every(seconds: float, call: Callable[[], Awaitable[object]]) -> NoRetu
         await call()
 
 
+async def every_despite(
+    seconds: float, call: Callable[[], Awaitable[object]], event: str, *errors: type[Exception]
+) -> NoReturn:
+    """Call, then sleep, again and again; log `event` when the call raises one of these errors."""
+    while True:
+        try:
+            await call()
+        except errors as error:
+            log.warning(event, error=str(error) or type(error).__name__)
+        await sleep(seconds)
+
+
 @contextmanager
 def paused_timeout(clock: asyncio.Timeout) -> Iterator[None]:
     """The time in which this is open does not count."""

@@ -309,13 +309,18 @@ class Store(LeaseTable):
     async def events(self, id: str, after: str = "0", block_ms: int | None = None) -> list[dict[str, Any]]:
         """Return the events after the given id, oldest first; wait up to `block_ms` (at most 5 s) for one. A trimmed
         log still contains every state change."""
-        if block_ms is not None:
-            block_ms = min(block_ms, 5000)
+        block_ms = None if block_ms is None else min(block_ms, 5000)
         reply = await self.redis.xread({f"job:{id}:events": after}, count=500, block=block_ms)
         entries = reply[0][1] if reply else []
         if entries:
             entries = await self.redis.xrange(f"job:{id}:states", f"({after}", f"({entries[0][0]}") + entries
         return [{"id": entry_id, **orjson.loads(fields["event"])} for entry_id, fields in entries]
+
+    async def all_events(self, id: str, after: str = "0") -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        while page := await self.events(id, found[-1]["id"] if found else after):
+            found += page
+        return found
 
     async def states(self, id: str) -> list[dict[str, Any]]:
         """All events that changed the job's state, oldest first, each with the job's `version` after it."""

@@ -36,10 +36,7 @@ async def write_history(ctx: Context, home: Path, job: str, target: Path) -> lis
     while page := await ctx.bus.history(subjects.LOG, after, PAGE, job=job, level="*"):
         lines += [msgspec.json.encode(line) for _, line in page]
         after = page[-1][0]
-    events, last = [], "0"
-    while found := await ctx.store.events(job, last):
-        events += [orjson.dumps(event) for event in found]
-        last = found[-1]["id"]
+    events = map(orjson.dumps, await ctx.store.all_events(job))
     await asyncio.to_thread(_write_lines, target / LOG, lines)
     await asyncio.to_thread(_write_lines, target / EVENTS, events)
     return [*paths, LOG, EVENTS]

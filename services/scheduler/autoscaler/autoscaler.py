@@ -39,7 +39,7 @@ from opentinker.services.scheduler.placement.types import (
     Start,
 )
 from opentinker.services.scheduler.placement.untrained_jobs import waits_for_source
-from opentinker.shared.asyncio_tools import sleep
+from opentinker.shared.asyncio_tools import every_despite
 from opentinker.shared.backoff import exponential_delay_s
 from opentinker.shared.config import Settings
 from opentinker.shared.runtime.service import Context
@@ -115,12 +115,7 @@ class Autoscaler:
         self._overdue = Overdue(settings.drain_s)
 
     async def run(self) -> None:
-        while True:
-            try:
-                await self.reconcile()
-            except LauncherFailed as error:
-                log.warning("launcher_failed", error=str(error))
-            await sleep(self._poll_s)
+        await every_despite(self._poll_s, self.reconcile, "launcher_failed", LauncherFailed)
 
     async def reconcile(self) -> None:
         """One round. Raises LauncherFailed."""

@@ -80,15 +80,8 @@ class JobHistoryApi:
         if not EVENT_ID.fullmatch(after):
             raise SpecError.of("after", after[:100], "not an event id, e.g. 1763712000000-0")
         if FORMAT.read(request) == "json":
-            return json_response({"events": await self._all_events(job.id, after)})
+            return json_response({"events": await self.store.all_events(job.id, after)})
         return await send_events(self.ctx, request, self._news(job.id, after))
-
-    async def _all_events(self, job: str, after: str) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
-        while page := await self.store.events(job, after):
-            found += page
-            after = page[-1]["id"]
-        return found
 
     async def _news(self, job: str, after: str) -> AsyncGenerator[bytes, None]:
         """Yield events as they come, until that of the final state is out."""

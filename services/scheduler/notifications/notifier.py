@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import nats.errors
@@ -23,7 +22,7 @@ from redis.exceptions import RedisError
 from opentinker.services.scheduler.artifacts.catalog import ArtifactCatalog
 from opentinker.services.scheduler.jobs.metric_history import MetricHistory
 from opentinker.services.scheduler.notifications.delivery import NotDelivered, deliver
-from opentinker.shared.asyncio_tools import cancel_and_wait, sleep
+from opentinker.shared.asyncio_tools import cancel_and_wait, every_despite
 from opentinker.shared.messaging.bus import NoReply
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec.notify import ALARMS, NotifySpec, TargetSpec
@@ -65,19 +64,10 @@ class Notifier:
         """Until it is cancelled."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._again_and_again(self.look, LOOK_S))
-                tasks.create_task(self._again_and_again(self.send, SEND_S))
+                for wait_s, work in ((LOOK_S, self.look), (SEND_S, self.send)):
+                    tasks.create_task(every_despite(wait_s, work, "notifier_waits", RedisError, OSError, TimeoutError))
         finally:
             await cancel_and_wait(*self._sending.values())
-
-    @staticmethod
-    async def _again_and_again(work: Callable[[], Awaitable[None]], wait_s: float) -> None:
-        while True:
-            try:
-                await work()
-            except (RedisError, OSError, TimeoutError) as error:
-                log.warning("notifier_waits", error=str(error) or type(error).__name__)
-            await sleep(wait_s)
 
     async def look(self) -> None:
         """Look at all jobs that notify once, and keep messages."""

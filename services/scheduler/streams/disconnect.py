@@ -14,6 +14,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from urllib.parse import urlsplit, urlunsplit
 
 import nats.errors
@@ -24,7 +25,7 @@ from prometheus_client import Counter
 from redis.exceptions import RedisError
 
 from opentinker.services.scheduler.streams.nats_auth import ConnectionRefused, Holders, standing
-from opentinker.shared.asyncio_tools import await_cancellable, sleep
+from opentinker.shared.asyncio_tools import await_cancellable, every_despite
 from opentinker.shared.config import Settings
 from opentinker.shared.messaging.connection import LOST
 from opentinker.shared.messaging.permissions import SYSTEM, inbox
@@ -58,12 +59,8 @@ class StreamDisconnector:
         if self.ctx.settings.nats_issuer_file is None:  # there are no credentials
             await asyncio.Event().wait()
         async with _system(self.ctx.settings, self.ctx.worker) as nc:
-            while True:
-                try:
-                    await self.poll(nc)
-                except (RedisError, OSError, TimeoutError, nats.errors.Error) as error:  # again in a moment
-                    log.warning("stream_check_failed", error=str(error) or type(error).__name__)
-                await sleep(POLL_S)
+            away = (RedisError, OSError, TimeoutError, nats.errors.Error)
+            await every_despite(POLL_S, partial(self.poll, nc), "stream_check_failed", *away)
 
     async def poll(self, nc: Client) -> None:
         """Once over all groups of connections."""
