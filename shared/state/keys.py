@@ -159,20 +159,17 @@ class KeyStore:
         return found
 
     async def find(self, id: str) -> Key | None:
-        fields = await self._redis.hgetall(_of(id))
-        return msgspec.convert({**fields, "id": id}, Key, strict=False) if fields else None
+        return (await self.several([id])).get(id)
 
     async def several(self, ids: Iterable[str]) -> dict[str, Key]:
-        """Those of them that are known, by id."""
-        asked = sorted(ids)
+        """Those of them that are known, by id, in their order."""
+        asked = list(ids)
         found = zip(asked, await read_hashes(self._redis, map(_of, asked)), strict=True)
         return {id: msgspec.convert({**fields, "id": id}, Key, strict=False) for id, fields in found if fields}
 
     async def of(self, tenant: str) -> list[Key]:
         """Oldest first."""
-        ids = await self._redis.zrange(_all_of(tenant), 0, -1)
-        found = await self.several(ids)
-        return [found[id] for id in ids if id in found]
+        return [*(await self.several(await self._redis.zrange(_all_of(tenant), 0, -1))).values()]
 
     async def tenants(self) -> dict[str, float]:
         """By name: when it got its first key."""

@@ -137,16 +137,14 @@ class SessionStore:
         return (await self.several([id])).get(id)
 
     async def several(self, ids: Iterable[str]) -> dict[str, Session]:
-        """Those of them that are known, by id."""
-        asked = sorted(ids)
+        """Those of them that are known, by id, in their order."""
+        asked = list(ids)
         found = zip(asked, await read_hashes(self._redis, map(_of, asked)), strict=True)
         return {id: _read(id, fields) for id, fields in found if "digest" in fields}
 
     async def of(self, tenant: str) -> list[Session]:
         """Those that end first come first."""
-        ids = await self._redis.zrange(_all_of(tenant), 0, -1)
-        found = await self.several(ids)
-        return [found[id] for id in ids if id in found]
+        return [*(await self.several(await self._redis.zrange(_all_of(tenant), 0, -1))).values()]
 
     async def note_use(self, session: Session, now: float) -> None:
         """Does nothing if that was done within USED_EVERY_S."""
