@@ -67,20 +67,19 @@ def validation_metrics(
         return values
     states = [r.index % episodes // samples for r in played]
     rewards = [r.reward for r in played]
-    values |= _mean("val/reward/mean", "val/reward", states, rewards) | {"val/reward/std": float(np.std(rewards))}
+    values |= _mean("val/reward", states, rewards, "/mean") | {"val/reward/std": float(np.std(rewards))}
     apart = [r.index // samples for r in played]  # by opponent too
     solved = [r.reward >= solved_at for r in played]
     values |= pass_at(solved, apart, samples) | _signal(apart, rewards)
     by_seat = _by_name(states, [r.seats for r in played])
     for seat, found in by_seat.items() if len(by_seat) > 1 else ():
-        values |= _mean(f"val/reward/seat/{seat}", f"val/reward/seat/{seat}", *found)
+        values |= _mean(f"val/reward/seat/{seat}", *found)
     values |= _results_of_games(played, episodes, samples, opponents)
     lengths = [r.tokens for r in played]
     values |= {"val/response_length/mean": float(np.mean(lengths)), "val/response_length/max": float(max(lengths))}
     values["val/turns/mean"] = float(np.mean([len(r.stops) for r in played]))
     for name, found in _by_name(states, [r.metrics for r in played]).items():
-        place = _place("val", name, values, OWN)
-        values |= _mean(place, place, *found)
+        values |= _mean(_place("val", name, values, OWN), *found)
     for name, (_, parts) in _by_name(states, [r.components for r in played]).items():
         values[f"val/component/{name}"] = float(np.mean(parts))
     return values | _by_task(states, apart, solved, played, samples, values)
@@ -96,12 +95,11 @@ def _results_of_games(
         decided = [(state, r.outcome) for state, r in zip(states, own, strict=True) if r.outcome is not None]
         if decided:
             over, outcomes = zip(*decided, strict=True)
-            values |= _mean(f"val/winrate{at}", f"val/winrate{at}", over, outcomes)
+            values |= _mean(f"val/winrate{at}", over, outcomes)
             counted = Counter(outcomes)
             values |= {f"val/{name}{at}": float(counted[outcome]) for name, outcome in OUTCOMES.items()}
         if opponent and own:
-            place = f"val/reward/against/{opponent}"
-            values |= _mean(place, place, states, [r.reward for r in own])
+            values |= _mean(f"val/reward/against/{opponent}", states, [r.reward for r in own])
     return values
 
 
@@ -122,13 +120,11 @@ def _by_task(
     by_task = {task: episodes[task] for task in sorted(most)}
     for task, own in by_task.items():
         values[f"val/{task}/episodes"] = float(len(own))
-        rewards = [played[i].reward for i in own]
-        values |= _mean(f"val/{task}/reward", f"val/{task}/reward", [states[i] for i in own], rewards)
+        values |= _mean(f"val/{task}/reward", [states[i] for i in own], [played[i].reward for i in own])
         values |= pass_at([solved[i] for i in own], [apart[i] for i in own], samples, f"val/{task}")
     for task, own in by_task.items():
         for name, found in _by_name([states[i] for i in own], [played[i].metrics for i in own]).items():
-            place = _place(f"val/{task}", name, {**ours, **values}, TASKS_OWN)
-            values |= _mean(place, place, *found)
+            values |= _mean(_place(f"val/{task}", name, {**ours, **values}, TASKS_OWN), *found)
     return values
 
 
@@ -144,8 +140,7 @@ def pass_at(solved: Sequence[bool], states: Sequence[int], samples: int, below: 
     for k in wanted:
         chances = {s: 1.0 - math.comb(n - passed[s], k) / math.comb(n, k) for s, n in played.items() if n >= k}
         if chances:
-            place = f"{below}/pass/{k}"
-            values |= _mean(place, place, list(chances), list(chances.values()))
+            values |= _mean(f"{below}/pass/{k}", list(chances), list(chances.values()))
     return values
 
 
@@ -182,16 +177,16 @@ def _place(below: str, name: str, taken: Container[str], own: Container[str]) ->
     return f"{below}/env/{name}" if place in taken or name.partition("/")[0] in own else place
 
 
-def _mean(place: str, bounds: str, states: Sequence[int], values: Sequence[float]) -> dict[str, float]:
-    """Over start states, with its interval; of one episode each that is the mean over episodes."""
+def _mean(place: str, states: Sequence[int], values: Sequence[float], end: str = "") -> dict[str, float]:
+    """Over start states, with its interval; of one episode each that is the mean over episodes. `end`: of the mean's
+    name."""
     by_state: dict[int, list[float]] = {}
     for state, value in zip(states, values, strict=True):
         by_state.setdefault(state, []).append(value)
     means = [float(np.mean(found)) for found in by_state.values()]
     found = interval(means)
-    return {place: float(np.mean(means))} | (
-        {} if found is None else {f"{bounds}/low": found[0], f"{bounds}/high": found[1]}
-    )
+    bounds = {} if found is None else {f"{place}/low": found[0], f"{place}/high": found[1]}
+    return {f"{place}{end}": float(np.mean(means))} | bounds
 
 
 def _by_name(
