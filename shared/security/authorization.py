@@ -61,15 +61,8 @@ class Role(StrEnum):
 SCOPES = frozenset(Action) - {Action.FREE, Action.ABOUT}
 
 _VIEWER = {Action.JOBS_READ, Action.CHECKPOINTS_READ, Action.ENVIRONMENTS_READ}
-_MEMBER = _VIEWER | {
-    *(
-        Action.JOBS_WRITE,
-        Action.CHECKPOINTS_WRITE,
-        Action.INFERENCE_USE,
-        Action.ENVIRONMENTS_WRITE,
-        Action.ENVIRONMENTS_SERVE,
-    )
-}
+_MEMBER = _VIEWER | {Action.JOBS_WRITE, Action.CHECKPOINTS_WRITE, Action.INFERENCE_USE}
+_MEMBER |= {Action.ENVIRONMENTS_WRITE, Action.ENVIRONMENTS_SERVE}
 _ADMIN = _MEMBER | {Action.KEYS_READ, Action.KEYS_WRITE}
 MAY: dict[Role, frozenset[Action]] = {
     Role.VIEWER: frozenset(_VIEWER),
