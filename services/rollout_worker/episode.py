@@ -29,12 +29,7 @@ from opentinker.services.rollout_worker.observation import observation_of
 from opentinker.services.rollout_worker.seat_map import LoadedPolicy, Player, SeatMap
 from opentinker.services.rollout_worker.token_stream import Stream
 from opentinker.services.rollout_worker.transcripts import is_kept
-from opentinker.services.rollout_worker.untrainable import (
-    Untrainable,
-    reason_against,
-    structure_of,
-    trained_streams,
-)
+from opentinker.services.rollout_worker.untrainable import Untrainable, reason_against, structure_of, trained_streams
 from opentinker.services.rollout_worker.url_player import UrlFailed, UrlPlayer
 from opentinker.shared.asyncio_tools import gather_all, paused_timeout
 from opentinker.shared.spec import JobSpec
@@ -58,15 +53,9 @@ class Episode:
     """Plays sample `index` of a ticket once. `run` gives a trajectory per seat and stream, or raises EpisodeFailed."""
 
     def __init__(
-        self,
-        spec: JobSpec,
-        ticket: Ticket,
-        index: int,
-        seats: SeatMap,
-        sessions: Sessions,
-        busy: Busy = nullcontext,
+        self, spec: JobSpec, ticket: Ticket, index: int, seats: SeatMap, sessions: Sessions, busy: Busy = nullcontext
     ) -> None:
-        """`busy`: tells somebody what it is doing."""
+        """`busy`: entered while the episode waits for a lane."""
         self._busy = busy
         self.spec, self.ticket, self.index, self.sessions = spec, ticket, index, sessions
         self.seats = seats.turned(ticket.row, index)

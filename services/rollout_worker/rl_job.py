@@ -27,6 +27,7 @@ from opentinker.services.rollout_worker.eval_runner import EvalRunner
 from opentinker.services.rollout_worker.opening_check import opening_mismatch_of
 from opentinker.services.rollout_worker.opponents import Opponents
 from opentinker.services.rollout_worker.seat_map import LoadedPolicy, SeatMap
+from opentinker.services.rollout_worker.transcripts import has_transcripts, too_large, without_transcripts
 from opentinker.services.rollout_worker.tree_episode import TreeEpisode
 from opentinker.services.rollout_worker.url_player import UrlPlayer
 from opentinker.services.rollout_worker.weight_receiver import WeightReceiver, note_swap
@@ -309,20 +310,9 @@ class RolloutJob:
                 await self._say_full(str(error))
                 await asyncio.sleep(FULL_PAUSE_S)
             except TooLarge as error:
-                if any(trajectory.transcript for trajectory in group.trajectories):
-                    bare = [msgspec.structs.replace(t, transcript=None, pieces=None) for t in group.trajectories]
-                    group = msgspec.structs.replace(group, trajectories=bare)
-                    continue
-                longest = max(len(trajectory.mask_T) for trajectory in group.trajectories)
-                shown = sum(map(len, group.images.values()))
-                pictures = f" and its images {shown} bytes" if shown else ""
-                turns = f", rollout.max_turns is {self.spec.rollout.max_turns}" if self.is_tree else ""
-                raise JobFailed(
-                    f"a group must fit into one message, and group {group.seq} with {error.size} bytes does not (limit "
-                    f"{error.limit}, NATS max_payload): algorithm.group_size is {group.samples}, its longest "
-                    f"episode has {longest} tokens{pictures}, rollout.context_length is {self.seats.context}{turns}. "
-                    "Lower one of them, or raise max_payload in the server's configuration"
-                ) from None
+                if not has_transcripts(group):
+                    raise too_large(group, error, self.spec, self.seats.context) from None
+                group = without_transcripts(group)
 
     async def _say_full(self, why: str) -> None:
         """In the job's events too, once: until there is room its groups wait, however many they are."""

@@ -1,4 +1,5 @@
-"""Episodes that are kept word by word: for people to read, and for reward models, never for the trainer."""
+"""Transcripts of episodes, for people to read and for reward models, never for the trainer. A group that is too large
+for a message is sent without them."""
 
 from __future__ import annotations
 
@@ -8,8 +9,11 @@ import msgspec
 
 from opentinker.services.rollout_worker.renderer import digest_of
 from opentinker.services.rollout_worker.seat_map import LoadedPolicy, Player
+from opentinker.shared.messaging.bus import TooLarge
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.types.core import Image, Message, Text
+from opentinker.shared.types.errors import JobFailed
+from opentinker.shared.types.trajectories import Group
 
 CHARACTERS = 20_000
 """Characters of all messages of a training episode in one context; they travel with its group."""
@@ -57,3 +61,26 @@ def shortened(messages: Sequence[Message], characters: int) -> list[Message]:
         kept.append(_as_text(message, text))
         left -= len(text)
     return kept
+
+
+def has_transcripts(group: Group) -> bool:
+    return any(trajectory.transcript for trajectory in group.trajectories)
+
+
+def without_transcripts(group: Group) -> Group:
+    bare = [msgspec.structs.replace(t, transcript=None, pieces=None) for t in group.trajectories]
+    return msgspec.structs.replace(group, trajectories=bare)
+
+
+def too_large(group: Group, error: TooLarge, spec: JobSpec, context: int) -> JobFailed:
+    """Return the failure of a job whose groups fit into no message, with the settings that decide their size."""
+    longest = max(len(trajectory.mask_T) for trajectory in group.trajectories)
+    shown = sum(map(len, group.images.values()))
+    pictures = f" and its images {shown} bytes" if shown else ""
+    turns = f", rollout.max_turns is {spec.rollout.max_turns}" if group.is_tree else ""
+    return JobFailed(
+        f"a group must fit into one message, and group {group.seq} with {error.size} bytes does not (limit "
+        f"{error.limit}, NATS max_payload): algorithm.group_size is {group.samples}, its longest "
+        f"episode has {longest} tokens{pictures}, rollout.context_length is {context}{turns}. "
+        "Lower one of them, or raise max_payload in the server's configuration"
+    )

@@ -7,7 +7,7 @@ Redis keys (`{digest}` is the SHA-256 of a token, `{key}` the id of an API key, 
                         job, expires
     streams:of:{key}    sorted set of digests by expiry
 
-They are given by `services/scheduler/http/stream_credentials.py` and looked at by
+They are given by `services/scheduler/streams/credentials_api.py` and looked at by
 `services/scheduler/streams/nats_auth.py` when somebody connects with one."""
 
 from __future__ import annotations

@@ -384,7 +384,6 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def parts(self) -> list[str]:
-        """See `parts_of`."""
         return parts_of(self.id, self.policies)
 
     @property

@@ -15,7 +15,7 @@ from pathlib import Path
 from aiohttp import web
 
 from opentinker.services.scheduler.http.route_decorator import Route
-from opentinker.services.scheduler.http.stream_credentials import reached_by
+from opentinker.services.scheduler.streams.credentials_api import reached_by
 from opentinker.shared.security.authorization import Action
 from opentinker.shared.types.errors import NotFound
 

@@ -16,9 +16,9 @@ from pydantic import Field, field_validator
 
 from opentinker.services.scheduler.artifacts import checkpoint_dir
 from opentinker.services.scheduler.artifacts.archiver import Archiver, used_by
+from opentinker.services.scheduler.artifacts.artifacts_api import step_of
 from opentinker.services.scheduler.artifacts.history import delete_history
 from opentinker.services.scheduler.artifacts.store import StoreUnavailable
-from opentinker.services.scheduler.http.artifacts import step_of
 from opentinker.services.scheduler.http.auth import may_see, principal_of, tenant_of
 from opentinker.services.scheduler.http.errors import Body, json_response, parsed, read_json
 from opentinker.services.scheduler.http.jobs import POLICY, JobsApi

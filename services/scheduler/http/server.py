@@ -15,12 +15,12 @@ import structlog
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+from opentinker.services.scheduler.artifacts.artifacts_api import ArtifactsApi
 from opentinker.services.scheduler.data_rows.rows_api import RowsApi
 from opentinker.services.scheduler.diagnosis.diagnosis_api import DiagnosisApi
 from opentinker.services.scheduler.environments.check_reports_api import CheckReportsApi
 from opentinker.services.scheduler.environments.plays_api import PlaysApi
 from opentinker.services.scheduler.environments.served_gateway import Gateway
-from opentinker.services.scheduler.http.artifacts import ArtifactsApi
 from opentinker.services.scheduler.http.audit import Audit
 from opentinker.services.scheduler.http.auth import TOUCHED, AuthMiddleware, mark_unauthenticated
 from opentinker.services.scheduler.http.checkpoint_registry import CheckpointRegistryApi
@@ -44,14 +44,14 @@ from opentinker.services.scheduler.http.rate_limit import (
     server_log,
 )
 from opentinker.services.scheduler.http.route_decorator import Route, routes_of
-from opentinker.services.scheduler.http.stream_credentials import StreamCredentialsApi
-from opentinker.services.scheduler.http.sweeps import SweepsApi
 from opentinker.services.scheduler.http.usage import UsageApi
 from opentinker.services.scheduler.http.validate import ValidateApi
 from opentinker.services.scheduler.inference.inference_api import InferenceApi
 from opentinker.services.scheduler.inference.router import InferenceRouter
 from opentinker.services.scheduler.login.oidc_api import OidcApi
 from opentinker.services.scheduler.login.sessions_api import SessionsApi
+from opentinker.services.scheduler.streams.credentials_api import StreamCredentialsApi
+from opentinker.services.scheduler.sweeps.sweeps_api import SweepsApi
 from opentinker.shared import api_types
 from opentinker.shared.messaging.subjects import STREAMS, WAKE
 from opentinker.shared.runtime.service import Context

@@ -11,8 +11,8 @@ from opentinker.services.scheduler.login.cookies import SESSION
 from tests.conftest import NewContext
 from tests.e2e.page.conftest import IN_BROWSER, Open, Tab
 from tests.support.api import OPERATOR, Http
-from tests.support.oidc_login import with_provider
-from tests.support.oidc_provider import oidc_provider
+from tests.support.oidc.login import with_provider
+from tests.support.oidc.provider import oidc_provider
 from tests.support.scheduling import new_job, scheduler
 
 pytestmark = IN_BROWSER

@@ -11,8 +11,8 @@ import pytest
 
 from opentinker.shared.runtime.service import Context
 from tests.conftest import NewContext
-from tests.support.oidc_login import Open, with_provider
-from tests.support.oidc_provider import Provider, oidc_provider
+from tests.support.oidc.login import Open, with_provider
+from tests.support.oidc.provider import Provider, oidc_provider
 from tests.support.scheduling import scheduler
 
 

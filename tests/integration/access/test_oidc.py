@@ -17,8 +17,8 @@ from opentinker.shared.state.sessions import session_id
 from tests.integration.access.test_sessions import audit
 from tests.support.api import SPEC, fits, new_key_of
 from tests.support.browsing import browser
-from tests.support.oidc_login import Open, signs_in
-from tests.support.oidc_provider import ADA, SECRET, Provider, new_signing_key
+from tests.support.oidc.login import Open, signs_in
+from tests.support.oidc.provider import ADA, SECRET, Provider, new_signing_key
 
 # --- the whole way --------------------------------------------------------------------------------------------------
 

@@ -18,8 +18,8 @@ from opentinker.services.scheduler.login import provider as provider_module
 from tests.conftest import free_port
 from tests.integration.access.test_sessions import audit
 from tests.support.browsing import Browser, browser
-from tests.support.oidc_login import Open, signs_in
-from tests.support.oidc_provider import ADA, CLIENT, SECRET, Provider, new_signing_key
+from tests.support.oidc.login import Open, signs_in
+from tests.support.oidc.provider import ADA, CLIENT, SECRET, Provider, new_signing_key
 
 
 def _set(**claims: Any) -> Callable[[Provider], None]:

@@ -14,8 +14,8 @@ from opentinker.shared.types.core import StopReason
 from opentinker.shared.types.env_protocol import StepSession
 from tests.integration.rollout_worker.test_env_service import Workers, client, workers
 from tests.support.browsing import Browser, browser
-from tests.support.oidc_login import Open, signs_in
-from tests.support.oidc_provider import ADA, Provider
+from tests.support.oidc.login import Open, signs_in
+from tests.support.oidc.provider import ADA, Provider
 
 __all__ = ["client", "workers"]
 BODY = orjson.dumps({"environment": {"name": "tests.samples.env_samples:Counting"}})

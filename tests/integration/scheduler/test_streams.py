@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 from pydantic import ValidationError
 
-from opentinker.services.scheduler.http.stream_credentials import reached_by
+from opentinker.services.scheduler.streams.credentials_api import reached_by
 from opentinker.shared.config import Settings
 from opentinker.shared.messaging.permissions import OPERATOR as OPERATOR_USER
 from opentinker.shared.messaging.permissions import TABLE, inbox, wide

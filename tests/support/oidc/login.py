@@ -12,7 +12,7 @@ from opentinker.shared.runtime.service import Context
 from tests.conftest import free_port
 from tests.support.api import fits
 from tests.support.browsing import Browser
-from tests.support.oidc_provider import CLIENT, SECRET, Provider
+from tests.support.oidc.provider import CLIENT, SECRET, Provider
 
 GROUPS = {
     "ml-leads": {"tenant": "ml", "role": "admin"},
