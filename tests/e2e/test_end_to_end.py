@@ -23,8 +23,9 @@ from tests.conftest import WAIT_S, until
 from tests.samples import canaries
 from tests.samples.upload_samples import PARITY
 from tests.support.api import OPERATOR, bearing
-from tests.support.cluster import SERVERS, Cluster, Toys, shared_fixture, toy_cluster, toy_model, undocumented
+from tests.support.cluster import SERVERS, Cluster, Toys, shared_fixture, toy_cluster, toy_model
 from tests.support.factories import make_spec
+from tests.support.lineage import undocumented
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -59,7 +60,7 @@ def job_spec(model: Path, **changes: Any) -> JobSpec:
     return make_spec(model={"base": str(model)}, **{**quick, **changes})
 
 
-toys = shared_fixture(toy_cluster)
+toys = shared_fixture(toy_cluster, forked=False)
 
 
 @pytest.fixture

@@ -23,9 +23,9 @@ from tests.conftest import until
 from tests.integration.trainer.test_reward_models import make_judge
 from tests.integration.trainer.test_value_models import make_value_model
 from tests.support.api import OPERATOR as KEY
-from tests.support.cluster import BESIDE_METRICS, Cluster, shared_fixture, undocumented
+from tests.support.cluster import Cluster, shared_fixture
 from tests.support.factories import make_spec
-from tests.support.lineage import faults
+from tests.support.lineage import BESIDE_METRICS, faults, undocumented
 from tests.support.listening import listening
 
 REFERENCE = ("groups", "groups_per_s", "tokens", "tokens_per_s")

@@ -18,7 +18,8 @@ from openai import AsyncOpenAI
 from opentinker.shared.types.core import JobState
 from tests.conftest import WAIT_S, until
 from tests.support.api import OPERATOR, write_checkpoint
-from tests.support.cluster import Cluster, shared_fixture, undocumented
+from tests.support.cluster import Cluster, shared_fixture
+from tests.support.lineage import undocumented
 from tests.support.scheduling import new_job
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]

@@ -16,8 +16,9 @@ from opentinker.shared.types.core import JobState, WeightVersion
 from opentinker.shared.types.errors import SpecError
 from tests.conftest import WAIT_S, until
 from tests.support.api import OPERATOR, refused
-from tests.support.cluster import toy_cluster, undocumented
+from tests.support.cluster import toy_cluster
 from tests.support.factories import make_spec
+from tests.support.lineage import undocumented
 from tests.support.scheduling import kinds, new_job
 
 

@@ -20,8 +20,9 @@ from opentinker.shared.types.core import JobState
 from opentinker.shared.types.errors import SpecError
 from tests.conftest import until
 from tests.samples.row_samples import chat_model, copies, preferences, row_spec, turns, write_rows
-from tests.support.cluster import Cluster, shared_fixture, undocumented
+from tests.support.cluster import Cluster, shared_fixture
 from tests.support.factories import refusals
+from tests.support.lineage import undocumented
 from tests.support.scheduling import Workers, kinds, running
 
 BASE: dict[str, Any] = {

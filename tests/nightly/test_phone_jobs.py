@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from opentinker.envs.phones.chromium import PROGRAMS
-from tests.support.cluster import Toys, shared_fixture, toy_cluster, undocumented
+from tests.support.cluster import Toys, shared_fixture, toy_cluster
 from tests.support.factories import make_spec
+from tests.support.lineage import undocumented
 from tests.support.simulated_phone import served_phones
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

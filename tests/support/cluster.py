@@ -9,12 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
@@ -42,6 +41,7 @@ from opentinker.shared.types.manifest import Manifest
 from tests.conftest import nats_conf, until
 from tests.support.lineage import faults
 from tests.support.listening import living
+from tests.support.service_forks import Fork, fork_server
 from tests.support.toys import toy_model as toy_model  # noqa: PLC0414 - tests import it from here too
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,21 +57,27 @@ SERVERS = ("nats", "valkey")
 class Process:
     """One slot: the same name, arguments and ports through all its lives."""
 
-    def __init__(self, name: str, argv: list[str], env: dict[str, str], log: Path) -> None:
+    def __init__(self, name: str, argv: list[str], env: dict[str, str], log: Path, forked: str = "") -> None:
         self.name, self.argv, self.env, self.log = name, argv, env, log
+        self.forked = forked
+        """Module that a fork of the fork server runs in place of `argv`."""
         self.wanted = True
-        self.popen: subprocess.Popen[bytes] | None = None
+        self.popen: subprocess.Popen[bytes] | Fork | None = None
         self.dead_since: float | None = None
         self.starts = 0
         self.exits: list[int] = []
         """Return codes, oldest first; negative: by that signal."""
 
     def start(self) -> None:
-        with self.log.open("ab") as log:
-            argv = hold_command(self.argv)
-            self.popen = subprocess.Popen(
-                argv, env=self.env, stdout=log, stderr=log, start_new_session=True, cwd=self.log.parent
-            )
+        folder = self.log.parent
+        if self.forked:
+            self.popen = fork_server().start(self.forked, self.env, folder, self.log)
+        else:
+            with self.log.open("ab") as log:
+                argv = hold_command(self.argv)
+                self.popen = subprocess.Popen(
+                    argv, env=self.env, stdout=log, stderr=log, start_new_session=True, cwd=folder
+                )
         self.starts += 1
         self.dead_since = None
 
@@ -103,6 +109,8 @@ class Process:
 class Cluster:
     """`heavy`: services import torch and vllm before their first job, as in production; toy jobs do without.
 
+    `forked`: services are forks of one process that has imported them (`service_forks.py`); default: light ones are.
+
     `nats`: values that differ from those of deploy/nats.conf. `listen`: an address beside loopback on which NATS and
     Valkey are reached too.
     """
@@ -116,12 +124,14 @@ class Cluster:
         env_workers: int = 1,
         references: int = 0,
         heavy: bool = False,
+        forked: bool | None = None,
         nats: dict[str, str] | None = None,
         listen: str = "",
         **settings: object,
     ) -> None:
         self.directory = directory
         self.data = directory / "data"
+        self._forked = not heavy if forked is None else forked
         self._nats = {**(nats or {}), **({"host": "0.0.0.0"} if listen else {})}
         self._binds = ["127.0.0.1", *([listen, "--protected-mode", "no"] if listen else [])]
         self.processes: dict[str, Process] = {}
@@ -229,11 +239,12 @@ class Cluster:
 
     def _add(self, service: str, name: str) -> str:
         own = self.access.environment(SERVICE_OF.get(service, service))
-        self._start(name, [sys.executable, "-m", f"opentinker.services.{service}"], OPENTINKER_WORKER_ID=name, **own)
+        argv = [sys.executable, "-m", f"opentinker.services.{service}"]
+        self._start(name, argv, argv[-1] if self._forked else "", OPENTINKER_WORKER_ID=name, **own)
         return name
 
-    def _start(self, name: str, argv: list[str], **env: str) -> None:
-        self.processes[name] = Process(name, argv, {**self.env, **env}, self.directory / f"{name}.log")
+    def _start(self, name: str, argv: list[str], forked: str = "", **env: str) -> None:
+        self.processes[name] = Process(name, argv, {**self.env, **env}, self.directory / f"{name}.log", forked)
         self.processes[name].start()
 
     async def ready(self) -> None:
@@ -362,19 +373,6 @@ class Cluster:
     def logs(self, name: str) -> str:
         """Over all its lives."""
         return self.processes[name].logged
-
-
-BESIDE_METRICS = {"epoch", "step", "time", "seqs", "trace", "point"}
-"""What else stands in a line of metrics.jsonl."""
-
-
-def undocumented(names: Iterable[str]) -> list[str]:
-    """Metrics that docs/metrics.md has no word for; a rate (`..._per_s`) is documented by its total."""
-    page = (ROOT / "docs" / "metrics.md").read_text()
-    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
-    patterns = [re.sub("[A-Z]+", ".+", name) for row in rows for name in re.findall("`(.+?)`", row) if name != "METRIC"]
-    known = re.compile("|".join(f"({pattern})(_per_s)?" for pattern in patterns))
-    return sorted(name for name in names if not known.fullmatch(name))
 
 
 Toys = tuple[Cluster, Path]

@@ -1,9 +1,12 @@
-"""The oracle over a job's metrics.jsonl: what the surviving line of trainers trained, and whether that was right."""
+"""The oracle over a job's metrics.jsonl: what the surviving line of trainers trained, whether that was right, and
+whether docs/metrics.md has the names."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 Line = dict[str, Any]
@@ -41,3 +44,16 @@ def faults(
         if line["staleness/max"] > max_staleness:
             found.append(f"step {line['step']} has staleness {line['staleness/max']}")
     return found
+
+
+BESIDE_METRICS = {"epoch", "step", "time", "seqs", "trace", "point"}
+"""What else stands in a line of metrics.jsonl."""
+
+
+def undocumented(names: Iterable[str]) -> list[str]:
+    """Metrics that docs/metrics.md has no word for; a rate (`..._per_s`) is documented by its total."""
+    page = (Path(__file__).resolve().parents[2] / "docs" / "metrics.md").read_text()
+    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    patterns = [re.sub("[A-Z]+", ".+", name) for row in rows for name in re.findall("`(.+?)`", row) if name != "METRIC"]
+    known = re.compile("|".join(f"({pattern})(_per_s)?" for pattern in patterns))
+    return sorted(name for name in names if not known.fullmatch(name))

@@ -94,6 +94,6 @@ async def broken(cluster: Cluster, spec: JobSpec, behind: str) -> dict[str, list
 async def test_weights_of_both_are_bit_identical_after_a_kill(
     tmp_path: Path, tiny: Path, schedule: str, behind: str
 ) -> None:
-    async with Cluster(tmp_path, env_workers=2) as cluster:
+    async with Cluster(tmp_path, env_workers=2, forked=False) as cluster:
         spec = game(tiny, schedule)
         assert await broken(cluster, spec, behind) == await whole(cluster, spec)

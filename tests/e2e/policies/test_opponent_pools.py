@@ -14,8 +14,8 @@ from opentinker.shared.spec import JobSpec
 from opentinker.shared.types.core import part_id
 from opentinker.shared.types.pools import members_of
 from tests.conftest import until
-from tests.support.cluster import Cluster, toy_cluster, undocumented
-from tests.support.lineage import lineage
+from tests.support.cluster import Cluster, toy_cluster
+from tests.support.lineage import lineage, undocumented
 from tests.support.toys import toy_game
 
 STEPS, BATCH, SIZE, SEED = 24, 2, 2, 7

@@ -10,8 +10,9 @@ import pytest
 from opentinker.client import ApiError
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.types.core import part_id
-from tests.support.cluster import Cluster, undocumented
+from tests.support.cluster import Cluster
 from tests.support.factories import make_spec
+from tests.support.lineage import undocumented
 
 ENVIRONMENT = "tests.samples.env_samples:Duel"
 """Zero-sum: the mean reward of both seats is 0."""

@@ -10,8 +10,9 @@ import pytest
 from opentinker.client import ApiError
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.types.core import part_id
-from tests.support.cluster import Toys, undocumented
+from tests.support.cluster import Toys
 from tests.support.factories import make_spec
+from tests.support.lineage import undocumented
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

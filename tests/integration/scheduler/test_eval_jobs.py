@@ -28,8 +28,9 @@ from opentinker.shared.types.errors import Conflict, SpecError
 from opentinker.shared.types.evaluation import EvalEpisode, EvalResult
 from opentinker.shared.types.manifest import MANIFEST, Manifest, start_of
 from tests.conftest import soon, until
-from tests.support.cluster import Cluster, toy_cluster, undocumented
+from tests.support.cluster import Cluster, toy_cluster
 from tests.support.factories import make_result, make_spec, refusals
+from tests.support.lineage import undocumented
 from tests.support.scheduling import kinds, running
 
 V = WeightVersion(0, 0)

@@ -37,9 +37,10 @@ from opentinker.shared.types.telemetry import LogLine, Segment, TimelinePart
 from tests.conftest import Server, soon, until
 from tests.e2e.page.conftest import CHROMIUM
 from tests.support.api import OPERATOR, Http, bearing
-from tests.support.cluster import ROOT, undocumented
+from tests.support.cluster import ROOT
 from tests.support.factories import make_point
 from tests.support.http_server import http_server
+from tests.support.lineage import undocumented
 from tests.support.scheduling import running, scheduler
 from tests.support.streams import guarded_context, guarded_nats
 

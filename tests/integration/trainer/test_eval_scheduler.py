@@ -26,8 +26,8 @@ from opentinker.shared.types.core import Ending, Lease, Message, Pool, StopReaso
 from opentinker.shared.types.errors import JobFailed, SpecError
 from opentinker.shared.types.evaluation import EvalEpisode, EvalResult, exam_seed
 from tests.conftest import WAIT_S, soon, until
-from tests.support.cluster import undocumented
 from tests.support.factories import V0, group_of, make_spec, trajectory_of
+from tests.support.lineage import undocumented
 from tests.support.scheduling import kinds, running
 
 V = WeightVersion
