@@ -50,13 +50,13 @@ WAIT_S = 90.0
 
 FIGURE = "figure"
 LONG = (
-    *("test_end_to_end_vllm.py", "test_env_service.py", "test_kills.py", "test_isolation.py", "test_dashboard.py"),
+    *("test_end_to_end_vllm.py", "test_env_service.py", "test_kills.py", "test_isolation.py", "test_live_services.py"),
     *("test_policies.py", "test_publisher.py", "test_scripts.py", "test_matrix.py", "test_engine_vllm.py"),
     *("test_deterministic.py", "test_end_to_end.py", "test_pausing.py", "test_inference_vllm.py", "test_ranks.py"),
-    *("test_deterministic_policies.py", "test_env_worker.py", "test_rl_learner.py", "test_frozen_seats.py"),
+    *("test_deterministic_policies.py", "test_rl_learner.py", "test_frozen_seats.py"),
     *("test_reference_pool.py", "test_run.py", "test_engine_vllm_own.py", "test_served.py", "test_supervised_jobs.py"),
     *("test_supervised_ranks.py", "test_schedules.py", "test_engine_vllm_shared.py", "test_service.py", "test_bus.py"),
-    *("test_inference.py", "test_eval_episodes.py", "test_reconcile.py", "test_learner_options.py"),
+    *("test_inference.py", "test_eval_episodes.py", "test_reconcile_losses.py", "test_learner_options.py"),
 )
 """Files that start before all others, the longest first, so that one process does not run them alone at the end."""
 NIGHTLY = Path(__file__).parent / "nightly"

@@ -10,7 +10,7 @@ from playwright.async_api import expect
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.runtime.service import Context
 from tests.e2e.page.conftest import IN_BROWSER, Open, Tab
-from tests.e2e.page.test_dashboard import PARTS, Trainer, reward
+from tests.e2e.page.running_jobs import PARTS, Trainer, reward
 from tests.support.api import SPEC, Http, write_checkpoint
 from tests.support.cluster import ROOT
 from tests.support.listed_rows import count_rows, rows_listed

@@ -11,7 +11,7 @@ from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.store import Store
 from tests.e2e.page.conftest import IN_BROWSER, Open
-from tests.e2e.page.test_dashboard import Trainer, reward
+from tests.e2e.page.running_jobs import Trainer, reward
 from tests.support.api import SPEC, Http
 
 pytestmark = IN_BROWSER

@@ -11,7 +11,7 @@ from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.state.store import Store
 from tests.conftest import Figure
 from tests.e2e.page.conftest import IN_BROWSER, Open
-from tests.e2e.page.test_dashboard import Trainer
+from tests.e2e.page.running_jobs import Trainer
 from tests.support.api import Http
 from tests.support.factories import make_spec
 

@@ -25,7 +25,7 @@ from opentinker.shared.types.core import Ending, Message, StopReason, ToolCall
 from opentinker.shared.types.env_protocol import OpenSession, StepSession
 from tests.conftest import free_port, until
 from tests.samples import env_samples, tool_samples
-from tests.unit.envs.test_env_worker import opening
+from tests.unit.envs.env_worker.requests import opening
 
 MONTY = {"type": "python", "timeout_s": 1.0, "memory_mb": 32}
 SANDBOX = {"type": "python", "backend": "sandbox", "timeout_s": 20.0}

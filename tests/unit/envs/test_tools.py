@@ -28,7 +28,7 @@ from opentinker.shared.types.errors import SpecError
 from tests.samples.env_samples import Relay
 from tests.support import playing
 from tests.support.factories import make_spec
-from tests.unit.envs.test_env_worker import opening
+from tests.unit.envs.env_worker.requests import opening
 
 
 class Shop(Environment):

@@ -8,7 +8,7 @@ import pytest
 from opentinker.shared.types.core import Ending, Message, StopReason
 from opentinker.shared.types.env_protocol import StepSession
 from tests.support.playing import local_episode
-from tests.unit.envs.test_env_worker import opening
+from tests.unit.envs.env_worker.requests import opening
 
 RACE = "tests.samples.env_samples:Race"
 

@@ -1,0 +1,110 @@
+"""Games of several policies in a real browser: curves side by side, and matches as conversations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+from playwright.async_api import expect
+
+from opentinker.shared.messaging.bus import Bus
+from opentinker.shared.runtime.service import Context
+from tests.e2e.page.conftest import IN_BROWSER, Open
+from tests.e2e.page.running_jobs import Trainer, played, reward, saved
+from tests.support.api import SPEC, Http, write_checkpoint
+
+pytestmark = IN_BROWSER
+
+POLICIES = ("speaker", "listener")
+
+GAME = {
+    **{"name": "game", "model": SPEC["model"], "environment": {"name": "signalling"}},
+    **{"algorithm": {"group_size": 2, "groups_per_batch": 4}, "train": {"steps": 24}},
+    "policies": {"speaker": {}, "listener": {"algorithm": {"groups_per_batch": 2}, "train": {"steps": 48}}},
+    "seats": {name: name for name in POLICIES},
+}
+
+
+async def new_game(http: Http, bus: Bus, ctx: Context) -> str:
+    """Return a job with two policies, each with curves and a checkpoint of its own."""
+    status, body = await http.submit(GAME)
+    assert status == 201, body
+    job: str = body["id"]
+    for name, mean in zip(POLICIES, (0.25, 0.75), strict=True):
+        trainer = Trainer(bus, job, f"trainer~{name}")
+        for step in range(1, 4):
+            values = {**reward(mean * step / 3), "entropy": 3 - step, "loss/policy": -mean, "loss/kl": mean / 10}
+            await trainer.says(step, {f"{name}/{metric}": value for metric, value in values.items()})
+        other = POLICIES[name == "speaker"]
+        won = {other: mean, "random": 0.5 + mean / 2, "random/low": 0.4, "random/high": 0.9}
+        rated = {f"{name}/val/winrate/{opponent}": rate for opponent, rate in won.items()}
+        await trainer.says(3, {**rated, f"{name}/val/rating": 100 * mean, f"{name}/val/rating/error": 20})
+        write_checkpoint(ctx, f"{job}~{name}", 3 if name == "speaker" else 6, {"model.safetensors": b"weights"})
+    return job
+
+
+async def test_policies_of_one_game_are_drawn_side_by_side_and_one_alone(
+    opened: Open, http: Http, bus: Bus, ctx: Context
+) -> None:
+    job = await new_game(http, bus, ctx)
+    tab = await opened(http.url, "jobs", job)
+    legend = tab.page.locator('[data-chart="Reward"] .legend')
+    await expect(legend).to_have_text("listener 0.75speaker 0.25")
+    await expect(tab.page.locator('[data-chart="Entropy"] .legend .key')).to_have_count(2)
+    await expect(tab.page.locator('[data-chart="Loss"] .legend')).to_contain_text("listener KL term 0.075")
+    await expect(tab.page.locator(".top [data-policy=listener]")).to_contain_text("3 / 48")
+    rates = tab.page.get_by_role("region", name="Win rates").locator("tr")
+    assert [await row.locator("th, td").all_inner_texts() for row in await rates.all()] == [
+        ["policy", "against listener", "against speaker", "against random"],
+        ["listener", "–", "75%", "88%\n40% to 90%"],
+        ["speaker", "25%", "–", "63%\n40% to 90%"],
+    ]
+    await expect(tab.page.locator('[data-chart="Rating"] .legend')).to_have_text("listener 75speaker 25")
+    lines = (await saved(tab, "Reward as CSV")).decode().splitlines()
+    assert lines[0] == 'step,"listener","speaker"' and lines[3] == "3,0.75,0.25"
+    await tab.page.get_by_role("group", name="policy").get_by_role("button", name="speaker").click()
+    await expect(legend).to_have_text("reward 0.25")
+    await tab.go("jobs", job, "checkpoints")
+    await expect(tab.page.locator("tbody td").first).to_have_text("3")
+    await tab.shows(f"opentinker download {job} DIR --policy speaker")
+    await tab.page.get_by_role("group", name="policy").get_by_role("button", name="listener").click()
+    await expect(tab.page.locator("tbody td").first).to_have_text("6")
+    await expect(tab.page.get_by_role("button", name="Continue training")).to_have_count(0)
+    assert len(await saved(tab, "Download")) > len(b"weights")
+
+
+def write_match(ctx: Context, job: str) -> None:
+    """One training episode of both policies, as the speaker's trainer keeps it."""
+    episode: dict[str, Any] = {
+        **{"step": 3, "group": 7, "sample": 0, "environment": "signalling", "worker": "r-0", "versions": ["1.2"]},
+        **{"reward": 0.5, "rewards": {"speaker": 0.5}, "group_rewards": {"speaker": [0.5, 0.0]}, "components": {}},
+        **{"scores": {}, "metrics": {"exact": 1.0}, "ending": "env_done", "stops": ["eos"], "tokens": 1, "turns": 1},
+        **{"seconds": 0.1, "order": [[0, 0], [0, 1], [1, 0], [1, 1]]},
+        "views": [played("speaker", "say 3", "q", 0, "1.2"), played("listener", "heard q", "3", 1, "1.5")],
+    }
+    folder = ctx.settings.data_dir / "jobs" / f"{job}~speaker" / "rollouts"
+    folder.mkdir(parents=True)
+    (folder / "step-000003.jsonl").write_bytes(orjson.dumps(episode) + b"\n")
+
+
+async def test_a_match_is_a_conversation_of_its_seats_with_the_version_of_each_policy(
+    opened: Open, http: Http, bus: Bus, ctx: Context
+) -> None:
+    job = await new_game(http, bus, ctx)
+    write_match(ctx, job)
+    tab = await opened(http.url, "jobs", job, "episodes")
+    messages = tab.page.locator(".match .message")
+    await expect(messages.locator(".words")).to_have_text(["say 3", "q", "heard q", "3"])
+    heads = ["to speaker · user", "speaker · weights speaker 1.2 · reward 0.5"]
+    heads += ["to listener · user", "listener · weights listener 1.5 · reward 0.5"]
+    await expect(messages.locator("small").first).to_have_text(heads[0])
+    assert await messages.locator("> small").all_text_contents() == heads
+    await tab.page.get_by_role("button", name="version", exact=True).click()
+    colours = [
+        await messages.nth(place).locator(".tokens span").evaluate("e => e.style.background") for place in (1, 3)
+    ]
+    assert len(set(colours)) == 2, "each policy's version has a colour"
+    await tab.page.locator(".tokens span", has_text="3").click()
+    await tab.shows("weights listener 1.5")
+    await tab.page.get_by_role("group", name="policy").get_by_role("button", name="listener").click()
+    await tab.shows("No episodes yet")
