@@ -66,9 +66,9 @@ async def broken(cluster: Cluster, spec: JobSpec) -> list[str]:
     return hashes(cluster, job)
 
 
-async def test_weights_are_bit_identical_after_ten_steps_and_a_kill(tmp_path: Path, tiny: Path) -> None:
+async def test_weights_are_bit_identical_after_ten_steps_and_a_kill(tmp_path: Path, small: Path) -> None:
     async with Cluster(tmp_path, env_workers=2, forked=False) as cluster:
-        spec = deterministic(tiny)
+        spec = deterministic(small)
         assert await whole(cluster, spec) == await broken(cluster, spec)
 
 

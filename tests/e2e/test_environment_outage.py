@@ -16,7 +16,7 @@ async def test_a_job_waits_for_its_environment_and_then_goes_on(tmp_path: Path) 
     switch = tmp_path / "down"
     async with toy_cluster(tmp_path) as (cluster, model):
         environment = {"name": "tests.samples.env_samples:Switched", "config": {"file": str(switch)}}
-        train = {"learner": "simulated", "steps": 150, "simulated_step_s": 0.1, "checkpoint_every": 50}
+        train = {"learner": "simulated", "steps": 40, "simulated_step_s": 0.1, "checkpoint_every": 10}
         spec = make_spec(
             model__base=str(model),
             environment=environment,

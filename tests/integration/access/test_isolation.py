@@ -348,7 +348,7 @@ async def test_excess_ends_one_episode(worker: Worker, tmp_path: Path, attack: s
     name = worker.push(hostile(tmp_path / "hostile"))
     neighbour, _ = await worker.open(worker.push(PARITY), "another")
     await worker.said(name)  # the child is warm, so that its start is no part of the deadline
-    deadline_s = 60.0 if ending == Ending.ENV_ERROR else 8.0
+    deadline_s = 60.0 if ending == Ending.ENV_ERROR else 5.0
     session, opened = await worker.open(name, deadline_s=deadline_s, attack=attack)
     assert opened.failure is None, opened.error
     child = next(child for child in worker.host._children if child.key == f"{name} of j")

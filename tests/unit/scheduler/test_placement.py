@@ -416,7 +416,7 @@ def test_whatever_happens_no_job_is_stuck_and_no_worker_given_twice(first: int) 
     began, played = time.monotonic(), 0
     for seed in seeds:
         model = Model(random.Random(seed), with_gpus=seed % 3 == 1)
-        events = max(EVENTS, 10_000) if seed % 25 == 0 else EVENTS
+        events = max(EVENTS, 10_000) if first and seed % 25 == 0 else EVENTS  # the first block guards merges
         try:
             for _ in range(events):
                 model.event()
