@@ -1,8 +1,8 @@
 """Make a tiny model that knows the legal moves of Kuhn poker and plays each of them equally often.
 
-    python examples/models/make_kuhn.py DIR [--seed 0]
+    python -m examples.models.make_kuhn DIR [--seed 0]
 
-`make_tiny` with random weights, then half a minute of supervised learning of the 12 prompts of `kuhn_poker` with
+`make_tiny` with random weights, then some seconds of supervised learning of the 12 prompts of `kuhn_poker` with
 `rules = false`. Calling it again does nothing, except with another seed.
 """
 
@@ -19,7 +19,7 @@ from examples.models.make_tiny import STAMP, make_tiny
 from opentinker.envs.builtin.kuhn_poker import prompts
 from opentinker.envs.builtin.kuhn_rules import actions_of
 
-STEPS, LR = 150, 3e-4
+STEPS, LR = 300, 3e-3
 
 
 def make_kuhn(directory: Path | str, *, seed: int = 0) -> Path:
@@ -39,7 +39,12 @@ def _stamp(seed: int) -> dict[str, int]:
 
 
 def _teach(directory: Path) -> None:
-    """Minimise the cross-entropy to equal shares of the legal moves, over all prompts at once."""
+    """Minimise the cross-entropy to equal shares of the legal moves, over all prompts at once.
+
+    Trains the embeddings alone, which are also the output layer. If all weights learned, prompts with the same target
+    would come to have the same hidden state (neural collapse; Papyan, Han and Donoho 2020), and training would hardly
+    tell the cards apart.
+    """
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(directory)
     texts = prompts(rules=False)
@@ -48,7 +53,9 @@ def _teach(directory: Path) -> None:
     shares = torch.zeros(len(texts), model.config.vocab_size)
     for row, (_, history) in enumerate(texts):
         shares[row, tokenizer.convert_tokens_to_ids(list(actions_of(history)))] = 0.5
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.99), weight_decay=0.0)
+    model.requires_grad_(False)
+    embeddings = model.get_input_embeddings().requires_grad_(True)
+    optimizer = torch.optim.AdamW(embeddings.parameters(), lr=LR, betas=(0.9, 0.99), weight_decay=0.0)
     falling = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10) * (1 - step / STEPS))
     for _ in range(STEPS):
         logits = model(**ids).logits[torch.arange(len(texts)), last]
