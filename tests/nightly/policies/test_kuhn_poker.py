@@ -1,5 +1,5 @@
-"""Kuhn poker with vLLM and torch: the average of a policy's versions comes close to an equilibrium against a pool of all
-of them, and closer than against the newest alone."""
+"""Kuhn poker with vLLM and torch: against a pool of all versions their average comes close to an equilibrium,
+closer than against the newest alone."""
 
 from __future__ import annotations
 
