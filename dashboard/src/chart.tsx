@@ -78,7 +78,10 @@ export function Chart({ title, about, lines, look, positive, marks = NONE }: Pro
     now.setData(data, !zoomed.current); // whoever looks at a part of it goes on looking there
     if (zoomed.current) now.redraw();
   }, [data]);
-  useEffect(() => plot.current?.redraw(), [marks]);
+  useEffect(() => {
+    const now = plot.current;
+    if (now && typeof now.scales["x"]?.min === "number") now.redraw(false); // before its first drawing it has no scale
+  }, [marks]);
 
   if (!drawn.length) return null;
   const last = data[0]!.length - 1;

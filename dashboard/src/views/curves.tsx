@@ -16,6 +16,7 @@ import { PayoffMatrix } from "./payoffs.tsx";
 
 const SMOOTH = [0, 0.6, 0.9, 0.97];
 const MOST_COMPARED = 4;
+const POLL_S = 15;
 
 export function Curves({ job, follow }: { job: Job; follow: Follow }): JSX.Element {
   const [look, setLook] = useState<Look>({ axis: "step", smooth: 0, log: false });
@@ -103,7 +104,8 @@ function PanelChart({ panel, look, policy, follow, others, compared, marks }: Pa
 
 /** Where the job went back to a checkpoint, as its log of events says. */
 function useRewinds(job: Job, follow: Follow, axis: Axis): Mark[] {
-  const { value, again } = useAsked<{ events: Event[] }>(path(job.id, "/events?format=json"));
+  const isPolled = follow.way === "polling" && !FINAL.includes(job.state);
+  const { value, again } = useAsked<{ events: Event[] }>(path(job.id, "/events?format=json"), isPolled ? POLL_S : 0);
   useEffect(() => follow.hear("events", (noun) => (noun as { event: Event }).event.event === REWOUND && again()), [follow, again]);
   const begun = began(follow.joined);
   return useMemo(() => rewinds(value?.events ?? [], axis, begun), [value, axis, begun]);

@@ -14,12 +14,37 @@ from opentinker.shared.messaging.subjects import TIMELINE
 from opentinker.shared.spec import parse_spec
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.telemetry import Segment, TimelinePart
-from tests.conftest import WAIT_S
+from tests.conftest import WAIT_S, until
 from tests.e2e.page.conftest import IN_BROWSER, Open
 from tests.e2e.page.running_jobs import Trainer, reward, saved, value
 from tests.support.api import Http
 
 pytestmark = IN_BROWSER
+
+
+PAINTED = """() => {
+  const canvas = document.querySelector('[data-chart="Reward"] canvas');
+  if (!canvas) return 0;
+  const data = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+  return data.filter((value, at) => at % 4 === 3 && value > 0).length;
+}"""
+
+
+async def test_curves_mark_where_the_job_went_back(opened: Open, http: Http, store: Store, bus: Bus) -> None:
+    job = await http.job()
+    trainer = Trainer(bus, job)
+    for step in range(1, 31):
+        await trainer.says(step, reward(0.25))
+    tab = await opened(http.url, "jobs", job)
+    plot = tab.page.locator('[data-chart="Reward"] .plot')
+    await expect(plot).not_to_have_attribute("aria-label", re.compile("from step"))
+    before = await until(lambda: tab.page.evaluate(PAINTED))
+    detail = {"from": 30, "to": 12, "alarm": "reward_cliff", "rewind": 1, "removed": [20, 30]}
+    await store.update(job, event="rewound", detail=detail)
+    await tab.page.reload()
+    await tab.shows("The job went back (dotted lines): from step 30 to 12 (reward_cliff).")
+    await expect(plot).to_have_attribute("aria-label", re.compile(r"from step 30 to 12 \(reward_cliff\)"))
+    await until(lambda: tab.page.evaluate(PAINTED), lambda after: after > before)
 
 
 async def test_curves_are_those_of_the_job_and_go_on(opened: Open, http: Http, bus: Bus) -> None:
