@@ -407,16 +407,17 @@ def test_thousand_queued_jobs_are_planned_in_good_time() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "first", [SEEDS[0], *(pytest.param(seed, marks=pytest.mark.nightly) for seed in SEEDS[BLOCK::BLOCK])]
+    ("first", "longest"),
+    [(SEEDS[0], EVENTS), *(pytest.param(seed, 10_000, marks=pytest.mark.nightly) for seed in SEEDS[::BLOCK])],
 )
-def test_whatever_happens_no_job_is_stuck_and_no_worker_given_twice(first: int) -> None:
+def test_whatever_happens_no_job_is_stuck_and_no_worker_given_twice(first: int, longest: int) -> None:
     """10,000 events of all seeds: `make simulation`. OPENTINKER_PLACEMENT_SEEDS=0:20 plays some of them."""
     counts: Counter[str] = Counter()
     seeds = range(first, min(first + BLOCK, SEEDS.stop))
     began, played = time.monotonic(), 0
     for seed in seeds:
         model = Model(random.Random(seed), with_gpus=seed % 3 == 1)
-        events = max(EVENTS, 10_000) if first and seed % 25 == 0 else EVENTS  # the first block guards merges
+        events = max(EVENTS, longest) if seed % 25 == 0 else EVENTS
         try:
             for _ in range(events):
                 model.event()
