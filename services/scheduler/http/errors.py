@@ -219,6 +219,7 @@ def _unforeseen(request: web.Request, error: Exception) -> web.Response:
 @web.middleware
 async def last_resort(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Outside of all others: what they did not foresee is answered as a problem too."""
+    request[STARTED] = time.monotonic()  # not later: `begins` does not see the copy that `behind_proxies` makes
     try:
         return await handler(request)
     except web.HTTPException:
@@ -229,7 +230,6 @@ async def last_resort(request: web.Request, handler: Handler) -> web.StreamRespo
 
 @web.middleware
 async def problems(request: web.Request, handler: Handler) -> web.StreamResponse:
-    request[STARTED] = time.monotonic()
     try:
         response = await _answer(request, handler)
     except web.HTTPException:

@@ -144,6 +144,22 @@ async def test_the_client_of_a_proxys_request_is_the_last_address_that_is_none(
             assert await response.text() == f"{client} body"
 
 
+async def test_the_latency_of_a_proxys_request_is_observed() -> None:
+    @Route("GET", "/of-a-proxy", Action.FREE)
+    async def empty(_: web.Request) -> web.Response:
+        return web.Response()
+
+    app = web.Application(middlewares=[errors.last_resort, behind_proxies(["127.0.0.1"]), errors.problems])
+    app.on_response_prepare.append(errors.begins)
+    app.router.add_get("/of-a-proxy", empty)
+    async with TestClient(TestServer(app)) as asking:
+        assert (await asking.get("/of-a-proxy", headers={"X-Forwarded-For": "203.0.113.9"})).status == 200
+    found = [
+        sample for metric in errors.LATENCY.collect() for sample in metric.samples if sample.name.endswith("_count")
+    ]
+    assert [one.value for one in found if one.labels["route"] == "/of-a-proxy"] == [1.0]
+
+
 @asynccontextmanager
 async def throttled(ctx: Context, burst: float) -> AsyncIterator[Callable[..., Any]]:
     """A server whose /v1/jobs requires a key and /page none; gives requests to it, which return a status."""
