@@ -134,11 +134,12 @@ def _operations(name: str, one: Pattern[Any]) -> dict[str, Any]:
 
 
 def _describe(components: dict[str, Any], kinds: list[type[Any]]) -> None:
-    """Below each field of a struct stands what it means."""
+    """Below each field of a struct, or of one that it inherits from, stands what it means."""
     structs = {one.__name__: one for one in _structs(kinds)}
     for name, schema in components.items():
-        meanings = documented(textwrap.dedent(inspect.getsource(structs[name]))) if name in structs else {}
-        for field, meaning in meanings.items():
+        lineage = structs[name].__mro__ if name in structs else ()
+        bases = [one for one in reversed(lineage) if issubclass(one, msgspec.Struct) and one is not msgspec.Struct]
+        for field, meaning in [item for one in bases for item in _documented_fields(one).items()]:
             if isinstance(found := schema.get("properties", {}).get(field), dict):
                 schema["properties"][field] = {**found, "description": meaning}
 
@@ -169,6 +170,10 @@ def _structs(kinds: list[type[Any]]) -> set[type[Any]]:
     for kind in msgspec.inspect.multi_type_info(kinds):
         look(kind)
     return found
+
+
+def _documented_fields(kind: type[Any]) -> dict[str, str]:
+    return documented(textwrap.dedent(inspect.getsource(kind)))
 
 
 def documented(source: str) -> dict[str, str]:

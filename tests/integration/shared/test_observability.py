@@ -77,6 +77,8 @@ def test_every_subject_is_in_the_document_and_every_reference_leads_somewhere(do
     assert all(channel.get("description") for name, channel in document["channels"].items() if "REPLY" not in name)
     segment = document["components"]["schemas"]["Segment"]["properties"]
     assert segment["lane"]["description"].startswith("generation | env")
+    chunk = document["components"]["schemas"]["GenerateChunk"]["properties"]
+    assert all(chunk[field].get("description") for field in ("seq", "tokens")), "of the struct, and an inherited one"
 
 
 @pytest.mark.parametrize(
