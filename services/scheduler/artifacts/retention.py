@@ -113,10 +113,10 @@ class CheckpointMetrics:
         state = (_size_of(file), frozenset(missing))
         if not state[0] or self._seen.get(file) == state:
             return {}
+        lines = {(line["epoch"], line["step"]): line for line in _lines(file)}
         if len(self._seen) >= MAX_FILES:
             self._seen.clear()
         self._seen[file] = state
-        lines = {(line["epoch"], line["step"]): line for line in _lines(file)}
         found: dict[int, TrainingEvaluation] = {}
         for manifest in [entry.manifest for entry in entries if entry.manifest is not None]:
             if (age := _newest(manifest, lines)) is not None:

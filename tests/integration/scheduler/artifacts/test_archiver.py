@@ -327,6 +327,23 @@ async def test_evaluations_of_a_job_are_stored_with_its_checkpoints(
     assert (await archiver.index.of(job))[PATH].evaluation == again
 
 
+async def test_evaluations_that_could_not_be_read_are_read_again(ctx: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    job, archiver = await new_job(ctx.store, state=JobState.STARTING, artifacts={"keep_all": True}), Archiver(ctx)
+    assert await after(ctx, archiver, job, 10) == [10]
+    evaluated(ctx, job, 10, 0.5)
+
+    def refuse(_: Path) -> Any:
+        raise OSError("the disk is away")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(retention, "_lines", refuse)
+        await after(ctx, archiver, job)
+    assert (await archiver.index.of(job))[PATH].evaluation is None
+    await after(ctx, archiver, job)
+    found = (await archiver.index.of(job))[PATH].evaluation
+    assert found == TrainingEvaluation(finished=0.0, values={"val/exact": 0.5})
+
+
 async def test_checkpoint_that_will_not_be_evaluated_any_more_goes(ctx: Context) -> None:
     job, archiver = await judged(ctx), Archiver(ctx)
     assert await after(ctx, archiver, job, 10, 20, 30) == [10, 20, 30]
