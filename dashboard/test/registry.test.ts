@@ -30,6 +30,8 @@ test("a comparison can keep to one environment", () => {
   const both = evaluated(["a", { "val/exact": 0.5 }], ["b", { "val/exact": 0.25 }]);
   assert.deepEqual(environmentsOf([both]), ["a", "b"]);
   assert.equal(metricRows([both], "b")[0]!.cells[0]!.value, 0.25);
+  const onRows = evaluated(["a", { "val/exact": 0.5 }], ["", { "val/loss": 2 }]);
+  assert.deepEqual(metricRows([onRows], "").map((row) => row.name), ["loss"], "rows of [data] are no environment");
 });
 
 test("a lineage begins with the base model, and each continuation leads to its job", () => {

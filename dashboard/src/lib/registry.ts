@@ -17,8 +17,9 @@ export interface MetricRow {
   best: number[];
 }
 
-/** A row per metric over all evaluations of these checkpoints; of several with the metric the newest counts. */
-export function metricRows(checkpoints: RegisteredCheckpoint[], environment = ""): MetricRow[] {
+/** A row per metric over the evaluations of these checkpoints on an environment, by default on all; of several with the
+ * metric the newest counts. */
+export function metricRows(checkpoints: RegisteredCheckpoint[], environment: string | null = null): MetricRow[] {
   const columns = checkpoints.map((one) => newest(one, environment));
   const all = Object.assign({}, ...columns.map((values) => Object.fromEntries(values))) as Record<string, Cell>;
   const names = resultRows(Object.fromEntries(Object.entries(all).map(([name, cell]) => [name, cell.value]))).map((row) => row.name);
@@ -28,10 +29,10 @@ export function metricRows(checkpoints: RegisteredCheckpoint[], environment = ""
   });
 }
 
-function newest(one: RegisteredCheckpoint, environment: string): Map<string, Cell> {
+function newest(one: RegisteredCheckpoint, environment: string | null): Map<string, Cell> {
   const found = new Map<string, Cell>();
   for (const evaluation of one.evaluations) {
-    if (environment && evaluation.environment !== environment) continue;
+    if (environment !== null && evaluation.environment !== environment) continue;
     for (const { name, value, interval } of resultRows(evaluation.values)) if (!found.has(name)) found.set(name, { value, interval });
   }
   return found;
@@ -48,7 +49,7 @@ function bestOf(name: string, cells: (Cell | null)[]): number[] {
   return cells.flatMap((cell, place) => (cell?.value === best ? [place] : []));
 }
 
-/** Environments of these checkpoints' evaluations, by name. */
+/** Environments of these checkpoints' evaluations, by name; empty for rows of [data]. */
 export function environmentsOf(checkpoints: RegisteredCheckpoint[]): string[] {
   return [...new Set(checkpoints.flatMap((one) => one.evaluations.map((found) => found.environment)))].sort();
 }
