@@ -1,4 +1,4 @@
-# The whole menu: setup dashboard browser games helm run test test-fast test-nightly compose-test simulation check load learning docs locks clean.
+# Targets: setup dashboard browser games helm run test test-fast test-nightly compose-test simulation check load learning docs locks clean.
 # A clean machine needs python3 (3.11 to 3.13) with pip and venv.
 
 PYTHON ?= python3

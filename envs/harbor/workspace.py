@@ -200,8 +200,8 @@ def new_place(home: Path) -> Path:
 
 
 def is_stale(name: str) -> bool:
-    """Whether a place of that name belongs to a process of this machine that has ended. Its number may be another
-    one's now: in a container that starts again, the very one's that asks."""
+    """Return whether a place of that name belongs to a process of this machine that has ended. The process id may have
+    been reused since: in a restarted container, even by this process. So the start time is compared too."""
     host, _, rest = name.partition("~")
     pid, _, ticks = rest.rpartition("-")[0].partition("-")
     return host == HOST and (not pid.isdigit() or str(ticks_of(int(pid))) != ticks)

@@ -1,7 +1,7 @@
-"""An agent that any OpenAI client could be: it asks for two digits to be copied, each in a conversation of its own.
+"""An agent that calls the OpenAI API: it asks the model to copy two digits, each in a separate conversation.
 
-Started once per episode by the environment `agent_program` (examples/two_calls.toml). Standard library alone, and few
-modules of that: most of an episode's time is the start of this program.
+Started once per episode by the environment `agent_program` (examples/two_calls.toml). It imports few
+modules, all of the standard library, because most of an episode's time is the start of this program.
 """
 
 import http.client
@@ -14,7 +14,7 @@ digits = random.Random(f"{os.environ['OPENTINKER_SEED']}/{os.environ['OPENTINKER
 
 
 def ask(question: str) -> tuple[str, bool]:
-    """What the model says, and whether it came to an end by itself."""
+    """Return the model's answer, and whether it ended with the stop token."""
     body = {"model": os.environ["OPENAI_MODEL"], "messages": [{"role": "user", "content": question}]}
     server = http.client.HTTPConnection(host)
     server.request("POST", f"/{path}/chat/completions", json.dumps(body), {"Content-Type": "application/json"})

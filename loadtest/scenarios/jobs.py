@@ -78,7 +78,7 @@ async def steps_of(client: AsyncClient, job: str) -> list[MetricPoint]:
 async def until(
     read: Callable[[], Awaitable[T]], holds: Callable[[T], object], what: str, within_s: float = END_S
 ) -> T:
-    """Return what `read` gives as soon as it `holds`. Raises TimeoutError, with `what` was waited for."""
+    """Call `read` until `holds` accepts its result, and return it. Raises TimeoutError, which names `what`."""
     deadline = time.monotonic() + within_s
     while not holds(found := await read()):
         if time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""Tokens as they are sampled -> text, as far as no later token can change it."""
+"""Decodes tokens as they are sampled -> the text that no later token can change."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from opentinker.services.rollout_worker.renderer import Renderer
 from opentinker.shared.openai.answers import cut
 
-PART = "\ufffd"
-"""The replacement character, to which a part of a character decodes."""
+REPLACEMENT = "\ufffd"
+"""U+FFFD, to which an incomplete character decodes."""
 MAX_WINDOW = 32
-"""Tokens that may wait for what makes a text of them; a character has four bytes at most."""
+"""Tokens that may wait for the rest of a character, which has four bytes at most."""
 TAIL = 8
-"""So many of them are looked at for a place between two characters."""
+"""Of these, the tokens that are searched for a boundary between two characters."""
 
 
 class Detokenizer:
-    """The text of one answer while it grows. Held back are parts of characters, and what may become a stop string."""
+    """The growing text of one answer. Incomplete characters and possible beginnings of a stop string are held back."""
 
     def __init__(self, renderer: Renderer, stops: Sequence[str]) -> None:
         self._renderer, self._stops = renderer, stops
@@ -33,7 +33,7 @@ class Detokenizer:
         before = self._renderer.text(self._ids[self._from : self._read])
         now = self._renderer.text(self._ids[self._from :])
         end = len(self._ids)
-        if len(now) <= len(before) or now.endswith(PART):
+        if len(now) <= len(before) or now.endswith(REPLACEMENT):
             if end - self._read <= MAX_WINDOW:
                 return ""
             if now == before:  # e.g. special tokens

@@ -1,4 +1,4 @@
-"""Metrics, events, checkpoints and ending of any training job.
+"""Reports a training job: metrics, events, checkpoints and its ending. `resume.py` loads the newest checkpoint.
 
 The training loop decides when to report and fills in the manifest beyond the weights.
 """
@@ -32,7 +32,6 @@ from opentinker.services.trainer.policy_checkpoints import PolicyCheckpoints
 from opentinker.services.trainer.progress_curve import ProgressCurve
 from opentinker.services.trainer.training_alarms import TrainingAlarms
 from opentinker.shared.asyncio_tools import cancel_and_wait, finish_uncancelled
-from opentinker.shared.data.readable_paths import opening
 from opentinker.shared.data.step_log import StepLog, lineage, metric_prefix, point_of, trainer_source
 from opentinker.shared.evaluation.records import Evaluations
 from opentinker.shared.messaging.subjects import METRIC, WAKE
@@ -45,7 +44,7 @@ from opentinker.shared.spec.evaluation import PREFIX
 from opentinker.shared.state.usage import UsageStore
 from opentinker.shared.types.core import JobState, Lease, WeightVersion, part_id
 from opentinker.shared.types.errors import Conflict, Fenced, JobFailed, OpenTinkerError
-from opentinker.shared.types.manifest import Manifest, start_of
+from opentinker.shared.types.manifest import Manifest
 
 log = structlog.get_logger()
 T = TypeVar("T")
@@ -71,7 +70,7 @@ class JobReporter:
         self.root: Path = ctx.settings.data_dir / "jobs" / part_id(lease.job, policy) / "checkpoints"
         together = list(spec.policies) if spec.train.deterministic else []
         roots = [ctx.settings.data_dir / "jobs" / part_id(lease.job, name) / "checkpoints" for name in together]
-        self._stored = PolicyCheckpoints(self.root, roots, self.joint)
+        self.stored = PolicyCheckpoints(self.root, roots, self.joint)
         self.source = trainer_source(policy)
         self.metrics = MetricSource(ctx.bus, lease.job, self.source, prefix=metric_prefix(policy))
         self.lanes = Lanes(ctx.bus, lease.job, ctx.worker)
@@ -91,48 +90,21 @@ class JobReporter:
         self._weights_valid = False
         """Whether the weights are those of a step that succeeded."""
 
-    async def restore(self) -> Manifest | None:
-        """Load the newest good checkpoint into the learner; without one, the model that the job starts from.
+    async def continue_from(self, manifest: Manifest) -> None:
+        """Take over the metrics of the steps up to a checkpoint, and send those that the metric history lacks."""
+        self.saved = self._resumed_at = manifest.step
+        lines = await asyncio.to_thread(lineage, self.root.parent / "metrics.jsonl", manifest.resumed, manifest.step)
+        self._window.extend(lines[-TARGET_WINDOW:])
+        self.alarms.restore(lines)
+        await self._resend_missing(lines[-SENT_AGAIN:])
+        for line in lines:
+            self._learning_check.update(line)
+            self._curve.add(line)
 
-        Older epochs cannot write afterwards. Raises JobFailed, Fenced.
-        """
-        await asyncio.to_thread(self._stored.fence, self.lease.epoch)
-        damaged: dict[str, str] = {}
-        found = await asyncio.to_thread(self._stored.find, damaged)
-        for name, problem in damaged.items():
-            await self.event("checkpoint_damaged", {"checkpoint": name, "problem": problem})
-        if found is None and damaged:
-            raise JobFailed(
-                f"none of its {len(damaged)} checkpoints is intact ({next(iter(damaged.values()))}), and it does not "
-                f"restart from step 0 by itself. They are in {self.root}; submit the job again to start with step 0"
-            )
-        path, manifest = found or (None, None)
-        if manifest is not None:
-            if manifest.epoch >= self.lease.epoch:
-                raise JobFailed(
-                    f"checkpoint {manifest.name} was written in epoch {manifest.epoch}, this trainer has epoch "
-                    f"{self.lease.epoch}: the job's record is older than its checkpoints"
-                )
-            self.saved = self._resumed_at = manifest.step
-            lines = await asyncio.to_thread(
-                lineage, self.root.parent / "metrics.jsonl", manifest.resumed, manifest.step
-            )
-            self._window.extend(lines[-TARGET_WINDOW:])
-            self.alarms.restore(lines)
-            await self._resend_missing(lines[-SENT_AGAIN:])
-            for line in lines:
-                self._learning_check.update(line)
-                self._curve.add(line)
+    async def loaded(self, manifest: Manifest | None, start: StartSpec | None) -> None:
+        """Record that the weights are loaded: from a checkpoint of this job or another, or of the base model."""
         step = manifest.step if manifest else 0
-        # Without a checkpoint only evaluations of the weights that the job starts from remain valid.
-        await asyncio.to_thread(self.evaluations.restore, manifest.resumed if manifest else {1: 0}, step)
         detail: dict[str, object] = {"step": step, "epoch": self.lease.epoch}
-        start = None if manifest else self.spec.start
-        async with opening(self.ctx.store, self.ctx.settings, self.lease.job):
-            load = (
-                functools.partial(self.learner.load, path) if start is None else functools.partial(self._start, start)
-            )
-            await finish_uncancelled(asyncio.to_thread(load))
         if start is not None:
             detail |= {"from": start.checkpoint, "optimizer": start.optimizer}
         event = "resumed" if manifest else "model_loaded"
@@ -143,7 +115,6 @@ class JobReporter:
             self.lease.job, epoch=self.lease.epoch, event=event, detail=self._own(detail), **fields
         )
         log.info(event, **self._own(detail))
-        return manifest
 
     def _own(self, detail: dict[str, object]) -> dict[str, object]:
         return {"policy": self.policy, **detail} if self.policy else detail
@@ -154,18 +125,6 @@ class JobReporter:
         for number, line in enumerate(lines, 1):
             if "point" in line and (newest is None or line["time"] > newest.time):
                 await self.metrics.send(point_of(part_id(self.lease.job, self.policy), line, number))
-
-    def _start(self, start: StartSpec) -> None:
-        """Load the other job's checkpoint, which the scheduler has linked into the job's directory. Blocking."""
-        directory = start_of(self.ctx.settings.data_dir, self.lease.job)
-        try:
-            checkpoint.read_intact(directory)
-        except JobFailed as error:
-            raise JobFailed(
-                f"it cannot start from {start.checkpoint}: {error}; submit it again from another checkpoint "
-                f"(`opentinker checkpoints {start.job}` lists them)"
-            ) from error
-        self.learner.start(directory, optimizer=start.optimizer)
 
     async def running(self) -> None:
         """Mark the job as running. Idempotent."""
@@ -341,7 +300,7 @@ class JobReporter:
             log.error("checkpoint_failed", error=str(error))
             await self.event("checkpoint_failed", {"step": manifest.step, "error": str(error)})
             return False
-        await asyncio.to_thread(self._stored.sweep, self.spec.train.keep_checkpoints, self.lease.epoch)
+        await asyncio.to_thread(self.stored.sweep, self.spec.train.keep_checkpoints, self.lease.epoch)
         self.saved = manifest.step
         await self.event("checkpoint", {"step": manifest.step, "seconds": round(time.monotonic() - began, 3)})
         return True

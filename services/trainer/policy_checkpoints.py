@@ -1,7 +1,7 @@
-"""Which checkpoint a policy resumes from, and which are removed.
+"""Chooses the checkpoint that a policy resumes from, and those to remove.
 
-The policies of a deterministic job go on together, at the newest position of its submission order at which each of them
-has a checkpoint. Each saves by itself, so a kill finds the newest ones at different positions, and the matches between
+The policies of a deterministic job resume together, at the newest position of its submission order at which each of
+them has a checkpoint. Each saves by itself, so a kill finds the newest ones at different positions, and the matches between
 them could only be played again with weights that some policies have moved on from.
 """
 
@@ -18,7 +18,7 @@ KEPT_POSITIONS = 2
 
 
 class PolicyCheckpoints:
-    """Functions block."""
+    """The checkpoints of one policy, and of those that resume with it. All methods block."""
 
     def __init__(self, root: Path, together: list[Path], joint: JointProgress) -> None:
         """`root`: directory of the policy's checkpoints; `together`: those of all policies that resume at the same

@@ -28,6 +28,7 @@ from opentinker.services.trainer.job_reporter import JobReporter
 from opentinker.services.trainer.joint_progress import JointProgress
 from opentinker.services.trainer.learners.base import Learner, NonFinite, SnapshotLike
 from opentinker.services.trainer.opponent_pools import OpponentPools
+from opentinker.services.trainer.resume import resume
 from opentinker.services.trainer.rewinder import Rewinder
 from opentinker.services.trainer.rollout_log import RolloutLog
 from opentinker.services.trainer.row_plays import plays_of
@@ -150,7 +151,7 @@ class TrainerJob:
     # --- start and resume ---------------------------------------------------------------------------------------
 
     async def _restore(self) -> None:
-        manifest = await self.reporter.restore()
+        manifest = await resume(self.reporter)
         discarded: dict[str, int] = {}
         next_seq = 0
         resumed = {self.lease.epoch: 0}

@@ -18,6 +18,7 @@ import structlog
 from opentinker.services.trainer.data.examples import Examples, fingerprint, load_examples, places
 from opentinker.services.trainer.job_reporter import JobReporter
 from opentinker.services.trainer.learners.base import Interrupted, RowLearner
+from opentinker.services.trainer.resume import resume
 from opentinker.shared.asyncio_tools import check_cancelled, finish_uncancelled
 from opentinker.shared.data.readable_paths import opening
 from opentinker.shared.runtime.leased_worker import LeasedWorker
@@ -102,7 +103,7 @@ class SupervisedJob:
         return await self.reporter.run_interruptible(reading, interrupt=cancelled.set)
 
     async def _restore(self) -> None:
-        manifest = await self.reporter.restore()
+        manifest = await resume(self.reporter)
         if manifest is not None:
             self.step = manifest.step
             self.resumed = {**manifest.resumed, self.lease.epoch: manifest.step}

@@ -1,4 +1,4 @@
-"""Episodes of a job, word by word."""
+"""Transcripts of a job's episodes: messages, tokens and rewards."""
 
 from typing import Any, NotRequired, TypedDict
 

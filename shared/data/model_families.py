@@ -1,4 +1,4 @@
-"""Which language models OpenTinker trains and serves, told by config.json alone: before any worker loads one."""
+"""Decides from config.json alone, before any worker loads a model, whether OpenTinker can train and serve it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import orjson
 
 @dataclass(frozen=True)
 class VisionFamily:
-    """How a family of vision models differs from others; `vllm_images.py` knows how vLLM takes their inputs."""
+    """Properties of a family of vision models; `vllm_images.py` prepares their inputs for vLLM."""
 
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options of its image processor other than pixels."""
@@ -39,16 +39,16 @@ LLAVA_TOWER = "clip_vision_model"
 """Vision tower of `llava` models that are supported. Pixtral's gives an image any number of tokens, row by row."""
 TEXT_OF_VISION = (*("gemma3", "gemma3n", "gemma4", "llama4", "mllama", "qwen3_5", "qwen3_5_moe"), *VISION_FAMILIES)
 """Vision models that transformers also loads as language models: rows of text can train them."""
-OTHER_SENSES = ("vision_config", "audio_config", "vision_encoder", "visual", "thinker_config", "speech_config")
+TOWER_CONFIGS = ("vision_config", "audio_config", "vision_encoder", "visual", "thinker_config", "speech_config")
 """Entries of a config.json that describe a tower in addition to the language model."""
 CONDITIONAL = "ForConditionalGeneration"
-"""Ends the architectures of models that see or hear, and of encoder-decoders."""
+"""Suffix of the architectures of vision, audio and encoder-decoder models."""
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Dimensions of an attention head that vLLM's kernels for CPUs take."""
 
 
 def unsupported_family(config: Mapping[str, Any], *, served: bool) -> str:
-    """Why no job can have a model with this config.json; empty if its family is supported. `served`: vLLM loads it."""
+    """Return why no job can use a model with this config.json; empty if it can. `served`: vLLM loads it."""
     kind = config.get("model_type")
     tower = config.get("vision_config")
     name = tower.get("model_type", LLAVA_TOWER) if isinstance(tower, dict) else LLAVA_TOWER
@@ -65,7 +65,7 @@ def unsupported_family(config: Mapping[str, Any], *, served: bool) -> str:
         return f"is a {kind} model, an encoder-decoder; OpenTinker trains and serves decoders of text"
     architectures = config.get("architectures")
     names = architectures if isinstance(architectures, list) else []
-    text_only = not any(isinstance(config.get(name), dict) for name in OTHER_SENSES)
+    text_only = not any(isinstance(config.get(name), dict) for name in TOWER_CONFIGS)
     if text_only and not any(str(name).endswith(CONDITIONAL) for name in names):
         return ""
     types = ", ".join(VISION_FAMILIES)
@@ -82,7 +82,7 @@ def _interleaves_positions(config: Mapping[str, Any]) -> bool:
 
 
 def unsupported_on_cpu(config: Mapping[str, Any]) -> str:
-    """Why vLLM cannot serve a model with this config.json on CPUs; empty if nothing speaks against it."""
+    """Return why vLLM cannot serve a model with this config.json on CPUs; empty if it can."""
     text = config.get("text_config")
     text = text if isinstance(text, Mapping) else config
     heads, width, size = (text.get(name) for name in ("num_attention_heads", "hidden_size", "head_dim"))

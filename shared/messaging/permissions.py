@@ -1,9 +1,9 @@
 """Permissions of each service's user on NATS and Redis. Every right follows from a table; nothing else is allowed.
 
-    subjects.py  who sends and who eats   --> `nats_rights`: publish and subscribe, JetStream's API, acks, inboxes
-    STREAM_USES  who reads a stream, or purges it --'
+    subjects.py  senders and consumers    --> `nats_rights`: publish and subscribe, JetStream's API, acks, inboxes
+    STREAM_USES  readers of a stream, and purges  --'
     subjects.py  the public subjects of a job --> `shown_of`: subscriptions of a credential for the job's streams
-    REDIS_KEYS   who reads and writes which keys --> `redis_rules`
+    REDIS_KEYS   readers and writers of keys     --> `redis_rules`
 
 A service's replies arrive below its own inbox prefix, to which no other service may subscribe. Replies go to the
 requesters' prefixes, whose ends are random, so a service can only reply to requests that it received.

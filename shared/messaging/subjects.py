@@ -1,4 +1,4 @@
-"""Every subject and stream: what it carries, who sends, who eats. No other module contains a subject string.
+"""Every subject and stream, with type, senders and consumers. No other module contains a subject string.
 
 scheduler --TICKET--> rollout worker --ENV_OPEN/ENV_SESSION--> env worker
 rollout worker --GROUP--> trainer            (or --SCORE--> reference-forward --GROUP--> trainer)
@@ -63,7 +63,7 @@ class Pattern(Generic[T]):
     by: tuple[str, ...] = field(default=(), kw_only=True)
     """Services that send it, or ask."""
     to: tuple[str, ...] = field(default=(), kw_only=True)
-    """Services that eat it, or answer."""
+    """Services that consume it, or answer."""
 
     def at(self, **keys: str) -> str:
         return self.pattern.format(**{key: value if value == "*" else token(value) for key, value in keys.items()})

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from opentinker.shared.types.core import Heartbeat
 
 
-class Pulses:
+class HeartbeatWatch:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._seen: dict[str, tuple[str, int, float]] = {}

@@ -1,4 +1,4 @@
-"""API keys as text: how they are made, told from anything else, and kept in files.
+"""API keys as text: generation, recognition by checksum, and storage in files.
 
 ot_<env>_<id>_<secret><check>    env: the deployment's name; id: public; secret: 256 bits; check: CRC-32 of the rest
 """

@@ -1,4 +1,4 @@
-"""Admission of a job's groups: the Redis script that applies the law of `staleness.py` and changes the entries of
+"""Admission of a job's groups: the Redis script that applies the bound of `staleness.py` and changes the entries of
 `group_ledger.py` atomically, and its client."""
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ end
 local owner = math.max(num(me, 'epoch'), tonumber(redis.call('HGET', J, 'epoch') or '0'))
 if epoch >= 0 and epoch < owner then return {'fenced', owner} end
 local does = {restore = restore, issue = issue, accept = finish, fail = finish, train = consume, discard = consume,
-              over = over, commit = commit, clear = clear, version = version, pools = pools}
+              over = over, commit = commit, clear = clear, version = set_version, pools = pools}
 local answer, unchanged = does[op]()
 if O and not unchanged then redis.call('SET', O, cjson.encode(answer), 'EX', 120) end
 return answer
@@ -120,13 +120,13 @@ class Admission:
             raise ValueError("only a trainer, which has an epoch, restores")
         reasons = orjson.dumps(discarded).decode()
         place = -1 if position is None else position
-        law = (step, max_staleness, groups_per_batch, total)
+        bound = (step, max_staleness, groups_per_batch, total)
         done = step * groups_per_batch if trained is None else trained
-        await self._call("restore", *law, reasons, next_seq, place, done, gate, turn, *settled)
+        await self._call("restore", *bound, reasons, next_seq, place, done, gate, turn, *settled)
 
     async def issue(self, want: int) -> tuple[WeightVersion, list[int]]:
-        """Take up to `want` new group numbers, as many as the law allows every policy now; none for a job that holds no
-        workers."""
+        """Take up to `want` new group numbers, as many as the staleness bound allows every policy now. A job without
+        workers gets none."""
         answer = await self._call("issue", want, MAX_OPEN, once=True)
         return WeightVersion(int(answer[1]), int(answer[2])), [int(seq) for seq in answer[3:]]
 

@@ -1,4 +1,4 @@
-"""Where every accepted group of a job went.
+"""The ledger of a job's groups: every accepted group is pending, trained or discarded.
 
 A group's life, one entry per group in `adm:{job}:groups`, changed only by the script of `admission.py`. A job with
 several policies has `adm:{job}~{policy}` and `adm:{job}~{policy}:groups` for each of them:
@@ -39,7 +39,7 @@ ENTRIES = """
 local function restore()
   -- step, max_staleness, groups_per_batch, total, discarded by reason (JSON), next_seq, position (-1: none), trained,
   -- gate, turn (in steps), groups that count as discarded already...
-  local step, batch, position = tonumber(ARGV[4]), tonumber(ARGV[6]), tonumber(ARGV[10])
+  local step, groups_per_batch, position = tonumber(ARGV[4]), tonumber(ARGV[6]), tonumber(ARGV[10])
   local trained = tonumber(ARGV[11])
   local pending, running, discarded, undone = 0, 0, 0, {}
   local entries, settled = redis.call('HGETALL', me.G), {}
@@ -72,8 +72,8 @@ local function restore()
   local served = step
   if position >= 0 then served = step - 1 end  -- nothing starts before these very weights are served
   redis.call('HDEL', me.A, 'over')
-  redis.call('HSET', me.A, 'epoch', epoch, 'step', served, 'eta', ARGV[5], 'batch', batch, 'total', ARGV[7],
-             'trained', trained, 'extra', trained - step * batch, 'pending', pending, 'running', running,
+  redis.call('HSET', me.A, 'epoch', epoch, 'step', served, 'eta', ARGV[5], 'batch', groups_per_batch, 'total', ARGV[7],
+             'trained', trained, 'extra', trained - step * groups_per_batch, 'pending', pending, 'running', running,
              'accepted', trained + discarded + pending, 'next', next,
              'shift', position >= 0 and next - position or 0, 'gate', ARGV[12], 'turn', ARGV[13])
   return {'ok'}
@@ -151,6 +151,6 @@ end
 
 local function pools() redis.call('HSET', me.A, 'pools', ARGV[4]); return {'ok'} end
 
-local function version() redis.call('HSET', me.A, 'step', ARGV[4]); return {'ok'} end
+local function set_version() redis.call('HSET', me.A, 'step', ARGV[4]); return {'ok'} end
 """
 """Lua, part of the script of `admission.py`: the operations on the entries of groups that exist."""

@@ -1,4 +1,4 @@
-"""API keys: what Redis knows of them, which never is the secret (`key_text.py`).
+"""Records of API keys in Redis: a key's digest, never its secret (`key_text.py`).
 
 Redis keys (`{id}` is the id of a key, `{tenant}` a tenant's name):
     key:{id}            hash: tenant, role, scopes, name, digest (SHA-256 of the whole key), created, by, expires, used,

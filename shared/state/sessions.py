@@ -1,4 +1,4 @@
-"""Sessions of people who signed in to the page: what Redis knows of them, which never is the token in their cookie.
+"""Records in Redis of people's sign-in sessions on the page: a digest of the cookie's token, never the token.
 
     ot_session_<id>_<secret>    id: public; secret: 256 bits
 

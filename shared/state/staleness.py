@@ -1,14 +1,15 @@
 """The staleness bound: how many groups may be under way.
 
-The law (AReaL, arXiv 2505.24298 eq. 3, counted in groups): a group may start only while
+The bound (AReaL, arXiv 2505.24298 eq. 3, counted in groups): a group may start only while
     trained + pending + running < (max_staleness + version + 1) * groups_per_batch
-holds for the job's policy, or for those of its policies that gate: their group is one match, and each policy counts it
-by itself. Of the policies that have steps left gate, by the job's schedule (`spec/schedules.py`):
+holds for the job's policy. In a job with several policies a group is one match, each policy counts it separately, and
+the bound must hold for the policies that gate. Among those with steps left, the job's schedule (`spec/schedules.py`)
+lets these gate:
     all         each of them
     fastest     those whose served version stands for the most groups
     turn        the first of those that have had the fewest turns, a turn being a number of steps
     neediest    of those that serve the oldest version, the one with the most room
-A policy that has trained all its groups gates no longer, also while its last weights are evaluated.
+A policy that has trained all its groups no longer gates, even while its last weights are evaluated.
 `trained` counts one batch per step here, also where a step took more (`extra`).
 Failed and discarded groups leave the count (`group_ledger.py`) and so are replaced. A job never starts more than
 steps * groups_per_batch, has at most MAX_OPEN groups running, and starts none unless it holds workers. In its turn a
@@ -81,4 +82,4 @@ local function issue()
   return answer
 end
 """
-"""Lua, part of the script of `admission.py`: issues as many group numbers as the law allows."""
+"""Lua, part of the script of `admission.py`: issues as many group numbers as the bound allows."""

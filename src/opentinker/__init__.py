@@ -1,6 +1,6 @@
 """OpenTinker: asynchronous reinforcement learning as a service for LLM agents.
 
-The public face. Importing it loads nothing heavy: no torch, no vllm, no transformers (a test holds this).
+The public interface. Importing it loads neither torch, vllm nor transformers (a test checks this).
 Names are loaded on first use, so that `import opentinker` stays far below half a second.
 """
 

@@ -1,4 +1,5 @@
-"""Names of the published interface that mean nothing here: they can be imported, and say what to do when called."""
+"""Names of the published client without a counterpart here: they can be imported; a call raises an error that names
+the alternative."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A prompt that shows images, as vLLM's engine takes it once its own processing is over: ours is the processing."""
+"""Prepares prompts with images for vLLM's engine: processed here, so that vLLM's own preprocessing is skipped."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from typing import Any
 
 QWEN_VL = ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL")
 LLAVA = ("LlavaFor",)
-"""Architectures begin so."""
+"""Prefixes of architecture names."""
 IMAGE_PROCESSORS = ("qwen2_vl", "pixtral")
 """Packages of transformers whose image processors are imported."""
 NAMES_OF_TRANSFORMERS = {re.compile(r"^(?:model\.)?vision_tower\.(?!vision_model\.)"): "vision_tower.vision_model."}

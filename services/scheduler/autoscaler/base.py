@@ -1,9 +1,9 @@
 """Protocol of launchers, which start trainers and rollout workers, and the state of a started worker.
 
-Two implementations: `process.py`, processes of this machine, and `kubernetes.py`, pods. Both know what
-they have started however often the scheduler was started since, and give a name away once at a time: so no more can be
-started than there are names, even by two schedulers that both believe to lead. What they start ends by itself when no
-job wants it (`idle_exit_s`), whether or not a scheduler runs.
+Two implementations: `process.py`, processes of this machine, and `kubernetes.py`, pods. Both find their workers again
+after a restart of the scheduler. A name belongs to at most one running worker, so there are never more workers than
+names, even if two schedulers both believe that they lead. A worker without a job ends after `idle_exit_s`, whether or
+not a scheduler runs.
 """
 
 from __future__ import annotations

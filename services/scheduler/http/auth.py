@@ -1,4 +1,4 @@
-"""Who asks, and whether they may: every request passes here, by the row of the route table that it is for.
+"""Authenticates and authorizes every request, by the action that its route declares.
 
     key in Authorization,  --> Principal --> authorize(principal, the route's action) --> handler --> may_see(object)
     or a session's cookie

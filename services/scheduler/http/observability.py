@@ -1,4 +1,4 @@
-"""Handlers of what a job says and has done, word by word: its log, episodes of its training, the spread of its numbers.
+"""Routes for details of a job: log lines, transcripts of training episodes, distributions of metrics.
 
 logs   consumes LOG, as history and as a sign that there is more; produces lines as JSON or as server-sent events
 """

@@ -1,5 +1,5 @@
-"""A spec is looked at as if it were submitted, and nothing comes of it: mistakes, an episode of its environment, and
-who would do the work.
+"""Validates a spec as a submission would, without creating a job: reports its mistakes, plays an episode of its
+environment, and names the workers that would run it.
 
 validate   consumes a spec; asks env workers (ENV_CHECK, one episode by ENV_OPEN, ENV_STEP); produces a report
 """

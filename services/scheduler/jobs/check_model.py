@@ -68,7 +68,7 @@ def resolved_base(base: str) -> str:
 
 
 def mistakes_in_model(base: str, model: ModelSpec | None, weights: bool) -> Mistakes:
-    """Check a local model without loading it; `weights`: those will be loaded too. Blocking."""
+    """Return the mistakes in a local model without loading it; `weights`: check its weight files too. Blocking."""
     path = local_path(base) if base else None
     if path is None:
         why = not_on_hub(base) if base else None

@@ -1,4 +1,4 @@
-"""Admission: room under the staleness law -> tickets.
+"""Admission: room under the staleness bound -> tickets.
 
     ticket loop   consumes the room that `Admission.issue` grants; produces TICKET, one portion per job and round;
                   waits for 0.2 s unless a job has room for more; woken by WAKE "admission" (a group was accepted or

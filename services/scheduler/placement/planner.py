@@ -22,8 +22,8 @@
 3. Rollout workers that are left over are lent to jobs that may have more than they need (`AddWorker`), to the tenant
    that holds least first, and are taken back at a group boundary when another job can start with them.
 
-A worker does for a job if it has the GPUs that the job needs of it (gpu_matching.py): only such are counted, given,
-kept or taken back for it, and what needs none takes workers without GPUs first.
+A worker suits a job if it has the GPUs that the job needs (gpu_matching.py): only such workers are counted, assigned,
+kept or taken back for it. A job that needs no GPUs takes workers without GPUs first.
 
 Nothing is reserved, preempted or reclaimed for a job that could not start even then: its quota is used up, a pool is
 too small for it, or an unleased service (env workers, reference-forward) is missing.

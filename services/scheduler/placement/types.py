@@ -1,4 +1,4 @@
-"""The nouns of placement: what it sees and what it decides."""
+"""Types of placement: its view of the cluster and its decisions."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Decides what the loss of a worker means for its job: retry now, retry later, or failure.
 
-A job fails for what it does itself. A trainer's loss counts unless the trainer had made a step since it was loaded, and
-not ended at the very step where the one before it did; nothing counts of a worker that was told to stop, or whose lease
-is older than the leadership of the scheduler: then scheduler and worker have ended together, or one of them while no
-scheduler was leading. Nor does a loss count while the scheduler has no connection to NATS, or soon after that:
-the outage may have ended the worker.
+Only losses that the job itself may have caused count towards its failure. A trainer's loss does not count if it made a
+step after loading, unless the previous trainer was lost at the same step. A loss never counts if
+- the worker was told to stop;
+- its lease is older than this scheduler's leadership: both may have ended together, or while no scheduler was leading;
+- the scheduler has no connection to NATS, or has just regained it: the outage may have ended the worker.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from opentinker.services.scheduler.placement.cluster_view import Cluster, Overdue
-from opentinker.shared.runtime.liveness import Pulses
+from opentinker.shared.runtime.liveness import HeartbeatWatch
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.types.core import Lease
 
@@ -19,7 +19,7 @@ class WorkerWatch:
 
     def __init__(self, ctx: Context, leader: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._store, self._settings, self._leader, self._clock = ctx.store, ctx.settings, leader, clock
-        self._pulses = Pulses(clock)
+        self._watch = HeartbeatWatch(clock)
         self._overdue = Overdue(ctx.settings.drain_s, clock)
         self._observed_at = float("-inf")
         self.absence_counts_from = 0.0
@@ -44,7 +44,7 @@ class WorkerWatch:
             # After our start, or an outage of Redis, live workers may be missing. Give them time for a heartbeat.
             self.absence_counts_from = now + self._settings.worker_ttl_s
         self._observed_at = now
-        silent = self._pulses.silent(beats)
+        silent = self._watch.silent(beats)
         lost = {beat.id for beat in silent if await self._store.remove_dead(beat, leader=self._leader)}
         self._leaving_since = {lease: self._leaving_since.get(lease, now) for lease in leases if lease.leaves_by}
         living = [beat for beat in beats if beat.id not in lost]

@@ -2,8 +2,8 @@
 
     feed   consumes those logs, which every service writes into in Redis; produces EVENT; woken by each entry
 
-An entry may be missed when the leadership changes, or come twice, and a job that is over within half a second is not
-heard of; the log itself has every entry once, under its id.
+When the leadership changes, an entry may be skipped or published twice. Entries of a job that ends within half a second
+are not published. The log itself has every entry once, under its id.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Publishes weight versions to rollout workers through one torch.distributed group per job.
+"""Swaps weights: publishes each version to the rollout workers through one torch.distributed group per job.
 
     publish loop   consumes the newest snapshot and the workers' heartbeats; produces SWAP commands and the tensors;
                    waits for a new snapshot or a changed membership; woken by `offer` and WAKE

@@ -1,4 +1,4 @@
-"""SWAP requests from the publisher to rollout workers, with detection of workers that will not answer.
+"""Sends SWAP requests to rollout workers and detects workers that will not answer. `publisher.py` runs the swap.
 
 Requests go to all members of the weight group concurrently, while the trainer does its own part (forming the group,
 sending). Workers without an answer are pinged: a killed process is detected immediately, because its address has no
@@ -17,7 +17,7 @@ from typing import TypeVar
 from opentinker.shared.asyncio_tools import cancel_and_wait
 from opentinker.shared.messaging.bus import NoReply, NoResponders
 from opentinker.shared.messaging.subjects import SWAP
-from opentinker.shared.runtime.liveness import Pulses
+from opentinker.shared.runtime.liveness import HeartbeatWatch
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.types.codec import WireError
 from opentinker.shared.types.core import Lease, WorkerInfo
@@ -35,7 +35,7 @@ REQUEST_LIMIT_S = 86_400.0
 
 @dataclass(frozen=True)
 class SwapFailure:
-    """Why a worker did not execute a command."""
+    """The reason why a worker did not execute a command."""
 
     why: str
     absent: bool = False
@@ -57,7 +57,7 @@ class SwapCalls:
         self.command = partial(SwapCommand, job=lease.job, policy=policy, epoch=lease.epoch)
         """A command to the workers of the policy."""
         self._beating: set[str] = set()
-        self._pulses = Pulses()
+        self._watch = HeartbeatWatch()
         self._polled_at = 0.0
         self._poll_lock = asyncio.Lock()
 
@@ -120,7 +120,7 @@ class SwapCalls:
         async with self._poll_lock:
             if time.monotonic() - self._polled_at > POLL_S:
                 beats = await self.ctx.store.beats()
-                silent = {beat.id for beat in self._pulses.silent(beats)}  # independent of any scheduler
+                silent = {beat.id for beat in self._watch.silent(beats)}  # independent of any scheduler
                 self._beating = {beat.address for beat in beats if beat.id not in silent}
                 self._polled_at = time.monotonic()
             return self._beating

@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from opentinker.shared.runtime.liveness import Pulses
+from opentinker.shared.runtime.liveness import HeartbeatWatch
 from opentinker.shared.runtime.service import first_failure
 from opentinker.shared.state.store import Store
 from tests.conftest import Server, until
@@ -165,13 +165,13 @@ async def test_wrong_settings_end_with_code_2_and_every_name(start: Start) -> No
 
 
 async def test_heartbeat_of_a_killed_worker_stands_still(start: Start, store: Store) -> None:
-    pulses = Pulses()
+    watch = HeartbeatWatch()
     process = start("leased", worker_ttl_s="0.5", heartbeat_s="0.1")
     await until(store.workers)
     process.popen.kill()
     process.popen.wait()
     (before,) = await store.beats()
-    await until(store.beats, lambda found: pulses.silent(found))
+    await until(store.beats, lambda found: watch.silent(found))
     assert await store.beats() == [before]
     process = start("leased", worker_ttl_s="30", heartbeat_s="0.1")
     await until(store.beats, lambda found: found[0].incarnation != before.incarnation)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from opentinker.shared.runtime.liveness import Pulses
+from opentinker.shared.runtime.liveness import HeartbeatWatch
 from opentinker.shared.types.core import Heartbeat, Pool
 
 
@@ -18,59 +18,59 @@ def beat(number: int, *, id: str = "w", incarnation: str = "1", ttl_s: float = 5
     return Heartbeat(id=id, incarnation=incarnation, pool=Pool.ROLLOUT, host="h", pid=1, number=number, ttl_s=ttl_s)
 
 
-def watched(clock: Clock, pulses: Pulses, seconds: float, *beats: Heartbeat) -> list[str]:
+def watched(clock: Clock, watch: HeartbeatWatch, seconds: float, *beats: Heartbeat) -> list[str]:
     """Names of the silent after looks every half a second."""
     found: list[Heartbeat] = []
     for _ in range(round(seconds / 0.5)):
         clock.now += 0.5
-        found = pulses.silent(beats)
+        found = watch.silent(beats)
     return [one.id for one in found]
 
 
 def test_worker_whose_number_stands_still_for_its_time_is_silent() -> None:
     clock = Clock()
-    pulses = Pulses(clock)
-    assert pulses.silent([beat(7)]) == []
-    assert watched(clock, pulses, 4.5, beat(7), beat(3, id="patient", ttl_s=60.0)) == []
-    assert watched(clock, pulses, 0.5, beat(7), beat(3, id="patient", ttl_s=60.0)) == ["w"]
-    assert watched(clock, pulses, 0.5, beat(8)) == [], "it beats again"
+    watch = HeartbeatWatch(clock)
+    assert watch.silent([beat(7)]) == []
+    assert watched(clock, watch, 4.5, beat(7), beat(3, id="patient", ttl_s=60.0)) == []
+    assert watched(clock, watch, 0.5, beat(7), beat(3, id="patient", ttl_s=60.0)) == ["w"]
+    assert watched(clock, watch, 0.5, beat(8)) == [], "it beats again"
 
 
 def test_any_other_number_or_incarnation_is_a_beat() -> None:
     clock = Clock()
-    pulses = Pulses(clock)
-    pulses.silent([beat(7)])
-    assert watched(clock, pulses, 4.5, beat(7)) == []
-    assert watched(clock, pulses, 4.5, beat(7, incarnation="2")) == []
-    assert watched(clock, pulses, 4.5, beat(6, incarnation="2")) == []
-    assert watched(clock, pulses, 1.0, beat(6, incarnation="2")) == ["w"], "counted from the look that saw it"
+    watch = HeartbeatWatch(clock)
+    watch.silent([beat(7)])
+    assert watched(clock, watch, 4.5, beat(7)) == []
+    assert watched(clock, watch, 4.5, beat(7, incarnation="2")) == []
+    assert watched(clock, watch, 4.5, beat(6, incarnation="2")) == []
+    assert watched(clock, watch, 1.0, beat(6, incarnation="2")) == ["w"], "counted from the look that saw it"
 
 
 def test_a_time_without_looks_counts_for_half_a_patience() -> None:
     """It was stopped, or Redis was away, and nobody could beat. But if looks are always rare the dead are found too."""
     clock = Clock()
-    pulses = Pulses(clock)
-    pulses.silent([beat(7)])
-    assert watched(clock, pulses, 2.0, beat(7)) == []
+    watch = HeartbeatWatch(clock)
+    watch.silent([beat(7)])
+    assert watched(clock, watch, 2.0, beat(7)) == []
     clock.now += 3600.0
-    assert pulses.silent([beat(7)]) == []
-    assert watched(clock, pulses, 4.5, beat(8)) == [], "it had only not been able to"
+    assert watch.silent([beat(7)]) == []
+    assert watched(clock, watch, 4.5, beat(8)) == [], "it had only not been able to"
     clock.now += 3600.0
-    assert [one.id for one in pulses.silent([beat(8)])] == ["w"]
+    assert [one.id for one in watch.silent([beat(8)])] == ["w"]
 
 
 def test_beats_of_the_release_before_numbers_are_left_alone() -> None:
     clock = Clock()
-    pulses = Pulses(clock)
+    watch = HeartbeatWatch(clock)
     old = beat(0, id="old", ttl_s=0.0)
-    assert pulses.silent([old, beat(7)]) == []
-    assert watched(clock, pulses, 60.0, old, beat(7)) == ["w"]
+    assert watch.silent([old, beat(7)]) == []
+    assert watched(clock, watch, 60.0, old, beat(7)) == ["w"]
 
 
 def test_worker_that_was_away_is_watched_anew() -> None:
     clock = Clock()
-    pulses = Pulses(clock)
-    pulses.silent([beat(7)])
-    assert watched(clock, pulses, 4.5, beat(7)) == []
-    pulses.silent([])
-    assert watched(clock, pulses, 4.5, beat(7)) == []
+    watch = HeartbeatWatch(clock)
+    watch.silent([beat(7)])
+    assert watched(clock, watch, 4.5, beat(7)) == []
+    watch.silent([])
+    assert watched(clock, watch, 4.5, beat(7)) == []

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from opentinker.services.rollout_worker.run_lease import run_lease
 from opentinker.services.scheduler.jobs.submit import submit
 from opentinker.services.trainer.job_reporter import JobReporter
+from opentinker.services.trainer.resume import resume
 from opentinker.services.trainer.supervised_loop import SupervisedJob
 from opentinker.shared.config import Settings
 from opentinker.shared.data.dataset import open_rows
@@ -389,7 +390,7 @@ async def test_workers_open_no_changed_link(ctx: Context, store: Store, jobs: li
             else:
                 await SupervisedJob(worker, lease, kind, Student(), load=never).run()
     with pytest.raises(JobFailed, match=r"model\.base"):
-        await JobReporter(ctx, lease, rl, Student()).restore()
+        await resume(JobReporter(ctx, lease, rl, Student()))
 
 
 async def test_a_job_that_names_one_is_refused_before_anybody_looks(ctx: Context, jobs: list[str]) -> None:

@@ -98,7 +98,7 @@ class Schedule(RuleBasedStateMachine):
     """One job with everything that may happen to it."""
 
     fifo = True
-    """Batches are taken in order of group numbers, as the law assumes; else any pending groups are taken."""
+    """Batches are taken in order of group numbers, as the bound assumes; else any pending groups are taken."""
     jobs = itertools.count()
 
     def __init__(self, redis: Any, loop: asyncio.AbstractEventLoop) -> None:
@@ -141,7 +141,7 @@ class Schedule(RuleBasedStateMachine):
         for seq in seqs:
             model.groups[seq] = Entry(version)
         if seqs:
-            assert model.room() >= 0, "the law is broken"
+            assert model.room() >= 0, "the bound is broken"
 
     @rule(back=st.integers(-1, 12), times=st.integers(1, 2), data=st.data())
     def accept(self, back: int, times: int, data: st.DataObject) -> None:
@@ -214,7 +214,7 @@ class Schedule(RuleBasedStateMachine):
             return Discard.FROM_FUTURE
         if model.step - model.groups[seq].version.step <= model.eta:
             return None
-        assert not self.fifo, "the law let a group in that came too late"
+        assert not self.fifo, "the bound let a group in that came too late"
         return Discard.STALE
 
     @rule()
