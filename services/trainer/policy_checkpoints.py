@@ -1,8 +1,8 @@
 """Chooses the checkpoint that a policy resumes from, and those to remove.
 
 The policies of a deterministic job resume together, at the newest position of its submission order at which each of
-them has a checkpoint. Each saves by itself, so a kill finds the newest ones at different positions, and the matches between
-them could only be played again with weights that some policies have moved on from.
+them has a checkpoint. Each saves separately, so a kill leaves the newest ones at different positions, and the matches
+between them could only be played again with weights that some policies have moved on from.
 """
 
 from __future__ import annotations
