@@ -118,7 +118,7 @@ def comparable(data: dict[str, Any]) -> dict[str, tuple[float, Better]]:
 
 
 def ratios(now: dict[str, Any], before: dict[str, Any]) -> dict[str, float]:
-    """How many times worse each number is than in the other report: 2 is twice as bad, 0.5 twice as good.
+    """Return how many times worse each number is than in the other report: 2 is twice as bad, 0.5 twice as good.
 
     Raises SystemExit where they are not of the same scenario with the same options.
     """

@@ -41,7 +41,7 @@ async def await_cancellable(call: Awaitable[T]) -> T:
 
 
 async def wait_event(event: asyncio.Event, seconds: float) -> bool:
-    """True if the event is set, now or within the time."""
+    """Return whether the event is set, now or within the time."""
     check_cancelled()
     try:
         async with asyncio.timeout(seconds):

@@ -47,7 +47,7 @@ class PendingRequest:
 
     @property
     def gone(self) -> bool:
-        """Whether the client has disconnected."""
+        """Return whether the client has disconnected."""
         return self.answer.done()
 
 

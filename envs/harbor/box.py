@@ -98,7 +98,8 @@ class BoxProcess(Protocol):
 
     @property
     def was_lost(self) -> bool:
-        """Whether it ended by a signal of others, neither from inside nor by `kill`. Known when `wait` has returned."""
+        """Return whether it ended by a signal of others, neither from inside nor by `kill`. Known when `wait` has
+        returned."""
 
     @property
     def pid(self) -> int: ...

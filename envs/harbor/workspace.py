@@ -79,7 +79,7 @@ class Workspace(ABC):
 
     @property
     def is_running(self) -> bool:
-        """Whether its sandbox is started."""
+        """Return whether its sandbox is started."""
         return self._box is not None and self._box.alive
 
     @abstractmethod

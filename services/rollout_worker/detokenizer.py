@@ -89,5 +89,5 @@ class TextOffsets:
 
 
 def _begun(text: str, stop: str) -> int:
-    """How many characters at the end of the text are the beginning of the stop string."""
+    """Return how many characters at the end of the text are the beginning of the stop string."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

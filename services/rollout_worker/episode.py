@@ -130,7 +130,7 @@ class Episode:
 
     @property
     def _is_closed(self) -> bool:
-        """Whether the env worker has closed the session, as it does with an episode that is done."""
+        """Return whether the env worker has closed the session, as it does with an episode that is done."""
         return self.done
 
     async def _open(self, clock: asyncio.Timeout) -> SessionReply:

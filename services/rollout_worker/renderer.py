@@ -263,7 +263,7 @@ class Renderer:
         return first + "".join(look.text + between for look, between in zip(looks, others, strict=True))
 
     def _takes_parts(self, token: str) -> bool:
-        """Whether the chat template knows messages made of parts; many that do know no others."""
+        """Return whether the chat template knows messages made of parts; many that do know no others."""
         marker = absent_from(token)
         parts = [{"type": "image"}, {"type": "text", "text": marker}]
         try:

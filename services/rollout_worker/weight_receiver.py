@@ -114,8 +114,8 @@ class WeightReceiver:
             self._mismatch = sum(gaps) / len(gaps)
 
     async def _refuses(self, command: SwapCommand) -> str:
-        """Why this trainer gives us nothing: we serve another job, or its job is leased to another trainer, whether or
-        not we have heard of that one yet."""
+        """Return why this trainer gives us nothing: we serve another job, or its job is leased to another trainer,
+        whether or not we have heard of that one yet."""
         if command.job != self.job or command.epoch < self.epoch:
             return f"this worker serves job {self.job} epoch {self.epoch}"
         try:

@@ -277,7 +277,7 @@ class JobReporter:
 
     @property
     def target_uses_evaluation(self) -> bool:
-        """Whether evaluations decide when to stop: then training waits for each."""
+        """Return whether evaluations decide when to stop: then training waits for each."""
         return any(name.startswith(PREFIX) for name in self.spec.train.target)
 
     async def commit(self, manifest: Manifest, *, last: bool) -> bool:

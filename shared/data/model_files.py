@@ -36,7 +36,7 @@ def parameters_in(directory: Path) -> float:
 
 
 def code_in(directory: Path) -> str | None:
-    """Why the configuration in a directory is refused; None if it is not. Blocking."""
+    """Return why the configuration in a directory is refused; None if it is not. Blocking."""
     for name in CONFIGS:
         if isinstance(found := _read(directory / name), str):
             return found
@@ -48,7 +48,7 @@ def code_in(directory: Path) -> str | None:
 
 
 def pickled_in(directory: Path) -> str | None:
-    """Why it is refused, if there are weights in it, and none in a format without code."""
+    """Return why it is refused, if there are weights in it, and none in a format without code."""
     others = sorted(path.name for pattern in UNSAFE for path in directory.glob(pattern))
     if not others or any(directory.glob("*.safetensors")):
         return None
@@ -59,7 +59,7 @@ def pickled_in(directory: Path) -> str | None:
 
 
 def unsafe_weights_in(directory: Path) -> str | None:
-    """Why the weights in a directory are refused; None if they are not. Blocking."""
+    """Return why the weights in a directory are refused; None if they are not. Blocking."""
     if not any(directory.glob("*.safetensors")):
         return pickled_in(directory) or "has no *.safetensors file"
     for index in directory.glob(INDEX):
@@ -74,7 +74,7 @@ def unsafe_weights_in(directory: Path) -> str | None:
 
 
 def unloadable(directory: Path) -> str | None:
-    """Why no loader takes the model in a directory that has a config.json; None if nothing speaks against it."""
+    """Return why no loader takes the model in a directory that has a config.json; None if nothing speaks against it."""
     config = _read(directory / "config.json")
     if isinstance(config, str):
         return config

@@ -66,7 +66,7 @@ class Readable:
         self._same = {identity: place for place in self._kept if (identity := _identity(place)) is not None}
 
     def refusal(self, path: Path) -> str:
-        """Why a resolved path may not be read; empty: it may. Whether anything is there makes no difference."""
+        """Return why a resolved path may not be read; empty: it may. Whether anything is there makes no difference."""
         if self._job_of(path) in self.own:
             return ""
         if any(_is_below(path, place) for place in MACHINE) and not _is_below(path, SHARED_MEMORY):
@@ -103,7 +103,8 @@ class Readable:
         return {job for _, text in texts_in(data) for path in self._meanings(text) if (job := self._job_of(path))}
 
     def why_closed(self, path: Path) -> str:
-        """Why this file or directory, or what is in it, may not be opened; empty: it may be, or there is nothing."""
+        """Return why this file or directory, or what is in it, may not be opened; empty: it may be, or there is
+        nothing."""
         place = resolved(path, self._here)
         try:
             return self.refusal(place) or self._why_closed(place, place, DEPTH, iter(range(MAX_ENTRIES)))

@@ -273,7 +273,7 @@ def _locked(lock: Path) -> tuple[set[str], str]:
 
 
 def _is_package(package: Any) -> bool:
-    """Whether a uv.lock entry is a package to install."""
+    """Return whether a uv.lock entry is a package to install."""
     if not isinstance(package, dict) or not isinstance(package.get("source", {}), dict):
         return False
     wheels = package.get("wheels", [])

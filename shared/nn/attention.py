@@ -52,7 +52,7 @@ AttentionInterface.register(PACKED, packed_attention)
 
 
 def _has_kernel(query: Tensor) -> bool:
-    """Whether rows of any lengths can be one call. The CPU's twin of the kernel takes everything."""
+    """Return whether rows of any lengths can be one call. The CPU's twin of the kernel takes everything."""
     if not _on_gpu(query):
         return True
     head = query.shape[3]

@@ -293,8 +293,8 @@ def check_window(base: str, config: Any, context_length: int, setting: str = "ro
 def _packed_difference(
     base: str, model: Any, plain: Callable[[Tensor], Tensor], packed: Callable[[Layout], Tensor]
 ) -> tuple[float, float]:
-    """How far both are apart for a few tokens at most, and the largest number of `plain`; the model stays in packed
-    mode.
+    """Return how far both are apart for a few tokens at most, and the largest number of `plain`; the model stays in
+    packed mode.
 
     `plain`: [1, T] token ids -> [T - 1] what the model says of the tokens after the first.
     """

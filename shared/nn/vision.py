@@ -81,7 +81,7 @@ def digest_of(data: bytes) -> str:
 
 
 def unsupported_reason(base: str, config: Mapping[str, Any]) -> str:
-    """Why images cannot be shown to the model with this config.json; empty if they can."""
+    """Return why images cannot be shown to the model with this config.json; empty if they can."""
     kind, supported = config.get("model_type"), ", ".join(sorted(VISION_FAMILIES))
     supported = f"images can be shown to models of type {supported} (SmolVLM-256M-Instruct is one)"
     if config.get("vision_config") is None:

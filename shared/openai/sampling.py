@@ -57,7 +57,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def reshapes(self) -> bool:
-        """Whether anything but temperature, top_p and top_k changes the distribution."""
+        """Return whether anything but temperature, top_p and top_k changes the distribution."""
         neutral = SamplingParams()
         names = ("min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
         return any(getattr(self, name) != getattr(neutral, name) for name in names)

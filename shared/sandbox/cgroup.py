@@ -69,7 +69,7 @@ class Cgroup:
     events: Path
 
     def exceeded(self) -> bool:
-        """Whether the kernel has ended a process of it."""
+        """Return whether the kernel has ended a process of it."""
         try:
             counted = re.search(r"^oom_kill (\d+)", self.events.read_text(), re.MULTILINE)
         except OSError:  # somebody has removed it
@@ -121,8 +121,8 @@ def _below(mounted: str, root: str, path: str) -> Path:
 
 
 def _hands_down(place: Path) -> bool:
-    """Whether cgroups below have the memory controller. Where it is delegated to an ordinary user, that user has to say
-    so; what is root's stays as it is."""
+    """Return whether cgroups below have the memory controller. Where it is delegated to an ordinary user, that user has
+    to say so; what is root's stays as it is."""
     control = place / "cgroup.subtree_control"
     if "memory" in " ".join(_lines(str(control))).split():
         return True

@@ -229,8 +229,8 @@ class Sandboxed:
 
     @property
     def was_lost(self) -> bool:
-        """Whether a signal of others ended it: neither a process in it, nor `kill`, nor a limit. Known when `wait` has
-        returned."""
+        """Return whether a signal of others ended it: neither a process in it, nor `kill`, nor a limit. Known when
+        `wait` has returned."""
         return not self.reason and (self.process.returncode or 0) < 0
 
     @property

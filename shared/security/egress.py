@@ -86,7 +86,7 @@ class Egress:
     # --- judging ------------------------------------------------------------------------------------------------
 
     def problem(self, address: str) -> str:
-        """Why this IP address may not be reached; empty if it may."""
+        """Return why this IP address may not be reached; empty if it may."""
         try:
             found = ipaddress.ip_address(address.partition("%")[0])
         except ValueError:

@@ -56,7 +56,8 @@ TRAINS_CRITIC = ("critic_lr", "value_clip")
 
 
 def is_scored(plain: dict[str, Any]) -> bool:
-    """Whether reference-forward stands between rollout workers and trainer. `plain`: a validated spec as data."""
+    """Return whether reference-forward stands between rollout workers and trainer. `plain`: a validated spec as
+    data."""
     algorithm = plain.get("algorithm") or {}
     asked = algorithm.get("kl_coef") or algorithm.get("distill_coef")
     return bool(asked or plain.get("reward_models") or plain.get("value_model"))

@@ -141,8 +141,8 @@ class Ending(StrEnum):
 
     @property
     def repeats(self) -> bool:
-        """Whether it comes again with the same start state, seeds and weights; other failures depend on time and on
-        machines."""
+        """Return whether it comes again with the same start state, seeds and weights; other failures depend on time and
+        on machines."""
         return not self.failed or self in (
             Ending.ENV_ERROR,
             Ending.ENV_BAD_REPLY,

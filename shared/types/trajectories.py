@@ -361,7 +361,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def alike(rewards: Sequence[float]) -> bool:
-    """Whether they differ by no more than the rounding of sums: 0.1 + 0.2 is 0.3."""
+    """Return whether they differ by no more than the rounding of sums: 0.1 + 0.2 is 0.3."""
     return math.isclose(min(rewards), max(rewards), rel_tol=ROUNDING, abs_tol=ROUNDING)
 
 

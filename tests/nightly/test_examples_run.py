@@ -24,7 +24,7 @@ def read(name: str) -> dict[str, Any]:
 
 
 def is_frozen(told: dict[str, Any], seat: str) -> bool:
-    """Whether a checkpoint of another job plays the seat."""
+    """Return whether a checkpoint of another job plays the seat."""
     return isinstance(told["seats"][seat], dict) and "frozen" in told["seats"][seat]
 
 
@@ -52,7 +52,7 @@ own."""
 
 
 def plays(name: str) -> bool:
-    """Whether it plays an environment that is on this machine, and with words alone."""
+    """Return whether it plays an environment that is on this machine, and with words alone."""
     environment = read(name).get("environment")
     if environment is None or "images" in environment.get("config", {}):
         return False

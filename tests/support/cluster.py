@@ -308,7 +308,7 @@ class Cluster:
         return job
 
     async def fails(self, job: str) -> str:
-        """Why it has."""
+        """Return why it has."""
         record = await self.wait(job)
         assert record["state"] == "failed", record["state"]
         return str(record["reason"])

@@ -79,7 +79,7 @@ def resumed_and_unbroken(
 
 
 def relative_gap(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> float:
-    """How far weights are from those expected, as a share of the way that these have moved since the start."""
+    """Return how far weights are from those expected, as a share of the way that these have moved since the start."""
     gap, way = (
         torch.cat([(other[name].double() - expected[name].double()).flatten() for name in expected]).norm()
         for other in (found, start)

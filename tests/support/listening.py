@@ -34,7 +34,7 @@ def _listeners() -> Iterator[tuple[str, tuple[str, int]]]:
 
 
 def runs(pid: int) -> bool:
-    """Whether a process runs; one that has ended and waits for its parent does not."""
+    """Return whether a process runs; one that has ended and waits for its parent does not."""
     return pid in dict(living())
 
 

@@ -12,7 +12,7 @@ LINGER_S = 20.0
 class Thing(Protocol):
     @property
     def broken(self) -> bool:
-        """Whether the resource is no longer usable."""
+        """Return whether the resource is no longer usable."""
 
     async def close(self) -> None: ...
 

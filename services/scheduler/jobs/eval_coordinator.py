@@ -151,7 +151,7 @@ class Evaluation:
             await wait_event(self._news, POLL_S)
 
     async def _tell(self) -> None:
-        """How far it is, with the job, at most once per round."""
+        """Record its progress in the job, at most once per round."""
         done = len(self._results)
         if done != self._said:
             self._said = done

@@ -82,7 +82,7 @@ class JobQuery(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """Whether it is the list of all jobs, newest first."""
+        """Return whether it is the list of all jobs, newest first."""
         return self == JobQuery()
 
     def chosen(self, rows: Iterable[JobRow]) -> list[JobRow]:

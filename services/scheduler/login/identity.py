@@ -40,7 +40,7 @@ class Identity:
         return "live" if now < self.expires else "expired"
 
     def fits(self, digest: str, now: float) -> bool:
-        """Whether it is this session's token."""
+        """Return whether it is this session's token."""
         return digest == self.digest and now < self.expires
 
 

@@ -327,8 +327,8 @@ class _Planning:
             self.reserve = reserve
 
     def _make_room(self, job: PlannedJob, short: dict[Pool, int]) -> bool:
-        """True if what others can do without and what jobs of lower priority hold covers what is short; then it is
-        taken from them."""
+        """Cover what is short with what others can do without and what jobs of lower priority hold, and take it from
+        them. Return whether that was enough; otherwise nothing is taken."""
         back = 0
         if Pool.ROLLOUT in short:
             lent = sum(len(self._spared(one, job)) for one in self.lenders)

@@ -304,7 +304,7 @@ class PolicyModel:
 
     @property
     def has_masters(self) -> bool:
-        """Whether the saved model has a lower precision than the trained weights."""
+        """Return whether the saved model has a lower precision than the trained weights."""
         return bool(self.dtype != torch.float32)
 
     def interrupt(self) -> None:

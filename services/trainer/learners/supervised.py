@@ -26,7 +26,7 @@ class SupervisedLearner(PolicyModel, ABC):
 
     @property
     def needs_preparation(self) -> bool:
-        """Whether `prepare` has anything to compute."""
+        """Return whether `prepare` has anything to compute."""
         return False
 
     def prepare(self, examples: list[Example], home: Path) -> None:

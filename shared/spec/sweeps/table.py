@@ -79,7 +79,7 @@ class SweepParameter(SpecPart):
 
     @property
     def whole(self) -> bool:
-        """Whether the values of a range are whole numbers."""
+        """Return whether the values of a range are whole numbers."""
         if self.integer is not None:
             return self.integer
         fractions = self.step is not None and self.step != int(self.step)

@@ -59,7 +59,7 @@ def key_file_for(url: str) -> Path | None:
 
 
 def finds(data_dir: Path) -> bool:
-    """Whether `key_for` looks there."""
+    """Return whether `key_for` looks there."""
     return data_dir.resolve() in (place.resolve() for place in _places())
 
 

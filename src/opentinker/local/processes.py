@@ -225,14 +225,15 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 def choose_port(port: int, host: str = "127.0.0.1") -> bool:
-    """Whether the port is free and no other process has chosen it too. Unlike for `reserve_port`, it may be reserved: a
-    program that reserves a port may pass it to its child. Raises StartError as `port_free` does."""
+    """Return whether the port is free and no other process has chosen it too. Unlike for `reserve_port`, it may be
+    reserved: a program that reserves a port may pass it to its child. Raises StartError as `port_free` does."""
     return port_free(port, host) and _claim(f"opentinker-chosen-{host:.64}-{port}")
 
 
 def reserve_port(port: int, host: str = "127.0.0.1") -> bool:
-    """Whether the port is free and this process has it to itself: between this look and the bind, no other process
-    reserves it. Ours until this process ends, for any number of calls. Raises StartError as `port_free` does."""
+    """Return whether the port is free and this process has it to itself: between this look and the bind, no other
+    process reserves it. Ours until this process ends, for any number of calls. Raises StartError as `port_free`
+    does."""
     return port_free(port, host) and _claim(_reservation(port))
 
 
@@ -256,7 +257,7 @@ def _claim(name: str) -> bool:
 
 
 def http_ok(port: int, path: str, host: str = "127.0.0.1") -> bool:
-    """True if GET answers 200 in time."""
+    """Return whether GET answers 200 in time."""
     connection = http.client.HTTPConnection(host, port, timeout=PROBE_S)
     try:
         connection.request("GET", path)
@@ -268,7 +269,7 @@ def http_ok(port: int, path: str, host: str = "127.0.0.1") -> bool:
 
 
 def banner(port: int, send: bytes, expect: bytes, host: str = "127.0.0.1") -> bool:
-    """True if the server's first bytes, after `send`, are `expect`."""
+    """Return whether the server's first bytes, after `send`, are `expect`."""
     try:
         with socket.create_connection((host, port), timeout=PROBE_S) as connection:
             if send:

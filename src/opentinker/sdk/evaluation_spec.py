@@ -119,7 +119,7 @@ def _players(
 
 
 def _would_take(other: str, seat: str, order: Sequence[str]) -> bool:
-    """Whether the entry `other` would give seats of the entry `seat` to its player if that one were left out."""
+    """Return whether the entry `other` would give seats of the entry `seat` to its player if that one were left out."""
     if not _is_pattern(other):
         return False
     if not _is_pattern(seat):

@@ -83,7 +83,7 @@ def _nth(places: Iterator[tuple[int, int]], number: int) -> tuple[int, int] | No
 
 
 def _at(data: Any, above: Sequence[str], name: str) -> bool:
-    """Whether the table at the path `above` has the name."""
+    """Return whether the table at the path `above` has the name."""
     for part in above:
         if isinstance(data, list) and part.isdecimal() and int(part) < len(data):
             data = data[int(part)]

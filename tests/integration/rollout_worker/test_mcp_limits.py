@@ -43,7 +43,7 @@ def server(how: str) -> AbstractAsyncContextManager[McpConnection]:
 
 
 async def asked(connection: McpConnection) -> tuple[bool, str]:
-    """Whether the call failed, and what the policy is told."""
+    """Return whether the call failed, and what the policy is told."""
     offered = {one.tool.name: one for one in connection.offered}
     outcome = await soon(run_tool(offered, ToolCall(id="c", name="ask", arguments={})))
     return outcome.failed, outcome.text

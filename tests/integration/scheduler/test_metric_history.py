@@ -57,7 +57,7 @@ class Writer:
         await until(self._is_stored)
 
     async def _is_stored(self) -> bool:
-        """Whether the stream has the last point: it stores what has reached the server a moment later."""
+        """Return whether the stream has the last point: it stores what has reached the server a moment later."""
         found = await self.ctx.bus.history(METRIC, 0, 1000, job=self.job, source="trainer")
         return bool(found) and found[-1][1].step == self.step
 

@@ -322,7 +322,8 @@ def test_the_servers_read_what_the_secrets_hold(plain: Objects, tmp_path: Path) 
 
 
 def may(objects: Objects, source: str, target: str, port: int) -> bool:
-    """Whether policies let pods of one component open a connection to another: some rule of each side must allow it."""
+    """Return whether policies let pods of one component open a connection to another: some rule of each side must allow
+    it."""
     return _allows(objects, source, target, port, "egress") and _allows(objects, target, source, port, "ingress")
 
 

@@ -23,7 +23,7 @@ CHILD_OF_INIT = "kill -9 $(cat /proc/1/task/1/children)"
 
 
 def lacking() -> str:
-    """Why nothing can be started here; empty if it can."""
+    """Return why nothing can be started here; empty if it can."""
     if shutil.which("docker") is None:
         return "no docker here"
     for words, what in ((["info"], "no docker engine answers"), (["compose", "version"], "docker has no compose v2")):

@@ -20,7 +20,7 @@ FREE_S = 60.0
 
 
 def unavailable() -> str:
-    """Why there can be none here; empty if there can."""
+    """Return why there can be none here; empty if there can."""
     if os.geteuid() != 0:
         return "only root may mount"
     absent = [tool for tool in ("mkfs.ext4", "mount", "umount", "losetup") if shutil.which(tool) is None]
