@@ -16,8 +16,9 @@ from tests.support.cluster import ROOT, Cluster, shared_fixture, toy_model
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 
-cluster = shared_fixture(Cluster, trainers=0, rollout_workers=0, env_workers=0, worker_ttl_s=60)
-"""Libraries are imported while a lease is held, and hold the interpreter: that is not to count as silence here."""
+cluster = shared_fixture(Cluster, trainers=0, rollout_workers=0, env_workers=0, worker_ttl_s=60, forked=False)
+"""Libraries are imported while a lease is held and block the interpreter, which must not count as silence here. Services
+are started, not forked: `endless` works by a module that Python imports when it starts."""
 
 
 async def seen(cluster: Cluster, name: str) -> WorkerInfo | None:
