@@ -17,8 +17,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 
 cluster = shared_fixture(Cluster, trainers=0, rollout_workers=0, env_workers=0, worker_ttl_s=60, forked=False)
-"""Libraries are imported while a lease is held and block the interpreter, which must not count as silence here. Services
-are started, not forked: `endless` works by a module that Python imports when it starts."""
+"""Libraries are imported while a lease is held and block the interpreter, which must not count as silence here.
+`endless` works by a module that Python imports when it starts: forks have started before."""
 
 
 async def seen(cluster: Cluster, name: str) -> WorkerInfo | None:
