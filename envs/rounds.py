@@ -1,4 +1,4 @@
-"""Which seats an environment asks next: one, or those of a round, which act at the same time."""
+"""Determines the seats that act next: one, or those of a round, which act at the same time."""
 
 from __future__ import annotations
 

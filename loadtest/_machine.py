@@ -1,4 +1,4 @@
-"""What a load test says of the machine it ran on: CPU time of its own processes, what others used, and the verdict."""
+"""Records the machine of a load test: CPU time of its own processes, CPU time of others, and a verdict."""
 
 from __future__ import annotations
 

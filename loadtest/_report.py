@@ -1,4 +1,4 @@
-"""What a scenario found: as JSON, as a page to read with plots, and beside what it found another time."""
+"""Writes the findings of a scenario: as JSON, as a page with plots, and next to the findings of another run."""
 
 from __future__ import annotations
 

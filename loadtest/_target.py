@@ -1,4 +1,5 @@
-"""What is loaded: an `opentinker up` of our own, or a server that runs already, on this machine in either case."""
+"""Starts or finds the server under load: an `opentinker up` started here, or a server that already runs on this
+machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many steps per second the adapters leave of what their libraries do by themselves.
+"""Measures how many of a library's steps per second are left when an adapter plays it.
 
     python -m loadtest.adapters [--seconds 4] [--only TEXT]
 

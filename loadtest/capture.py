@@ -1,5 +1,5 @@
-"""How much longer a request takes through an episode's endpoint, which captures tokens, than to a server that has the
-answer ready.
+"""Measures the extra time of a request through an episode's endpoint, which captures tokens, over a server that answers
+immediately.
 
     python -m loadtest.capture [--requests 300] [--json FILE]
 

@@ -1,4 +1,4 @@
-"""How many trivial environment steps per second one env worker serves over a real NATS server.
+"""Measures how many trivial environment steps per second one env worker serves over a real NATS server.
 
     python -m loadtest.env_plane [--sessions 64] [--seconds 5] [--turns 200] [--warm-up 1]
 

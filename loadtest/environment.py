@@ -1,4 +1,4 @@
-"""How many steps per second one env worker plays of an environment, and how many there would be without the wire.
+"""Measures how many steps per second one env worker plays of an environment, with and without the wire.
 
     python -m loadtest.environment NAME [--config JSON] [--sessions 64] [--seconds 5] [--warm-up 1] [--episodes 32]
                                         [--say TEXT] [--children N]

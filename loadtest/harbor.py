@@ -1,4 +1,4 @@
-"""How fast Harbor tasks start and act in their sandboxes, and what they cost.
+"""Measures how fast Harbor tasks start and act in their sandboxes, and their cost.
 
     python -m loadtest.harbor [--tasks 50] [--at-once 16] [--commands 20]
 

@@ -1,4 +1,5 @@
-"""What keys cost, and what wrong ones do to those who have good ones: one scheduler, real NATS and Valkey.
+"""Measures the cost of API keys, and the effect of wrong keys on users with valid ones: one scheduler, real NATS and
+Valkey.
 
     python -m loadtest.keys [--seconds 10] [--json FILE]
 

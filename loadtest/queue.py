@@ -1,4 +1,4 @@
-"""How fast is the queue? 1,000 queued jobs of 50 tenants and as many free workers, on a real server synced to disk.
+"""Measures the queue: 1,000 queued jobs of 50 tenants and as many free workers, on a real server synced to disk.
 
     python -m loadtest.queue [--jobs 1000] [--tenants 50] [--json FILE]
 

@@ -1,5 +1,5 @@
-"""How long a round of several seats takes, against the same seats in turn, with an engine of a given duration; and how
-many tokens a second two policies get from one vLLM engine.
+"""Measures a round of several seats against the same seats in turn, with an engine of a given duration; and how many
+tokens a second two policies get from one vLLM engine.
 
     python -m loadtest.rounds [--only rounds] [--seats 4] [--engine-ms 100] [--rounds 40] [--episodes 4]
     python -m loadtest.rounds --only policies [--model DIR] [--requests 8] [--tokens 64] [--repeats 11]

@@ -1,4 +1,4 @@
-"""How fast do two policies of different speed learn under each schedule, and how old do their matches get?
+"""Measures how fast two policies of different speed learn under each schedule, and how old their matches get.
 
     python -m loadtest.schedules [--slow 3] [--fast 1] [--gen 0.5] [--seconds 40] [--schedule NAME ...]
 

@@ -1,4 +1,5 @@
-"""How many trivial environment steps per second go through the scheduler to a process that serves its environment.
+"""Measures how many trivial environment steps per second go through the scheduler to a process that serves its
+environment.
 
     python -m loadtest.served_plane [--sessions 64] [--seconds 5] [--turns 200] [--warm-up 1]
 

@@ -1,4 +1,4 @@
-"""How long a call of the python tool takes in an env worker: from the parsed call to the message that answers it.
+"""Measures a call of the python tool in an env worker, from the parsed call to the message that answers it.
 
     python -m loadtest.tool_calls [--calls 300] [--backend monty] [--backend sandbox]
 

@@ -1,4 +1,4 @@
-"""What a training step costs: our learner beside a plain torch + transformers (+ peft) loop, in one process.
+"""Measures a training step: our learner against a plain torch + transformers (+ peft) loop, in one process.
 
     python -m loadtest.trainer_cost [--groups 4] [--size 8] [--repeats 3] [--lora] [--dtype bfloat16] [--device cuda]
 

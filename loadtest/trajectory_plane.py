@@ -1,4 +1,5 @@
-"""How many trajectories per second go from a rollout worker's publish to the trainer's arrays, stored on disk between.
+"""Measures how many trajectories per second go from a rollout worker's publish to the trainer's arrays, stored on disk
+between.
 
     python -m loadtest.trajectory_plane [--seconds 5] [--window 64] [--rate 100] [--sync default always]
 

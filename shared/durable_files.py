@@ -145,7 +145,7 @@ def create_durably(path: Path, data: bytes, mode: int = 0o600) -> None:
 
 
 def is_blank(path: Path) -> bool:
-    """Return whether the file is missing, or holds nothing, as a power cut leaves files that were not synced."""
+    """Return whether the file is missing or blank, as a power cut leaves files that were not synced."""
     try:
         return not path.read_bytes().strip(BLANK)
     except FileNotFoundError:

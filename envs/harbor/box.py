@@ -98,8 +98,8 @@ class BoxProcess(Protocol):
 
     @property
     def was_lost(self) -> bool:
-        """Return whether it ended by a signal of others, neither from inside nor by `kill`. Known when `wait` has
-        returned."""
+        """Return whether a signal from outside ended it: not from a process in it, nor from `kill`. Known when `wait`
+        has returned."""
 
     @property
     def pid(self) -> int: ...

@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def hold() -> None:
-    """As the first process of a container: have another one go on, reap what ends, and end with it."""
+    """Hold a container as its first process: let a child continue, reap ended processes, and end with the child."""
     child = os.fork()
     while child:
         ended, status = os.wait()
@@ -227,8 +227,8 @@ def remove(path: str) -> dict[str, Any]:
 
 
 def copy(base: str, sources: list[str], target: str, directory: bool) -> dict[str, Any]:
-    """As COPY of a Dockerfile does: what is in a directory goes into the target, a file goes into it if it is a
-    directory or there are several."""
+    """Copy as a Dockerfile's COPY does: the contents of a directory go into the target; a file goes into it if it is a
+    directory or there are several files."""
     found = [path for source in sources for path in sorted(glob.glob(os.path.join(base, source), include_hidden=True))]
     if not found:
         raise ValueError(f"nothing is named {', '.join(sources)} in the task's environment folder")

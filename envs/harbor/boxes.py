@@ -76,7 +76,7 @@ class Boxes:
         return workspace
 
     def has_warm(self, image: TaskImage, machine: TaskMachine) -> bool:
-        """Return whether one waits to be taken."""
+        """Return whether a started sandbox waits to be used."""
         return any(one.key == _key(image, machine) for one in self._warm)
 
     async def start(self, image: TaskImage, machine: TaskMachine) -> Workspace:

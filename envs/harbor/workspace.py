@@ -43,7 +43,7 @@ MAX_VARIABLES = 64 * 1024
 
 
 class Runtime(Protocol):
-    """Where sandboxes come from."""
+    """The source of sandboxes."""
 
     home: Path
     """data_dir/harbor"""
@@ -79,7 +79,7 @@ class Workspace(ABC):
 
     @property
     def is_running(self) -> bool:
-        """Return whether its sandbox is started."""
+        """Return whether the sandbox is started."""
         return self._box is not None and self._box.alive
 
     @abstractmethod

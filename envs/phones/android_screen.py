@@ -23,7 +23,7 @@ class _Box(msgspec.Struct):
 
 
 class _UiElement(msgspec.Struct):
-    """As AndroidWorld tells it, as far as it is used."""
+    """The used part of an element of the screen, as AndroidWorld reports it."""
 
     text: str | None = None
     content_description: str | None = None

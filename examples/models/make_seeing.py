@@ -94,7 +94,7 @@ def make_seeing(
 
 
 def _template(family: str) -> str:
-    """As those of vision models: contents are lists of parts."""
+    """Return a chat template like those of vision models: contents are lists of parts."""
     image = "<|vision_start|><|image_pad|><|vision_end|>" if family.startswith("qwen") else IMAGE
     return (
         "{% for message in messages %}{% for part in message['content'] %}"

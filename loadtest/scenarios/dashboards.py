@@ -94,7 +94,7 @@ async def audience(client: AsyncClient, job: str, many: int) -> AsyncIterator[Au
 
 
 def polls(pages: int, seconds: float, seed: int, asks: Sequence[float]) -> list[tuple[float, int]]:
-    """When which of `asks`, seconds from one to the next, is due: every page begins at a moment of its own."""
+    """Yield when each of `asks` (seconds between two requests) is due; every page begins at a random moment."""
     random = np.random.default_rng(seed)
     due: list[tuple[float, int]] = []
     for number, every_s in enumerate(asks):
@@ -104,7 +104,7 @@ def polls(pages: int, seconds: float, seed: int, asks: Sequence[float]) -> list[
 
 
 async def look(client: AsyncClient, job: str, seconds: float, seed: int, into: Latencies) -> None:
-    """What WATCHING open pages ask for meanwhile; takes `seconds`."""
+    """Send the requests of WATCHING open pages for `seconds`."""
     may = "keys:read" in (await client.whoami())["scopes"]
     asks = [one for one in POLLS if may or one[0] != KEYS_S]
     due = polls(WATCHING, seconds, seed, [every_s for every_s, _ in asks])

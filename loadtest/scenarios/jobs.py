@@ -111,7 +111,7 @@ async def life(client: AsyncClient, report: Report, job: str) -> None:
 
 
 def reader(client: AsyncClient, job: str) -> Callable[[int], Awaitable[object]]:
-    """What somebody does who looks at a job, one request a call."""
+    """Return a function that makes the next request of a person who looks at a job."""
     calls: list[Callable[[], Awaitable[object]]] = [
         lambda: client.job(job),
         lambda: client.metrics(job),

@@ -1,4 +1,6 @@
-"""What is promised of the service, measured in one go: submissions, cancels in every state, restarts, freed capacity.
+"""Measures the promised service levels in one run: submissions, cancels in every state, restarts, freed capacity.
+Measurements with a script in this package (keys.py, queue.py) run that script, so that each number is measured in one
+way.
 
 What has a script of its own (keys.py, queue.py) is run by it, so that each number has one way in which it is measured.
 """
@@ -45,7 +47,7 @@ LOST = ("trainer_lost", "rollout_worker_lost", "requeued", "preempted")
 
 
 async def seen(condition: Callable[[], Awaitable[bool]], what: str) -> float:
-    """When it was seen to be true; `perf_counter`. Raises TimeoutError."""
+    """Return the `perf_counter` time at which the condition was seen to hold. Raises TimeoutError."""
     await until(condition, bool, what, STATE_S)
     return time.perf_counter()
 

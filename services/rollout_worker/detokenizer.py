@@ -45,7 +45,8 @@ class Detokenizer:
         return self._certain(now[len(before) :])
 
     def _between(self, now: str) -> int:
-        """Where what waits can be cut, near its end: bytes that are no character would make it endless."""
+        """Return a place near the end where the waiting tokens can be cut between two characters. Bytes that form no
+        character would otherwise wait without end."""
         last = len(self._ids)
         for cut_at in range(last - 1, last - TAIL, -1):
             head, tail = self._ids[self._from : cut_at], self._ids[cut_at:]
@@ -67,7 +68,7 @@ class Detokenizer:
 
 
 class TextOffsets:
-    """Where in the text of an answer each of its tokens begins; parts of a character begin where it does."""
+    """Computes the text offset of each token of an answer; the tokens of one character share its offset."""
 
     def __init__(self, renderer: Renderer) -> None:
         self._text = Detokenizer(renderer, ())
@@ -89,5 +90,5 @@ class TextOffsets:
 
 
 def _begun(text: str, stop: str) -> int:
-    """Return how many characters at the end of the text are the beginning of the stop string."""
+    """Return the length of the longest end of the text that begins the stop string."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

@@ -124,7 +124,8 @@ class EvalRunner:
             await exams.close()
 
     async def _take(self, delivery: Delivery[EvalEpisode], version: WeightVersion | None) -> bool:
-        """False if it was given back, because the engine's version is older."""
+        """Start the episode of a message. Return False if the message was given back, because the engine's version is
+        older."""
         exam = delivery.noun
         if exam is None:
             log.error("bad_exam", error=delivery.error)

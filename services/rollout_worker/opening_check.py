@@ -1,4 +1,4 @@
-"""Whether the samples of a group began alike: a group's baseline compares answers to one and the same prompt."""
+"""Checks that the samples of a group begin alike, since a group's baseline compares answers to the same prompt."""
 
 from __future__ import annotations
 

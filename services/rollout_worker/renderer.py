@@ -216,7 +216,7 @@ class Renderer:
             self._looks(messages)
 
     def pictures(self, messages: Sequence[Message], ids: Sequence[int]) -> list[Picture]:
-        """Where `ids`, which are the rendering of `messages`, show their images."""
+        """Return the images of `messages` with their places in `ids`, which render those messages."""
         if self._sight is None:
             return []
         looks = self._looks(messages)
@@ -263,7 +263,7 @@ class Renderer:
         return first + "".join(look.text + between for look, between in zip(looks, others, strict=True))
 
     def _takes_parts(self, token: str) -> bool:
-        """Return whether the chat template knows messages made of parts; many that do know no others."""
+        """Return whether the chat template accepts contents made of parts; many that do accept nothing else."""
         marker = absent_from(token)
         parts = [{"type": "image"}, {"type": "text", "text": marker}]
         try:

@@ -1,4 +1,4 @@
-"""Who plays the seats of an episode: the job's one policy, or several, frozen checkpoints, members of pools (see
+"""Maps the seats of an episode to their players: policies of the job, frozen checkpoints, members of pools (see
 `opponents.py`), and models behind URLs."""
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ class Untrainable(Exception):
 
 
 def is_restricted(asked: SeatPrompt) -> bool:
-    """Return whether the next turn is sampled among the tokens alone that fit a schema. A call is not forced so: its
-    beginning is a part of the prompt, and what follows it is free."""
+    """Return whether the next turn is sampled only among tokens that fit a schema. A forced call is not: its beginning
+    is a part of the prompt, and the rest is sampled freely."""
     return asked.guide is not None and asked.guide.call is None
 
 

@@ -114,8 +114,8 @@ class WeightReceiver:
             self._mismatch = sum(gaps) / len(gaps)
 
     async def _refuses(self, command: SwapCommand) -> str:
-        """Return why this trainer gives us nothing: we serve another job, or its job is leased to another trainer,
-        whether or not we have heard of that one yet."""
+        """Return why a trainer is refused: this worker serves another job, or the job is leased to another trainer, of
+        which this worker may not know yet."""
         if command.job != self.job or command.epoch < self.epoch:
             return f"this worker serves job {self.job} epoch {self.epoch}"
         try:

@@ -221,7 +221,7 @@ class TrainerJob:
         await self._finish()
 
     async def _until_visible(self) -> bool:
-        """Where versions become visible together, wait for the other policies and publish. Returns False if the service
+        """Wait for the other policies and publish, if versions become visible together. Return False if the service
         stops first."""
         if not self.joint.rule.together:
             return True

@@ -4,7 +4,7 @@ from typing import TypedDict
 
 
 class RowPoint(TypedDict):
-    """How a row was played in a step, or in several neighbouring ones."""
+    """The plays of a row in a step, or in several neighbouring ones."""
 
     step: int
     """The last of them."""

@@ -49,7 +49,7 @@ class Keys(TypedDict):
 
 
 class LoginProvider(TypedDict):
-    """Where people sign in without a key."""
+    """The identity provider where people sign in without a key."""
 
     name: str
     address: str
@@ -57,7 +57,7 @@ class LoginProvider(TypedDict):
 
 
 class Login(TypedDict):
-    """How to sign in to the page, and the session of the browser that asks."""
+    """The ways to sign in to the page, and the session of the browser that asks."""
 
     auth: Literal["on", "off"]
     """Off: the server requires no key."""

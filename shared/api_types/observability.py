@@ -153,7 +153,7 @@ class Histogram(TypedDict):
 
 
 class Distribution(TypedDict):
-    """How the batch of a step was spread."""
+    """Distributions of the batch of a step."""
 
     epoch: int
     step: int
@@ -176,7 +176,7 @@ class Distributions(TypedDict):
 
 
 class StreamCredentials(TypedDict):
-    """How a job is heard live on NATS. The only answer that has the token."""
+    """Credentials for the live streams of a job on NATS. No other answer contains the token."""
 
     servers: list[str]
     """URLs, of WebSockets."""
@@ -216,7 +216,7 @@ class Finding(TypedDict):
 
 
 class Diagnosis(TypedDict):
-    """Where a job's recent time went, and why it is slow, waits or does not learn."""
+    """The breakdown of a job's recent time, and why it is slow, waits or does not learn."""
 
     job: str
     state: str

@@ -20,7 +20,7 @@ class Gpu(TypedDict):
 
 
 class Lease(TypedDict):
-    """Who may act for a job."""
+    """The lease of a worker: its right to act for a job."""
 
     job: str
     worker: str
@@ -134,7 +134,7 @@ class Health(TypedDict):
 
 
 class Readiness(TypedDict):
-    """Whether the process can work."""
+    """The readiness of a process."""
 
     ready: bool
     nats: bool

@@ -11,7 +11,7 @@ Chat = list[dict[str, Any]]
 
 
 def as_chat(message: Message, in_parts: bool = False) -> dict[str, Any]:
-    """As chat templates take it; images only if they take parts."""
+    """Convert a message for chat templates; images only if `in_parts`."""
     chat: dict[str, Any] = {"role": message.role, "content": _parts(message) if in_parts else message.text}
     if message.tool_calls:
         chat["tool_calls"] = [
@@ -26,7 +26,7 @@ def as_chat(message: Message, in_parts: bool = False) -> dict[str, Any]:
 
 
 def as_function(tool: Tool) -> dict[str, Any]:
-    """As chat templates take it."""
+    """Convert a tool for chat templates."""
     described = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
     return {"type": "function", "function": described}
 

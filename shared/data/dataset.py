@@ -46,7 +46,7 @@ class Rows(Protocol):
 
     def __len__(self) -> int: ...
     def __iter__(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Where it stands, and the row. Raises RowError if it cannot be read."""
+        """Yield the place of each row and the row. Raises RowError if one cannot be read."""
         ...
 
 

@@ -49,7 +49,7 @@ def is_served(spec: JobSpec) -> bool:
 
 
 def mistake_in(path: Path, weights: bool) -> str | None:
-    """Return why a job cannot have the model at this path; with `weights`, they are loaded too."""
+    """Return why a job cannot use the model at this path; with `weights`, check its weight files too."""
     if not path.is_dir():
         what = "is a file" if path.exists() else f"does not exist on the server ({path.absolute()})"
         start = "" if path.is_absolute() else f"; relative paths begin at {Path.cwd()}"

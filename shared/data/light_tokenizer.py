@@ -132,7 +132,7 @@ class _Generation(Extension):
 
 
 def _to_json(value: Any, **style: Any) -> str:
-    """As transformers has it: nothing is escaped for HTML."""
+    """Encode as transformers does, without escapes for HTML."""
     return json.dumps(value, **{"ensure_ascii": False, **style})
 
 

@@ -48,7 +48,7 @@ def code_in(directory: Path) -> str | None:
 
 
 def pickled_in(directory: Path) -> str | None:
-    """Return why it is refused, if there are weights in it, and none in a format without code."""
+    """Return why a directory is refused if its weights are only in formats that can contain code."""
     others = sorted(path.name for pattern in UNSAFE for path in directory.glob(pattern))
     if not others or any(directory.glob("*.safetensors")):
         return None
@@ -74,7 +74,7 @@ def unsafe_weights_in(directory: Path) -> str | None:
 
 
 def unloadable(directory: Path) -> str | None:
-    """Return why no loader takes the model in a directory that has a config.json; None if nothing speaks against it."""
+    """Return why no loader accepts the model in a directory that has a config.json; None if one may."""
     config = _read(directory / "config.json")
     if isinstance(config, str):
         return config

@@ -1,4 +1,4 @@
-"""Which files and directories of a machine the jobs of a tenant may read: one rule, asked twice.
+"""Decides which files and directories of a machine the jobs of a tenant may read: one rule, applied twice.
 
 The scheduler checks every text of a submitted spec, in any field. Trainers, rollout workers, reference-forward and env
 workers check again when they are about to open what the stored spec names, since a link may have changed. Paths are
@@ -66,7 +66,7 @@ class Readable:
         self._same = {identity: place for place in self._kept if (identity := _identity(place)) is not None}
 
     def refusal(self, path: Path) -> str:
-        """Return why a resolved path may not be read; empty: it may. Whether anything is there makes no difference."""
+        """Return why a resolved path may not be read; empty if it may. Paths that do not exist are judged alike."""
         if self._job_of(path) in self.own:
             return ""
         if any(_is_below(path, place) for place in MACHINE) and not _is_below(path, SHARED_MEMORY):
@@ -103,8 +103,8 @@ class Readable:
         return {job for _, text in texts_in(data) for path in self._meanings(text) if (job := self._job_of(path))}
 
     def why_closed(self, path: Path) -> str:
-        """Return why this file or directory, or what is in it, may not be opened; empty: it may be, or there is
-        nothing."""
+        """Return why this file or directory, or a file in it, may not be opened; empty if it may, or if it does not
+        exist."""
         place = resolved(path, self._here)
         try:
             return self.refusal(place) or self._why_closed(place, place, DEPTH, iter(range(MAX_ENTRIES)))
@@ -163,8 +163,8 @@ class Readable:
         return len(first) > MAX_NAME_BYTES or not os.path.lexists(first)
 
     def _kept_place(self, path: Path) -> Path | None:
-        """Where it is as the server names it, if that is below a place of the server's; by name, or because a directory
-        on the way is the same one (another mount of it, another spelling on a file system that knows no case)."""
+        """Return the server's own name for the path if it is below a directory of the server: by name, or because a
+        parent is the same directory (another mount, another spelling on a case-insensitive file system)."""
         if any(_is_below(path, place) for place in self._kept):
             return path
         part = Path("/")
@@ -185,7 +185,8 @@ class Readable:
         return next(iter(place.parts[len(jobs.parts) :]), "")
 
     def _meanings(self, text: str) -> set[Path]:
-        """Where it may lead, by anybody's reading of it. Nothing leads to what no file can be called."""
+        """Return every path that the text may mean to any reader of it. A text that no file can be called means
+        none."""
         if (found := self._meant.get(text)) is None:
             found = self._meant[text] = self._read(text)
         return found
@@ -225,7 +226,7 @@ def _texts_of(table: Any) -> dict[str, str]:
 
 
 def _downloaded(hub_id: str) -> list[Path]:
-    """Where the hub's client keeps what it has downloaded of a model: strangers wrote what its files name."""
+    """Return the directories of a model in the hub client's cache, whose files may name anything."""
     if not HUB_ID.fullmatch(hub_id):
         return []
     try:

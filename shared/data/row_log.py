@@ -1,4 +1,4 @@
-"""How often each row of a job's data set was played and solved, step by step.
+"""Logs how often each row of a job's data set was played and solved, step by step.
 
 {data_dir}/jobs/{job}/rows.jsonl    one line per optimizer step, with the rows of the groups that it trained on, and of
                                     those discarded since the step before; also of steps rolled back later
@@ -151,7 +151,7 @@ def added(one: RowPlays, other: RowPlays) -> RowPlays:
 
 
 class Point(NamedTuple):
-    """How a row was played in some steps."""
+    """The plays of a row in some steps."""
 
     step: int
     """The last of them."""

@@ -182,7 +182,7 @@ def read_package(files: Path, name: str = "") -> Package:
 
 
 def _described(files: Path, wrong: Any) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    """Where the package describes itself, what it says there, and its [project]."""
+    """Return the file that describes the package, its table for OpenTinker, and the [project] table."""
     read: dict[str, Any] = {}
     for name in (DESCRIPTION, PROJECT):
         try:

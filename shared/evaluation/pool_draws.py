@@ -1,4 +1,4 @@
-"""Which opponent a match is played against, and which checkpoints a pool of opponents keeps. Pure functions.
+"""Draws the opponent of a match, and decides which checkpoints a pool of opponents keeps. Pure functions.
 
 Prioritised fictitious self-play (PFSP) draws opponent B with probability proportional to f(P[A beats B]) (AlphaStar:
 Vinyals et al. 2019, "Grandmaster level in StarCraft II using multi-agent reinforcement learning", Nature 575). The
@@ -93,7 +93,7 @@ def draw_uniform(seed: int, match: int, purpose: str) -> float:
 
 @dataclass(frozen=True)
 class GrowthRule:
-    """When a pool takes in a checkpoint, and how many it keeps."""
+    """The rule by which a pool takes in checkpoints, and how many it keeps."""
 
     every: int
     """Steps between two candidates."""

@@ -172,7 +172,8 @@ def interval(values: Sequence[float]) -> tuple[float, float] | None:
 
 
 def _place(below: str, name: str, taken: Container[str], own: Container[str]) -> str:
-    """Where an environment's metric stands, so that nothing of ours is overwritten."""
+    """Return the name under which an environment's metric stands, so that it overwrites none of the built-in
+    metrics."""
     place = f"{below}/{name}"
     return f"{below}/env/{name}" if place in taken or name.partition("/")[0] in own else place
 

@@ -136,8 +136,8 @@ class Bus(StoredMessages):
                     await nc.close()
 
     def was_away(self, within_s: float) -> bool:
-        """Return whether the connection is down, or was within the last seconds. Before the first connect is no
-        outage."""
+        """Return whether the connection is down, or was within the last seconds. The time before the first connection
+        does not count."""
         return not self.nc.is_connected or time.monotonic() - self._outage.ended_at < within_s
 
     async def ensure_streams(self, replicas: int = 1) -> None:

@@ -148,7 +148,7 @@ class Delivery(Generic[T]):
             alive.cancel()
 
     async def _say(self, message: Awaitable[None]) -> None:
-        """If the report is lost, redelivery of the message repeats it."""
+        """Send an acknowledgement or report. If it is lost, redelivery of the message repeats it."""
         with contextlib.suppress(nats.errors.MsgAlreadyAckdError, *AWAY, *CLOSED):
             await message
 

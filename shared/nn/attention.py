@@ -52,7 +52,7 @@ AttentionInterface.register(PACKED, packed_attention)
 
 
 def _has_kernel(query: Tensor) -> bool:
-    """Return whether rows of any lengths can be one call. The CPU's twin of the kernel takes everything."""
+    """Return whether one call can take rows of any lengths. The kernel's substitute on CPUs can."""
     if not _on_gpu(query):
         return True
     head = query.shape[3]

@@ -51,7 +51,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def autocast(device: str, dtype: torch.dtype) -> Any:
-    """Where a forward pass over float32 weights computes in `dtype`."""
+    """Return a context in which a forward pass over float32 weights computes in `dtype`."""
     if dtype == torch.float32:
         return contextlib.nullcontext()
     return torch.autocast(torch.device(device).type, dtype=dtype)

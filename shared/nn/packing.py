@@ -1,4 +1,4 @@
-"""Which rank computes which sequences, and which share a forward pass under a token budget. Pure Python."""
+"""Assigns sequences to ranks and to forward passes under a token budget. Pure Python."""
 
 from __future__ import annotations
 

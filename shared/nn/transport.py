@@ -247,7 +247,7 @@ def _given_up(store: dist.TCPStore) -> str:
 
 
 def _over(work: dist.Work, on_gloo: bool) -> bool:
-    """True as soon as the work has ended, well or not; False after LOOK_S."""
+    """Wait for up to POLL_S. Return whether the work has ended, successfully or not."""
     if on_gloo:
         with contextlib.suppress(RuntimeError):  # not yet; or it has failed, and the next wait says so again
             work.wait(_delta(POLL_S))

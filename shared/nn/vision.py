@@ -81,7 +81,7 @@ def digest_of(data: bytes) -> str:
 
 
 def unsupported_reason(base: str, config: Mapping[str, Any]) -> str:
-    """Return why images cannot be shown to the model with this config.json; empty if they can."""
+    """Return why the model with this config.json cannot take images; empty if it can."""
     kind, supported = config.get("model_type"), ", ".join(sorted(VISION_FAMILIES))
     supported = f"images can be shown to models of type {supported} (SmolVLM-256M-Instruct is one)"
     if config.get("vision_config") is None:

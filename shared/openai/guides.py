@@ -17,7 +17,7 @@ def guide_of(body: Json, form: Any, where: str, tools: list[Tool]) -> Guide | No
 
 
 def is_told_of_tools(body: Json) -> bool:
-    """Return whether `tool_choice` lets the model know the tools."""
+    """Return whether `tool_choice` lets the model see the tools."""
     return bool(_choice(body)[0] != "none")
 
 

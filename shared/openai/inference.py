@@ -49,7 +49,7 @@ class GenerateResult(Piece, frozen=True, kw_only=True):
 
 
 class GenerateError(msgspec.Struct, frozen=True, kw_only=True):
-    """Why there is no answer, as HTTP says it."""
+    """The failure of a request, with its HTTP status."""
 
     message: str
     status: int = 400

@@ -98,7 +98,7 @@ def _keys(given: object) -> set[str]:
 
 
 def _forbids_parallel_calls(body: Json) -> bool:
-    """As OpenAI says it, or Anthropic."""
+    """Return whether a request forbids parallel tool calls, in OpenAI's or Anthropic's form."""
     choice = body.get("tool_choice")
     if isinstance(choice, dict) and flag(choice, "disable_parallel_tool_use"):
         return True

@@ -103,7 +103,7 @@ def parted(gpus: Sequence[Gpu], workers: Sequence[str]) -> dict[str, list[Gpu]]:
 
 
 def pin_of(gpus: Sequence[Gpu]) -> str:
-    """As CUDA_VISIBLE_DEVICES names them."""
+    """Return the value of CUDA_VISIBLE_DEVICES for these GPUs."""
     return ",".join(str(gpu.index) for gpu in gpus)
 
 

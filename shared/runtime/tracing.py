@@ -1,4 +1,4 @@
-"""Which request a piece of work is for: W3C trace context, from the HTTP request to the gradient step.
+"""Traces a request from HTTP to the gradient step with W3C trace context.
 
     traceparent of POST /v1/jobs --> job record --> log lines and spans of every lease
                                                 \\-> ticket --> group --> the step that trained on it

@@ -69,7 +69,7 @@ class Cgroup:
     events: Path
 
     def exceeded(self) -> bool:
-        """Return whether the kernel has ended a process of it."""
+        """Return whether the kernel has ended a process of the cgroup."""
         try:
             counted = re.search(r"^oom_kill (\d+)", self.events.read_text(), re.MULTILINE)
         except OSError:  # somebody has removed it
@@ -95,7 +95,7 @@ def _remove(path: Path) -> bool:
 
 
 def _places() -> list[tuple[Path, int]]:
-    """Where cgroups of the memory controller could be made, by its version."""
+    """Return the directories where cgroups of the memory controller could be made, each with its version."""
     own = {}
     for line in _lines("/proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
@@ -121,8 +121,8 @@ def _below(mounted: str, root: str, path: str) -> Path:
 
 
 def _hands_down(place: Path) -> bool:
-    """Return whether cgroups below have the memory controller. Where it is delegated to an ordinary user, that user has
-    to say so; what is root's stays as it is."""
+    """Return whether cgroups below have the memory controller. A user to whom it is delegated must enable it below; the
+    directories of root are not changed."""
     control = place / "cgroup.subtree_control"
     if "memory" in " ".join(_lines(str(control))).split():
         return True

@@ -61,7 +61,7 @@ def mount_overlay(overlay: dict[str, object]) -> list[str]:
 
 
 def staging(paths: list[str]) -> dict[str, str]:
-    """As root, map every path to a place that any user can reach, even below directories without permission.
+    """Map every path, as root, to a place that any user can reach, even below directories without permission.
 
     Permissions of the files themselves still apply. Where root may not mount, each path stays.
     """

@@ -229,7 +229,7 @@ class Sandboxed:
 
     @property
     def was_lost(self) -> bool:
-        """Return whether a signal of others ended it: neither a process in it, nor `kill`, nor a limit. Known when
+        """Return whether a signal from outside ended it: not from a process in it, from `kill` or a limit. Known when
         `wait` has returned."""
         return not self.reason and (self.process.returncode or 0) < 0
 

@@ -98,7 +98,7 @@ class AuditFile:
 
 
 def _last_line(data: bytes, end: int) -> int:
-    """Where the line begins that ends there."""
+    """Return the offset at which the line that ends at `end` begins."""
     return data.rfind(b"\n", 0, max(0, end - 1)) + 1
 
 

@@ -1,4 +1,4 @@
-"""Who may do what: roles, actions, and the one function that decides, `authorize`. Pure: nothing is asked or changed.
+"""Roles, actions, and the one function that decides about access, `authorize`. Pure: no I/O, no state.
 
     a key  --its record-->  Principal        a route  --its table row-->  Action        an object  -->  its tenant
 
@@ -77,7 +77,7 @@ EVERYWHERE: dict[Role, frozenset[Action]] = {Role.OPERATOR: frozenset({Action.KE
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """Who asks."""
+    """The caller of a request, with its rights."""
 
     tenant: str
     role: Role

@@ -72,8 +72,8 @@ class Egress:
 
     @classmethod
     def of_process(cls) -> Egress:
-        """As the operator has it: services put the setting into the environment of their process and of its children
-        (`publish`), for environments are made where no settings are."""
+        """Return the operator's setting. Services put it into the environment of their process and of its children
+        (`publish`), because environments are made where no settings are available."""
         return cls(tuple(networks(os.environ.get(VARIABLE, ""))))
 
     def publish(self) -> None:

@@ -32,7 +32,7 @@ class ModelKey(BaseModel):
     tenants: Annotated[list[str], Field(min_length=1)]
 
     def problem(self, url: str, tenant: str) -> str:
-        """Return why a job of the tenant may not send it to this URL; empty if it may."""
+        """Return why a job of the tenant may not send the key to this URL; empty if it may."""
         if not {tenant, "*"} & set(self.tenants):
             return NO_KEY
         return "" if url.rstrip("/") == self.url.rstrip("/") else f"belongs to {self.url}, and is sent nowhere else"
@@ -68,6 +68,6 @@ def _wrong(path: Path, problem: str) -> SpecError:
 
 
 def key_problem(keys: ModelKeys, name: str, url: str, tenant: str) -> str:
-    """Return why a job of the tenant may not send the key of this name to this URL; empty if it may. Keys of others
-    look like missing ones."""
+    """Return why a job of the tenant may not send the key of this name to this URL; empty if it may. Keys of other
+    tenants look like missing ones."""
     return keys[name].problem(url, tenant) if name in keys else NO_KEY

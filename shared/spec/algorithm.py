@@ -1,4 +1,4 @@
-"""How it is trained: a preset, and what is changed of it."""
+"""The table [algorithm]: a preset, and the fields that override it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which artifacts of the job are kept, and for how long: rules that the scheduler applies during the job and
+"""The table of rules for keeping artifacts: which and for how long. The scheduler applies them during the job and
 afterwards."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which setting of a job spec was meant: by what other libraries call it, by where it stands, by its spelling."""
+"""Suggests the setting that was meant: by its name in other libraries, by its place in the spec, by its spelling."""
 
 from __future__ import annotations
 

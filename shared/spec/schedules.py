@@ -64,7 +64,7 @@ def max_opponent_lag(spec: JobSpec) -> int | None:
 
 
 def steps_may_differ(spec: JobSpec) -> bool:
-    """Return whether policies may have been trained on different numbers of matches in the end."""
+    """Return whether policies may end with different numbers of matches."""
     return rule_of(spec).gate in ("fastest", "turn")
 
 

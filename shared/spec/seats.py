@@ -70,7 +70,7 @@ class UrlSettings(SpecPart):
 
 
 class SeatSpec(UrlSettings):
-    """Who plays a seat: exactly one of policy, bot, frozen, url and pool."""
+    """The player of a seat: exactly one of policy, bot, frozen, url and pool."""
 
     policy: PolicyName | None = None
     """One of [policies]; `seat = "NAME"` is short for `seat = { policy = "NAME" }`."""
@@ -175,7 +175,7 @@ def one_player(part: SpecPart, names: Sequence[str]) -> list[Mistake]:
 
 
 class OpponentSpec(SpecPart):
-    """Who plays, in an evaluation, the seats that the evaluated policy does not: exactly one of these."""
+    """The player, in an evaluation, of the seats that the evaluated policy does not play: exactly one of these."""
 
     policy: PolicyName | None = None
     """One of [policies], with the weights that it has at that time. A policy is not evaluated against itself."""

@@ -1,4 +1,4 @@
-"""How long, how fast and on what: optimizer steps, checkpoints, resources."""
+"""The tables on training: optimizer steps, checkpoints, resources."""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ class Admission:
         await self._call("clear")
 
     async def is_running(self, seq: int) -> bool:
-        """False if the group was stored, failed or forgotten: its ticket came a second time."""
+        """Return whether a group is running. If it was stored, failed or forgotten, its ticket came a second time."""
         return "r" in await read_field(self._redis, self._keys[1::2], str(seq))
 
     async def consumed(self) -> list[int]:

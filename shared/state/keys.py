@@ -106,7 +106,8 @@ class Key(msgspec.Struct, frozen=True, kw_only=True):
         return Principal(self.tenant, self.role, self.id, scopes, frozenset(filter(None, self.jobs.split(","))))
 
     def fits(self, digest: str, now: float) -> bool:
-        """Return whether it is this key's secret: the present one, or for a while the one before."""
+        """Return whether the secret is this key's: the present one, or the previous one for a while after a
+        rotation."""
         old = hmac.compare_digest(digest, self.old) and now < self.old_until
         return hmac.compare_digest(digest, self.digest) or old
 

@@ -199,7 +199,7 @@ class LeaseTable:
         return sorted((codec.from_json(Heartbeat, value) for value in values), key=lambda beat: beat.id)
 
     async def lives(self, worker: str, incarnation: str) -> bool:
-        """Return whether this very process is one of those that beat."""
+        """Return whether this incarnation of the worker has a heartbeat."""
         value = await self.redis.get(f"worker:{worker}")
         return value is not None and codec.from_json(WorkerInfo, value).incarnation == incarnation
 

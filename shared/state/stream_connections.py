@@ -1,4 +1,4 @@
-"""Who hears jobs live by a credential of ours: connections that nats-servers let in, until they end by themselves.
+"""Records browser connections to NATS that use a credential of a job, until they end by themselves.
 
 Redis keys (`{group}` is `{key}/{secret}/{job}`: an API key, the SHA-256 of the secret of it with which the credential
 was asked for, a job):

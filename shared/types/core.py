@@ -23,7 +23,8 @@ U8 = npt.NDArray[np.uint8]
 
 
 class WeightVersion(msgspec.Struct, frozen=True, array_like=True, order=True):
-    """Which weights: compared as a pair. `epoch` counts the trainers a job has had, `step` its optimizer steps."""
+    """A version of the weights, compared as a pair: `epoch` counts the trainers a job has had, `step` its optimizer
+    steps."""
 
     epoch: int
     step: int
@@ -95,7 +96,7 @@ class Pool(StrEnum):
 
 
 class StopReason(StrEnum):
-    """Why the engine stopped sampling one turn."""
+    """The reason why the engine stopped sampling one turn."""
 
     EOS = "eos"
     """The model sampled an end-of-turn token."""
@@ -108,8 +109,8 @@ class StopReason(StrEnum):
 
 
 class Ending(StrEnum):
-    """Why an episode ended. The first four are ordinary data; after the others the sample is tried again, and in
-    the end its group is failed."""
+    """The reason why an episode ended. The first four are ordinary data; after the others the sample is tried again,
+    and in the end its group is failed."""
 
     ENV_DONE = "env_done"
     MAX_TURNS = "max_turns"
@@ -141,8 +142,8 @@ class Ending(StrEnum):
 
     @property
     def repeats(self) -> bool:
-        """Return whether it comes again with the same start state, seeds and weights; other failures depend on time and
-        on machines."""
+        """Return whether the failure recurs with the same start state, seeds and weights; other failures depend on time
+        and machine."""
         return not self.failed or self in (
             Ending.ENV_ERROR,
             Ending.ENV_BAD_REPLY,
@@ -152,7 +153,7 @@ class Ending(StrEnum):
 
 
 class Discard(StrEnum):
-    """Why an accepted group was not trained."""
+    """The reason why an accepted group was not trained."""
 
     STALE = "stale"
     """Its oldest token is older than `max_staleness` versions."""
@@ -298,7 +299,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Heartbeat(WorkerInfo, frozen=True, kw_only=True):
-    """As it stands in Redis. Readers check whether its number moves (liveness.py)."""
+    """A heartbeat as Redis keeps it. Readers check whether its number moves (liveness.py)."""
 
     number: int = 0
     """Grows with every beat of the incarnation."""
@@ -307,7 +308,7 @@ class Heartbeat(WorkerInfo, frozen=True, kw_only=True):
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
-    """Who may act for a job. Written by the scheduler, obeyed by the worker; an old epoch is refused by Redis."""
+    """A worker's right to act for a job. Written by the scheduler, obeyed by the worker; Redis refuses an old epoch."""
 
     job: str
     worker: str

@@ -72,7 +72,7 @@ class EvalResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EvalAck(msgspec.Struct, frozen=True, kw_only=True):
-    """Who asked -> rollout worker: the result has arrived, whether or not it was still wanted."""
+    """Requester -> rollout worker: the result has arrived, whether or not it was still wanted."""
 
     wanted: bool
 

@@ -124,7 +124,8 @@ def _problem(item: Any) -> str:
 
 
 def _written(loc: Sequence[int | str], data: Any) -> list[int | str]:
-    """As much of pydantic's path as was written; the last name of it may be one that is missing or unknown."""
+    """Return the part of pydantic's path that was written in the data; its last name may be missing or unknown
+    there."""
     if not isinstance(data, dict):
         return list(loc)
     found: list[int | str] = []

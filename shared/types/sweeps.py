@@ -77,7 +77,7 @@ class Trial(msgspec.Struct, kw_only=True):
 
 
 class SweepProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a sweep is; written with its trials."""
+    """Progress of a sweep; written with its trials."""
 
     jobs: int = 0
     """Jobs that were submitted."""

@@ -49,7 +49,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Picture(msgspec.Struct, frozen=True, array_like=True):
-    """Where a trajectory shows an image."""
+    """An image in a trajectory: its digest and its places."""
 
     digest: str
     """SHA-256 of the encoded image, in hexadecimal: a key of the group's `images`."""
@@ -361,7 +361,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def alike(rewards: Sequence[float]) -> bool:
-    """Return whether they differ by no more than the rounding of sums: 0.1 + 0.2 is 0.3."""
+    """Return whether the rewards differ by no more than the rounding of sums: 0.1 + 0.2 is 0.3."""
     return math.isclose(min(rewards), max(rewards), rel_tol=ROUNDING, abs_tol=ROUNDING)
 
 

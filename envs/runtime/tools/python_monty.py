@@ -98,7 +98,7 @@ class MontyInterpreters:
             self.held -= 1
 
     def waits_for(self, session: MontySession) -> bool:
-        """Return whether a process has its variables, and may have used up a per-process allowance."""
+        """Return whether a process holds this episode's variables, and may have used up a per-process allowance."""
         return session in self._waiting
 
     async def leave(self, session: MontySession) -> None:

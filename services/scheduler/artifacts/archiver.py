@@ -187,7 +187,7 @@ class Archiver:
             return None
 
     async def _remove(self, job: JobRecord, steps: Iterable[int]) -> set[int]:
-        """Which went: what is published stays."""
+        """Remove checkpoints, except published ones. Return the removed steps."""
         by_path = {checkpoint_path(step): step for step in steps}
         gone = await self.index.remove(job.tenant, job.id, list(by_path), leader=self.leader)
         return {by_path[path] for path in gone}

@@ -189,7 +189,7 @@ def _entry(path: str, size: int, sha256: str, created: float) -> Artifact:
 
 
 def repr_digest(sha256: str) -> str:
-    """As the HTTP field Repr-Digest says it (RFC 9530)."""
+    """Format a digest as the value of the HTTP field Repr-Digest (RFC 9530)."""
     return f"sha-256=:{base64.b64encode(bytes.fromhex(sha256)).decode()}:"
 
 

@@ -1,4 +1,4 @@
-"""Which checkpoints of a tenant a list has, and in which order: read from a request's query."""
+"""Selects and sorts a tenant's checkpoints for a list, as the request's query asks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where artifacts are kept: files under keys `{tenant}/{job}/...`, in a directory or in an object store.
+"""Stores artifacts: files under keys `{tenant}/{job}/...`, in a directory or in an object store.
 
     put     a file of this machine under a key, whole or not at all
     open    what is under a key, to be read in pieces from anywhere

@@ -62,7 +62,8 @@ def launcher_of(settings: Settings) -> Launcher | None:
 
 
 def workers_to_start(view: ClusterView, room: Mapping[str, Slot]) -> list[str]:
-    """Which of the workers that may be started jobs would get if those ran. What is `coming` goes first."""
+    """Return which of the workers in `room` placement would use if they ran. Workers that are `coming` are used
+    first."""
 
     def with_room(workers: Mapping[Pool, Sequence[str]]) -> dict[Pool, list[str]]:
         return {

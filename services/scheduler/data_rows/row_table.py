@@ -1,5 +1,5 @@
-"""How the rows of a job's data set were played: counts by row, filters and orders. Without I/O, except for reading the
-files of the job, which blocks."""
+"""Counts, filters and sorts the rows of a job's data set by how they were played. Reads files of the job, which blocks;
+no other I/O."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MAX_KEPT = 20
 
 
 class PlayedRows:
-    """How rows were played. Entry E is a row in a step; row R is one of `rows`, which are in ascending order."""
+    """The plays of rows. Entry E is a row in a step; row R is one of `rows`, which are in ascending order."""
 
     def __init__(self, steps_E: Sequence[int] | Ints, table: Floats, first_step: int = 0) -> None:
         """`table`: the fields of RowPlays of each entry. `first_step`: earlier steps were left out of the file; 0: none
@@ -107,7 +107,7 @@ def of_evaluation(results: Path, solved_at: float, kept: int) -> PlayedRows:
 
 
 class RowChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """Which rows are wanted, and in which order."""
+    """Filter and order of a list of rows."""
 
     order: str
     low: float | None = None

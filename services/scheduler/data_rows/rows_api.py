@@ -86,7 +86,7 @@ class RowsQuery(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_of_counts(self) -> bool:
-        """Return whether it needs to know how rows were played."""
+        """Return whether the choice depends on how rows were played."""
         return self.low is not None or self.high is not None or self.sort.removeprefix("-") != "row"
 
 

@@ -1,4 +1,4 @@
-"""How much of data_dir the environments of one tenant may take, and which old versions go before one is refused."""
+"""Limits the disk space of a tenant's uploaded environments: removes old versions first, then refuses uploads."""
 
 from __future__ import annotations
 

@@ -60,12 +60,12 @@ FAILED: web.RequestKey[str] = web.RequestKey("failed", str)
 
 
 def principal_of(request: web.Request) -> Principal:
-    """Who is asking."""
+    """Return the authenticated caller."""
     return request[PRINCIPAL]
 
 
 def tenant_of(request: web.Request) -> str:
-    """Whose things are looked at, and made."""
+    """Return the tenant whose objects the request reads or creates."""
     return request[PRINCIPAL].tenant
 
 
@@ -256,7 +256,7 @@ async def mark_unauthenticated(_: web.Request, response: web.StreamResponse) -> 
 
 
 def _shown(header: str) -> tuple[str, str]:
-    """How somebody says who they are, and what they show."""
+    """Split an Authorization header into scheme, in lower case, and credential."""
     scheme, _, text = header.partition(" ")
     return scheme.lower(), text.strip()
 

@@ -38,7 +38,7 @@ async def read_spec(request: web.Request) -> Any:
 
 
 def _toml(raw: bytes) -> Any:
-    """As the same spec in JSON would be. Raises SpecError."""
+    """Parse TOML into the data that the same spec in JSON would give. Raises SpecError."""
     try:
         data = bounded_toml.loads(raw.decode(), MOST_TOML)
         plain = json.dumps(data, allow_nan=False, default=str)  # dates are texts

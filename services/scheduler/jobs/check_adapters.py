@@ -75,7 +75,8 @@ def _misfits(chosen: SourceCheckpoint, spec: JobSpec, base: str) -> list[str]:
 
 
 def _other_ids(checkpoint: Path, base: Path) -> str:
-    """How the tokenizer that was saved with a checkpoint differs from the base's, where both are there."""
+    """Return how the tokenizer saved with a checkpoint differs from the base's; empty if it does not, or if one is
+    missing."""
     if not (checkpoint / TOKENIZER).is_file() or not (base / TOKENIZER).is_file():
         return ""
     theirs, ours = _ids(checkpoint / TOKENIZER), _ids(base / TOKENIZER)

@@ -216,7 +216,7 @@ def adapter_in(chosen: SourceCheckpoint) -> LoraSpec | None:
 
 
 def _is(module: str, target: str) -> bool:
-    """As peft understands a list of target modules."""
+    """Return whether `target` names the module, by the rule that peft applies to a list of target modules."""
     return module == target or module.endswith(f".{target}")
 
 

@@ -160,7 +160,7 @@ class Evaluation:
     # --- exams --------------------------------------------------------------------------------------------------
 
     async def _ask_more(self) -> None:
-        """So many that rollout workers have work, in order."""
+        """Ask for further episodes, in order, as many as keep the rollout workers busy."""
         room = MAX_PENDING_EXAMS - (len(self._asked) - len(self._results))
         if room > MAX_PENDING_EXAMS // 2 and len(self._asked) < self.plan.total:
             new = [i for i in range(self.plan.total) if i not in self._asked][:room]

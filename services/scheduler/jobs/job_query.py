@@ -1,4 +1,4 @@
-"""Which jobs of a tenant a list has, in which order, and how many there are of a kind: read from a request's query."""
+"""Selects, sorts and counts a tenant's jobs for a list, as the request's query asks."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class JobQuery(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """Return whether it is the list of all jobs, newest first."""
+        """Return whether the query asks for all jobs, newest first."""
         return self == JobQuery()
 
     def chosen(self, rows: Iterable[JobRow]) -> list[JobRow]:
@@ -106,7 +106,7 @@ def _parts(text: str) -> frozenset[str]:
 
 
 def _text(row: JobRow) -> str:
-    """Where a search looks."""
+    """Return the text that a search matches."""
     told = (row.id, row.name, row.kind, row.model, row.environment, row.key, row.project, *row.tags, row.notes)
     return " ".join(told).lower()
 

@@ -105,7 +105,7 @@ async def _within(limit_s: float, keeping: asyncio.Future[list[dict[str, Any]]],
 async def _leaving_nothing(
     ctx: Context, keeping: Future[list[dict[str, Any]]], given_up: threading.Event, job: str
 ) -> AsyncIterator[None]:
-    """Where the body gives up `keeping`: end it at its next file or chunk, then remove what it has made."""
+    """Stop `keeping` at its next file or chunk and remove its files if the body gives up."""
     try:
         yield
     except (ReferencesAway, asyncio.CancelledError):

@@ -42,7 +42,7 @@ its trainer was killed before it wrote it."""
 
 @dataclass(frozen=True)
 class Horizon:
-    """Where the stream begins for a source of a job's trainer: lines from there on have their points in the stream."""
+    """The beginning of the stream for one source of a job's trainer: the points of later lines are in the stream."""
 
     begins: dict[str, int]
     """First `seq` by incarnation, in the stream's order, of the trainer's oldest points in the stream."""

@@ -101,7 +101,8 @@ class TicketIssuer:
         return await self._store(job, seqs) and len(seqs) == PORTION
 
     async def _store(self, job: JobRecord, seqs: list[int], again: str = "") -> bool:
-        """False if the store is full: the sweep stores what is missing when there is room."""
+        """Store tickets in NATS. Return False if the store is full; the sweep stores the missing ones when there is
+        room."""
         if not seqs:
             return True
         admission = admission_of(self.store.redis, job)

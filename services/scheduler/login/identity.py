@@ -1,4 +1,5 @@
-"""Who a session of the page stands for: the API key that it was made with, or a user of the identity provider.
+"""Identifies the person behind a session of the page: the holder of the API key that it was made with, or a user of the
+identity provider.
 
     token in the cookie --Redis--> Session --its key's record, or the roles of its groups--> Identity
 
@@ -40,7 +41,7 @@ class Identity:
         return "live" if now < self.expires else "expired"
 
     def fits(self, digest: str, now: float) -> bool:
-        """Return whether it is this session's token."""
+        """Return whether the token belongs to this session."""
         return digest == self.digest and now < self.expires
 
 

@@ -181,7 +181,7 @@ class OidcApi:
         return self._view(attempt)
 
     def _view(self, attempt: Attempt | None) -> str:
-        """Where in the page the sign-in was begun."""
+        """Return the URL of the view of the page where the sign-in began."""
         return f"{self._settings.public_url.rstrip('/')}/#/{attempt.view if attempt else ''}"
 
     def _broken(self, error: Exception) -> str:

@@ -32,7 +32,7 @@ class SessionsApi:
 
     @Route("GET", "/v1/login", Action.FREE, answer=api_types.Login)
     async def login(self, request: web.Request) -> web.Response:
-        """How to sign in to the page, and whether this browser has."""
+        """Return how to sign in to the page, and whether this browser is signed in."""
         token, ends = self._gate.cookies.session(request), 0.0
         if token and self._settings.auth:
             self._gate.cookies.refuse_other_sites(request)

@@ -1,4 +1,4 @@
-"""When a job would begin if it were submitted now: who is there for it, and what placement itself would do with it."""
+"""Forecasts when a job would begin if it were submitted now, by running the planner on the current cluster."""
 
 from __future__ import annotations
 

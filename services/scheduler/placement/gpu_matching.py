@@ -1,5 +1,4 @@
-"""Which workers suit which jobs, by the GPUs that they have: workers with the same GPUs are one kind, and placement
-counts kinds. Plain memory.
+"""Matches workers to jobs by GPUs: workers with the same GPUs are one kind, and placement counts kinds. Plain memory.
 
 A worker that suits is chosen in this order: the fewest GPUs, so that what needs none goes where there are none; then
 those whose GPUs NVLink joins, or that are on one NUMA node, as far as the job has ranks for them; then the least

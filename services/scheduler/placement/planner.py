@@ -361,8 +361,8 @@ class _Planning:
     def _take_back(
         self, lenders: Iterable[RunningJob], count: int, wanted_by: PlannedJob, *, any_worker: bool = False
     ) -> None:
-        """From the lowest priority, the tenant that has most, the youngest job; `any_worker`: also what does not suit
-        the job that wants it."""
+        """Take back up to `count` lent workers: from the lowest priority first, then the tenant that has most, then the
+        youngest job. `any_worker`: also those that do not suit the job that wants them."""
         lenders = sorted(lenders, key=lambda one: (one.job.priority, -one.tenant.total_share, -one.job.created))
         lent = [
             (one, worker) for one in lenders for worker in (one.lent if any_worker else self._spared(one, wanted_by))

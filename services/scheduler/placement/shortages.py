@@ -96,5 +96,5 @@ def joined(*parts: str) -> str:
 
 
 def named(job: PlannedJob | JobRecord, tenant: str) -> str:
-    """As this tenant may read it."""
+    """Return a job's id, or a neutral phrase if the job belongs to another tenant."""
     return job.id if job.tenant == tenant else "a job of another tenant"

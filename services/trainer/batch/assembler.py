@@ -78,7 +78,7 @@ class Assembler:
     """Groups discarded because an opponent had moved, since the trainer began to wait for a batch."""
 
     def add(self, stream_seq: int, group: Group) -> bool:
-        """False if the group was seen before."""
+        """Add a group. Return False if it was seen before."""
         self.last = max(self.last, stream_seq)
         if group.seq in self.known:
             return False

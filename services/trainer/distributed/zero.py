@@ -272,7 +272,7 @@ class Zero(PolicyModel):
         return buckets.snapshot(version, self.named_weights(), BUCKET_BYTES, manifest, self.probe())
 
     def _forward_whole(self, plan: Layout) -> Tensor:
-        """As the base class; collective under zero3."""
+        """Compute as the base class does; collective under zero3."""
         return self.forward(plan)[0] if self.stage == 3 else super()._forward_whole(plan)
 
     def collect(self) -> CheckpointTensors:

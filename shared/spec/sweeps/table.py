@@ -137,7 +137,7 @@ class SweepParameter(SpecPart):
 
 
 class EarlyStoppingSpec(SpecPart):
-    """When a trial that does worse than the others is stopped."""
+    """Rules that stop a trial that does worse than the others."""
 
     rule: Literal["median", "halving"] = "median"
     """`median`: a trial is stopped at a multiple of min_steps where it is worse than the median of the other trials at

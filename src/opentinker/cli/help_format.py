@@ -1,4 +1,4 @@
-"""How the command line presents itself: help under headings, words for values, errors as text or JSON."""
+"""Formats the command line's output: help under headings, names for values, errors as text or JSON."""
 
 from __future__ import annotations
 

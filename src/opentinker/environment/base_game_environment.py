@@ -115,8 +115,8 @@ class GameEnvironment(BaseEnvironment):
         return self._samples[split, row]
 
     def says_the_prompt(self, sample: Mapping[str, Any], split: str) -> bool:
-        """Return whether the row's own words are the prompt; else the game's are, to whose state the row only gives
-        names."""
+        """Return whether the row's text is the prompt; otherwise the game writes the prompt, and the row only
+        parametrizes its state."""
         loader = self.train_dataloader if split == "train" else self.val_dataloader
         return "raw_prompt" in sample and type(getattr(loader.dataset, "data_generator", None)) is not GameDataGenerator
 
@@ -208,7 +208,7 @@ def endpoints_of(config: Any) -> Endpoints | None:
 
 
 def bound(config: Any) -> bool:
-    """Return whether a game server has one episode at a time."""
+    """Return whether each game server plays one episode at a time."""
     return bool(pick(config, "interaction.config.bind_worker_to_endpoint", False))
 
 

@@ -13,8 +13,8 @@ KINDS = ("config", "remote", "code")
 
 @dataclass
 class RewardFunctionSpec:
-    """Where rewards come from when not from the environment. Here they always come from the environment: `fit` says so
-    and refuses an environment that has one of these, instead of training on other numbers than it says."""
+    """The source of rewards other than the environment. Here rewards always come from the environment: `fit` refuses an
+    environment with a RewardFunctionSpec instead of training on other rewards than it declares."""
 
     type: str
     config_path: str | None = None

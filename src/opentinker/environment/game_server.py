@@ -74,7 +74,7 @@ class Endpoints:
             self.give_back(place)
 
     def take(self, instance: str) -> str:
-        """Where this episode is played. Blocks while all are taken. Raises GameServerError after TIMEOUT_S."""
+        """Return a place for this episode. Blocks while all are taken. Raises GameServerError after TIMEOUT_S."""
         if self._free is None:
             return self.places[zlib.crc32(instance.encode()) % len(self.places)]
         try:

@@ -89,7 +89,7 @@ def generate_samples(
 
 @dataclass(frozen=True)
 class Sampling:
-    """How turns are generated: each of up to `max_tokens_per_turn` tokens, those of a sample of up to `max_tokens`."""
+    """Limits for generated tokens: each turn has up to `max_tokens_per_turn`, each sample up to `max_tokens`."""
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -365,7 +365,8 @@ def _samples(
 
 
 def _prompt(sample: Sample, opening: Chat) -> Chat:
-    """As in training: a game without data says all of it; with data, its system message stands before the row."""
+    """Return the prompt as in training: without data the game's opening, with data its system message before the
+    row."""
     if "seed" in sample or not sample.get("prompt"):
         return opening
     system = [message for message in opening if message["role"] == "system"]

@@ -49,17 +49,17 @@ def usual_data_dir() -> Path:
 
 
 def key_for(url: str) -> str:
-    """The key of the server with this URL, if it runs in one of our directories; else empty."""
+    """Return the key of the server with this URL if it runs in one of our directories; otherwise an empty string."""
     return next((key_in(state) for state in _running(url)), "")
 
 
 def key_file_for(url: str) -> Path | None:
-    """Where that key is, if it is one."""
+    """Return the file of the key that `key_for` returns, if there is one."""
     return next((Path(state[KEY_FILE]) for state in _running(url) if key_in(state)), None)
 
 
 def finds(data_dir: Path) -> bool:
-    """Return whether `key_for` looks there."""
+    """Return whether `key_for` searches this data directory."""
     return data_dir.resolve() in (place.resolve() for place in _places())
 
 

@@ -225,15 +225,14 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 def choose_port(port: int, host: str = "127.0.0.1") -> bool:
-    """Return whether the port is free and no other process has chosen it too. Unlike for `reserve_port`, it may be
+    """Choose a port. Return whether it is free and no other process has chosen it. Unlike for `reserve_port`, it may be
     reserved: a program that reserves a port may pass it to its child. Raises StartError as `port_free` does."""
     return port_free(port, host) and _claim(f"opentinker-chosen-{host:.64}-{port}")
 
 
 def reserve_port(port: int, host: str = "127.0.0.1") -> bool:
-    """Return whether the port is free and this process has it to itself: between this look and the bind, no other
-    process reserves it. Ours until this process ends, for any number of calls. Raises StartError as `port_free`
-    does."""
+    """Reserve a port until this process ends, so that no other process reserves it before the bind. Return whether it
+    is free and reserved; repeated calls return the same. Raises StartError as `port_free` does."""
     return port_free(port, host) and _claim(_reservation(port))
 
 
@@ -242,7 +241,8 @@ def _reservation(port: int) -> str:
 
 
 def _claim(name: str) -> bool:
-    """By a name in the kernel's memory, which ends with our process however that ends."""
+    """Claim a name in the kernel, which releases it when this process ends in any way. Return whether no other process
+    has it."""
     if name in _claimed:
         return True
     claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)

@@ -46,8 +46,8 @@ CALLOUT_S = 5
 
 @dataclass(frozen=True)
 class WebSocket:
-    """Where nats-server listens for browsers, in plain text: between machines something that speaks TLS stands before
-    it."""
+    """The address of nats-server's plain-text listener for browsers: connections from other machines need a TLS proxy
+    in front of it."""
 
     port: int
     host: str = "127.0.0.1"

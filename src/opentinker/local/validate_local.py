@@ -28,7 +28,7 @@ async def inspect(spec: JobSpec) -> list[Check]:
 
 
 def playable(spec: JobSpec) -> bool:
-    """Return whether this process may play its environment: one that starts no program and asks no server."""
+    """Return whether this process may play the spec's environment: one that starts no program and asks no server."""
     name = spec.environment.name
     return not name.startswith(ELSEWHERE) and name not in PROGRAMS and spec.environment.isolation != "sandbox"
 

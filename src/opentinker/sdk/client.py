@@ -137,8 +137,8 @@ class AsyncClient(EnvironmentCalls, ArtifactCalls, KeyCalls, InferenceCalls, Obs
         return await self._http.newest("/v1/jobs", "jobs", limit, query)
 
     async def job_groups(self, by: str = "project", filters: Mapping[str, str] | None = None) -> list[JobGroup]:
-        """Return how many jobs there are of each project, tag, state, kind, environment, model or owner, by state.
-        `filters`: those of GET /v1/jobs."""
+        """Count the jobs of each project, tag, state, kind, environment, model or owner, by state. `filters`: those of
+        GET /v1/jobs."""
         return (await self._http.json(JobGroups, "GET", "/v1/jobs/groups", {"by": by, **(filters or {})}))["groups"]
 
     async def label(

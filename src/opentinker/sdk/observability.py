@@ -101,7 +101,8 @@ class ObservabilityCalls:
         return await self._http.json(Diagnosis, "GET", path_of(id, "/why"), {"last_s": str(last_s)})
 
     async def stream_credentials(self, id: str) -> StreamCredentials:
-        """Where and how the job is heard live on NATS, for a while: `servers`, `token`, `subjects`, `expires_at`..."""
+        """Return credentials for the live streams of the job, valid for a while: `servers`, `token`, `subjects`,
+        `expires_at`..."""
         return await self._http.json(StreamCredentials, "POST", path_of(id, "/stream-credentials"), again=False)
 
     async def validate(

@@ -1,4 +1,4 @@
-"""Where in the text of a spec a setting stands: a server's mistakes name fields, a person wants lines.
+"""Locates a setting in the text of a spec: mistakes from the server name fields, people need line numbers.
 
 A setting is located by renaming candidates and parsing the text again: the parser of the format confirms the place.
 """
@@ -66,7 +66,7 @@ def _position(text: str, suffix: str, field: Sequence[str]) -> tuple[int, int] |
 
 
 def _places(text: str, suffix: str, field: Sequence[str]) -> Iterator[tuple[int, int]]:
-    """Where the name of this setting stands; several times for a list of tables."""
+    """Yield line and column of the name of this setting; several times for a list of tables."""
     *above, name = field
     for match in itertools.islice(re.finditer(rf"(?<![\w-]){re.escape(name)}(?![\w-])", text), TRIES):
         try:
@@ -83,7 +83,7 @@ def _nth(places: Iterator[tuple[int, int]], number: int) -> tuple[int, int] | No
 
 
 def _at(data: Any, above: Sequence[str], name: str) -> bool:
-    """Return whether the table at the path `above` has the name."""
+    """Return whether the table at the path `above` contains the name."""
     for part in above:
         if isinstance(data, list) and part.isdecimal() and int(part) < len(data):
             data = data[int(part)]

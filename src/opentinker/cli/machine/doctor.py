@@ -141,7 +141,7 @@ def _gpu() -> Check:
 
 
 def _models() -> Check:
-    """Where models of a hub are kept."""
+    """Check the directory of the hub's models."""
     home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
     cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
     held = len(list(cache.glob("models--*")))

@@ -127,7 +127,7 @@ async def _redis(place: Place) -> list[Check]:
 
 
 def _kept(info: dict[str, Any], chosen: dict[str, Any]) -> list[Check]:
-    """Return whether it loses nothing that it has acknowledged."""
+    """Check that the server keeps everything that it has acknowledged."""
     aof, sync, evicts = info.get("aof_enabled"), chosen.get("appendfsync"), chosen.get("maxmemory-policy")
     what, found = "persistence", f"appendonly {'yes' if aof else 'no'}, appendfsync {sync}"
     if not aof:

@@ -8,7 +8,7 @@ from opentinker.environment.math.math_game import MathGame
 
 
 class Geo3KGame(MathGame):
-    """As MathGame; what is asked, and how to answer, is all in the rows."""
+    """A MathGame whose rows contain the questions and the answer format."""
 
     def reset(
         self, ground_truth: Any = None, data_source: str = "geometry3k", extra_info: Any = None, **kwargs: Any
