@@ -274,7 +274,7 @@ class Settings(NotificationSettings, PriceSettings, LoginSettings, BaseModel):
 
     @property
     def stream_origins(self) -> tuple[str, ...]:
-        """All pages that may use a NATS listener of other machines; none: every page may."""
+        """Return all pages that may use a NATS listener of other machines; none: every page may."""
         named = self.nats_websocket_origins
         return (*named, *self.http_origins) if named else ()
 
@@ -317,7 +317,7 @@ class Settings(NotificationSettings, PriceSettings, LoginSettings, BaseModel):
         return "" if path is None else read_password(path, field)
 
     def secrets(self, service: str) -> list[str]:
-        """All that a process of this service knows; none of it is for logs. Raises SpecError."""
+        """Return all secrets of a process of this service, which must not appear in logs. Raises SpecError."""
         found = [self.password("nats_password_file"), self.password("redis_password_file")]
         found += [password_in(self.nats_url), password_in(self.redis_url)]
         found.append(self.password("nats_issuer_file"))

@@ -81,7 +81,7 @@ def _refused(image: str, problem: str) -> SpecError:
 
 
 def _own_system(home: Path, uid: int) -> Places:
-    """This machine's /usr below directories that may be written to, and a root directory with a small /etc."""
+    """Build a root directory: this machine's /usr below directories that may be written to, and a small /etc."""
 
     def fill(place: Path) -> None:
         for name in EMPTY:

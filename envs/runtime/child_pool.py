@@ -193,7 +193,7 @@ class ChildPool:
         self._costs[environment] = cost
 
     def _reserve_child(self, due: str | None) -> None:
-        """While another key is due, one child takes no new sessions: the oldest of the key with most children."""
+        """Stop new sessions in one child while another key is due: the oldest child of the key with most children."""
         if due is None:
             for child in self._children:
                 child.leaving = False

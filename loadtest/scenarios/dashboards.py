@@ -94,7 +94,7 @@ async def audience(client: AsyncClient, job: str, many: int) -> AsyncIterator[Au
 
 
 def polls(pages: int, seconds: float, seed: int, asks: Sequence[float]) -> list[tuple[float, int]]:
-    """Yield when each of `asks` (seconds between two requests) is due; every page begins at a random moment."""
+    """Return when each of `asks` (seconds between two requests) is due; every page begins at a random moment."""
     random = np.random.default_rng(seed)
     due: list[tuple[float, int]] = []
     for number, every_s in enumerate(asks):

@@ -56,7 +56,7 @@ def _kept(place: Path, checkpoint: str) -> FixedWeights:
 
 
 def served_adapters(spec: JobSpec, data_dir: Path, job: str) -> list[ServedAdapter]:
-    """In the order of the spec. Raises JobFailed."""
+    """Return the adapters that the job serves, in the order of the spec. Raises JobFailed."""
     found = []
     for adapter in spec.serving.adapters:
         place = adapter_of(data_dir, job, adapter.name)

@@ -66,8 +66,8 @@ class EvalJob:
         )
 
     async def run(self) -> None:
-        """Until the lease goes, or is taken back, or the service stops: what is being played is then played elsewhere,
-        or later."""
+        """Play until the lease ends or is taken back, or the service stops. Unfinished episodes are then played
+        elsewhere, or later."""
         try:
             await self.worker.status("ready", job=self.lease.job, epoch=self.lease.epoch)
             await first_failure(

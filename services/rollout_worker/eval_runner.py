@@ -232,7 +232,7 @@ class EvalRunner:
         )
 
     async def _hand_in(self, result: EvalResult) -> None:
-        """Until somebody has it; a trainer that was restarted has no use for it, and says so."""
+        """Send the result until the requester has it. A trainer that was restarted answers that it does not need it."""
         while True:
             try:
                 await self.bus.request(EXAM_RESULT, result, REQUEST_TIMEOUT_S, job=self.part)

@@ -99,7 +99,7 @@ class InferenceJob:
         self.reporter = Reporter(self.bus, worker.info.id, self.meters)
 
     async def run(self) -> None:
-        """Until the lease is taken away, or it is taken back or the service stops: then what was begun is answered."""
+        """Serve until the lease ends or is taken back, or the service stops. Requests in progress are then answered."""
         async with AsyncExitStack() as held:
             asks = await answer(self.bus, GENERATE, self._begin, worker=self.address)
             held.push_async_callback(asks.unsubscribe)
@@ -325,7 +325,7 @@ class InferenceJob:
     def _reply(
         self, talk: RequestState, prompt_tokens: int, completion: Completion, places: TextOffsets
     ) -> GenerateResult:
-        """In a thread. `places`: of the tokens that were streamed."""
+        """Build the reply in a thread. `places`: of the tokens that were streamed."""
         ask = talk.ask
         text = self.renderer.text(completion.ids)
         answered = sum(message.role == "assistant" for message in ask.messages)

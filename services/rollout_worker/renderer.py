@@ -73,7 +73,7 @@ class Renderer:
 
     @classmethod
     def load_light(cls, base: str, mode: str, tool_format: str = "auto", special_tokens: Mode = "split") -> Renderer:
-        """From a local directory, without transformers; a turn ends with the tokenizer's eos alone."""
+        """Load from a local directory, without transformers; a turn ends only with the tokenizer's eos."""
         from opentinker.shared.data.light_tokenizer import LightTokenizer
 
         tokenizer = LightTokenizer(Path(base))
@@ -183,10 +183,8 @@ class Renderer:
         return self._control.encode(self._expanded(after, messages), word) if found else None
 
     def _after_calls(self, messages: Sequence[Message], results: list[Message]) -> list[int] | None:
-        """From the end-of-turn token on that follows an assistant's calls; None if the template writes none of them.
-
-        The calls are stand-ins: what the model really wrote is in its own tokens.
-        """
+        """Return the tokens that follow an assistant's calls, from the end-of-turn token on; None if the template
+        writes none of them. The calls are stand-ins: the model's own text is in its own tokens."""
 
         def calling(marker: str) -> Message:
             calls = [ToolCall(id=m.tool_call_id, name=m.name or "tool", arguments={"text": marker}) for m in results]
@@ -249,7 +247,7 @@ class Renderer:
         return [self._sight.words(image.data) for image in images]
 
     def _expanded(self, text: str, messages: Sequence[Message]) -> str:
-        """With what stands for each image in the place of its placeholder. Raises JobFailed, BadImage."""
+        """Replace each image's placeholder with the tokens of the image. Raises JobFailed, BadImage."""
         looks = self._looks(messages)
         if not looks:
             return text
@@ -329,7 +327,7 @@ class Renderer:
 
 
 def images_of(messages: Sequence[Message]) -> dict[str, bytes]:
-    """By digest."""
+    """Return the images of messages by digest."""
     return {digest_of(image): image.data for message in messages for image in message.images}
 
 

@@ -114,7 +114,7 @@ class RolloutJob:
         """Seconds of finished episodes, by phase."""
 
     async def run(self) -> None:
-        """Until the lease is taken away, or it is taken back or the service stops: then running groups may finish."""
+        """Play until the lease ends or is taken back, or the service stops. Running groups may finish then."""
         record = await self.worker.ctx.store.job(self.lease.job)
         self.circuit = circuit_key(record.tenant, record.spec["environment"])
         async with AsyncExitStack() as held:
@@ -315,7 +315,7 @@ class RolloutJob:
                 group = without_transcripts(group)
 
     async def _say_full(self, why: str) -> None:
-        """In the job's events too, once: until there is room its groups wait, however many they are."""
+        """Report once, also in the job's events, that the stream of groups is full: groups wait until there is room."""
         self.counts["stream_full"] += 1
         if not self.full:
             self.full = True
@@ -323,7 +323,7 @@ class RolloutJob:
             await self.worker.ctx.store.update(self.lease.job, event="stream_full", detail={"error": why})
 
     async def _say_mismatch(self, ticket: Ticket, differs: str) -> None:
-        """In the job's events once per worker; the metric has how often."""
+        """Report a mismatch in the job's events once per worker; the metric counts all of them."""
         self.counts["opening_mismatches"] += 1
         if self.counts["opening_mismatches"] == 1:
             log.warning("opening_mismatch", group=ticket.seq, differs=differs)

@@ -135,7 +135,7 @@ class Loader:
 
 
 async def _close(engine: Engine) -> None:
-    """Not cancellable: its processes would live on."""
+    """Close without being cancellable: the processes would survive otherwise."""
     await finish_uncancelled(engine.close())
 
 

@@ -121,7 +121,7 @@ def episodes_of(group: Group, credited: Sequence[F64 | None], kept: int) -> list
 
 
 def _episode(group: Group, index: int, own: list[View], others: list[View], kept: int) -> dict[str, Any]:
-    """Its numbers are those of the policy that trained on it; its words are those of all seats."""
+    """Return an episode with the numbers of the policy that trained on it and the messages of all seats."""
     views = [view for view, _ in own]
     rewards, components = totals(views)
     pairs = [*own, *others]

@@ -50,7 +50,7 @@ async def work(worker: LeasedWorker, lease: Lease, spec: JobSpec) -> None:
 
 
 async def _close(learner: Any) -> None:
-    """Not cancellable: if it were cancelled before a thread is free, other ranks would keep running."""
+    """Close without being cancellable: if it were cancelled before a thread is free, other ranks would keep running."""
     await finish_uncancelled(asyncio.to_thread(learner.close))
 
 

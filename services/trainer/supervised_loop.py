@@ -32,7 +32,7 @@ log = structlog.get_logger()
 
 
 class SupervisedJob:
-    """One lease's work. Raises JobFailed when the job cannot go on, Fenced when a newer epoch owns it."""
+    """Runs one lease's work. Raises JobFailed when the job cannot continue, Fenced when a newer epoch owns it."""
 
     def __init__(
         self,

@@ -87,11 +87,12 @@ class ControlTokens:
         return list(core.encode(whole, add_special_tokens=False).ids)
 
     def _begins_one(self, text: str) -> bool:
-        """Its end is the beginning of a control token, which the content that follows could complete."""
+        """Return whether the text ends with the beginning of a control token, which the following content could
+        complete."""
         return any(text[-n:] in self._beginnings for n in range(1, min(self._longest, len(text) + 1)))
 
     def _replaced(self, text: str, word: str) -> str:
-        """With a stand-in, the word and a number, for each control token's text, and one where such a text begins at
+        """Replace each control token's text with a stand-in, the word and a number; also a beginning of such a text at
         the end."""
         found = self._pattern.sub(lambda found: f"{word}{self._texts.index(found[0]):0{DIGITS}}", text)
         return f"{found}{word}{len(self._texts):0{DIGITS}}" if self._begins_one(text) else found
@@ -153,7 +154,8 @@ def _renamed(tokenizer: Any, texts: list[str]) -> Renamed:
 
 
 def _rename_model(model: dict[str, Any], names: dict[str, str]) -> None:
-    """In the vocabulary of a tokenizer's model, so that no text is ever looked up as a control token there."""
+    """Rename entries in the vocabulary of a tokenizer's model, so that no text is ever looked up as a control token
+    there."""
     vocabulary = model.get("vocab")
     if isinstance(vocabulary, dict):
         model["vocab"] = {names.get(text, text): number for text, number in vocabulary.items()}

@@ -82,8 +82,8 @@ def model(spec: JobSpec) -> Check:
 
 
 def prompt(spec: JobSpec, messages: Sequence[Message]) -> Check:
-    """That there is a tokenizer with a chat template, which renders what the environment says first. Reading a large
-    one holds up all threads of the process: not for services."""
+    """Check that there is a tokenizer with a chat template, which renders the first messages of the environment.
+    Reading a large one holds up all threads of the process: not for services."""
     path = local_path(spec.model.base)
     if path is None or not (path / "config.json").is_file():
         return check("prompt", f"{NOT_LOOKED_AT}the tokenizer of {spec.model.base} is not on this machine", "note")

@@ -300,7 +300,7 @@ def resolved(path: Path, here: Path | None = None) -> Path:
 
 
 def texts_in(value: Any, field: str = "") -> Iterator[tuple[str, str]]:
-    """Every text of plain data, with the names that lead there."""
+    """Yield every text of plain data, with the names that lead there."""
     if isinstance(value, str):
         yield field, value
     elif isinstance(value, dict):

@@ -233,7 +233,7 @@ def _of_file(asked: FileRows, prompts: PromptText | None) -> RenderedRows:
 
 
 def _texts(value: Any) -> Iterable[str]:
-    """Every text in a row."""
+    """Yield every text in a row."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):

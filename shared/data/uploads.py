@@ -88,7 +88,7 @@ class Pin(msgspec.Struct, frozen=True):
     """algorithm:digest of the files that may be installed."""
 
     def line(self) -> str:
-        """In the form of a requirements file."""
+        """Return the pin in the form of a requirements file."""
         marker = f" ; {self.marker}" if self.marker else ""
         return f"{self.name}=={self.version}{marker}" + "".join(f" --hash={digest}" for digest in self.hashes)
 

@@ -179,8 +179,8 @@ def _place(below: str, name: str, taken: Container[str], own: Container[str]) ->
 
 
 def _mean(place: str, states: Sequence[int], values: Sequence[float], end: str = "") -> dict[str, float]:
-    """Over start states, with its interval; of one episode each that is the mean over episodes. `end`: of the mean's
-    name."""
+    """Return the mean over start states, with its interval; with one episode each that is the mean over episodes.
+    `end`: suffix of the metric's name."""
     by_state: dict[int, list[float]] = {}
     for state, value in zip(states, values, strict=True):
         by_state.setdefault(state, []).append(value)

@@ -153,7 +153,7 @@ def _plain(schema: Any) -> Any:
 
 
 def _structs(kinds: list[type[Any]]) -> set[type[Any]]:
-    """All that these are made of."""
+    """Return all types that these are made of."""
     found: set[type[Any]] = set()
 
     def look(kind: Any) -> None:

@@ -95,7 +95,7 @@ class Delivery(Generic[T]):
         return len(self._msg.data)
 
     async def ack(self) -> None:
-        """For flow control: fire and forget."""
+        """Acknowledge for flow control: fire and forget."""
         await self._say(self._msg.ack())
 
     async def ack_sync(self, timeout_s: float = 5.0) -> bool:

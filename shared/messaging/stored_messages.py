@@ -79,7 +79,7 @@ class StoredMessages:
             await patiently(lambda: self.js.delete_consumer(stream, durable))
 
     async def delete_consumers(self, subject: Subject[Any], **keys: str) -> None:
-        """Every durable consumer of exactly this subject."""
+        """Delete every durable consumer of exactly this subject."""
         stream, wanted = required_stream(subject), subject.at(**keys)
         names: list[str] = []
         offset = 0
@@ -131,7 +131,7 @@ class StoredMessages:
         return page.found
 
     async def stored(self, subject: Subject[T], **keys: str) -> list[T]:
-        """Every message stored for the subject, also on a work queue, where a second consumer is not allowed."""
+        """Return every message stored for the subject, also on a work queue, where a second consumer is not allowed."""
         found: list[T] = []
         seq = 1
         while True:

@@ -61,8 +61,8 @@ def _has_kernel(query: Tensor) -> bool:
 
 
 def _dtype(query: Tensor) -> torch.dtype:
-    """In which attention is computed: autocast does not know of the kernel, and rotated queries of float32 masters are
-    float32."""
+    """Return the dtype in which attention is computed: autocast does not know of the kernel, and rotated queries of
+    float32 masters are float32."""
     device = query.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
 

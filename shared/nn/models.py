@@ -164,7 +164,7 @@ def _headed_config(base: str, head: str) -> Any:
 
 
 def _from_pretrained(auto: Any, base: str, config: Any, dtype: torch.dtype, **options: Any) -> nn.Module:
-    """On the CPU. Raises JobFailed."""
+    """Load a model onto the CPU. Raises JobFailed."""
     try:
         with _LOADING:
             model, info = auto.from_pretrained(

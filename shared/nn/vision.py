@@ -138,7 +138,7 @@ class VisionProcessor:
         return before + self.token + after
 
     def look(self, data: bytes) -> ImageInputs:
-        """At a PNG or JPEG. Raises BadImage. Kept, within bounds."""
+        """Read and process a PNG or JPEG. Raises BadImage. Results are cached, within bounds."""
         digest = digest_of(data)
         return self._looks.get(digest, lambda: self._look(digest, data))
 
@@ -271,7 +271,7 @@ def mark_image_tokens(
 
 
 def _opened(data: bytes) -> PIL.Image.Image:
-    """In RGB. Raises BadImage."""
+    """Open an image in RGB. Raises BadImage."""
     try:
         with PIL.Image.open(io.BytesIO(data), formats=("PNG", "JPEG")) as picture:
             width, height = picture.size

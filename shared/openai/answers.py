@@ -36,7 +36,7 @@ class ReplyText(Protocol):
 
     @property
     def ids(self) -> list[int]:
-        """Every sampled token, the end-of-turn token included."""
+        """Return every sampled token, including the end-of-turn token."""
 
     @property
     def logprobs(self) -> list[float]:
@@ -157,7 +157,7 @@ def chat_answer(asked: ParsedRequest, answer: ReplyText, mark: str = "") -> Json
 
 
 def _words(message: Message) -> str | None:
-    """None where there are calls alone."""
+    """Return the text; None if there are only calls."""
     return message.text or (None if message.tool_calls else "")
 
 
@@ -254,7 +254,7 @@ def _by_text(likely: TopLogprobs) -> dict[str, float]:
 
 
 def _bytes(token: str) -> list[int] | None:
-    """None for a part of a character, of which the text does not say what it is."""
+    """Return the bytes of a token; None for an incomplete character, whose bytes the text does not determine."""
     return None if "\ufffd" in token else list(token.encode())
 
 

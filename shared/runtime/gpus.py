@@ -91,8 +91,8 @@ def nearest(gpus: Sequence[Gpu]) -> list[Gpu]:
 
 
 def parted(gpus: Sequence[Gpu], workers: Sequence[str]) -> dict[str, list[Gpu]]:
-    """Each worker's own: as many each as there are, the first ones one more, neighbours together. None for the last
-    ones where there are fewer GPUs than workers."""
+    """Divide the GPUs among workers: equal numbers, the first workers one more, neighbours together. The last workers
+    get none if there are fewer GPUs than workers."""
     each, more = divmod(len(gpus), len(workers)) if workers else (0, 0)
     parts, start = {}, 0
     for place, worker in enumerate(workers):
@@ -108,7 +108,8 @@ def pin_of(gpus: Sequence[Gpu]) -> str:
 
 
 def pinned(gpus: Sequence[Gpu], workers: Sequence[str]) -> dict[str, str]:
-    """CUDA_VISIBLE_DEVICES of each of the workers. Where there are fewer GPUs than workers, several share one."""
+    """Return CUDA_VISIBLE_DEVICES of each of the workers. Where there are fewer GPUs than workers, several share
+    one."""
     if not gpus:
         return {}
     parts = parted(gpus, workers)

@@ -43,7 +43,7 @@ class JobLogs:
         """Dropped lines by job, since the last report."""
 
     def ship(self, _logger: Any, _method: str, line: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-        """From any thread."""
+        """Queue a line for sending. Callable from any thread."""
         job = line.get("job")
         if isinstance(job, str) and _JOB.fullmatch(job) and line.get("level") in LEVELS:
             if len(self._lines) < self._room:
@@ -56,7 +56,7 @@ class JobLogs:
         await every(SEND_S, partial(self.send, bus))
 
     async def send(self, bus: Bus) -> None:
-        """All that waits."""
+        """Send all waiting lines."""
         while self._lines:
             line = self._lines.popleft()
             await bus.emit(LOG, line, job=line.job, level=line.level)

@@ -36,7 +36,7 @@ class Process(msgspec.Struct, frozen=True, kw_only=True):
         return ticks_of(self.pid) == self.ticks
 
     def signal(self, number: signal.Signals) -> None:
-        """To the process; SIGKILL to its group, also when it has ended itself."""
+        """Send a signal to the process; SIGKILL to its group, even if the process itself has ended."""
         with suppress(ProcessLookupError):
             if number != signal.SIGKILL:
                 if self.alive:
@@ -65,7 +65,7 @@ def ticks_of(pid: int) -> int | None:
 
 
 def read(path: Path) -> Process | None:
-    """None while it is being started, or if that was never ended."""
+    """Return the process; None while it is being started, or if its start was never completed."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=Process)
     except (FileNotFoundError, msgspec.DecodeError):

@@ -91,7 +91,7 @@ class LeasedWorker:
 
     @property
     def ending(self) -> bool:
-        """Nothing more shall be begun: the service stops, or the lease is about to go."""
+        """Return whether nothing more may be begun: the service stops, or the lease is about to end."""
         return self._leaving.is_set() or self.ctx.stopping.is_set()
 
     async def ended(self) -> None:
@@ -109,7 +109,7 @@ class LeasedWorker:
         await self.ctx.bus.emit(WAKE, {"worker": self.info.id}, who="scheduler")
 
     def tell(self, detail: dict[str, Any]) -> None:
-        """With the next beat, in the place of what was told before."""
+        """Send this with the next heartbeat, in the place of what was told before."""
         self.info = msgspec.structs.replace(self.info, detail=detail)
 
     async def serve(self) -> None:
@@ -231,7 +231,7 @@ class LeasedWorker:
             await asyncio.wait([task], timeout=min(POLL_S, max(0.01, vain + grace_s - now)))
 
     async def _wanted_s(self, lease: Lease) -> float:
-        """For how long somebody wants what is still done for a lease that is gone."""
+        """Return for how long unfinished work for a lost lease is still wanted."""
         try:
             state = (await self.ctx.store.job(lease.job)).state
         except NotFound:
@@ -279,7 +279,8 @@ class LeasedWorker:
                 log.info("lease_released")
 
     async def _fail(self, lease: Lease, reason: str) -> None:
-        """Unless the job is over or another's. Rollout leases outlive trainers, so their epoch may be old.
+        """Fail the job, unless it is over or another worker's. Rollout leases outlive trainers, so their epoch may be
+        old. Raises OpenTinkerError if the fault is not the job's but this worker's.
 
         Raises OpenTinkerError if the fault is not the job's but this worker's.
         """

@@ -52,7 +52,8 @@ FORGET_S = 60.0
 
 
 def configure_logging(settings: Settings, service: str, worker: str, logs: JobLogs | None = None) -> None:
-    """Every line carries service and worker; loops bind job and epoch, group and episode. Secrets are left out.
+    """Configure logging: every line carries service and worker; loops bind job and epoch, group and episode. Secrets
+    are removed. Lines bound to a job also go to `logs`. Raises SpecError if a file that should hold a secret does not.
 
     Lines bound to a job go to `logs` too. Raises SpecError if a file with a secret is no such thing.
     """

@@ -164,7 +164,7 @@ class LanesByJob:
         await every(REPORT_S, self.report)
 
     async def report(self) -> None:
-        """Each job its own."""
+        """Report the lanes of each job."""
         for job, lanes in list(self._jobs.items()):
             await lanes.report()
             if not lanes.goes_on and time.time() - lanes.heard > self._forget_s:

@@ -29,8 +29,8 @@ class Cgroups:
 
     @classmethod
     def find(cls) -> Cgroups | None:
-        """None where there is no memory controller that this service may use. Removes what services that were killed
-        have left."""
+        """Return the cgroup below which sandboxes are counted; None if there is no memory controller that this service
+        may use. Removes leftovers of killed services."""
         for parent, version in _places():
             for old in parent.glob(f"{PREFIX}*"):
                 if not Path("/proc", old.name.removeprefix(PREFIX).partition("-")[0]).exists():

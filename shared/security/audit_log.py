@@ -48,7 +48,7 @@ class AuditFile:
         make_directories(directory, 0o700)
 
     def append(self, entries: list[dict[str, Any]]) -> None:
-        """On the disk when it returns. Raises OSError."""
+        """Append an entry, which is on the disk on return. Raises OSError."""
         with (self._path.parent / f".{self._path.stem}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not self._path.exists() or self._path.stat().st_size != self._size:

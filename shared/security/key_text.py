@@ -48,7 +48,7 @@ def write_key(path: Path, text: str) -> None:
 
 
 def replace_key(path: Path, text: str) -> None:
-    """In a file that is there."""
+    """Replace the key in an existing file."""
     replace_durably(path, f"{text}\n".encode(), 0o600)
 
 

@@ -21,7 +21,7 @@ _LOOKS = (
 
 
 def without_keys(text: bytes) -> bytes:
-    """With the secrets of our own keys taken out, and nothing else."""
+    """Remove the secrets of our own keys from the text, and nothing else."""
     return _OURS.sub(rb"\g<1>" + HIDDEN.encode(), text) if b"ot_" in text else text
 
 

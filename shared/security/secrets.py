@@ -53,7 +53,7 @@ def read_access(path: Path | None) -> tuple[str, str]:
 
 
 def password_in(url: str) -> str:
-    """That of a URL; empty if it has none."""
+    """Return the password in a URL; empty if it has none."""
     try:
         return unquote(urlsplit(url).password or "")
     except ValueError:

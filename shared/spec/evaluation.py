@@ -171,7 +171,7 @@ def _drawn_by_toy(spec: JobSpec, part: str, exam: EvaluationSpec) -> list[dict[s
 
 
 def exam_of(spec: JobSpec) -> EvaluationSpec | None:
-    """By which the job is evaluated; None if it never is."""
+    """Return the table by which the job is evaluated; None if it never is."""
     return spec.evaluation if spec.kind == KIND else spec.validation
 
 

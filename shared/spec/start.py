@@ -37,7 +37,7 @@ class Origin(SpecPart):
 
     @property
     def published(self) -> bool:
-        """It is a name."""
+        """Return whether it is a published name."""
         return "@" not in self.checkpoint
 
     @property

@@ -227,7 +227,7 @@ class ArtifactIndex:
     # --- what is kept --------------------------------------------------------------------------------------------
 
     async def of(self, job: str) -> dict[str, ArtifactEntry]:
-        """By path."""
+        """Return the entries by path."""
         found = await self._redis.hgetall(f"artifact:{job}")
         return {path: codec.from_json(ArtifactEntry, text) for path, text in found.items()}
 
@@ -239,14 +239,14 @@ class ArtifactIndex:
     async def add(
         self, tenant: str, job: str, kept: ArtifactEntry, *, before: ArtifactEntry | None = None, leader: int = UNFENCED
     ) -> str:
-        """In the place of `before`, which is deleted in the store afterwards. `ok`; `changed`: what is there is another
-        one by now; `published`: and stays."""
+        """Enter a file in the place of `before`, which is deleted in the store afterwards. Return `ok`; `changed`:
+        another one is there by now; `published`: it stays."""
         keys = [f"artifact:{job}", f"stored:{tenant}", f"published:{tenant}", REMOVING, "artifact:tenants"]
         args = [job, tenant, kept.path, codec.to_json(kept), "" if before is None else before.at]
         return str(await self._add(leader=leader, keys=keys, args=args))
 
     async def remove(self, tenant: str, job: str, paths: Sequence[str], *, leader: int = UNFENCED) -> list[str]:
-        """From the index, and into the set of what is to be deleted. Returns which: what is published stays."""
+        """Move entries from the index into the set of files to delete. Return the removed ones: published ones stay."""
         keys = [f"artifact:{job}", f"stored:{tenant}", f"published:{tenant}", REMOVING]
         return list(await self._remove(leader=leader, keys=keys, args=[job, tenant, *paths])) if paths else []
 
@@ -266,12 +266,12 @@ class ArtifactIndex:
         await self._discard(leader=leader, keys=[f"artifact:{job}", REMOVING], args=[path, key, place])
 
     async def removed(self, key: str, *, leader: int = UNFENCED) -> None:
-        """It is deleted in the store."""
+        """Record that a file is deleted in the store."""
         now = time.time()
         await self._removed(leader=leader, keys=[REMOVING, REMOVED], args=[key, now, now - REMEMBERED_S])
 
     async def is_removed(self, key: str) -> bool:
-        """It was deleted, or is to be: nothing may be put there."""
+        """Return whether the file was deleted, or is to be: nothing may be put there."""
         pipe = self._redis.pipeline(transaction=False)
         pipe.sismember(REMOVING, key)
         pipe.zscore(REMOVED, key)
@@ -298,13 +298,13 @@ class ArtifactIndex:
         return sorted(await self._redis.smembers(SWEEPING))
 
     async def swept(self, name: str, *, leader: int = UNFENCED) -> None:
-        """It is deleted there."""
+        """Record that checkpoints are deleted in the directory of their job."""
         await self._swept(leader=leader, keys=[SWEEPING], args=[name])
 
     # --- whose turn it is ----------------------------------------------------------------------------------------
 
     async def open(self, *jobs: str, leader: int = UNFENCED) -> None:
-        """They leave something behind."""
+        """Record that jobs will leave files."""
         if jobs:
             await self._open(leader=leader, keys=["artifact:open"], args=jobs)
 
@@ -312,7 +312,7 @@ class ArtifactIndex:
         return sorted(await self._redis.smembers("artifact:open"))
 
     async def close(self, job: str, expires: float | None, *, leader: int = UNFENCED) -> None:
-        """All of it is in the store; `expires`: until then, or for ever."""
+        """Record that all files of a job are in the store; `expires`: until then, or for ever."""
         keys = ["artifact:open", "artifact:expiry"]
         await self._close(leader=leader, keys=keys, args=[job, "" if expires is None else expires])
 
@@ -324,7 +324,7 @@ class ArtifactIndex:
         return None if found is None else float(found)
 
     async def over(self, job: str, *, leader: int = UNFENCED) -> None:
-        """Nothing is left that could expire."""
+        """Record that a job has no files left that could expire."""
         await self._over(leader=leader, keys=["artifact:expiry"], args=[job])
 
     # --- how much there is ---------------------------------------------------------------------------------------
@@ -342,7 +342,7 @@ class ArtifactIndex:
         return {tenant: {job: int(size) for job, size in rows} for tenant, rows in zip(tenants, found, strict=True)}
 
     async def tenants(self) -> list[str]:
-        """That have stored something."""
+        """Return the tenants that have stored files."""
         return sorted(await self._redis.smembers("artifact:tenants"))
 
     # --- names ---------------------------------------------------------------------------------------------------
@@ -364,7 +364,7 @@ class ArtifactIndex:
         return codec.from_json(Publication, answer[1])
 
     async def published(self, tenant: str) -> dict[str, Publication]:
-        """By name."""
+        """Return publications by name."""
         found = await self._redis.hgetall(f"published:{tenant}")
         return {name: codec.from_json(Publication, found[name]) for name in sorted(found)}
 

@@ -163,7 +163,7 @@ class KeyStore:
         return (await self.several([id])).get(id)
 
     async def several(self, ids: Iterable[str]) -> dict[str, Key]:
-        """Those of them that are known, by id, in their order."""
+        """Return the known keys among these, by id, in their order."""
         asked = list(ids)
         found = zip(asked, await read_hashes(self._redis, map(_of, asked)), strict=True)
         return {id: msgspec.convert({**fields, "id": id}, Key, strict=False) for id, fields in found if fields}
@@ -173,7 +173,7 @@ class KeyStore:
         return [*(await self.several(await self._redis.zrange(_all_of(tenant), 0, -1))).values()]
 
     async def tenants(self) -> dict[str, float]:
-        """By name: when it got its first key."""
+        """Return the tenants with the time of their first key."""
         return dict(await self._redis.zrange("tenants", 0, -1, withscores=True))
 
     async def rotate(self, id: str, text: str, *, now: float, grace_s: float) -> None:

@@ -189,7 +189,7 @@ class LeaseTable:
         return bool(await self._lose(leader=leader, keys=keys, args=args) == "ok")
 
     async def workers(self) -> list[WorkerInfo]:
-        """Those that beat, by id."""
+        """Return workers with a heartbeat, by id."""
         values = await self._workers(keys=["workers"])
         return sorted((codec.from_json(WorkerInfo, value) for value in values), key=lambda worker: worker.id)
 
@@ -213,8 +213,8 @@ class LeaseTable:
         return [codec.from_json(Lease, value) for value in await self.redis.hvals("leases")]
 
     async def grant(self, lease: Lease, *, tenant: str = "", gpus: int = 0, leader: int = UNFENCED) -> None:
-        """Also to change a lease that its job holds. Raises Fenced if another scheduler leads now, Conflict if another
-        job holds the worker."""
+        """Grant a lease, or change one that its job holds. Raises Fenced if another scheduler leads now, Conflict if
+        another job holds the worker."""
         slot, text, account = granted(lease, tenant, gpus)
         if await self._grant(leader=leader, keys=["leases", "leases:held"], args=[slot, lease.job, text, account]):
             raise held_by_another(slot)

@@ -137,13 +137,13 @@ class SessionStore:
         return (await self.several([id])).get(id)
 
     async def several(self, ids: Iterable[str]) -> dict[str, Session]:
-        """Those of them that are known, by id, in their order."""
+        """Return the known sessions among these, by id, in their order."""
         asked = list(ids)
         found = zip(asked, await read_hashes(self._redis, map(_of, asked)), strict=True)
         return {id: _read(id, fields) for id, fields in found if "digest" in fields}
 
     async def of(self, tenant: str) -> list[Session]:
-        """Those that end first come first."""
+        """Return sessions, those that end first come first."""
         return [*(await self.several(await self._redis.zrange(_all_of(tenant), 0, -1))).values()]
 
     async def note_use(self, session: Session, now: float) -> None:

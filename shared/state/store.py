@@ -191,7 +191,7 @@ class Store(LeaseTable):
         return _record(id, fields)
 
     async def jobs(self, ids: Sequence[str]) -> list[JobRecord]:
-        """Those of the given ones that exist. JOB~POLICY is the record of a policy (`JobRecord.part`). A text with a
+        """Return the given jobs that exist. JOB~POLICY is the record of a policy (`JobRecord.part`). A text with a
         colon would name another of a job's keys, and is no job."""
         named = [split_part(id) for id in ids if ":" not in id]
         hashes = await read_hashes(self.redis, [f"job:{job}" for job, _ in named])
@@ -199,7 +199,7 @@ class Store(LeaseTable):
         return [job.part(policy) for job, policy in found if policy in ("", *job.policies)]
 
     async def tenants_of(self, ids: Iterable[str]) -> dict[str, str]:
-        """By id, of those jobs that exist."""
+        """Return the tenants of those jobs that exist, by id."""
         asked = sorted(ids)
         tenants = await read_field(self.redis, [f"job:{id}" for id in asked], "tenant")
         return {id: tenant for id, tenant in zip(asked, tenants, strict=True) if tenant}
@@ -221,7 +221,7 @@ class Store(LeaseTable):
         return sorted(await self.redis.smembers("jobs:ending"))
 
     async def ended(self, id: str, *, leader: int = UNFENCED) -> None:
-        """Nothing of the job is left to clear away. Raises Fenced."""
+        """Record that nothing of the job is left to clear away. Raises Fenced."""
         await self._ended(leader=leader, keys=["jobs:ending"], args=[id])
 
     async def transition(
@@ -323,7 +323,7 @@ class Store(LeaseTable):
         return found
 
     async def states(self, id: str) -> list[dict[str, Any]]:
-        """All events that changed the job's state, oldest first, each with the job's `version` after it."""
+        """Return all events that changed the job's state, oldest first, each with the job's `version` after it."""
         entries = await self.redis.xrange(f"job:{id}:states")
         return [{**orjson.loads(fields["event"]), "version": int(fields["version"])} for _, fields in entries]
 

@@ -75,7 +75,7 @@ class StreamConnections:
         return bool(await self._note(keys=[OPEN, _of(group)], args=args))
 
     async def groups(self, now: float) -> list[ConnectionGroup]:
-        """That may have connections."""
+        """Return the groups that may have connections."""
         await self._redis.zremrangebyscore(OPEN, "-inf", now - SLACK_S)
         return [ConnectionGroup(*name.split("/")) for name in await self._redis.zrange(OPEN, 0, -1)]
 

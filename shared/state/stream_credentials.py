@@ -92,7 +92,7 @@ class StreamCredentialStore:
         return token, given
 
     async def find(self, token: str, now: float) -> Credential | None:
-        """None if it was never given, or has expired."""
+        """Return a credential; None if it was never issued, or has expired."""
         fields = await self._redis.hgetall(f"stream:{digest_of(token)}") if token.startswith(PREFIX) else None
         found = msgspec.convert(fields, Credential, strict=False) if fields else None
         return found if found is not None and found.expires > now else None

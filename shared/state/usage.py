@@ -110,13 +110,13 @@ class UsageStore:
         return {day: spent for day, spent in zip(days, found, strict=True) if any(spent.values())}
 
     async def today(self, tenants: Sequence[str]) -> dict[str, dict[str, float]]:
-        """By tenant, since midnight UTC."""
+        """Return usage by tenant since midnight UTC."""
         day = datetime.now(UTC).date()
         found = await self._read([_of_day(tenant, day) for tenant in tenants])
         return dict(zip(tenants, found, strict=True))
 
     async def store(self, tenant: str, size: int, *, leader: int = UNFENCED) -> None:
-        """So many bytes are stored now: a day has its most. Raises Fenced."""
+        """Record the bytes stored now: the largest value of a day counts. Raises Fenced."""
         day = _of_day(tenant, datetime.now(UTC).date())
         await self._store(leader=leader, keys=[day], args=[STORED, size, DAYS * DAY_S])
 
@@ -127,8 +127,8 @@ class UsageStore:
 
 @asynccontextmanager
 async def metered(redis: Any, job: str, spent: Counter[str], report_s: float = REPORT_S) -> AsyncIterator[None]:
-    """While the block runs, the time of the processors of this process and its children, and what the block puts into
-    `spent`, are counted for the job."""
+    """Count for the job, while the block runs, the processor time of this process and its children, and what the block
+    puts into `spent`."""
     usage, source = UsageStore(redis), uuid.uuid4().hex[:12]
     cpu_began = cpu_seconds()
 

@@ -56,7 +56,7 @@ class JobState(StrEnum):
 
     @property
     def held(self) -> bool:
-        """It has workers, or is to have them back."""
+        """Return whether the job has workers, or is to have them back."""
         return self in HELD
 
 
@@ -293,7 +293,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
         return self.pool == Pool.ROLLOUT and self.job == job and self.status == "ready"
 
     def takes_weights_of(self, job: str) -> bool:
-        """It is one of the job's own, or serves the job's live policy."""
+        """Return whether the worker is one of the job's own, or serves the job's live policy."""
         follows = self.pool == Pool.ROLLOUT and bool(self.address) and self.detail.get("follows") == job
         return follows or self.ready_for(job)
 

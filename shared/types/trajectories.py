@@ -290,11 +290,8 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def seats(self) -> dict[str, list[list[int]]]:
-        """By seat, for each sample in which it acted, the places of its streams in `trajectories`.
-
-        Return the indices of trajectories by seat: those under one seat are compared with each other and with nothing
-        else.
-        """
+        """Return by seat, for each sample in which it acted, the indices of its streams in `trajectories`. Those under
+        one seat are compared with each other and with nothing else."""
         places: dict[str, dict[int, list[int]]] = {}
         for place, trajectory in enumerate(self.trajectories):
             places.setdefault(trajectory.seat, {}).setdefault(trajectory.index, []).append(place)
@@ -302,7 +299,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def totals(self) -> dict[int, dict[str, float]]:
-        """By sample: the reward of each seat that acted, the sum over its streams."""
+        """Return for each sample the reward of each seat that acted, the sum over its streams."""
         if self.rewards_of_all:
             return self.rewards_of_all
         found: dict[int, dict[str, float]] = {}
@@ -314,7 +311,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def rewards(self) -> dict[str, list[float]]:
-        """By seat, of each sample in which it acted: the sum over its streams."""
+        """Return by seat, for each sample in which it acted, the sum of rewards over its streams."""
         return {
             seat: [math.fsum(self.trajectories[place].reward for place in streams) for streams in samples]
             for seat, samples in self.seats.items()

@@ -68,7 +68,7 @@ async def talking(
 
 
 async def _drain(process: asyncio.subprocess.Process, reading: asyncio.Task[None]) -> None:
-    """It has ended. What it says until then is read: one that cannot write does not end."""
+    """Read the remaining output until the process has ended: a process that cannot write does not end."""
     assert process.stdout is not None
     await asyncio.wait([reading])
     while await process.stdout.read(1 << 16):

@@ -98,11 +98,12 @@ class MontyInterpreters:
             self.held -= 1
 
     def waits_for(self, session: MontySession) -> bool:
-        """Return whether a process holds this episode's variables, and may have used up a per-process allowance."""
+        """Return whether a process waits for the session with its variables; it may have used up a per-process
+        allowance."""
         return session in self._waiting
 
     async def leave(self, session: MontySession) -> None:
-        """It wants no process, or not the one that waits."""
+        """End the process that waits for the session, if one does."""
         if (one := self._waiting.pop(session, None)) is not None:
             await self._end(one)
 

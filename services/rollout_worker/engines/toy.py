@@ -72,7 +72,7 @@ class ToyEngine:
         self._unpaused.set()
 
     async def start(self) -> None:
-        """Nothing to load."""
+        """Do nothing: there are no weights to load."""
 
     def sibling(self, eos_ids: Collection[int], lora: LoraSpec) -> ToyEngine:
         """There is nothing to share."""
@@ -126,11 +126,11 @@ class ToyEngine:
         await asyncio.Event().wait()
 
     async def serve(self, version: WeightVersion, adapter: Path | None = None) -> None:
-        """It has no weights, so an adapter is nothing to it."""
+        """Accept an adapter without effect: the engine has no weights."""
         self.version = version
 
     async def load(self, version: WeightVersion, directory: Path) -> None:
-        """Only the version changes."""
+        """Change the version only."""
         if not await asyncio.to_thread(directory.is_dir):
             raise SwapError(f"there is no checkpoint in {directory}")
         if self._spec.swap_seconds:

@@ -189,7 +189,7 @@ class VllmProcess:
 
     @contextlib.contextmanager
     def while_open(self) -> Iterator[None]:
-        """For calls that a closing engine answers with a bare Exception: then it raises SwapError."""
+        """Wrap calls that a closing engine answers with a bare Exception: raise SwapError then."""
         try:
             yield
         except Exception as error:

@@ -178,7 +178,7 @@ class WeightsExtension:
         return engine.in_background(engine.read_weights, Path(info["directory"]))
 
     def weights_poll(self, policy: int) -> dict[str, Any] | None:
-        """None while the policy's last join or stage is under way."""
+        """Return the result of the policy's last join or stage; None while it is under way."""
         task = self.weight_transfer_engine.of(policy).task
         return None if task is None else task.answer()
 

@@ -226,7 +226,7 @@ class Archiver:
     # --- put -----------------------------------------------------------------------------------------------------
 
     async def put(self) -> None:
-        """All that is staged, and remove what is to go. What fails holds up nothing else, and is tried again."""
+        """Store everything that is staged, and remove what is due. A failure delays nothing else and is tried again."""
         await self.remove()
         await self.clean()
         for place in await asyncio.to_thread(checkpoint_dir.staged, self._staged):
@@ -235,14 +235,15 @@ class Archiver:
                     await self.put_staged(job, place)
 
     async def remove(self) -> None:
-        """In the store, what has left the index. Also when we are late nothing else is there."""
+        """Delete files in the store that have left the index. Their places are never reused, so a late deletion is
+        safe."""
         for key in await self.index.removing():
             with _retried_later(STORE_ERRORS, key=key):
                 await self.artifacts.store.delete(key)
                 await self.index.removed(key, leader=self.leader)
 
     async def clean(self) -> None:
-        """In the directories of jobs that are over, what need not be there."""
+        """Remove unneeded files from the directories of jobs that are over."""
         for name in await self.index.sweeping():
             with _retried_later(STORE_ERRORS, key=name):
                 await self.artifacts.workshop.delete(name)
@@ -271,8 +272,8 @@ class Archiver:
     async def _put(
         self, job: JobRecord, kept: ArtifactEntry, before: ArtifactEntry | None, files: list[tuple[str, Path]]
     ) -> str:
-        """At its place, then into the index: `ok`, or `published`: the one before is. Raises StoreUnavailable, OSError,
-        Fenced."""
+        """Store a file at its place, then enter it into the index: `ok`, or `published`: its predecessor is published.
+        Raises StoreUnavailable, OSError, Fenced."""
         key = f"{key_of(job)}/{kept.place}"
         if await self.index.is_removed(key):
             return "removed"
@@ -319,7 +320,8 @@ class Archiver:
     # --- a job's end ---------------------------------------------------------------------------------------------
 
     async def _close(self, job: JobRecord, rule: Rule) -> None:
-        """All that it left is in the store after this; where that is apart, what is here of checkpoints goes."""
+        """Store the history of a job, after which all its files are in the store; where the store is separate, remove
+        the local copies of its checkpoints."""
         expires = await self.index.expires(job.id)
         if expires is not None and expires < time.time():  # what is left of it is published, or in use
             await self.index.close(job.id, expires, leader=self.leader)
@@ -393,7 +395,7 @@ def _place_of(name: str) -> str:
 
 
 def _measure(file: Path, path: str, mark: str) -> ArtifactEntry:
-    """At a place that no other scheduler, and no other content, has."""
+    """Return a file's description with a place that no other scheduler, and no other content, uses."""
     with file.open("rb") as opened:
         sha256 = hashlib.file_digest(opened, "sha256").hexdigest()
     place = f"{path}.{mark}-{sha256[:16]}"

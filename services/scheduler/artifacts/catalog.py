@@ -68,7 +68,7 @@ class ArtifactCatalog:
         return sorted(found.values(), key=lambda held: held.manifest.age)
 
     async def listed(self, job: JobRecord) -> list[Artifact]:
-        """Every file that there is."""
+        """Return every file."""
         kept = await self.index.of(job.id)
         found = [
             _entry(f"{CHECKPOINTS}/{held.manifest.name}/{name}", file.bytes, file.sha256, held.manifest.created)

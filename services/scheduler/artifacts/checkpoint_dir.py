@@ -67,7 +67,8 @@ class CheckpointView:
 
 
 def committed(root: Path) -> list[tuple[Path, Manifest]]:
-    """In a job's directory, oldest first; what has no readable manifest is left out. Blocking."""
+    """Return the checkpoints in a job's directory, oldest first, without those that have no readable manifest.
+    Blocking."""
     found = []
     try:
         names = os.listdir(root)
@@ -147,7 +148,7 @@ def stage(source: Path, manifest: Manifest, home: Path) -> Path:
 
 
 def staged(root: Path) -> list[Path]:
-    """All that is, of all jobs."""
+    """Return the directories of all staged checkpoints, of all jobs."""
     found = []
     with contextlib.suppress(FileNotFoundError):  # the last of a job's has just been put: a moment later, then
         for place in sorted(root.glob("*/*/step-*")):
@@ -186,7 +187,7 @@ def listed(found: Sequence[CheckpointView]) -> list[dict[str, Any]]:
 
 
 def choose(found: Sequence[CheckpointView], step: int | None) -> CheckpointView:
-    """That of `step`; None: the newest. Raises NotFound."""
+    """Return the checkpoint of `step`; None: the newest. Raises NotFound."""
     by_step = {held.manifest.step: held for held in found}
     if not by_step or (step is not None and step not in by_step):
         have = short_list(sorted(by_step)) or "none yet"

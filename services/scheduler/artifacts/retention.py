@@ -76,7 +76,7 @@ class Rule:
         return kept | {step for _, (_, step) in measured[: self.best]}
 
     def __str__(self) -> str:
-        """In words, for people."""
+        """Describe the rule for people."""
         said = "all checkpoints" if self.last is None else f"the newest {self.last}"
         if self.best:
             said += f" and the {self.best} with the {'lowest' if self.lowest else 'highest'} {self.metric}"

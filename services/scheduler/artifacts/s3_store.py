@@ -104,4 +104,4 @@ class _Object:
         self.chunks = partial(store.read, key)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there is nothing to release."""

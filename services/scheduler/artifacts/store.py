@@ -241,7 +241,7 @@ def _link(source: Path, target: Path) -> None:
 
 
 def hard_link(source: Path, target: Path) -> None:
-    """For the same file where the file system has such, for a copy where it has not. Blocking."""
+    """Link to the same file, or copy it where the file system has no hard links. Blocking."""
     try:
         os.link(source, target)
     except FileNotFoundError:

@@ -179,7 +179,7 @@ class Autoscaler:
         log.warning("launched_worker_failed", pool=pool, in_a_row=failures.count, again_in_s=pause_s)
 
     def _learn(self, worker: WorkerInfo) -> None:
-        """From its first heartbeat."""
+        """Learn the properties of a worker from its first heartbeat."""
         if UNKNOWN in self.launcher.gpus(worker.pool, worker.id).memory:
             has = described(worker.gpus)
             self._gpus[worker.pool] = max(has, self._gpus.get(worker.pool, has), key=lambda gpus: gpus.memory)

@@ -72,7 +72,7 @@ class KubernetesLauncher:
             await self._ask(session, "POST", self._pods, body=pod, fine=(CONFLICT,))
 
     async def end(self, name: str) -> None:
-        """With the grace that the pod gives itself; asked again it changes nothing."""
+        """End a pod with its own grace period. Idempotent."""
         async with self._session() as session:
             await self._ask(session, "DELETE", f"{self._pods}/{name}", fine=(GONE, CONFLICT))
 

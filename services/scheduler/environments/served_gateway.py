@@ -90,7 +90,7 @@ class Gateway:
         return socket
 
     async def _converse(self, socket: web.WebSocketResponse, tenant: str, name: str, remote: str) -> None:
-        """From the Hello to the end of the connection."""
+        """Talk to a serving process from its Hello to the end of the connection."""
         try:
             hello = await greet(socket)
         except ConnectionLost:
@@ -138,7 +138,7 @@ class Gateway:
         return not why
 
     def _of(self, tenant: str, name: str, hello: Hello) -> ServedProcess | None:
-        """None if there are too many."""
+        """Return the process that sent a Hello; None if there are too many."""
         digest = hashlib.sha256("\0".join((tenant, name, hello.process)).encode()).hexdigest()[:20]
         address = SERVED_WORKER + digest
         served = self._served.get(address)

@@ -181,7 +181,7 @@ class Uploads:
     # --- names --------------------------------------------------------------------------------------------------
 
     def names(self, tenant: str) -> dict[str, list[Version]]:
-        """Those whose versions can be read."""
+        """Return the environments whose versions can be read."""
         found = {path.stem: self._readable(tenant, path.stem).versions for path in self._names(tenant).glob("*.json")}
         return {name: versions for name, versions in sorted(found.items()) if versions}
 

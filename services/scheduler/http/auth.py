@@ -251,7 +251,7 @@ async def register_operator(ctx: Context) -> None:
 
 
 async def mark_unauthenticated(_: web.Request, response: web.StreamResponse) -> None:
-    """Every answer of a server that asks for no keys says so."""
+    """Mark every answer of a server without keys as such."""
     response.headers["X-OpenTinker-Auth"] = "off"
 
 
@@ -276,8 +276,8 @@ def _refusal(principal: Principal, action: Action) -> str:
 
 
 def _refuse_pages(request: web.Request) -> None:
-    """For a server that wants no keys. A page of another site may send requests here, under its own name (Origin) or,
-    if that name leads here, as if it were us (Host)."""
+    """Refuse requests of pages of other sites, on a server without keys. Such a page sends requests under its own name
+    (Origin) or, if that name resolves to this server, under ours (Host)."""
     origin, host = request.headers.get("Origin"), request.headers.get("Host", "")
     if host and _name_of(host) not in LOOPBACK_HOSTS:
         names = ", ".join(LOOPBACK_HOSTS)

@@ -1,4 +1,4 @@
-"""Server-sent events: a response that lasts as long as there is something to tell and somebody who hears it."""
+"""Server-sent events: a response that lasts while there may be events and the client is connected."""
 
 from __future__ import annotations
 

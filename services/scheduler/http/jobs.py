@@ -227,12 +227,12 @@ class JobsApi:
         }
 
     async def newest_points(self, job: JobRecord) -> dict[str, Any]:
-        """By source, as `_last_metrics`; for a moment the same to all who ask."""
+        """Return the newest points by source, as `_last_metrics` does; cached for a moment for all callers."""
         read = partial(self._last_metrics, job.id)
         return await (read() if job.state.final else self._points.get(job.id, read))
 
     async def _last_metrics(self, job: str) -> dict[str, Any]:
-        """By source: the newest point. Nothing while NATS is away: all else of a job is known without it."""
+        """Return the newest point of each source. Empty while NATS is away: the rest of a job is known without it."""
         if not self.bus.nc.is_connected:
             return {}
         stream = required_stream(METRIC)

@@ -93,7 +93,7 @@ class RoutingAttempts:
         self.until = time.monotonic() + self._timeout_s
 
     def best(self, ready: list[WorkerInfo], of: Callable[[list[WorkerInfo]], WorkerInfo]) -> WorkerInfo | None:
-        """Those that were lost only where there is no other."""
+        """Return the worker that `of` chooses; one that was lost before only if there is no other."""
         others = [worker for worker in ready if worker.address not in self._refused | self._lost.keys()]
         now = time.monotonic()
         back = {address for address, since in self._lost.items() if since <= now}
@@ -194,8 +194,8 @@ class InferenceRouter:
                 raise _refused(tries.last)
 
     async def _ask(self, address: str, ask: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
-        """To the piece with the reply or the refusal, which may be ours. Raises NoReply or WireError for a worker that
-        is lost."""
+        """Yield the pieces of an answer, up to the reply or the refusal, which may be ours. Raises NoReply or WireError
+        for a worker that is lost."""
         self._wanted.add(ask.id)
         self._busy[address] += 1
         seq, over = 0, False
@@ -246,7 +246,7 @@ class InferenceRouter:
                     return chosen
 
     async def _wake(self, job: str) -> None:
-        """It waits in the queue like any other from now on."""
+        """Put a sleeping job back into the queue."""
         if job not in self._waking:
             self._waking.add(job)
             try:

@@ -44,8 +44,8 @@ async def check_adapters(
 
 
 def _adapters(data: Any, spec: JobSpec | None) -> Iterable[tuple[int, AdapterSpec]]:
-    """By place; of a spec that is wrong somewhere, those of the first MAX_ADAPTERS that are right in
-    themselves."""
+    """Return adapters by their place in the spec; if the spec has mistakes, the valid ones among the first
+    MAX_ADAPTERS."""
     if spec is not None:
         return enumerate(spec.serving.adapters)
     listed = written(data, "serving", "adapters")

@@ -31,7 +31,7 @@ class SourceCheckpoint:
 
     @property
     def name(self) -> str:
-        """With a number in the place of `latest`."""
+        """Return the name of the checkpoint, with a number in the place of `latest`."""
         return f"{self.job.id}@{self.manifest.step}"
 
 

@@ -58,7 +58,7 @@ class EvalCoordinator:
         self._tasks = TasksByName()
 
     async def run(self) -> None:
-        """Until it is cancelled. Raises what a job's task raises that is no fault of the job."""
+        """Coordinate until cancelled. Raises errors of a job's task that are no fault of the job."""
         try:
             while True:
                 await self.reconcile()
@@ -85,7 +85,7 @@ class EvalCoordinator:
 
 
 async def end(ctx: Context, leader: int, job: str, state: JobState, reason: str = "") -> None:
-    """Unless it is over, paused or back in the queue by now. Raises Fenced."""
+    """End the job unless it is over, paused or back in the queue by now. Raises Fenced."""
     with contextlib.suppress(Conflict, NotFound):
         await ctx.store.transition(job, state, allowed=HELD, reason=reason, leader=leader)
         await ctx.bus.emit(WAKE, {"job": job}, who="scheduler")
@@ -179,7 +179,8 @@ class Evaluation:
             log.warning("exams_deferred", error=str(error))
 
     async def _ask_for_lost(self) -> None:
-        """Those of which nothing is stored, twice in a row: a result may just be on its way."""
+        """Ask again for episodes of which nothing has been stored in two consecutive checks: a result may just be on
+        its way."""
         try:
             stored = {exam.index for exam in await self.ctx.bus.stored(EXAM, job=self.job.id)}
         except NoReply:

@@ -38,5 +38,5 @@ def groups_of(claims: Mapping[str, Any], name: str) -> list[str]:
 
 
 def printable(text: str) -> str:
-    """With a mark in the place of each letter that does not print."""
+    """Replace each character that is not printable with a mark."""
     return "".join(letter if letter.isprintable() else "�" for letter in text)

@@ -80,7 +80,7 @@ class Sessions:
         return found
 
     async def several(self, ids: Iterable[str]) -> dict[str, Identity]:
-        """Those of them that have not ended, by id."""
+        """Return the sessions among these that have not ended, by id."""
         now, found = time.time(), await self.store.several(ids)
         keys = await self._keys.several({session.key for session in found.values() if session.key})
         known: dict[str, Identity] = {}
@@ -92,7 +92,7 @@ class Sessions:
         return known
 
     async def end(self, session: Session) -> None:
-        """Its requests are cut off within a second."""
+        """End a session. Its requests are cut off within a second."""
         await self.store.end(session)
         self._cache.pop(session.digest, None)
 

@@ -186,7 +186,7 @@ class Provider:
 
 
 def _usable(listed: list[Any]) -> KeySet:
-    """Those for signatures, of kinds that are known here."""
+    """Return the keys for signatures of known kinds."""
     found = []
     for one in listed:
         if isinstance(one, dict) and one.get("use", "sig") == "sig" and one.get("kty") in ("RSA", "EC", "OKP"):

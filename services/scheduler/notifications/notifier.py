@@ -61,7 +61,7 @@ class Notifier:
         """By id of the message."""
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Deliver notifications until cancelled."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 for wait_s, work in ((LOOK_S, self.look), (SEND_S, self.send)):

@@ -81,7 +81,7 @@ class Cluster:
         self._of_job.get(lease.job, {}).pop(lease.worker, None)
 
     def alive(self, pool: Pool) -> list[WorkerInfo]:
-        """By id; without those that serve one environment of a user."""
+        """Return live workers by id, without those that serve one environment of a user."""
         return [
             worker
             for _, worker in sorted(self.workers.items())
@@ -100,7 +100,7 @@ class Cluster:
         return [lease for lease in self._of_job.get(job, {}).values() if pool in (None, lease.pool)]
 
     def has_left(self, lease: Lease) -> bool:
-        """Its worker has ended what it had begun, or is another process by now."""
+        """Return whether the worker of the lease has finished its work, or is a new process by now."""
         worker = self.workers.get(lease.worker)
         return worker is None or worker.incarnation != lease.incarnation or worker.job != lease.job
 
@@ -226,5 +226,5 @@ def gpus_of(pools: Iterable[Pool], resources: Mapping[str, Any]) -> dict[Pool, N
 
 
 def _is_idle(worker: WorkerInfo) -> bool:
-    """It has let go of its last job."""
+    """Return whether the worker has released its last job."""
     return worker.job is None and worker.status == "idle"

@@ -27,7 +27,7 @@ class GpuMatcher:
         self._suiting: dict[Need, list[int]] = {ANY: list(range(len(self.kinds)))}
 
     def kind(self, worker: str) -> int:
-        """Its place in `kinds`."""
+        """Return the place of the worker's kind in `kinds`."""
         return self._kind.get(worker, 0)
 
     def suiting(self, job: PlannedJob, pool: Pool) -> list[int]:
@@ -46,7 +46,7 @@ class GpuMatcher:
         return [worker for worker in workers if self.kind(worker) in suiting]
 
     def least_first(self, workers: Iterable[str]) -> list[str]:
-        """Those with fewer GPUs first, otherwise as they were."""
+        """Return the workers, those with fewer GPUs first and otherwise in the given order."""
         return sorted(workers, key=self.kind) if self._kind else list(workers)
 
 
@@ -88,7 +88,7 @@ class FreeWorkers:
         return taken
 
     def all(self, pool: Pool) -> list[str]:
-        """Those with fewer GPUs first."""
+        """Return all workers, those with fewer GPUs first."""
         return [worker for kind in self._workers[pool] for worker in kind]
 
 

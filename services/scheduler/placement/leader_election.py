@@ -33,7 +33,7 @@ class Leadership:
         self.incarnation = uuid.uuid4().hex
 
     async def run(self, work: Work) -> None:
-        """Until it is cancelled. Raises what the work raises."""
+        """Take part in elections until cancelled. Raises errors of the work."""
         try:
             while True:
                 epoch = await self._lead()

@@ -228,7 +228,7 @@ class Reconciler:
         return msgspec.structs.replace(job, state=JobState.STARTING, epoch=epoch)
 
     async def _change(self, job: JobRecord, workers: list[WorkerInfo], epoch: int, **changes: Any) -> None:
-        """To starting, with these workers, in one act."""
+        """Move a job to `starting` and grant its workers, atomically."""
         leases = [_lease(job.id, epoch, worker) for worker in workers]
         await self.store.transition(
             job.id,
@@ -259,7 +259,7 @@ class Reconciler:
         log.info("rollout_worker_taken_back", job=job.id, taken=lease.worker, wanted_by=wanted_by)
 
     async def _leave(self, lease: Lease) -> None:
-        """Nothing more is begun for it; it is revoked when what was begun has ended."""
+        """Begin nothing more for a lease, and revoke it when the work in progress has ended."""
         leaving = msgspec.structs.replace(lease, leaves_by=time.time() + self.ctx.settings.take_back_s)
         await self.store.start_drain(leaving, leader=self.leader)
         await self._wake_worker(lease.worker)
@@ -296,7 +296,8 @@ class Reconciler:
         return early
 
     async def _back_to_queue(self, job: JobRecord, cluster: Cluster, event: str, why: dict[str, str]) -> JobRecord:
-        """Its trainer saves what it has trained when its lease is gone; the job starts again after that."""
+        """Send a job back to the queue. Its trainer saves its progress when its lease is gone; the job starts again
+        after that."""
         job = await self._queue(job, event, why, waiting_for="")
         for lease in cluster.leases_of(job.id):
             await self._revoke(lease, cluster)

@@ -1,4 +1,4 @@
-"""Connections to NATS that somebody has opened with a credential of ours end with the key, or the job, that it is for.
+"""Closes browser connections to NATS whose API key, session or job has ended.
 
     hang up loop   consumes connections that `nats_auth.py` has noted, API keys, jobs; produces KICK, to the nats-server
                    that has the connection; polls every POLL_S
@@ -55,7 +55,7 @@ class StreamDisconnector:
         self._holders, self._connections = Holders(ctx), StreamConnections(ctx.store.redis)
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Close connections until cancelled."""
         if self.ctx.settings.nats_issuer_file is None:  # there are no credentials
             await asyncio.Event().wait()
         async with _system(self.ctx.settings, self.ctx.worker) as nc:
@@ -83,8 +83,9 @@ class StreamDisconnector:
     async def _close(
         self, nc: Client, group: ConnectionGroup, why: str, now: float, room: asyncio.Semaphore, away: set[str]
     ) -> None:
-        """All of a group. What is closed is asked for once more, and forgotten when its server has it no more: it may
-        have been on its way in. `away`: servers that do not answer now; they hold up no other's."""
+        """Close all connections of a group. A closed one is requested once more, and forgotten when its server no
+        longer has it: it may have been on its way in. `away`: servers that do not answer now; they delay no other
+        server's."""
 
         async def kicked(one: StreamConnection) -> bool | None:
             async with room:

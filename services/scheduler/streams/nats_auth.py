@@ -89,7 +89,7 @@ class NatsAuthCallout:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Answer until cancelled."""
         if self._signer is None:
             await asyncio.Event().wait()
         subscription = await self.ctx.bus.nc.subscribe(LOGINS, queue="scheduler", cb=self._receive)
@@ -134,7 +134,8 @@ class NatsAuthCallout:
             await self.ctx.bus.nc.publish(message.reply, answer.encode())
 
     async def _admitted(self, login: _Login) -> Credential:
-        """With the time at which it ends, at the latest with its key. Raises ConnectionRefused."""
+        """Return the credential of a login, with the time at which it ends: with its key at the latest. Raises
+        ConnectionRefused."""
         if login.client_info.type != "websocket":
             raise ConnectionRefused("credentials are for the WebSocket listener")
         now = time.time()
@@ -158,7 +159,7 @@ class Holders:
         self._keys, self._sessions = KeyStore(ctx.store.redis), Sessions(ctx)
 
     async def find(self, names: Iterable[str]) -> dict[str, Key | Identity]:
-        """Those of them that are known, by `Credential.key`."""
+        """Return the known keys and sessions with these names (`Credential.key`)."""
         asked = set(filter(None, names))
         sessions = {name for name in asked if name.startswith(SESSION)}
         found = await self._sessions.several(name.removeprefix(SESSION) for name in sessions) if sessions else {}
@@ -169,8 +170,8 @@ class Holders:
 def standing(
     group: ConnectionGroup, holder: Key | Identity | None, tenant: str | None, now: float, *, auth: bool
 ) -> float:
-    """Until when, as far as is known now, connections of this group may stay. `holder`: the key or session of that
-    name, `tenant`: whose the job is. Raises ConnectionRefused."""
+    """Return until when, as far as is known now, connections of this group may stay. `holder`: the key or session of
+    that name, `tenant`: that of the job. Raises ConnectionRefused."""
     if not group.key and not auth:
         principal, until = UNAUTHENTICATED, float("inf")
     else:

@@ -46,7 +46,7 @@ class SweepController:
         self._tasks = TasksByName()
 
     async def run(self) -> None:
-        """Until it is cancelled. Raises what a sweep's task raises."""
+        """Run sweeps until cancelled. Raises errors of a sweep's task."""
         try:
             while True:
                 await self._tasks.keep(await self._store.active(), self._lead)

@@ -93,7 +93,7 @@ class SeatPlay:
 
     @cached_property
     def turns_K(self) -> list[Turn]:
-        """Its turns, in order of play."""
+        """Return its turns, in order of play."""
         turns = [turn for stream in self.streams for turn in stream.turns]
         order = np.argsort([rank for ranks in self._ranks for rank in ranks])
         return [turns[place] for place in order]

@@ -16,7 +16,7 @@ def unfillable(spec: JobSpec, policy: str, assembler: Assembler) -> str:
 
 
 def _equal_rewards(spec: JobSpec, assembler: Assembler) -> str:
-    """After `max_zero_variance_batches` batches' worth of groups with equal rewards in a row."""
+    """Return a warning after `max_zero_variance_batches` batches' worth of groups with equal rewards in a row."""
     algorithm = spec.algorithm
     allowed = (algorithm.max_zero_variance_batches or 0) * algorithm.groups_per_batch
     if not algorithm.drop_zero_variance or assembler.barren < allowed:
@@ -29,8 +29,8 @@ def _equal_rewards(spec: JobSpec, assembler: Assembler) -> str:
 
 
 def _absence(spec: JobSpec, policy: str, assembler: Assembler) -> str:
-    """After MAX_ABSENT_BATCHES batches' worth of matches in a row without a turn of this policy; in a deterministic job
-    after the first."""
+    """Return a warning after MAX_ABSENT_BATCHES batches' worth of matches in a row without a turn of this policy; in a
+    deterministic job after the first."""
     if spec.train.deterministic and policy and assembler.absent:
         return (
             f"policy {policy!r} had no turn in a match of the batch, and in a deterministic job every match is trained "
@@ -47,8 +47,8 @@ def _absence(spec: JobSpec, policy: str, assembler: Assembler) -> str:
 
 
 def _moved_opponents(spec: JobSpec, assembler: Assembler) -> str:
-    """After MAX_OVERTAKEN_BATCHES batches' worth of groups that other policies had moved away from while this one
-    waited."""
+    """Return a warning after MAX_OVERTAKEN_BATCHES batches' worth of groups that other policies had moved away from
+    while this one waited."""
     if spec.match is None or assembler.overtaken < MAX_OVERTAKEN_BATCHES * spec.algorithm.groups_per_batch:
         return ""
     lag, advice = max_opponent_lag(spec), "Raise match.max_opponent_lag, or lower max_staleness"

@@ -217,7 +217,7 @@ class Zero(PolicyModel):
 
     @property
     def _shares(self) -> list[Tensor]:
-        """This rank's share of the masters: one flat tensor per group of parameters."""
+        """Return this rank's share of the masters: one flat tensor per group of parameters."""
         optimizer = self.engine.optimizer
         shares: list[Tensor] = (
             optimizer.fp32_partitioned_groups_flat if self.stage == 3 else optimizer.single_partition_of_fp32_groups

@@ -195,7 +195,7 @@ class SimulatedLearner:
         self._interrupted.set()
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Do nothing: there is nothing to release."""
 
 
 def _state_file(directory: Path) -> Path:

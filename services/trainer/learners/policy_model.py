@@ -335,4 +335,4 @@ class PolicyModel:
             raise
 
     def close(self) -> None:
-        """Nothing to release outside this process; the process group is left by its owner."""
+        """Do nothing: only this process holds resources; the owner of the process group leaves it."""

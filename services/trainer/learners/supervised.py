@@ -30,7 +30,7 @@ class SupervisedLearner(PolicyModel, ABC):
         return False
 
     def prepare(self, examples: list[Example], home: Path) -> None:
-        """Nothing to compute."""
+        """Do nothing: there is nothing to compute."""
 
     @abstractmethod
     def weight(self, batch: list[Example]) -> int:

@@ -1,4 +1,4 @@
-"""`opentinker chat JOB`: talk with the model of an inference job. Lines in, answers out, word by word."""
+"""`opentinker chat JOB`: talk with the model of an inference job. Lines in, streamed answers out."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def chat(
 
 
 def _lines(person: bool) -> Iterator[str]:
-    """Those of the input that say something."""
+    """Yield the lines of the input that are not blank."""
     while True:
         if person:
             sys.stdout.write("> ")

@@ -52,7 +52,7 @@ def server_url(url: str | None) -> str:
 
 
 def running_server() -> str | None:
-    """That of the `up` on the usual data directory; None if none runs there."""
+    """Return the `up` on the usual data directory; None if none runs there."""
     from opentinker.local.discovery import is_running, usual_data_dir
 
     return server_url(None) if is_running(usual_data_dir()) else None

@@ -76,7 +76,7 @@ def _estimate(one: Estimate) -> str:
 
 
 def _fields(record: Mapping[str, Any], full: bool) -> list[list[Any]]:
-    """Those that say something; times as dates."""
+    """Return the fields that are not empty; times as dates."""
     wanted = [
         name
         for name, value in record.items()

@@ -197,7 +197,7 @@ def _hand_out(made: Mapping[str, Any], out: Path | None, as_json: bool) -> None:
 
 
 def _refuse_existing(file: Path | None) -> None:
-    """Before anything is made that would have no place."""
+    """Refuse a file that exists, before a key is made that could not be written."""
     if file is not None and os.path.lexists(file):
         raise OpenTinkerError(f"{file} exists already")
 

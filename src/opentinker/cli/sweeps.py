@@ -185,7 +185,7 @@ def _value(trial: Mapping[str, Any]) -> str:
 
 
 def _short_names(paths: Sequence[str]) -> dict[str, str]:
-    """By path, its last part, or the whole path where two share that."""
+    """Return for each path its last part, or the whole path where two share that."""
     last = [path.rpartition(".")[2] for path in paths]
     return {path: name if last.count(name) == 1 else path for path, name in zip(paths, last, strict=True)}
 

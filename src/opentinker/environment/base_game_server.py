@@ -94,7 +94,7 @@ class GameRoutes:
         return game, {"observation": first, "system_prompt": system, "game_state": game.get_state()}
 
     async def _make_room(self) -> None:
-        """For one more game. Raises HTTPServiceUnavailable."""
+        """Make room for one more game. Raises HTTPServiceUnavailable."""
         for _ in range(FORGOTTEN):
             oldest = next(iter(self.games), None)
             if oldest is None or time.monotonic() - self.games[oldest].used_at < IDLE_S:
@@ -129,7 +129,7 @@ class GameRoutes:
         return {"status": "ok"}
 
     def _find(self, key: Key) -> AbstractGame | None:
-        """It counts as played now."""
+        """Find a game and note that it was played now."""
         if (played := self.games.get(key)) is None:
             return None
         self._keep(key, played.game)

@@ -47,7 +47,7 @@ class BaseEnvironment(ABC):
 
     @abstractmethod
     def get_dataloader(self) -> tuple[Any, Any]:
-        """For training and for validation (or None)."""
+        """Return the loaders for training and for validation (or None)."""
 
     @abstractmethod
     def get_config(self) -> dict[str, Any]:

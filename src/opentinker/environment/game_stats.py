@@ -67,7 +67,7 @@ class BaseGameStats:
     def record_game_result(
         self, info: dict[str, Any], reward: float, done: bool, instance_id: str, job_id: str = "default"
     ) -> None:
-        """After every step; a game that is `done` counts."""
+        """Record the result of a step; a game that is `done` counts."""
         if not done or instance_id not in self._running:
             return
         game = self._running.pop(instance_id)

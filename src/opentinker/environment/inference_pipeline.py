@@ -382,7 +382,7 @@ def _said(result: InferenceResult) -> str:
 
 
 def _say(results: list[InferenceResult], output_path: str | None) -> None:
-    """To the person at the terminal: this is their program's own process."""
+    """Print for the person at the terminal: this is their program's own process."""
     count = len(results) or 1
     mean, right = sum(r.reward for r in results) / count, sum(r.reward > SUCCESS for r in results)
     failed = sum("error" in r.info for r in results)

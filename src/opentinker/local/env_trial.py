@@ -210,14 +210,14 @@ class Person:
 
 
 def show_outcome(reply: SessionReply, *, rewarded: bool) -> None:
-    """On stdout. `rewarded`: it answers a turn."""
+    """Print the outcome of an action. `rewarded`: it answers a turn."""
     parts = earned(reply, own=bool(reply.components))
     if rewarded and parts:
         sys.stdout.write(f"  -> {', '.join(parts)}\n")
 
 
 def show_messages(prompt: SeatPrompt) -> None:
-    """On stdout."""
+    """Print messages."""
     for message in prompt.messages:
         sys.stdout.write(f"{message.role}: {message.text}\n")
     sys.stdout.flush()
@@ -263,8 +263,8 @@ def play_by_hand(asked: Asked) -> Tried:
 
 
 def _answered(asked: Asked) -> Answered:
-    """By the interpreter that OPENTINKER_ENV_INTERPRETERS, or the settings file, names for the environment, else by
-    this one. Raises SpecError."""
+    """Run in the interpreter that OPENTINKER_ENV_INTERPRETERS, or the settings file, names for the environment,
+    otherwise in this one. Raises SpecError."""
     from opentinker.envs.runtime.interpreters import Interpreters  # which the named one needs nothing of
     from opentinker.shared.settings_sources import load_settings
 

@@ -16,7 +16,7 @@ PROGRAMS = ("agent_program", "verifiers", "openenv", "ors", "miniwob", "phone_pa
 
 
 async def inspect(spec: JobSpec) -> list[Check]:
-    """Each check: what, found, result (ok | note | bad), hint."""
+    """Return each check: name, finding, result (ok | note | bad), hint."""
     checks = [*of_policies(spec, model), *policies(spec)]
     messages: list[Message] = []
     if spec.environment.name:

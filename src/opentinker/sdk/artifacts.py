@@ -102,7 +102,8 @@ class ArtifactCalls:
         return await self._http.newest("/v1/checkpoints", "checkpoints", limit, query)
 
     async def artifacts(self, id: str) -> list[Artifact]:
-        """Every file that a job has left so far: `path`, `kind`, `bytes`, `created`, and `sha256` where it is known."""
+        """Return every file that a job has left so far: `path`, `kind`, `bytes`, `created`, and `sha256` where it is
+        known."""
         return (await self._http.json(Artifacts, "GET", path_of(id, "/artifacts"), query_of(id)))["artifacts"]
 
     async def download_artifacts(

@@ -45,7 +45,7 @@ async def prepared(http: Http, spec: Spec, beside: str | Path | None = None) -> 
 
 
 def plain(spec: Spec) -> Any:
-    """Its data. Raises SpecError for a file that cannot be read."""
+    """Return the data of a spec. Raises SpecError for a file that cannot be read."""
     match spec:
         case str() | Path():
             return load_spec(Path(spec))
@@ -86,7 +86,7 @@ def with_whole_paths(data: Any, beside: str | Path | None = None) -> Any:
 
 
 def _settings(data: Any) -> Iterator[tuple[dict[str, Any], str, bool]]:
-    """Each setting that names a place: its table, its name, whether only a directory can be meant."""
+    """Yield each setting that names a place: its table, its name, whether only a directory can be meant."""
     for path, only_directories in (*((path, True) for path in DIRECTORIES), *((path, False) for path in PLACES)):
         table = data
         for part in path[:-1]:

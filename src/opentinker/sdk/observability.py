@@ -43,7 +43,7 @@ class ObservabilityCalls:
         query = {"level": level, "last": str(last), "after": str(after)}
 
         async def is_over(_: bool) -> bool:
-            """Else the stream has ended because the server stops."""
+            """Return whether the job is over; otherwise the stream has ended because the server stops."""
             return bool((await self._http.json(Job, "GET", path_of(id)))["finished"])
 
         news = self._http.follow(

@@ -35,7 +35,7 @@ def located(path: Path) -> Iterator[None]:
 
 
 def with_places(mistakes: Sequence[Mapping[str, Any]], path: Path) -> list[dict[str, Any]]:
-    """Each with `file`, `line` and `column` where its field, or the table that it is missing from, was written."""
+    """Add `file`, `line` and `column` to each mistake: of its field, or of the table that lacks it."""
     try:
         text = path.read_text()
         data = parse_text(text, path.suffix)

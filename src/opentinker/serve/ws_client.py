@@ -114,7 +114,7 @@ class AsyncServing:
         await self.close(drain_s=self._drain_s if kind is None else 0.0)
 
     async def wait(self) -> None:
-        """Until it is closed. Raises ApiError when the server refuses."""
+        """Wait until it is closed. Raises ApiError when the server refuses."""
         assert self._running is not None, "not begun: use `async with`"
         await asyncio.wait([self._running])
         if not self._running.cancelled():
@@ -219,7 +219,7 @@ class Serving:
         return self._core.active
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Until it is closed. Raises TimeoutError, or ApiError when the server refuses."""
+        """Wait until it is closed. Raises TimeoutError, or ApiError when the server refuses."""
         self._thread.call(asyncio.wait_for(self._core.wait(), timeout_s))
 
     def close(self, *, drain_s: float = DRAIN_S) -> None:

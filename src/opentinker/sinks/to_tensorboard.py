@@ -27,5 +27,5 @@ class TensorBoard:
 
 
 def open_sink(where: str, job: Mapping[str, Any]) -> TensorBoard:
-    """In a directory of the job below `where`."""
+    """Open a sink that writes into a directory of the job below `where`."""
     return TensorBoard(Path(where) / f"{file_name(job['name'])}-{job['id']}")

@@ -33,7 +33,7 @@ ROOM_BYTES = 2 * GIB
 
 
 def examine(data_dir: Path) -> list[Check]:
-    """Each check: what, found, result (ok | note | bad), hint."""
+    """Return each check: name, finding, result (ok | note | bad), hint."""
     here = [_python(), *_packages(), *_servers(), *_ports(data_dir), _sandbox(), _disk(data_dir), _memory(), _gpu()]
     return [*here, _models(), *servers(data_dir)]
 
@@ -100,7 +100,7 @@ def _ports(data_dir: Path) -> list[Check]:
 
 
 def _sandbox() -> Check:
-    """By running a program in one."""
+    """Check the sandbox by running a program in one."""
     try:
         sandbox = asyncio.run(Sandbox.open(load_settings()))
     except OpenTinkerError as error:
@@ -131,7 +131,7 @@ def _memory() -> Check:
 
 
 def _gpu() -> Check:
-    """Those that the driver describes (NVML); a device that it does not is not used."""
+    """Check the GPUs that the driver describes (NVML); devices that it does not describe are not used."""
     nodes, found = sorted(Path("/dev").glob("nvidia[0-9]*")), visible({})
     if nodes and not found:
         return check("gpu", f"{len(nodes)} NVIDIA, none by NVML", "bad", "install the driver's NVML, and nvidia-ml-py")

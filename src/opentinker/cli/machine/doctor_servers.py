@@ -48,7 +48,7 @@ def check(what: str, found: str, result: str = "ok", hint: str = "") -> Check:
 
 
 def place_of(data_dir: Path) -> Place | None:
-    """None if nothing runs on `data_dir` and no settings name servers."""
+    """Return the addresses of the servers; None if nothing runs on `data_dir` and no settings name servers."""
     if is_running(data_dir):
         state, access = read_state(data_dir), data_dir / "run" / "access"
         passwords = [_text(access / f"{server}-{OPERATOR}") for server in ("nats", "valkey")]

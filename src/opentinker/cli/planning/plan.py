@@ -268,7 +268,7 @@ def _row(work: Work, pools: Pools) -> dict[str, Any]:
 
 
 def limit(work: Work, found: Prediction) -> str:
-    """In words: what would have to be faster for a step to be shorter, once there are env workers enough."""
+    """Describe what would have to be faster for a step to be shorter, given enough env workers."""
     if found.trainer_waits < 0.1:
         return "training"
     if found.engines_busy > 0.9:

@@ -73,7 +73,7 @@ class Curves:
 
     @property
     def policies(self) -> dict[str, Curves]:
-        """By name; the job's own under the empty name if it has one policy."""
+        """Return the policies by name; the job's own under the empty name if it has one policy."""
         return self.by_policy or {"": self}
 
     def _report(self, worker: str, time: float, rate: float, total: float) -> None:
@@ -87,7 +87,7 @@ class Curves:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Over the whole time between the first report and the last."""
+        """Return the rate over the whole time between the first report and the last."""
         if self._span is None or self._span[0] == self._span[1]:
             return None
         return self._tokens / (self._span[1] - self._span[0])

@@ -89,6 +89,6 @@ prepare_dataset = refused(
 
 
 def say(sentence: str) -> None:
-    """To the person at the terminal: this is their program's own process."""
+    """Print for the person at the terminal: this is their program's own process."""
     sys.stdout.write(f"{sentence}\n")
     sys.stdout.flush()

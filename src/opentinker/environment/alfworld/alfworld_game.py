@@ -182,7 +182,7 @@ def _config(path: str | None) -> dict[str, Any]:
 
 
 def _types_of(config: dict[str, Any]) -> list[str]:
-    """By number, as ALFWorld's config has them."""
+    """Return the task types by the numbers that ALFWorld's config uses."""
     numbers = config.get("env", {}).get("task_types", [])
     if odd := [number for number in numbers if number not in range(1, len(TASKS) + 1)]:
         raise ValueError(f"env.task_types: {odd}: they are 1 to {len(TASKS)}")

@@ -35,4 +35,4 @@ class SandboxClient:
         return Outcome(text=text or NO_OUTPUT, failed=failed, seconds=time.monotonic() - began)
 
     def close(self) -> None:
-        """Nothing is kept between programs."""
+        """Do nothing: nothing is kept between programs."""
