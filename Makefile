@@ -110,7 +110,7 @@ check: setup $(MODULES)
 	$(BIN)/mypy $(CHECKED)
 	$(BIN)/lint-imports --no-cache
 	cd dashboard && $(NODE) node_modules/typescript/bin/tsc --noEmit
-	cd dashboard && $(NODE) --test "test/*.test.ts"
+	cd dashboard && $(NODE) --test "test/**/*.test.ts"
 
 load: setup
 	@missed=0; $(BIN)/python -m loadtest || missed=1; for script in loadtest/[!_]*.py; do echo "== $$script"; \

@@ -4,8 +4,8 @@ import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import type { JSX } from "preact";
 import uPlot from "uplot";
 import "uplot/dist/uPlot.min.css";
-import type { Mark } from "./lib/rewinds.ts";
-import { aligned, clamped, smoothed, type Axis, type Line } from "./lib/series.ts";
+import type { Mark } from "./lib/curves/rewinds.ts";
+import { aligned, clamped, smoothed, type Axis, type Line } from "./lib/curves/series.ts";
 import { duration, save, short } from "./lib/words.ts";
 import { COLOURS, coloured, useTheme } from "./theme.ts";
 

@@ -3,7 +3,7 @@
 import { createContext } from "preact";
 import { useCallback, useContext, useEffect, useReducer, useState } from "preact/hooks";
 import { ask, Problem } from "./lib/api.ts";
-import { Follow, type Beside } from "./lib/follow.ts";
+import { Follow, type Beside } from "./lib/live/follow.ts";
 import type { Me } from "./lib/types.ts";
 
 export const Who = createContext<Me>({ tenant: "", role: "", key: null, user: null, scopes: [], jobs: [] });

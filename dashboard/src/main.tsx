@@ -8,12 +8,12 @@ import type { Me } from "./lib/types.ts";
 import "./style.css";
 import { apply, toggle, useTheme } from "./theme.ts";
 import { Cluster } from "./views/cluster.tsx";
-import { Compare } from "./views/compare.tsx";
-import { EnvironmentView, JobPlay } from "./views/environment.tsx";
-import { CheckView, Environments } from "./views/environments.tsx";
-import { JobView } from "./views/job.tsx";
+import { Compare } from "./views/compare/compare.tsx";
+import { EnvironmentView, JobPlay } from "./views/environments/environment.tsx";
+import { CheckView, Environments } from "./views/environments/environments.tsx";
+import { JobView } from "./views/job/job.tsx";
 import { Models } from "./views/models.tsx";
-import { Jobs } from "./views/jobs.tsx";
+import { Jobs } from "./views/jobs/jobs.tsx";
 import { Submit } from "./views/submit.tsx";
 import { Sweeps, SweepView } from "./views/sweeps.tsx";
 

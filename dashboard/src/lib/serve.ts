@@ -1,6 +1,6 @@
 // Specs that are made from those of jobs: to serve a checkpoint, to run again, to go on from a checkpoint.
 
-import { partOf } from "./policies.ts";
+import { partOf } from "./curves/policies.ts";
 import type { Json, JobDetail } from "./types.ts";
 
 type Table = { [name: string]: Json };

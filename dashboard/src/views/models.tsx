@@ -4,11 +4,11 @@ import type { JSX } from "preact";
 import { useState } from "preact/hooks";
 import { useAsked, useDoing, useMay, useNow } from "../hooks.ts";
 import { ask } from "../lib/api.ts";
-import { environmentsOf, lineageLinks, metricRows, type MetricRow } from "../lib/registry.ts";
+import { environmentsOf, lineageLinks, metricRows, type MetricRow } from "../lib/checkpoints/registry.ts";
 import type { RegisteredCheckpoint } from "../lib/types.ts";
 import { ago, bytes, counted, moment } from "../lib/words.ts";
 import { Bounded, Empty, Said, Select, Table, type Column } from "../parts.tsx";
-import { Evaluated } from "./checkpoints.tsx";
+import { Evaluated } from "./job/checkpoints.tsx";
 
 const LOOK_S = 5;
 const PAGE = 100;

@@ -11,7 +11,7 @@ import type { Template } from "../editor/templates.ts";
 import { readSpec, Unreadable, writeSpec, type Table } from "../editor/text.ts";
 import { go, useAsked, useDoing, useMay, useSettled } from "../hooks.ts";
 import { ask, job as path, onceKey, Problem } from "../lib/api.ts";
-import { sparkline } from "../lib/rows.ts";
+import { sparkline } from "../lib/jobs/rows.ts";
 import { cloneSpec } from "../lib/serve.ts";
 import type { Job, JobDetail, Json, SweepSummary } from "../lib/types.ts";
 import { counted, duration, short } from "../lib/words.ts";

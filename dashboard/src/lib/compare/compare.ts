@@ -1,0 +1,134 @@
+// Several runs beside each other: which settings differ, how each metric ended, and runs of one kind as one line.
+
+import type { Line } from "../curves/series.ts";
+import type { Json, Point } from "../types.ts";
+
+/** What people call a job says nothing about what it does. */
+const LABELS = new Set(["name", "project", "tags", "notes", "notify"]);
+
+export interface Run {
+  id: string;
+  name: string;
+  tags: string[];
+  spec: Json;
+  points: Point[];
+}
+
+export interface Difference {
+  path: string;
+  /** Of each run, as text; empty: it does not have the setting. */
+  values: string[];
+}
+
+export function flattened(spec: Json, path = ""): Map<string, string> {
+  if (typeof spec !== "object" || spec === null || Array.isArray(spec)) return new Map([[path, typeof spec === "string" ? spec : JSON.stringify(spec)]]);
+  const found = new Map<string, string>();
+  for (const [name, part] of Object.entries(spec)) {
+    if (!path && LABELS.has(name)) continue;
+    for (const [inner, value] of flattened(part, path ? `${path}.${name}` : name)) found.set(inner, value);
+  }
+  return found;
+}
+
+/** The settings that are not the same in all runs. */
+export function differences(specs: Json[]): Difference[] {
+  const all = specs.map((spec) => flattened(spec));
+  const paths = [...new Set(all.flatMap((one) => [...one.keys()]))].sort();
+  return paths
+    .map((path) => ({ path, values: all.map((one) => one.get(path) ?? "") }))
+    .filter(({ values }) => new Set(values).size > 1);
+}
+
+/** Every metric that a run has, those of most runs first. */
+export function metricNames(runs: Run[]): string[] {
+  const counts = new Map<string, number>();
+  for (const run of runs) for (const name of new Set(run.points.flatMap((point) => Object.keys(point.values)))) counts.set(name, (counts.get(name) ?? 0) + 1);
+  return [...counts].sort((a, b) => b[1] - a[1] || a[0].localeCompare(b[0])).map(([name]) => name);
+}
+
+/** A metric of a run by step; a step that was trained again replaces the old one and those after it. */
+export function curve(run: Run, name: string): Line {
+  const line: Line = { label: `${run.name} ${run.id}`, x: [], y: [] };
+  for (const point of [...run.points].sort((a, b) => a.time - b.time)) {
+    const value = point.values[name];
+    if (value === undefined) continue;
+    while (line.x.length && line.x[line.x.length - 1]! >= point.step) {
+      line.x.pop();
+      line.y.pop();
+    }
+    line.x.push(point.step);
+    line.y.push(value);
+  }
+  return line;
+}
+
+/** Last parts of the names of metrics that are better the lower they are. */
+const FALLING = new Set(["loss", "kl", "mismatch", "perplexity", "untrainable"]);
+
+export function isFalling(metric: string): boolean {
+  const name = metric.slice(metric.lastIndexOf("/") + 1);
+  return FALLING.has(name) || name.endsWith("_s") || name.endsWith("_seconds");
+}
+
+export interface Ending {
+  /** The highest value, or the lowest of a metric that falls. */
+  best: number;
+  last: number;
+  /** Mean over the steps, by the trapezoidal rule. */
+  area: number;
+}
+
+export function ending(line: Line, falls = false): Ending | null {
+  const { x, y } = line;
+  if (!y.length) return null;
+  let area = 0;
+  let best = y[0]!;
+  for (const value of y) if (falls ? value < best : value > best) best = value;
+  for (let i = 1; i < x.length; i += 1) area += ((x[i]! - x[i - 1]!) * (y[i]! + y[i - 1]!)) / 2;
+  const width = x[x.length - 1]! - x[0]!;
+  return { best, last: y[y.length - 1]!, area: width ? area / width : y[0]! };
+}
+
+/** One line for each group: the mean of its runs where all of those that have come so far have a value, with one standard deviation. */
+export function grouped(lines: Line[], groups: string[]): Line[] {
+  return [...new Set(groups)].map((group) => {
+    const own = lines.filter((_, i) => groups[i] === group && lines[i]!.x.length);
+    const at = new Map<number, number[]>();
+    for (const line of own) line.x.forEach((x, i) => at.set(x, [...(at.get(x) ?? []), line.y[i]!]));
+    const steps = [...at].filter(([x, values]) => values.length === own.filter((line) => line.x[line.x.length - 1]! >= x).length).sort((a, b) => a[0] - b[0]);
+    const mean = steps.map(([, values]) => values.reduce((sum, value) => sum + value, 0) / values.length);
+    const spread = steps.map(([, values], i) => Math.sqrt(values.reduce((sum, value) => sum + (value - mean[i]!) ** 2, 0) / values.length));
+    return {
+      label: `${group || "–"} (${own.length})`,
+      x: steps.map(([x]) => x),
+      y: mean,
+      low: mean.map((value, i) => value - spread[i]!),
+      high: mean.map((value, i) => value + spread[i]!),
+    };
+  });
+}
+
+/** By what runs can be grouped: their tags, or a setting that differs. */
+export function groupsOf(runs: Run[], by: string): string[] {
+  if (by === "tag") return runs.map((run) => run.tags.join(" + "));
+  const found = differences(runs.map((run) => run.spec)).find((one) => one.path === by);
+  return found ? found.values : runs.map((run) => run.id);
+}
+
+/** Points of a setting against how a metric ended; those whose setting is no number are left out. */
+export function scatter(runs: Run[], path: string, metric: string): { x: number; y: number; label: string }[] {
+  return runs.flatMap((run) => {
+    const x = Number(flattened(run.spec).get(path) || NaN);
+    const end = ending(curve(run, metric));
+    return Number.isFinite(x) && end ? [{ x, y: end.last, label: `${run.name} ${run.id}` }] : [];
+  });
+}
+
+/** A text that a spreadsheet would take for a formula gets an apostrophe. */
+export function csv(rows: string[][]): string {
+  const cell = (text: string): string => {
+    const plain = /^[=+@-]/.test(text) && Number.isNaN(Number(text)) ? `'${text}` : text;
+    return /[",\n]/.test(plain) ? `"${plain.replaceAll('"', '""')}"` : plain;
+  };
+  return rows.map((row) => row.map(cell).join(",")).join("\n") + "\n";
+}

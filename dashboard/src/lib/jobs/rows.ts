@@ -1,0 +1,70 @@
+// A long table of rows of one height: which of them are drawn, which are chosen, and what keys do.
+
+import type { Job } from "../types.ts";
+
+export interface Span {
+  from: number;
+  to: number;
+}
+
+/** The span moves by so many rows at a time, so that few scroll events draw anything. */
+const BLOCK = 10;
+
+/** The rows that are seen, and some around them. `top`: pixels of the table above the window's upper edge. */
+export function windowed(count: number, rowPx: number, top: number, heightPx: number, around = 12): Span {
+  const first = BLOCK * Math.floor((Math.floor(top / rowPx) - around) / BLOCK);
+  const last = BLOCK * Math.ceil((Math.ceil((top + heightPx) / rowPx) + around) / BLOCK);
+  const from = Math.max(0, Math.min(first, count));
+  return { from, to: Math.max(from, Math.min(last, count)) };
+}
+
+/** What is chosen after a click on `id`; with shift all from the last click on, as far as they are listed. */
+export function picked(chosen: ReadonlySet<string>, ids: string[], id: string, last: string | null, shift: boolean): Set<string> {
+  const next = new Set(chosen);
+  const on = !chosen.has(id);
+  const [a, b] = [ids.indexOf(last ?? id), ids.indexOf(id)];
+  const range = shift && a >= 0 ? ids.slice(Math.min(a, b), Math.max(a, b) + 1) : [id];
+  for (const one of range) on ? next.add(one) : next.delete(one);
+  return next;
+}
+
+/** What a key means in a list of jobs; undefined: nothing. */
+export type Deed = "down" | "up" | "open" | "pick" | "all" | "clear" | "search" | "compare" | "help";
+const KEYS: Record<string, Deed> = {
+  j: "down",
+  ArrowDown: "down",
+  k: "up",
+  ArrowUp: "up",
+  Enter: "open",
+  x: "pick",
+  a: "all",
+  Escape: "clear",
+  "/": "search",
+  c: "compare",
+  "?": "help",
+};
+
+export function deedOf(key: string, typing: boolean, modified: boolean): Deed | undefined {
+  return typing || modified ? undefined : KEYS[key];
+}
+
+/** Whether a job has all of these words, as the server searches; of notes and keys' names only the server knows. */
+export function matches(job: Job, text: string): boolean {
+  const has = [job.id, job.name, job.kind, job.model, job.environment ?? "", job.project, job.key, ...job.tags].join("\n").toLowerCase();
+  return text.toLowerCase().split(/\s+/).every((word) => has.includes(word));
+}
+
+/** Points of a polyline in a box; the lowest value is at its bottom. */
+export function sparkline(values: number[], width: number, height: number): string {
+  const low = Math.min(...values);
+  const span = Math.max(...values) - low || 1;
+  const step = width / Math.max(1, values.length - 1);
+  return values.map((value, at) => `${(at * step).toFixed(1)},${(height - ((value - low) / span) * height).toFixed(1)}`).join(" ");
+}
+
+/** A choice of columns, as it is kept: unknown names are dropped, and what is not kept yet is shown. */
+export function columnsOf(kept: string | null, all: readonly string[]): string[] {
+  if (kept === null) return [...all];
+  const names = kept.split(",");
+  return all.filter((name) => names.includes(name));
+}

@@ -1,0 +1,221 @@
+// Runs beside each other: curves, the settings that differ, how they ended. The address holds the view.
+
+import type { ComponentChildren, JSX } from "preact";
+import { useEffect, useMemo, useState } from "preact/hooks";
+import { Chart, type Look } from "../../chart.tsx";
+import { go } from "../../hooks.ts";
+import { ask, job as pathOf, Problem } from "../../lib/api.ts";
+import { csv, curve, differences, ending, grouped, groupsOf, isFalling, metricNames, scatter, type Run } from "../../lib/compare/compare.ts";
+import { FINAL, type JobDetail, type Point } from "../../lib/types.ts";
+import { save, short } from "../../lib/words.ts";
+import { Choice, Empty, Said, Select, Table, type Column } from "../../parts.tsx";
+import { Pairs } from "./pairs.tsx";
+import { Parallel } from "./parallel.tsx";
+import { Share } from "../share.tsx";
+
+export const MOST_RUNS = 50;
+const LOOK_MS = 5000;
+const PAGE = 5000;
+const FIRST = ["reward/mean", "val/reward/mean", "exact", "loss", "entropy"];
+const SMOOTH = [0, 0.6, 0.9];
+const PLOT = { width: 420, height: 220, edge: 24 };
+
+interface History {
+  metrics: (Point & { cursor: number })[];
+  cursor: number;
+  more: boolean;
+}
+
+/** A run as far as it was read. */
+interface Read {
+  id: string;
+  run: Run | null;
+  cursor: number;
+  /** Nothing more will come. */
+  over: boolean;
+  problem: Problem | null;
+}
+
+/** `view`: what the address says, as a query. */
+export function Compare({ ids, view }: { ids: string[]; view: string }): JSX.Element {
+  const { runs, problems, isReading } = useRuns(ids.slice(0, MOST_RUNS));
+  const query = new URLSearchParams(view);
+  const change = (name: string, value: string): void => {
+    if (value) query.set(name, value);
+    else query.delete(name);
+    go("compare", ids.join(), `${query}`);
+  };
+  const names = useMemo(() => metricNames(runs), [runs]);
+  const shown = query.get("metrics")?.split(",") ?? FIRST.filter((name) => names.includes(name)).slice(0, 4);
+  const by = query.get("by") ?? "";
+  const look: Look = { axis: "step", smooth: Number(query.get("smooth") ?? 0), log: query.has("log") };
+  const differing = useMemo(() => differences(runs.map((run) => run.spec)), [runs]);
+  const groups = by ? groupsOf(runs, by) : [];
+  const metric = shown[0] ?? "";
+  if (!ids.length) return <Empty>Pick jobs in the list, then Compare.</Empty>;
+  return (
+    <>
+      <h1 class="unseen">Compare</h1>
+      {problems.map(([id, problem]) => (
+        <Said key={id} problem={problem} />
+      ))}
+      <div class="bar">
+        <a href="#/">Jobs</a>
+        <Share jobs={ids} />
+        <Select
+          label="Group by"
+          value={by}
+          of={[["", "each run"], ["tag", "by tags"], ...differing.map(({ path }) => [path, `by ${path}`] as const)]}
+          choose={(value) => change("by", value)}
+        />
+        <Select
+          label="Add a metric"
+          value=""
+          of={[["", "add a metric…"], ...names.filter((name) => !shown.includes(name)).map((name) => [name, name] as const)]}
+          choose={(name) => change("metrics", [...shown, name].join())}
+        />
+        <Choice label="smooth" value={look.smooth} of={SMOOTH} say={(one) => (one ? String(one) : "off")} choose={(one) => change("smooth", one ? String(one) : "")} />
+        <label class="check">
+          <input type="checkbox" checked={look.log} onChange={(event) => change("log", event.currentTarget.checked ? "1" : "")} /> log
+        </label>
+        <span class="spring" />
+        <button onClick={() => save("compare.csv", new Blob([csv(tableOf(runs, differing, shown))], { type: "text/csv" }))}>CSV</button>
+        <button onClick={() => save("compare.html", new Blob([page()], { type: "text/html" }))}>HTML</button>
+      </div>
+      {isReading && <p class="dim">Reading…</p>}
+      <div class="charts">
+        {shown.map((name) => {
+          const lines = runs.map((run) => curve(run, name));
+          return <Chart key={name} title={name} about="" lines={by ? grouped(lines, groups) : lines} look={look} positive={false} />;
+        })}
+      </div>
+      <RunTable runs={runs} differing={differing} metrics={shown} remove={(id) => go("compare", ids.filter((one) => one !== id).join(), `${query}`)} />
+      {metric && <Parallel runs={runs} metric={metric} falls={isFalling(metric)} />}
+      <div class="charts">
+        {metric && differing.map(({ path }) => <Scatter key={path} path={path} metric={metric} runs={runs} />)}
+      </div>
+      <Pairs runs={runs} />
+    </>
+  );
+}
+
+type Differing = ReturnType<typeof differences>;
+
+/** Column names, then a row for each run. */
+function tableOf(runs: Run[], differing: Differing, metrics: string[]): string[][] {
+  const heads = ["id", "name", ...differing.map(({ path }) => path), ...metrics.flatMap((name) => [`${name} best`, `${name} last`, `${name} area`])];
+  const rows = runs.map((run, i) => {
+    const ends = metrics.flatMap((name) => {
+      const end = ending(curve(run, name), isFalling(name));
+      return end ? [end.best, end.last, end.area].map(String) : ["", "", ""];
+    });
+    return [run.id, run.name, ...differing.map(({ values }) => values[i]!), ...ends];
+  });
+  return [heads, ...rows];
+}
+
+function RunTable({ runs, differing, metrics, remove }: { runs: Run[]; differing: Differing; metrics: string[]; remove: (id: string) => void }): JSX.Element {
+  const [heads, ...rows] = tableOf(runs, differing, metrics);
+  const texts = 2 + differing.length;
+  const shown = (cell: string, at: number): ComponentChildren => (at < texts ? <code>{cell}</code> : cell && short(Number(cell)));
+  const columns: Column<string[]>[] = [
+    [heads![1]!, (row) => <a href={`#/jobs/${row[0]}`}>{row[1]}</a>],
+    ...heads!.slice(2).map((head, at): Column<string[]> => [head, (row) => shown(row[at + 2]!, at + 2)]),
+    [
+      "",
+      (row) => (
+        <button class="plain" aria-label={`Remove ${row[1]}`} onClick={() => remove(row[0]!)}>
+          ×
+        </button>
+      ),
+    ],
+  ];
+  return (
+    <div class="scrolls">
+      <Table of={columns} rows={rows} by={(row) => row[0]!} look="card compared" />
+    </div>
+  );
+}
+
+function Scatter({ path, metric, runs }: { path: string; metric: string; runs: Run[] }): JSX.Element | null {
+  const points = scatter(runs, path, metric);
+  if (points.length < 2) return null;
+  const scaled = (values: number[], size: number): ((value: number) => number) => {
+    const [low, high] = [Math.min(...values), Math.max(...values)];
+    return (value) => PLOT.edge + ((value - low) / (high - low || 1)) * (size - 2 * PLOT.edge);
+  };
+  const logs = points.every((point) => point.x > 0);
+  const place = (x: number): number => (logs ? Math.log(x) : x);
+  const [x, y] = [scaled(points.map((point) => place(point.x)), PLOT.width), scaled(points.map((point) => point.y), PLOT.height)];
+  return (
+    <figure class="card scatter">
+      <figcaption>
+        {metric} (last) by {path}
+      </figcaption>
+      <svg viewBox={`0 0 ${PLOT.width} ${PLOT.height}`} role="img" aria-label={`${metric} by ${path}`}>
+        {points.map((point) => (
+          <circle key={point.label} cx={x(place(point.x))} cy={PLOT.height - y(point.y)} r="5">
+            <title>{`${point.label}: ${point.x}, ${short(point.y)}`}</title>
+          </circle>
+        ))}
+      </svg>
+    </figure>
+  );
+}
+
+/** What is shown as a page of its own: the charts as pictures, and the table. Each chart saves itself as PNG too. */
+function page(): string {
+  const charts = [...document.querySelectorAll<HTMLElement>("[data-chart]")].map((chart) => {
+    const picture = chart.querySelector("canvas")?.toDataURL() ?? "";
+    const legend = `${chart.dataset["chart"]}: ${chart.querySelector(".legend")?.textContent ?? ""}`;
+    const text = legend.replaceAll("&", "&amp;").replaceAll("<", "&lt;");
+    return `<figure><img src="${picture}" width="${chart.clientWidth}"><figcaption>${text}</figcaption></figure>`;
+  });
+  const table = document.querySelector("table.compared");
+  const rows = table ? new XMLSerializer().serializeToString(table) : "";
+  return `<!doctype html><meta charset="utf-8"><title>Compared runs</title><p>${new Date().toISOString()}</p>${charts.join("")}${rows}`;
+}
+
+/** The runs with their whole histories, read on while they are not over. One that cannot be read keeps up no other. */
+function useRuns(ids: string[]): { runs: Run[]; problems: [string, Problem][]; isReading: boolean } {
+  const [known, set] = useState<Read[]>([]);
+  const [isReading, setReading] = useState(true);
+  useEffect(() => {
+    const stop = new AbortController();
+    let timer = 0;
+    let reads: Read[] = ids.map((id) => ({ id, run: null, cursor: 0, over: false, problem: null }));
+    const look = async (): Promise<void> => {
+      reads = await Promise.all(reads.map((read) => readOn(read, stop.signal)));
+      if (stop.signal.aborted) return;
+      set(reads);
+      setReading(false);
+      if (reads.some((read) => !read.over)) timer = window.setTimeout(() => void look(), LOOK_MS);
+    };
+    void look();
+    return () => {
+      stop.abort();
+      clearTimeout(timer);
+    };
+  }, [ids.join()]);
+  const runs = useMemo(() => known.flatMap(({ run }) => run ?? []), [known]);
+  return { runs, problems: known.flatMap(({ id, problem }) => (problem ? [[id, problem]] : [])), isReading };
+}
+
+/** Returns what it had and what came, also if not everything did. */
+async function readOn(before: Read, signal: AbortSignal): Promise<Read> {
+  if (before.over) return before;
+  const { id } = before;
+  let { run, cursor } = before;
+  try {
+    const job = await ask<JobDetail>(pathOf(id), { signal });
+    for (;;) {
+      const page: History = await ask<History>(pathOf(id, `/metrics?limit=${PAGE}&after=${cursor}`), { signal });
+      run = { id, name: job.name, tags: job.tags, spec: job.spec, points: [...(run?.points ?? []), ...page.metrics] };
+      cursor = page.cursor;
+      if (!page.more) return { id, run, cursor, over: FINAL.includes(job.state), problem: null };
+    }
+  } catch (error) {
+    const problem = error instanceof Problem ? error : new Problem(0, String(error));
+    return { id, run, cursor, over: [401, 403, 404].includes(problem.status), problem };
+  }
+}

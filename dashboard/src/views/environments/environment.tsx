@@ -1,0 +1,149 @@
+// One environment: what its author says, its settings, an example episode, and an episode that the reader plays.
+
+import type { JSX } from "preact";
+import { useState } from "preact/hooks";
+import { useAsked, useMay } from "../../hooks.ts";
+import { configOf, settingsOf, type Setting } from "../../lib/settings.ts";
+import { job as path } from "../../lib/api.ts";
+import type { About, Check, CheckSummary, JobDetail, Json } from "../../lib/types.ts";
+import { Empty, Facts, Said, Table, type Column } from "../../parts.tsx";
+import { Play, type Start } from "./play.tsx";
+
+export function EnvironmentView({ name }: { name: string }): JSX.Element {
+  const { value: about, problem } = useAsked<About>(`/v1/environment?name=${encodeURIComponent(name)}`);
+  const versions = useAsked<{ versions: { version: number; pushed: number }[] }>(uploadOf(name) && `/v1/environments/${encodeURIComponent(uploadOf(name)!)}`);
+  return (
+    <>
+      <p>
+        <a href="#/environments">Environments</a>
+      </p>
+      <section class="card">
+        <h1>{name}</h1>
+        <Said problem={problem ?? versions.problem} />
+        {!about && !problem && <Empty>An env worker reads it…</Empty>}
+        {about && (
+          <>
+            <p class="prose">{about.doc || "Its class has no docstring."}</p>
+            <Facts
+              of={[
+                versions.value && ["versions", versions.value.versions.length],
+                ["scripted players", about.bots.join(", ") || "none"],
+                ["forks", about.can_fork ? "yes: trees of turns can be sampled" : "no"],
+              ]}
+            />
+          </>
+        )}
+      </section>
+      {about && <Settings about={about} />}
+      <Example name={name} />
+      {about && <OwnEpisode name={name} />}
+    </>
+  );
+}
+
+/** The name of a pushed package in `upload:NAME@VERSION`. */
+function uploadOf(name: string): string | null {
+  return /^upload:([^@]+)/.exec(name)?.[1] ?? null;
+}
+
+const COLUMNS: Column<Setting>[] = [
+  ["environment.config", (one) => <code>{one.name}</code>],
+  ["Type", (one) => one.kind],
+  ["Default", (one) => (one.standard ? <code>{one.standard}</code> : "required")],
+  ["Meaning", (one) => one.meaning, "prose"],
+];
+
+function Settings({ about }: { about: About }): JSX.Element {
+  const settings = settingsOf(about);
+  return (
+    <section class="card">
+      <h2>Settings</h2>
+      {!settings.length && <Empty>It has none.</Empty>}
+      {settings.length > 0 && <Table of={COLUMNS} rows={settings} by={(one) => one.name} />}
+    </section>
+  );
+}
+
+function Example({ name }: { name: string }): JSX.Element | null {
+  const checks = useAsked<{ checks: CheckSummary[] }>("/v1/checks");
+  const found = checks.value?.checks.find((one) => one.environment === name);
+  const { value } = useAsked<Check>(found ? `/v1/checks/${encodeURIComponent(found.id)}` : null);
+  if (!checks.value) return null;
+  return (
+    <section class="card">
+      <h2>An episode</h2>
+      {value?.report.transcript ? (
+        <pre>{value.report.transcript}</pre>
+      ) : (
+        <Empty>
+          <code>opentinker env check {name} --save</code> plays one, checks it, and shows it here.
+        </Empty>
+      )}
+    </section>
+  );
+}
+
+function OwnEpisode({ name }: { name: string }): JSX.Element | null {
+  const [config, setConfig] = useState("");
+  const [row, setRow] = useState(0);
+  const [seed, setSeed] = useState(0);
+  const [wrong, setWrong] = useState("");
+  const [start, setStart] = useState<Start | null>(null);
+  if (!useMay("jobs:write")) return null;
+  const begin = (event: Event): void => {
+    event.preventDefault();
+    try {
+      setStart({ environment: { name, config: configOf(config) }, row, seed });
+      setWrong("");
+    } catch (error) {
+      setWrong(`The config is ${error instanceof Error ? error.message : String(error)}.`);
+    }
+  };
+  return (
+    <section class="card">
+      <h2>Play it yourself</h2>
+      {start ? (
+        <Play start={start} leave={() => setStart(null)} />
+      ) : (
+        <form class="fields" onSubmit={begin}>
+          <label>
+            Config, as JSON
+            <input value={config} maxLength={20_000} placeholder="{}" spellcheck={false} onInput={(event) => setConfig(event.currentTarget.value)} />
+          </label>
+          <Whole label="Row" value={row} set={setRow} />
+          <Whole label="Seed" value={seed} set={setSeed} />
+          <button>Begin</button>
+          {wrong && <p class="problem">{wrong}</p>}
+        </form>
+      )}
+    </section>
+  );
+}
+
+function Whole({ label, value, set }: { label: string; value: number; set: (value: number) => void }): JSX.Element {
+  return (
+    <label>
+      {label}
+      <input type="number" min={0} max={2 ** 32 - 1} step={1} required value={value} onInput={(event) => set(event.currentTarget.valueAsNumber)} />
+    </label>
+  );
+}
+
+/** A task of a job, played with the job's own environment. */
+export function JobPlay({ id, row }: { id: string; row: string }): JSX.Element {
+  const { value: job, problem } = useAsked<JobDetail>(path(id));
+  if (!job) return problem ? <Said problem={problem} /> : <Empty>…</Empty>;
+  const environment = (job.spec as Record<string, Json>)["environment"] as Record<string, Json>;
+  const back = (): void => history.back();
+  return (
+    <section class="card">
+      <p>
+        <a href={`#/jobs/${id}`}>{job.name}</a>
+      </p>
+      <h1>
+        {String(environment["name"])}, row {row}
+      </h1>
+      <Play start={{ environment, row: Number.parseInt(row, 10) || 0, seed: 0 }} leave={back} />
+    </section>
+  );
+}

@@ -1,0 +1,77 @@
+// What is done with all jobs that are chosen in the list.
+
+import type { JSX } from "preact";
+import { useState } from "preact/hooks";
+import { useDoing, useMay } from "../../hooks.ts";
+import { ask, job as pathOf, Problem } from "../../lib/api.ts";
+import { FINAL, type Job, type Json } from "../../lib/types.ts";
+import { counted } from "../../lib/words.ts";
+import { Said } from "../../parts.tsx";
+
+interface BulkProps {
+  jobs: Job[];
+  compare: () => void;
+  /** Chooses none, or these alone. */
+  clear: (but?: string[]) => void;
+  again: () => void;
+}
+
+export function Bulk({ jobs, compare, clear, again }: BulkProps): JSX.Element {
+  const { doing, problem, act } = useDoing();
+  const [mayChange, mayDelete] = [useMay("jobs:write"), useMay("checkpoints:write")];
+  const [tag, setTag] = useState("");
+  const active = jobs.filter((job) => !FINAL.includes(job.state));
+  const over = jobs.filter((job) => FINAL.includes(job.state));
+  const each = (some: Job[], method: string, rest: string, body?: Json): void =>
+    act(async () => {
+      const refused: [string, Problem][] = [];
+      for (const { id } of some) {
+        try {
+          await ask(pathOf(id, rest), { method, ...(body === undefined ? {} : { body }) });
+        } catch (error) {
+          if (!(error instanceof Problem)) throw error;
+          refused.push([id, error]);
+        }
+      }
+      clear(refused.map(([id]) => id));
+      again();
+      const [first] = refused;
+      if (first) throw new Problem(first[1].status, `${refused.length} of ${some.length} refused, which are still chosen: ${first[1].message}`);
+    });
+  const sure = (what: string, some: Job[]): boolean => confirm(`${what} ${counted(some.length, "job")}?\n${some.map((job) => job.name).slice(0, 10).join("\n")}`);
+  return (
+    <div class="bar bulk" role="toolbar" aria-label="Chosen jobs">
+      <b>{counted(jobs.length, "job")} chosen</b>
+      <button onClick={compare}>Compare</button>
+      {mayChange && (
+        <>
+          <button disabled={doing || !active.length} onClick={() => sure("Cancel", active) && each(active, "POST", "/cancel")}>
+            Cancel
+          </button>
+          <form
+            onSubmit={(event) => {
+              event.preventDefault();
+              if (tag.trim()) each(jobs, "PATCH", "", { add_tags: [tag.trim()] });
+              setTag("");
+            }}
+          >
+            <input aria-label="Tag to add" placeholder="Tag…" maxLength={50} value={tag} onInput={(event) => setTag(event.currentTarget.value)} />
+          </form>
+        </>
+      )}
+      {mayDelete && (
+        <button
+          disabled={doing || !over.length}
+          title="Checkpoints, metrics and logs of ended jobs; their records stay"
+          onClick={() => sure("Delete all that is kept of", over) && each(over, "DELETE", "/artifacts")}
+        >
+          Delete artifacts
+        </button>
+      )}
+      <button class="plain" onClick={() => clear()}>
+        None
+      </button>
+      <Said problem={problem} />
+    </div>
+  );
+}

@@ -1,0 +1,136 @@
+// One job in the list: a row of one line.
+
+import { Component, type JSX } from "preact";
+import { go } from "../../hooks.ts";
+import { secondsLeft } from "../../lib/jobs/pace.ts";
+import { reported } from "../../lib/curves/policies.ts";
+import { sparkline } from "../../lib/jobs/rows.ts";
+import { FINAL, type Job } from "../../lib/types.ts";
+import { ago, duration, moment, short } from "../../lib/words.ts";
+import { Progress, State } from "../../parts.tsx";
+
+/** Of every row; style.css keeps to it. */
+export const ROW_PX = 36;
+/** Those that may be left out. */
+export const COLUMNS = ["State", "Progress", "Last", "Curve", "Time", "Environment", "Model", "Project", "Owner"];
+const CURVE = { width: 90, height: 20 };
+
+/** A property by which jobs are filtered and grouped, and its value. */
+export type Label = [(typeof PROPERTIES)[number], string];
+export const PROPERTIES = ["project", "tag", "kind", "environment", "model", "owner", "state"] as const;
+
+interface RowProps {
+  job: Job;
+  now: number;
+  owner: string;
+  columns: string[];
+  isChosen: boolean;
+  isAt: boolean;
+  deeds: { current: { pick: (id: string, shift: boolean) => void; choose: (label: Label) => void } };
+}
+
+/** Drawn again only if something that it shows has changed: scrolling moves hundreds of rows. */
+export class JobRow extends Component<RowProps> {
+  override shouldComponentUpdate(next: RowProps): boolean {
+    return Object.keys(next).some((name) => next[name as keyof RowProps] !== this.props[name as keyof RowProps]);
+  }
+
+  override render({ job, now, owner, columns, isChosen, isAt, deeds }: RowProps): JSX.Element {
+    const choose = (label: Label): void => deeds.current.choose(label);
+    const opens = (event: MouseEvent): void => {
+      if (!(event.target instanceof HTMLElement && event.target.closest("a, button, input"))) go("jobs", job.id);
+    };
+    return (
+      <tr class={isAt ? "at" : undefined} aria-selected={isChosen} onClick={opens}>
+        <td data-label="">
+          <input type="checkbox" aria-label={`Pick ${job.name}`} checked={isChosen} onClick={(event) => deeds.current.pick(job.id, event.shiftKey)} />
+        </td>
+        <td data-label="Job">
+          <Named job={job} choose={choose} />
+        </td>
+        {columns.map((name) => (
+          <td key={name} data-label={name}>
+            {CELLS[name]!({ job, now, owner, choose })}
+          </td>
+        ))}
+      </tr>
+    );
+  }
+}
+
+function Named({ job, choose }: { job: Job; choose: (label: Label) => void }): JSX.Element {
+  const why = job.waiting_for ? `waits for ${job.waiting_for}` : FINAL.includes(job.state) && job.state !== "succeeded" ? job.reason : "";
+  return (
+    <div class="named">
+      <a href={`#/jobs/${job.id}`}>{job.name}</a>
+      <small class="dim">
+        {job.id} · {job.kind}
+      </small>
+      {job.tags.map((tag) => (
+        <button key={tag} class="chip label" title="Only jobs of this tag" onClick={() => choose(["tag", tag])}>
+          {tag}
+        </button>
+      ))}
+      {why && (
+        <small class="waits" title={why}>
+          {why}
+        </small>
+      )}
+    </div>
+  );
+}
+
+interface CellProps {
+  job: Job;
+  now: number;
+  owner: string;
+  choose: (label: Label) => void;
+}
+
+const CELLS: Record<string, (props: CellProps) => JSX.Element> = {
+  State: ({ job }) => <State state={job.state} />,
+  Progress: ({ job }) => (job.kind === "inference" ? <small class="dim">serves</small> : <Progress {...job} />),
+  Last: ({ job }) => (
+    <>
+      {reported(job).map(([name, value]) => (
+        <small key={name} class="pair">
+          {name} <b>{short(value)}</b>
+        </small>
+      ))}
+    </>
+  ),
+  Curve: ({ job }) =>
+    job.curve.length > 1 ? (
+      <svg class="curve" width={CURVE.width} height={CURVE.height} role="img" aria-label="curve">
+        <polyline points={sparkline(job.curve, CURVE.width, CURVE.height - 2)} />
+      </svg>
+    ) : (
+      <></>
+    ),
+  Time: ({ job, now }) => {
+    const over = FINAL.includes(job.state);
+    const left = secondsLeft(job, now);
+    return (
+      <>
+        <span title={moment(job.created)}>{duration((job.finished ?? now) - job.created)}</span>
+        <small class="dim"> {left !== null ? `${duration(left)} left` : over ? `ended ${ago(job.finished ?? now, now)}` : ""}</small>
+      </>
+    );
+  },
+  Environment: ({ job }) => <small>{job.environment ?? ""}</small>,
+  Model: ({ job }) => <small title={job.model}>{job.model.split("/").at(-1)}</small>,
+  Project: ({ job, choose }) =>
+    job.project ? (
+      <button class="chip label" title="Only jobs of this project" onClick={() => choose(["project", job.project])}>
+        {job.project}
+      </button>
+    ) : (
+      <></>
+    ),
+  Owner: ({ job, owner }) => (
+    <small>
+      {owner || "–"}
+      {job.priority ? ` · priority ${job.priority}` : ""}
+    </small>
+  ),
+};

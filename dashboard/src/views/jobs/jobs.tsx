@@ -1,0 +1,325 @@
+// All jobs: what they are, how far, and what they wait for; some of them chosen, to be compared, cancelled, tagged or deleted.
+
+import type { JSX } from "preact";
+import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
+import { go, useAsked, useKeyNames, useNow, useSettled } from "../../hooks.ts";
+import { columnsOf, deedOf, matches, picked, windowed, type Span } from "../../lib/jobs/rows.ts";
+import { type Job } from "../../lib/types.ts";
+import { counted } from "../../lib/words.ts";
+import { Empty, Said, Select } from "../../parts.tsx";
+import { Away } from "./away.tsx";
+import { Bulk } from "./job-actions.tsx";
+import { Groups } from "./job-groups.tsx";
+import { COLUMNS, JobRow, PROPERTIES, ROW_PX, type Label } from "./job-row.tsx";
+
+const STATES = ["", "running", "queued", "starting", "paused", "succeeded", "failed", "cancelled"];
+/** By the API's name of the order. */
+const SORTS: [string, string][] = [
+  ["state", "running first"],
+  ["created", "newest first"],
+  ["updated", "last changed first"],
+  ["name", "by name"],
+  ["project", "by project"],
+  ["environment", "by environment"],
+  ["model", "by model"],
+];
+const PAGE = 200;
+const LOOK_S = 2;
+/** A filter or an order is more work for the server. */
+const SLOW_S = 5;
+const SETTLED_MS = 40;
+/** How near the end of a list is when more is asked for. */
+const NEAR = "1200px";
+const KEPT_COLUMNS = "opentinker-columns";
+const HELP = "j and k move, Enter opens, x picks, a picks all, c compares, / searches, Escape picks none";
+
+interface Answer {
+  jobs: Job[];
+  cursor: string;
+  more: boolean;
+}
+
+export function Jobs(): JSX.Element {
+  const [text, setText] = useState("");
+  const [state, setState] = useState("");
+  const [sort, setSort] = useState(SORTS[0]![0]);
+  const [labels, setLabels] = useState<Label[]>([]);
+  const [columns, setColumns] = useState(() => columnsOf(localStorage.getItem(KEPT_COLUMNS), COLUMNS));
+  const [by, setBy] = useState<Label[0] | "">("");
+  const without = ([kind, name]: Label): Label[] => labels.filter(([other, value]) => other !== kind || (kind === "tag" && value !== name));
+  const filter = new URLSearchParams(labels.filter(([kind]) => kind !== "tag"));
+  const tags = labels.filter(([kind]) => kind === "tag").map(([, name]) => name);
+  if (tags.length) filter.set("tag", tags.join(","));
+  const search = useSettled(text.trim(), SETTLED_MS);
+  if (state) filter.set("state", state);
+  if (search) filter.set("search", search);
+  const query = new URLSearchParams([["sort", sort], ...filter]);
+  const choose = (label: Label): void => {
+    setBy("");
+    setLabels([...without(label), label]);
+  };
+  const seen = useRef(new Map<string, Job>()); // what is known here shows at once, until the server has answered
+  const known = (): Job[] => (labels.length ? [] : [...seen.current.values()].filter((job) => (!state || job.state === state) && matches(job, search)));
+  const isFiltered = labels.length > 0 || state !== "" || search !== "";
+  return (
+    <>
+      <h1 class="unseen">Jobs</h1>
+      <Away />
+      <div class="bar">
+        <input
+          type="search"
+          id="search-jobs"
+          maxLength={200}
+          placeholder="Name, id, kind, environment, model, key's id…"
+          aria-label="Search jobs"
+          value={text}
+          onInput={(event) => setText(event.currentTarget.value)}
+        />
+        <Select label="State" value={state} of={STATES.map((one) => [one, one || "any state"])} choose={setState} />
+        <Select label="Order" value={sort} of={SORTS} choose={setSort} />
+        <Select
+          label="Group by"
+          value={by}
+          of={[["", "no groups"], ...PROPERTIES.map((one): [string, string] => [one, `by ${one}`])]}
+          choose={(one) => setBy(one as Label[0] | "")}
+        />
+        <a href="#/sweeps">Sweeps</a>
+        <Columns
+          shown={columns}
+          choose={(names) => {
+            localStorage.setItem(KEPT_COLUMNS, names.join());
+            setColumns(names);
+          }}
+        />
+        {labels.map((label) => (
+          <button key={label.join()} class="chip" title="Remove from the filter" onClick={() => setLabels(without(label))}>
+            {label.join(": ")} ×
+          </button>
+        ))}
+      </div>
+      {by ? (
+        <Groups key={`${by}${filter}`} by={by} filter={`&${filter}`} choose={choose} />
+      ) : (
+        <Found key={`${query}`} filter={`&${query}`} isFiltered={isFiltered} columns={columns} choose={choose} seen={seen.current} known={known} />
+      )}
+    </>
+  );
+}
+
+function Columns({ shown, choose }: { shown: string[]; choose: (names: string[]) => void }): JSX.Element {
+  const toggled = (name: string): string[] => COLUMNS.filter((one) => (one === name ? !shown.includes(one) : shown.includes(one)));
+  return (
+    <details class="columns">
+      <summary>Columns</summary>
+      <div class="card">
+        {COLUMNS.map((name) => (
+          <label key={name} class="check">
+            <input type="checkbox" aria-label={`Column ${name}`} checked={shown.includes(name)} onChange={() => choose(toggled(name))} /> {name}
+          </label>
+        ))}
+      </div>
+    </details>
+  );
+}
+
+interface FoundProps {
+  filter: string;
+  isFiltered: boolean;
+  columns: string[];
+  choose: (label: Label) => void;
+  /** All jobs that were listed so far, by id. */
+  seen: Map<string, Job>;
+  /** Those among them that match. */
+  known: () => Job[];
+}
+
+function Found({ filter, isFiltered, columns, choose, seen, known }: FoundProps): JSX.Element {
+  const { value, problem, again } = useAsked<Answer>(`/v1/jobs?limit=${PAGE}${filter}`, filter.startsWith("&sort=created") && !isFiltered ? LOOK_S : SLOW_S);
+  const [older, setOlder] = useState<Job[]>([]);
+  const [before, setBefore] = useState<string | null>(null);
+  const page = useAsked<Answer>(before && `/v1/jobs?limit=${PAGE}&before=${before}${filter}`);
+  if (!value) {
+    const jobs = problem ? [] : known();
+    if (problem) return <Said problem={problem} />;
+    return jobs.length ? <Table jobs={jobs} columns={columns} choose={choose} again={again} /> : <Empty>…</Empty>;
+  }
+  const behind = once([...older, ...(page.value?.jobs ?? [])], value.jobs);
+  const shown = [...value.jobs, ...behind];
+  const last = before ? page.value : value; // null while it is read: only its end says what comes next
+  for (const job of shown) seen.set(job.id, job);
+  const next = (): void => {
+    setOlder(behind);
+    setBefore(last?.cursor ?? before);
+  };
+  const anew = (): void => {
+    setOlder([]);
+    setBefore(null);
+    again();
+  };
+  const nothing = !isFiltered ? "No jobs yet. Submit one: opentinker submit examples/copy_digits.toml" : last?.more ? "None of the newest jobs matches." : "No job matches.";
+  return (
+    <>
+      <Said problem={problem ?? page.problem} />
+      {shown.length === 0 ? <Empty>{nothing}</Empty> : <Table jobs={shown} columns={columns} choose={choose} again={anew} />}
+      <p class="dim count">
+        {!last || last.more ? `the first ${counted(shown.length, "job")}` : counted(shown.length, "job")} <span title={HELP}>keys: ?</span>
+      </p>
+      {last?.more && <More key={last.cursor} isSearch={isFiltered} byItself={shown.length > 0} next={next} />}
+    </>
+  );
+}
+
+/** The jobs without those of `before`, each once: a list may have moved between two pages. */
+function once(jobs: Job[], before: Job[]): Job[] {
+  const seen = new Set(before.map((job) => job.id));
+  return jobs.filter((job) => !seen.has(job.id) && seen.add(job.id));
+}
+
+/** Asks for more: by a click, or as soon as the end of the list comes near. */
+function More({ isSearch, byItself, next }: { isSearch: boolean; byItself: boolean; next: () => void }): JSX.Element {
+  const button = useRef<HTMLButtonElement>(null);
+  useEffect(() => {
+    if (!byItself || !button.current) return;
+    const watcher = new IntersectionObserver((seen) => seen.some((one) => one.isIntersecting) && button.current?.click(), { rootMargin: NEAR });
+    watcher.observe(button.current);
+    return () => watcher.disconnect();
+  }, [byItself]);
+  return (
+    <button ref={button} class="more" onClick={next}>
+      {isSearch ? "Search older jobs" : "More jobs"}
+    </button>
+  );
+}
+
+interface TableProps {
+  jobs: Job[];
+  columns: string[];
+  choose: (label: Label) => void;
+  again: () => void;
+}
+
+function Table({ jobs, columns, choose, again }: TableProps): JSX.Element {
+  const body = useRef<HTMLTableSectionElement>(null);
+  const span = useWindow(body, jobs.length);
+  const [chosen, setChosen] = useState<ReadonlySet<string>>(new Set());
+  const [last, setLast] = useState<string | null>(null);
+  const [atId, setAt] = useState<string | null>(null);
+  const [help, setHelp] = useState(false);
+  const keyName = useKeyNames();
+  const now = useNow(5);
+  const ids = jobs.map((job) => job.id);
+  const at = atId === null ? -1 : ids.indexOf(atId);
+  const pick = (id: string, shift: boolean): void => {
+    setChosen(picked(chosen, ids, id, last, shift));
+    setLast(id);
+  };
+  const deeds = useRef({ pick, choose });
+  deeds.current = { pick, choose }; // rows that have not changed are not drawn again, and ask for the newest
+  const compare = (): void => {
+    if (chosen.size) go("compare", ids.filter((id) => chosen.has(id)).join());
+  };
+  const move = (to: number): void => {
+    const next = Math.max(0, Math.min(jobs.length - 1, to));
+    setAt(ids[next] ?? null);
+    const top = (body.current?.getBoundingClientRect().top ?? 0) + next * ROW_PX;
+    if (top < 80) window.scrollBy(0, top - 80);
+    else if (top + ROW_PX > window.innerHeight) window.scrollBy(0, top + ROW_PX - window.innerHeight + 8);
+  };
+  useLayoutEffect(() => {
+    const pressed = (event: KeyboardEvent): void => {
+      const within = (what: string): boolean => event.target instanceof HTMLElement && event.target.closest(what) !== null;
+      const typing = within('input:not([type="checkbox"]), select, textarea') || (event.key === "Enter" && within("button, a, summary"));
+      const deed = deedOf(event.key, typing, event.ctrlKey || event.metaKey || event.altKey);
+      if (deed === undefined) return;
+      const job = jobs[at];
+      if (deed === "down") move(at + 1);
+      else if (deed === "up") move(at - 1);
+      else if (deed === "open" && job) go("jobs", job.id);
+      else if (deed === "pick" && job) pick(job.id, event.shiftKey);
+      else if (deed === "all") setChosen(new Set(ids));
+      else if (deed === "clear") setChosen(new Set());
+      else if (deed === "compare") compare();
+      else if (deed === "help") setHelp(!help);
+      else if (deed === "search") document.getElementById("search-jobs")?.focus();
+      else return;
+      event.preventDefault();
+    };
+    window.addEventListener("keydown", pressed);
+    return () => window.removeEventListener("keydown", pressed);
+  });
+  const picks = jobs.filter((job) => chosen.has(job.id));
+  return (
+    <>
+      {help && <p class="dim">{HELP}.</p>}
+      {picks.length > 0 && (
+        <Bulk jobs={picks} compare={compare} clear={(but = []) => setChosen(new Set(but))} again={again} />
+      )}
+      <table class="card jobs">
+        <thead>
+          <tr>
+            <th>
+              <input
+                type="checkbox"
+                aria-label="Pick all"
+                checked={picks.length === jobs.length}
+                onChange={() => setChosen(picks.length === jobs.length ? new Set() : new Set(ids))}
+              />
+            </th>
+            {["Job", ...columns].map((name) => (
+              <th key={name}>{name}</th>
+            ))}
+          </tr>
+        </thead>
+        <tbody ref={body}>
+          <Space px={span.from * ROW_PX} />
+          {jobs.slice(span.from, span.to).map((job, place) => (
+            <JobRow
+              key={job.id}
+              job={job}
+              now={now}
+              owner={keyName(job.key)}
+              columns={columns}
+              isChosen={chosen.has(job.id)}
+              isAt={span.from + place === at}
+              deeds={deeds}
+            />
+          ))}
+          <Space px={(jobs.length - span.to) * ROW_PX} />
+        </tbody>
+      </table>
+    </>
+  );
+}
+
+/** Stands for rows that are not drawn. */
+function Space({ px }: { px: number }): JSX.Element | null {
+  const cell = useRef<HTMLTableCellElement>(null);
+  useEffect(() => {
+    if (cell.current) cell.current.style.height = `${px}px`;
+  }, [px]);
+  return px > 0 ? (
+    <tr class="space" aria-hidden="true">
+      <td ref={cell} />
+    </tr>
+  ) : null;
+}
+
+/** The rows in sight; on a phone, where rows are cards of any height, all. */
+function useWindow(body: { current: HTMLTableSectionElement | null }, count: number): Span {
+  const [span, set] = useState<Span>({ from: 0, to: Math.min(count, 60) });
+  useEffect(() => {
+    const look = (): void => {
+      const top = -(body.current?.getBoundingClientRect().top ?? 0);
+      const next = window.innerWidth <= 720 ? { from: 0, to: count } : windowed(count, ROW_PX, top, window.innerHeight);
+      set((before) => (before.from === next.from && before.to === next.to ? before : next));
+    };
+    look();
+    window.addEventListener("scroll", look, { passive: true });
+    window.addEventListener("resize", look);
+    return () => {
+      window.removeEventListener("scroll", look);
+      window.removeEventListener("resize", look);
+    };
+  }, [count]);
+  return { from: Math.min(span.from, count), to: Math.min(Math.max(span.to, span.from), count) };
+}

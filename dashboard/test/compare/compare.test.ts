@@ -1,0 +1,50 @@
+import assert from "node:assert/strict";
+import { test } from "node:test";
+import { csv, curve, differences, ending, grouped, groupsOf, isFalling, metricNames, scatter, type Run } from "../../src/lib/compare/compare.ts";
+
+function run(id: string, lr: number, values: number[], tags: string[] = []): Run {
+  const points = values.map((value, step) => ({ source: "trainer", incarnation: "i", seq: step, time: step, step: step + 1, values: { reward: value } }));
+  return { id, name: `run ${id}`, tags, spec: { name: id, train: { lr, steps: 5 }, algorithm: { preset: "grpo" } }, points };
+}
+
+test("settings that differ are told apart, and names are none", () => {
+  const runs = [run("a", 0.1, []), run("b", 0.2, [])];
+  assert.deepEqual(differences(runs.map((one) => one.spec)), [{ path: "train.lr", values: ["0.1", "0.2"] }]);
+  assert.deepEqual(differences([{ a: 1 }, {}]), [{ path: "a", values: ["1", ""] }]);
+});
+
+test("a metric's end is its best, its last and its mean over the steps", () => {
+  const line = curve(run("a", 0.1, [0, 1, 0.5]), "reward");
+  assert.deepEqual([line.x, line.y], [[1, 2, 3], [0, 1, 0.5]]);
+  assert.deepEqual(ending(line), { best: 1, last: 0.5, area: 0.625 });
+  assert.equal(ending(curve(run("a", 0.1, []), "reward")), null);
+  assert.equal(ending(line, true)!.best, 0);
+  assert.deepEqual(["loss", "val/loss", "loss/kl", "swap/pause_s", "reward/mean", "exact"].map(isFalling), [true, true, true, true, false, false]);
+  const long = curve(run("a", 0.1, Array.from({ length: 300_000 }, (_, at) => at)), "reward");
+  assert.equal(ending(long)!.best, 299_999);
+});
+
+test("steps that were trained again count once", () => {
+  const again = run("a", 0.1, [0, 1, 2]);
+  again.points.push({ source: "trainer", incarnation: "j", seq: 0, time: 9, step: 2, values: { reward: 5 } });
+  assert.deepEqual(curve(again, "reward").y, [0, 5]);
+});
+
+test("seeds of one setting become a mean with its spread, as far as all have come", () => {
+  const runs = [run("a", 0.1, [0, 2, 4]), run("b", 0.1, [2, 4]), run("c", 0.2, [9])];
+  const lines = grouped(runs.map((one) => curve(one, "reward")), groupsOf(runs, "train.lr"));
+  assert.deepEqual(lines.map((line) => line.label), ["0.1 (2)", "0.2 (1)"]);
+  assert.deepEqual([lines[0]!.x, lines[0]!.y, lines[0]!.low], [[1, 2, 3], [1, 3, 4], [0, 2, 4]]);
+  assert.deepEqual(groupsOf([run("a", 1, [], ["x", "y"]), run("b", 1, [])], "tag"), ["x + y", ""]);
+});
+
+test("a setting is drawn against how a metric ended", () => {
+  const runs = [run("a", 0.1, [0, 2]), run("b", 0.2, [])];
+  assert.deepEqual(scatter(runs, "train.lr", "reward"), [{ x: 0.1, y: 2, label: "run a a" }]);
+  assert.deepEqual(scatter(runs, "algorithm.preset", "reward"), []);
+  assert.deepEqual(metricNames(runs), ["reward"]);
+});
+
+test("a table is written so that no cell becomes a formula or two", () => {
+  assert.equal(csv([["a,b", 'say "x"'], ["=1+1", "-5"]]), `"a,b","say ""x"""\n'=1+1,-5\n`);
+});

@@ -1,0 +1,43 @@
+import assert from "node:assert/strict";
+import { test } from "node:test";
+import type { Job } from "../../src/lib/types.ts";
+import { columnsOf, deedOf, matches, picked, sparkline, windowed } from "../../src/lib/jobs/rows.ts";
+
+test("of five thousand rows those in sight are drawn", () => {
+  assert.deepEqual(windowed(5000, 36, 0, 720), { from: 0, to: 40 });
+  assert.deepEqual(windowed(5000, 36, 36_000, 720), { from: 980, to: 1040 });
+  assert.deepEqual(windowed(10, 36, -500, 720), { from: 0, to: 10 });
+  assert.deepEqual(windowed(10, 36, 90_000, 720), { from: 10, to: 10 });
+  assert.deepEqual(windowed(0, 36, 0, 720), { from: 0, to: 0 });
+});
+
+test("shift picks all rows between two clicks, and takes them back", () => {
+  const ids = ["a", "b", "c", "d"];
+  assert.deepEqual([...picked(new Set(), ids, "b", null, false)], ["b"]);
+  assert.deepEqual([...picked(new Set(["b"]), ids, "d", "b", true)].sort(), ["b", "c", "d"]);
+  assert.deepEqual([...picked(new Set(["a", "b", "c"]), ids, "a", "c", true)], []);
+  assert.deepEqual([...picked(new Set(), ids, "c", "gone", true)], ["c"]);
+});
+
+test("keys mean nothing while somebody types", () => {
+  assert.equal(deedOf("j", false, false), "down");
+  assert.equal(deedOf("j", true, false), undefined);
+  assert.equal(deedOf("c", false, true), undefined);
+  assert.equal(deedOf("q", false, false), undefined);
+});
+
+test("a curve fills its box, also a flat one", () => {
+  assert.equal(sparkline([0, 1, 0.5], 10, 4), "0.0,4.0 5.0,0.0 10.0,2.0");
+  assert.equal(sparkline([2, 2], 10, 4), "0.0,4.0 10.0,4.0");
+});
+
+test("columns that are kept are shown in their order", () => {
+  assert.deepEqual(columnsOf(null, ["a", "b"]), ["a", "b"]);
+  assert.deepEqual(columnsOf("b,gone", ["a", "b"]), ["b"]);
+});
+
+test("a job matches if it has all words, wherever they are", () => {
+  const job = { id: "j-1", name: "Long run", kind: "rl", model: "m/tiny", project: "Maths", key: "k", tags: ["best"] } as unknown as Job;
+  for (const text of ["", "long", "RUN maths", "best tiny j-1"]) assert.ok(matches(job, text), text);
+  for (const text of ["longrun", "long eval"]) assert.ok(!matches(job, text), text);
+});
