@@ -35,13 +35,13 @@ def prompts_of(environment: Environment, said: Opening | Step, method: str) -> d
     if not isinstance(acting, Mapping):
         raise BadReply(f"{source}: acting must be a dict by seat, not {type(acting).__name__}")
     if not acting:
-        raise BadReply(f"{source} names no seat in acting: the episode goes on, so somebody must act")
+        raise BadReply(f"{source} names no seat in acting: the episode continues, so a seat must act")
     if unknown := [seat for seat in acting if type(seat) is not str or seat not in environment.seats]:
         raise BadReply(f"{source} names seat {unknown[0]!r:.60} in acting; {_seats(environment)}")
     if len(acting) > ROUND_SEATS:
         raise BadReply(f"{source} names {len(acting)} seats in acting; at most {ROUND_SEATS} may act at the same time")
     if said.seat or any(getattr(said, field) for field in Prompt.__struct_fields__):
-        raise BadReply(f"{source} gives acting and a seat or prompt beside it: what a seat sees is its value in acting")
+        raise BadReply(f"{source} gives both acting and a seat or prompt: what a seat sees is its value in acting")
     return {seat: _prompt_of(source, seat, acting[seat]) for seat in environment.seats if seat in acting}
 
 

@@ -120,7 +120,7 @@ class LoginSettings(BaseModel):
             if unused := [name for name in own if getattr(self, name) != LoginSettings.model_fields[name].default]:
                 raise ValueError(f"{unused[0]} is not used: oidc_issuer names no provider")
             return self
-        needed = {"oidc_client_id": "this server's name there", "oidc_groups": "without one nobody has a role"}
+        needed = {"oidc_client_id": "this server's name there", "oidc_groups": "without it no user has a role"}
         if missing := [f"{name} ({why})" for name, why in needed.items() if not getattr(self, name)]:
             raise ValueError(f"oidc_issuer needs {', '.join(missing)}")
         public = str(getattr(self, "public_url", ""))

@@ -32,7 +32,7 @@ class Gem(Environment):
         @classmethod
         def advice(cls) -> str:
             return (
-                "it needs a virtual environment of its own, for it pins what ours needs in other versions. Name the "
+                "it needs a separate virtual environment, because it pins other versions of our dependencies. Name the "
                 "python of that one in OPENTINKER_ENV_INTERPRETERS=gem=... (docs/environments/adapters.md)"
             )
 

@@ -66,7 +66,7 @@ class MiniWob(Environment):
             if self.reward == "timed" and self.time_limit_s is None:
                 raise ValueError("reward = 'timed' needs time_limit_s")
             if self.time_limit_s is not None and (info.context or {}).get(FORKS):
-                raise ValueError("time_limit_s does not go with tree sampling: the clock of a copied page starts anew")
+                raise ValueError("time_limit_s does not go with tree sampling: the clock of a copied page starts again")
             return self
 
         def check(self) -> None:

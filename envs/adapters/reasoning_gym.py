@@ -45,7 +45,7 @@ class ReasoningGym(Environment):
 
             check_known("data set as dataset", self.dataset, DATASETS)
             if self.config.keys() & {"seed", "size"}:
-                raise ValueError("config: seed and size are said by seed and rows beside it")
+                raise ValueError("config must not set seed and size: set seed and rows next to it")
             try:
                 _made(self.dataset, self.seed, self.rows, msgspec.json.encode(self.config, order="sorted"))
             except (AssertionError, AttributeError, TypeError, ValueError) as error:
@@ -95,7 +95,7 @@ class ReasoningGym(Environment):
             return 0.0
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError(
-                "reasoning_gym scores within a time limit, which needs a process of its own: name it, "
+                "reasoning_gym scores within a time limit, which needs a separate process: name it, "
                 "or module:Class, instead of handing over the class"
             )
         try:

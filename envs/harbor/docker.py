@@ -244,7 +244,7 @@ class Container:
         except OSError as error:
             if GONE in str(error).lower():
                 return ""
-            raise Unavailable(f"nobody knows whether a sandbox of a Harbor task has ended: {error}") from None
+            raise Unavailable(f"it is unknown whether a sandbox of a Harbor task has ended: {error}") from None
 
 
 def docker(*words: str, timeout_s: float = CALL_S) -> str:

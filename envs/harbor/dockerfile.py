@@ -24,7 +24,7 @@ _REASONS = {
     "EXPOSE": "sandboxes have no network",
     "HEALTHCHECK": "sandboxes run no services",
     "SHELL": "commands run in bash, or in sh where there is none",
-    "VOLUME": "every episode has a file system of its own anyway",
+    "VOLUME": "every episode has a separate file system anyway",
 }
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
 _NAME = re.compile(r"[A-Za-z_]\w*")

@@ -39,7 +39,7 @@ ARCHIVES = (".tar", ".tar.gz", ".tgz")
 MAX_ARCHIVE_BYTES = 1 << 30
 NOTHING_HERE = (
     "no Harbor tasks are here: opentinker env add harbor:PATH adds some. environment.isolation must be `process`, the"
-    " default: every episode has a sandbox of its own anyway"
+    " default: every episode has a separate sandbox anyway"
 )
 
 

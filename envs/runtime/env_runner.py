@@ -119,9 +119,9 @@ class LocalEnvRunner:
         return await self._play(branch, request.turn, actions)
 
     async def _step_candidates(self, request: StepSession) -> SessionReply:
-        """Go on with the chosen branch: play every candidate on a copy of it."""
+        """Continue with the chosen branch: play every candidate on a copy of it."""
         if not 0 <= request.chosen < len(self._branches):
-            raise OutOfTurn(f"turn {request.turn} goes on with candidate {request.chosen}, which there is not")
+            raise OutOfTurn(f"turn {request.turn} continues with candidate {request.chosen}, which does not exist")
         if len(request.candidates) > MAX_CANDIDATES:
             raise OutOfTurn(f"{len(request.candidates)} candidates; a turn has at most {MAX_CANDIDATES}")
         base = self._branches[request.chosen]

@@ -16,7 +16,9 @@ def observation_of(stream: Stream, prompt: SeatPrompt, *, new: bool, begins: boo
     `begins`: the episode does. Raise EpisodeFailed, and JobFailed if no episode of the job would begin."""
     pictures: list[Picture] = []
     if (prompt.prompt_ids, prompt.prompt_text) != (None, None) and any(m.images for m in prompt.messages):
-        raise EpisodeFailed(Ending.ENV_BAD_REPLY, "images are shown in messages, not beside prompt_ids or prompt_text")
+        raise EpisodeFailed(
+            Ending.ENV_BAD_REPLY, "images are shown in messages, not together with prompt_ids or prompt_text"
+        )
     if isinstance(stream.player, UrlPlayer):
         if prompt.guide is not None:
             raise EpisodeFailed(Ending.ENV_BAD_REPLY, "nothing can be forced of a model behind a URL")

@@ -69,7 +69,7 @@ def unsafe_weights_in(directory: Path) -> str | None:
         for file in set(files.values()) if isinstance(files, dict) else [None]:
             plain = isinstance(file, str) and PurePosixPath(file).name == file and file.endswith(".safetensors")
             if not plain:
-                return f"names {str(file)[:100]!r} in {index.name}, which is no safetensors file beside it"
+                return f"names {str(file)[:100]!r} in {index.name}, which is not a safetensors file next to it"
     return None
 
 

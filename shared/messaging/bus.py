@@ -194,7 +194,7 @@ class Bus(StoredMessages):
         try:
             reply = await await_cancellable(self.nc.request(call.at(**keys), codec.encode(noun), timeout=timeout_s))
         except nats.errors.NoRespondersError:
-            raise NoResponders(f"{call.at(**keys)}: nobody serves it") from None
+            raise NoResponders(f"{call.at(**keys)}: no process serves it") from None
         except (TimeoutError, *AWAY, *CLOSED) as error:
             raise NoReply(f"{call.at(**keys)}: {type(error).__name__}") from None
         return codec.decode(call.reply, reply.data)

@@ -47,7 +47,7 @@ async def ask(bus: Bus, call: Call[T, R], noun: T, *, silence_s: float, **keys: 
             async with asyncio.timeout(silence_s):
                 msg = await arrived.get()
             if not msg.data and (msg.headers or {}).get("Status") == "503":
-                raise NoResponders(f"{subject}: nobody serves it")
+                raise NoResponders(f"{subject}: no process serves it")
             yield codec.decode(call.reply, msg.data)
     except (TimeoutError, *AWAY, *CLOSED) as error:
         raise NoReply(f"{subject}: {type(error).__name__}") from None

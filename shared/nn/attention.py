@@ -39,7 +39,7 @@ def packed_attention(
     if window is not None and max(plan.lengths) > window:
         raise NotImplementedError(f"sequences longer than the model's sliding window of {window} tokens")
     if options.get("softcap") is not None or options.get("s_aux") is not None or attention_mask is not None:
-        raise NotImplementedError("attention with soft caps, sinks or a mask of its own")
+        raise NotImplementedError("attention with soft caps, sinks or a custom mask")
     dropout, scale = options.get("dropout", 0.0), options.get("scaling")
     if plan.rows is not None and dropout == 0.0 and _has_kernel(query):
         joined, places_N = _in_rows(query, key, value, plan.rows, scale), plan.rows.places_N

@@ -141,7 +141,7 @@ PRESETS = {
         {"advantage": "grpo", "baseline_over": "turns", "loss": "decoupled_ppo", "aggregation": "token_mean"},
     ),
     "at_grpo": Preset(
-        "Tree sampling: group_size candidates of every turn are compared with each other, and the best one goes on.",
+        "Tree sampling: group_size candidates of every turn are compared; play continues from the best one.",
         "AT-GRPO, arXiv 2510.11062",
         {"advantage": "agent_turn", "loss": "decoupled_ppo", "aggregation": "token_mean", "team_weight": 0.5},
     ),

@@ -244,7 +244,7 @@ def mistakes_in_seats(spec: JobSpec, there: Sequence[str]) -> list[Mistake]:
         return found
     if absent := [seat for seat, player in players.items() if player is None]:
         unplayed = ", ".join(map(repr, absent[:SHOWN_SEATS]))
-        problem = f"leave nobody to play {unplayed}; seats of {spec.environment.name}: {names}"
+        problem = f"assign no player to {unplayed}; seats of {spec.environment.name}: {names}"
         return [mistake("seats", list(spec.seats), problem)]
     played = {player.policy for player in players.values() if player is not None}
     problem = f"plays no seat: other entries of [seats] come first; seats of {spec.environment.name}: {names}"

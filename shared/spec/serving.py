@@ -33,7 +33,7 @@ class AdapterSpec(Origin):
     def _callable(cls, value: str) -> str:
         if not PUBLISHED.fullmatch(value):
             raise ValueError(
-                "must begin with a letter or digit, go on with letters, digits, dots, dashes or underscores, all in "
+                "must begin with a letter or digit, continue with letters, digits, dots, dashes or underscores, all in "
                 "lower case, 63 at most, and be no job's id"
             )
         return value
@@ -86,7 +86,7 @@ def _settle_adapters(spec: JobSpec) -> list[dict[str, Any]]:
     if spec.serving.adapters and spec.start is not None:
         problem = (
             "does not apply with serving.adapters, which are adapters of model.base itself: give an adapter as one of "
-            "them, and serve full weights or a live policy by a job of its own"
+            "them, and serve full weights or a live policy with a separate job"
         )
         found.append(mistake("start.from", spec.start.checkpoint, problem))
     for i, adapter in enumerate(spec.serving.adapters):

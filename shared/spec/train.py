@@ -166,7 +166,7 @@ def settle_parallel(spec: JobSpec) -> list[dict[str, Any]]:
     found = []
     if spec.resources.ranks == 1:
         table = "" if spec.policies else "resources."
-        found.append(f"needs {table}trainer_ranks > 1: a single rank shares with nobody")
+        found.append(f"needs {table}trainer_ranks > 1: a single rank has nothing to share")
     if spec.algorithm.advantage == "gae" and spec.value_model is None:
         found.append("does not go with algorithm.advantage = 'gae', whose critic is whole on every rank; take 'data'")
     return [mistake("train.parallel", parallel, problem) for problem in found]

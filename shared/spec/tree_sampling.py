@@ -79,7 +79,7 @@ def settle_tree(spec: JobSpec) -> list[dict[str, Any]]:
         problem = f"do not apply with {by}: they judge whole conversations, and the best candidate is chosen before"
         found.append(("reward_models", [model.base for model in spec.reward_models], problem))
     if environment.tools:
-        problem = f"do not apply with {by}: tools of a job have a state of their own, which cannot be copied"
+        problem = f"do not apply with {by}: tools of a job have state that cannot be copied"
         found.append(("environment.tools", len(environment.tools), problem))
     if environment.name.startswith(ELSEWHERE):
         problem = f"runs outside of the env workers, where its episodes cannot be copied, as {by} needs"

@@ -210,7 +210,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("textarena", {"id": "TicTacTo-v0"}, "did you mean TicTacToe-v0"),
     ("reasoning_gym", {"dataset": "chain_sums"}, "did you mean chain_sum"),
     ("reasoning_gym", {"config": {"min_terms": 0}}, "min_terms must be positive"),
-    ("reasoning_gym", {"config": {"size": 3}}, "said by seed and rows"),
+    ("reasoning_gym", {"config": {"size": 3}}, "set seed and rows"),
 ]
 
 

@@ -59,7 +59,7 @@ class ToolEnvRunner:
 
     async def _step(self, request: StepSession) -> SessionReply:
         if request.candidates:
-            return failure(self._worker, Ending.ENV_ERROR, "tools of a job have a state of their own and cannot fork")
+            return failure(self._worker, Ending.ENV_ERROR, "tools of a job have state and cannot fork")
         actions = actions_in_turn(self._pending, request.turn, request.actions, together=bool(request.round))
         again = await self._turns.take(actions, self._others, self._note)
         if again:

@@ -19,7 +19,7 @@ from opentinker.shared.types.trajectories import Picture, Span
 
 
 class EngineError(OpenTinkerError):
-    """This request could not be generated; others go on."""
+    """This request could not be generated; others continue."""
 
 
 class EngineLost(EngineError):

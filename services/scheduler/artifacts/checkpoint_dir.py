@@ -100,7 +100,7 @@ def second_names(directory: Path, manifest: Manifest, place: Path, link: Callabl
             raise
     with contextlib.suppress(FileNotFoundError, msgspec.MsgspecError):  # it is removed by now: we have it all
         if read_manifest(directory) != manifest:  # a trainer that resumed wrote the same step again
-            raise CorruptCheckpoint(0, "it was written anew just now")
+            raise CorruptCheckpoint(0, "it was written again just now")
     make_directories(place)
     write_durably(place / MANIFEST, msgspec.json.encode(manifest))
     for made in (*(path for path in place.rglob("*") if path.is_dir()), place, place.parent):

@@ -101,7 +101,11 @@ class ProcessLauncher:
             with suppress(FileNotFoundError):
                 since, pool = path.stat().st_mtime, Pool(path.stem.rsplit("-", 2)[-2])
                 late = time.time() - since > self.settings.launcher_start_s
-                found.append(Launched(path.stem, pool, "whoever started it did not live to say so" if late else ""))
+                found.append(
+                    Launched(
+                        path.stem, pool, "the scheduler that started it ended before it recorded that" if late else ""
+                    )
+                )
         self._held = held
         return found
 

@@ -84,7 +84,7 @@ def findings_on_time(seconds: Mapping[str, float], silent_s: Mapping[str, float]
             yield Finding(f"{100 * spent / whole:.0f} % of the time: {cause}", SLOW[cause])
     if seconds.get("nothing", 0.0) / whole < IDLE:
         return
-    idle = f"{100 * seconds['nothing'] / whole:.0f} % of the time nobody worked for the job"
+    idle = f"{100 * seconds['nothing'] / whole:.0f} % of the time no worker was busy with the job"
     silent = [f"{worker} for {since:.0f} s" for worker, since in sorted(silent_s.items()) if since >= SILENT_S]
     if silent:
         yield Finding(f"{idle}; silent: {', '.join(silent)}", "opentinker logs JOB --level warning")

@@ -189,7 +189,7 @@ async def _episode(client: EnvClient, spec: JobSpec, name: str) -> tuple[Check, 
         await client.close(worker=worker, session=session)
     if reply.failure is not None:
         return _bad(f"{reply.failure} after {plural(turns, 'turn')}: {error_sentence(reply.error)}"), messages
-    how = "and is done" if reply.done else "and goes on"
+    how = "and is done" if reply.done else "and continues"
     return check(
         "episode", f"begins with {plural(len(messages), 'message')}, {plural(turns, 'turn')}, reward {rewards:g}, {how}"
     ), messages

@@ -56,7 +56,7 @@ def _misfits(chosen: SourceCheckpoint, spec: JobSpec, base: str) -> list[str]:
     """Blocking. Why it cannot be served on this base."""
     if ADAPTER not in chosen.manifest.files:
         weights = any(name.endswith(".safetensors") and "/" not in name for name in chosen.manifest.files)
-        held = "full weights, which a job of their own serves (start.from)" if weights else "no weights"
+        held = "full weights, which a separate job serves (start.from)" if weights else "no weights"
         return [f"it is no adapter: it holds {held}"]
     theirs = chosen.job.spec["model"]
     if theirs["base"] != base:

@@ -144,7 +144,7 @@ async def _served(ctx: Context, check: EnvCheck, tenant: str) -> EnvCheckReply:
         except NoResponders:
             await sleep(POLL_S)
     name = check.name.removeprefix(SERVED)
-    problem = f"nobody serves it now: start `opentinker env serve module:Class --name {name}` and submit again"
+    problem = f"no process serves it now: start `opentinker env serve module:Class --name {name}` and submit again"
     return EnvCheckReply(errors=[{"field": "environment.name", "value": check.name, "problem": problem}])
 
 

@@ -201,7 +201,7 @@ class Cluster:
         served = name if name.startswith(SERVED) else ""
         shared = ([] if served else [Pool.ENV]) + ([Pool.REFERENCE] if is_scored(job.spec) else [])
         found = [NAMES[pool] for pool in shared if absent[pool]]
-        return found + ([f"whoever serves {served}"] if served and not self.serves(served, job.tenant) else [])
+        return found + ([f"a process that serves {served}"] if served and not self.serves(served, job.tenant) else [])
 
     def _is_worked_for(self, lease: Lease) -> bool:
         """Return whether a holder works for the job. A worker about to leave does not; but a trainer then saves, and a

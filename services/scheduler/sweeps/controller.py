@@ -77,6 +77,6 @@ class SweepController:
 
     async def _abandon(self, id: str, error: Exception) -> None:
         log.exception("sweep_failed", exc_info=error)
-        reason = f"it cannot go on: {type(error).__name__}: {error}"[:1000]
+        reason = f"it cannot continue: {type(error).__name__}: {error}"[:1000]
         with contextlib.suppress(NotFound, *AWAY):  # while a server is away, it is tried again
             await abandon(self.ctx, self._store, id, reason, self.leader)

@@ -186,7 +186,7 @@ def _confirm(found: list[JobSummary], yes: bool) -> None:
     if yes or not found:
         return
     if not sys.stdin.isatty():
-        raise UsageError("--all asks first: add --yes where nobody can answer")
+        raise UsageError("--all asks first: add --yes to skip the question")
     for job in found[:NAMES_SHOWN]:
         complain(f"{job['id']}  {job['state']}  {job['name']}")
     if len(found) > NAMES_SHOWN:

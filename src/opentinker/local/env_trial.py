@@ -70,8 +70,8 @@ async def look_at(name: str, config: dict[str, Any], *, episodes: int, seed: int
         running.append(len(below(os.getpid())))
     if random.getstate() != outside and not found.blocking:
         report.advice.append(
-            "it draws from the global random numbers, which other episodes of the process share: use a random.Random "
-            "of its own, made from row and seed"
+            "it draws from the global random numbers, which other episodes of the process share: use a separate "
+            "random.Random, made from row and seed"
         )
     played = (experts if has_expert else []) + guesses
     report.transcript = played[0].transcript()
@@ -148,7 +148,7 @@ def _judge(found: type[Environment], experts: list[Tried], guesses: list[Tried],
     if slowest > BLOCKING_S and not found.blocking:
         report.advice.append(
             f"a call took {1000 * slowest:.0f} ms: set `blocking = True` if it computes or waits without `await`, so "
-            "that it runs in a process of its own"
+            "that it runs in a separate process"
         )
     report.facts["guessing"] = f"reward {statistics.fmean(rewards):.3f} +- {statistics.pstdev(rewards):.3f}"
     report.facts["turns"] = f"{statistics.fmean(len(tried.turns) for tried in played):.1f} per episode"

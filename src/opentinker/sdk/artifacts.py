@@ -259,7 +259,7 @@ async def _fetch(http: Http, path: str, query: dict[str, str], part: _Part) -> M
             pass
     except ApiError as error:
         if error.status != 404 and part.size:
-            here = f"{part.size} bytes of it are here: the same again goes on from there"
+            here = f"{part.size} bytes were kept: run the same again to continue"
             raise type(error)(f"{error} {here}", error.status, error.problem) from None
         part.drop()
         raise

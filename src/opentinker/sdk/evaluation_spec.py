@@ -89,7 +89,7 @@ def _check_pools(id: str, seats: Mapping[str, Mapping[str, Any]]) -> None:
 
 def _check_swap(id: str, spec: Mapping[str, Any], policies: Sequence[str]) -> None:
     if len(policies) < 2:
-        raise ApiError(f"job {id} has one policy: there is none to exchange it with")
+        raise ApiError(f"job {id} has one policy: there is no other to exchange it with")
     if (spec.get("match") or {}).get("rotate"):
         raise ApiError(f"the policies of job {id} play every seat already (match.rotate): leave out the exchange")
 

@@ -235,7 +235,7 @@ class Http:
         """Raise ApiError for a refusal. `again`: the caller retries while the server is unavailable."""
         if response.headers.get("X-OpenTinker-Auth") == "off" and not self._said_open:
             self._said_open = True
-            self.tell(f"AUTH IS OFF at {self.url}: whoever reaches it is an operator")
+            self.tell(f"AUTH IS OFF at {self.url}: anyone who reaches it is an operator")
         if response.status < 400:
             return
         raw = await response.read() if raw is None else raw

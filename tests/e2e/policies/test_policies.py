@@ -127,7 +127,7 @@ async def test_bots_play_the_seats_that_the_job_gives_them(toys: Toys) -> None:
     assert len(kept) == 6 and all({view["seat"] for view in one["views"]} == {"first"} for one in kept)
     with pytest.raises(ApiError, match=r"seats\.third"):
         await cluster.submit(game(model, seats={"third": {"bot": "random"}}, **changes))
-    with pytest.raises(ApiError, match="nobody to play 'listener'"):
+    with pytest.raises(ApiError, match="no player to 'listener'"):
         await cluster.submit(game(model, policies={"a": {}}, seats={"speaker": "a"}))
 
 

@@ -122,7 +122,7 @@ async def test_the_published_programs_run_as_they_stand(system: System, tmp_path
         assert await ended(process) == 0, log.read_text()
     said = log.read_text()
     assert "step 6: reward " in said and "COMPLETED" in said.splitlines()[-1]
-    assert "settings that mean nothing here: ppo_mini_batch_size" in said
+    assert "settings without effect here: ppo_mini_batch_size" in said
     job = await system.client.job((await system.newest())["id"])
     assert (job["state"], job["step"], job["name"]) == ("succeeded", 6, "number game")
     assert job["spec"]["rollout"]["max_tokens"] == 4 and job["spec"]["algorithm"]["group_size"] == 4

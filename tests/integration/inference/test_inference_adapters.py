@@ -247,7 +247,7 @@ async def test_adapters_of_another_base_are_refused_together(client: AsyncClient
         ({"adapters": [("a", "j-0123456789@live")]}, "serving.adapters.0.from", "JOB@STEP or JOB@latest"),
         ({"adapters": [(f"a{n}", "best") for n in range(33)]}, "serving.adapters", "at most 32"),
         ({"adapters": [("a", "best")], "start": {"from": "j-0123456789@1"}}, "start.from", "as one of them"),
-        ({"adapters": [("a", "best")], "start": {"from": "j-0123456789@live"}}, "start.from", "job of its own"),
+        ({"adapters": [("a", "best")], "start": {"from": "j-0123456789@live"}}, "start.from", "a separate job"),
         ({"adapters": [], "model": {"base": "gpt2", "lora": {}}}, "model.lora", "or serving.adapters"),
     ],
 )

@@ -316,7 +316,7 @@ def test_the_published_game_ends_out_of_time_and_unsolved_alike(game: type[Any])
 def test_a_phone_of_the_published_game_has_one_episode(game: type[Any]) -> None:
     first, second, other = game(), game(), game(emulator_console_port=5558)
     first.reset(seed=1)
-    with pytest.raises(RuntimeError, match="console port 5556 is taken: give each game server a phone of its own"):
+    with pytest.raises(RuntimeError, match="console port 5556 is taken: give each game server a separate phone"):
         second.reset(seed=1)
     other.reset(seed=1)
     first.close()

@@ -541,7 +541,7 @@ async def test_submission_asks_who_serves_it(
                 lambda: ctx.store.job(record["id"]),
                 lambda job: job.waiting_for and "served" not in job.waiting_for and "env worker" not in job.waiting_for,
             )  # nobody to serve its environment; it lacks workers still
-        served = "whoever serves served:count"
+        served = "a process that serves served:count"
         await until(lambda: ctx.store.job(record["id"]), lambda job: served in job.waiting_for)
 
 

@@ -442,7 +442,7 @@ async def test_checkpoint_that_is_written_anew_meanwhile_is_not_mixed_with_the_o
     with monkeypatch.context() as patch:
         patch.setattr(os, "link", slow)
         problems = await refused(client, again)
-    assert "it was written anew just now; submit it again" in problems["start.from"]
+    assert "it was written again just now; submit it again" in problems["start.from"]
     await client.submit(again)
 
 

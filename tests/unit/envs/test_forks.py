@@ -146,7 +146,7 @@ async def test_what_cannot_be_is_refused() -> None:
         return reply.error
 
     assert "SimpleArms cannot fork" in await error(tree(0, "a"), f"{__name__}:SimpleArms")
-    assert "turn 0 goes on with candidate 1" in await error(tree(0, "1", chosen=1, seat="left"))
+    assert "turn 0 continues with candidate 1" in await error(tree(0, "1", chosen=1, seat="left"))
     assert "for seat 'left', not 'right'" in await error(tree(0, "1", seat="right"))
     assert "129 candidates; a turn has at most 128" in await error(tree(0, *["1"] * 129, seat="left"))
     wordy = f"{SAMPLES}:Wordy"

@@ -95,7 +95,7 @@ async def test_turns_and_rounds_may_follow_each_other() -> None:
         ("empty", "Wrong.open() names no seat in acting"),
         ("list", "Wrong.open(): acting must be a dict by seat, not list"),
         ("text", "Wrong.open(): acting['a'] must be a Prompt or a list of Message, not str"),
-        ("beside", "Wrong.open() gives acting and a seat or prompt beside it"),
+        ("beside", "Wrong.open() gives both acting and a seat or prompt"),
         ("silent", "open() gave no message for seat 'b'"),
         ("large", "open(), seat 'a', gave 300,"),
     ],

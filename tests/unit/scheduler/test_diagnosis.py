@@ -53,7 +53,7 @@ def test_many_overlapping_segments_leave_nothing_behind() -> None:
         ({"environment turns": 5.0, "training": 5.0}, {}, "50 % of the time: environment turns", "more env workers"),
         ({"nothing": 5.0, "training": 9.0}, {"a": 0.5, "b": 40.0}, "silent: b for 40 s", "opentinker logs"),
         ({"nothing": 5.0}, {}, "no worker holds it (starting)", "what it waits for"),
-        ({"nothing": 5.0, "training": 9.0}, {"a": 0.5}, "36 % of the time nobody worked", "larger batches"),
+        ({"nothing": 5.0, "training": 9.0}, {"a": 0.5}, "36 % of the time no worker was busy", "larger batches"),
     ],
 )
 def test_time_has_words(seconds: dict[str, float], silent: dict[str, float], what: str, advice: str) -> None:

@@ -43,7 +43,7 @@ def test_a_file_and_the_environment_say_the_same(tmp_path: Path) -> None:
         ({"oidc_issuer": "https://id.example?x=1"}, "must be https://HOST"),
         ({"oidc_issuer": ""}, "oidc_issuer names no provider"),
         ({"oidc_client_id": ""}, "needs oidc_client_id"),
-        ({"oidc_groups": {}}, "without one nobody has a role"),
+        ({"oidc_groups": {}}, "without it no user has a role"),
         ({"public_url": ""}, "needs public_url = https://"),
         ({"public_url": "http://tinker.example"}, "needs public_url = https://"),
         ({"auth": False}, "auth = false"),

@@ -56,7 +56,7 @@ def test_an_index_names_files_beside_it(model: Path, file: object) -> None:
     (model / "model.safetensors.index.json").write_bytes(orjson.dumps({"weight_map": {"w": "model.safetensors"}}))
     assert unsafe_weights_in(model) is None
     (model / "model.safetensors.index.json").write_bytes(orjson.dumps({"weight_map": {"w": file}}))
-    assert "is no safetensors file beside it" in str(unsafe_weights_in(model))
+    assert "is not a safetensors file next to it" in str(unsafe_weights_in(model))
 
 
 @pytest.mark.parametrize("text", [b"{", b"\xff", b'{"a": NaN}'])

@@ -97,7 +97,7 @@ async def _nats(place: Place) -> list[Check]:
     finally:
         await client.close()
     if forgetful:
-        hint = "remove them while no job runs: the scheduler makes them anew, on disk"
+        hint = "remove them while no job runs: the scheduler creates them again, on disk"
         return [*found, check("JetStream", f"kept in memory alone: {', '.join(forgetful)}", "bad", hint)]
     if missing:
         return [*found, check("JetStream", f"no {', '.join(missing)}", "note", "the scheduler makes them as it starts")]

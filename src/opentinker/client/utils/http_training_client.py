@@ -190,13 +190,13 @@ class ServiceClient:
                 for note in settings.notes:
                     say(note)
                 if unused := settings.unused():
-                    say(f"settings that mean nothing here: {', '.join(unused)}")
+                    say(f"settings without effect here: {', '.join(unused)}")
                 attached = str(client.submit(spec)["id"])
             self._submission.job = attached
             if verbose:
                 say(
-                    f"job {attached} on {self.url}; if this process dies, go on with {ATTACH}={attached}, or end it: "
-                    f"opentinker cancel {attached}"
+                    f"job {attached} on {self.url}; if this process dies, continue with {ATTACH}={attached}, or end "
+                    f"it: opentinker cancel {attached}"
                 )
             return _follow(client, attached, verbose, game_stats_client, max(1, game_stats_log_freq))
 

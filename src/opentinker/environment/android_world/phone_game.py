@@ -136,7 +136,7 @@ class AndroidWorldGame(AbstractGame):
         self._lease = leases.take(f"emulator:{console}", leases.home())
         if self._lease is None:
             raise PhoneTaken(
-                f"the phone at console port {console} is taken: give each game server a phone of its own, and set "
+                f"the phone at console port {console} is taken: give each game server a separate phone, and set "
                 "bind_worker_to_endpoint"
             )
         if self._ports not in self._devices:

@@ -159,10 +159,10 @@ async def test_a_fault_ends_its_sweep_and_no_other(http: Http, ctx: Context, mon
     value = curves.History.value
     monkeypatch.setattr(curves.History, "value", fault)
     over = await ends(http, sweep)
-    assert (over["state"], over["reason"]) == ("failed", "it cannot go on: OverflowError: too large")
+    assert (over["state"], over["reason"]) == ("failed", "it cannot continue: OverflowError: too large")
     for job in jobs:
         ended = await until(partial(ctx.store.job, job["id"]), lambda job: job.state.final)
-        assert ended.reason == f"sweep {sweep} failed: it cannot go on: OverflowError: too large"
+        assert ended.reason == f"sweep {sweep} failed: it cannot continue: OverflowError: too large"
     monkeypatch.setattr(curves.History, "value", value)
     other = await submitted(http)
     assert (await play_all(ctx, http, other, lambda spec: [skill(spec)]))["state"] == "succeeded"
@@ -183,7 +183,7 @@ async def test_a_sweep_that_cannot_be_read_ends_and_its_jobs_are_cancelled(
         await ctx.store.redis.hset(f"sweep:{sweep}", "progress", b"[]")
     async with another_leader(new_context, ctx, http) as (second, _):
         ended = await until(lambda: second.store.job(job["id"]), lambda job: job.state.final)
-        assert "it cannot go on: ValidationError" in ended.reason
+        assert "it cannot continue: ValidationError" in ended.reason
         await until(lambda: second.store.redis.smembers("sweeps:active"), lambda active: not active)
         assert await second.store.redis.hget(f"sweep:{sweep}", "state") == "failed"
 
