@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 
-from playwright.async_api import expect
+from playwright.async_api import Locator, TimeoutError, expect
 
+from tests.conftest import until
 from tests.e2e.page.conftest import IN_BROWSER, Open, Tab
 from tests.support.api import Http
 from tests.support.factories import make_spec
@@ -24,6 +26,20 @@ async def paste(tab: Tab, text: str) -> None:
     content = tab.page.locator(".cm-content")
     await content.press("Control+a")
     await content.evaluate(PASTE, text)
+
+
+async def hovered(tab: Tab, text: Locator, tooltip: Locator) -> None:
+    """Point at a text until its tooltip is there. The editor closes tooltips when it checks the document once more, and
+    opens none for a pointer that stays where it is."""
+
+    async def shown() -> bool:
+        await tab.page.mouse.move(0, 0)
+        await text.hover()
+        with contextlib.suppress(TimeoutError):
+            await tooltip.wait_for(timeout=2000)
+        return await tooltip.is_visible()
+
+    await until(shown)
 
 
 async def test_a_job_is_cloned_looked_at_submitted_paused_and_cancelled(opened: Open, http: Http) -> None:
@@ -73,8 +89,7 @@ async def test_the_editor_knows_the_spec(opened: Open, http: Http) -> None:
     await expect(mark.first).to_be_visible()
     line = tab.page.locator(".cm-lintRange-error", has_text="stpes")
     await expect(line).to_be_visible()
-    await line.hover()
-    await expect(tab.page.locator(".cm-diagnostic", has_text="did you mean")).to_be_visible()
+    await hovered(tab, line, tab.page.locator(".cm-diagnostic", has_text="did you mean"))
     await paste(tab, 'name = "x"\n[train]\n')
     await tab.page.keyboard.press("Control+End")
     await tab.page.keyboard.type("warm")
@@ -83,8 +98,8 @@ async def test_the_editor_knows_the_spec(opened: Open, http: Http) -> None:
     await option.click()
     await tab.page.keyboard.type(" = 5")
     await expect(spec).to_contain_text("warmup_steps = 5")
-    await tab.page.locator(".cm-line", has_text="warmup_steps").get_by_text("warmup_steps").hover()
-    await expect(tab.page.locator(".cm-hint", has_text="train.warmup_steps")).to_be_visible()
+    setting = tab.page.locator(".cm-line", has_text="warmup_steps").get_by_text("warmup_steps")
+    await hovered(tab, setting, tab.page.locator(".cm-hint", has_text="train.warmup_steps"))
 
 
 async def test_a_template_is_changed_in_the_form_and_looked_at_by_the_queue(opened: Open, http: Http) -> None:
