@@ -74,7 +74,7 @@ async def answers(engine: Engine, base: Path, name: str) -> list[Completion]:
 
 
 def worst(plain: Plain, said: list[Completion]) -> float:
-    """Return how far the logprobs of the engine are from those of transformers."""
+    """Return the largest difference between the engine's logprobs and those of transformers."""
     rows = zip([*CHATS, CHATS[0]], said, strict=True)
     return max(
         float((torch.tensor(done.logprobs) - torch.from_numpy(plain.logprobs(chat, done.ids))).abs().max())

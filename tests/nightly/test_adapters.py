@@ -1,4 +1,4 @@
-"""What the adapters of environment libraries have in common, and that an env worker plays them like any other."""
+"""All adapters of environment libraries, and an env worker that plays them like other environments."""
 
 from __future__ import annotations
 

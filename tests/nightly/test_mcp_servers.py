@@ -33,7 +33,7 @@ TIMEOUT_S = 60.0
 
 @pytest.fixture(scope="module")
 def commands(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """How each server is started, by its name, once it is installed."""
+    """Install the servers and return the command of each."""
     venv, uv = tmp_path_factory.mktemp("mcp") / "venv", str(find_uv_bin())
     subprocess.run([uv, "venv", "--quiet", "--no-project", "--python", sys.executable, str(venv)], check=True)
     python = str(venv / "bin" / "python")

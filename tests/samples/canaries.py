@@ -33,7 +33,7 @@ def _read(path: Path) -> bytes:
 
 
 def found(cluster: Cluster, secrets: Iterable[str], told: Iterable[tuple[str, str]]) -> tuple[list[str], int]:
-    """Where a secret is, and how many places were looked at. `told`: what answers said."""
+    """Return the places of a secret, and the number of places searched. `told`: texts of answers."""
     texts = [*_texts(cluster), *((place, text.encode()) for place, text in told)]
     canaries = [secret.encode() for secret in secrets]
     return [place for place, text in texts if any(canary in text for canary in canaries)], len(texts)

@@ -20,7 +20,7 @@ def nested(levels: int) -> dict[str, Any]:
 
 
 def listed(how: str) -> dict[str, Any]:
-    """What it answers to tools/list."""
+    """Return the answer to tools/list."""
     lists: dict[str, dict[str, Any]] = {
         "many tools": {"tools": [{**TOOL, "name": f"ask{number}"} for number in range(65)]},
         "endless pages": {"tools": [], "nextCursor": "more"},

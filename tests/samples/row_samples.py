@@ -1,4 +1,4 @@
-"""What the tests of sft and dpo learn from: a tiny model that chats, specs, and rows."""
+"""Samples for the tests of sft and dpo: a tiny model that chats, specs, and rows."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def action(text: str, turn: int = 0, stop: StopReason = StopReason.EOS, **change
 
 
 async def play(talk: Talk, *answers: str | Action) -> tuple[Any, list[Opening | Step]]:
-    """What the agent's function gives, and all that the policy was asked."""
+    """Return the result of the agent's function, and all prompts of the policy."""
     environment = Scripted(talk)
     asked: list[Opening | Step] = []
     try:

@@ -1,4 +1,4 @@
-"""What the trainer's tests learn from: specs, random groups, and a sampler that stands in for the rollout worker."""
+"""Samples for the trainer's tests: specs, random groups, and a sampler in the place of the rollout worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs on this machine, and which addresses a process and its descendants listen on, by /proc."""
+"""Reads from /proc which processes run, and on which addresses a process and its descendants listen."""
 
 from __future__ import annotations
 

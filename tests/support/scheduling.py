@@ -123,7 +123,7 @@ class FakeWorker:
         return await self.store.lease(self.info.id)
 
     async def die(self) -> None:
-        """As after kill -9 and the time in which a heartbeat runs out."""
+        """Act as if the process was killed and its heartbeat has expired."""
         await self.stop()
         await self.store.redis.delete(f"worker:{self.info.id}")
 

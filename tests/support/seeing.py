@@ -1,4 +1,4 @@
-"""What tests of models that see share: pictures, conversations with them, and what transformers makes of both."""
+"""Helpers for tests of vision models: pictures, conversations with them, and their rendering by transformers."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ async def submitted(http: Http, **table: Any) -> str:
 async def play(
     ctx: Context, job: str, curve: list[float], state: JobState = JobState.SUCCEEDED, first: int = 1
 ) -> None:
-    """What a trainer would do: report a point per step, and end."""
+    """Act as a trainer: report a point per step, and end."""
     if state is JobState.RUNNING:
         await ctx.store.transition(job, state)
     for step, value in enumerate(curve, first):

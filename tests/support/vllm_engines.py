@@ -1,4 +1,5 @@
-"""What tests of the vLLM engine share: small models, the trainer's side of a swap, and what transformers says."""
+"""Helpers for tests of the vLLM engine: small models, the trainer's side of a swap, and reference values of
+transformers."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def _print_version(shown: bool) -> None:
 
 def root(
     version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print it.")
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version.")
     ] = False,
 ) -> None:
     """Reinforcement learning as a service for LLM agents."""

@@ -1,4 +1,4 @@
-"""What has ended since somebody last looked is told when they come back."""
+"""The page reports what has ended since the user last looked."""
 
 from __future__ import annotations
 

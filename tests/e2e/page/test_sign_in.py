@@ -1,4 +1,4 @@
-"""Who may look at the page in a real browser: keys, servers without keys, viewers."""
+"""Access to the page in a real browser: keys, servers without keys, viewers."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ async def ended(process: asyncio.subprocess.Process) -> tuple[int, str]:
 
 
 async def said_by(process: asyncio.subprocess.Process, sign: str) -> str:
-    """What it has printed up to the line with this sign."""
+    """Return the output up to the line with this sign."""
     assert process.stdout is not None
     lines: list[str] = []
     while not lines or sign not in lines[-1]:

@@ -1,4 +1,4 @@
-"""What the published game servers ask of their games: constructor arguments, retries, programs on a sandbox server."""
+"""The published game servers: constructor arguments of their games, retries, programs on a sandbox server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may be reached by a URL that a job names: judged by the address that is connected to, whatever the name says."""
+"""URLs in a job may lead only to allowed addresses: the address that is connected to decides, whatever its name."""
 
 from __future__ import annotations
 

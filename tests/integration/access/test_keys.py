@@ -1,4 +1,4 @@
-"""Who may ask the API: keys, from `opentinker up` to the client; what they open, and when they no longer do."""
+"""Keys from `opentinker up` to the client: the access that they give, and its end."""
 
 from __future__ import annotations
 

@@ -70,7 +70,8 @@ class Things:
     play: str
 
     def of(self, route: Route) -> dict[str, str]:
-        """What stands in the places of the route's path. Raises KeyError for a place that this file does not know."""
+        """Return the values for the places in the route's path. Raises KeyError for a place that this file does not
+        know."""
         family = route.path.split("/")[2]
         return {place: str(getattr(self, name, name)) for place, name in PLACES.get(family, {}).items()}
 
@@ -150,7 +151,7 @@ class Who:
 
 
 def documented() -> dict[Role, frozenset[str]]:
-    """What each role may, as docs/keys.md says it."""
+    """Return the actions of each role according to docs/keys.md."""
     lines = (ROOT / "docs" / "keys.md").read_text().splitlines()
     head = next(line for line in lines if line.startswith("| | viewer"))
     roles = [Role(name.strip()) for name in head.strip("|").split("|")[1:]]

@@ -1,4 +1,4 @@
-"""What one client may take of the HTTP server, and what no honest client sends."""
+"""Limits of the HTTP server for one client, and requests that no honest client sends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `opentinker up` prints on a terminal, and what where there is none."""
+"""The output of `opentinker up`, on a terminal and without one."""
 
 from __future__ import annotations
 

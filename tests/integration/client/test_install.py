@@ -1,4 +1,4 @@
-"""What `pip install opentinker` brings, and what works with it."""
+"""The packages of `pip install opentinker`, and the features that work with them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a job is doing, in words; what a cluster is doing, at a glance; and JSON of every command."""
+"""Summaries of a job and of a cluster in words, and JSON of every command."""
 
 from __future__ import annotations
 

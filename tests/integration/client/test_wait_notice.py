@@ -1,4 +1,4 @@
-"""Who waits for a server is told so, with its URL, before anything else is known; what may not be done twice is not."""
+"""A client that waits for a server says so early, with the URL; calls that may not be repeated fail instead."""
 
 from __future__ import annotations
 

@@ -448,7 +448,7 @@ class Blocking(Environment):
 
 
 async def drawn(rows: list[int]) -> list[list[str]]:
-    """What each session has drawn; they are played side by side."""
+    """Return the draws of each session; they are played side by side."""
     stage = InProcessServer(Shuffled, 4)
 
     async def one(row: int) -> list[str]:

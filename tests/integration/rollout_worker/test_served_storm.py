@@ -47,7 +47,7 @@ async def made(ctx: Context, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[t
 
 
 def left(gateway: Gateway) -> list[str]:
-    """What the scheduler listens to for processes that serve, and the processes that it knows."""
+    """Return the subscriptions of the scheduler for serving processes, and the processes that it knows."""
     subjects = [sub.subject for sub in gateway.ctx.bus.nc._subs.values()]
     mine = [subject for subject in subjects if subject.startswith(("env.served.", "env.step.", "env.close."))]
     return [*mine, *gateway._served]

@@ -1,4 +1,4 @@
-"""What the client returns is what its types say: answers of a scheduler are held against shared/api_types."""
+"""Answers of a scheduler match the types in shared/api_types."""
 
 from __future__ import annotations
 

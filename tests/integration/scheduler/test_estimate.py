@@ -1,4 +1,4 @@
-"""What a spec would take, by a job like it."""
+"""Estimates of the needs of a spec, from a similar job."""
 
 from __future__ import annotations
 

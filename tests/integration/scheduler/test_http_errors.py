@@ -1,4 +1,4 @@
-"""What is answered where something is wrong, and where nobody foresaw it."""
+"""HTTP answers to mistakes, and to unforeseen failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What jobs cost is counted once, whoever dies and whatever is said twice."""
+"""Usage of jobs is counted once, whichever process dies and however often a message arrives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `opentinker doctor` says of servers and of files with secrets."""
+"""Findings of `opentinker doctor` on servers and on files with secrets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What other tools are told of us: the AsyncAPI document, subscribers to copy, Prometheus and Grafana."""
+"""Interfaces for other tools: the AsyncAPI document, example subscribers, Prometheus and Grafana."""
 
 from __future__ import annotations
 

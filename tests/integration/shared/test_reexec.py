@@ -1,4 +1,4 @@
-"""What cannot be interrupted and nobody wants: the worker's process begins anew in its place, and leaves nothing."""
+"""A worker with a call that cannot be interrupted re-executes itself and leaves nothing behind."""
 
 from __future__ import annotations
 

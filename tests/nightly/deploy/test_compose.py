@@ -1,4 +1,4 @@
-"""What stands in docker-compose.yml, in what is laid over it, and in the locks of its images."""
+"""docker-compose.yml, its overlays, and the locks of its images."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class Project:
         await self.docker("exec", container, "sh", "-c", CHILD_OF_INIT)
 
     async def refuses(self, service: str, *words: str) -> str:
-        """What a command that fails in its container says."""
+        """Return the output of a command that fails in its container."""
         (container, *_) = await self.containers(service)
         done = await self._done("docker", "exec", container, *words)
         assert done.returncode != 0, f"{service} may: {' '.join(words)}"
@@ -88,7 +88,7 @@ class Project:
         return str(found.get("Gateway") or next(ip_network(found["Subnet"]).hosts()))
 
     async def memory(self) -> str:
-        """What each container uses."""
+        """Return the memory that each container uses."""
         running = (await self.compose("ps", "-q")).split()
         said = await self.docker("stats", "--no-stream", "--format", "{{.Name}} {{.MemUsage}}", *running)
         return ", ".join(line.removeprefix(f"{self.name}-").split(" / ")[0] for line in sorted(said.splitlines()))

@@ -45,7 +45,7 @@ class UnsyncedDisk:
                 self._contents[status.st_ino] = file.read()
 
     def cut(self, root: Path, into: Path, how: Cut) -> None:
-        """What is left of `root`, which itself was there before."""
+        """Return what is left of `root`, which itself existed before."""
         into.mkdir(mode=root.stat().st_mode & 0o777)
         synced = self._names.get(root.stat().st_ino, {})
         for path in root.iterdir():

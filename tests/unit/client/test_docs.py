@@ -1,4 +1,4 @@
-"""What a newcomer is told to type and to open is there, and every example is a job that would be accepted."""
+"""Commands and files named in the documentation exist, and every example is a job that would be accepted."""
 
 from __future__ import annotations
 

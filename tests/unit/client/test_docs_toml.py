@@ -101,7 +101,7 @@ def over(least: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def accepted(told: dict[str, Any], folder: Path) -> str:
-    """What it is. Raises SpecError, ValidationError: it is wrong."""
+    """Return what it is. Raises SpecError, ValidationError: it is wrong."""
     if told.keys() <= Settings.model_fields.keys():
         Settings.model_validate(told)
         return "settings"

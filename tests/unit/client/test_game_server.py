@@ -1,4 +1,4 @@
-"""What a game server keeps, and how it ends: games that nobody plays, its limit, numbers of games left early."""
+"""Game servers: idle games, the limit of games, numbers of games left early."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the terminal shows: series by step, charts, plain lines in a pipe, and the live view drawn once."""
+"""The live view in the terminal: series by step, charts, plain lines in a pipe, each line drawn once."""
 
 from __future__ import annotations
 

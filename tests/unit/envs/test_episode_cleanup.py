@@ -1,4 +1,5 @@
-"""What an environment has started ends with its episode, and with its child process even if the keeper was stopped."""
+"""Everything that an environment has started ends with its episode, and with its child process even if the keeper was
+stopped."""
 
 from __future__ import annotations
 

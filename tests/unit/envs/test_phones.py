@@ -1,4 +1,4 @@
-"""What is common to phones: actions as JSON, screens as text, contexts, leases; and tasks of the page without it."""
+"""Phones: actions as JSON, screens as text, contexts, leases; and tasks of the page without it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What forces a call or a format: each tool format's own calls fit it, and nothing else does."""
+"""Guides for forced calls and formats accept the calls of each tool format, and nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which episodes of an evaluation are kept word by word: the first ones, and some of each outcome."""
+"""Evaluations keep full transcripts of the first episodes, and of some of each outcome."""
 
 from __future__ import annotations
 

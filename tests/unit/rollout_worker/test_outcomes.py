@@ -1,4 +1,4 @@
-"""Who won an episode of an evaluation, and how the weights of a policy are rated by such episodes."""
+"""Winners of evaluation episodes, and ratings of the weights of a policy by such episodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model says, read as calls of tools in the formats of four families; and what follows its calls in a prompt."""
+"""Tool calls in the formats of four families of models: parsing, and the prompt that follows them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a job's time went, and what is said about it."""
+"""The breakdown of a job's time, and the findings about it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who gets which worker: single rules, and a cluster on a fake clock in which anything may happen."""
+"""Placement: single rules, and a cluster on a fake clock in which anything may happen."""
 
 from __future__ import annotations
 

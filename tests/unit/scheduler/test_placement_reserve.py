@@ -1,4 +1,4 @@
-"""Who waits behind a large job that workers are kept for: it interrupts no more than it needs, and starves nobody."""
+"""A large job with reserved workers preempts no more than it needs, and starves no other job."""
 
 from __future__ import annotations
 

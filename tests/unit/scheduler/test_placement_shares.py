@@ -55,7 +55,7 @@ class Saturated(Model):
         return max(1, sum(worker.alive for worker in self.workers.values() if worker.pool == pool))
 
     def shares(self) -> tuple[dict[str, float], dict[str, float]]:
-        """What each had, and what it is due by its weight of what all of them had."""
+        """Return the share of each tenant, and the share due to it by its weight."""
         for number in range(900):
             self.event()
             self.look()

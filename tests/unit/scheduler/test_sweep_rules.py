@@ -1,4 +1,4 @@
-"""What a trial is worth, when it is stopped early, and what is tried next."""
+"""Sweeps: the value of a trial, early stopping, and the choice of the next trial."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who beats still, by the watcher's own clock."""
+"""Detection of dead workers by the watcher's own clock."""
 
 from __future__ import annotations
 

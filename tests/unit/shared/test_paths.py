@@ -1,4 +1,4 @@
-"""What the text for a model or a data set means: one rule for both."""
+"""The rule by which the text for a model or a data set is a path or a hub id."""
 
 from __future__ import annotations
 

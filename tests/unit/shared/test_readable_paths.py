@@ -1,4 +1,4 @@
-"""Which places on a machine no job may name, however it spells them, and what is asked again when a file is opened."""
+"""Places on a machine that no job may name, however it spells them, and the second check when a file is opened."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How rows were played: one line per step, of one lineage, in a file of bounded size."""
+"""The row log: one line per step, of one lineage, in a file of bounded size."""
 
 from __future__ import annotations
 

@@ -14,7 +14,8 @@ from opentinker.shared.sandbox import seccomp
 
 
 def verdict(machine: str, number: int, *arguments: int, architecture: int | None = None) -> int:
-    """What the kernel makes of a call: the filter's program, run. The upper half of every argument is set."""
+    """Return the kernel's verdict on a call, by running the filter's program. The upper half of every argument is
+    set."""
     audited = seccomp.AUDIT_ARCH[machine] if architecture is None else architecture
     given = [0xFFFFFFFF00000000 | argument for argument in (*arguments, *[0] * (6 - len(arguments)))]
     data = struct.pack("=IIQ6Q", number, audited, 0, *given)

@@ -1,4 +1,4 @@
-"""What the nouns promise of themselves."""
+"""Invariants of the shared types."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What several policies of one job have in common in their trainer."""
+"""Progress that the policies of one job share in their trainer."""
 
 from __future__ import annotations
 

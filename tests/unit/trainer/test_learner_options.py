@@ -30,7 +30,8 @@ def weights(learner: RlLearner) -> list[torch.Tensor]:
 
 
 def kept_bytes(learner: RlLearner) -> int:
-    """What autograd keeps between the forward and the backward pass of one micro-batch, the weights apart."""
+    """Return the bytes that autograd keeps between the forward and the backward pass of one micro-batch, without the
+    weights."""
     own = {p.untyped_storage().data_ptr() for p in learner.model.parameters()}
     kept: dict[int, int] = {}
 

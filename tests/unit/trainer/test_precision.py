@@ -1,4 +1,4 @@
-"""What a run says of its numbers, step after step: rounding in float32, flat without learning, an alarm on a slope."""
+"""Metrics of a run, step after step: rounding in float32, flat without learning, an alarm on a slope."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a batch cannot fill up, the trainer says why."""
+"""The trainer reports the reason when a batch cannot fill up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What jobs leave: kept in a directory or an object store, read in ranges, fetched again from where it broke off."""
+"""Artifacts: kept in a directory or an object store, read in ranges, fetched again from where it broke off."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a sweep survives: schedulers that die at the worst moment, faults of its own, references that are away."""
+"""Sweeps survive schedulers that die at the worst moment, faults of their own, and unavailable references."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many sessions an env worker takes, who waits in line, and how it drains."""
+"""Limits of sessions of an env worker, its waiting line, and its drain."""
 
 from __future__ import annotations
 

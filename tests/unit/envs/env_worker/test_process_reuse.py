@@ -1,4 +1,4 @@
-"""When a child process is replaced, and how much of a worker an environment takes."""
+"""Replacement of child processes, and the share of a worker that one environment may take."""
 
 from __future__ import annotations
 

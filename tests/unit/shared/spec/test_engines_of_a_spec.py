@@ -1,4 +1,4 @@
-"""Which policies and frozen checkpoints of a job share an engine."""
+"""Sharing of engines between policies and frozen checkpoints of a job."""
 
 from __future__ import annotations
 
