@@ -52,7 +52,7 @@ class Result(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     components: dict[str, float] = {}
     """Named parts of `reward`, plotted as separate curves."""
     metrics: dict[str, float] = {}
-    """As in Step."""
+    """See Step."""
 
 
 class AgentEnvironment(Environment):

@@ -138,7 +138,7 @@ class Opening(Prompt, kw_only=True):
     seat: str = ""
     """The seat that acts first."""
     acting: Acting | None = None
-    """As in Step."""
+    """See Step."""
 
 
 class Step(Prompt, kw_only=True):

@@ -33,7 +33,7 @@ class GroupRole(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     tenant: Annotated[str, Field(pattern=f"^{TENANT.pattern}$")]
-    """Whose jobs its users see and make."""
+    """Tenant whose jobs its users see and make."""
     role: Role
     """viewer, member, admin; operator only in tenant default."""
 
@@ -80,7 +80,7 @@ class LoginSettings(BaseModel):
     environment variable the same as JSON. The first group in this order that a user is in decides the tenant, and the
     highest role of the user's groups there counts. `*` is everyone whom the provider lets in."""
     oidc_contact: Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]{0,200}$")] = ""
-    """Whom a user without a role may ask, e.g. an e-mail address. Default: the operator of this server."""
+    """Contact for users without a role, e.g. an e-mail address. Default: the operator of this server."""
 
     @field_validator("http_proxies", mode="before")
     @classmethod

@@ -38,7 +38,7 @@ class Ors(UrlRemote):
         environment: Annotated[str, Field(pattern=NAME)] = ""
         """Name of the environment; default: the server's first."""
         split: Annotated[str, Field(min_length=1, max_length=200)] = "train"
-        """Whose tasks are played: the row of an episode, modulo their number, selects one."""
+        """Split whose tasks are played: the row of an episode, modulo their number, selects one."""
         instruction: str = ""
         """First message to the policy, before the task's prompt."""
 

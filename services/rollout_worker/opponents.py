@@ -46,7 +46,7 @@ class PoolEngine:
         change of the weights."""
         self._policy, self._pool, self._root, self._report = policy, pool, root, loaded
         self._member = ""
-        """Whose weights the engine has; empty: it is unknown."""
+        """Player whose weights the engine has; empty: it is unknown."""
         self._players = 0
         self._loading = False
         self._waiting: list[_Waiting] = []

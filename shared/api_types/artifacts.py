@@ -39,7 +39,7 @@ class Evaluation(TypedDict):
     """The eval job; during training, the job itself."""
     name: str
     policy: str
-    """Whose checkpoint, of a job with several policies; otherwise empty."""
+    """Policy of the checkpoint, of a job with several policies; otherwise empty."""
     step: int
     """Step of the checkpoint."""
     state: str

@@ -54,7 +54,7 @@ class SeenTokens(TypedDict):
     stream: str
     tokens: Tokens
     policy: NotRequired[str]
-    """Who played the seat, as in View."""
+    """Player of the seat, as in View."""
 
 
 class Estimate(TypedDict):
@@ -81,9 +81,9 @@ class Transcript(TypedDict):
 
     index: int
     state: NotRequired[int]
-    """Which beginning it has, where each is played several times."""
+    """Number of its start state, where each is played several times."""
     sample: NotRequired[int]
-    """Which time it is."""
+    """Number of this play of the start state."""
     row: NotRequired[int]
     """Number of its row in the data set, as `GET /v1/jobs/{id}/rows` has it."""
     opponent: NotRequired[str]
@@ -123,9 +123,9 @@ class View(TypedDict):
 
     seat: str
     stream: str
-    """Which of the seat's contexts."""
+    """Context of the seat, by name."""
     policy: NotRequired[str]
-    """Who played the seat: one of several policies, a checkpoint (`JOB@STEP`) or a model behind a URL (`MODEL@URL`);
+    """Player of the seat: one of several policies, a checkpoint (`JOB@STEP`) or a model behind a URL (`MODEL@URL`);
     empty: the policy of a job that has one."""
     reward: float
     messages: list[Shown]

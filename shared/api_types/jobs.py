@@ -109,7 +109,7 @@ class KeptArtifacts(TypedDict):
     """Artifacts that the job keeps."""
 
     rule: str
-    """Which artifacts are kept, and for how long."""
+    """Artifacts that are kept, and for how long."""
     bytes: int
     expires: float | None
     published: list[str]

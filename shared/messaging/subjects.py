@@ -113,7 +113,7 @@ ROLLOUTS = Subject("rollouts.{job}", KeptStep, json=True, by=(TRAINER,), shown="
 TIMELINE = Subject(
     "timeline.{job}.{worker}", TimelinePart, json=True, by=(TRAINER, ROLLOUT, REFERENCE, ENV), shown="timeline"
 )
-"""Who works for a job -> dashboards: what it was busy with, at most once a second. Live and as history."""
+"""Workers of a job -> dashboards: their activity, at most once a second. Live and as history."""
 WAKE = Subject("wake.{who}", dict, json=True, by=(SCHEDULER, TRAINER, ROLLOUT), to=(SCHEDULER, TRAINER, ROLLOUT))
 """Any process -> a loop that sleeps: run a round now. A hint; every loop also polls."""
 

@@ -28,7 +28,7 @@ class GenerateRequest(Question, frozen=True, kw_only=True):
     """The scheduler that waits for the answer."""
     job: str
     model: str
-    """Which of the job's models: the first of `names_of`, or the name of one of its adapters."""
+    """One of the job's models: the first of `names_of`, or the name of one of its adapters."""
     manner: SamplingParams = SamplingParams()
     tokens: bool = False
     """The sampled tokens are wanted as text, one by one."""

@@ -153,7 +153,7 @@ class JobSpec(SpecPart):
     """Policies that learn in one game, by name. Each has separate weights, optimizer, metrics and checkpoints. Without
     this table the job has one policy, which plays every seat that [seats] leaves to it. See docs/policies.md."""
     seats: Annotated[dict[SeatName, SeatSpec], Field(max_length=MAX_SEATS)] = {}
-    """Who plays which seat of the environment, by name or pattern (`player_*`): `white = "NAME"` for one of [policies],
+    """Players of the seats of the environment, by name or pattern (`player_*`): `white = "NAME"` for one of [policies],
     `white = { bot = "NAME" }` for a scripted player of the environment, `white = { frozen = "JOB@STEP" }` for a
     checkpoint, `white = { url = "https://...", model = "NAME" }` for a model behind a URL, `white = { pool = "NAME" }`
     for one of [pools]. A seat's own name counts before patterns."""
@@ -186,7 +186,7 @@ class JobSpec(SpecPart):
     """Recipients of a message when the job ends, raises an alarm or reaches a target; see docs/notifications.md."""
     resources: ResourceSpec = ResourceSpec()
     artifacts: ArtifactSpec = ArtifactSpec()
-    """Which artifacts are kept, and for how long."""
+    """Artifacts that are kept, and for how long."""
 
     STAND_INS: ClassVar[dict[str, Any]] = {
         "name": "x",

@@ -30,7 +30,7 @@ class PoolSpec(SpecPart):
     """Past versions of a policy as opponents."""
 
     policy: PoolName | None = None
-    """Whose versions enter: one of [policies]. Not given in a job without them."""
+    """Policy whose versions enter: one of [policies]. Not given in a job without them."""
     every: Steps
     """Steps of the policy between two candidates."""
     keep: Annotated[int, Field(ge=1, le=MAX_MEMBERS)] = 10

@@ -26,7 +26,7 @@ class Rule(NamedTuple):
     """The settings of a schedule."""
 
     gate: Gate = "all"
-    """Which policies must have room for a match; see `shared/state/staleness.py`."""
+    """Policies that must have room for a match; see `shared/state/staleness.py`."""
     together: bool = False
     """A new version becomes visible when all policies have made theirs."""
     turn: int = 0

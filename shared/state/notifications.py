@@ -24,7 +24,7 @@ from opentinker.shared.state.redis_script import read_hashes
 from opentinker.shared.types import codec
 
 PREFIX = "whsec_"
-"""As of https://www.standardwebhooks.com."""
+"""Defined by https://www.standardwebhooks.com."""
 SECRET_BYTES = 32
 HOUR_S = 3600
 

@@ -34,7 +34,7 @@ class Play(msgspec.Struct, frozen=True, kw_only=True):
     together: bool
     """Whether the seats of `seats` act at the same time."""
     seats: list[str]
-    """Who acts next, in order."""
+    """Seats that act next, in order."""
     turn: int = 0
     """Number of the next turn."""
 

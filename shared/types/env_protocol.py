@@ -86,7 +86,7 @@ class SeatAction(msgspec.Struct, frozen=True, kw_only=True):
     """The action of one seat."""
 
     seat: str = ""
-    """Who acts: a seat that the last reply named."""
+    """Seat that acts: one that the last reply named."""
     text: str
     stop: StopReason
     tool_calls: list[ToolCall] = []
@@ -133,7 +133,7 @@ class SeatPrompt(msgspec.Struct, frozen=True, kw_only=True):
     """The prompt of one seat."""
 
     seat: str = ""
-    """Who acts next."""
+    """Seat that acts next."""
     stream: str = ""
     """In which of the seat's contexts; a new name begins a new one."""
     messages: list[Message] = []

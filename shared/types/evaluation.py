@@ -18,7 +18,7 @@ class EvalEpisode(msgspec.Struct, frozen=True, kw_only=True):
     job: str
     version: WeightVersion
     index: int
-    """Which of the evaluation's episodes: opponent by opponent, `samples` neighbours have the same start state."""
+    """Number of the episode in the evaluation: opponent by opponent, `samples` neighbours have the same start state."""
     seed: int
     """Seed of the start state, see `exam_seed`."""
 
@@ -30,7 +30,7 @@ class ExamView(msgspec.Struct, frozen=True, kw_only=True):
     stream: str
     tokens: KeptTokens
     policy: str = ""
-    """Who played the seat, see `Trajectory.policy`."""
+    """Player of the seat, see `Trajectory.policy`."""
 
 
 class EvalResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,7 +57,7 @@ class EvalResult(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, float] = {}
     """Metrics reported by the environment."""
     row: int | None = None
-    """Which row of its data set the environment played, if it lists them."""
+    """Row of the data set that the environment played, if it lists them."""
     tokens: int = 0
     """Sampled."""
     stops: list[StopReason] = []

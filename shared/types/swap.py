@@ -35,7 +35,7 @@ class SwapCommand(msgspec.Struct, frozen=True, kw_only=True):
     job: str
     epoch: int
     policy: str = ""
-    """Whose weights, of a job with several policies."""
+    """Policy of the weights, in a job with several."""
     action: str
     """join | receive | ping"""
     generation: int

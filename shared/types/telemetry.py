@@ -84,7 +84,7 @@ class KeptStep(msgspec.Struct, frozen=True, kw_only=True):
 
     job: str
     policy: str = ""
-    """Whose step, in a job with several policies."""
+    """Policy of the step, in a job with several."""
     epoch: int
     step: int
     time: float

@@ -79,11 +79,11 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     attempt: str
     """Differs per try of the same sample."""
     seat: str = ""
-    """Whose view it is, in an environment with several."""
+    """Seat whose view it is, in an environment with several."""
     stream: str = ""
-    """Which of the seat's contexts."""
+    """Context of the seat, by name."""
     policy: str = ""
-    """Which policy played the seat, in a job with several; a frozen checkpoint, JOB@STEP; a member of a pool,
+    """Player of the seat: a policy, in a job with several; a frozen checkpoint, JOB@STEP; a member of a pool,
     POOL@EPOCH.STEP."""
     ids_T: bytes
     """int32 token ids: prompt, outputs and observations in order, exactly as the engine saw and sampled them."""
@@ -96,7 +96,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     turns: list[Turn]
     ending: Ending
     row: int | None = None
-    """Which row of its data set the environment played, if it lists them."""
+    """Row of the data set that the environment played, if it lists them."""
     truncated: bool = False
     """A limit ended the episode (of turns, tokens or context, or one of the environment's own), not the task: more
     reward could have come."""

@@ -55,7 +55,7 @@ class PlayRequest(Body):
     environment: EnvironmentSpec
     """As in a job."""
     row: Annotated[int, Field(ge=0, lt=MAX_ROWS)] = 0
-    """Which task."""
+    """Index of the task."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     bots: Annotated[dict[Name, Name], Field(max_length=ROUND_SEATS)] = {}
     """Seats that scripted players of the environment take. The person plays the others."""

@@ -38,7 +38,7 @@ class SweepSpec(JobSpec):
     """A job spec with a table [sweep]: one job for each choice of values. See docs/sweeps.md."""
 
     sweep: SweepTable
-    """Which settings are varied, and how."""
+    """Settings that are varied, and how."""
 
 
 def spec_schema() -> dict[str, Any]:

@@ -147,7 +147,7 @@ class InferencePipeline:
         self.game_class, self.game_kwargs = game_class, game_kwargs
         self.env_endpoint, self.job_id = env_endpoint, job_id
         self.env_client = None if env_endpoint is None else RemoteEnvironmentClient(env_endpoint, job_id)
-        """Who plays, where it is no game of this process; another one may be set between samples."""
+        """Player, where it is not a game of this process; another one may be set between samples."""
         self.sampling = Sampling(temperature, top_p, max_tokens, max_tokens_per_turn)
         self.max_user_turns, self.max_assistant_turns = max_user_turns, max_assistant_turns
         self.max_context_length, self.concurrency = max_context_length, concurrency

@@ -10,11 +10,11 @@ from opentinker.envs.game import AbstractGame
 
 
 class VLGameEnvironment(RowsEnvironment):
-    """As MathGameEnvironment; the column `image_key` holds an image, or a list of them: PNG or JPEG as bytes, as
-    {"bytes": ...} or {"path": ...} (relative to the data file), or as a data: URL. They replace `<image>` in the
-    prompt, otherwise they come before the text of the first user message.
+    """A MathGameEnvironment with images: the column `image_key` holds an image, or a list of them: PNG or JPEG as
+    bytes, as {"bytes": ...} or {"path": ...} (relative to the data file), or as a data: URL. They replace `<image>` in
+    the prompt, otherwise they come before the text of the first user message.
 
-    Rows that show something need a model that sees, of a family that is supported: else the job fails, and says so.
+    Rows with images need a vision model of a supported family; otherwise the job fails with that reason.
     """
 
     def __init__(

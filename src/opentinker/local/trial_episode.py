@@ -30,7 +30,7 @@ class Tried:
     seed: int
     replies: list[SessionReply] = field(default_factory=list)
     turns: list[list[tuple[str, Message]]] = field(default_factory=list)
-    """Who acted in each turn, and their message; several seats in a round."""
+    """Seat that acted in each turn, and its message; several seats in a round."""
     open_s: float = 0.0
     step_s: list[float] = field(default_factory=list)
     rewards: dict[str, float] = field(default_factory=dict)
