@@ -16,7 +16,7 @@ log = structlog.get_logger()
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-"""So that CUDA counts GPUs as NVML does."""
+"""Makes CUDA number GPUs as NVML does."""
 
 
 def visible(environ: Mapping[str, str] | None = None) -> list[Gpu]:

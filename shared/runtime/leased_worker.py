@@ -47,7 +47,7 @@ LEAVE_S = 1.0
 CLOSE_S = 30.0
 """Time for closing resources after a lost lease; a trainer has more, because it saves."""
 RELEASE_TIMEOUT_S = 120.0
-"""So long a trainer may save for a job that is over. Nobody counts on who holds on for longer without a lease."""
+"""Time that a trainer may save for a job that is over. Placement ignores a worker that holds on longer."""
 STOP_S = 1.0
 """Time beyond `drain_s` for which work that cannot be interrupted may delay the end of a stopping service."""
 Work = Callable[["LeasedWorker", Lease, JobSpec], Awaitable[None]]

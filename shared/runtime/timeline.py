@@ -35,7 +35,7 @@ Key = tuple[str, str, str]
 
 @dataclass(slots=True)
 class _OpenSegment:
-    """Something is going on there since `start`, or was a moment ago; `area`: seconds times how many, up to `seen`."""
+    """Activity on the lane since `start`, or until a moment ago; `area`: seconds times activities, up to `seen`."""
 
     start: float
     seen: float

@@ -1,4 +1,4 @@
-"""The console script `opentinker`, which says what to install where the Python client alone is there."""
+"""The console script `opentinker`; where only the Python client is installed, it says what to install."""
 
 from __future__ import annotations
 

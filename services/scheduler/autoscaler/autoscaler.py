@@ -1,4 +1,4 @@
-"""Workers on demand: what the queue lacks is started, within limits; what failed to start is tried again later.
+"""Starts workers on demand: those that the queue lacks, within limits; failed starts are tried again later.
 
     launch loop   consumes jobs, heartbeats, leases and what the launcher has started; produces workers and `starting`;
                   polls every two seconds

@@ -1,4 +1,5 @@
-"""Environments that their users serve: what rollout workers ask on NATS goes to a process behind a WebSocket, and back.
+"""Connects environments that users serve: requests of rollout workers on NATS go to a process behind a WebSocket, and
+back.
 
     connect   consumes WebSockets of `opentinker env serve`; serves SERVED_OPEN, SERVED_CHECK for their name, and
               ENV_STEP, ENV_CLOSE at the address of each process; woken by frames

@@ -1,4 +1,4 @@
-"""One process that serves an environment, as the scheduler that holds its connection sees it.
+"""Represents a process that serves an environment, in the scheduler that holds its connection.
 
 (new) --a Hello comes--> expected --Welcome--> there     expected --its connection breaks first--> away
 there --connection breaks--> away --it connects again--> there      (turns wait until then)

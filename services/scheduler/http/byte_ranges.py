@@ -1,4 +1,4 @@
-"""Answers that may be long: whole, or the range that a download asks for which broke off (RFC 9110, one range)."""
+"""Serves long answers: whole, or the range that an interrupted download still needs (RFC 9110, one range)."""
 
 from __future__ import annotations
 

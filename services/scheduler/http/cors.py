@@ -1,4 +1,4 @@
-"""Pages of other sites that the operator has named (`http_origins`): their browsers let them ask, with a key, and read.
+"""Lets pages of other sites that the operator has named (`http_origins`) use the API with a key.
 
     preflight  the middleware before the limits: consumes a browser's question whether such a page may ask; answers it
     allow      a response is about to go out: says so there too

@@ -1,4 +1,4 @@
-"""One OpenAI-compatible server, asked patiently: what is full or restarting is asked again."""
+"""Client of one OpenAI-compatible server, with patience: a server that is full or restarts is asked again."""
 
 from __future__ import annotations
 

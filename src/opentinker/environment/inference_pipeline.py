@@ -1,4 +1,4 @@
-"""A model plays a game, sample by sample, and is rewarded for it: the published way of looking at what was learnt.
+"""Lets a model play a game, sample by sample, with rewards: the published way of evaluating a trained model.
 
     results = run_inference(vllm_server_url=job["vllm_server_url"], data_path="rows.jsonl", game_class=MathGame)
 

@@ -1,4 +1,5 @@
-"""Says on one line how a job is. Its reason may hold anything that a user's code raised, control characters too."""
+"""Describes the state of a job in one line. Its reason may contain any text of a user's code, control characters
+too."""
 
 from __future__ import annotations
 
