@@ -57,6 +57,11 @@ BUILT_IN = {
 OPERATORS = {"agent_program", "verifiers"}
 """Environments whose configs name programs to run: like `module:Class`, the operator must allow them."""
 _MODULE_CLASS = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$")
+MODULES_OFF = (
+    "module:Class environments are switched off here (operator setting env_modules). On your own machine start the "
+    "server with `OPENTINKER_ENV_MODULES=1 opentinker up`; on a shared server use `opentinker env push` or "
+    "`opentinker env serve` (docs/first-environment.md)"
+)
 _found: dict[str, type[Environment]] = {}
 
 
@@ -82,7 +87,7 @@ def find(name: str, *, modules: bool = False) -> type[Environment]:
     elif not _MODULE_CLASS.match(name):
         raise wrong_name(name, "not of the form module:Class, e.g. my_package.games:Chess")
     elif not modules:
-        raise wrong_name(name, "module:Class environments are switched off here (operator setting env_modules)")
+        raise wrong_name(name, MODULES_OFF)
     else:
         found = _load(name, name)
     _found[name] = found

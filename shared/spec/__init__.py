@@ -352,7 +352,7 @@ def _length(kind: str, train: Any, data: Any) -> list[dict[str, Any]]:
     return []
 
 
-SWEPT = "makes many jobs of this spec, and one is asked for here: docs/sweeps.md says how a sweep is submitted"
+SWEPT = "a spec with this table is a sweep, not a job: start it with `opentinker submit FILE` (docs/sweeps.md)"
 NO_KIND = "a sweep has the kind of its jobs, and a table [sweep] (docs/sweeps.md)"
 MAX_MISTAKES = 100
 """Mistakes of a spec that are reported: each unknown setting is compared with all settings."""
@@ -373,7 +373,7 @@ def parse_spec(data: Any) -> JobSpec:
         found.insert(0, mistake(WHOLE, None, problem))
     for one in found:
         if one["field"] == "sweep":
-            one["problem"] = SWEPT
+            one["value"], one["problem"] = None, SWEPT
         elif (one["field"], one["value"]) == ("kind", "sweep"):
             one["problem"] += f"; {NO_KIND}"
     kind = data.get("kind", "rl") if isinstance(data, dict) else "rl"

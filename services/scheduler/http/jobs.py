@@ -130,7 +130,7 @@ class JobsApi:
         with self.ctx.tracer.span("submit", trace):
             body = await read_spec(request)
             if is_sweep(body):
-                problem = "makes many jobs, and this makes one: POST the same document to /v1/sweeps (client.sweep)"
+                problem = "a document with this table is a sweep, not a job: POST it to /v1/sweeps (client.sweep)"
                 raise SpecError.of(TABLE, None, problem)
             id, repeated = await submit(self.ctx, body, asked.tenant, key, key=asked.name, trace=trace)
         headers = {"Location": f"/v1/jobs/{id}"} | ({"Idempotency-Replayed": "true"} if repeated else {})

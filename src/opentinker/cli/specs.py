@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import orjson
 import typer
 
-from opentinker.cli.common import AsJson, assigned, print_json, say
-from opentinker.shared.types.errors import SpecError, described
+from opentinker.cli.common import AsJson, as_typed, assigned, print_json, say
+from opentinker.shared.types.errors import OpenTinkerError, SpecError, described
 
 if TYPE_CHECKING:
     from opentinker.shared.spec import JobSpec
@@ -47,6 +47,7 @@ def read_spec(
     from opentinker.sdk.inputs import started
     from opentinker.sdk.spec_location import located
     from opentinker.shared.spec import parse_spec
+    from opentinker.shared.spec.sweeps.children import is_sweep
     from opentinker.shared.types.spec_text import load_spec
 
     if with_optimizer and from_checkpoint is None:
@@ -55,6 +56,9 @@ def read_spec(
         data = load_spec(path)
         if not isinstance(data, dict):
             parse_spec(data)
+        if is_sweep(data):
+            start, then = as_typed("up"), as_typed("submit", path)
+            raise OpenTinkerError(f"{path} is a sweep of many jobs: run {start!r}, and in another terminal {then!r}")
         data = started(changed(data, changes or []), from_checkpoint, with_optimizer)
         if steps is not None:
             data = of_length(data, steps)

@@ -235,6 +235,14 @@ def test_plan_finds_the_environment_of_this_directory(tmp_path: Path, monkeypatc
         assert sessions == 8 and said.startswith(f"note: {name} is not inspected") and why in said, said
 
 
+@pytest.mark.parametrize("command", ["run", "plan"])
+def test_commands_for_one_job_say_how_a_sweep_is_started(command: str) -> None:
+    told = CliRunner().invoke(app, [command, str(ROOT / "examples" / "sweep_toy.toml")])
+    assert told.exit_code != 0
+    said = str(told.exception)
+    assert re.search(r"sweep_toy\.toml is a sweep of many jobs: run '.* up', .*submit .*sweep_toy\.toml'", said), said
+
+
 def test_plan_answers_from_the_spec_alone_and_says_what_it_assumed() -> None:
     told = plan("--rollout-workers=1,2")
     assert told.exit_code == 0, told.output

@@ -237,7 +237,7 @@ def test_wrong_module_names_are_explained(name: str, problem: str) -> None:
 
 
 def test_module_names_need_the_operators_leave() -> None:
-    with pytest.raises(SpecError, match="env_modules"):
+    with pytest.raises(SpecError, match=r"env_modules.*OPENTINKER_ENV_MODULES=1 opentinker up.*opentinker env push"):
         find("tests.samples.env_samples:Counting")
     assert find("tests.samples.env_samples:Counting", modules=True).__name__ == "Counting"
     with pytest.raises(SpecError, match="env_modules"):

@@ -101,7 +101,7 @@ async def test_a_budget_of_jobs_ends_a_grid_after_its_first_trials(http: Http, c
 @pytest.mark.parametrize(
     ("spec", "field", "problem"),
     [
-        (swept(), "sweep", "POST the same document to /v1/sweeps"),
+        (swept(), "sweep", "a sweep, not a job: POST it to /v1/sweeps"),
         ({**SPEC, "kind": "sweep"}, "kind", "a sweep has the kind of its jobs, and a table [sweep]"),
     ],
 )
