@@ -20,6 +20,7 @@ from opentinker.shared.spec import JobSpec
 from opentinker.shared.spec.frozen_models import is_scored
 from opentinker.shared.types.core import JobRecord, JobState, Pool, WorkerInfo
 from opentinker.shared.types.env_protocol import SERVED
+from opentinker.shared.types.errors import plural
 
 CANDIDATE = "(this job)"
 
@@ -84,7 +85,8 @@ async def _queue(ctx: Context, spec: JobSpec, tenant: str, cluster: Cluster) -> 
     ahead = sum(one.state == JobState.QUEUED for one in active)
     why = planned.waiting.get(CANDIDATE) or "what others must give back first"
     hint = "the scheduler starts workers for it" if settings.launcher != "none" else ""
-    return check("queue", f"it would wait for {why}; {ahead} jobs are queued", "note", hint)
+    queued = f"; queued now: {plural(ahead, 'other job')}" if ahead else ""
+    return check("queue", f"it would wait for {why}{queued}", "note", hint)
 
 
 def _record(spec: JobSpec, tenant: str, now: float) -> JobRecord:

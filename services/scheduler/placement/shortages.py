@@ -39,18 +39,18 @@ def in_words(
     gpus: Mapping[Pool, Need] | None = None,
     holders: Mapping[Pool, str] | None = None,
 ) -> str:
-    """Describe a shortage: `a free trainer (held by rl job j-1; ...); rollout worker, env worker (none is running)`.
+    """Describe a shortage: `a free trainer and a free rollout worker (held by job j-1); env worker (none is running)`.
     `alive`: suitable workers; `gpus`: their requirements; `holders`: jobs that hold those that are not free."""
     gpus, holders = gpus or {}, holders or {}
-    busy = [
-        (f"a free {called(pool, gpus.get(pool))}" if n == 1 else f"{n} more free {called(pool, gpus.get(pool), n)}")
-        + (f" ({holders[pool]})" if holders.get(pool) else "")
-        for pool, n in short.items()
-        if alive.get(pool, 0)
-    ]
+    busy: dict[str, list[str]] = {}
+    for pool, n in short.items():
+        if alive.get(pool, 0):
+            name = called(pool, gpus.get(pool), n)
+            busy.setdefault(holders.get(pool, ""), []).append(f"a free {name}" if n == 1 else f"{n} more free {name}")
+    held = [" and ".join(names) + (f" ({holder})" if holder else "") for holder, names in busy.items()]
     lack = [called(pool, gpus.get(pool)) for pool in short if not alive.get(pool, 0)]
     none = ", ".join(lack + ([absent] if absent else []))
-    return "; ".join(busy + ([f"{none} (none is running)"] if none else []))
+    return "; ".join(held + ([f"{none} (none is running)"] if none else []))
 
 
 def too_few(job: PlannedJob, alive: Counts, free: Counts) -> str:
@@ -68,8 +68,8 @@ def too_few(job: PlannedJob, alive: Counts, free: Counts) -> str:
 def held_by(jobs: Sequence[PlannedJob], pool: Pool, waiting: PlannedJob, lend_s: float = 0.0) -> str:
     """Describe which jobs hold the workers of a pool, and what to do about it, as the waiting job's tenant may read it.
 
-    Empty if no job does. `lend_s`: seconds without requests after which an inference job lends its workers to a job of
-    the same or a higher priority; 0: never.
+    Empty if no job does. Only for inference jobs, which do not end by themselves, is there something to do. `lend_s`:
+    seconds without requests after which one lends its workers to a job of the same or a higher priority; 0: never.
     """
     if not jobs:
         return ""
@@ -79,10 +79,11 @@ def held_by(jobs: Sequence[PlannedJob], pool: Pool, waiting: PlannedJob, lend_s:
     shown = own[:SHOWN_HOLDERS]
     if rest := len(jobs) - len(shown):
         shown.append(f"{rest} more")
-    whom = "it" if len(jobs) == 1 else "one"
-    text = f"held by {' and '.join(shown)}; cancel {whom} or add a {NAMES[pool]}"
-    lenders = (job for job in jobs if job.tenant == waiting.tenant and job.kind == "inference")
-    if lend_s and any(job.priority <= waiting.priority for job in lenders):
+    text = f"held by {' and '.join(shown)}"
+    endless = [job for job in jobs if job.tenant == waiting.tenant and job.kind == "inference"]
+    if endless:
+        text += f"; cancel {'it' if len(jobs) == 1 else 'one'} or add a {NAMES[pool]}"
+    if lend_s and any(job.priority <= waiting.priority for job in endless):
         text += f"; an inference job lends its workers after {lend_s:g} s without requests"
     return text
 

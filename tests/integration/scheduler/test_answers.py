@@ -213,7 +213,7 @@ async def test_environments_are_what_their_types_say(client: AsyncClient, tmp_pa
     fits(await client.environment("small"), answers.Environment)
     assert await client.delete_environment("small") == [1]
     report: Any = {
-        "environment": "harbor:mine", "verdict": "it can be trained", "errors": [], "advice": ["slow"],
+        "environment": "harbor:mine", "verdict": "ready for training", "errors": [], "advice": ["slow"],
         "facts": {"start": "70 ms"}, "transcript": "", "columns": ["task"], "rows": [["a"], ["b"]],
     }  # fmt: skip
     saved = await client.save_check(report)

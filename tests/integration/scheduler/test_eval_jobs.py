@@ -241,7 +241,7 @@ def test_words_say_how_far_it_is() -> None:
     job = {"id": "j-1", "kind": "eval", "state": "running", "created": 0.0, "step": 3, "steps": 24, "reason": ""}
     assert doing(job)[0] == "It plays: 3 of 24 episodes have ended."
     assert doing({**job, "state": "queued"})[0] == "It is in the queue again, and continues after 3 episodes."
-    assert doing({**job, "state": "cancelled"}) == ["It has cancelled at episode 3 of 24."]
+    assert doing({**job, "state": "cancelled"}) == ["It was cancelled after 3 of 24 episodes."]
 
 
 # --- the whole system -----------------------------------------------------------------------------------------------

@@ -83,10 +83,7 @@ def test_tenant_that_holds_least_for_its_weight_goes_first() -> None:
     limits = {"heavy": TenantLimits(weight=4.0)}
     found = planned(*running, *waiting, trainers=4, rollouts=4, limits=limits)
     assert started(found) == ["n", "h"]
-    held_by = "held by job r and 1 more; cancel one or add a {}"
-    assert found.waiting["b"] == "; ".join(
-        f"a free {pool} ({held_by.format(pool)})" for pool in ("trainer", "rollout worker")
-    )
+    assert found.waiting["b"] == "a free trainer and a free rollout worker (held by job r and 1 more)"
 
 
 def test_dominant_share_is_that_of_the_scarcer_pool() -> None:
@@ -109,8 +106,7 @@ def test_after_its_time_what_is_free_is_kept_for_the_large_job() -> None:
     found = planned(large, other, job("small"), trainers=2, rollouts=4)
     assert started(found) == []
     assert found.waiting["small"] == (
-        "a free rollout worker (held by job o; cancel it or add a rollout worker); "
-        "what is free is kept for large, which waits longer"
+        "a free rollout worker (held by job o); what is free is kept for large, which waits longer"
     )
     assert started(planned(large, other, job("small"), trainers=2, rollouts=5)) == ["large"]
     assert started(planned(large, other, job("small"), trainers=2, rollouts=3)) == ["small"], "it never fits"
@@ -223,8 +219,7 @@ def test_who_lacks_a_worker_with_gpus_is_told_so() -> None:
     gpus = {**TWO, "rollout-0": Gpus((85 * 10**9,)), "rollout-1": Gpus((40 * 10**9,))}
     found = planned(busy, wants, trainers=2, rollouts=2, gpus=gpus)
     assert found.waiting["wants"] == (
-        "a free trainer with 2 GPUs (held by job b; cancel it or add a trainer); "
-        "a free rollout worker with a GPU of 80 GB (held by job b; cancel it or add a rollout worker)"
+        "a free trainer with 2 GPUs and a free rollout worker with a GPU of 80 GB (held by job b)"
     )
     wide = job("wide", needs={ROLLOUT: 2}, gpus={ROLLOUT: Need(1, 80 * 10**9)})
     found = planned(wide, rollouts=2, gpus=gpus)
@@ -329,9 +324,7 @@ def test_jobs_of_who_has_used_up_the_day_go_back_to_the_queue() -> None:
     found = planned(running, other, trainers=1, rollouts=2, limits=limits, used=used)
     why = "its tenant's quota of 50 GPU seconds a day, which is open again at midnight UTC"
     assert found.decisions == [Requeue("r", why)] and found.waiting["r"] == why
-    assert found.waiting["other"] == (
-        "a free trainer (held by a job of another tenant); a free rollout worker (held by a job of another tenant)"
-    )
+    assert found.waiting["other"] == ("a free trainer and a free rollout worker (held by a job of another tenant)")
     full = {"t": TenantLimits(stored_gb=1)}
     assert not planned(running, trainers=1, rollouts=2, limits=full, used={"t": Used(stored=2 * 10**9)}).decisions
 

@@ -80,7 +80,7 @@ async def test_lent_workers_go_to_a_startable_job(store: Store, workers: Workers
     await workers.start("trainer-1")
     narrow = await new_job(store, "j-narrow")
     await until(lambda: _leaving(workers, "rollout-1", wide))
-    held = f"held by rl job {wide}; cancel it or add a rollout worker"
+    held = f"held by rl job {wide}"
     await until(lambda: waits_for(store, narrow, f"a free rollout worker ({held})"))
     workers["rollout-1"].leaves = True
     await until(lambda: started(store, narrow))
