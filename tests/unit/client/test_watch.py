@@ -159,6 +159,15 @@ def test_a_pipe_gets_one_line_per_so_many_steps_and_all_events() -> None:
     assert lines[-1] == "step 40/400 reward 0.31 exact 0.15 staleness 1.0 tok/s 1530 wait 12%"
 
 
+def test_lines_of_a_finished_job_have_the_token_rates_of_their_time() -> None:
+    curves, out = Curves(), io.StringIO()
+    reports = [generated("rollout-0", rate, time=time) for rate, time in ((100.0, 1001.5), (900.0, 1002.5))]
+    changed = curves.add([*(trained(step) for step in (1, 2, 3)), *reports])
+    PlainView(out).show(update(curves, changed, state="succeeded", steps=3))
+    assert ["tok/s 100 " in line for line in out.getvalue().splitlines()] == [True, True, False]
+    assert "tok/s 900 " in out.getvalue()
+
+
 def test_the_last_step_of_a_finished_job_is_always_written() -> None:
     curves, out = Curves(), io.StringIO()
     view = PlainView(out)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -28,6 +29,8 @@ class Curves:
         """Points of evaluations, by the step of their weights."""
         self.generated: list[float] = []
         """Tokens per second of all rollout workers together, one value per report."""
+        self._reported: list[float] = []
+        """Unix seconds of each of them, in order."""
         self._rates: dict[str, tuple[float, float]] = {}
         """By rollout worker: tokens per second and the time of the report."""
         self._totals: dict[str, float] = {}
@@ -79,11 +82,18 @@ class Curves:
     def _report(self, worker: str, time: float, rate: float, total: float) -> None:
         self._rates[worker] = (rate, time)
         self.generated.append(sum(rate for rate, then in self._rates.values() if time - then <= SILENT_S))
+        self._reported.append(max(time, self._reported[-1] if self._reported else time))
         before = self._totals.get(worker, 0.0)
         self._totals[worker] = total
         if self._span is not None:
             self._tokens += total - before if total >= before else total  # a restarted worker counts from 0
         self._span = (time, time) if self._span is None else (self._span[0], max(self._span[1], time))
+
+    def generated_at(self, step: int) -> float | None:
+        """Return the rate of the last report before a step ended, of the first report if none was earlier."""
+        if not self.generated:
+            return None
+        return self.generated[max(0, bisect_right(self._reported, self.times.get(step, math.inf)) - 1)]
 
     @property
     def tokens_per_s(self) -> float | None:

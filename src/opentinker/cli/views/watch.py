@@ -242,8 +242,8 @@ def step_line(update: Update, window: range, step: int) -> str:
             value = own.mean(name, steps)
             if value is not None:
                 parts.append(f"{label} {value:{form}}")
-    if curves.generated:
-        parts.append(f"tok/s {curves.generated[-1]:.0f}")
+    if (rate := curves.generated_at(step)) is not None:
+        parts.append(f"tok/s {rate:.0f}")
     for policy, own in curves.policies.items():
         wait = own.mean("trainer/wait_share", steps)
         if wait is not None:
