@@ -31,7 +31,7 @@ Url = Annotated[
     str | None,
     typer.Option("--url", envvar="OPENTINKER_URL", help="Server; default: the one running on ./data, else port 8080."),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 JobId = Annotated[str, typer.Argument(metavar="JOB", help="Job id, see `opentinker jobs`.")]
 Policy = Annotated[str, typer.Option(metavar="NAME", help="One of the job's policies; needed if it has several.")]
 

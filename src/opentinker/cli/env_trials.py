@@ -172,10 +172,10 @@ def _play_groups(trial: dict[str, Any], path: Path, url: str | None, report: Rep
 
 def verdict(report: Report) -> str:
     if report.errors:
-        return "it cannot be trained yet"
+        return "not ready for training yet"
     if not report.learnable:
-        return "it can be played; that it can be learned is not shown: no two episodes were rewarded differently"
-    return "it can be trained"
+        return "playable, but no two episodes were rewarded differently: whether it can be learned is not known"
+    return "ready for training"
 
 
 def play(

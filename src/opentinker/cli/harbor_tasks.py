@@ -98,7 +98,7 @@ def _advice(report: SetReport) -> list[str]:
 
 def _verdict(report: SetReport) -> str:
     failed = sum(bool(one.errors) for one in report.tasks)
-    return f"{failed} of {plural(len(report.tasks), 'task')} cannot be trained yet" if failed else "it can be trained"
+    return f"{failed} of {plural(len(report.tasks), 'task')} cannot be trained yet" if failed else "ready for training"
 
 
 def _show(report: SetReport) -> None:

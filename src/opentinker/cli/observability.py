@@ -15,6 +15,8 @@ from opentinker.shared.types.errors import plural
 from opentinker.shared.types.manifest import short_list
 
 BAR = 40
+CAUSES = {"nothing": "nothing (no activity reported)", "swap": "swap (loading new weights)"}
+"""Causes that need a word of explanation."""
 WHOLE = {"turns": 1, "length": 0, "staleness": 0}
 """Distributions of whole numbers, and the smallest."""
 
@@ -80,13 +82,13 @@ def _who(view: View) -> str:
 
 
 def _facts(one: Rollout) -> str:
-    """`reward 1 (format 0.2, answer 0.8) exact 1; env_done after 1 turn (eos), 12 tokens of version 1.3`"""
+    """`reward 1 (format 0.2, answer 0.8) exact 1; env_done after 1 turn, stopped by eos; 12 tokens from weights 1.3`"""
     parts = ", ".join(f"{name} {value:g}" for name, value in {**one["components"], **one["scores"]}.items())
     measured = "".join(f" {name} {value:g}" for name, value in one["metrics"].items())
-    tokens = f"{plural(one['tokens'], 'token')} of version {', '.join(one['versions'])}"
+    tokens = f"{plural(one['tokens'], 'token')} from weights {', '.join(one['versions'])}"
     return (
         f"reward {one['reward']:g}{f' ({parts})' if parts else ''}{measured}; {one['ending']} "
-        f"after {plural(one['turns'], 'turn')} ({', '.join(sorted(set(one['stops'])))}), {tokens}"
+        f"after {plural(one['turns'], 'turn')}, stopped by {', '.join(sorted(set(one['stops'])))}; {tokens}"
     )
 
 
@@ -125,9 +127,10 @@ def why(
         print_json(found)
         return
     whole = found["until"] - found["since"]
-    say(f"{found['job']} is {found['state']}; of the last {whole:.0f} s:")
+    say(f"{found['job']}  {found['state']}; where its last {whole:.0f} s went:")
     rows = [
-        [one["cause"], f"{one['seconds']:.1f} s", f"{100 * one['seconds'] / whole:.0f} %"] for one in found["causes"]
+        [CAUSES.get(one["cause"], one["cause"]), f"{one['seconds']:.1f} s", f"{100 * one['seconds'] / whole:.0f} %"]
+        for one in found["causes"]
     ]
     print_table(["cause", "time", "share"], rows if whole else [], empty="nothing was reported")
     if not found["is_whole"]:

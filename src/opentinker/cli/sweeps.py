@@ -40,7 +40,7 @@ SweepId = Annotated[str, typer.Argument(metavar="SWEEP", help="Sweep id, see `op
 
 def sweep(
     sweep_id: SweepId,
-    follow: Annotated[bool, typer.Option("--watch", "-w", help="Print news until it ends.")] = False,
+    follow: Annotated[bool, typer.Option("--watch", "-w", help="Print its progress until it ends.")] = False,
     cancel: Annotated[bool, typer.Option("--cancel", help="Cancel it and its jobs.")] = False,
     delete: Annotated[bool, typer.Option("--delete", help="Delete it and the artifacts of its jobs.")] = False,
     limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="Show this many trials, the best.")] = SHOWN,
@@ -118,7 +118,8 @@ def _watched(api: Any, id: str, as_json: bool) -> Sweep:
     told = ""
     while True:
         found: Sweep = api.sweep_state(id)
-        news = f"{found['state']}: {_progress(found)}, best {_best(found) or 'none yet'}"
+        state = "" if found["state"] == "running" else f"{found['state']}: "
+        news = f"{state}{_progress(found)}; best: {_best(found) or 'none yet'}"
         if news != told:
             told = news
             (complain if as_json else say)(news)

@@ -180,7 +180,7 @@ def _judge_silence(experts: list[Tried], silences: list[Tried], report: Report) 
     if not rewards:
         report.advice.append("an empty answer ends every episode with an error: models give such answers")
         return
-    report.facts["nothing"] = f"reward {statistics.fmean(rewards):.3f}"
+    report.facts["no answer"] = f"reward {statistics.fmean(rewards):.3f} (an agent that says nothing)"
     best = [tried.rewards.get(tried.said[0][0], 0.0) for tried in experts if tried.said]
     seats = {seat for tried in experts for seat, _ in tried.said}
     if best and len(seats) == 1 and statistics.fmean(rewards) >= statistics.fmean(best):

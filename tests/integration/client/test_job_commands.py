@@ -117,7 +117,7 @@ async def test_the_report_of_a_check_is_saved_for_the_page(client: AsyncClient, 
         checked = await run("env", "check", "copy_digits", "--episodes", 2, "--save", "--json", *on)
         assert checked.returncode == 0, checked.stderr
     (saved,) = await client.environment_checks()
-    assert (saved["environment"], saved["verdict"], saved["errors"]) == ("copy_digits", "it can be trained", 0)
+    assert (saved["environment"], saved["verdict"], saved["errors"]) == ("copy_digits", "ready for training", 0)
     assert f"saved: #/environments/{saved['id']}" in checked.stderr
     report = (await client.environment_check(saved["id"]))["report"]
     assert report["transcript"] == orjson.loads(checked.stdout)["transcript"] and "expert" in report["facts"]
@@ -188,9 +188,9 @@ def test_events_and_endings_read_as_people_write() -> None:
     line = event_line({"event": "running", "time": 0.0, "epoch": -1, "since": 1795393246.6, "state": "running"})
     assert "epoch" not in line and "1795393246" not in line and "since=" in line
     job = {"state": "failed", "kind": "rl", "step": 1, "steps": 2, "reason": "no such model."}
-    assert doing(job) == ["It has failed at step 1 of 2: no such model."]
+    assert doing(job) == ["It failed after 1 of 2 steps: no such model."]
     raised = job | {"id": "j-1", "waiting_for": "", "reason": "two\nlines \x1b[31min red"}
-    assert doing(raised) == ["It has failed at step 1 of 2: two lines [31min red."]
+    assert doing(raised) == ["It failed after 1 of 2 steps: two lines [31min red."]
     assert state_of(raised) == "failed: two lines [31min red"
 
 

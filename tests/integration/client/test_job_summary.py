@@ -57,7 +57,7 @@ def test_who_waits_says_for_what() -> None:
     assert "continues from its last checkpoint (it was at step 10)" in said(state="queued")
     worker = {"id": "rollout-0", "host": "here", "status": "loading"}
     assert "rollout-0 on here loads the model." in said(state="starting", workers=[worker])
-    assert said(state="failed", reason="no room") == "It has failed at step 10 of 20: no room."
+    assert said(state="failed", reason="no room") == "It failed after 10 of 20 steps: no room."
     assert ("logs", "j-0123456789", "--level", "warning") in next_commands(job_of(state="failed"))
     for state in JobState:
         assert doing(job_of(state=state.value), NOW) and next_commands(job_of(state=state.value))

@@ -121,7 +121,7 @@ async def test_processes_that_outlive_their_episodes_are_counted(faulty: str) ->
 
 def test_check_prints_a_transcript_and_ends_with_a_verdict(faulty: str) -> None:
     good = CliRunner().invoke(app, ["env", "check", "copy_digits", "--set", "digits=5", "--episodes", "2"])
-    assert good.exit_code == 0 and good.output.endswith("it can be trained\n")
+    assert good.exit_code == 0 and good.output.endswith("ready for training\n")
     assert "expert    reward 1.000" in good.output
     bad = CliRunner().invoke(app, ["env", "check", f"{faulty}:Broken", "--json"])
     assert bad.exit_code == 1
@@ -132,7 +132,7 @@ def test_verdict_promises_nothing_where_no_two_rewards_differed(faulty: str) -> 
     flat = CliRunner().invoke(app, ["env", "check", f"{faulty}:Flat", "--episodes", "3"])
     assert flat.exit_code == 0
     assert "advice: guessing always got 0, and no expert (gold) shows" in flat.output
-    assert flat.output.endswith("that it can be learned is not shown: no two episodes were rewarded differently\n")
+    assert flat.output.endswith("no two episodes were rewarded differently: whether it can be learned is not known\n")
 
 
 def test_another_interpreter_plays_what_is_named_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +146,7 @@ def test_another_interpreter_plays_what_is_named_for_it(tmp_path: Path, monkeypa
     assert trace.read_text().startswith("-m opentinker.local.env_trial ")
     trace.unlink()
     played = CliRunner().invoke(app, ["env", "check", "copy_digits", "--episodes", "2"])
-    assert played.exit_code == 0 and played.output.endswith("it can be trained\n"), played.output
+    assert played.exit_code == 0 and played.output.endswith("ready for training\n"), played.output
     assert trace.read_text().startswith("-m opentinker.local.env_trial ")
     wrong = CliRunner().invoke(app, ["env", "check", "copy_digits", "--set", "digits=x"])
     assert wrong.exit_code != 0 and "environment.config.digits" in wrong.output + str(wrong.exception)

@@ -39,9 +39,10 @@ def doing(job: Job, now: float | None = None) -> list[str]:
 
 def _ended(job: Job) -> list[str]:
     unit = "episode" if job["kind"] == "eval" else "step"
-    at = f" at {unit} {job['step']} of {job['steps']}" if job["steps"] else ""
+    after = f" after {job['step']} of {plural(job['steps'], unit)}" if job["steps"] else ""
     reason = on_one_line(job["reason"]).rstrip(".")
-    return [f"It has {job['state']}{at}" + (f": {reason}" if reason else "") + "."]
+    ended = "was cancelled" if job["state"] == JobState.CANCELLED else str(job["state"])
+    return [f"It {ended}{after}" + (f": {reason}" if reason else "") + "."]
 
 
 def _state(job: Job, now: float) -> str:
