@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import itertools
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any, NamedTuple
 
 import orjson
@@ -14,14 +14,15 @@ from pydantic import ValidationError
 
 from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.spec.labels import MAX_CHARACTERS
-from opentinker.shared.spec.sweeps.table import METRICS, SweepTable
+from opentinker.shared.spec.sweeps.table import MAX_PARAMETERS, METRICS, SweepTable, leaves_of
 from opentinker.shared.types.errors import SpecError
-from opentinker.shared.types.mistakes import WHOLE, fill, mistake, mistakes_of, short
+from opentinker.shared.types.mistakes import UNKNOWN, WHOLE, fill, mistake, mistakes_of, short
 
 TABLE = "sweep"
 """Name of the table in a spec."""
 FIXED = {"name", "project", "tags", "notes", "kind", TABLE}
 """Fields of a spec that are the same for all jobs of a sweep, or name them."""
+NOT_VARIED = "cannot be varied within a sweep"
 MAX_BYTES = 1 << 16
 """Size of a sweep's spec: it is made and validated once for each of up to 1,000 jobs."""
 SAMPLED = 64
@@ -96,15 +97,17 @@ def parse_sweep(data: Any) -> Sweep:
         table = SweepTable.model_validate(data[TABLE])
     except ValidationError as error:
         found = [one for item in error.errors(include_url=False) for one in mistakes_of(item)]
-        raise SpecError([{**one, "field": _below(one["field"])} for one in found]) from None
+        found = [{**one, "field": _below(one["field"])} for one in found]
+        raise SpecError(_once(found + _of_first_job(data[TABLE], base, found))) from None
     kind = base.get("kind", "rl")
     if kind == "inference":
         raise SpecError.of("kind", kind, "has no end and no metric to compare: a sweep is of rl, sft, dpo or eval jobs")
-    if wrong := _misplaced(table, base):
-        raise SpecError(wrong)
+    wrong = _misplaced(table, base)
     table = _with_number_types(table, base)
-    if table.method == "grid" and (wrong := table.grid_mistakes()):
-        raise SpecError([{**one, "field": _below(one["field"])} for one in wrong])
+    if table.method == "grid":
+        wrong += [{**one, "field": _below(one["field"])} for one in table.grid_mistakes()]
+    if wrong:
+        raise SpecError(_once(wrong + _of_first_job(data[TABLE], base, wrong)))
     if wrong := _wrong_values(table, base):
         raise SpecError(wrong)
     trials = list(combinations(table))
@@ -126,14 +129,16 @@ def child_of(table: SweepTable, base: Mapping[str, Any], settings: Settings, see
     return spec
 
 
-def named(spec: dict[str, Any], sweep: str, number: int, settings: Settings) -> dict[str, Any]:
+def named(spec: dict[str, Any], sweep: str, number: int, settings: Settings, seed: int | None = None) -> dict[str, Any]:
     """Return a job's spec with its sweep's id among its tags, and a name that tells it from the sweep's other jobs; as
     it is if it has no name or tags that could be changed."""
     name, tags = spec.get("name"), spec.get("tags", [])
     if not isinstance(name, str) or not isinstance(tags, list):
         return spec
     told = " ".join(f"{path.rpartition('.')[2]}={_short(value)}" for path, value in settings.items())
-    full, short = f"{name} #{number} {told}"[:MAX_CHARACTERS].strip(), f"{name[: MAX_CHARACTERS - 8]} #{number}"
+    seeded = "" if seed is None else f" seed={seed}"
+    full = f"{name} #{number} {told}"[: MAX_CHARACTERS - len(seeded)].strip() + seeded
+    short = f"{name[: MAX_CHARACTERS - 8 - len(seeded)]} #{number}{seeded}"
     return {**spec, "name": full if full.isprintable() else short, "tags": [*tags, sweep]}
 
 
@@ -218,7 +223,7 @@ def _misplaced(table: SweepTable, base: Mapping[str, Any]) -> list[dict[str, Any
     found = []
     for path in table.parameters:
         if path.partition(".")[0] in FIXED:
-            found.append(mistake(_parameter(path), None, "cannot be varied within a sweep"))
+            found.append(mistake(_parameter(path), None, NOT_VARIED))
         elif table.seeds and path in _seeded(base):
             found.append(mistake(_parameter(path), None, "is set by sweep.seeds"))
     return found
@@ -253,7 +258,7 @@ def _mistakes(table: SweepTable, base: Mapping[str, Any], settings: Settings) ->
     for seed in table.job_seeds[:1]:
         try:
             spec = child_of(table, base, settings, seed)
-            parse_spec(named(spec, "s-0123456789", 0, settings))
+            parse_spec(named(spec, "s-0123456789", 0, settings, seed))
         except SpecError as error:
             found += error.mistakes
     return found
@@ -264,10 +269,11 @@ def _wrong_values(table: SweepTable, base: Mapping[str, Any]) -> list[dict[str, 
     only the parameters that it is wrong in are looked at further."""
     first = first_of(table)
     wrong = _mistakes(table, base, first)
-    found = [of_parameter(one, table) for one in wrong]
+    own = {(one["field"], one["problem"]) for one in _mistakes(table, base, {})} if wrong else set()
+    found = [_of_combination(one, table, first, own) for one in wrong]
     for path, parameter in table.parameters.items():
-        own = any(_is_of(path, one["field"]) for one in wrong)
-        for value in parameter.ends[1:] if own or not wrong else []:
+        its = any(_is_of(path, one["field"]) for one in wrong)
+        for value in parameter.ends[1:] if its or not wrong else []:
             if len(found) >= REPORTED:
                 return _once(found)
             for one in _mistakes(table, base, {**first, path: value}):
@@ -283,12 +289,60 @@ def _wrong_combinations(table: SweepTable, base: Mapping[str, Any], trials: Iter
     found: list[dict[str, Any]] = []
     for settings in trials:
         for one in _mistakes(table, base, settings)[:1]:
-            told = ", ".join(f"{path} = {value!r}" for path, value in settings.items())
-            problem = f"with {told}: {one['field']}: {one['problem']}"
+            problem = f"with {_told(settings)}: {one['field']}: {one['problem']}"
             found.append({**of_parameter(one, table), "problem": problem[:500]})
         if len(found) == REPORTED:
             break
     return found
+
+
+def _of_combination(
+    one: dict[str, Any], table: SweepTable, settings: Settings, own: Set[tuple[str, str]]
+) -> dict[str, Any]:
+    """Return a mistake of a trial's job under its parameter; one in another setting names the combination, unless the
+    spec has it without the parameters (`own`: field and problem)."""
+    found = of_parameter(one, table)
+    if found is not one or (one["field"], one["problem"]) in own:
+        return found
+    return {**one, "problem": f"with {_told(settings)}: {one['problem']}"[:500]}
+
+
+def _of_first_job(written: Any, base: Mapping[str, Any], wrong: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return what else is wrong with the first job of a sweep whose table has the mistakes `wrong`. In place of a wrong
+    range its first number is taken."""
+    every = written.get("parameters") if isinstance(written, dict) else None
+    leaves = leaves_of(every, "") if isinstance(every, dict) else []
+    if not 0 < len(leaves) <= MAX_PARAMETERS:
+        return []
+    values = {path: _first_written(value) for path, value in leaves if path.partition(".")[0] not in FIXED}
+    known: Settings = {path: value for path, value in values.items() if value is not None}
+    try:
+        table = SweepTable.model_validate({"parameters": {path: {"values": [v]} for path, v in known.items()}})
+    except ValidationError:
+        return []
+    faulty = [path for path in values if any(_is_of(_parameter(path), one["field"]) for one in wrong)]
+
+    def is_told(one: dict[str, Any]) -> bool:
+        """Return whether a mistake is about a value that is wrong in [sweep] already, or absent here."""
+        field, unknown = one["field"], one["problem"].startswith(UNKNOWN)
+        absent = any(_is_of(field, path) for path, value in values.items() if value is None)
+        return absent or (not unknown and any(_is_of(path, field) for path in faulty))
+
+    found = [mistake(_parameter(path), None, NOT_VARIED) for path, _ in leaves if path.partition(".")[0] in FIXED]
+    return found + [of_parameter(one, table) for one in _mistakes(table, base, known) if not is_told(one)]
+
+
+def _first_written(value: Any) -> Any:
+    """Return the first value of a parameter as it was written; None if there is none."""
+    if not isinstance(value, dict):
+        return value
+    if isinstance(values := value.get("values"), list):
+        return values[0] if values else None
+    return value.get("low", value.get("high"))
+
+
+def _told(settings: Settings) -> str:
+    return ", ".join(f"{path} = {value!r}" for path, value in settings.items())
 
 
 def _is_of(path: str, field: str) -> bool:

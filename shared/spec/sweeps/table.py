@@ -187,13 +187,15 @@ class SweepTable(SpecPart):
     early_stopping: EarlyStoppingSpec | None = None
     """Stop trials that do worse than the others; every trial runs to its end without this table."""
 
+    STAND_INS: ClassVar[dict[str, Any]] = {"parameters": {"x": [0]}}
+
     @model_validator(mode="before")
     @classmethod
     def _flat(cls, data: Any) -> Any:
         """Parameters may be written as tables in tables, and as lists."""
         if not isinstance(data, dict) or not isinstance(data.get("parameters"), dict):
             return data
-        leaves = _leaves(data["parameters"], "")
+        leaves = leaves_of(data["parameters"], "")
         if len(leaves) > MAX_PARAMETERS:
             problem = f"has {len(leaves):,} settings; at most {MAX_PARAMETERS} are varied"
             raise Mistakes([mistake("parameters", None, problem)])
@@ -218,7 +220,7 @@ class SweepTable(SpecPart):
                 mistake(f"parameters.{path}.points", self.parameters[path].points, "is for grids") for path in points
             ]
             if {self.trials, self.max_jobs, self.max_hours, self.max_worker_s} == {None}:
-                problem = f"is needed for method = {self.method!r}, or a budget: max_jobs, max_hours, max_worker_s"
+                problem = f"is needed for method = {self.method!r} unless there is max_jobs, max_hours or max_worker_s"
                 found.append(mistake("trials", None, problem))
         if len(set(self.seeds)) < len(self.seeds):
             found.append(mistake("seeds", self.seeds, "names a seed twice"))
@@ -300,7 +302,7 @@ METRICS = {"rl": "reward/mean", "sft": "loss", "dpo": "rewards/accuracy", "eval"
 """By kind of job: what trials are compared by."""
 
 
-def _leaves(table: dict[str, Any], above: str) -> list[tuple[str, Any]]:
+def leaves_of(table: dict[str, Any], above: str) -> list[tuple[str, Any]]:
     """Return parameters by their path."""
     found: list[tuple[str, Any]] = []
     for name, value in table.items():
@@ -308,7 +310,7 @@ def _leaves(table: dict[str, Any], above: str) -> list[tuple[str, Any]]:
         if isinstance(value, list):
             found.append((path, {"values": value}))
         elif isinstance(value, dict) and value and not LEAVES & value.keys():
-            found += _leaves(value, f"{path}.")
+            found += leaves_of(value, f"{path}.")
         else:
             found.append((path, value))
     return found

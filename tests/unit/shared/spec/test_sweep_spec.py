@@ -8,7 +8,9 @@ import jsonschema
 import pytest
 
 from opentinker.services.scheduler.http.openapi import job_schema
+from opentinker.shared.spec import parse_spec
 from opentinker.shared.spec.sweeps.children import child_of, named, parse_sweep
+from opentinker.shared.types.errors import SpecError
 from tests.support.factories import SMALLEST, refusals
 
 
@@ -85,6 +87,15 @@ def test_a_job_has_its_values_its_seed_and_the_sweep_s_id() -> None:
     assert "tags" not in SMALLEST and parsed.base["train"] == {"steps": 1}, "the base stays as it was written"
 
 
+def test_jobs_that_differ_by_their_seed_have_different_names() -> None:
+    def name(seed: int, of: str = "j") -> str:
+        return str(named({**SMALLEST, "name": of}, "s-0123456789", 3, {"train.lr": 0.25}, seed)["name"])
+
+    assert name(2) == "j #3 lr=0.25 seed=2"
+    long = "x" * 200
+    assert name(1, long) != name(2, long) and len(name(2, long)) <= 200
+
+
 @pytest.mark.parametrize(
     ("data", "field", "problem"),
     [
@@ -134,6 +145,43 @@ def test_a_job_has_its_values_its_seed_and_the_sweep_s_id() -> None:
 def test_mistakes_name_their_field(data: dict[str, Any], field: str, problem: str) -> None:
     found = wrong(data)
     assert set(found) == {field} and problem in found[field]
+
+
+def test_mistakes_of_the_table_and_of_the_first_job_are_reported_at_once() -> None:
+    parameters = {
+        "train.learning_rate": [1e-4],
+        "train.lr": {"low": 3, "high": 1},
+        "train.weight_decay": {"low": 0, "high": 1, "log": True},
+        "name": ["a"],
+    }
+    found = wrong(sweep(parameters, {"trian": {}}, method="random"))
+    of = {field.removeprefix("sweep.parameters.") for field in found}
+    assert of == {"train.learning_rate", "train.lr.high", "train.weight_decay.low", "name", "trian", "sweep.trials"}
+    assert wrong(sweep({"name": ["a"], "train.lr": [-1]})).keys() == {
+        "sweep.parameters.name",
+        "sweep.parameters.train.lr",
+    }
+
+
+def test_settings_that_a_wrong_range_would_give_are_not_called_missing() -> None:
+    parameters = {"train.steps": {"low": 9, "high": 3}}
+    data = {name: value for name, value in sweep(parameters).items() if name != "train"}
+    assert wrong({**data, "train": {"warmup_steps": 5}}).keys() == {"sweep.parameters.train.steps.high"}
+
+
+def test_a_mistake_that_a_varied_value_causes_in_another_setting_names_the_combination() -> None:
+    data = sweep({"train.steps": [3, 9]}, {"train": {"warmup_steps": 5}, "trian": {}})
+    found = wrong(data)
+    assert found["train.warmup_steps"] == "with train.steps = 3: is larger than steps=3"
+    assert found["trian"].startswith("unknown setting"), "which the sweep does not cause"
+
+
+def test_one_job_of_a_sweep_is_refused_with_the_way_to_submit_it() -> None:
+    data = {name: value for name, value in sweep({"train.steps": [3]}).items() if name != "train"}
+    with pytest.raises(SpecError) as refused:
+        parse_spec(data)
+    told = str(refused.value)
+    assert told.startswith("sweep: a spec with this table is a sweep") and "opentinker submit FILE" in told
 
 
 def test_values_that_do_not_go_together_are_told_with_their_combination() -> None:
