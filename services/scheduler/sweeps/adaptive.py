@@ -48,9 +48,11 @@ def suggest(table: SweepTable, trials: Sequence[Trial]) -> dict[str, Any]:
 
 def importance(table: SweepTable, trials: Sequence[Trial]) -> dict[str, float]:
     """Return how much of the difference between good and ordinary trials each setting explains (PED-ANOVA); they add up
-    to 1. Empty with few finished trials, or with equal ones."""
+    to 1. Empty with few finished trials, with equal ones, and where a single setting varies: it would explain all."""
     finished = [trial for trial in trials if trial.state == TrialState.FINISHED and trial.value is not None]
     if len(finished) < IMPORTANCE_TRIALS or len({trial.value for trial in finished}) < 2:
+        return {}
+    if sum(len(one.ends) > 1 for one in table.parameters.values()) < 2:
         return {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of parameters with one value

@@ -16,6 +16,7 @@ from opentinker.services.scheduler.jobs.metric_history import MetricHistory
 from opentinker.services.scheduler.jobs.submit import submit
 from opentinker.services.scheduler.sweeps.curves import LARGEST, History, best_of, mean_value
 from opentinker.services.scheduler.sweeps.early_stopping import judge
+from opentinker.services.scheduler.sweeps.metric_names import absent_metric
 from opentinker.services.scheduler.sweeps.trial_jobs import cancel_job, job_key, submitted_job
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import parse_spec
@@ -40,7 +41,6 @@ LATE_S = 10.0
 """Time after a job's end within which its last metrics are expected."""
 HOPELESS = 5
 """Trials that may fail before the first one has a value; then no more are started."""
-SHOWN_NAMES = 12
 VALUED = (TrialState.FINISHED, TrialState.STOPPED)
 
 
@@ -139,8 +139,7 @@ class RunningSweep:
         names = {name for job in trial.jobs if job.id in self._histories for name in self._histories[job.id].names}
         if self.table.metric in names:
             return f"no value of its metric {self.table.metric} is a number below {LARGEST:g}"
-        shown = ", ".join(sorted(names)[:SHOWN_NAMES]) or "none"
-        return f"its job reported no metric {self.table.metric}; of {len(names)} metrics the first are: {shown}"
+        return absent_metric(str(self.table.metric), names)
 
     def _end_trial(self, trial: Trial, state: TrialState, reason: str = "") -> None:
         trial.state, trial.reason, trial.finished = state, reason, time.time()
@@ -166,8 +165,9 @@ class RunningSweep:
             reached = self.table.all_trials > len(trials) == self.table.most_trials
             spent = f"its budget is spent: max_jobs = {self.table.max_jobs}" if reached else ""
             return await self._end(SweepState.SUCCEEDED, spent)
-        last = next((trial.reason for trial in reversed(trials) if trial.reason), "")
-        await self._end(SweepState.FAILED, f"none of {len(trials)} trials has a value; the last: {last}"[:1000])
+        reasons = [trial.reason for trial in trials if trial.reason]
+        why = "" if not reasons else f": {reasons[0]}" if len({*reasons}) == 1 else f"; the last: {reasons[-1]}"
+        await self._end(SweepState.FAILED, f"none of {len(trials)} trials has a value{why}"[:1000])
 
     async def _spent(self, trials: list[Trial]) -> str:
         """Return which budget is spent; empty if none is."""
@@ -276,7 +276,7 @@ class RunningSweep:
     def _spec(self, trial: Trial, job: TrialJob) -> dict[str, Any]:
         """Return the spec of a job. Raises SpecError if it is wrong in itself."""
         spec = child_of(self.table, self.sweep.base, trial.settings, job.seed)
-        spec = named(spec, self.id, trial.number, trial.settings)
+        spec = named(spec, self.id, trial.number, trial.settings, job.seed)
         parse_spec(spec)
         return spec
 

@@ -10,6 +10,7 @@ import pytest
 from opentinker.services.scheduler.sweeps.adaptive import OTHER_TRIALS, _telling, importance, suggest
 from opentinker.services.scheduler.sweeps.curves import CURVE_POINTS, MAX_POINTS, History, best_of, mean_value
 from opentinker.services.scheduler.sweeps.early_stopping import judge, last_rung
+from opentinker.services.scheduler.sweeps.metric_names import absent_metric
 from opentinker.shared.spec.sweeps.table import EarlyStoppingSpec, SweepTable
 from opentinker.shared.types.sweeps import Trial, TrialJob, TrialState
 
@@ -180,10 +181,12 @@ def test_a_long_search_looks_at_its_best_and_newest_trials() -> None:
 
 
 def test_importance_needs_trials_that_differ() -> None:
-    swept = table({"size": {"low": 2, "high": 9, "integer": True}, "only": [1]})
+    swept = table({"size": {"low": 2, "high": 9, "integer": True}, "only": [1, 2]})
+    alone = table({"size": {"low": 2, "high": 9, "integer": True}, "only": [1]})
+    assert importance(alone, [finished(n, float(n), size=2 + n, only=1) for n in range(6)]) == {}, "it is the only one"
     assert importance(swept, [finished(n, 1.0, size=2 + n, only=1) for n in range(3)]) == {}
     assert importance(swept, [finished(n, 1.0, size=2 + n, only=1) for n in range(6)]) == {}
-    assert importance(swept, [finished(n, float(n), size=2 + n, only=1) for n in range(6)])["size"] == 1.0
+    assert importance(swept, [finished(n, float(n), size=2 + n, only=1) for n in range(6)])["size"] > 0.9
 
 
 def test_awkward_ranges_are_searched_too() -> None:
@@ -194,3 +197,12 @@ def test_awkward_ranges_are_searched_too() -> None:
     for number in range(12):
         trials.append(finished(number, float(number), **suggest(swept, trials)))
     assert sum(importance(swept, trials).values()) == pytest.approx(1.0)
+
+
+def test_an_absent_metric_is_told_with_the_one_that_was_meant_and_results_first() -> None:
+    names = {"alarm/entropy", "entropy", "exact", "val/reward/mean", "reward/mean", *(f"queue/{n}" for n in range(70))}
+    told = absent_metric("exakt", names)
+    assert told.startswith("its job reported no metric exakt; did you mean exact? (some of the 75 that it reported: ")
+    assert "reported: exact, reward/mean, val/reward/mean, alarm/entropy, " in told
+    assert absent_metric("solved", {"reward/mean"}) == "its job reported no metric solved (it reported: reward/mean)"
+    assert absent_metric("solved", set()) == "its job reported no metric solved, nor any other"

@@ -38,6 +38,9 @@ async def test_a_trial_is_the_mean_of_its_seeds(http: Http, ctx: Context) -> Non
     assert [trial["value"] for trial in over["all_trials"]] == pytest.approx([0.15, 0.3])
     assert over["best"]["number"] == 0
     assert [job["seed"] for job in over["all_trials"][0]["jobs"]] == [1, 2]
+    assert [job["value"] for job in over["all_trials"][0]["jobs"]] == pytest.approx([0.1, 0.2])
+    names = {job["name"].partition("#")[2] for job in await jobs_of(http, sweep)}
+    assert names == {f"{n} skill={value} seed={seed}" for n, value in enumerate((0.1, 0.2)) for seed in (1, 2)}
 
 
 @pytest.mark.parametrize("method", ["random", "tpe"])
@@ -135,7 +138,7 @@ async def test_no_more_jobs_are_submitted_after_five_have_failed(http: Http, ctx
     sweep = await submitted(http, max_running=1, parameters={SKILL: [n / 10 for n in range(9)]})
     over = await play_all(ctx, http, sweep, lambda _: [0.5], JobState.FAILED)
     assert (over["state"], over["jobs"]) == ("failed", 5)
-    assert over["reason"] == "none of 5 trials has a value; the last: boom"
+    assert over["reason"] == "none of 5 trials has a value: boom"
 
 
 async def test_a_sweep_without_a_value_fails_and_says_why(http: Http, ctx: Context) -> None:
@@ -144,7 +147,8 @@ async def test_a_sweep_without_a_value_fails_and_says_why(http: Http, ctx: Conte
     await play(ctx, jobs[0]["id"], [0.5])
     over = await ends(http, sweep)
     assert over["state"] == "failed"
-    assert "its job reported no metric solved; of 1 metrics the first are: reward/mean" in over["reason"]
+    why = "its job reported no metric solved (it reported: reward/mean)"
+    assert over["reason"] == f"none of 1 trials has a value: {why}"
 
 
 async def test_a_failed_trial_does_not_end_the_others(http: Http, ctx: Context) -> None:
