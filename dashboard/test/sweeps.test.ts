@@ -1,6 +1,6 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { lastName, ranked, settingText, trialValue } from "../src/lib/sweeps.ts";
+import { lastName, ranked, seedText, settingText, trialValue } from "../src/lib/sweeps.ts";
 import type { SweepTrial } from "../src/lib/types.ts";
 
 function trial(number: number, state: string, value: number | null, jobs: (number | null)[] = []): SweepTrial {
@@ -25,4 +25,11 @@ test("settings have their last name, unless two share it", () => {
   const paths = ["train.lr", "algorithm.critic.lr", "train.steps"];
   assert.deepEqual(paths.map((path) => lastName(path, paths)), ["train.lr", "algorithm.critic.lr", "steps"]);
   assert.deepEqual([1, "a", true, { b: 1 }].map(settingText), ["1", "a", "true", '{"b":1}']);
+});
+
+test("a job's seed and value are shown where there are seeds", () => {
+  const job = { id: "j1", seed: 2, state: "running", step: 1, value: 0.5 };
+  assert.equal(seedText(job), " (seed 2: 0.5)");
+  assert.equal(seedText({ ...job, value: null }), " (seed 2)");
+  assert.equal(seedText({ ...job, seed: null }), "");
 });

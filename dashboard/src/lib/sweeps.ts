@@ -31,3 +31,9 @@ export function settingText(value: unknown): string {
   if (typeof value === "number") return Number.isInteger(value) ? String(value) : short(value);
   return typeof value === "string" ? value : (JSON.stringify(value) ?? "");
 }
+
+/** A job's seed and value, in a trial with several seeds: ` (seed 2: 0.48)`. */
+export function seedText(job: SweepTrial["jobs"][number]): string {
+  if (job.seed === null) return "";
+  return ` (seed ${job.seed}${job.value === null ? "" : `: ${short(job.value)}`})`;
+}

@@ -3,7 +3,7 @@
 import type { JSX } from "preact";
 import { go, useAsked, useDoing, useMay, useNow } from "../hooks.ts";
 import { ask } from "../lib/api.ts";
-import { lastName, ranked, settingText, trialValue } from "../lib/sweeps.ts";
+import { lastName, ranked, seedText, settingText, trialValue } from "../lib/sweeps.ts";
 import type { Sweep, SweepSummary, SweepTrial } from "../lib/types.ts";
 import { ago, duration, short } from "../lib/words.ts";
 import { Empty, Facts, Progress, Said, State, Table, type Column } from "../parts.tsx";
@@ -143,7 +143,7 @@ function TrialTable({ sweep }: { sweep: Sweep }): JSX.Element {
       },
     ],
     ...names.map((name, at): Column<SweepTrial> => [name, (trial) => settingText(trial.settings[paths[at]!])]),
-    ["Jobs", (trial) => trial.jobs.flatMap(({ id }) => (id ? [<a key={id} href={`#/jobs/${id}`}>{id}</a>, " "] : []))],
+    ["Jobs", (trial) => trial.jobs.flatMap((job) => (job.id ? [<a key={job.id} href={`#/jobs/${job.id}`}>{job.id}</a>, seedText(job), " "] : []))],
   ];
   return <Table of={columns} rows={ranked(sweep)} by={(trial) => trial.number} />;
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -137,6 +138,8 @@ def _show(found: Sweep, limit: int, url: str | None) -> None:
     say(f"{found['state']}{reason}; {_progress(found)} after {lasted}; {cost}")
     say(f"{found['method']}, {found['goal']} {found['metric']}")
     _show_trials(found, limit)
+    if tie := _tie(found):
+        say(f"\n{tie}")
     if found["importance"]:
         say("\nwhich settings matter (share of the difference between good and ordinary trials)")
         rows = [[path, f"{share:.0%}", "#" * round(BAR * share)] for path, share in found["importance"].items()]
@@ -144,8 +147,23 @@ def _show(found: Sweep, limit: int, url: str | None) -> None:
     if found["state"] == "running":
         say(f"\n  {as_typed('sweep', found['id'], '--watch', *same_server(url))}")
     elif found["best"] is not None:
-        best = found["all_trials"][found["best"]["number"]]["jobs"][0]["id"]
-        say(f"\n  {as_typed('job', best, *same_server(url))}")
+        say(f"\n  {as_typed('job', best_job(found), *same_server(url))}")
+
+
+def best_job(found: Sweep) -> str:
+    """Return the best job of the best trial."""
+    assert found["best"] is not None
+    sign = 1 if found["goal"] == "minimize" else -1
+    jobs = found["all_trials"][found["best"]["number"]]["jobs"]
+    return min(jobs, key=lambda job: math.inf if job["value"] is None else sign * job["value"])["id"]
+
+
+def _tie(found: Sweep) -> str:
+    """Return that all finished trials have the same value; empty if they have not, or if there is only one."""
+    values = [trial["value"] for trial in found["all_trials"] if trial["state"] == "finished"]
+    if len(values) < 2 or len({*values}) > 1:
+        return ""
+    return f"all {len(values)} finished trials have the same {found['metric']}"
 
 
 def _show_trials(found: Sweep, limit: int) -> None:
@@ -157,7 +175,8 @@ def _show_trials(found: Sweep, limit: int) -> None:
         return order.index(trial["state"]), sign * value if value is not None else 0.0, trial["number"]
 
     trials = sorted(found["all_trials"], key=rank)
-    reasons = any(trial["reason"] for trial in trials[:limit])
+    told = {trial["number"]: _own_reason(trial, found) for trial in trials[:limit]}
+    reasons = any(told.values())
     names = _short_names(list(found["spec"]["sweep"]["parameters"]))
     rows = [
         [
@@ -165,8 +184,8 @@ def _show_trials(found: Sweep, limit: int) -> None:
             trial["state"],
             _value(trial),
             *(_setting(trial["settings"][path]) for path in names),
-            " ".join(job["id"] for job in trial["jobs"] if job["id"]),
-            *([on_one_line(trial["reason"])] if reasons else []),
+            ", ".join(_job(job) for job in trial["jobs"] if job["id"]),
+            *([told[trial["number"]]] if reasons else []),
         ]
         for trial in trials[:limit]
     ]
@@ -175,6 +194,20 @@ def _show_trials(found: Sweep, limit: int) -> None:
     print_table(columns, rows, empty="no trials yet", last_below=reasons)
     if len(trials) > limit:
         say(f"and {len(trials) - limit} more: --limit {len(trials)}")
+
+
+def _own_reason(trial: Mapping[str, Any], found: Sweep) -> str:
+    """Return why a trial ended, unless the sweep's own reason says so already."""
+    reason = on_one_line(trial["reason"])
+    return "" if reason and on_one_line(found["reason"]).endswith(reason) else reason
+
+
+def _job(job: Mapping[str, Any]) -> str:
+    """`j-0123456789`, and with seeds `j-0123456789 (seed 2: 0.48)`."""
+    if job["seed"] is None:
+        return str(job["id"])
+    value = "" if job["value"] is None else f": {job['value']:.4g}"
+    return f"{job['id']} (seed {job['seed']}{value})"
 
 
 def _value(trial: Mapping[str, Any]) -> str:

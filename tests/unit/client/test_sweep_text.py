@@ -1,0 +1,65 @@
+"""The text that `opentinker sweep` prints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from opentinker.cli.sweeps import _show, best_job
+
+LR = "train.lr"
+
+
+def trial(number: int, values: list[float | None], *, seeds: bool = True, **fields: Any) -> dict[str, Any]:
+    jobs = [{"id": f"j-{number}{n}", "seed": n if seeds else None, "value": value} for n, value in enumerate(values)]
+    known = [value for value in values if value is not None]
+    value = sum(known) / len(known) if known else None
+    made = {"number": number, "state": "finished", "value": value, "settings": {LR: number}, "jobs": jobs, "reason": ""}
+    return {**made, **fields}
+
+
+def sweep(*trials: dict[str, Any], best: int | None = None, **fields: Any) -> Any:
+    times = {"created": 0.0, "finished": 9.0}
+    told = {"id": "s-1", "name": "x", "state": "succeeded", "reason": "", "method": "grid", "goal": "maximize"}
+    made = {**times, **told, "metric": "exact", "jobs": 2, "worker_s": 1.0, "planned": len(trials), "trials": {}}
+    shown = None if best is None else {"number": best, "value": 1.0, "settings": {LR: best}}
+    return {
+        **made,
+        "spec": {"sweep": {"parameters": {LR: {}}}},
+        "all_trials": trials,
+        "importance": {},
+        "best": shown,
+        **fields,
+    }
+
+
+def printed(found: Any, capsys: pytest.CaptureFixture[str]) -> str:
+    _show(found, 20, None)
+    return capsys.readouterr().out
+
+
+def test_each_job_has_its_seed_and_value(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = printed(sweep(trial(0, [0.25, 0.75]), trial(1, [0.5, None], state="running")), capsys)
+    assert "j-00 (seed 0: 0.25), j-01 (seed 1: 0.75)" in shown and "j-10 (seed 0: 0.5), j-11 (seed 1)" in shown
+    assert "seed" not in printed(sweep(trial(0, [0.25], seeds=False)), capsys)
+
+
+def test_the_hint_names_the_best_job_of_the_best_trial(capsys: pytest.CaptureFixture[str]) -> None:
+    found = sweep(trial(0, [0.1, 0.2]), trial(1, [0.3, 0.9, None]), best=1)
+    assert best_job(found) == "j-11" and printed(found, capsys).rstrip().endswith("job j-11")
+    found["goal"] = "minimize"
+    assert best_job(found) == "j-10"
+
+
+def test_a_reason_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    failed = [trial(n, [None], state="failed", reason="boom at step 3") for n in range(2)]
+    all_fail = sweep(*failed, state="failed", reason="none of 2 trials has a value: boom at step 3")
+    assert printed(all_fail, capsys).count("boom") == 1
+    assert printed(sweep(*failed, trial(2, [0.5]), best=2), capsys).count("boom") == 2, "of two trials among others"
+
+
+def test_a_tie_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    said = "all 2 finished trials have the same exact"
+    assert said in printed(sweep(trial(0, [0.5]), trial(1, [0.5]), best=0), capsys)
+    assert "the same" not in printed(sweep(trial(0, [0.5]), trial(1, [0.25]), best=0), capsys)
