@@ -317,7 +317,7 @@ async def test_mistakes_of_a_file_have_lines(tmp_path: Path, on: list[str]) -> N
             "sweep.parameters.train.lr.high = 1: must be above low=2" in done.stderr and "(sweep.toml:6)" in done.stderr
         )
     done = await run("run", path)
-    assert done.returncode == 2 and "sweep" in done.stderr
+    assert done.returncode == 1 and "sweep.toml is a sweep of many jobs" in done.stderr
 
 
 async def test_the_client_submits_a_table_beside_a_spec_and_waits(client: AsyncClient, sweep: Path) -> None:
