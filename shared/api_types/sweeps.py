@@ -82,7 +82,7 @@ class Sweep(SweepSummary):
     """By number."""
     importance: dict[str, float]
     """By path: how much of the difference between good and ordinary trials a setting explains, 1 in all; empty with few
-    finished trials."""
+    finished trials, and where a single setting varies."""
     worker_s: float
     """Seconds of workers that its jobs have cost."""
 

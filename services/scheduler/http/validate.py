@@ -94,7 +94,7 @@ async def report_on(ctx: Context, data: Any, tenant: str, scope: str = "all") ->
     checks += await forecast.forecast_start(ctx, spec, tenant)
     jobs = 1 if sweep is None else sweep.most_jobs
     if sweep is not None:
-        checks.insert(1, check("sweep", f"up to {plural(jobs, 'job')}; the checks below are for the first one"))
+        checks.insert(1, check("sweep", f"{sweep.size}; the checks below are for the first one"))
     return _report([], checks, messages, await estimate(ctx, spec, tenant, jobs))
 
 

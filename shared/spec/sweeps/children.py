@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.spec.labels import MAX_CHARACTERS
 from opentinker.shared.spec.sweeps.table import MAX_PARAMETERS, METRICS, SweepTable, leaves_of
-from opentinker.shared.types.errors import SpecError
+from opentinker.shared.types.errors import SpecError, plural
 from opentinker.shared.types.mistakes import UNKNOWN, WHOLE, fill, mistake, mistakes_of, short
 
 TABLE = "sweep"
@@ -70,6 +70,14 @@ class Sweep(NamedTuple):
     @property
     def most_jobs(self) -> int:
         return self.most_trials * self.table.repeats
+
+    @property
+    def size(self) -> str:
+        """Return how many jobs there will be; of random search also why there are fewer than asked for."""
+        asked, few = self.table.trials, f"up to {plural(self.most_jobs, 'job')}"
+        if self.table.method != "random" or asked is None or len(self.trials) >= min(asked, self.table.most_trials):
+            return few
+        return f"{few} (trials = {asked}, but its parameters have {plural(len(self.trials), 'combination')})"
 
 
 def is_sweep(data: Any) -> bool:

@@ -9,7 +9,7 @@ import typer
 
 from opentinker.cli.common import AsJson, Url, client, print_json, print_table, running_server, say
 from opentinker.cli.specs import Changes, SpecFile, import_from_here, print_mistakes, read_spec, read_sweep
-from opentinker.shared.types.errors import SpecError, plural
+from opentinker.shared.types.errors import SpecError
 
 if TYPE_CHECKING:
     from opentinker.shared.api_types import Check, JobEstimate
@@ -59,8 +59,7 @@ def validate(
         if found["valid"]:
             say(f"ok: {spec.name}, {spec.kind} of {spec.model.base} on {_subject(spec)}")
             if sweep is not None:
-                jobs = plural(sweep.most_jobs, "job")
-                say(f"a sweep of up to {jobs} by {sweep.table.method}; the first one was looked at")
+                say(f"a sweep of {sweep.size} by {sweep.table.method}; the first one was looked at")
             if found.get("estimate"):
                 say(in_words(found["estimate"]))
     if not found["valid"]:

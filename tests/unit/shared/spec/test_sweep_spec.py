@@ -78,6 +78,13 @@ def test_random_draws_do_not_repeat() -> None:
     assert sorted(one["algorithm.group_size"] for one in found) == [2, 3, 4, 5]
 
 
+def test_a_search_with_fewer_combinations_than_trials_says_so() -> None:
+    few = sweep({"algorithm.group_size": [4]}, method="random", trials=2)
+    assert parse_sweep(few).size == "up to 1 job (trials = 2, but its parameters have 1 combination)"
+    enough = sweep({"algorithm.group_size": [4, 8]}, method="random", trials=9, max_jobs=2)
+    assert parse_sweep(enough).size == "up to 2 jobs"
+
+
 def test_a_job_has_its_values_its_seed_and_the_sweep_s_id() -> None:
     parsed = parse_sweep(sweep({"train": {"lr": [0.25]}}, {"tags": ["mine"]}, seeds=[7]))
     spec = child_of(parsed.table, parsed.base, parsed.trials[0], 7)
