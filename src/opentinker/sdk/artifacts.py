@@ -260,7 +260,7 @@ async def _fetch(http: Http, path: str, query: dict[str, str], part: _Part) -> M
     except ApiError as error:
         if error.status != 404 and part.size:
             here = f"{part.size} bytes were kept: run the same again to continue"
-            raise type(error)(f"{error} {here}", error.status, error.problem) from None
+            raise type(error)(f"{error}; {here}", error.status, error.problem) from None
         part.drop()
         raise
     return headers

@@ -157,7 +157,7 @@ async def test_what_has_come_stays_where_going_on_is_refused(
     part = tmp_path / ".model.part"
     for status in (401, 403, 429, 500):
         proxy.refuses = status
-        with pytest.raises(ApiError, match="bytes of it are here") as caught:
+        with pytest.raises(ApiError, match="bytes were kept") as caught:
             await client.download(job, tmp_path / "model")
         assert caught.value.status == status and part.stat().st_size > 0
     proxy.refuses, proxy.ranges = 0, []
