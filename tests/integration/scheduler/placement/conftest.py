@@ -9,9 +9,7 @@ import pytest
 from opentinker.services.scheduler.placement.reconciler import Reconciler
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.store import Store
-from tests.integration.scheduler.placement.reconciling import (
-    looking,
-)
+from tests.integration.scheduler.placement.reconciling import looking
 from tests.support.scheduling import Workers
 
 
