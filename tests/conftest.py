@@ -12,6 +12,7 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import time
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 import aiohttp
 import hypothesis  # noqa: F401 - before vLLM freezes the heap: what it registers then looks like garbage to it
 import pytest
+import structlog
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -85,6 +87,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.path.is_relative_to(NIGHTLY):
             item.add_marker(pytest.mark.nightly)
     items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
+
+
+@pytest.fixture(autouse=True)
+def logging() -> None:
+    """Keeps what services of this process log out of the output of commands that run in it."""
+    structlog.reset_defaults()
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.__stderr__))
 
 
 def wait_port(port: int, process: subprocess.Popen[bytes], host: str = "127.0.0.1") -> None:

@@ -156,7 +156,7 @@ async def test_refusals_do_not_fill_the_disk(ctx: Context, monkeypatch: pytest.M
 
 
 async def test_a_log_that_cannot_be_written_ends_no_request(
-    ctx: Context, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ctx: Context, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -164,7 +164,7 @@ async def test_a_log_that_cannot_be_written_ends_no_request(
     monkeypatch.setattr(AuditFile, "append", full)
     async with scheduler(ctx) as url, aiohttp.ClientSession() as session:
         assert (await session.post(f"{url}/v1/jobs", json=SPEC, headers=bearing())).status == 201
-    assert "audit_write_failed" in capsys.readouterr().out
+    assert "audit_write_failed" in capfd.readouterr().err
 
 
 def test_the_command_reports_a_missing_line(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from unittest.mock import patch
 
 import orjson
 import pytest
-import structlog
 
 from opentinker.cli import main
 from opentinker.cli.common import as_typed
@@ -42,7 +41,6 @@ def typed(*arguments: object) -> subprocess.CompletedProcess[str]:
     """The same in this process: it need not start one and import everything again."""
     argv = ["opentinker", *map(str, arguments)]
     out, err, code = io.StringIO(), io.StringIO(), 0
-    before = structlog.get_config()
     with (
         patch.dict(os.environ, environ(), clear=True),
         patch.object(sys, "argv", argv),
@@ -53,8 +51,6 @@ def typed(*arguments: object) -> subprocess.CompletedProcess[str]:
             main()
         except SystemExit as end:
             code = int(end.code or 0)
-        finally:
-            structlog.configure(**before)  # a command may have sent its log where nothing is any more
     return subprocess.CompletedProcess(argv, code, out.getvalue(), err.getvalue())
 
 

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import orjson
 import pytest
-import structlog
 
 from opentinker import AsyncClient
 from opentinker.cli import common
@@ -38,10 +37,8 @@ WAIT_S = 60.0
 
 
 @pytest.fixture
-def on(client: AsyncClient, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> list[str]:
+def on(client: AsyncClient, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setenv("OPENTINKER_API_KEY", OPERATOR)
-    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.__stderr__))  # the scheduler is in this process
-    request.addfinalizer(structlog.reset_defaults)
     return ["--url", client.url]
 
 

@@ -38,11 +38,9 @@ def said(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
 @pytest.fixture
 def logs(said: io.StringIO) -> Iterator[JobLogs]:
     """Of a process that is called rollout-0."""
-    before = structlog.get_config()
     found = JobLogs(room=20)
     telemetry.configure_logging(Settings(), "rollout-worker", "rollout-0", found)
     yield found
-    structlog.configure(**before)
     structlog.contextvars.clear_contextvars()
 
 
