@@ -41,7 +41,7 @@ from opentinker.shared.types.manifest import Manifest
 from tests.conftest import nats_conf, until
 from tests.support.lineage import faults
 from tests.support.listening import living
-from tests.support.service_forks import Fork, fork_server
+from tests.support.service_forks import SERVICES, Fork, fork_server
 from tests.support.toys import toy_model as toy_model  # noqa: PLC0414 - tests import it from here too
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -109,7 +109,8 @@ class Process:
 class Cluster:
     """`heavy`: services import torch and vllm before their first job, as in production; toy jobs do without.
 
-    `forked`: services are forks of one process that has imported them (`service_forks.py`); default: light ones are.
+    `forked`: services are forks of one process that has imported them (`service_forks.py`); default: all but those that
+    start vLLM.
 
     `nats`: values that differ from those of deploy/nats.conf. `listen`: an address beside loopback on which NATS and
     Valkey are reached too.
@@ -131,7 +132,8 @@ class Cluster:
     ) -> None:
         self.directory = directory
         self.data = directory / "data"
-        self._forked = not heavy if forked is None else forked
+        unforked = {"rollout_worker"} if heavy and forked is None else set()
+        self._forked = set() if forked is False else set(SERVICES) - unforked
         self._nats = {**(nats or {}), **({"host": "0.0.0.0"} if listen else {})}
         self._binds = ["127.0.0.1", *([listen, "--protected-mode", "no"] if listen else [])]
         self.processes: dict[str, Process] = {}
@@ -240,7 +242,7 @@ class Cluster:
     def _add(self, service: str, name: str) -> str:
         own = self.access.environment(SERVICE_OF.get(service, service))
         argv = [sys.executable, "-m", f"opentinker.services.{service}"]
-        self._start(name, argv, argv[-1] if self._forked else "", OPENTINKER_WORKER_ID=name, **own)
+        self._start(name, argv, argv[-1] if service in self._forked else "", OPENTINKER_WORKER_ID=name, **own)
         return name
 
     def _start(self, name: str, argv: list[str], forked: str = "", **env: str) -> None:

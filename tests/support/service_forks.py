@@ -18,6 +18,7 @@ import importlib
 import os
 import runpy
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -39,7 +40,9 @@ class Fork:
     def __init__(self, server: ForkServer, pid: int) -> None:
         self._server, self.pid = server, pid
         self.returncode: int | None = None
-        self._ended = os.pidfd_open(pid)
+        self._pidfd = os.pidfd_open(pid)
+        self._ended = select.poll()
+        self._ended.register(self._pidfd, select.POLLIN)
 
     def poll(self) -> int | None:
         return self._result(0)
@@ -49,14 +52,17 @@ class Fork:
         assert code is not None
         return code
 
-    def kill(self) -> None:
+    def send_signal(self, number: signal.Signals) -> None:
         if self.poll() is None:
-            os.kill(self.pid, 9)
+            os.kill(self.pid, number)
 
-    def _result(self, timeout_s: float | None) -> int | None:
-        if self.returncode is None and select.select([self._ended], [], [], timeout_s)[0]:
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def _result(self, timeout_ms: int | None) -> int | None:
+        if self.returncode is None and self._ended.poll(timeout_ms):
             self.returncode = self._server.exit_code(self.pid)
-            os.close(self._ended)
+            os.close(self._pidfd)
         return self.returncode
 
 
@@ -141,6 +147,7 @@ def become(module: str, environment: dict[str, str], folder: str, log: str) -> N
         sys.orig_argv[:] = [sys.executable, "-m", module]
         sys.argv[:] = [module]
         sys.path[0] = folder
+        sys.path += [place for place in environment["PYTHONPATH"].split(os.pathsep) if place not in sys.path]
         runpy.run_module(module, run_name="__main__", alter_sys=True)
         code = 0
     except SystemExit as error:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
-import sys
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
@@ -28,6 +26,7 @@ from opentinker.shared.types.telemetry import TimelinePart
 from tests.conftest import WAIT_S, Server, until
 from tests.support.cluster import PYTHONPATH
 from tests.support.scheduling import messages
+from tests.support.service_forks import Fork, fork_server
 
 MISBEHAVING = "tests.samples.env_samples:Misbehaving"
 
@@ -37,7 +36,7 @@ class Workers:
 
     def __init__(self, nats: Server, valkey: Server, store: Store) -> None:
         self.nats, self.valkey, self.store = nats, valkey, store
-        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.processes: dict[str, Fork] = {}
 
     async def start(self, name: str, log: Path | None = None, **variables: str) -> None:
         environ = {
@@ -52,11 +51,8 @@ class Workers:
             "OPENTINKER_WORKER_TTL_S": "3",
             **variables,
         }
-        argv = [sys.executable, "-m", "opentinker.services.env_worker"]
-        with (log or Path(os.devnull)).open("wb") as file:
-            self.processes[name] = subprocess.Popen(  # noqa: ASYNC220
-                argv, env=environ, stdout=file, stderr=file if log else None
-            )
+        place = log or Path(os.devnull)
+        self.processes[name] = fork_server().start("opentinker.services.env_worker", environ, Path.cwd(), place)
         await until(lambda: self.beats(name))
 
     async def beats(self, name: str) -> bool:
@@ -71,7 +67,7 @@ class Workers:
 
     async def end(self, name: str) -> int:
         await until(lambda: self.processes[name].poll() is not None)
-        return self.processes[name].returncode
+        return self.processes[name].wait()
 
     def close(self) -> None:
         for process in self.processes.values():
