@@ -128,7 +128,7 @@ async def test_of_many_jobs_those_in_sight_are_drawn(opened: Open, http: Http, s
     tab = await opened(http.url)
     rows = tab.page.locator(".jobs tbody tr:not(.space)")
     await tab.shows("the first 200 jobs")
-    await tab.page.get_by_role("button", name="More jobs").click()
+    await tab.page.get_by_role("button", name="More jobs").dispatch_event("click")  # without a scroll, which asks too
     await tab.shows("the first 400 jobs")
     assert await rows.count() < 100
     await tab.page.evaluate("window.scrollTo(0, 36 * 300)")
