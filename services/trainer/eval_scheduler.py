@@ -35,12 +35,11 @@ POLL_S = 0.5
 MAX_OUTSTANDING = 1024
 """Maximum number of stored exams without a result; more follow as results arrive, so that a large evaluation does not
 flood the stream."""
-LOST_AFTER_S = 10.0
-"""After this long without a result, exams that are not stored any longer are published again."""
 
 
 class EvalScheduler:
-    """`publish` is the publisher's `offer`. `plan` None: no evaluations, every version is published immediately."""
+    """`publish` is the publisher's `offer`. `plan` None: no evaluations, every version is published immediately. After
+    `lost_after_s` without a result, exams that are not stored any longer are published again."""
 
     def __init__(
         self,
@@ -49,8 +48,10 @@ class EvalScheduler:
         plan: ValidationSpec | None,
         reporter: JobReporter,
         publish: Callable[[SnapshotLike], None],
+        lost_after_s: float = 10.0,
     ) -> None:
         self.ctx, self.lease, self.plan, self.reporter, self._publish = ctx, lease, plan, reporter, publish
+        self.lost_after_s = lost_after_s
         self._part = part_id(lease.job, reporter.policy)
         """The job, or its policy that is evaluated."""
         self._opponents = [] if plan is None else plan.opponents_of(reporter.policy)
@@ -208,7 +209,7 @@ class EvalScheduler:
             await self._publish_more(version)
             if len(self._results) > had:
                 had, heard = len(self._results), time.monotonic()
-            elif time.monotonic() - heard > LOST_AFTER_S:
+            elif time.monotonic() - heard > self.lost_after_s:
                 await self._republish_lost(version)
                 heard = time.monotonic()
             await wait_event(self._changed, POLL_S)

@@ -49,14 +49,6 @@ from opentinker.shared.types.trajectories import Group
 
 log = structlog.get_logger()
 
-UNSAVED_BYTES = 2**30
-"""Bytes of trajectories since the last checkpoint above which one is due regardless of `checkpoint_every`: the stream
-keeps them until then, and all jobs share its disk."""
-STARVED_S = 60.0
-STARVED_BYTES = 2**26
-"""After waiting this long, with this much in the stream, the trainer purges its part: the disk may be full, and then
-nothing else frees it."""
-
 
 class SavedStep(NamedTuple):
     """A checkpoint that this trainer wrote or resumed from."""
@@ -108,6 +100,12 @@ class TrainerJob:
         )
         self.intake = Intake(self.reporter, self.admission, self.assembler, self.joint, lambda: self.step)
         self.rewinder = Rewinder(self.reporter, self.intake)
+        self.unsaved_bytes = 2**30
+        """Bytes of trajectories since the last checkpoint above which one is due regardless of `checkpoint_every`: the
+        stream keeps them until then, and all jobs share its disk."""
+        self.starved_s, self.starved_bytes = 60.0, 2**26
+        """After waiting this long, with this much in the stream, the trainer purges its part: the disk may be full, and
+        then nothing else frees it."""
         self.step = 0
         self.saved: list[SavedStep] = []
         """Oldest first."""
@@ -214,7 +212,7 @@ class TrainerJob:
             await finish_uncancelled(self.rewinder.check(self.step))
             due = (
                 self.step % self.spec.train.checkpoint_every == 0
-                or self.intake.received - self.received_at_save > UNSAVED_BYTES
+                or self.intake.received - self.received_at_save > self.unsaved_bytes
             )
             if due and self.step < steps:
                 await finish_uncancelled(self._save())
@@ -260,7 +258,8 @@ class TrainerJob:
                 raise JobFailed(
                     f"step {self.step + 1} could not be filled: {why}; {self.reporter.describe_last_checkpoint()}"
                 )
-            if time.monotonic() - began > STARVED_S and self.intake.received - self.received_at_purge > STARVED_BYTES:
+            unpurged = self.intake.received - self.received_at_purge
+            if time.monotonic() - began > self.starved_s and unpurged > self.starved_bytes:
                 await finish_uncancelled(self._make_room())
                 began = time.monotonic()
             await wait_event(self.intake.arrived, 0.5)

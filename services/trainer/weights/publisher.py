@@ -34,16 +34,11 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-POLL_S = 0.5
-RETRY_S = 2.0
-"""Pause before a failed worker is tried again; it doubles with each further failure..."""
-MAX_RETRY_S = 60.0
-MAX_ATTEMPTS = 5
-"""...and after this many attempts in a row, plus one per worker, that reached no worker, the job fails."""
-
 
 class Publisher:
-    """`served(version, seconds)` is awaited each time a version has reached the workers."""
+    """`served(version, seconds)` is awaited each time a version has reached the workers. `retry_s`: first and longest
+    pause before a failed worker is tried again; it doubles with each further failure. After `max_attempts` in a row,
+    plus one per worker, that reached no worker, the job fails."""
 
     def __init__(
         self,
@@ -52,8 +47,13 @@ class Publisher:
         device: str,
         served: Callable[[WeightVersion, dict[str, float]], Awaitable[None]],
         policy: str = "",
+        *,
+        poll_s: float = 0.5,
+        retry_s: tuple[float, float] = (2.0, 60.0),
+        max_attempts: int = 5,
     ) -> None:
         self.ctx, self.lease, self.device, self._served = ctx, lease, device, served
+        self._poll_s, self._retry_s, self.max_attempts = poll_s, retry_s, max_attempts
         self._calls = SwapCalls(ctx, lease, policy)
         self._snapshot: SnapshotLike | None = None
         self._wake = asyncio.Event()
@@ -88,7 +88,7 @@ class Publisher:
             while True:
                 if self.ctx.bus.nc.is_connected:
                     await self._update()
-                if await wait_event(self._wake, POLL_S):
+                if await wait_event(self._wake, self._poll_s):
                     self._wake.clear()
         finally:
             await subscription.unsubscribe()
@@ -293,7 +293,7 @@ class Publisher:
         self._loaded.pop(name, None)
         if not failure.absent:
             self._failures[name] = self._failures.get(name, 0) + 1
-            self._not_before[name] = time.monotonic() + exponential_delay_s(self._failures[name], RETRY_S, MAX_RETRY_S)
+            self._not_before[name] = time.monotonic() + exponential_delay_s(self._failures[name], *self._retry_s)
 
     def _is_own_fault(self, members: list[WorkerInfo], answers: list[SwapReply | SwapFailure], problem: str) -> bool:
         """Return whether the job's own workers, or the trainer, are at fault. If only workers that serve the policy
@@ -306,7 +306,7 @@ class Publisher:
         if not self.ctx.bus.nc.is_connected:
             return  # no worker is at fault, and the connection will return
         self._failed_attempts += 1
-        if self._failed_attempts >= MAX_ATTEMPTS + len(members):
+        if self._failed_attempts >= self.max_attempts + len(members):
             reasons = [f"{worker.id}: {failure.why}" for worker, failure in _at_fault(members, answers, problem)]
             reasons += [problem] if problem else []
             version = "" if self._snapshot is None else f" {self._snapshot.version}"

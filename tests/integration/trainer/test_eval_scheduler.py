@@ -12,7 +12,6 @@ import orjson
 import pytest
 
 from opentinker.services.scheduler.jobs.tickets import ticket_seed
-from opentinker.services.trainer import eval_scheduler
 from opentinker.services.trainer.batch.batch_metrics import batch_metrics
 from opentinker.services.trainer.eval_scheduler import EvalScheduler
 from opentinker.services.trainer.job_reporter import JobReporter
@@ -266,10 +265,9 @@ async def test_version_that_is_due_waits_for_the_evaluation_before_it(ctx: Conte
         assert t.published[-1] == 1
 
 
-async def test_results_of_other_weights_are_repeated(ctx: Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eval_scheduler, "LOST_AFTER_S", 0.05)
-    monkeypatch.setattr(eval_scheduler, "POLL_S", 0.05)
+async def test_results_of_other_weights_are_repeated(ctx: Context) -> None:
     t = await trial(ctx)
+    t.it.lost_after_s = 0.0
     async with running(t.it.run()):
         await t.begin(2)
         await ctx.bus.purge("EXAMS", EXAM.at(job=t.job))  # as if they had been taken

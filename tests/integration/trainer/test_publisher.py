@@ -22,7 +22,6 @@ from nats.aio.subscription import Subscription
 from opentinker.services.rollout_worker.engines.base import SwapError
 from opentinker.services.rollout_worker.engines.toy import ToyEngine
 from opentinker.services.trainer.learners.base import BUCKET_BYTES, EmptySnapshot
-from opentinker.services.trainer.weights import publisher as module
 from opentinker.services.trainer.weights.publisher import Publisher
 from opentinker.shared.messaging.bus import NoReply
 from opentinker.shared.messaging.subjects import SWAP
@@ -42,6 +41,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 REAL, FAKE = "real", "fake"
 """Jobs: of processes, and of workers that only answer."""
+TIMING: dict[str, dict[str, Any]] = {REAL: {}, FAKE: {"poll_s": 0.02, "retry_s": (0.01, 0.05)}}
 TIMEOUT_S = TTL_S = 3 * WAIT_S
 """A death or a hang that holds up the others until one of these is over is not `soon`, so a test fails."""
 BRIEF_S = 2.0
@@ -53,11 +53,11 @@ LARGE = BUCKET_BYTES // 4
 class Trainer:
     """A publisher at work, what it was offered and what it says was served."""
 
-    def __init__(self, ctx: Context, job: str, device: str) -> None:
+    def __init__(self, ctx: Context, job: str, device: str, **options: Any) -> None:
         self.newest = version(0)
         self.served: dict[WeightVersion, float] = {}
         lease = Lease(job=job, worker="trainer-0", incarnation="t", epoch=1, pool=Pool.TRAINER)
-        self.publisher = Publisher(ctx, lease, device, self._served)
+        self.publisher = Publisher(ctx, lease, device, self._served, **TIMING[job] | options)
 
     async def _served(self, version: WeightVersion, seconds: dict[str, float]) -> None:
         self.served.setdefault(version, time.monotonic())
@@ -78,8 +78,8 @@ class Trainer:
 
 
 @asynccontextmanager
-async def training(ctx: Context, job: str, device: str) -> AsyncIterator[Trainer]:
-    trainer = Trainer(ctx, job, device)
+async def training(ctx: Context, job: str, device: str, **options: Any) -> AsyncIterator[Trainer]:
+    trainer = Trainer(ctx, job, device, **options)
     async with running(trainer.publisher.run()):
         yield trainer
 
@@ -371,20 +371,12 @@ async def brief(ctx: Context) -> Context:
     return dataclasses.replace(ctx, settings=ctx.settings.model_copy(update={"swap_timeout_s": BRIEF_S}))
 
 
-@pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "RETRY_S", 0.01)
-    monkeypatch.setattr(module, "MAX_RETRY_S", 0.05)
-    monkeypatch.setattr(module, "POLL_S", 0.02)
-
-
 async def failure_of(publisher: Publisher) -> str:
     with pytest.raises(JobFailed) as failed:
         await soon(publisher.run())
     return str(failed.value)
 
 
-@pytest.mark.usefixtures("impatient")
 async def test_job_fails_with_the_reason_when_no_worker_ever_takes_its_weights(ctx: Context) -> None:
     worker, trainer = FakeWorker(ctx, "w", refuses), Trainer(ctx, FAKE, "none")
     await trainer.offer(3)
@@ -394,7 +386,6 @@ async def test_job_fails_with_the_reason_when_no_worker_ever_takes_its_weights(c
     assert worker.asked == ["join", "receive"] * 6 and trainer.served == {}
 
 
-@pytest.mark.usefixtures("impatient")
 async def test_worker_that_always_fails_does_not_fail_the_job_of_the_others(ctx: Context) -> None:
     good, bad = FakeWorker(ctx, "good", takes), FakeWorker(ctx, "bad", refuses)
     async with running(good.live()), running(bad.live()), training(ctx, FAKE, "none") as trainer:
@@ -407,10 +398,7 @@ async def test_worker_that_always_fails_does_not_fail_the_job_of_the_others(ctx:
         assert good.version == version(12) and bad.version is None and len(trainer.served) == 12
 
 
-@pytest.mark.usefixtures("impatient")
-async def test_worker_that_is_tried_again_waits_longer_each_time(ctx: Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "RETRY_S", 0.1)
-    monkeypatch.setattr(module, "MAX_RETRY_S", 60.0)
+async def test_worker_that_is_tried_again_waits_longer_each_time(ctx: Context) -> None:
     at: list[float] = []
 
     async def notes(command: SwapCommand) -> None:
@@ -422,7 +410,7 @@ async def test_worker_that_is_tried_again_waits_longer_each_time(ctx: Context, m
     async with (
         running(good.live()),
         running(FakeWorker(ctx, "bad", notes).live()),
-        training(ctx, FAKE, "none") as trainer,
+        training(ctx, FAKE, "none", retry_s=(0.1, 60.0)) as trainer,
     ):
         await trainer.offer(1)
         await until(lambda: len(at) == 4)
@@ -434,7 +422,6 @@ async def never_joins(command: SwapCommand) -> None:
         raise SwapError("no way there")
 
 
-@pytest.mark.usefixtures("impatient")
 async def test_follower_that_never_joins_does_not_fail_the_job_that_it_follows(ctx: Context) -> None:
     own = FakeWorker(ctx, "own", takes)
     follower = FakeWorker(ctx, "follower", never_joins, job="chat", follows=FAKE)
@@ -442,12 +429,11 @@ async def test_follower_that_never_joins_does_not_fail_the_job_that_it_follows(c
         await trainer.serve(1)
         async with running(follower.live()):
             # Many steps' time without a new version: nothing else is published meanwhile.
-            await until(lambda: follower.asked.count("join") > 2 * (module.MAX_ATTEMPTS + 2))
+            await until(lambda: follower.asked.count("join") > 2 * (trainer.publisher.max_attempts + 2))
             await trainer.serve(2)
     assert own.version == version(2)
 
 
-@pytest.mark.usefixtures("impatient")
 async def test_job_whose_own_worker_is_stuck_fails_though_a_follower_is_well(ctx: Context) -> None:
     own, trainer = FakeWorker(ctx, "own", takes), Trainer(ctx, FAKE, "none")
     own.busy = True
@@ -472,7 +458,6 @@ async def test_worker_that_comes_back_with_a_new_engine_gets_the_weights_that_it
     assert worker.asked == ["join", "receive"]
 
 
-@pytest.mark.usefixtures("impatient")
 async def test_worker_that_is_stuck_in_a_swap_is_not_waited_for_again(ctx: Context, brief: Context) -> None:
     good, stuck = FakeWorker(ctx, "good", takes), FakeWorker(ctx, "stuck", gets_stuck)
     async with running(good.live()), running(stuck.live()), training(brief, FAKE, "none") as trainer:
@@ -482,7 +467,6 @@ async def test_worker_that_is_stuck_in_a_swap_is_not_waited_for_again(ctx: Conte
         assert stuck.asked == ["join", "receive"]
 
 
-@pytest.mark.usefixtures("impatient")
 async def test_job_fails_when_its_only_worker_is_stuck(ctx: Context, brief: Context) -> None:
     stuck, trainer = FakeWorker(ctx, "stuck", gets_stuck), Trainer(brief, FAKE, "none")
     await trainer.offer(1)
@@ -506,7 +490,6 @@ class SlowWorker:
             await self.engine.receive(command)
 
 
-@pytest.mark.usefixtures("impatient")
 async def test_each_phase_has_its_timeout(monkeypatch: pytest.MonkeyPatch, new_context: NewContext) -> None:
     monkeypatch.setattr(transport, "SLOWEST_LINK", BUCKET_BYTES / 30)
     timeout_s = 1.5
@@ -519,8 +502,7 @@ async def test_each_phase_has_its_timeout(monkeypatch: pytest.MonkeyPatch, new_c
             await until(lambda: worker.version == version(1))
             assert worker.asked == ["join", "receive"]
         slow.late_s = 0.0
-        monkeypatch.setattr(module, "MAX_ATTEMPTS", 0)
-        few = Trainer(ctx, FAKE, "cpu")
+        few = Trainer(ctx, FAKE, "cpu", max_attempts=0)
         await few.offer(2, 1000)
         async with running(worker.live()):
             reason = await failure_of(few.publisher)

@@ -17,7 +17,7 @@ import msgspec
 import orjson
 import pytest
 
-from opentinker.services.trainer import checkpoint, rl_loop, service
+from opentinker.services.trainer import checkpoint, service
 from opentinker.services.trainer.learners.base import NonFinite, SimulatedLearner
 from opentinker.services.trainer.rl_loop import TrainerJob
 from opentinker.shared.asyncio_tools import cancel_and_wait, finish_uncancelled
@@ -229,9 +229,9 @@ def test_half_a_line_is_taken_back(tmp_path: Path) -> None:
     assert steps_of(path) == [1, 2, 3]
 
 
-async def test_a_long_stream_brings_checkpoints_forward(ctx: Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rl_loop, "UNSAVED_BYTES", 1)
+async def test_a_long_stream_brings_checkpoints_forward(ctx: Context) -> None:
     job = await prepare(ctx)
+    job.unsaved_bytes = 1
     await train(job)
     assert {event["step"] for event in await events(ctx, "checkpoint")} > {2, 4, 6}
 
@@ -239,15 +239,13 @@ async def test_a_long_stream_brings_checkpoints_forward(ctx: Context, monkeypatc
 @asynccontextmanager
 async def starving(job: TrainerJob, groups: int, after_s: float) -> AsyncIterator[None]:
     """The job at work, with these groups alone: after so many seconds of waiting it makes room."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rl_loop, "STARVED_S", after_s)
-        patch.setattr(rl_loop, "STARVED_BYTES", 0)
-        async with running(job.run()):
-            await until(lambda: job.stepped_at > 0)  # it waits for two groups now
-            version, seqs = await Admission(job.ctx.store.redis, JOB).issue(groups)
-            for seq in seqs:
-                await deliver(job, seq, version)
-            yield
+    job.starved_s, job.starved_bytes = after_s, 0
+    async with running(job.run()):
+        await until(lambda: job.stepped_at > 0)  # it waits for two groups now
+        version, seqs = await Admission(job.ctx.store.redis, JOB).issue(groups)
+        for seq in seqs:
+            await deliver(job, seq, version)
+        yield
 
 
 async def test_starved_trainer_makes_a_checkpoint_to_make_room(ctx: Context) -> None:
