@@ -59,14 +59,15 @@ def grade_number(answer: str, reply: str) -> Grade | None:
 class Grader:
     """One grader process, started on first use and killed if a comparison times out."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit_s: float = LIMIT_S) -> None:
+        self.limit_s = limit_s
         self._process: asyncio.subprocess.Process | None = None
 
     async def grade(self, answer: str, reply: str) -> Grade:
         verdict = None
         try:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LIMIT_S):
+                async with asyncio.timeout(self.limit_s):
                     verdict = await self._ask(answer, reply)
         finally:
             if verdict is None:  # its late answer would be read as that of the next comparison
@@ -113,10 +114,10 @@ class Grader:
 class Graders:
     """The graders of one event loop: `GRADERS` comparisons run concurrently, others wait."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit_s: float = LIMIT_S) -> None:
         self._free: asyncio.Queue[Grader] = asyncio.Queue()
         for _ in range(GRADERS):
-            self._free.put_nowait(Grader())
+            self._free.put_nowait(Grader(limit_s))
 
     async def grade(self, answer: str, reply: str) -> Grade:
         """Compare the reply with `answer` by value: 1/2, 0.5 and \\frac{1}{2} are equal."""

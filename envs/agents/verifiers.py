@@ -31,7 +31,6 @@ from opentinker.shared.runtime.reexec import kill_group
 
 RUNNER = Path(__file__).with_name("verifiers_runner.py")
 PROBE = Path(__file__).with_name("verifiers_probe.py")
-PROBE_S = 20.0
 PROBE_BYTES = 1 << 16
 PROBE_QUOTED = 300
 """Last characters of its output that an error quotes."""
@@ -40,9 +39,6 @@ KEPT_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "LD_LIBRARY_
 KEPT_BEGINNINGS = ("UV_", "PIP_", "SSL_CERT_", "XDG_", "HF_", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy",
                    "https_proxy", "no_proxy")  # fmt: skip
 """Prefixes of the env worker's environment variables that the process inherits: package sources, no credentials."""
-IDLE_S = 120.0
-CANCEL_S = 10.0
-"""A process that does not end a cancelled episode within this time blocks all episodes and is killed."""
 LINE_BYTES = 16 * 1024 * 1024
 
 log = structlog.get_logger()
@@ -112,7 +108,7 @@ def _check_installed(config: Verifiers.Config) -> None:
         raise ValueError(f"{config.id!r}: {config.package} {there} for {python}: {install}")
 
 
-def _probe(python: str, config: Verifiers.Config) -> Json:
+def _probe(python: str, config: Verifiers.Config, within_s: float = 20.0) -> Json:
     """Return what verifiers_probe.py prints. Raise ValueError if the interpreter does not run it."""
     try:
         probe = subprocess.Popen(
@@ -125,7 +121,7 @@ def _probe(python: str, config: Verifiers.Config) -> Json:
         )
     except OSError as error:
         raise ValueError(f"{python} cannot be run: {error}") from None
-    late = threading.Timer(PROBE_S, kill_group, [probe.pid])
+    late = threading.Timer(within_s, kill_group, [probe.pid])
     late.start()
     with probe:
         assert probe.stdout is not None
@@ -137,7 +133,7 @@ def _probe(python: str, config: Verifiers.Config) -> Json:
     except (ValueError, IndexError):
         found = None
     if not isinstance(found, dict) or not found.keys() >= {"verifiers", "found", "version"}:
-        said = told.decode(errors="replace").strip()[-PROBE_QUOTED:] or f"nothing within {PROBE_S:g} s"
+        said = told.decode(errors="replace").strip()[-PROBE_QUOTED:] or f"nothing within {within_s:g} s"
         raise ValueError(f"{python} cannot tell what it has installed: {said}")
     return found
 
@@ -165,6 +161,9 @@ class VerifiersProcess:
     def __init__(self, config: Verifiers.Config) -> None:
         self.gone = ""
         """Why the process has ended; empty while it runs."""
+        self.idle_s = 120.0
+        self.cancel_s = 10.0
+        """A process that does not end a cancelled episode within this time blocks all episodes and is killed."""
         self._config = config
         self._loop = asyncio.get_running_loop()
         self._numbers = itertools.count()
@@ -200,7 +199,7 @@ class VerifiersProcess:
                 del self._waiting[number]
             elif number in self._waiting:
                 self._say({"cancel": number})
-                self._loop.call_later(CANCEL_S, self._must_have_ended, number)
+                self._loop.call_later(self.cancel_s, self._must_have_ended, number)
             raise
         if "error" in reply:
             raise AgentError(f"verifiers: {reply['error']}")
@@ -261,7 +260,7 @@ class VerifiersProcess:
         if coming is not None and not coming.done():
             coming.set_result(reply)
         if not self._waiting:
-            self._idle = self._loop.call_later(IDLE_S, self.kill, "idle")
+            self._idle = self._loop.call_later(self.idle_s, self.kill, "idle")
 
     async def _finish(self, problem: str) -> None:
         if self._process is not None:

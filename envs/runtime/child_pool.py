@@ -42,9 +42,6 @@ from opentinker.shared.types.errors import SpecError
 
 CHECKS = 2
 """Concurrent checks; more wait."""
-REHEARSAL_S = 4.0
-"""Time limit for building what an episode plays, at submission: with the steps before it, below what the scheduler
-waits."""
 ROWS_S = 30.0
 """Time limit for importing an environment and reading its rows; less than the scheduler waits."""
 COSTS = 1000
@@ -56,7 +53,8 @@ environment."""
 
 class ChildPool:
     """`children` processes with `per_child` sessions each, started when first needed; and a first one for every job and
-    environment, `SPARE` times as many in all."""
+    environment, `SPARE` times as many in all. `rehearsal_s`: time limit for building what an episode plays, at
+    submission: with the steps before it, below what the scheduler waits."""
 
     def __init__(
         self,
@@ -66,11 +64,13 @@ class ChildPool:
         modules: bool,
         sandboxes: Sandboxes | None = None,
         interpreters: Interpreters | None = None,
+        rehearsal_s: float = 4.0,
     ) -> None:
         self.interpreters = interpreters or Interpreters({})
         self._limit = children
         self._spare = SPARE
         self._per_child = per_child
+        self._rehearsal_s = rehearsal_s
         self._modules = modules
         self._sandboxes = sandboxes
         self._children: list[EnvironmentChild] = []
@@ -119,7 +119,7 @@ class ChildPool:
                 async with asyncio.timeout(CHECK_S):
                     answer = await child.call("check", request)
                 if not answer.errors and answer.reply.failure is None and request.config is not None:
-                    answer = await _rehearse(child, request)
+                    answer = await _rehearse(child, request, self._rehearsal_s)
             except TimeoutError:
                 problem = f"importing it and checking its config took more than {CHECK_S:g} s"
                 return EnvCheckReply(errors=wrong_name(request.name, problem).mistakes)
@@ -261,10 +261,10 @@ class ChildEnvRunner:
         return msgspec.structs.replace(answer.reply, worker=self._worker)
 
 
-async def _rehearse(child: EnvironmentChild, request: EnvCheck) -> ChildAnswer:
+async def _rehearse(child: EnvironmentChild, request: EnvCheck, within_s: float) -> ChildAnswer:
     """Build what an episode plays and return the answer. Exceeding the time limit is no mistake."""
     try:
-        async with asyncio.timeout(REHEARSAL_S):
+        async with asyncio.timeout(within_s):
             return await child.call("rehearse", request)
     except TimeoutError:
         return ChildAnswer(0, SessionReply(worker=""))

@@ -33,8 +33,6 @@ IDLE_S = 60.0
 """A child without sessions ends after this time: the env worker is not notified when a job finishes."""
 END_S = 2.0
 """Time from the end of a child's answers to its exit."""
-KILL_S = 10.0
-"""Time within which a keeper ends after SIGTERM, with all its descendants (child_keeper.py)."""
 
 log = structlog.get_logger()
 
@@ -204,18 +202,19 @@ class EnvironmentChild:
 
 
 class Plain:
-    """A child process of the level `process`; its keeper ends everything that it started (child_keeper.py)."""
+    """A child process of the level `process`; its keeper ends everything that it started (child_keeper.py), within
+    `kill_s` after SIGTERM."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, kill_s: float = 10.0) -> None:
         self.reason = ""
-        self._process = process
+        self._process, self._kill_s = process, kill_s
         self._last: asyncio.TimerHandle | None = None
 
     def kill(self, reason: str) -> None:
         if self._process.returncode is None and self._last is None:
             self.reason = self.reason or reason
             self._process.terminate()
-            self._last = asyncio.get_running_loop().call_later(KILL_S, self._kill_all)
+            self._last = asyncio.get_running_loop().call_later(self._kill_s, self._kill_all)
 
     def _kill_all(self) -> None:
         """Kill the descendants of a keeper that was stopped before it could."""

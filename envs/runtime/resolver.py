@@ -24,10 +24,10 @@ PREPARED = 1000
 
 
 class Resolver:
-    """`modules`: whether `module:Class` names are allowed."""
+    """`modules`: whether `module:Class` names are allowed. `check_s`: time limit of a check."""
 
-    def __init__(self, *, modules: bool) -> None:
-        self.modules = modules
+    def __init__(self, *, modules: bool, check_s: float = CHECK_S) -> None:
+        self.modules, self._check_s = modules, check_s
         self._found: dict[str, asyncio.Future[type[Environment]]] = {}
         self._prepared: set[tuple[str, bytes]] = set()
 
@@ -69,10 +69,10 @@ class Resolver:
         """Return the seats, if known. Raise SpecError with every mistake in name, bots and config, or any exception of
         the module or its validators. `forks`: whether it must be able to fork.
 
-        Exceeding CHECK_S is a mistake as well; the thread continues.
+        Exceeding the time limit is a mistake as well; the thread continues.
         """
         try:
-            async with asyncio.timeout(CHECK_S):
+            async with asyncio.timeout(self._check_s):
                 named = await self.find(name)
                 check_bots(named, bots or {})
                 if forks:
@@ -84,6 +84,6 @@ class Resolver:
                     if not found.blocking and not issubclass(found, PlayedGame):
                         return rehearse(name, found, settings, bots)  # in the event loop, as episodes do
         except TimeoutError:
-            problem = f"importing it and checking its config took more than {CHECK_S:g} s"
+            problem = f"importing it and checking its config took more than {self._check_s:g} s"
             raise wrong_name(name, problem) from None
         return ()

@@ -34,10 +34,7 @@ from opentinker.shared.types.core import Ending
 from opentinker.shared.types.env_protocol import IMPORTED, OPEN, CloseSession, OpenSession, SessionReply, StepSession
 
 REMEMBER_S = 60.0
-REMEMBERED = 4096
 MAX_SESSION_S = 7 * 86400.0
-CLOSE_S = 5.0
-"""Time limit of closing an environment in the background."""
 
 log = structlog.get_logger()
 ACTIVE = Gauge("opentinker_env_sessions", "Sessions now open", registry=REGISTRY)
@@ -49,7 +46,9 @@ ENDED = Counter("opentinker_env_endings", "Sessions ended, by reason", ["reason"
 
 class Sessions:
     """`worker` is the address for steps; `limit` sessions of cost 1 run at a time. Further ones queue for the time
-    given in each request and are then answered `busy`. `lanes`: timeline lanes for what is played, if recorded."""
+    given in each request and are then answered `busy`. `lanes`: timeline lanes for what is played, if recorded.
+    `close_s`: time limit of closing an environment in the background. `remembered`: ended sessions whose last answer is
+    repeated."""
 
     def __init__(
         self,
@@ -61,9 +60,10 @@ class Sessions:
         tool_factory: ToolFactory | None = None,
         lanes: LanesByJob | None = None,
         import_timeout_s: float = 120.0,
+        close_s: float = 5.0,
+        remembered: int = 4096,
     ) -> None:
-        self.worker = worker
-        self.limit = limit
+        self.worker, self.limit = worker, limit
         self.active = 0
         self.load = 0.0
         """Total cost of the active sessions."""
@@ -73,7 +73,7 @@ class Sessions:
         self._host = host
         self._tool_factory = tool_factory
         self._lanes = lanes
-        self._import_timeout_s = import_timeout_s
+        self._import_timeout_s, self._close_s, self._remembered = import_timeout_s, close_s, remembered
         self._sessions: dict[str, Session] = {}
         self._ended: deque[tuple[float, Session]] = deque()
         self._queue: deque[tuple[OpenSession, float, asyncio.Future[Session | None]]] = deque()
@@ -344,7 +344,7 @@ class Sessions:
         assert session.task is not None
         if not session.task.done():
             session.task.cancel()
-            await asyncio.wait([session.task], timeout=CLOSE_S)
+            await asyncio.wait([session.task], timeout=self._close_s)
             if not session.task.done():
                 log.warning(
                     "environment_ignores_cancellation", job=session.request.job, episode=session.request.session
@@ -353,7 +353,7 @@ class Sessions:
         if session.runner is None:
             return
         closing = asyncio.get_running_loop().create_task(session.runner.close(), name=session.title)
-        await asyncio.wait([closing], timeout=CLOSE_S)
+        await asyncio.wait([closing], timeout=self._close_s)
         if not closing.done():
             closing.cancel()
             log.warning("environment_close_timeout", job=session.request.job, episode=session.request.session)
@@ -361,7 +361,7 @@ class Sessions:
     def _remember(self, session: Session) -> None:
         now = asyncio.get_running_loop().time()
         self._ended.append((now, session))
-        while len(self._ended) > REMEMBERED or self._ended[0][0] < now - REMEMBER_S:
+        while len(self._ended) > self._remembered or self._ended[0][0] < now - REMEMBER_S:
             _, old = self._ended.popleft()
             if self._sessions.get(old.request.session) is old:
                 del self._sessions[old.request.session]
@@ -395,5 +395,5 @@ class Sessions:
         for session in left:
             await self.close(CloseSession(session=session.request.session))
         if self._closing:
-            await asyncio.wait(self._closing, timeout=CLOSE_S)
+            await asyncio.wait(self._closing, timeout=self._close_s)
         return len(left)

@@ -358,9 +358,8 @@ def test_what_can_be_played_can_be_rehearsed(name: str, config: dict[str, Any], 
     rehearse(name, *check(name, config))
 
 
-async def test_a_submission_reports_missing_parts_without_slow_checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("opentinker.envs.runtime.child_pool.REHEARSAL_S", 0.5)
-    host, resolver = ChildPool(children=1, per_child=1, modules=True), Resolver(modules=True)
+async def test_a_submission_reports_missing_parts_without_slow_checks() -> None:
+    host, resolver = ChildPool(children=1, per_child=1, modules=True, rehearsal_s=0.5), Resolver(modules=True)
     try:
         asked = [EnvCheck(name=f"tests.samples.published_games:{game}", config={}) for game in ("Lacking", "Endless")]
         lacking, endless = [await check_environment(request, resolver, host) for request in asked]

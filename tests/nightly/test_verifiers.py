@@ -13,8 +13,7 @@ import pytest
 from uv import find_uv_bin
 
 from opentinker.envs.agent import AgentError
-from opentinker.envs.agents import verifiers
-from opentinker.envs.agents.verifiers import Verifiers, VerifiersProcess
+from opentinker.envs.agents.verifiers import Verifiers, VerifiersProcess, _probe
 from opentinker.envs.base import Opening, Step, user
 from opentinker.services.rollout_worker.episode import Episode
 from opentinker.services.rollout_worker.renderer import Renderer
@@ -87,11 +86,11 @@ async def test_an_episode_that_is_given_up_is_cancelled_and_the_others_go_on(sta
     await other.close()
 
 
-async def test_an_uncancellable_process_is_killed(stand_in: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verifiers, "CANCEL_S", 0.2)
+async def test_an_uncancellable_process_is_killed(stand_in: dict[str, Any]) -> None:
     one = environment(**stand_in, args={"how": "block"})
     await one.open(0, 0)
     runner = VerifiersProcess.of(one.config)
+    runner.cancel_s = 0.2
     stepping = asyncio.create_task(one.step(action("yes")))
     await until(lambda: one._pending.gone)
     stepping.cancel()
@@ -100,13 +99,14 @@ async def test_an_uncancellable_process_is_killed(stand_in: dict[str, Any], monk
     assert "could not be cancelled" in runner.gone
 
 
-async def test_a_process_that_nobody_needs_ends(stand_in: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verifiers, "IDLE_S", 0.1)
+async def test_a_process_that_nobody_needs_ends(stand_in: dict[str, Any]) -> None:
     one = environment(**stand_in)
     await one.open(0, 0)
+    runner = VerifiersProcess.of(one.config)
+    runner.idle_s = 0.1
     assert (await one.step(action("yes"))).done
     await one.close()
-    await until(lambda: VerifiersProcess._running[one.config.model_dump_json()]._life.done())
+    await until(lambda: runner._life.done())
 
 
 def test_an_interpreter_that_is_not_there_is_said_early() -> None:
@@ -137,7 +137,6 @@ def test_the_check_of_an_interpreter_has_no_credentials_and_an_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OPENTINKER_NATS_TOKEN", "s3cret")
-    monkeypatch.setattr(verifiers, "PROBE_S", 1.0)
     own = tmp_path / "python"
     for script, said in (
         (f"env > {tmp_path}/seen; echo '[]'", r"cannot tell what it has installed: \[\]"),
@@ -148,7 +147,7 @@ def test_the_check_of_an_interpreter_has_no_credentials_and_an_end(
         own.write_text(f"#!/bin/sh\n{script}\n")
         own.chmod(0o755)
         with pytest.raises(ValueError, match=said):
-            Verifiers.Config(id="mine", python=str(own))
+            _probe(str(own), Verifiers.Config.model_construct(id="mine"), within_s=1.0)
     assert "s3cret" not in (tmp_path / "seen").read_text()
 
 

@@ -10,8 +10,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from opentinker.envs import agent as agent_module
-from opentinker.envs.agent import AgentEnvironment, AgentError
+from opentinker.envs.agent import OBSERVED_BYTES, AgentEnvironment, AgentError
 from opentinker.envs.agents.endpoint import PendingRequest
 from opentinker.envs.base import Opening, Step
 from opentinker.shared.types.core import Image, StopReason, ToolCall
@@ -301,13 +300,11 @@ async def test_what_cannot_be_given_is_refused_and_the_episode_goes_on(wrong: di
     assert len(asked) == 1
 
 
-async def test_a_prompt_beyond_the_context_is_refused_as_servers_refuse_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent_module, "OBSERVED_BYTES", 10)
-
+async def test_a_prompt_beyond_the_context_is_refused_as_servers_refuse_it() -> None:
     async def talk(model: AsyncOpenAI) -> list[str]:
         tokens = await generate(model, list(range(100)))
         with pytest.raises(openai.BadRequestError) as refused:
-            await model.chat.completions.create(**chat("a" * 11))
+            await model.chat.completions.create(**chat("a" * (OBSERVED_BYTES + 1)))
         await model.chat.completions.create(**chat("a"))
         return [tokens["error"]["code"], refused.value.code]
 

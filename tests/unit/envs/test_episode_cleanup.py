@@ -10,9 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from opentinker.envs.runtime import child_process
+from opentinker.envs.runtime.child_process import Plain
 from opentinker.shared.runtime.reexec import below
 from tests.conftest import soon, until
 from tests.support.cluster import PYTHONPATH
@@ -38,15 +36,14 @@ def test_a_forked_process_that_has_not_run_yet_ends_with_its_episode() -> None:
     assert done.stdout == "False\n"
 
 
-async def test_what_a_stopped_keeper_keeps_is_killed_by_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child_process, "KILL_S", 0.2)
+async def test_what_a_stopped_keeper_keeps_is_killed_by_the_worker() -> None:
     process = await asyncio.create_subprocess_exec("sh", "-c", "setsid sleep 60 & wait", start_new_session=True)
     await until(lambda: any(os.getsid(pid) == pid for pid in below(process.pid)))
     kept = below(process.pid)
     process.send_signal(signal.SIGSTOP)
     stat = Path(f"/proc/{process.pid}/stat")
     await until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T")
-    plain = child_process.Plain(process)
+    plain = Plain(process, kill_s=0.2)
     plain.kill("it is over")
     assert await soon(plain.wait()) == -signal.SIGKILL
     await until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in kept))

@@ -301,22 +301,22 @@ async def test_plain_numbers_need_no_process() -> None:
     assert grading.grade_number("1/2", "\\boxed{0.5}") is None and grading.grade_number("42", "42") is None
 
 
-async def test_a_slow_comparison_is_killed_and_the_next_is_graded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_slow_comparison_is_killed_and_the_next_is_graded() -> None:
     grader = grading.Grader()
     await grader.grade("1/2", "0.5")  # it is up
     killed = grader._process
     assert killed is not None
-    monkeypatch.setattr(grading, "LIMIT_S", 0.0)
+    grader.limit_s = 0.0
     late = await grader.grade("9^{9^{9^9}}", "\\boxed{9^{9^{9^9}} + 1}")
     assert late.late and not late.right and killed.returncode is not None
-    monkeypatch.undo()
+    grader.limit_s = grading.LIMIT_S
     assert (await grader.grade("1/2", "0.5")).right
     await grader.close()
 
 
-async def test_an_episode_says_that_it_could_not_be_graded(problems: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_episode_says_that_it_could_not_be_graded(problems: Path) -> None:
     environment = make("math", {"path": str(problems), "shuffle": False, "format_reward": 0.1})
     await environment.open(0, 0)
-    monkeypatch.setattr(grading, "LIMIT_S", 0.0)
+    grading._of_loops[asyncio.get_running_loop()] = grading.Graders(limit_s=0.0)
     step = await environment.step(said("\\boxed{1 over 2}"))
     assert (step.reward, step.metrics["ungraded"], step.done) == (0.1, 1.0, True)

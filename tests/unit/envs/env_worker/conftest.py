@@ -20,11 +20,10 @@ async def host() -> AsyncIterator[ChildPool]:
 
 
 @pytest.fixture
-async def sessions(host: ChildPool, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Sessions]:
-    monkeypatch.setattr("opentinker.envs.runtime.sessions.CLOSE_S", 0.5)
+async def sessions(host: ChildPool) -> AsyncIterator[Sessions]:
     env_samples.Counting.calls.clear()
     env_samples.LET_GO.clear()
-    sessions = Sessions("w", limit=8, resolver=Resolver(modules=True), host=host)
+    sessions = Sessions("w", limit=8, resolver=Resolver(modules=True), host=host, close_s=0.5, remembered=10)
     yield sessions
     env_samples.LET_GO.set()
     await sessions.drain(0.01)

@@ -78,13 +78,10 @@ async def test_an_endless_import_times_out(modules: Path) -> None:
     sys.modules["endless_module"].END.set()
 
 
-async def test_a_check_has_a_time_limit_and_says_so(
-    host: ChildPool, sessions: Sessions, modules: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_check_has_a_time_limit_and_says_so(host: ChildPool, modules: Path) -> None:
     write_module(modules, "stuck_module", "import threading\nEND = threading.Event()\nEND.wait(30)\n")
-    monkeypatch.setattr("opentinker.envs.runtime.resolver.CHECK_S", 0.2)
     check = EnvCheck(name="stuck_module:X", config={})
-    (mistake,) = (await soon(check_environment(check, sessions._resolver, host))).errors
+    (mistake,) = (await soon(check_environment(check, Resolver(modules=True, check_s=0.2), host))).errors
     assert mistake["field"] == "environment.name" and "took more than 0.2 s" in mistake["problem"]
     sys.modules["stuck_module"].END.set()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 
 import msgspec
-import pytest
 
 from opentinker.envs.runtime.resolver import Resolver
 from opentinker.envs.runtime.sessions import Sessions
@@ -118,8 +117,7 @@ async def test_drain_gives_up_on_what_does_not_finish(sessions: Sessions) -> Non
     assert called()[-1] == "close"
 
 
-async def test_answers_of_ended_sessions_expire(sessions: Sessions, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("opentinker.envs.runtime.sessions.REMEMBERED", 10)
+async def test_answers_of_ended_sessions_expire(sessions: Sessions) -> None:
     for number in range(50):
         await sessions.open(opening(session=str(number), turns=1))
         assert (await sessions.step(step(0, session=str(number)))).done
