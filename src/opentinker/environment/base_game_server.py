@@ -33,8 +33,6 @@ __all__ = ["BaseGameStats", "GameStats", "create_game_app", "create_game_server"
 T = TypeVar("T")
 Key = tuple[str, str]
 """Job and instance."""
-MOST_GAMES = 100_000
-"""At once; more are refused until some are done."""
 IDLE_S = 3600.0
 """A game that was idle for this time is forgotten."""
 FORGOTTEN = 4
@@ -52,13 +50,17 @@ class _Played(NamedTuple):
 
 class GameRoutes:
     """Games are played in threads, one call at a time: they share the process's random numbers. Calls of games that
-    share nothing (`concurrent`) run concurrently."""
+    share nothing (`concurrent`) run concurrently. With `most_games` at once, more are refused until some are done."""
 
     def __init__(
-        self, game_class: type[AbstractGame], stats_class: type[BaseGameStats] | None, arguments: dict[str, Any]
+        self,
+        game_class: type[AbstractGame],
+        stats_class: type[BaseGameStats] | None,
+        arguments: dict[str, Any],
+        most_games: int = 100_000,
     ) -> None:
         check_arguments(game_class, arguments)
-        self.game_class, self.arguments = game_class, arguments
+        self.game_class, self.arguments, self.most_games = game_class, arguments, most_games
         self.games: dict[Key, _Played] = {}
         """The one that was played last is the last."""
         self.stats = JobStats(stats_class or BaseGameStats)
@@ -100,8 +102,8 @@ class GameRoutes:
             if oldest is None or time.monotonic() - self.games[oldest].used_at < IDLE_S:
                 break
             await self._drop(*oldest)
-        if len(self.games) + self.beginning >= MOST_GAMES:
-            raise web.HTTPServiceUnavailable(text=f"{MOST_GAMES} games are being played")
+        if len(self.games) + self.beginning >= self.most_games:
+            raise web.HTTPServiceUnavailable(text=f"{self.most_games} games are being played")
 
     async def step(self, body: dict[str, Any]) -> dict[str, Any]:
         instance, job = _ids(body)
@@ -168,7 +170,10 @@ def create_game_app(
     game_class: type[AbstractGame], stats_class: type[BaseGameStats] | None = None, **game_kwargs: Any
 ) -> web.Application:
     """The routes as an aiohttp application. Raises ValueError for arguments that the game does not take."""
-    routes = GameRoutes(game_class, stats_class, game_kwargs)
+    return app_of(GameRoutes(game_class, stats_class, game_kwargs))
+
+
+def app_of(routes: GameRoutes) -> web.Application:
     stats = routes.stats
 
     def play(handler: Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]) -> Any:

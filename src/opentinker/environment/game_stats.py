@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-MOST_JOBS = 1000
 OUTCOMES = ("win", "loss", "draw", "timeout")
 """Counted values of `info["result"]`."""
 
@@ -158,16 +157,16 @@ class GameStats(BaseGameStats):
 
 
 class JobStats:
-    """One of `kind` per job, of the MOST_JOBS that were counted in last."""
+    """One of `kind` per job, of the `most` that were counted in last."""
 
-    def __init__(self, kind: Callable[[], BaseGameStats]) -> None:
-        self._kind = kind
+    def __init__(self, kind: Callable[[], BaseGameStats], most: int = 1000) -> None:
+        self._kind, self.most = kind, most
         self.jobs: dict[str, BaseGameStats] = {}
 
     def of(self, job: str) -> BaseGameStats:
         """To count in."""
         self.jobs[job] = self.jobs.pop(job) if job in self.jobs else self._kind()
-        while len(self.jobs) > MOST_JOBS:
+        while len(self.jobs) > self.most:
             self.forget(next(iter(self.jobs)))
         return self.jobs[job]
 

@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
-from opentinker.environment import base_game_server, game_stats
-from opentinker.environment.base_game_server import BaseGameStats, create_game_app
+from opentinker.environment import base_game_server
+from opentinker.environment.base_game_server import BaseGameStats, GameRoutes, app_of
 from tests.conftest import WAIT_S, until
 from tests.samples.published_games import HigherLower
 
@@ -38,8 +38,8 @@ class Told(HigherLower):
 
 
 class Site:
-    def __init__(self, http: TestClient[Any, Any], clock: list[float]) -> None:
-        self.http, self.clock = http, clock
+    def __init__(self, http: TestClient[Any, Any], routes: GameRoutes, clock: list[float]) -> None:
+        self.http, self.routes, self.clock = http, routes, clock
 
     async def post(self, path: str, instance: str, **body: Any) -> tuple[int, Any]:
         response = await self.http.post(path, json={"instance_id": instance, **body})
@@ -55,12 +55,13 @@ async def site(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Site]:
     Told.threads.clear()
     Told.closed.clear()
     monkeypatch.setattr(base_game_server, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    async with TestClient(TestServer(create_game_app(Told))) as http:
-        yield Site(http, clock)
+    routes = GameRoutes(Told, None, {})
+    async with TestClient(TestServer(app_of(routes))) as http:
+        yield Site(http, routes, clock)
 
 
-async def test_a_full_server_forgets_idle_games(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base_game_server, "MOST_GAMES", 2)
+async def test_a_full_server_forgets_idle_games(site: Site) -> None:
+    site.routes.most_games = 2
     assert (await site.post("/reset", "a", secret=1))[0] == 200
     assert (await site.post("/reset", "b", secret=9))[0] == 200
     assert (await site.post("/reset", "c"))[0] == 503
@@ -113,13 +114,13 @@ class Alone(Told):
         return super().reset(secret, **kwargs)
 
 
-async def test_concurrent_resets_of_a_game_count_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base_game_server, "MOST_GAMES", 1)
+async def test_concurrent_resets_of_a_game_count_as_one() -> None:
     for shared in (Alone.made, Alone.at_once):
         shared.clear()
     Alone.go.clear()
-    async with TestClient(TestServer(create_game_app(Alone))) as http:
-        site = Site(http, [])
+    routes = GameRoutes(Alone, None, {}, most_games=1)
+    async with TestClient(TestServer(app_of(routes))) as http:
+        site = Site(http, routes, [])
         both = [asyncio.ensure_future(site.post("/reset", "a")) for _ in range(2)]
         await until(lambda: len(Alone.at_once) == 1)
         assert (await site.post("/reset", "b"))[0] == 503  # the one that begins has the only place
@@ -128,7 +129,7 @@ async def test_concurrent_resets_of_a_game_count_as_one(monkeypatch: pytest.Monk
         assert Alone.at_once == [1, 1] and len(Alone.made) == 1
 
 
-async def test_numbers_are_kept_of_jobs_that_play_and_of_so_many(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_numbers_are_kept_of_jobs_that_play_and_of_so_many(site: Site) -> None:
     async def kept() -> list[str]:
         return list((await (await site.http.get("/stats/jobs")).json())["jobs"])
 
@@ -137,7 +138,7 @@ async def test_numbers_are_kept_of_jobs_that_play_and_of_so_many(site: Site, mon
         assert response.status == 200 and not any((await response.json()).values())
     assert (await site.http.delete("/stats/job/asked")).status == 200
     assert await kept() == []
-    monkeypatch.setattr(game_stats, "MOST_JOBS", 2)
+    site.routes.stats.most = 2
     for job in ("first", "second", "first", "third"):
         await site.post("/reset", "a", job_id=job)
     assert await kept() == ["first", "third"]
