@@ -38,7 +38,6 @@ MEMORY = 4 * GIB
 """Address space of the process; tokenizers and tables map more than they use."""
 CPU_S = 30
 """Processor time of the process."""
-WAIT_S = 60.0
 CHARACTERS = 20_000
 """Characters of a rendered text that are shown."""
 MAX_SEARCHED = 100_000
@@ -107,17 +106,17 @@ class RenderedRows(msgspec.Struct, frozen=True, kw_only=True):
     """Why there are no rows."""
 
 
-def render(asked: RowsToRender) -> RenderedRows:
+def render(asked: RowsToRender, within_s: float = 60.0) -> RenderedRows:
     """Render in a separate process. Blocking; never raises because of the model or the rows."""
     # -P: nothing in the working directory is taken for a package of ours
     argv = [sys.executable, "-P", "-m", __name__]
     env = {name: os.environ[name] for name in PASSED if name in os.environ} | ONE_THREAD
     try:
         ended = subprocess.run(
-            argv, input=codec.encode(asked), capture_output=True, timeout=WAIT_S, check=False, env=env
+            argv, input=codec.encode(asked), capture_output=True, timeout=within_s, check=False, env=env
         )
     except subprocess.TimeoutExpired:
-        return RenderedRows(problem=f"the rows could not be rendered within {WAIT_S:g} s; ask for fewer with limit")
+        return RenderedRows(problem=f"the rows could not be rendered within {within_s:g} s; ask for fewer with limit")
     if ended.returncode != 0:
         said = ended.stderr.decode(errors="replace")[-STDERR_CHARACTERS:]
         log.warning("rows_not_rendered", returncode=ended.returncode, stderr=said)

@@ -75,11 +75,10 @@ def test_without_a_tokenizer_prompts_are_plain_messages() -> None:
     assert (found.rows[0].prompt, found.rows[0].tokens) == ("user: hello", None)
 
 
-def test_a_template_without_end_stops_at_the_limit_of_the_process(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_template_without_end_stops_at_the_limit_of_the_process(model: Path) -> None:
     endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     (model / "tokenizer_config.json").write_bytes(orjson.dumps({"eos_token": "<eos>", "chat_template": endless}))
-    monkeypatch.setattr(rendered_rows, "WAIT_S", 0.5)
-    assert "within 0.5 s" in render(asking(model, rows=[said(0, "hello")])).problem
+    assert "within 0.5 s" in render(asking(model, rows=[said(0, "hello")]), within_s=0.5).problem
 
 
 def written(path: Path, *rows: Any) -> dict[str, Any]:
