@@ -1,4 +1,4 @@
-"""[policies], [seats] and [match] of a spec: what is inherited, what is refused, who plays which seat."""
+"""[policies] and [match] of a spec: what is inherited, what is refused, and when which policy learns."""
 
 from __future__ import annotations
 
@@ -8,42 +8,14 @@ from typing import Any
 
 import pytest
 
-from opentinker.shared.spec import JobSpec, SeatSpec, parse_spec
+from opentinker.shared.spec import parse_spec
 from opentinker.shared.spec.algorithm_parts import GROUP_BASELINES
-from opentinker.shared.spec.policies import OWN_METRICS, frozen_spec_of, spec_of, with_job_settings
+from opentinker.shared.spec.policies import OWN_METRICS, spec_of, with_job_settings
 from opentinker.shared.spec.schedules import Rule, kept_groups, max_opponent_lag, rule_of
-from opentinker.shared.spec.seat_lists import MAX_ENTRIES, list_of
-from opentinker.shared.spec.seats import (
-    MAX_MISTAKES,
-    MAX_POLICIES,
-    OpponentSpec,
-    bots_of,
-    frozen_in,
-    mistakes_in_seats,
-    opposed,
-    player_at,
-    rotated,
-    urls_in,
-)
-from opentinker.shared.types.errors import SpecError
-from tests.support.factories import refusals
+from opentinker.shared.spec.seats import MAX_POLICIES
+from tests.unit.shared.spec.signalling_job import BASE, refused
 
 METRICS_PAGE = Path(__file__).parents[4] / "docs" / "metrics.md"
-BASE: dict[str, Any] = {
-    "name": "game",
-    "model": {"base": "m"},
-    "environment": {"name": "signalling"},
-    "algorithm": {"group_size": 4, "groups_per_batch": 4},
-    "rollout": {"engine": "toy"},
-    "train": {"steps": 10, "lr": 1e-3},
-    "policies": {"speaker": {}, "listener": {}},
-    "seats": {"speaker": "speaker", "listener": "listener"},
-}
-
-
-def refused(**changes: Any) -> dict[str, str]:
-    """By field, the problems of the base spec with these changes."""
-    return refusals(parse_spec, {**BASE, **changes})
 
 
 def test_policies_have_the_job_s_settings_where_they_say_nothing() -> None:
@@ -259,115 +231,6 @@ def test_policies_are_judged_as_the_job_is() -> None:
     assert parse_spec(spec.model_dump(mode="json")) == spec
 
 
-def seats(**players: str) -> dict[str, SeatSpec]:
-    return {seat: SeatSpec(policy=player) for seat, player in players.items()}
-
-
-def test_a_seat_s_own_name_counts_before_patterns() -> None:
-    entries = {"player_*": SeatSpec(policy="a"), "player_1": SeatSpec(policy="b"), "*": SeatSpec(bot="random")}
-    found = [player_at(entries, seat) for seat in ("player_0", "player_1", "judge")]
-    assert [(p.policy or p.bot) if p else None for p in found] == ["a", "b", "random"]
-    assert player_at(seats(x="a"), "y") is None
-    assert bots_of(entries) == {"player_*": "", "player_1": "", "*": "random"} and bots_of(seats(x="a")) == {}
-
-
-def test_a_seat_is_in_the_list_with_its_own_name_or_else_in_the_first_pattern() -> None:
-    lists = {"red": ["r*"], "captains": ["r1", "b1"], "rest": ["*"]}
-    assert [list_of(lists, seat) for seat in ("r1", "r2", "b1", "b2")] == ["captains", "red", "captains", "rest"]
-    assert list_of({"red": ["r*"]}, "b1") is None and list_of({}, "") is None
-
-
-def test_rotation_gives_every_policy_every_seat_equally_often() -> None:
-    entries = seats(black="a", white="b")
-    turns = [rotated(list(entries), list(entries.values()), by) for by in range(4)]
-    assert [turn["black"].policy for turn in turns] == ["a", "b", "a", "b"]
-    assert [turn["white"].policy for turn in turns] == ["b", "a", "b", "a"]
-
-
-def test_an_opponent_takes_the_seats_that_the_policy_does_not_play() -> None:
-    bot, other = OpponentSpec(bot="random"), OpponentSpec(policy="b")
-    players = {**seats(x="a", y="b"), "z": SeatSpec(bot="dealer")}
-    assert opposed(players, "a", bot) == {
-        "x": SeatSpec(policy="a"),
-        "y": SeatSpec(bot="random"),
-        "z": SeatSpec(bot="random"),
-    }
-    assert opposed(seats(x="a", y="b"), "a", other) == seats(x="a", y="b")
-    alone = [opposed(seats(x="a", y="a"), "a", bot, place) for place in (0, 1, 2)]
-    assert [[seat for seat, player in found.items() if player.policy] for found in alone] == [["x"], ["y"], ["x"]]
-    nameless = {"y": SeatSpec(bot="dealer")}
-    assert opposed(nameless, "", bot) == {"y": SeatSpec(bot="random")}, "the job's policy plays what is not named"
-
-
-def test_no_policy_is_evaluated_against_itself() -> None:
-    against = [{"bot": "random"}, {"policy": "listener"}]
-    spec = parse_spec(
-        {**BASE, "validation": {"every": 5, "episodes": 10, "samples": 2, "temperature": 1.0, "against": against}}
-    )
-    assert spec.validation is not None
-    names = {name: [one.name for one in spec.validation.opponents_of(name)] for name in spec.policies}
-    assert names == {"speaker": ["random", "listener"], "listener": ["random"]}
-    assert [spec.validation.total_of(name) for name in spec.policies] == [40, 20]
-
-
-def with_seats(entries: dict[str, Any]) -> JobSpec:
-    return parse_spec({**BASE, "seats": entries})
-
-
-@pytest.mark.parametrize(
-    ("entries", "there", "fields"),
-    [
-        ({"speaker": "speaker", "listener": "listener"}, ("speaker", "listener"), set()),
-        ({"s*": "speaker", "*": "listener"}, ("speaker", "listener", "other"), set()),
-        ({"speaker": "speaker", "hearer": "listener"}, ("speaker", "listener"), {"seats.hearer"}),
-        ({"speaker": "speaker", "listener": "listener"}, ("speaker", "listener", "judge"), {"seats"}),
-        ({"*": "speaker", "l*": "listener"}, ("speaker", "listener"), {"policies.listener"}),
-    ],
-)
-def test_seats_are_compared_with_the_environment_s(
-    entries: dict[str, Any], there: tuple[str, ...], fields: set[str]
-) -> None:
-    assert {mistake["field"] for mistake in mistakes_in_seats(with_seats(entries), there)} == fields
-
-
-EVALUATION = {**{name: BASE[name] for name in ("name", "model", "environment", "rollout")}, "kind": "eval"}
-
-
-@pytest.mark.parametrize("data", [EVALUATION, {**BASE, "policies": {}}], ids=["evaluation", "one policy"])
-def test_a_job_with_one_policy_or_none_may_give_seats_to_bots(data: dict[str, Any]) -> None:
-    spec = parse_spec({**data, "seats": {"listener": {"bot": "echo"}}})
-    assert bots_of(spec.seats) == {"listener": "echo"} and not spec.policies
-
-
-def test_an_evaluation_has_no_policies_that_could_play() -> None:
-    with pytest.raises(SpecError, match="has no"):
-        parse_spec({**EVALUATION, "seats": {"listener": "speaker"}})
-
-
-OLD = "j-0123456789~listener@5"
-
-
-def test_a_checkpoint_may_play_seats() -> None:
-    for listener in (OLD, "j-0123456789@latest", "best-listener"):
-        spec = parse_spec({**BASE, "policies": {}, "seats": {"listener": {"frozen": listener}}})
-        assert frozen_in(spec.seats) == [listener] and bots_of(spec.seats) == {}
-    entries = {"a": {"frozen": OLD}, "b": {"frozen": OLD}, "c": {"frozen": "j-0123456789@7"}, "speaker": "speaker"}
-    spec = parse_spec({**BASE, "policies": {"speaker": {}}, "seats": entries})
-    assert frozen_in(spec.seats) == [OLD, "j-0123456789@7"]
-    assert frozen_in(parse_spec({**EVALUATION, "seats": {"listener": {"frozen": OLD}}}).seats) == [OLD]
-    with pytest.raises(SpecError, match="does not apply"):
-        parse_spec({"name": "x", "kind": "inference", "model": {"base": "m"}, "seats": {"listener": {"frozen": OLD}}})
-
-
-def test_a_frozen_checkpoint_plays_with_its_own_model_and_is_not_judged() -> None:
-    judge = {"name": "judge", "base": "judges", "weight": 1.0}
-    entries = {"listener": {"frozen": OLD, "model": {"base": "n", "chat_template": "plain"}}}
-    spec = parse_spec({**BASE, "policies": {}, "seats": entries, "reward_models": [judge]})
-    own = frozen_spec_of(spec, OLD)
-    assert (own.model.base, own.reward_models, spec.model.base) == ("n", [], "m")
-    assert own.rollout == spec.rollout and parse_spec(spec.model_dump(mode="json")) == spec
-
-
 @pytest.mark.parametrize("advantage", GROUP_BASELINES)
 def test_a_group_of_one_has_no_baseline_for_any_policy(advantage: str) -> None:
     alone = {"name": "spiral", "group_size": 1}
@@ -440,95 +303,6 @@ def test_ranks_that_policies_cannot_have_are_refused(changes: dict[str, Any], fi
     assert found.keys() == {field} and problem in found[field]
 
 
-URL = {"url": "https://models.example/v1", "model": "big"}
-
-
-def test_a_model_behind_a_url_plays_a_seat_of_any_job_with_an_environment() -> None:
-    alone = {**BASE, "policies": {}}
-    for data in (alone, EVALUATION):
-        spec = parse_spec({**data, "seats": {"listener": URL}})
-        seat = spec.seats["listener"]
-        assert (seat.player, seat.timeout_s, seat.answer_tokens) == ("big@https://models.example/v1", 60.0, 1024)
-        assert urls_in(spec.seats) == [seat] and bots_of(spec.seats) == {}
-        assert parse_spec(spec.model_dump(mode="json")) == spec
-    both = parse_spec({**alone, "seats": {"a": URL, "b": {**URL, "url": "https://models.example/v1/"}, "c": "speaker"},
-                       "policies": {"speaker": {}}})  # fmt: skip
-    assert len(urls_in(both.seats)) == 1, "the slash at the end makes no difference"
-    entries = {"speaker": "speaker", "listener": URL}
-    spec = parse_spec({**BASE, "policies": {"speaker": {}}, "seats": entries, "match": {"rotate": True}})
-    assert rotated(list(entries), list(spec.seats.values()), 1)["speaker"].player == seat.player
-
-
-@pytest.mark.parametrize(
-    ("seat", "changes", "field", "problem"),
-    [
-        ({"url": "https://me:pw@models.example/v1"}, {}, "seats.listener.url", "secrets have no place"),
-        ({"url": "wss://models.example/v1"}, {}, "seats.listener.url", "must be http.s.://HOST"),
-        ({"url": "https://models.example/v1?k=1"}, {}, "seats.listener.url", "without a query"),
-        ({"url": "https://models.example:22/v1"}, {}, "seats.listener.url", "port 22 may not"),
-        ({"url": "https://models.example/#a"}, {}, "seats.listener.url", "a fragment"),
-        ({"model": None}, {}, "seats.listener.model", "is needed with a url"),
-        ({"model": {"base": "m"}}, {}, "seats.listener.model", "is needed with a url"),
-        ({"model": "x" * 201}, {}, "seats.listener.model", "200 characters"),
-        ({"key": "sk-0123456789ABCDEF"}, {}, "seats.listener.key", "never the key itself"),
-        ({"api_key": "sk-0123456789"}, {}, "seats.listener.api_key", "unknown setting"),
-        ({"timeout_s": 0.5}, {}, "seats.listener.timeout_s", "greater than or equal to 1"),
-        ({"answer_tokens": 10**9}, {}, "seats.listener.answer_tokens", "less than or equal to 131072"),
-        ({"concurrency": 0}, {}, "seats.listener.concurrency", "greater than 0"),
-        ({"bot": "echo"}, {}, "seats.listener.url", "one player"),
-        ({"url": None, "model": None, "bot": "echo", "key": "lab"}, {}, "seats.listener.key", "belongs to a url"),
-        ({"url": None, "frozen": OLD}, {}, "seats.listener.model", "leave it out"),
-        (
-            {},
-            {"environment": {"name": "signalling", "tools": [{"type": "python"}]}},
-            "environment.tools",
-            "cannot call",
-        ),
-        ({}, {"seats": {"a": URL, "b": {**URL, "temperature": 1.0}}}, "seats.b.model", "the same settings"),
-        (
-            {},
-            {
-                "train": {"steps": 1, "deterministic": True},
-                "algorithm": {"max_staleness": 0},
-                "rollout": {"engine": "toy", "seed": 1},
-            },
-            "seats.listener.url",
-            "nothing fixes what it answers",
-        ),
-    ],
-)
-def test_what_a_model_behind_a_url_cannot_be_is_refused(
-    seat: dict[str, Any], changes: dict[str, Any], field: str, problem: str
-) -> None:
-    found = refused(**{"policies": {}, "seats": {"listener": {**URL, **seat}}, **changes})
-    assert found.keys() == {field} and re.search(problem, found[field]), found
-
-
-def test_frozen_checkpoints_rotate_with_the_policies() -> None:
-    entries = {"speaker": "speaker", "listener": {"frozen": OLD}}
-    spec = parse_spec({**BASE, "policies": {"speaker": {}}, "seats": entries, "match": {"rotate": True}})
-    turned = rotated(list(spec.seats), list(spec.seats.values()), 1)
-    assert (turned["speaker"].frozen, turned["listener"].policy) == (OLD, "speaker")
-    found = refused(policies={}, seats={seat: {"frozen": OLD} for seat in ("a", "b")}, match={"rotate": True})
-    assert found.keys() == {"match.rotate"}, "the job's own policy has no seat that could be moved"
-
-
-def test_the_number_of_policies_and_checkpoints_is_bounded() -> None:
-    entries = {f"s{i}": {"frozen": f"j-0123456789@{i}"} for i in range(MAX_POLICIES - 1)}
-    seats = {**entries, "speaker": "speaker", "listener": "listener"}
-    assert str(MAX_POLICIES) in refused(seats=seats)["seats"]
-    assert parse_spec({**BASE, "policies": {"speaker": {}}, "seats": {**entries, "speaker": "speaker"}})
-    more = {**entries, "more": {"frozen": f"j-0123456789@{MAX_POLICIES}"}}
-    assert str(MAX_POLICIES) in refused(policies={}, seats=more)["seats"], "the job's policy counts too"
-
-
-def test_the_job_s_policy_must_have_a_seat() -> None:
-    spec = parse_spec({**BASE, "policies": {}, "seats": {"s*": {"frozen": OLD}, "listener": {"frozen": OLD}}})
-    (mistake,) = mistakes_in_seats(spec, ("speaker", "listener"))
-    assert "no seat to the job's policy" in mistake["problem"]
-    assert mistakes_in_seats(spec, ("speaker", "listener", "other")) == []
-
-
 def test_policies_do_not_inherit_what_is_wrong_in_the_job() -> None:
     odd = {f"odd{i}": 1 for i in range(50)}
     model = {"base": "m", "lora": {"rank": 8, **odd}}
@@ -546,14 +320,3 @@ def test_too_many_policies_are_refused_before_they_are_completed() -> None:
     assert "policies" not in with_job_settings(data)
     found = refused(policies=data["policies"], train=data["train"])
     assert found.keys() == {"policies", "train.steps"} and f"{MAX_POLICIES} policies at most" in found["policies"]
-
-
-def test_mistakes_about_seats_are_bounded() -> None:
-    lists = {f"t{i}": [f"odd{i}-{j}" for j in range(64)] for i in range(8)}
-    spec = parse_spec({**BASE, "algorithm": {**BASE["algorithm"], "team": lists}})
-    there = ["speaker", "listener", *(f"s{i}" for i in range(200))]
-    found = mistakes_in_seats(spec, there)
-    assert len(found) == MAX_MISTAKES and len(found[0]["problem"]) < 500 and "and 182 more" in found[0]["problem"]
-    more = {f"t{i}": [f"s{i}-{j}" for j in range(64)] for i in range(MAX_ENTRIES // 64 + 1)}
-    problem = refused(algorithm={**BASE["algorithm"], "team": more})["algorithm.team"]
-    assert f"at most {MAX_ENTRIES:,}" in problem
