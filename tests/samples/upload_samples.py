@@ -63,6 +63,14 @@ def package(directory: Path, **files: str) -> Path:
     return directory
 
 
+def numbered(directory: Path, number: int, extra: int = 0) -> Path:
+    """Another content each time, with `extra` bytes more."""
+    place = package(directory / str(number))
+    (place / "number.txt").write_text(f"{number}")
+    (place / "extra.bin").write_bytes(b"x" * extra)
+    return place
+
+
 def hostile(directory: Path) -> Path:
     described = 'name = "hostile"\nclass = "hostile:Hostile"\n'
     source = Path(attacks.__file__).read_text()
