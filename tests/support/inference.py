@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -25,6 +26,7 @@ from tests.support.scheduling import context
 from tests.unit.rollout_worker.test_tool_calls import renderer_of
 
 V = WeightVersion(3, 7)
+HELLO: Any = [{"role": "user", "content": "Hello?"}]
 
 
 class Speaker:
@@ -151,3 +153,23 @@ async def site_of(client: AsyncClient, nats: Server, valkey: Server, data: Path)
         yield site
     finally:
         await site.close()
+
+
+async def collected(stream: Any) -> tuple[str, list[Any]]:
+    """The text of a stream, and its chunks."""
+    chunks = [chunk async for chunk in stream]
+    choices = [choice for chunk in chunks for choice in chunk.choices]
+    return "".join(
+        getattr(c, "text", None) or getattr(getattr(c, "delta", None), "content", None) or "" for c in choices
+    ), chunks
+
+
+async def opentinker(*arguments: str, lines: str = "") -> tuple[int, str, str]:
+    """Exit status, output and complaints of a command."""
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "opentinker.cli", *arguments, stdin=pipe, stdout=pipe, stderr=pipe
+    )
+    out, complaints = await soon(process.communicate(lines.encode()))
+    assert process.returncode is not None
+    return process.returncode, out.decode(), complaints.decode()

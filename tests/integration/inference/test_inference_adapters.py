@@ -31,12 +31,11 @@ from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import JobState, Lease, Message, Pool, WorkerInfo
 from opentinker.shared.types.manifest import start_of
 from tests.conftest import WAIT_S, Server, until
-from tests.integration.inference.test_inference import HELLO, collected, opentinker
 from tests.integration.inference.test_sleeping import asleep, ran
 from tests.support.api import refused, write_checkpoint
 from tests.support.cluster import toy_model
 from tests.support.factories import refusals
-from tests.support.inference import Site
+from tests.support.inference import HELLO, Site, collected, opentinker
 from tests.support.scheduling import context, new_job
 
 MATHS, CODE = "j-maths00000", "j-code000000"

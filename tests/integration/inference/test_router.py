@@ -23,8 +23,7 @@ from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import JobRecord, Pool, WorkerInfo
 from tests.conftest import WAIT_S, Server, soon, until
-from tests.integration.inference.test_inference import HELLO, collected
-from tests.support.inference import Site, site_of
+from tests.support.inference import HELLO, Site, collected, site_of
 from tests.support.scheduling import context, scheduler
 
 

@@ -19,9 +19,8 @@ from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import JobState
 from opentinker.shared.types.errors import Fenced
 from tests.conftest import WAIT_S, until
-from tests.integration.inference.test_inference import HELLO
 from tests.support.factories import refusals
-from tests.support.inference import Site
+from tests.support.inference import HELLO, Site
 from tests.support.scheduling import kinds
 
 
