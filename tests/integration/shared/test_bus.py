@@ -7,73 +7,23 @@ import contextlib
 import random
 import signal
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
 
-from opentinker.shared.messaging.bus import Bus, Consumer, ConsumerDeleted, NoReply, NoResponders, StreamFull, TooLarge
-from opentinker.shared.messaging.consumer import EXPIRES_S
-from opentinker.shared.messaging.subjects import ENV_STEP, GROUP, GROUPS, METRIC, TICKET, WAKE, Subject, token
+from opentinker.shared.messaging.bus import Bus, NoReply, NoResponders, StreamFull, TooLarge
+from opentinker.shared.messaging.subjects import ENV_STEP, GROUP, GROUPS, METRIC, TICKET, WAKE, Subject
 from opentinker.shared.runtime.telemetry import MetricSource
 from opentinker.shared.types.codec import WireError
 from opentinker.shared.types.core import StopReason, Ticket
 from opentinker.shared.types.env_protocol import SessionReply, StepSession
 from opentinker.shared.types.errors import OpenTinkerError
 from tests.conftest import WAIT_S, Server, soon, until
+from tests.integration.shared.bus_tickets import connected, none_left, publish, restart
 from tests.support.factories import make_ticket
 from tests.support.scheduling import messages
-
-
-@pytest.fixture
-def job(request: pytest.FixtureRequest) -> str:
-    return token(request.node.name)
-
-
-@asynccontextmanager
-async def connected(server: Server, name: str = "test") -> AsyncIterator[Bus]:
-    async with Bus.connect(server.url, name) as bus:
-        await bus.ensure_streams()
-        yield bus
-
-
-def restart(server: Server, away_s: float) -> asyncio.Task[None]:
-    """Kill now, start again after `away_s`, while the test goes on."""
-    server.kill()
-
-    async def later() -> None:
-        await asyncio.sleep(away_s)
-        await asyncio.to_thread(server.start)
-
-    return asyncio.create_task(later())
-
-
-async def publish(bus: Bus, job: str, *seqs: int) -> None:
-    await asyncio.gather(*(bus.publish(TICKET, make_ticket(job=job, seq=seq), f"{job}/{seq}", job=job) for seq in seqs))
-
-
-@pytest.fixture
-async def consumer(bus: Bus, job: str) -> AsyncIterator[Consumer[Ticket]]:
-    consumer = await bus.consume(TICKET, f"c-{job}", batch=8, job=job)
-    yield consumer
-    await consumer.close(delete=True)
-
-
-async def take(consumer: Consumer[Ticket], count: int, within_s: float = WAIT_S) -> list[int]:
-    """The numbers of the next `count` different tickets, each acknowledged."""
-    seen: list[int] = []
-    deadline = time.monotonic() + within_s
-    while len(seen) < count:
-        delivery = await consumer.next(max(0.0, deadline - time.monotonic()))
-        assert delivery is not None, f"only {len(seen)} of {count} came within {within_s} s"
-        assert delivery.noun is not None
-        assert await delivery.ack_sync()
-        if delivery.noun.seq not in seen:
-            seen.append(delivery.noun.seq)
-    return seen
-
 
 # --- request and reply --------------------------------------------------------------------------------------------
 
@@ -239,173 +189,6 @@ async def test_publish_and_next_after_close_raise_instead_of_waiting(nats_server
         await soon(publish(bus, job, 1))
 
 
-# --- consume ------------------------------------------------------------------------------------------------------
-
-
-async def test_a_waiting_consumer_gets_its_message(bus: Bus, job: str, consumer: Consumer[Ticket]) -> None:
-    """Not with the next ask: that is sent when this one expires, `expires_s` later."""
-    consumer.expires_s = 2 * WAIT_S
-    for seq in range(10):
-        waiting = asyncio.create_task(consumer.next(WAIT_S))
-        await until(lambda: consumer._asks)
-        await publish(bus, job, seq)
-        delivery = await waiting
-        assert delivery is not None and delivery.noun == make_ticket(job=job, seq=seq)
-        await delivery.ack()
-
-
-async def test_many_processes_share_a_durable_without_a_limit_on_what_is_under_way(bus: Bus, job: str) -> None:
-    for seq in range(12 * 32):
-        await bus.publish(TICKET, make_ticket(job=job, seq=seq), f"{job}/{seq}", job=job)
-    workers = [await bus.consume(TICKET, f"roll-{job}", batch=32, job=job) for _ in range(12)]
-    held = [[await worker.next(WAIT_S, limit=32 - n) for n in range(32)] for worker in workers]
-    assert sorted(d.noun.seq for deliveries in held for d in deliveries if d and d.noun) == list(range(12 * 32))
-    for worker in workers:
-        await worker.close()
-
-
-async def test_delivery_goes_on_after_asks_expired(bus: Bus, job: str, consumer: Consumer[Ticket]) -> None:
-    consumer.expires_s = 0.2
-    waiting = asyncio.create_task(consumer.next(2 * WAIT_S))
-    await until(lambda: consumer._serial == 1)
-    consumer.expires_s = 4 * WAIT_S
-    await until(lambda: consumer._serial == 2)  # the first ask has ended without a message
-    await publish(bus, job, 1)
-    assert await soon(waiting) is not None
-
-
-async def test_next_gives_none_after_its_time(bus: Bus, job: str, consumer: Consumer[Ticket]) -> None:
-    began = time.monotonic()
-    assert await consumer.next(0.1) is None
-    assert await consumer.next(0.0) is None
-    assert 0.1 <= time.monotonic() - began < EXPIRES_S, "no longer than asked for"
-
-
-async def test_message_not_acked_comes_again(bus: Bus, job: str) -> None:
-    consumer = await bus.consume(TICKET, f"c-{job}", batch=8, ack_wait_s=1.0, job=job)
-    await publish(bus, job, 1)
-    first = await consumer.next(WAIT_S)
-    again = await consumer.next(WAIT_S)
-    assert first is not None and again is not None
-    assert (first.deliveries, again.deliveries, first.seq) == (1, 2, again.seq)
-    await again.nak()
-    once_more = await consumer.next(WAIT_S)
-    assert once_more is not None and once_more.deliveries == 3
-    await once_more.term()
-    await until(lambda: _none_left(bus, job))
-    await consumer.close(delete=True)
-
-
-async def test_held_message_is_handed_back_if_cancelled_and_deleted_at_the_end(bus: Bus, job: str) -> None:
-    """Meanwhile it does not come again."""
-    consumer = await bus.consume(TICKET, f"c-{job}", batch=8, ack_wait_s=2.0, job=job)
-    await publish(bus, job, 1)
-    first = await consumer.next(WAIT_S)
-    assert first is not None
-
-    async def hold() -> None:
-        async with first.held(2.0):
-            await asyncio.Event().wait()
-
-    holding = asyncio.create_task(hold())
-    assert await consumer.next(3.0) is None
-    holding.cancel()
-    again = await consumer.next(WAIT_S)
-    assert again is not None and (again.seq, again.deliveries) == (first.seq, 2)
-    async with again.held(2.0):
-        pass
-    assert await _none_left(bus, job)
-    await consumer.close(delete=True)
-
-
-async def _none_left(bus: Bus, job: str) -> bool:
-    return await bus.count("TICKETS", TICKET.at(job=job)) == 0
-
-
-async def test_ack_sync_deletes_from_a_work_queue(bus: Bus, job: str, consumer: Consumer[Ticket]) -> None:
-    await publish(bus, job, 1, 2, 3)
-    assert sorted(await take(consumer, 3)) == [1, 2, 3]
-    assert await bus.count("TICKETS", TICKET.at(job=job)) == 0
-
-
-async def test_limit_is_never_exceeded(bus: Bus, job: str) -> None:
-    """What one consumer does not want is left for the other."""
-    one = await bus.consume(TICKET, f"c-{job}", batch=64, job=job)
-    other = await bus.consume(TICKET, f"c-{job}", batch=64, job=job)
-    await publish(bus, job, *range(20))
-    for _ in range(3):
-        delivery = await one.next(WAIT_S, limit=1)
-        assert delivery is not None
-    assert await one.next(0.1, limit=0) is None
-    assert len(await take(other, 17)) == 17
-    await one.close()
-    await other.close(delete=True)
-
-
-async def test_shrinking_limits_take_every_message_once(bus: Bus, job: str, consumer: Consumer[Ticket]) -> None:
-    await publish(bus, job, *range(50))
-    got = []
-    for i in range(50):
-        delivery = await consumer.next(WAIT_S, limit=1 + i % 5)
-        assert delivery is not None and delivery.noun is not None
-        got.append(delivery.noun.seq)
-        await delivery.ack()
-    assert sorted(got) == list(range(50))
-
-
-async def test_closing_gives_unread_messages_back(bus: Bus, job: str) -> None:
-    one = await bus.consume(TICKET, f"c-{job}", batch=16, job=job)
-    await publish(bus, job, *range(10))
-    assert await one.next(WAIT_S) is not None  # nine more are on their way to it or there
-    await until(lambda: len(one._ready) == 9)
-    await one.close()
-    other = await bus.consume(TICKET, f"c-{job}", batch=16, job=job)
-    assert len(await take(other, 9)) == 9
-    await other.close(delete=True)
-
-
-async def test_start_seq_makes_the_consumer_anew(bus: Bus, job: str) -> None:
-    group = Subject(GROUP.pattern, Ticket)
-    seqs = [await bus.publish(group, make_ticket(seq=i), f"{job}/{i}", job=job) for i in range(6)]
-    first = await bus.consume(group, f"c-{job}", batch=8, job=job)
-    await take(first, 6)
-    again = await bus.consume(group, f"c-{job}", batch=8, start_seq=seqs[2] + 1, job=job)
-    assert await take(again, 3) == [3, 4, 5]
-    with pytest.raises(ConsumerDeleted):
-        while True:
-            await first.next(WAIT_S)
-    await first.close()
-    await again.close(delete=True)
-    await bus.purge("GROUPS", GROUP.at(job=job))
-
-
-async def test_undecodable_message_is_delivered_with_its_error(bus: Bus, job: str, consumer: Consumer[Ticket]) -> None:
-    for payload in (b"\xc1", b"", b"\x93\x01\x02\x03"):
-        await bus.js.publish(TICKET.at(job=job), payload)
-        delivery = await consumer.next(WAIT_S)
-        assert delivery is not None and delivery.noun is None and "Ticket" in delivery.error
-        await delivery.term()
-
-
-async def test_consumer_that_vanished_is_made_again(bus: Bus, job: str, consumer: Consumer[Ticket]) -> None:
-    await bus.delete_consumer("TICKETS", f"c-{job}")  # no ask is on its way yet, so nobody tells it
-    await publish(bus, job, 1)
-    assert await take(consumer, 1) == [1]
-
-
-async def test_busy_consumer_does_not_pile_up_asks(bus: Bus, job: str) -> None:
-    consumer = await bus.consume(TICKET, f"c-{job}", batch=16, job=job)
-    await publish(bus, job, *range(1000))
-    for _ in range(1000):
-        delivery = await consumer.next(WAIT_S)
-        assert delivery is not None
-        await delivery.ack()
-        assert len(consumer._ready) + sum(ask.left for ask in consumer._asks) <= 16
-    info = await bus.js.consumer_info("TICKETS", f"c-{job}")
-    assert (info.num_waiting or 0) <= 8, "more than 100 asks were made; the server may serve those it has in turns"
-    await consumer.close(delete=True)
-
-
 # --- metrics ------------------------------------------------------------------------------------------------------
 
 
@@ -518,5 +301,5 @@ async def test_all_messages_arrive_over_random_restarts(own_server: Server, seed
                 last = time.monotonic()
         await asyncio.gather(*tasks)
         assert seen == set(range(total))
-        assert await _none_left(bus, "j")
+        assert await none_left(bus, "j")
         await consumer.close()
