@@ -4,100 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
-from typing import Any, NoReturn
+from collections.abc import AsyncIterator
+from typing import Any
 
 import msgspec
 import pytest
-import structlog
 
-from opentinker.shared.asyncio_tools import finish_uncancelled
-from opentinker.shared.config import Settings
 from opentinker.shared.messaging.bus import Bus
-from opentinker.shared.messaging.subjects import WAKE
-from opentinker.shared.runtime.leased_worker import LeasedWorker
-from opentinker.shared.runtime.service import Context
-from opentinker.shared.spec import JobSpec
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import JobState, Lease, Pool, WorkerInfo
 from opentinker.shared.types.errors import Fenced, JobFailed, OpenTinkerError
 from tests.conftest import WAIT_S, soon, until
+from tests.integration.shared.lease_bench import Bench, at_the_bench
 from tests.support.factories import make_spec
-
-Behaviour = Callable[[Lease], Awaitable[None]]
-
-
-class Bench:
-    """One worker in this process, and the scheduler's side of its leases."""
-
-    def __init__(self, ctx: Context, pool: Pool, timing: dict[str, float]) -> None:
-        self.ctx = ctx
-        self.log: list[tuple[str, str, int]] = []
-        self.behaviour: Behaviour = self.forever
-        self.worker = LeasedWorker(ctx, pool, self.work, **timing)
-        self.serving = asyncio.create_task(self.worker.serve())
-
-    async def forever(self, lease: Lease) -> None:
-        await asyncio.Event().wait()
-
-    async def work(self, worker: LeasedWorker, lease: Lease, spec: JobSpec) -> None:
-        self.log.append(("began", lease.job, lease.epoch))
-        try:
-            await self.behaviour(lease)
-        finally:
-            self.log.append(("left", lease.job, lease.epoch))
-
-    async def grant(self, job: str, epoch: int, incarnation: str = "") -> None:
-        await self.ctx.store.revoke(self.ctx.worker)
-        await self.ctx.store.grant(self.lease(job, epoch, incarnation=incarnation or self.worker.info.incarnation))
-        await self.wake()
-
-    def lease(self, job: str, epoch: int = 1, **changes: Any) -> Lease:
-        usual = {"incarnation": self.worker.info.incarnation, "pool": Pool.ROLLOUT}
-        return Lease(job=job, worker=self.ctx.worker, epoch=epoch, **(usual | changes))
-
-    async def begin(self, job: str = "a", epoch: int = 1) -> None:
-        await self.grant(job, epoch)
-        await self.seen(("began", job, epoch))
-
-    async def revoke(self) -> None:
-        await self.ctx.store.revoke(self.ctx.worker)
-        await self.wake()
-
-    async def wake(self) -> None:
-        await self.ctx.bus.emit(WAKE, {}, who=self.ctx.worker)
-
-    async def works_in_vain(self) -> None:
-        """The worker begins job a, leaves it and is idle."""
-        await self.grant("a", 1)
-        await self.seen(("began", "a", 1), ("left", "a", 1))
-        await self.status("idle")
-
-    async def seen(self, *expected: tuple[str, str, int]) -> None:
-        await until(lambda: self.log == list(expected))
-
-    async def status(self, status: str) -> None:
-        await until(self.ctx.store.workers, lambda found: [worker.status for worker in found] == [status])
-
-
-@asynccontextmanager
-async def at_the_bench(
-    bus: Bus, store: Store, pool: Pool = Pool.ROLLOUT, timing: dict[str, float] | None = None, **settings: Any
-) -> AsyncIterator[Bench]:
-    for job in ("a", "b"):
-        spec: dict[str, Any] = make_spec(name=job).model_dump(mode="json")
-        await store.create_job(id=job, spec=spec, tenant="t")
-        await store.transition(job, JobState.STARTING)
-    ctx = Context(
-        service="rollout", worker="w-0", settings=Settings(**settings), bus=bus, store=store, log=structlog.get_logger()
-    )
-    bench = Bench(ctx, pool, timing or {})
-    await until(lambda: ctx.is_ready)
-    yield bench
-    ctx.stopping.set()
-    await asyncio.wait([bench.serving], timeout=WAIT_S)
-    assert bench.serving.done()
 
 
 @pytest.fixture
@@ -333,96 +252,3 @@ async def test_stopping_cuts_a_job_that_does_not_finish(bench: Bench) -> None:
     bench.ctx.stopping.set()
     await soon(bench.serving)
     assert bench.log[-1] == ("left", "a", 1)
-
-
-# --- what cannot be interrupted ---------------------------------------------------------------------------------------
-
-
-class Anew(Exception):
-    """In the place of a process that begins anew."""
-
-
-@asynccontextmanager
-async def held(
-    bus: Bus, store: Store, pool: Pool, status: str, **timing: float
-) -> AsyncIterator[tuple[Bench, asyncio.Event]]:
-    """A worker that has said `status` of job a and lets go of it when the event is set, whatever else happens."""
-    let_go = asyncio.Event()
-
-    async def begin_anew(left: Sequence[str]) -> NoReturn:
-        let_go.set()
-        raise Anew(*left)
-
-    async with at_the_bench(bus, store, pool, timing, heartbeat_s=0.05, cancel_grace_s=0.05) as bench:
-        bench.ctx.begin_anew = begin_anew
-
-        async def save(lease: Lease) -> None:
-            bench.worker.leftovers.append("what was half written")
-            await bench.worker.status(status, job=lease.job, epoch=lease.epoch)
-            await finish_uncancelled(let_go.wait())
-
-        bench.behaviour = save
-        await bench.grant("a", 1)
-        await bench.status(status)
-        yield bench, let_go
-
-
-async def test_trainer_saves_for_a_paused_job_however_long_that_takes(bus: Bus, store: Store) -> None:
-    async with held(bus, store, Pool.TRAINER, "ready") as (bench, let_go):
-        await store.transition("a", JobState.PAUSED)
-        await bench.revoke()
-        await asyncio.sleep(20 * bench.ctx.settings.cancel_grace_s)
-        assert not bench.serving.done() and bench.log == [("began", "a", 1)]
-        let_go.set()
-        await bench.seen(("began", "a", 1), ("left", "a", 1))
-        await bench.status("idle")
-
-
-@pytest.mark.parametrize("states", [[JobState.CANCELLED], [JobState.PAUSED, JobState.CANCELLED]])
-@pytest.mark.parametrize("pool", [Pool.TRAINER, Pool.ROLLOUT])
-async def test_cancelled_work_is_given_up(bus: Bus, store: Store, pool: Pool, states: list[JobState]) -> None:
-    async with held(bus, store, pool, "ready") as (bench, _):
-        for state in states:
-            await store.transition("a", state)
-            await bench.revoke()
-        with pytest.raises(Anew, match="what was half written"):
-            await soon(bench.serving)
-        assert await store.workers() == [], "nobody counts on it until it beats again"
-
-
-async def test_load_for_a_job_that_lost_its_lease_is_given_up(bus: Bus, store: Store) -> None:
-    async with held(bus, store, Pool.TRAINER, "loading") as (bench, _):
-        await bench.revoke()
-        with pytest.raises(Anew):
-            await soon(bench.serving)
-
-
-@pytest.mark.parametrize(
-    ("pool", "state"),
-    [(Pool.ROLLOUT, state) for state in (JobState.SUCCEEDED, JobState.FAILED, JobState.PAUSED, JobState.QUEUED)]
-    + [(Pool.TRAINER, JobState.SUCCEEDED), (Pool.TRAINER, JobState.FAILED)],
-)
-async def test_who_does_not_let_go_of_what_nobody_wants_begins_anew(
-    bus: Bus, store: Store, pool: Pool, state: JobState
-) -> None:
-    """An engine that hangs when it is closed, a save that never ends."""
-    async with held(bus, store, pool, "ready", close_s=0.05, release_timeout_s=0.05) as (bench, _):
-        if state == JobState.SUCCEEDED:
-            await store.transition("a", JobState.RUNNING)
-        await store.transition("a", state)
-        await bench.revoke()
-        with pytest.raises(Anew):
-            await soon(bench.serving)
-        assert await store.workers() == []
-
-
-@pytest.mark.parametrize(("pool", "state"), [(Pool.ROLLOUT, JobState.PAUSED), (Pool.TRAINER, JobState.FAILED)])
-async def test_who_lets_go_in_time_goes_on(bus: Bus, store: Store, pool: Pool, state: JobState) -> None:
-    """Well after `cancel_grace_s`."""
-    async with held(bus, store, pool, "ready") as (bench, let_go):
-        await store.transition("a", state)
-        await bench.revoke()
-        await asyncio.sleep(4 * bench.ctx.settings.cancel_grace_s)
-        let_go.set()
-        await bench.seen(("began", "a", 1), ("left", "a", 1))
-        await bench.status("idle")
