@@ -94,8 +94,9 @@ class CheckpointMetrics:
 
     def __init__(self) -> None:
         self._read: dict[tuple[Path, str], tuple[int, Values]] = {}
-        self._seen: dict[Path, tuple[int, frozenset[tuple[int, int]]]] = {}
-        """Size of each file of evaluations, and the checkpoints without one, when it was read."""
+        self._seen: dict[Path, tuple[int, frozenset[tuple[int, int, float]]]] = {}
+        """Size of each file of evaluations when it was read, and epoch, step and time of the checkpoints without one: a
+        checkpoint that was saved again under its epoch and step is another."""
 
     def add(self, home: Path, found: Sequence[CheckpointView], rule: Rule, *, over: bool) -> list[CheckpointView]:
         """Return the checkpoints with what is known of the metric. Blocking. `over`: the job has ended."""
@@ -109,7 +110,8 @@ class CheckpointMetrics:
     def evaluations(self, home: Path, kept: Iterable[ArtifactEntry]) -> dict[int, TrainingEvaluation]:
         """Return the evaluations of these checkpoints by step; none if nothing is new since the last call. Blocking."""
         file, entries = home / EVALUATIONS, list(kept)
-        missing = [one.manifest.age for one in entries if one.manifest is not None and one.evaluation is None]
+        manifests = [entry.manifest for entry in entries if entry.manifest is not None and entry.evaluation is None]
+        missing = [(*manifest.age, manifest.created) for manifest in manifests]
         state = (_size_of(file), frozenset(missing))
         if not state[0] or self._seen.get(file) == state:
             return {}

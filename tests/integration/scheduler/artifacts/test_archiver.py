@@ -344,6 +344,22 @@ async def test_evaluations_that_could_not_be_read_are_read_again(ctx: Context, m
     assert found == TrainingEvaluation(finished=0.0, values={"val/exact": 0.5})
 
 
+async def test_a_checkpoint_saved_again_has_the_evaluation_that_came_before_it_was_stored(ctx: Context) -> None:
+    job, archiver = await new_job(ctx.store, state=JobState.STARTING, artifacts={"keep_all": True}), Archiver(ctx)
+    write_checkpoint(ctx, job, 10, FILES)
+    await archive(archiver)
+    (ctx.settings.data_dir / "jobs" / job / "validation.jsonl").write_bytes(b'{"epoch": 1, "step": 5}\n')
+    await archive(archiver)
+    write_checkpoint(ctx, job, 10, FILES, created=2e9)
+    evaluated(ctx, job, 10, 0.5)
+    await archiver.scan()  # sees the new one's evaluation while the index has the old one
+    for _ in range(2):  # it is stored, then measured
+        await archive(archiver)
+    found = (await archiver.index.of(job))[PATH]
+    assert found.manifest is not None and found.manifest.created == 2e9
+    assert found.evaluation == TrainingEvaluation(finished=0.0, values={"val/exact": 0.5})
+
+
 async def test_checkpoint_that_will_not_be_evaluated_any_more_goes(ctx: Context) -> None:
     job, archiver = await judged(ctx), Archiver(ctx)
     assert await after(ctx, archiver, job, 10, 20, 30) == [10, 20, 30]
