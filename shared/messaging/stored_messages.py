@@ -28,8 +28,6 @@ EXPIRES_S = 5.0
 """The server ends a request for messages after this time."""
 SILENCE_S = 5.0
 """Time without a message after which the server counts as away."""
-STREAM_SEQUENCE = -4
-"""Place of the sequence in the reply subject `$JS.ACK.[DOMAIN.ACCOUNT.]STREAM.CONSUMER.DELIVERIES.SEQUENCE.....`"""
 
 
 def required_stream(subject: Subject[Any]) -> str:
@@ -55,7 +53,7 @@ class _Page(Generic[T]):
         if self._end.is_set():
             return
         with contextlib.suppress(codec.WireError):
-            self.found.append((int(msg.reply.split(".")[STREAM_SEQUENCE]), self._subject.decode(msg.data)))
+            self.found.append((msg.metadata.sequence.stream, self._subject.decode(msg.data)))
         self.missing -= 1
         if not self.missing:
             self._end.set()
