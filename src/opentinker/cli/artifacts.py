@@ -98,7 +98,7 @@ def _print_checkpoints_of(api: Client, job_id: str, policy: str, as_json: bool) 
 def _evaluated(one: Evaluation, metric: str = "") -> str:
     """`exact 0.91 (0.88 to 0.94) on gsm8k, j-...`, or its state; `during training` in the place of the job that made it
     itself. `metric`: shown in the place of the main one."""
-    by = "during training" if one["during_training"] else one["job"]
+    by = "during training" if one.get("during_training") else one["job"]  # an older server does not say it
     values = one["values"]
     wanted = f"val/{metric.removeprefix('-').removeprefix('val/')}"
     name = next((name for name in (wanted, *MAIN) if name in values), None)
