@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from opentinker.cli.common import JobId, Url, client, complain
+from opentinker.cli.common import JobId, Url, client, complain, line_of
 from opentinker.shared.types.errors import OpenTinkerError
 
 Chat = list[dict[str, Any]]
@@ -62,15 +62,13 @@ def _lines(person: bool) -> Iterator[str]:
 
 def _show(chunks: Iterator[dict[str, Any]], as_json: bool) -> str:
     """The whole answer, shown as it comes."""
-    import orjson
-
     from opentinker.sdk.inference import text_of
 
     answer = ""
     for chunk in chunks:
         text = text_of(chunk)
         answer += text
-        sys.stdout.write(orjson.dumps(chunk).decode() + "\n" if as_json else text)
+        sys.stdout.write(line_of(chunk) + "\n" if as_json else text)
         sys.stdout.flush()
     if not as_json:
         sys.stdout.write("\n")

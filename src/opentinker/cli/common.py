@@ -8,6 +8,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -34,6 +35,9 @@ Url = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 JobId = Annotated[str, typer.Argument(metavar="JOB", help="Job id, see `opentinker jobs`.")]
 Policy = Annotated[str, typer.Option(metavar="NAME", help="One of the job's policies; needed if it has several.")]
+
+OUTPUT: ContextVar[str] = ContextVar("output", default="table")
+"""Value of `-o` of the command that runs."""
 
 UsageError: Any = typer.BadParameter.__mro__[1]
 """From typer's version of click: a wrong option, where BadParameter is a wrong value."""
@@ -103,17 +107,32 @@ def assigned(setting: str) -> tuple[str, Any]:
 
 
 def print_json(value: Any) -> None:
+    """Print a value as indented JSON, with `-o yaml` as YAML."""
     import orjson
 
-    sys.stdout.write(orjson.dumps(value, option=orjson.OPT_INDENT_2, default=str).decode() + "\n")
+    sys.stdout.write(_yaml(value) or orjson.dumps(value, option=orjson.OPT_INDENT_2, default=str).decode() + "\n")
 
 
 def print_line(value: Any) -> None:
     """One of several, as they come."""
+    sys.stdout.write(line_of(value) + "\n")
+    sys.stdout.flush()
+
+
+def line_of(value: Any) -> str:
+    """Return a value of a stream as a line of JSON, with `-o yaml` as a document of YAML."""
     import orjson
 
-    sys.stdout.write(orjson.dumps(value, default=str).decode() + "\n")
-    sys.stdout.flush()
+    return f"---\n{_yaml(value)}".rstrip("\n") if OUTPUT.get() == "yaml" else orjson.dumps(value, default=str).decode()
+
+
+def _yaml(value: Any) -> str:
+    """Return a value as YAML; empty without `-o yaml`."""
+    if OUTPUT.get() != "yaml":
+        return ""
+    from msgspec import yaml
+
+    return yaml.encode(value, enc_hook=str).decode()
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], *, empty: str, last_below: bool = False) -> None:

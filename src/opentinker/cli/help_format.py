@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
-from typing import Annotated, Any, NoReturn
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Annotated, Any, Literal, NoReturn
 
 import orjson
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from opentinker import __version__
-from opentinker.cli.common import as_typed
+from opentinker.cli.common import OUTPUT, as_typed
 from opentinker.shared.types.errors import NotFound, OpenTinkerError, SpecError
 
+Output = Annotated[
+    Literal["table", "json", "yaml"] | None,
+    typer.Option("--output", "-o", metavar="table|json|yaml", help="Format of what is printed; json is --json."),
+]
 USAGE_ERROR: Any = typer.BadParameter.__mro__[2]
 """ClickException, of the click that typer brings."""
 WHOLE = 10_000
@@ -34,7 +42,8 @@ SYNONYMS = {"list": "jobs", "get": "job", "describe": "job"}
 WORDS = {
     "url": "URL", "nats_url": "URL", "redis_url": "URL", "host": "ADDRESS", "websocket_host": "ADDRESS",
     "data_dir": "DIR", "folder": "DIR", "port": "PORT", "websocket_port": "PORT", "name": "NAME", "model": "NAME",
-    "project": "NAME", "tags": "TAG", "add": "TAG", "remove": "TAG", "sort": "PROPERTY",
+    "project": "NAME", "environment": "NAME", "owner": "ID", "tags": "TAG", "add": "TAG", "remove": "TAG",
+    "sort": "PROPERTY",
     "tenant": "NAME", "env": "NAME", "role": "ROLE", "scopes": "SCOPE,...", "expires": "DURATION", "grace": "DURATION",
     "secrets": "PREFIX", "state": "STATE", "kind": "KIND", "level": "LEVEL", "by": "job|day|key", "after": "ID",
 }  # fmt: skip
@@ -73,11 +82,33 @@ class Command(TyperCommand):
         return [piece.replace("{", "").replace("}", "") for piece in super().collect_usage_pieces(ctx)]
 
 
+def _with_output(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a command that has `--json` with `-o` too."""
+    signature = inspect.signature(command, eval_str=True)
+    if "as_json" not in signature.parameters:
+        return command
+
+    @functools.wraps(command)
+    def formatted(*, output: str | None, **options: Any) -> Any:
+        OUTPUT.set(output or "table")
+        if output is not None:
+            options["as_json"] = output != "table"
+        return command(**options)
+
+    own = inspect.Parameter("output", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Output)
+    parameters = {**signature.parameters, "output": own}
+    formatted.__signature__ = signature.replace(parameters=list(parameters.values()))  # type: ignore[attr-defined]
+    formatted.__annotations__ = {name: one.annotation for name, one in parameters.items()}
+    return formatted
+
+
 def present(app: typer.Typer) -> None:
     """Give all commands of an application, and of those below it, this look."""
     app.info.cls = CommandGroup
     for command in app.registered_commands:
         command.cls = Command
+        if command.callback is not None:
+            command.callback = _with_output(command.callback)
     for group in app.registered_groups:
         group.cls = CommandGroup
         if group.typer_instance is not None:
@@ -121,7 +152,12 @@ def help_(
 
 
 def asks_for_json() -> bool:
-    return "--json" in sys.argv[1:]
+    words = sys.argv[1:]
+    formats = [value for option, value in pairwise(words) if option in ("-o", "--output")]
+    joined = [
+        word.removeprefix("--output=").removeprefix("-o") for word in words if word.startswith(("--output=", "-o"))
+    ]
+    return "--json" in words or bool({"json", "yaml"} & {*formats, *joined})
 
 
 def print_error(message: str, code: int, **more: Any) -> None:

@@ -48,13 +48,18 @@ def jobs(
     name: Annotated[str | None, typer.Option("--name", help="Only jobs with this text in their name.")] = None,
     project: Annotated[str | None, typer.Option("--project", help="Only jobs of this project.")] = None,
     tags: Annotated[list[str] | None, typer.Option("--tag", help="Only jobs with this tag. Repeatable.")] = None,
+    environment: Annotated[str | None, typer.Option("--environment", help="Only jobs with this environment.")] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", help="Only jobs of this model, as their spec names it.")
+    ] = None,
+    owner: Annotated[str | None, typer.Option("--owner", help="Only jobs of this API key (its id) or user.")] = None,
     search: Annotated[
         str | None,
         typer.Option("--search", help="Only jobs with these words in their name, model or notes."),
     ] = None,
     sort: Annotated[
         str | None,
-        typer.Option("--sort", help="created, updated, name, state, step ...; -step reverses."),
+        typer.Option("--sort", help="created, updated, name, state, kind, project, step ...; -step reverses."),
     ] = None,
     group: Annotated[
         str | None,
@@ -70,7 +75,8 @@ def jobs(
     from opentinker.cli.views.job_table import columns_of, rows_of, view_of, watch_jobs
 
     api = client(url, patience_s=PATIENCE_S if watch else 2.0)
-    filters = {"name": name, "project": project, "search": search}
+    filters = {"name": name, "project": project, "environment": environment, "model": model, "owner": owner}
+    filters["search"] = search
     if group is not None:
         if watch or sort:
             raise UsageError("--group counts jobs: it does not go with --watch or --sort")

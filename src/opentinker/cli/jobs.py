@@ -187,10 +187,8 @@ def events(
 
     api = client(url, patience_s=PATIENCE_S if follow else 2.0)
     if follow:
-        import orjson
-
         for event in api.events(job_id, after=after):
-            sys.stdout.write((orjson.dumps(event).decode() if as_json else event_line(event)) + "\n")
+            print_line(event) if as_json else say(event_line(event))
             sys.stdout.flush()
         return
     found = api.event_log(job_id, after=after)

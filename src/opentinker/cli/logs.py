@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import orjson
 import typer
 
-from opentinker.cli.common import DATA_DIR, PATIENCE_S, AsJson, DataDir, Url, client, say
+from opentinker.cli.common import DATA_DIR, PATIENCE_S, AsJson, DataDir, Url, client, line_of, say
 from opentinker.local.processes import tail
 from opentinker.shared.types.errors import OpenTinkerError
 from opentinker.shared.types.telemetry import LEVELS
@@ -74,7 +74,7 @@ def _of_job(job: str, follow: bool, lines: int | None, level: str, url: str | No
     found = ask(job, level=level, last=last)
     count = 0
     for line in found:
-        say(orjson.dumps(line).decode() if as_json else format_job_line(line))
+        say(line_of(line) if as_json else format_job_line(line))
         count += 1
     if not count and not as_json:
         say(f"no log lines of {job}" + (f" at level {level} or above" if level != LEVELS[0] else ""))

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import orjson
 import pytest
+import yaml
 
 from opentinker import AsyncClient
 from opentinker.cli import common
@@ -57,6 +58,10 @@ async def test_jobs_are_selected_by_state_kind_and_name_and_cancelled(client: As
     assert await listed("--name", "Sweep", *on) == ["sweep 2", "sweep 1", "sweep 0"]
     assert await listed("--state", "queued", "--kind", "rl", "-n", 2, *on) == ["other", "sweep 2"]
     assert await listed("--kind", "sft", *on) == []
+    own = (await client.job(other))["model"], (await client.job(other))["environment"], (await client.job(other))["key"]
+    for option, value in zip(("--model", "--environment", "--owner"), own, strict=True):
+        assert len(await listed(option, value, *on)) == 4, option
+        assert await listed(option, "another", *on) == [], option
     assert "choose from queued" in (await run("jobs", "--state", "done", *on)).stderr
     both = await run("cancel", ids[1], "j-0000000000", *on)
     assert both.returncode == 1 and both.stdout == f"{ids[1]}  cancelled\n" and "no job 'j-0000000000'" in both.stderr
@@ -66,6 +71,20 @@ async def test_jobs_are_selected_by_state_kind_and_name_and_cancelled(client: As
     rest = await run("cancel", "--all", "--state", "queued", "--yes", "--json", *on)
     assert {job["id"] for job in orjson.loads(rest.stdout)} == {ids[2], other}
     assert (await run("cancel", "--all", "--yes", *on)).stdout == "no such job is going on\n"
+
+
+async def test_answers_are_printed_as_json_yaml_or_a_table(client: AsyncClient, on: list[str]) -> None:
+    id = (await client.submit(make_spec(name="Qwen3: ü")))["id"]
+    await client.cancel(id)
+    as_json, as_yaml = [(await run("jobs", "-o", form, *on)).stdout for form in ("json", "yaml")]
+    assert yaml.safe_load(as_yaml) == orjson.loads(as_json) and as_yaml.startswith("- id: ")
+    assert as_json == (await run("jobs", "--json", *on)).stdout == (await run("jobs", "-ojson", *on)).stdout
+    assert (await run("jobs", "-o", "table", *on)).stdout.startswith("id ")
+    events = [orjson.loads(line) for line in (await run("events", id, "-f", "--json", *on)).stdout.splitlines()]
+    assert list(yaml.safe_load_all((await run("events", id, "-f", "-o", "yaml", *on)).stdout)) == events != []
+    refused = await run("job", "j-0000000000", "--output", "yaml", *on)
+    assert refused.returncode == 1 and yaml.safe_load(refused.stdout)["exit_status"] == 1
+    assert (await run("jobs", "-o", "xml", *on)).returncode == 2
 
 
 async def test_jobs_have_projects_tags_and_notes(client: AsyncClient, on: list[str]) -> None:

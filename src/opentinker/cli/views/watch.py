@@ -13,8 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
-import orjson
-
+from opentinker.cli.common import line_of
 from opentinker.cli.views.charts import Curves, chart, short
 from opentinker.sdk.job_text import on_one_line
 from opentinker.shared.types.core import JobState
@@ -138,7 +137,7 @@ class LineView:
         self._out.flush()
 
     def write_json(self, value: Mapping[str, Any]) -> None:
-        self.write(orjson.dumps(value, default=str).decode())
+        self.write(line_of(value))
 
 
 class PlainView(LineView):
