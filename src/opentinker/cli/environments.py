@@ -9,8 +9,9 @@ from typing import Annotated
 import typer
 
 from opentinker.cli import env_trials, harbor_tasks
-from opentinker.cli.common import AsJson, Url, ago, client, print_found, print_json, say
+from opentinker.cli.common import AsJson, Url, ago, client, print_found, print_json, print_table, say
 from opentinker.cli.serve import serve
+from opentinker.cli.specs import kind_of, toml_of
 from opentinker.shared.types.errors import plural
 
 PUSH_S = 60.0
@@ -59,6 +60,30 @@ def show(name: Name, url: Url = None, as_json: AsJson = False) -> None:
     rows = [[v["version"], v["class"], v["lock"], v["files"], v["digest"], ago(v["pushed"])] for v in found["versions"]]
     columns = ("version", "class", "lock", "files", "digest", "pushed")
     print_found(found, as_json, columns, rows, empty="no versions")
+
+
+@env.command()
+def about(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="As in a spec: `copy_digits`, `upload:NAME`.")],
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """What its author says of an environment: documentation, settings, scripted players."""
+    with client(url) as api:
+        found = api.describe_environment(name)
+    if as_json:
+        print_json(found)
+        return
+    say(found["doc"] or "Its class has no docstring.")
+    say(f"\nscripted players: {', '.join(found['bots']) or 'none'}; {'can' if found['can_fork'] else 'cannot'} fork\n")
+    schema = found["settings"]
+    required = schema.get("required", [])
+    rows = [
+        [setting, kind_of(one, schema), "required" if setting in required else toml_of(one.get("default")),
+         one.get("description", "")]
+        for setting, one in schema.get("properties", {}).items()
+    ]  # fmt: skip
+    print_table(["environment.config", "type", "default", "meaning"], rows, empty="it has no settings")
 
 
 @env.command()

@@ -218,10 +218,12 @@ def sections(schema: dict[str, Any]) -> list[tuple[str, list[tuple[str, str, str
                 walk(path, inner)
                 continue
             default = (
-                _toml({} if alone and inner and field["default"] else field["default"]) if "default" in field else None
+                toml_of({} if alone and inner and field["default"] else field["default"])
+                if "default" in field
+                else None
             )
             meaning = " ".join(str(field.get("description", "")).split())
-            fields.append((name, _kind(field, schema), default, meaning))
+            fields.append((name, kind_of(field, schema), default, meaning))
             if alone:
                 continue
             if inner is not None:
@@ -251,13 +253,13 @@ def _table(field: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any] | No
     return None
 
 
-def _kind(field: dict[str, Any], schema: dict[str, Any]) -> str:
+def kind_of(field: dict[str, Any], schema: dict[str, Any]) -> str:
     if "anyOf" in field:
-        return " or ".join(_kind(option, schema) for option in field["anyOf"] if option.get("type") != "null")
+        return " or ".join(kind_of(option, schema) for option in field["anyOf"] if option.get("type") != "null")
     if "$ref" in field:
         return "table"
     if "enum" in field or "const" in field:
-        return " | ".join(_toml(value) for value in field.get("enum", [field.get("const")]))
+        return " | ".join(toml_of(value) for value in field.get("enum", [field.get("const")]))
     kind = {"array": "list", "object": "table"}.get(field.get("type", ""), str(field.get("type", "any")))
     if "items" in field and "$ref" in field["items"]:
         kind += " of tables"
@@ -269,7 +271,7 @@ def _kind(field: dict[str, Any], schema: dict[str, Any]) -> str:
     return " ".join([kind, ", ".join(limits)]).strip()
 
 
-def _toml(value: Any) -> str:
+def toml_of(value: Any) -> str:
     import orjson
 
     return "none" if value is None else orjson.dumps(value).decode()

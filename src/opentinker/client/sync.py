@@ -137,6 +137,7 @@ class Client:
     push_environment = blocking(AsyncClient.push_environment)
     environments = blocking(AsyncClient.environments)
     environment = blocking(AsyncClient.environment)
+    describe_environment = blocking(AsyncClient.describe_environment)
     delete_environment = blocking(AsyncClient.delete_environment)
     save_check = blocking(AsyncClient.save_check)
     environment_checks = blocking(AsyncClient.environment_checks)

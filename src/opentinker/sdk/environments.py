@@ -19,6 +19,7 @@ from opentinker.shared.api_types import (
     EnvironmentCheck,
     EnvironmentChecks,
     EnvironmentCheckSummary,
+    EnvironmentDescription,
     EnvironmentReport,
     Environments,
     EnvironmentSummary,
@@ -55,6 +56,11 @@ class EnvironmentCalls:
     async def environment(self, name: str) -> Environment:
         """A pushed environment with all its versions. Raises ApiNotFound."""
         return await self._http.json(Environment, "GET", resource("environments", name))
+
+    async def describe_environment(self, name: str) -> EnvironmentDescription:
+        """Return the documentation, settings and scripted players of an environment, by its name in a spec: one that is
+        built in, or `upload:NAME`. An env worker imports it. Raises ApiError."""
+        return await self._http.json(EnvironmentDescription, "GET", "/v1/environment", {"name": name})
 
     async def delete_environment(self, name: str, version: int | None = None) -> list[int]:
         """The versions that are gone: one, or all of them. Asked once: the second time there would be none."""

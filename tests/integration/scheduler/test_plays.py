@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
 import time
 from typing import Any
 
 import msgspec
+import pytest
 
 from opentinker.services.scheduler.environments import plays_api
 from opentinker.shared import api_types
@@ -14,8 +17,9 @@ from opentinker.shared.security.authorization import Role
 from opentinker.shared.state.plays import MAX_PLAYS, PLAY_S, Play, Plays
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.env_protocol import SeatPrompt
+from tests.integration.client.test_cli import typed
 from tests.integration.rollout_worker.test_env_service import Workers, workers
-from tests.support.api import Http, bearing, fits, new_key_of
+from tests.support.api import OPERATOR, Http, bearing, fits, new_key_of
 
 __all__ = ["workers"]
 COUNTING = "tests.samples.env_samples:Counting"
@@ -110,7 +114,7 @@ async def test_nobody_else_plays_an_episode(http: Http, workers: Workers, store:
     await asked(http, "POST", f"/v1/plays/{episode['id']}/turns", 404, **request)
 
 
-async def test_an_environment_says_what_it_is(http: Http, workers: Workers) -> None:
+async def test_an_environment_says_what_it_is(http: Http, workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
     await workers.start("env-0")
     found = await asked(http, "GET", "/v1/environment?name=kuhn_poker", 200)
     fits(found, api_types.EnvironmentDescription)
@@ -118,6 +122,11 @@ async def test_an_environment_says_what_it_is(http: Http, workers: Workers) -> N
     assert found["settings"]["properties"]["rules"]["description"].startswith("Name the game")
     blocking = await asked(http, "GET", "/v1/environment?name=tests.samples.listed_rows:Listed", 200)
     assert blocking["settings"]["type"] == "object"
+    monkeypatch.setenv("OPENTINKER_API_KEY", OPERATOR)
+    shown = await asyncio.to_thread(typed, "env", "about", "kuhn_poker", "--url", http.url)
+    assert shown.stdout.startswith("One hand."), shown.stderr
+    assert "scripted players: equilibrium, random; can fork" in shown.stdout
+    assert re.search(r"(?m)^rules +boolean +true +Name the game", shown.stdout), shown.stdout
     assert "no such environment" in str(await asked(http, "GET", "/v1/environment?name=kuhn_pocker", 422))
 
 
