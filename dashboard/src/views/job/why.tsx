@@ -11,6 +11,14 @@ const LOOK_S = 10;
 /** A worker that has done nothing for the job for so long is named. */
 const SILENT_S = 10;
 
+/** Causes whose names say little to people who do not know the services. */
+const WORDS: Record<string, string> = {
+  nothing: "no worker was busy with it",
+  swap: "loading new weights",
+  checkpoint: "saving checkpoints",
+  reference: "frozen models",
+};
+
 interface Diagnosis {
   since: number;
   until: number;
@@ -33,9 +41,9 @@ export function Why({ job }: { job: JobDetail }): JSX.Element {
         <tbody>
           {value.causes.map(({ cause, seconds }) => (
             <tr key={cause}>
-              <td>{cause}</td>
+              <td>{WORDS[cause] ?? cause}</td>
               <td>
-                <meter min={0} max={whole} value={seconds} aria-label={cause} />
+                <meter min={0} max={whole} value={seconds} aria-label={WORDS[cause] ?? cause} />
               </td>
               <td>{Math.round((100 * seconds) / whole)} %</td>
             </tr>
