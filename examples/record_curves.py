@@ -2,7 +2,8 @@
 
     python -m examples.record_curves bandit copy_digits ...
 
-Their models must be there: the first lines of each example say how to make them.
+Their models must be there: the first lines of each example say how to make them. A sweep's curve is its best value so
+far, trial by trial. An example without a curve has a `note` there, which says why.
 """
 
 from __future__ import annotations
@@ -11,10 +12,17 @@ import argparse
 import subprocess
 import sys
 import tempfile
+import tomllib
+from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import orjson
+
+from opentinker import Client
+from opentinker.cli.run import everything
+from opentinker.local.discovery import key_in, read_state
 
 HERE = Path(__file__).resolve().parent
 CURVES = HERE / "curves.json"
@@ -23,31 +31,41 @@ METRICS = {"rl": "reward/mean", "sft": "loss", "dpo": "loss"}
 """By kind of job: what its curve shows."""
 
 
+WORKERS = {"env-workers": 1, "rollout-workers": 1, "reference": 0}
+
+
 def recorded(name: str) -> dict[str, Any]:
-    """Run an example and return its curve. Raises CalledProcessError, ValueError."""
+    """Run an example and return its curve. Raises CalledProcessError, ValueError, OpenTinkerError."""
+    file = HERE / f"{name}.toml"
+    spec = tomllib.loads(file.read_text())
     with tempfile.TemporaryDirectory(prefix="opentinker-") as place:
-        argv = [
-            sys.executable,
-            "-m",
-            "opentinker.cli",
-            "run",
-            str(HERE / f"{name}.toml"),
-            "--data-dir",
-            place,
-            "--json",
-        ]
-        ran = subprocess.run(argv, stdout=subprocess.PIPE, check=True)
+        return _of_sweep(file, spec, Path(place)) if "sweep" in spec else _of_job(file, place)
+
+
+def _of_job(file: Path, place: str) -> dict[str, Any]:
+    argv = [sys.executable, "-m", "opentinker.cli", "run", str(file), "--data-dir", place, "--json"]
+    ran = subprocess.run(argv, stdout=subprocess.PIPE, check=True)
     job = orjson.loads(ran.stdout.splitlines()[-1])["job"]
     if not job["curve"]:
-        raise ValueError(f"{name} ended without a curve")
-    values = job["curve"]
-    kept = [values[round(place * (len(values) - 1) / (POINTS - 1))] for place in range(POINTS)]
-    return {
-        "metric": METRICS[job["kind"]],
-        "values": [float(f"{value:.4g}") for value in (kept if len(values) > POINTS else values)],
-        "steps": job["step"],
-        "seconds": round(job["finished"] - job["since"]),
-    }
+        raise ValueError(f"{file.stem} ended without a curve")
+    return {"metric": METRICS[job["kind"]], "values": _kept(job["curve"]), "steps": job["step"]}
+
+
+def _of_sweep(file: Path, spec: dict[str, Any], place: Path) -> dict[str, Any]:
+    with everything(place, 0, WORKERS, keep=False) as url, Client(url, api_key=key_in(read_state(place))) as client:
+        sweep = client.wait_sweep(client.sweep(spec, beside=file.parent)["id"])
+    values = [trial["value"] for trial in sweep["all_trials"] if trial["value"] is not None]
+    if sweep["finished"] is None or not values:
+        raise ValueError(f"{file.stem} ended without a value: {sweep['reason']}")
+    best = list(accumulate(values, max if sweep["goal"] == "maximize" else min))
+    return {"metric": sweep["metric"], "values": _kept(best), "trials": len(values)}
+
+
+def _kept(values: Sequence[float]) -> list[float]:
+    """Return POINTS of the values, evenly spaced, with four digits."""
+    if len(values) > POINTS:
+        values = [values[round(place * (len(values) - 1) / (POINTS - 1))] for place in range(POINTS)]
+    return [float(f"{value:.4g}") for value in values]
 
 
 def main() -> None:
@@ -57,7 +75,7 @@ def main() -> None:
     for name in parser.parse_args().names:
         known[name] = recorded(name)
         CURVES.write_bytes(orjson.dumps(known, option=orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS))
-        print(f"{name}: {known[name]['metric']} to {known[name]['values'][-1]} in {known[name]['seconds']} s")
+        print(f"{name}: {known[name]['metric']} to {known[name]['values'][-1]}")
 
 
 if __name__ == "__main__":

@@ -1,23 +1,29 @@
-// Job files to begin with: the examples of this release, each with the curve that it had when it was recorded.
+// Job files to begin with: the examples of this release, each with the curve that it had when it was recorded, or why it has none.
 
-import curves from "../../../examples/curves.json";
+import expected from "../../../examples/curves.json";
 
 const FILES = import.meta.glob<string>("../../../examples/*.toml", { query: "?raw", import: "default", eager: true });
 
+/** What an example does when it is run: its curve, or of a sweep the best value so far after each trial. */
 export interface Curve {
   metric: string;
   values: number[];
-  steps: number;
-  seconds: number;
+  steps?: number;
+  trials?: number;
 }
 
 export interface Template {
   name: string;
   curve: Curve | null;
+  /** Why there is no curve. */
+  note: string;
   text: string;
 }
 
+const EXPECTED = expected as Record<string, Curve | { note: string }>;
+
 export const TEMPLATES: Template[] = Object.entries(FILES).map(([path, text]) => {
   const name = path.slice(path.lastIndexOf("/") + 1, -".toml".length);
-  return { name, curve: (curves as Record<string, Curve>)[name] ?? null, text };
+  const found = EXPECTED[name];
+  return found && "values" in found ? { name, curve: found, note: "", text } : { name, curve: null, note: found?.note ?? "", text };
 });

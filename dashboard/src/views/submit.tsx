@@ -7,7 +7,7 @@ import { changeOf } from "../editor/change.ts";
 import { Form } from "../editor/form.tsx";
 import { placeOf, placesIn } from "../editor/places.ts";
 import type { Schema } from "../editor/schema.ts";
-import type { Template } from "../editor/templates.ts";
+import type { Curve, Template } from "../editor/templates.ts";
 import { readSpec, Unreadable, writeSpec, type Table } from "../editor/text.ts";
 import { go, useAsked, useDoing, useMay, useSettled } from "../hooks.ts";
 import { ask, job as path, onceKey, Problem } from "../lib/api.ts";
@@ -296,19 +296,25 @@ function Templates({ show }: { show: (text: string) => void }): JSX.Element {
         {all.map((one) => (
           <li key={one.name}>
             <button onClick={() => show(one.text)}>{one.name}</button>
-            {one.curve && (
-              <svg class="curve" width={CURVE.width} height={CURVE.height} role="img" aria-label={`expected ${one.curve.metric}`}>
-                <polyline points={sparkline(one.curve.values, CURVE.width, CURVE.height - 2)} />
-              </svg>
-            )}
-            {one.curve && (
-              <small class="dim">
-                {one.curve.metric} to {short(one.curve.values[one.curve.values.length - 1])} in {duration(one.curve.seconds)}
-              </small>
-            )}
+            {one.curve ? <Expected of={one.curve} /> : <small class="dim">{one.note}</small>}
           </li>
         ))}
       </ul>
+    </>
+  );
+}
+
+function Expected({ of: curve }: { of: Curve }): JSX.Element {
+  const last = short(curve.values[curve.values.length - 1]);
+  const { metric, trials, steps } = curve;
+  return (
+    <>
+      <svg class="curve" width={CURVE.width} height={CURVE.height} role="img" aria-label={`expected ${metric}`}>
+        <polyline points={sparkline(curve.values, CURVE.width, CURVE.height - 2)} />
+      </svg>
+      <small class="dim">
+        {trials ? `best ${metric} of ${counted(trials, "trial")}: ${last}` : `${metric} to ${last} in ${counted(steps ?? 0, "step")}`}
+      </small>
     </>
   );
 }

@@ -104,6 +104,14 @@ async def test_the_editor_knows_the_spec(opened: Open, http: Http) -> None:
 
 async def test_a_template_is_changed_in_the_form_and_looked_at_by_the_queue(opened: Open, http: Http) -> None:
     tab = await opened(http.url, "submit")
+    templates = tab.page.locator(".templates li")
+    for name, said in (
+        ("bandit", "reward/mean to "),
+        ("sweep_toy", "best exact of "),
+        ("eval", "ends with a table of results, not with a curve"),
+    ):
+        of_name = templates.filter(has=tab.page.get_by_role("button", name=name, exact=True))
+        await expect(of_name).to_contain_text(said)
     await tab.page.get_by_role("button", name="bandit", exact=True).click()
     spec = tab.page.locator(".cm-content")
     await expect(spec).to_contain_text('name = "bandit"')
