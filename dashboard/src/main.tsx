@@ -98,9 +98,12 @@ function View({ shared }: { shared: string[] }): JSX.Element {
   if (view === "jobs" && id) return <JobView key={id} id={id} part={part ?? "curves"} at={at ?? ""} />;
   if (view === undefined || view === "jobs") return <Jobs />;
   return (
-    <p class="empty">
-      Page not found. <a href="#/">All jobs</a>
-    </p>
+    <section class="card">
+      <h1>Page not found</h1>
+      <p>
+        The address names no view. <a href="#/">All jobs</a>
+      </p>
+    </section>
   );
 }
 

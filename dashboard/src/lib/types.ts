@@ -67,6 +67,7 @@ export interface Sweep extends SweepSummary {
 export type Progress = Record<string, number> | { policies: Record<string, Record<string, number>> };
 
 export interface JobDetail extends Job {
+  notes: string;
   spec: Json;
   /** Of a job with several. */
   policies?: Record<string, unknown>;

@@ -46,7 +46,7 @@ async def test_every_view_can_be_used_by_everybody(
     views: tuple[tuple[str, ...], ...] = (
         (), ("checkpoints",), ("environments",), ("sweeps",), ("sweeps", swept[1]["id"]), ("cluster",), ("submit",),
         ("submit", job), ("environment", "copy_digits"), *(("jobs", job, part) for part in PARTS),
-        ("jobs", learned, "data"),
+        ("jobs", learned, "data"), ("compare", f"{job},{learned}"), ("no-such-view",),
     )  # fmt: skip
     tab = await opened(http.url, viewport=SIZES[size], color_scheme=theme)
     await tab.page.evaluate(AXE.read_text())

@@ -63,6 +63,36 @@ async def test_jobs_are_listed_by_project_tag_and_order(opened: Open, http: Http
     await expect(rows.nth(2)).to_contain_text("c-third")
 
 
+async def test_a_job_is_named_tagged_and_noted_on_its_page(opened: Open, http: Http) -> None:
+    job = await http.job({**SPEC, "name": "first", "tags": ["small"]})
+    tab = await opened(http.url, "jobs", job)
+    form = tab.page.locator("form.fields")
+    await tab.page.get_by_role("button", name="Edit name, project, tags, notes").click()
+    for field, text in (
+        ("Name", "better"),
+        ("Project", "maths"),
+        ("Tags", "small, seed 2"),
+        ("Notes", "lr of J\nworks"),
+    ):
+        await form.get_by_label(field).fill(text)
+    await form.get_by_role("button", name="Save").click()
+    await expect(tab.page.get_by_role("heading", level=1)).to_have_text("better")
+    labels = tab.page.locator(".labels")
+    await expect(labels.locator(".tag")).to_have_text(["small", "seed 2"])
+    await expect(labels).to_contain_text("maths")
+    await expect(labels.locator(".prose")).to_have_text("lr of J\nworks")
+    found = (await http("GET", f"/v1/jobs/{job}"))[1]
+    assert (found["name"], found["project"], found["tags"], found["notes"]) == (
+        "better", "maths", ["small", "seed 2"], "lr of J\nworks",
+    )  # fmt: skip
+    await tab.page.get_by_role("button", name="Edit name").click()
+    await form.get_by_label("Tags").fill("x" * 51)
+    await form.get_by_role("button", name="Save").click()
+    await expect(tab.page.get_by_role("alert")).to_contain_text("at most 50 characters")
+    await tab.page.get_by_role("button", name="Discard").click()
+    await expect(labels.locator(".tag")).to_have_count(2)
+
+
 async def test_jobs_are_picked_by_mouse_and_keys_and_done_with_together(opened: Open, http: Http, bus: Bus) -> None:
     jobs = [
         await http.job({**SPEC, "name": name, "train": {"steps": steps}})

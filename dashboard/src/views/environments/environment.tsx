@@ -6,12 +6,13 @@ import { useAsked, useMay } from "../../hooks.ts";
 import { configOf, settingsOf, type Setting } from "../../lib/settings.ts";
 import { job as path } from "../../lib/api.ts";
 import type { About, Check, CheckSummary, JobDetail, Json } from "../../lib/types.ts";
+import { bytes, counted, moment } from "../../lib/words.ts";
 import { Empty, Facts, Said, Table, type Column } from "../../parts.tsx";
 import { Play, type Start } from "./play.tsx";
 
 export function EnvironmentView({ name }: { name: string }): JSX.Element {
   const { value: about, problem } = useAsked<About>(`/v1/environment?name=${encodeURIComponent(name)}`);
-  const versions = useAsked<{ versions: { version: number; pushed: number }[] }>(uploadOf(name) && `/v1/environments/${encodeURIComponent(uploadOf(name)!)}`);
+  const versions = useAsked<{ versions: Version[] }>(uploadOf(name) && `/v1/environments/${encodeURIComponent(uploadOf(name)!)}`);
   return (
     <>
       <p>
@@ -26,7 +27,6 @@ export function EnvironmentView({ name }: { name: string }): JSX.Element {
             <p class="prose">{about.doc || "Its class has no docstring."}</p>
             <Facts
               of={[
-                versions.value && ["versions", versions.value.versions.length],
                 ["scripted players", about.bots.join(", ") || "none"],
                 ["forks", about.can_fork ? "yes: trees of turns can be sampled" : "no"],
               ]}
@@ -35,9 +35,34 @@ export function EnvironmentView({ name }: { name: string }): JSX.Element {
         )}
       </section>
       {about && <Settings about={about} />}
+      {versions.value && <Versions of={versions.value.versions} />}
       <Example name={name} />
       {about && <OwnEpisode name={name} />}
     </>
+  );
+}
+
+interface Version {
+  version: number;
+  class: string;
+  files: number;
+  bytes: number;
+  pushed: number;
+}
+
+const VERSIONS: Column<Version>[] = [
+  ["Version", (one) => one.version],
+  ["Class", (one) => <code>{one.class}</code>],
+  ["Size", (one) => `${bytes(one.bytes)} in ${counted(one.files, "file")}`],
+  ["Pushed", (one) => moment(one.pushed), "dim"],
+];
+
+function Versions({ of }: { of: Version[] }): JSX.Element {
+  return (
+    <section class="card">
+      <h2>Versions</h2>
+      <Table of={VERSIONS} rows={[...of].reverse()} by={(one) => one.version} />
+    </section>
   );
 }
 

@@ -9,7 +9,7 @@ import { FINAL, type JobDetail } from "../../lib/types.ts";
 import { Empty, Said, Select } from "../../parts.tsx";
 
 interface Message {
-  role: "user" | "assistant";
+  role: "system" | "user" | "assistant";
   content: string;
 }
 
@@ -17,6 +17,7 @@ export function Chat({ job }: { job: JobDetail }): JSX.Element {
   const may = useMay("inference:use");
   const [said, setSaid] = useState<Message[]>([]);
   const [text, setText] = useState("");
+  const [system, setSystem] = useState("");
   const [temperature, setTemperature] = useState(0.7);
   const [model, setModel] = useState("");
   const [most, setMost] = useState(256);
@@ -24,7 +25,7 @@ export function Chat({ job }: { job: JobDetail }): JSX.Element {
   const stop = useRef<AbortController | null>(null);
   const [busy, setBusy] = useState(false);
   if (!may) return <Empty>This key may not use models (inference:use).</Empty>;
-  if (FINAL.includes(job.state)) return <Empty>This job has ended.</Empty>;
+  if (FINAL.includes(job.state)) return <Empty>This job has ended. Clone it to serve the model again.</Empty>;
 
   const adapters = adaptersOf(job);
   const answer = async (messages: Message[]): Promise<void> => {
@@ -35,7 +36,8 @@ export function Chat({ job }: { job: JobDetail }): JSX.Element {
     let whole = "";
     try {
       const named = model ? { model } : {};
-      const body = { ...named, messages: messages.map((one) => ({ ...one })), stream: true, temperature, max_tokens: most };
+      const instructed: Message[] = system.trim() ? [{ role: "system", content: system }] : [];
+      const body = { ...named, messages: [...instructed, ...messages].map((one) => ({ ...one })), stream: true, temperature, max_tokens: most };
       const response = await fetched(path(job.id, "/v1/chat/completions"), { method: "POST", body, signal: stop.current.signal });
       for await (const data of events(response)) {
         if (data === "[DONE]") break;
@@ -58,6 +60,10 @@ export function Chat({ job }: { job: JobDetail }): JSX.Element {
   return (
     <section class="card chat">
       {job.state !== "running" && <p class="waits">The job is {job.state}: it answers once it runs.</p>}
+      <label class="check">
+        System prompt
+        <input value={system} maxLength={20_000} placeholder="none" onInput={(event) => setSystem(event.currentTarget.value)} />
+      </label>
       <div class="talk" aria-live="polite">
         {said.map((one, i) => (
           <p key={i} class={`message ${one.role}`}>

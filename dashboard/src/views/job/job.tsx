@@ -18,6 +18,7 @@ import { Config } from "./config.tsx";
 import { Curves } from "./curves.tsx";
 import { Data } from "./data.tsx";
 import { Episodes } from "./episodes.tsx";
+import { Labels } from "./labels.tsx";
 import { Log } from "./log.tsx";
 import { Results } from "./results.tsx";
 import { Timeline } from "./timeline.tsx";
@@ -92,6 +93,7 @@ function Top({ job, follow, again }: { job: JobDetail; follow: Follow | null; ag
         <span class="spring" />
         <Actions job={job} again={again} />
       </div>
+      <Labels job={job} again={again} />
       {job.kind !== "inference" && (
         <div class="line">
           <Progress {...job} />
@@ -99,7 +101,7 @@ function Top({ job, follow, again }: { job: JobDetail; follow: Follow | null; ag
           <small>
             {left !== null && <>{duration(left)} left · </>}
             {pace !== null && pace > 0 && !over && <>{(1 / pace).toFixed(pace < 1 ? 1 : 2)} steps/s · </>}
-            {duration((job.finished ?? now) - job.created)}
+            {over ? "took" : "for"} {duration((job.finished ?? now) - job.created)}
           </small>
         </div>
       )}
@@ -110,6 +112,7 @@ function Top({ job, follow, again }: { job: JobDetail; follow: Follow | null; ag
           ["Job", <code key="id">{job.id}</code>],
           ["Kind", job.kind],
           ["Model", <code key="model">{job.model}</code>],
+          ...origin(job),
           job.environment && ["Environment", job.environment],
           ["Workers", job.workers.length ? job.workers.map((w) => `${w.id} (${w.status})`).join(", ") : "none"],
           ["Owner", `${job.tenant}${job.key ? ` · ${isKey(job.key) ? "key " : ""}${keyName(job.key)}` : ""}`],
@@ -119,6 +122,16 @@ function Top({ job, follow, again }: { job: JobDetail; follow: Follow | null; ag
       />
     </section>
   );
+}
+
+/** From which checkpoint it started, and whether it trains an adapter. */
+function origin(job: JobDetail): [string, JSX.Element | string][] {
+  const { model, start } = job.spec as { model?: { lora?: { rank: number } | null }; start?: { from?: string | null } | null };
+  const from = start?.from;
+  return [
+    ...(from ? ([["Started from", <a key="from" href={`#/jobs/${from.split(/[~@]/)[0]}/checkpoints`}>{from}</a>]] as [string, JSX.Element][]) : []),
+    ...(model?.lora ? ([["LoRA", `rank ${model.lora.rank}`]] as [string, string][]) : []),
+  ];
 }
 
 /** Seconds per step of the job, over the last steps: of several policies, those of the slowest. */

@@ -19,9 +19,11 @@ const SORTS: [string, string][] = [
   ["created", "newest first"],
   ["updated", "last changed first"],
   ["name", "by name"],
+  ["kind", "by kind"],
   ["project", "by project"],
   ["environment", "by environment"],
   ["model", "by model"],
+  ["owner", "by owner"],
 ];
 const PAGE = 200;
 const LOOK_S = 2;

@@ -1,0 +1,84 @@
+// What people call a job and note about it; whoever may change jobs changes it here.
+
+import type { JSX } from "preact";
+import { useState } from "preact/hooks";
+import { useDoing, useMay } from "../../hooks.ts";
+import { ask, job as path } from "../../lib/api.ts";
+import type { JobDetail } from "../../lib/types.ts";
+import { Said } from "../../parts.tsx";
+
+interface LabelsProps {
+  job: JobDetail;
+  again: () => void;
+}
+
+export function Labels({ job, again }: LabelsProps): JSX.Element | null {
+  const may = useMay("jobs:write");
+  const [isOpen, setOpen] = useState(false);
+  if (isOpen) return <Change job={job} again={again} close={() => setOpen(false)} />;
+  if (!may && !job.project && !job.tags.length && !job.notes) return null;
+  return (
+    <div class="labels">
+      <p>
+        {job.project && <span class="dim">{job.project}</span>}{" "}
+        {job.tags.map((tag) => (
+          <span key={tag} class="chip tag">
+            {tag}
+          </span>
+        ))}{" "}
+        {may && (
+          <button class="plain" onClick={() => setOpen(true)}>
+            Edit name, project, tags, notes
+          </button>
+        )}
+      </p>
+      {job.notes && <p class="prose">{job.notes}</p>}
+    </div>
+  );
+}
+
+function Change({ job, again, close }: LabelsProps & { close: () => void }): JSX.Element {
+  const { doing, problem, act } = useDoing();
+  const [name, setName] = useState(job.name);
+  const [project, setProject] = useState(job.project);
+  const [tags, setTags] = useState(job.tags.join(", "));
+  const [notes, setNotes] = useState(job.notes);
+  const save = (event: Event): void => {
+    event.preventDefault();
+    act(async () => {
+      const given = tags.split(",").map((tag) => tag.trim());
+      await ask(path(job.id), { method: "PATCH", body: { name, project, tags: given.filter(Boolean), notes } });
+      again();
+      close();
+    });
+  };
+  return (
+    <form class="fields" aria-label="Name, project, tags and notes" onSubmit={save}>
+      <label>
+        Name
+        <input required maxLength={200} value={name} onInput={(event) => setName(event.currentTarget.value)} />
+      </label>
+      <label>
+        Project
+        <input maxLength={100} value={project} onInput={(event) => setProject(event.currentTarget.value)} />
+      </label>
+      <label>
+        Tags, separated by commas
+        <input maxLength={1100} value={tags} onInput={(event) => setTags(event.currentTarget.value)} />
+      </label>
+      <label>
+        Notes
+        <textarea rows={4} maxLength={10_000} value={notes} onInput={(event) => setNotes(event.currentTarget.value)} />
+      </label>
+      <span class="actions">
+        <button class="main" disabled={doing}>
+          Save
+        </button>
+        <button type="button" onClick={close}>
+          Discard
+        </button>
+      </span>
+      <Said problem={problem} />
+    </form>
+  );
+}
