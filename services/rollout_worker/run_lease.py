@@ -7,6 +7,8 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
 
+import structlog
+
 from opentinker.services.rollout_worker.checkpoint_weights import (
     FixedWeights,
     ServedAdapter,
@@ -33,6 +35,8 @@ from opentinker.shared.spec.policies import frozen_spec_of, pool_spec_of, spec_o
 from opentinker.shared.spec.seats import urls_in
 from opentinker.shared.types.core import Lease
 from opentinker.shared.types.errors import JobFailed, SpecError
+
+log = structlog.get_logger()
 
 MakeEngine = Callable[[JobSpec, Renderer, str, Sequence[ServedAdapter], Sequence[EnginePolicy], int], Engine]
 """See `service.make_engine`."""
@@ -82,12 +86,24 @@ class Loader:
                 engine = view = self._make_engine(own, renderer, model, adapters, policies, len(self._engines))
                 self._held.push_async_callback(_close, engine)
                 await _start(self._worker, self._lease, engine, model)
+                await self._say_lora(engine)
             else:
                 assert own.model.lora is not None, "only adapters share an engine"
                 view = engine.sibling(renderer.eos_ids, own.model.lora)
             loaded = LoadedPolicy(policy.name, own, view, renderer, policy.is_frozen or bool(policy.pool))
             await _serve(loaded, model, given, adapters)
             yield loaded
+
+    async def _say_lora(self, engine: Engine) -> None:
+        """Report in the job's events how adapters are served, once for all workers that do the same."""
+        if engine.lora is None:
+            return
+        detail = engine.lora._asdict()
+        store, job = self._worker.ctx.store, self._lease.job
+        known = await store.latest_event(job, "lora_served")
+        if known is None or {name: known.get(name) for name in detail} != detail:
+            log.info("lora_served", **detail)
+            await store.update(job, event="lora_served", detail=detail)
 
     def _spec_of(self, policy: EnginePolicy) -> JobSpec:
         if policy.pool:

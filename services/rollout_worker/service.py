@@ -23,7 +23,7 @@ from opentinker.shared.messaging.env_client import EnvClient
 from opentinker.shared.runtime.leased_worker import LeasedWorker
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import JobSpec
-from opentinker.shared.spec.engines import EnginePolicy, adapters_at_once
+from opentinker.shared.spec.engines import EnginePolicy, adapter_serving, adapters_at_once
 from opentinker.shared.types.core import Lease, Pool
 from opentinker.shared.types.env_protocol import owner_of
 
@@ -96,7 +96,10 @@ def make_engine(
         rank = max(adapter.rank for adapter in adapters)
         limits = AdapterLimits(rank=rank, at_once=len(adapters), beside_base=True)
     elif ranks := [policy.model.lora.rank for policy in policies if policy.model and policy.model.lora]:
-        limits = AdapterLimits(rank=max(ranks), at_once=adapters_at_once(policies))
+        serving, why = adapter_serving(spec, policies)
+        limits = AdapterLimits(
+            rank=max(ranks), at_once=adapters_at_once(policies), serving=serving, separate_because=why
+        )
     process = VllmProcess(
         model,
         dtype=spec.model.dtype,

@@ -15,6 +15,7 @@ from opentinker.shared.spec.artifacts import ArtifactSpec, settle_best, settle_k
 from opentinker.shared.spec.base import SpecPart
 from opentinker.shared.spec.data import FORMATS, DataSpec, DpoSpec
 from opentinker.shared.spec.deterministic import broken_promises, cannot_rewind
+from opentinker.shared.spec.engines import settle_lora
 from opentinker.shared.spec.evaluation import PREFIX, EvaluationSpec, ValidationSpec, contradictions, settle_evaluation
 from opentinker.shared.spec.frozen_models import (
     RewardModelSpec,
@@ -143,8 +144,8 @@ class JobSpec(SpecPart):
     """`rl`: reinforcement learning in an environment. `sft`: supervised learning from rows of data. `dpo`: learning
     from preferences between two completions. sft and dpo use [data], and neither [environment], [algorithm], [rollout]
     nor their dependent tables. `inference`: serves an OpenAI-compatible endpoint without training; uses [serving], and
-    engine, toy and context_length of [rollout]. `eval`: plays an environment with fixed weights as set in [evaluation]
-    and ends with the result."""
+    engine, toy, context_length and lora of [rollout]. `eval`: plays an environment with fixed weights as [evaluation]
+    says."""
     model: ModelSpec
     environment: EnvironmentSpec = NO_ENVIRONMENT
     algorithm: AlgorithmSpec = AlgorithmSpec()
@@ -222,12 +223,12 @@ class JobSpec(SpecPart):
 
     def resolve(self) -> list[dict[str, Any]]:
         if self.kind == "inference":
-            return settle_serving(self) + settle_kept(self.kind, self.artifacts) + unused_gpus(self)
+            return settle_serving(self) + settle_lora(self) + settle_kept(self.kind, self.artifacts) + unused_gpus(self)
         if self.start is not None and self.start.live:
             why = "only an inference job follows a live policy; take @latest"
             return [mistake("start.from", self.start.checkpoint, f"does not apply to kind = {self.kind!r}: {why}")]
         if self.kind == "eval":
-            found = self._untaught_tools() + settle_evaluation(self) + settle_policies(self)
+            found = self._untaught_tools() + settle_evaluation(self) + settle_policies(self) + settle_lora(self)
             return found + settle_kept(self.kind, self.artifacts) + unused_gpus(self)
         if self.kind != "rl":
             return self._settle_supervised()
@@ -235,9 +236,8 @@ class JobSpec(SpecPart):
         for name in self.policies:
             found += self._settle_policy(name)
         found += self._untaught_tools() + self._at_once() + settle_frozen(self) + settle_policies(self)
-        found += settle_tree(self)
+        found += settle_tree(self) + settle_lora(self) + unused_gpus(self) + policy_ranks(self)
         found += settle_best(self.artifacts, evaluated=self.validation is not None)
-        found += unused_gpus(self) + policy_ranks(self)
         return found + broken_promises(self) + cannot_rewind(self) + contradictions(self)
 
     def _settle_learning(self) -> list[dict[str, Any]]:

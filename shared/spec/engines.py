@@ -4,18 +4,22 @@ frozen checkpoints and pools."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from opentinker.shared.spec.model import ModelSpec
 from opentinker.shared.spec.policies import pool_spec_of, spec_of
 from opentinker.shared.spec.pools import pool_player
+from opentinker.shared.spec.rollout import AdapterServing
 from opentinker.shared.spec.seats import frozen_in
+from opentinker.shared.types.mistakes import mistake
 
 if TYPE_CHECKING:
     from opentinker.shared.spec import JobSpec
 
 LIVE_VERSIONS = 6
 """Versions of another job's live policy that running requests may use at the same time."""
+EMBEDDINGS = ("lm_head", "embed_tokens")
+"""Layers that share their weights in many models."""
 MAX_ADAPTERS_AT_ONCE = 64
 """Adapters of an engine that policies share; each takes the room of the largest rank on the accelerator."""
 
@@ -57,6 +61,41 @@ def engines(spec: JobSpec) -> list[list[EnginePolicy]]:
 
 def adapters_at_once(policies: Sequence[EnginePolicy]) -> int:
     return sum(policy.versions for policy in policies)
+
+
+def why_separate(policies: Sequence[EnginePolicy]) -> str:
+    """Return why an engine with these policies cannot have its adapter merged into the base; empty if it can."""
+    if len(policies) > 1:
+        return f"{len(policies)} adapters of one base share the engine"
+    lora = policies[0].model.lora if policies[0].model else None
+    targets = () if lora is None or isinstance(lora.target_modules, str) else lora.target_modules
+    if tied := [target for target in targets if target in EMBEDDINGS]:
+        return f"{tied[0]} has an adapter, and may share its weights with another layer"
+    return ""
+
+
+def adapter_serving(spec: JobSpec, policies: Sequence[EnginePolicy]) -> tuple[AdapterServing, str]:
+    """Return how an engine with these policies may serve adapters, and the reason if it may not merge one."""
+    if spec.rollout.lora == "adapter":
+        return "adapter", "rollout.lora = 'adapter'"
+    if why := why_separate(policies):
+        return "adapter", why
+    if spec.rollout.lora == "auto" and spec.start is not None and spec.start.live:
+        return "adapter", "requests to a live policy end with the adapter that they began with"
+    return spec.rollout.lora, ""
+
+
+def settle_lora(spec: JobSpec) -> list[dict[str, Any]]:
+    """Return mistakes in rollout.lora."""
+    if spec.rollout.lora == "auto":
+        return []
+    shared = [held for held in engines(spec) if any(policy.base is not None for policy in held)]
+    if not shared and (spec.start is None or spec.kind == "rl"):  # of a checkpoint the server knows whether it is one
+        return [mistake("rollout.lora", spec.rollout.lora, "does not apply without an adapter (model.lora)")]
+    why = next((why for held in shared if (why := why_separate(held))), "")
+    if spec.rollout.lora == "merged" and why:
+        return [mistake("rollout.lora", "merged", f"does not work here: {why}; leave it at 'auto'")]
+    return []
 
 
 def versions_at_once(spec: JobSpec) -> int:

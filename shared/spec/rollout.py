@@ -10,9 +10,10 @@ from opentinker.shared.spec.base import Fraction, SpecPart, Tokens
 from opentinker.shared.spec.tools import ToolSpec
 from opentinker.shared.types.mistakes import fill, mistake, unused
 
+AdapterServing = Literal["auto", "merged", "adapter"]
 MAX_OPEN_GROUPS = 16_384
 """Episodes that one rollout worker plays."""
-TOY_IGNORES = {"temperature", "top_p", "top_k", "stop"}
+TOY_IGNORES = {"temperature", "top_p", "top_k", "stop", "lora"}
 ELSEWHERE = ("served:", "http://", "https://", "ws://", "wss://")
 """How names begin of environments that run where their users run them."""
 
@@ -68,6 +69,12 @@ class RolloutSpec(SpecPart):
     """Generation engine; `toy` is simulated, for tests, and refuses options that it would ignore."""
     toy: ToySpec | None = None
     """Settings of the toy engine; only with it."""
+    lora: AdapterServing = "auto"
+    """How vLLM serves the adapter of model.lora. `merged`: each version is merged into the base's weights, from the
+    unchanged base, and generation costs what it costs without an adapter; the rollout worker keeps a second copy of the
+    weights that have an adapter, and a swap interrupts generation for the time of the merge. `adapter`: through vLLM's
+    LoRA layers. `auto`: merged on CPUs where the engine serves one adapter and the model allows it; event
+    `lora_served`."""
     max_turns: Annotated[int, Field(gt=0, le=100_000)] = 1
     """Model outputs per episode."""
     max_tokens: Tokens = 256

@@ -16,6 +16,7 @@ from opentinker.services.rollout_worker.engines.base import Completion, Engine, 
 from opentinker.shared.nn.buckets import Snapshot, snapshot
 from opentinker.shared.nn.transport import WeightGroup, host_store
 from opentinker.shared.spec import LoraSpec
+from opentinker.shared.spec.rollout import AdapterServing
 from opentinker.shared.types.core import WeightVersion
 from opentinker.shared.types.swap import SwapCommand
 
@@ -82,6 +83,7 @@ def vllm_engine(
     max_adapters: int = 4,
     max_rank: int = 0,
     beside_rank: int = 0,
+    serving: AdapterServing = "adapter",
     group_timeout_s: float = 10.0,
     **settings: Any,
 ) -> VllmEngine:
@@ -90,7 +92,8 @@ def vllm_engine(
     from opentinker.services.rollout_worker.engines.vllm_process import AdapterLimits, VllmProcess
 
     rank = max_rank or beside_rank or (lora.rank if lora else 0)
-    limits = AdapterLimits(rank=rank, at_once=max_adapters, beside_base=beside_rank > 0) if rank else None
+    held = AdapterLimits(rank=rank, at_once=max_adapters, beside_base=beside_rank > 0, serving=serving)
+    limits = held if rank else None
     process = VllmProcess(model, adapters=limits, **settings)
     return VllmEngine(process, eos_ids=eos_ids, lora=lora, group_timeout_s=group_timeout_s)
 

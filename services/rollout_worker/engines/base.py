@@ -87,6 +87,15 @@ class Scores(NamedTuple):
     """Log-probability of each token but the first, at temperature 1."""
 
 
+class LoraServing(NamedTuple):
+    """How an engine serves the adapters of its base."""
+
+    merged: bool
+    """Its one adapter is merged into the base; otherwise vLLM applies adapters in its LoRA layers."""
+    why: str
+    """The reason if it is not merged."""
+
+
 Progress = Callable[[list[int], list[float], list[Likely]], None]
 """Called with the tokens sampled since its last call, their logprobs, and what was likely, if that was asked for."""
 
@@ -99,6 +108,10 @@ class Engine(Protocol):
     @property
     def context_length(self) -> int:
         """Tokens of prompt and completion together; known after `start`."""
+
+    @property
+    def lora(self) -> LoraServing | None:
+        """How adapters are served, known after `start`; None: there are none."""
 
     async def start(self) -> None: ...
 

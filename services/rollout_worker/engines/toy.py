@@ -74,6 +74,10 @@ class ToyEngine:
     async def start(self) -> None:
         """Do nothing: there are no weights to load."""
 
+    @property
+    def lora(self) -> None:
+        return None
+
     def sibling(self, eos_ids: Collection[int], lora: LoraSpec) -> ToyEngine:
         """There is nothing to share."""
         one = self._shared(eos_id=min(eos_ids))

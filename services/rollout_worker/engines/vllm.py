@@ -1,8 +1,10 @@
 """Generation by vLLM: continuous batching, token ids in and out, weights swapped while requests are in flight.
 
 Path of a version: stage through the weight group while generation runs -> compare fingerprints -> pause (requests kept,
-their KV cache dropped) -> load in place -> set the version -> resume. A LoRA job gets a new adapter per version
-instead: new requests use it, running ones keep theirs; so policies that are adapters of one base share a process.
+their KV cache dropped) -> load in place -> set the version -> resume. An adapter that has the process for itself goes
+the same way, and is merged into the base when it is loaded (`merged_adapter.py`). Otherwise a LoRA job gets a new
+adapter per version: new requests use it, running ones keep theirs; so policies that are adapters of one base share a
+process.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from opentinker.services.rollout_worker.engines.base import (
     EngineError,
     EngineLost,
     Likely,
+    LoraServing,
     Progress,
     Sampling,
     Scores,
@@ -40,7 +43,7 @@ from vllm.outputs import CompletionOutput, RequestOutput  # noqa: E402
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams  # noqa: E402
 from vllm.v1.engine.exceptions import EngineDeadError  # noqa: E402
 
-from opentinker.services.rollout_worker.engines.vllm_config import write_adapter_config  # noqa: E402
+from opentinker.services.rollout_worker.engines.vllm_config import adapter_scale, write_adapter_config  # noqa: E402
 from opentinker.services.rollout_worker.engines.vllm_images import engine_input  # noqa: E402
 from opentinker.services.rollout_worker.engines.vllm_process import Adapter, VllmProcess  # noqa: E402
 
@@ -72,6 +75,10 @@ class VllmEngine:
     @property
     def context_length(self) -> int:
         return self._process.context_length
+
+    @property
+    def lora(self) -> LoraServing | None:
+        return self._process.lora
 
     async def start(self) -> None:
         await self._process.start()
@@ -129,6 +136,12 @@ class VllmEngine:
     async def serve(self, version: WeightVersion, adapter: Path | None = None) -> None:
         if adapter is None:
             await self._process.llm().engine_core.set_weight_version_async(str(version))
+        elif self._process.merges:
+            scale = await asyncio.to_thread(adapter_scale, adapter)
+            try:
+                await self._load(version, adapter, scale)
+            except SwapError as error:
+                raise EngineError(f"the adapter {adapter} cannot be loaded: {error}") from error
         else:
             loaded = await self._process.load_adapter(str(version), version, adapter)
             self._adapters[loaded.request.lora_int_id] = loaded
@@ -139,13 +152,17 @@ class VllmEngine:
             if self._process.broken:
                 raise EngineLost(self._process.broken)
             if self._lora is None:
-                await self._process.in_background("weights_read", self._policy, {"directory": str(directory)})
-                await self._swap(version)
+                await self._load(version, directory, None)
                 return
             await self.serve(version, directory)
             for old in [n for n in self._adapters if n != max(self._adapters) and not self._process.users[n]]:
                 await self._process.call("weights_drop_adapter", old)
                 del self._adapters[old]
+
+    async def _load(self, version: WeightVersion, directory: Path, scale: float | None) -> None:
+        info = {"directory": str(directory), "scale": scale}
+        await self._process.in_background("weights_read", self._policy, info)
+        await self._swap(version)
 
     async def add(self, name: str, version: WeightVersion, adapter: Path) -> None:
         self._beside[name] = await self._process.load_adapter(name, version, adapter)
@@ -179,9 +196,11 @@ class VllmEngine:
                     "manifest": manifest,
                     "fingerprints": command.fingerprints,
                     "bucket_bytes": command.bucket_bytes,
+                    "scale": self._lora.alpha / self._lora.rank if self._lora and self._process.merges else None,
                 }
                 transfer = await self._process.in_background("weights_stage", self._policy, info)
-            apply = self._swap(version) if self._lora is None or self._simulated else self._adapt(version, command)
+            is_adapter = self._lora is not None and not self._process.merges
+            apply = self._adapt(version, command) if is_adapter and not self._simulated else self._swap(version)
             # Shielded: once begun it must reach its end, or weights and version would disagree.
             return {"transfer": transfer, **await asyncio.shield(asyncio.ensure_future(apply))}
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
+from opentinker.services.rollout_worker.engines.base import EngineError
 from opentinker.shared.spec import LoraSpec
 from opentinker.shared.spec.serving import MAX_LORA_RANK
 from opentinker.shared.types.swap import TensorInfo
@@ -23,6 +24,9 @@ CPU_BLOCK = 128
 EMPTY_SLOTS_ON_CPU = 1
 """For adapters. Beside requests with one, vLLM computes those without any with what is in the last slot (on a GPU it
 skips them): nothing may be there."""
+
+MERGEABLE = ("llama", "mistral", "qwen2", "qwen3")
+"""Families whose linear layers have the names and shapes of their files, and nothing shares their weights."""
 
 
 def context_limit(config: PretrainedConfig) -> int:
@@ -60,6 +64,24 @@ def lora_rank_limit(rank: int) -> int:
     if not fitting:
         raise ValueError(f"LoRA rank {rank} is above {allowed[-1]}, the largest that vLLM serves")
     return fitting[0]
+
+
+def why_not_merged(config: PretrainedConfig) -> str:
+    """Return why an adapter of this model cannot be merged into its weights; empty if it can."""
+    if getattr(config, "quantization_config", None):
+        return "its weights are quantized"
+    if config.model_type not in MERGEABLE:
+        return f"it is a {config.model_type} model; adapters are merged into {', '.join(MERGEABLE)}"
+    return ""
+
+
+def adapter_scale(directory: Path) -> float:
+    """Return the factor of B A in an adapter that a trainer here has saved. Raises EngineError."""
+    try:
+        config = json.loads((directory / "adapter_config.json").read_text())
+        return float(config["lora_alpha"]) / int(config["r"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise EngineError(f"the adapter in {directory} cannot be read: {error!r}") from None
 
 
 def write_adapter_config(directory: Path, model: str, lora: LoraSpec, manifest: list[TensorInfo]) -> None:

@@ -18,11 +18,18 @@ from pathlib import Path
 from typing import Any
 
 from opentinker.services.rollout_worker.engines import vllm_startup
-from opentinker.services.rollout_worker.engines.base import EngineError, EngineLost, GuideRefused, SwapError
+from opentinker.services.rollout_worker.engines.base import (
+    EngineError,
+    EngineLost,
+    GuideRefused,
+    LoraServing,
+    SwapError,
+)
 from opentinker.shared.asyncio_tools import finish_uncancelled, sleep
 from opentinker.shared.backoff import Backoff
 from opentinker.shared.data.model_families import VISION_FAMILIES, unsupported_family, unsupported_on_cpu
 from opentinker.shared.data.model_files import code_in, unsafe_weights_in
+from opentinker.shared.spec.rollout import AdapterServing
 from opentinker.shared.types.core import WeightVersion
 from opentinker.shared.types.error_text import error_sentence
 from opentinker.shared.types.errors import JobFailed, OpenTinkerError
@@ -31,7 +38,7 @@ vllm_startup.prepare()
 
 import structlog  # noqa: E402 - vLLM reads its environment when it is imported
 import torch  # noqa: E402
-from transformers import AutoConfig  # noqa: E402
+from transformers import AutoConfig, PretrainedConfig  # noqa: E402
 from vllm import SamplingParams  # noqa: E402
 from vllm.config import WeightTransferConfig  # noqa: E402
 from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: E402
@@ -50,6 +57,7 @@ from opentinker.services.rollout_worker.engines.vllm_config import (  # noqa: E4
     context_limit,
     cpu_kv_bytes,
     lora_arguments,
+    why_not_merged,
 )
 from opentinker.services.rollout_worker.engines.vllm_vision_classes import load_class  # noqa: E402
 from opentinker.shared.nn.models import check_window  # noqa: E402
@@ -60,6 +68,8 @@ ENGINE_DEAD = "the vLLM engine process is dead"
 BATCHED_TOKENS = 4096
 GPU_SHARE = 0.9
 """Share of a GPU's memory, for all engines together that use it."""
+ON_GPU = "on GPUs rollout.lora = 'auto' does not merge: a swap would copy the whole base to the GPU"
+"""The gain in generation must be measured there before it can be weighed against that."""
 POLL_S = 0.5
 """Interval of health checks of an idle engine."""
 
@@ -80,6 +90,10 @@ class AdapterLimits:
     """In use by running requests at the same time; a request with another one waits."""
     beside_base: bool = False
     """Requests without an adapter come too."""
+    serving: AdapterServing = "adapter"
+    """`auto` and `merged`: there is one adapter, which may be merged into the base."""
+    separate_because: str = ""
+    """Why there is no choice."""
 
 
 class VllmProcess:
@@ -116,6 +130,10 @@ class VllmProcess:
         """Numbers of the engines that share this process."""
         self.scored = count(1)
         self.adapter_root: Path | None = None
+        self.merges = False
+        """The one adapter is merged into the base; known when the model is loaded."""
+        self.separate_because = adapters.separate_because if adapters else ""
+        """Why it is not."""
         self._dtype = dtype
         self._max_concurrent = 1 if one_by_one else max_concurrent
         self._one_by_one, self._sharing = one_by_one, sharing
@@ -123,6 +141,10 @@ class VllmProcess:
         self._adapters = adapters
         self._seed = secrets.randbelow(1 << 31) if seed is None else seed
         self._llm: AsyncLLM | None = None
+
+    @property
+    def lora(self) -> LoraServing | None:
+        return None if self._adapters is None else LoraServing(self.merges, self.separate_because)
 
     async def start(self) -> None:
         """Raises EngineError when the model cannot be loaded, JobFailed when it could not be trained. Cancelled, it
@@ -249,7 +271,8 @@ class VllmProcess:
             arguments["gpu_memory_utilization"] = GPU_SHARE / self._sharing
         if self._fp32_head:
             arguments["hf_overrides"] = {"head_dtype": "float32"}
-        if self._adapters is not None:
+        self.merges = self._decides_to_merge(config, on_cpu)
+        if self._adapters is not None and not self.merges:
             arguments |= lora_arguments(self._adapters.rank, *self._adapter_slots(on_cpu))
         if on_cpu:
             arguments |= {
@@ -263,6 +286,20 @@ class VllmProcess:
         vllm_startup.settle_heap()
         with vllm_startup.forked_engine():
             return AsyncLLM.from_vllm_config(resolved, disable_log_stats=True)
+
+    def _decides_to_merge(self, config: PretrainedConfig, on_cpu: bool) -> bool:
+        """Raises JobFailed where the job insists on it and the model does not allow it."""
+        if self._adapters is None or self._adapters.serving == "adapter":
+            return False
+        self.separate_because = why_not_merged(config)
+        if not on_cpu and self._adapters.serving == "auto":
+            self.separate_because = self.separate_because or ON_GPU
+        if self.separate_because and self._adapters.serving == "merged":
+            raise JobFailed(
+                f"rollout.lora = 'merged' does not work with {self.model!r}: {self.separate_because}. Leave it at "
+                "'auto'"
+            )
+        return not self.separate_because
 
     def _adapter_slots(self, on_cpu: bool) -> tuple[int, int]:
         """Return how many adapters a batch, and the process, may have."""

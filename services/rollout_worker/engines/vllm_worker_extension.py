@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,10 @@ from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.lora.request import LoRARequest
+from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from opentinker.services.rollout_worker.engines.merged_adapter import MergeableBase, Pair, pairs_of
 from opentinker.shared.nn.buckets import bucket_sizes, fingerprint, unpack
 from opentinker.shared.nn.transport import WeightGroup
 from opentinker.shared.types.errors import TransportError
@@ -57,6 +59,8 @@ class VersionInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     """[name, dtype, shape] of each tensor, in order."""
     fingerprints: list[int]
     bucket_bytes: int
+    scale: float | None = None
+    """Of an adapter that is merged into the base; None: of other weights."""
 
 
 class BucketEngine(WeightTransferEngine[GroupInfo, VersionInfo]):  # type: ignore[misc]
@@ -71,6 +75,9 @@ class BucketEngine(WeightTransferEngine[GroupInfo, VersionInfo]):  # type: ignor
         self.manifest: list[TensorInfo] = []
         self.buckets: list[torch.Tensor] | None = None
         self.task: Background | None = None
+        self.scale: float | None = None
+        """Of the staged adapter, if it will be merged."""
+        self.base = MergeableBase(self._read_base, vllm_config.model_config.dtype, whole=not ON_CPU)
         self._of_policy: dict[int, BucketEngine] = {}
         self._arguments = config, vllm_config, device, model
         _exit_with_parent()
@@ -106,7 +113,7 @@ class BucketEngine(WeightTransferEngine[GroupInfo, VersionInfo]):  # type: ignor
         """Stage a version and check it; the model is not touched. Raises TransportError."""
         if self.group is None:
             raise TransportError("not in a weight group")
-        self.manifest = [TensorInfo(*entry) for entry in update_info.manifest]
+        self.manifest, self.scale = [TensorInfo(*entry) for entry in update_info.manifest], update_info.scale
         sizes = bucket_sizes(self.manifest, update_info.bucket_bytes)
         self.buckets = self.group.receive(sizes, self.buckets)
         for number, (bucket, expected) in enumerate(zip(self.buckets, update_info.fingerprints, strict=True)):
@@ -114,10 +121,11 @@ class BucketEngine(WeightTransferEngine[GroupInfo, VersionInfo]):  # type: ignor
                 raise TransportError(
                     f"bucket {number + 1} of {len(self.buckets)} arrived with fingerprint {seen}, not {expected}"
                 )
+        self._keep_base()
 
-    def read_weights(self, directory: Path) -> None:
-        """Stage the weights of a checkpoint directory; the model is not touched."""
-        self.manifest, self.buckets = [], []
+    def read_weights(self, directory: Path, scale: float | None) -> None:
+        """Stage the weights of a checkpoint directory, or its adapter; the model is not touched."""
+        self.manifest, self.buckets, self.scale = [], [], scale
         for path in sorted(directory.glob("*.safetensors")):
             for name, tensor in load_file(path).items():
                 dtype = str(tensor.dtype).removeprefix("torch.")
@@ -125,18 +133,40 @@ class BucketEngine(WeightTransferEngine[GroupInfo, VersionInfo]):  # type: ignor
                 self.buckets.append(tensor.contiguous().flatten().view(torch.uint8))
         if not self.manifest:
             raise TransportError(f"there are no weights in {directory}")
+        self._keep_base()
 
     def finish_weight_update(self) -> None:
         """Load what is staged, in place."""
         assert self.buckets is not None
         self.start_weight_update()
-        loaded = self.model.load_weights(unpack(self.manifest, self.buckets))
+        if self.scale is None:
+            weights = unpack(self.manifest, self.buckets)
+        else:
+            weights = self.base.merge(self._pairs(), self.scale, self.device)
+        loaded = self.model.load_weights(weights)
         if not ON_CPU:
             finalize_layerwise_reload(self.model, self.model_config)
+        if self.scale is not None:  # the rest is the base's, and was never changed
+            return
         eyes = _eyes(self.model)
         missing = {name for name, _ in self.model.named_parameters() if not name.startswith(eyes)} - loaded
         if missing:
             raise TransportError(f"no weights came for {', '.join(sorted(missing)[:5])}")
+
+    def _keep_base(self) -> None:
+        if self.scale is not None:
+            self.base.keep(self._pairs())
+
+    def _pairs(self) -> dict[str, Pair]:
+        assert self.buckets is not None
+        return pairs_of(unpack(self.manifest, self.buckets))
+
+    def _read_base(self) -> Iterable[tuple[str, torch.Tensor]]:
+        load_config = replace(self.vllm_config.load_config, use_tqdm_on_load=False)
+        weights: Iterable[tuple[str, torch.Tensor]] = get_model_loader(load_config).get_all_weights(
+            self.model_config, self.model
+        )
+        return weights
 
     def leave(self) -> None:
         if self.group is not None:
@@ -175,7 +205,7 @@ class WeightsExtension:
 
     def weights_read(self, policy: int, info: dict[str, Any]) -> dict[str, Any] | None:
         engine = self.weight_transfer_engine.of(policy)
-        return engine.in_background(engine.read_weights, Path(info["directory"]))
+        return engine.in_background(partial(engine.read_weights, scale=info["scale"]), Path(info["directory"]))
 
     def weights_poll(self, policy: int) -> dict[str, Any] | None:
         """Return the result of the policy's last join or stage; None while it is under way."""
@@ -211,7 +241,7 @@ class Background:
     """One call on a separate thread; `answer` is None until it has ended."""
 
     def __init__(self, call: Callable[[Any], None], argument: Any) -> None:
-        self._result: dict[str, Any] = {"error": f"{call.__name__} ended without a result"}
+        self._result: dict[str, Any] = {"error": f"{call} ended without a result"}
         self._thread = threading.Thread(target=self._run, args=(call, argument), name="weights", daemon=True)
         self._thread.start()
 

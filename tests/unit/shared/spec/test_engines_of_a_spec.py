@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from opentinker.shared.spec import JobSpec, parse_spec
-from opentinker.shared.spec.engines import MAX_ADAPTERS_AT_ONCE, adapters_at_once, engines, versions_at_once
+from opentinker.shared.spec.engines import (
+    MAX_ADAPTERS_AT_ONCE,
+    adapters_at_once,
+    engines,
+    versions_at_once,
+    why_separate,
+)
+from opentinker.shared.types.errors import SpecError
 
 LORA = {"rank": 8}
 OLD = {"frozen": "j-0123456789@7"}
@@ -24,6 +33,10 @@ def game(policies: dict[str, Any], seats: dict[str, Any] | None = None, **change
             **changes,
         }
     )
+
+
+def parse_spec_of(**parts: Any) -> JobSpec:
+    return parse_spec({"name": "x", "environment": {"name": "gsm8k"}, **parts})
 
 
 def adapter(**model: Any) -> dict[str, Any]:
@@ -85,3 +98,28 @@ def test_a_job_with_one_policy_has_one_engine() -> None:
     start = {"from": "j-0123456789@3"}
     seats = {"listener": {**OLD, "model": {"base": "m", "lora": LORA}}}
     assert names(parse_spec({**rest, "kind": "eval", "start": start, "seats": seats})) == [["", "j-0123456789@7"]]
+
+
+def test_an_adapter_with_an_engine_for_itself_may_be_merged() -> None:
+    alone = parse_spec_of(model={"base": "m", "lora": LORA}, train={"steps": 1}, rollout={"lora": "merged"})
+    assert why_separate(engines(alone)[0]) == ""
+    assert why_separate(engines(game({"a": adapter(), "b": {}}))[0]) == ""
+    assert why_separate(engines(game({"a": adapter(), "b": adapter()}))[0]) == "2 adapters of one base share the engine"
+
+
+@pytest.mark.parametrize(
+    ("model", "lora", "problem"),
+    [
+        ({}, "merged", "does not apply without an adapter"),
+        ({}, "adapter", "does not apply without an adapter"),
+        ({"lora": {**LORA, "target_modules": ["q_proj", "lm_head"]}}, "merged", "lm_head has an adapter"),
+    ],
+)
+def test_a_way_of_serving_an_adapter_that_cannot_be_is_refused(model: dict[str, Any], lora: str, problem: str) -> None:
+    with pytest.raises(SpecError, match=problem):
+        parse_spec_of(model={"base": "m", **model}, train={"steps": 1}, rollout={"lora": lora})
+
+
+def test_policies_that_share_an_engine_cannot_be_merged() -> None:
+    with pytest.raises(SpecError, match=r"rollout\.lora = 'merged': .*2 adapters of one base share the engine"):
+        game({"a": adapter(), "b": adapter()}, rollout={"lora": "merged"})
