@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, field_validator
@@ -15,7 +15,16 @@ from opentinker.shared.spec.base import Count, SpecPart
 from opentinker.shared.spec.model import ModelSpec
 from opentinker.shared.spec.pools import PoolName, pool_player, pools_in
 from opentinker.shared.spec.start import SavedCheckpoint
-from opentinker.shared.types.mistakes import Mistake, Mistakes, fill, mistake, mistakes_of
+from opentinker.shared.types.mistakes import (
+    Mistake,
+    Mistakes,
+    fill,
+    mistake,
+    mistakes_of,
+    nearest,
+    right_parts,
+    written,
+)
 
 if TYPE_CHECKING:
     from opentinker.shared.spec import JobSpec
@@ -218,37 +227,81 @@ def bots_of(seats: Mapping[str, SeatSpec]) -> dict[str, str]:
     return bots if any(bots.values()) else {}
 
 
-def mistakes_in_seats(spec: JobSpec, there: Sequence[str]) -> list[Mistake]:
+@dataclass(frozen=True)
+class SeatTable:
+    """What a spec says about the seats of its environment."""
+
+    environment: str
+    seats: Mapping[str, SeatSpec]
+    policies: Collection[str]
+    """Names in [policies]."""
+    named: Sequence[tuple[str, str]] = ()
+    """Setting and entry of each seat or pattern that a list of [algorithm] names."""
+
+    @classmethod
+    def of(cls, spec: JobSpec) -> SeatTable:
+        jobs_own = dict.fromkeys(spec.algorithm.seats_named)
+        named = [(f"algorithm.{field}", entry) for field, entry in jobs_own]
+        for name, policy in spec.policies.items():
+            own = [one for one in policy.algorithm.seats_named if one not in jobs_own]
+            named += [(f"policies.{name}.algorithm.{field}", entry) for field, entry in own]
+        return cls(spec.environment.name, spec.seats, spec.policies, named)
+
+    @classmethod
+    def as_written(cls, data: Any) -> SeatTable | None:
+        """Return [seats] of a spec that is wrong somewhere, without the lists of [algorithm]; None without [seats]. An
+        entry that is wrong in itself has no player."""
+        entries, policies = written(data, "seats"), written(data, "policies") or {}
+        if not isinstance(entries, dict) or not isinstance(policies, dict):
+            return None
+        if not 0 < len(entries) <= MAX_SEATS or len(policies) > MAX_POLICIES:
+            return None
+        full = {seat: {"policy": player} if isinstance(player, str) else player for seat, player in entries.items()}
+        right = right_parts(SeatSpec, full)
+        seats = {seat: right.get(seat, SeatSpec.model_construct()) for seat in full if isinstance(seat, str)}
+        return cls(str(written(data, "environment", "name")), seats, [*policies])
+
+
+def mistakes_in_seats(table: SeatTable, there: Sequence[str]) -> list[Mistake]:
     """Return what is wrong between [seats] and the seats that the environment has with this config, the first
     MAX_MISTAKES. Blocking: every pattern is compared with every seat."""
-    names = ", ".join(map(repr, there[:SHOWN_SEATS]))
-    names += f" and {len(there) - SHOWN_SEATS} more" if len(there) > SHOWN_SEATS else ""
-    named = [(f"seats.{entry}", entry) for entry in spec.seats]
-    jobs_own = dict.fromkeys(spec.algorithm.seats_named)
-    named += [(f"algorithm.{field}", entry) for field, entry in jobs_own]
-    for name, policy in spec.policies.items():
-        own = [one for one in policy.algorithm.seats_named if one not in jobs_own]
-        named += [(f"policies.{name}.algorithm.{field}", entry) for field, entry in own]
+    where = table.environment
+    names = _listed(there)
+    named = [*((f"seats.{entry}", entry) for entry in table.seats), *table.named]
     own_names = set(there)
-    absent_entries = (
-        mistake(field, entry, f"{spec.environment.name} has no such seat with this config; its seats are: {names}")
-        for field, entry in named
-        if entry not in own_names and not any(fnmatchcase(seat, entry) for seat in there)
-    )
-    found = list(islice(absent_entries, MAX_MISTAKES))
-    players = {seat: player_at(spec.seats, seat) for seat in there}
-    if not found and not spec.policies and spec.seats and None not in players.values():
-        problem = f"leaves no seat to the job's policy; seats of {spec.environment.name}: {names}"
-        return [mistake("seats", list(spec.seats), problem)]
-    if found or not spec.policies:
+    players = {seat: player_at(table.seats, seat) for seat in there}
+    unplayed = [seat for seat, player in players.items() if player is None]
+    found = []
+    for field, entry in named:
+        if entry in own_names or any(fnmatchcase(seat, entry) for seat in there):
+            continue
+        one = mistake(field, entry, f"{where} has no such seat with this config; its seats are: {names}")
+        meant = nearest(entry, unplayed) if field.startswith("seats.") else None
+        if meant is not None:
+            unplayed.remove(meant)
+            one |= {"problem": f"{one['problem']}; did you mean {meant!r}?", "suggestion": meant}
+        found.append(one)
+        if len(found) == MAX_MISTAKES:
+            return found
+    if not table.policies:
+        if not found and table.seats and None not in players.values():
+            problem = f"leaves no seat to the job's policy; seats of {where}: {names}"
+            found.append(mistake("seats", list(table.seats), problem))
         return found
-    if absent := [seat for seat, player in players.items() if player is None]:
-        unplayed = ", ".join(map(repr, absent[:SHOWN_SEATS]))
-        problem = f"assign no player to {unplayed}; seats of {spec.environment.name}: {names}"
-        return [mistake("seats", list(spec.seats), problem)]
+    if unplayed:
+        problem = f"assign no player to {_listed(unplayed)}; seats of {where}: {names}"
+        found.append(mistake("seats", list(table.seats), problem))
     played = {player.policy for player in players.values() if player is not None}
-    problem = f"plays no seat: other entries of [seats] come first; seats of {spec.environment.name}: {names}"
-    return [mistake(f"policies.{name}", name, problem) for name in spec.policies if name not in played]
+    misnamed = {one["field"].removeprefix("seats.") for one in found}
+    entered = {player.policy for entry, player in table.seats.items() if entry not in misnamed}
+    problem = f"plays no seat: other entries of [seats] come first; seats of {where}: {names}"
+    found += [mistake(f"policies.{name}", name, problem) for name in table.policies if name in entered - played]
+    return found
+
+
+def _listed(seats: Sequence[str]) -> str:
+    names = ", ".join(map(repr, seats[:SHOWN_SEATS]))
+    return names + (f" and {len(seats) - SHOWN_SEATS} more" if len(seats) > SHOWN_SEATS else "")
 
 
 def rotated(seats: Sequence[str], players: Sequence[SeatSpec], by: int) -> dict[str, SeatSpec]:

@@ -17,7 +17,7 @@ from opentinker.shared.messaging.subjects import ENV_CHECK, SANDBOX_CHECK, SERVE
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import EnvironmentSpec, JobSpec, ValidationSpec
 from opentinker.shared.spec.evaluation import validation_episodes
-from opentinker.shared.spec.seats import bots_of, mistakes_in_seats, opposed
+from opentinker.shared.spec.seats import SeatTable, bots_of, mistakes_in_seats, opposed
 from opentinker.shared.spec.tree_sampling import is_tree
 from opentinker.shared.types.codec import WireError
 from opentinker.shared.types.core import Pool
@@ -52,7 +52,8 @@ async def check_environment(
     ctx: Context, data: Any, spec: JobSpec | None, tenant: str, known: Mistakes, own_jobs: Collection[str]
 ) -> EnvironmentCheck:
     """Check the environment that `data` names, even if other parts of it are wrong (`spec` None)."""
-    check = _named(data, spec, sorted(own_jobs))
+    table = SeatTable.as_written(data) if spec is None else SeatTable.of(spec)
+    check = _named(data, spec, table, sorted(own_jobs))
     if check is None or any(mistake["field"].startswith("environment.") for mistake in known):
         return EnvironmentCheck()
     if uploads.is_upload(check.name):
@@ -64,11 +65,23 @@ async def check_environment(
         check = msgspec.structs.replace(check, name=str(exact), isolation="sandbox")
     reply = await ask(ctx, check, tenant)
     answered, mistakes = reply is not None, reply.errors if reply is not None else []
-    if reply is not None and reply.seats and not mistakes and spec is not None:
-        mistakes = await asyncio.to_thread(mistakes_in_seats, spec, reply.seats)
+    if reply is not None and table is not None:
+        mistakes = mistakes + await _of_seats(ctx, check, table, reply, tenant)
     if answered and not mistakes and spec is not None and spec.validation is not None:
         mistakes = await _of_evaluations(ctx, check, spec, spec.validation, tenant)
     return EnvironmentCheck(check, answered, mistakes)
+
+
+async def _of_seats(ctx: Context, check: EnvCheck, table: SeatTable, reply: EnvCheckReply, tenant: str) -> Mistakes:
+    """Compare [seats] with those of the environment, also if bots of [seats] are wrong. `reply`: to the check."""
+    wrong = {one["field"] for one in reply.errors}
+    if wrong and check.bots and all(field.startswith("seats") for field in wrong):
+        without_bots = await ask(ctx, msgspec.structs.replace(check, bots={}), tenant)
+        reply = reply if without_bots is None else without_bots
+    if not reply.seats:
+        return []
+    found = await asyncio.to_thread(mistakes_in_seats, table, reply.seats)
+    return [one for one in found if one["field"] not in wrong]
 
 
 async def gone(ctx: Context, check: EnvCheck, tenant: str) -> Mistakes:
@@ -157,7 +170,7 @@ async def _without_sandboxes(ctx: Context) -> EnvCheckReply | None:
     return EnvCheckReply(errors=[{"field": "environment.isolation", "value": "sandbox", "problem": problem}])
 
 
-def _named(data: Any, spec: JobSpec | None, own_jobs: list[str]) -> EnvCheck | None:
+def _named(data: Any, spec: JobSpec | None, table: SeatTable | None, own_jobs: list[str]) -> EnvCheck | None:
     if spec is not None and not spec.environment.name:
         return None
     raw = {0: written(data, "environment")}
@@ -170,6 +183,6 @@ def _named(data: Any, spec: JobSpec | None, own_jobs: list[str]) -> EnvCheck | N
         isolation=part.isolation or "process",
         tools=[tool.model_dump() for tool in part.tools],
         own_jobs=own_jobs,
-        bots={} if spec is None else bots_of(spec.seats),
+        bots={} if table is None else bots_of(table.seats),
         forks=spec is not None and is_tree(spec),
     )

@@ -4,6 +4,7 @@ kept for it."""
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,11 @@ import orjson
 import pytest
 
 from opentinker import AsyncClient
+from opentinker.envs.runtime.preflight import check_request
+from opentinker.envs.runtime.resolver import Resolver
 from opentinker.services.scheduler.artifacts.archiver import used_by
+from opentinker.shared.messaging.bus import Bus
+from opentinker.shared.messaging.subjects import ENV_CHECK
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec.seats import MAX_SEATS
 from opentinker.shared.spec.serving import MAX_ADAPTERS
@@ -32,6 +37,43 @@ ADAPTER = {
 def spec_of(**changes: Any) -> dict[str, Any]:
     fields: dict[str, Any] = {"environment": {"name": "signalling"}, "model": {"base": "some/model"}}
     return make_spec(**{**fields, **changes}).model_dump(mode="json")
+
+
+# --- the environment's seats ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def _env_worker(bus: Bus) -> None:
+    """What an env worker says of an environment, without the process."""
+    resolver = Resolver(modules=False)
+    await bus.serve(ENV_CHECK, partial(check_request, resolver.check, resolver.find), "env")
+
+
+@pytest.mark.usefixtures("_env_worker")
+async def test_mistakes_of_seats_policies_groups_and_pools_are_reported_at_once(client: AsyncClient) -> None:
+    spec = spec_of() | {
+        "environment": {"name": "debate"},
+        "algorithm": {"group_size": 1},
+        "train": {"steps": 10, "lr": 1e-3},
+        "policies": {"alice": {}, "bob": {}},
+        "seats": {"first": "alice", "judge": {"bot": "wise"}, "audience": {"pool": "past"}},
+        "pools": {"past": {"policy": "alice", "every": 10}},
+    }
+    found = await refused(client, spec)
+    assert found.keys() == {"seats", "seats.judge.bot", "seats.audience", "algorithm.group_size", "pools.past.every"}
+    assert "gives policy 'bob' no seat" in found["seats"] and "assign no player to 'second'" in found["seats"]
+    assert "no bot 'wise'" in found["seats.judge.bot"] and "no such seat" in found["seats.audience"]
+    assert "needs 2 or more" in found["algorithm.group_size"] and "never get a member" in found["pools.past.every"]
+    assert await client.jobs() == []
+
+
+@pytest.mark.usefixtures("_env_worker")
+async def test_a_seat_that_is_wrong_in_itself_is_not_also_called_absent(client: AsyncClient) -> None:
+    spec = spec_of() | {
+        "policies": {"speaker": {}, "listener": {}},
+        "seats": {"speaker": "speaker", "listener": {"policy": "listener", "bot": "echo"}},
+    }
+    assert (await refused(client, spec)).keys() == {"seats.listener.bot"}
 
 
 # --- frozen checkpoints ---------------------------------------------------------------------------------------------

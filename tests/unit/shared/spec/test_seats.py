@@ -14,6 +14,7 @@ from opentinker.shared.spec.seats import (
     MAX_MISTAKES,
     MAX_POLICIES,
     OpponentSpec,
+    SeatTable,
     bots_of,
     frozen_in,
     mistakes_in_seats,
@@ -86,7 +87,10 @@ def with_seats(entries: dict[str, Any]) -> JobSpec:
     [
         ({"speaker": "speaker", "listener": "listener"}, ("speaker", "listener"), set()),
         ({"s*": "speaker", "*": "listener"}, ("speaker", "listener", "other"), set()),
-        ({"speaker": "speaker", "hearer": "listener"}, ("speaker", "listener"), {"seats.hearer"}),
+        ({"speaker": "speaker", "hearer": "listener"}, ("speaker", "listener"), {"seats.hearer", "seats"}),
+        ({"speaker": "speaker", "lisener": "listener"}, ("speaker", "listener"), {"seats.lisener"}),
+        ({"speaker": "speaker", "lisener": "listener"}, ("speaker", "listener", "judge"), {"seats.lisener", "seats"}),
+        ({"*": "speaker", "odd": "listener"}, ("speaker", "listener"), {"seats.odd"}),
         ({"speaker": "speaker", "listener": "listener"}, ("speaker", "listener", "judge"), {"seats"}),
         ({"*": "speaker", "l*": "listener"}, ("speaker", "listener"), {"policies.listener"}),
     ],
@@ -94,7 +98,7 @@ def with_seats(entries: dict[str, Any]) -> JobSpec:
 def test_seats_are_compared_with_the_environment_s(
     entries: dict[str, Any], there: tuple[str, ...], fields: set[str]
 ) -> None:
-    assert {mistake["field"] for mistake in mistakes_in_seats(with_seats(entries), there)} == fields
+    assert {mistake["field"] for mistake in mistakes_in_seats(SeatTable.of(with_seats(entries)), there)} == fields
 
 
 EVALUATION = {**{name: BASE[name] for name in ("name", "model", "environment", "rollout")}, "kind": "eval"}
@@ -219,16 +223,16 @@ def test_the_number_of_policies_and_checkpoints_is_bounded() -> None:
 
 def test_the_job_s_policy_must_have_a_seat() -> None:
     spec = parse_spec({**BASE, "policies": {}, "seats": {"s*": {"frozen": OLD}, "listener": {"frozen": OLD}}})
-    (mistake,) = mistakes_in_seats(spec, ("speaker", "listener"))
+    (mistake,) = mistakes_in_seats(SeatTable.of(spec), ("speaker", "listener"))
     assert "no seat to the job's policy" in mistake["problem"]
-    assert mistakes_in_seats(spec, ("speaker", "listener", "other")) == []
+    assert mistakes_in_seats(SeatTable.of(spec), ("speaker", "listener", "other")) == []
 
 
 def test_mistakes_about_seats_are_bounded() -> None:
     lists = {f"t{i}": [f"odd{i}-{j}" for j in range(64)] for i in range(8)}
     spec = parse_spec({**BASE, "algorithm": {**BASE["algorithm"], "team": lists}})
     there = ["speaker", "listener", *(f"s{i}" for i in range(200))]
-    found = mistakes_in_seats(spec, there)
+    found = mistakes_in_seats(SeatTable.of(spec), there)
     assert len(found) == MAX_MISTAKES and len(found[0]["problem"]) < 500 and "and 182 more" in found[0]["problem"]
     more = {f"t{i}": [f"s{i}-{j}" for j in range(64)] for i in range(MAX_ENTRIES // 64 + 1)}
     problem = refused(algorithm={**BASE["algorithm"], "team": more})["algorithm.team"]
