@@ -47,6 +47,8 @@ class Settings(NotificationSettings, PriceSettings, LoginSettings, BaseModel):
     nats_issuer_file: Path | None = None
     """A file with the seed of the nkey that signs those credentials for nats-server, whose configuration has the public
     half: `opentinker up` and `opentinker access` make both. Goes with nats_websocket_url."""
+    stream_credential_s: Annotated[float, Field(ge=1, le=86400)] = 900.0
+    """How long such a credential for live streams is valid; connections that were opened with it end with it."""
     nats_websocket_origins: list[str] = []
     """Pages that may use that listener, `https://HOST[:PORT]`, in addition to those of the API itself; in an
     environment variable, with commas. `opentinker up` configures nats-server with it."""

@@ -24,7 +24,6 @@ from opentinker.shared.state.redis_script import Script
 PREFIX = "ot_stream_"
 SESSION = "session:"
 """Begins the name of a holder that is a session, not an API key."""
-LIFE_S = 900.0
 MAX_CREDENTIALS = 500
 """That one API key has at a time."""
 SLACK_S = 60

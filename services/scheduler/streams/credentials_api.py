@@ -19,7 +19,6 @@ from opentinker.services.scheduler.http.route_decorator import Route
 from opentinker.shared import api_types
 from opentinker.shared.messaging.permissions import shown_of
 from opentinker.shared.security.authorization import Action
-from opentinker.shared.state import stream_credentials
 from opentinker.shared.state.stream_credentials import StreamCredentialStore, TooManyCredentials, holder_of
 from opentinker.shared.types.errors import Conflict
 
@@ -43,7 +42,7 @@ class StreamCredentialsApi:
         try:
             token, given = await self._credentials.give(
                 key=holder_of(asked), secret=secret_of(request), tenant=asked.tenant, job=job.id, now=now,
-                life_s=stream_credentials.LIFE_S,
+                life_s=self.jobs.ctx.settings.stream_credential_s,
             )  # fmt: skip
         except TooManyCredentials as error:
             raise TooMany(f"credentials ({error})", error.wait_s) from None

@@ -122,7 +122,7 @@ async def test_the_answer_says_where_what_and_how_long(api: Http, store: Store, 
     before = time.time()
     credential = await given(api, job, key)
     assert credential["servers"] == [guarded.websocket]
-    assert before + stream_credentials.LIFE_S <= credential["expires_at"] <= time.time() + stream_credentials.LIFE_S
+    assert before + 900 <= credential["expires_at"] <= time.time() + 900
     assert credential["subjects"]["metrics"] == f"metric.{job}.*" and credential["subjects"]["logs"] == f"log.{job}.*"
     assert credential["history"].keys() == credential["subjects"].keys()
     for name, path in credential["history"].items():
@@ -224,8 +224,8 @@ async def test_a_credential_is_for_the_websocket_alone(api: Http, store: Store, 
         assert not await comes_in(guarded.websocket, **login)
 
 
-async def test_a_connection_ends_with_its_credential(api: Http, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_credentials, "LIFE_S", 8.0)
+async def test_a_connection_ends_with_its_credential(api: Http, store: Store, guarded_ctx: Context) -> None:
+    guarded_ctx.settings = guarded_ctx.settings.model_copy(update={"stream_credential_s": 8.0})
     key = await new_key_of(store, "red")
     credential = await given(api, await job_of(api, key), key)
     async with connected(credential["servers"][0], token=credential["token"]) as listener:

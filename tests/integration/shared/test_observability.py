@@ -30,8 +30,8 @@ from opentinker.shared.messaging import asyncapi
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.messaging.permissions import TABLE
 from opentinker.shared.messaging.subjects import METRIC, Subject
+from opentinker.shared.runtime.service import Context
 from opentinker.shared.runtime.telemetry import LAST, REGISTRY
-from opentinker.shared.state import stream_credentials
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.telemetry import LogLine, Segment, TimelinePart
 from tests.conftest import Server, soon, until
@@ -125,14 +125,14 @@ async def lab() -> AsyncIterator[Lab]:
 
 
 @pytest.fixture
-async def site(valkey_server: Server, store: Store, tmp_path: Path, lab: Lab) -> AsyncIterator[tuple[str, Bus]]:
-    """URL of a scheduler, whom pages of the lab may ask, and its bus. Its NATS server lets pages of any site ask."""
+async def site(valkey_server: Server, store: Store, tmp_path: Path, lab: Lab) -> AsyncIterator[tuple[str, Context]]:
+    """URL of a scheduler that pages of the lab may ask, and its surroundings. Its NATS server refuses no page."""
     with guarded_nats(tmp_path) as guarded:
         async with (
             guarded_context(guarded, valkey_server, store, tmp_path / "data", http_origins=[lab.origin]) as ctx,
             scheduler(ctx) as lab.api,
         ):
-            yield lab.api, ctx.bus
+            yield lab.api, ctx
 
 
 def logins() -> float:
@@ -164,10 +164,10 @@ def test_the_subscribers_are_short() -> None:
             assert len(file.read_text().splitlines()) <= 22, file.name
 
 
-async def test_the_python_subscriber_prints_events(site: tuple[str, Bus], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_python_subscriber_prints_events(site: tuple[str, Context]) -> None:
     """And goes on when its credential is over."""
-    monkeypatch.setattr(stream_credentials, "LIFE_S", 2.0)
-    url, bus = site
+    url, ctx = site
+    ctx.settings = ctx.settings.model_copy(update={"stream_credential_s": 2.0})
     before = logins()
     job = await submitted(url)
     environment = {**os.environ, "OPENTINKER_API_KEY": OPERATOR}
@@ -176,7 +176,7 @@ async def test_the_python_subscriber_prints_events(site: tuple[str, Bus], monkey
     )
     assert process.stdout is not None
     try:
-        async with talking(bus, job):
+        async with talking(ctx.bus, job):
             while not (line := await soon(process.stdout.readline())).startswith(b"metric."):
                 assert line, "it has ended"
             while logins() < before + 2:
@@ -191,18 +191,18 @@ async def test_the_python_subscriber_prints_events(site: tuple[str, Bus], monkey
 
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine: make browser (as root, on Debian)")
-async def test_the_subscriber_in_a_browser_shows_what_happens(site: tuple[str, Bus], lab: Lab) -> None:
+async def test_the_subscriber_in_a_browser_shows_what_happens(site: tuple[str, Context], lab: Lab) -> None:
     """The page of a site of its own, without a proxy."""
     from playwright.async_api import async_playwright
 
-    url, bus = site
+    url, ctx = site
     job = await submitted(url)
     async with async_playwright() as playwright:
         options = ["--no-sandbox"] if os.geteuid() == 0 else []
         browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=options)
         page = await browser.new_page()
         page.on("dialog", lambda dialog: asyncio.ensure_future(dialog.accept(OPERATOR)))
-        async with talking(bus, job):
+        async with talking(ctx.bus, job):
             await page.goto(f"{lab.origin}/live.html#{job}")
 
             async def shown() -> list[dict[str, Any]]:
