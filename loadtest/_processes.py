@@ -19,7 +19,7 @@ from opentinker.shared.security.key_text import new_key, read_key, write_key
 @contextmanager
 def own_servers() -> Iterator[tuple[EmbeddedServers, Path]]:
     """NATS and Valkey on free ports, and the directory of their files."""
-    with tempfile.TemporaryDirectory() as directory, EmbeddedServers(Path(directory), default_ports=False) as servers:
+    with tempfile.TemporaryDirectory() as directory, EmbeddedServers(Path(directory), default_ports={}) as servers:
         yield servers, Path(directory)
 
 

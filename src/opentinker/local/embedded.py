@@ -17,6 +17,7 @@ import os
 import shutil
 import socket
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import orjson
@@ -92,8 +93,8 @@ def valkey_binary() -> Path:
 class EmbeddedServers:
     """NATS and Valkey of one data directory. Blocking; a context manager; `children` may be handed to a Supervisor.
 
-    `nats`/`redis` False leaves that server out (an external one is used). With `default_ports` False free ports are
-    taken even if the usual ones are free (tests). Ports of an earlier life of the same data directory come first.
+    `nats`/`redis` False leaves that server out (an external one is used). A server takes its default port
+    if there is one and it is free, else any free port. Ports of an earlier life of the same data directory come first.
     `websocket_host`, `origins`: where NATS listens for browsers, and for which pages.
     """
 
@@ -103,7 +104,7 @@ class EmbeddedServers:
         *,
         nats: bool = True,
         redis: bool = True,
-        default_ports: bool = True,
+        default_ports: Mapping[str, int] = DEFAULT_PORTS,
         guard: Guard | None = None,
         websocket_host: str = "127.0.0.1",
         origins: tuple[str, ...] = (),
@@ -211,8 +212,8 @@ class EmbeddedServers:
             self.ports.pop(key, None)
             if key in remembered and _free_soon(remembered[key]) and reserve_port(remembered[key]):
                 self.ports[key] = remembered[key]
-            elif self._default_ports and not fresh and reserve_port(DEFAULT_PORTS[key]):
-                self.ports[key] = DEFAULT_PORTS[key]
+            elif key in self._default_ports and not fresh and reserve_port(self._default_ports[key]):
+                self.ports[key] = self._default_ports[key]
             else:
                 self.ports[key] = free_port()
 

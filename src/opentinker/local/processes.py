@@ -23,7 +23,6 @@ from opentinker.shared.runtime.parent_death import guard_command, hold_command
 from opentinker.shared.security.secrets import CLIENT_SECRET
 from opentinker.shared.types.errors import OpenTinkerError
 
-LOG_BYTES = 20 * 1024 * 1024
 LOG_FILES = 3
 PROBE_S = 3.0
 """Longest time a health probe may take."""
@@ -184,9 +183,9 @@ def tail(log: Path, lines: int) -> str:
         return ""
 
 
-def rotate(log: Path) -> None:
-    """NAME.log -> NAME.log.1 -> NAME.log.2, once it has grown beyond LOG_BYTES."""
-    if not log.exists() or log.stat().st_size < LOG_BYTES:
+def rotate(log: Path, max_bytes: int = 20 * 1024 * 1024) -> None:
+    """NAME.log -> NAME.log.1 -> NAME.log.2, once it has grown beyond `max_bytes`."""
+    if not log.exists() or log.stat().st_size < max_bytes:
         return
     for number in range(LOG_FILES - 1, 0, -1):
         older = log.with_name(f"{log.name}.{number}")

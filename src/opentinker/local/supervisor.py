@@ -24,11 +24,8 @@ from opentinker.shared.backoff import exponential_delay_s
 log = structlog.get_logger()
 
 TICK_S = 0.05
-PROBE_EVERY_S = 3.0
 MISSES = 3
 """Probes in a row without an answer, before a process counts as hung."""
-BACKOFF_S = (0.2, 10.0)
-"""First and longest pause before a restart; doubled with each death."""
 CALM_S = 30.0
 """A life that long forgives the deaths before it."""
 LOOP_DEATHS = 5
@@ -39,7 +36,7 @@ LOOP_S = 30.0
 class Keeper:
     """One child and what we know of its lives."""
 
-    def __init__(self, child: ServiceProcess) -> None:
+    def __init__(self, child: ServiceProcess, backoff_s: tuple[float, float]) -> None:
         self.child = child
         self.name = child.spec.name
         self.state = "waiting"
@@ -48,6 +45,7 @@ class Keeper:
         self.crash_loop = False
         self.answered = asyncio.Event()
         """Set while the present life has answered a probe."""
+        self._backoff_s = backoff_s
         self._deaths: deque[float] = deque(maxlen=LOOP_DEATHS)
         self._failures = 0
         """Deaths in a row."""
@@ -72,7 +70,7 @@ class Keeper:
             self.crash_loop = False
         self._deaths.append(time.monotonic())
         self._failures += 1
-        pause_s = BACKOFF_S[1] if self.crash_loop else exponential_delay_s(self._failures, *BACKOFF_S)
+        pause_s = self._backoff_s[1] if self.crash_loop else exponential_delay_s(self._failures, *self._backoff_s)
         self.restarts += 1
         log.warning(
             "child_died",
@@ -106,9 +104,12 @@ class Supervisor:
         state_file: Path,
         facts: Mapping[str, Any] | None = None,
         afterwards: Callable[[], None] = lambda: None,
+        probe_every_s: float = 3.0,
+        backoff_s: tuple[float, float] = (0.2, 10.0),
     ) -> None:
-        """`afterwards`: called when the last stage has ended and those before still run; may block."""
-        self.stages = [[Keeper(child) for child in stage] for stage in stages]
+        """`afterwards`: called when the last stage has ended and those before still run; may block. `backoff_s`: first
+        and longest pause before a restart; doubled with each death."""
+        self.stages = [[Keeper(child, backoff_s) for child in stage] for stage in stages]
         self.ready = asyncio.Event()
         """Set once every child has answered."""
         self.stopping = asyncio.Event()
@@ -116,6 +117,7 @@ class Supervisor:
         """Set to end the graceful stop immediately."""
         self._state_file = state_file
         self._afterwards = afterwards
+        self._probe_every_s = probe_every_s
         self._facts = dict(facts or {})
 
     @property
@@ -212,7 +214,7 @@ class Supervisor:
         self._set(keeper, "running")
         misses = 0
         while misses < MISSES:
-            await asyncio.sleep(PROBE_EVERY_S)
+            await asyncio.sleep(self._probe_every_s)
             misses = 0 if await asyncio.to_thread(spec.healthy) else misses + 1
         return f"{MISSES} health probes in a row missed"
 

@@ -137,7 +137,7 @@ def _write(path: Path, content: bytes) -> Path:
 async def test_servers_start_when_a_power_cut_has_emptied_every_file_of_the_first_start(tmp_path: Path) -> None:
     """Of NATS what it does not sync itself: the metadata of streams that may forget."""
     data = tmp_path / "data"
-    with EmbeddedServers(data, default_ports=False) as servers:
+    with EmbeddedServers(data, default_ports={}) as servers:
         async with Bus.connect(servers.operator_url("nats"), "test") as bus:
             await bus.ensure_streams()
         servers.sync_streams()
@@ -146,7 +146,7 @@ async def test_servers_start_when_a_power_cut_has_emptied_every_file_of_the_firs
     assert {"servers.json", "nats-issuer", "valkey-users.acl", "meta.inf"} <= {path.name for path in emptied}
     for path in emptied:
         path.write_bytes(b"\0" * 9 if path.name == "nats-trainer" else b"")
-    with EmbeddedServers(data, default_ports=False) as servers:
+    with EmbeddedServers(data, default_ports={}) as servers:
         async with (
             Store.connect(servers.operator_url("valkey"), "test") as store,
             Bus.connect(servers.operator_url("nats"), "test") as bus,

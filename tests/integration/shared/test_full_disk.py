@@ -9,11 +9,11 @@ from collections import namedtuple
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from opentinker.cli.machine import doctor
-from opentinker.local import supervisor as supervision
 from opentinker.local.embedded import (
     DISK_FLOOR_BYTES,
     STORE_BYTES,
@@ -57,11 +57,12 @@ def free(monkeypatch: pytest.MonkeyPatch) -> Disk:
 
 @asynccontextmanager
 async def supervised(
-    directory: Path, *, nats: bool = True, redis: bool = True
+    directory: Path, *, nats: bool = True, redis: bool = True, **timing: Any
 ) -> AsyncIterator[tuple[EmbeddedServers, Keeper]]:
     """One embedded server, kept alive."""
-    with EmbeddedServers(directory, nats=nats, redis=redis, default_ports=False) as embedded:
-        async with running(list(embedded.children.values()), state=directory / "state.json") as supervisor:
+    with EmbeddedServers(directory, nats=nats, redis=redis, default_ports={}) as embedded:
+        children = list(embedded.children.values())
+        async with running(children, state=directory / "state.json", **timing) as supervisor:
             yield embedded, supervisor.keepers[0]
 
 
@@ -72,19 +73,19 @@ def test_the_disk_that_is_asked_for_has_room_for_what_the_streams_set_aside() ->
 
 def test_a_disk_too_small_for_a_new_store_is_said_before_anything_starts(tmp_path: Path, free: Disk) -> None:
     free(STORE_BYTES - 1)
-    servers = EmbeddedServers(tmp_path, default_ports=False)
+    servers = EmbeddedServers(tmp_path, default_ports={})
     with pytest.raises(StartError, match=rf"699 MiB are free on the disk of {tmp_path}/nats.*700 MiB.*--data-dir"):
         servers.start()
     assert servers.children == {}
-    with EmbeddedServers(tmp_path, nats=False, default_ports=False):
+    with EmbeddedServers(tmp_path, nats=False, default_ports={}):
         pass  # an external NATS has its own disk
 
 
 def test_a_store_that_is_there_starts_on_a_full_disk(tmp_path: Path, free: Disk) -> None:
-    with EmbeddedServers(tmp_path, redis=False, default_ports=False):
+    with EmbeddedServers(tmp_path, redis=False, default_ports={}):
         pass
     free(0)
-    with EmbeddedServers(tmp_path, redis=False, default_ports=False) as servers:
+    with EmbeddedServers(tmp_path, redis=False, default_ports={}) as servers:
         assert servers.nats_url
 
 
@@ -101,7 +102,7 @@ async def test_a_nats_at_its_own_limit_is_well(tmp_path: Path, monkeypatch: pyte
     shipped = shipped_conf("nats.conf").read_text()
     conf.write_text(shipped.replace("jetstream {", "jetstream {\n  max_file_store: 2MB"))
     monkeypatch.setattr("opentinker.local.embedded.shipped_conf", lambda _: conf)
-    with EmbeddedServers(tmp_path, redis=False, default_ports=False) as servers:
+    with EmbeddedServers(tmp_path, redis=False, default_ports={}) as servers:
         async with Bus.connect(servers.operator_url("nats"), "test") as bus:
             await bus.js.add_stream(GROUPS)
             with pytest.raises(StreamFull):
@@ -110,11 +111,10 @@ async def test_a_nats_at_its_own_limit_is_well(tmp_path: Path, monkeypatch: pyte
         assert servers.children["nats"].spec.healthy()
 
 
-async def test_a_full_nats_restarts_without_loss(tmp_path: Path, free: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_full_nats_restarts_without_loss(tmp_path: Path, free: Disk) -> None:
     """No file of it may grow beyond a megabyte: it fails as on a full disk, and stays so until its restart."""
-    monkeypatch.setattr(supervision, "PROBE_EVERY_S", 0.05)
     async with (
-        supervised(tmp_path, redis=False) as (servers, keeper),
+        supervised(tmp_path, redis=False, probe_every_s=0.05) as (servers, keeper),
         Bus.connect(servers.operator_url("nats"), "test") as bus,
     ):
         await bus.ensure_streams()
@@ -150,9 +150,8 @@ exec {valkey_binary()} "$@"
     )
     wrapper.chmod(0o755)
     monkeypatch.setenv("OPENTINKER_VALKEY_SERVER", str(wrapper))
-    monkeypatch.setattr(supervision, "BACKOFF_S", (0.05, 0.2))
     async with (
-        supervised(tmp_path, nats=False) as (servers, keeper),
+        supervised(tmp_path, nats=False, backoff_s=(0.05, 0.2)) as (servers, keeper),
         Store.connect(servers.operator_url("valkey"), "test") as store,
     ):
         job = await new_job(store, "j-full")

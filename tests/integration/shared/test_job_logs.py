@@ -158,9 +158,8 @@ async def test_the_log_is_served_by_level_from_a_cursor_and_by_its_end(http: Htt
 
 
 async def test_the_log_is_live_goes_on_where_it_was_and_ends_with_the_job(
-    client: AsyncClient, ctx: Context, store: Store, monkeypatch: pytest.MonkeyPatch
+    client: AsyncClient, ctx: Context, store: Store
 ) -> None:
-    monkeypatch.setattr("opentinker.services.scheduler.http.observability.LINGER_S", 0.0)
     job = (await client.submit(SPEC))["id"]
 
     async def say(event: str) -> None:
@@ -178,6 +177,7 @@ async def test_the_log_is_live_goes_on_where_it_was_and_ends_with_the_job(
     await say("three")
     await until(lambda: _count(ctx.bus, job, 3))
     await store.transition(job, JobState.CANCELLED)
+    await store.redis.hset(f"job:{job}", "finished", 1.0)  # its services have said how they let go of it
 
     async def rest(of: AsyncGenerator[api_types.LogLine, None]) -> list[str]:
         return [line["event"] async for line in of]

@@ -19,7 +19,6 @@ import pytest
 import redis
 import structlog
 
-from opentinker.local import supervisor as supervision
 from opentinker.local.discovery import is_running
 from opentinker.local.embedded import EmbeddedServers, nats_binary
 from opentinker.local.processes import (
@@ -82,8 +81,8 @@ def stand_in(directory: Path, name: str, mode: str = "serves", *, stop_s: float 
 
 
 @asynccontextmanager
-async def running(*stages: list[ServiceProcess], state: Path) -> AsyncIterator[Supervisor]:
-    supervisor = Supervisor(stages, state)
+async def running(*stages: list[ServiceProcess], state: Path, **timing: Any) -> AsyncIterator[Supervisor]:
+    supervisor = Supervisor(stages, state, **timing)
     task = asyncio.create_task(supervisor.run())
     try:
         yield supervisor
@@ -95,14 +94,13 @@ async def running(*stages: list[ServiceProcess], state: Path) -> AsyncIterator[S
 # --- embedded servers ---------------------------------------------------------------------------------------------
 
 
-def test_a_taken_port_is_replaced_by_a_free_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_taken_port_is_replaced_by_a_free_one(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
         ports = {"nats": port, "nats_websocket": free_port(), "valkey": port}
-        monkeypatch.setattr("opentinker.local.embedded.DEFAULT_PORTS", ports)
-        with EmbeddedServers(tmp_path) as servers:
+        with EmbeddedServers(tmp_path, default_ports=ports) as servers:
             assert port not in servers.ports.values()
             assert servers.ports["nats_websocket"] == ports["nats_websocket"]
             told = servers.environment("scheduler")
@@ -112,7 +110,7 @@ def test_a_taken_port_is_replaced_by_a_free_one(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_killed_server_comes_back_on_its_port_with_its_data(tmp_path: Path) -> None:
-    with EmbeddedServers(tmp_path, nats=False, default_ports=False) as servers:
+    with EmbeddedServers(tmp_path, nats=False, default_ports={}) as servers:
         client = redis.Redis.from_url(servers.operator_url("valkey"))
         client.set("kept", "yes")
         servers.kill("valkey")
@@ -122,7 +120,7 @@ def test_a_killed_server_comes_back_on_its_port_with_its_data(tmp_path: Path) ->
 
 
 def test_a_second_life_of_a_data_directory_has_the_same_ports_and_data(tmp_path: Path) -> None:
-    with EmbeddedServers(tmp_path, default_ports=False) as servers:
+    with EmbeddedServers(tmp_path, default_ports={}) as servers:
         first = dict(servers.ports)
         redis.Redis.from_url(servers.operator_url("valkey")).set("kept", "yes")
     with EmbeddedServers(tmp_path) as servers:
@@ -132,7 +130,7 @@ def test_a_second_life_of_a_data_directory_has_the_same_ports_and_data(tmp_path:
 
 def test_the_servers_listen_on_no_port_but_their_own(tmp_path: Path) -> None:
     """NATS' monitoring port tells whoever asks, web pages too, who is connected."""
-    with EmbeddedServers(tmp_path, default_ports=False) as servers:
+    with EmbeddedServers(tmp_path, default_ports={}) as servers:
         ports = {port for child in servers.children.values() for _, port in listening(child.pid or 0)}
         assert ports == set(servers.ports.values())
 
@@ -142,7 +140,7 @@ def test_the_shipped_settings_are_the_ones_in_force(tmp_path: Path, monkeypatch:
     wrapper.write_text(f'#!/bin/sh\nexec {nats_binary()} "$@" -m {monitor}\n')
     wrapper.chmod(0o755)
     monkeypatch.setenv("OPENTINKER_NATS_SERVER", str(wrapper))
-    with EmbeddedServers(tmp_path, default_ports=False) as servers:
+    with EmbeddedServers(tmp_path, default_ports={}) as servers:
         client = redis.Redis.from_url(servers.operator_url("valkey"))
         assert client.config_get("append*")["appendfsync"] == "always"
         assert client.config_get("maxmemory-policy")["maxmemory-policy"] == "noeviction"
@@ -156,11 +154,11 @@ def test_the_shipped_settings_are_the_ones_in_force(tmp_path: Path, monkeypatch:
 def test_a_server_that_cannot_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENTINKER_VALKEY_SERVER", "/bin/false")
     with pytest.raises(StartError, match="valkey ended with status 1"):
-        EmbeddedServers(tmp_path, nats=False, default_ports=False).start()
+        EmbeddedServers(tmp_path, nats=False, default_ports={}).start()
 
 
 def test_no_server_process_is_left_after_stop(tmp_path: Path) -> None:
-    servers = EmbeddedServers(tmp_path, default_ports=False)
+    servers = EmbeddedServers(tmp_path, default_ports={})
     servers.start()
     pids = [child.pid for child in servers.children.values()]
     servers.stop()
@@ -216,11 +214,10 @@ async def test_servers_start_before_services_and_stop_after_them(tmp_path: Path,
     assert order.index(("service", "stopped")) < order.index(("server", "stopping"))
 
 
-async def test_a_crash_loop_is_reported(tmp_path: Path, guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervision, "BACKOFF_S", (0.01, 0.2))
+async def test_a_crash_loop_is_reported(tmp_path: Path, guard: Guard) -> None:
     child = ServiceProcess(stand_in(tmp_path, "trainer-0", "dies"), guard)
     with structlog.testing.capture_logs() as lines:
-        async with running([child], state=tmp_path / "state.json") as supervisor:
+        async with running([child], state=tmp_path / "state.json", backoff_s=(0.01, 0.2)) as supervisor:
             await until(lambda: supervisor.keepers[0].crash_loop)
             starts = child.starts
             await until(lambda: child.starts > starts)
@@ -231,11 +228,10 @@ async def test_a_crash_loop_is_reported(tmp_path: Path, guard: Guard, monkeypatc
     assert pauses[:4] == [0.01, 0.02, 0.04, 0.08]
 
 
-async def test_a_hung_child_is_restarted(tmp_path: Path, guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervision, "PROBE_EVERY_S", 0.05)
+async def test_a_hung_child_is_restarted(tmp_path: Path, guard: Guard) -> None:
     hang = tmp_path / "hang"
     child = ServiceProcess(stand_in(tmp_path, "worker", "hangs", extra=str(hang)), guard)
-    async with running([child], state=tmp_path / "state.json") as supervisor:
+    async with running([child], state=tmp_path / "state.json", probe_every_s=0.05) as supervisor:
         await soon(supervisor.ready.wait())
         first = child.pid
         hang.touch()
@@ -281,7 +277,7 @@ async def test_nothing_outlives_a_supervisor_that_is_killed(tmp_path: Path) -> N
         from tests.integration.shared.test_supervisor import stand_in
         here = pathlib.Path({str(tmp_path)!r})
         guard = Guard()
-        servers = EmbeddedServers(here, default_ports=False, guard=guard)
+        servers = EmbeddedServers(here, default_ports={{}}, guard=guard)
         servers.start()
         service = ServiceProcess(stand_in(here, "worker", "has-child"), guard)
         asyncio.run(Supervisor([list(servers.children.values()), [service]], here / "state.json").run())
@@ -340,12 +336,11 @@ def test_urls_of_jobs_reach_loopback_where_only_this_machine_reaches_the_api(
     }
 
 
-def test_logs_rotate_by_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("opentinker.local.processes.LOG_BYTES", 4)
+def test_logs_rotate_by_size(tmp_path: Path) -> None:
     log = tmp_path / "x.log"
     for text in ("first", "second", "third"):
         log.write_text(text)
-        rotate(log)
+        rotate(log, max_bytes=4)
     assert not log.exists()
     assert [(tmp_path / f"x.log.{n}").read_text() for n in (1, 2)] == ["third", "second"]
 

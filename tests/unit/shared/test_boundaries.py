@@ -190,7 +190,7 @@ def test_an_installed_wheel_starts_its_servers(wheel: Path, tmp_path: Path) -> N
         "from opentinker.local.embedded import EmbeddedServers, shipped_conf\n"
         "assert opentinker.__file__.startswith(sys.argv[1]), opentinker.__file__\n"
         "assert str(shipped_conf('nats.conf')).startswith(sys.argv[1])\n"
-        "with EmbeddedServers(pathlib.Path(sys.argv[2]), default_ports=False) as servers:\n"
+        "with EmbeddedServers(pathlib.Path(sys.argv[2]), default_ports={}) as servers:\n"
         "    print(sorted(servers.children))\n"
     )
     assert fresh(code, str(site), str(tmp_path / "data"), PYTHONPATH=str(site)) == "['nats', 'valkey']\n"
