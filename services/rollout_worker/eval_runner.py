@@ -34,8 +34,6 @@ from opentinker.shared.types.trajectories import Trajectory, alike, totals
 
 log = structlog.get_logger()
 
-EVAL_GROUP_WAIT_S = 6.0
-"""An episode whose holder sends no progress for this time goes to another worker; holders send it every third of it."""
 MAX_DELIVERIES = 10
 """An exam that comes once more counts as failed: what kills the engine at every try must have an end. Workers that had
 not the version yet gave it back, and count too."""
@@ -65,12 +63,14 @@ class EvalRunner:
         busy: Busy = nullcontext,
         policy: str = "",
         urls: Sequence[UrlPlayer] = (),
+        ack_wait_s: float = 6.0,
     ) -> None:
-        """`policy`: the one of `policies` that is evaluated."""
+        """`policy`: the one of `policies` that is evaluated. `ack_wait_s`: an exam whose holder sends no progress for
+        this time goes to another worker; holders send it every third of it."""
         exam = exam_of(spec)
         assert exam is not None
         self.bus, self.worker, self.job, self.counts, self._broken = bus, worker, job, counts, broken
-        self.spent, self._busy = spent, busy
+        self.spent, self._busy, self._ack_wait_s = spent, busy, ack_wait_s
         self.spec = validation_episodes(spec)
         self.kept, self.samples, self.solved_at = exam.transcripts, exam.samples, exam.solved_at
         self._counted: WeightVersion | None = None
@@ -107,7 +107,7 @@ class EvalRunner:
         """Consumes EXAM, starts exam tasks. Returns at an exam of a version that the engine has not got yet: which one
         it has. Others may have the other, so nothing is on its way to us from then on."""
         exams = await self.bus.consume(
-            EXAM, f"exam-{self.part}", batch=self.places, ack_wait_s=EVAL_GROUP_WAIT_S, job=self.part
+            EXAM, f"exam-{self.part}", batch=self.places, ack_wait_s=self._ack_wait_s, job=self.part
         )
         try:
             while True:
@@ -147,7 +147,7 @@ class EvalRunner:
         forward_exception(task, self._broken)
 
     async def _run(self, exam: EvalEpisode, delivery: Delivery[EvalEpisode]) -> None:
-        async with delivery.held(EVAL_GROUP_WAIT_S):
+        async with delivery.held(self._ack_wait_s):
             if delivery.deliveries > MAX_DELIVERIES:
                 tries = f"{MAX_DELIVERIES} tries came to no end, because workers or engines were lost meanwhile"
                 result = self._failed(exam, Ending.ENGINE_ERROR, tries)
@@ -251,10 +251,9 @@ def outcome_of(episode: Episode, policy: str) -> float | None:
     return 0.5 if alike([mine, theirs]) else float(mine > theirs)
 
 
-def views_of(trajectories: Sequence[Trajectory]) -> list[ExamView]:
-    """The first TOKENS tokens of an episode, over all its contexts: they travel in one message of the bus."""
+def views_of(trajectories: Sequence[Trajectory], room: int = TOKENS) -> list[ExamView]:
+    """The first `room` tokens of an episode, over all its contexts: they travel in one message of the bus."""
     views: list[ExamView] = []
-    room = TOKENS
     for one in trajectories:
         pieces = (one.pieces or [])[:room]
         if pieces:

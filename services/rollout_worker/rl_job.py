@@ -58,8 +58,6 @@ Sample = list[Trajectory]
 REPORT_S = 1.0
 RATES = ("tokens", "episodes", "groups", "turns")
 """Counted from 0; reported as totals and per second."""
-TICKET_WAIT_S = 6.0
-"""A ticket whose holder sends no progress for this time goes to another worker; holders send it every third of it."""
 MAX_DELIVERIES = 5
 """A ticket delivered once more fails its group: a group that kills the engine at every try must come to an end. Tickets
 that were in flight with it count too; their groups are replaced, and `rollout.max_failed_share` decides."""
@@ -78,8 +76,11 @@ class RolloutJob:
         policies: Sequence[LoadedPolicy],
         sessions: Sessions,
         urls: Sequence[UrlPlayer] = (),
+        ack_wait_s: float = 6.0,
     ) -> None:
-        self.worker, self.lease, self.spec = worker, lease, spec
+        """`ack_wait_s`: a ticket or an exam whose holder sends no progress for this time goes to another worker;
+        holders send it every third of it."""
+        self.worker, self.lease, self.spec, self.ack_wait_s = worker, lease, spec, ack_wait_s
         self.policies = {policy.name: policy for policy in policies}
         self.trained = [policy for policy in policies if not policy.is_frozen]
         self.seats, self.sessions, self.urls = SeatMap(spec, policies, urls), sessions, urls
@@ -129,7 +130,7 @@ class RolloutJob:
                 TICKET,
                 f"roll-{self.lease.job}",
                 batch=self.spec.rollout.max_concurrent_groups,
-                ack_wait_s=TICKET_WAIT_S,
+                ack_wait_s=self.ack_wait_s,
                 job=self.lease.job,
             )
             held.push_async_callback(tickets.close)
@@ -165,6 +166,7 @@ class RolloutJob:
             partial(self.lanes.busy, kind="evaluation"),
             policy,
             self.urls,
+            self.ack_wait_s,
         )
 
     async def _end_groups(self) -> None:
@@ -203,7 +205,7 @@ class RolloutJob:
     async def _run_group(self, ticket: Ticket, delivery: Delivery[Ticket]) -> None:
         """One ticket to its end: group stored and accepted, or failed with a reason; then the ticket is acked."""
         with structlog.contextvars.bound_contextvars(group=ticket.seq):
-            async with delivery.held(TICKET_WAIT_S):
+            async with delivery.held(self.ack_wait_s):
                 if not await self.admission.is_running(ticket.seq):
                     self.counts["tickets_repeated"] += 1
                 elif delivery.deliveries > MAX_DELIVERIES:

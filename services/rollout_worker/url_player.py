@@ -32,7 +32,6 @@ from opentinker.shared.types.errors import OpenTinkerError
 from opentinker.shared.types.trajectories import Span
 
 TRIES = 3
-PAUSE_S, MAX_PAUSE_S = 0.5, 8.0
 ANSWER_BYTES = 1024**2
 WORDS_CHARACTERS = 65_536
 MAX_QUOTED = 200
@@ -73,15 +72,22 @@ class UrlTurn(NamedTuple):
 
 
 class UrlPlayer:
-    """`http`: a guarded session, which the caller closes. `renderer`, `context`: those of the job's first policy."""
+    """`http`: a guarded session, which the caller closes. `renderer`, `context`: those of the job's first policy.
+    `backoff_s`: first and longest pause between tries."""
 
     def __init__(
-        self, seat: SeatSpec, secret: str, http: aiohttp.ClientSession, renderer: Renderer, context: int
+        self,
+        seat: SeatSpec,
+        secret: str,
+        http: aiohttp.ClientSession,
+        renderer: Renderer,
+        context: int,
+        backoff_s: tuple[float, float] = (0.5, 8.0),
     ) -> None:
         assert seat.player is not None and seat.timeout_s is not None and seat.concurrency is not None
         self.name = seat.player
         self.renderer, self.context = renderer, context
-        self._seat, self._secret, self._http = seat, secret, http
+        self._seat, self._secret, self._http, self._backoff_s = seat, secret, http, backoff_s
         self._timeout_s, self._end = seat.timeout_s, min(renderer.eos_ids)
         self._places = asyncio.Semaphore(seat.concurrency)
         """Waiting here has no time limit but the episode's."""
@@ -100,7 +106,7 @@ class UrlPlayer:
     async def ask(self, said: Sequence[Message], prompt: SeatPrompt, stop: Sequence[str]) -> UrlTurn:
         """Return the next turn of the seat in the conversation. Raises UrlFailed after TRIES tries."""
         body = self._body(said, prompt.max_tokens)
-        backoff = Backoff(PAUSE_S, MAX_PAUSE_S)
+        backoff = Backoff(*self._backoff_s)
         for left in range(TRIES - 1, -1, -1):
             try:
                 async with self._places:

@@ -13,8 +13,8 @@ import orjson
 import pytest
 from nats.js.errors import NotFoundError
 
-from opentinker.services.rollout_worker import eval_runner
 from opentinker.services.rollout_worker.engines.base import EngineLost
+from opentinker.services.rollout_worker.eval_runner import views_of
 from opentinker.services.rollout_worker.transcripts import shortened
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.messaging.subjects import EXAM, EXAM_RESULT
@@ -62,8 +62,7 @@ class Exams(Bench):
 
 
 @pytest.fixture
-def exams(bus: Bus, store: Store, monkeypatch: pytest.MonkeyPatch) -> Exams:
-    monkeypatch.setattr(eval_runner, "EVAL_GROUP_WAIT_S", 0.5)
+def exams(bus: Bus, store: Store) -> Exams:
     return Exams(bus, store)
 
 
@@ -98,9 +97,9 @@ async def test_exam_waits_for_its_version_and_is_dropped_when_it_is_past(exams: 
     assert (ledger.accepted, ledger.issued, ledger.running) == (0, 0, 0), "no part of the training counts"
 
 
-async def test_exams_of_a_missing_version_go_to_others(exams: Exams, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_exams_of_a_missing_version_go_to_others(exams: Exams) -> None:
     """Whatever is asked for meanwhile is neither held nor delivered again and again, which would use up its tries."""
-    monkeypatch.setattr(eval_runner, "EVAL_GROUP_WAIT_S", 60.0)
+    exams.ack_wait_s = 60.0
     await exams.ask(V(1, 0))
     engine = Mortal()
     engine.version = None
@@ -151,10 +150,9 @@ async def test_episode_that_always_fails_is_a_result_with_its_reason(exams: Exam
     assert (exams.results[0].ending, exams.results[0].error) == (Ending.ENGINE_ERROR, "out of luck")
 
 
-def test_tokens_of_an_episode_in_many_contexts_are_the_first_so_many_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eval_runner, "TOKENS", 8)
+def test_tokens_of_an_episode_in_many_contexts_are_the_first_so_many_of_all() -> None:
     kept = [make_trajectory(stream=name, pieces=["p", "q", "r", "x", "y"]) for name in "abc"]
-    views = eval_runner.views_of([make_trajectory(stream="none"), *kept])
+    views = views_of([make_trajectory(stream="none"), *kept], room=8)
     assert [(one.stream, one.tokens.text, one.tokens.left_out) for one in views] == [
         ("a", ["p", "q", "r", "x", "y"], 1),
         ("b", ["p", "q", "r"], 3),

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from opentinker.envs.adapters import ors_client
 from opentinker.envs.registry import check
 from opentinker.envs.remote_server import REPLY_BYTES
 from opentinker.shared.security.egress import LOOPBACK, VARIABLE
@@ -209,10 +208,9 @@ async def test_a_server_that_has_forgotten_a_call_loses_the_episode() -> None:
         assert [call.get("task_id") for call in server.calls] == [None, "t1"]
 
 
-async def test_an_episode_that_is_being_set_up_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ors_client, "STARTING_PAUSE_S", 0.01)
+async def test_an_episode_that_is_being_set_up_is_waited_for() -> None:
     async with planned() as (server, url):
-        server.starting = 3
+        server.starting = 2
         playing = Playing(url, name="ors")
         assert await playing.open() == "What is 2+2?"
         await playing.close()

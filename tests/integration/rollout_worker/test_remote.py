@@ -383,7 +383,6 @@ async def test_websocket_import_after_a_wait_for_a_place_is_no_episode_time(monk
         asked.append(stopped)
         return replies.pop(0) if replies else SessionReply(worker="w", messages=[user("hello")])
 
-    monkeypatch.setattr(remote, "IMPORT_POLL_S", 0.01)
     monkeypatch.setattr(Remote, "_ask", ask)
     environment = Remote(Remote.Config(config={}))
     environment.importing = clock_stops

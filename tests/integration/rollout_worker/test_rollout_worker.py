@@ -93,6 +93,7 @@ class Bench:
         self.spec = make_spec(rollout__max_concurrent_groups=32, rollout__engine="toy")
         self.admission = Admission(store.redis, self.job, epoch=1)
         self.sessions: Sessions = Asking()
+        self.ack_wait_s = 0.5
 
     async def issue(self, groups: int) -> None:
         await self.store.create_job(id=self.job, spec=self.spec.model_dump(mode="json"), tenant="t")
@@ -119,14 +120,13 @@ class Bench:
         ctx = Context("rollout-worker", "rollout-0", Settings(), self.bus, self.store, log)
         worker = LeasedWorker(ctx, Pool.ROLLOUT, not_called)
         lease = Lease(job=self.job, worker="rollout-0", incarnation=worker.info.incarnation, epoch=1, pool=Pool.ROLLOUT)
-        job = RolloutJob(worker, lease, self.spec, policies, self.sessions)
+        job = RolloutJob(worker, lease, self.spec, policies, self.sessions, ack_wait_s=self.ack_wait_s)
         job.weights.set()
         return job
 
 
 @pytest.fixture
-def bench(bus: Bus, store: Store, monkeypatch: pytest.MonkeyPatch) -> Bench:
-    monkeypatch.setattr("opentinker.services.rollout_worker.rl_job.TICKET_WAIT_S", 0.5)
+def bench(bus: Bus, store: Store) -> Bench:
     return Bench(bus, store)
 
 
@@ -342,8 +342,7 @@ async def test_openings_are_compared_where_everybody_plays_the_same_seats(
     assert ("acts first in one" in differs) if unseeded else not differs
 
 
-async def test_a_full_store_loses_no_group(small_server: Server, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("opentinker.services.rollout_worker.rl_job.FULL_PAUSE_S", 0.05)
+async def test_a_full_store_loses_no_group(small_server: Server, store: Store) -> None:
     async with Bus.connect(small_server.url, "test") as bus:
         for stream in (TICKETS, GROUPS):
             await bus.js.add_stream(stream)

@@ -11,7 +11,6 @@ import orjson
 import pytest
 from aiohttp import web
 
-from opentinker.services.rollout_worker import url_player
 from opentinker.services.rollout_worker.episode import Episode
 from opentinker.services.rollout_worker.episode_protocol import EpisodeFailed
 from opentinker.services.rollout_worker.seat_map import LoadedPolicy, SeatMap
@@ -29,18 +28,13 @@ SAID = [Message(role="system", content="Be brief."), Message(role="user", conten
 PROMPT = SeatPrompt(seat="second", messages=SAID)
 
 
-@pytest.fixture(autouse=True)
-def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(url_player, "PAUSE_S", 0.001)
-
-
 @asynccontextmanager
 async def player(
     server: ChatServer, secret: str = "", allow: tuple[str, ...] = LOOPBACK, **settings: Any
 ) -> AsyncIterator[UrlPlayer]:
     seat = SeatSpec(url=server.url, model="big", **settings)
     async with Egress(allow).session(limit=0) as http:
-        yield UrlPlayer(seat, secret, http, renderer(), 1000)
+        yield UrlPlayer(seat, secret, http, renderer(), 1000, backoff_s=(0.001, 0.01))
 
 
 async def failure(server: ChatServer, **settings: Any) -> str:
