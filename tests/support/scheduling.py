@@ -18,6 +18,7 @@ import msgspec
 import structlog
 
 from opentinker.services.scheduler.artifacts.archiver import Archiver
+from opentinker.services.scheduler.environments.served_gateway import Gateway
 from opentinker.services.scheduler.service import serve
 from opentinker.shared.config import Settings
 from opentinker.shared.messaging.bus import Bus
@@ -56,11 +57,11 @@ async def context(nats: Server, valkey: Server, worker: str, data_dir: Path, **s
 
 
 @asynccontextmanager
-async def scheduler(ctx: Context) -> AsyncIterator[str]:
+async def scheduler(ctx: Context, gateway: Gateway | None = None) -> AsyncIterator[str]:
     """The whole service, in this process; gives its URL. Leaves as after SIGTERM."""
     ctx.stopping.clear()
     ctx.detail.clear()
-    task = asyncio.create_task(serve(ctx))
+    task = asyncio.create_task(serve(ctx, gateway))
     try:
         await until(lambda: task.done() or ctx.detail.get("http_port"))
         if task.done():

@@ -6,7 +6,7 @@ back.
     run       produces the heartbeats of these processes, so that they are seen like env workers
 
 A process keeps its address with any scheduler and through broken connections: it identifies itself by a random name
-that only it knows. While it is away its turns wait; after AWAY_S they are lost. Opens go to connected processes.
+that only it knows. While it is away its turns wait; after `away_s` they are lost. Opens go to connected processes.
 """
 
 from __future__ import annotations
@@ -44,22 +44,28 @@ from opentinker.shared.runtime.telemetry import REGISTRY
 from opentinker.shared.security.authorization import Action
 from opentinker.shared.types import codec
 from opentinker.shared.types.core import Pool, WorkerInfo
-from opentinker.shared.types.env_protocol import SERVED, SERVED_WORKER
+from opentinker.shared.types.env_protocol import AWAY_S, SERVED, SERVED_WORKER
 from opentinker.shared.types.errors import SpecError
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 MAX_PROCESSES = 1000
 """Connected to one scheduler."""
-MAX_KNOWN = 2 * MAX_PROCESSES
-"""With those that are away."""
 
 log = structlog.get_logger()
 CONNECTED = Gauge("opentinker_served_processes", "Connected processes that serve environments", registry=REGISTRY)
 
 
 class Gateway:
-    def __init__(self, ctx: Context) -> None:
-        self.ctx = ctx
+    """`max_known`: processes, with those that are away."""
+
+    def __init__(
+        self,
+        ctx: Context,
+        away_s: float = AWAY_S,
+        heartbeat_s: float = HEARTBEAT_S,
+        max_known: int = 2 * MAX_PROCESSES,
+    ) -> None:
+        self.ctx, self.away_s, self.heartbeat_s, self.max_known = ctx, away_s, heartbeat_s, max_known
         self.closing = False
         self._served: dict[str, ServedProcess] = {}
         """By address; also those that are away."""
@@ -74,7 +80,9 @@ class Gateway:
             raise SpecError.of("name", name[:100], problem_)
         if "Origin" in request.headers:
             return problem(403, "a web page may not serve environments", title="Forbidden")
-        socket = web.WebSocketResponse(heartbeat=HEARTBEAT_S, max_msg_size=FRAME_BYTES, compress=False, timeout=2.0)
+        socket = web.WebSocketResponse(
+            heartbeat=self.heartbeat_s, max_msg_size=FRAME_BYTES, compress=False, timeout=2.0
+        )
         if not socket.can_prepare(request).ok:
             return problem(426, "this route is a WebSocket; use opentinker env serve", title="Upgrade required")
         if self.closing or len(self._sockets) >= MAX_PROCESSES:
@@ -143,8 +151,9 @@ class Gateway:
         digest = hashlib.sha256("\0".join((tenant, name, hello.process)).encode()).hexdigest()[:20]
         address = SERVED_WORKER + digest
         served = self._served.get(address)
-        if served is None and len(self._served) < MAX_KNOWN:
-            served = self._served[address] = ServedProcess(self.ctx, address, SERVED + name, tenant, self._served.pop)
+        if served is None and len(self._served) < self.max_known:
+            served = ServedProcess(self.ctx, address, SERVED + name, tenant, self._served.pop, self.away_s)
+            self._served[address] = served
         return served
 
     # --- what is seen of them -----------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 (new) --a Hello comes--> expected --Welcome--> there     expected --its connection breaks first--> away
 there --connection breaks--> away --it connects again--> there      (turns wait until then)
-away --AWAY_S--> gone        there --it says goodbye--> gone        (turns are answered: lost)
+away --away_s--> gone        there --it says goodbye--> gone        (turns are answered: lost)
 any --another scheduler has it--> gone                              (turns are left to that one)
 
 Connections come and go while subscriptions are being made and removed. So the state changes immediately, and
@@ -32,7 +32,6 @@ from opentinker.shared.runtime.service import Context
 from opentinker.shared.types.codec import WireError
 from opentinker.shared.types.core import Ending
 from opentinker.shared.types.env_protocol import (
-    AWAY_S,
     IMPORTED,
     CloseSession,
     EnvCheck,
@@ -64,12 +63,18 @@ class ServedProcess:
     """`forget(address)` is called when the process is gone."""
 
     def __init__(
-        self, ctx: Context, address: str, environment: str, tenant: str, forget: Callable[[str, None], Any]
+        self,
+        ctx: Context,
+        address: str,
+        environment: str,
+        tenant: str,
+        forget: Callable[[str, None], Any],
+        away_s: float,
     ) -> None:
         self.address, self.environment, self.tenant = address, environment, tenant
         self.hello: Hello
         self.gone = False
-        self._ctx, self._forget = ctx, forget
+        self._ctx, self._forget, self._away_s = ctx, forget, away_s
         self._holder = uuid.uuid4().hex
         self._coming = 0
         """Connections that have sent Hello and are neither established nor closed."""
@@ -153,12 +158,12 @@ class ServedProcess:
         self._wait_if_away()
 
     def _wait_if_away(self) -> None:
-        """Mark a process without a connection as away, and wait for it for AWAY_S."""
+        """Mark a process without a connection as away, and wait for it for `away_s`."""
         if self._asker is None and not self._coming and not self.gone and self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(AWAY_S, self._expire)
+            self._timer = asyncio.get_running_loop().call_later(self._away_s, self._expire)
 
     def _expire(self) -> None:
-        self._end(Gone(f"the process that served it has been away for {AWAY_S:g} s"))
+        self._end(Gone(f"the process that served it has been away for {self._away_s:g} s"))
         self._run_in_background(self._sync_subscriptions())
 
     def _cancel_timer(self) -> None:

@@ -23,6 +23,7 @@ from opentinker.envs.game import AbstractGame, StepResult
 from opentinker.envs.runtime.in_process_server import InProcessServer
 from opentinker.sdk.http import ApiError
 from opentinker.serve.ws_client import AsyncServing, serve_environment
+from opentinker.services.scheduler.environments.served_gateway import Gateway
 from opentinker.shared.messaging.bus import Bus, NoReply, NoResponders
 from opentinker.shared.messaging.env_client import EnvClient
 from opentinker.shared.messaging.subjects import SERVED_CHECK
@@ -274,10 +275,9 @@ async def test_a_goodbye_ends_all_sessions(url: str, bus: Bus, job: str, environ
 
 
 async def test_a_process_that_stays_away_loses_its_sessions(
-    url: str, bus: Bus, job: str, environment: type[Counting], monkeypatch: pytest.MonkeyPatch
+    ctx: Context, bus: Bus, job: str, environment: type[Counting]
 ) -> None:
-    monkeypatch.setattr("opentinker.services.scheduler.environments.served_process.AWAY_S", 0.3)
-    async with serving(environment, url) as served:
+    async with scheduler(ctx, Gateway(ctx, away_s=0.3)) as url, serving(environment, url) as served:
         episode = await Episode(bus, job, "count").begun()
         served._stopping = True
         cut(served)
@@ -417,10 +417,9 @@ async def test_another_tenants_job_is_not_played(url: str, bus: Bus, store: Stor
         assert reply.failure == Ending.ENV_ERROR and "tenant" in reply.error
 
 
-async def test_a_half_open_connection_is_noticed(url: str, bus: Bus, job: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("opentinker.services.scheduler.environments.served_gateway.HEARTBEAT_S", 0.1)
-    monkeypatch.setattr("opentinker.services.scheduler.environments.served_process.AWAY_S", 0.1)
-    async with raw(url, autoping=False) as client:
+async def test_a_half_open_connection_is_noticed(ctx: Context, bus: Bus, job: str) -> None:
+    gateway = Gateway(ctx, away_s=0.1, heartbeat_s=0.1)
+    async with scheduler(ctx, gateway) as url, raw(url, autoping=False) as client:
         await client.join()
         episode = Episode(bus, job, "count")
         opening = asyncio.create_task(episode.open())
@@ -524,10 +523,7 @@ async def test_the_key_travels_in_the_header_and_nowhere_else(
     assert "not-to-be-seen" not in str(refused.value) + caplog.text
 
 
-async def test_submission_asks_who_serves_it(
-    ctx: Context, url: str, environment: type[Counting], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("opentinker.services.scheduler.jobs.check_environment.SERVED_S", 0.3)
+async def test_submission_asks_who_serves_it(ctx: Context, url: str, environment: type[Counting]) -> None:
     spec = make_spec(environment={"name": "served:count", "config": {"limit": "no number"}}).model_dump(mode="json")
     async with AsyncClient(url) as client:
         with pytest.raises(ApiError, match="opentinker env serve module:Class --name count"):

@@ -12,8 +12,6 @@ import msgspec
 import pytest
 
 from opentinker.envs.base import user
-from opentinker.services.scheduler import service
-from opentinker.services.scheduler.environments import served_gateway as gateway_module
 from opentinker.services.scheduler.environments.served_gateway import Gateway
 from opentinker.shared.messaging.bus import Bus, NoReply
 from opentinker.shared.messaging.env_client import EnvClient
@@ -31,19 +29,11 @@ PROCESSES = [msgspec.structs.replace(HELLO, process=letter * 32) for letter in "
 
 
 @pytest.fixture
-async def made(ctx: Context, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[str, Gateway]]:
+async def made(ctx: Context) -> AsyncIterator[tuple[str, Gateway]]:
     """The URL of a scheduler, and its gateway; who is away is soon given up."""
-    monkeypatch.setattr("opentinker.services.scheduler.environments.served_process.AWAY_S", 0.1)
-    found: list[Gateway] = []
-
-    class Noted(Gateway):
-        def __init__(self, ctx: Context) -> None:
-            super().__init__(ctx)
-            found.append(self)
-
-    monkeypatch.setattr(service, "Gateway", Noted)
-    async with scheduler(ctx) as url:
-        yield url, found[0]
+    gateway = Gateway(ctx, away_s=0.1)
+    async with scheduler(ctx, gateway) as url:
+        yield url, gateway
 
 
 def left(gateway: Gateway) -> list[str]:
@@ -142,9 +132,9 @@ async def test_a_reconnecting_process_is_used(made: tuple[str, Gateway], bus: Bu
     await until(lambda: left(gateway) == [])
 
 
-async def test_excess_processes_are_refused(made: tuple[str, Gateway], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_excess_processes_are_refused(made: tuple[str, Gateway]) -> None:
     url, gateway = made
-    monkeypatch.setattr(gateway_module, "MAX_KNOWN", 1)
+    gateway.max_known = 1
     async with raw(url) as first, raw(url) as second:
         await first.send(PROCESSES[0])
         await first.next(Welcome)
