@@ -52,8 +52,6 @@ if TYPE_CHECKING:
 
 UNDECODED_GROUP = Subject(GROUP.pattern, msgspec.Raw)
 """GROUP for bytes that cannot be decoded."""
-FULL_PAUSE_S = 2.0
-"""Pause of a job after its stream was full."""
 POLL_S = 0.5
 IDLE_S = 30.0
 """A reader ends when its job has been idle for this long."""
@@ -62,11 +60,18 @@ IDLE_S = 30.0
 class ReferenceForward:
     """`make_scorer` is called in a thread when the first group arrives: it imports torch, which few jobs need.
 
-    `ack_wait_s`: silence after which the messages of a dead instance are delivered to another.
+    `ack_wait_s`: silence after which the messages of a dead instance are delivered to another. `full_pause_s`: pause of
+    a job after its stream was full.
     """
 
-    def __init__(self, ctx: Context, make_scorer: Callable[[], Scorer], ack_wait_s: float = ACK_WAIT_S) -> None:
-        self.ctx, self.ack_wait_s = ctx, ack_wait_s
+    def __init__(
+        self,
+        ctx: Context,
+        make_scorer: Callable[[], Scorer],
+        ack_wait_s: float = ACK_WAIT_S,
+        full_pause_s: float = 2.0,
+    ) -> None:
+        self.ctx, self.ack_wait_s, self.full_pause_s = ctx, ack_wait_s, full_pause_s
         self.queue = GroupQueue(ctx.settings.reference_tokens_per_batch)
         self.cache = ModelCache(int(ctx.settings.reference_memory_gb * 1e9))
         self._changed = Notifier()
@@ -184,7 +189,7 @@ class ReferenceForward:
         except NotFound:
             pass  # the job was deleted
         except StreamFull:
-            await delivery.nak(FULL_PAUSE_S)
+            await delivery.nak(self.full_pause_s)
             return
         await delivery.ack_sync()
 
@@ -298,11 +303,11 @@ class ReferenceForward:
         job = work.group.job
         if job not in self._full_until:  # logged once, until one of its groups is stored
             self.log.warning("stream_full", job=job, error=str(error))
-        self._full_until[job] = time.monotonic() + FULL_PAUSE_S
+        self._full_until[job] = time.monotonic() + self.full_pause_s
         if self.ctx.stopping.is_set():
             await self._give_back(work)
         else:
-            asyncio.get_running_loop().call_later(FULL_PAUSE_S, self._scored.put_nowait, work)
+            asyncio.get_running_loop().call_later(self.full_pause_s, self._scored.put_nowait, work)
 
     def _count(self, work: QueuedGroup) -> None:
         self.groups += 1

@@ -44,17 +44,11 @@ T = TypeVar("T")
 
 SETTINGS_PREFIX = "OPENTINKER_"
 """Prefix of this service's settings, such as the addresses of NATS and Redis, which ranks do not receive."""
-START_S = 120.0
-"""Time limit from the start of a process to its first heartbeat: it imports torch first."""
-SILENT_S = 20.0
-"""A rank without heartbeat and processor time for this long is lost: it is stopped. A rank that waits for a disk still
-sends heartbeats; on a busy machine heartbeats are late, but processor time advances..."""
 HUNG_S = 600.0
-"""...up to this limit: a process that works this long without a heartbeat hangs."""
+"""A process that works this long without a heartbeat hangs."""
 POLL_S = 0.5
 GRACE_S = 3.0
 """After one part of a command has failed, the others have this long to report their reasons."""
-CLOSE_S = 30.0
 STAT_UTIME, STAT_STIME = 11, 12
 """Indices in /proc/PID/stat, counted after the process name: see proc(5)."""
 
@@ -113,13 +107,13 @@ class _RankProcess:
                 self.answer = answer
         return ""
 
-    def is_silent(self) -> bool:
+    def is_silent(self, start_s: float, silent_s: float) -> bool:
         """Return whether the rank is silent. Call it often: it compares processor time with that of the last call."""
         now = time.monotonic()
         if (ticks := _processor_ticks(self.popen.pid)) != self._ticks:
             self._ticks, self._worked = ticks, now
         still_s = now - max(self._heard, self._worked)
-        return still_s > (SILENT_S if self._started else START_S) or now - self._heard > HUNG_S
+        return still_s > (silent_s if self._started else start_s) or now - self._heard > HUNG_S
 
     def _exit_reason(self) -> str:
         try:
@@ -134,9 +128,23 @@ class _RankProcess:
 
 
 class RankProcesses:
-    """`variables(rank)`: environment variables of that rank's process."""
+    """`variables(rank)`: environment variables of that rank's process.
 
-    def __init__(self, world: int, variables: Callable[[int], dict[str, str]]) -> None:
+    A rank without heartbeat and processor time for `silent_s` is lost: it is stopped. A rank that waits for a disk
+    still sends heartbeats; on a busy machine heartbeats are late, but processor time advances. Until its first
+    heartbeat a process has `start_s`: it imports torch first.
+    """
+
+    def __init__(
+        self,
+        world: int,
+        variables: Callable[[int], dict[str, str]],
+        *,
+        start_s: float = 120.0,
+        silent_s: float = 20.0,
+        close_s: float = 30.0,
+    ) -> None:
+        self.start_s, self.silent_s, self.close_s = start_s, silent_s, close_s
         self._condition = threading.Condition()
         self._lost = ""
         self._reported = False
@@ -210,7 +218,7 @@ class RankProcesses:
             process.end()
         self._parts.put(leave)
         self._parts.put(None)
-        self._worker.join(CLOSE_S)
+        self._worker.join(self.close_s)
         if self._worker.is_alive():
             why = "rank 0 still waits for ranks that are gone: this trainer must be started again"
             if not self._reported:
@@ -261,7 +269,7 @@ class RankProcesses:
                     if why := key.data.receive():
                         self._mark_lost(f"rank {key.data.rank} {why}")
                 for process in self._processes:
-                    if process.is_silent():
+                    if process.is_silent(self.start_s, self.silent_s):
                         self._mark_lost(f"rank {process.rank} has been silent for too long: it is stopped, or hangs")
                 with self._condition:
                     self._condition.notify_all()

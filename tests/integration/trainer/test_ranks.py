@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from opentinker.services.trainer.distributed import multi_rank_learner, rank_processes
+from opentinker.services.trainer.distributed import multi_rank_learner
 from opentinker.services.trainer.distributed.multi_rank_learner import MultiRankRlLearner
 from opentinker.services.trainer.distributed.rank_processes import RankLost, RankProcesses
 from opentinker.services.trainer.distributed.rank_protocol import Gather
@@ -249,8 +250,8 @@ def gone(pid: int) -> bool:
 def test_a_stopped_rank_is_replaced_for_the_next_job(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGSTOP between two steps. Its silence is noticed whatever our own part waits for."""
     pair.job(train={"lr": 1e-3, "parallel": "zero2"})
-    monkeypatch.setattr(rank_processes, "SILENT_S", 3.0)
     assert pair.multi_rank.ranks is not None
+    pair.multi_rank.ranks.silent_s = 3.0
     (pid,) = pair.multi_rank.ranks.pids
     os.kill(pid, signal.SIGSTOP)
     with pytest.raises(RankLost, match="rank 1 has been silent"):
@@ -259,18 +260,19 @@ def test_a_stopped_rank_is_replaced_for_the_next_job(pair: Pair, monkeypatch: py
     assert gone(pid)
     pair.multi_rank.close()
 
-    monkeypatch.setattr(rank_processes, "START_S", 2.0)  # it imports torch for longer, and uses its processor meanwhile
+    brief = partial(RankProcesses, start_s=2.0)  # it imports torch for longer, and uses its processor meanwhile
+    monkeypatch.setattr(multi_rank_learner, "RankProcesses", brief)
     pair.multi_rank = MultiRankRlLearner(two_ranks(pair.base), "cpu")
     alone = pair.job(train={"lr": 1e-3, "parallel": "zero1"})
     pair.both_step(alone, random_groups(0), 0)
 
 
-def test_the_cause_of_lost_ranks_is_not_hidden_by_a_stuck_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_processes, "CLOSE_S", 0.1)
+def test_the_cause_of_lost_ranks_is_not_hidden_by_a_stuck_part() -> None:
     stuck = threading.Event()
 
     def started() -> RankProcesses:
-        return RankProcesses(2, lambda rank: {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
+        path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        return RankProcesses(2, lambda rank: path, close_s=0.1)
 
     lost = started()
     os.kill(lost.pids[0], signal.SIGKILL)

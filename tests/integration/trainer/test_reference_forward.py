@@ -134,7 +134,7 @@ async def running(
 ) -> AsyncIterator[ReferenceForward]:
     settings = Settings(heartbeat_s=0.1, **changes)
     ctx = Context("reference-forward", worker, settings, bus, store, structlog.get_logger())
-    service = ReferenceForward(ctx, make_scorer, ack_wait_s=1.0)
+    service = ReferenceForward(ctx, make_scorer, ack_wait_s=1.0, full_pause_s=0.3)
     task = asyncio.create_task(service.serve())
     try:
         yield service
@@ -251,7 +251,6 @@ async def test_what_cannot_be_decoded_reaches_the_trainer_under_its_number(bus: 
 
 async def test_a_full_stream_loses_nothing(bus: Bus, store: Store, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     full, other = await add_job(store, str(tiny)), await add_job(store, str(tiny))
-    monkeypatch.setattr("opentinker.services.reference_forward.service.FULL_PAUSE_S", 0.3)
     await send(bus, *of_job(full, 5), *of_job(other, 5))
     refused = 0
     publish = bus.publish
