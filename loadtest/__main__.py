@@ -71,9 +71,9 @@ async def run(name: str, chosen: argparse.Namespace) -> Report:
     return report
 
 
-def compared(report: Report, chosen: argparse.Namespace) -> dict[str, float]:
+def compared(report: Report, chosen: argparse.Namespace, baselines: Path = BASELINES) -> dict[str, float]:
     """By how much each number is worse than in the baseline; saves a new one if asked to."""
-    path = BASELINES / f"{report.scenario}.json"
+    path = baselines / f"{report.scenario}.json"
     if chosen.save_baseline:
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(orjson.dumps(report.data(), option=orjson.OPT_INDENT_2))

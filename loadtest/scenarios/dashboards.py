@@ -36,7 +36,6 @@ TRAJECTORY_BYTES = 64 * 1024
 TOKEN_BYTES = 9
 TRAJECTORIES_PER_S = 50.0
 ACK_S = 0.2
-WATCHING = 200
 HEARD = 5.0
 COST = 0.05
 """Of a step, that dashboards may have."""
@@ -103,16 +102,16 @@ def polls(pages: int, seconds: float, seed: int, asks: Sequence[float]) -> list[
     return sorted(due)
 
 
-async def look(client: AsyncClient, job: str, seconds: float, seed: int, into: Latencies) -> None:
-    """Send the requests of WATCHING open pages for `seconds`."""
+async def look(client: AsyncClient, job: str, options: Options, seed: int, into: Latencies) -> None:
+    """Send the requests of open pages."""
     may = "keys:read" in (await client.whoami())["scopes"]
     asks = [one for one in POLLS if may or one[0] != KEYS_S]
-    due = polls(WATCHING, seconds, seed, [every_s for every_s, _ in asks])
+    due = polls(options.pages, options.seconds, seed, [every_s for every_s, _ in asks])
 
     async def poll(number: int) -> None:
         await asks[due[number][1]][1](client, job)
 
-    rest = asyncio.sleep(seconds)
+    rest = asyncio.sleep(options.seconds)
     await asyncio.gather(open_loop(np.array([when for when, _ in due]), poll, into), rest)
 
 
@@ -137,24 +136,24 @@ async def dashboards(options: Options, report: Report) -> None:
         since = time.time()
         await asyncio.sleep(options.seconds)
         alone = statistics.median(_gaps(await steps_of(at.client, job), since, time.time()))
-        async with audience(at.client, job, WATCHING) as watching:
+        async with audience(at.client, job, options.pages) as watching:
             since, before, cpu_s = time.time(), replace(watching), time.process_time()
-            await look(at.client, job, options.seconds, options.seed, asked)
+            await look(at.client, job, options, options.seed, asked)
             seconds = time.time() - since
             report.figure("cores that the pages themselves use here", (time.process_time() - cpu_s) / seconds, "")
             watched = statistics.median(_gaps(await steps_of(at.client, job), since, since + seconds))
             heard, messages = watching.heard - before.heard, watching.messages - before.messages
             if options.url is None:
                 await asyncio.gather(
-                    look(at.client, job, options.seconds, options.seed + 1, asked),
+                    look(at.client, job, options, options.seed + 1, asked),
                     store_trajectories(at, report, options.seconds, options.seed),
                 )
             else:
                 report.note("trajectories until their ack: they are stored with a rollout worker's password")
             report.check("nobody is refused or cut off", watching.refused == 0, watching.refused)
-    each = heard / WATCHING / seconds
+    each = heard / options.pages / seconds
     report.figure("messages a second and subscriber", each, "1/s")
-    report.figure("with all that a page hears", messages / WATCHING / seconds, "1/s")
+    report.figure("with all that a page hears", messages / options.pages / seconds, "1/s")
     report.figure("polls a second", len(asked.seconds) / seconds / (2 if options.url is None else 1), "1/s")
     report.check("no poll fails", not asked.errors, dict(asked.errors))
     report.check(f"each hears {HEARD:g} messages a second", each >= HEARD, f"{each:.1f}")

@@ -29,6 +29,8 @@ class Options:
     rate: float = 50.0
     """Requests a second."""
     jobs: int = 24
+    pages: int = 200
+    """Open pages that watch a job."""
     seed: int = 0
     url: str | None = None
     """Of a server that runs already; None: one is started."""

@@ -148,13 +148,13 @@ async def submissions(site: Site, seconds: float, seed: int) -> None:
 # --- a scheduler that is killed ---------------------------------------------------------------------------------------
 
 
-async def restarts(site: Site) -> None:
+async def restarts(site: Site, rounds: int = ROUNDS) -> None:
     """`kill -9`; the supervisor starts it again, and its pause is in the number."""
     job = await site.submit(training(site.at.model))
     await until_step(site.client, job, 5)
     before = {worker["id"]: worker["incarnation"] for worker in await site.workers()}
     killed, longest = [], 0.0
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         killed.append(time.time())
         longest = max(longest, await _seconds_without(site, job))
         step = (await site.client.job(job))["step"]
@@ -328,10 +328,10 @@ async def cancels(site: Site, states: Mapping[str, tuple[Enter, int]]) -> None:
     site.report.aim("cancel in any state, until nothing is held", worst, CANCEL_S, "s")
 
 
-async def handovers(site: Site) -> None:
+async def handovers(site: Site, rounds: int = ROUNDS) -> None:
     """From the cancel of the job that has all workers to the start of the one that waits: letting go is in it."""
     worst = 0.0
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         first, waiting = await one_behind_the_other(site)
         began = time.time()
         await site.client.cancel(first)

@@ -17,8 +17,9 @@ from loadtest.__main__ import compared, options, run
 from loadtest._open_loop import Latencies, arrivals, open_loop
 from loadtest._report import Report, lines, ratios, write
 from loadtest._target import ROOT, target
-from loadtest.scenarios import dashboards, service
-from loadtest.scenarios.dashboards import polls
+from loadtest.scenarios import service
+from loadtest.scenarios.dashboards import dashboards, polls
+from loadtest.scenarios.jobs import Options
 from loadtest.scenarios.scaling import SLEEP_S, WORK, Pace, compare
 from loadtest.scenarios.service import STATE_S
 from opentinker.cli.planning.simulation import Pools, predict
@@ -97,15 +98,14 @@ def test_what_is_promised_is_a_table_and_a_miss_fails() -> None:
     ]
 
 
-def test_a_number_beyond_the_tolerance_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("loadtest.__main__.BASELINES", tmp_path)
+def test_a_number_beyond_the_tolerance_is_a_miss(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="--save-baseline makes it"):
-        compared(report(1.0, 10.0), options(["steady", "--tolerance", "2"]))
-    assert compared(report(1.0, 10.0), options(["steady", "--save-baseline"])) == {}
+        compared(report(1.0, 10.0), options(["steady", "--tolerance", "2"]), tmp_path)
+    assert compared(report(1.0, 10.0), options(["steady", "--save-baseline"]), tmp_path) == {}
     slower = report(1.9, 10.0)
-    compared(slower, options(["steady", "--tolerance", "2"]))
+    compared(slower, options(["steady", "--tolerance", "2"]), tmp_path)
     assert slower.good
-    compared(slower, options(["steady", "--tolerance", "1.5"]))
+    compared(slower, options(["steady", "--tolerance", "1.5"]), tmp_path)
     assert not slower.good and [what for what, good, _ in slower.checks if not good] == [
         "step is at most 1.5 times as bad"
     ]
@@ -187,13 +187,14 @@ async def test_scenarios_run_against_a_service_of_their_own(scenario: str) -> No
 @pytest.mark.slow
 async def test_a_server_that_runs_already_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not how fast it is. It needs no module of ours, its jobs are left cancelled, and what is left out is said."""
-    monkeypatch.setattr(dashboards, "WATCHING", 4)
     async with target(None, env_workers=2, ENV_MODULES="false") as at:
         monkeypatch.setenv("OPENTINKER_API_KEY", at.key or "")
         found = {}
-        for name in ("steady", "slow-env", "dashboards"):
+        for name in ("steady", "slow-env"):
             chosen = options([name, "--url", at.url, "--seconds", "3", "--rate", "5"])
             found[name] = await run(name, chosen)
+        pages = Report("dashboards", {})
+        await dashboards(Options(url=at.url, seconds=3.0, pages=4), pages)
         states = [job["state"] for job in await at.client.jobs()]
     assert states == ["cancelled"] * 3
     assert found["steady"].notes == ["2 rollout workers: the server has 1"]
@@ -201,22 +202,20 @@ async def test_a_server_that_runs_already_is_loaded(monkeypatch: pytest.MonkeyPa
     slow = found["slow-env"]
     assert slow.notes and "throughput over the prediction, 2 env workers" in slow.figures
     assert max(slow.stages["step: whole, 2 env workers"].seconds) > SLEEP_S  # its environment was waited for
-    pages = found["dashboards"]
     assert pages.notes and len(pages.latencies["polls of pages"].seconds) >= 4
     assert [what for what, good, _ in pages.checks if not good and what.startswith(("no poll", "nobody"))] == []
 
 
 @pytest.mark.slow
-async def test_what_is_promised_is_measured_on_a_real_service(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_what_is_promised_is_measured_on_a_real_service(tmp_path: Path) -> None:
     """Not how long it takes: this machine is not quiet. What must hold besides does."""
-    monkeypatch.setattr(service, "ROUNDS", 1)
     found = Report("service", {})
     async with target(None) as at:
         site = service.Site(at, found, tmp_path)
         await service.submissions(site, 1.0, 0)
         await service.cancels(site, {name: (service.STATES[name][0], 1) for name in ("queued", "running", "inference")})
-        await service.handovers(site)
-        await service.restarts(site)
+        await service.handovers(site, rounds=1)
+        await service.restarts(site, rounds=1)
     assert [aim.what for aim in found.aims] == [
         "submission, p99",
         "cancel in any state, until nothing is held",
