@@ -29,7 +29,6 @@ from opentinker.cli.observability import role_of
 from opentinker.cli.specs import Changes, FromCheckpoint, SpecFile, Steps, WithOptimizer, changed, read_spec, read_sweep
 from opentinker.cli.sweeps import show_begun, submit_file
 from opentinker.sdk.job_text import on_one_line, state_of
-from opentinker.shared.spec.sweeps.children import is_sweep
 from opentinker.shared.types.core import part_id
 from opentinker.shared.types.manifest import short_list
 
@@ -93,6 +92,7 @@ def evaluate(
 ) -> None:
     """Evaluate checkpoints of a job on its environment, those of several policies against each other."""
     from opentinker.sdk.evaluation_spec import evaluation_of
+    from opentinker.shared.spec.sweeps.children import is_sweep
 
     api = client(url, patience_s=PATIENCE_S if follow else 2.0)
     spec = changed(evaluation_of(api.job(job_id), swap=swap, steps=steps or ()), changes or [])
