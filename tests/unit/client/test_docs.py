@@ -8,6 +8,7 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
+import orjson
 import pytest
 
 from opentinker.cli import app
@@ -38,6 +39,13 @@ def test_every_example_is_a_valid_job(example: Path, monkeypatch: pytest.MonkeyP
     if name := spec.environment.name:
         elsewhere = name in ("miniwob", "harbor", "phone_page") or (name == "alfworld" and not is_installed("alfworld"))
         check(name, spec.environment.config, modules=True, elsewhere=elsewhere)
+
+
+def test_every_template_of_the_page_has_a_curve_or_the_reason_why_it_has_none() -> None:
+    known = orjson.loads((ROOT / "examples" / "curves.json").read_bytes())
+    assert sorted(known) == [example.stem for example in EXAMPLES]
+    for name, expected in known.items():
+        assert expected.get("note") or (len(expected["values"]) > 1 and expected["metric"]), name
 
 
 @pytest.mark.parametrize("example", PUSHED, ids=lambda path: path.parent.name)
