@@ -23,7 +23,7 @@ from tests.samples import agent_libraries
 from tests.support.agent_talk import Direct
 from tests.support.cluster import Cluster
 from tests.support.factories import V0, make_spec, make_ticket
-from tests.unit.rollout_worker.test_episode import Script
+from tests.unit.rollout_worker.scripted_episode import Script
 from tests.unit.rollout_worker.test_tool_calls import TEMPLATES, renderer_of, tokenizer_of
 
 SCRIPT = str(Path(agent_libraries.__file__).resolve())

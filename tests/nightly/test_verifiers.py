@@ -25,7 +25,7 @@ from tests.samples.verifiers_samples import write_package, write_samples, write_
 from tests.support.agent_talk import Direct, action, texts
 from tests.support.cluster import toy_cluster
 from tests.support.factories import make_spec, make_ticket
-from tests.unit.rollout_worker.test_episode import Chars, Script, renderer, say
+from tests.unit.rollout_worker.scripted_episode import Chars, Script, renderer, say
 
 
 def environment(model: str = "m", **config: Any) -> Verifiers:

@@ -27,7 +27,7 @@ from tests.conftest import until
 from tests.support import playing
 from tests.support.agent_talk import Direct, Scripted, chat, generate
 from tests.support.factories import make_spec, make_ticket
-from tests.unit.rollout_worker.test_episode import Chars, Script, renderer, say
+from tests.unit.rollout_worker.scripted_episode import Chars, Script, renderer, say
 
 # --- as trajectories ------------------------------------------------------------------------------------------------
 

@@ -40,7 +40,7 @@ from opentinker.shared.types.swap import SwapCommand
 from tests.conftest import WAIT_S, Server, soon, until
 from tests.support.factories import make_spec, make_ticket, not_called
 from tests.support.scheduling import running
-from tests.unit.rollout_worker.test_episode import Chars, renderer
+from tests.unit.rollout_worker.scripted_episode import Chars, renderer
 
 EOS = 1
 

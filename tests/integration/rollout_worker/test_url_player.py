@@ -21,7 +21,7 @@ from opentinker.shared.types.core import Ending, Image, Message, StopReason, Tex
 from opentinker.shared.types.env_protocol import SeatPrompt, SessionReply
 from tests.support.factories import make_ticket
 from tests.support.http_server import ChatServer, completion, serving
-from tests.unit.rollout_worker.test_episode import Chars, Env, Script, renderer, say
+from tests.unit.rollout_worker.scripted_episode import Chars, Env, Script, renderer, say
 
 SECRET = "sk-canary-0123456789"
 SAID = [Message(role="system", content="Be brief."), Message(role="user", content="Move?")]

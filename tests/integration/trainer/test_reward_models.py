@@ -33,7 +33,7 @@ from opentinker.shared.types.errors import JobFailed
 from opentinker.shared.types.trajectories import Group
 from tests.integration.trainer.test_reference_forward import add_job, failed, of_job, passed, running, send
 from tests.support.factories import V0, group_of, trajectory_of
-from tests.unit.rollout_worker.test_episode import Env, Script, episode, reply, say
+from tests.unit.rollout_worker.scripted_episode import Env, Script, episode, reply, say
 
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}{{ eos_token }}"
 STRICT = "{% if messages[0]['role'] != 'user' %}{{ raise_exception('begin with a user') }}{% endif %}" + TEMPLATE

@@ -20,7 +20,7 @@ from opentinker.shared.types.trajectories import Span, Trajectory
 from tests.support.agent_loops import LOOPS
 from tests.support.agent_talk import Direct, Scripted, action, play, root_of, texts
 from tests.support.factories import V0, make_spec, make_ticket
-from tests.unit.rollout_worker.test_episode import Script
+from tests.unit.rollout_worker.scripted_episode import Script
 from tests.unit.rollout_worker.test_tool_calls import renderer_of
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,116 +14,27 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
-from opentinker.services.rollout_worker.engines.base import Completion, EngineError, Progress, Sampling, Shown
-from opentinker.services.rollout_worker.episode import Episode, turn_seed
-from opentinker.services.rollout_worker.episode_protocol import EpisodeFailed
+from opentinker.services.rollout_worker.episode import turn_seed
 from opentinker.services.rollout_worker.renderer import Renderer
-from opentinker.services.rollout_worker.seat_map import LoadedPolicy, SeatMap
 from opentinker.services.rollout_worker.token_stream import merge
-from opentinker.shared.types.core import Ending, Image, Message, StopReason, Text, Tool, ToolCall, WeightVersion
-from opentinker.shared.types.env_protocol import OpenSession, SessionReply, StepSession
+from opentinker.shared.types.core import Ending, Image, Message, StopReason, Text, Tool, ToolCall
+from opentinker.shared.types.env_protocol import SessionReply
 from opentinker.shared.types.errors import JobFailed
 from opentinker.shared.types.trajectories import Span
-from tests.support.factories import V0, make_spec, make_ticket
-
-EOS = 1
-V1 = WeightVersion(1, 1)
-
-
-class Chars:
-    """A tokenizer of characters with a ChatML-like template; id 1 is `$`, the end of a turn."""
-
-    chat_template = "yes"
-    eos_token_id = EOS
-
-    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        return [EOS if c == "$" else ord(c) for c in text]
-
-    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        return "".join(chr(i) for i in ids if i != EOS)
-
-    def apply_chat_template(self, chat: list[dict[str, str]], tokenize: bool, add_generation_prompt: bool) -> str:
-        text = "".join(f"<{m['role'][0]}>{m['content']}$\n" for m in chat)
-        return text + ("<a>" if add_generation_prompt else "")
-
-
-@dataclass
-class Script:
-    """An engine that says what it is told; records what it was asked."""
-
-    answers: list[Completion]
-    context_length: int = 1000
-    version: WeightVersion | None = V0
-    asked: list[tuple[list[int], Sampling]] = field(default_factory=list)
-
-    async def generate(
-        self,
-        request: str,
-        prompt_ids: list[int],
-        sampling: Sampling,
-        progress: Progress | None = None,
-        shown: Sequence[Shown] = (),
-    ) -> Completion:
-        self.asked.append((list(prompt_ids), sampling))
-        if not self.answers:
-            raise EngineError("nothing left to say")
-        return self.answers.pop(0)
-
-
-@dataclass
-class Env:
-    replies: list[SessionReply]
-    steps: list[tuple[int, str, StopReason]] = field(default_factory=list)
-    requests: list[StepSession] = field(default_factory=list)
-    closed: int = 0
-    hang: bool = False
-    import_s: float = 0.0
-
-    async def open(
-        self, request: OpenSession, importing: Callable[[], AbstractContextManager[object]] = nullcontext
-    ) -> SessionReply:
-        with importing():
-            await asyncio.wait([asyncio.get_running_loop().create_future()], timeout=self.import_s)
-        return self.replies.pop(0)
-
-    async def step(self, worker: str, request: StepSession) -> SessionReply:
-        self.steps.append((request.turn, request.text, request.stop))
-        self.requests.append(request)
-        if self.hang:
-            await asyncio.Event().wait()
-        return self.replies.pop(0)
-
-    async def close(self, *, worker: str, session: str) -> None:
-        self.closed += 1
-
-
-def say(text: str, stop: StopReason = StopReason.EOS, spans: list[Span] | None = None) -> Completion:
-    ids = Chars().encode(text)
-    return Completion(ids=ids, logprobs=[-0.5] * len(ids), spans=spans or [Span(0, len(ids), V0)], stop=stop)
-
-
-def reply(*texts: str, reward: float = 0.0, **changes: object) -> SessionReply:
-    messages = [Message(role="user", content=t) for t in texts]
-    return SessionReply(worker="env-0", messages=messages, reward=reward, **changes)  # type: ignore[arg-type]
-
-
-def renderer(mode: str = "model") -> Renderer:
-    return Renderer(Chars(), mode, frozenset({EOS}))
-
-
-def episode(engine: Script, env: Env, mode: str = "model", **spec: Any) -> Episode:
-    job = make_spec(**({"rollout__max_turns": 3, "rollout__max_tokens": 50} | spec))
-    return Episode(job, make_ticket(), 0, SeatMap.single(job, engine, renderer(mode)), env)  # type: ignore[arg-type]
-
-
-async def failure_of(played: Episode) -> EpisodeFailed:
-    with pytest.raises(EpisodeFailed) as failed:
-        await played.run()
-    return failed.value
-
-
-def read_with(played: Episode, other: Renderer) -> None:
-    played.seats = SeatMap.single(played.spec, played.seats.first.engine, other)
+from tests.support.factories import V0
+from tests.unit.rollout_worker.scripted_episode import (
+    EOS,
+    V1,
+    Chars,
+    Env,
+    Script,
+    episode,
+    failure_of,
+    read_with,
+    renderer,
+    reply,
+    say,
+)
 
 
 async def test_plain_text_goes_on_by_no_template_and_begins_as_the_tokenizer_begins() -> None:
@@ -336,61 +243,6 @@ def test_prompt_is_a_fresh_list_each_time() -> None:
     assert np.array_equal(one.prompt(messages), Chars().encode("<u>q$\n<a>"))
 
 
-def move(seat: str, *texts: str, stream: str = "", **changes: Any) -> SessionReply:
-    return reply(*texts, seat=seat, stream=stream, **changes)
-
-
-async def test_each_seat_has_its_own_tokens_and_its_own_reward() -> None:
-    env = Env(
-        [
-            move("black", "you begin"),
-            move("white", "black played a"),
-            move("black", "white played b", reward=0.5),
-            move("", done=True, reward=1.0, components={"win": 1.0}, rewards={"white": {"win": -1.0}}),
-        ]
-    )
-    black, white = await episode(Script([say("a$"), say("b$"), say("c$")]), env).run()
-    assert [(t.index, t.seat, t.reward) for t in (black, white)] == [(0, "black", 1.0), (0, "white", -0.5)]
-    assert black.ids.tolist() == Chars().encode("<u>you begin$\n<a>a$\n<u>white played b$\n<a>c$")
-    assert white.ids.tolist() == Chars().encode("<u>black played a$\n<a>b$")
-    assert white.turns[0].components == {"win": -1.0} and [t.reward for t in black.turns] == [0.0, 1.0]
-    assert [(r.turn, r.seat) for r in env.requests] == [(0, "black"), (1, "white"), (2, "black")]
-    for trajectory in (black, white):
-        trajectory.check()
-
-
-async def test_a_seat_that_has_not_acted_yet_gets_its_reward_with_its_first_turn() -> None:
-    env = Env(
-        [move("black", "go"), move("white", "go", rewards={"white": {"gift": 0.25}}), move("", done=True, reward=1.0)]
-    )
-    black, white = await episode(Script([say("a$"), say("b$")]), env).run()
-    assert (black.reward, white.reward) == (0.0, 1.25)
-    alone = Env([move("black", "go"), move("", done=True, reward=1.0, rewards={"white": {"gift": 1.0}})])
-    (only,) = await episode(Script([say("a$")]), alone).run()
-    assert only.seat == "black"
-
-
-async def test_turns_count_per_seat() -> None:
-    replies = [move("a", "go"), move("b", "go"), move("a", "1"), move("b", "2"), move("a", "3")]
-    first, second = await episode(Script([say("x$")] * 4), Env(replies), rollout__max_turns=2).run()
-    assert (len(first.turns), len(second.turns), first.ending) == (2, 2, Ending.MAX_TURNS)
-
-
-async def test_a_new_stream_begins_a_new_context_and_an_old_one_goes_on() -> None:
-    env = Env(
-        [
-            reply("plan", stream="main"),
-            reply("look up x", stream="helper"),
-            reply("the helper says y", stream="main"),
-            reply(done=True, reward=1.0),
-        ]
-    )
-    main, helper = await episode(Script([say("a$"), say("y$"), say("b$")]), env).run()
-    assert main.ids.tolist() == Chars().encode("<u>plan$\n<a>a$\n<u>the helper says y$\n<a>b$")
-    assert helper.ids.tolist() == Chars().encode("<u>look up x$\n<a>y$")
-    assert (main.stream, helper.stream, main.reward, helper.reward) == ("main", "helper", 1.0, 0.0)
-
-
 async def test_a_prompt_of_token_ids_is_taken_as_it_is_and_answered_with_tokens() -> None:
     first = Chars().encode("raw>")
     more = [*first, *Chars().encode("a$"), *Chars().encode("more>")]
@@ -474,18 +326,3 @@ async def test_a_later_observation_that_the_template_refuses_costs_its_own_episo
     read_with(first, Renderer(Strict(), "model", frozenset({EOS})))
     with pytest.raises(JobFailed, match="roles must alternate"):
         await first.run()
-
-
-def test_players_rotate_by_position_in_the_submission_order_not_by_number() -> None:
-    """A deterministic job plays positions again under other numbers."""
-    pair: dict[str, Any] = {"policies": {"a": {}, "b": {}}, "seats": {"x": "a", "y": "b"}, "match": {"rotate": True}}
-    spec = make_spec(**pair, algorithm__group_size=4)
-    engine: Any = object()
-    seats = SeatMap(spec, [LoadedPolicy(name, spec, engine, engine) for name in spec.policies])
-    for ticket, player in (
-        (make_ticket(seq=9, row=4), "a"),
-        (make_ticket(seq=4, row=4), "a"),
-        (make_ticket(row=5), "b"),
-    ):
-        first = Episode(spec, ticket, 0, seats, engine).seats.at("x")
-        assert first is not None and first.name == player

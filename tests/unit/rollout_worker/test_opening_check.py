@@ -6,7 +6,7 @@ from opentinker.services.rollout_worker.opening_check import opening_mismatch
 from opentinker.shared.types.core import Message
 from opentinker.shared.types.env_protocol import SeatPrompt, SessionReply
 from opentinker.shared.types.trajectories import Trajectory
-from tests.unit.rollout_worker.test_episode import Chars, Env, Script, episode, reply, say
+from tests.unit.rollout_worker.scripted_episode import Chars, Env, Script, episode, reply, say
 
 
 async def sample(*prompts: tuple[str, str]) -> list[Trajectory]:

@@ -15,7 +15,7 @@ from opentinker.shared.types.core import Ending, Message
 from opentinker.shared.types.env_protocol import SeatPrompt, SessionReply
 from opentinker.shared.types.trajectories import Trajectory
 from tests.conftest import until
-from tests.unit.rollout_worker.test_episode import Chars, Env, Script, episode, failure_of, reply, say
+from tests.unit.rollout_worker.scripted_episode import Chars, Env, Script, episode, failure_of, reply, say
 
 SEATS = ("a", "b", "c", "d")
 

@@ -19,7 +19,7 @@ from opentinker.shared.types.core import Ending
 from opentinker.shared.types.env_protocol import CloseSession, OpenSession, SessionReply, StepSession
 from opentinker.shared.types.trajectories import Trajectory
 from tests.support.factories import make_spec, make_ticket
-from tests.unit.rollout_worker.test_episode import Script
+from tests.unit.rollout_worker.scripted_episode import Script
 from tests.unit.rollout_worker.test_tool_calls import renderer_of, spoken
 
 

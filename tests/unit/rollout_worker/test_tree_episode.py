@@ -15,7 +15,7 @@ from opentinker.shared.types.core import Ending, WeightVersion
 from opentinker.shared.types.env_protocol import SessionReply
 from opentinker.shared.types.trajectories import Group, Span, Trajectory
 from tests.support.factories import make_spec, make_ticket
-from tests.unit.rollout_worker.test_episode import Chars, Env, Script, failure_of, renderer, reply, say
+from tests.unit.rollout_worker.scripted_episode import Chars, Env, Script, failure_of, renderer, reply, say
 from tests.unit.rollout_worker.test_rounds import ask, over
 
 V2 = WeightVersion(1, 2)

@@ -23,7 +23,7 @@ from opentinker.shared.types.trajectories import Group, Trajectory
 from tests.support.agent_loops import SCHEMA, TOOL
 from tests.support.agent_talk import Direct, Scripted
 from tests.support.factories import V0, make_spec, make_ticket
-from tests.unit.rollout_worker.test_episode import Script
+from tests.unit.rollout_worker.scripted_episode import Script
 from tests.unit.rollout_worker.test_tool_calls import renderer_of, spoken
 
 TOOLS: Any = [{"type": "function", "function": {**TOOL, "parameters": SCHEMA}}]
