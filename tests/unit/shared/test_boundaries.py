@@ -146,7 +146,7 @@ def test_nobody_imports_the_folders_by_their_bare_names() -> None:
 
 
 def test_nothing_in_the_tree_runs_code_from_data() -> None:
-    """But for what runs the policy's programs, in a sandbox (test_job_tools.py)."""
+    """But for what runs the policy's programs, in a sandbox (test_python_tool.py)."""
     runner = ROOT / "envs" / "runtime" / "tools" / "sandbox_runner.py"
     places = [path for top in ("src/opentinker", "services", "shared", "envs") for path in (ROOT / top).rglob("*.py")]
     found = [f"{path}:{line}" for path in places for line in _unsafe(ast.parse(path.read_text())) if path != runner]
