@@ -8,7 +8,7 @@ from playwright.async_api import Route, expect
 
 from tests.conftest import WAIT_S
 from tests.e2e.page.conftest import IN_BROWSER, Open
-from tests.integration.rollout_worker.test_env_service import Workers, workers
+from tests.integration.rollout_worker.env_workers import Workers, workers
 from tests.support.api import SPEC, Http
 
 __all__ = ["workers"]

@@ -12,7 +12,7 @@ from opentinker.shared.messaging.env_client import EnvClient
 from opentinker.shared.state.plays import MAX_PLAYS, Play, Plays
 from opentinker.shared.types.core import StopReason
 from opentinker.shared.types.env_protocol import StepSession
-from tests.integration.rollout_worker.test_env_service import Workers, client, workers
+from tests.integration.rollout_worker.env_workers import Workers, client, workers
 from tests.support.browsing import Browser, browser
 from tests.support.oidc.login import Open, signs_in
 from tests.support.oidc.provider import ADA, Provider

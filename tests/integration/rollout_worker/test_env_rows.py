@@ -13,7 +13,7 @@ from opentinker.shared.messaging.subjects import ENV_ROWS
 from opentinker.shared.types.core import Message
 from opentinker.shared.types.env_protocol import EnvRow, EnvRows, EnvRowsReply
 from tests.conftest import WAIT_S
-from tests.integration.rollout_worker.test_env_service import Workers, workers
+from tests.integration.rollout_worker.env_workers import Workers, workers
 
 __all__ = ["workers"]
 

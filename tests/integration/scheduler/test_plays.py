@@ -18,7 +18,7 @@ from opentinker.shared.state.plays import MAX_PLAYS, PLAY_S, Play, Plays
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.env_protocol import SeatPrompt
 from tests.integration.client.test_cli import typed
-from tests.integration.rollout_worker.test_env_service import Workers, workers
+from tests.integration.rollout_worker.env_workers import Workers, workers
 from tests.support.api import OPERATOR, Http, bearing, fits, new_key_of
 
 __all__ = ["workers"]
