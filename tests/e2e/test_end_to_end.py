@@ -269,7 +269,7 @@ async def test_two_seats_are_rewarded_each_for_itself_and_their_streams_count_on
     cluster, model = shared
     spec = job_spec(
         model,
-        environment={"name": "tests.samples.env_samples:Duel", "config": {"rounds": 2}},
+        environment={"name": "tests.samples.seat_samples:Duel", "config": {"rounds": 2}},
         rollout={"engine": "toy", "max_tokens": 16, "max_turns": 2, "max_tokens_per_turn": 8},
         validation={"every": 10, "episodes": 8},
     )

@@ -17,10 +17,9 @@ import numpy as np
 from pydantic import field_validator
 
 from opentinker.envs.adapters.library import Randomness, episode_seed
-from opentinker.envs.base import Action, Environment, EnvironmentConfig, Opening, Step, Unreachable, user
+from opentinker.envs.base import Action, Environment, EnvironmentConfig, Step, Unreachable, user
 from opentinker.envs.builtin.copy_digits import CopyDigits
-from opentinker.envs.tools import tool
-from opentinker.shared.types.core import Message, Tool, ToolCall
+from opentinker.shared.types.core import Message, ToolCall
 
 
 class Counting(Environment):
@@ -370,81 +369,6 @@ class Free(Counting):
 
 class NoProcess(Counting):
     recycle_after = 5
-
-
-class Race(Environment):
-    """Two seats in turn; whoever first says `win` wins, and the other loses."""
-
-    class Config(EnvironmentConfig):
-        next: str = ""
-        """Who is said to act next, where that is not the other one."""
-        rewarded: str = ""
-        """Who gets what the loser should get."""
-
-    config: Config
-    seats = ("first", "second")
-
-    async def open(self, row: int, seed: int) -> Opening:
-        return Opening(messages=[user("go")], seat="first", stream="s", max_tokens=3, stop=["."])
-
-    async def step(self, action: Action) -> Step:
-        other = "second" if action.seat == "first" else "first"
-        if action.text == "win":
-            return Step(reward=1.0, done=True, rewards={self.config.rewarded or other: {"lost": -1.0}})
-        return Step(messages=[user(f"{action.seat} said {action.text}")], seat=self.config.next or other)
-
-
-class Duel(Environment):
-    """Two seats in turn, `rounds` each; who said more wins. `first` begins a new stream with every turn."""
-
-    class Config(EnvironmentConfig):
-        rounds: int = 2
-
-    config: Config
-    seats = ("first", "second")
-
-    async def open(self, row: int, seed: int) -> Opening:
-        self.said = {"first": 0, "second": 0}
-        return Opening(messages=[user(f"row {row} first 0")], seat="first", stream="0")
-
-    async def step(self, action: Action) -> Step:
-        self.said[action.seat] += len(action.text)
-        other = "second" if action.seat == "first" else "first"
-        if action.turn + 1 < 2 * self.config.rounds:
-            stream = str(action.turn + 1) if other == "first" else "all"
-            return Step(messages=[user(f"{other} {self.said[other]}")], seat=other, stream=stream)
-        ahead = self.said[action.seat] - self.said[other]
-        won = float((ahead > 0) - (ahead < 0))
-        return Step(
-            reward=won, components={"outcome": won}, rewards={other: {"outcome": -won}}, done=True,
-            metrics={"exact": won},
-        )  # fmt: skip
-
-
-class Relay(Environment):
-    """A referee of two seats, which tells each in turn what it has done; or, with `anew`, of one in a new context."""
-
-    class Config(EnvironmentConfig):
-        anew: bool = False
-
-    config: Config
-    seats = ("a", "b")
-
-    @tool
-    def look(self) -> str:
-        """See."""
-        return "nothing"
-
-    async def open(self, row: int, seed: int) -> Opening:
-        self.turn = 0
-        own = Tool(name="move", description="", parameters={"type": "object", "properties": {}})
-        return Opening(messages=[user("begin")], seat="a", stream="0", tools=[own])
-
-    async def step(self, action: Action) -> Step:
-        self.turn += 1
-        if self.config.anew:
-            return Step(messages=[user("anew")], seat="a", stream=str(self.turn))
-        return Step(messages=[user(f"after {action.seat}")], seat="b" if action.seat == "a" else "a", stream="0")
 
 
 class UntilTold(Environment):

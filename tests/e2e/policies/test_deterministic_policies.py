@@ -15,7 +15,7 @@ from opentinker.shared.spec.policies import spec_of
 from opentinker.shared.types.core import part_id
 from opentinker.shared.types.manifest import name_of, read_manifest
 from tests.conftest import until
-from tests.samples.round_samples import BACKER, RIVAL
+from tests.samples.seat_samples import BACKER, RIVAL
 from tests.support.cluster import Cluster
 
 STEPS, EVERY = 6, 2
@@ -35,7 +35,7 @@ def game(model: Path, schedule: str = "wait", **rollout: Any) -> JobSpec:
     spec: dict[str, Any] = {
         "name": "same bits",
         "model": {"base": str(model), "chat_template": "plain", "lora": {"rank": 4, "alpha": 8.0, "dropout": 0.2}},
-        "environment": {"name": "tests.samples.round_samples:SeededStakes"},
+        "environment": {"name": "tests.samples.seat_samples:SeededStakes"},
         # Two updates: the order of groups decides which of them are in the first; rae: also what each is compared with.
         "algorithm": {"advantage": "rae", "group_size": 4, "groups_per_batch": 4, "max_staleness": 0}
         | {"updates_per_batch": 2},

@@ -14,7 +14,7 @@ from tests.support.cluster import Cluster
 from tests.support.factories import make_spec
 from tests.support.lineage import undocumented
 
-ENVIRONMENT = "tests.samples.env_samples:Duel"
+ENVIRONMENT = "tests.samples.seat_samples:Duel"
 """Zero-sum: the mean reward of both seats is 0."""
 
 

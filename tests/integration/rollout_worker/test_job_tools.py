@@ -237,7 +237,7 @@ async def test_the_worker_answers_calls_and_passes_on_the_rest(sessions: Session
 
 
 async def test_every_stream_of_every_seat_is_told_of_the_tools_once(sessions: Sessions) -> None:
-    opened = await sessions.open(with_tools(MONTY, environment="tests.samples.env_samples:Race"))
+    opened = await sessions.open(with_tools(MONTY, environment="tests.samples.seat_samples:Race"))
     assert (opened.seat, [tool.name for tool in opened.tools]) == ("first", ["python"])
     answered = await sessions.step(step(0, run("1"), seat="first"))
     assert (answered.seat, answered.stream, answered.max_tokens, answered.stop) == ("first", "s", 3, ["."])
@@ -259,7 +259,7 @@ async def test_tools_of_the_environment_and_of_the_job_are_called_side_by_side(s
 
 
 async def test_results_wait_for_the_stream_that_called_where_another_one_acts_next(sessions: Sessions) -> None:
-    opened = await sessions.open(with_tools(MONTY, environment="tests.samples.env_samples:Relay"))
+    opened = await sessions.open(with_tools(MONTY, environment="tests.samples.seat_samples:Relay"))
     assert opened.seat == "a"
     move = ToolCall(id="m", name="move", arguments={})
     first = await sessions.step(step(0, run("1 + 1"), move, seat="a"))

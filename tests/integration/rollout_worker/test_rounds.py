@@ -16,7 +16,7 @@ from opentinker.shared.types.env_protocol import OpenSession, SeatAction, Sessio
 from tests.conftest import WAIT_S
 from tests.integration.rollout_worker.test_remote import Playing
 from tests.integration.rollout_worker.test_served import serving
-from tests.samples.round_samples import Deal, Vote
+from tests.samples.seat_samples import Deal, Vote
 from tests.support.factories import make_spec
 
 

@@ -25,7 +25,7 @@ from opentinker.shared.types.core import part_id
 from opentinker.shared.types.manifest import name_of
 from tests.conftest import Figure, until
 from tests.e2e.test_kills import SERVICES, seed
-from tests.samples.round_samples import BACKER, RIVAL
+from tests.samples.seat_samples import BACKER, RIVAL
 from tests.support.cluster import SERVERS, Cluster, toy_cluster
 from tests.support.lineage import lineage
 
@@ -51,7 +51,7 @@ def game(model: Path) -> JobSpec:
     spec: dict[str, Any] = {
         "name": "zero-sum under kills",
         "model": {"base": str(model), "chat_template": "plain"},
-        "environment": {"name": "tests.samples.round_samples:Stakes"},
+        "environment": {"name": "tests.samples.seat_samples:Stakes"},
         "algorithm": {"group_size": GROUP_SIZE, "groups_per_batch": BATCH, "max_staleness": 3},
         "rollout": {"engine": "toy", "max_turns": 2, "max_tokens": 6, "transcripts": BATCH},
         "train": {"learner": "simulated", "steps": STEPS, "simulated_step_s": 0.05, "checkpoint_every": 3},

@@ -185,9 +185,9 @@ def test_a_person_plays_every_seat_of_a_round() -> None:
 
 
 async def test_rounds_are_checked_like_turns() -> None:
-    found = await look_at("tests.samples.round_samples:Vote", {}, episodes=4, seed=0, turns=4)
+    found = await look_at("tests.samples.seat_samples:Vote", {}, episodes=4, seed=0, turns=4)
     assert found.errors == [] and found.facts["turns"] == "2.0 per episode"
-    wrong = await look_at("tests.samples.round_samples:Wrong", {"how": "next"}, episodes=2, seed=0, turns=4)
+    wrong = await look_at("tests.samples.seat_samples:Wrong", {"how": "next"}, episodes=2, seed=0, turns=4)
     assert len(wrong.errors) == 2 and "step_all() number 1 of row 0" in wrong.errors[0]
 
 

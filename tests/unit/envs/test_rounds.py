@@ -19,7 +19,7 @@ from opentinker.shared.types.core import Ending, Message, StopReason, ToolCall
 from opentinker.shared.types.env_protocol import OpenSession, SeatAction, SeatPrompt, SessionReply, StepSession
 from tests.support import playing
 
-SAMPLES = "tests.samples.round_samples"
+SAMPLES = "tests.samples.seat_samples"
 VOTE = f"{SAMPLES}:Vote"
 ALL = ("voter_0", "voter_1", "voter_2", "voter_3")
 

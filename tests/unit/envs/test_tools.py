@@ -25,7 +25,7 @@ from opentinker.envs.tools import (
 from opentinker.envs.with_tools import WithTools, with_tools
 from opentinker.shared.types.core import Ending, Message, StopReason, Tool, ToolCall
 from opentinker.shared.types.errors import SpecError
-from tests.samples.env_samples import Relay
+from tests.samples.seat_samples import Relay
 from tests.support import playing
 from tests.support.factories import make_spec
 from tests.unit.envs.env_worker.requests import opening

@@ -10,7 +10,7 @@ from opentinker.shared.types.env_protocol import StepSession
 from tests.support.playing import local_episode
 from tests.unit.envs.env_worker.requests import opening
 
-RACE = "tests.samples.env_samples:Race"
+RACE = "tests.samples.seat_samples:Race"
 
 
 def say(text: str, turn: int, seat: str) -> StepSession:
