@@ -11,15 +11,10 @@ from typing import Any
 import pytest
 
 from opentinker.services.scheduler.placement import planner
-from opentinker.services.scheduler.placement.planner import plan
 from opentinker.services.scheduler.placement.quotas import Used
 from opentinker.services.scheduler.placement.types import (
     AddWorker,
-    ClusterView,
-    Gpus,
     Held,
-    Need,
-    PlacementPlan,
     PlannedJob,
     Preempt,
     Reclaim,
@@ -29,47 +24,13 @@ from opentinker.services.scheduler.placement.types import (
     Start,
 )
 from opentinker.shared.tenant_limits import TenantLimits
-from opentinker.shared.types.core import Pool
 from tests.support.placement.model import Model
+from tests.unit.scheduler.placing import NOW, ROLLOUT, TRAINER, held, job, planned, started
 
-TRAINER, ROLLOUT = Pool.TRAINER, Pool.ROLLOUT
-NOW = 1e6
 SEEDS = range(*map(int, os.environ.get("OPENTINKER_PLACEMENT_SEEDS", "0:500").split(":")))
 EVENTS = int(os.environ.get("OPENTINKER_PLACEMENT_EVENTS", "1000"))
 """Of each seed, but 10,000 of every 25th."""
 BLOCK = 50
-
-
-def job(id: str, **changes: Any) -> PlannedJob:
-    fields: dict[str, Any] = {"tenant": "t", "priority": 0, "created": NOW - 10, "since": NOW - 10, "most": 1}
-    return PlannedJob(id=id, **{**fields, "needs": {TRAINER: 1, ROLLOUT: 1}, **changes})
-
-
-def held(id: str, *workers: str, **changes: Any) -> tuple[PlannedJob, list[Held]]:
-    """A job that has begun an hour ago, and its leases."""
-    leases = [Held(worker, id, Pool(worker.split("-")[0])) for worker in workers]
-    return job(id, held=True, **{"since": NOW - 3600, "created": NOW - 3600, **changes}), leases
-
-
-def planned(
-    *jobs: PlannedJob | tuple[PlannedJob, list[Held]], trainers: int = 0, rollouts: int = 0, **view: Any
-) -> PlacementPlan:
-    """`trainers`, `rollouts`: in all; those that nobody holds are free."""
-    leases = [lease for one in jobs if isinstance(one, tuple) for lease in one[1]]
-    taken = {lease.worker for lease in leases}
-    ids = {TRAINER: [f"trainer-{i}" for i in range(trainers)], ROLLOUT: [f"rollout-{i}" for i in range(rollouts)]}
-    fields: dict[str, Any] = {
-        "now": NOW,
-        "jobs": [one[0] if isinstance(one, tuple) else one for one in jobs],
-        "free": {pool: [id for id in found if id not in taken] for pool, found in ids.items()},
-        "alive": ids,
-        "leases": leases,
-    }
-    return plan(ClusterView(**(fields | view)))
-
-
-def started(found: PlacementPlan) -> list[str]:
-    return [decision.job for decision in found.decisions if isinstance(decision, Start)]
 
 
 def test_higher_priority_goes_first_and_then_the_older() -> None:
@@ -196,84 +157,6 @@ def test_half_a_job_gives_way_to_one_that_waits_for_what_it_holds() -> None:
     (decision,) = planned(a, b, trainers=1, rollouts=1).decisions
     assert isinstance(decision, Requeue) and decision.job == "b"
     assert planned(a, trainers=0, rollouts=1).decisions == [], "nobody wants it"
-
-
-TWO = {"trainer-1": Gpus((80, 80))}
-
-
-def test_a_job_gets_a_trainer_that_has_the_gpus_it_needs() -> None:
-    wants = job("wants", gpus={TRAINER: Need(2)}, created=1)
-    (start,) = planned(wants, trainers=2, rollouts=1, gpus=TWO).decisions
-    assert isinstance(start, Start) and start.workers == ("trainer-1", "rollout-0")
-    found = planned(wants, job("other"), trainers=1, rollouts=1, gpus={})
-    assert started(found) == ["other"], "it holds nobody back"
-    assert "trainer with 2 GPUs (none is running)" in found.waiting["wants"]
-
-
-def test_who_lacks_a_worker_with_gpus_is_told_so() -> None:
-    wants = job("wants", gpus={TRAINER: Need(2), ROLLOUT: Need(1, 80 * 10**9)})
-    assert planned(wants, trainers=1, rollouts=1).waiting["wants"] == (
-        "trainer with 2 GPUs, rollout worker with a GPU of 80 GB (none is running)"
-    )
-    busy = held("b", "trainer-1", "rollout-0")
-    gpus = {**TWO, "rollout-0": Gpus((85 * 10**9,)), "rollout-1": Gpus((40 * 10**9,))}
-    found = planned(busy, wants, trainers=2, rollouts=2, gpus=gpus)
-    assert found.waiting["wants"] == (
-        "a free trainer with 2 GPUs and a free rollout worker with a GPU of 80 GB (held by job b)"
-    )
-    wide = job("wide", needs={ROLLOUT: 2}, gpus={ROLLOUT: Need(1, 80 * 10**9)})
-    found = planned(wide, rollouts=2, gpus=gpus)
-    assert found.waiting["wide"] == "2 rollout workers with a GPU of 80 GB (1 of them running)"
-
-
-def test_who_needs_no_gpu_leaves_them_to_others() -> None:
-    found = planned(job("plain", created=1), job("wants", gpus={TRAINER: Need(1)}), trainers=2, rollouts=2, gpus=TWO)
-    assert [d.workers[0] for d in found.decisions if isinstance(d, Start)] == ["trainer-0", "trainer-1"]
-    gpus = {"trainer-0": Gpus((80,) * 4), **TWO}
-    (start,) = planned(job("one", gpus={TRAINER: Need(1)}), trainers=2, rollouts=1, gpus=gpus).decisions
-    assert isinstance(start, Start) and start.workers[0] == "trainer-1", "the fewest that do"
-    (start,) = planned(job("plain"), trainers=1, rollouts=1, gpus={"trainer-0": Gpus((80,))}).decisions
-    assert isinstance(start, Start), "with a GPU rather than not at all"
-
-
-def test_ranks_are_put_where_gpus_are_joined() -> None:
-    wants = job("wants", needs={TRAINER: 1}, gpus={TRAINER: Need(2)}, most=0)
-    apart, node = Gpus((80, 80)), Gpus((80, 80), near=2)
-    for gpus, expected in (
-        ({"trainer-0": apart, "trainer-1": node}, "trainer-1"),
-        ({"trainer-0": node, "trainer-1": Gpus((80, 80), linked=2)}, "trainer-1"),
-        ({"trainer-0": apart, "trainer-1": Gpus((80,) * 8, linked=8, near=8)}, "trainer-0"),
-    ):
-        (start,) = planned(wants, trainers=2, gpus=gpus).decisions
-        assert isinstance(start, Start) and start.workers == (expected,)
-
-
-def test_only_what_has_gpus_is_taken_back_interrupted_and_kept_for_who_needs_them() -> None:
-    gpus = {"rollout-1": Gpus((80,)), "trainer-1": Gpus((80,))}
-    wide = held("w", "trainer-0", "rollout-0", "rollout-1", "rollout-2", most=3)
-    wants = job("wants", needs={ROLLOUT: 1}, gpus={ROLLOUT: Need(1)})
-    assert planned(wide, wants, trainers=1, rollouts=3, gpus=gpus).decisions == [Reclaim("w", "rollout-1", "wants")]
-
-    low = held("low", "trainer-0", needs={TRAINER: 1}, priority=-2)
-    other = held("other", "trainer-1", needs={TRAINER: 1}, priority=-1)
-    high = job("high", needs={TRAINER: 1}, priority=1, gpus={TRAINER: Need(1)})
-    assert planned(low, other, high, trainers=2, gpus=gpus).decisions == [Preempt("other", "high")]
-
-    long = job("long", needs={TRAINER: 1}, gpus={TRAINER: Need(1)}, since=NOW - 500, created=1)
-    holds = held("h", "trainer-1", needs={TRAINER: 1})
-    found = planned(long, holds, job("small", needs={TRAINER: 1}), trainers=2, gpus=gpus)
-    assert started(found) == ["small"], "what is kept for it is what it needs"
-
-
-def test_what_is_lent_has_what_the_job_needs() -> None:
-    a = held("a", "trainer-0", "rollout-0", most=3, gpus={ROLLOUT: Need(1)})
-    b = held("b", "trainer-1", "rollout-1", most=3)
-    gpus = {"rollout-0": Gpus((80,)), "rollout-3": Gpus((80,))}
-    found = planned(a, b, trainers=2, rollouts=4, gpus=gpus)
-    assert {d.job: d.worker for d in found.decisions if isinstance(d, AddWorker)} == {
-        "b": "rollout-2",
-        "a": "rollout-3",
-    }
 
 
 def endpoint(id: str, *workers: str, **changes: Any) -> tuple[PlannedJob, list[Held]]:

@@ -19,7 +19,7 @@ from opentinker.services.scheduler.placement.types import (
     Reclaim,
     Start,
 )
-from tests.unit.scheduler.test_placement import NOW, ROLLOUT, TRAINER, held, job, planned
+from tests.unit.scheduler.placing import NOW, ROLLOUT, TRAINER, held, job, planned
 
 LOOK_S = 2.0
 SAVES_S = 5.0
