@@ -22,6 +22,8 @@ from opentinker.shared.types.core import WeightVersion
 from opentinker.shared.types.trajectories import Group
 from tests.support.factories import group_of, make_spec, trajectory_of
 
+LORA = {"rank": 4, "alpha": 8.0}
+
 
 def torch_spec(base: object, **parts: Any) -> JobSpec:
     """Of a job that really trains `base`, with fields of its parts (or a whole list) replaced."""

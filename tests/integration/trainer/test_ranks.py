@@ -33,9 +33,8 @@ from opentinker.shared.types.errors import JobFailed, OpenTinkerError
 from opentinker.shared.types.trajectories import Group, Span
 from tests.conftest import until
 from tests.support.factories import V0, group_of, trajectory_of, version
-from tests.support.learning import random_groups, relative_gap, torch_spec
+from tests.support.learning import LORA, random_groups, relative_gap, torch_spec
 
-LORA = {"rank": 4, "alpha": 8.0}
 OF_TIME_OR_PLACE = {"step_seconds", "tokens/computed", "trainer/rank_imbalance"}
 """Metrics that two ranks may see otherwise: a prompt shared by both is computed by both."""
 GAPS = {"float32": (1e-4, 1e-3), "bfloat16": (0.02, 0.1)}

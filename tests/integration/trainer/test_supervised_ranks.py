@@ -17,9 +17,8 @@ from opentinker.services.trainer.distributed.rank_main import LEARNERS
 from opentinker.services.trainer.distributed.rank_protocol import examples_of, rows_of
 from opentinker.services.trainer.learners.base import Interrupted, NonFinite
 from tests.samples.row_samples import chat_model, random_pairs, random_rows, row_spec
-from tests.support.learning import relative_gap
+from tests.support.learning import LORA, relative_gap
 
-LORA = {"rank": 4, "alpha": 8.0}
 OF_TIME_OR_PLACE = {"step_seconds", "tokens/computed", "trainer/rank_imbalance"}
 SMALL_PASSES = {"lr": 1e-3, "tokens_per_micro_batch": 40}
 JOBS: dict[str, tuple[str, dict[str, Any]]] = {

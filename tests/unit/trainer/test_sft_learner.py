@@ -15,9 +15,7 @@ from opentinker.services.trainer.learners.base import NonFinite
 from opentinker.services.trainer.learners.sft import SftLearner
 from opentinker.shared.nn.models import longest_context
 from tests.samples.row_samples import chat_model, copies, random_rows, row_spec, write_rows
-from tests.support.learning import digest, loaded, resumed_and_unbroken
-
-LORA = {"rank": 4, "alpha": 8.0}
+from tests.support.learning import LORA, digest, loaded, resumed_and_unbroken
 
 
 @pytest.fixture(scope="module")
