@@ -90,6 +90,8 @@ class Settings(NotificationSettings, PriceSettings, LoginSettings, BaseModel):
     """At once, of all clients."""
     http_connections_per_address: Annotated[int, Field(gt=0)] = 1024
     """At once, of one client. Behind a proxy all come from its address."""
+    http_body_s: Annotated[float, Field(gt=0, le=3600)] = 10.0
+    """Time for a request's body, or for each part of an upload; then the answer is 408."""
     health_host: str = "127.0.0.1"
     """Address on which each process says how it is."""
     health_port: Annotated[int, Field(ge=0, le=65535)] = 0

@@ -174,7 +174,7 @@ class EnvironmentsApi:
 
 async def _part(request: web.Request) -> bytes:
     """The next part of the body, empty at its end. Raises SlowBody, BrokenBody."""
-    async with body_read("the next part of the body"):
+    async with body_read(request, "the next part of the body"):
         return await request.content.read(MIB)
 
 

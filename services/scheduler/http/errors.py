@@ -44,8 +44,6 @@ PROBLEM = "application/problem+json"
 BODY_LIMIT = 1 << 20
 SMALL_BODY = 1 << 14
 """Larger bodies are parsed in a thread, so that other requests are answered."""
-BODY_S = 10.0
-"""Time limit for receiving a body that is read as a whole; for one read in parts, for each part."""
 DEPTH_LIMIT = 32
 NODE_LIMIT = 100_000
 REQUESTS = Counter("opentinker_http_requests", "HTTP requests", ["method", "route", "status"], registry=REGISTRY)
@@ -67,6 +65,8 @@ HINTS = {
     500: "report the id to the operator of the server",
     503: "a part of the service is restarting; retry in a few seconds",
 }
+BODY_S: web.AppKey[float] = web.AppKey("body_s", float)
+"""Settings.http_body_s"""
 STARTED: web.RequestKey[float] = web.RequestKey("started", float)
 """Arrival time of a request."""
 OPENAI = re.compile(r"/v1/jobs/[^/]+/v1(/|$)")
@@ -102,13 +102,14 @@ PLAIN: dict[type[OpenTinkerError], tuple[int, str]] = {
 
 
 @contextlib.asynccontextmanager
-async def body_read(what: str) -> AsyncIterator[None]:
+async def body_read(request: web.Request, what: str) -> AsyncIterator[None]:
     """Around the reading of a body or of a part of it. Raises SlowBody, BrokenBody."""
+    within_s = request.app[BODY_S]
     try:
-        async with asyncio.timeout(BODY_S):
+        async with asyncio.timeout(within_s):
             yield
     except TimeoutError:
-        raise SlowBody(f"{what} was not received within {BODY_S:g} s") from None
+        raise SlowBody(f"{what} was not received within {within_s:g} s") from None
     except (ConnectionError, web.RequestPayloadError, HttpProcessingError) as error:
         raise BrokenBody(f"{what} is truncated or malformed: {type(error).__name__}") from None
 
@@ -257,7 +258,7 @@ def _route(request: web.Request) -> str:
 async def read_json(request: web.Request) -> Any:
     """The body as plain data. Raises SpecError: not JSON, a name twice in an object, NaN, too deep, too many values;
     SlowBody, BrokenBody."""
-    async with body_read("the body"):
+    async with body_read(request, "the body"):
         raw = await request.read()
     return parse_json(raw) if len(raw) <= SMALL_BODY else await asyncio.to_thread(parse_json, raw)
 

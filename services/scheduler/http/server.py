@@ -27,7 +27,7 @@ from opentinker.services.scheduler.http.checkpoint_registry import CheckpointReg
 from opentinker.services.scheduler.http.cors import CrossOrigin
 from opentinker.services.scheduler.http.dashboard import Page
 from opentinker.services.scheduler.http.environments import EnvironmentsApi
-from opentinker.services.scheduler.http.errors import BODY_LIMIT, begins, json_response, last_resort, problems
+from opentinker.services.scheduler.http.errors import BODY_LIMIT, BODY_S, begins, json_response, last_resort, problems
 from opentinker.services.scheduler.http.job_history import JobHistoryApi
 from opentinker.services.scheduler.http.jobs import JobsApi
 from opentinker.services.scheduler.http.keys import KeysApi
@@ -102,6 +102,7 @@ class Api:
         before = [last_resort, named, audit.watch, problems, pages.preflight, limiter.guard]
         after = [query_check, audit.begins]
         app = web.Application(middlewares=[*before, self.gate.authenticate, *after], client_max_size=BODY_LIMIT)
+        app[BODY_S] = self.ctx.settings.http_body_s
         app.on_response_prepare.extend((begins, pages.allow))
         if not self.ctx.settings.auth:
             app.on_response_prepare.append(mark_unauthenticated)

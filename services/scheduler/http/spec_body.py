@@ -23,7 +23,7 @@ async def read_spec(request: web.Request) -> Any:
     """The body as plain data. Raises SpecError, SlowBody, BrokenBody; HTTPUnsupportedMediaType (415)."""
     kind = request.content_type
     if kind == TOML:
-        async with body_read("the body"):
+        async with body_read(request, "the body"):
             raw = await request.read()
         return await asyncio.to_thread(_toml, raw)
     if kind not in JSON and not kind.endswith("+json"):

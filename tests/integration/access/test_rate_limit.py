@@ -251,8 +251,8 @@ async def test_parameters_that_a_route_would_ignore_are_refused(ctx: Context) ->
         assert "takes no parameters" in mistake["problem"]
 
 
-async def test_a_body_that_stops_half_way_is_given_up(ctx: Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(errors, "BODY_S", 0.2)
+async def test_a_body_that_stops_half_way_is_given_up(ctx: Context, change: Callable[..., None]) -> None:
+    change(http_body_s=0.2)
     async with served(ctx) as (_, _, raw):
         for path in ("/v1/jobs", "/v1/environments"):
             own = f"Authorization: Bearer {OPERATOR}\r\n"

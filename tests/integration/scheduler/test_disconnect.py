@@ -173,10 +173,13 @@ async def test_scheduler_and_operator_are_no_users_of_the_servers_account(ctx: C
     assert not await comes_in(guarded.server.url, user=SYSTEM, password="x" * 64)
 
 
-async def test_excess_is_refused(api: Http, store: Store, guarded: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_connections, "MAX_CONNECTIONS", 2)
+async def test_excess_is_refused(api: Http, store: Store, guarded: Guarded) -> None:
     key = await new_key_of(store, "red")
-    token = str((await given(api, await job_of(api, key), key))["token"])
+    job, until = await job_of(api, key), time.time() + 60.0
+    group = ConnectionGroup(id_of(key), digest_of(key), job)
+    others = {f"A/{number}": until for number in range(stream_connections.MAX_CONNECTIONS - 2)}
+    await store.redis.zadd(f"streams:open:{group.name}", others)
+    token = str((await given(api, job, key))["token"])
     assert [await comes_in(guarded.websocket, token=token) for _ in range(3)] == [True, True, False]
 
 

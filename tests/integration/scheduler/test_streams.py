@@ -19,10 +19,9 @@ from opentinker.shared.messaging.permissions import TABLE, inbox, wide
 from opentinker.shared.messaging.subjects import METRIC, SCHEDULER, SERVICES, STREAMS, Subject
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.security.key_text import digest_of, new_key
-from opentinker.shared.state import stream_credentials
 from opentinker.shared.state.keys import KeyStore
 from opentinker.shared.state.store import Store
-from opentinker.shared.state.stream_credentials import StreamCredentialStore
+from opentinker.shared.state.stream_credentials import MAX_CREDENTIALS, PREFIX, StreamCredentialStore
 from tests.conftest import Figure, Server, soon, until
 from tests.support.api import Http, bearing, id_of, new_key_of
 from tests.support.factories import make_point
@@ -179,7 +178,7 @@ async def of_another_tenants_job(api: Http, store: Store, job: str, key: str) ->
 
 
 async def never_given(api: Http, store: Store, job: str, key: str) -> str:
-    return f"{stream_credentials.PREFIX}{'0' * 16}_{'0' * 64}"
+    return f"{PREFIX}{'0' * 16}_{'0' * 64}"
 
 
 async def with_another_secret(api: Http, store: Store, job: str, key: str) -> str:
@@ -269,16 +268,14 @@ async def test_pages_of_other_sites_are_refused_by_the_listener(guarded: Guarded
 # --- how many, and where there are none -----------------------------------------------------------------------------
 
 
-async def test_a_key_has_so_many_at_a_time(api: Http, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_credentials, "MAX_CREDENTIALS", 2)
+async def test_a_key_has_so_many_at_a_time(api: Http, store: Store) -> None:
     key, other = await new_key_of(store, "red"), await new_key_of(store, "red")
-    job = await job_of(api, key)
-    for _ in range(2):
-        await given(api, job, key)
+    job, of = await job_of(api, key), f"streams:of:{id_of(key)}"
+    await store.redis.zadd(of, {f"{number}": time.time() + 60.0 for number in range(MAX_CREDENTIALS - 1)})
+    await given(api, job, key)
     status, body = await api("POST", f"/v1/jobs/{job}/stream-credentials", headers=bearing(key))
-    assert status == 429 and "2 credentials" in body["detail"]
+    assert status == 429 and f"{MAX_CREDENTIALS} credentials" in body["detail"]
     await given(api, job, other)
-    of = f"streams:of:{id_of(key)}"
     first = (await store.redis.zrange(of, 0, 0))[0]
     await store.redis.zadd(of, {first: time.time() - 1.0})
     await given(api, job, key)
