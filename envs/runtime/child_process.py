@@ -29,8 +29,6 @@ from opentinker.shared.types.errors import OpenTinkerError
 
 KEPT_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "VIRTUAL_ENV", "LD_LIBRARY_PATH", egress.VARIABLE)
 """Environment variables of the service that a child inherits; NATS and Redis addresses are not for user code."""
-IDLE_S = 60.0
-"""A child without sessions ends after this time: the env worker is not notified when a job finishes."""
 END_S = 2.0
 """Time from the end of a child's answers to its exit."""
 
@@ -62,6 +60,8 @@ class EnvironmentChild:
         """Takes no new sessions, because another key waits for its place."""
         self.spent = False
         """Takes no new sessions, because it asked to be replaced."""
+        self.idle_s = 60.0
+        """Without sessions it ends after this time: the env worker is not notified when a job finishes."""
         self.gone = ""
         """Why the child can no longer be used."""
         self._launch = start
@@ -86,7 +86,7 @@ class EnvironmentChild:
         if self.sessions == 0 and self._importing is not None and not self._importing.done():
             self.kill("its import was abandoned")
         elif self.sessions == 0:
-            self._idle = asyncio.get_running_loop().call_later(IDLE_S, self.kill, "it was idle")
+            self._idle = asyncio.get_running_loop().call_later(self.idle_s, self.kill, "it was idle")
 
     def retire(self) -> None:
         """Called after a session was closed: a child to be replaced ends with its last one."""

@@ -20,8 +20,6 @@ MAX_FILES = 20_000
 """In /tmp: each takes memory of the kernel, however small it is."""
 DESCRIPTORS = 8
 """Times `open_files`: descriptors of all processes together."""
-KERNEL_MB = 64
-"""Kernel memory for the processes of a sandbox, where a cgroup counts it."""
 SIGNALS = 1024
 """Queued signals, timers included."""
 
@@ -40,6 +38,8 @@ class Limits:
     """Size of /tmp, which is memory as well, and of each file."""
     open_files: int = 256
     """Per process; also the number of sockets of all processes together."""
+    kernel_mb: int = 64
+    """Kernel memory for its processes, where a cgroup counts it."""
     memory_setting: str = "sandbox_memory_mb"
     """Where memory_mb comes from, for messages."""
 
@@ -55,7 +55,7 @@ class Limits:
 
     def of_all(self) -> int:
         """Bytes for all processes together, with /tmp and with what the kernel keeps for them."""
-        return (self.memory_mb + self.disk_mb + KERNEL_MB) * MIB
+        return (self.memory_mb + self.disk_mb + self.kernel_mb) * MIB
 
     def of_a_process(self) -> dict[str, int]:
         return {

@@ -34,7 +34,7 @@ import structlog
 from opentinker.shared.config import Settings
 from opentinker.shared.sandbox import launch, seccomp
 from opentinker.shared.sandbox.cgroup import Cgroup, Cgroups
-from opentinker.shared.sandbox.limits import HOME, KERNEL_MB, MIB, Limits, excess
+from opentinker.shared.sandbox.limits import HOME, MIB, Limits, excess
 from opentinker.shared.sandbox.overlay_root import OverlayRoot, root_options
 from opentinker.shared.types.errors import OpenTinkerError
 
@@ -133,7 +133,7 @@ class Sandbox:
             "options": [*root_options(NAMESPACES, NO_DEVICE, variables), *argv],
             "uid": self.root_uid if os.geteuid() == 0 else 0,
         }
-        most = (limits.memory_mb + KERNEL_MB) * MIB
+        most = (limits.memory_mb + limits.kernel_mb) * MIB
         quiet = (asyncio.subprocess.DEVNULL, asyncio.subprocess.DEVNULL, asyncio.subprocess.DEVNULL)
         return await self._launch(plan, limits, None, most, (descriptor,), quiet)
 

@@ -23,8 +23,6 @@ from opentinker.shared.state.redis_script import Script, read_hashes
 from opentinker.shared.types.errors import Conflict, NotFound
 
 ALL = "*"
-MAX_KEYS = 1000
-"""Keys per tenant."""
 KEPT_S = 30 * 86400
 USED_EVERY_S = 60.0
 """`used` is written so often."""
@@ -115,8 +113,9 @@ class Key(msgspec.Struct, frozen=True, kw_only=True):
 class KeyStore:
     """`now` everywhere: Unix seconds, of the scheduler's clock."""
 
-    def __init__(self, redis: Any) -> None:
-        self._redis = redis
+    def __init__(self, redis: Any, max_keys: int = 1000) -> None:
+        """`max_keys`: of each tenant."""
+        self._redis, self._max_keys = redis, max_keys
         self._create = Script(redis, _CREATE)
         self._rotate = Script(redis, _ROTATE)
         self._revoke = Script(redis, _REVOKE)
@@ -150,10 +149,11 @@ class KeyStore:
         gone = int(expires + KEPT_S) if expires else 0
         answer = await self._create(
             keys=[_of(id), _all_of(tenant), "tenants"],
-            args=[id, now, MAX_KEYS, tenant, digest, gone, *(part for pair in fields.items() for part in pair)],
+            args=[id, now, self._max_keys, tenant, digest, gone, *(part for pair in fields.items() for part in pair)],
         )
         if answer == "full":
-            raise Conflict(f"tenant {tenant} has {MAX_KEYS} keys, which is the most; revoked ones count for a month")
+            most = f"tenant {tenant} has {self._max_keys} keys, which is the most"
+            raise Conflict(f"{most}; revoked ones count for a month")
         found = await self.find(id)
         if found is None:
             raise NotFound(f"key {id!r} is gone")

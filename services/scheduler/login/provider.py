@@ -30,14 +30,10 @@ from opentinker.shared.login_settings import is_provider_url
 from opentinker.shared.types.errors import OpenTinkerError
 
 CALLBACK = "/v1/login/oidc/callback"
-FETCH_S = 10.0
-"""Time limit of a request to the provider."""
 MAX_BYTES = 1 << 18
 """Limit of an answer."""
 DOCUMENT_S, KEYS_S = 3600.0, 600.0
 """Time for which the discovery document and the keys are used."""
-REFETCH_S = 5.0
-"""Keys are fetched no more often for tokens that name an unknown one."""
 MAX_KEYS = 100
 LEEWAY_S = 60
 """Allowance for the provider's clock."""
@@ -50,8 +46,10 @@ class ProviderError(OpenTinkerError):
 
 
 class Provider:
-    def __init__(self, settings: Settings) -> None:
-        """Raises SpecError: there is no client secret."""
+    def __init__(self, settings: Settings, *, fetch_s: float = 10.0, refetch_s: float = 5.0) -> None:
+        """`fetch_s`: time limit of a request to the provider. `refetch_s`: keys are fetched no more often for tokens
+        that name an unknown one. Raises SpecError: there is no client secret."""
+        self._fetch_s, self._refetch_s = fetch_s, refetch_s
         self._settings, self._secret = settings, settings.client_secret()
         self._redirect = settings.public_url.rstrip("/") + CALLBACK
         self._document: tuple[dict[str, Any], float] | None = None
@@ -128,7 +126,7 @@ class Provider:
             now, known = time.monotonic(), self._keys
             if known is not None:
                 age_s = now - known[1]
-                if age_s < (KEYS_S if newer_than is None or known[1] > newer_than else REFETCH_S):
+                if age_s < (KEYS_S if newer_than is None or known[1] > newer_than else self._refetch_s):
                     return known
             listed = (await self._fetch("GET", await self._endpoint("jwks_uri"))).get("keys")
             if not isinstance(listed, list) or not listed:
@@ -159,7 +157,7 @@ class Provider:
         at = url.partition("?")[0]
         try:
             async with (
-                asyncio.timeout(FETCH_S),
+                asyncio.timeout(self._fetch_s),
                 aiohttp.ClientSession(trust_env=True) as session,
                 session.request(
                     method, url, data=body, headers={"Accept": "application/json", **(headers or {})},

@@ -21,8 +21,8 @@ import msgspec
 import pytest
 import uvloop
 
-from opentinker.envs.runtime import child_process, fair_queue
 from opentinker.envs.runtime.child_pool import ChildPool
+from opentinker.envs.runtime.fair_queue import FairQueue
 from opentinker.envs.runtime.packages import Packages
 from opentinker.envs.runtime.resolver import Resolver
 from opentinker.envs.runtime.sandboxes import Sandboxes
@@ -189,7 +189,7 @@ async def test_a_cost_that_a_child_says_is_checked(worker: Worker, tmp_path: Pat
     assert reply.failure == Ending.ENV_BAD_REPLY and "cost must be above 0" in reply.error
 
 
-async def test_idle_children_make_room(worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_idle_children_make_room(worker: Worker) -> None:
     name = worker.push(PARITY)
     for job in ("a", "b", "c", "d"):
         session, opened = await worker.open(name, job)
@@ -197,16 +197,16 @@ async def test_idle_children_make_room(worker: Worker, tmp_path: Path, monkeypat
         await worker.step(session, "odd")
         await until(lambda: all(child.sessions == 0 for child in worker.host._children))
     assert [child.key[-1] for child in worker.host._children] == ["b", "c", "d"]
-    monkeypatch.setattr(child_process, "IDLE_S", 0.05)
     session, _ = await worker.open(name, "d")
-    await worker.step(session, "odd")
     last = worker.host._children[-1]
+    last.idle_s = 0.05
+    await worker.step(session, "odd")
     await until(lambda: last.gone == "it was idle")
     await last.ended()
 
 
-async def test_who_waits_for_a_child_gets_one_in_the_end(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fair_queue, "TURN_S", 0.0)
+async def test_who_waits_for_a_child_gets_one_in_the_end(worker: Worker) -> None:
+    worker.host._turns = FairQueue(turn_s=0.0)
     worker.host._limit = worker.host._spare = 1
     name = worker.push(PARITY)
     first, opened = await worker.open(name, "greedy")
@@ -225,9 +225,9 @@ async def test_who_waits_for_a_child_gets_one_in_the_end(worker: Worker, monkeyp
 
 
 def test_who_stops_asking_does_not_wait() -> None:
-    waiting = fair_queue.FairQueue()
+    waiting = FairQueue(turn_s=10.0)
     waiting.refused("a", 0.0)
-    assert waiting.due(fair_queue.TURN_S - 1) is None
+    assert waiting.due(9.0) is None
     for now in range(0, 20, 4):
         waiting.refused("b", float(now))
     assert waiting.due(16.0) == "b"

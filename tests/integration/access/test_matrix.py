@@ -27,6 +27,7 @@ from opentinker.services.scheduler.environments.served_gateway import Gateway
 from opentinker.services.scheduler.http import auth
 from opentinker.services.scheduler.http.keys import NewKey, NewShare, Rotation
 from opentinker.services.scheduler.http.publishing import NewPublication
+from opentinker.services.scheduler.http.rate_limit import TokenBuckets
 from opentinker.services.scheduler.http.route_decorator import Route
 from opentinker.services.scheduler.http.server import Api
 from opentinker.services.scheduler.inference.router import InferenceRouter
@@ -327,12 +328,12 @@ async def site(ctx: Context, store: Store, tmp_path: Any, monkeypatch: pytest.Mo
     made: list[Api] = []
 
     class Noted(Api):
-        def __init__(self, *parts: Any) -> None:
-            super().__init__(*parts)
+        def __init__(self, ctx: Context, gate: auth.AuthMiddleware, *parts: Any) -> None:
+            super().__init__(ctx, gate, *parts)
+            gate._guesses = TokenBuckets(1e6, 1e6)  # thousands of unknown keys of one address are asked with
             made.append(self)
 
     monkeypatch.setattr("opentinker.services.scheduler.http.server.Api", Noted)
-    monkeypatch.setattr(auth, "GUESSES_PER_S", 1e6)  # thousands of unknown keys of one address are asked with
     monkeypatch.setenv(CLIENT_SECRET, "a-client-secret")
     ctx.settings = Settings.model_validate({**dict(ctx.settings), **PROVIDER})
     async with scheduler(ctx) as url, aiohttp.ClientSession() as session:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import functools
 import hmac
 import time
 from collections.abc import Callable
@@ -13,8 +12,8 @@ import orjson
 import pytest
 from aiohttp import web
 
-from opentinker.services.scheduler.login import oidc_api
 from opentinker.services.scheduler.login import provider as provider_module
+from opentinker.shared.config import Settings
 from tests.conftest import free_port
 from tests.integration.access.test_sessions import audit
 from tests.support.browsing import Browser, browser
@@ -128,11 +127,7 @@ LIES: list[tuple[str, Callable[[Provider], None], str]] = [
 ]
 
 
-async def test_no_lie_of_a_provider_makes_a_session(
-    served: Open, provider: Provider, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(oidc_api, "LOGINS_PER_S", 1e6)
-    monkeypatch.setattr(oidc_api, "LOGINS_BURST", 1e6)
+async def test_no_lie_of_a_provider_makes_a_session(served: Open, provider: Provider) -> None:
     async with served() as (ctx, url):
         truth = dict(vars(provider)) | {"user": dict(ADA)}
         for name, lie, told in LIES:
@@ -195,6 +190,14 @@ async def test_an_answer_that_names_another_issuer_is_refused(served: Open) -> N
         assert "another provider" in (await page("GET", "/v1/login"))[1]["problem"]
 
 
+class SlowProvider(provider_module.Provider):
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings, fetch_s=0.5)
+
+    async def _endpoint(self, name: str) -> str:
+        return f"{self._settings.oidc_issuer}/{'slow' if name == 'token_endpoint' else name.partition('_')[0]}"
+
+
 async def test_a_provider_that_is_away_slow_or_another_says_so(
     served: Open, provider: Provider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,11 +206,6 @@ async def test_a_provider_that_is_away_slow_or_another_says_so(
         assert "calls itself" in problem and "oidc_issuer" in problem and "help@lab.example" in problem
     async with served(oidc_issuer=f"http://127.0.0.1:{free_port()}") as (_, url), browser(url) as page:
         assert "does not answer" in await signs_in(page)
+    monkeypatch.setattr(provider_module, "Provider", SlowProvider)
     async with served() as (_, url), browser(url) as page:
-        monkeypatch.setattr(provider_module, "FETCH_S", 0.5)
-        monkeypatch.setattr(provider_module.Provider, "_endpoint", functools.partialmethod(_slow, provider.issuer))
         assert "does not answer: TimeoutError" in await signs_in(page)
-
-
-async def _slow(_: Any, issuer: str, name: str) -> str:
-    return f"{issuer}/slow" if name == "token_endpoint" else f"{issuer}/{name.partition('_')[0]}"

@@ -13,6 +13,7 @@ import sys
 import sysconfig
 from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +22,6 @@ import pytest
 from opentinker.shared.config import Settings
 from opentinker.shared.runtime.reexec import below
 from opentinker.shared.sandbox import cgroup as sandbox_cgroup
-from opentinker.shared.sandbox import limits as sandbox_limits
 from opentinker.shared.sandbox import sandbox as module
 from opentinker.shared.sandbox.cgroup import PREFIX, Cgroups
 from opentinker.shared.sandbox.limits import Limits
@@ -40,6 +40,8 @@ TOO_MUCH = {
     "sockets_in_flight": "sockets; at most 256 (sandbox_open_files)",
     "many_descriptors": "open files; at most 2048",
 }
+FIRST_UID = 70_000
+"""Of sandboxes that no other test starts."""
 DEADLY = {"kill_everybody", "kill_parent", "flood", "endless", *TOO_MUCH}
 """They end their own sandbox, or are ended from outside; the others get an error and their program goes on."""
 
@@ -177,8 +179,8 @@ async def test_memory_cgroups_are_used(sandbox: Sandbox, monkeypatch: pytest.Mon
     if sandbox.cgroups is None:
         pytest.skip("no memory cgroup can be made here")
     monkeypatch.setattr(module, "excess", lambda pid, limits: "")
-    sandbox.limits = replace(sandbox.limits, memory_mb=300 if name == "memory_of_many" else 56, disk_mb=1)
-    monkeypatch.setattr(sandbox_limits, "KERNEL_MB", 1)
+    memory_mb = 300 if name == "memory_of_many" else 56
+    sandbox.limits = replace(sandbox.limits, memory_mb=memory_mb, disk_mb=1, kernel_mb=1)
     running = await attack(sandbox, name)
     await ended(running)
     assert "MB of memory; at most" in running.reason
@@ -321,7 +323,7 @@ def test_an_ordinary_users_sandboxes_hold_too() -> None:
     assert "Resource temporarily unavailable" in came["forks"]
 
 
-async def test_a_level_that_cannot_be_had_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_level_that_cannot_be_had_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(Unavailable, match="names '/no/bwrap'"):
         await Sandbox.open(Settings(sandbox_bwrap="/no/bwrap"))
     broken = tmp_path / "bwrap"
@@ -331,10 +333,11 @@ async def test_a_level_that_cannot_be_had_says_what_to_do(tmp_path: Path, monkey
         Unavailable, match=r"(?s)No permissions to create new namespace.*allow unprivileged user namesp"
     ):
         await Sandbox.open(Settings(sandbox_bwrap=str(broken)))
-    monkeypatch.setattr(module, "UIDS", 0)
     if os.geteuid() == 0:
-        with pytest.raises(Unavailable, match="run on this machine already"):
-            await Sandbox.open(Settings())
+        with ExitStack() as taken, pytest.raises(Unavailable, match="run on this machine already"):
+            for _ in range(module.UIDS):
+                taken.callback(module._Uid(FIRST_UID).release)
+            await Sandbox.open(Settings(sandbox_first_uid=FIRST_UID))
 
 
 async def test_limits_are_the_operators(sandbox: Sandbox) -> None:

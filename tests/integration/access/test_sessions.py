@@ -16,10 +16,9 @@ from opentinker.shared import api_types
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.security.audit_log import folder, writers
 from opentinker.shared.security.authorization import Action, Role
-from opentinker.shared.security.key_text import new_key, parse
-from opentinker.shared.state import sessions
+from opentinker.shared.security.key_text import digest_of, new_key, parse
 from opentinker.shared.state.keys import KeyStore
-from opentinker.shared.state.sessions import SessionStore, csrf_token, session_id
+from opentinker.shared.state.sessions import MAX_SESSIONS, SessionStore, SignIn, csrf_token, session_id
 from opentinker.shared.state.store import Store
 from tests.conftest import NewContext, until
 from tests.support.api import OPERATOR, SPEC, bearing, fits, new_key_of
@@ -227,11 +226,11 @@ async def test_no_session_outlives_its_longest_life_however_often_it_is_used(new
         assert await ctx.store.redis.expiretime(f"session:{session_id(page.token)}") <= time.time() + 60 + 61
 
 
-async def test_one_key_has_so_many_sessions_and_a_further_one_ends_the_oldest(
-    url: str, store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sessions, "MAX_SESSIONS", 3)
-    key, other = await new_key_of(store, "red"), await new_key_of(store, "red")
+async def test_one_key_has_so_many_sessions_and_a_further_one_ends_the_oldest(url: str, store: Store) -> None:
+    key, other, now = await new_key_of(store, "red"), await new_key_of(store, "red"), time.time()
+    for _ in range(MAX_SESSIONS - 3):
+        later = SignIn(created=now, expires=now + 1e6, tenant="red", key=id_of(key), secret=digest_of(key))
+        await SessionStore(store.redis).create(later)
     async with browser(url, other) as stays, browser(url, key) as first, browser(url, key) as second:
         tokens = [first.token, second.token]
         for _ in range(2):
@@ -244,7 +243,7 @@ async def test_one_key_has_so_many_sessions_and_a_further_one_ends_the_oldest(
                     answers.append(response.status)
         assert answers == [401, 200, 200, 200]
         assert (await stays("GET", "/v1/whoami"))[0] == 200
-    assert len(await SessionStore(store.redis).of("red")) == 4
+    assert len(await SessionStore(store.redis).of("red")) == MAX_SESSIONS + 1
 
 
 async def test_signing_in_again_ends_the_session_that_the_browser_had(url: str, store: Store) -> None:
