@@ -10,11 +10,14 @@ import sys
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
+import pytest
 import structlog
 
 from opentinker.services.scheduler.artifacts.archiver import Archiver
@@ -81,6 +84,11 @@ async def served(nats: Server, valkey: Server, data_dir: Path) -> AsyncIterator[
         aiohttp.ClientSession(headers=bearing()) as session,
     ):
         yield ctx, Http(session, url)
+
+
+def built_with(patch: pytest.MonkeyPatch, module: ModuleType, kind: type, **options: Any) -> None:
+    """Have the module construct objects of this class with these options from now on."""
+    patch.setattr(module, kind.__name__, partial(kind, **options))
 
 
 class FakeWorker:

@@ -54,9 +54,6 @@ from opentinker.shared.types.manifest import MANIFEST, Manifest
 
 log = structlog.get_logger()
 
-POLL_S = 1.0
-LINGER_S = 5.0
-"""After a job's end its services still say how they let go of it."""
 ORPHAN_S = 3600.0
 """Half-finished work of this age belongs to no running process."""
 COUNT_S = 30.0
@@ -67,9 +64,11 @@ JOB_ERRORS = (*STORE_ERRORS, NoReply, nats.errors.Error, TimeoutError, NotFound)
 
 
 class Archiver:
-    def __init__(self, ctx: Context, leadership: int = UNFENCED) -> None:
-        """`leadership`: without one only `archive` may be called."""
+    def __init__(self, ctx: Context, leadership: int = UNFENCED, *, poll_s: float = 1.0, linger_s: float = 5.0) -> None:
+        """`leadership`: without one only `archive` may be called. `linger_s`: after a job's end its services still say
+        how they let go of it."""
         self.ctx, self.store, self.leader = ctx, ctx.store, leadership
+        self._poll_s, self._linger_s = poll_s, linger_s
         self.artifacts = ArtifactCatalog(ctx)
         self.index = self.artifacts.index
         self._staged = ctx.settings.data_dir / "staged"
@@ -103,13 +102,13 @@ class Archiver:
             if time.monotonic() - counted_at > COUNT_S:
                 await self.count()
                 counted_at = time.monotonic()
-            await sleep(POLL_S)
+            await sleep(self._poll_s)
 
     async def _put_loop(self) -> None:
         while True:
             self._news.clear()
             await self.put()
-            await wait_event(self._news, POLL_S)
+            await wait_event(self._news, self._poll_s)
 
     # --- scan ----------------------------------------------------------------------------------------------------
 
@@ -161,7 +160,7 @@ class Archiver:
         if removed:
             detail = {"steps": sorted(removed), "kept": str(rule)}
             await self.store.update(job.id, event="checkpoints_removed", detail=detail, leader=self.leader)
-        if over and not any(made) and time.time() - job.finished > LINGER_S:
+        if over and not any(made) and time.time() - job.finished > self._linger_s:
             await self._close(job, rule)
 
     async def _note(self, job: JobRecord, found: list[CheckpointView], kept: dict[int, ArtifactEntry]) -> None:

@@ -24,19 +24,18 @@ from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import JobRecord, JobState, split_part
 from opentinker.shared.types.manifest import ADAPTER, TRAINER_STATE
 
-MOST = 1000
-"""Checkpoints of a tenant that are listed: the newest, and all published ones."""
 MOST_EVALUATIONS = 1000
 """Eval jobs of a tenant whose results are shown: the newest."""
 MOST_ANCESTORS = 64
 """Continuations that a lineage follows back."""
-JOBS_AT_ONCE = 100
 FRESH_S = 0.5
 TRAINS = ("rl", "sft", "dpo")
 
 
 class Registry:
-    def __init__(self, store: Store, index: ArtifactIndex) -> None:
+    def __init__(self, store: Store, index: ArtifactIndex, *, most: int = 1000, jobs_at_once: int = 100) -> None:
+        """`most`: checkpoints of a tenant that are listed, the newest; published ones are listed always."""
+        self._most, self._jobs_at_once = most, jobs_at_once
         self._store, self._index, self._rows = store, index, JobRows(store.redis)
         self._all = SingleFlight[list[RegisteredCheckpoint]](FRESH_S)
 
@@ -70,26 +69,25 @@ class Registry:
     ) -> list[tuple[str, ArtifactEntry]]:
         """Return the checkpoints that are listed, newest first, each with the id of its job or policy.
 
-        A checkpoint is not newer than the last change of its job, so jobs without a change since the oldest of MOST
-        checkpoints are not read."""
+        A checkpoint is not newer than the last change of its job, so jobs without a change since the oldest of those
+        that are listed are not read."""
         stored = [part for part in await self._index.stored(tenant) if _trains(rows.get(split_part(part)[0]))]
         stored.sort(key=lambda part: rows[split_part(part)[0]].updated, reverse=True)
         found: dict[str, tuple[str, ArtifactEntry]] = {}
-        for start in range(0, len(stored), JOBS_AT_ONCE):
-            parts = stored[start : start + JOBS_AT_ONCE]
-            if len(found) >= MOST and _newer_than(found, rows[split_part(parts[0])[0]].updated) >= MOST:
+        for parts in self._chunks(stored):
+            if _newer_than(found, rows[split_part(parts[0])[0]].updated) >= self._most:
                 break
             found |= await self._entries(parts)
-        newest = heapq.nlargest(MOST, found.items(), key=lambda item: _age(*item[1]))
+        newest = heapq.nlargest(self._most, found.items(), key=lambda item: _age(*item[1]))
         listed = dict(newest)
-        for parts in _chunks(sorted({name.partition("@")[0] for name in named if name not in listed})):
+        for parts in self._chunks(sorted({name.partition("@")[0] for name in named if name not in listed})):
             read = await self._entries(parts)
             listed |= {name: entry for name, entry in read.items() if name in named}
         return sorted(listed.values(), key=lambda one: _age(*one), reverse=True)
 
     async def _entries(self, parts: list[str]) -> dict[str, tuple[str, ArtifactEntry]]:
         """Return checkpoints by JOB@STEP."""
-        found = await self._index.checkpoints_of(parts, MOST)
+        found = await self._index.checkpoints_of(parts, self._most)
         return {
             f"{part}@{_step(entry)}": (part, entry)
             for part, entries in zip(parts, found, strict=True)
@@ -102,7 +100,7 @@ class Registry:
         found: dict[str, JobRecord] = {}
         wanted = set(parts)
         for _ in range(MOST_ANCESTORS):
-            for chunk in _chunks(sorted(wanted)):
+            for chunk in self._chunks(sorted(wanted)):
                 found |= {job.id: job for job in await self._store.jobs(chunk) if job.tenant == tenant}
             origins = {origin_of(found[part])[0] for part in wanted if part in found}
             wanted = origins - found.keys() - {""}
@@ -113,12 +111,15 @@ class Registry:
     async def _evaluations(self, rows: list[JobRow]) -> dict[str, list[Evaluation]]:
         """Return the eval jobs by the checkpoint that they played, newest first. `rows`: newest first."""
         found: dict[str, list[Evaluation]] = defaultdict(list)
-        for chunk in _chunks([row.id for row in rows[:MOST_EVALUATIONS]]):
+        for chunk in self._chunks([row.id for row in rows[:MOST_EVALUATIONS]]):
             for job in await self._store.jobs(chunk):
                 part, step = origin_of(job)
                 if part:
                     found[f"{part}@{step}"].append(evaluation_of(job))
         return found
+
+    def _chunks(self, ids: list[str]) -> Iterable[list[str]]:
+        return (ids[start : start + self._jobs_at_once] for start in range(0, len(ids), self._jobs_at_once))
 
 
 def origin_of(job: JobRecord) -> tuple[str, int]:
@@ -224,7 +225,3 @@ def _step(entry: ArtifactEntry) -> int:
 
 def _age(part: str, entry: ArtifactEntry) -> tuple[float, str, int]:
     return entry.created, part, _step(entry)
-
-
-def _chunks(ids: list[str]) -> Iterable[list[str]]:
-    return (ids[start : start + JOBS_AT_ONCE] for start in range(0, len(ids), JOBS_AT_ONCE))

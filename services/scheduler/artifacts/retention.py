@@ -20,8 +20,6 @@ DAY_S = 86_400.0
 EVALUATION = "val/"
 """Prefix of the metrics of evaluations."""
 EVALUATIONS = "validation.jsonl"
-MAX_VALUES = 300
-"""Metrics of an evaluation that are stored with its checkpoint, the first ones."""
 MAX_FILES = 10_000
 """Files of evaluations whose state is remembered."""
 
@@ -92,7 +90,9 @@ class CheckpointMetrics:
     """Reads metrics at the steps of checkpoints from the files that the trainer writes with them; again when they have
     grown."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_values: int = 300) -> None:
+        """`max_values`: metrics of an evaluation that are stored with its checkpoint, the first ones."""
+        self._max_values = max_values
         self._read: dict[tuple[Path, str], tuple[int, Values]] = {}
         self._seen: dict[Path, tuple[int, frozenset[tuple[int, int, float]]]] = {}
         """Size of each file of evaluations when it was read, and epoch, step and time of the checkpoints without one: a
@@ -123,7 +123,7 @@ class CheckpointMetrics:
         for manifest in [entry.manifest for entry in entries if entry.manifest is not None]:
             if (age := _newest(manifest, lines)) is not None:
                 values = {n: float(v) for n, v in lines[age].items() if n.startswith(EVALUATION) and _is_finite(v)}
-                first = dict(itertools.islice(values.items(), MAX_VALUES))
+                first = dict(itertools.islice(values.items(), self._max_values))
                 found[manifest.step] = TrainingEvaluation(finished=lines[age].get("time", 0.0), values=first)
         return found
 

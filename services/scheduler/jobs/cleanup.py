@@ -27,13 +27,13 @@ from opentinker.shared.types.pools import members_of
 
 log = structlog.get_logger()
 
-POLL_S = 1.0
 SWEEP_S = 30.0
 QUEUES = (TICKET, EXAM, SCORE, GROUP)
 
 
 class JobCleaner:
-    def __init__(self, ctx: Context, leadership: int) -> None:
+    def __init__(self, ctx: Context, leadership: int, *, poll_s: float = 1.0) -> None:
+        self._poll_s = poll_s
         self.ctx, self.store, self.bus, self.leader = ctx, ctx.store, ctx.bus, leadership
 
     async def run(self) -> None:
@@ -46,7 +46,7 @@ class JobCleaner:
                     swept_at = time.monotonic()
             except (TimeoutError, nats.errors.Error) as error:
                 log.warning("cleanup_deferred", error=str(error) or type(error).__name__)
-            await sleep(POLL_S)
+            await sleep(self._poll_s)
 
     async def clean(self) -> None:
         ending = await self.store.ending_jobs()

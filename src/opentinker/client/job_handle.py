@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 Frame = Literal["auto", "pandas", "polars", "rows"]
 FINAL = ("succeeded", "failed", "cancelled")
-POLL_S = 1.0
 WIDTH, HEIGHT = 240, 48
 
 
@@ -68,7 +67,12 @@ class JobHandle:
         return self.state in FINAL
 
     def wait(
-        self, *, progress: bool = True, timeout_s: float | None = None, cancel_on_interrupt: bool = False
+        self,
+        *,
+        progress: bool = True,
+        timeout_s: float | None = None,
+        cancel_on_interrupt: bool = False,
+        poll_s: float = 1.0,
     ) -> JobHandle:
         """Wait until the job has ended. `progress`: show how far it is, as a card in a notebook and as a bar on a
         terminal. Raises TimeoutError; the job continues then, as after Ctrl-C unless `cancel_on_interrupt`."""
@@ -82,7 +86,7 @@ class JobHandle:
                         return self
                     if deadline is not None and time.monotonic() >= deadline:
                         raise TimeoutError(f"job {self.id} is still {self.info['state']} after {timeout_s:g} s")
-                    time.sleep(POLL_S)
+                    time.sleep(poll_s)
         except KeyboardInterrupt:
             if cancel_on_interrupt:
                 self.cancel()

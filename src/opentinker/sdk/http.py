@@ -22,7 +22,7 @@ import aiohttp
 import orjson
 
 from opentinker.local.discovery import key_for
-from opentinker.sdk.wait_notice import Waiting, why
+from opentinker.sdk.wait_notice import WORD_S, Waiting, why
 from opentinker.shared.backoff import Backoff
 from opentinker.shared.types.errors import Conflict, NotFound, OpenTinkerError, described
 
@@ -37,7 +37,6 @@ READ_S = 30.0
 """A stream that sends nothing for this time, not even a keep-alive, is broken."""
 AGAIN_S = 0.2
 """Mean delay before a stream is reopened."""
-PAGE = 500
 """Jobs or sweeps in an answer."""
 AWAY = (502, 503, 504)
 WHAT_TO_DO = {
@@ -149,7 +148,7 @@ class Http:
     """One server, by its URL. Requests without an answer are retried until `wait_s` has passed without success.
 
     `key`, or our key for the server (`api_key`), is sent with every request, as `Authorization: Bearer`.
-    `on_wait(sentence)` is called at the first failed try of a request, when no answer arrives (wait_notice.WORD_S), and
+    `on_wait(sentence)` is called at the first failed try of a request, when no answer arrives (`word_s`), and
     once if the server requires no key; default: it is logged.
     """
 
@@ -165,6 +164,10 @@ class Http:
         self.wait_s, self.timeout_s = wait_s, timeout_s
         self.tell = on_wait or _log.warning
         self._key = key
+        self.word_s = WORD_S
+        """Silence after which a server counts as waited for."""
+        self.page = 500
+        """Entries that `newest` asks for at a time."""
         self._said_open = False
         self._open_session: aiohttp.ClientSession | None = None
 
@@ -320,11 +323,11 @@ class Http:
                 return found
 
     async def newest(self, path: str, items: str, limit: int, query: dict[str, str] | None = None) -> list[Any]:
-        """Return the first `limit` of a list that comes in pages, newest first, PAGE at a time."""
+        """Return the first `limit` of a list that comes in pages, newest first, `page` at a time."""
         found: list[Any] = []
         asked = dict(query or {})
         while len(found) < limit:
-            asked["limit"] = str(min(PAGE, limit - len(found)))
+            asked["limit"] = str(min(self.page, limit - len(found)))
             page = await self.json(Json, "GET", path, asked)
             found += page[items]
             if not page["more"]:
@@ -372,7 +375,7 @@ class Http:
             await asyncio.sleep(AGAIN_S * (0.5 + random.random()))
 
     def waiting(self) -> Waiting:
-        return Waiting(self.url, self.tell)
+        return Waiting(self.url, self.tell, self.word_s)
 
     def _cut_off(self, error: Exception) -> ApiError:
         return ApiError(

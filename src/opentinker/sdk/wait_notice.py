@@ -19,11 +19,11 @@ def why(error: Exception) -> str:
 
 
 class Waiting:
-    """Says once for what it waits, at the first try that failed or at one without an answer for WORD_S; and again if
+    """Says once for what it waits, at the first try that failed or at one without an answer for `word_s`; and again if
     that comes after an answer."""
 
-    def __init__(self, url: str, tell: Callable[[str], None]) -> None:
-        self._url, self._tell = url, tell
+    def __init__(self, url: str, tell: Callable[[str], None], word_s: float = WORD_S) -> None:
+        self._url, self._tell, self._word_s = url, tell, word_s
         self._told = False
         self._since: float | None = None
         self._stands: float | None = None
@@ -44,7 +44,7 @@ class Waiting:
         """Around a try, which ends with its answer."""
         self._since = time.monotonic() if self._since is None else self._since
         self._stands = None
-        timer = asyncio.get_running_loop().call_later(WORD_S, self._say, f"no answer for {WORD_S:g} s")
+        timer = asyncio.get_running_loop().call_later(self._word_s, self._say, f"no answer for {self._word_s:g} s")
         try:
             yield
         finally:
@@ -71,7 +71,7 @@ class Waiting:
     def heard(self) -> None:
         """Note a line of an open stream that brings nothing new, or its end. It counts as an answer if the stream has
         been open for a while: a server that breaks off after one line, each time, has not answered."""
-        if self._stands is not None and time.monotonic() - self._stands >= WORD_S:
+        if self._stands is not None and time.monotonic() - self._stands >= self._word_s:
             self.answered()
 
     def failed(self, reason: Exception | str) -> None:

@@ -160,8 +160,7 @@ async def test_event_stream_of_an_ended_job_ends(client: AsyncClient) -> None:
     assert await client.event_log(job, after=events[0]["id"]) == events[1:]
 
 
-async def test_metrics_are_followed(client: AsyncClient, ctx: Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("opentinker.sdk.client.PAGE", 4)
+async def test_metrics_are_followed(client: AsyncClient, ctx: Context) -> None:
     job = (await client.submit(SPEC))["id"]
     source = MetricSource(ctx.bus, job, "trainer")
     for step in range(10):
@@ -171,7 +170,9 @@ async def test_metrics_are_followed(client: AsyncClient, ctx: Context, monkeypat
         return [point["step"] for point in await client.metrics(job, after, names=["lr"])]
 
     await until(lambda: _is(steps(), list(range(10))))
-    cursor = (await client.metrics(job))[4]["cursor"]
+    paged = await client._http.pages(f"/v1/jobs/{job}/metrics", "metrics", 0, {"limit": "4"})
+    assert paged == await client.metrics(job)
+    cursor = paged[4]["cursor"]
     assert await steps(cursor) == [5, 6, 7, 8, 9]
     followed: list[int] = []
 

@@ -30,19 +30,17 @@ async def told(bus: Bus, job: str, values: list[float]) -> None:
 
 
 async def test_a_job_is_started_waited_for_and_read(
-    client: AsyncClient, store: Store, bus: Bus, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    client: AsyncClient, store: Store, bus: Bus, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("opentinker.client.job_handle.POLL_S", 0.05)
-
     def work(started: threading.Event, of: list[str]) -> JobHandle:
         with Client(client.url, api_key=OPERATOR) as own:
             job = own.start({**SPEC, "name": "<b>mine</b>"})
             of.append(job.id)
             assert job.state == "queued" and repr(job) == f"<job {job.id} '<b>mine</b>' queued>"
             with pytest.raises(TimeoutError, match="still queued"):
-                job.wait(timeout_s=0.1)
+                job.wait(timeout_s=0.1, poll_s=0.05)
             started.set()
-            assert job.wait() is job and job.is_over
+            assert job.wait(poll_s=0.05) is job and job.is_over
             rows = job.metrics(["reward/mean"], frame="rows")
             assert [(row["step"], row["reward/mean"], "train/loss" in row) for row in rows] == [
                 (1, 0.25, False),

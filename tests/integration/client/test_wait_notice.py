@@ -80,10 +80,10 @@ async def test_a_closed_port_is_said_at_the_first_try(name: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", [*CALLS, *ONCE])
-async def test_a_silent_server_is_reported(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wait_notice, "WORD_S", 0.01)
+async def test_a_silent_server_is_reported(name: str, tmp_path: Path) -> None:
     notes: list[str] = []
     async with mute() as (url, asked, _), AsyncClient(url, wait_s=WAIT_S, on_wait=notes.append) as client:
+        client._http.word_s = 0.01
         call = asyncio.create_task((CALLS | ONCE)[name](client, tmp_path))
         await soon(asked.wait())
         await until(lambda: notes or call.done())
@@ -99,10 +99,10 @@ async def test_what_is_asked_once_fails_with_the_url_where_nobody_listens(name: 
             await soon(ONCE[name](client, tmp_path))
 
 
-async def test_a_server_that_answers_in_time_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wait_notice, "WORD_S", 3600.0)
+async def test_a_server_that_answers_in_time_is_not_waited_for() -> None:
     notes: list[str] = []
     async with mute() as (url, asked, over), AsyncClient(url, wait_s=WAIT_S, on_wait=notes.append) as client:
+        client._http.word_s = 3600.0
         call = asyncio.create_task(_all(client.events(JOB)))
         await soon(asked.wait())
         assert notes == []
@@ -216,11 +216,11 @@ def test_the_other_face_says_it_too(tmp_path: Path) -> None:
             assert len(notes) == 1 and url in notes.pop()
 
 
-async def test_serve_reports_a_server_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wait_notice, "WORD_S", 0.01)
+async def test_serve_reports_a_server_that_never_answers() -> None:
     notes: list[str] = []
     async with mute() as (url, asked, _):
         serving = AsyncServing(Environment, name="count", url=url, on_wait=notes.append)
+        serving._http.word_s = 0.01
         beginning = asyncio.create_task(serving.__aenter__())
         await soon(asked.wait())
         await until(lambda: notes)

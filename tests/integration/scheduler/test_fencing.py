@@ -220,7 +220,6 @@ async def test_leader_stops_mid_job(ctx: Context, own: Store, stride: int, monke
 async def test_leader_stops_at_the_end(ctx: Context, own: Store, stride: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it left is put away, to a store apart, and expires; meanwhile the next leader does all of that."""
     monkeypatch.setattr(DirectoryStore, "apart", True)
-    monkeypatch.setattr("opentinker.services.scheduler.artifacts.archiver.LINGER_S", -60.0)
     rules = {"keep_last": 1, "expire_days": 1e-9}
     at, refusals, done = 1, 0, False
     while not done:
@@ -230,11 +229,11 @@ async def test_leader_stops_at_the_end(ctx: Context, own: Store, stride: int, mo
         (ctx.settings.data_dir / "jobs" / job / "metrics.jsonl").write_bytes(b'{"step": 1}\n')
         await ctx.store.transition(job, JobState.SUCCEEDED, epoch=1)
         await ctx.store.ended(job)
-        old = Archiver(replace(ctx, store=own), await lead(ctx.store))
+        old = Archiver(replace(ctx, store=own), await lead(ctx.store), linger_s=-60.0)
         await old.index.open(job)
 
         async def meanwhile() -> None:
-            await rounds(Archiver(ctx, await lead(ctx.store)), 4)
+            await rounds(Archiver(ctx, await lead(ctx.store), linger_s=-60.0), 4)
 
         refused, done = await stop(ctx, own, at, monkeypatch, partial(rounds, old, 4), meanwhile)
         refusals += refused

@@ -4,10 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-POLLS = ("artifacts.archiver", "jobs.cleanup")
+from opentinker.services.scheduler import service
+from opentinker.services.scheduler.artifacts.archiver import Archiver
+from opentinker.services.scheduler.jobs.cleanup import JobCleaner
+from tests.support.scheduling import built_with
+
+POLL_S = 0.05
 
 
 @pytest.fixture(autouse=True)
 def _short_polls(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in POLLS:
-        monkeypatch.setattr(f"opentinker.services.scheduler.{module}.POLL_S", 0.05)
+    built_with(monkeypatch, service, Archiver, poll_s=POLL_S)
+    built_with(monkeypatch, service, JobCleaner, poll_s=POLL_S)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs are put away as soon as they are over."""
+    built_with(monkeypatch, service, Archiver, poll_s=POLL_S, linger_s=0.0)

@@ -32,9 +32,8 @@ PATH = "checkpoints/step-000010"
 
 @pytest.fixture
 def apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The store is on another file system than the jobs; those are put away as soon as they are over."""
+    """The store is on another file system than the jobs."""
     monkeypatch.setattr(DirectoryStore, "apart", True)
-    monkeypatch.setattr("opentinker.services.scheduler.artifacts.archiver.LINGER_S", -60.0)
 
 
 async def begun(ctx: Context) -> str:
@@ -68,7 +67,7 @@ async def tar_of(archiver: Archiver, job: JobRecord, first: int = 0) -> tuple[st
 
 
 async def test_a_full_disk_loses_no_checkpoint(ctx: Context, apart: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    job, archiver = await begun(ctx), Archiver(ctx)
+    job, archiver = await begun(ctx), Archiver(ctx, linger_s=-60.0)
     await archiver.index.open(job)
     await over(ctx, job)
     home = ctx.settings.data_dir / "jobs" / job / PATH
@@ -90,7 +89,7 @@ async def test_a_full_disk_loses_no_checkpoint(ctx: Context, apart: None, monkey
 
 
 async def test_what_the_store_cannot_have_stays_where_it_is(ctx: Context, apart: None) -> None:
-    job, archiver = await begun(ctx), Archiver(ctx)
+    job, archiver = await begun(ctx), Archiver(ctx, linger_s=-60.0)
     home = ctx.settings.data_dir / "jobs" / job / PATH
     (home / "model.safetensors").write_bytes(b"half")
     await archiver.index.open(job)
@@ -105,7 +104,7 @@ async def test_a_checkpoint_that_moves_while_it_is_opened_is_opened_in_the_store
     ctx: Context, apart: None, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     """The archiver removes the job's directory when the request has listed it and opens its first file."""
-    job, archiver = await begun(ctx), Archiver(ctx)
+    job, archiver = await begun(ctx), Archiver(ctx, linger_s=-60.0)
     await archiver.index.open(job)
     await over(ctx, job)
     await archive(archiver)
@@ -184,7 +183,7 @@ async def test_a_failed_upload_or_removal_delays_no_other(ctx: Context, monkeypa
 
 
 async def test_unanswered_history_is_retried(ctx: Context, apart: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    job, archiver = await begun(ctx), Archiver(ctx)
+    job, archiver = await begun(ctx), Archiver(ctx, linger_s=-60.0)
     await archive(archiver)
     await over(ctx, job)
 
@@ -298,10 +297,10 @@ async def test_checkpoint_whose_evaluation_is_still_to_come_stays(ctx: Context) 
 
 
 async def test_evaluations_of_a_job_are_stored_with_its_checkpoints(
-    ctx: Context, monkeypatch: pytest.MonkeyPatch
+    ctx: Context,
 ) -> None:
-    monkeypatch.setattr(retention, "MAX_VALUES", 2)
     job, archiver = await new_job(ctx.store, state=JobState.STARTING, artifacts={"keep_all": True}), Archiver(ctx)
+    archiver._metrics = CheckpointMetrics(max_values=2)
     home = ctx.settings.data_dir / "jobs" / job
 
     async def stored() -> dict[int, TrainingEvaluation | None]:

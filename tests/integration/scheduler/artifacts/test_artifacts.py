@@ -60,12 +60,6 @@ async def ctx(kept_at: dict[str, Any], new_context: NewContext) -> AsyncIterator
         yield ctx
 
 
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Jobs are put away as soon as they are over."""
-    monkeypatch.setattr("opentinker.services.scheduler.artifacts.archiver.LINGER_S", 0.0)
-
-
 def spec_with(**artifacts: Any) -> dict[str, Any]:
     train = {"learner": "simulated", "steps": 100, "checkpoint_every": 10, "keep_checkpoints": 2}
     return make_spec(model__base="some/model", train=train, artifacts=artifacts).model_dump(mode="json")
@@ -182,7 +176,7 @@ def test_settings_of_stores_are_checked(tmp_path: Path, monkeypatch: pytest.Monk
 # --- what is kept ---------------------------------------------------------------------------------------------------
 
 
-async def test_artifacts_are_stored_by_tenant(client: AsyncClient, ctx: Context, quick: None, tmp_path: Path) -> None:
+async def test_artifacts_are_stored_by_tenant(quick: None, client: AsyncClient, ctx: Context, tmp_path: Path) -> None:
     job = await begun(client, ctx)
     home = ctx.settings.data_dir / "jobs" / job
     write_checkpoint(ctx, job, 10, FILES)
@@ -214,7 +208,7 @@ async def test_artifacts_are_stored_by_tenant(client: AsyncClient, ctx: Context,
     assert len(paths) == 4 and await client.download_artifacts(job, tmp_path / "rest") == paths
 
 
-async def test_job_starts_from_a_checkpoint_in_the_store(client: AsyncClient, ctx: Context, quick: None) -> None:
+async def test_job_starts_from_a_checkpoint_in_the_store(quick: None, client: AsyncClient, ctx: Context) -> None:
     job = await begun(client, ctx)
     write_checkpoint(ctx, job, 10, {"trainer/state.json": b"{}"})
     await finished(ctx, job)
@@ -248,7 +242,7 @@ async def test_step_that_was_written_anew_replaces_the_one_that_is_kept(client: 
 
 
 @pytest.mark.parametrize("kept_at", ["directory"], indirect=True)
-async def test_rules_keep_the_newest_and_the_best(client: AsyncClient, ctx: Context, quick: None) -> None:
+async def test_rules_keep_the_newest_and_the_best(quick: None, client: AsyncClient, ctx: Context) -> None:
     job = await begun(client, ctx, keep_last=1, keep_best=1, best_metric="reward/mean")
     home = ctx.settings.data_dir / "jobs" / job
     for step, reward in ((10, 0.2), (20, 0.9), (30, 0.5), (40, 0.1)):
@@ -265,7 +259,7 @@ async def test_rules_keep_the_newest_and_the_best(client: AsyncClient, ctx: Cont
     assert sorted(step for steps in removed for step in steps) == [10, 30]
 
 
-async def test_what_is_left_expires_but_for_what_is_published(client: AsyncClient, ctx: Context, quick: None) -> None:
+async def test_what_is_left_expires_but_for_what_is_published(quick: None, client: AsyncClient, ctx: Context) -> None:
     job = await begun(client, ctx, keep_all=True, expire_days=1e-9)
     for step in (10, 20):
         write_checkpoint(ctx, job, step, {"trainer/state.json": b"{}"})
@@ -300,7 +294,7 @@ async def _expired(client: AsyncClient, job: str) -> bool:
 
 
 @pytest.mark.parametrize("kept_at", ["directory"], indirect=True)
-async def test_what_a_job_begins_with_stays_until_that_is_over(client: AsyncClient, ctx: Context, quick: None) -> None:
+async def test_what_a_job_begins_with_stays_until_that_is_over(quick: None, client: AsyncClient, ctx: Context) -> None:
     job = await begun(client, ctx, expire_days=1e-9)
     write_checkpoint(ctx, job, 10, {"trainer/state.json": b"{}"})
     await until(lambda: kept_steps(ctx, job), lambda steps: steps == [10])
@@ -325,7 +319,7 @@ def test_an_inference_job_keeps_no_checkpoints() -> None:
 
 
 @pytest.mark.parametrize("kept_at", ["directory"], indirect=True)
-async def test_published_name_replaces_a_job_id(client: AsyncClient, ctx: Context, quick: None, tmp_path: Path) -> None:
+async def test_published_name_replaces_a_job_id(quick: None, client: AsyncClient, ctx: Context, tmp_path: Path) -> None:
     job, other = await begun(client, ctx, keep_last=1), await begun(client, ctx)
     for step in (10, 20):
         write_checkpoint(ctx, job, step, {"trainer/state.json": str(step).encode()})
@@ -376,7 +370,7 @@ async def _refuses_until_files_can_be_removed(client: AsyncClient, ctx: Context,
     assert not [path for path in jobs.iterdir() if job in path.name or "removing" in path.name]
 
 
-async def test_what_is_deleted_is_gone_and_counts_no_more(client: AsyncClient, ctx: Context, quick: None) -> None:
+async def test_what_is_deleted_is_gone_and_counts_no_more(quick: None, client: AsyncClient, ctx: Context) -> None:
     job = await begun(client, ctx, keep_all=True)
     for step in (10, 20):
         write_checkpoint(ctx, job, step, {"model.safetensors": b"weights"})
@@ -414,7 +408,7 @@ async def test_what_is_deleted_is_gone_and_counts_no_more(client: AsyncClient, c
 @pytest.mark.parametrize("kept_at", ["directory"], indirect=True)
 @pytest.mark.parametrize("archived", [True, False])
 async def test_deletion_of_a_checkpoint_that_failed_is_finished_by_the_next(
-    client: AsyncClient, ctx: Context, quick: None, archived: bool
+    quick: None, client: AsyncClient, ctx: Context, archived: bool
 ) -> None:
     job = await begun(client, ctx, keep_all=True)
     write_checkpoint(ctx, job, 10, {"model.safetensors": b"weights"})
@@ -441,7 +435,7 @@ async def test_deletion_of_a_checkpoint_that_failed_is_finished_by_the_next(
 @pytest.mark.parametrize("kept_at", ["directory"], indirect=True)
 @pytest.mark.parametrize("step", [10, None])
 async def test_checkpoint_that_is_published_during_a_deletion_stays(
-    client: AsyncClient, ctx: Context, quick: None, monkeypatch: pytest.MonkeyPatch, step: int | None
+    quick: None, client: AsyncClient, ctx: Context, monkeypatch: pytest.MonkeyPatch, step: int | None
 ) -> None:
     job = await begun(client, ctx, keep_all=True, expire_days=1.0)
     write_checkpoint(ctx, job, 10, {"model.safetensors": b"weights"})

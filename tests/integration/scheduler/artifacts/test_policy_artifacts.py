@@ -46,12 +46,6 @@ async def begun(ctx: Context, **changes: Any) -> str:
     return await new_job(ctx.store, state=JobState.STARTING, **{**GAME, **changes})
 
 
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Jobs are archived as soon as they are over."""
-    monkeypatch.setattr("opentinker.services.scheduler.artifacts.archiver.LINGER_S", -60.0)
-
-
 async def test_checkpoints_of_a_running_job_s_policies_outlive_the_trainer_s(ctx: Context) -> None:
     job = await begun(ctx, artifacts={"keep_all": True})
     speaker, archiver = part_id(job, "speaker"), Archiver(ctx)
@@ -63,9 +57,9 @@ async def test_checkpoints_of_a_running_job_s_policies_outlive_the_trainer_s(ctx
     assert not await archiver.index.of(part_id(job, "listener"))
 
 
-async def test_policies_are_not_closed_before_their_trainer_has_let_go(ctx: Context, quick: None) -> None:
+async def test_policies_are_not_closed_before_their_trainer_has_let_go(ctx: Context) -> None:
     job = await begun(ctx)
-    archiver, parts = Archiver(ctx), {job, part_id(job, "speaker"), part_id(job, "listener")}
+    archiver, parts = Archiver(ctx, linger_s=-60.0), {job, part_id(job, "speaker"), part_id(job, "listener")}
     await archiver.scan()
     await ctx.store.transition(job, JobState.SUCCEEDED, epoch=1)
     await archive(archiver)
@@ -99,9 +93,9 @@ async def test_an_adapter_of_a_policy_is_compared_with_that_policy_s_base(ctx: C
     assert mistake["problem"] == "it is an adapter of other, and model.base is model"
 
 
-async def test_history_stays_until_nothing_of_any_policy_is_left(ctx: Context, quick: None) -> None:
+async def test_history_stays_until_nothing_of_any_policy_is_left(ctx: Context) -> None:
     job = await begun(ctx, artifacts={"keep_all": True, "expire_days": 1e-9})
-    speaker, listener, archiver = part_id(job, "speaker"), part_id(job, "listener"), Archiver(ctx)
+    speaker, listener, archiver = part_id(job, "speaker"), part_id(job, "listener"), Archiver(ctx, linger_s=-60.0)
     index = archiver.index
     for part in (speaker, listener):
         write_checkpoint(ctx, part, 10, FILES)
@@ -164,7 +158,7 @@ async def test_checkpoints_of_a_policy_are_not_deleted_while_its_job_is_ending(
 
 
 async def test_deleting_everything_of_one_policy_is_refused_and_deletes_nothing(
-    client: AsyncClient, ctx: Context, quick: None
+    quick: None, client: AsyncClient, ctx: Context
 ) -> None:
     job = await begun(ctx)
     for policy in ("speaker", "listener"):

@@ -9,7 +9,6 @@ import orjson
 import pytest
 
 from opentinker import ApiError, AsyncClient
-from opentinker.services.scheduler.artifacts import registry
 from opentinker.services.scheduler.artifacts.registry import Registry
 from opentinker.shared import api_types
 from opentinker.shared.runtime.service import Context
@@ -103,9 +102,9 @@ async def test_evaluations_during_training_stand_with_those_of_eval_jobs(client:
     ],
 )
 async def test_checkpoints_are_filtered_and_sorted_page_by_page(
-    client: AsyncClient, store: Store, family: list[str], query: dict[str, Any], steps: list[int], monkeypatch: Any
+    client: AsyncClient, store: Store, family: list[str], query: dict[str, Any], steps: list[int]
 ) -> None:
-    monkeypatch.setattr("opentinker.sdk.http.PAGE", 1)
+    client._http.page = 1
     await evaluated(store, family[0], 0.75)
     await evaluated(store, family[1], 0.5)
     index = ArtifactIndex(store.redis)
@@ -177,8 +176,6 @@ async def test_a_policy_has_its_own_checkpoints_base_and_rank(client: AsyncClien
 
 async def test_the_newest_are_listed_and_published_ones_always(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Jobs that have not changed since the oldest listed checkpoint are not read."""
-    monkeypatch.setattr(registry, "MOST", 3)
-    monkeypatch.setattr(registry, "JOBS_AT_ONCE", 1)
     index, jobs = ArtifactIndex(store.redis), [await trained(store) for _ in range(4)]
     for number, job in enumerate(jobs):
         for step in (1, 2):
@@ -194,7 +191,7 @@ async def test_the_newest_are_listed_and_published_ones_always(store: Store, mon
         return await of_index(parts, limit)
 
     monkeypatch.setattr(index, "checkpoints_of", counted)
-    found = await Registry(store, index).of("default")
+    found = await Registry(store, index, most=3, jobs_at_once=1).of("default")
     newest = [f"{jobs[3]}@2", f"{jobs[3]}@1", f"{jobs[2]}@2"]
     assert [one["checkpoint"] for one in found] == [*newest, f"{jobs[0]}@1"]
     assert found[-1]["published"] == ["first"]
