@@ -30,15 +30,13 @@ from opentinker.shared.types.errors import Fenced, NotFound
 
 log = structlog.get_logger()
 
-POLL_S = 1.0
-STEP_S = 2.0
 AWAY = (TimeoutError, nats.errors.Error, NoReply, StoreUnavailable, ReferencesAway)
 """Errors after which a sweep waits and tries again."""
 
 
 class SweepController:
-    def __init__(self, ctx: Context, leadership: int, step_s: float = STEP_S) -> None:
-        self.ctx, self.leader, self._step_s = ctx, leadership, step_s
+    def __init__(self, ctx: Context, leadership: int, *, poll_s: float = 1.0, step_s: float = 2.0) -> None:
+        self.ctx, self.leader, self._poll_s, self._step_s = ctx, leadership, poll_s, step_s
         self._store = SweepStore(ctx.store.redis)
         self._history = MetricHistory(ctx.bus, ArtifactCatalog(ctx))
         self._search = ThreadPoolExecutor(1, "search")
@@ -50,7 +48,7 @@ class SweepController:
         try:
             while True:
                 await self._tasks.keep(await self._store.active(), self._lead)
-                await sleep(POLL_S)
+                await sleep(self._poll_s)
         finally:
             await self._tasks.cancel()
             self._search.shutdown(wait=False, cancel_futures=True)

@@ -33,12 +33,6 @@ log = structlog.get_logger()
 
 T = TypeVar("T")
 PAGE = 1000
-REFUSED_S = 600.0
-"""Time for which a refused job is submitted again: what its spec refers to was there when the sweep was submitted, and
-may be away for a moment, like a name that cannot be resolved or an environment that is not served."""
-RETRY_S = 15.0
-LATE_S = 10.0
-"""Time after a job's end within which its last metrics are expected."""
 HOPELESS = 5
 """Trials that may fail before the first one has a value; then no more are started."""
 VALUED = (TrialState.FINISHED, TrialState.STOPPED)
@@ -53,8 +47,16 @@ class RunningSweep:
         search: Executor,
         leader: int,
         sweep: SweepRecord,
+        *,
+        refused_s: float = 600.0,
+        retry_s: float = 15.0,
+        late_s: float = 10.0,
     ) -> None:
-        """`search`: threads in which values are searched."""
+        """`search`: threads in which values are searched. `refused_s`: time for which a refused job is submitted again,
+        each `retry_s`: what its spec refers to was there when the sweep was submitted, and may be away for a moment,
+        like a name that cannot be resolved or an environment that is not served. `late_s`: time after a job's end
+        within which its last metrics are expected."""
+        self._refused_s, self._retry_s, self._late_s = refused_s, retry_s, late_s
         self.ctx, self._store, self._metrics, self._search, self.leader = ctx, store, history, search, leader
         self.id, self.sweep = sweep.id, sweep
         self.table = SweepTable.model_validate(sweep.table)
@@ -116,7 +118,7 @@ class RunningSweep:
                 history.add(point.step, point.values)
                 self._cursors[job.id] = cursor
         job.state, job.step, job.value, job.curve = record.state, history.step, history.value(), history.curve()
-        complete = history.step >= record.step or time.time() - record.finished > LATE_S
+        complete = history.step >= record.step or time.time() - record.finished > self._late_s
         job.over = record.state.final and complete
 
     def _conclude(self, trial: Trial, records: dict[str, JobRecord]) -> None:
@@ -268,10 +270,10 @@ class RunningSweep:
         except (SpecError, Conflict) as error:
             now = time.time()
             self._refused_since = self._refused_since or now
-            if now - self._refused_since >= REFUSED_S:
+            if now - self._refused_since >= self._refused_s:
                 return self._refuse(trial, job, error)
             log.warning("job_refused", trial=trial.number, error=str(error))
-            trial.reason, self._retry_at = f"its job is refused for now: {error}"[:1000], now + RETRY_S
+            trial.reason, self._retry_at = f"its job is refused for now: {error}"[:1000], now + self._retry_s
 
     def _spec(self, trial: Trial, job: TrialJob) -> dict[str, Any]:
         """Return the spec of a job. Raises SpecError if it is wrong in itself."""

@@ -26,13 +26,15 @@ from opentinker.cli.views.job_table import ChangeLines
 from opentinker.cli.views.watch import event_line
 from opentinker.client import ApiConflict, ApiNotFound
 from opentinker.sdk.job_text import state_of
-from opentinker.services.scheduler.sweeps import controller
+from opentinker.services.scheduler import service
+from opentinker.services.scheduler.sweeps.controller import SweepController
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.types.manifest import short_list
 from tests.conftest import until
 from tests.integration.client.test_cli import environ, typed
 from tests.support.api import OPERATOR, SPEC, write_checkpoint
 from tests.support.factories import make_spec
+from tests.support.scheduling import built_with
 
 WAIT_S = 60.0
 
@@ -291,8 +293,7 @@ SKILL = "rollout.toy.skill"
 
 @pytest.fixture
 def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(controller, "POLL_S", 0.05)
-    monkeypatch.setattr(controller, "STEP_S", 0.05)
+    built_with(monkeypatch, service, SweepController, poll_s=0.05, step_s=0.05)
     path = tmp_path / "sweep.json"
     path.write_bytes(orjson.dumps({**SPEC, "sweep": {"parameters": {SKILL: [0.1, 0.2]}}}))
     return path

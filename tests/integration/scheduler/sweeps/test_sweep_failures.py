@@ -14,7 +14,8 @@ import orjson
 import pytest
 
 from opentinker.services.scheduler.jobs.submit import submit
-from opentinker.services.scheduler.sweeps import adaptive, curves, running_sweep
+from opentinker.services.scheduler.sweeps import adaptive, controller, curves, running_sweep
+from opentinker.services.scheduler.sweeps.running_sweep import RunningSweep
 from opentinker.services.scheduler.sweeps.trial_jobs import cancel_job
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.keys import KeyStore
@@ -24,7 +25,7 @@ from opentinker.shared.types.sweeps import Trial
 from tests.conftest import NewContext, soon, until
 from tests.support.api import Http, bearing, new_key_of
 from tests.support.factories import make_spec
-from tests.support.scheduling import scheduler
+from tests.support.scheduling import built_with, scheduler
 from tests.support.sweeps import SKILL, ends, jobs_of, play, play_all, skill, submitted, swept
 
 
@@ -61,7 +62,7 @@ async def test_a_killed_scheduler_resumes_a_sweep(http: Http, ctx: Context, new_
     assert over["all_trials"][0]["jobs"][0]["id"] == before[0]["id"]
 
 
-SPEC_OF = running_sweep.RunningSweep._spec
+SPEC_OF = RunningSweep._spec
 
 
 def _refusing_first(sweep: Any, trial: Trial, job: Any) -> dict[str, Any]:
@@ -81,7 +82,7 @@ async def test_a_job_whose_leader_died_before_it_was_noted_is_adopted(
     monkeypatch.setattr(running_sweep, "submit", submit)
     (job,) = await jobs_of(http, sweep)
     if body:  # its spec would be refused now
-        monkeypatch.setattr(running_sweep.RunningSweep, "_spec", _refusing_first)
+        monkeypatch.setattr(RunningSweep, "_spec", _refusing_first)
         await ctx.store.redis.hset(f"idem:default:sweep {sweep} 0 0", "body", body)
     async with another_leader(new_context, ctx, http) as (second, again):
         over = await play_all(second, again, sweep, lambda spec: [skill(spec)])
@@ -142,7 +143,7 @@ async def test_an_earlier_leader_submits_no_job(ctx: Context, http: Http) -> Non
 async def test_metrics_too_large_for_a_mean_fail_their_trial_alone(
     http: Http, ctx: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(running_sweep, "LATE_S", 0.5)
+    built_with(monkeypatch, controller, RunningSweep, late_s=0.5)
     sweep = await submitted(http, parameters={SKILL: [0.1, 0.2]})
     over = await play_all(ctx, http, sweep, lambda spec: [1.7e308 if skill(spec) < 0.15 else 0.5] * 3)
     assert over["trials"] == {"failed": 1, "finished": 1} and over["best"]["number"] == 1
@@ -199,8 +200,7 @@ async def test_a_job_that_is_refused_is_submitted_again_for_a_while(
             raise refusals.pop()
         return await submit(*args, **options)
 
-    monkeypatch.setattr(running_sweep, "RETRY_S", 0.05)
-    monkeypatch.setattr(running_sweep, "REFUSED_S", patience_s)
+    built_with(monkeypatch, controller, RunningSweep, retry_s=0.05, refused_s=patience_s)
     monkeypatch.setattr(running_sweep, "submit", refusing)
     over = await play_all(ctx, http, await submitted(http), lambda spec: [skill(spec)])
     if patience_s:
