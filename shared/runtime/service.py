@@ -73,8 +73,14 @@ class Context:
     """Shown by /readyz."""
     disk: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, DISK_THREADS, "disk"))
     """For calls on file systems that may hang, which hold up nothing else."""
+    disk_s: float = 10.0
+    """Time limit of such a call."""
     copies: TenantThreads = field(default_factory=partial(TenantThreads, COPY_THREADS, TENANT_COPIES, "copies"))
     """For copies of large files, which hold up no checks."""
+    copy_s: float = 600.0
+    """Time limit of the copies of a job, which may be gigabytes, from the beginning of the first."""
+    copy_wait_s: float = 60.0
+    """Time in which a thread must be free for them."""
     begin_anew: Callable[[Sequence[str]], Awaitable[NoReturn]] = _is_no_process
     """Ends all work of this process and re-executes it; see reexec.py for the argument. If the service is stopping, it
     exits for good."""

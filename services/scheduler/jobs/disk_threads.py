@@ -12,7 +12,6 @@ from typing import ParamSpec, TypeVar
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.types.errors import OpenTinkerError
 
-DISK_S = 10.0
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -25,7 +24,7 @@ async def on_disk(ctx: Context, call: Callable[P, T], *args: P.args, **options: 
     """Return the result of the blocking `call`. Raises ReferencesAway, and its exceptions."""
     running = ctx.disk.submit(call, *args, **options)
     try:
-        async with asyncio.timeout(DISK_S):
+        async with asyncio.timeout(ctx.disk_s):
             return await asyncio.wrap_future(running)
     except TimeoutError:
-        raise ReferencesAway(f"a file system that the spec names has not answered within {DISK_S:g} s") from None
+        raise ReferencesAway(f"a file system that the spec names has not answered within {ctx.disk_s:g} s") from None

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from opentinker.services.scheduler.artifacts import checkpoint_dir
-from opentinker.services.scheduler.jobs import disk_threads
 from opentinker.services.scheduler.jobs.check_start_checkpoint import SourceCheckpoint
 from opentinker.services.scheduler.jobs.disk_threads import ReferencesAway
 from opentinker.shared.durable_files import sync_file
@@ -28,10 +27,6 @@ from opentinker.shared.runtime.service import Context
 from opentinker.shared.runtime.tenant_threads import TooManyCalls
 from opentinker.shared.types.manifest import Manifest, read_manifest, start_of
 
-KEEP_S = 600.0
-"""Time limit for the copies that a submission keeps, which may be gigabytes, from the beginning of the first."""
-QUEUE_S = 60.0
-"""Time in which a thread must be free for them."""
 CHUNK = 8 << 20
 SUBMISSION_S = 3600.0
 """Longer than any submission takes."""
@@ -58,13 +53,13 @@ class GivenUp(Exception):
 async def keep(ctx: Context, references: Sequence[Reference], job: str, tenant: str) -> list[dict[str, Any]]:
     """Keep checkpoints for a job. Return the mistake of the first that cannot be kept: others may be kept by then.
 
-    Raises ReferencesAway if links take longer than DISK_S or copies longer than KEEP_S, or if too much is copied
-    already. Nothing is kept then, as soon as the file system lets go."""
+    Raises ReferencesAway if links take longer than `ctx.disk_s` or copies longer than `ctx.copy_s`, or if too much is
+    copied already. Nothing is kept then, as soon as the file system lets go."""
     given_up = threading.Event()
     linking = ctx.disk.submit(_keep, references, partial(_link, given_up))
     try:
         async with _leaving_nothing(ctx, linking, given_up, job):
-            return await _within(disk_threads.DISK_S, asyncio.wrap_future(linking), "linked")
+            return await _within(ctx.disk_s, asyncio.wrap_future(linking), "linked")
     except LinksRefused:
         return await _keep_copies(ctx, references, job, tenant)
 
@@ -86,11 +81,11 @@ async def _keep_copies(ctx: Context, references: Sequence[Reference], job: str, 
         raise ReferencesAway(problem) from None
     async with _leaving_nothing(ctx, copying, given_up, job):
         try:
-            async with asyncio.timeout(QUEUE_S):
+            async with asyncio.timeout(ctx.copy_wait_s):
                 await begun.wait()
         except TimeoutError:
             raise ReferencesAway("the server is copying other checkpoints; retry in a few minutes") from None
-        return await _within(KEEP_S, asyncio.wrap_future(copying), "copied")
+        return await _within(ctx.copy_s, asyncio.wrap_future(copying), "copied")
 
 
 async def _within(limit_s: float, keeping: asyncio.Future[list[dict[str, Any]]], done: str) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 from opentinker import ApiError, AsyncClient
-from opentinker.services.scheduler.jobs import disk_threads, kept_checkpoints
+from opentinker.services.scheduler.jobs import kept_checkpoints
 from opentinker.services.scheduler.jobs.cleanup import JobCleaner
 from opentinker.services.scheduler.jobs.disk_threads import ReferencesAway
 from opentinker.services.scheduler.jobs.submit import submit
@@ -326,23 +326,22 @@ def slow_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 
 async def test_copy_may_take_longer_than_a_check(
-    client: AsyncClient, homes: Path, again: Any, slow_copies: threading.Event, monkeypatch: pytest.MonkeyPatch
+    ctx: Context, client: AsyncClient, homes: Path, again: Any, slow_copies: threading.Event
 ) -> None:
-    monkeypatch.setattr(disk_threads, "DISK_S", 2.0)
+    ctx.disk_s = 2.0
     submission = asyncio.create_task(client.submit(again))
     await until(lambda: any(homes.glob("*/start")))
-    await asyncio.sleep(2 * disk_threads.DISK_S)
+    await asyncio.sleep(2 * ctx.disk_s)
     slow_copies.set()
     checkpoint.read_intact(homes / (await soon(submission))["id"] / "start")
 
 
 @pytest.mark.parametrize("ending", ["limit", "cancellation"])
 async def test_copy_that_is_given_up_leaves_nothing(
-    ctx: Context, first: str, again: Any, homes: Path, slow_copies: threading.Event, monkeypatch: pytest.MonkeyPatch,
-    ending: str,
-) -> None:  # fmt: skip
+    ctx: Context, first: str, again: Any, homes: Path, slow_copies: threading.Event, ending: str
+) -> None:
     if ending == "limit":
-        monkeypatch.setattr(kept_checkpoints, "KEEP_S", 0.01)
+        ctx.copy_s = 0.01
     submission = asyncio.create_task(submit(ctx, again, "default"))
     await until(lambda: any(homes.glob("*/start")))
     if ending == "cancellation":
@@ -382,21 +381,20 @@ def busy(ctx: Context, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Contex
     finish.set()
 
 
-async def test_time_of_a_copy_begins_with_it(
-    busy: tuple[Context, threading.Event], again: Any, homes: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kept_checkpoints, "KEEP_S", 2.0)
-    submission = asyncio.create_task(submit(busy[0], again, "default"))
-    await asyncio.sleep(2 * kept_checkpoints.KEEP_S)
-    busy[1].set()
+async def test_time_of_a_copy_begins_with_it(busy: tuple[Context, threading.Event], again: Any, homes: Path) -> None:
+    ctx, finish = busy
+    ctx.copy_s = 2.0
+    submission = asyncio.create_task(submit(ctx, again, "default"))
+    await asyncio.sleep(2 * ctx.copy_s)
+    finish.set()
     second, _ = await soon(submission)
     checkpoint.read_intact(homes / second / "start")
 
 
 async def test_submission_does_not_wait_for_ever_for_a_thread(
-    busy: tuple[Context, threading.Event], first: str, again: Any, homes: Path, monkeypatch: pytest.MonkeyPatch
+    busy: tuple[Context, threading.Event], first: str, again: Any, homes: Path
 ) -> None:
-    monkeypatch.setattr(kept_checkpoints, "QUEUE_S", 0.01)
+    busy[0].copy_wait_s = 0.01
     with pytest.raises(ReferencesAway, match="copying other checkpoints"):
         await soon(submit(busy[0], again, "default"))
     await until(lambda: [home.name for home in homes.iterdir()] == [first])
