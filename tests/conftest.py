@@ -292,9 +292,8 @@ def new_context(nats_server: Server, valkey_server: Server, store: Store, tmp_pa
 
 
 @pytest.fixture
-async def ctx(new_context: NewContext, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Context]:
+async def ctx(new_context: NewContext) -> AsyncIterator[Context]:
     """The surroundings of a scheduler."""
-    monkeypatch.setattr("opentinker.services.scheduler.jobs.check_environment.ENV_CHECK_S", WAIT_S)
     async with new_context() as ctx:
         yield ctx
 

@@ -25,13 +25,11 @@ SEARCH_S = 8.0
 """A search ends after this time with the rows found so far."""
 PROMPT_BYTES = 128 * 1024
 """Longer prompts are not sent."""
-REPLY_BYTES = 1 << 20
-"""Messages of one reply."""
 PLACE_CHARACTERS = 300
 
 
-def list_rows(name: str, request: EnvRows, *, modules: bool) -> EnvRowsReply:
-    """Answer a request. `name`: of the environment in this process. Blocking."""
+def list_rows(name: str, request: EnvRows, *, modules: bool, reply_bytes: int = 1 << 20) -> EnvRowsReply:
+    """Answer a request. `name`: of the environment in this process; `reply_bytes`: of all messages. Blocking."""
     try:
         found, settings = check(name, request.config or {}, modules=modules)
         rows = found.data_rows(settings)
@@ -43,7 +41,7 @@ def list_rows(name: str, request: EnvRows, *, modules: bool) -> EnvRowsReply:
             count=count,
             found=matching,
             searched=searched,
-            rows=list(_prompts(rows, [number for number in request.numbers if 0 <= number < count])),
+            rows=list(_prompts(rows, [number for number in request.numbers if 0 <= number < count], reply_bytes)),
             tools=[offered.tool for offered in tools_of(found(settings))],
         )
     except SpecError as error:
@@ -68,9 +66,8 @@ def _search(rows: DataRows, count: int, text: str) -> tuple[list[int], int]:
     return found, min(count, MAX_SEARCHED)
 
 
-def _prompts(rows: DataRows, numbers: list[int]) -> Iterator[EnvRow]:
+def _prompts(rows: DataRows, numbers: list[int], room: int) -> Iterator[EnvRow]:
     """Give the rows that fit into one reply, at least the first."""
-    room = REPLY_BYTES
     for number in numbers:
         row = _row(rows, number)
         room -= size_of(row.messages)

@@ -70,6 +70,7 @@ class InferenceJob:
     arrive when its trainer sends them. It has the adapters served with them."""
 
     def __init__(self, worker: LeasedWorker, lease: Lease, spec: JobSpec, engine: Engine, renderer: Renderer) -> None:
+        self.beat_s = BEAT_S
         self.worker, self.lease, self.spec = worker, lease, spec
         self.engine, self.renderer = engine, renderer
         self.bus = worker.ctx.bus
@@ -359,20 +360,20 @@ class InferenceJob:
     # --- loops --------------------------------------------------------------------------------------------------
 
     async def _beat_loop(self) -> None:
-        """Consumes nothing; produces empty pieces, and asks with WANTED; looks every BEAT_S."""
+        """Consumes nothing; produces empty pieces, and asks with WANTED; looks every `beat_s`."""
         while True:
-            await sleep(BEAT_S)
+            await sleep(self.beat_s)
             now = time.monotonic()
             talks = [talk for talk, _ in self.tasks.values()]
             for talk in talks:
-                if now - talk.spoke_at >= BEAT_S / 2:
+                if now - talk.spoke_at >= self.beat_s / 2:
                     await talk.say()
             for asker in {talk.ask.asker for talk in talks}:
                 await self._ask_after(asker, [talk.ask.id for talk in talks if talk.ask.asker == asker])
 
     async def _ask_after(self, asker: str, ids: list[str]) -> None:
         try:
-            wanted = (await self.bus.request(WANTED, InFlight(ids), BEAT_S, asker=asker)).ids
+            wanted = (await self.bus.request(WANTED, InFlight(ids), self.beat_s, asker=asker)).ids
         except NoResponders:
             wanted = []
         except (NoReply, WireError):

@@ -46,9 +46,9 @@ from opentinker.services.scheduler.sweeps.controller import SweepController
 from opentinker.shared.runtime.service import Context, first_failure
 
 
-async def serve(ctx: Context, gateway: Gateway | None = None) -> None:
+async def serve(ctx: Context, gateway: Gateway | None = None, replicas: InferenceRouter | None = None) -> None:
     await register_operator(ctx)
-    gate, gateway, replicas = AuthMiddleware(ctx), gateway or Gateway(ctx), InferenceRouter(ctx)
+    gate, gateway, replicas = AuthMiddleware(ctx), gateway or Gateway(ctx), replicas or InferenceRouter(ctx)
 
     launcher = launcher_of(ctx.settings)
 

@@ -16,6 +16,7 @@ from opentinker.client import AsyncClient
 from opentinker.services.rollout_worker.engines.base import Completion, EngineLost, Likely, Progress, Sampling, Shown
 from opentinker.services.rollout_worker.inference_job import InferenceJob
 from opentinker.services.rollout_worker.renderer import Renderer
+from opentinker.shared.openai.inference import BEAT_S
 from opentinker.shared.runtime.leased_worker import LeasedWorker
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.types.core import Lease, Pool, StopReason, WeightVersion
@@ -96,6 +97,7 @@ class Site:
         self.client, self._nats, self._valkey, self._data = client, nats, valkey, data
         self.words: Callable[[str], str] = lambda prompt: "Hello there."
         self.speakers: dict[str, Speaker] = {}
+        self.beat_s = BEAT_S
         self._lives: dict[str, asyncio.Task[None]] = {}
         self._stack = contextlib.AsyncExitStack()
 
@@ -106,7 +108,9 @@ class Site:
             speaker = self.speakers[id] = Speaker(lambda prompt: self.words(prompt))
             engine: Any = speaker
             renderer: Renderer = speaker.renderer
-            await InferenceJob(worker, lease, spec, engine, renderer).run()
+            job = InferenceJob(worker, lease, spec, engine, renderer)
+            job.beat_s = self.beat_s
+            await job.run()
 
         self._lives[id] = asyncio.create_task(LeasedWorker(ctx, Pool.ROLLOUT, work).serve())
 

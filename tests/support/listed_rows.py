@@ -15,13 +15,13 @@ from opentinker.shared.types.env_protocol import EnvRows, EnvRowsReply
 
 
 @asynccontextmanager
-async def rows_listed(bus: Bus) -> AsyncIterator[list[EnvRows]]:
-    """Answer as an env worker does, in this process. Gives the requests."""
+async def rows_listed(bus: Bus, **options: int) -> AsyncIterator[list[EnvRows]]:
+    """Answer as an env worker does, in this process, with these options of `list_rows`. Gives the requests."""
     requests: list[EnvRows] = []
 
     async def listed(request: EnvRows) -> EnvRowsReply:
         requests.append(request)
-        return await asyncio.to_thread(list_rows, request.name, request, modules=True)
+        return await asyncio.to_thread(list_rows, request.name, request, modules=True, **options)
 
     serving = await bus.serve(ENV_ROWS, listed, "env")
     yield requests

@@ -22,6 +22,7 @@ import structlog
 
 from opentinker.services.scheduler.artifacts.archiver import Archiver
 from opentinker.services.scheduler.environments.served_gateway import Gateway
+from opentinker.services.scheduler.inference.router import InferenceRouter
 from opentinker.services.scheduler.service import serve
 from opentinker.shared.config import Settings
 from opentinker.shared.messaging.bus import Bus
@@ -60,11 +61,13 @@ async def context(nats: Server, valkey: Server, worker: str, data_dir: Path, **s
 
 
 @asynccontextmanager
-async def scheduler(ctx: Context, gateway: Gateway | None = None) -> AsyncIterator[str]:
+async def scheduler(
+    ctx: Context, gateway: Gateway | None = None, replicas: InferenceRouter | None = None
+) -> AsyncIterator[str]:
     """The whole service, in this process; gives its URL. Leaves as after SIGTERM."""
     ctx.stopping.clear()
     ctx.detail.clear()
-    task = asyncio.create_task(serve(ctx, gateway))
+    task = asyncio.create_task(serve(ctx, gateway, replicas))
     try:
         await until(lambda: task.done() or ctx.detail.get("http_port"))
         if task.done():

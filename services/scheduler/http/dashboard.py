@@ -56,9 +56,9 @@ NOT_BUILT = """<!doctype html>
 
 
 class Page:
-    def __init__(self, streams: str = "") -> None:
+    def __init__(self, streams: str = "", home: Path = HOME) -> None:
         """`streams`: nats_websocket_url."""
-        self._home, self._streams = HOME, streams
+        self._home, self._streams = home, streams
 
     @Route("GET", "/", Action.FREE, content="text/html")
     async def index(self, request: web.Request) -> web.Response:

@@ -149,8 +149,8 @@ class ReadyWorkers:
 
 
 class InferenceRouter:
-    def __init__(self, ctx: Context) -> None:
-        self.ctx = ctx
+    def __init__(self, ctx: Context, *, silence_s: float = SILENCE_S) -> None:
+        self.ctx, self._silence_s = ctx, silence_s
         self.name = f"{ctx.worker}-{uuid.uuid4().hex[:12]}"
         self._wanted: set[str] = set()
         self._busy: Counter[str] = Counter()
@@ -201,7 +201,7 @@ class InferenceRouter:
         seq, over = 0, False
         try:
             async with aclosing(
-                ask_in_pieces(self.ctx.bus, GENERATE, ask, silence_s=SILENCE_S, worker=address)
+                ask_in_pieces(self.ctx.bus, GENERATE, ask, silence_s=self._silence_s, worker=address)
             ) as pieces:
                 async for piece in pieces:
                     if piece.seq != seq:

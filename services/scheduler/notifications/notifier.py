@@ -33,8 +33,6 @@ from opentinker.shared.types.errors import Conflict, NotFound, OpenTinkerError
 log = structlog.get_logger()
 
 LOOK_S, SEND_S = 2.0, 0.5
-METRICS_S = 10.0
-"""Interval at which metrics of a job are read again if nothing else of it has changed."""
 LATE_S = 30.0
 """Time after the end of a job within which metrics may still arrive."""
 MAILS = 200
@@ -44,14 +42,16 @@ FIRST_RETRY_S, MAX_RETRY_S = 10.0, 1200.0
 AT_ONCE = 5
 UNKNOWN_S = 300.0
 """Time after its announcement from which on a missing job counts as never stored."""
-POINTS = 1000
 STATES = ("succeeded", "failed", "cancelled")
 HIDDEN = ("id", "event", "time", "state")
 """Fields of an event that a message leaves out, or has elsewhere."""
 
 
 class Notifier:
-    def __init__(self, ctx: Context) -> None:
+    def __init__(self, ctx: Context, *, metrics_s: float = 10.0, points: int = 1000) -> None:
+        """`metrics_s`: interval at which metrics of a job are read again if nothing else of it has changed. `points`:
+        read at a time."""
+        self._metrics_s, self._points = metrics_s, points
         self._ctx, self._store = ctx, ctx.store
         self._kept = Notifications(ctx.store.redis)
         self._history = MetricHistory(ctx.bus, ArtifactCatalog(ctx))
@@ -89,7 +89,7 @@ class Notifier:
         updated, at = self._looked.get(job.id, (-1.0, 0.0))
         if updated != job.updated or job.state.final:
             return False
-        return time.monotonic() < at + METRICS_S or not any(entry.get("target") for entry in job.spec["notify"])
+        return time.monotonic() < at + self._metrics_s or not any(entry.get("target") for entry in job.spec["notify"])
 
     async def send(self) -> None:
         """Begin to send what is due."""
@@ -153,7 +153,7 @@ class Notifier:
         open_ones = _open_targets(told, seen)
         if not open_ones:
             return [], {}, False
-        page, more = await self._history.page(job, int(seen.get("cursor", 0)), POINTS, "*")
+        page, more = await self._history.page(job, int(seen.get("cursor", 0)), self._points, "*")
         messages, marks = [], {"cursor": str(page[-1][0])} if page else {}
         for _, point in page:
             for place, target in list(open_ones.items()):

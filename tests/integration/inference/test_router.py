@@ -12,7 +12,6 @@ import openai
 import pytest
 
 from opentinker.client import AsyncClient
-from opentinker.services.rollout_worker import inference_job
 from opentinker.services.rollout_worker.inference_job import InferenceJob
 from opentinker.services.rollout_worker.inference_request import RequestState
 from opentinker.services.scheduler.inference import router
@@ -46,7 +45,9 @@ async def test_a_lost_chunk_is_requested_again(site: Site, monkeypatch: pytest.M
     await until(lambda: len(speaker.asked) == 2 and not speaker.running)
 
 
-async def test_a_worker_that_loses_answers_is_named(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worker_that_loses_answers_is_named(
+    ctx: Context, nats_server: Server, valkey_server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def mute(talk: RequestState, **parts: object) -> None:
         pass
 
@@ -58,27 +59,30 @@ async def test_a_worker_that_loses_answers_is_named(site: Site, monkeypatch: pyt
 
     monkeypatch.setattr(InferenceJob, "_begin", counted)
     monkeypatch.setattr(RequestState, "say", mute)
-    monkeypatch.setattr(router, "SILENCE_S", 0.2)
-    job = await site.job()
-    async with site.openai(job) as model:
-        with pytest.raises(openai.InternalServerError, match="was answering is gone"):
-            await model.chat.completions.create(model=job, messages=HELLO)
-    await until(lambda: len(begun) == router.MAX_TRIES)
+    async with (
+        scheduler(ctx, replicas=InferenceRouter(ctx, silence_s=0.2)) as url,
+        AsyncClient(url, wait_s=WAIT_S) as client,
+        site_of(client, nats_server, valkey_server, ctx.settings.data_dir) as site,
+    ):
+        job = await site.job()
+        async with site.openai(job) as model:
+            with pytest.raises(openai.InternalServerError, match="was answering is gone"):
+                await model.chat.completions.create(model=job, messages=HELLO)
+        await until(lambda: len(begun) == router.MAX_TRIES)
     assert len(set(begun)) == router.MAX_TRIES, "each has an id of its own: an earlier one may still be at work"
 
 
 async def test_requests_survive_a_restart_of_the_message_server(
     own_server: Server, valkey_server: Server, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(router, "SILENCE_S", 3.0)
-    monkeypatch.setattr(inference_job, "BEAT_S", 0.3)
     data = tmp_path / "data"
     async with (
         context(own_server, valkey_server, "scheduler-0", data) as ctx,
-        scheduler(ctx) as url,
+        scheduler(ctx, replicas=InferenceRouter(ctx, silence_s=3.0)) as url,
         AsyncClient(url, wait_s=WAIT_S) as client,
         site_of(client, own_server, valkey_server, data) as site,
     ):
+        site.beat_s = 0.3
         job = await site.job()
         speaker = site.speakers["rollout-0"]
         speaker.gate = asyncio.Event()

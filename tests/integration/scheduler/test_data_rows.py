@@ -86,11 +86,11 @@ async def test_rows_are_found_sorted_and_paged(
 
 
 async def test_rows_that_do_not_fit_into_one_answer_are_asked_for_again(
-    client: AsyncClient, store: Store, asked: list[EnvRows], monkeypatch: pytest.MonkeyPatch
+    client: AsyncClient, store: Store, bus: Bus
 ) -> None:
-    monkeypatch.setattr("opentinker.envs.runtime.data_rows.REPLY_BYTES", 700)
     job = await made(store)
-    page = await client.rows(job, limit=5)
+    async with rows_listed(bus, reply_bytes=700) as asked:
+        page = await client.rows(job, limit=5)
     assert [row["row"] for row in page["rows"]] == [0, 1, 2, 3, 4] and len(asked) > 1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import msgspec
 import pytest
 
 from opentinker.services.scheduler.artifacts.catalog import ArtifactCatalog, key_of
-from opentinker.services.scheduler.jobs import metric_history
+from opentinker.services.scheduler.jobs.metric_history import OLDEST_POINTS
 from opentinker.shared.data.step_log import StepLog, metric_prefix, trainer_source
 from opentinker.shared.messaging.subjects import METRIC, METRICS
 from opentinker.shared.runtime.service import Context
@@ -237,39 +238,41 @@ async def test_job_whose_points_are_all_in_the_stream_gets_none_from_the_file(fu
     assert steps(await reader.rest()) == [4]
 
 
-@pytest.mark.parametrize(("lines", "looked_at"), [(10, 1), (10, 100), (0, 100)])
-async def test_points_come_once_where_the_stream_begins_with_one_that_has_no_line(
-    full: Full, monkeypatch: pytest.MonkeyPatch, lines: int, looked_at: int
+@pytest.mark.parametrize(("lines", "without"), [(10, OLDEST_POINTS), (10, 1), (0, 1)])
+async def test_points_come_once_where_the_stream_begins_with_some_that_have_no_line(
+    full: Full, lines: int, without: int
 ) -> None:
-    """Its trainer was killed before it wrote the line."""
-    monkeypatch.setattr(metric_history, "OLDEST_POINTS", looked_at)
+    """Their trainer was killed before it wrote the lines."""
     ctx, http = full
+    await ctx.bus.js.update_stream(METRICS)
     job = await http.job()
     await Writer(ctx, job).write(5)
     killed = Writer(ctx, job, step=5)
     await killed.write(lines)
     await killed.emit()
     await ctx.bus.js.purge_stream(METRICS.name, seq=(await ctx.bus.js.stream_info(METRICS.name)).state.last_seq)
+    for _ in range(without - 1):
+        await killed.emit()
     await Writer(ctx, job, step=killed.step).write(20)
-    assert await first_step(ctx, job) == killed.step
+    assert await first_step(ctx, job) == killed.step - without + 1
     for limit in (1, 7, 1000):
         assert steps(await Reader(http, job, f"limit={limit}").rest()) == list(range(1, killed.step + 21))
 
 
-async def test_reader_waits_for_a_line_whose_point_may_still_arrive(
-    full: Full, writer: Writer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_reader_waits_for_a_line_whose_point_may_still_arrive(full: Full, writer: Writer) -> None:
     """With a cursor behind later points of other sources it would never get that line."""
-    monkeypatch.setattr(metric_history, "ARRIVAL_S", 3600.0)
     (ctx, http), job = full, writer.job
     await writer.write(3)
     await ctx.bus.js.purge_stream(METRICS.name)
     await fill(ctx, 1)
+    writer.ahead_s = 3600.0
     await writer.write(1)
     await ctx.bus.purge(str(METRICS.name), METRIC.at(job=job, source="trainer"))
     reader = Reader(http, job)
     assert steps(await reader.rest()) == [1, 2, 3]
-    monkeypatch.setattr(metric_history, "ARRIVAL_S", 0.0)
+    *lines, last = writer.path.read_bytes().splitlines(keepends=True)
+    old = msgspec.json.decode(last) | {"time": time.time() - 60.0}
+    writer.path.write_bytes(b"".join([*lines, msgspec.json.encode(old), b"\n"]))
     points = await reader.rest()
     assert [(point["source"], point["step"]) for point in points] == [("trainer", 4), ("rollout-0", 4)]
 

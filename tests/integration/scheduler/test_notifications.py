@@ -17,7 +17,7 @@ from aiohttp import web
 from aiosmtpd.controller import Controller
 
 from opentinker.services.scheduler.notifications import notifier as notifier_module
-from opentinker.services.scheduler.notifications.notifier import TRIES, Notifier
+from opentinker.services.scheduler.notifications.notifier import MAILS, TRIES, UNKNOWN_S, Notifier
 from opentinker.shared.messaging.subjects import METRIC
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import parse_spec
@@ -113,16 +113,15 @@ async def test_a_webhook_that_is_away_is_tried_again_and_given_up_in_the_end(
 
 
 async def test_alarms_and_targets_are_told_and_what_nobody_wants_is_not(
-    ctx: Context, store: Store, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+    ctx: Context, store: Store, receiver: Receiver
 ) -> None:
-    monkeypatch.setattr(notifier_module, "METRICS_S", 0.0)
     target = {"metric": "val/reward/mean", "above": 0.5}
     job = await notifying(
         store, "j-target", {"url": receiver.url, "on": ["alarm"], "target": target},
         {"url": receiver.url, "format": "slack", "on": ["cancelled"]},
     )  # fmt: skip
     await store.update(job, event="collapse_alarm", detail={"reason": "entropy", "hint": "raise it"})
-    told = Notifier(allowing(ctx))
+    told = Notifier(allowing(ctx), metrics_s=0.0)
     for step, value in enumerate((0.1, 0.6, 0.7), 1):
         point = make_point(job, step, {"val/reward/mean": value})
         await ctx.bus.publish(METRIC, point, f"{job}/{step}", job=job, source="trainer")
@@ -139,23 +138,19 @@ async def test_alarms_and_targets_are_told_and_what_nobody_wants_is_not(
 
 
 async def test_a_target_is_told_however_long_the_history_and_after_the_end(
-    ctx: Context, store: Store, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+    ctx: Context, store: Store, receiver: Receiver
 ) -> None:
-    monkeypatch.setattr(notifier_module, "POINTS", 3)
     target = {"metric": "loss", "below": 0.5}
     job = await notifying(store, "j-long", {"url": receiver.url, "on": ["target"], "target": target})
     for step in range(1, 11):
         point = make_point(job, step, {"loss": 0.4 if step == 10 else 1.0})
         await ctx.bus.publish(METRIC, point, f"{job}/{step}", job=job, source="trainer")
     await store.transition(job, JobState.SUCCEEDED)
-    told = Notifier(allowing(ctx))
+    told = Notifier(allowing(ctx), points=3)
     for _ in range(5):
         await tells(told)
     assert [body["detail"]["step"] for body in receiver.bodies] == [10]
-    for late, is_followed in ((1e6, False), (0.0, False)):
-        monkeypatch.setattr(notifier_module, "LATE_S", late)
-        await tells(told)
-        assert (job in await Notifications(store.redis).followed()) is is_followed
+    assert job not in await Notifications(store.redis).followed()
 
 
 async def test_a_receiver_that_hangs_keeps_up_no_other_tenant(
@@ -197,13 +192,15 @@ async def test_a_tenant_sends_so_many_mails_an_hour(
         sent.append(message.job)
 
     monkeypatch.setattr(notifier_module, "deliver", deliver)
-    monkeypatch.setattr(notifier_module, "MAILS", 2)
+    kept = Notifications(store.redis)
+    for _ in range(MAILS - 2):
+        await kept.count_mail("default")
     for number in range(3):
         job = await notifying(store, f"j-mail{number}", {"email": "me@lab.example"})
         await store.transition(job, JobState.SUCCEEDED)
     await tells(Notifier(allowing(ctx)))
     assert len(sent) == 2
-    (waits,) = await Notifications(store.redis).due(time.time() + 1e6, 10)
+    (waits,) = await kept.due(time.time() + 1e6, 10)
     assert waits.tries == 1
 
 
@@ -255,16 +252,12 @@ async def test_where_nothing_may_be_sent_is_refused_at_submission(http: Http) ->
         assert all(mistake["field"].startswith("notify.0") for mistake in body["errors"]), body
 
 
-async def test_a_job_that_was_never_stored_is_forgotten(
-    ctx: Context, store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_job_that_was_never_stored_is_forgotten(ctx: Context, store: Store) -> None:
     kept = Notifications(store.redis)
-    await kept.follow("j-nothing", time.time())
+    await kept.follow("j-just-now", time.time())
+    await kept.follow("j-nothing", time.time() - UNKNOWN_S)
     await Notifier(ctx).look()
-    assert "j-nothing" in await kept.followed()
-    monkeypatch.setattr(notifier_module, "UNKNOWN_S", 0.0)
-    await Notifier(ctx).look()
-    assert "j-nothing" not in await kept.followed()
+    assert (await kept.followed()).keys() == {"j-just-now"}
 
 
 async def test_a_secret_stays_until_it_is_renewed(store: Store) -> None:

@@ -11,12 +11,14 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from opentinker.services.scheduler.http import dashboard
+from opentinker.services.scheduler.http import server
+from opentinker.services.scheduler.http.dashboard import Page
 from opentinker.shared.security.authorization import MAY, Action, Role
 from opentinker.shared.security.key_text import parse
 from opentinker.shared.state.store import Store
 from tests.support.api import Http, bearing, new_key_of
 from tests.support.cluster import ROOT
+from tests.support.scheduling import built_with
 
 SOURCES = ROOT / "dashboard"
 INSTALLED = (SOURCES / "node_modules" / ".package-lock.json").exists()
@@ -37,7 +39,7 @@ def built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     }.items():
         (home / name).write_text(text)
     (tmp_path / "secret.js").write_text("secret")
-    monkeypatch.setattr(dashboard, "HOME", home)
+    built_with(monkeypatch, server, Page, home=home)
     return home
 
 
