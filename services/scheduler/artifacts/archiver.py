@@ -65,8 +65,7 @@ JOB_ERRORS = (*STORE_ERRORS, NoReply, nats.errors.Error, TimeoutError, NotFound)
 
 class Archiver:
     def __init__(self, ctx: Context, leadership: int = UNFENCED, *, poll_s: float = 1.0, linger_s: float = 5.0) -> None:
-        """`leadership`: without one only `archive` may be called. `linger_s`: after a job's end its services still say
-        how they let go of it."""
+        """`leadership`: without one only `archive` may be called. `linger_s`: services still log after a job's end."""
         self.ctx, self.store, self.leader = ctx, ctx.store, leadership
         self._poll_s, self._linger_s = poll_s, linger_s
         self.artifacts = ArtifactCatalog(ctx)
