@@ -2,7 +2,7 @@
 
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { conversation, weightsIn, type View, roleOf } from "../src/lib/match.ts";
+import { conversation, evaluated, weightsIn, type View, roleOf } from "../src/lib/match.ts";
 
 const view = (seat: string, version: string): View => ({
   seat,
@@ -39,6 +39,16 @@ test("tokens beyond those that were kept are counted", () => {
   assert.deepEqual([acts[0]!.tokens?.text, acts[0]!.tokens?.left_out], [["a"], 1]);
   long.tokens!.text = ["your"];
   assert.equal(conversation([long], [[0, 1]])[0]!.tokens, null);
+});
+
+test("an evaluation of several seats is a conversation, of one seat it is not", () => {
+  const { messages: said, tokens } = view("white", "1.3");
+  const own = { seat: "white", stream: "", policy: "a" };
+  const bot = { role: "user", content: "a1 is taken", seat: "black", stream: "", policy: "b" };
+  const found = evaluated([{ ...said[0]!, ...own }, { ...said[1]!, ...own }, bot], [{ ...own, tokens }], { white: 1, black: -1, dealer: 0 });
+  assert.deepEqual(found?.seats.map((one) => [one.seat, one.policy, one.reward]), [["white", "a", 1], ["black", "b", -1]]);
+  assert.deepEqual(found?.acts.map((act) => [act.seat, act.weights, act.tokens?.text]), [["white", [], undefined], ["white", ["a 1.3"], ["a", "1"]], ["black", [], undefined]]);
+  assert.equal(evaluated(said, [], {}), null);
 });
 
 test("a tool's result says whose it is and how long the call took", () => {

@@ -12,12 +12,14 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
 
+import msgspec
 import structlog
 
 from opentinker.services.rollout_worker.episode import Episode
 from opentinker.services.rollout_worker.episode_protocol import Busy, EpisodeFailed, Sessions
 from opentinker.services.rollout_worker.renderer import images_of
 from opentinker.services.rollout_worker.seat_map import LoadedPolicy, SeatMap
+from opentinker.services.rollout_worker.token_stream import Stream
 from opentinker.services.rollout_worker.transcripts import TOKENS, shortened
 from opentinker.services.rollout_worker.url_player import UrlPlayer
 from opentinker.shared.asyncio_tools import cancel_and_wait, forward_exception, sleep, wait_event
@@ -26,11 +28,11 @@ from opentinker.shared.messaging.bus import Bus, Delivery, NoReply
 from opentinker.shared.messaging.subjects import EXAM, EXAM_RESULT
 from opentinker.shared.spec import JobSpec, ValidationSpec
 from opentinker.shared.spec.evaluation import exam_of, validation_episodes
-from opentinker.shared.types.core import Ending, Ticket, WeightVersion, part_id
+from opentinker.shared.types.core import Ending, Message, Ticket, WeightVersion, part_id
 from opentinker.shared.types.error_text import error_tail
-from opentinker.shared.types.evaluation import EvalEpisode, EvalResult, ExamView
-from opentinker.shared.types.token_records import images_within, tokens_of
-from opentinker.shared.types.trajectories import Trajectory, alike, totals
+from opentinker.shared.types.evaluation import EvalEpisode, EvalResult, ExamView, MessageOrigin
+from opentinker.shared.types.token_records import images_within, order_of_play, sampled_by, tokens_of
+from opentinker.shared.types.trajectories import Trajectory, Turn, alike, totals
 
 log = structlog.get_logger()
 
@@ -187,7 +189,8 @@ class EvalRunner:
             rewards = {seat: episode.rewards[seat] for seat in own} or {"": 0.0}
         reward, outcome = sum(rewards.values()) / len(rewards), outcome_of(episode, self.policy)
         is_read = self._is_rare(exam, reward, outcome) or self._is_among(exam, self.kept)
-        messages = shortened(episode.said, TRANSCRIPT_CHARACTERS) if is_read else []
+        said, origins = conversation(list(episode.streams.values()))
+        messages = shortened(said, TRANSCRIPT_CHARACTERS) if is_read else []
         return EvalResult(
             job=exam.job,
             version=exam.version,
@@ -205,7 +208,8 @@ class EvalRunner:
             stops=[turn.stop for t in trajectories for turn in t.turns],
             seconds=played[0].seconds,
             messages=messages,
-            images=images_within(messages, images_of(episode.said), self.kept) if messages else {},
+            origins=origins[: len(messages)],
+            images=images_within(messages, images_of(said), self.kept) if messages else {},
             views=views_of(played),
         )
 
@@ -249,6 +253,25 @@ def outcome_of(episode: Episode, policy: str) -> float | None:
     own, others = episode.seats.split_seats(policy, rewards)
     mine, theirs = (math.fsum(rewards[seat] for seat in seats) / max(1, len(seats)) for seats in (own, others))
     return 0.5 if alike([mine, theirs]) else float(mine > theirs)
+
+
+def conversation(streams: Sequence[Stream]) -> tuple[list[Message], list[MessageOrigin]]:
+    """Return the messages of an episode in the order of play; of several seats or contexts, with the origin of each."""
+    order = order_of_play([(stream.turns, len(stream.said)) for stream in streams])
+    messages = [streams[place].said[number] for place, number in order]
+    if len(streams) < 2:
+        return messages, []
+    turns = [{turn.message: turn for turn in stream.turns} for stream in streams]
+    return messages, [_origin(streams[place], turns[place].get(number)) for place, number in order]
+
+
+def _origin(stream: Stream, turn: Turn | None) -> MessageOrigin:
+    """`turn`: in which it was said; None: the seat was shown it."""
+    origin = MessageOrigin(seat=stream.seat, stream=stream.name, policy=stream.player.name)
+    if turn is None:
+        return origin
+    tokens, versions = (turn.start, turn.end), sampled_by(turn, stream.spans)
+    return msgspec.structs.replace(origin, turn=turn.number, tokens=tokens, versions=versions)
 
 
 def views_of(trajectories: Sequence[Trajectory], room: int = TOKENS) -> list[ExamView]:

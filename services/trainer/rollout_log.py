@@ -28,7 +28,14 @@ from opentinker.shared.data.step_log import StepLog
 from opentinker.shared.types.core import WeightVersion
 from opentinker.shared.types.manifest import name_of
 from opentinker.shared.types.telemetry import KeptEpisode
-from opentinker.shared.types.token_records import as_base64, as_said, images_within, order_of_play, tokens_of
+from opentinker.shared.types.token_records import (
+    as_base64,
+    as_said,
+    images_within,
+    order_of_play,
+    sampled_by,
+    tokens_of,
+)
 from opentinker.shared.types.trajectories import Group, Trajectory, Turn, totals
 
 log = structlog.get_logger()
@@ -144,7 +151,7 @@ def _episode(group: Group, index: int, own: list[View], others: list[View], kept
         "tokens": sum(int(view.mask.sum()) for view in views),
         "turns": sum(len(view.turns) for view in views),
         "seconds": views[0].seconds,
-        "order": order_of_play([view for view, _ in pairs]),
+        "order": order_of_play([(view.turns, len(view.transcript or [])) for view, _ in pairs]),
         "views": [_view(view, advantages) for view, advantages in pairs],
         **as_base64(images_within(messages, group.images, kept)),
     }
@@ -167,11 +174,10 @@ def _view(view: Trajectory, advantages: F64 | None) -> dict[str, Any]:
 
 def _words_of(view: Trajectory, turn: Turn) -> dict[str, Any]:
     """Return what is known of the words of a turn: which one of the episode it is, its tokens, who sampled them."""
-    versions = sorted({span.version for span in view.spans if span.start < turn.end and turn.start < span.end})
     return {
         "turn": turn.number,
         "tokens": [turn.start, turn.end],
-        "versions": [str(version) for version in versions],
+        "versions": [str(version) for version in sampled_by(turn, view.spans)],
         "reward": turn.reward,
         **({"untrainable": turn.untrainable} if turn.untrainable else {}),
     }

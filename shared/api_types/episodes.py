@@ -57,6 +57,23 @@ class SeenTokens(TypedDict):
     """Player of the seat, as in View."""
 
 
+class Heard(Said):
+    """A message of an evaluation episode, in the order of play; of several seats or contexts, with whose it is."""
+
+    seat: NotRequired[str]
+    """Seat that said it or was shown it."""
+    stream: NotRequired[str]
+    """Context of the seat, by name."""
+    policy: NotRequired[str]
+    """Player of the seat, as in View."""
+    turn: NotRequired[int]
+    """Turn of the episode, counted over all seats, in which the seat said it. Absent: it was shown the message."""
+    tokens: NotRequired[list[int]]
+    """[first, after last]: places of its tokens in the seat's view."""
+    versions: NotRequired[list[str]]
+    """Weights that sampled the tokens, EPOCH.STEP."""
+
+
 class Estimate(TypedDict):
     """A mean over start states."""
 
@@ -98,7 +115,7 @@ class Transcript(TypedDict):
     """Rewards, where several play."""
     metrics: dict[str, float]
     ending: str
-    messages: list[Said]
+    messages: list[Heard]
     views: NotRequired[list[SeenTokens]]
     """The same token by token. Absent in episodes that earlier versions kept."""
     images: NotRequired[dict[str, str]]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.runtime.telemetry import MetricSource
 from opentinker.shared.spec import EvaluationSpec
 from opentinker.shared.types.core import WeightVersion, part_id
-from opentinker.shared.types.evaluation import EvalEpisode, EvalResult, exam_seed
+from opentinker.shared.types.evaluation import EvalEpisode, EvalResult, MessageOrigin, exam_seed
 from opentinker.shared.types.manifest import name_of
 from opentinker.shared.types.token_records import as_base64, as_said
 
@@ -61,10 +62,25 @@ def transcript_of(result: EvalResult, plan: EvaluationSpec, opponents: Sequence[
         **({"outcome": result.outcome} if result.outcome is not None else {}),
         "metrics": result.metrics,
         "ending": result.ending,
-        "messages": [as_said(said) for said in result.messages],
+        "messages": _messages_of(result),
         "views": msgspec.to_builtins(result.views),
         **as_base64(result.images),
     }
+
+
+def _messages_of(result: EvalResult) -> list[dict[str, Any]]:
+    """Return the messages as text, with the seat of each where several play."""
+    said = [as_said(message) for message in result.messages]
+    return [one | _of_seat(origin) for one, origin in zip_longest(said, result.origins)]
+
+
+def _of_seat(origin: MessageOrigin | None) -> dict[str, Any]:
+    if origin is None:
+        return {}
+    seat = {"seat": origin.seat, "stream": origin.stream, "policy": origin.policy}
+    if origin.turn is None:
+        return seat
+    return seat | {"turn": origin.turn, "tokens": origin.tokens, "versions": list(map(str, origin.versions))}
 
 
 def _games_of(values: Mapping[str, Any]) -> dict[str, float]:

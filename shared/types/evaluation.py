@@ -33,6 +33,21 @@ class ExamView(msgspec.Struct, frozen=True, kw_only=True):
     """Player of the seat, see `Trajectory.policy`."""
 
 
+class MessageOrigin(msgspec.Struct, frozen=True, kw_only=True):
+    """The seat that said a message of an episode, or was shown it."""
+
+    seat: str
+    stream: str
+    policy: str = ""
+    """Player of the seat, see `Trajectory.policy`."""
+    turn: int | None = None
+    """Of what it said: number of the turn, over all seats."""
+    tokens: tuple[int, int] | None = None
+    """[first, after last] of what it said: places of its tokens in the seat's context."""
+    versions: list[WeightVersion] = []
+    """Weights that sampled these tokens."""
+
+
 class EvalResult(msgspec.Struct, frozen=True, kw_only=True):
     """Rollout worker -> who asked for it: how an episode went, or why it could not be played."""
 
@@ -64,7 +79,9 @@ class EvalResult(msgspec.Struct, frozen=True, kw_only=True):
     """One per turn."""
     seconds: float = 0.0
     messages: list[Message] = []
-    """The conversation, for episodes that are kept."""
+    """The conversation in the order of play, for episodes that are kept."""
+    origins: list[MessageOrigin] = []
+    """Of each of these messages, where an episode has several seats or contexts."""
     images: dict[str, bytes] = {}
     """The first of its images, by digest."""
     views: list[ExamView] = []

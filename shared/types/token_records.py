@@ -11,8 +11,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from opentinker.shared.types.core import Message
-from opentinker.shared.types.trajectories import Trajectory
+from opentinker.shared.types.core import Message, WeightVersion
+from opentinker.shared.types.trajectories import Span, Trajectory, Turn
 
 EPISODE_IMAGES, STEP_IMAGES = 512 * 1024, 8 * 1024 * 1024
 """Bytes of the images that are kept of an episode, and of all episodes of a step together."""
@@ -62,6 +62,11 @@ def as_said(message: Message) -> dict[str, Any]:
     return {"role": message.role, "content": message.text, **called, **timed, **shown}
 
 
+def sampled_by(turn: Turn, spans: Iterable[Span]) -> list[WeightVersion]:
+    """Return the versions that sampled the tokens of a turn. `spans`: of its trajectory."""
+    return sorted({span.version for span in spans if span.start < turn.end and turn.start < span.end})
+
+
 def images_within(messages: Iterable[Message], images: Mapping[str, bytes], episodes: int) -> dict[str, bytes]:
     """Return the first images that messages of a transcript refer to, up to its share with `episodes` kept episodes.
     `images`: by digest."""
@@ -81,21 +86,22 @@ def as_base64(images: Mapping[str, bytes]) -> dict[str, dict[str, str]]:
     return {"images": text} if text else {}
 
 
-def order_of_play(views: Sequence[Trajectory]) -> list[tuple[int, int]]:
+def order_of_play(views: Sequence[tuple[Sequence[Turn], int]]) -> list[tuple[int, int]]:
     """Return the messages of a whole episode as one conversation, each by the place of its view and its own in there.
 
     Seats come in the order of their turns. Before its words a seat has what it was shown since its last turn; what it
-    was shown after its last one is at the end. `views`: with transcripts, which may leave out the end.
+    was shown after its last one is at the end. `views`: the turns and the number of messages of each, which may leave
+    out the end.
     """
     shown = [0] * len(views)
-    lengths = [len(view.transcript or []) for view in views]
+    lengths = [length for _, length in views]
     order: list[tuple[int, int]] = []
 
     def show(place: int, end: int) -> None:
         order.extend((place, message) for message in range(shown[place], end))
         shown[place] = max(shown[place], end)
 
-    acts = [(place, turn) for place, view in enumerate(views) for turn in view.turns]
+    acts = [(place, turn) for place, (turns, _) in enumerate(views) for turn in turns]
     for place, turn in sorted(acts, key=lambda act: act[1].number):
         show(place, lengths[place] if turn.message is None else min(turn.message + 1, lengths[place]))
     for place, length in enumerate(lengths):

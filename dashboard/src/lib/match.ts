@@ -24,15 +24,28 @@ export interface Message {
   tokens?: [number, number];
   versions?: string[];
   reward?: number;
+  /** In an evaluation of several seats or contexts: whose it is. */
+  seat?: string;
+  stream?: string;
+  policy?: string;
 }
 
-export interface View {
+/** One context of a seat, and who plays it. */
+export interface Seat {
   seat: string;
   stream: string;
-  policy?: string;
+  policy?: string | undefined;
+  reward?: number | undefined;
+}
+
+/** Of an evaluation: the tokens of a seat in one context. */
+export interface SeatTokens extends Seat {
+  tokens?: Tokens | null | undefined;
+}
+
+export interface View extends SeatTokens {
   reward: number;
   messages: Message[];
-  tokens?: Tokens | null;
 }
 
 /** Something that a seat was shown or said. */
@@ -57,18 +70,32 @@ export function conversation(views: readonly View[], order: readonly [number, nu
   return order.flatMap(([place, number]) => {
     const view = views[place];
     const message = view?.messages[number];
-    if (!view || !message) return [];
-    const said = message.turn !== undefined && message.tokens !== undefined && view.tokens;
-    return [
-      {
-        seat: seatOf(view),
-        policy: view.policy ?? "",
-        weights: (message.versions ?? []).map((version) => weightsOf(view, version)),
-        message,
-        tokens: said ? cut(view, view.tokens!, message.tokens!) : null,
-      },
-    ];
+    return view && message ? [actOf(view, message)] : [];
   });
+}
+
+/** The messages of an evaluation, and its seats; null where one seat plays. `kept`: tokens, of those that were kept. */
+export function evaluated(messages: readonly Message[], kept: readonly SeatTokens[], rewards: Record<string, number>): { acts: Act[]; seats: Seat[] } | null {
+  const seats = new Map<string, SeatTokens>();
+  const acts = messages.map((message) => {
+    const { seat = "", stream = "", policy } = message;
+    const key = JSON.stringify([seat, stream]);
+    const own = seats.get(key) ?? { seat, stream, policy, reward: rewards[seat], tokens: kept.find((one) => one.seat === seat && one.stream === stream)?.tokens };
+    seats.set(key, own);
+    return actOf(own, message);
+  });
+  return seats.size > 1 ? { acts, seats: [...seats.values()] } : null;
+}
+
+function actOf(view: SeatTokens, message: Message): Act {
+  const said = message.turn !== undefined && message.tokens !== undefined && view.tokens;
+  return {
+    seat: seatOf(view),
+    policy: view.policy ?? "",
+    weights: (message.versions ?? []).map((version) => weightsOf(view, version)),
+    message,
+    tokens: said ? cut(view, view.tokens!, message.tokens!) : null,
+  };
 }
 
 /** The weights of all that was said, in the order in which they first spoke. */
@@ -76,16 +103,16 @@ export function weightsIn(acts: readonly Act[]): string[] {
   return [...new Set(acts.flatMap((act) => act.weights))];
 }
 
-export function seatOf(view: View): string {
+export function seatOf(view: Seat): string {
   return [view.seat || "player", view.stream].filter(Boolean).join(" ");
 }
 
-function weightsOf(view: View, version: string): string {
+function weightsOf(view: Seat, version: string): string {
   return view.policy ? `${view.policy} ${version}` : version;
 }
 
 /** The tokens [from, to) of a view; null if none of them were kept. */
-function cut(view: View, tokens: Tokens, [from, to]: [number, number]): Tokens | null {
+function cut(view: Seat, tokens: Tokens, [from, to]: [number, number]): Tokens | null {
   const end = Math.min(to, tokens.text.length);
   if (from >= end) return null;
   return {

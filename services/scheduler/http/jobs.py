@@ -112,7 +112,10 @@ class JobsApi:
         policy = request.query.get("policy", "")
         if policy in (job.policies or ("",)):
             return job.part(policy)
-        named = f"must be one of {', '.join(job.policies)}" if job.policies else "job has one policy, without a name"
+        names = ", ".join(job.policies)
+        named = f"must be one of {names}" if job.policies else "job has one policy, without a name"
+        if not policy:
+            named = f"is needed: the job has several policies, {names}"
         raise SpecError.of("policy", policy[:100] or None, named)
 
     async def _rows(self, tenant: str, wanted: JobQuery) -> list[JobRow]:

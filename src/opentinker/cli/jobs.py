@@ -25,7 +25,7 @@ from opentinker.cli.common import (
     say,
 )
 from opentinker.cli.job_record import print_categories
-from opentinker.cli.observability import role_of
+from opentinker.cli.observability import line_of
 from opentinker.cli.specs import Changes, FromCheckpoint, SpecFile, Steps, WithOptimizer, changed, read_spec, read_sweep
 from opentinker.cli.sweeps import show_begun, submit_file
 from opentinker.sdk.job_text import on_one_line, state_of
@@ -230,7 +230,7 @@ def transcripts(
         against = f" against {one['opponent']}" if "opponent" in one else ""
         say(f"\n--- episode {one['index']}{result}{against}: reward {one['reward']:g} {measured} ({one['ending']})")
         for message in one["messages"]:
-            say(f"[{role_of(message)}] {message['content']}")
+            say(line_of(message))
 
 
 def _counts(outcomes: Mapping[str, int]) -> str:

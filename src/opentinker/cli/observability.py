@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from opentinker.cli.common import AsJson, JobId, Policy, Url, client, print_found, print_json, print_table, say
-from opentinker.shared.api_types import Rollout, Said, Shown, View
+from opentinker.shared.api_types import Heard, Rollout, Said, Shown, View
 from opentinker.shared.types.core import part_id
 from opentinker.shared.types.errors import plural
 from opentinker.shared.types.manifest import short_list
@@ -61,6 +61,15 @@ def words_of(one: Rollout) -> Iterator[str]:
             yield f"[to {_named(view)}, {role_of(message)}] {message['content']}"
 
 
+def line_of(message: Heard) -> str:
+    """Return a message of an evaluation episode, of several seats with its speaker or viewer."""
+    if "seat" not in message:
+        return f"[{role_of(message)}] {message['content']}"
+    if "turn" not in message:
+        return f"[to {_named(message)}, {role_of(message)}] {message['content']}"
+    return f"[{' '.join([_who(message), ', '.join(message['versions'])]).strip()}] {message['content']}"
+
+
 def role_of(message: Said) -> str:
     """`user`, or `tool search, 12.3 ms`."""
     name = f" {message['tool']}" if "tool" in message else ""
@@ -71,11 +80,11 @@ def _left_out(message: Shown) -> str:
     return f", not trained: {message['untrainable']}" if "untrainable" in message else ""
 
 
-def _named(view: View) -> str:
+def _named(view: View | Heard) -> str:
     return " ".join(part for part in (view["seat"], view["stream"]) if part) or "one seat"
 
 
-def _who(view: View) -> str:
+def _who(view: View | Heard) -> str:
     """`white`, or `white by alice` where several policies play."""
     policy = view.get("policy")
     return f"{_named(view)} by {policy}" if policy else _named(view)

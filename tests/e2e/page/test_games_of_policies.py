@@ -87,6 +87,52 @@ def write_match(ctx: Context, job: str) -> None:
     (folder / "step-000003.jsonl").write_bytes(orjson.dumps(episode) + b"\n")
 
 
+def write_evaluation(ctx: Context, job: str) -> None:
+    """One evaluation episode of the speaker with the listener, of which the listener's tokens were not kept."""
+    said: list[dict[str, Any]] = []
+    views = []
+    for turn, (seat, shown, word, version) in enumerate(
+        (("speaker", "say 3", "q", "1.3"), ("listener", "hear q", "3", "1.2"))
+    ):
+        view = played(seat, shown, word, turn, version)
+        of_seat = {"seat": seat, "stream": "", "policy": seat}
+        said += [
+            {name: value for name, value in (one | of_seat).items() if name != "reward"} for one in view["messages"]
+        ]
+        views.append({**of_seat, "tokens": view["tokens"]})
+    exam: dict[str, Any] = {
+        **{
+            "index": 0,
+            "opponent": "listener",
+            "outcome": 0.5,
+            "reward": 1.0,
+            "seats": {"speaker": 1.0, "listener": 1.0},
+        },
+        **{"metrics": {"exact": 1.0}, "ending": "env_done", "messages": said, "views": views[:1]},
+    }
+    folder = ctx.settings.data_dir / "jobs" / f"{job}~speaker" / "transcripts"
+    folder.mkdir(parents=True)
+    (folder / "step-000003.jsonl").write_bytes(orjson.dumps(exam) + b"\n")
+
+
+async def test_an_evaluation_is_a_conversation_too(opened: Open, http: Http, bus: Bus, ctx: Context) -> None:
+    job = await new_game(http, bus, ctx)
+    write_evaluation(ctx, job)
+    tab = await opened(http.url, "jobs", job, "episodes")
+    await tab.page.get_by_role("button", name="evaluations", exact=True).click()
+    heads = tab.page.locator(".match .message > small")
+    await expect(heads.first).to_have_text("to speaker · user")
+    assert await heads.all_text_contents() == [
+        "to speaker · user",
+        "speaker · weights speaker 1.3",
+        "to listener · user",
+        "listener · weights listener 1.2",
+    ]
+    await tab.page.get_by_role("button", name="version", exact=True).click()
+    await tab.page.locator(".tokens span", has_text="q").click()
+    await tab.shows("weights speaker 1.3")
+
+
 async def test_a_match_is_a_conversation_of_its_seats_with_the_version_of_each_policy(
     opened: Open, http: Http, bus: Bus, ctx: Context
 ) -> None:

@@ -89,7 +89,7 @@ async def test_two_policies_train_on_the_same_matches_and_each_can_be_taken_home
         assert steps[-1] == spec_of(spec, name).train.steps
         target = await cluster.client.download(part_id(job, name), tmp_path / name, everything=True)
         assert read_manifest(target).policy == name
-    with pytest.raises(ApiError, match="must be one of speaker, listener"):
+    with pytest.raises(ApiError, match="several policies, speaker, listener"):
         await cluster.client.checkpoints(job)
     with pytest.raises(ApiError, match="must be one of speaker, listener"):
         await cluster.client.download(part_id(job, "nobody"), tmp_path / "nobody")
@@ -151,6 +151,10 @@ async def test_each_policy_is_evaluated_against_bots_and_the_other_policy(toys: 
             assert line["val/rating"] < -100 and line["val/rating/error"] > 0
         kept = await cluster.client.transcripts(part_id(job, name))
         assert {one["opponent"] for one in kept["transcripts"]} == set(opponents)
+        for one in kept["transcripts"]:
+            said = [(m.get("seat"), m.get("policy"), m.get("versions")) for m in one["messages"]]
+            together = [(*view, seen) for view in (("even", "a"), ("odd", "b")) for seen in (None, ["1.8"])]
+            assert said == ([(None, None, None)] * 2 if one["opponent"] == "heads" else together)
     points = [point for point in await cluster.client.metrics(job) if point["source"] == "validation~a"]
     assert len(points) == 3 and "a/val/winrate/heads" in points[0]["values"]
     record = await cluster.store.job(job)

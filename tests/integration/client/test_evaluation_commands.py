@@ -100,6 +100,22 @@ async def test_transcripts_are_read_by_outcome_and_opponent(client: AsyncClient,
     assert (await run("transcripts", job, "--outcome", "broken", *on)).returncode == 2
 
 
+async def test_transcripts_say_which_seat_and_policy_said_a_message(
+    client: AsyncClient, ctx: Context, on: list[str]
+) -> None:
+    job = (await client.submit(make_spec(validation={"every": 5})))["id"]
+    white = {"seat": "white", "stream": "plan", "policy": "a"}
+    messages = [
+        {"role": "user", "content": "your move", **white},
+        {"role": "assistant", "content": "b2", **white, "turn": 0, "tokens": [2, 3], "versions": ["1.4", "1.5"]},
+        {"role": "user", "content": "b2 is taken", "seat": "black", "stream": "", "policy": ""},
+    ]
+    write(ctx.settings.data_dir / "jobs" / job, [line(0, 1.0) | {"messages": messages}, line(1, 1.0)])
+    shown = (await run("transcripts", job, *on)).stdout
+    assert "[to white plan, user] your move\n[white plan by a 1.4, 1.5] b2\n[to black, user] b2 is taken\n" in shown
+    assert "[user] episode 1" in shown, "of one seat"
+
+
 def write(home: Path, lines: list[dict[str, Any]]) -> None:
     (home / "transcripts").mkdir(parents=True)
     (home / "transcripts" / "step-000004.jsonl").write_bytes(b"".join(orjson.dumps(one) + b"\n" for one in lines))

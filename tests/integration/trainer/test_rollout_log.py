@@ -274,6 +274,22 @@ async def test_a_match_is_kept_whole_by_each_policy_in_the_order_of_play(tmp_pat
 
 def test_seats_that_act_at_the_same_time_and_words_that_were_left_out_have_their_place() -> None:
     views = [seat(name, "0", "x", "1", "y", numbers=(0, 1), version=1) for name in "ab"]
-    assert order_of_play(views) == [(0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (0, 3), (1, 2), (1, 3)]
+    assert order_of_play([(view.turns, len(view.transcript or [])) for view in views]) == [
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (1, 1),
+        (0, 2),
+        (0, 3),
+        (1, 2),
+        (1, 3),
+    ]
     cut = [msgspec.structs.replace(views[0], transcript=talk("0", "x")), views[1]]
-    assert order_of_play(cut) == [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (1, 3)]
+    assert order_of_play([(view.turns, len(view.transcript or [])) for view in cut]) == [
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (1, 1),
+        (1, 2),
+        (1, 3),
+    ]

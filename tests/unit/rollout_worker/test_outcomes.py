@@ -86,7 +86,7 @@ async def test_a_match_that_ends_before_the_policy_acts_counts() -> None:
         return [trajectory_of([1, 2], [0, 1], policy="a", seat="first", reward=-2.0)]
 
     episode: Any = SimpleNamespace(
-        rewards={"first": -2.0, "second": 2.0}, seats=SeatMap(spec, loaded(spec)), said=[], run=run
+        rewards={"first": -2.0, "second": 2.0}, seats=SeatMap(spec, loaded(spec)), streams={}, run=run
     )
     found = await runner._result(EvalEpisode(job="j", version=V0, index=1, seed=0), episode)
     assert (found.reward, found.outcome, found.tokens, found.sampled_by) == (2.0, 1.0, 0, [])

@@ -8,7 +8,8 @@ import type { Run } from "../../lib/compare/compare.ts";
 import { pairs } from "../../lib/compare/pairs.ts";
 import { counted, short } from "../../lib/words.ts";
 import { Said, Select } from "../../parts.tsx";
-import { Talk, type Exam } from "../job/episodes.tsx";
+import type { Exam } from "../job/episodes.tsx";
+import { Talk } from "../job/match.tsx";
 
 const FIRST = 10;
 

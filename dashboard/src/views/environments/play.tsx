@@ -7,7 +7,7 @@ import { ask } from "../../lib/api.ts";
 import type { Json, PlayedEpisode, PlayedPrompt } from "../../lib/types.ts";
 import { short } from "../../lib/words.ts";
 import { Empty, Said } from "../../parts.tsx";
-import { Talk } from "../job/episodes.tsx";
+import { Talk } from "../job/match.tsx";
 
 export interface Start {
   environment: Record<string, Json>;

@@ -1,16 +1,17 @@
 // Episodes word by word: of training, by group with their rewards, and of evaluations. The newest step is followed.
 
 import type { JSX } from "preact";
-import { useEffect, useState } from "preact/hooks";
+import { useState } from "preact/hooks";
 import { useAsked, useHeard } from "../../hooks.ts";
 import { job as path } from "../../lib/api.ts";
 import type { Beside, Follow } from "../../lib/live/follow.ts";
-import { conversation, roleOf, seatOf, weightsIn, type Act, type Message, type Tokens, type View } from "../../lib/match.ts";
+import { conversation, evaluated, seatOf, type Message, type SeatTokens, type View } from "../../lib/match.ts";
 import { policiesOf } from "../../lib/curves/policies.ts";
 import type { JobDetail } from "../../lib/types.ts";
 import { duration, short } from "../../lib/words.ts";
 import { Choice, Empty, Facts, Said } from "../../parts.tsx";
-import { Legend, TokenText, versionColour, type Colour } from "../../tokens.tsx";
+import { Legend, TokenText, type Colour } from "../../tokens.tsx";
+import { Match, Talk, type Images } from "./match.tsx";
 
 interface Episode {
   group: number;
@@ -35,9 +36,6 @@ interface Episode {
   images?: Images;
 }
 
-/** PNG or JPEG in Base64, by digest. */
-type Images = Record<string, string>;
-
 export interface Exam {
   index: number;
   /** Which beginning it has, and which time it is played. */
@@ -51,11 +49,14 @@ export interface Exam {
   outcome?: number;
   solved: boolean;
   reward: number;
+  /** Rewards, where several play. */
+  seats?: Record<string, number>;
   metrics: Record<string, number>;
   ending: string;
+  /** In the order of play. */
   messages: Message[];
   /** Of old ones, and beyond the first few: none. */
-  views?: { seat: string; stream: string; tokens: Tokens; policy?: string }[];
+  views?: SeatTokens[];
   images?: Images;
 }
 
@@ -78,9 +79,6 @@ const COLOURS: Record<Kind, Colour[]> = {
   rollouts: ["text", "mask", "logprob", "advantage", "version"],
   transcripts: ["text", "mask", "logprob", "version"],
 };
-
-/** Of seats, in an order that keeps them apart for people who see fewer colours. */
-const SEAT_COLOURS = ["--c1", "--c5", "--c4", "--c8", "--c7"];
 
 /** `at`: the step that is shown first; empty: the newest. */
 export function Episodes({ job, follow, at: first = "" }: { job: JobDetail; follow: Follow | null; at?: string }): JSX.Element {
@@ -238,7 +236,7 @@ function EpisodeCard({ episode, colour }: { episode: Episode; colour: Colour }):
           ...pairs(episode.scores),
         ]}
       />
-      {acts && <Match views={episode.views} acts={acts} colour={colour} images={episode.images} />}
+      {acts && <Match seats={episode.views} acts={acts} colour={colour} images={episode.images} />}
       {!acts &&
         episode.views.map((view) => (
           <div key={`${view.seat}/${view.stream}`}>
@@ -255,63 +253,13 @@ function EpisodeCard({ episode, colour }: { episode: Episode; colour: Colour }):
   );
 }
 
-/** All seats in the order of play: what each was shown, and what it said with the weights that said it. */
-function Match({ views, acts, colour, images }: { views: View[]; acts: Act[]; colour: Colour; images: Images | undefined }): JSX.Element {
-  const order = weightsIn(acts);
-  const names = views.map(seatOf).sort();
-  return (
-    <>
-      <p class="seats">
-        {views.map((view) => (
-          <span key={seatOf(view)} data-seat={seatOf(view)}>
-            <b>{seatOf(view)}</b> {view.policy && <small class="dim">played by {view.policy}</small>} {short(view.reward)}
-          </span>
-        ))}
-        {colour === "version" &&
-          order.map((weights) => (
-            <small key={weights} class="key">
-              <i style={{ background: `var(${versionColour(order, weights)})` }} /> {weights}
-            </small>
-          ))}
-      </p>
-      <div class="talk match">
-        {acts.map((act, i) => (
-          <div
-            key={i}
-            class={act.message.turn === undefined ? "message shown" : "message"}
-            style={{ borderLeftColor: `var(${SEAT_COLOURS[names.indexOf(act.seat) % SEAT_COLOURS.length]})` }}
-          >
-            <small>
-              {act.message.turn === undefined ? (
-                <>
-                  to {act.seat} · {roleOf(act.message)}
-                </>
-              ) : (
-                <>
-                  <b>{act.seat}</b> · weights {act.weights.join(", ")}
-                  {act.message.reward ? ` · reward ${short(act.message.reward)}` : ""}
-                </>
-              )}
-            </small>
-            {colour !== "text" && act.tokens ? (
-              <TokenText tokens={act.tokens} colour={colour} order={order} hint={false} />
-            ) : (
-              <span class="words">{act.message.content}</span>
-            )}
-            <Pictures of={act.message} images={images} />
-          </div>
-        ))}
-      </div>
-    </>
-  );
-}
-
 function NotKept(): JSX.Element {
   return <small class="dim">The tokens of this episode were not kept.</small>;
 }
 
 function ExamCard({ exam, colour }: { exam: Exam; colour: Colour }): JSX.Element {
-  const views = (colour !== "text" && exam.views) || [];
+  const match = evaluated(exam.messages, exam.views ?? [], exam.seats ?? {});
+  const views = (colour !== "text" && !match && exam.views) || [];
   return (
     <section class="card group">
       <article>
@@ -335,51 +283,15 @@ function ExamCard({ exam, colour }: { exam: Exam; colour: Colour }): JSX.Element
                 {view.policy && <small class="dim"> played by {view.policy}</small>}
               </h3>
             )}
-            <TokenText tokens={view.tokens} colour={colour} />
+            {view.tokens && <TokenText tokens={view.tokens} colour={colour} />}
           </div>
         ))}
-        {views.length === 0 && <Talk messages={exam.messages} images={exam.images} />}
-        {colour !== "text" && views.length === 0 && <NotKept />}
+        {match && <Match seats={match.seats} acts={match.acts} colour={colour} images={exam.images} />}
+        {!match && views.length === 0 && <Talk messages={exam.messages} images={exam.images} />}
+        {colour !== "text" && !exam.views?.length && <NotKept />}
       </article>
     </section>
   );
-}
-
-export function Talk({ messages, images }: { messages: Message[]; images: Images | undefined }): JSX.Element {
-  return (
-    <div class="talk">
-      {messages.map((one, i) => (
-        <p key={i} class={`message ${one.role}`}>
-          <small>{roleOf(one)}</small>
-          <span class="words">{one.content}</span>
-          <Pictures of={one} images={images} />
-        </p>
-      ))}
-    </div>
-  );
-}
-
-function Pictures({ of, images = {} }: { of: Message; images: Images | undefined }): JSX.Element {
-  const kept = (of.images ?? []).filter((digest) => images[digest]);
-  return (
-    <>
-      {kept.map((digest, i) => (
-        <Picture key={`${i} ${digest}`} data={images[digest]!} />
-      ))}
-    </>
-  );
-}
-
-/** Shown as a blob, which the page's policy of content allows and data: URLs it does not. */
-function Picture({ data }: { data: string }): JSX.Element {
-  const [url, setUrl] = useState("");
-  useEffect(() => {
-    const bytes = Uint8Array.from(atob(data), (one) => one.charCodeAt(0));
-    const made = URL.createObjectURL(new Blob([bytes], { type: bytes[0] === 0xff ? "image/jpeg" : "image/png" }));
-    setUrl(made);
-    return () => URL.revokeObjectURL(made);
-  }, [data]);
-  return url ? <img class="picture" src={url} alt="An image of the message" /> : <></>;
 }
 
 function pairs(numbers: Record<string, number>): [string, string][] {
