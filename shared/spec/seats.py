@@ -339,12 +339,8 @@ def seat_mistakes(spec: JobSpec) -> list[Mistake]:
 
 def _rotation_mistakes(spec: JobSpec) -> list[Mistake]:
     patterns = [seat for seat in spec.seats if any(sign in seat for sign in "*?[")]
-    bots = any(player.bot is not None for player in spec.seats.values())
-    if not spec.policies or patterns or bots or len(spec.seats) < 2:
-        problem = (
-            "needs [seats] with two seats or more, each by its own name, all of them played by [policies], frozen "
-            "checkpoints, urls or [pools]"
-        )
+    if not spec.policies or patterns or len(spec.seats) < 2:
+        problem = "needs [policies], and [seats] with two seats or more, each by its own name"
         return [mistake("match.rotate", True, problem)]
     if spec.rollout.oversample:
         problem = "must be 0 with match.rotate: what is cut off would unbalance who plays which seat"

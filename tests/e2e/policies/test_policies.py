@@ -131,6 +131,29 @@ async def test_bots_play_the_seats_that_the_job_gives_them(toys: Toys) -> None:
         await cluster.submit(game(model, policies={"a": {}}, seats={"speaker": "a"}))
 
 
+async def test_a_policy_that_moves_between_seats_meets_the_bot_in_each(toys: Toys) -> None:
+    cluster, model = toys
+    changes: dict[str, Any] = {
+        "environment": {"name": "tictactoe", "config": {"rules": False}},
+        "algorithm": {"group_size": 4, "groups_per_batch": 2},
+        "policies": {"mover": {}},
+        "seats": {"first": "mover", "second": {"bot": "random"}},
+        "match": {"rotate": True},
+    }
+    spec = game(model, steps=3, **changes)
+    job = part_id(await cluster.run(spec), "mover")
+    seats = set()
+    for one in cluster.episodes(job):
+        assert {seat: len(rewards) for seat, rewards in one["group_rewards"].items()} == {"first": 2, "second": 2}
+        (view,) = one["views"]
+        free = sum(sign.isdigit() for sign in view["messages"][0]["content"])
+        assert view["policy"] == "mover" and free == {"first": 9, "second": 8}[view["seat"]], (
+            "the bot moves first there"
+        )
+        seats.add(view["seat"])
+    assert seats == {"first", "second"}
+
+
 async def test_each_policy_is_evaluated_against_bots_and_the_other_policy(toys: Toys) -> None:
     """The toy engine never names a side of the penny: it loses to the bot and draws with its like."""
     cluster, model = toys

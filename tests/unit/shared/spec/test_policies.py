@@ -110,9 +110,9 @@ def test_every_mistake_is_reported_at_once() -> None:
         ),
         ({"seats": {"speaker": {"policy": "speaker", "model": {"base": "m"}}}}, "seats.speaker.model", "a checkpoint"),
         (
-            {"match": {"rotate": True}, "seats": {"speaker": "speaker", "listener": {"bot": "echo"}}},
+            {"match": {"rotate": True}, "policies": {}, "seats": {"speaker": {"bot": "x"}, "listener": {"bot": "x"}}},
             "match.rotate",
-            "policies., frozen checkpoints, urls or .pools",
+            "needs .policies.",
         ),
         (
             {"validation": {"every": 5, "against": [{"policy": "x"}]}},
