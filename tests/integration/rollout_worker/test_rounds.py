@@ -14,8 +14,8 @@ from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import StopReason
 from opentinker.shared.types.env_protocol import OpenSession, SeatAction, SessionReply, StepSession
 from tests.conftest import WAIT_S
+from tests.integration.rollout_worker.served.served_episodes import serving
 from tests.integration.rollout_worker.test_remote import Playing
-from tests.integration.rollout_worker.test_served import serving
 from tests.samples.seat_samples import Deal, Vote
 from tests.support.factories import make_spec
 

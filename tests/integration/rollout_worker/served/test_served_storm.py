@@ -20,7 +20,7 @@ from opentinker.shared.runtime.service import Context
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.env_protocol import EnvCheckReply, OpenSession, SessionReply
 from tests.conftest import soon, until
-from tests.integration.rollout_worker.test_served import HELLO, Raw, checked, raw
+from tests.integration.rollout_worker.served.served_episodes import HELLO, Raw, checked, raw
 from tests.support.api import new_key_of
 from tests.support.factories import make_spec
 from tests.support.scheduling import scheduler
