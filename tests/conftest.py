@@ -33,6 +33,7 @@ from opentinker.local.embedded import nats_binary, shipped_conf, valkey_binary
 from opentinker.local.processes import free_port as free_port  # noqa: PLC0414 - tests import it from here too
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.runtime.service import Context
+from opentinker.shared.security.egress import LOOPBACK, VARIABLE
 from opentinker.shared.state.store import Store
 from tests.support.api import OPERATOR, OPERATOR_FILE, Http, bearing
 
@@ -207,6 +208,12 @@ def small_server(tmp_path: Path) -> Iterator[Server]:
     server = start_nats(tmp_path, max_file_store="2MB")
     yield server
     server.kill()
+
+
+@pytest.fixture
+def loopback_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Environments behind URLs may be on this machine."""
+    monkeypatch.setenv(VARIABLE, ",".join(LOOPBACK))
 
 
 @pytest.fixture

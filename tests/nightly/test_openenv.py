@@ -16,7 +16,7 @@ from opentinker.envs.base import BadReply
 from opentinker.envs.registry import check
 from opentinker.envs.remote_server import REPLY_BYTES
 from opentinker.local.processes import free_port
-from opentinker.shared.security.egress import LOOPBACK, VARIABLE
+from opentinker.shared.security.egress import VARIABLE
 from opentinker.shared.types.core import Ending
 from opentinker.shared.types.env_protocol import SessionReply
 from opentinker.shared.types.errors import SpecError
@@ -24,10 +24,7 @@ from tests.conftest import until
 from tests.samples.openenv_servers import error, planned, real, seen
 from tests.samples.session_player import Playing
 
-
-@pytest.fixture(autouse=True)
-def _allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, ",".join(LOOPBACK))
+pytestmark = pytest.mark.usefixtures("loopback_allowed")
 
 
 # --- a server that says what it should, and what it should not --------------------------------------------------------

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from opentinker.shared.security.egress import LOOPBACK, VARIABLE
 from tests.samples.ors_servers import SDKS, real
 from tests.samples.session_player import Playing
 from tests.support.cluster import toy_cluster
 from tests.support.factories import make_spec
 
+pytestmark = pytest.mark.usefixtures("loopback_allowed")
 TEMPLATE = Path(__file__).parents[2] / "examples" / "models" / "chatml_tools.jinja"
 
 
@@ -21,11 +21,6 @@ TEMPLATE = Path(__file__).parents[2] / "examples" / "models" / "chatml_tools.jin
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
     with real(tmp_path_factory.mktemp(request.param), request.param) as url:
         yield request.param, url
-
-
-@pytest.fixture(autouse=True)
-def _allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, ",".join(LOOPBACK))
 
 
 async def test_tasks_are_played_by_tools(server: tuple[str, str]) -> None:

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from opentinker.envs.registry import check
 from opentinker.envs.remote_server import REPLY_BYTES
-from opentinker.shared.security.egress import LOOPBACK, VARIABLE
+from opentinker.shared.security.egress import VARIABLE
 from opentinker.shared.types.core import Ending, Image, Text
 from opentinker.shared.types.errors import SpecError
 from tests.conftest import until
@@ -22,12 +22,7 @@ from tests.support.http_server import http_server
 
 SUBMIT = {"name": "submit", "description": "Hand in.", "input_schema": {"type": "object", "properties": {}}}
 PNG = b"\x89PNG\r\n\x1a\n and more"
-pytestmark = pytest.mark.usefixtures("_allowed")
-
-
-@pytest.fixture
-def _allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, ",".join(LOOPBACK))
+pytestmark = pytest.mark.usefixtures("loopback_allowed")
 
 
 def done(reward: float | None = 1.0, *blocks: dict[str, Any], finished: bool = True) -> dict[str, Any]:

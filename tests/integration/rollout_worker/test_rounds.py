@@ -9,19 +9,18 @@ import pytest
 from opentinker.serve.ws_server import listening
 from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.messaging.env_client import EnvClient
-from opentinker.shared.security.egress import LOOPBACK, VARIABLE
 from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import StopReason
 from opentinker.shared.types.env_protocol import OpenSession, SeatAction, SessionReply, StepSession
 from tests.conftest import WAIT_S
+from tests.integration.rollout_worker.remote_sessions import Playing
 from tests.integration.rollout_worker.served.served_episodes import serving
-from tests.integration.rollout_worker.test_remote import Playing
 from tests.samples.seat_samples import Deal, Vote
 from tests.support.factories import make_spec
 
 
-async def test_rounds_travel_over_a_websocket(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, ",".join(LOOPBACK))
+@pytest.mark.usefixtures("loopback_allowed")
+async def test_rounds_travel_over_a_websocket() -> None:
     async with listening(Deal, "127.0.0.1", 0, 8) as url:
         playing = Playing(url)
         opened = await playing.open()
