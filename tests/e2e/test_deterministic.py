@@ -17,7 +17,7 @@ from opentinker.shared.state.store import Store
 from opentinker.shared.types.errors import JobFailed
 from opentinker.shared.types.manifest import name_of, read_manifest
 from tests.conftest import soon
-from tests.integration.rollout_worker.test_rollout_worker import Bench, Failing
+from tests.integration.rollout_worker.rollout_bench import Bench, Failing
 from tests.support.cluster import Cluster
 from tests.support.factories import make_group, make_spec, refusals
 

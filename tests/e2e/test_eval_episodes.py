@@ -23,7 +23,7 @@ from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import Ending, Message, WeightVersion
 from opentinker.shared.types.evaluation import EvalEpisode, EvalResult
 from tests.conftest import soon, until
-from tests.integration.rollout_worker.test_rollout_worker import Bench, Failing, Mortal
+from tests.integration.rollout_worker.rollout_bench import Bench, Failing, Mortal
 from tests.support.cluster import toy_cluster
 from tests.support.factories import make_spec, make_trajectory
 from tests.support.lineage import undocumented

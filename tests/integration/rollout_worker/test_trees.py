@@ -14,7 +14,7 @@ from opentinker.shared.state.store import Store
 from opentinker.shared.types.trajectories import Group
 from tests.conftest import Server
 from tests.integration.rollout_worker.env_workers import Workers
-from tests.integration.rollout_worker.test_rollout_worker import Bench, Mortal
+from tests.integration.rollout_worker.rollout_bench import Bench, Mortal
 from tests.support.factories import make_spec
 
 SAMPLES = "tests.samples.tree_samples"
