@@ -17,7 +17,7 @@ from opentinker.shared.types.core import JobState, Lease, Pool, WeightVersion
 from opentinker.shared.types.errors import JobFailed, RestartNeeded
 from opentinker.shared.types.manifest import REWIND
 from opentinker.shared.types.trajectories import Group
-from tests.integration.trainer.test_trainer_loop import JOB, Clumsy, after, events, saved_steps, train
+from tests.integration.trainer.loop.trainer_jobs import JOB, Clumsy, after, events, saved_steps, train
 from tests.support.factories import make_spec, not_called
 
 STEPS, CLIFF, BATCH = 60, 31, 2

@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import resource
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import orjson
 import pytest
 
 from opentinker.services.trainer import checkpoint, service
-from opentinker.services.trainer.learners.base import NonFinite, SimulatedLearner
+from opentinker.services.trainer.learners.base import SimulatedLearner
 from opentinker.services.trainer.rl_loop import TrainerJob
-from opentinker.shared.asyncio_tools import cancel_and_wait, finish_uncancelled
 from opentinker.shared.config import Settings
 from opentinker.shared.data.step_log import StepLog
-from opentinker.shared.messaging.subjects import GROUP, METRIC, METRICS
-from opentinker.shared.runtime.leased_worker import LeasedWorker
+from opentinker.shared.messaging.subjects import GROUP
 from opentinker.shared.runtime.service import Context
-from opentinker.shared.spec import JobSpec
 from opentinker.shared.state.admission import Admission
 from opentinker.shared.types import codec
 from opentinker.shared.types.core import JobState, Lease, Pool, WeightVersion
@@ -34,105 +29,21 @@ from opentinker.shared.types.errors import JobFailed
 from opentinker.shared.types.manifest import Manifest, start_of
 from opentinker.shared.types.trajectories import Group
 from tests.conftest import WAIT_S, soon, until
-from tests.support.factories import make_group, make_spec, not_called
+from tests.integration.trainer.loop.trainer_jobs import (
+    JOB,
+    Clumsy,
+    after,
+    deliver,
+    events,
+    fails,
+    newest,
+    prepare,
+    saved_steps,
+    steps_of,
+    train,
+)
+from tests.support.factories import make_spec
 from tests.support.scheduling import kinds, running
-
-JOB = "j-loop"
-
-
-class Clumsy(SimulatedLearner):
-    """Refuses steps as NaN and saves as a full disk would, where it is told to."""
-
-    def __init__(self, spec: JobSpec, *, nan_at: int = 0, full_at: tuple[int, ...] = ()) -> None:
-        super().__init__(spec)
-        self.nan_at, self.full_at = nan_at, full_at
-
-    def step(self, groups: list[Group], version: WeightVersion) -> dict[str, float]:
-        if self.steps + 1 == self.nan_at:
-            raise NonFinite("the loss is nan")
-        return super().step(groups, version)
-
-    def save(self, directory: Path) -> None:
-        super().save(directory)
-        if self.steps in self.full_at:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-
-async def prepare(
-    ctx: Context,
-    target: str = "",
-    steps: int = 6,
-    start: dict[str, Any] | None = None,
-    staleness: int = 10,
-    **faults: Any,
-) -> TrainerJob:
-    """6 steps of 2 groups, a checkpoint after every second one."""
-    train = {"learner": "simulated", "steps": steps, "simulated_step_s": 0.0, "checkpoint_every": 2}
-    train |= {"target": {target: 0.5}} if target else {}
-    spec = make_spec(algorithm__max_staleness=staleness, train=train, start=start)
-    await ctx.store.create_job(id=JOB, spec=spec.model_dump(mode="json"), tenant="default")
-    await ctx.store.transition(JOB, JobState.STARTING, epoch=1)
-    await ctx.bus.purge("GROUPS", GROUP.at(job=JOB))
-    worker = LeasedWorker(ctx, Pool.TRAINER, not_called)
-    lease = Lease(job=JOB, worker=ctx.worker, incarnation=worker.info.incarnation, epoch=1, pool=Pool.TRAINER)
-    return TrainerJob(worker, lease, spec, Clumsy(spec, **faults))
-
-
-def after(job: TrainerJob) -> TrainerJob:
-    """The same job in the hands of the next trainer."""
-    lease = msgspec.structs.replace(job.lease, epoch=job.lease.epoch + 1)
-    return TrainerJob(job.worker, lease, job.spec, Clumsy(job.spec))
-
-
-async def train(job: TrainerJob, **changes: Any) -> None:
-    """Until its end, on groups with these changes; raises what it raises."""
-    async with running(feed(job, **changes)):
-        await soon(job.run())
-
-
-async def fails(job: TrainerJob, match: str) -> None:
-    with pytest.raises(JobFailed, match=match):
-        await train(job)
-
-
-async def feed(job: TrainerJob, **changes: Any) -> None:
-    """As rollout workers do: room becomes groups, and none is lost when a worker is stopped."""
-    while True:
-        await finish_uncancelled(_feed(job, **changes))
-        await asyncio.sleep(0.02)
-
-
-async def deliver(job: TrainerJob, seq: int, version: WeightVersion, **changes: Any) -> None:
-    """A group of this version, once for every trainer: the tests share a server, which drops what it saw before."""
-    group = make_group(job=JOB, seq=seq, versions=[version], **changes)
-    unique = f"{group.key}:{job.worker.info.incarnation}.{job.lease.epoch}"
-    await job.ctx.bus.publish(GROUP, group, unique, job=JOB)
-
-
-async def _feed(job: TrainerJob, **changes: Any) -> None:
-    admission = Admission(job.ctx.store.redis, JOB)
-    await admission.set_version(job.step)
-    version, seqs = await admission.issue(100)
-    for seq in seqs:
-        await deliver(job, seq, version, **changes)
-
-
-def newest(job: TrainerJob) -> Manifest:
-    found = checkpoint.find_newest(job.reporter.root)
-    assert found is not None
-    return found[1]
-
-
-def saved_steps(job: TrainerJob) -> list[int]:
-    return [manifest.step for _, manifest in checkpoint.list_checkpoints(job.reporter.root)]
-
-
-async def events(ctx: Context, kind: str) -> list[dict[str, Any]]:
-    return [event for event in await ctx.store.events(JOB) if event["event"] == kind]
-
-
-def steps_of(path: Path) -> list[int]:
-    return [orjson.loads(line)["step"] for line in path.read_bytes().splitlines()]
 
 
 async def test_checkpoint_that_cannot_be_written_is_said_and_the_job_goes_on(ctx: Context) -> None:
@@ -279,120 +190,6 @@ async def test_a_starved_trainer_retries_its_checkpoint(ctx: Context) -> None:
         await until(lambda: events(ctx, "checkpoint_failed"), lambda found: len(found) >= 2)
         learner.full_at = ()
         await until(lambda: saved_steps(job))
-
-
-async def test_cancel_keeps_a_computed_step(ctx: Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = await prepare(ctx)
-    await cancel_in_third_step(job, monkeypatch)
-    saved = newest(job)
-    assert (saved.step, saved.version, saved.ledger["trained"]) == (3, WeightVersion(1, 3), 6)
-    assert (await ctx.store.job(JOB)).state != JobState.SUCCEEDED
-
-
-async def test_lost_points_are_sent_by_the_next_trainer(ctx: Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = await prepare(ctx, staleness=0)
-    await cancel_in_third_step(job, monkeypatch)
-    assert METRICS.name is not None
-    await ctx.bus.js.delete_stream(METRICS.name)  # a purged one would take what comes again for a repetition
-    await ctx.bus.ensure_streams()
-    await goes_on(ctx, job)
-    points = [point for _, point in await ctx.bus.history(METRIC, 0, 100, job=JOB, source="trainer")]
-    assert [point.step for point in points] == [1, 2, 3, 4, 5, 6]
-    lines = [orjson.loads(line) for line in (job.reporter.root.parent / "metrics.jsonl").read_bytes().splitlines()]
-    assert [[point.incarnation, point.seq] for point in points] == [line["point"] for line in lines]
-    assert all(point.values.items() <= line.items() for point, line in zip(points, lines, strict=True))
-
-
-async def test_cancel_gives_up_a_long_step(ctx: Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the groups of that step are trained by whoever goes on."""
-    job = await prepare(ctx, staleness=0)
-    learner = job.learner
-    assert isinstance(learner, Clumsy)
-    step, began = learner.step, asyncio.Event()
-    long = learner.spec.train.model_copy(update={"simulated_step_s": 2 * WAIT_S})
-    loop_of_test = asyncio.get_running_loop()
-
-    def third_step_is_long(groups: list[Group], version: WeightVersion) -> dict[str, float]:
-        if version.step == 2:
-            learner.spec = learner.spec.model_copy(update={"train": long})
-            loop_of_test.call_soon_threadsafe(began.set)
-        return step(groups, version)
-
-    monkeypatch.setattr(learner, "step", third_step_is_long)
-    async with running(feed(job)):
-        training = asyncio.create_task(job.run())
-        await soon(began.wait())
-        await soon(cancel_and_wait(training))
-    assert (newest(job).step, newest(job).ledger["trained"]) == (2, 4)
-    await goes_on(ctx, job)
-
-
-async def goes_on(ctx: Context, job: TrainerJob) -> None:
-    """The next trainer makes the steps that are left, and each once."""
-    await ctx.store.transition(JOB, JobState.STARTING, epoch=2)
-    await train(after(job))
-    assert (await ctx.store.job(JOB)).state == JobState.SUCCEEDED
-    assert steps_of(job.reporter.root.parent / "metrics.jsonl") == [1, 2, 3, 4, 5, 6]
-    ledger = await Admission(ctx.store.redis, JOB).ledger()
-    assert ledger.balanced and (ledger.trained, ledger.pending) == (12, 0)
-
-
-async def cancel_in_third_step(
-    job: TrainerJob, monkeypatch: pytest.MonkeyPatch, error: Exception | None = None
-) -> None:
-    """The step is computed, or raises, after the job was cancelled and before the learner hears of it."""
-    began, go_on = threading.Event(), threading.Event()
-    step = job.learner.step
-
-    def third_step_waits(groups: list[Group], version: WeightVersion) -> dict[str, float]:
-        if version.step == 2:
-            began.set()
-            go_on.wait(WAIT_S)
-            if error is not None:
-                raise error
-        return step(groups, version)
-
-    monkeypatch.setattr(job.learner, "step", third_step_waits)
-    monkeypatch.setattr(job.learner, "interrupt", lambda: None)
-    async with running(feed(job)):
-        training = asyncio.create_task(job.run())
-        await until(began.is_set)
-        ending = asyncio.create_task(cancel_and_wait(training))
-        for _ in range(5):
-            await asyncio.sleep(0)
-            training.cancel()  # a worker that has waited long enough asks again
-        go_on.set()
-        await ending
-    assert training.done()
-
-
-@pytest.mark.parametrize("staleness", [0, 2])
-async def test_job_resumes_a_stopped_step(ctx: Context, monkeypatch: pytest.MonkeyPatch, staleness: int) -> None:
-    """The step counts, in the ledger and in the record: no group is waited for that was trained already."""
-    job = await prepare(ctx, staleness=staleness)
-    await cancel_in_third_step(job, monkeypatch)
-    await goes_on(ctx, job)
-
-
-async def test_weights_in_doubt_are_not_saved_on_cancel(ctx: Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = await prepare(ctx)
-    await cancel_in_third_step(job, monkeypatch, error=RuntimeError("out of memory"))
-    assert newest(job).step == 2
-
-
-async def test_job_that_fails_keeps_its_last_step(ctx: Context) -> None:
-    job = await prepare(ctx)
-    job.publisher.run = fails_once(lambda: job.step >= 3)  # type: ignore[method-assign]
-    await fails(job, "nobody takes the weights")
-    assert newest(job).step == job.step >= 3
-
-
-def fails_once(ready: Callable[[], bool]) -> Callable[[], Coroutine[Any, Any, None]]:
-    async def run() -> None:
-        await until(ready)
-        raise JobFailed("nobody takes the weights")
-
-    return run
 
 
 async def test_target_that_the_job_does_not_report_is_said_at_once(ctx: Context) -> None:
