@@ -60,7 +60,7 @@ LONG = (
     *("test_reference_pool.py", "test_run.py", "test_engine_vllm_own.py", "test_served.py", "test_supervised_jobs.py"),
     *("test_supervised_ranks.py", "test_schedules.py", "test_engine_vllm_shared.py", "test_service.py", "test_bus.py"),
     *("test_inference.py", "test_inference_lifecycle.py", "test_eval_episodes.py", "test_reconcile_losses.py"),
-    *("test_learner_options.py", "test_learner_start.py"),
+    "test_learner_options.py",
 )
 """Files that start before all others, the longest first, so that one process does not run them alone at the end."""
 NIGHTLY = Path(__file__).parent / "nightly"
