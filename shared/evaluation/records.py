@@ -26,12 +26,13 @@ from opentinker.shared.spec import EvaluationSpec
 from opentinker.shared.types.core import WeightVersion, part_id
 from opentinker.shared.types.evaluation import EvalEpisode, EvalResult, MessageOrigin, exam_seed
 from opentinker.shared.types.manifest import name_of
+from opentinker.shared.types.metric_names import opponent_of
 from opentinker.shared.types.token_records import as_base64, as_said
 
 log = structlog.get_logger()
 
 SAID = ("val/episodes", "val/reward/mean", "val/exact", "val/loss", "val/failed", "val/missing", "val/seconds")
-"""Metrics that the event contains, if present and not 0."""
+"""Metrics that the event contains, if present and not 0; win rates and the rating are there in any case."""
 MAX_RATED = 500
 """Most evaluations that are rated together: the newest ones."""
 Tell = Callable[[str, dict[str, object]], Awaitable[None]]
@@ -145,7 +146,9 @@ class Evaluations:
             await asyncio.to_thread(self._append, {**line, **own})
         except OSError as error:
             await self._refused(version.step, error)
-        said = {name.removeprefix("val/"): round(values[name], 4) for name in SAID if values.get(name)}
+        games = [name for name in values if name == "val/rating" or opponent_of(name) is not None]
+        told = [*(name for name in SAID if values.get(name)), *games]
+        said = {name.removeprefix("val/"): round(values[name], 4) for name in told}
         await self._event("validation" if complete else "validation_incomplete", {"step": version.step, **said})
         absent = sorted(name for name in target if name.startswith("val/") and name not in values)
         if complete and absent:

@@ -19,6 +19,8 @@ from opentinker.cli.common import (
     say,
     when,
 )
+from opentinker.shared.types.core import part_id
+from opentinker.shared.types.metric_names import opponent_of
 
 if TYPE_CHECKING:
     from opentinker.shared.api_types import Category, Estimate
@@ -49,6 +51,7 @@ def job(
         say(f"  {as_typed(*command, *same_server(url))}")
     say("")
     print_table(["field", "value"], _fields(record, full), empty="")
+    print_games(record.get("metrics") or {}, list(record.get("policies") or ()))
     if record.get("result"):
         say(f"\nresult of weights {record['result']['version']}")
         print_categories(record["result"]["categories"])
@@ -58,6 +61,28 @@ def job(
         if record.get(part):
             say(f"\n{part}")
             print_json(record[part])
+
+
+def print_games(metrics: Mapping[str, Any], policies: Sequence[str]) -> None:
+    """Print the win rates and the rating of each policy in its newest evaluation; nothing without games. `metrics`: the
+    newest of each source."""
+    games: dict[str, dict[str, str]] = {}
+    for policy in policies or ("",):
+        point = metrics.get(part_id("validation", policy), {"values": {}, "step": 0})
+        prefix = f"{policy}/" if policy else ""
+        values = {name.removeprefix(prefix): value for name, value in point["values"].items()}
+        found = {f"against {who}" if who else "won": f"{values[name]:.0%}" for name in values
+                 if (who := opponent_of(name)) is not None}  # fmt: skip
+        if "val/rating" in values:
+            found["rating"] = f"{values['val/rating']:.0f} ± {values['val/rating/error']:.0f}"
+        if found:
+            games[policy] = {"policy": policy or "this job", "step": str(point["step"]), **found}
+    if games:
+        columns = list(dict.fromkeys(name for own in games.values() for name in own))
+        if "rating" in columns:
+            columns.append(columns.pop(columns.index("rating")))
+        say("\ngames won in the newest evaluation, a draw counted half")
+        print_table(columns, [[own.get(name, "-") for name in columns] for own in games.values()], empty="")
 
 
 def print_categories(categories: Sequence[Category]) -> None:

@@ -12,9 +12,13 @@ from opentinker import AsyncClient
 from opentinker.client import ApiError
 from opentinker.services.scheduler.http.transcripts import by_outcome
 from opentinker.shared.api_types import Category
+from opentinker.shared.messaging.bus import Bus
 from opentinker.shared.runtime.service import Context
+from opentinker.shared.runtime.telemetry import MetricSource
 from opentinker.shared.spec import parse_spec
 from opentinker.shared.state.store import Store
+from opentinker.shared.types.core import part_id
+from tests.conftest import until
 from tests.integration.client.test_job_commands import on, run
 from tests.support.factories import make_spec
 
@@ -114,6 +118,23 @@ async def test_transcripts_say_which_seat_and_policy_said_a_message(
     shown = (await run("transcripts", job, *on)).stdout
     assert "[to white plan, user] your move\n[white plan by a 1.4, 1.5] b2\n[to black, user] b2 is taken\n" in shown
     assert "[user] episode 1" in shown, "of one seat"
+
+
+async def test_a_job_shows_the_games_of_its_policies(client: AsyncClient, bus: Bus, on: list[str]) -> None:
+    game = {"environment": {"name": "tictactoe"}, "seats": {"first": "a", "second": "b"}}
+    job = (await client.submit(make_spec(**game, policies={"a": {}, "b": {}})))["id"]
+    bounds = {"a/val/winrate/random/low": 0.5, "a/val/winrate/random/high": 0.9}
+    rated = {"a/val/winrate/random": 0.75, "a/val/winrate/b": 0.125, "a/val/rating": 190.8, "a/val/rating/error": 41.2}
+    for policy, values in (("a", bounds | rated), ("b", {"b/val/winrate/random": 0.5})):
+        await MetricSource(bus, job, part_id("validation", policy)).emit(8, values)
+
+    async def measured() -> bool:
+        return len((await client.job(job))["metrics"]) == 2
+
+    await until(measured)
+    shown = (await run("job", job, *on)).stdout
+    lines = [" ".join(line.split()) for line in shown.splitlines()]
+    assert lines[-3:] == ["policy step against random against b rating", "a 8 75% 12% 191 ± 41", "b 8 50% - -"]
 
 
 def write(home: Path, lines: list[dict[str, Any]]) -> None:

@@ -251,6 +251,17 @@ async def test_no_later_version_is_published_before_the_evaluation_is_over(ctx: 
     assert [orjson.loads(one)["messages"] for one in kept] == [[{"role": "user", "content": "7="}]]
 
 
+async def test_the_event_of_an_evaluation_says_how_many_games_were_won(ctx: Context) -> None:
+    t = await trial(ctx)
+    await t.offer(0)
+    async with running(t.it.run()):
+        t.it.served(V(1, 0))
+        await t.asked(2)
+        await t.answer(result(0, outcome=0.5), result(1, outcome=0.0))
+        said = await t.event("validation")
+    assert said["winrate"] == 0.25 and not any(name.startswith("winrate/") for name in said)
+
+
 async def test_version_that_is_due_waits_for_the_evaluation_before_it(ctx: Context) -> None:
     t = await trial(ctx, every=1)
     async with running(t.it.run()):
