@@ -7,8 +7,6 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
 
-import structlog
-
 from opentinker.services.rollout_worker.checkpoint_weights import (
     FixedWeights,
     ServedAdapter,
@@ -35,8 +33,6 @@ from opentinker.shared.spec.policies import frozen_spec_of, pool_spec_of, spec_o
 from opentinker.shared.spec.seats import urls_in
 from opentinker.shared.types.core import Lease
 from opentinker.shared.types.errors import JobFailed, SpecError
-
-log = structlog.get_logger()
 
 MakeEngine = Callable[[JobSpec, Renderer, str, Sequence[ServedAdapter], Sequence[EnginePolicy], int], Engine]
 """See `service.make_engine`."""
@@ -95,15 +91,10 @@ class Loader:
             yield loaded
 
     async def _say_lora(self, engine: Engine) -> None:
-        """Report in the job's events how adapters are served, once for all workers that do the same."""
-        if engine.lora is None:
-            return
-        detail = engine.lora._asdict()
-        store, job = self._worker.ctx.store, self._lease.job
-        known = await store.latest_event(job, "lora_served")
-        if known is None or {name: known.get(name) for name in detail} != detail:
-            log.info("lora_served", **detail)
-            await store.update(job, event="lora_served", detail=detail)
+        """Report in the job's events how the engine serves adapters."""
+        if engine.lora is not None:
+            detail = {**engine.lora._asdict(), "worker": self._worker.info.id}
+            await self._worker.ctx.store.update(self._lease.job, event="lora_served", detail=detail)
 
     def _spec_of(self, policy: EnginePolicy) -> JobSpec:
         if policy.pool:

@@ -173,7 +173,8 @@ async def test_a_frozen_value_model_takes_the_place_of_the_critic(system: Cluste
 
 
 async def test_adapter_is_trained_swapped_and_loads_with_peft(system: Cluster, tiny: Path, tmp_path: Path) -> None:
-    """LoRA through the same path: vLLM serves the adapter that the trainer sends, and the download is a PEFT one.
+    """LoRA through the same path: vLLM serves the adapter that the trainer sends, merged into the base, and the
+    download is a PEFT one.
 
     Without staleness every token is one of the adapter that is being trained, so every step compares logprobs.
     """
@@ -185,6 +186,8 @@ async def test_adapter_is_trained_swapped_and_loads_with_peft(system: Cluster, t
     assert lineage_faults(system, job, 6) == []
     assert_exact_numerics(lines)
     assert all(line["mismatch/tokens"] == line["tokens"] for line in lines)
+    said = [event for event in await system.store.all_events(job) if event["event"] == "lora_served"]
+    assert {(event["merged"], event["why"]) for event in said} == {(True, "")}
 
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
