@@ -83,9 +83,9 @@ def narrowed(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def dithered(weight: torch.Tensor, name: str) -> torch.Tensor:
     """Round float32 to bfloat16 up or down at random, such that the expected value is exact.
 
-    An adapter changes most weights by less than half a step of bfloat16: rounded to the nearest they would all fall
-    back to the base's, and the adapter with them; at random, the errors of a row cancel. The draw belongs to the name,
-    so every engine has the same weights, and a value that bfloat16 can hold stays.
+    A young adapter changes most weights by less than half a step of bfloat16. Rounded to the nearest they would fall
+    back to the base's, and their common direction with them; at random, their errors are noise that cancels in a sum.
+    The draw belongs to the name, so all engines have the same weights, and a value that bfloat16 can hold stays.
     """
     generator = torch.Generator(weight.device).manual_seed(zlib.crc32(name.encode()))
     low = torch.randint(1 << LOW_BITS, weight.shape, generator=generator, dtype=torch.int32, device=weight.device)

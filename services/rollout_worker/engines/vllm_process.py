@@ -68,6 +68,9 @@ ENGINE_DEAD = "the vLLM engine process is dead"
 BATCHED_TOKENS = 4096
 GPU_SHARE = 0.9
 """Share of a GPU's memory, for all engines together that use it."""
+ROUNDED = (
+    "with dtype = 'bfloat16', rollout.lora = 'auto' does not merge: rounding would move logprobs from the trainer's"
+)
 ON_GPU = "on GPUs rollout.lora = 'auto' does not merge: a swap would copy the whole base to the GPU"
 """The gain in generation must be measured there before it can be weighed against that."""
 POLL_S = 0.5
@@ -292,8 +295,8 @@ class VllmProcess:
         if self._adapters is None or self._adapters.serving == "adapter":
             return False
         self.separate_because = why_not_merged(config)
-        if not on_cpu and self._adapters.serving == "auto":
-            self.separate_because = self.separate_because or ON_GPU
+        if self._adapters.serving == "auto" and not self.separate_because:
+            self.separate_because = ROUNDED if self._dtype == "bfloat16" else "" if on_cpu else ON_GPU
         if self.separate_because and self._adapters.serving == "merged":
             raise JobFailed(
                 f"rollout.lora = 'merged' does not work with {self.model!r}: {self.separate_because}. Leave it at "

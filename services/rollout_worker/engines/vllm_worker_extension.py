@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import vllm._custom_ops as custom_ops
 from safetensors.torch import load_file, save_file
 from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
@@ -26,6 +25,7 @@ from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from opentinker.services.rollout_worker.engines.merged_adapter import MergeableBase, Pair, pairs_of
+from opentinker.services.rollout_worker.engines.packed_layers import pack
 from opentinker.shared.nn.buckets import bucket_sizes, fingerprint, unpack
 from opentinker.shared.nn.transport import WeightGroup
 from opentinker.shared.types.errors import TransportError
@@ -36,11 +36,6 @@ ON_CPU = not torch.cuda.is_available()
 ORPHAN_CHECK_S = 1.0
 SHORT_WAIT_S = 0.015
 """A small model has arrived after this long; standing still for it is cheaper than being asked again a step later."""
-
-if ON_CPU:
-    # oneDNN keeps packed copies of the weights that loading in place does not reach: with it a tied lm_head silently
-    # computes with the old weights after a swap.
-    custom_ops._supports_onednn = False
 
 
 @dataclass
@@ -79,6 +74,7 @@ class BucketEngine(WeightTransferEngine[GroupInfo, VersionInfo]):  # type: ignor
         """Of the staged adapter, if it will be merged."""
         self.base = MergeableBase(self._read_base, vllm_config.model_config.dtype, whole=not ON_CPU)
         self._of_policy: dict[int, BucketEngine] = {}
+        self.pack()
         self._arguments = config, vllm_config, device, model
         _exit_with_parent()
 
@@ -146,12 +142,17 @@ class BucketEngine(WeightTransferEngine[GroupInfo, VersionInfo]):  # type: ignor
         loaded = self.model.load_weights(weights)
         if not ON_CPU:
             finalize_layerwise_reload(self.model, self.model_config)
+        self.pack()
         if self.scale is not None:  # the rest is the base's, and was never changed
             return
         eyes = _eyes(self.model)
         missing = {name for name, _ in self.model.named_parameters() if not name.startswith(eyes)} - loaded
         if missing:
             raise TransportError(f"no weights came for {', '.join(sorted(missing)[:5])}")
+
+    def pack(self) -> None:
+        if ON_CPU:
+            pack(self.model)
 
     def _keep_base(self) -> None:
         if self.scale is not None:

@@ -25,7 +25,7 @@ HEAVY = {
     for package, names in {
         "sdk": "merge_adapter",
         "services.reference_forward": "rewards scorer",
-        "services.rollout_worker.engines": "merged_adapter vllm vllm_config vllm_images vllm_process "
+        "services.rollout_worker.engines": "merged_adapter packed_layers vllm vllm_config vllm_images vllm_process "
         "vllm_worker_extension",
         "services.trainer.algorithm": "corrections losses objective preference",
         "services.trainer.batch": "micro_batch row_batch token_metrics",
