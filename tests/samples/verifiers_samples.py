@@ -93,6 +93,7 @@ class Misbehaving:
         if self.how == "hang":
             await asyncio.Event().wait()
         if self.how == "block":
+            open(os.path.join(os.path.dirname(__file__), "blocked"), "w").close()
             time.sleep(600)
         if self.how == "error":
             return {"error": "ModelError: it said no", "reward": 0.0}
