@@ -54,7 +54,7 @@ WAIT_S = 90.0
 FIGURE = "figure"
 LONG = (
     *("test_end_to_end_vllm.py", "test_env_service.py", "test_kills.py", "test_isolation.py", "test_live_services.py"),
-    *("test_policies.py", "test_publisher.py", "test_scripts.py", "test_matrix.py", "test_engine_vllm.py"),
+    *("test_policies.py", "test_publisher_processes.py", "test_scripts.py", "test_matrix.py", "test_engine_vllm.py"),
     *("test_deterministic.py", "test_end_to_end.py", "test_pausing.py", "test_inference_vllm.py", "test_ranks.py"),
     *("test_deterministic_policies.py", "test_rl_learner.py", "test_frozen_seats.py"),
     *("test_reference_pool.py", "test_run.py", "test_engine_vllm_own.py", "test_served.py", "test_supervised_jobs.py"),
