@@ -23,7 +23,7 @@ from opentinker.shared.config import Settings
 from opentinker.shared.types.core import Ending
 from opentinker.shared.types.env_protocol import CloseSession, SessionReply
 from tests.conftest import soon, until
-from tests.integration.access.test_isolation import Worker
+from tests.integration.access.sandboxes.sandbox_worker import Worker
 from tests.support.cluster import PYTHONPATH
 from tests.support.listening import runs
 
