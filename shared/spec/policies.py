@@ -67,7 +67,8 @@ class MatchSpec(SpecPart):
 
     rotate: bool = False
     """Move the players of the seats by one place with each sample of a group, and with each group, so that every policy
-    plays every seat equally often. group_size must be a multiple of the number of seats; [seats] names each of them."""
+    plays every seat equally often. group_size must be a multiple of the number of seats, twice at least, if an
+    advantage compares the episodes of a group; [seats] names each of them."""
     max_opponent_lag: Annotated[int, Field(ge=0, le=10_000)] | None = None
     """Largest number of versions that another policy may have moved since it played a match, when a batch with that
     match is assembled. Matches beyond it are discarded and replaced. Without it, opponents are not bounded."""

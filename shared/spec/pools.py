@@ -99,10 +99,14 @@ def _policy_mistakes(spec: JobSpec, name: str, pool: PoolSpec) -> list[Mistake]:
         known = f"its policies are: {known}" if known else "it has no [policies]: leave it out"
         return [mistake(f"pools.{name}.policy", pool.policy, f"is no policy of this job; {known}")]
     steps = (spec.policies[pool.policy] if pool.policy else spec).train.steps
-    if pool.every < steps:
-        return []
-    problem = f"must be below train.steps = {steps}: the pool would never get a member beyond the initial weights"
-    return [mistake(f"pools.{name}.every", pool.every, problem)]
+    alone = "the pool would never get a member beyond the initial weights"
+    found = []
+    if pool.every >= steps:
+        found.append(mistake(f"pools.{name}.every", pool.every, f"must be below train.steps = {steps}: {alone}"))
+    if pool.add_if == 1.0:
+        problem = f"must be below 1, which no win rate reaches, because each has one more game that was drawn: {alone}"
+        found.append(mistake(f"pools.{name}.add_if", pool.add_if, problem))
+    return found
 
 
 def _unsupported(spec: JobSpec) -> list[Mistake]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, field_validator
 
 from opentinker.shared.security.egress import Egress, EgressRefused
+from opentinker.shared.spec.algorithm_parts import GROUP_BASELINES
 from opentinker.shared.spec.base import Count, SpecPart
 from opentinker.shared.spec.model import ModelSpec
 from opentinker.shared.spec.pools import PoolName, pool_player, pools_in
@@ -345,6 +346,8 @@ def _rotation_mistakes(spec: JobSpec) -> list[Mistake]:
     if spec.rollout.oversample:
         problem = "must be 0 with match.rotate: what is cut off would unbalance who plays which seat"
         return [mistake("rollout.oversample", spec.rollout.oversample, problem)]
+    if not any(policy.algorithm.advantage in GROUP_BASELINES for policy in spec.policies.values()):
+        return []  # they take turns from group to group
     size, seats = spec.algorithm.group_size, len(spec.seats)
     if size % seats or size < 2 * seats:
         problem = f"must be a multiple of the {seats} seats, twice at least: match.rotate gives each policy every seat"

@@ -76,6 +76,7 @@ def test_every_mistake_is_reported_at_once() -> None:
         ({"pools": {"Past": {"every": 1}}}, "pools.Past.[key]", "match pattern"),
         ({"pools": {"past": {}}}, "pools.past.every", "is needed"),
         ({"pools": {"past": {"every": 10, "keep": 0}}}, "pools.past.keep", "greater than or equal to 1"),
+        ({"pools": {"past": {"every": 10, "add_if": 1.0}}}, "pools.past.add_if", "never get a member"),
         ({"pools": {"past": {"every": 10, "latest": 2.0}}}, "pools.past.latest", "less than or equal to 1"),
         ({"pools": {"past": {"every": 10, "rule": "hardest"}}}, "pools.past.rule", "uniform"),
         ({"seats": {"odd": {"pool": "past", "bot": "random"}}}, "seats.odd.pool", "one player"),

@@ -203,6 +203,15 @@ def test_what_a_model_behind_a_url_cannot_be_is_refused(
     assert found.keys() == {field} and re.search(problem, found[field]), found
 
 
+def test_a_group_of_any_size_may_rotate_if_no_policy_compares_its_episodes() -> None:
+    for size in (1, 2, 3):
+        spiral = {"name": "spiral", "group_size": size}
+        assert parse_spec({**BASE, "algorithm": spiral, "match": {"rotate": True}}).match
+    policies: dict[str, Any] = {"speaker": {}, "listener": {"algorithm": {"name": "rloo"}}}
+    found = refused(algorithm={"name": "spiral", "group_size": 2}, policies=policies, match={"rotate": True})
+    assert "multiple of the 2 seats" in found["algorithm.group_size"], "one of them does"
+
+
 def test_frozen_checkpoints_rotate_with_the_policies() -> None:
     entries = {"speaker": "speaker", "listener": {"frozen": OLD}}
     spec = parse_spec({**BASE, "policies": {"speaker": {}}, "seats": entries, "match": {"rotate": True}})
