@@ -1,6 +1,6 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { csv, curve, differences, ending, grouped, groupsOf, isFalling, metricNames, scatter, type Run } from "../../src/lib/compare/compare.ts";
+import { csv, curve, differences, ending, grouped, groupsOf, isFalling, labelsOf, metricNames, scatter, type Run } from "../../src/lib/compare/compare.ts";
 
 function run(id: string, lr: number, values: number[], tags: string[] = []): Run {
   const points = values.map((value, step) => ({ source: "trainer", incarnation: "i", seq: step, time: step, step: step + 1, values: { reward: value } }));
@@ -36,6 +36,11 @@ test("seeds of one setting become a mean with its spread, as far as all have com
   assert.deepEqual(lines.map((line) => line.label), ["0.1 (2)", "0.2 (1)"]);
   assert.deepEqual([lines[0]!.x, lines[0]!.y, lines[0]!.low], [[1, 2, 3], [1, 3, 4], [0, 2, 4]]);
   assert.deepEqual(groupsOf([run("a", 1, [], ["x", "y"]), run("b", 1, [])], "tag"), ["x + y", ""]);
+});
+
+test("runs are told apart by their ids where they share a name", () => {
+  const named = [["j-1", "first"], ["j-2", "again"], ["j-3", "again"]].map(([id, name]) => ({ id: id!, name: name! }));
+  assert.deepEqual(labelsOf(named), ["first", "again j-2", "again j-3"]);
 });
 
 test("a setting is drawn against how a metric ended", () => {

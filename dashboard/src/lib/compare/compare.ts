@@ -46,9 +46,14 @@ export function metricNames(runs: Run[]): string[] {
   return [...counts].sort((a, b) => b[1] - a[1] || a[0].localeCompare(b[0])).map(([name]) => name);
 }
 
+/** What each run is called in a legend: its name, with its id where several have that name. */
+export function labelsOf(runs: Pick<Run, "id" | "name">[]): string[] {
+  return runs.map(({ id, name }) => (runs.filter((other) => other.name === name).length > 1 ? `${name} ${id}` : name));
+}
+
 /** A metric of a run by step; a step that was trained again replaces the old one and those after it. */
-export function curve(run: Run, name: string): Line {
-  const line: Line = { label: `${run.name} ${run.id}`, x: [], y: [] };
+export function curve(run: Run, name: string, label = run.name): Line {
+  const line: Line = { label, x: [], y: [] };
   for (const point of [...run.points].sort((a, b) => a.time - b.time)) {
     const value = point.values[name];
     if (value === undefined) continue;

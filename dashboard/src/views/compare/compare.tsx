@@ -5,7 +5,7 @@ import { useEffect, useMemo, useState } from "preact/hooks";
 import { Chart, type Look } from "../../chart.tsx";
 import { go } from "../../hooks.ts";
 import { ask, job as pathOf, Problem } from "../../lib/api.ts";
-import { csv, curve, differences, ending, grouped, groupsOf, isFalling, metricNames, scatter, type Run } from "../../lib/compare/compare.ts";
+import { csv, curve, differences, ending, grouped, groupsOf, isFalling, labelsOf, metricNames, scatter, type Run } from "../../lib/compare/compare.ts";
 import { FINAL, type JobDetail, type Point } from "../../lib/types.ts";
 import { save, short } from "../../lib/words.ts";
 import { Choice, Empty, Said, Select, Table, type Column } from "../../parts.tsx";
@@ -51,6 +51,7 @@ export function Compare({ ids, view }: { ids: string[]; view: string }): JSX.Ele
   const look: Look = { axis: "step", smooth: Number(query.get("smooth") ?? 0), log: query.has("log") };
   const differing = useMemo(() => differences(runs.map((run) => run.spec)), [runs]);
   const groups = by ? groupsOf(runs, by) : [];
+  const labels = useMemo(() => labelsOf(runs), [runs]);
   const metric = shown[0] ?? "";
   if (!ids.length) return <Empty>Pick jobs in the list, then Compare.</Empty>;
   return (
@@ -85,7 +86,7 @@ export function Compare({ ids, view }: { ids: string[]; view: string }): JSX.Ele
       {isReading && <p class="dim">Reading…</p>}
       <div class="charts">
         {shown.map((name) => {
-          const lines = runs.map((run) => curve(run, name));
+          const lines = runs.map((run, at) => curve(run, name, labels[at]));
           return <Chart key={name} title={name} about="" lines={by ? grouped(lines, groups) : lines} look={look} positive={false} />;
         })}
       </div>
