@@ -296,7 +296,7 @@ function Table({ jobs, columns, choose, again }: TableProps): JSX.Element {
 /** Stands for rows that are not drawn. */
 function Space({ px }: { px: number }): JSX.Element | null {
   const cell = useRef<HTMLTableCellElement>(null);
-  useEffect(() => {
+  useLayoutEffect(() => {
     if (cell.current) cell.current.style.height = `${px}px`;
   }, [px]);
   return px > 0 ? (
