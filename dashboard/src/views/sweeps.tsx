@@ -7,6 +7,7 @@ import { lastName, ranked, seedText, settingText, trialValue } from "../lib/swee
 import type { Sweep, SweepSummary, SweepTrial } from "../lib/types.ts";
 import { ago, duration, short } from "../lib/words.ts";
 import { Empty, Facts, Progress, Said, State, Table, type Column } from "../parts.tsx";
+import { MOST_RUNS } from "./compare/compare.tsx";
 
 const LOOK_S = 3;
 
@@ -85,6 +86,7 @@ export function SweepView({ id }: { id: string }): JSX.Element {
       <Importance of={sweep} />
       <section class="card">
         <h2>Trials, the best first</h2>
+        <Compared sweep={sweep} />
         <TrialTable sweep={sweep} />
       </section>
     </>
@@ -111,6 +113,18 @@ function Importance({ of: sweep }: { of: Sweep }): JSX.Element | null {
       <h2>Which settings matter</h2>
       <Table of={SHARES} rows={shares} by={([path]) => path} />
     </section>
+  );
+}
+
+/** A comparison of the jobs of the best trials, as many as it takes. */
+function Compared({ sweep }: { sweep: Sweep }): JSX.Element | null {
+  const jobs = ranked(sweep).flatMap((trial) => trial.jobs.flatMap(({ id }) => id || []));
+  if (jobs.length < 2) return null;
+  const some = jobs.slice(0, MOST_RUNS);
+  return (
+    <p>
+      <a href={`#/compare/${some.join()}`}>{some.length < jobs.length ? `Compare the best ${MOST_RUNS} jobs` : "Compare its jobs"}</a>
+    </p>
   );
 }
 

@@ -1,0 +1,57 @@
+"""The views of sweeps: how far each is, its trials with their values, which settings matter, and its jobs compared."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from playwright.async_api import expect
+
+from tests.e2e.page.conftest import IN_BROWSER, Open
+from tests.support.api import SPEC, Http
+
+pytestmark = IN_BROWSER
+SKILLS = [0.25, 1.0]
+
+
+def trial(number: int, job: str, value: float) -> dict[str, Any]:
+    """A trial that has finished."""
+    jobs = [{"id": job, "seed": 2, "state": "succeeded", "step": 3, "value": value}]
+    settings = {"rollout.toy.skill": SKILLS[number]}
+    times = {"created": 1.0, "finished": 2.0}
+    return {
+        "number": number,
+        "settings": settings,
+        "state": "finished",
+        "reason": "",
+        "value": value,
+        "jobs": jobs,
+        **times,
+    }
+
+
+async def test_a_sweep_shows_its_trials_what_matters_and_its_jobs_compared(opened: Open, http: Http) -> None:
+    jobs = [await http.job({**SPEC, "name": name}) for name in ("worse", "better")]
+    swept = {**SPEC, "name": "which skill", "sweep": {"metric": "exact", "parameters": {"rollout.toy.skill": SKILLS}}}
+    id = (await http("POST", "/v1/sweeps", json=swept))[1]["id"]
+    trials = [trial(number, job, value) for number, (job, value) in enumerate(zip(jobs, SKILLS, strict=True))]
+    ended = {
+        **(await http("GET", f"/v1/sweeps/{id}"))[1],
+        "state": "succeeded", "trials": {"finished": 2}, "all_trials": trials, "best": trials[1], "finished": 2.0,
+        "importance": {"rollout.toy.skill": 0.75},
+    }  # fmt: skip
+    tab = await opened(http.url, "sweeps")
+    row = tab.page.locator("tbody tr", has_text="which skill")
+    await expect(row).to_contain_text("maximize exact")
+    await tab.page.route(f"**/v1/sweeps/{id}", lambda route: route.fulfill(json=ended))
+    await row.get_by_role("link").click()
+    await expect(tab.page.get_by_role("heading", level=1)).to_have_text("which skill")
+    await expect(tab.page.locator(".progress").first).to_contain_text("2 / 2")
+    await expect(tab.page.locator("tr", has=tab.page.get_by_label("share of rollout.toy.skill"))).to_contain_text("75%")
+    best = tab.page.locator("tr", has_text="best")
+    await expect(best).to_contain_text(f"{jobs[1]} (seed 2: 1)")
+    await expect(
+        tab.page.locator("section", has_text="Trials, the best first").locator("tbody tr").first
+    ).to_contain_text("best")
+    await tab.page.get_by_role("link", name="Compare its jobs").click()
+    await tab.page.wait_for_url(f"**/#/compare/{jobs[1]},{jobs[0]}**")
+    await expect(tab.page.locator("table.compared tbody tr").first).to_contain_text("better")
