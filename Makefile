@@ -81,7 +81,7 @@ helm: setup
 # What guards a merge (aim: 12 minutes on two cores). Tests mostly wait for processes that they started, so there are more
 # files at a time than cores. One after another: make test JOBS=0. Those processes write byte code, whatever the shell
 # says: hundreds of them would compile the same modules again.
-JOBS ?= 3
+JOBS ?= 4
 PYTEST = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 test: setup browser
 	$(PYTEST)
