@@ -62,4 +62,8 @@ async def test_every_view_can_be_used_by_everybody(
                 await tab.page.get_by_role("button", name="Prompt of row 0").click()
             if wrong := await findings(tab):
                 found["/".join(view)] = wrong
+    await tab.page.get_by_role("button", name="Sign out").click()
+    await tab.page.get_by_label("API key").wait_for()
+    if wrong := await findings(tab):
+        found["sign in"] = wrong
     assert found == {}

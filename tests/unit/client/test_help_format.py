@@ -55,10 +55,15 @@ def test_usual_words_for_jobs_are_understood() -> None:
 def test_version_and_completion() -> None:
     assert typed("--version").stdout == f"opentinker {__version__}\n"
     assert "--install-completion" in typed("-h").stdout
-    asked = {"_OPENTINKER_COMPLETE": "complete_bash", "COMP_WORDS": "opentinker subm", "COMP_CWORD": "1"}
     program = Path(sys.executable).with_name("opentinker")
-    done = subprocess.run([program], env=environ() | asked, capture_output=True, text=True, check=True)
-    assert done.stdout == "submit\n"
+    for shell, typing in (
+        ("bash", {"COMP_WORDS": "opentinker subm", "COMP_CWORD": "1"}),
+        ("zsh", {"_TYPER_COMPLETE_ARGS": "opentinker subm"}),
+        ("fish", {"_TYPER_COMPLETE_ARGS": "opentinker subm", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}),
+    ):
+        asked = environ() | typing | {"_OPENTINKER_COMPLETE": f"complete_{shell}"}
+        done = subprocess.run([program], env=asked, capture_output=True, text=True, check=True)
+        assert "submit" in done.stdout and "unpublish" not in done.stdout, done.stdout
 
 
 def test_an_error_with_json_is_an_object_on_stdout() -> None:
