@@ -11,9 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from nats.aio.msg import Msg
 from structlog.testing import capture_logs
 
 from opentinker.shared.messaging.bus import Bus, NoReply, NoResponders, StreamFull, TooLarge
+from opentinker.shared.messaging.stored_messages import stream_sequence
 from opentinker.shared.messaging.subjects import ENV_STEP, GROUP, GROUPS, METRIC, TICKET, WAKE, Subject
 from opentinker.shared.runtime.telemetry import MetricSource
 from opentinker.shared.types.codec import WireError
@@ -190,6 +192,14 @@ async def test_publish_and_next_after_close_raise_instead_of_waiting(nats_server
 
 
 # --- metrics ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("stream", "end"), [("METRICS", ""), ("_.ACCOUNT.METRICS", ""), ("hub.ACCOUNT.METRICS", ".random")]
+)
+def test_stream_sequences_are_read_as_by_the_client_library(stream: str, end: str) -> None:
+    reply = f"$JS.ACK.{stream}.consumer.1.1234.55.1764331123456789012.99{end}"
+    assert stream_sequence(reply) == Msg.Metadata._from_reply(reply).sequence.stream == 1234
 
 
 async def test_metric_points_are_kept_as_history(bus: Bus, job: str) -> None:
