@@ -1,6 +1,6 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { resultRows } from "../../src/lib/checkpoints/results.ts";
+import { mainResult, resultRows } from "../../src/lib/checkpoints/results.ts";
 
 test("an evaluation is a row a metric, with its interval, rewards and pass@k first", () => {
   const rows = resultRows({
@@ -17,4 +17,11 @@ test("an evaluation is a row a metric, with its interval, rewards and pass@k fir
   );
   assert.deepEqual(rows[2], { name: "reward/mean", value: 0.5, interval: [0.4, 0.6] });
   assert.equal(rows[0]!.interval, null);
+});
+
+test("games stand for an evaluation by how often they were won", () => {
+  const games = { "val/pass/1": 0.25, "val/winrate/random": 0.754, "val/winrate/random/low": 0.6, "val/winrate/random/high": 0.9, "val/winrate/b": 0 };
+  assert.equal(mainResult(games), "won 0% against b, 75% against random");
+  assert.equal(mainResult({ "val/winrate": 0.5, "val/winrate/low": 0.4, "val/winrate/high": 0.6 }), "won 50%");
+  assert.equal(mainResult({ "val/pass/1": 0.25 }), "pass/1 0.25");
 });

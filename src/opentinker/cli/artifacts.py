@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -11,6 +11,7 @@ import typer
 from opentinker.cli.common import AsJson, JobId, Policy, Url, UsageError, ago, client, print_found, print_json, say
 from opentinker.shared.types.core import part_id
 from opentinker.shared.types.errors import plural
+from opentinker.shared.types.metric_names import opponent_of
 
 if TYPE_CHECKING:
     from opentinker.client import Client
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 MAIN = ("val/exact", "val/pass/1", "val/reward/mean")
 """Values of an evaluation of which the first one that it has stands for it in lists."""
 
+
+LISTED = 1000
+"""Checkpoints of a job whose evaluations are looked for."""
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Lower-case letters, digits, `.`, `_`, `-`.")]
 
@@ -84,6 +88,9 @@ def checkpoints(
 def _print_checkpoints_of(api: Client, job_id: str, policy: str, as_json: bool) -> None:
     found = api.checkpoints(part_id(job_id, policy))
     evaluations = [one for one in api.evaluations(job_id) if one["policy"] == policy]
+    listed = api.all_checkpoints(LISTED, job=job_id) if found else []
+    own = [one for held in listed if held["policy"] == policy for one in held["evaluations"]]
+    evaluations += [one for one in own if one["during_training"]]
     whole: list[dict[str, Any]] = [
         {**c, "evaluations": [one for one in evaluations if one["step"] == c["step"]]} for c in found
     ]
@@ -95,18 +102,27 @@ def _print_checkpoints_of(api: Client, job_id: str, policy: str, as_json: bool) 
     print_found(whole, as_json, columns, rows, empty="no checkpoint yet")
 
 
+def games_won(values: Mapping[str, float]) -> str:
+    """Return `won 75% against random, 50% against b`; empty without games."""
+    rates = {who: rate for name, rate in values.items() if (who := opponent_of(name)) is not None}
+    found = [f"{rate:.0%} against {who}" if who else f"{rate:.0%}" for who, rate in rates.items()]
+    return f"won {', '.join(found)}" if found else ""
+
+
 def _evaluated(one: Evaluation, metric: str = "") -> str:
     """`exact 0.91 (0.88 to 0.94) on gsm8k, j-...`, or its state; `during training` in the place of the job that made it
     itself. `metric`: shown in the place of the main one."""
     by = "during training" if one.get("during_training") else one["job"]  # an older server does not say it
     values = one["values"]
+    on = f" on {one['environment']}" if one["environment"] else ""
+    if not metric and (won := games_won(values)):
+        return f"{won}{on}, {by}"
     wanted = f"val/{metric.removeprefix('-').removeprefix('val/')}"
     name = next((name for name in (wanted, *MAIN) if name in values), None)
     if name is None:
         return f"{one['state']}, {by}"
     low, high = (values.get(f"{name.removesuffix('/mean')}/{end}") for end in ("low", "high"))
     interval = "" if low is None or high is None else f" ({low:.3g} to {high:.3g})"
-    on = f" on {one['environment']}" if one["environment"] else ""
     return f"{name.removeprefix('val/')} {values[name]:.3g}{interval}{on}, {by}"
 
 

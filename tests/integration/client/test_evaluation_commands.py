@@ -9,6 +9,7 @@ import orjson
 import pytest
 
 from opentinker import AsyncClient
+from opentinker.cli.artifacts import games_won
 from opentinker.client import ApiError
 from opentinker.services.scheduler.http.transcripts import by_outcome
 from opentinker.shared.api_types import Category
@@ -20,7 +21,9 @@ from opentinker.shared.state.store import Store
 from opentinker.shared.types.core import part_id
 from tests.conftest import until
 from tests.integration.client.test_job_commands import on, run
+from tests.support.api import write_checkpoint
 from tests.support.factories import make_spec
+from tests.support.registry import evaluated, kept, trained
 
 __all__ = ["on"]
 VALUES = {
@@ -135,6 +138,27 @@ async def test_a_job_shows_the_games_of_its_policies(client: AsyncClient, bus: B
     shown = (await run("job", job, *on)).stdout
     lines = [" ".join(line.split()) for line in shown.splitlines()]
     assert lines[-3:] == ["policy step against random against b rating", "a 8 75% 12% 191 ± 41", "b 8 50% - -"]
+
+
+async def test_checkpoints_of_a_job_stand_with_all_their_evaluations(
+    client: AsyncClient, ctx: Context, store: Store, on: list[str]
+) -> None:
+    job = await trained(store, id="j-aaaaaaaaaa")
+    checkpoint = await kept(store, job, 20, 2000.0, exact=0.75)
+    write_checkpoint(ctx, job, 20, {"model.safetensors": b"weights"})
+    later = await evaluated(store, checkpoint, 0.625)
+    (found,) = orjson.loads((await run("checkpoints", job, "--json", *on)).stdout)
+    assert sorted((one["during_training"], one["job"]) for one in found["evaluations"]) == [(False, later), (True, job)]
+    shown = (await run("checkpoints", job, *on)).stdout
+    assert "exact 0.75 on" in shown and "during training" in shown and "exact 0.625 (0.525 to 0.725) on" in shown
+
+
+def test_games_stand_for_an_evaluation_by_how_often_they_were_won() -> None:
+    rates = {"val/winrate/b": 0.0, "val/winrate/random": 0.754, "val/winrate/random/low": 0.6, "val/pass/1": 0.25}
+    assert games_won(rates) == "won 0% against b, 75% against random"
+    assert (
+        games_won({"val/winrate": 0.5, "val/winrate/low": 0.4}) == "won 50%" and games_won({"val/pass/1": 0.25}) == ""
+    )
 
 
 def write(home: Path, lines: list[dict[str, Any]]) -> None:

@@ -14,6 +14,10 @@ const MAIN = ["exact", "pass/1", "reward/mean"];
 /** The value that stands for an evaluation in lists, with its interval; undefined: it has none yet. */
 export function mainResult(values: Record<string, number>): string | undefined {
   const rows = resultRows(values);
+  const games = rows.filter((one) => one.name === "winrate" || one.name.startsWith("winrate/"));
+  if (games.length) {
+    return `won ${games.map((one) => `${Math.round(100 * one.value)}%${one.name === "winrate" ? "" : ` against ${one.name.slice(8)}`}`).join(", ")}`;
+  }
   const row = MAIN.map((name) => rows.find((one) => one.name === name)).find(Boolean);
   return row && `${row.name} ${short(row.value)}${row.interval ? ` (${row.interval.map(short).join(" to ")})` : ""}`;
 }
