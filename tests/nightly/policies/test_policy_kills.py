@@ -1,8 +1,8 @@
 """Matches of two policies while every process and both servers are killed at random: each match is zero-sum to the last
 bit, is trained once by each policy and as the same play, and every policy's ledger balances at every moment.
 
-OPENTINKER_MATCHES says how many matches are trained (5000), OPENTINKER_MATCH_KILLS how often something is killed (50);
-the seed of a run is printed, OPENTINKER_KILL_SEED repeats it.
+OPENTINKER_MATCHES says how many matches are trained (10,000), OPENTINKER_MATCH_KILLS how often something is killed
+(100); the seed of a run is printed, OPENTINKER_KILL_SEED repeats it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from tests.samples.seat_samples import BACKER, RIVAL
 from tests.support.cluster import SERVERS, Cluster, toy_cluster
 from tests.support.lineage import lineage
 
-MATCHES = int(os.environ.get("OPENTINKER_MATCHES", "5000"))
-KILLS = int(os.environ.get("OPENTINKER_MATCH_KILLS", "50"))
+MATCHES = int(os.environ.get("OPENTINKER_MATCHES", "10000"))
+KILLS = int(os.environ.get("OPENTINKER_MATCH_KILLS", "100"))
 GROUP_SIZE, BATCH = 4, 50
 """Matches of a group, groups of a step: of 100 steps every kept episode is still there."""
 STEPS = MATCHES // (GROUP_SIZE * BATCH)
