@@ -12,7 +12,10 @@ from typing import Any
 
 import torch
 import vllm._custom_ops as custom_ops
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
+SMALL_BYTES = 32 << 20
+"""A smaller model fits the processor's caches: packing it at each swap costs as much as it saves."""
 MEMORY_SHARE = 0.1
 """Of the machine's memory, which the copies may take; a larger model is not packed."""
 PRIMITIVES = 32
@@ -36,12 +39,16 @@ def pack(model: torch.nn.Module) -> None:
     """Pack the weights that linear layers have now."""
     layers = [layer for layer in model.modules() if _is_plain(layer)]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if not AVAILABLE or sum(layer.weight.nbytes for layer in layers) > MEMORY_SHARE * memory:
+    size = sum(layer.weight.nbytes for layer in layers)
+    if not AVAILABLE or not SMALL_BYTES <= size <= MEMORY_SHARE * memory:
         return
     for layer in layers:
         layer.cpu_linear = PackedLinear(layer.weight)
 
 
 def _is_plain(layer: Any) -> bool:
-    """Return whether vLLM multiplies with this layer's weight as it is."""
-    return hasattr(layer, "cpu_linear") and layer.weight.ndim == 2 and layer.weight.numel() > 0
+    """Return whether vLLM multiplies with this layer's weight as it is; it looks tokens up in an embedding's."""
+    is_embedding = isinstance(layer, VocabParallelEmbedding) and not isinstance(layer, ParallelLMHead)
+    if is_embedding or not hasattr(layer, "cpu_linear") or layer.weight.is_meta:
+        return False
+    return bool(layer.weight.ndim == 2 and layer.weight.numel() > 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +43,18 @@ def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return build(tmp_path_factory.mktemp(request.param), tied=request.param == "tied")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def packed() -> Iterator[None]:
+    """Pack small models as well: the engine process inherits it."""
+    from opentinker.services.rollout_worker.engines import packed_layers
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packed_layers, "SMALL_BYTES", 0)
+        yield
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engine(base: Path) -> AsyncIterator[Any]:
+async def engine(base: Path, packed: None) -> AsyncIterator[Any]:
     async with started(base, context_length=512, max_concurrent=32, stop_strings=True, group_timeout_s=GROUP_S) as vllm:
         yield vllm
 
