@@ -10,7 +10,17 @@ from rich.console import Console
 
 from opentinker.cli.run import figures
 from opentinker.cli.views.charts import Curves, bins, chart, short
-from opentinker.cli.views.watch import LiveView, PlainView, Update, clock, duration, event_line, facts, step_line
+from opentinker.cli.views.watch import (
+    LiveView,
+    PlainView,
+    Update,
+    clock,
+    duration,
+    event_line,
+    facts,
+    panels_of,
+    step_line,
+)
 
 
 def trained(step: int, *, reward: float = 0.5, time: float | None = None, **values: float) -> dict[str, Any]:
@@ -224,6 +234,26 @@ def test_an_event_is_one_line() -> None:
     assert line.endswith(" failed reason=no such model")
     raised = event_line({"event": "failed", "time": 0.0, "reason": "two\nlines \x1b[31min red"})
     assert raised.endswith(" failed reason=two lines [31min red")
+
+
+def test_games_that_were_won_stand_where_nothing_is_exact() -> None:
+    curves = Curves()
+    for step, rate in ((0, 0.25), (20, 0.75)):
+        values = {
+            "a/val/episodes": 8.0,
+            "a/val/winrate/bot/low": 0.1,
+            "a/val/winrate/bot": rate,
+            "a/val/winrate/b": 0.5,
+        }
+        curves.add([{"source": "validation~a", "step": step, "time": 1.0 + step, "values": values}])
+    curves.add([{"source": "trainer~b", "step": 20, "time": 30.0, "values": {"b/reward/mean": 1.0, "b/exact": 0.5}}])
+    found = {panel.title: (panel.values, panel.latest) for panel in panels_of(curves, "rl")}
+    assert found == {
+        "a reward": ([], None),
+        "b reward": ([1.0], 1.0),
+        "a games won against bot": ([0.25, 0.75], 0.75),
+        "b exact": ([0.5], 0.5),
+    }
 
 
 def test_policies_have_curves_of_their_own_and_share_a_line() -> None:

@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from opentinker.shared.types.core import split_part
+from opentinker.shared.types.metric_names import opponent_of
 
 DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 """Bit of the dot at [row][column] of one braille character."""
@@ -101,6 +102,16 @@ class Curves:
         if self._span is None or self._span[0] == self._span[1]:
             return None
         return self._tokens / (self._span[1] - self._span[0])
+
+    def games_won(self) -> tuple[str, list[float]] | None:
+        """Return a title and the win rate in each evaluation, against the first opponent; None without games."""
+        newest = self.validations[max(self.validations)] if self.validations else {}
+        for name in newest:
+            if (opponent := opponent_of(name)) is not None:
+                rates = [self.validations[step].get(name) for step in sorted(self.validations)]
+                title = f"games won against {opponent}" if opponent else "games won"
+                return title, [rate for rate in rates if rate is not None]
+        return None
 
     @property
     def last_step(self) -> int:

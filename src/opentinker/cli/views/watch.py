@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TextIO
 
 from opentinker.cli.common import line_of
 from opentinker.cli.views.charts import Curves, chart, short
@@ -209,26 +209,40 @@ class LiveView:
         height = 6 if self._console.height >= 32 else 4
         grid = Table.grid(padding=(0, 2))
         panels = []
-        for title, name, low, own in _panels(curves, str(job.get("kind", "rl"))):
-            values = own.series(name) if name else curves.generated
-            latest = own.recent(name) if name else (values[-1] if values else None)
-            shown = f"{title}  {short(latest)}" if latest is not None else title
-            panels.append(Text("\n".join([shown, *chart(values, width, height, low=low)]), no_wrap=True))
+        for panel in panels_of(curves, str(job.get("kind", "rl"))):
+            shown = f"{panel.title}  {short(panel.latest)}" if panel.latest is not None else panel.title
+            drawn = chart(panel.values, width, height, low=panel.low)
+            panels.append(Text("\n".join([shown, *drawn]), no_wrap=True))
         for first in range(0, len(panels), 2):
             grid.add_row(*panels[first : first + 2])
         notes = Text("\n".join(event_line(event) for event in update.seen), style="dim")
         return Group(head, bar, Text(""), grid, Text(""), Text(facts(update)), notes)
 
 
-def _panels(curves: Curves, kind: str) -> Iterator[tuple[str, str, float | None, Curves]]:
-    """Yield title, metric, lower end of the axis and curves of each chart; of several policies, reward and exact."""
+class Panel(NamedTuple):
+    """A chart."""
+
+    title: str
+    values: Sequence[float]
+    latest: float | None
+    low: float | None
+    """Lower end of the axis."""
+
+
+def panels_of(curves: Curves, kind: str) -> Iterator[Panel]:
+    """Yield each chart; of several policies, reward and exact. Where nothing is exact stand the distance to a teacher,
+    or the games that were won against the first opponent of the evaluations."""
     for title, name, low in CURVES[kind]:
         if len(curves.policies) > 1 and name not in ("reward/mean", "exact"):
             continue
         for policy, own in curves.policies.items():
-            taught = name == "exact" and own.series("teacher/kl")
-            shown = TAUGHT if taught else (title, name, low)
-            yield f"{policy} {shown[0]}".lstrip(), shown[1], shown[2], own
+            shown, metric, end = TAUGHT if name == "exact" and own.series("teacher/kl") else (title, name, low)
+            values = own.series(metric) if metric else curves.generated
+            latest = own.recent(metric) if metric else None
+            if metric == "exact" and not values and (games := own.games_won()) is not None:
+                shown, values = games
+            newest = latest if latest is not None or not values else values[-1]
+            yield Panel(f"{policy} {shown}".lstrip(), values, newest, end)
 
 
 def step_line(update: Update, window: range, step: int) -> str:
