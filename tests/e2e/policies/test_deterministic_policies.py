@@ -16,7 +16,7 @@ from opentinker.shared.types.core import part_id
 from opentinker.shared.types.manifest import name_of, read_manifest
 from tests.conftest import until
 from tests.samples.seat_samples import BACKER, RIVAL
-from tests.support.cluster import Cluster
+from tests.support.cluster import JOB_S, Cluster
 
 STEPS, EVERY = 6, 2
 SHARE = {"first": 1, "second": 2}
@@ -76,7 +76,7 @@ async def broken(cluster: Cluster, spec: JobSpec, behind: str) -> dict[str, list
     roots = {name: cluster.data / "jobs" / part_id(job, name) / "checkpoints" for name in SHARE}
     share = {name: spec_of(spec, name).train.steps // STEPS for name in SHARE}
     saved = {name: roots[name] / name_of(2 * EVERY * share[name]) for name in SHARE}
-    await until(lambda: all(directory.exists() for directory in saved.values()))
+    await until(lambda: all(directory.exists() for directory in saved.values()), timeout_s=JOB_S)
     assert await cluster.stop("trainer-0", signal.SIGKILL) == -signal.SIGKILL
     assert not (roots[behind] / name_of(3 * EVERY * share[behind])).exists(), "killed too late"
     shutil.rmtree(saved[behind])
