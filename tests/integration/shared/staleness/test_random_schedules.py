@@ -349,5 +349,6 @@ def test_planted_fault_is_caught(run: Callable[..., None], monkeypatch: pytest.M
     right, wrong = FAULTS[fault]
     assert right in module._SCRIPT
     monkeypatch.setattr(module, "_SCRIPT", module._SCRIPT.replace(right, wrong))
-    with pytest.raises(BaseException, match=r"assert|DID NOT RAISE|law|late"):
+    # "unreliable results": it was caught, and not again when repeated, as Redis orders fields of a hash differently
+    with pytest.raises(BaseException, match=r"assert|DID NOT RAISE|law|late|unreliable results"):
         run(Schedule, 400, phases=[Phase.generate], print_blob=False)
