@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
+from string import ascii_lowercase
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -34,6 +35,10 @@ class TicTacToe(Environment):
         """Stones on the board at the start, placed by row and seed, so that games differ."""
         rules: bool = True
         """Begin every turn with the rules in a sentence; false for models that learn from random weights."""
+        board: Literal["rows", "cells"] = "rows"
+        """`cells`: a line with a character per field, which says both the field and its owner, seen by the seat that
+        acts: own stones are a to i, those of the other seat j to r, free fields show their numbers. For models that
+        learn from random weights: the characters alone, without their places, are the position."""
         progress: bool = False
         """Reward every move immediately, instead of the outcome: the value of perfect play after the move, less its
         value before. That is 0 for the best moves and below 0 for mistakes; the other seat gets the opposite. An answer
@@ -100,9 +105,12 @@ class TicTacToe(Environment):
         return str(self.board.played)
 
     def _prompt(self) -> str:
+        stone = STONES[self.board.next]
+        if self.config.board == "cells":
+            rules = "tic-tac-toe, 3 in a row win. you have a to i, the other j to r. say the number of a free field.\n"
+            return f"{rules if self.config.rules else ''}{cells(self.board.fields, self.board.next)}:"
         signs = [STONES[stone] if stone else _name(field) for field, stone in enumerate(self.board.fields)]
         rows = "\n".join("".join(signs[start : start + SIDE]) for start in range(0, SIDE * SIDE, SIDE))
-        stone = STONES[self.board.next]
         rules = f"tic-tac-toe, 3 in a row win. you are {stone}. say the number of a free field.\n"
         return f"{rules if self.config.rules else ''}{rows}\n{stone}:"
 
@@ -120,6 +128,14 @@ class TicTacToe(Environment):
 
     def _metrics(self) -> dict[str, float]:
         return {"moves": float(self.board.played), "forfeit": 0.0, "draw": 0.0, "first_won": 0.0}
+
+
+def cells(fields: Sequence[str], mover: str) -> str:
+    """Return the board as the mover sees it with `board = "cells"`: stones by field, a to i own, j to r the other's."""
+    return "".join(
+        _name(field) if not stone else ascii_lowercase[field + (0 if stone == mover else SIDE * SIDE)]
+        for field, stone in enumerate(fields)
+    )
 
 
 def _name(field: int) -> str:

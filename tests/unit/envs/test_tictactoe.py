@@ -129,3 +129,14 @@ async def test_random_moves_are_made_for_both_seats_and_paid_by_the_outcome_alon
     assert movers == {("first", 0), ("second", 1)}, "games begin with either seat"
     begun = [(await opened(game, random_moves=0.9))[0].board.played for game in range(50)]
     assert set(begun) == {0, 1, 2, 3, 4}
+
+
+async def test_cells_show_both_seats_the_same_view() -> None:
+    environment, opening = await opened(rules=False, board="cells")
+    assert opening.messages[0].text == "123456789:"
+    second, first = await say(environment, "5", "9")
+    assert second.messages[0].text == "1234n6789:"
+    assert first.messages[0].text == "1234e678r:"
+    assert (await say(environment, "5"))[-1].metrics["forfeit"] == 1.0
+    _, explained = await opened(board="cells")
+    assert explained.messages[0].text.endswith("\n123456789:")
