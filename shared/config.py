@@ -168,8 +168,9 @@ class Settings(NotificationSettings, PriceSettings, LoginSettings, BaseModel):
     names that others may know by another address of this machine: those of several, or of 127.0.1.1."""
     swap_timeout_s: Annotated[float, Field(gt=0)] = 8.0
     """For each phase of a weight swap: joining the group, the transfer, and what the engine does with it (pause, load,
-    resume); the last two may take the time for their bytes at 50 MB/s on top. A rollout worker that takes longer is
-    left out and tried again later; if no worker gets a version several times in a row, the job fails."""
+    resume); the last two may take the time for their bytes at 50 MB/s on top, loading also that for those of the base
+    that an adapter is merged into. A rollout worker that takes longer is left out and tried again later; if no worker
+    gets a version several times in a row, the job fails."""
     preload: bool = True
     """Import heavy libraries (torch, vllm) before the first job instead of when it comes."""
     env_sessions: Annotated[int, Field(gt=0)] = 512

@@ -30,6 +30,8 @@ class Snapshot:
     """Flat uint8, at most `bucket_bytes` each; a larger tensor has a separate bucket."""
     fingerprints: list[int]
     probe: Probe | None = None
+    base_bytes: int = 0
+    """Of the base's weights, if engines may merge this adapter into them: reading and loading them takes its time."""
 
 
 def dtype_of(name: str) -> torch.dtype:

@@ -85,6 +85,13 @@ def adapter_serving(spec: JobSpec, policies: Sequence[EnginePolicy]) -> tuple[Ad
     return spec.rollout.lora, ""
 
 
+def may_merge(spec: JobSpec) -> bool:
+    """Return whether engines may merge the job's adapter, as far as a trainer knows it: the model and the device of an
+    engine have a say too."""
+    exact = spec.rollout.lora == "auto" and spec.model.dtype == "float32"
+    return spec.model.lora is not None and (exact or spec.rollout.lora == "merged")
+
+
 def settle_lora(spec: JobSpec) -> list[dict[str, Any]]:
     """Return mistakes in rollout.lora."""
     if spec.rollout.lora == "auto":

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -269,7 +270,8 @@ class Zero(PolicyModel):
             dtype = str(self.dtype).removeprefix("torch.")
             shapes = [getattr(tensor, "ds_shape", tensor.shape) for _, tensor in self._whole]
             manifest = [TensorInfo(name, dtype, list(s)) for (name, _), s in zip(self._whole, shapes, strict=True)]
-        return buckets.snapshot(version, self.named_weights(), BUCKET_BYTES, manifest, self.probe())
+        made = buckets.snapshot(version, self.named_weights(), BUCKET_BYTES, manifest, self.probe())
+        return replace(made, base_bytes=self.base_bytes())
 
     def _forward_whole(self, plan: Layout) -> Tensor:
         """Compute as the base class does; collective under zero3."""

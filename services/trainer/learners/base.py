@@ -56,6 +56,8 @@ class SnapshotLike(Protocol):
     def fingerprints(self) -> list[int]: ...
     @property
     def probe(self) -> Probe | None: ...
+    @property
+    def base_bytes(self) -> int: ...
 
 
 class Trainable(Protocol):
@@ -151,6 +153,7 @@ class EmptySnapshot(msgspec.Struct, frozen=True, kw_only=True):
     buckets: list[Any] = []
     fingerprints: list[int] = []
     probe: Probe | None = None
+    base_bytes: int = 0
 
 
 class SimulatedLearner:

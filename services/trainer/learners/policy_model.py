@@ -14,6 +14,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
@@ -33,6 +34,7 @@ from opentinker.shared.nn.layout import Layout, layout
 from opentinker.shared.nn.lora import attach_lora, causal_lm, lora_dropouts
 from opentinker.shared.nn.models import autocast, load_model, load_tokenizer, refuse_other_model, torch_dtype
 from opentinker.shared.spec import JobSpec
+from opentinker.shared.spec.engines import may_merge
 from opentinker.shared.types.core import WeightVersion
 from opentinker.shared.types.errors import JobFailed
 from opentinker.shared.types.swap import Probe
@@ -259,7 +261,16 @@ class PolicyModel:
             yield name, tensor.detach().to(self.dtype)
 
     def snapshot(self, version: WeightVersion) -> buckets.Snapshot:
-        return buckets.snapshot(version, self._weights(frozen=False), BUCKET_BYTES, probe=self.probe())
+        made = buckets.snapshot(version, self._weights(frozen=False), BUCKET_BYTES, probe=self.probe())
+        return replace(made, base_bytes=self.base_bytes())
+
+    def base_bytes(self) -> int:
+        """Return the bytes of the weights into which engines may merge the adapter; 0 if they do not."""
+        if not may_merge(self.spec):
+            return 0
+        # of a tensor that ranks share, each has a part alone
+        sizes = (getattr(tensor, "ds_numel", tensor.numel()) for tensor in self.causal.parameters())
+        return sum(sizes) * self.dtype.itemsize
 
     def probe(self) -> Probe | None:
         """Return the log-probabilities of `probed` under the weights, without dropout; None before the first batch."""

@@ -263,7 +263,8 @@ class Publisher:
             return self._timeout_s
         from opentinker.shared.nn import transport
 
-        return transport.allowed_s(self._timeout_s, sum(bucket.numel() for bucket in snapshot.buckets))
+        sent = sum(bucket.numel() for bucket in snapshot.buckets)
+        return transport.allowed_s(self._timeout_s, sent + snapshot.base_bytes)
 
     async def _transfer(self, snapshot: SnapshotLike) -> str:
         """Send the weights to the group. Returns an error message, or an empty string."""

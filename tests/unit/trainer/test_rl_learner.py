@@ -219,6 +219,26 @@ def _sdpa(learner: RlLearner) -> object:
     return learner.causal
 
 
+@pytest.mark.parametrize(
+    ("settings", "may_merge"),
+    [
+        ({"model": {"lora": LORA}}, True),
+        ({"model": {"lora": LORA, "dtype": "bfloat16"}}, False),
+        ({"model": {"lora": LORA, "dtype": "bfloat16"}, "rollout": {"lora": "merged"}}, True),
+        ({"model": {"lora": LORA}, "rollout": {"lora": "adapter"}}, False),
+        ({}, False),
+    ],
+    ids=["auto", "rounded", "insists", "layers", "whole"],
+)
+def test_snapshot_counts_the_base_where_engines_may_merge_into_it(
+    small: Path, settings: dict[str, Any], may_merge: bool
+) -> None:
+    learner = torch_learner(small, **settings)
+    base = sum(p.numel() for n, p in learner.model.named_parameters() if "lora_" not in n)
+    counted = learner.snapshot(V0).base_bytes
+    assert counted >= base * learner.dtype.itemsize if may_merge else counted == 0
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_lora_trains_sends_and_saves_only_the_adapter(small: Path, tmp_path: Path, dtype: str) -> None:
     learner = torch_learner(small, model={"lora": LORA, "dtype": dtype})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -47,11 +48,12 @@ class Trainer:
     async def _served(self, version: WeightVersion, seconds: dict[str, float]) -> None:
         self.served.setdefault(version, time.monotonic())
 
-    async def offer(self, step: int, values: int = 0) -> None:
-        """New weights of so many float32 values."""
+    async def offer(self, step: int, values: int = 0, base_bytes: int = 0) -> None:
+        """New weights of so many float32 values; of an adapter, with the size of its base."""
         self.newest = version(step)
         made = snapshot(version(step), [("w", torch.randn(values))], BUCKET_BYTES) if values else None
-        self.publisher.offer(made or EmptySnapshot(version=version(step)))
+        offered = dataclasses.replace(made, base_bytes=base_bytes) if made else EmptySnapshot(version=version(step))
+        self.publisher.offer(offered)
 
     async def serves(self) -> None:
         """Until the newest version counts as served."""

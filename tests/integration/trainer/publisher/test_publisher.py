@@ -177,9 +177,12 @@ async def test_each_phase_has_its_timeout(monkeypatch: pytest.MonkeyPatch, new_c
             await trainer.offer(1, LARGE)  # 30 s more for each
             await until(lambda: worker.version == version(1))
             assert worker.asked == ["join", "receive"]
-        slow.late_s = 0.0
+            await trainer.offer(2, 1000, base_bytes=BUCKET_BYTES)  # loading reads them, which do not travel
+            slow.late_s = 0.0
+            await until(lambda: worker.version == version(2))
+            assert worker.asked == ["join", "receive", "receive"]
         few = Trainer(ctx, FAKE, "cpu", max_attempts=0)
-        await few.offer(2, 1000)
+        await few.offer(3, 1000)
         async with running(worker.live()):
             reason = await failure_of(few.publisher)
         assert "last: w: no answer 1.5 s after" in reason and "swap_timeout_s = 1.5" in reason
