@@ -36,7 +36,8 @@ MAX_SEATS = 64
 """Entries of [seats]."""
 PolicyName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,31}$")]
 """Part of directories, subjects and metric names."""
-SeatName = Annotated[str, Field(min_length=1, max_length=100)]
+SEAT_CHARACTERS = 100
+SeatName = Annotated[str, Field(min_length=1, max_length=SEAT_CHARACTERS)]
 PLAYERS = ("policy", "bot", "frozen", "url", "pool")
 """Settings of a seat that name its player."""
 MAX_MISTAKES = 50
@@ -257,9 +258,11 @@ class SeatTable:
             return None
         if not 0 < len(entries) <= MAX_SEATS or len(policies) > MAX_POLICIES:
             return None
+        if any(not isinstance(seat, str) or not 0 < len(seat) <= SEAT_CHARACTERS for seat in entries):
+            return None  # they become patterns, which take time
         full = {seat: {"policy": player} if isinstance(player, str) else player for seat, player in entries.items()}
         right = right_parts(SeatSpec, full)
-        seats = {seat: right.get(seat, SeatSpec.model_construct()) for seat in full if isinstance(seat, str)}
+        seats = {seat: right.get(seat, SeatSpec.model_construct()) for seat in full}
         return cls(str(written(data, "environment", "name")), seats, [*policies])
 
 

@@ -37,7 +37,6 @@ READ_S = 30.0
 """A stream that sends nothing for this time, not even a keep-alive, is broken."""
 AGAIN_S = 0.2
 """Mean delay before a stream is reopened."""
-"""Jobs or sweeps in an answer."""
 AWAY = (502, 503, 504)
 WHAT_TO_DO = {
     401: "; set OPENTINKER_API_KEY, or OPENTINKER_API_KEY_FILE to a file, or be in the directory of `opentinker up`",

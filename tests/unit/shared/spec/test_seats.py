@@ -246,3 +246,10 @@ def test_mistakes_about_seats_are_bounded() -> None:
     more = {f"t{i}": [f"s{i}-{j}" for j in range(64)] for i in range(MAX_ENTRIES // 64 + 1)}
     problem = refused(algorithm={**BASE["algorithm"], "team": more})["algorithm.team"]
     assert f"at most {MAX_ENTRIES:,}" in problem
+
+
+@pytest.mark.parametrize("name", ["x" * 101, "a*" * 10_000, ""], ids=["long", "pattern", "empty"])
+def test_entries_with_impossible_names_are_not_compared_with_seats(name: str) -> None:
+    """A name becomes a pattern: one of a megabyte takes seconds."""
+    assert SeatTable.as_written({"seats": {"white": "a", "bl*": "b"}}) is not None
+    assert SeatTable.as_written({"seats": {"white": "a", name: "b"}}) is None
