@@ -269,7 +269,7 @@ class PolicyModel:
         if not may_merge(self.spec):
             return 0
         # of a tensor that ranks share, each has a part alone
-        sizes = (getattr(tensor, "ds_numel", tensor.numel()) for tensor in self.causal.parameters())
+        sizes: Iterator[int] = (getattr(tensor, "ds_numel", tensor.numel()) for tensor in self.causal.parameters())
         return sum(sizes) * self.dtype.itemsize
 
     def probe(self) -> Probe | None:
