@@ -69,7 +69,7 @@ def why_separate(policies: Sequence[EnginePolicy]) -> str:
         return f"{len(policies)} adapters of one base share the engine"
     lora = policies[0].model.lora if policies[0].model else None
     targets = () if lora is None or isinstance(lora.target_modules, str) else lora.target_modules
-    if tied := [target for target in targets if target in EMBEDDINGS]:
+    if tied := [target for target in targets if target.rpartition(".")[2] in EMBEDDINGS]:
         return f"{tied[0]} has an adapter, and may share its weights with another layer"
     return ""
 

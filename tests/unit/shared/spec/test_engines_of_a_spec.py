@@ -113,6 +113,7 @@ def test_an_adapter_with_an_engine_for_itself_may_be_merged() -> None:
         ({}, "merged", "does not apply without an adapter"),
         ({}, "adapter", "does not apply without an adapter"),
         ({"lora": {**LORA, "target_modules": ["q_proj", "lm_head"]}}, "merged", "lm_head has an adapter"),
+        ({"lora": {**LORA, "target_modules": ["model.embed_tokens"]}}, "merged", "embed_tokens has an adapter"),
     ],
 )
 def test_a_way_of_serving_an_adapter_that_cannot_be_is_refused(model: dict[str, Any], lora: str, problem: str) -> None:
