@@ -7,17 +7,18 @@ with the old weights after a swap. So vLLM packs nothing, and here all layers ar
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
 import vllm._custom_ops as custom_ops
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
+from opentinker.shared.runtime.memory import memory_bytes
+
 SMALL_BYTES = 32 << 20
 """A smaller model fits the processor's caches: packing it at each swap costs as much as it saves."""
 MEMORY_SHARE = 0.1
-"""Of the machine's memory, which the copies may take; a larger model is not packed."""
+"""Of the memory of the machine or container, which the copies may take; a larger model is not packed."""
 PRIMITIVES = 32
 """Batch sizes whose code a layer keeps."""
 AVAILABLE = bool(getattr(custom_ops, "_supports_onednn", False))
@@ -38,9 +39,8 @@ class PackedLinear:
 def pack(model: torch.nn.Module) -> None:
     """Pack the weights that linear layers have now."""
     layers = [layer for layer in model.modules() if _is_plain(layer)]
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     size = sum(layer.weight.nbytes for layer in layers)
-    if not AVAILABLE or not SMALL_BYTES <= size <= MEMORY_SHARE * memory:
+    if not AVAILABLE or not SMALL_BYTES <= size <= MEMORY_SHARE * memory_bytes():
         return
     for layer in layers:
         layer.cpu_linear = PackedLinear(layer.weight)

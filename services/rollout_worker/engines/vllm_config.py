@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,14 @@ import torch
 from transformers import PretrainedConfig
 
 from opentinker.services.rollout_worker.engines.base import EngineError
+from opentinker.shared.runtime.memory import memory_bytes
 from opentinker.shared.spec import LoraSpec
 from opentinker.shared.spec.serving import MAX_LORA_RANK
 from opentinker.shared.types.swap import TensorInfo
 
 MAX_DEFAULT_CONTEXT = 4096
 CPU_KV_SHARE = 0.06
-"""Share of the machine's memory that the KV cache may take on a CPU."""
+"""Share of the memory of the machine or container that the KV cache may take on a CPU."""
 CPU_KV_FLOOR = 32 << 20
 CPU_BLOCK = 128
 """Tokens per KV block on a CPU."""
@@ -34,7 +34,7 @@ def context_limit(config: PretrainedConfig) -> int:
 
 
 def cpu_kv_bytes(config: PretrainedConfig, dtype: str, context: int, concurrent: int) -> int:
-    """A quarter of what `concurrent` full contexts need (most stay shorter; the rest wait), if the machine has it.
+    """A quarter of what `concurrent` full contexts need (most stay shorter; the rest wait), if there is memory for it.
 
     Small matters: the cache is zeroed at start, at 0.4 GiB/s.
     """
@@ -43,8 +43,7 @@ def cpu_kv_bytes(config: PretrainedConfig, dtype: str, context: int, concurrent:
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     token = 2 * text.num_hidden_layers * heads * size * getattr(torch, dtype).itemsize
     one = token * (-(-context // CPU_BLOCK) + 1) * CPU_BLOCK
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return int(max(2 * one, min(one * concurrent // 4, memory * CPU_KV_SHARE), CPU_KV_FLOOR))
+    return int(max(2 * one, min(one * concurrent // 4, int(memory_bytes() * CPU_KV_SHARE)), CPU_KV_FLOOR))
 
 
 def lora_arguments(rank: int, at_once: int, held: int) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import type { JSX } from "preact";
 import { useState } from "preact/hooks";
 import { useDoing, useMay } from "../../hooks.ts";
 import { ask, job as path } from "../../lib/api.ts";
-import type { JobDetail } from "../../lib/types.ts";
+import type { JobDetail, Json } from "../../lib/types.ts";
 import { Said } from "../../parts.tsx";
 
 interface LabelsProps {
@@ -39,15 +39,22 @@ export function Labels({ job, again }: LabelsProps): JSX.Element | null {
 
 function Change({ job, again, close }: LabelsProps & { close: () => void }): JSX.Element {
   const { doing, problem, act } = useDoing();
+  const [first] = useState(job);
   const [name, setName] = useState(job.name);
   const [project, setProject] = useState(job.project);
   const [tags, setTags] = useState(job.tags.join(", "));
   const [notes, setNotes] = useState(job.notes);
+  /** Without what is as it was, which somebody else may have changed meanwhile. */
+  const changed = (): Json => ({
+    ...(name !== first.name && { name }),
+    ...(project !== first.project && { project }),
+    ...(tags !== first.tags.join(", ") && { tags: tags.split(",").map((tag) => tag.trim()).filter(Boolean) }),
+    ...(notes !== first.notes && { notes }),
+  });
   const save = (event: Event): void => {
     event.preventDefault();
     act(async () => {
-      const given = tags.split(",").map((tag) => tag.trim());
-      await ask(path(job.id), { method: "PATCH", body: { name, project, tags: given.filter(Boolean), notes } });
+      await ask(path(job.id), { method: "PATCH", body: changed() });
       again();
       close();
     });

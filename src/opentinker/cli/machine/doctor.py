@@ -18,6 +18,7 @@ from opentinker.local.embedded import DEFAULT_PORTS, STORE_BYTES, nats_binary, v
 from opentinker.local.processes import StartError, port_free
 from opentinker.local.up import DEFAULT_PORT
 from opentinker.shared.runtime.gpus import visible
+from opentinker.shared.runtime.memory import memory_bytes
 from opentinker.shared.sandbox.sandbox import Sandbox
 from opentinker.shared.settings_sources import load_settings
 from opentinker.shared.types.errors import OpenTinkerError
@@ -123,7 +124,7 @@ def _disk(data_dir: Path) -> Check:
 
 
 def _memory() -> Check:
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
+    total = memory_bytes() / GIB
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     low = total < 6
     hint = "the engine and the trainer together take about 4 GiB for the smallest model" if low else ""
