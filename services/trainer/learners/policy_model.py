@@ -269,8 +269,8 @@ class PolicyModel:
         if not may_merge(self.spec):
             return 0
         # of a tensor that ranks share, each has a part alone
-        sizes: Iterator[int] = (getattr(tensor, "ds_numel", tensor.numel()) for tensor in self.causal.parameters())
-        return sum(sizes) * self.dtype.itemsize
+        sizes = (getattr(tensor, "ds_numel", tensor.numel()) for tensor in self.causal.parameters())
+        return int(sum(sizes) * self.dtype.itemsize)
 
     def probe(self) -> Probe | None:
         """Return the log-probabilities of `probed` under the weights, without dropout; None before the first batch."""

@@ -52,7 +52,7 @@ def set_adapter(model: Any, seed: int | None) -> dict[str, torch.Tensor]:
     return state
 
 
-@pytest.fixture(scope="module", params=["untied", "tied"])
+@pytest.fixture(scope="module", params=["tied", pytest.param("untied", marks=pytest.mark.nightly)])
 def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     return build(tmp_path_factory.mktemp(request.param), tied=request.param == "tied")
