@@ -265,7 +265,7 @@ async def test_two_seats_are_rewarded_each_for_itself_and_their_streams_count_on
     ("how", "ending", "words"),
     [
         ("raise", "env_error", "the board is on fire"),
-        ("hang", "env_timeout", r"the episode's 0\.\d+ s were over|no end after 0\.5 s|did not answer in time"),
+        ("hang", "env_timeout", r"the episode's [\d.]+ s were over|no end after 2 s|did not answer in time"),
         ("nan", "env_bad_reply", "must be finite, not nan"),
     ],
 )
@@ -274,7 +274,7 @@ async def test_job_fails_when_its_environment_always_does(shared: Toys, how: str
     spec = job_spec(
         model,
         environment={"name": "tests.samples.env_samples:Misbehaving", "config": {"how": how}},
-        rollout={"engine": "toy", "max_tokens": 8, "retries": 1, "episode_timeout_s": 0.5 if how == "hang" else 20.0},
+        rollout={"engine": "toy", "max_tokens": 8, "retries": 1, "episode_timeout_s": 2.0 if how == "hang" else 20.0},
     )
     job = await cluster.submit(spec)
     reason = await cluster.fails(job)
