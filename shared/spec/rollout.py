@@ -74,8 +74,8 @@ class RolloutSpec(SpecPart):
     unchanged base, and generation costs what it costs without an adapter; the rollout worker keeps a second copy of the
     weights that have an adapter, and a swap interrupts generation for the time of the merge. `adapter`: through vLLM's
     LoRA layers. `auto`: merged where that is exact and faster: in float32 on CPUs, if the engine serves one adapter and
-    the model allows it; event `lora_served`. With bfloat16, merged weights are rounded: logprobs were up to 1.4 times
-    as far from the trainer's (0.07 instead of 0.05 nats, SmolLM2-135M)."""
+    the model allows it; event `lora_served`. With bfloat16, merged weights are rounded, and logprobs lie further from
+    the trainer's."""
     max_turns: Annotated[int, Field(gt=0, le=100_000)] = 1
     """Model outputs per episode."""
     max_tokens: Tokens = 256
