@@ -3,7 +3,9 @@
     python -m examples.record_curves bandit copy_digits ...
 
 Their models must be there: the first lines of each example say how to make them. A sweep's curve is its best value so
-far, trial by trial. An example without a curve has a `note` there, which says why.
+far, trial by trial. Policies that play each other earn the same on average whatever they learn: the curve of such a job
+is of its evaluations, and Kuhn poker's of the distance from an equilibrium. An example without a curve has a `note`
+there, which says why.
 """
 
 from __future__ import annotations
@@ -20,9 +22,12 @@ from typing import Any
 
 import orjson
 
+from examples.kuhn_exploitability import read_policy
 from opentinker import Client
 from opentinker.cli.run import everything
+from opentinker.envs.builtin.kuhn_rules import average_policy, exploitability
 from opentinker.local.discovery import key_in, read_state
+from opentinker.shared.types.core import parts_of
 
 HERE = Path(__file__).resolve().parent
 CURVES = HERE / "curves.json"
@@ -31,6 +36,12 @@ METRICS = {"rl": "reward/mean", "sft": "loss", "dpo": "loss"}
 """By kind of job: what its curve shows."""
 
 
+EVALUATED = {
+    "gomoku_self": "val/reward/mean",
+    "gomoku_two": "val/winrate/random",
+    "tictactoe_two": "val/winrate/random",
+}
+"""By example: the metric of its evaluations that its curve shows, of its first policy."""
 WORKERS = {"env-workers": 1, "rollout-workers": 1, "reference": 0}
 
 
@@ -46,9 +57,25 @@ def _of_job(file: Path, place: str) -> dict[str, Any]:
     argv = [sys.executable, "-m", "opentinker.cli", "run", str(file), "--data-dir", place, "--json"]
     ran = subprocess.run(argv, stdout=subprocess.PIPE, check=True)
     job = orjson.loads(ran.stdout.splitlines()[-1])["job"]
-    if not job["curve"]:
+    metric, values = METRICS[job["kind"]], job["curve"]
+    records = Path(place) / "jobs" / parts_of(job["id"], list(job.get("policies", {})))[0]
+    if file.stem == "kuhn_poker":
+        metric, values = "exploitability", _exploitability(file, records / "checkpoints")
+    elif metric_of_evaluations := EVALUATED.get(file.stem):
+        evaluated = [orjson.loads(line) for line in (records / "validation.jsonl").read_bytes().splitlines()]
+        metric, values = metric_of_evaluations, [one[metric_of_evaluations] for one in evaluated]
+    if len(values) < 2:
         raise ValueError(f"{file.stem} ended without a curve")
-    return {"metric": METRICS[job["kind"]], "values": _kept(job["curve"]), "steps": job["step"]}
+    return {"metric": metric, "values": _kept(values), "steps": job["step"]}
+
+
+def _exploitability(file: Path, checkpoints: Path) -> list[float]:
+    """Return the exploitability of the average of the versions up to each checkpoint, the base first."""
+    spec = tomllib.loads(file.read_text())
+    directories = [Path(spec["model"]["base"]), *sorted(checkpoints.glob("step-*"))]
+    template, rules = spec["model"]["chat_template"], spec["environment"]["config"]["rules"]
+    versions = [read_policy(directory, template, rules=rules).policy for directory in directories]
+    return [exploitability(average_policy(versions[: n + 1])) for n in range(len(versions))]
 
 
 def _of_sweep(file: Path, spec: dict[str, Any], place: Path) -> dict[str, Any]:
