@@ -138,6 +138,26 @@ def cells(fields: Sequence[str], mover: str) -> str:
     )
 
 
+def positions() -> list[tuple[tuple[str, ...], str]]:
+    """Return all positions in which a move can be made: the fields, and whose move it is."""
+    found = {(("",) * SIDE**2, BLACK): None}
+    todo = list(found)
+    while todo:
+        fields, mover = todo.pop()
+        for field in (field for field, stone in enumerate(fields) if not stone):
+            after = ((*fields[:field], mover, *fields[field + 1 :]), other(mover))
+            if after not in found and not _is_over(after[0]):
+                found[after] = None
+                todo.append(after)
+    return list(found)
+
+
+def _is_over(fields: tuple[str, ...]) -> bool:
+    return all(fields) or any(
+        fields[run[0]] and all(fields[field] == fields[run[0]] for field in run) for run in lines(SIDE, SIDE).runs
+    )
+
+
 def _name(field: int) -> str:
     return str(field + 1)
 

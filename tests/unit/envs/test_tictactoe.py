@@ -8,7 +8,8 @@ from functools import partial
 import pytest
 
 from opentinker.envs.base import Opening, Step, play_gold
-from opentinker.envs.builtin.tictactoe import TicTacToe
+from opentinker.envs.builtin.gomoku_board import BLACK
+from opentinker.envs.builtin.tictactoe import TicTacToe, cells, positions
 from opentinker.envs.registry import check, make
 from opentinker.shared.types.errors import SpecError
 from tests.support import playing
@@ -140,3 +141,10 @@ async def test_cells_show_both_seats_the_same_view() -> None:
     assert (await say(environment, "5"))[-1].metrics["forfeit"] == 1.0
     _, explained = await opened(board="cells")
     assert explained.messages[0].text.endswith("\n123456789:")
+
+
+def test_positions_are_those_in_which_a_move_can_be_made() -> None:
+    found = positions()
+    assert len(set(found)) == len(found) == 4520
+    assert (("x",) * 9, BLACK) not in found and (("",) * 9, BLACK) in found
+    assert len({cells(fields, mover) for fields, mover in found}) == 4520

@@ -1,0 +1,34 @@
+"""Two policies learn tic-tac-toe with vLLM and torch: from legal moves at random to no loss against them."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from examples.models.make_tictactoe import make_tictactoe
+from opentinker.shared.spec import parse_spec
+from opentinker.shared.types.core import part_id
+from tests.conftest import Figure
+from tests.support.cluster import Cluster
+
+ROOT = Path(__file__).parents[3]
+JOB_S = 3000.0
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(3300)]
+
+
+async def test_the_first_policy_loses_no_game_against_random_moves(tmp_path: Path, figure: Figure) -> None:
+    spec = tomllib.loads((ROOT / "examples" / "tictactoe_two.toml").read_text())
+    spec["model"]["base"] = str(make_tictactoe(tmp_path / "tictactoe"))
+    async with Cluster(tmp_path, heavy=True) as cluster:
+        job = await cluster.run(parse_spec(spec), JOB_S)
+        curves = {name: cluster.lines(part_id(job, name), "validation.jsonl") for name in ("first", "second")}
+    for name, lines in curves.items():
+        figure(f"{name}: losses of 200 {[line['val/losses/random'] for line in lines]}")
+        assert lines[0]["val/losses/random"] >= 20, "uniform play loses"
+        assert lines[-1]["val/episodes"] == 200
+        assert lines[-1]["val/forfeit"] < 0.02
+    assert curves["first"][-1]["val/losses/random"] == 0
+    assert curves["second"][-1]["val/winrate/random"] >= curves["second"][0]["val/winrate/random"] + 0.2
