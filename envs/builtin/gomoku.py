@@ -10,6 +10,11 @@ from pydantic import Field, model_validator
 
 from opentinker.envs.base import Action, Bot, Environment, EnvironmentConfig, Opening, Step, user
 from opentinker.envs.builtin.gomoku_board import BLACK, STONES, WHITE, Board, ParsedMove, bot, expert, other
+from opentinker.envs.builtin.gomoku_cells import FREE, LARGEST_SIZE, OWN, RIVAL, CellsBoard
+from opentinker.envs.builtin.gomoku_values import move_values
+
+MOST_RANDOM_STONES = 4
+"""At the start: they end no game."""
 
 
 def greedy(game: Gomoku) -> str:
@@ -22,8 +27,8 @@ class Gomoku(Environment):
 
     Reward components: `outcome` is 1 won, 0 drawn, -1 lost; `illegal` is -`illegal_penalty` for an answer that names no
     free field, and -1 more once `retries` are used up: that forfeits the game, and the other side gets nothing for it;
-    `legal`, if there is a `legal_reward`. `outcome` sums to 0 over the seats. `exact` is 1 for a game won against the
-    bot.
+    `legal`, if there is a `legal_reward`. `outcome` sums to 0 over the seats. With `progress` that
+    component replaces `outcome`. `exact` is 1 for a game won against the bot.
     """
 
     class Config(EnvironmentConfig):
@@ -51,6 +56,20 @@ class Gomoku(Environment):
         context: Literal["game", "turn"] = "game"
         """`game`: a seat sees all its turns. `turn`: each move starts a new context with rules and board, so that it
         does not grow with the game."""
+        rules: bool = True
+        """Begin every context with the rules in a sentence; false for models that learn from random weights."""
+        board: Literal["rows", "cells"] = "rows"
+        """`cells`: a line with a character per field, which says both the field and its owner, seen by the seat that
+        acts: free fields are a to y, own stones A to Y, those of the other seat α to ω. A move is one character, too.
+        For models that learn from random weights, and boards of up to 5 x 5."""
+        progress: bool = False
+        """self: reward every move immediately, instead of the outcome: the rating of the move, less that of the best
+        one. That is 0 for the best moves and below 0 for mistakes; the other seat gets the opposite. The rating is a
+        search of forced wins and the shape of the position (`gomoku_values.py`), not perfect play. For tree sampling,
+        which compares the candidates of a turn by their immediate rewards, and boards of up to 5 x 5."""
+        random_turns: Annotated[float, Field(ge=0.0, le=0.9)] = 0.0
+        """self: probability that the next move, of either seat, is made at random by the environment. Policies then
+        meet many more positions than their own play leads to."""
 
         @model_validator(mode="after")
         def _rules(self) -> Gomoku.Config:
@@ -59,6 +78,12 @@ class Gomoku(Environment):
             given = self.model_fields_set & {"colour", "random_moves"}
             if self.opponent == "self" and given:
                 raise ValueError(f"{' and '.join(sorted(given))}: only with opponent = 'bot'")
+            if self.opponent == "bot" and (self.progress or self.random_turns):
+                raise ValueError("progress and random_turns: only with opponent = 'self'")
+            if self.size > LARGEST_SIZE and (self.progress or self.board == "cells"):
+                raise ValueError(f"progress and board = 'cells': only with size = {LARGEST_SIZE} or less")
+            if self.board == "cells" and self.context == "game":
+                raise ValueError("board = 'cells' shows nothing else of the game: set context = 'turn'")
             return self
 
     config: Config
@@ -76,7 +101,7 @@ class Gomoku(Environment):
 
     async def open(self, row: int, seed: int) -> Opening:
         self.draw = random.Random(f"gomoku/{seed}/{row}")
-        self.board = Board(self.config.size, self.config.win)
+        self.board = (CellsBoard if self.config.board == "cells" else Board)(self.config.size, self.config.win)
         for field in self.draw.sample(self.board.free(), self.config.random_stones):
             self.board.place(field)
         self.colour: str = self.config.colour
@@ -87,6 +112,8 @@ class Gomoku(Environment):
         self.seen: set[str] = set()
         if self.config.opponent == "bot" and self.board.next != self.colour:
             self._bot()
+        while self.board.played < MOST_RANDOM_STONES and self.draw.random() < self.config.random_turns:
+            self._place(self.draw.choice(self.board.free()))
         return Opening(messages=[user(self._asks())], seat=self._seat, stream=self._stream)
 
     async def step(self, action: Action) -> Step:
@@ -95,13 +122,20 @@ class Gomoku(Environment):
             return self._refuse(read)
         mover = self.board.next
         self.tries = 0
+        progress = self._progress(read.field)
         self._place(read.field)
         if not self.board.over and self.config.opponent == "bot":
             self._bot()
+        while not self.board.over and self.draw.random() < self.config.random_turns:
+            self._place(self.draw.choice(self.board.free()))
+        outcome = 0.0 if not self.board.winner else 1.0 if self.board.winner == mover else -1.0
+        parts = self._parts(outcome=outcome, progress=progress, legal=self.config.legal_reward)
         if self.board.over:
-            outcome = 0.0 if not self.board.winner else 1.0 if self.board.winner == mover else -1.0
-            return self._end(mover, self._parts(outcome=outcome, legal=self.config.legal_reward), -outcome)
-        return self._next(self._asks(), self._parts(legal=self.config.legal_reward))
+            return self._end(mover, parts, -parts[self._paid])
+        asked = self._next(self._asks(), parts)
+        if self.config.progress:
+            asked.rewards = {other(mover): {"progress": -progress}}
+        return asked
 
     def gold(self) -> str:
         return self.board.name(expert(self.board))
@@ -117,8 +151,20 @@ class Gomoku(Environment):
             return self._end(self.board.next, self._parts(illegal=-penalty - 1.0), 0.0, forfeit=True)
         return self._next(f"{read.problem}, {left} more.\n{STONES[self.board.next]}:", self._parts(illegal=-penalty))
 
-    def _parts(self, *, outcome: float = 0.0, illegal: float = 0.0, legal: float = 0.0) -> dict[str, float]:
-        parts = {"outcome": outcome, "illegal": illegal}
+    def _progress(self, field: int) -> float:
+        if not self.config.progress:
+            return 0.0
+        values = move_values(self.board)
+        return values[field] - max(values.values())
+
+    @property
+    def _paid(self) -> str:
+        return "progress" if self.config.progress else "outcome"
+
+    def _parts(
+        self, *, outcome: float = 0.0, progress: float = 0.0, illegal: float = 0.0, legal: float = 0.0
+    ) -> dict[str, float]:
+        parts = {self._paid: progress if self.config.progress else outcome, "illegal": illegal}
         return parts | {"legal": legal} if self.config.legal_reward else parts
 
     def _place(self, field: int) -> None:
@@ -143,15 +189,24 @@ class Gomoku(Environment):
     def _asks(self) -> str:
         """Return the next player's messages: the rules at the start of a context, the opponent's last move, the
         board."""
+        if self.config.board == "cells":
+            return f"{self._cells_rules()}{self.board}:"
         size, stone = self.config.size, STONES[self.board.next]
         said = ""
-        if self.config.context == "turn" or self._seat not in self.seen:
+        if self.config.rules and (self.config.context == "turn" or self._seat not in self.seen):
             said = f"gomoku {size}x{size}, {self.config.win} in a row win. you are {stone}. say a free field like c3.\n"
         self.seen.add(self._seat)
         rival = other(self.board.next)
         if rival in self.moves:
             said += f"{STONES[rival]} took {self.board.name(self.moves[rival])}.\n"
         return f"{said}{self.board}\n{stone}:"
+
+    def _cells_rules(self) -> str:
+        if not self.config.rules:
+            return ""
+        size, last = self.config.size, self.config.size**2 - 1
+        stones = f"you have {OWN[0]} to {OWN[last]}, the other {RIVAL[0]} to {RIVAL[last]}"
+        return f"gomoku {size}x{size}, {self.config.win} in a row win. {stones}. say a free field, a to {FREE[last]}.\n"
 
     def _next(self, text: str, parts: dict[str, float]) -> Step:
         return Step(
@@ -169,7 +224,7 @@ class Gomoku(Environment):
             done=True,
             reward=sum(parts.values()),
             components=parts,
-            rewards={other(mover): {"outcome": rival}} if two else {},
+            rewards={other(mover): {self._paid: rival}} if two else {},
             metrics=self._metrics() | {"forfeit": float(forfeit)},
         )
 
