@@ -24,6 +24,7 @@ from opentinker.shared.runtime.leased_worker import LeasedWorker
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import JobSpec
 from opentinker.shared.spec.engines import EnginePolicy, adapter_serving, adapters_at_once
+from opentinker.shared.spec.train import engine_ranks
 from opentinker.shared.types.core import Lease, Pool
 from opentinker.shared.types.env_protocol import owner_of
 
@@ -110,6 +111,7 @@ def make_engine(
         adapters=limits,
         one_by_one=spec.train.deterministic,
         sharing=sharing,
+        tensor_parallel=engine_ranks(spec),
     )
     return VllmEngine(process, eos_ids=renderer.eos_ids, lora=spec.model.lora, group_timeout_s=settings.swap_timeout_s)
 

@@ -95,6 +95,21 @@ def unsupported_on_cpu(config: Mapping[str, Any]) -> str:
     return f"has attention heads of {size} dimensions; vLLM on CPUs takes {allowed}: take another model, or a GPU"
 
 
+def indivisible(config: Mapping[str, Any], ranks: int) -> str:
+    """Return why a model with this config.json cannot be divided among this many ranks; empty if it can."""
+    text = config.get("text_config")
+    text = text if isinstance(text, Mapping) else config
+    heads, shared = text.get("num_attention_heads"), text.get("num_key_value_heads")
+    if isinstance(heads, int) and heads % ranks:
+        return f"has {heads} attention heads, which {ranks} ranks cannot share equally"
+    if isinstance(shared, int) and shared > 0 and shared % ranks and ranks % shared:
+        return f"has {shared} key-value heads, which {ranks} ranks cannot share equally"
+    width = text.get("intermediate_size")
+    if isinstance(width, int) and width % ranks:
+        return f"has an intermediate_size of {width}, which {ranks} ranks cannot share equally"
+    return ""
+
+
 def read_config(directory: Path) -> dict[str, Any]:
     """config.json of a model directory; empty if it cannot be read, of which others have more to say. Blocking."""
     try:

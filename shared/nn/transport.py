@@ -15,7 +15,7 @@ import ipaddress
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import structlog
 import torch
@@ -134,7 +134,8 @@ class WeightGroup:
 
     def send(self, buckets: Sequence[torch.Tensor]) -> None:
         """Rank 0: broadcast the buckets in order."""
-        self._broadcast(buckets)
+        for _ in self._broadcast(buckets):
+            pass
 
     def receive(self, sizes: Sequence[int], reuse: Sequence[torch.Tensor] | None = None) -> list[torch.Tensor]:
         """Buckets of the given numbers of bytes, in fresh memory or in that of `reuse` if it has the same sizes.
@@ -145,8 +146,12 @@ class WeightGroup:
             buckets = list(reuse)
         else:
             buckets = [torch.empty(size, dtype=torch.uint8, device=self.device) for size in sizes]
-        self._broadcast(buckets)
-        return buckets
+        return list(self._broadcast(buckets))
+
+    def receive_each(self, sizes: Sequence[int]) -> Iterator[torch.Tensor]:
+        """Yield buckets of the given numbers of bytes, all in the same memory: each is lost with the next one."""
+        place = torch.empty(max(sizes, default=0), dtype=torch.uint8, device=self.device)
+        yield from self._broadcast([place[:size] for size in sizes])
 
     def close(self) -> None:
         """Leave: members that still wait for us get an error. Idempotent."""
@@ -159,7 +164,8 @@ class WeightGroup:
             else:
                 group.shutdown()
 
-    def _broadcast(self, buckets: Sequence[torch.Tensor]) -> None:
+    def _broadcast(self, buckets: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Yield each bucket when it has passed."""
         end = time.monotonic() + allowed_s(self.timeout_s, sum(bucket.numel() for bucket in buckets))
         for number, bucket in enumerate(buckets):
             # Bucket by bucket: who hangs is noticed soon, however much is still to come.
@@ -171,6 +177,7 @@ class WeightGroup:
                 raise TransportError(
                     f"rank {self.rank} lost the weight group in bucket {number + 1} of {len(buckets)}: {failure}"
                 )
+            yield bucket
 
     def _one(self, bucket: torch.Tensor, deadline: float) -> str:
         """Broadcast one bucket; returns what went wrong, or nothing. The others learn of a failure too."""

@@ -47,8 +47,8 @@ from opentinker.shared.spec.train import (
     ResourceSpec,
     TrainSpec,
     policy_ranks,
+    settle_gpus,
     settle_parallel,
-    unused_gpus,
 )
 from opentinker.shared.spec.tree_sampling import settle_tree
 from opentinker.shared.types.errors import SpecError
@@ -223,20 +223,20 @@ class JobSpec(SpecPart):
 
     def resolve(self) -> list[dict[str, Any]]:
         if self.kind == "inference":
-            return settle_serving(self) + settle_lora(self) + settle_kept(self.kind, self.artifacts) + unused_gpus(self)
+            return settle_serving(self) + settle_lora(self) + settle_kept(self.kind, self.artifacts) + settle_gpus(self)
         if self.start is not None and self.start.live:
             why = "only an inference job follows a live policy; take @latest"
             return [mistake("start.from", self.start.checkpoint, f"does not apply to kind = {self.kind!r}: {why}")]
         if self.kind == "eval":
             found = self._untaught_tools() + settle_evaluation(self) + settle_policies(self) + settle_lora(self)
-            return found + settle_kept(self.kind, self.artifacts) + unused_gpus(self)
+            return found + settle_kept(self.kind, self.artifacts) + settle_gpus(self)
         if self.kind != "rl":
             return self._settle_supervised()
         found = self._settle_learning() + ([] if self.policies else settle_parallel(self))
         for name in self.policies:
             found += self._settle_policy(name)
         found += self._untaught_tools() + self._at_once() + settle_frozen(self) + settle_policies(self)
-        found += settle_tree(self) + settle_lora(self) + unused_gpus(self) + policy_ranks(self)
+        found += settle_tree(self) + settle_lora(self) + settle_gpus(self) + policy_ranks(self)
         found += settle_best(self.artifacts, evaluated=self.validation is not None)
         return found + broken_promises(self) + cannot_rewind(self) + contradictions(self)
 

@@ -17,6 +17,8 @@ Count = Annotated[int, Field(gt=0, le=1_000_000)]
 Workers = Annotated[int, Field(gt=0, le=4096)]
 MAX_RANKS = 64
 """Ranks of a job, with those of all its policies."""
+MAX_ENGINE_RANKS = 16
+"""Ranks of an engine, which are on one machine."""
 Ranks = Annotated[int, Field(gt=0, le=MAX_RANKS)]
 Coefficient = Annotated[float, Field(ge=0.0, le=1e6)]
 Factor = Annotated[float, Field(gt=0.0, le=1e6)]

@@ -11,6 +11,7 @@ from opentinker.shared.spec.policies import pool_spec_of, spec_of
 from opentinker.shared.spec.pools import pool_player
 from opentinker.shared.spec.rollout import AdapterServing
 from opentinker.shared.spec.seats import frozen_in
+from opentinker.shared.spec.train import engine_ranks
 from opentinker.shared.types.mistakes import mistake
 
 if TYPE_CHECKING:
@@ -78,17 +79,23 @@ def adapter_serving(spec: JobSpec, policies: Sequence[EnginePolicy]) -> tuple[Ad
     """Return how an engine with these policies may serve adapters, and the reason if it may not merge one."""
     if spec.rollout.lora == "adapter":
         return "adapter", "rollout.lora = 'adapter'"
-    if why := why_separate(policies):
+    if why := why_separate(policies) or why_divided(spec):
         return "adapter", why
     if spec.rollout.lora == "auto" and spec.start is not None and spec.start.live:
         return "adapter", "requests to a live policy end with the adapter that they began with"
     return spec.rollout.lora, ""
 
 
+def why_divided(spec: JobSpec) -> str:
+    """Return why an engine of several ranks does not merge an adapter; empty if it has one rank."""
+    ranks = engine_ranks(spec)
+    return f"with {ranks} ranks (rollout.tensor_parallel), each would keep the whole base" if ranks > 1 else ""
+
+
 def may_merge(spec: JobSpec) -> bool:
     """Return whether engines may merge the job's adapter, as far as a trainer knows it: the model and the device of an
     engine have a say too."""
-    exact = spec.rollout.lora == "auto" and spec.model.dtype == "float32"
+    exact = spec.rollout.lora == "auto" and spec.model.dtype == "float32" and not why_divided(spec)
     return spec.model.lora is not None and (exact or spec.rollout.lora == "merged")
 
 
@@ -99,7 +106,7 @@ def settle_lora(spec: JobSpec) -> list[dict[str, Any]]:
     shared = [held for held in engines(spec) if any(policy.base is not None for policy in held)]
     if not shared and (spec.start is None or spec.kind == "rl"):  # of a checkpoint the server knows whether it is one
         return [mistake("rollout.lora", spec.rollout.lora, "does not apply without an adapter (model.lora)")]
-    why = next((why for held in shared if (why := why_separate(held))), "")
+    why = next((why for held in shared if (why := why_separate(held) or why_divided(spec))), "")
     if spec.rollout.lora == "merged" and why:
         return [mistake("rollout.lora", "merged", f"does not work here: {why}; leave it at 'auto'")]
     return []

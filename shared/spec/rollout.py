@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from opentinker.shared.spec.base import Fraction, SpecPart, Tokens
+from opentinker.shared.spec.base import MAX_ENGINE_RANKS, Fraction, SpecPart, Tokens
 from opentinker.shared.spec.tools import ToolSpec
 from opentinker.shared.types.mistakes import fill, mistake, unused
 
@@ -76,6 +76,10 @@ class RolloutSpec(SpecPart):
     LoRA layers. `auto`: merged where that is exact and faster: in float32 on CPUs, if the engine serves one adapter and
     the model allows it; event `lora_served`. With bfloat16, merged weights are rounded, and logprobs lie further from
     the trainer's."""
+    tensor_parallel: Annotated[int, Field(ge=1, le=MAX_ENGINE_RANKS)] | None = None
+    """Ranks among which vLLM divides every layer of the model, so that a model may be larger than a GPU: processes of
+    one rollout worker, with a GPU each. It must divide the model's attention heads. Default: resources.rollout_gpus, or
+    1. Without GPUs the ranks share the processors and the memory of the machine."""
     max_turns: Annotated[int, Field(gt=0, le=100_000)] = 1
     """Model outputs per episode."""
     max_tokens: Tokens = 256

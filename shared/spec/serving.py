@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from opentinker.shared.spec import JobSpec
 
 KIND = "inference"
-USED = {"engine", "toy", "context_length", "lora"}
+USED = {"engine", "toy", "context_length", "lora", "tensor_parallel"}
 """Fields of [rollout] that are used: each request brings its sampling parameters."""
 MAX_ADAPTERS = 32
 MAX_LORA_RANK = 512

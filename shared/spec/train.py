@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from opentinker.shared.spec.base import (
+    MAX_ENGINE_RANKS,
     MAX_RANKS,
     Coefficient,
     Factor,
@@ -130,9 +131,9 @@ class ResourceSpec(SpecPart):
     """Rollout workers with which the job starts, and which it keeps."""
     trainer_gpus: Annotated[int, Field(ge=0, le=64)] = 0
     """GPUs of the job's trainer, one rank each, on one machine; 0: trains on the CPU."""
-    rollout_gpus: Annotated[int, Field(ge=0, le=1)] = 0
-    """1: rollout workers must have a GPU. 0: workers without one are preferred, and vLLM uses the device of its
-    worker."""
+    rollout_gpus: Annotated[int, Field(ge=0, le=MAX_ENGINE_RANKS)] = 0
+    """GPUs of each rollout worker, on one machine; with several, the model is divided among them
+    (rollout.tensor_parallel). 0: workers without one are preferred, and vLLM uses the device of its worker."""
     gpu_memory_gb: Annotated[float, Field(gt=0, le=10_000)] | None = None
     """Minimum memory of each of these GPUs (10^9 bytes)."""
     trainer_ranks: Ranks | None = None
@@ -198,9 +199,23 @@ def policy_ranks(spec: JobSpec) -> list[dict[str, Any]]:
     return [mistake(*one) for one in found]
 
 
-def unused_gpus(spec: JobSpec) -> list[dict[str, Any]]:
-    """Mistakes in `resources.rollout_gpus`."""
-    if not spec.resources.rollout_gpus or spec.rollout.engine == "vllm":
-        return []
-    problem = f"does not apply with rollout.engine = {spec.rollout.engine!r}, which has no use for a GPU"
-    return [mistake("resources.rollout_gpus", spec.resources.rollout_gpus, problem)]
+def engine_ranks(spec: JobSpec) -> int:
+    """Return the number of ranks among which an engine divides a model."""
+    return spec.rollout.tensor_parallel or max(1, spec.resources.rollout_gpus)
+
+
+def settle_gpus(spec: JobSpec) -> list[dict[str, Any]]:
+    """Mistakes in `resources.rollout_gpus` and `rollout.tensor_parallel`."""
+    gpus, ranks, found = spec.resources.rollout_gpus, spec.rollout.tensor_parallel, []
+    if spec.rollout.engine != "vllm":
+        by = f"does not apply with rollout.engine = {spec.rollout.engine!r}, which has no use for"
+        found += [("resources.rollout_gpus", gpus, f"{by} a GPU")] if gpus else []
+        found += [("rollout.tensor_parallel", ranks, f"{by} ranks")] if ranks and ranks > 1 else []
+    elif gpus and ranks not in (None, gpus):
+        found.append(("rollout.tensor_parallel", ranks, f"must be rollout_gpus={gpus}, one rank per GPU, or left out"))
+    elif spec.train.deterministic and engine_ranks(spec) > 1:
+        problem = "must be 1: nothing fixes how the parts of a sum are added over ranks (train.deterministic)"
+        found.append(("rollout.tensor_parallel", engine_ranks(spec), problem))
+    if not found and spec.rollout.engine == "vllm":
+        fill(spec.rollout, {"tensor_parallel": engine_ranks(spec)})
+    return [mistake(*one) for one in found]

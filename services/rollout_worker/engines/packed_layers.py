@@ -36,11 +36,11 @@ class PackedLinear:
         return product
 
 
-def pack(model: torch.nn.Module) -> None:
-    """Pack the weights that linear layers have now."""
+def pack(model: torch.nn.Module, ranks: int = 1) -> None:
+    """Pack the weights that linear layers have now. `ranks`: processes that have a part of the model each."""
     layers = [layer for layer in model.modules() if _is_plain(layer)]
     size = sum(layer.weight.nbytes for layer in layers)
-    if not AVAILABLE or not SMALL_BYTES <= size <= MEMORY_SHARE * memory_bytes():
+    if not AVAILABLE or not SMALL_BYTES <= size <= MEMORY_SHARE * memory_bytes() / ranks:
         return
     for layer in layers:
         layer.cpu_linear = PackedLinear(layer.weight)

@@ -15,6 +15,7 @@ import shutil
 import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Any
 
 from opentinker.services.rollout_worker.engines import vllm_startup
 from opentinker.services.rollout_worker.engines.base import (
@@ -36,7 +37,8 @@ from opentinker.shared.types.trajectories import Span
 
 vllm_startup.prepare()
 
-from vllm import SamplingParams  # noqa: E402 - vLLM reads its environment when it is imported
+import structlog  # noqa: E402 - vLLM reads its environment when it is imported
+from vllm import SamplingParams  # noqa: E402
 from vllm.logprobs import FlatLogprobs  # noqa: E402
 from vllm.lora.request import LoRARequest  # noqa: E402
 from vllm.outputs import CompletionOutput, RequestOutput  # noqa: E402
@@ -46,6 +48,8 @@ from vllm.v1.engine.exceptions import EngineDeadError  # noqa: E402
 from opentinker.services.rollout_worker.engines.vllm_config import adapter_scale, write_adapter_config  # noqa: E402
 from opentinker.services.rollout_worker.engines.vllm_images import engine_input  # noqa: E402
 from opentinker.services.rollout_worker.engines.vllm_process import Adapter, VllmProcess  # noqa: E402
+
+log = structlog.get_logger()
 
 
 class VllmEngine:
@@ -162,7 +166,7 @@ class VllmEngine:
     async def _load(self, version: WeightVersion, directory: Path, scale: float | None) -> None:
         info = {"directory": str(directory), "scale": scale}
         await self._process.in_background("weights_read", self._policy, info)
-        await self._swap(version)
+        await self._swap(version, "")
 
     async def add(self, name: str, version: WeightVersion, adapter: Path) -> None:
         self._beside[name] = await self._process.load_adapter(name, version, adapter)
@@ -189,7 +193,7 @@ class VllmEngine:
                 raise EngineLost(self._process.broken)
             if command.generation != self._generation:
                 raise SwapError(f"this engine is in group {self._generation}, not {command.generation}")
-            transfer = 0.0
+            staged: dict[str, Any] = {}
             if not self._simulated:
                 manifest = [[info.name, info.dtype, info.shape] for info in command.manifest]
                 info = {
@@ -198,11 +202,14 @@ class VllmEngine:
                     "bucket_bytes": command.bucket_bytes,
                     "scale": self._lora.alpha / self._lora.rank if self._lora and self._process.merges else None,
                 }
-                transfer = await self._process.in_background("weights_stage", self._policy, info)
+                staged = await self._process.in_background("weights_stage", self._policy, info)
             is_adapter = self._lora is not None and not self._process.merges
-            apply = self._adapt(version, command) if is_adapter and not self._simulated else self._swap(version)
+            if is_adapter and not self._simulated:
+                apply = self._adapt(version, command)
+            else:
+                apply = self._swap(version, staged.get("place", ""))
             # Shielded: once begun it must reach its end, or weights and version would disagree.
-            return {"transfer": transfer, **await asyncio.shield(asyncio.ensure_future(apply))}
+            return {"transfer": staged.get("seconds", 0.0), **await asyncio.shield(asyncio.ensure_future(apply))}
 
     async def close(self) -> None:
         await self._process.close()
@@ -265,11 +272,11 @@ class VllmEngine:
 
     # --- weights -------------------------------------------------------------------------------------------------
 
-    async def _swap(self, version: WeightVersion) -> dict[str, float]:
+    async def _swap(self, version: WeightVersion, place: str) -> dict[str, float]:
         with self._process.while_open():
-            return await self._swap_paused(version)
+            return await self._swap_paused(version, place)
 
-    async def _swap_paused(self, version: WeightVersion) -> dict[str, float]:
+    async def _swap_paused(self, version: WeightVersion, place: str) -> dict[str, float]:
         core = self._process.llm().engine_core
         marks, whole = [time.perf_counter()], True
         try:
@@ -279,9 +286,10 @@ class VllmEngine:
                 marks.append(time.perf_counter())
                 if not self._simulated:
                     whole = False
-                    answer = await self._process.call("weights_load", self._policy)
+                    answer = await self._process.call("weights_load", self._policy, place)
                     if "error" in answer:
                         raise self._process.lost(f"loading {version} failed half way: {answer['error']}")
+                    log.debug("weights_loaded", version=str(version), rank_sums=answer["parts"])
                     whole = True
                 await core.set_weight_version_async(str(version))
                 self.version = version
@@ -305,10 +313,14 @@ class VllmEngine:
         name = f"{command.job}-{version}-{number}"
         directory = root / name
         await asyncio.to_thread(write_adapter_config, directory, self._process.model, self._lora, command.manifest)
-        answer = await self._process.call("weights_add_adapter", self._policy, name, number, str(directory))
-        if "error" in answer:
+        try:
+            await self._process.in_background("weights_write", self._policy, str(directory))
+            answer = await self._process.call("weights_add_adapter", name, number, str(directory))
+            if "error" in answer:
+                raise SwapError(answer["error"])
+        except SwapError as error:
             await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
-            raise SwapError(f"the adapter of {version} cannot be loaded: {answer['error']}")
+            raise SwapError(f"the adapter of {version} cannot be loaded: {error}") from error
         request = LoRARequest(lora_name=name, lora_int_id=number, lora_path=str(directory))
         self._adapters[number] = Adapter(request, version)
         self.version = version

@@ -33,17 +33,18 @@ def context_limit(config: PretrainedConfig) -> int:
     return int(getattr(config.get_text_config(), "max_position_embeddings", MAX_DEFAULT_CONTEXT))
 
 
-def cpu_kv_bytes(config: PretrainedConfig, dtype: str, context: int, concurrent: int) -> int:
+def cpu_kv_bytes(config: PretrainedConfig, dtype: str, context: int, concurrent: int, ranks: int = 1) -> int:
     """A quarter of what `concurrent` full contexts need (most stay shorter; the rest wait), if there is memory for it.
+    Of each of the `ranks`, which divide the heads among them.
 
     Small matters: the cache is zeroed at start, at 0.4 GiB/s.
     """
     text = config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    heads = max((getattr(text, "num_key_value_heads", None) or text.num_attention_heads) // ranks, 1)
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     token = 2 * text.num_hidden_layers * heads * size * getattr(torch, dtype).itemsize
     one = token * (-(-context // CPU_BLOCK) + 1) * CPU_BLOCK
-    return int(max(2 * one, min(one * concurrent // 4, int(memory_bytes() * CPU_KV_SHARE)), CPU_KV_FLOOR))
+    return int(max(2 * one, min(one * concurrent // 4, int(memory_bytes() * CPU_KV_SHARE / ranks)), CPU_KV_FLOOR))
 
 
 def lora_arguments(rank: int, at_once: int, held: int) -> dict[str, Any]:

@@ -27,7 +27,12 @@ from opentinker.services.rollout_worker.engines.base import (
 )
 from opentinker.shared.asyncio_tools import finish_uncancelled, sleep
 from opentinker.shared.backoff import Backoff
-from opentinker.shared.data.model_families import VISION_FAMILIES, unsupported_family, unsupported_on_cpu
+from opentinker.shared.data.model_families import (
+    VISION_FAMILIES,
+    indivisible,
+    unsupported_family,
+    unsupported_on_cpu,
+)
 from opentinker.shared.data.model_files import code_in, unsafe_weights_in
 from opentinker.shared.spec.rollout import AdapterServing
 from opentinker.shared.types.core import WeightVersion
@@ -51,6 +56,7 @@ from vllm.sampling_params import RequestOutputKind  # noqa: E402
 from vllm.v1.engine.async_llm import AsyncLLM  # noqa: E402
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError  # noqa: E402
 
+from opentinker.services.rollout_worker.engines.shards import together  # noqa: E402
 from opentinker.services.rollout_worker.engines.vllm_config import (  # noqa: E402
     EMPTY_SLOTS_ON_CPU,
     MAX_DEFAULT_CONTEXT,
@@ -113,10 +119,12 @@ class VllmProcess:
         seed: int | None = None,
         one_by_one: bool = False,
         sharing: int = 1,
+        tensor_parallel: int = 1,
     ) -> None:
         """`context_length` None: the model's limit, at most 4096. `stop_strings`: requests will contain some, so a
         tokenizer is needed. `seed`: of requests without one; None draws it, so that workers differ. `sharing`: engines
-        that share the GPU's memory in equal parts.
+        that share the GPU's memory in equal parts. `tensor_parallel`: processes (ranks) that each hold a part of every
+        layer, on a GPU each where there are GPUs.
 
         `one_by_one`: a request's log-probabilities do not depend on other requests. In a batch they do: the order of
         summation depends on the number of rows."""
@@ -139,7 +147,7 @@ class VllmProcess:
         """Why it is not."""
         self._dtype = dtype
         self._max_concurrent = 1 if one_by_one else max_concurrent
-        self._one_by_one, self._sharing = one_by_one, sharing
+        self._one_by_one, self._sharing, self._ranks = one_by_one, sharing, tensor_parallel
         self._fp32_head = fp32_head
         self._adapters = adapters
         self._seed = secrets.randbelow(1 << 31) if seed is None else seed
@@ -244,8 +252,13 @@ class VllmProcess:
                 raise JobFailed(f"model {self.model!r} {why}")
         config = AutoConfig.from_pretrained(self.model, trust_remote_code=False)
         plain = config.to_dict()
-        if why := unsupported_family(plain, served=True) or (unsupported_on_cpu(plain) if on_cpu else ""):
+        why = unsupported_family(plain, served=True) or (unsupported_on_cpu(plain) if on_cpu else "")
+        if why := why or indivisible(plain, self._ranks):
             raise JobFailed(f"model {self.model!r} {why}")
+        if not on_cpu and (gpus := torch.cuda.device_count()) < self._ranks:
+            raise EngineError(
+                f"this worker has {gpus} GPUs; rollout.tensor_parallel = {self._ranks} needs one per rank"
+            )
         self.context_length = self.context_length or min(context_limit(config), MAX_DEFAULT_CONTEXT)
         check_window(self.model, config, self.context_length)
         arguments: dict[str, Any] = {
@@ -261,7 +274,8 @@ class VllmProcess:
             "generation_config": "vllm",  # the job spec alone says how to sample
             "logprobs_mode": "processed_logprobs",
             "disable_log_stats": True,
-            "distributed_executor_backend": "uni",
+            "tensor_parallel_size": self._ranks,
+            "distributed_executor_backend": "uni" if self._ranks == 1 else "mp",
             "weight_transfer_config": WeightTransferConfig(backend="opentinker"),
             "worker_extension_cls": "opentinker.services.rollout_worker.engines.vllm_worker_extension.WeightsExtension",
         }
@@ -280,7 +294,9 @@ class VllmProcess:
         if on_cpu:
             arguments |= {
                 "enforce_eager": True,
-                "kv_cache_memory_bytes": cpu_kv_bytes(config, self._dtype, self.context_length, self._max_concurrent),
+                "kv_cache_memory_bytes": cpu_kv_bytes(
+                    config, self._dtype, self.context_length, self._max_concurrent, self._ranks
+                ),
             }
             _register_here(config.architectures or [])
         resolved = AsyncEngineArgs(**arguments).create_engine_config()
@@ -330,9 +346,9 @@ class VllmProcess:
         self.broken = self.broken or why
         return EngineLost(self.broken)
 
-    async def in_background(self, method: str, policy: int, info: dict[str, Any]) -> float:
-        """Run a call of one policy concurrently with the engine loop and wait for its end. Returns its seconds; raises
-        SwapError."""
+    async def in_background(self, method: str, policy: int, info: Any) -> dict[str, Any]:
+        """Run a call of one policy concurrently with the engine loop and wait for its end. Returns its `seconds`, and
+        what else it answers; raises SwapError."""
         answer = await self.call(method, policy, info)
         backoff = Backoff(0.002, 0.05)
         while answer is None:
@@ -340,12 +356,13 @@ class VllmProcess:
             answer = await self.call("weights_poll", policy)
         if "error" in answer:
             raise SwapError(answer["error"])
-        return float(answer["seconds"])
+        return dict(answer)
 
     async def call(self, method: str, *arguments: Any) -> Any:
+        """Return the answer of all ranks together."""
         try:
             with self.while_open():
-                return (await self.llm().collective_rpc(method, args=arguments))[0]
+                return together(await self.llm().collective_rpc(method, args=arguments))
         except EngineDeadError as error:
             raise self.lost() from error
 

@@ -42,6 +42,7 @@ def environment() -> dict[str, str]:
         "OMP_NUM_THREADS": "1" if cpus <= SMALL_MACHINE_CPUS else str(cpus // 2),  # spinning pools starve each other
         "TORCHDYNAMO_DISABLE": "1",  # compiling costs 18 s at the first request and wins nothing on a CPU
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # with the "uni" executor: one engine process, no worker process
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # with several ranks vLLM would want a NUMA node for each
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",

@@ -1,7 +1,8 @@
 """Loaded inside vLLM's worker process: our weight transfer engine and the calls that drive it.
 
 Joining a group and receiving bytes run on a separate thread, so generation continues and a dead peer costs no tokens;
-the loading itself is one call between two engine steps, made while the scheduler is paused.
+the loading itself is one call between two engine steps, made while the scheduler is paused. Where the model is divided
+among several processes, each gets every call (`shards.py`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from vllm.config import set_current_vllm_config
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.lora.request import LoRARequest
@@ -26,6 +28,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from opentinker.services.rollout_worker.engines.merged_adapter import MergeableBase, Pair, pairs_of
 from opentinker.services.rollout_worker.engines.packed_layers import pack
+from opentinker.services.rollout_worker.engines.shards import SharedBuckets, held_sums, sent_sum
 from opentinker.shared.nn.buckets import bucket_sizes, fingerprint, unpack
 from opentinker.shared.nn.transport import WeightGroup
 from opentinker.shared.types.errors import TransportError
@@ -36,6 +39,7 @@ ON_CPU = not torch.cuda.is_available()
 ORPHAN_CHECK_S = 1.0
 SHORT_WAIT_S = 0.015
 """A small model has arrived after this long; standing still for it is cheaper than being asked again a step later."""
+NOTHING_TO_DO: dict[str, Any] = {"seconds": 0.0}
 
 
 @dataclass
@@ -74,9 +78,12 @@ class BucketEngine(WeightTransferEngine[GroupInfo, VersionInfo]):  # type: ignor
         """Of the staged adapter, if it will be merged."""
         self.base = MergeableBase(self._read_base, vllm_config.model_config.dtype, whole=not ON_CPU)
         self._of_policy: dict[int, BucketEngine] = {}
+        self.ranks: int = vllm_config.parallel_config.tensor_parallel_size
+        self.rank: int = get_tensor_model_parallel_rank()
+        self._shared, self._sizes, self._sent = SharedBuckets(), [0], [0, 0]
         self.pack()
         self._arguments = config, vllm_config, device, model
-        _exit_with_parent()
+        _exit_with_parent(also_grandparent=self.ranks > 1)
 
     def of(self, policy: int) -> BucketEngine:
         """Return the end of one policy's weight group: itself for the first."""
@@ -86,9 +93,14 @@ class BucketEngine(WeightTransferEngine[GroupInfo, VersionInfo]):  # type: ignor
             self._of_policy[policy] = BucketEngine(*self._arguments)
         return self._of_policy[policy]
 
-    def in_background(self, call: Callable[[Any], None], argument: Any) -> dict[str, Any] | None:
+    def in_background(self, call: Callable[[Any], object], argument: Any) -> dict[str, Any] | None:
         self.task = Background(call, argument)
         return self.task.answer(SHORT_WAIT_S)
+
+    def take_no_part(self) -> dict[str, Any]:
+        """Leave what is under way to rank 0."""
+        self.task = None
+        return NOTHING_TO_DO
 
     def init_transfer_engine(self, init_info: GroupInfo) -> None:
         self.leave()
@@ -105,19 +117,37 @@ class BucketEngine(WeightTransferEngine[GroupInfo, VersionInfo]):  # type: ignor
         if not ON_CPU:
             initialize_layerwise_reload(self.model)
 
-    def receive_weights(self, update_info: VersionInfo) -> None:
-        """Stage a version and check it; the model is not touched. Raises TransportError."""
+    def expect(self, update_info: VersionInfo) -> None:
+        """Note which version comes next, to this rank or to rank 0."""
+        self.manifest, self.scale = [TensorInfo(*entry) for entry in update_info.manifest], update_info.scale
+        self._sizes = bucket_sizes(self.manifest, update_info.bucket_bytes)
+
+    def receive_weights(self, update_info: VersionInfo) -> dict[str, Any]:
+        """Stage a version and check it; the model is not touched. Returns where other ranks find it. Raises
+        TransportError."""
         if self.group is None:
             raise TransportError("not in a weight group")
-        self.manifest, self.scale = [TensorInfo(*entry) for entry in update_info.manifest], update_info.scale
-        sizes = bucket_sizes(self.manifest, update_info.bucket_bytes)
-        self.buckets = self.group.receive(sizes, self.buckets)
-        for number, (bucket, expected) in enumerate(zip(self.buckets, update_info.fingerprints, strict=True)):
-            if (seen := fingerprint(bucket)) != expected:
+        self.expect(update_info)
+        if self.ranks == 1:
+            self.buckets = self.group.receive(self._sizes, self.buckets)
+            seen = [fingerprint(bucket) for bucket in self.buckets]
+        else:
+            self.buckets, seen = self._shared.hold(self._sizes), []
+            for bucket, place in zip(self.group.receive_each(self._sizes), self.buckets, strict=True):
+                place.copy_(bucket)
+                seen.append(fingerprint(bucket))
+        for number, (found, expected) in enumerate(zip(seen, update_info.fingerprints, strict=True)):
+            if found != expected:
                 raise TransportError(
-                    f"bucket {number + 1} of {len(self.buckets)} arrived with fingerprint {seen}, not {expected}"
+                    f"bucket {number + 1} of {len(seen)} arrived with fingerprint {found}, not {expected}"
                 )
-        self._keep_base()
+        self._staged()
+        return {"place": self._shared.place} if self.ranks > 1 else {}
+
+    def find(self, place: str) -> None:
+        """Take what rank 0 has staged at `place`."""
+        if self.rank and place:
+            self.buckets = self._shared.map(place, self._sizes)
 
     def read_weights(self, directory: Path, scale: float | None) -> None:
         """Stage the weights of a checkpoint directory, or its adapter; the model is not touched."""
@@ -129,7 +159,7 @@ class BucketEngine(WeightTransferEngine[GroupInfo, VersionInfo]):  # type: ignor
                 self.buckets.append(tensor.contiguous().flatten().view(torch.uint8))
         if not self.manifest:
             raise TransportError(f"there are no weights in {directory}")
-        self._keep_base()
+        self._staged()
 
     def finish_weight_update(self) -> None:
         """Load what is staged, in place."""
@@ -150,13 +180,29 @@ class BucketEngine(WeightTransferEngine[GroupInfo, VersionInfo]):  # type: ignor
         if missing:
             raise TransportError(f"no weights came for {', '.join(sorted(missing)[:5])}")
 
+    def write_adapter(self, directory: Path) -> None:
+        assert self.buckets is not None
+        tensors = {key: tensor.clone() for key, tensor in unpack(self.manifest, self.buckets)}
+        save_file(tensors, directory / "adapter_model.safetensors")
+
     def pack(self) -> None:
         if ON_CPU:
-            pack(self.model)
+            pack(self.model, self.ranks)
 
-    def _keep_base(self) -> None:
+    def sums(self) -> dict[str, Any]:
+        """Return what this rank, and on rank 0 the version, adds up to."""
+        if self.ranks == 1 or self.scale is not None:
+            return {}
+        shapes = {info.name: info.shape for info in self.manifest}
+        sums: dict[str, Any] = held_sums(self.model, shapes, self.model_config.dtype, self.rank)
+        return sums if self.rank else {**sums, "sent": self._sent}
+
+    def _staged(self) -> None:
+        assert self.buckets is not None
         if self.scale is not None:
             self.base.keep(self._pairs())
+        elif self.ranks > 1 and not self.rank:
+            self._sent = sent_sum(unpack(self.manifest, self.buckets), self.model_config.dtype)
 
     def _pairs(self) -> dict[str, Pair]:
         assert self.buckets is not None
@@ -175,9 +221,9 @@ class BucketEngine(WeightTransferEngine[GroupInfo, VersionInfo]):  # type: ignor
             self.group = None
 
     def shutdown(self) -> None:
-        self.leave()
-        for other in self._of_policy.values():
-            other.leave()
+        for engine in (self, *self._of_policy.values()):
+            engine.leave()
+            engine._shared.close()
 
 
 def _eyes(model: Any) -> tuple[str, ...]:
@@ -198,10 +244,15 @@ class WeightsExtension:
 
     def weights_join(self, policy: int, info: dict[str, Any]) -> dict[str, Any] | None:
         engine = self.weight_transfer_engine.of(policy)
+        if engine.rank:
+            return engine.take_no_part()
         return engine.in_background(engine.init_transfer_engine, engine.parse_init_info(info))
 
     def weights_stage(self, policy: int, info: dict[str, Any]) -> dict[str, Any] | None:
         engine = self.weight_transfer_engine.of(policy)
+        if engine.rank:
+            engine.expect(engine.parse_update_info(info))
+            return engine.take_no_part()
         return engine.in_background(engine.receive_weights, engine.parse_update_info(info))
 
     def weights_read(self, policy: int, info: dict[str, Any]) -> dict[str, Any] | None:
@@ -211,37 +262,38 @@ class WeightsExtension:
     def weights_poll(self, policy: int) -> dict[str, Any] | None:
         """Return the result of the policy's last join or stage; None while it is under way."""
         task = self.weight_transfer_engine.of(policy).task
-        return None if task is None else task.answer()
+        return NOTHING_TO_DO if task is None else task.answer()
 
-    def weights_load(self, policy: int) -> dict[str, Any]:
-        return _answer(self._load, policy)
+    def weights_load(self, policy: int, place: str) -> dict[str, Any]:
+        """`place`: where rank 0 has staged the version; empty if this rank has read it itself."""
+        return _answer(self._load, policy, place)
 
     def weights_leave(self, policy: int) -> None:
         self.weight_transfer_engine.of(policy).leave()
 
-    def weights_add_adapter(self, policy: int, name: str, number: int, directory: str) -> dict[str, Any]:
-        """Write the staged tensors next to the `adapter_config.json` in `directory` and load the adapter."""
-        return _answer(self._add_adapter, policy, name, number, directory)
+    def weights_write(self, policy: int, directory: str) -> dict[str, Any] | None:
+        """Write the staged tensors of an adapter next to the `adapter_config.json` in `directory`."""
+        engine = self.weight_transfer_engine.of(policy)
+        return engine.take_no_part() if engine.rank else engine.in_background(engine.write_adapter, Path(directory))
+
+    def weights_add_adapter(self, name: str, number: int, directory: str) -> dict[str, Any]:
+        return _answer(self.add_lora, LoRARequest(lora_name=name, lora_int_id=number, lora_path=directory))
 
     def weights_drop_adapter(self, number: int) -> None:
         self.remove_lora(number)
 
-    def _load(self, policy: int) -> None:
-        with set_current_vllm_config(self.vllm_config), torch.no_grad():
-            self.weight_transfer_engine.of(policy).finish_weight_update()
-
-    def _add_adapter(self, policy: int, name: str, number: int, directory: str) -> None:
+    def _load(self, policy: int, place: str) -> dict[str, Any]:
         engine = self.weight_transfer_engine.of(policy)
-        assert engine.buckets is not None
-        tensors = {key: tensor.clone() for key, tensor in unpack(engine.manifest, engine.buckets)}
-        save_file(tensors, Path(directory) / "adapter_model.safetensors")
-        self.add_lora(LoRARequest(lora_name=name, lora_int_id=number, lora_path=directory))
+        with set_current_vllm_config(self.vllm_config), torch.no_grad():
+            engine.find(place)
+            engine.finish_weight_update()
+            return engine.sums()
 
 
 class Background:
     """One call on a separate thread; `answer` is None until it has ended."""
 
-    def __init__(self, call: Callable[[Any], None], argument: Any) -> None:
+    def __init__(self, call: Callable[[Any], object], argument: Any) -> None:
         self._result: dict[str, Any] = {"error": f"{call} ended without a result"}
         self._thread = threading.Thread(target=self._run, args=(call, argument), name="weights", daemon=True)
         self._thread.start()
@@ -250,30 +302,39 @@ class Background:
         self._thread.join(wait_s)
         return None if self._thread.is_alive() else self._result
 
-    def _run(self, call: Callable[[Any], None], argument: Any) -> None:
+    def _run(self, call: Callable[[Any], object], argument: Any) -> None:
         self._result = _answer(call, argument)
 
 
-def _answer(call: Callable[..., None], *arguments: Any) -> dict[str, Any]:
+def _answer(call: Callable[..., object], *arguments: Any) -> dict[str, Any]:
     started = time.perf_counter()
     try:
-        call(*arguments)
+        found = call(*arguments)
     except Exception as error:  # noqa: BLE001 - any exception of a model's loader is the caller's answer
         return {"error": f"{type(error).__name__}: {error}"}
-    return {"seconds": time.perf_counter() - started}
+    return {"seconds": time.perf_counter() - started, **(found if isinstance(found, dict) else {})}
 
 
 @cache
-def _exit_with_parent() -> None:
-    """A rollout worker that was killed must not leave an engine behind. Once per process."""
+def _exit_with_parent(*, also_grandparent: bool) -> None:
+    """A rollout worker that was killed must not leave an engine behind: it is the parent of this process, or of the
+    engine's process whose ranks these are. Once per process."""
     parent = os.getppid()
+    grandparent = _parent_of(parent) if also_grandparent else 0
 
     def watch() -> None:
-        while os.getppid() == parent:
+        while os.getppid() == parent and (not also_grandparent or _parent_of(parent) == grandparent):
             time.sleep(ORPHAN_CHECK_S)
         os._exit(1)
 
     threading.Thread(target=watch, name="orphan-check", daemon=True).start()
+
+
+def _parent_of(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
 
 
 WeightTransferEngineFactory.register_engine(BACKEND, BucketEngine)

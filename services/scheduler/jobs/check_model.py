@@ -11,6 +11,7 @@ from opentinker.services.scheduler.jobs.disk_threads import on_disk
 from opentinker.shared.data.dry_run import is_served, loads_weights, mistake_in
 from opentinker.shared.data.model_families import (
     VISION_FAMILIES,
+    indivisible,
     read_config,
     unsupported_family,
     unsupported_on_cpu,
@@ -19,6 +20,7 @@ from opentinker.shared.data.readable_paths import resolved
 from opentinker.shared.durable_files import local_path, not_on_hub
 from opentinker.shared.runtime.service import Context
 from opentinker.shared.spec import JobSpec, ModelSpec
+from opentinker.shared.spec.train import engine_ranks
 from opentinker.shared.types.core import Pool
 from opentinker.shared.types.mistakes import written
 
@@ -38,6 +40,9 @@ async def check_model(ctx: Context, spec: JobSpec | None) -> Mistakes:
         problem = unsupported_family(config, served=served)
         if not problem and served and await _only_cpus(ctx, spec):
             problem = unsupported_on_cpu(config)
+        if not problem and served and (problem := indivisible(config, engine_ranks(spec))):
+            found.append(("rollout.tensor_parallel", engine_ranks(spec), f"does not fit: {model.base} {problem}"))
+            continue
         found.append((f"{field}.base", model.base, problem))
         if model.train_vision and config and config.get("model_type") not in VISION_FAMILIES:
             problem = f"does not apply: {model.base} is a {config.get('model_type')} model, without a vision tower here"

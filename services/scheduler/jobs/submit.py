@@ -22,6 +22,7 @@ from opentinker.services.scheduler.jobs import (
 )
 from opentinker.services.scheduler.jobs import check_start_checkpoint as starting
 from opentinker.services.scheduler.jobs.check_dataset import absolute, check_data
+from opentinker.services.scheduler.jobs.check_gpus import check_gpus
 from opentinker.services.scheduler.jobs.disk_threads import ReferencesAway, on_disk
 from opentinker.services.scheduler.notifications.delivery import check_notify
 from opentinker.shared.config import Settings
@@ -198,6 +199,7 @@ async def _check_references(ctx: Context, data: Any, spec: JobSpec | None, tenan
             )
             looking = tasks.create_task(on_disk(ctx, _check_files, data, spec))
             families = tasks.create_task(check_model.check_model(ctx, spec))
+            gpus = tasks.create_task(check_gpus(ctx, spec))
             starts = tasks.create_task(_check_start(ctx, _start(data, spec), spec, tenant))
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
@@ -206,7 +208,7 @@ async def _check_references(ctx: Context, data: Any, spec: JobSpec | None, tenan
     wrong_seats, frozen = await check_seats.check_frozen_seats(ctx, data, spec, tenant)
     mistakes += await check_seats.check_url_seats(ctx, data, spec, tenant)
     mistakes += await check_notify(ctx.settings, spec)
-    mistakes += _check_priority(ctx, spec, tenant) + families.result()
+    mistakes += _check_priority(ctx, spec, tenant) + families.result() + gpus.result()
     mistakes += asked.mistakes + files.model + wrong_start + wrong_adapters + wrong_seats + files.frozen + files.data
     return Found(asked, chosen, beside, frozen)
 

@@ -116,6 +116,15 @@ async def plays_as_it_has_learnt(system: Cluster, trained: str, tiny: Path, answ
 
 
 @pytest.mark.nightly
+async def test_a_model_divided_among_two_ranks_is_trained(system: Cluster, tiny: Path) -> None:
+    spec = one_digit(tiny, rollout={"max_tokens": 3, "tensor_parallel": 2}, train={"steps": 5, "lr": 3e-4})
+    job = await system.run(spec)
+    lines = system.lines(job)
+    assert_exact_numerics(lines)
+    assert lineage_faults(system, job, 5) == []
+
+
+@pytest.mark.nightly
 async def test_reference_teacher_and_reward_model_score_groups(system: Cluster, tiny: Path, tmp_path: Path) -> None:
     """Episodes of several turns; three frozen models look at each group."""
     teacher = make_tiny(tmp_path / "teacher", hidden_size=64, layers=2, norm_scale=12.0, seed=7)

@@ -125,6 +125,18 @@ def test_a_snapshot_of_what_was_announced_keeps_nothing_of_what_comes() -> None:
             snapshot(V1, wrong, 64, whole.manifest)
 
 
+def test_buckets_arrive_one_by_one_in_the_same_memory(pool: ThreadPoolExecutor) -> None:
+    snap = snapshot(V1, named([40, 7, 90]), 200)
+    sender, receiver = form(pool, 2, 2)
+    sending = pool.submit(sender.send, snap.buckets)
+    seen, places = [], set()
+    for bucket in receiver.receive_each(sizes_of(snap)):
+        seen.append(fingerprint(bucket))
+        places.add(bucket.data_ptr())
+    sending.result()
+    assert seen == snap.fingerprints and len(seen) > 1 and len(places) == 1
+
+
 def test_a_snapshot_does_not_follow_the_training_weights() -> None:
     weight = torch.ones(100)
     snap = snapshot(V1, [("w", weight)], 1 << 20)

@@ -158,6 +158,11 @@ def test_policies_are_planned_with_their_own_models_and_batches(small: Path) -> 
     tokens = 2 * 4 * 2 * 10 * 2  # each trains on half of them: one all weights, one an adapter
     assert work.train_s == pytest.approx((6 * 1e9 + 4 * 3e9) / 2 * tokens / 1e11)
     assert "1e+03 M parameters (its name) and 3e+03 M parameters (its name)" in " ".join(reasons)
+    work, reasons = work_of(
+        parse_spec({**spec, "resources": {"rollout_gpus": 4}}), {"env_s": 0.0, "turns": 2.0, "tokens": 10.0}, 0.5
+    )
+    assert work.token_s == pytest.approx(0.005 + 2e9 * 4 / 1e12 / 4), "each GPU reads its part of the weights"
+    assert "4 of them for each engine" in " ".join(reasons)
     spec["policies"]["listener"] = {
         **{"algorithm": {"groups_per_batch": 2, "max_staleness": 1}, "train": {"steps": 48}},
     }

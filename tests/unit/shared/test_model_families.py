@@ -9,10 +9,12 @@ from typing import Any
 import orjson
 import pytest
 
+from opentinker.services.scheduler.jobs.check_gpus import check_gpus
 from opentinker.services.scheduler.jobs.check_model import check_model
 from opentinker.shared.data.model_families import (
     TEXT_OF_VISION,
     VISION_FAMILIES,
+    indivisible,
     unsupported_family,
     unsupported_on_cpu,
 )
@@ -114,6 +116,42 @@ async def test_head_sizes_matter_on_cpus_alone(ctx: Context, store: Store, small
     assert mistake["field"] == "model.base" and "heads of 16 dimensions" in mistake["problem"]
     await workers.start("rollout-1", gpus=[Gpu(index=0, uuid="u", model="m", memory=1)])
     assert await check_model(ctx, spec) == []
+    await workers.stop()
+
+
+def test_models_that_ranks_cannot_share_equally_are_named() -> None:
+    llama = {"num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336}
+    assert [indivisible(llama, ranks) for ranks in (1, 2, 4, 8, 16)] == [""] * 5
+    assert indivisible(llama, 3) == "has 32 attention heads, which 3 ranks cannot share equally"
+    assert "12 key-value heads" in indivisible({"num_attention_heads": 24, "num_key_value_heads": 12}, 8)
+    assert "intermediate_size of 5" in indivisible({"text_config": {**llama, "intermediate_size": 5}}, 2)
+    assert indivisible({}, 2) == ""
+
+
+async def test_a_job_that_would_divide_such_a_model_is_refused(ctx: Context, small: Path, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(small, tmp_path / "model"))
+    change(model / "config.json", num_attention_heads=4, num_key_value_heads=2, intermediate_size=64)
+    spec = {"model__base": str(model), **LOADED}
+    assert await check_model(ctx, make_spec(**spec, rollout__tensor_parallel=2)) == []
+    for given in ({"rollout__tensor_parallel": 3}, {"resources__rollout_gpus": 3}):
+        (mistake,) = await check_model(ctx, make_spec(**spec, **given))
+        assert (mistake["field"], mistake["value"]) == ("rollout.tensor_parallel", 3)
+        assert "has 4 attention heads, which 3 ranks cannot share equally" in mistake["problem"]
+
+
+async def test_a_worker_needs_the_gpus_of_one_machine(ctx: Context, store: Store) -> None:
+    spec, workers = make_spec(model__base="some/model", **LOADED, resources__rollout_gpus=4), Workers(store)
+    assert await check_gpus(ctx, spec) == [], "no rollout worker runs, so none is known to be too small"
+    await workers.start("rollout-0")
+    (mistake,) = await check_gpus(ctx, spec)
+    assert mistake["field"] == "resources.rollout_gpus" and "none has any" in mistake["problem"]
+    first, second = (Gpu(index=index, uuid=f"GPU-{index}", model="m", memory=1) for index in range(2))
+    await workers.start("rollout-1", gpus=[first])
+    await workers.start("trainer-0", gpus=[first, second])
+    (mistake,) = await check_gpus(ctx, spec)
+    assert "the largest has 2" in mistake["problem"] and "take 2 at most" in mistake["problem"]
+    fits = make_spec(model__base="some/model", **LOADED, resources__rollout_gpus=2)
+    assert await check_gpus(ctx, fits) == [], "it waits for a rollout worker that has both"
     await workers.stop()
 
 

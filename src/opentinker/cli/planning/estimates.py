@@ -57,10 +57,12 @@ def estimated(spec: JobSpec, turns: float, tokens: float, missing: set[str]) -> 
     size = " and ".join(f"{one.parameters / 1e6:.3g} M parameters ({one.why})" for one in models)
     if {"token_s", "tokens_per_s"} & missing:
         machine = GPU if spec.resources.rollout_gpus else CPU
-        values["token_s"] = machine.token_s + fmean(one.bytes for one in models) / machine.bytes_per_s
-        values["tokens_per_s"] = machine.operations_per_s / (2 * fmean(one.parameters for one in models))
+        gpus = max(1, spec.resources.rollout_gpus)  # ranks without GPUs share the processors of one machine
+        values["token_s"] = machine.token_s + fmean(one.bytes for one in models) / machine.bytes_per_s / gpus
+        values["tokens_per_s"] = machine.operations_per_s * gpus / (2 * fmean(one.parameters for one in models))
         shown = f"--token-ms {values['token_s'] * 1e3:.3g} --tokens-per-s {values['tokens_per_s']:.3g}"
-        reasons.append(f"assumed: {shown}, for {size} on {machine.name}")
+        each = f", {gpus} of them for each engine" if gpus > 1 else ""
+        reasons.append(f"assumed: {shown}, for {size} on {machine.name}{each}")
     if "train_s" in missing:
         machine = GPU if spec.resources.trainer_gpus else CPU
         batch = spec.algorithm.group_size * spec.algorithm.groups_per_batch * turns * tokens * PROMPT_SHARE

@@ -33,8 +33,8 @@ STATES = {
 """Our states by their published names."""
 MEMORY = 0.9
 HURRY_S = 10.0
-ONE_DEVICE = (
-    "an engine has one device; for more requests at once give the job more of them: "
+A_GPU_PER_RANK = (
+    "an engine has one GPU for each rank of tensor_parallel_size; for more requests at once give the job more engines: "
     'opentinker={"resources": {"rollout_workers": 2}}'
 )
 
@@ -94,15 +94,13 @@ class InferenceSchedulerClient(Scheduler):
         the job answers. Raises TimeoutError after `timeout`, RuntimeError if it fails or is cancelled. A job that is no
         longer waited for, by Ctrl-C too, is cancelled.
 
-        An engine has its worker's one device and manages its memory itself: more devices are refused, and another
-        `gpu_memory_utilization` causes a warning that it has no effect. No code of a model directory is run, regardless
-        of `trust_remote_code`. `opentinker` overrides any part of the job's spec: {"resources": {"rollout_workers": 2},
-        "serving": {"idle_s": 600}}.
+        With `tensor_parallel_size` above 1 the job's rollout workers must have as many GPUs. An engine manages their
+        memory itself: another `gpu_memory_utilization` causes a warning that it has no effect. No code of a model
+        directory is run, regardless of `trust_remote_code`. `opentinker` overrides any part of the job's spec:
+        {"resources": {"rollout_workers": 2}, "serving": {"idle_s": 600}}.
         """
-        if tensor_parallel_size != 1:
-            raise ValueError(f"tensor_parallel_size = {tensor_parallel_size}: {ONE_DEVICE}")
-        if num_gpus not in (None, 1):
-            raise ValueError(f"num_gpus = {num_gpus}: {ONE_DEVICE}")
+        if num_gpus not in (None, tensor_parallel_size):
+            raise ValueError(f"num_gpus = {num_gpus}: {A_GPU_PER_RANK}")
         check_tokenizer(model_path, tokenizer_path)
         if gpu_memory_utilization != MEMORY:
             say(f"gpu_memory_utilization = {gpu_memory_utilization} means nothing here: workers share out their memory")
@@ -111,6 +109,8 @@ class InferenceSchedulerClient(Scheduler):
             "kind": "inference",
             "model": {"base": model_path},
         }
+        if tensor_parallel_size != 1:
+            spec["resources"] = {"rollout_gpus": tensor_parallel_size}
         if max_model_len is not None:
             spec["rollout"] = {"context_length": max_model_len}
         spec = tolerant_merge_dicts(spec, opentinker or {})

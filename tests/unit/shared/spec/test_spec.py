@@ -14,6 +14,7 @@ from pydantic import BaseModel
 
 from opentinker.shared.spec import JobSpec, parse_spec
 from opentinker.shared.spec.algorithm_parts import PRESETS
+from opentinker.shared.spec.engines import may_merge
 from opentinker.shared.types.errors import SpecError
 from opentinker.shared.types.spec_text import load_spec
 from tests.support.factories import SMALLEST, make_spec, refusals
@@ -93,6 +94,9 @@ EDGES: list[tuple[str, Any, Any]] = [
     ("train.grad_clip", 1e-6, 0.0),
     ("train.keep_checkpoints", 2, 1),
     ("resources.trainer_gpus", 0, -1),
+    ("resources.rollout_gpus", 16, 17),
+    ("rollout.tensor_parallel", 1, 0),
+    ("rollout.tensor_parallel", 16, 17),
     ("resources.rollout_workers", 1, 0),
     ("resources.trainer_ranks", 8, 0),
 ]
@@ -201,6 +205,31 @@ def test_a_rank_per_gpu_or_as_many_as_are_asked_for() -> None:
     simulated = {"steps": 1, "learner": "simulated"}
     found = mistakes({**SMALLEST, "train": simulated, "resources": {"trainer_ranks": 2}})
     assert set(found) == {"resources.trainer_ranks"}
+
+
+def test_an_engine_has_a_rank_for_each_gpu() -> None:
+    vllm = {**SMALLEST, "rollout": {"engine": "vllm"}}
+    assert parse_spec(vllm).rollout.tensor_parallel == 1
+    assert parse_spec({**vllm, "resources": {"rollout_gpus": 4}}).rollout.tensor_parallel == 4
+    divided = {**vllm, "rollout": {"engine": "vllm", "tensor_parallel": 2}}
+    again = parse_spec(parse_spec(divided).model_dump(mode="json"))
+    assert (again.rollout.tensor_parallel, again.resources.rollout_gpus) == (2, 0)
+    found = mistakes({**divided, "resources": {"rollout_gpus": 4}})
+    assert "one rank per GPU" in found["rollout.tensor_parallel"]
+    toy = {**SMALLEST, "rollout": {"engine": "toy", "tensor_parallel": 2}, "resources": {"rollout_gpus": 2}}
+    assert set(mistakes(toy)) == {"rollout.tensor_parallel", "resources.rollout_gpus"}
+
+
+def test_several_ranks_do_not_go_with_everything() -> None:
+    lora = {"base": "m", "lora": {}}
+    for rollout in ({"tensor_parallel": 2}, {}):
+        resources = {} if rollout else {"rollout_gpus": 2}
+        spec = {**SMALLEST, "model": lora, "rollout": {**rollout, "lora": "merged"}, "resources": resources}
+        assert "with 2 ranks" in mistakes(spec)["rollout.lora"]
+        assert not may_merge(parse_spec({**spec, "rollout": rollout}))
+    exact = {"train": {"steps": 1, "deterministic": True}, "algorithm": {"max_staleness": 0}}
+    spec = {**SMALLEST, **exact, "rollout": {"seed": 1, "tensor_parallel": 2}}
+    assert set(mistakes(spec)) == {"rollout.tensor_parallel"}
 
 
 def test_ranks_share_what_they_can() -> None:
