@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.model_executor.layers.linear import QKVParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
@@ -94,7 +95,8 @@ def held_sums(model: torch.nn.Module, sent: Mapping[str, list[int]], dtype: torc
     """Sum the rank's parameters: `part` of those that are divided, without copies and padding, and `whole` of those
     that each rank has like the others. `sent`: shapes by name. Empty where a parameter has another dtype."""
     limits = {id(tensor): rows for layer in model.modules() for tensor, rows in _own_rows(layer, rank)}
-    part, whole = [], []
+    part: list[torch.Tensor] = []
+    whole: list[torch.Tensor] = []
     for name, tensor in model.named_parameters():
         if tensor.dtype != dtype:
             return {}
@@ -111,6 +113,12 @@ def _own_rows(layer: torch.nn.Module, rank: int) -> Iterable[tuple[torch.nn.Para
     elif isinstance(layer, QKVParallelLinear) and rank % layer.num_kv_head_replicas:  # a copy of another rank's keys
         rows = layer.num_heads * layer.head_size
     return [] if rows is None else [(tensor, rows) for tensor in layer.parameters(recurse=False)]
+
+
+def add_by_gloo() -> None:
+    """Have ranks on processors, which are forked from this process, exchange sums by gloo: in vLLM's shared memory they
+    would wait in a loop that keeps the processor from the others, and that the death of a rank does not end."""
+    CpuCommunicator._all_group_ranks_share_shm_group_name = lambda _: False
 
 
 def together(answers: Sequence[Any]) -> Any:

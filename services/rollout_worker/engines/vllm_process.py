@@ -56,7 +56,7 @@ from vllm.sampling_params import RequestOutputKind  # noqa: E402
 from vllm.v1.engine.async_llm import AsyncLLM  # noqa: E402
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError  # noqa: E402
 
-from opentinker.services.rollout_worker.engines.shards import together  # noqa: E402
+from opentinker.services.rollout_worker.engines.shards import add_by_gloo, together  # noqa: E402
 from opentinker.services.rollout_worker.engines.vllm_config import (  # noqa: E402
     EMPTY_SLOTS_ON_CPU,
     MAX_DEFAULT_CONTEXT,
@@ -302,6 +302,8 @@ class VllmProcess:
         resolved = AsyncEngineArgs(**arguments).create_engine_config()
         if not on_cpu:
             return AsyncLLM.from_vllm_config(resolved, disable_log_stats=True)
+        if self._ranks > 1:
+            add_by_gloo()
         vllm_startup.settle_heap()
         with vllm_startup.forked_engine():
             return AsyncLLM.from_vllm_config(resolved, disable_log_stats=True)
