@@ -25,8 +25,8 @@ HEAVY = {
     for package, names in {
         "sdk": "merge_adapter",
         "services.reference_forward": "rewards scorer",
-        "services.rollout_worker.engines": "merged_adapter packed_layers vllm vllm_config vllm_images vllm_process "
-        "vllm_worker_extension",
+        "services.rollout_worker.engines": "merged_adapter packed_layers shards vllm vllm_config vllm_images "
+        "vllm_process vllm_worker_extension",
         "services.trainer.algorithm": "corrections losses objective preference",
         "services.trainer.batch": "micro_batch row_batch token_metrics",
         "services.trainer.distributed": "multi_rank_learner process_group rank_main zero",
