@@ -23,6 +23,7 @@ function settingsOf(job: JobDetail, policy: string): Table {
 export function inferenceSpec(job: JobDetail, step: number, policy = ""): Json {
   const spec = settingsOf(job, policy);
   const rollout = picked(table(spec["rollout"]), "engine", "toy", "context_length");
+  const gpus = Number(table(table(job.spec)["resources"])["rollout_gpus"] ?? 0);
   return {
     name: named(policy ? `${job.name}-${policy}` : job.name, "chat"),
     kind: "inference",
@@ -30,6 +31,7 @@ export function inferenceSpec(job: JobDetail, step: number, policy = ""): Json {
     ...(Object.keys(rollout).length ? { rollout } : {}),
     start: { from: `${partOf(job.id, policy)}@${step}` },
     serving: { idle_s: 900 },
+    ...(gpus > 1 ? { resources: { rollout_gpus: gpus } } : {}),
   };
 }
 
