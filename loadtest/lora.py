@@ -97,7 +97,8 @@ def adapted(base: Path, options: argparse.Namespace) -> Any:
 async def started(held: AsyncExitStack, base: Path, way: Any, dtype: str) -> VllmEngine:
     """Start an engine as for max_staleness = 1."""
     from opentinker.services.rollout_worker.engines.vllm import VllmEngine
-    from opentinker.services.rollout_worker.engines.vllm_process import AdapterLimits, VllmProcess
+    from opentinker.services.rollout_worker.engines.vllm_config import AdapterLimits
+    from opentinker.services.rollout_worker.engines.vllm_process import VllmProcess
 
     limits = AdapterLimits(rank=LORA.rank, at_once=3, serving=way)
     process = VllmProcess(str(base), dtype=dtype, context_length=512, adapters=limits, sharing=2, seed=0)

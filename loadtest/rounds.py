@@ -184,7 +184,8 @@ def random_adapter(model: Path, place: Path, seed: int) -> Path:
 async def started(held: AsyncExitStack, model: Path, adapter: Path, policies: int) -> VllmEngine:
     """Start an engine with room for three versions of each policy, as with max_staleness = 1."""
     from opentinker.services.rollout_worker.engines.vllm import VllmEngine
-    from opentinker.services.rollout_worker.engines.vllm_process import AdapterLimits, VllmProcess
+    from opentinker.services.rollout_worker.engines.vllm_config import AdapterLimits
+    from opentinker.services.rollout_worker.engines.vllm_process import VllmProcess
 
     limits = AdapterLimits(rank=LORA.rank, at_once=3 * policies)
     process = VllmProcess(str(model), context_length=512, adapters=limits, sharing=3)

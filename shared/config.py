@@ -171,6 +171,9 @@ class Settings(NotificationSettings, PriceSettings, LoginSettings, BaseModel):
     resume); the last two may take the time for their bytes at 50 MB/s on top, loading also that for those of the base
     that an adapter is merged into. A rollout worker that takes longer is left out and tried again later; if no worker
     gets a version several times in a row, the job fails."""
+    warm_engine_s: Annotated[float, Field(ge=0, le=86_400)] = 300.0
+    """Time for which a rollout worker keeps the vLLM engine of its last RL job, with its memory, for a job with the
+    same base and the same limits of the engine. 0: an engine ends with its job."""
     preload: bool = True
     """Import heavy libraries (torch, vllm) before the first job instead of when it comes."""
     env_sessions: Annotated[int, Field(gt=0)] = 512

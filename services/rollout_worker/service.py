@@ -9,11 +9,13 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 from opentinker.services.rollout_worker.checkpoint_weights import ServedAdapter
 from opentinker.services.rollout_worker.engines import vllm_startup
 from opentinker.services.rollout_worker.engines.base import Engine
 from opentinker.services.rollout_worker.engines.toy import ToyEngine
+from opentinker.services.rollout_worker.engines.warm_engine import WarmEngine
 from opentinker.services.rollout_worker.renderer import Renderer
 from opentinker.services.rollout_worker.run_lease import run_lease
 from opentinker.shared.asyncio_tools import finish_uncancelled
@@ -37,6 +39,8 @@ MAX_SEQUENCES = 256
 
 
 async def serve(ctx: Context) -> None:
+    warm = WarmEngine(ctx.settings.warm_engine_s, end_engine)
+
     async def work(worker: LeasedWorker, lease: Lease, spec: JobSpec) -> None:
         worker.leftovers.append(f"{glob.escape(tempfile.gettempdir())}/{vllm_startup.OWN}{os.getpid()}-*")
         await import_engine(spec)
@@ -44,14 +48,17 @@ async def serve(ctx: Context) -> None:
         record = await ctx.store.job(lease.job)
         readable = await readable_by(ctx.store, ctx.settings, record.tenant, record.spec)
         sessions = EnvClient(ctx.bus, tenant=record.tenant, owner=owner, own_jobs=readable.own)
-        await run_lease(worker, lease, spec, partial(make_engine, settings=ctx.settings), sessions)
+        await run_lease(worker, lease, spec, partial(make_engine, settings=ctx.settings, warm=warm), sessions)
 
     if ctx.settings.preload:
         # Before the first heartbeat: imports hold the interpreter for seconds, and a silent worker counts as dead.
         await asyncio.to_thread(vllm_startup.preload)
     with tempfile.TemporaryDirectory(prefix=f"{vllm_startup.OWN}{os.getpid()}-", ignore_cleanup_errors=True) as place:
         os.environ.setdefault("VLLM_RPC_BASE_PATH", place)  # its sockets: of an engine that is killed they are left
-        await LeasedWorker(ctx, Pool.ROLLOUT, work).serve()
+        try:
+            await LeasedWorker(ctx, Pool.ROLLOUT, work).serve()
+        finally:
+            await warm.close()
 
 
 async def import_engine(spec: JobSpec) -> None:
@@ -68,10 +75,11 @@ def make_engine(
     policies: Sequence[EnginePolicy],
     sharing: int,
     settings: Settings,
+    warm: WarmEngine | None = None,
 ) -> Engine:
     """Return an engine for the first of `policies`, with room for all. `spec`: with the first one's settings;
     `model`: directory or hub id of the initial weights; `adapters`: those that will be added; `sharing`: engines of
-    this worker."""
+    this worker; `warm`: where the last job's may be."""
     if spec.rollout.toy is not None:
         return ToyEngine(
             spec.rollout.toy,
@@ -82,7 +90,8 @@ def make_engine(
             group_timeout_s=settings.swap_timeout_s,
         )
     from opentinker.services.rollout_worker.engines.vllm import VllmEngine
-    from opentinker.services.rollout_worker.engines.vllm_process import AdapterLimits, VllmProcess
+    from opentinker.services.rollout_worker.engines.vllm_config import AdapterLimits
+    from opentinker.services.rollout_worker.engines.vllm_process import VllmProcess
 
     rollout = spec.rollout
     serves = spec.kind == "inference"
@@ -112,8 +121,16 @@ def make_engine(
         one_by_one=spec.train.deterministic,
         sharing=sharing,
         tensor_parallel=engine_ranks(spec),
+        warm=warm,
+        stays=spec.kind == "rl" and len(policies) == sharing == 1 and not spec.train.deterministic,
     )
     return VllmEngine(process, eos_ids=renderer.eos_ids, lora=spec.model.lora, group_timeout_s=settings.swap_timeout_s)
+
+
+async def end_engine(llm: Any) -> None:
+    from opentinker.services.rollout_worker.engines.vllm_process import end
+
+    await end(llm)
 
 
 def may_name_stops(environment: str) -> bool:

@@ -89,7 +89,8 @@ def vllm_engine(
 ) -> VllmEngine:
     """The first engine of a vLLM process. `beside_rank`: not 0 if adapters of this rank will be added to the base."""
     from opentinker.services.rollout_worker.engines.vllm import VllmEngine
-    from opentinker.services.rollout_worker.engines.vllm_process import AdapterLimits, VllmProcess
+    from opentinker.services.rollout_worker.engines.vllm_config import AdapterLimits
+    from opentinker.services.rollout_worker.engines.vllm_process import VllmProcess
 
     rank = max_rank or beside_rank or (lora.rank if lora else 0)
     held = AdapterLimits(rank=rank, at_once=max_adapters, beside_base=beside_rank > 0, serving=serving)

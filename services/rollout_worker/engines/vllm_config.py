@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from transformers import PretrainedConfig
 from opentinker.services.rollout_worker.engines.base import EngineError
 from opentinker.shared.runtime.memory import memory_bytes
 from opentinker.shared.spec import LoraSpec
+from opentinker.shared.spec.rollout import AdapterServing
 from opentinker.shared.spec.serving import MAX_LORA_RANK
+from opentinker.shared.types.errors import JobFailed
 from opentinker.shared.types.swap import TensorInfo
 
 MAX_DEFAULT_CONTEXT = 4096
@@ -27,6 +30,29 @@ skips them): nothing may be there."""
 
 MERGEABLE = ("llama", "mistral", "qwen2", "qwen3")
 """Families whose linear layers have the names and shapes of their files, and nothing shares their weights."""
+
+
+ROUNDED = (
+    "with dtype = 'bfloat16', rollout.lora = 'auto' does not merge: rounding would move logprobs from the trainer's"
+)
+ON_GPU = "on GPUs rollout.lora = 'auto' does not merge: a swap would copy the whole base to the GPU"
+"""The gain in generation must be measured there before it can be weighed against that."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterLimits:
+    """Adapters that a process can hold."""
+
+    rank: int
+    """The largest; vLLM pads the others."""
+    at_once: int
+    """In use by running requests at the same time; a request with another one waits."""
+    beside_base: bool = False
+    """Requests without an adapter come too."""
+    serving: AdapterServing = "adapter"
+    """`auto` and `merged`: there is one adapter, which may be merged into the base."""
+    separate_because: str = ""
+    """Why there is no choice."""
 
 
 def context_limit(config: PretrainedConfig) -> int:
@@ -47,11 +73,14 @@ def cpu_kv_bytes(config: PretrainedConfig, dtype: str, context: int, concurrent:
     return int(max(2 * one, min(one * concurrent // 4, int(memory_bytes() * CPU_KV_SHARE / ranks)), CPU_KV_FLOOR))
 
 
-def lora_arguments(rank: int, at_once: int, held: int) -> dict[str, Any]:
-    """Return arguments for adapters up to this rank: limits per batch and in memory."""
+def lora_arguments(limits: AdapterLimits, on_cpu: bool) -> dict[str, Any]:
+    """Return arguments for adapters in vLLM's layers: limits per batch and in memory."""
+    at_once, held = limits.at_once, 2 * limits.at_once
+    if limits.beside_base:
+        at_once = held = limits.at_once + (EMPTY_SLOTS_ON_CPU if on_cpu else 0)
     return {
         "enable_lora": True,
-        "max_lora_rank": lora_rank_limit(rank),
+        "max_lora_rank": lora_rank_limit(limits.rank),
         "max_loras": at_once,
         "max_cpu_loras": held,
     }
@@ -73,6 +102,19 @@ def why_not_merged(config: PretrainedConfig) -> str:
     if config.model_type not in MERGEABLE:
         return f"it is a {config.model_type} model; adapters are merged into {', '.join(MERGEABLE)}"
     return ""
+
+
+def why_separate(model: str, config: PretrainedConfig, limits: AdapterLimits, dtype: str, on_cpu: bool) -> str:
+    """Return why the one adapter of a process is not merged; empty if it is, or if the job does not want it. Raises
+    JobFailed where the job insists on it and the model does not allow it."""
+    if limits.serving == "adapter":
+        return limits.separate_because
+    why = why_not_merged(config)
+    if why and limits.serving == "merged":
+        raise JobFailed(f"rollout.lora = 'merged' does not work with {model!r}: {why}. Leave it at 'auto'")
+    if limits.serving == "auto" and not why:
+        return ROUNDED if dtype == "bfloat16" else "" if on_cpu else ON_GPU
+    return why
 
 
 def adapter_scale(directory: Path) -> float:

@@ -34,7 +34,6 @@ from opentinker.shared.data.model_families import (
     unsupported_on_cpu,
 )
 from opentinker.shared.data.model_files import code_in, unsafe_weights_in
-from opentinker.shared.spec.rollout import AdapterServing
 from opentinker.shared.types.core import WeightVersion
 from opentinker.shared.types.error_text import error_sentence
 from opentinker.shared.types.errors import JobFailed, OpenTinkerError
@@ -43,7 +42,7 @@ vllm_startup.prepare()
 
 import structlog  # noqa: E402 - vLLM reads its environment when it is imported
 import torch  # noqa: E402
-from transformers import AutoConfig, PretrainedConfig  # noqa: E402
+from transformers import AutoConfig  # noqa: E402
 from vllm import SamplingParams  # noqa: E402
 from vllm.config import WeightTransferConfig  # noqa: E402
 from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: E402
@@ -58,14 +57,15 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError  # no
 
 from opentinker.services.rollout_worker.engines.shards import add_by_gloo, together  # noqa: E402
 from opentinker.services.rollout_worker.engines.vllm_config import (  # noqa: E402
-    EMPTY_SLOTS_ON_CPU,
     MAX_DEFAULT_CONTEXT,
+    AdapterLimits,
     context_limit,
     cpu_kv_bytes,
     lora_arguments,
-    why_not_merged,
+    why_separate,
 )
 from opentinker.services.rollout_worker.engines.vllm_vision_classes import load_class  # noqa: E402
+from opentinker.services.rollout_worker.engines.warm_engine import Kept, Key, WarmEngine, files_of, let_go  # noqa: E402
 from opentinker.shared.nn.models import check_window  # noqa: E402
 
 log = structlog.get_logger()
@@ -74,11 +74,6 @@ ENGINE_DEAD = "the vLLM engine process is dead"
 BATCHED_TOKENS = 4096
 GPU_SHARE = 0.9
 """Share of a GPU's memory, for all engines together that use it."""
-ROUNDED = (
-    "with dtype = 'bfloat16', rollout.lora = 'auto' does not merge: rounding would move logprobs from the trainer's"
-)
-ON_GPU = "on GPUs rollout.lora = 'auto' does not merge: a swap would copy the whole base to the GPU"
-"""The gain in generation must be measured there before it can be weighed against that."""
 POLL_S = 0.5
 """Interval of health checks of an idle engine."""
 
@@ -87,22 +82,6 @@ POLL_S = 0.5
 class Adapter:
     request: LoRARequest
     version: WeightVersion
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdapterLimits:
-    """Adapters that a process can hold."""
-
-    rank: int
-    """The largest; vLLM pads the others."""
-    at_once: int
-    """In use by running requests at the same time; a request with another one waits."""
-    beside_base: bool = False
-    """Requests without an adapter come too."""
-    serving: AdapterServing = "adapter"
-    """`auto` and `merged`: there is one adapter, which may be merged into the base."""
-    separate_because: str = ""
-    """Why there is no choice."""
 
 
 class VllmProcess:
@@ -120,6 +99,8 @@ class VllmProcess:
         one_by_one: bool = False,
         sharing: int = 1,
         tensor_parallel: int = 1,
+        warm: WarmEngine | None = None,
+        stays: bool = False,
     ) -> None:
         """`context_length` None: the model's limit, at most 4096. `stop_strings`: requests will contain some, so a
         tokenizer is needed. `seed`: of requests without one; None draws it, so that workers differ. `sharing`: engines
@@ -127,7 +108,10 @@ class VllmProcess:
         layer, on a GPU each where there are GPUs.
 
         `one_by_one`: a request's log-probabilities do not depend on other requests. In a batch they do: the order of
-        summation depends on the number of rows."""
+        summation depends on the number of rows.
+
+        `warm`: where the last job's engine may be. `stays`: put this one there; all its weights come from a trainer,
+        for one policy."""
         self.model = model
         self.context_length = context_length or 0
         self.stop_strings = stop_strings
@@ -152,6 +136,10 @@ class VllmProcess:
         self._adapters = adapters
         self._seed = secrets.randbelow(1 << 31) if seed is None else seed
         self._llm: AsyncLLM | None = None
+        self._warm, self._stays, self._calls = warm, stays, 0
+        limits = context_length, max_concurrent, stop_strings, adapters
+        self._arguments = dtype, fp32_head, *limits, one_by_one, sharing, tensor_parallel
+        self._key: Key | None = None
 
     @property
     def lora(self) -> LoraServing | None:
@@ -161,6 +149,8 @@ class VllmProcess:
         """Raises EngineError when the model cannot be loaded, JobFailed when it could not be trained. Cancelled, it
         waits until there is an engine that `close` can end."""
         started = time.perf_counter()
+        if self._warm is not None and await self._take(self._warm):
+            return
         if self._adapters is not None:
             prefix = f"{vllm_startup.OWN}{os.getpid()}-"
             self.adapter_root = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix=prefix))
@@ -223,23 +213,47 @@ class VllmProcess:
     @contextlib.contextmanager
     def while_open(self) -> Iterator[None]:
         """Wrap calls that a closing engine answers with a bare Exception: raise SwapError then."""
+        self._calls += 1
         try:
             yield
         except Exception as error:
             if self._llm is not None:
                 raise
             raise SwapError(f"the engine was closed meanwhile: {error}") from error
+        finally:
+            self._calls -= 1
+
+    async def _take(self, warm: WarmEngine) -> bool:
+        """Take the last job's engine, if it fits."""
+        if self._stays:
+            self._key = self.model, await asyncio.to_thread(files_of, self.model), *self._arguments
+        kept = await warm.take(self._key)
+        if kept is None:
+            return False
+        self._llm, self.context_length, self.merges = kept.llm, kept.context_length, kept.merges
+        log.info("engine_reused", model=self.model)
+        return True
 
     async def close(self) -> None:
         llm, self._llm = self._llm, None
-        if llm is not None:
-            await asyncio.to_thread(llm.shutdown)
-            if llm.output_handler is not None:
-                await asyncio.wait([llm.output_handler], timeout=1.0)
+        if llm is not None and not await self._keep(llm):
+            await end(llm)
             del llm
             vllm_startup.release_heap()
         if self.adapter_root is not None:
             await asyncio.to_thread(shutil.rmtree, self.adapter_root, ignore_errors=True)
+
+    async def _keep(self, llm: AsyncLLM) -> bool:
+        """Put the engine where the next job finds it, without requests, cached prompts and weight group; not if
+        anything is still under way."""
+        separate = self._adapters is not None and not self.merges
+        if self._warm is None or not (self._stays and self._warm.keep_s) or separate or self._calls or self.broken:
+            return False
+        if not await let_go(llm):
+            return False
+        assert self._key is not None
+        self._warm.put(Kept(self._key, llm, self.context_length, self.merges))
+        return True
 
     async def _load(self) -> None:
         self._llm = await asyncio.to_thread(self._build)
@@ -282,15 +296,17 @@ class VllmProcess:
         if self._one_by_one:
             arguments["enable_prefix_caching"] = False  # a cached prefix makes a shorter, differently rounded prefill
         if config.model_type in VISION_FAMILIES:  # images come processed; a tokenizer is asked for all the same
+            self._stays = False  # weights of what sees are never sent
             arguments |= {"skip_tokenizer_init": False, "mm_processor_cache_gb": 0, "skip_mm_profiling": on_cpu}
             arguments["mm_device_do_normalize"] = False  # ours has done it
         if self._sharing > 1:
             arguments["gpu_memory_utilization"] = GPU_SHARE / self._sharing
         if self._fp32_head:
             arguments["hf_overrides"] = {"head_dtype": "float32"}
-        self.merges = self._decides_to_merge(config, on_cpu)
-        if self._adapters is not None and not self.merges:
-            arguments |= lora_arguments(self._adapters.rank, *self._adapter_slots(on_cpu))
+        if self._adapters is not None:
+            self.separate_because = why_separate(self.model, config, self._adapters, self._dtype, on_cpu)
+            self.merges = not self.separate_because and self._adapters.serving != "adapter"
+            arguments |= {} if self.merges else lora_arguments(self._adapters, on_cpu)
         if on_cpu:
             arguments |= {
                 "enforce_eager": True,
@@ -307,28 +323,6 @@ class VllmProcess:
         vllm_startup.settle_heap()
         with vllm_startup.forked_engine():
             return AsyncLLM.from_vllm_config(resolved, disable_log_stats=True)
-
-    def _decides_to_merge(self, config: PretrainedConfig, on_cpu: bool) -> bool:
-        """Raises JobFailed where the job insists on it and the model does not allow it."""
-        if self._adapters is None or self._adapters.serving == "adapter":
-            return False
-        self.separate_because = why_not_merged(config)
-        if self._adapters.serving == "auto" and not self.separate_because:
-            self.separate_because = ROUNDED if self._dtype == "bfloat16" else "" if on_cpu else ON_GPU
-        if self.separate_because and self._adapters.serving == "merged":
-            raise JobFailed(
-                f"rollout.lora = 'merged' does not work with {self.model!r}: {self.separate_because}. Leave it at "
-                "'auto'"
-            )
-        return not self.separate_because
-
-    def _adapter_slots(self, on_cpu: bool) -> tuple[int, int]:
-        """Return how many adapters a batch, and the process, may have."""
-        assert self._adapters is not None
-        if self._adapters.beside_base:
-            slots = self._adapters.at_once + (EMPTY_SLOTS_ON_CPU if on_cpu else 0)
-            return slots, slots
-        return self._adapters.at_once, 2 * self._adapters.at_once
 
     async def _probe(self) -> None:
         """Sample one token: what this machine's kernels cannot do shows now, not in the first episode."""
@@ -367,6 +361,13 @@ class VllmProcess:
                 return together(await self.llm().collective_rpc(method, args=arguments))
         except EngineDeadError as error:
             raise self.lost() from error
+
+
+async def end(llm: AsyncLLM) -> None:
+    """End an engine and its process."""
+    await asyncio.to_thread(llm.shutdown)
+    if llm.output_handler is not None:
+        await asyncio.wait([llm.output_handler], timeout=1.0)
 
 
 def _register_here(architectures: list[str]) -> None:
